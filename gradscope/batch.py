@@ -1,0 +1,163 @@
+"""What was sampled: a padded batch of responses, and the one alignment rule that every other file follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from gradscope.errors import InputError
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Responses with their prompts, padded to one length; column s is about token s given the tokens before it.
+
+    Padding may stand left, right or on both sides; no number depends on where. Column 0 of a sequence (its first
+    real token) has nothing before it and is never a response token.
+    """
+
+    input_ids: Int[Tensor, "B S"]
+    """Prompt and response; any id where attention_mask is False."""
+    attention_mask: Bool[Tensor, "B S"]
+    """True on real tokens: one unbroken run per row."""
+    response_mask: Bool[Tensor, "B S"]
+    """True on tokens the policy sampled; False on prompt, tool output and padding."""
+    response_start: Int[Tensor, " B"]
+    """Column of the response's first token, whether response_mask keeps it or not; positions count from here."""
+    group_ids: Int[Tensor, " B"]
+    """Responses to the same prompt share an id: GRPO's groups and the bootstrap's clusters."""
+    temperature: Float[Tensor, " B"]
+    """Sampling temperature of each response: π is softmax(logits / temperature)."""
+    rewards: Float[Tensor, " B"] | None = None
+    """One number per response."""
+    advantages: Float[Tensor, "B S"] | None = None
+    """Per token; NaN where unknown."""
+    old_logprobs: Float[Tensor, "B S"] | None = None
+    """log π_old in nats, of the policy that sampled; None: on-policy, ratio 1."""
+    ref_logprobs: Float[Tensor, "B S"] | None = None
+    """log π_ref in nats, of the reference policy."""
+
+    def __post_init__(self) -> None:
+        if self.input_ids.shape[0] == 0:
+            raise InputError("the batch has no response; give at least one")
+        mask = self.attention_mask
+        if (mask[:, 1:] & ~mask[:, :-1]).sum(1).add(mask[:, 0]).ne(1).any():
+            raise InputError("attention_mask must be one unbroken run of True per row; padding goes to the ends only")
+        if (self.response_mask & ~mask).any():
+            raise InputError("response_mask keeps padding; it must be False where attention_mask is False")
+        if (self.temperature <= 0).any() or not self.temperature.isfinite().all():
+            raise InputError("temperature must be a positive number; greedy decoding (0) has no gradient to measure")
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens that response_mask keeps: the denominator of the token-mean loss."""
+        return int(self.response_mask.sum())
+
+    def select(self, rows: Sequence[int] | Tensor) -> TokenBatch:
+        """The same batch with only these rows, in this order."""
+        rows = torch.as_tensor(rows)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: None if value is None else value[rows] for name, value in values.items()})
+
+    def micro_batches(self, size: int) -> Iterator[TokenBatch]:
+        """Consecutive batches of at most `size` responses."""
+        for start in range(0, len(self), size):
+            yield self.select(torch.arange(start, min(start + size, len(self))))
+
+    def sequence(self, row: int) -> tuple[Int[Tensor, " n"], Int[Tensor, " m"]]:
+        """(ids without padding [n], indices in it of the kept response tokens [m]) of one response."""
+        real = self.attention_mask[row]
+        return self.input_ids[row][real], self.response_mask[row][real].nonzero()[:, 0]
+
+    def positions(self) -> Int[Tensor, "B S"]:
+        """0-based position within the response, counting kept and dropped tokens; negative on the prompt."""
+        return torch.arange(self.input_ids.shape[1]) - self.response_start[:, None]
+
+    def token_weighted(self, values: Float[Tensor, " B"]) -> Float[Tensor, "B S"]:
+        """One number per response, spread over its tokens (masked ones too)."""
+        return values[:, None].expand(self.input_ids.shape).clone()
+
+    def __repr__(self) -> str:
+        rows, width = self.input_ids.shape
+        known = [n for n in ("rewards", "advantages", "old_logprobs", "ref_logprobs") if getattr(self, n) is not None]
+        return (
+            f"TokenBatch({rows} responses to {len(self.group_ids.unique())} prompts, {self.num_tokens} response tokens, "
+            f"width {width}; with {', '.join(known) or 'ids only'})"
+        )
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response, unpadded: what a reader knows of a row before it is batched."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    group: int = 0
+    temperature: float = 1.0
+    reward: float | None = None
+    advantage: float | list[float] | None = None
+    old_logprobs: list[float] | None = None
+    ref_logprobs: list[float] | None = None
+    response_mask: list[bool] | None = None
+
+
+def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "right") -> TokenBatch:
+    """Pad responses to one TokenBatch; a field is kept if any response has it, with NaN for those that do not.
+
+    side: "right" (padding after the response) or "left" (before the prompt).
+
+    >>> batch = collate([Response([5, 6], [7, 8, 9]), Response([5], [7])])
+    >>> batch.response_mask.int().tolist()
+    [[0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
+    >>> batch.positions().tolist()[1]
+    [-1, 0, 1, 2, 3]
+    """
+    if not responses:
+        raise InputError("no responses to batch; give at least one")
+    lengths = [len(r.prompt_ids) + len(r.response_ids) for r in responses]
+    width = max(lengths)
+    starts = [width - n if side == "left" else 0 for n in lengths]
+
+    def spread(field: str, default: float, dtype: torch.dtype) -> Tensor | None:
+        """[B, S] from one number or one list per response, placed at the response's columns."""
+        if all(getattr(r, field) is None for r in responses):
+            return None
+        out = torch.full((len(responses), width), default, dtype=dtype)
+        for row, (start, r) in enumerate(zip(starts, responses, strict=True)):
+            value = getattr(r, field)
+            first = start + len(r.prompt_ids)
+            if value is not None:
+                out[row, first : first + len(r.response_ids)] = torch.as_tensor(value, dtype=dtype)
+        return out
+
+    input_ids = torch.full((len(responses), width), pad_id, dtype=torch.long)
+    attention_mask = torch.zeros(len(responses), width, dtype=torch.bool)
+    response_mask = torch.zeros(len(responses), width, dtype=torch.bool)
+    for row, (start, r) in enumerate(zip(starts, responses, strict=True)):
+        end = start + lengths[row]
+        input_ids[row, start:end] = torch.tensor(r.prompt_ids + r.response_ids)
+        attention_mask[row, start:end] = True
+        kept = True if r.response_mask is None else torch.tensor(r.response_mask, dtype=torch.bool)
+        response_mask[row, start + len(r.prompt_ids) : end] = kept
+    rewards = None
+    if any(r.reward is not None for r in responses):
+        rewards = torch.tensor([float("nan") if r.reward is None else r.reward for r in responses])
+    return TokenBatch(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        response_mask=response_mask,
+        response_start=torch.tensor([s + len(r.prompt_ids) for s, r in zip(starts, responses, strict=True)]),
+        group_ids=torch.tensor([r.group for r in responses]),
+        temperature=torch.tensor([float(r.temperature) for r in responses]),
+        rewards=rewards,
+        advantages=spread("advantage", float("nan"), torch.float32),
+        old_logprobs=spread("old_logprobs", float("nan"), torch.float32),
+        ref_logprobs=spread("ref_logprobs", float("nan"), torch.float32),
+    )

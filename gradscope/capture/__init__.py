@@ -1,0 +1,6 @@
+"""Hooks that record activations and their gradients, and the exact engine for token gradients that is built on them."""
+
+from gradscope.capture.hooks import capture_activations, capture_gradients, forward_hooks, measuring
+from gradscope.capture.token_gradients import TokenGradientMeter, TokenGradients
+
+__all__ = ["TokenGradientMeter", "TokenGradients", "capture_activations", "capture_gradients", "forward_hooks", "measuring"]

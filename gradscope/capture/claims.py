@@ -1,0 +1,197 @@
+"""Which rule measures which parameter: every parameter is claimed exactly once, by a rule or by the general path."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from gradscope.capture.hooks import first_tensor, forward_hooks
+
+Rule = Literal["linear", "conv1d", "diagonal", "embedding"]
+
+
+@dataclass(frozen=True)
+class Claims:
+    """The division of a model's parameters among the ways to measure them."""
+
+    rules: dict[str, Rule]
+    """Module name → the rule that measures its parameters."""
+    tied: tuple[str, str] | None
+    """(embedding, head) that share one table, if both are claimed by rules: their cross term counts too."""
+    embedding_scale: dict[str, float]
+    """Embedding's name → what it multiplies its rows with (1 for nn.Embedding itself)."""
+    general: dict[str, str]
+    """Parameter name → module name, for parameters no rule claims: one autograd gradient a token."""
+
+    def __repr__(self) -> str:
+        kinds = defaultdict(int)
+        for rule in self.rules.values():
+            kinds[rule] += 1
+        counts = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+        return f"Claims({counts}; tied: {self.tied}; {len(self.general)} parameters on the general path)"
+
+
+@dataclass
+class _Visits:
+    """What the probe saw of one module that owns parameters."""
+
+    calls: int = 0
+    in_head: set[bool] = field(default_factory=set)
+    inputs: list[tuple[Tensor, int]] = field(default_factory=list)
+    output: Tensor | None = None
+    simple: bool = True
+    """Called with one tensor and nothing else."""
+
+
+def claim_parameters(model: nn.Module, blocks: nn.ModuleList, input_ids: Tensor) -> Claims:
+    """Find the rule for every module that owns parameters, by its type and by what one forward on input_ids [n] shows.
+
+    A rule is given up, and the parameters go the general way, where a module is not exactly what the rule knows: a
+    subclass, a parametrisation, an input that is changed in place after use, a table shared in an unknown manner.
+    """
+    visits = _probe(model, blocks, input_ids)
+    modules = {name: m for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
+    rules = {name: rule for name, m in modules.items() if (rule := _find_rule(m, visits[name]))}
+    owners: dict[int, list[str]] = defaultdict(list)
+    for name, module in modules.items():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].append(name)
+    tied = None
+    for sharing in (names for names in owners.values() if len(names) > 1):
+        pair = _tie(sharing, modules, rules, visits)
+        if pair and tied is None:
+            tied = pair
+        else:
+            for name in sharing:
+                rules.pop(name, None)
+    # A table half of whose users lost their rule must go the general way altogether.
+    if tied and not all(name in rules for name in tied):
+        for name in tied:
+            rules.pop(name, None)
+        tied = None
+    general = {}
+    for name, parameter in model.named_parameters():
+        if not any(owner in rules for owner in owners[id(parameter)]):
+            general[name] = name.rpartition(".")[0]
+    scales = {n: _embedding_scale(modules[n], visits[n]) for n, rule in rules.items() if rule == "embedding"}
+    claims = Claims(rules, tied, scales, general)
+    check_claims(model, claims)
+    return claims
+
+
+def check_claims(model: nn.Module, claims: Claims) -> None:
+    """RuntimeError unless every parameter is claimed exactly once (a tied table: by its embedding and its head)."""
+    counts: dict[int, int] = defaultdict(int)
+    for name in claims.rules:
+        for parameter in model.get_submodule(name).parameters(recurse=False):
+            counts[id(parameter)] += 1
+    for name in claims.general:
+        counts[id(model.get_parameter(name))] += 1
+    if claims.tied:
+        counts[id(model.get_submodule(claims.tied[1]).weight)] -= 1
+    for name, parameter in model.named_parameters():
+        if counts[id(parameter)] != 1:
+            raise RuntimeError(f"parameter {name} is claimed {counts[id(parameter)]} times; it must be claimed once")
+
+
+def _probe(model: nn.Module, blocks: nn.ModuleList, input_ids: Tensor) -> dict[str, _Visits]:
+    visits: dict[str, _Visits] = defaultdict(_Visits)
+    names = [name for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
+    last_block = next(name for name, m in model.named_modules() if m is blocks[-1])
+    past_blocks = False
+
+    def record(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        nonlocal past_blocks
+        seen = visits[name]
+        if name in names:
+            seen.calls += 1
+            seen.in_head.add(past_blocks)
+            seen.simple &= len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and isinstance(output, Tensor)
+            seen.inputs += [(a, a._version) for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+            seen.output = first_tensor(output)
+        past_blocks |= name == last_block
+
+    with torch.no_grad(), forward_hooks(model, dict.fromkeys([*names, last_block]), record):
+        model(input_ids=input_ids[None], use_cache=False)
+    return visits
+
+
+def _find_rule(module: nn.Module, seen: _Visits) -> Rule | None:
+    if hasattr(module, "parametrizations") or len(seen.in_head) > 1 or "forward" in vars(module):
+        return None
+    if any(tensor._version != version for tensor, version in seen.inputs):
+        return None
+    if type(module) is nn.Linear:
+        return "linear" if seen.simple and seen.calls else None
+    if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+        return "conv1d" if seen.simple and seen.calls else None
+    if isinstance(module, nn.Embedding):
+        return "embedding" if not any(seen.in_head) and _embedding_scale(module, seen) is not None else None
+    if seen.simple and seen.calls and not any(True for _ in module.children()) and _is_diagonal(module, seen):
+        return "diagonal"
+    return None
+
+
+def parameter_slopes(module: nn.Module, inputs: Tensor) -> Iterator[Tensor]:
+    """∂output/∂parameter for each parameter of a module that is affine in it, channel by channel: f(1) − f(0)."""
+    for name, parameter in module.named_parameters(recurse=False):
+        one, zero = torch.ones_like(parameter), torch.zeros_like(parameter)
+        yield functional_call(module, {name: one}, (inputs,)) - functional_call(module, {name: zero}, (inputs,))
+
+
+@torch.no_grad()
+def _is_diagonal(module: nn.Module, seen: _Visits) -> bool:
+    """Whether every parameter is a vector of the output's width that the output is affine in, channel by channel.
+
+    Seen on the probe's own input: f(v) − f(0) must equal v ∘ (f(1) − f(0)) for a random v.
+    """
+    inputs, output = seen.inputs[0][0], seen.output
+    parameters = dict(module.named_parameters(recurse=False))
+    if output is None or not inputs.is_floating_point():
+        return False
+    if any(p.ndim != 1 or p.shape[0] != output.shape[-1] for p in parameters.values()):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    for (name, p), slope in zip(parameters.items(), parameter_slopes(module, inputs), strict=True):
+        v = torch.randn(p.shape, generator=generator).to(p)
+        zero = functional_call(module, {name: torch.zeros_like(p)}, (inputs,))
+        moved = functional_call(module, {name: v}, (inputs,)) - zero
+        scale = (moved.abs().max() + zero.abs().max()).item()
+        # A few roundings of the module's own arithmetic, which transformers does in float32 at best.
+        tolerance = 64 * max(torch.finfo(p.dtype).eps, torch.finfo(torch.float32).eps)
+        if slope.shape != output.shape or (moved - v * slope).abs().max().item() > tolerance * max(scale, 1.0):
+            return False
+    return True
+
+
+def _embedding_scale(module: nn.Embedding, seen: _Visits) -> float | None:
+    """c if the module returned c times the rows of its table, for the one c that fits the probe; else None."""
+    plain = not (module.scale_grad_by_freq or module.sparse or module.max_norm)
+    alone = len(list(module.parameters())) == 1
+    if not (plain and alone and seen.simple and seen.calls == 1) or seen.inputs[0][0].is_floating_point():
+        return None
+    rows = nn.functional.embedding(seen.inputs[0][0], module.weight.detach())
+    if seen.output is None or rows.shape != seen.output.shape:
+        return None
+    scale = ((rows.double() * seen.output.double()).sum() / rows.double().square().sum()).item()
+    fits = torch.allclose(rows * scale, seen.output, rtol=8 * torch.finfo(rows.dtype).eps, atol=0)
+    return scale if fits else None
+
+
+def _tie(
+    names: list[str], modules: dict[str, nn.Module], rules: dict[str, Rule], visits: dict[str, _Visits]
+) -> tuple[str, str] | None:
+    """(embedding, head) if exactly these two share one table and each knows its rule."""
+    if len(names) != 2:
+        return None
+    embedding = next((n for n in names if rules.get(n) == "embedding"), None)
+    head = next((n for n in names if rules.get(n) == "linear" and visits[n].in_head == {True}), None)
+    if embedding and head and modules[embedding].weight is modules[head].weight:
+        return embedding, head
+    return None

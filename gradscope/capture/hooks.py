@@ -1,0 +1,143 @@
+"""Hooks that record activations and their gradients on any torch module, and always come off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradscope.errors import InputError
+
+ForwardHook = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
+"""(name, module, args, kwargs, output) → None, or what the module shall return instead."""
+
+
+@contextmanager
+def forward_hooks(module: nn.Module, names: Iterable[str], hook: ForwardHook) -> Iterator[None]:
+    """Call `hook` after the forward of each named submodule ("" is the module itself); removed whatever happens."""
+    modules = dict(module.named_modules())
+    if unknown := [n for n in names if n not in modules]:
+        raise InputError(f"{type(module).__name__} has no submodule {unknown[0]!r}; see dict(module.named_modules())")
+    handles = []
+    try:
+        for name in names:
+            handles.append(
+                modules[name].register_forward_hook(
+                    lambda m, args, kwargs, output, name=name: hook(name, m, args, kwargs, output), with_kwargs=True
+                )
+            )
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """The tensor that a module returns, or the first floating one in the tuple or mapping that it returns."""
+    if isinstance(output, Tensor):
+        return output
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
+    return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
+
+
+@contextmanager
+def capture_activations(module: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+    """Record the outputs of the named submodules during forward passes.
+
+    Yields a dict, filled as the forwards run: name → output (detached, same shape). A module that is called again
+    while the context is open is kept as "name#1", "name#2", …; one that returns a tuple is kept by its first tensor.
+
+    >>> layer = nn.Linear(2, 3)
+    >>> with capture_activations(layer, [""]) as seen:
+    ...     out = layer(torch.ones(4, 2))
+    >>> torch.equal(seen[""], out.detach())
+    True
+    """
+    activations: dict[str, Tensor] = {}
+
+    def record(name: str, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        if (tensor := first_tensor(output)) is not None:
+            activations[_fresh_key(name, activations)] = tensor.detach()
+
+    with forward_hooks(module, list(names), record):
+        yield activations
+
+
+@contextmanager
+def capture_gradients(module: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+    """Record the gradients of whatever you backpropagate, with respect to the outputs of the named submodules.
+
+    Yields a dict, filled as backward runs: name → gradient, of the output's shape. With a summed loss these are
+    **position gradients** (attention mixes the tokens); they are a token gradient only if the loss is one token's.
+    Backward passes add up, as they do in `.grad`; repeated calls are kept as "name#1", "name#2", …, in the order of
+    the forward. Gradients belong to the values as the module returned them, even if they are changed in place later.
+
+    >>> layer = nn.Linear(2, 3)
+    >>> with capture_gradients(layer, [""]) as grads:
+    ...     (layer(torch.ones(4, 2)) * 2).sum().backward()
+    >>> grads[""].unique().tolist()
+    [2.0]
+    """
+    gradients: dict[str, Tensor] = {}
+    calls: dict[str, None] = {}
+    handles = []
+
+    def record(name: str, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        tensor = first_tensor(output)
+        if tensor is None or not tensor.requires_grad:
+            return
+        key = _fresh_key(name, calls)
+        calls[key] = None
+
+        def add(gradient: Tensor) -> None:
+            gradients[key] = gradients[key] + gradient.detach() if key in gradients else gradient.detach().clone()
+
+        # A tensor hook: module backward hooks break before in-place activations.
+        handles.append(tensor.register_hook(add))
+
+    try:
+        with forward_hooks(module, list(names), record):
+            yield gradients
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def measuring(model: nn.Module) -> Iterator[None]:
+    """Freeze the parameters, switch dropout off and attention to the plain implementation; all comes back as it was.
+
+    Plain ("eager") attention and experts are the ones whose backward can carry many tokens' gradients at once, and
+    the only ones that apply every soft cap.
+    """
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    modes = [(m, m.training) for m in model.modules()]
+    attention = getattr(model.config, "_attn_implementation", None)
+    experts = getattr(model.config, "_experts_implementation", None)
+    try:
+        for parameter, _ in flags:
+            parameter.requires_grad_(False)
+        for module, _ in modes:
+            module.training = False
+        if attention not in (None, "eager"):
+            model.set_attn_implementation("eager")
+        if experts not in (None, "eager"):
+            model.set_experts_implementation("eager")
+        yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+        for module, mode in modes:
+            module.training = mode
+        if attention not in (None, "eager"):
+            model.set_attn_implementation(attention)
+        if experts not in (None, "eager"):
+            model.set_experts_implementation(experts)
+
+
+def _fresh_key(name: str, taken: dict[str, Any]) -> str:
+    repeats = sum(1 for key in taken if key.split("#")[0] == name)
+    return f"{name}#{repeats}" if repeats else name

@@ -1,0 +1,58 @@
+"""Norms of the gradients of known modules' parameters, from what flows in and what flows back, tensors to tensors.
+
+Notation: K tokens are measured at once over a prefix of n positions. delta[k] is the gradient of token k's log π with
+respect to the module's output at every position of the prefix; a position after the token carries zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def prefix_factor(inputs: Float[Tensor, "n d"], *, bias: bool) -> Float[Tensor, "n r"]:
+    """L with L Lᵀ = A Aᵀ, where A is the inputs (with a column of ones for a bias): enough to know ‖Σ_s δ_s a_sᵀ‖.
+
+    With Aᵀ = Q R, L = Rᵀ is lower trapezoidal, so L[:m, :min(m, r)] is the factor of the first m positions too. A
+    Gram matrix would serve as well but loses half of the digits. Where n ≥ 2 d nothing is saved: L = A.
+    """
+    a = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+    if bias:
+        a = torch.cat([a, a.new_ones(len(a), 1)], dim=1)
+    if a.shape[0] >= 2 * a.shape[1]:
+        return a
+    return torch.linalg.qr(a.T, mode="r").R.T.contiguous()
+
+
+def linear_square_norms(delta: Float[Tensor, "K n out"], factor: Float[Tensor, "n r"]) -> Float[Tensor, "K out"]:
+    """Squared norm of each row of Σ_s δ_s [a_s, 1]ᵀ: sum the rows of one module to have its weight and bias together."""
+    # One matrix product a token: a batched one would first copy delta into another layout.
+    return torch.stack([(d.T @ factor).square().sum(1) for d in delta.to(factor.dtype)])
+
+
+def diagonal_square_norms(delta: Float[Tensor, "K *rows d"], slope: Float[Tensor, "*rows d"]) -> Float[Tensor, " K"]:
+    """Squared norm of Σ_s δ_s ∘ slope_s: a vector parameter that scales or shifts channel by channel.
+
+    slope is ∂output/∂parameter, which for such a module is diagonal: the normalised input for a norm's weight, ones
+    for a bias.
+    """
+    k, d = delta.shape[0], delta.shape[-1]
+    return (delta * slope).reshape(k, -1, d).sum(1).square().sum(1)
+
+
+def embedding_square_norms(delta: Float[Tensor, "K n d"], ids: Int[Tensor, " n"]) -> Float[Tensor, " K"]:
+    """Squared norm of an embedding table's gradient: what flows back is summed where an id occurs again."""
+    distinct, row = ids.unique(return_inverse=True)
+    table = delta.new_zeros(delta.shape[0], len(distinct), delta.shape[2])
+    return table.index_add_(1, row, delta).square().sum((1, 2))
+
+
+def tied_cross_terms(
+    delta: Float[Tensor, "K n d"],
+    ids: Int[Tensor, " n"],
+    head_delta: Float[Tensor, "K vocab"],
+    head_input: Float[Tensor, "K d"],
+) -> Float[Tensor, " K"]:
+    """2 ⟨head's gradient, embedding's gradient⟩ of one shared table: 2 Σ_s head_delta[id_s] · ⟨head_input, δ_s⟩."""
+    return 2 * (head_delta[:, ids] * torch.einsum("knd,kd->kn", delta, head_input)).sum(1)

@@ -1,0 +1,224 @@
+"""Load a policy with its tokenizer, and name the blocks on its residual stream."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gradscope.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+EMBEDDED = Path(__file__).parent / "embedded"
+"""The small Knights & Knaves policy that comes with gradscope; `load_policy("embedded")` finds it too."""
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A decoder-only causal language model, its tokenizer and where its blocks are."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    """None where only ids are measured."""
+    blocks_name: str
+    """The ModuleList of blocks, by its name in model.named_modules()."""
+    path: str = ""
+    """Where it was loaded from; empty for a model made in memory."""
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.get_submodule(self.blocks_name)
+
+    @property
+    def config(self) -> Any:
+        """The text part of the configuration."""
+        return self.model.config.get_text_config()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """N of Prop. 4.2: how many logits a position has."""
+        return self.config.vocab_size
+
+    @property
+    def context(self) -> int | None:
+        """Longest sequence (prompt + response) the positions allow; None: no limit is known."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def encode_prompt(self, prompt: str | list[dict[str, str]]) -> list[int]:
+        """Ids of a prompt: a string with special tokens; a chat through the template, its last assistant turn open."""
+        tokenizer = self._need_tokenizer()
+        if isinstance(prompt, str):
+            return list(tokenizer(prompt).input_ids)
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise InputError("the prompt is a chat but the tokenizer has no chat template; give the prompt as one string")
+        prefilled = prompt[-1]["role"] == "assistant"
+        return list(
+            tokenizer.apply_chat_template(
+                prompt, tokenize=True, return_dict=False, add_generation_prompt=not prefilled, continue_final_message=prefilled
+            )
+        )
+
+    def encode_response(self, response: str) -> list[int]:
+        """Ids of a response's text; no special token and no EOS is added."""
+        return list(self._need_tokenizer()(response, add_special_tokens=False).input_ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of the ids; `<id>` where there is no tokenizer."""
+        if self.tokenizer is None:
+            return "".join(f"<{i}>" for i in ids)
+        return self.tokenizer.decode(ids)
+
+    def _need_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise InputError(
+                f"text needs a tokenizer and {self.path or 'this policy'} has none; save one beside the weights, or "
+                "give prompt_ids and response_ids"
+            )
+        return self.tokenizer
+
+    def __repr__(self) -> str:
+        size = sum(p.numel() for p in self.model.parameters())
+        return (
+            f"Policy({type(self.model).__name__}, {size:,} parameters, {len(self.blocks)} blocks at "
+            f"{self.blocks_name!r}, vocabulary {self.vocab_size}, {str(self.dtype).removeprefix('torch.')} on {self.device})"
+        )
+
+
+def load_policy(
+    path: str | Path, *, dtype: str | torch.dtype | None = None, device: str | None = None, blocks: str | None = None
+) -> Policy:
+    """Load a checkpoint folder of transformers, in eval mode.
+
+    path: the folder, or "embedded" for the policy that comes with gradscope.
+    dtype: "float32" (default on the CPU), "float64", "bfloat16", "float16"; default on a GPU: the checkpoint's own.
+    device: a torch device; default "cuda" where there is one, else "cpu".
+    blocks: name of the ModuleList of blocks, where it cannot be found by itself.
+
+    Raises InputError for a folder without configuration or weights, weights that do not fill the model, an
+    architecture that is not a causal language model, and a tokenizer that does not round-trip text.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = EMBEDDED if str(path) == "embedded" else Path(path)
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder} holds no config.json; give a checkpoint folder saved with save_pretrained, or 'embedded'")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = _parse_dtype(dtype, device)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise InputError(f"{folder}/config.json is not one that transformers reads: {_first_line(error)}") from error
+    if getattr(config, "is_encoder_decoder", False) or type(config) not in AutoModelForCausalLM._model_mapping:
+        raise InputError(
+            f"{folder} is a {config.model_type} model, not a decoder-only causal LM; give a checkpoint that "
+            "AutoModelForCausalLM loads"
+        )
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"no usable weights in {folder}: {_first_line(error)} Save the model there with save_pretrained"
+        ) from error
+    if missing := sorted(info["missing_keys"]) + sorted(str(k) for k in info.get("mismatched_keys", ())):
+        raise InputError(
+            f"{folder} lacks weights that the model needs ({', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}); "
+            "they would be random numbers. Save the whole model there"
+        )
+    model.eval().to(device)
+    return Policy(model, load_tokenizer(folder), find_blocks(model, blocks), str(folder))
+
+
+def find_blocks(model: nn.Module, name: str | None = None) -> str:
+    """Name of the one ModuleList of blocks: as long as the configuration says, and inside no other ModuleList."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    if name is not None:
+        if name not in lists:
+            raise InputError(f"the model has no ModuleList {name!r}; it has {', '.join(lists) or 'none'}")
+        return name
+    outermost = [n for n in lists if not any(n.startswith(other + ".") for other in lists)]
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    found = [n for n in outermost if len(lists[n]) == depth] or outermost
+    if len(found) != 1:
+        raise InputError(
+            f"{type(model).__name__} has {len(found)} candidates for its blocks ({', '.join(found) or 'no ModuleList'}); "
+            "name the right one with --blocks"
+        )
+    return found[0]
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside the weights, tried on a string; None if the folder holds none.
+
+    AutoTokenizer picks a class by model_type and can then encode everything to nothing (a word-level tokenizer.json
+    beside a Qwen2 configuration does that), so the class that reads tokenizer.json as it stands is tried next.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = Path(folder)
+    if not any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
+        return None
+    loaders = [AutoTokenizer] + ([PreTrainedTokenizerFast] if (folder / "tokenizer.json").is_file() else [])
+    for loader in loaders:
+        try:
+            tokenizer = loader.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            failure = _first_line(error)
+            continue
+        if round_trips(tokenizer):
+            return tokenizer
+        failure = "it does not give back the text that it encodes"
+    raise InputError(f"the tokenizer in {folder} cannot be used: {failure}. Save the right one there")
+
+
+def round_trips(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether decoding gives back the text: tried on ordinary tokens of its own vocabulary, decoded to a string."""
+    special = set(tokenizer.all_special_ids)
+    ids = [i for i in range(len(tokenizer)) if i not in special]
+    sample = ids[len(ids) // 3 :: max(1, len(ids) // 24)][:16]
+    words = [w for w in (tokenizer.decode([i]) for i in sample) if w.strip() and "\ufffd" not in w]
+    return bool(words) and all(
+        tokenizer.decode(tokenizer(w, add_special_tokens=False).input_ids).strip() == w.strip() for w in words
+    )
+
+
+def weights_hash(path: str | Path) -> str:
+    """SHA-256 of the weight files of a checkpoint folder, in the order of their names."""
+    digest = hashlib.sha256()
+    files = sorted(p for p in Path(path).iterdir() if p.suffix in {".safetensors", ".bin", ".pt"})
+    for file in files:
+        with file.open("rb") as handle:
+            while chunk := handle.read(1 << 20):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _parse_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | str:
+    if dtype is None:
+        return torch.float32 if torch.device(device).type == "cpu" else "auto"
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
