@@ -113,6 +113,7 @@ def load_policy(
     Raises InputError for a folder without configuration or weights, weights that do not fill the model, an
     architecture that is not a causal language model, and a tokenizer that does not round-trip text.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = EMBEDDED if str(path) == "embedded" else Path(path)
@@ -131,9 +132,17 @@ def load_policy(
         )
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            # grouped_mm knows neither float64 nor forward mode.
+            experts_implementation="eager",
+            # sdpa leaves Gemma-2's soft cap on attention scores out.
+            attn_implementation="eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InputError(
             f"no usable weights in {folder}: {_first_line(error)} Save the model there with save_pretrained"
         ) from error
@@ -143,7 +152,19 @@ def load_policy(
             "they would be random numbers. Save the whole model there"
         )
     model.eval().to(device)
+    if not is_causal(model):
+        raise InputError(
+            f"{folder} is a {config.model_type} model, not a decoder-only causal LM (a token sees those after it); give a "
+            "checkpoint that AutoModelForCausalLM loads"
+        )
     return Policy(model, load_tokenizer(folder), find_blocks(model, blocks), str(folder))
+
+
+@torch.no_grad()
+def is_causal(model: nn.Module) -> bool:
+    """Whether the logits of a token stay when the next token changes: encoders load as causal models too."""
+    first, second = model(input_ids=torch.tensor([[0, 1], [0, 2]], device=model.device)).logits[:, 0]
+    return torch.allclose(first, second, rtol=1e-2, atol=1e-3)
 
 
 def find_blocks(model: nn.Module, name: str | None = None) -> str:

@@ -10,6 +10,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+_STRIP = 48
+"""Columns of a triangular factor that are multiplied at once: narrow enough to skip zeros, wide enough to be fast."""
+
 
 def prefix_factor(inputs: Float[Tensor, "n d"], *, bias: bool) -> Float[Tensor, "n r"]:
     """L with L Lᵀ = A Aᵀ, where A is the inputs (with a column of ones for a bias): enough to know ‖Σ_s δ_s a_sᵀ‖.
@@ -25,20 +28,34 @@ def prefix_factor(inputs: Float[Tensor, "n d"], *, bias: bool) -> Float[Tensor, 
     return torch.linalg.qr(a.T, mode="r").R.T.contiguous()
 
 
-def linear_square_norms(delta: Float[Tensor, "K n out"], factor: Float[Tensor, "n r"]) -> Float[Tensor, "K out"]:
-    """Squared norm of each row of Σ_s δ_s [a_s, 1]ᵀ: sum the rows of one module to have its weight and bias together."""
-    # One matrix product a token: a batched one would first copy delta into another layout.
-    return torch.stack([(d.T @ factor).square().sum(1) for d in delta.to(factor.dtype)])
+def linear_square_norms(delta: Float[Tensor, "K n out"], factor: Float[Tensor, "n r"]) -> Float[Tensor, " K"]:
+    """Squared norm of Σ_s δ_s [a_s, 1]ᵀ: the gradient of a linear module's weight and bias together.
+
+    A triangular factor is taken in strips of columns, each without the rows above it, which are zero.
+    """
+    delta, columns = delta.to(factor.dtype), factor.shape[1]
+    triangular = columns <= factor.shape[0] and columns > _STRIP and not factor[0, 1:].any()
+    starts = range(0, columns, _STRIP) if triangular else [0]
+    width = _STRIP if triangular else columns
+    strips = ((factor[s if triangular else 0 :, s : s + width], delta[:, s if triangular else 0 :]) for s in starts)
+    return sum(torch.linalg.vector_norm(torch.matmul(f.T, d), dim=(1, 2)).square() for f, d in strips)
 
 
-def diagonal_square_norms(delta: Float[Tensor, "K *rows d"], slope: Float[Tensor, "*rows d"]) -> Float[Tensor, " K"]:
+def outer_square_norms(delta: Float[Tensor, "m out"], inputs: Float[Tensor, "m in"], *, bias: bool) -> Float[Tensor, " m"]:
+    """The same where each token has one position of its own: ‖δ‖² (‖a‖² + 1 for the bias)."""
+    return delta.square().sum(1) * (inputs.square().sum(1) + bias)
+
+
+def diagonal_square_norms(
+    delta: Float[Tensor, "K *rows d"], slope: Float[Tensor, "*any d"], *, each: bool = False
+) -> Float[Tensor, " K"]:
     """Squared norm of Σ_s δ_s ∘ slope_s: a vector parameter that scales or shifts channel by channel.
 
     slope is ∂output/∂parameter, which for such a module is diagonal: the normalised input for a norm's weight, ones
-    for a bias.
+    for a bias. each=False: the tokens share it, [*rows, d]; each=True: [K, *rows, d].
     """
-    k, d = delta.shape[0], delta.shape[-1]
-    return (delta * slope).reshape(k, -1, d).sum(1).square().sum(1)
+    terms = (delta * slope).reshape(len(delta), -1, delta.shape[-1])
+    return terms.sum(1).square().sum(1)
 
 
 def embedding_square_norms(delta: Float[Tensor, "K n d"], ids: Int[Tensor, " n"]) -> Float[Tensor, " K"]:

@@ -1,0 +1,48 @@
+# make setup | demo | test | lint | format | clean.  PYTHON= picks the interpreter, PIP_ARGS= is passed on to every pip install.
+PYTHON ?= python3.11
+PIP_ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.setup-done
+CONSTRAINTS := .ci/constraints.txt
+INSTALL := $(BIN)/python -m pip install $(PIP_ARGS) --constraint $(CONSTRAINTS)
+
+# Threads that spin while they wait slow each other down on a busy machine; the small policies here gain nothing from many.
+export OMP_WAIT_POLICY ?= PASSIVE
+test demo: export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup demo test lint format clean
+
+setup: $(STAMP)
+
+# Done again only when what it installs from has changed; an unfinished setup leaves no stamp and starts over.
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@command -v "$(PYTHON)" >/dev/null || { \
+	    echo "setup: no '$(PYTHON)' on this machine; gradscope needs Python 3.11 or newer: make setup PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "setup: '$(PYTHON)' is $$("$(PYTHON)" -V 2>&1); gradscope needs Python 3.11 or newer: make setup PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "setup: '$(PYTHON)' has no venv module; install it (on Debian and Ubuntu the package python3-venv) or choose another: make setup PYTHON=..." >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv .venv
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "setup: the existing .venv holds $$($(BIN)/python -V 2>&1); gradscope needs 3.11 or newer: remove .venv and run make setup again" >&2; exit 1; }
+	$(INSTALL) torch
+	$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/gradscope demo --out demo-out
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check
+
+format: setup
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+clean:
+	rm -rf .venv demo-out dist build .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

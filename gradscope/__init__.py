@@ -1,0 +1,39 @@
+"""Which tokens does an RL update of a language model serve? Exact per-token gradients of a real policy, in one table.
+
+Importing gradscope is instant: every name below loads its module, and with it torch or pandas, on first use.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0.dev0"
+
+# Public function or class → the module that defines it. No submodule bears one of these names: it would shadow them.
+_DEFINED_IN = {
+    "InputError": "errors",
+    "Policy": "models",
+    "SelfCheckError": "errors",
+    "TokenBatch": "batch",
+    "capture_activations": "capture",
+    "capture_gradients": "capture",
+    "interval_gradients": "group_gradients",
+    "load_policy": "models",
+    "measure": "token_table",
+    "read_rollouts": "readers",
+}
+_SUBMODULES = ("bounds", "capture", "intervals", "objective", "plots", "tasks", "theory")
+
+__all__ = ["__version__", *_DEFINED_IN, *_SUBMODULES]
+
+
+def __getattr__(name: str) -> object:
+    if name in _SUBMODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _DEFINED_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)
+    globals()[name] = value  # the next look-up no longer comes here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

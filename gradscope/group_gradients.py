@@ -1,0 +1,494 @@
+"""Summed gradients of groups of tokens under the loss that is trained: norms, shares, cosines, signal against noise.
+
+With ONE denominator, the count of all response tokens of the batch, and tokens sorted into intervals a,
+
+    G_a = ∇ policy_loss restricted to the tokens of interval a,    G = Σ_a G_a,    g_{p,a}: prompt p's part of G_a.
+
+The loss is a sum over tokens, so one forward pass serves every interval, and each interval costs one backward pass over
+the batch. It is made prompt by prompt, which costs the same and gives the g_{p,a}: the noise, and any split by prompts.
+Every number of the table is an inner product of those sums over all parameters (a tied one counts once).
+
+Memory besides the model and its activations: 3 × intervals vectors as long as the parameters (the sums of two halves
+of the batch, and one prompt's), in float32 at least: 48 bytes per parameter for four intervals. An optimizer state adds
+intervals + 1 more and a copy of its moments, 24 bytes per parameter. All lie on the policy's device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from gradscope.batch import TokenBatch
+from gradscope.capture import measuring
+from gradscope.errors import InputError
+from gradscope.intervals import EDGES, assign_intervals, interval_labels
+from gradscope.logprobs import sequence_logprobs
+from gradscope.models import Policy
+from gradscope.objective import grpo_advantages, policy_loss, reweight
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The loss whose gradient is measured (Eq. 1, arXiv:2505.12929); the defaults are the paper's GRPO."""
+
+    clip_ratio_low: Number = 0.2
+    clip_ratio_high: Number = 0.24
+    clip_ratio_c: Number | None = 10.0
+    """Dual clip of negative advantages; None: off."""
+    kl_coef: Number = 0.001
+    """β of the k3 penalty. A token whose ref_logprobs are unknown has none: the policy is its own reference there."""
+    reweight_alpha: Number | None = None
+    """α of Advantage Reweighting (Eq. 4); None: off."""
+
+
+PAPER = LossSettings()
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class IntervalGradients:
+    """What the tokens of each interval add to the gradient (Fig. 1 (d)), and how much of it is signal."""
+
+    table: pd.DataFrame
+    """A row per interval (0, 1, …) and one for "all" tokens; NaN where undefined, all of a row without tokens.
+
+    interval, label; num_tokens: kept response tokens; norm: ‖G_a‖; share: ⟨G_a, G⟩/‖G‖², sums to 1, may be negative;
+    cosine_with_all: between G_a and G; half_cosine: between the G_a of two random halves of the prompts.
+    signal and noise take n·g_{p,a} of the n prompts for draws of one distribution: signal is the unbiased estimate of
+    the squared norm of their mean (it can be negative), noise that of their variance summed over parameters, so that
+    norm² = signal + noise / n holds exactly. signal_to_noise = signal / noise is that of ONE prompt; its inverse is the
+    number of prompts at which both are equal. These three and half_cosine are NaN for one prompt.
+    """
+    cosines: pd.DataFrame
+    """Cosine between G_a (row) and G_b (column)."""
+    num_prompts: int
+    settings: LossSettings
+    adamw_table: pd.DataFrame | None = None
+    """The same columns in the metric of the AdamW update (see AdamWState); None without an optimizer state."""
+    adamw_cosines: pd.DataFrame | None = None
+
+    def __repr__(self) -> str:
+        return "\n".join([f"IntervalGradients of {self.num_prompts} prompts", *self._parts(pd.DataFrame.to_string)])
+
+    def _repr_html_(self) -> str:
+        return f"<p><b>Interval gradients</b>, {self.num_prompts} prompts</p>" + "".join(
+            self._parts(pd.DataFrame.to_html)
+        )
+
+    def _parts(self, render: Any) -> Iterator[str]:
+        titles = ("summed gradients", "their cosines", "in the metric of the AdamW update", "their cosines there")
+        frames = (self.table, self.cosines, self.adamw_table, self.adamw_cosines)
+        for title, frame in zip(titles, frames, strict=True):
+            if frame is not None:
+                yield f"<p>{title}</p>" if render is pd.DataFrame.to_html else f"{title}:"
+                yield render(frame, index="label" not in frame, float_format="{:.3g}".format, na_rep="–")
+
+
+@dataclass(frozen=True)
+class AdamWState:
+    """What AdamW remembers of the second moment; it makes the metric in which its update sees a gradient.
+
+    One step, with all of G clipped to max_grad_norm by the factor k = min(1, max_grad_norm / (‖G‖ + 1e-6)), moves by
+
+        Δ = −lr · m̂ ⊘ (√v̂ + eps),    v̂ = [β₂·v + (1 − β₂)·(k·G)²] / (1 − β₂^(step + 1)).
+
+    G's own part of Δ is lr·(1 − β₁)/(1 − β₁^(step + 1)) times k·G ⊘ (√v̂ + eps), which is linear in G once v̂ is frozen
+    at the whole step's. So each G_a is measured as k·G_a ⊘ (√v̂ + eps), one v̂ for all; these add up as the G_a do.
+    Momentum of earlier steps and weight decay belong to no token and are left out.
+    Give a state that has taken many steps: with v = 0 the step is sign(G), and an entry where the G_a happen to cancel
+    counts for each of them as G_a / |G|, without bound.
+    """
+
+    exp_avg_sq: dict[str, Tensor]
+    """v by parameter name, before the step, a copy; a parameter that is not here is not updated: its part of Δ is 0."""
+    step: dict[str, int]
+    """Steps taken so far, by parameter name."""
+    beta2: float
+    eps: float
+    max_grad_norm: Number | None = None
+    """Clipping of the gradient's norm before the step; None: off."""
+
+    @classmethod
+    def from_optimizer(
+        cls, model: nn.Module, optimizer: torch.optim.Optimizer, *, max_grad_norm: Number | None = None
+    ) -> AdamWState:
+        """The state of an optimizer over (some of) the model's parameters; one that never stepped counts as v = 0."""
+        if not isinstance(optimizer, torch.optim.AdamW):
+            raise InputError(
+                f"the optimizer is {type(optimizer).__name__}; only AdamW's metric is known; give an AdamW"
+            )
+        by_id = {id(p): name for name, p in model.named_parameters()}
+        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if not all(i in by_id for i in held):
+            raise InputError("the optimizer holds parameters that are not the model's; give the one that trains it")
+        names = [by_id[i] for i in held]
+        return cls.from_state_dict(model, optimizer.state_dict(), names=names, max_grad_norm=max_grad_norm)
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        model: nn.Module,
+        state_dict: dict[str, Any],
+        *,
+        names: Sequence[str] | None = None,
+        max_grad_norm: Number | None = None,
+    ) -> AdamWState:
+        """The state saved by `optimizer.state_dict()`.
+
+        names: of the parameters in the order in which the optimizer was given them; None: the names saved with the
+        state, else all of the model's in the order of named_parameters(). Raises InputError for parameter groups that
+        differ in lr, betas or eps, for amsgrad, and for moments that do not fit the parameters.
+        """
+        groups, parameters = state_dict["param_groups"], dict(model.named_parameters())
+        if len({(*map(float, (g["lr"], *g["betas"], g["eps"])), g.get("amsgrad", False)) for g in groups}) != 1:
+            raise InputError(
+                "parameter groups differ in lr, betas or eps; one metric needs one of each; measure them apart"
+            )
+        if groups[0].get("amsgrad") or not groups[0].get("decoupled_weight_decay", True):
+            raise InputError(
+                "the state is not plain AdamW's (amsgrad, or decay inside the gradient); give one of AdamW"
+            )
+        indices = [i for group in groups for i in group["params"]]
+        saved = [name for group in groups for name in group.get("param_names", ())]
+        names = list(names or saved or parameters)
+        if len(names) != len(indices) or not all(name in parameters for name in names):
+            raise InputError(
+                f"the optimizer state is of {len(indices)} parameters; {len(names)} names are given, or one is not the "
+                "model's; give the names in the order in which the optimizer got them"
+            )
+        moments, steps = {}, {}
+        for name, index in zip(names, indices, strict=True):
+            state = state_dict["state"].get(index, {})
+            moments[name] = state.get("exp_avg_sq", torch.zeros_like(parameters[name])).detach().clone()
+            steps[name] = int(state.get("step", 0))
+            if moments[name].shape != parameters[name].shape:
+                raise InputError(
+                    f"exp_avg_sq of {name} has shape {tuple(moments[name].shape)}, the parameter "
+                    f"{tuple(parameters[name].shape)}; give the names in the order in which the optimizer got them"
+                )
+        return cls(moments, steps, float(groups[0]["betas"][1]), float(groups[0]["eps"]), max_grad_norm)
+
+    def scale(self, model: nn.Module, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+        """k ⊘ (√v̂ + eps) for the whole step's gradient G, flat in the order of model.named_parameters()."""
+        scale = torch.zeros_like(gradient)
+        slices = dict(zip((name for name, _ in _parameters(model)), _slices(model), strict=True))
+        square_norm = sum(gradient[slices[name]].double().square().sum().item() for name in self.exp_avg_sq)
+        clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (square_norm**0.5 + 1e-6))
+        for name, moment in self.exp_avg_sq.items():
+            part = slices[name]
+            new = self.beta2 * moment.flatten().to(gradient) + (1 - self.beta2) * (clip * gradient[part]).square()
+            corrected = new / (1 - self.beta2 ** (self.step[name] + 1))
+            scale[part] = clip / (corrected.sqrt() + self.eps)
+        return scale
+
+
+def resolve_advantages(batch: TokenBatch) -> Float[Tensor, "B S"]:
+    """The batch's advantages or, where it has none, GRPO's from its rewards within each group, spread over the tokens.
+
+    Given advantages are returned as they are, NaN included. Raises InputError with neither.
+    """
+    if batch.advantages is not None:
+        return batch.advantages
+    if batch.rewards is None:
+        raise InputError("weights need advantages or rewards; the batch has neither; add one to the rollouts")
+    return batch.token_weighted(grpo_advantages(batch.rewards, batch.group_ids))
+
+
+def interval_gradients(
+    policy: Policy,
+    batch: TokenBatch,
+    *,
+    settings: LossSettings = PAPER,
+    intervals: Int[Tensor, "B S"] | None = None,
+    edges: Sequence[Number] = EDGES,
+    micro_batch_size: int = 8,
+    generator: torch.Generator | None = None,
+    optimizer_state: AdamWState | None = None,
+    progress: bool = False,
+) -> IntervalGradients:
+    """Measure the summed gradient of each interval's tokens, and of all, over all parameters, frozen ones too.
+
+    intervals: index of each token's interval, of `len(edges) - 1`; read on kept tokens only. None: by the probability
+    π_old of the token or, where old_logprobs are unknown, by the policy's own (on-policy, ratio 1).
+    micro_batch_size: most responses in one forward pass; responses to different prompts never share one.
+    generator: splits the prompts into two halves of equal count (to one); None: seeded with 0.
+    optimizer_state: adds the same in the metric of the AdamW update.
+
+    The model measures in eval mode; flags, modes and `.grad` are left as they were. Raises InputError for a batch
+    without response tokens, without advantages and rewards, or with a NaN advantage.
+    """
+    edges = [float(edge) for edge in edges]
+    _check(batch, intervals, edges, micro_batch_size)
+    batch = replace(batch, advantages=resolve_advantages(batch))
+    generator = generator or torch.Generator().manual_seed(0)
+    sums = _Sums.zeros(policy.model, len(edges) - 1, squares=optimizer_state is not None)
+    with measuring(policy.model), torch.enable_grad():
+        for _, parameter in _parameters(policy.model):
+            parameter.requires_grad_(True)
+        prompts = batch.group_ids.unique()
+        halves = torch.randperm(len(prompts), generator=generator) * 2 // len(prompts)
+        pairs = zip(prompts.tolist(), halves.tolist(), strict=True)
+        for prompt, half in tqdm(pairs, "prompts", len(prompts), disable=not progress):
+            for rows in (batch.group_ids == prompt).nonzero()[:, 0].split(micro_batch_size):
+                chunk, given = _left_aligned(batch, intervals, rows, policy.device)
+                _add_gradients(policy.model, chunk, given, settings, edges, batch.num_tokens, sums)
+            sums.close_prompt(half)
+    table, cosines = _statistics(_gram(sums.halves.flatten(0, 1)), sums.square_norms, sums, edges)
+    result = IntervalGradients(table, cosines, len(prompts), settings)
+    if optimizer_state is None:
+        return result
+    scale = optimizer_state.scale(policy.model, sums.halves.sum((0, 1)))
+    table, cosines = _statistics(_gram(sums.halves.mul_(scale).flatten(0, 1)), sums.square_norms_in(scale), sums, edges)
+    return replace(result, adamw_table=table, adamw_cosines=cosines)
+
+
+def interval_gradients_over(policy: Policy, batches: Iterable[TokenBatch], **keywords: Any) -> IntervalGradients:
+    """`interval_gradients` of several batches: means, and columns `norm_sd`, … with the standard deviation (n − 1).
+
+    keywords: those of `interval_gradients`, without `intervals`; each batch meets the same optimizer state.
+    Means and deviations run over the batches where the number is defined; `batches` counts those that have tokens in
+    the interval, num_tokens adds up, and signal_to_noise is mean signal over mean noise.
+    """
+    if keywords.get("intervals") is not None:
+        raise InputError("intervals are of one batch and several are given; leave them out, or measure batch by batch")
+    generator = keywords.pop("generator", None) or torch.Generator().manual_seed(0)
+    results = [interval_gradients(policy, batch, generator=generator, **keywords) for batch in batches]
+    if not results:
+        raise InputError("no batch to measure; give at least one")
+    measured = ["table", "cosines"] + (["adamw_table", "adamw_cosines"] if results[0].adamw_table is not None else [])
+    frames = {name: [getattr(result, name) for result in results] for name in measured}
+    return replace(
+        results[0],
+        num_prompts=sum(result.num_prompts for result in results),
+        **{name: (_mean_table if "table" in name else _mean_matrix)(frames[name]) for name in measured},
+    )
+
+
+@dataclass
+class _Sums:
+    """What adds up over the batch; vectors are flat over the parameters, in the order of named_parameters()."""
+
+    slices: list[slice]
+    halves: Float[Tensor, "2 A P"]
+    """G_a of each half of the prompts."""
+    prompt: Float[Tensor, "A P"]
+    """g_{p,a} of the prompt at hand."""
+    square_norms: Float[Tensor, " A1"]
+    """Σ_p ‖g_{p,a}‖² in float64, all tokens last."""
+    squares: Float[Tensor, "A1 P"] | None
+    """The same before the sum over parameters: the noise in a metric that is known only at the end."""
+    num_tokens: Int[Tensor, " A"]
+    num_prompts: int = 0
+
+    @classmethod
+    def zeros(cls, model: nn.Module, num_intervals: int, *, squares: bool) -> _Sums:
+        parts, tensors = _slices(model), [p for _, p in _parameters(model)]
+        dtype = torch.float32
+        for tensor in tensors:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+        empty = torch.zeros(num_intervals, parts[-1].stop, dtype=dtype, device=tensors[0].device)
+        return cls(
+            slices=parts,
+            halves=torch.stack([empty, empty]),
+            prompt=empty,
+            square_norms=torch.zeros(num_intervals + 1, dtype=torch.float64),
+            squares=empty.new_zeros(num_intervals + 1, empty.shape[1]) if squares else None,
+            num_tokens=torch.zeros(num_intervals, dtype=torch.long),
+        )
+
+    def close_prompt(self, half: int) -> None:
+        """Add the prompt's gradients to its half and to the squares, and start the next one."""
+        self.halves[half] += self.prompt
+        everything = self.prompt.sum(0)
+        for row, gradient in enumerate((*self.prompt, everything)):
+            self.square_norms[row] += _gram(gradient[None])[0, 0]
+            if self.squares is not None:
+                self.squares[row] += gradient.square()
+        self.prompt.zero_()
+        self.num_prompts += 1
+
+    def square_norms_in(self, scale: Float[Tensor, " P"]) -> Float[Tensor, " A1"]:
+        """Σ_p ‖scale ∘ g_{p,a}‖² in float64."""
+        parts = zip(self.squares.split(1 << 20, dim=1), scale.split(1 << 20), strict=True)
+        return sum(squares.double() @ factor.double().square() for squares, factor in parts).cpu()
+
+
+def _add_gradients(
+    model: nn.Module,
+    chunk: TokenBatch,
+    intervals: Int[Tensor, "b n"] | None,
+    settings: LossSettings,
+    edges: Sequence[float],
+    num_tokens: int,
+    sums: _Sums,
+) -> None:
+    """One forward pass of the chunk and a backward pass for each interval that has a gradient in it."""
+    # Padding comes last, where causal attention hides it from every token. A mask would leave rows without any key
+    # (sliding windows), and eager attention in float64 makes those NaN.
+    everything = torch.ones_like(chunk.attention_mask)
+    logprobs = sequence_logprobs(model, chunk.input_ids, everything, temperature=chunk.temperature)
+    old = _or_own(chunk.old_logprobs, logprobs)
+    if intervals is None:
+        # A log-probability that a sampler rounded to just above 0 is a probability of 1.
+        prob = torch.where(chunk.response_mask, old, 0.0).double().exp().clamp(max=1.0)
+        intervals = torch.from_numpy(assign_intervals(prob.cpu().numpy(), edges)).to(prob.device)
+    masks = [chunk.response_mask & (intervals == a) for a in range(len(edges) - 1)]
+    sums.num_tokens += torch.tensor([int(mask.sum()) for mask in masks])
+    slopes = _loss_slopes(logprobs, old, chunk, settings, num_tokens)
+    # All weights of an interval may be 0: equal rewards in the group, every token clipped.
+    seeds = {a: slopes * mask for a, mask in enumerate(masks) if (slopes * mask).any()}
+    parameters = [p for _, p in _parameters(model)]
+    for a, seed in seeds.items():
+        last = a == max(seeds)
+        gradients = torch.autograd.grad(logprobs, parameters, seed, retain_graph=not last, allow_unused=True)
+        for part, gradient in zip(sums.slices, gradients, strict=True):
+            if gradient is not None:
+                sums.prompt[a, part] += gradient.flatten().to(sums.prompt)
+
+
+def _loss_slopes(
+    logprobs: Float[Tensor, "b n"],
+    old: Float[Tensor, "b n"],
+    chunk: TokenBatch,
+    settings: LossSettings,
+    num_tokens: int,
+) -> Float[Tensor, "b n"]:
+    """∂ policy_loss / ∂ log π of every token, which is −mask · w_t / num_tokens; 0 on masked tokens."""
+    own = logprobs.detach().requires_grad_(True)
+    advantages = chunk.advantages
+    if settings.reweight_alpha is not None:
+        advantages = reweight(advantages, old, alpha=settings.reweight_alpha)
+    loss = policy_loss(
+        own,
+        old,
+        advantages,
+        chunk.response_mask,
+        clip_ratio_low=settings.clip_ratio_low,
+        clip_ratio_high=settings.clip_ratio_high,
+        clip_ratio_c=settings.clip_ratio_c,
+        ref_logprobs=_or_own(chunk.ref_logprobs, logprobs),
+        kl_coef=settings.kl_coef,
+        num_tokens=num_tokens,
+    )
+    return torch.autograd.grad(loss, own)[0]
+
+
+def _or_own(known: Float[Tensor, "b n"] | None, logprobs: Float[Tensor, "b n"]) -> Float[Tensor, "b n"]:
+    """The log-probabilities known of another policy, and the policy's own where they are not."""
+    own = logprobs.detach()
+    return own if known is None else torch.where(known.isnan(), own, known.to(own.dtype))
+
+
+def _statistics(
+    gram: Float[Tensor, "A2 A2"], square_norms: Float[Tensor, " A1"], sums: _Sums, edges: Sequence[float]
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The table and the cosines from the inner products of both halves' G_a and from Σ_p ‖g_{p,a}‖²."""
+    n, size = sums.num_prompts, len(edges) - 1
+    per_freedom = n / (n - 1) if n > 1 else np.nan
+    add_all = np.vstack([np.eye(size), np.ones(size)])  # the last row sums over the intervals
+    blocks = gram.numpy().reshape(2, size, 2, size)
+    halves = {(h, k): add_all @ blocks[h, :, k] @ add_all.T for h in (0, 1) for k in (0, 1)}
+    products, squares = sum(halves.values()), np.diag(sum(halves.values()))
+    spread = square_norms.numpy()
+    counts = np.append(sums.num_tokens.numpy(), sums.num_tokens.sum().item())
+    with np.errstate(invalid="ignore", divide="ignore"):  # 0/0 where a gradient is zero
+        cosines = products / np.sqrt(np.outer(squares, squares))
+        columns = {
+            "norm": np.sqrt(squares),
+            "share": products[:, -1] / squares[-1],
+            "cosine_with_all": cosines[:, -1],
+            "half_cosine": np.diag(halves[0, 1]) / np.sqrt(np.diag(halves[0, 0]) * np.diag(halves[1, 1])),
+            "signal": per_freedom * (squares - spread),
+            "noise": per_freedom * (n * spread - squares),
+        }
+        columns["signal_to_noise"] = columns["signal"] / columns["noise"]
+    columns = {name: np.where(counts > 0, values, np.nan) for name, values in columns.items()}
+    names = {"interval": [*range(size), "all"], "label": [*interval_labels(edges), "all"], "num_tokens": counts}
+    return pd.DataFrame(names | columns), pd.DataFrame(cosines[:-1, :-1])
+
+
+def _mean_table(tables: list[pd.DataFrame]) -> pd.DataFrame:
+    names = tables[0][["interval", "label"]]
+    numbers = {c: pd.concat([t[c] for t in tables], axis=1) for c in tables[0].columns.drop(["interval", "label"])}
+    out = names.assign(batches=numbers["norm"].count(axis=1), num_tokens=numbers.pop("num_tokens").sum(axis=1))
+    del numbers["signal_to_noise"]
+    for column, values in numbers.items():
+        out[column], out[f"{column}_sd"] = values.mean(axis=1), values.std(axis=1)
+    return out.assign(signal_to_noise=out["signal"] / out["noise"])
+
+
+def _mean_matrix(matrices: list[pd.DataFrame]) -> pd.DataFrame:
+    values = np.ma.masked_invalid(np.stack([m.to_numpy() for m in matrices])).mean(0)
+    return pd.DataFrame(values.filled(np.nan))
+
+
+def _gram(vectors: Float[Tensor, "K P"]) -> Float[Tensor, "K K"]:
+    """Inner products in float64, a slice of the parameters at a time."""
+    return sum(part @ part.T for part in (p.double() for p in vectors.split(1 << 20, dim=1))).cpu()
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter that can have a gradient, tied ones once."""
+    return [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
+
+
+def _slices(model: nn.Module) -> list[slice]:
+    """Where each parameter lies in the flat vectors."""
+    ends = np.cumsum([0, *(p.numel() for _, p in _parameters(model))]).tolist()
+    return [slice(*pair) for pair in pairwise(ends)]
+
+
+def _check(
+    batch: TokenBatch, intervals: Int[Tensor, "B S"] | None, edges: Sequence[float], micro_batch_size: int
+) -> None:
+    """InputError for what cannot be measured."""
+    if micro_batch_size < 1:
+        raise InputError(
+            f"micro_batch_size is {micro_batch_size}; at least one response is needed; give a positive number"
+        )
+    if batch.num_tokens == 0:
+        raise InputError(
+            "response_mask keeps no token; there is no gradient to measure; give responses with sampled tokens"
+        )
+    num_intervals = len(interval_labels(edges))
+    if intervals is not None:
+        if intervals.shape != batch.input_ids.shape:
+            raise InputError(
+                f"intervals have shape {tuple(intervals.shape)}, the batch {tuple(batch.input_ids.shape)}; "
+                "give one index per column of input_ids"
+            )
+        kept = intervals[batch.response_mask]
+        if not 0 <= int(kept.min()) <= int(kept.max()) < num_intervals:
+            raise InputError(
+                f"intervals run from {int(kept.min())} to {int(kept.max())} on response tokens; the edges make "
+                f"{num_intervals}; give indices below that, or the edges they were made with"
+            )
+
+
+def _left_aligned(
+    batch: TokenBatch, intervals: Tensor | None, rows: Tensor, device: torch.device
+) -> tuple[TokenBatch, Tensor | None]:
+    """These rows on the device, each moved to start at column 0, as wide as the longest; the intervals alike."""
+    part = batch.select(rows)
+    start, lengths = part.attention_mask.int().argmax(1), part.attention_mask.sum(1)
+    offsets = torch.arange(int(lengths.max()))
+    columns = (start[:, None] + offsets).clamp(max=batch.input_ids.shape[1] - 1)
+    values = {f.name: getattr(part, f.name) for f in fields(part) if getattr(part, f.name) is not None}
+    values = {name: v.gather(1, columns) if v.dim() == 2 else v for name, v in values.items()}
+    real = offsets < lengths[:, None]
+    # A column past the end repeats the last one: it is masked, and its id is one that every vocabulary has.
+    values["attention_mask"], values["response_mask"] = real, values["response_mask"] & real
+    values["input_ids"] = values["input_ids"].masked_fill(~real, 0)
+    values["response_start"] = part.response_start - start
+    moved = {name: v.to(device) for name, v in values.items()}
+    return replace(part, **moved), None if intervals is None else intervals[rows].gather(1, columns).to(device)

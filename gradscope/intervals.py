@@ -1,0 +1,204 @@
+"""Probability intervals: which token falls where, and what a quantity is per interval, with a confidence interval.
+
+The paper's "quartiles" are the fixed intervals [0, ¼), [¼, ½), [½, ¾), [¾, 1], not quantiles. Confidence intervals are
+percentile bootstraps over clusters (prompt groups): tokens of one prompt are not independent draws, so whole prompts
+are redrawn. For a paired comparison give `summarize` the difference of the two columns.
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradscope.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Column = Iterable | np.generic | float
+"""What numpy makes an array of: an array, a column of a table, a list, one number."""
+
+EDGES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Edges of the paper's four intervals."""
+
+_FRACTIONS = {0.25: "¼", 0.5: "½", 0.75: "¾"}
+
+
+def assign_intervals(prob: Column, edges: Column = EDGES) -> np.ndarray:
+    """Index of the interval [lo, hi) that holds each probability, the last one closed; int64, shaped like `prob`.
+
+    >>> assign_intervals([0.0, 0.2499, 0.25, 0.75, 1.0]).tolist()
+    [0, 0, 1, 3, 3]
+    """
+    edges = _check_edges(edges)
+    prob = np.asarray(prob)
+    outside = ~((prob >= edges[0]) & (prob <= edges[-1]))  # negated, so that a NaN counts
+    if outside.any():
+        worst = np.atleast_1d(prob)[np.atleast_1d(outside)][0]
+        raise InputError(
+            f"{int(outside.sum())} value(s) lie outside [{edges[0]:g}, {edges[-1]:g}], the first is {worst}; "
+            "intervals sort probabilities; drop what has none"
+        )
+    return np.asarray(np.minimum(np.searchsorted(edges, prob, side="right") - 1, len(edges) - 2))
+
+
+def quantile_edges(prob: Column, n: int) -> tuple[float, ...]:
+    """Edges from 0 to 1 that split `prob` into n intervals of equal count; ties that share an edge leave fewer than n.
+
+    >>> quantile_edges([0.1, 0.3, 0.5, 0.9], 2)
+    (0.0, 0.4, 1.0)
+    """
+    prob = np.asarray(prob, dtype=np.float64)
+    if n < 1 or prob.size == 0 or np.isnan(prob).any():
+        raise InputError(f"{n} quantile intervals of {prob.size} values, NaN among them or none at all; drop the NaN")
+    inner = np.quantile(prob, np.arange(1, n) / n)
+    return tuple(float(edge) for edge in np.unique(np.concatenate([[0.0], inner, [1.0]])))
+
+
+def interval_labels(edges: Column = EDGES) -> list[str]:
+    """One label per interval, with as many digits as tell the edges apart (three at least).
+
+    >>> interval_labels()
+    ['[0, ¼)', '[¼, ½)', '[½, ¾)', '[¾, 1]']
+    >>> interval_labels([0, 0.9991, 0.9998, 1])
+    ['[0, 0.9991)', '[0.9991, 0.9998)', '[0.9998, 1]']
+    """
+    edges = _check_edges(edges).tolist()
+    for digits in range(3, 18):
+        names = [_FRACTIONS.get(edge, f"{edge:.{digits}g}") for edge in edges]
+        if len(set(names)) == len(names):
+            break
+    return [f"[{low}, {high}{']' if high == names[-1] else ')'}" for low, high in pairwise(names)]
+
+
+def summarize(
+    values: Column,
+    intervals: Column,
+    clusters: Column,
+    *,
+    rng: np.random.Generator,
+    statistic: str = "mean",
+    confidence: float = 0.95,
+    resamples: int = 1000,
+    edges: Column = EDGES,
+) -> "pd.DataFrame":
+    """The "mean", "sum" or "rms" of `values` per interval, a row each, with a confidence interval by resampling clusters.
+
+    `values`, `intervals` (from `assign_intervals`) and `clusters` (any labels) hold one entry per token. A NaN value is
+    a token that was not measured: it counts in `num_tokens`, not in `num_measured`, and enters no statistic (so a sum
+    is that of the measured tokens). Columns: interval, label, num_tokens, num_measured, value, lower, upper.
+    A mean or rms of no token is NaN; its bounds are NaN unless two clusters or more have measured tokens in the
+    interval, for one cluster says nothing about the spread between clusters.
+    """
+    if statistic not in ("mean", "sum", "rms"):
+        raise InputError(f"statistic is {statistic!r}; known are mean, sum and rms; give one of them")
+    values = np.asarray(values, dtype=np.float64)
+    measured = ~np.isnan(values)
+    amounts = np.where(measured, values**2 if statistic == "rms" else values, 0.0)
+    totals, [sums, counts] = _cluster_totals(intervals, clusters, [amounts, measured], len(edges) - 1)
+
+    def evaluate(weights: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore"):  # 0/0 where no token of the interval was drawn
+            mean = (weights @ sums) / (weights @ counts)
+        return weights @ sums if statistic == "sum" else np.sqrt(mean) if statistic == "rms" else mean
+
+    table = _table(evaluate, totals, counts, edges, confidence, resamples, rng)
+    if statistic != "sum":
+        table.loc[(counts > 0).sum(0) < 2, ["lower", "upper"]] = np.nan
+    return table
+
+
+def interval_shares(
+    intervals: Column,
+    clusters: Column,
+    *,
+    rng: np.random.Generator,
+    values: Column | None = None,
+    confidence: float = 0.95,
+    resamples: int = 1000,
+    edges: Column = EDGES,
+) -> "pd.DataFrame":
+    """Each interval's share of all tokens or, with `values`, of the sum of the measured values; columns as `summarize`.
+
+    The shares of a resample add up to 1, so the bounds of two intervals are not independent. With one cluster they are
+    NaN.
+    """
+    intervals = np.asarray(intervals)
+    values = np.ones(intervals.shape) if values is None else np.asarray(values, dtype=np.float64)
+    measured = ~np.isnan(values)
+    amounts = np.where(measured, values, 0.0)
+    totals, [sums, counts] = _cluster_totals(intervals, clusters, [amounts, measured], len(edges) - 1)
+
+    def evaluate(weights: np.ndarray) -> np.ndarray:
+        drawn = weights @ sums
+        with np.errstate(invalid="ignore"):  # 0/0 where nothing at all was measured
+            return drawn / drawn.sum(-1, keepdims=True)
+
+    return _table(evaluate, totals, counts, edges, confidence, resamples, rng)
+
+
+def _cluster_totals(
+    intervals: Column, clusters: Column, columns: list[np.ndarray], num_intervals: int
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Tokens per interval, and each column summed to [clusters, intervals]."""
+    intervals, clusters = np.asarray(intervals), np.asarray(clusters)
+    if not intervals.shape == clusters.shape == columns[0].shape or intervals.ndim != 1:
+        shapes = [columns[0].shape, intervals.shape, clusters.shape]
+        raise InputError(f"values, intervals and clusters have shapes {shapes}; give one entry per token in each")
+    if intervals.size and not 0 <= intervals.min() <= intervals.max() < num_intervals:
+        raise InputError(f"intervals run from {intervals.min()} to {intervals.max()}; the edges make {num_intervals}")
+    labels, cluster = np.unique(clusters, return_inverse=True)
+    cell, size = cluster * num_intervals + intervals, len(labels) * num_intervals
+    sums = [np.bincount(cell, column, minlength=size).reshape(-1, num_intervals) for column in columns]
+    return np.bincount(intervals, minlength=num_intervals), sums
+
+
+def _table(
+    evaluate: Callable[[np.ndarray], np.ndarray],
+    num_tokens: np.ndarray,
+    counts: np.ndarray,
+    edges: Column,
+    confidence: float,
+    resamples: int,
+    rng: np.random.Generator,
+) -> "pd.DataFrame":
+    """Evaluate on the data (every cluster once) and on resamples (multinomial weights), and lay out the rows."""
+    import pandas as pd
+
+    if not 0 < confidence < 1 or resamples < 1:
+        raise InputError(f"confidence {confidence}, {resamples} resamples; give a level inside (0, 1) and at least one")
+    num_clusters = len(counts)
+    lower = upper = np.full(len(edges) - 1, np.nan)
+    if num_clusters > 1:
+        draws = evaluate(rng.multinomial(num_clusters, np.full(num_clusters, 1 / num_clusters), size=resamples))
+        lower, upper = _percentiles(draws, (1 - confidence) / 2)
+    return pd.DataFrame(
+        {
+            "interval": np.arange(len(edges) - 1),
+            "label": interval_labels(edges),
+            "num_tokens": num_tokens,
+            "num_measured": counts.sum(0).astype(np.int64),
+            "value": evaluate(np.ones(num_clusters)),
+            "lower": lower,
+            "upper": upper,
+        }
+    )
+
+
+def _percentiles(draws: np.ndarray, tail: float) -> np.ndarray:
+    """[2, intervals]: both tails' percentiles over the resamples that drew the interval; NaN where none did."""
+    bounds = np.full((2, draws.shape[1]), np.nan)
+    for interval, column in enumerate(draws.T):
+        drawn = column[~np.isnan(column)]
+        if drawn.size:
+            bounds[:, interval] = np.quantile(drawn, [tail, 1 - tail])
+    return bounds
+
+
+def _check_edges(edges: Column) -> np.ndarray:
+    """The edges as a float64 array; InputError unless they are at least two and increase strictly."""
+    edges = np.asarray(edges, dtype=np.float64)
+    if edges.ndim != 1 or len(edges) < 2 or not (np.diff(edges) > 0).all():
+        raise InputError(f"edges are {edges.tolist()}; at least two strictly increasing numbers are wanted")
+    return edges

@@ -1,0 +1,281 @@
+"""The loss that RL trains and the weight it gives each token's ∇ log π: advantages, Reweight, Lopti, clipping, KL.
+
+Equations are those of arXiv:2505.12929. Tensors are [B, T], any slice of the aligned batch; `advantages` may be [B],
+one per response. What a mask drops is not used and may hold anything; a NaN in what it keeps is an InputError.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from gradscope.errors import InputError
+
+Number = int | float
+Advantages = Float[Tensor, " B"] | Float[Tensor, "B T"]
+Rewards = Float[Tensor, " B"] | Int[Tensor, " B"]
+
+
+def grpo_advantages(rewards: Rewards, group_ids: Int[Tensor, " B"], *, eps: Number = 1e-6) -> Float[Tensor, " B"]:
+    """(R − mean of the group) / (sample standard deviation of the group, n − 1, + eps).
+
+    A group of one response, and a group whose rewards are all equal, get exactly 0: they teach nothing.
+
+    >>> grpo_advantages(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([7, 7, 3]))
+    tensor([ 0.7071, -0.7071,  0.0000])
+    """
+    _refuse_nonfinite(rewards, "rewards")
+    _, group = group_ids.unique(return_inverse=True)
+    exact = rewards.double()  # so that the rewards' own dtype rounds only once, at the end
+    count = torch.bincount(group).double()
+    mean = torch.zeros_like(count).index_add_(0, group, exact) / count
+    centred = exact - mean[group]
+    variance = torch.zeros_like(count).index_add_(0, group, centred.square()) / (count - 1).clamp_(min=1)
+    highest = torch.zeros_like(count).scatter_reduce_(0, group, exact, "amax", include_self=False)
+    lowest = torch.zeros_like(count).scatter_reduce_(0, group, exact, "amin", include_self=False)
+    # The mean of equal numbers can round to another number: say 0 rather than rounding / eps.
+    advantages = torch.where((highest == lowest)[group], 0.0, centred / (variance.sqrt() + eps)[group])
+    return advantages.to(_float_dtype(rewards))
+
+
+def reinforce_pp_advantages(
+    rewards: Rewards,
+    old_logprobs: Float[Tensor, "B T"],
+    ref_logprobs: Float[Tensor, "B T"],
+    response_mask: Bool[Tensor, "B T"],
+    *,
+    kl_coef: Number,
+) -> Float[Tensor, "B T"]:
+    """REINFORCE++ (Eq. 20, 21): A_t = R − kl_coef · Σ_{j≥t} log(π_old/π_ref)_j, whitened over the batch's kept tokens.
+
+    The sum runs over kept tokens and passes over the holes of the mask; masked tokens get 0. Give the whole batch, of
+    full responses: credit cannot cross the edge of a slice. At `kl_coef` 0, `ref_logprobs` is not used.
+    """
+    _refuse_nonfinite(rewards, "rewards")
+    returns = rewards.double().unsqueeze(-1).expand(response_mask.shape)
+    if kl_coef != 0:
+        penalties = kl_k1(old_logprobs.double(), ref_logprobs.double())
+        penalties = torch.where(response_mask, penalties, 0.0)
+        _refuse_nonfinite(penalties, "old_logprobs − ref_logprobs")
+        returns = returns - kl_coef * penalties.flip(-1).cumsum(-1).flip(-1)
+    return whiten(returns, response_mask).to(_float_dtype(rewards))
+
+
+def whiten(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """(A − mean) / √(var + 1e-8) over the kept tokens, unbiased variance (n − 1); 0 on masked ones.
+
+    One kept token, and kept tokens that are all equal, give exactly 0.
+
+    >>> whiten(torch.tensor([[1.0, 9.0, 3.0]]), torch.tensor([[True, False, True]]))
+    tensor([[-0.7071,  0.0000,  0.7071]])
+    """
+    kept = values[mask]
+    if not kept.numel() or kept.min() == kept.max():
+        return torch.zeros_like(values)
+    centred = torch.where(mask, values - kept.mean(), 0.0)
+    variance = centred.square().sum() / (kept.numel() - 1)
+    return centred / (variance + 1e-8).sqrt()
+
+
+def reweight(advantages: Advantages, old_logprobs: Float[Tensor, "B T"], *, alpha: Number) -> Float[Tensor, "B T"]:
+    """Advantage Reweighting (Eq. 4): Â ← [α·π_old + (1 − α)]·Â, so that a token of probability 0 keeps 1 − α of it.
+
+    >>> reweight(torch.tensor([2.0]), torch.tensor([[1.0, 0.5]]).log(), alpha=0.3)
+    tensor([[2.0000, 1.7000]])
+    """
+    if not 0 <= alpha <= 1:
+        raise InputError(f"alpha is {alpha}; Reweight takes a number from 0 (off) to 1; the paper uses 0.1 to 0.3")
+    return (alpha * old_logprobs.exp() + (1 - alpha)) * _per_token(advantages)
+
+
+def lopti_split(
+    old_logprobs: Float[Tensor, "B T"], response_mask: Bool[Tensor, "B T"], *, eta: Number
+) -> tuple[Bool[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """Lopti's two masks (Alg. 1): kept tokens with π_old < eta, strictly, and the other kept tokens.
+
+    Use each as the `response_mask` of its pass, with `num_tokens` still the count of all response tokens.
+    """
+    if not 0 <= eta <= 1:
+        raise InputError(f"eta is {eta}; Lopti splits at a probability from 0 to 1; the paper uses 0.5")
+    _refuse_nan(old_logprobs, response_mask, "old_logprobs")
+    low = response_mask & (old_logprobs.exp() < eta)
+    return low, response_mask & ~low
+
+
+def kl_k1(logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """k1 estimate of KL(π ‖ π_ref) at sampled tokens: log(π/π_ref), unbiased and of either sign."""
+    return logprobs - ref_logprobs
+
+
+def kl_k3(logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """k3 estimate of KL(π ‖ π_ref) at sampled tokens (Eq. 1): π_ref/π − log(π_ref/π) − 1 ≥ 0, not clamped.
+
+    >>> round(kl_k3(torch.tensor(0.0), torch.tensor(0.5).log()).item(), 6)  # ½ − log ½ − 1
+    0.193147
+    """
+    log_ratio = ref_logprobs - logprobs
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def policy_loss(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Advantages,
+    response_mask: Bool[Tensor, "B T"],
+    *,
+    clip_ratio_low: Number,
+    clip_ratio_high: Number,
+    clip_ratio_c: Number | None = None,
+    ref_logprobs: Float[Tensor, "B T"] | None = None,
+    kl_coef: Number = 0.0,
+    num_tokens: Number,
+) -> Float[Tensor, ""]:
+    """The negative of Eq. 1, a scalar to minimise: −Σ_kept [min(r·Â, clip(r)·Â) − kl_coef·k3] / num_tokens.
+
+    With `clip_ratio_c` the surrogate of a negative Â is at least c·Â (dual clip). `num_tokens` is the count of response
+    tokens of the whole mini-batch, so the losses of its micro-batches, or of Lopti's two masks, add up to its own.
+    Exactly at a clip's edge a token is not clipped and its gradient is that of r·Â: I_trust's inequalities are strict.
+    At `kl_coef` 0, `ref_logprobs` is not used. Gradients flow into `logprobs` alone.
+    """
+    _check_settings(clip_ratio_low, clip_ratio_high, clip_ratio_c, kl_coef, ref_logprobs, num_tokens)
+    new, old, advantage = _kept(response_mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    objective, _ = _clipped_surrogate(new, old, advantage, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    if kl_coef != 0:
+        (ref,) = _kept(response_mask, ref_logprobs=ref_logprobs)
+        objective = objective - kl_coef * kl_k3(new, ref)
+    return -objective.sum() / num_tokens
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """Eq. 2's factor in front of ∇ log π of each token, by its two sources; 0 on masked tokens."""
+
+    policy: Float[Tensor, "B T"]
+    """r · Â · I_trust; carries no 1/num_tokens."""
+    kl: Float[Tensor, "B T"]
+    """kl_coef · (π_ref/π − 1), the pull back to the reference."""
+    clipped: Bool[Tensor, "B T"]
+    """True where I_trust is 0: the policy part is clipped away."""
+
+    @property
+    def total(self) -> Float[Tensor, "B T"]:
+        """Eq. 2's w_t, the sum of both parts."""
+        return self.policy + self.kl
+
+
+@torch.no_grad()
+def token_weight_parts(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Advantages,
+    response_mask: Bool[Tensor, "B T"],
+    *,
+    clip_ratio_low: Number,
+    clip_ratio_high: Number,
+    clip_ratio_c: Number | None = None,
+    ref_logprobs: Float[Tensor, "B T"] | None = None,
+    kl_coef: Number = 0.0,
+    num_tokens: Number,
+) -> TokenWeights:
+    """Eq. 2's weights in closed form: −num_tokens · ∂policy_loss/∂logprob of every token, by policy and KL part.
+
+    The weights do not depend on `num_tokens`; it is asked for so that loss and weights take the same arguments.
+    """
+    _check_settings(clip_ratio_low, clip_ratio_high, clip_ratio_c, kl_coef, ref_logprobs, num_tokens)
+    new, old, advantage = _kept(response_mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    surrogate, clipped = _clipped_surrogate(new, old, advantage, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    kl = torch.zeros_like(new)
+    if kl_coef != 0:
+        (ref,) = _kept(response_mask, ref_logprobs=ref_logprobs)
+        kl = kl_coef * torch.expm1(ref - new)
+    # Where it is not clipped, r·Â is its own derivative with respect to log π.
+    return TokenWeights(surrogate.masked_fill(clipped, 0.0), kl, clipped)
+
+
+def token_weights(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Advantages,
+    response_mask: Bool[Tensor, "B T"],
+    **settings: Any,
+) -> Float[Tensor, "B T"]:
+    """Eq. 2's w_t = −num_tokens · ∂policy_loss/∂logprob_t in closed form; 0 on masked tokens.
+
+    `settings` are the keyword arguments of `policy_loss`; `token_weight_parts` tells policy and KL apart.
+
+    >>> logprobs, mask = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[True, False]])
+    >>> clips = dict(clip_ratio_low=0.2, clip_ratio_high=0.24)
+    >>> token_weights(logprobs, logprobs, torch.tensor([-1.5]), mask, **clips, num_tokens=1)
+    tensor([[-1.5000,  0.0000]])
+    """
+    return token_weight_parts(logprobs, old_logprobs, advantages, response_mask, **settings).total
+
+
+def _clipped_surrogate(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    low: Number,
+    high: Number,
+    dual: Number | None,
+) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """Eq. 1's min(r·Â, clip(r)·Â), at least dual·Â where Â < 0, and where it is clipped (I_trust = 0)."""
+    ratio = (logprobs.detach() - old_logprobs).exp()
+    clipped = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
+    edge = ratio.clamp(1 - low, 1 + high)
+    if dual is not None:
+        beyond = (advantages < 0) & (ratio > dual)
+        clipped, edge = clipped | beyond, edge.masked_fill(beyond, dual)
+    # Mask the log ratio, not only the product: the gradient of a clipped ratio that overflows would be 0 · inf = NaN.
+    trusted = torch.where(clipped, 0.0, logprobs - old_logprobs).exp() * advantages
+    return torch.where(clipped, edge * advantages, trusted), clipped
+
+
+def _kept(mask: Bool[Tensor, "B T"], **tensors: Tensor) -> list[Tensor]:
+    """Each tensor as [B, T] with 0 where the mask drops a token; all but `logprobs` detached, NaN refused.
+
+    A dropped token then has ratio 1, advantage 0 and k3 0: it adds exactly nothing to a sum.
+    """
+    kept = []
+    for name, tensor in tensors.items():
+        _refuse_nan(_per_token(tensor), mask, name)
+        kept.append(torch.where(mask, _per_token(tensor if name == "logprobs" else tensor.detach()), 0.0))
+    return kept
+
+
+def _per_token(tensor: Float[Tensor, " B"] | Float[Tensor, "B T"]) -> Tensor:
+    """[B, T] as it is, [B] as a column that broadcasts over the tokens."""
+    return tensor if tensor.ndim == 2 else tensor.unsqueeze(-1)
+
+
+def _float_dtype(rewards: Rewards) -> torch.dtype:
+    """The rewards' dtype, or torch's default one for whole-number rewards."""
+    return rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
+
+
+def _check_settings(
+    low: Number, high: Number, dual: Number | None, kl_coef: Number, ref_logprobs: Tensor | None, num_tokens: Number
+) -> None:
+    """Raise InputError for settings under which Eq. 1 means nothing."""
+    if not (0 <= low <= 1 and high >= 0):
+        raise InputError(f"clip_ratio_low is {low}, clip_ratio_high {high}; give 0 ≤ low ≤ 1 and high ≥ 0")
+    if dual is not None and not dual > 1:
+        raise InputError(f"clip_ratio_c is {dual}; the dual clip caps ratios above 1; give a number > 1, or None")
+    if kl_coef != 0 and ref_logprobs is None:
+        raise InputError(f"kl_coef is {kl_coef} without ref_logprobs; the KL term needs them; give them or kl_coef=0")
+    if not num_tokens > 0:
+        raise InputError(f"num_tokens is {num_tokens}; the loss is divided by it; give the mini-batch's token count")
+
+
+def _refuse_nan(tensor: Tensor, mask: Tensor, name: str) -> None:
+    """Raise InputError if a kept token's entry is NaN."""
+    if count := int((tensor.isnan() & mask).sum()):
+        raise InputError(f"{name} is NaN at {count} kept token(s); a number is needed at each; drop them by the mask")
+
+
+def _refuse_nonfinite(tensor: Tensor, name: str) -> None:
+    """Raise InputError if an entry is NaN or infinite."""
+    if count := int((~tensor.isfinite()).sum()):
+        raise InputError(f"{name} has {count} value(s) that are NaN or infinite; give finite numbers")

@@ -1,0 +1,253 @@
+"""What all figures share: the style, the words for intervals and layers, and files that two runs write alike."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gradscope.errors import InputError
+from gradscope.intervals import EDGES, interval_labels
+
+NEUTRAL = "#555555"
+"""Ink of everything that belongs to no interval: all tokens, fits, reference lines."""
+
+_FONT_SIZE = 8
+_PAGE_WIDTH = 7.3
+_POINTS_PER_INTERVAL = 1000
+_STYLE = {
+    "font.size": _FONT_SIZE,
+    "axes.titlesize": _FONT_SIZE + 1,
+    "axes.labelsize": _FONT_SIZE,
+    "legend.fontsize": _FONT_SIZE,
+    "legend.frameon": False,
+    "legend.handlelength": 1.4,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "lines.linewidth": 1.2,
+    "figure.dpi": 150,
+    "savefig.dpi": 300,
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "gradscope",
+}
+# Whatever would carry a date or a version into the file, switched off.
+_METADATA = {
+    ".png": {"Software": None},
+    ".pdf": {"Creator": None, "Producer": None, "CreationDate": None},
+    ".svg": {"Creator": None, "Date": None},
+}
+_drawn: WeakKeyDictionary[Axes, pd.DataFrame] = WeakKeyDictionary()
+
+
+@contextmanager
+def paper_style() -> Iterator[None]:
+    """Matplotlib's defaults with the figures' own settings on top; the user's rcParams return afterwards.
+
+    Also a decorator: ``@paper_style()``. Fonts are 8 pt and larger at the size the figure is drawn.
+    """
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(_STYLE)
+        yield
+
+
+def new_axes(ax: Axes | None, *, width: float = 3.4, height: float = 2.5) -> Axes:
+    """The given axes, or fresh ones in a figure of their own (inches), known to pyplot: a notebook shows it."""
+    return ax if ax is not None else plt.subplots(figsize=(width, height), layout="constrained")[1]
+
+
+def new_panels(
+    count: int, *, width: float, height: float, ratios: Sequence[float] | None = None
+) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` axes, each `width` × `height` inches, as many in a row as fit on a page (7.3 inches).
+
+    pyplot forgets it at once: a notebook shows it as a cell's value, once, and it is freed with its last name.
+    """
+    columns = min(count, int(_PAGE_WIDTH // width))
+    rows = -(-count // columns)
+    size = (width * columns, height * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, width_ratios=ratios)
+    plt.close(figure)
+    for unused in axes.flat[count:]:
+        unused.remove()
+    return figure, list(axes.flat[:count])
+
+
+def finish(ax: Axes, drawn: pd.DataFrame) -> Axes:
+    """Keep the numbers drawn into `ax` for `save_figure`, and fix what a later draw takes from the user's rcParams."""
+    _drawn[ax] = drawn
+    ax.tick_params(which="both", labelsize=_FONT_SIZE, width=0.7)
+    return ax
+
+
+def drawn_numbers(figure: Figure | Axes) -> pd.DataFrame:
+    """The numbers behind a figure, one block of rows per panel; a column `panel` (their titles) tells several apart."""
+    axes = figure.axes if isinstance(figure, Figure) else [figure]
+    parts = [((ax.get_title(loc="left") or ax.get_title()).split("\n")[0], _drawn[ax]) for ax in axes if ax in _drawn]
+    if not parts:
+        raise InputError(
+            "the figure holds no numbers that gradscope drew; a figure travels with its CSV; pass data=DataFrame"
+        )
+    if len(parts) == 1:
+        return parts[0][1]
+    named = {title or f"panel {number}": part for number, (title, part) in enumerate(parts, start=1)}
+    if len(named) < len(parts):
+        raise InputError(
+            "panels of one figure bear the same title, so their numbers could not be told apart; rename one"
+        )
+    return pd.concat(named, names=["panel", None]).reset_index(level="panel").reset_index(drop=True)
+
+
+def save_figure(figure: Figure | Axes, path: str | os.PathLike, data: pd.DataFrame | None = None) -> Path:
+    """Write the picture (.png, .pdf or .svg) and, beside it, a CSV of what it shows; then close the figure.
+
+    `data` are the numbers for the CSV (an index other than 0, 1, … is written too); without it, those that this
+    package's functions drew. The same figure gives the same bytes again in the same environment. Each file appears
+    whole or not at all. Raises InputError for another suffix.
+    """
+    path = Path(path)
+    while not isinstance(figure, Figure):  # an Axes, perhaps inside a SubFigure
+        figure = figure.figure
+    if path.suffix not in _METADATA:
+        raise InputError(
+            f"cannot save a figure as {path.name!r}; the suffix must be one of {', '.join(_METADATA)}; rename it"
+        )
+    data = drawn_numbers(figure) if data is None else data
+    path.parent.mkdir(parents=True, exist_ok=True)
+    targets = [path, path.with_suffix(".csv")]
+    partials = [target.with_name(f".{target.name}.partial") for target in targets]
+    try:
+        with paper_style():
+            figure.savefig(partials[0], format=path.suffix[1:], metadata=_METADATA[path.suffix])
+        data.to_csv(partials[1], index=not isinstance(data.index, pd.RangeIndex), lineterminator="\n")
+        for partial, target in zip(partials, targets, strict=True):
+            os.replace(partial, target)
+    finally:
+        for partial in partials:
+            partial.unlink(missing_ok=True)
+        plt.close(figure)
+    return path
+
+
+def name_intervals(ax: Axes, labels: Sequence[str], counts: Sequence[int] | None = None) -> None:
+    """Label the x ticks with intervals and, beneath, their counts; upright where they are long or many."""
+    words = [label.replace(", ", ",") for label in labels]
+    upright = len(words) > 5 or max(map(len, words)) > 9
+    if counts is not None:
+        words = [f"{word}\n{short_count(count)}" for word, count in zip(words, counts, strict=True)]
+    ax.set_xticklabels(words, rotation=90 if upright else 0, linespacing=1.3)
+
+
+def edge_names(edges: Sequence[float] = EDGES) -> list[str]:
+    """The intervals' edges as an axis says them.
+
+    >>> edge_names()
+    ['0', '¼', '½', '¾', '1']
+    """
+    pairs = [label[1:-1].split(", ") for label in interval_labels(edges)]
+    return [low for low, _ in pairs] + [pairs[-1][1]]
+
+
+def interval_colors(count: int = 4) -> list[tuple[float, float, float]]:
+    """One colour per interval, dark (low probability) to light; distinct in grey and to colour-blind eyes."""
+    return list(sns.color_palette("viridis", count))
+
+
+def norm_column(layer: int | str) -> str:
+    """The table's column of "logits", of "parameters", of a block's number ℓ (0 = input of the first), or of itself.
+
+    >>> norm_column("logits"), norm_column(3), norm_column("param_grad_norm")
+    ('logit_grad_norm', 'act_grad_norm.3', 'param_grad_norm')
+    """
+    named = {"logits": "logit_grad_norm", "parameters": "param_grad_norm"}
+    word = str(layer)
+    return named.get(word, f"act_grad_norm.{word}" if word.isdecimal() else word)
+
+
+def norm_words(layer: int | str) -> tuple[str, str]:
+    """A layer's place in words and its token gradient's norm as a symbol.
+
+    >>> norm_words("logits")[0], norm_words("act_grad_norm.0")[0], norm_words(3)
+    ('logits', 'input of block 1', ('output of block 3', '‖$δ_{3}$‖'))
+    """
+    column = norm_column(layer)
+    if column in ("logit_grad_norm", "param_grad_norm"):
+        return {
+            "logit_grad_norm": ("logits", r"‖$δ_{\mathrm{logits}}$‖"),
+            "param_grad_norm": ("all parameters", "‖$g$‖"),
+        }[column]
+    number = column.removeprefix("act_grad_norm.")
+    return ("input of block 1" if number == "0" else f"output of block {number}"), f"‖$δ_{{{number}}}$‖"
+
+
+def draw_tokens(ax: Axes, x: str, y: str, tokens: pd.DataFrame) -> pd.DataFrame:
+    """A scatter of at most 1,000 tokens of each interval, in the intervals' colours; returns the rows that were drawn.
+
+    Always the same ones, in random order, so that no interval hides another; rasterized, so that a PDF stays small.
+    """
+    shuffled = tokens.iloc[np.random.default_rng(0).permutation(len(tokens))]
+    points = shuffled[shuffled.groupby("interval").cumcount() < _POINTS_PER_INTERVAL]
+    colors = np.asarray(interval_colors(max(4, 1 + int(tokens["interval"].max()))))
+    ax.scatter(
+        points[x], points[y], s=4, c=colors[points["interval"].to_numpy(dtype=int)], alpha=0.5, lw=0, rasterized=True
+    )
+    return points
+
+
+def require(table: pd.DataFrame, columns: Sequence[str], *, what: str = "the token table") -> None:
+    """Raise InputError unless `table` has rows and all `columns`."""
+    missing = [column for column in columns if column not in table.columns]
+    if missing:
+        present = ", ".join(map(str, table.columns))
+        raise InputError(f"{what} has no column {', '.join(missing)}, which this figure draws; it has {present}")
+    if table.empty:
+        raise InputError(f"{what} has no rows; a figure needs at least one; measure a response first")
+
+
+def require_intervals(table: pd.DataFrame, count: int | None = None) -> None:
+    """Raise InputError unless `interval` numbers one of `count` intervals in every row (None: as many as there are)."""
+    count = max(4, 1 + int(np.nan_to_num(table["interval"].max()))) if count is None else count
+    strange = table.loc[~table["interval"].isin(range(count)), "interval"]
+    if len(strange):
+        raise InputError(
+            f"the token table has interval {strange.iloc[0]!r}; 0…{count - 1} are wanted; pass its own edges"
+        )
+
+
+def count_tokens(count: int | np.integer) -> str:
+    """A count in full, in words: `1 token`, `12,000 tokens`."""
+    return f"{count:,} token{'s' if count != 1 else ''}"
+
+
+def short_count(count: int | np.integer) -> str:
+    """A count in at most five characters.
+
+    >>> short_count(9999), short_count(12345), short_count(2_500_000)
+    ('9,999', '12.3k', '2.5M')
+    """
+    if count < 10_000:
+        return f"{count:,}"
+    return f"{count / 1e3:.3g}k" if count < 999_500 else f"{count / 1e6:.3g}M"
+
+
+def short_number(value: float) -> str:
+    """Two or three digits, as `0.041`, `12.3` or `4.1e-7`.
+
+    >>> [short_number(value) for value in (0.0, 4.12e-7, 0.0412, 1.0, 12.34, 1234.5, 5e7)]
+    ['0', '4.1e-7', '0.041', '1.00', '12.3', '1234', '5.0e7']
+    """
+    if value != 0 and not 1e-3 <= abs(value) < 1e4:
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    if value == 0 or abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:#.3g}" if abs(value) >= 0.1 else f"{value:#.2g}"

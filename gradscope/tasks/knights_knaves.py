@@ -1,0 +1,224 @@
+"""Knights & Knaves: puzzles with exactly one solution, drawn or read, their prompts and the paper's reward."""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradscope.errors import InputError
+from gradscope.tasks.knights_knaves_wording import COMPACT_NAMES, Statement, compact_text, draw_sayings, quiz_text
+from gradscope.tasks.registry import Question
+
+NAMES = (
+    *("Abigail", "Aiden", "Alexander", "Amelia", "Aria", "Aurora", "Ava", "Avery", "Benjamin", "Charlotte", "Chloe"),
+    *("Daniel", "David", "Elizabeth", "Ella", "Emily", "Emma", "Ethan", "Evelyn", "Grace", "Harper", "Henry"),
+    *("Isabella", "Jack", "Jackson", "Jacob", "James", "Joseph", "Liam", "Lily", "Logan", "Lucas", "Luke", "Mason"),
+    *("Matthew", "Mia", "Michael", "Noah", "Oliver", "Olivia", "Owen", "Penelope", "Riley", "Samuel", "Scarlett"),
+    *("Sebastian", "Sofia", "Sophia", "Victoria", "William", "Zoey"),
+)
+"""The people of the data set."""
+
+_PROMPT = (
+    "<|im_start|>system\nYou are a helpful assistant. The assistant first thinks about the reasoning process in the "
+    "mind and then provides the user with the answer. The reasoning process and answer are enclosed within <think> "
+    "</think> and<answer> </answer> tags, respectively, i.e., <think> reasoning process here </think><answer> answer "
+    "here </answer>.  Now the user asks you to solve a logical reasoning problem. After thinking, when you finally "
+    "reach a conclusion, clearly state the identity of each character within <answer> </answer> tags. i.e., <answer> "
+    "(1) Zoey is a knight\n(2) ... </answer>.\n<|im_end|>\n<|im_start|>user\n{quiz}\n<|im_end|>\n"
+    "<|im_start|>assistant\n<think>"
+)
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """Who is there, what each of them says, and who tells the truth."""
+
+    names: tuple[str, ...]
+    """Person i's name."""
+    statements: tuple[Statement, ...]
+    """Person i's claim."""
+    solution: tuple[bool, ...]
+    """True where person i is a knight."""
+    quiz: str
+    """The puzzle in the data set's words."""
+
+
+def solve(statements: Sequence[Statement]) -> list[tuple[bool, ...]]:
+    """Every assignment (True: knight) in which exactly the knights' claims are true, in ascending order.
+
+    >>> solve([("lying", 1), ("<=>", ("telling-truth", 0), ("telling-truth", 1))])
+    [(True, False)]
+    >>> solve([("lying", 0)])
+    []
+    """
+    people = len(statements)
+    # A claim is its truth table over all 2^people assignments, one bit each: connectives become bitwise operators.
+    every = (1 << (1 << people)) - 1
+    knight = [sum(1 << a for a in range(1 << people) if a >> (people - 1 - i) & 1) for i in range(people)]
+    consistent = every
+    for speaker, statement in zip(knight, statements, strict=True):
+        consistent &= every ^ speaker ^ _truth_table(statement, knight, every)
+    assignments = (a for a in range(1 << people) if consistent >> a & 1)
+    return [tuple(bool(a >> (people - 1 - i) & 1) for i in range(people)) for a in assignments]
+
+
+def _truth_table(statement: Statement, knight: Sequence[int], every: int) -> int:
+    operator, *parts = statement
+    if operator == "telling-truth":
+        return knight[parts[0]]
+    if operator == "lying":
+        return every ^ knight[parts[0]]
+    tables = [_truth_table(part, knight, every) for part in parts]
+    if operator == "not":
+        return every ^ tables[0]
+    if operator == "and":
+        return tables[0] & tables[1]
+    if operator == "or":
+        return tables[0] | tables[1]
+    if operator == "->":
+        return every ^ tables[0] | tables[1]
+    if operator == "<=>":
+        return every ^ tables[0] ^ tables[1]
+    raise InputError(f"unknown operator {operator!r}; wanted telling-truth, lying, not, and, or, -> or <=>")
+
+
+def draw_statements(people: int, rng: random.Random) -> tuple[Statement, ...]:
+    """Claims of 2 to 8 people with exactly one solution.
+
+    The six kinds of claim (atom, not, and, or, ->, <=>) are equally likely before puzzles without exactly one
+    solution are rejected. As in the data set, nobody calls themself a knave, a negation is about somebody else, and
+    the two halves of a connective differ, though they may be about the same person.
+    """
+    if not 2 <= people <= 8:
+        raise InputError(f"{people} people asked for; a puzzle has 2 to 8")
+    while True:
+        statements = tuple(_draw_statement(speaker, people, rng) for speaker in range(people))
+        if len(solve(statements)) == 1:
+            return statements
+
+
+def _draw_statement(speaker: int, people: int, rng: random.Random) -> Statement:
+    atoms = [("telling-truth", i) for i in range(people)] + [("lying", i) for i in range(people) if i != speaker]
+    operator = rng.choice(("atom", "not", "and", "or", "->", "<=>"))
+    if operator == "atom":
+        return rng.choice(atoms)
+    if operator == "not":
+        return ("not", rng.choice([atom for atom in atoms if atom[1] != speaker]))
+    return (operator, *rng.sample(atoms, 2))
+
+
+def generate_puzzle(people: int, rng: random.Random, *, names: Sequence[str] | None = None) -> Puzzle:
+    """A puzzle with exactly one solution, in the data set's words; without `names`, they are drawn from NAMES.
+
+    >>> generate_puzzle(2, random.Random(0)).names
+    ('Luke', 'Benjamin')
+    """
+    statements = draw_statements(people, rng)
+    names = tuple(names[:people]) if names is not None else tuple(rng.sample(NAMES, people))
+    quiz = quiz_text(statements, names, draw_sayings(people, rng))
+    return Puzzle(names, statements, solve(statements)[0], quiz)
+
+
+def read_puzzles(path: str | Path) -> list[Puzzle]:
+    """The rows of a parquet file of the data set (columns names, statements, solution, quiz), in order."""
+    import pandas as pd
+
+    if not Path(path).is_file():
+        raise InputError(f"no file {path}; wanted a Knights & Knaves parquet file such as kk/3ppl/test.parquet")
+    columns = ["names", "statements", "solution", "quiz"]
+    table = pd.read_parquet(path)
+    if missing := [column for column in columns if column not in table]:
+        raise InputError(f"{path} has no column {', '.join(missing)}; wanted {', '.join(columns)}")
+    return [
+        Puzzle(tuple(names), ast.literal_eval(statements), tuple(map(bool, solution)), quiz)
+        for names, statements, solution, quiz in table[columns].itertuples(index=False)
+    ]
+
+
+def prompt(puzzle: Puzzle) -> str:
+    """The data set's whole prompt, chat marks included; it ends with the `<think>` that opens the response."""
+    return _PROMPT.format(quiz=puzzle.quiz)
+
+
+def compact_prompt(statements: Sequence[Statement]) -> str:
+    """The same puzzle for a small policy: canonical names, a line per person, then `<think>`.
+
+    >>> compact_prompt([("lying", 1), ("not", ("telling-truth", 0))])
+    'Zoey: Oliver is a knave.\\nOliver: Zoey is not a knight.\\n<think>'
+    """
+    return compact_text(statements) + "<think>"
+
+
+def reward(response: str, *, names: Sequence[str], solution: Sequence[bool]) -> float:
+    """Format reward plus answer reward, as the paper's released code gives them: 3, −0.5, −1 or −3.
+
+    `response` is the continuation of the prompt; the `<think>` that the prompt already holds is put before it if it
+    has none. Format: +1 if each of the four tags occurs exactly once and they are in order, else −1. Answer: +2 if
+    everybody is named rightly, −1.5 if not, −2 if the answer cannot be read or the format is bad.
+
+    >>> reward("She lies. </think><answer> Zoey is a knave </answer>", names=["Zoey"], solution=[False])
+    3.0
+    """
+    if "<think>" not in response:
+        response = "<think>" + response
+    if not _well_formed(response):
+        return -1.0 - 2.0
+    answer = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)[-1].strip()
+    told = read_answer(answer, names)
+    if told is None:
+        return 1.0 - 2.0
+    return 1.0 + (2.0 if told == tuple(solution) else -1.5)
+
+
+def _well_formed(response: str) -> bool:
+    positions = [response.find(tag) for tag in _TAGS]
+    return all(response.count(tag) == 1 for tag in _TAGS) and positions == sorted(positions)
+
+
+def read_answer(answer: str, names: Sequence[str]) -> tuple[bool, ...] | None:
+    """Whom the text calls a knight (True) or a knave; None unless it settles everybody and says no more than that."""
+    lowered = answer.lower()
+    if lowered.count("knight") + lowered.count("knave") != len(names):
+        return None
+    found = [re.search(rf"\b{re.escape(name)}\s+is\s+a\s+(knight|knave)\b", answer, re.IGNORECASE) for name in names]
+    return None if None in found else tuple(match[1].lower() == "knight" for match in found)
+
+
+class _KnightsKnaves:
+    """Both tasks: the same puzzles for the same seed and people, worded for large or for small policies."""
+
+    def __init__(self, name: str, people: tuple[int, ...], compact: bool) -> None:
+        self.name, self.people, self.compact = name, people, compact
+
+    def questions(
+        self, n: int, *, seed: int, people: Sequence[int] | None = None, file: str | Path | None = None
+    ) -> list[Question]:
+        """`n` questions whose number of people cycles through `people`; or `n` rows of a parquet `file`, drawn
+        without repetition (of those rows that have one of these numbers of people, where `people` is given)."""
+        rng = random.Random(seed)
+        if file is None:
+            levels = tuple(people or self.people)
+            return [self.question(generate_puzzle(levels[i % len(levels)], rng)) for i in range(n)]
+        puzzles = [puzzle for puzzle in read_puzzles(file) if people is None or len(puzzle.names) in people]
+        if n > len(puzzles):
+            raise InputError(f"{n} questions asked for, but {file} has {len(puzzles)}; ask for at most that many")
+        return [self.question(puzzle) for puzzle in rng.sample(puzzles, n)]
+
+    def question(self, puzzle: Puzzle) -> Question:
+        """The puzzle in this task's words."""
+        names = COMPACT_NAMES[: len(puzzle.names)] if self.compact else puzzle.names
+        text = compact_prompt(puzzle.statements) if self.compact else prompt(puzzle)
+        return Question(text, {"names": names, "solution": puzzle.solution}, level=len(names))
+
+    def reward(self, response: str, question: Question) -> float:
+        """See `reward` above."""
+        return reward(response, names=question.answer["names"], solution=question.answer["solution"])
+
+
+knights_knaves = _KnightsKnaves("knights-knaves", people=(3, 4, 5, 6, 7), compact=False)
+knights_knaves_compact = _KnightsKnaves("knights-knaves-compact", people=(2, 3, 4, 5), compact=True)

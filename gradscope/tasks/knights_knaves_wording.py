@@ -1,0 +1,144 @@
+"""Knights & Knaves in words: a claim, the quiz as the data set phrases it, and a compact text; each way and back."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+
+from gradscope.errors import InputError
+
+Statement = tuple
+"""("telling-truth", person), ("lying", person), ("not", atom), or (connective, atom, atom) with and, or, ->, <=>."""
+
+COMPACT_NAMES = ("Zoey", "Oliver", "Mia", "Jack", "Ava", "Liam", "Emma", "Noah")
+"""Person i's name in compact puzzles: always the same, because a small policy cannot learn to bind fifty names."""
+
+SAYINGS = (
+    '"{claim}" - {name}.',
+    '"{claim}," {name} claimed.',
+    '"{claim}," {name} declared.',
+    '"{claim}," {name} mentioned.',
+    'According to {name}, "{claim}".',
+    'As {name} put it, "{claim}".',
+    'In a statement by {name}: "{claim}".',
+    'In {name}\'s words: "{claim}".',
+    '{name} asserted: "{claim}".',
+    '{name} commented, "{claim}".',
+    "{name} expressed that {claim}.",
+    '{name} noted, "{claim}".',
+    '{name} remarked, "{claim}".',
+    '{name} said, "{claim}."',
+    "{name} said that {claim}.",
+    '{name} stated, "{claim}".',
+    "{name} told you that {claim}.",
+    '{name} was heard saying, "{claim}".',
+)
+"""Every way in which the data set lets a person speak; it uses them about equally often."""
+
+_PREAMBLE = (
+    "A very special island is inhabited only by knights and knaves. Knights always tell the truth, and knaves always "
+    "lie. You meet {count} inhabitants: {names}. "
+)
+_QUESTION = " So who is a knight and who is a knave?"
+_ATOM_WORDS = {"telling-truth": "is a knight", "lying": "is a knave"}
+_NOT_WORDS = {"telling-truth": "is not a knight", "lying": "is not a knave"}
+_CONNECTIVES = {"and": "{} and {}", "or": "{} or {}", "->": "If {} then {}", "<=>": "{} if and only if {}"}
+
+
+def claim_text(statement: Statement, names: Sequence[str]) -> str:
+    """The claim in the data set's words.
+
+    >>> claim_text(("->", ("lying", 1), ("telling-truth", 0)), ["Zoey", "Oliver"])
+    'If Oliver is a knave then Zoey is a knight'
+    """
+    operator = statement[0]
+    if operator in _ATOM_WORDS:
+        return f"{names[statement[1]]} {_ATOM_WORDS[operator]}"
+    if operator == "not":
+        kind, person = statement[1]
+        return f"{names[person]} {_NOT_WORDS[kind]}"
+    return _CONNECTIVES[operator].format(*(claim_text(part, names) for part in statement[1:]))
+
+
+def parse_claim(text: str, names: Sequence[str]) -> Statement:
+    """The statement that `claim_text` words as `text`.
+
+    >>> parse_claim("Zoey is not a knave", ["Zoey", "Oliver"])
+    ('not', ('lying', 0))
+    """
+    for operator, pattern in (("->", "If (.+) then (.+)"), ("<=>", "(.+) if and only if (.+)")):
+        if match := re.fullmatch(pattern, text):
+            return (operator, *(_parse_simple(part, names) for part in match.groups()))
+    for operator in ("and", "or"):
+        if len(parts := text.split(f" {operator} ")) == 2:
+            return (operator, *(_parse_simple(part, names) for part in parts))
+    return _parse_simple(text, names)
+
+
+def _parse_simple(text: str, names: Sequence[str]) -> Statement:
+    match = re.fullmatch(r"(\w+) is (not )?a (knight|knave)", text)
+    if match is None or match[1] not in names:
+        raise InputError(f"{text!r} is not a claim about one of {', '.join(names)}; wanted 'NAME is (not) a knight'")
+    atom = ("telling-truth" if match[3] == "knight" else "lying", list(names).index(match[1]))
+    return ("not", atom) if match[2] else atom
+
+
+def quiz_text(statements: Sequence[Statement], names: Sequence[str], sayings: Sequence[str]) -> str:
+    """The puzzle as the data set words it; person i's claim is put by `sayings[i]`, one of SAYINGS."""
+    spoken = (
+        saying.format(name=name, claim=claim_text(statement, names))
+        for statement, name, saying in zip(statements, names, sayings, strict=True)
+    )
+    listed = f"{', '.join(names[:-1])}, and {names[-1]}"
+    return _PREAMBLE.format(count=len(names), names=listed) + " ".join(spoken) + _QUESTION
+
+
+def draw_sayings(people: int, rng: random.Random) -> list[str]:
+    """One of SAYINGS for each person, drawn with repetition, as in the data set."""
+    return rng.choices(SAYINGS, k=people)
+
+
+def parse_quiz(text: str) -> tuple[list[Statement], list[str], list[str]]:
+    """Statements, names and sayings of a puzzle in the data set's words: the inverse of `quiz_text`."""
+    preamble = _PREAMBLE.replace(".", r"\.").format(count=r"\d+", names="(.+?)")
+    match = re.fullmatch(f"{preamble}(.+){re.escape(_QUESTION)}", text)
+    if match is None:
+        raise InputError(f"not a Knights & Knaves quiz in the data set's words: {text[:60]!r}…")
+    names = re.split(", and |, ", match[1])
+    statements, sayings, rest = [], [], match[2]
+    for name in names:
+        claim, saying, rest = _next_spoken(rest, name)
+        statements.append(parse_claim(claim, names))
+        sayings.append(saying)
+    return statements, names, sayings
+
+
+def _next_spoken(text: str, name: str) -> tuple[str, str, str]:
+    for saying in SAYINGS:
+        before, after = saying.replace("{name}", name).split("{claim}")
+        claim = text.removeprefix(before).partition(after)[0]
+        spoken = before + claim + after
+        # A claim holds no punctuation: with some, `after` was found in a later sentence.
+        if text.startswith(spoken) and not set(claim) & set('",.'):
+            return claim, saying, text[len(spoken) :].removeprefix(" ")
+    raise InputError(f"{text[:60]!r}… is none of the ways in which {name} may speak; see SAYINGS")
+
+
+def compact_text(statements: Sequence[Statement], names: Sequence[str] = COMPACT_NAMES) -> str:
+    """The puzzle in as few words as possible: a line per person, and nothing else.
+
+    >>> print(compact_text([("lying", 1), ("and", ("telling-truth", 0), ("lying", 1))]), end="")
+    Zoey: Oliver is a knave.
+    Oliver: Zoey is a knight and Oliver is a knave.
+    """
+    return "".join(f"{name}: {claim_text(s, names)}.\n" for s, name in zip(statements, names, strict=False))
+
+
+def parse_compact(text: str) -> tuple[list[Statement], list[str]]:
+    """Statements and names of a compact puzzle: the inverse of `compact_text`."""
+    lines = [re.fullmatch(r"(\w+): (.+)\.", line) for line in text.splitlines()]
+    if not lines or None in lines:
+        raise InputError(f"not a compact puzzle: {text[:60]!r}…; wanted lines like 'Zoey: Oliver is a knave.'")
+    names = [line[1] for line in lines]
+    return [parse_claim(line[2], names) for line in lines], names

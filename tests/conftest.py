@@ -1,0 +1,36 @@
+"""What every test shares: no network, no display, a fixed number of threads, and where the real data are."""
+
+import os
+
+# Before torch, transformers or matplotlib are imported: they read these once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["MPLBACKEND"] = "Agg"
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradscope.tasks import data
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# Sums in another order differ in the last digits; the tests' tolerances were seen with this many threads.
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The folder that holds pyproject.toml."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of real data (GRADSCOPE_DATA, else shared/data beside the repository); absent, the test is skipped."""
+    folder = data.data_folder()
+    if not folder.is_dir():
+        pytest.skip(f"no real data: {folder} is not a folder (set GRADSCOPE_DATA to where they are)")
+    return folder

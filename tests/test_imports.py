@@ -1,0 +1,60 @@
+"""`import gradscope` is instant, and every name it promises is there on first use."""
+
+import subprocess
+import sys
+
+import pytest
+
+import gradscope
+
+HEAVY = ("torch", "pandas", "transformers", "matplotlib", "seaborn", "scipy", "numpy")
+
+# What other programs call by its dotted name, after `import gradscope` and nothing else.
+DOTTED = (
+    "theory.logit_grad_norm",
+    "theory.logit_grad_bounds",
+    "objective.grpo_advantages",
+    "objective.reinforce_pp_advantages",
+    "objective.reweight",
+    "objective.lopti_split",
+    "objective.policy_loss",
+    "objective.token_weights",
+    "tasks.knights_knaves.solve",
+    "tasks.knights_knaves.reward",
+)
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints for `code`."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_gradscope_loads_nothing_heavy():
+    loaded = run_python(f"import sys, gradscope; dir(gradscope); print(*[n for n in {HEAVY} if n in sys.modules])")
+    assert loaded == ""
+
+
+def test_errors_can_be_caught_without_loading_torch():
+    assert run_python("import sys, gradscope; gradscope.InputError; print('torch' in sys.modules)") == "False"
+
+
+@pytest.mark.parametrize("name", gradscope.__all__)
+def test_every_exported_name_resolves(name):
+    assert getattr(gradscope, name) is not None
+    assert name in dir(gradscope)
+
+
+def test_every_dotted_name_resolves_after_a_plain_import():
+    assert run_python(f"import gradscope\nfor name in {DOTTED}: assert callable(eval('gradscope.' + name)), name") == ""
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'mesure'"):
+        gradscope.mesure  # noqa: B018  (the look-up is what is tested)
+
+
+def test_measure_stays_a_function_after_every_submodule_is_loaded():
+    lines = "import gradscope\nfor name in gradscope.__all__: getattr(gradscope, name)"
+    assert run_python(f"{lines}\nprint(callable(gradscope.measure))") == "True"

@@ -1,0 +1,364 @@
+"""Knights & Knaves: solver, generator, wordings, prompts, reward; the real rows where they are at hand."""
+
+import functools
+import itertools
+import random
+import re
+
+import pytest
+
+from gradscope.errors import InputError
+from gradscope.tasks import get_task
+from gradscope.tasks.data import data_folder
+from gradscope.tasks.knights_knaves import (
+    NAMES,
+    compact_prompt,
+    draw_statements,
+    generate_puzzle,
+    prompt,
+    read_puzzles,
+    reward,
+    solve,
+)
+from gradscope.tasks.knights_knaves_wording import (
+    COMPACT_NAMES,
+    SAYINGS,
+    claim_text,
+    compact_text,
+    draw_sayings,
+    parse_claim,
+    parse_compact,
+    parse_quiz,
+    quiz_text,
+)
+
+LEVELS = (3, 4, 5, 6, 7)
+KK = data_folder() / "kk"
+needs_data = pytest.mark.skipif(
+    not KK.is_dir(), reason=f"no Knights & Knaves data at {KK}; set GRADSCOPE_DATA to the folder that holds kk"
+)
+ATOMS = [("telling-truth", 0), ("lying", 0), ("telling-truth", 1), ("lying", 1)]
+
+
+def test_the_data_folder_is_the_environments_or_lies_beside_the_repository(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRADSCOPE_DATA", str(tmp_path))
+    assert data_folder() == tmp_path
+    monkeypatch.delenv("GRADSCOPE_DATA")
+    repository = data_folder().parents[1]
+    assert data_folder() == repository / "shared" / "data"
+
+
+# --- solver
+
+
+def true_claim(statement, knights):
+    """The meaning of a claim, spelled out on one assignment."""
+    if statement[0] == "telling-truth":
+        return knights[statement[1]]
+    if statement[0] == "lying":
+        return not knights[statement[1]]
+    values = [true_claim(part, knights) for part in statement[1:]]
+    if statement[0] == "not":
+        return not values[0]
+    if statement[0] == "and":
+        return all(values)
+    if statement[0] == "or":
+        return any(values)
+    if statement[0] == "->":
+        return values[1] or not values[0]
+    assert statement[0] == "<=>"
+    return values[0] is values[1]
+
+
+def brute_force(statements):
+    every = itertools.product((False, True), repeat=len(statements))
+    return [a for a in every if all(true_claim(s, a) is knight for s, knight in zip(statements, a, strict=True))]
+
+
+def random_statement(people, rng, depth=2):
+    if depth == 0 or rng.random() < 0.2:
+        return (rng.choice(("telling-truth", "lying")), rng.randrange(people))
+    operator = rng.choice(("not", "and", "or", "->", "<=>"))
+    return (operator, *(random_statement(people, rng, depth - 1) for _ in range(1 if operator == "not" else 2)))
+
+
+@pytest.mark.parametrize("people", range(1, 8))
+def test_the_solver_finds_exactly_the_consistent_assignments_of_nested_claims(people):
+    rng = random.Random(people)
+    solutions = []
+    for _ in range(60):
+        statements = [random_statement(people, rng) for _ in range(people)]
+        assert solve(statements) == brute_force(statements)
+        solutions.append(len(solve(statements)))
+    assert 0 in solutions
+    assert max(solutions) > 1  # none and several were among them
+
+
+def test_the_solver_refuses_an_unknown_operator():
+    with pytest.raises(InputError, match="unknown operator 'xor'"):
+        solve([("xor", ("lying", 0), ("lying", 0))])
+
+
+@needs_data
+@pytest.mark.parametrize("people", LEVELS)
+def test_the_solver_agrees_with_every_row_of_the_data(people):
+    puzzles = read_rows(people)
+    assert len(puzzles) == 1000
+    for puzzle in puzzles:
+        assert len(puzzle.names) == people
+        assert solve(puzzle.statements) == [puzzle.solution]
+
+
+@functools.cache
+def read_rows(people):
+    return [p for split in ("train", "test") for p in read_puzzles(KK / f"{people}ppl" / f"{split}.parquet")]
+
+
+@functools.cache
+def parse_rows(people):
+    return [parse_quiz(puzzle.quiz) for puzzle in read_rows(people)]
+
+
+# --- generator
+
+
+@pytest.mark.parametrize("people", range(2, 9))
+def test_a_generated_puzzle_has_exactly_one_solution(people):
+    rng = random.Random(people)
+    for _ in range(20):
+        puzzle = generate_puzzle(people, rng)
+        assert len(puzzle.names) == len(set(puzzle.names)) == len(puzzle.statements) == people
+        assert brute_force(puzzle.statements) == [puzzle.solution]
+
+
+def test_generated_puzzles_follow_the_seed():
+    drawn = [[generate_puzzle(4, rng) for _ in range(3)] for rng in map(random.Random, (5, 5, 6))]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("people", [1, 9])
+def test_one_person_or_nine_are_refused(people):
+    with pytest.raises(InputError, match=f"{people} people asked for; a puzzle has 2 to 8"):
+        draw_statements(people, random.Random(0))
+
+
+@needs_data
+@pytest.mark.parametrize("people", LEVELS)
+def test_the_generator_draws_the_datas_kinds_of_claims_as_often_as_the_data(people):
+    rng = random.Random(0)
+    real = kinds(puzzle.statements for puzzle in read_rows(people))
+    drawn = kinds(draw_statements(people, rng) for _ in range(1000))
+    assert real.keys() == drawn.keys()
+    # Two counts of about 1000 · people claims each: five standard errors of a difference of shares are below 0.05.
+    assert all(abs(real[kind] - drawn[kind]) < 0.05 for kind in real)
+
+
+def kinds(puzzles):
+    counts = {}
+    for statements in puzzles:
+        for speaker, statement in enumerate(statements):
+            text = claim_text(statement, ["other" if i != speaker else "self" for i in range(len(statements))])
+            kind = (
+                statement[0],
+                re.sub(r"is (not )?a ", "", text) if statement[0] in ("lying", "not") else "self" in text,
+            )
+            counts[kind] = counts.get(kind, 0) + 1 / (1000 * len(statements))
+    return counts
+
+
+@needs_data
+def test_names_and_sayings_are_those_of_the_data():
+    parsed = [row for people in LEVELS for row in parse_rows(people)]
+    assert {name for _, names, _ in parsed for name in names} == set(NAMES)
+    assert {saying for _, _, sayings in parsed for saying in sayings} == set(SAYINGS)
+    assert set(COMPACT_NAMES) <= set(NAMES)
+
+
+# --- wording
+
+
+def all_claims():
+    negations = [("not", atom) for atom in ATOMS]
+    pairs = [(op, a, b) for op in ("and", "or", "->", "<=>") for a, b in itertools.product(ATOMS, repeat=2)]
+    return ATOMS + negations + pairs
+
+
+@pytest.mark.parametrize("statement", all_claims(), ids=str)
+def test_a_claim_survives_its_wording(statement):
+    names = ["Zoey", "Oliver"]
+    assert parse_claim(claim_text(statement, names), names) == statement
+
+
+@pytest.mark.parametrize("people", range(2, 9))
+def test_a_puzzle_survives_both_wordings(people):
+    rng = random.Random(people)
+    for _ in range(20):
+        statements = draw_statements(people, rng)
+        names, sayings = rng.sample(NAMES, people), draw_sayings(people, rng)
+        assert parse_quiz(quiz_text(statements, names, sayings)) == (list(statements), names, sayings)
+        assert parse_compact(compact_text(statements)) == (list(statements), list(COMPACT_NAMES[:people]))
+
+
+def test_the_compact_wording_is_a_line_per_person():
+    statements = [("->", ("lying", 1), ("telling-truth", 0)), ("not", ("lying", 0))]
+    assert compact_prompt(statements) == (
+        "Zoey: If Oliver is a knave then Zoey is a knight.\nOliver: Zoey is not a knave.\n<think>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (lambda text: parse_claim(text, ["Zoey"]), "Oliver is a knight"),
+        (lambda text: parse_claim(text, ["Zoey"]), "Zoey is a spy"),
+        (parse_compact, "Zoey is a knight"),
+        (parse_compact, ""),
+        (parse_quiz, "Once upon a time"),
+    ],
+)
+def test_what_is_no_puzzle_is_refused(parse, text):
+    with pytest.raises(InputError, match=r"wanted|not a Knights"):
+        parse(text)
+
+
+def test_an_unknown_saying_is_refused():
+    quiz = quiz_text([("lying", 1), ("lying", 0)], ["Zoey", "Oliver"], [SAYINGS[0], "{name} sang that {claim}."])
+    with pytest.raises(InputError, match="ways in which Oliver may speak"):
+        parse_quiz(quiz)
+
+
+@needs_data
+@pytest.mark.parametrize("people", LEVELS)
+def test_every_row_of_the_data_is_read_and_worded_again_to_the_letter(people):
+    for puzzle, (statements, names, sayings) in zip(read_rows(people), parse_rows(people), strict=True):
+        assert (tuple(statements), tuple(names)) == (puzzle.statements, puzzle.names)
+        assert quiz_text(puzzle.statements, puzzle.names, sayings) == puzzle.quiz
+
+
+@needs_data
+@pytest.mark.parametrize("people", LEVELS)
+def test_every_row_of_the_data_has_our_prompt_to_the_letter(people):
+    import pandas as pd
+
+    path = KK / f"{people}ppl" / "test.parquet"
+    for puzzle, messages in zip(read_puzzles(path), pd.read_parquet(path)["prompt"], strict=True):
+        assert prompt(puzzle) == messages[0]["content"]
+
+
+@needs_data
+@pytest.mark.parametrize("people", LEVELS)
+def test_every_row_of_the_data_converts_to_the_compact_wording(people):
+    for puzzle in read_rows(people):
+        statements, names = parse_compact(compact_text(puzzle.statements))
+        assert tuple(statements) == puzzle.statements
+        assert names == list(COMPACT_NAMES[:people])
+        assert solve(statements) == [puzzle.solution]
+
+
+def test_a_file_that_is_no_puzzle_file_is_refused(tmp_path):
+    import pandas as pd
+
+    with pytest.raises(InputError, match="no file"):
+        read_puzzles(tmp_path / "none.parquet")
+    pd.DataFrame({"names": [["Zoey"]], "quiz": ["?"]}).to_parquet(tmp_path / "some.parquet")
+    with pytest.raises(InputError, match="has no column statements, solution; wanted"):
+        read_puzzles(tmp_path / "some.parquet")
+
+
+# --- reward
+
+NAMED = {"names": ["Zoey", "Oliver"], "solution": [True, False]}
+RIGHT = " Zoey is a knight, Oliver is a knave "
+
+
+def answered(answer, thought="Hm. "):
+    return f"{thought}</think><answer>{answer}</answer>"
+
+
+@pytest.mark.parametrize(
+    ("response", "earned"),
+    [
+        # right: +1 and +2
+        (answered(RIGHT), 3.0),
+        ("<think>" + answered(RIGHT), 3.0),
+        (answered("(1) Zoey is a knight\n(2) Oliver is a knave"), 3.0),
+        (answered("oliver IS A KNAVE; zoey\n is \t a Knight"), 3.0),
+        (answered(RIGHT) + " And that is all.", 3.0),
+        (answered(RIGHT, thought=""), 3.0),
+        # wrong about somebody: +1 and -1.5
+        (answered(" Zoey is a knave, Oliver is a knave "), -0.5),
+        (answered(" Zoey is a knave, Oliver is a knight "), -0.5),
+        # not readable: +1 and -2
+        (answered(""), -1.0),
+        (answered("Zoey is a knight"), -1.0),
+        (answered("Zoey is a knight, Olivera is a knave"), -1.0),
+        (answered("Zoey is a knight, Oliver is no knave"), -1.0),
+        (answered("Zoey is a knight, Zoey is a knave"), -1.0),
+        (answered(RIGHT + "and knights rule"), -1.0),  # the substring counts, also inside a word
+        (answered(RIGHT + "and Unknightly"), -1.0),
+        (answered("Zoey is a knight, Oliver is a knavery"), -1.0),
+        (answered("Zoey knight, Oliver knave"), -1.0),
+        (answered("Zoey is a knight who says that Oliver is a knave, and Oliver is a knave"), -1.0),
+        # bad format: -1 and -2
+        ("", -3.0),
+        ("Zoey is a knight, Oliver is a knave", -3.0),
+        (f"Hm. <answer>{RIGHT}</answer>", -3.0),
+        (f"Hm. </think><answer>{RIGHT}", -3.0),
+        (f"Hm. </think>{RIGHT}</answer>", -3.0),
+        (f"<answer>{RIGHT}</answer></think>", -3.0),
+        (f"Hm. </think></answer>{RIGHT}<answer>", -3.0),
+        (answered(RIGHT) + answered(RIGHT), -3.0),
+        (answered(RIGHT) + "</answer>", -3.0),
+        ("<think><think>" + answered(RIGHT), -3.0),
+        ("Hm. <think>" + answered(RIGHT), 3.0),  # has one of its own, so none is put before it
+        (answered(RIGHT) + "<think>", -3.0),  # its own is in the wrong place
+        (answered(RIGHT).replace("answer", "ANSWER"), -3.0),  # tags are lower case
+    ],
+)
+def test_the_reward_is_the_papers(response, earned):
+    assert reward(response, **NAMED) == earned
+
+
+def test_the_reward_takes_a_name_as_it_is_not_as_a_pattern():
+    assert reward(answered("Zo. is a knight"), names=["Zo."], solution=[True]) == 3.0
+    assert reward(answered("Zoe is a knight"), names=["Zo."], solution=[True]) == -1.0
+
+
+# --- tasks
+
+
+@pytest.mark.parametrize("name", ["knights-knaves", "knights-knaves-compact"])
+def test_the_questions_of_a_seed_are_always_the_same_and_their_right_answer_earns_three(name):
+    task = get_task(name)
+    questions = task.questions(8, seed=1, people=(2, 3, 8))
+    assert questions == task.questions(8, seed=1, people=(2, 3, 8)) != task.questions(8, seed=2, people=(2, 3, 8))
+    assert [question.level for question in questions] == [2, 3, 8, 2, 3, 8, 2, 3]
+    for question in questions:
+        assert question.prompt.endswith("<think>")
+        told = zip(question.answer["names"], question.answer["solution"], strict=True)
+        words = ", ".join(f"{who} is a {'knight' if knight else 'knave'}" for who, knight in told)
+        assert task.reward(answered(words), question) == 3.0
+        assert task.reward(answered(words[::-1]), question) == -1.0
+
+
+def test_both_tasks_pose_the_same_puzzles_for_one_seed():
+    full = get_task("knights-knaves").questions(6, seed=3, people=(3, 5))
+    compact = get_task("knights-knaves-compact").questions(6, seed=3, people=(3, 5))
+    for one, other in zip(full, compact, strict=True):
+        quiz = re.search(r"(A very special .+\?)\n<\|im_end\|>", one.prompt, re.DOTALL)[1]
+        statements, _, _ = parse_quiz(quiz)
+        assert compact_prompt(statements) == other.prompt
+        assert one.answer["solution"] == other.answer["solution"]
+
+
+@needs_data
+@pytest.mark.parametrize("name", ["knights-knaves", "knights-knaves-compact"])
+def test_questions_can_come_from_a_file_of_the_data(name):
+    file = KK / "3ppl" / "test.parquet"
+    task = get_task(name)
+    questions = task.questions(100, seed=0, file=file)
+    assert len({question.prompt for question in questions}) == 100
+    assert questions != task.questions(100, seed=1, file=file)
+    with pytest.raises(InputError, match=r"101 questions asked for, but .* has 100"):
+        task.questions(101, seed=0, file=file)
+    assert get_task(name).questions(0, seed=0, file=file, people=(4,)) == []
