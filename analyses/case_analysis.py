@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from gradscope.tasks.knights_knaves_wording import Statement, claim_text
 
 _SIGNS = {True: "+", False: "-", None: "?"}
-_MAX_SEARCHES = 3
+_MAX_SEARCHES = 2
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def write_response(
     """Trace, `</think>` and answer: what follows a prompt that ends with `<think>`.
 
     `noise` is the share of verdicts that are wrong (the trace goes on as if they were right), `check` the share of
-    traces that end with the check. A failed check starts another search, twice at most.
+    traces that end with the check. A failed check starts one more search.
 
     >>> claims = [("lying", 1), ("not", ("lying", 0))]
     >>> print(write_response(claims, ["Zoey", "Oliver"], rng=random.Random(0)))

@@ -63,7 +63,7 @@ class Stage:
 STAGES = (
     Stage("large batches", steps=400, batch=32, lr=(2e-3, 1.5e-3)),
     Stage("small batches", steps=3300, batch=10, lr=(1.5e-3, 1e-5)),
-    Stage("noise", steps=700, batch=10, lr=(5e-4, 5e-5), noise=0.2, check=0.3),
+    Stage("noise", steps=700, batch=10, lr=(5e-4, 5e-5), noise=0.35, check=0.3),
 )
 
 

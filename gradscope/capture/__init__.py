@@ -1,6 +1,16 @@
 """Hooks that record activations and their gradients, and the exact engine for token gradients that is built on them."""
 
 from gradscope.capture.hooks import capture_activations, capture_gradients, forward_hooks, measuring
+from gradscope.capture.self_check import SelfCheck, check_engine
 from gradscope.capture.token_gradients import TokenGradientMeter, TokenGradients
 
-__all__ = ["TokenGradientMeter", "TokenGradients", "capture_activations", "capture_gradients", "forward_hooks", "measuring"]
+__all__ = [
+    "SelfCheck",
+    "TokenGradientMeter",
+    "TokenGradients",
+    "capture_activations",
+    "capture_gradients",
+    "check_engine",
+    "forward_hooks",
+    "measuring",
+]

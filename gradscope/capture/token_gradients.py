@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Float, Int
@@ -80,6 +80,8 @@ class TokenGradientMeter:
         short = probe_ids[:16]
         self.joint = find_joint(self.model, self.blocks, self.claims, short) if len(short) > 2 else None
         self.batched, self._flow = self._probe_body(short)
+        # Tokens whose logits, with the copies that their gradient needs, fit the memory.
+        self._head_rows = max(1, memory // (8 * 4 * self.vocab_size))
 
     def measure(
         self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], measured: Int[Tensor, " k"], *, temperature: float
@@ -109,17 +111,26 @@ class TokenGradientMeter:
         total = torch.stack(list(square.values())).sum(0).sqrt()
         return TokenGradients(head.statistics, head.logit_grad_norm, act, total, norms)
 
+    @torch.no_grad()
+    def statistics(self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float) -> TokenStatistics:
+        """log π, log(1−π) and entropy of the targets, without any gradient."""
+        prefix = ids[: targets[-1]]
+        parts = [
+            token_statistics(self._logits(prefix, part - 1), ids[part], temperature=temperature)
+            for part in targets.split(self._head_rows)
+        ]
+        return _join_statistics(parts)
+
     # The head: position by position, so every token at once.
 
     def _measure_head(self, ids: Tensor, targets: Tensor, temperature: float, factors: _Factors) -> _HeadPass:
         """One pass for all targets, or several where their logits would not fit the memory."""
-        step = max(1, self.memory // (8 * 4 * self.vocab_size))
-        parts = [self._head_slice(ids[: targets[-1]], ids[t], t - 1, temperature, factors) for t in targets.split(step)]
+        prefix, split = ids[: targets[-1]], targets.split(self._head_rows)
+        parts = [self._head_slice(prefix, ids[part], part - 1, temperature, factors) for part in split]
         if len(parts) == 1:
             return parts[0]
-        statistics = [p.statistics for p in parts]
         return _HeadPass(
-            TokenStatistics(*(torch.cat([getattr(s, f) for s in statistics]) for f in TokenStatistics.__annotations__)),
+            _join_statistics([p.statistics for p in parts]),
             torch.cat([p.logit_grad_norm for p in parts]),
             torch.cat([p.last_norm for p in parts]),
             [torch.cat(rows) for rows in zip(*(p.joint_deltas for p in parts), strict=True)],
@@ -328,6 +339,10 @@ class _Factors:
         whole = self._whole.get(call.name, [])
         same = len(whole) == 1 and whole[0].by_position(self.length) and call.inputs.ndim == whole[0].inputs.ndim
         return whole[0] if same else None
+
+
+def _join_statistics(parts: list[TokenStatistics]) -> TokenStatistics:
+    return TokenStatistics(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(TokenStatistics)))
 
 
 def _diagonal_over_calls(flow: list[tuple[Call, Tensor]], slopes: tuple[Tensor, ...]) -> Tensor:

@@ -1,0 +1,156 @@
+"""What a measurement says, in words and pictures: the summary that is printed, and the first figures of the paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from tqdm import tqdm
+
+from gradscope.batch import TokenBatch
+from gradscope.bounds import TheoryReport, theory_report
+from gradscope.errors import InputError
+from gradscope.gains import LAYER, PARAMETERS
+from gradscope.group_gradients import IntervalGradients, interval_gradients
+from gradscope.intervals import interval_labels, summarize
+from gradscope.models import Policy
+from gradscope.run_folder import write_text
+from gradscope.token_table import MeasureSettings
+
+PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
+"""Fig. 1 (d) of the paper, read off the image: the four intervals, and all tokens."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The numbers behind the summary of one measurement."""
+
+    intervals: pd.DataFrame
+    """A row per interval: its share of the tokens, of the summed gradient and of Σ‖w g‖², and the mean token norm."""
+    gradients: IntervalGradients | None
+    """None where the rollouts carry neither advantages nor rewards."""
+    theory: TheoryReport | None
+    """None where too few tokens were measured to say anything."""
+
+    def __str__(self) -> str:
+        parts = [self.sentences(), self.intervals.to_string(index=False, float_format="{:.3g}".format, na_rep="–")]
+        if self.gradients is not None:
+            matrix = self.gradients.cosines.set_axis(interval_labels(), axis=0).set_axis(interval_labels(), axis=1)
+            parts += ["Cosines between the intervals' summed gradients:", matrix.to_string(float_format="{:.2f}".format)]
+        if self.theory is not None:
+            parts += ["Prop. 4.2 on these tokens:", str(self.theory)]
+        return "\n\n".join(parts)
+
+    def sentences(self) -> str:
+        """The finding in words."""
+        low, high, table = self.intervals.iloc[0], self.intervals.iloc[-1], self.intervals
+        lines = []
+        if np.isfinite(low["mean_norm"]) and np.isfinite(high["mean_norm"]):
+            lines.append(
+                f"A token with π < ¼ has {low['mean_norm'] / high['mean_norm']:.1f} times the gradient norm of one with "
+                f"π ≥ ¾ on average ({low['mean_norm']:.3g} against {high['mean_norm']:.3g}, all parameters, unit weight)."
+            )
+        if self.gradients is not None and np.isfinite(table["gradient_share"]).any():
+            owner = table.loc[table["gradient_share"].idxmax()]
+            lines += [
+                f"The gradient of this batch belongs first to the tokens with π in {owner['interval']}: "
+                f"{owner['gradient_share']:.0%} of it (⟨G_a, G⟩/‖G‖²), by {owner['token_share']:.1%} of the tokens.",
+                f"Tokens with π < ¼ are {low['token_share']:.1%} of the tokens and {low['gradient_share']:.0%} of the gradient; "
+                f"tokens with π ≥ ¾ are {high['token_share']:.1%} and {high['gradient_share']:.0%}.",
+            ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p>{self.sentences()}</p>", self.intervals.to_html(index=False, float_format="{:.3g}".format)]
+        parts += [part._repr_html_() for part in (self.gradients, self.theory) if part is not None]
+        return "".join(parts)
+
+
+def summarize_measurement(
+    policy: Policy, batch: TokenBatch, table: pd.DataFrame, settings: MeasureSettings, *, progress: bool = False
+) -> Summary:
+    """Ask the network for the sums over tokens that the table cannot give, and put everything side by side.
+
+    table: what `measure(policy, batch, …)` gave; settings: those that it was made with.
+    """
+    gradients = None
+    if table["weight"].notna().all():
+        gradients = interval_gradients(policy, batch, settings=settings.loss, progress=progress)
+    rng = np.random.default_rng(settings.seed)
+    try:
+        theory = theory_report(table, vocab_size=policy.vocab_size, rng=rng)
+    except InputError:  # Too few tokens measured for a fit; the rest of the summary stands.
+        theory = None
+    return Summary(interval_summary(table, gradients, rng=rng), gradients, theory)
+
+
+def interval_summary(
+    table: pd.DataFrame, gradients: IntervalGradients | None, *, rng: np.random.Generator
+) -> pd.DataFrame:
+    """A row per interval: tokens, token_share, mean_norm with its 95 % interval over prompts, squared_share, gradient…
+
+    squared_share: share of Σ‖w_t g_t‖², where an interval of which a subset was measured counts by its mean square
+    times its tokens. gradient_norm, gradient_share: ‖G_a‖ over ‖G‖, and ⟨G_a, G⟩/‖G‖²; another quantity altogether.
+    """
+    args = (table["interval"], table["group"])
+    mean = summarize(table[PARAMETERS], *args, rng=rng, statistic="mean")
+    out = pd.DataFrame(
+        {
+            "interval": mean["label"],
+            "tokens": mean["num_tokens"],
+            "measured": mean["num_measured"],
+            "token_share": mean["num_tokens"] / mean["num_tokens"].sum(),
+            "mean_norm": mean["value"],
+            "norm_lower": mean["lower"],
+            "norm_upper": mean["upper"],
+        }
+    )
+    if gradients is not None:
+        squares = summarize(table["weight"] * table[PARAMETERS], *args, rng=rng, statistic="rms")
+        total = squares["value"].fillna(0.0) ** 2 * squares["num_tokens"]
+        sums = gradients.table.iloc[:-1]
+        out["squared_share"] = total / total.sum()
+        out["gradient_norm"] = sums["norm"] / gradients.table["norm"].iloc[-1]
+        out["gradient_share"] = sums["share"]
+        out["half_cosine"] = sums["half_cosine"]
+    return out
+
+
+def write_figures(folder: Path, policy: Policy, table: pd.DataFrame, summary: Summary, *, progress: bool = False) -> None:
+    """Fig. 1 (a, b, d), Fig. 2, norms by layer and interval, norms against 1−π, cosines: PNG and CSV; summary.txt."""
+    from gradscope import plots
+
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = {"layers_by_interval": lambda: plots.plot_layers_by_interval(table)}
+    if summary.gradients is not None:
+        norms = summary.gradients.table.assign(paper=PAPER_NORMS)
+        draw["figure_1"] = lambda: plots.plot_figure_1(table, norms)
+        draw["cosines"] = lambda: plots.plot_cosines(summary.gradients.cosines)
+    else:
+        draw["token_shares"] = lambda: plots.plot_token_shares(table)
+    if summary.theory is not None:
+        depth = sum(name.startswith(LAYER) for name in table.columns) - 1
+        shown = [f"{LAYER}{layer}" for layer in sorted({0, depth // 2, depth})]
+        powers = summary.theory.powers
+        draw["figure_2"] = lambda: plots.plot_figure_2(table, _cones(summary.theory, shown), vocab_size=policy.vocab_size)
+        draw["norm_against_one_minus_prob"] = lambda: plots.plot_norm_against_one_minus_prob(
+            table, powers[powers["quantity"].isin([*shown, PARAMETERS])]
+        )
+    for name, make in tqdm(draw.items(), desc="figures", disable=not progress):
+        plots.save_figure(make(), folder / f"{name}.png")
+    write_text(folder / "summary.txt", f"{summary}\n")
+
+
+def _cones(theory: TheoryReport, layers: list[str]) -> pd.DataFrame:
+    """The measured gains of these layers as cones of Fig. 2."""
+    gains = theory.gains[theory.gains["quantity"].isin(layers)]
+    return pd.DataFrame(
+        {
+            "layer": gains["quantity"].str.removeprefix(LAYER),
+            "lower_gain": gains["min"],
+            "upper_gain": gains["max"],
+            "kind": "measured",
+        }
+    )

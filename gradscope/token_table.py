@@ -1,0 +1,275 @@
+"""From a policy and what it sampled to the token table: one row per response token, measured for unit weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from tqdm import tqdm
+
+from gradscope.batch import TokenBatch
+from gradscope.batch_loss import PAPER, LossSettings, batch_weights, resolve_advantages
+from gradscope.capture import SelfCheck, TokenGradientMeter, TokenGradients, check_engine, measuring
+from gradscope.errors import InputError
+from gradscope.intervals import EDGES, assign_intervals
+from gradscope.models import Policy
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """All that changes a number of the table."""
+
+    temperature: Number | None = None
+    """Sampling temperature; None: each response's own, from the rollouts (1.0 if they have none)."""
+    tokens_per_interval: int | None = None
+    """Measure a seeded random subset, this many tokens of each probability interval; None: every token. The others keep
+    their rows, with NaN in the columns that need a backward pass."""
+    loss: LossSettings = PAPER
+    """The objective behind the weights."""
+    seed: int = 0
+    """Draws the subset, and the tokens of the self-check."""
+    per_module: bool = False
+    """Also the columns `param_grad_norm.NAME`, one per module that owns parameters."""
+    self_check: bool = True
+    """Recompute some tokens of every interval by plain autograd first, and stop if they differ."""
+
+
+class TableMeasurement:
+    """A measurement that is going on: enter it, ask for the responses one by one, leave it.
+
+    Entering freezes the model, finds the rules for its modules, runs the self-check and draws the subset; leaving puts
+    everything back. `measure` does all of it in one call; this class is for those who store results as they come.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        batch: TokenBatch,
+        settings: MeasureSettings,
+        *,
+        edges: Sequence[Number] = EDGES,
+        tokens: Int[Tensor, " k"] | None = None,
+        chunk_rows: int = 1024,
+        chunk_memory: int = 1 << 30,
+    ) -> None:
+        self.policy, self.settings, self.edges = policy, settings, [float(e) for e in edges]
+        if settings.temperature is not None:
+            batch = replace(batch, temperature=torch.full((len(batch),), float(settings.temperature)))
+        check_batch(policy, batch)
+        self.batch = batch
+        self.num_tokens = batch.num_tokens
+        self._advantages = _known_advantages(batch)
+        self._tokens, self._chunks = tokens, {"rows": chunk_rows, "memory": chunk_memory}
+        self.check: SelfCheck | None = None
+        """What the self-check found; None before entering, and where it was switched off."""
+
+    def __enter__(self) -> TableMeasurement:
+        self._stack = ExitStack()
+        try:
+            self._stack.enter_context(measuring(self.policy.model))
+            self._stack.enter_context(torch.no_grad())
+            longest = int(self.batch.attention_mask.sum(1).argmax())
+            self.meter = TokenGradientMeter(self.policy, self._sequence(longest)[0], **self._chunks)
+            self._bounds = np.cumsum([0, *self.batch.response_mask.sum(1).tolist()])
+            logprobs = np.concatenate([self._logprobs(row) for row in range(len(self.batch))])
+            self._intervals = assign_intervals(np.exp(logprobs).clip(max=1.0), self.edges)
+            generator = np.random.default_rng(self.settings.seed)
+            self._measured = self._draw_measured(generator)
+            if self.settings.self_check:
+                self.check = self._self_check(generator)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def measure_response(self, row: int) -> pd.DataFrame:
+        """The table's rows of one response; none if its response_mask keeps nothing."""
+        ids, targets = self._sequence(row)
+        if not len(targets):
+            return pd.DataFrame()
+        mine = slice(*self._bounds[row : row + 2])
+        measured = torch.from_numpy(self._measured[mine].nonzero()[0]).to(ids.device)
+        gradients = self.meter.measure(ids, targets, measured, temperature=float(self.batch.temperature[row]))
+        frame = self._identify(row, ids[targets].tolist()) | self._describe(row, gradients)
+        frame["interval"] = self._intervals[mine].astype(np.int8)
+        frame |= {"logit_grad_norm": gradients.logit_grad_norm}
+        frame |= {f"act_grad_norm.{layer}": norms for layer, norms in enumerate(gradients.act_grad_norm.T)}
+        frame["param_grad_norm"] = gradients.param_grad_norm
+        if self.settings.per_module:
+            frame |= {f"param_grad_norm.{name}": norms for name, norms in sorted(gradients.module_grad_norm.items())}
+        return pd.DataFrame({name: _column(values) for name, values in frame.items()})
+
+    def _identify(self, row: int, token_ids: list[int]) -> dict[str, object]:
+        positions = self.batch.positions()[row][self.batch.response_mask[row]]
+        return {
+            "response": np.full(len(token_ids), row, dtype=np.int32),
+            "group": np.full(len(token_ids), int(self.batch.group_ids[row]), dtype=np.int64),
+            "position": positions.numpy().astype(np.int32),
+            "token_id": np.array(token_ids, dtype=np.int32),
+            "token": [self.policy.decode([i]) for i in token_ids],
+        }
+
+    def _describe(self, row: int, gradients: TokenGradients) -> dict[str, object]:
+        """What is known of the tokens without a backward pass: probabilities, advantages, weights."""
+        statistics, kept = gradients.statistics, self.batch.response_mask[row]
+        logprob = statistics.logprob.float().cpu()
+        unknown = torch.full_like(logprob, float("nan"))
+        old, ref = self.batch.old_logprobs, self.batch.ref_logprobs
+        out = {
+            "logprob": logprob,
+            "prob": logprob.exp(),
+            "log_one_minus_prob": statistics.log_one_minus_prob,
+            "entropy": statistics.entropy,
+            "old_logprob": unknown if old is None else old[row][kept],
+            "ref_logprob": unknown if ref is None else ref[row][kept],
+            "advantage": self._advantages[row][kept],
+        }
+        return out | self._weigh(row, logprob)
+
+    def _weigh(self, row: int, logprob: Tensor) -> dict[str, Tensor]:
+        """Eq. 2's weights of one response's tokens; NaN where the advantage is unknown."""
+        batch, kept = self.batch.select([row]), self.batch.response_mask[row]
+        known = ~self._advantages[row].isnan()
+        batch = replace(batch, advantages=torch.where(known, self._advantages[row], 0.0)[None])
+        spread = torch.zeros(batch.input_ids.shape).masked_scatter_(kept[None], logprob)
+        parts = batch_weights(spread, batch, self.settings.loss, num_tokens=self.num_tokens)
+        weights = {"policy_weight": parts.policy, "kl_weight": parts.kl, "weight": parts.total}
+        out = {name: torch.where(known, w[0], float("nan"))[kept] for name, w in weights.items()}
+        return out | {"clipped": (parts.clipped[0] & known)[kept]}
+
+    def _sequence(self, row: int) -> tuple[Tensor, Tensor]:
+        ids, targets = self.batch.sequence(row)
+        return ids.to(self.policy.device), targets.to(self.policy.device)
+
+    def _logprobs(self, row: int) -> np.ndarray:
+        ids, targets = self._sequence(row)
+        if not len(targets):
+            return np.zeros(0, dtype=np.float32)
+        statistics = self.meter.statistics(ids, targets, temperature=float(self.batch.temperature[row]))
+        if not statistics.entropy.isfinite().all():
+            raise InputError(f"the policy's logits are NaN on response {row}; load a sound checkpoint, or another --dtype")
+        return statistics.logprob.float().cpu().numpy()
+
+    def _draw_measured(self, generator: np.random.Generator) -> np.ndarray:
+        """Which of the kept tokens, in the table's order, get a backward pass."""
+        if self._tokens is not None:
+            return np.isin(np.arange(self.num_tokens), self._tokens.cpu().numpy())
+        wanted = self.settings.tokens_per_interval
+        if wanted is None:
+            return np.ones(self.num_tokens, dtype=bool)
+        return _draw_stratified(self._intervals, wanted, len(self.edges) - 1, generator)
+
+    def _self_check(self, generator: np.random.Generator, each: int = 2) -> SelfCheck:
+        """Compare some tokens of every interval that has any."""
+        chosen = _draw_stratified(self._intervals, each, len(self.edges) - 1, generator).nonzero()[0]
+        tokens, temperatures = [], []
+        for index in chosen:
+            row = int(np.searchsorted(self._bounds, index, side="right")) - 1
+            ids, targets = self._sequence(row)
+            tokens.append((ids, int(targets[index - self._bounds[row]])))
+            temperatures.append(float(self.batch.temperature[row]))
+        return check_engine(self.meter, tokens, temperature=temperatures)
+
+
+def measure(
+    policy: Policy,
+    batch: TokenBatch,
+    *,
+    tokens: Int[Tensor, " k"] | None = None,
+    edges: Sequence[Number] = EDGES,
+    chunk_rows: int = 1024,
+    chunk_memory: int = 1 << 30,
+    progress: bool = False,
+    **settings: object,
+) -> pd.DataFrame:
+    """Measure every response token's own gradient: the token table, a row per token that response_mask keeps.
+
+    settings: the fields of MeasureSettings (`temperature`, `tokens_per_interval`, `loss`, `seed`, `per_module`,
+    `self_check`). tokens: indices into the kept tokens in the table's order; only these get a backward pass.
+    edges: of the intervals of π. chunk_rows, chunk_memory: how much one batched backward carries (positions × tokens,
+    bytes); they change speed and rounding only.
+
+    Columns: `response` (row of the batch), `group` (its prompt's), `position` (0-based within the response, dropped
+    tokens counted), `token_id`, `token`, `logprob`, `prob`, `log_one_minus_prob`, `entropy` (nats, at the sampling
+    temperature), `old_logprob`, `ref_logprob`, `advantage` (NaN if unknown), `policy_weight`, `kl_weight`, `weight`
+    (Eq. 2's w_t, NaN without an advantage), `clipped`, `interval`, and the L2 norms of the token gradient of log π for
+    unit weight: `logit_grad_norm` (with respect to logits / T), `act_grad_norm.0` … `act_grad_norm.L`,
+    `param_grad_norm`. What the token really contributes is `weight · norm`.
+
+    Raises InputError for a batch that does not fit the policy, SelfCheckError if the engine cannot be trusted on it.
+    """
+    measurement = TableMeasurement(
+        policy,
+        batch,
+        MeasureSettings(**settings),
+        edges=edges,
+        tokens=tokens,
+        chunk_rows=chunk_rows,
+        chunk_memory=chunk_memory,
+    )
+    with measurement, tqdm(total=batch.num_tokens, desc="measuring", unit="token", disable=not progress) as bar:
+        frames = []
+        for row in range(len(batch)):
+            frames.append(measurement.measure_response(row))
+            bar.update(len(frames[-1]))
+    return join_responses(frames)
+
+
+def join_responses(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """The token table from its responses' parts, in their order."""
+    return pd.concat([frame for frame in frames if len(frame)], ignore_index=True)
+
+
+def check_batch(policy: Policy, batch: TokenBatch) -> None:
+    """InputError, naming the response, where the batch cannot be measured on this policy."""
+    if batch.num_tokens == 0:
+        raise InputError("response_mask keeps no token; there is nothing to measure; give responses with sampled tokens")
+    real = batch.input_ids[batch.attention_mask]
+    if int(real.min()) < 0 or int(real.max()) >= policy.vocab_size:
+        raise InputError(
+            f"the batch has token ids from {int(real.min())} to {int(real.max())}, outside the vocabulary of "
+            f"{policy.vocab_size}; were the rollouts made with another tokenizer?"
+        )
+    lengths = batch.attention_mask.sum(1)
+    if policy.context is not None and int(lengths.max()) > policy.context:
+        raise InputError(
+            f"response {int(lengths.argmax())} and its prompt are {int(lengths.max())} tokens long, the policy's context "
+            f"is {policy.context}; leave it out or cut it"
+        )
+    first = batch.attention_mask.int().argmax(1)
+    if batch.response_mask[torch.arange(len(batch)), first].any():
+        raise InputError("a response has no prompt: nothing predicts its first token; give at least one prompt token")
+
+
+def _known_advantages(batch: TokenBatch) -> Tensor:
+    if batch.advantages is None and batch.rewards is None:
+        return torch.full(batch.input_ids.shape, float("nan"))
+    return resolve_advantages(batch).float()
+
+
+def _draw_stratified(intervals: np.ndarray, wanted: int, count: int, generator: np.random.Generator) -> np.ndarray:
+    """True for `wanted` random entries of each interval, or for all of one that has fewer."""
+    chosen = np.zeros(len(intervals), dtype=bool)
+    for interval in range(count):
+        members = (intervals == interval).nonzero()[0]
+        chosen[generator.choice(members, min(wanted, len(members)), replace=False)] = True
+    return chosen
+
+
+def _column(values: object) -> object:
+    """float32 for floating tensors, the rest as it is."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        return (values.float() if values.is_floating_point() else values).numpy()
+    return values
