@@ -2,7 +2,7 @@
 
 A line of the trace copies one person's claim with the status of everybody in it (+ knight, - knave, ? not known
 yet) and only then gives the verdict: ` ok`, ` no` (a contradiction), ` open` (nothing follows yet) or ` so NAME-`
-(what follows). `try NAME+` assumes, `else NAME-` takes it back and lists whose status is unknown again, so the last
+(what follows). `try NAME+` assumes, `else NAME-` takes that back and lists whose status is unknown again, so the last
 mention of a name always holds its status. A check of every claim ends the trace.
 """
 
@@ -76,8 +76,10 @@ def _all_values(n: int) -> itertools.product:
 
 
 class _Trace:
-    def __init__(self, statements: Sequence[Statement], names: Sequence[str], noise: float, rng: random.Random):
-        self.statements, self.names, self.noise, self.rng = statements, names, noise, rng
+    def __init__(
+        self, statements: Sequence[Statement], names: Sequence[str], noise: float, free: bool, rng: random.Random
+    ):
+        self.statements, self.names, self.noise, self.free, self.rng = statements, names, noise, free, rng
         self.status: list[bool | None] = [None] * len(statements)
         self.queue: list[int] = []
         """Speakers whose claims are to be judged next."""
@@ -87,18 +89,22 @@ class _Trace:
 
     def search(self) -> None:
         """Try and take back until everybody has a status and no claim objects."""
-        tries: list[tuple[int, list[bool | None], set[int]]] = []
+        tries: list[tuple[int, bool, list[bool | None], set[int]]] = []
         while self.queue or None in self.status:
             if not self.queue:
-                person = self.status.index(None)
-                tries.append((person, list(self.status), set(self.open)))
-                self.text += f"try {self.names[person]}+\n"
-                self.assign(person, True)
+                person = self.chosen([p for p, value in enumerate(self.status) if value is None])
+                value = self.chosen([True, False])
+                tries.append((person, value, list(self.status), set(self.open)))
+                self.text += f"try {self.names[person]}{_SIGNS[value]}\n"
+                self.assign(person, value)
             elif not self.judge_next():
                 if not tries:  # Only wrong verdicts lead here: there is nothing left to take back.
                     self.guess()
                     return
                 self.take_back(*tries.pop())
+
+    def chosen(self, among: list) -> int | bool:
+        return self.rng.choice(among) if self.free else among[0]
 
     def assign(self, person: int, value: bool) -> None:
         self.status[person] = value
@@ -107,7 +113,8 @@ class _Trace:
         self.queue += [s for s in (person, *again) if s not in self.queue]
 
     def judge_next(self) -> bool:
-        speaker = self.queue.pop(0)
+        speaker = self.chosen(self.queue)
+        self.queue.remove(speaker)
         verdict = judge(self.statements[speaker], speaker, self.status)
         if self.rng.random() < self.noise:
             verdict = self.corrupted(verdict, speaker)
@@ -127,11 +134,13 @@ class _Trace:
             others = [Verdict("so", {self.rng.choice(unknown): self.rng.random() < 0.5})]
         return self.rng.choice(others)
 
-    def take_back(self, person: int, status: list[bool | None], open_: set[int]) -> None:
-        undone = [p for p, value in enumerate(self.status) if value is not None and status[p] is None and p != person]
-        self.text += f"else {self.names[person]}-" + "".join(f" {self.names[p]}?" for p in undone) + "\n"
+    def take_back(self, person: int, value: bool, status: list[bool | None], open_: set[int]) -> None:
+        undone = [p for p, now in enumerate(self.status) if now is not None and status[p] is None and p != person]
+        self.text += (
+            f"else {self.names[person]}{_SIGNS[not value]}" + "".join(f" {self.names[p]}?" for p in undone) + "\n"
+        )
         self.status, self.open, self.queue = status, open_, []
-        self.assign(person, False)
+        self.assign(person, not value)
 
     def guess(self) -> None:
         for person, value in enumerate(self.status):
@@ -161,12 +170,19 @@ class _Trace:
 
 
 def write_response(
-    statements: Sequence[Statement], names: Sequence[str], *, rng: random.Random, noise: float = 0.0, check: float = 1.0
+    statements: Sequence[Statement],
+    names: Sequence[str],
+    *,
+    rng: random.Random,
+    noise: float = 0.0,
+    check: float = 1.0,
+    free: bool = False,
 ) -> str:
     """Trace, `</think>` and answer: what follows a prompt that ends with `<think>`.
 
     `noise` is the share of verdicts that are wrong (the trace goes on as if they were right), `check` the share of
     traces that end with the check. A failed check starts one more search.
+    `free`: whom to try, as what, and whose claim to judge next is drawn; else the first, as a knight, and first come.
 
     >>> claims = [("lying", 1), ("not", ("lying", 0))]
     >>> print(write_response(claims, ["Zoey", "Oliver"], rng=random.Random(0)))
@@ -174,7 +190,7 @@ def write_response(
     Zoey+: Oliver? is a knave so Oliver-
     ...
     """
-    trace = _Trace(statements, names[: len(statements)], noise, rng)
+    trace = _Trace(statements, names[: len(statements)], noise, free, rng)
     checks = rng.random() < check
     for search in range(_MAX_SEARCHES):
         if search:

@@ -5,7 +5,7 @@
 From nothing: no pretrained weights, no data but generated puzzles. About 12 minutes of one core's undivided time,
 and some more for the evaluations. How it differs from the policies of the paper: 0.8 M parameters instead of 3 or 7 B;
 compact puzzles of 2 to 5 people with canonical names; a phrase-level vocabulary; and it learned from a programmatic
-chain of thought (analyses/case_analysis.py). The last stage corrupts some verdicts and leaves out most checks, so
+chain of thought (analyses/case_analysis.py). The last stage corrupts verdicts, leaves out most checks and goes in any order, so
 that the policy has uncertain tokens and reinforcement learning has something to improve. The seed fixes puzzles,
 traces, initial weights and samples; another number of threads or another version of torch gives other weights of
 the same quality. Evaluation puzzles of 3 people and more never occur in training (of 2 there are too few).
@@ -58,12 +58,14 @@ class Stage:
     """Share of verdicts that are wrong."""
     check: float = 0.5
     """Share of traces that end with a check of every claim."""
+    free: bool = False
+    """Whether the order of the analysis is drawn."""
 
 
 STAGES = (
     Stage("large batches", steps=400, batch=32, lr=(2e-3, 1.5e-3)),
     Stage("small batches", steps=3300, batch=10, lr=(1.5e-3, 1e-5)),
-    Stage("noise", steps=700, batch=10, lr=(5e-4, 5e-5), noise=0.35, check=0.3),
+    Stage("noise", steps=1000, batch=10, lr=(8e-4, 5e-5), noise=0.35, check=0.3, free=True),
 )
 
 
@@ -114,7 +116,9 @@ def examples(
         prompt = compact_prompt(statements)
         if prompt in held_out:
             continue
-        response = write_response(statements, COMPACT_NAMES, rng=rng, noise=stage.noise, check=stage.check)
+        response = write_response(
+            statements, COMPACT_NAMES, rng=rng, noise=stage.noise, check=stage.check, free=stage.free
+        )
         prompt_ids = tokenizer.encode(prompt)
         response_ids = [*tokenizer.encode(response), tokenizer.eos_token_id]
         if len(response_ids) <= MAX_NEW_TOKENS:

@@ -88,8 +88,8 @@ class TokenBatch:
         rows, width = self.input_ids.shape
         known = [n for n in ("rewards", "advantages", "old_logprobs", "ref_logprobs") if getattr(self, n) is not None]
         return (
-            f"TokenBatch({rows} responses to {len(self.group_ids.unique())} prompts, {self.num_tokens} response tokens, "
-            f"width {width}; with {', '.join(known) or 'ids only'})"
+            f"TokenBatch({rows} responses to {len(self.group_ids.unique())} prompts, "
+            f"{self.num_tokens} response tokens, width {width}; with {', '.join(known) or 'ids only'})"
         )
 
 

@@ -55,7 +55,7 @@ def own_where_unknown(known: Float[Tensor, "B S"] | None, logprobs: Float[Tensor
     tensor([[-1., -3.]])
     """
     own = logprobs.detach()
-    return own if known is None else torch.where(known.isnan(), own, known.to(own))
+    return own if known is None else torch.where(known.isnan(), own, known.to(own.dtype))
 
 
 def batch_loss(

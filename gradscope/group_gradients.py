@@ -35,26 +35,6 @@ from gradscope.logprobs import sequence_logprobs
 from gradscope.models import Policy
 from gradscope.objective import grpo_advantages, policy_loss, reweight
 
-Number = int | float
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """The loss whose gradient is measured (Eq. 1, arXiv:2505.12929); the defaults are the paper's GRPO."""
-
-    clip_ratio_low: Number = 0.2
-    clip_ratio_high: Number = 0.24
-    clip_ratio_c: Number | None = 10.0
-    """Dual clip of negative advantages; None: off."""
-    kl_coef: Number = 0.001
-    """β of the k3 penalty. A token whose ref_logprobs are unknown has none: the policy is its own reference there."""
-    reweight_alpha: Number | None = None
-    """α of Advantage Reweighting (Eq. 4); None: off."""
-
-
-PAPER = LossSettings()
-
-
 @dataclass(frozen=True, repr=False, eq=False)
 class IntervalGradients:
     """What the tokens of each interval add to the gradient (Fig. 1 (d)), and how much of it is signal."""
@@ -94,116 +74,6 @@ class IntervalGradients:
                 yield render(frame, index="label" not in frame, float_format="{:.3g}".format, na_rep="–")
 
 
-@dataclass(frozen=True)
-class AdamWState:
-    """What AdamW remembers of the second moment; it makes the metric in which its update sees a gradient.
-
-    One step, with all of G clipped to max_grad_norm by the factor k = min(1, max_grad_norm / (‖G‖ + 1e-6)), moves by
-
-        Δ = −lr · m̂ ⊘ (√v̂ + eps),    v̂ = [β₂·v + (1 − β₂)·(k·G)²] / (1 − β₂^(step + 1)).
-
-    G's own part of Δ is lr·(1 − β₁)/(1 − β₁^(step + 1)) times k·G ⊘ (√v̂ + eps), which is linear in G once v̂ is frozen
-    at the whole step's. So each G_a is measured as k·G_a ⊘ (√v̂ + eps), one v̂ for all; these add up as the G_a do.
-    Momentum of earlier steps and weight decay belong to no token and are left out.
-    Give a state that has taken many steps: with v = 0 the step is sign(G), and an entry where the G_a happen to cancel
-    counts for each of them as G_a / |G|, without bound.
-    """
-
-    exp_avg_sq: dict[str, Tensor]
-    """v by parameter name, before the step, a copy; a parameter that is not here is not updated: its part of Δ is 0."""
-    step: dict[str, int]
-    """Steps taken so far, by parameter name."""
-    beta2: float
-    eps: float
-    max_grad_norm: Number | None = None
-    """Clipping of the gradient's norm before the step; None: off."""
-
-    @classmethod
-    def from_optimizer(
-        cls, model: nn.Module, optimizer: torch.optim.Optimizer, *, max_grad_norm: Number | None = None
-    ) -> AdamWState:
-        """The state of an optimizer over (some of) the model's parameters; one that never stepped counts as v = 0."""
-        if not isinstance(optimizer, torch.optim.AdamW):
-            raise InputError(
-                f"the optimizer is {type(optimizer).__name__}; only AdamW's metric is known; give an AdamW"
-            )
-        by_id = {id(p): name for name, p in model.named_parameters()}
-        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        if not all(i in by_id for i in held):
-            raise InputError("the optimizer holds parameters that are not the model's; give the one that trains it")
-        names = [by_id[i] for i in held]
-        return cls.from_state_dict(model, optimizer.state_dict(), names=names, max_grad_norm=max_grad_norm)
-
-    @classmethod
-    def from_state_dict(
-        cls,
-        model: nn.Module,
-        state_dict: dict[str, Any],
-        *,
-        names: Sequence[str] | None = None,
-        max_grad_norm: Number | None = None,
-    ) -> AdamWState:
-        """The state saved by `optimizer.state_dict()`.
-
-        names: of the parameters in the order in which the optimizer was given them; None: the names saved with the
-        state, else all of the model's in the order of named_parameters(). Raises InputError for parameter groups that
-        differ in lr, betas or eps, for amsgrad, and for moments that do not fit the parameters.
-        """
-        groups, parameters = state_dict["param_groups"], dict(model.named_parameters())
-        if len({(*map(float, (g["lr"], *g["betas"], g["eps"])), g.get("amsgrad", False)) for g in groups}) != 1:
-            raise InputError(
-                "parameter groups differ in lr, betas or eps; one metric needs one of each; measure them apart"
-            )
-        if groups[0].get("amsgrad") or not groups[0].get("decoupled_weight_decay", True):
-            raise InputError(
-                "the state is not plain AdamW's (amsgrad, or decay inside the gradient); give one of AdamW"
-            )
-        indices = [i for group in groups for i in group["params"]]
-        saved = [name for group in groups for name in group.get("param_names", ())]
-        names = list(names or saved or parameters)
-        if len(names) != len(indices) or not all(name in parameters for name in names):
-            raise InputError(
-                f"the optimizer state is of {len(indices)} parameters; {len(names)} names are given, or one is not the "
-                "model's; give the names in the order in which the optimizer got them"
-            )
-        moments, steps = {}, {}
-        for name, index in zip(names, indices, strict=True):
-            state = state_dict["state"].get(index, {})
-            moments[name] = state.get("exp_avg_sq", torch.zeros_like(parameters[name])).detach().clone()
-            steps[name] = int(state.get("step", 0))
-            if moments[name].shape != parameters[name].shape:
-                raise InputError(
-                    f"exp_avg_sq of {name} has shape {tuple(moments[name].shape)}, the parameter "
-                    f"{tuple(parameters[name].shape)}; give the names in the order in which the optimizer got them"
-                )
-        return cls(moments, steps, float(groups[0]["betas"][1]), float(groups[0]["eps"]), max_grad_norm)
-
-    def scale(self, model: nn.Module, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-        """k ⊘ (√v̂ + eps) for the whole step's gradient G, flat in the order of model.named_parameters()."""
-        scale = torch.zeros_like(gradient)
-        slices = dict(zip((name for name, _ in _parameters(model)), _slices(model), strict=True))
-        square_norm = sum(gradient[slices[name]].double().square().sum().item() for name in self.exp_avg_sq)
-        clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (square_norm**0.5 + 1e-6))
-        for name, moment in self.exp_avg_sq.items():
-            part = slices[name]
-            new = self.beta2 * moment.flatten().to(gradient) + (1 - self.beta2) * (clip * gradient[part]).square()
-            corrected = new / (1 - self.beta2 ** (self.step[name] + 1))
-            scale[part] = clip / (corrected.sqrt() + self.eps)
-        return scale
-
-
-def resolve_advantages(batch: TokenBatch) -> Float[Tensor, "B S"]:
-    """The batch's advantages or, where it has none, GRPO's from its rewards within each group, spread over the tokens.
-
-    Given advantages are returned as they are, NaN included. Raises InputError with neither.
-    """
-    if batch.advantages is not None:
-        return batch.advantages
-    if batch.rewards is None:
-        raise InputError("weights need advantages or rewards; the batch has neither; add one to the rollouts")
-    return batch.token_weighted(grpo_advantages(batch.rewards, batch.group_ids))
-
-
 def interval_gradients(
     policy: Policy,
     batch: TokenBatch,
@@ -233,7 +103,7 @@ def interval_gradients(
     generator = generator or torch.Generator().manual_seed(0)
     sums = _Sums.zeros(policy.model, len(edges) - 1, squares=optimizer_state is not None)
     with measuring(policy.model), torch.enable_grad():
-        for _, parameter in _parameters(policy.model):
+        for _, parameter in float_parameters(policy.model):
             parameter.requires_grad_(True)
         prompts = batch.group_ids.unique()
         halves = torch.randperm(len(prompts), generator=generator) * 2 // len(prompts)
@@ -292,7 +162,7 @@ class _Sums:
 
     @classmethod
     def zeros(cls, model: nn.Module, num_intervals: int, *, squares: bool) -> _Sums:
-        parts, tensors = _slices(model), [p for _, p in _parameters(model)]
+        parts, tensors = flat_slices(model), [p for _, p in float_parameters(model)]
         dtype = torch.float32
         for tensor in tensors:
             dtype = torch.promote_types(dtype, tensor.dtype)
@@ -347,7 +217,7 @@ def _add_gradients(
     slopes = _loss_slopes(logprobs, old, chunk, settings, num_tokens)
     # All weights of an interval may be 0: equal rewards in the group, every token clipped.
     seeds = {a: slopes * mask for a, mask in enumerate(masks) if (slopes * mask).any()}
-    parameters = [p for _, p in _parameters(model)]
+    parameters = [p for _, p in float_parameters(model)]
     for a, seed in seeds.items():
         last = a == max(seeds)
         gradients = torch.autograd.grad(logprobs, parameters, seed, retain_graph=not last, allow_unused=True)
@@ -381,12 +251,6 @@ def _loss_slopes(
         num_tokens=num_tokens,
     )
     return torch.autograd.grad(loss, own)[0]
-
-
-def _or_own(known: Float[Tensor, "b n"] | None, logprobs: Float[Tensor, "b n"]) -> Float[Tensor, "b n"]:
-    """The log-probabilities known of another policy, and the policy's own where they are not."""
-    own = logprobs.detach()
-    return own if known is None else torch.where(known.isnan(), own, known.to(own.dtype))
 
 
 def _statistics(
@@ -435,17 +299,6 @@ def _mean_matrix(matrices: list[pd.DataFrame]) -> pd.DataFrame:
 def _gram(vectors: Float[Tensor, "K P"]) -> Float[Tensor, "K K"]:
     """Inner products in float64, a slice of the parameters at a time."""
     return sum(part @ part.T for part in (p.double() for p in vectors.split(1 << 20, dim=1))).cpu()
-
-
-def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter that can have a gradient, tied ones once."""
-    return [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
-
-
-def _slices(model: nn.Module) -> list[slice]:
-    """Where each parameter lies in the flat vectors."""
-    ends = np.cumsum([0, *(p.numel() for _, p in _parameters(model))]).tolist()
-    return [slice(*pair) for pair in pairwise(ends)]
 
 
 def _check(

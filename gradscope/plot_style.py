@@ -68,12 +68,12 @@ def new_axes(ax: Axes | None, *, width: float = 3.4, height: float = 2.5) -> Axe
 def new_panels(
     count: int, *, width: float, height: float, ratios: Sequence[float] | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` axes, each `width` × `height` inches, as many in a row as fit on a page (7.3 inches).
+    """A figure of `count` axes, each `width` × `height` inches, in as few rows as a page (7.3 inches) allows.
 
     pyplot forgets it at once: a notebook shows it as a cell's value, once, and it is freed with its last name.
     """
-    columns = min(count, int(_PAGE_WIDTH // width))
-    rows = -(-count // columns)
+    rows = -(-count // int(_PAGE_WIDTH // width))
+    columns = -(-count // rows)
     size = (width * columns, height * rows)
     figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, width_ratios=ratios)
     plt.close(figure)

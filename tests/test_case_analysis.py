@@ -37,7 +37,7 @@ def test_a_clean_trace_always_ends_in_the_solution(people):
     rng = random.Random(people)
     for _ in range(20):
         statements = draw_statements(people, rng)
-        response = write_response(statements, COMPACT_NAMES, rng=rng, check=0.5)
+        response = write_response(statements, COMPACT_NAMES, rng=rng, check=0.5, free=rng.random() < 0.5)
         assert reward(response, names=COMPACT_NAMES[:people], solution=solve(statements)[0]) == 3.0
         assert "again" not in response
 
@@ -47,7 +47,9 @@ def test_the_last_mention_of_a_name_holds_its_status(people):
     rng = random.Random(people)
     for _ in range(40):
         statements = draw_statements(people, rng)
-        trace = write_response(statements, COMPACT_NAMES, rng=rng, noise=0.2, check=0.5).partition("</think>")[0]
+        trace = write_response(statements, COMPACT_NAMES, rng=rng, noise=0.2, check=0.5, free=True).partition(
+            "</think>"
+        )[0]
         status = dict.fromkeys(COMPACT_NAMES, "?")
         for line in trace.splitlines():
             copied, _, follows = line.partition(" so ") if ": " in line else ("", "", line)

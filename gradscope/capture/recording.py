@@ -1,4 +1,4 @@
-"""What one forward pass leaves behind for the engine: inputs of the claimed modules, and where outputs stand in the graph.
+"""What one forward pass leaves for the engine: inputs of the claimed modules, and where outputs stand in the graph.
 
 The model is seen in two parts. The **head** is all that acts on each position by itself: from the logits back through
 the last block's feed-forward network to the output projection of its attention, whose input (with the block's own

@@ -41,7 +41,9 @@ def linear_square_norms(delta: Float[Tensor, "K n out"], factor: Float[Tensor, "
     return sum(torch.linalg.vector_norm(torch.matmul(f.T, d), dim=(1, 2)).square() for f, d in strips)
 
 
-def outer_square_norms(delta: Float[Tensor, "m out"], inputs: Float[Tensor, "m in"], *, bias: bool) -> Float[Tensor, " m"]:
+def outer_square_norms(
+    delta: Float[Tensor, "m out"], inputs: Float[Tensor, "m in"], *, bias: bool
+) -> Float[Tensor, " m"]:
     """The same where each token has one position of its own: ‖δ‖² (‖a‖² + 1 for the bias)."""
     return delta.square().sum(1) * (inputs.square().sum(1) + bias)
 

@@ -71,7 +71,9 @@ class TokenGradientMeter:
     memory: bytes that what flows back may take; a chunk is made smaller where it would take more.
     """
 
-    def __init__(self, policy: Policy, probe_ids: Int[Tensor, " n"], *, rows: int = 1024, memory: int = 1 << 30) -> None:
+    def __init__(
+        self, policy: Policy, probe_ids: Int[Tensor, " n"], *, rows: int = 1024, memory: int = 1 << 30
+    ) -> None:
         self.model, self.blocks, self.vocab_size = policy.model, policy.blocks, policy.vocab_size
         self.rows, self.memory = rows, memory
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
@@ -293,9 +295,9 @@ def check_prefixes(policy: Policy, ids: Int[Tensor, " n"]) -> None:
     change = ((whole - alone).norm() / whole.norm()).item()
     if not change <= tolerance:
         raise InputError(
-            f"{type(policy.model).__name__} changes a position when later tokens are added (by {change:.1e} of it): it is "
-            "not decoder-only, or its rotary embedding depends on the length; give a causal model, or rollouts within "
-            "the context it was trained on"
+            f"{type(policy.model).__name__} changes a position when later tokens are added (by {change:.1e} of it): "
+            "it is not decoder-only, or its rotary embedding depends on the length; give a causal model, or rollouts "
+            "within the context it was trained on"
         )
 
 
