@@ -2,13 +2,13 @@
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python -m analyses.embedded_policy --out gradscope/embedded
 
-From nothing: no pretrained weights, no data but generated puzzles. About 12 minutes of one core's undivided time,
-and some more for the evaluations. How it differs from the policies of the paper: 0.8 M parameters instead of 3 or 7 B;
-compact puzzles of 2 to 5 people with canonical names; a phrase-level vocabulary; and it learned from a programmatic
-chain of thought (analyses/case_analysis.py). The last stage corrupts verdicts, leaves out most checks and goes in any order, so
-that the policy has uncertain tokens and reinforcement learning has something to improve. The seed fixes puzzles,
-traces, initial weights and samples; another number of threads or another version of torch gives other weights of
-the same quality. Evaluation puzzles of 3 people and more never occur in training (of 2 there are too few).
+From nothing: no pretrained weights, no data but generated puzzles. About a quarter of an hour of one core's undivided
+time, and six minutes more for the evaluations. How it differs from the policies of the paper: 0.8 M parameters instead
+of 3 or 7 B; compact puzzles of 2 to 5 people with canonical names; a phrase-level vocabulary; and it learned from a
+programmatic chain of thought (analyses/case_analysis.py). The last stage corrupts verdicts, leaves out most checks and
+goes in any order, so that the policy has uncertain tokens and reinforcement learning has something to improve. The seed
+fixes puzzles, traces, initial weights and samples; another number of threads or another version of torch gives other
+weights of the same quality. Evaluation puzzles of 3 people and more never occur in training (of 2 there are too few).
 """
 
 from __future__ import annotations

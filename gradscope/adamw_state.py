@@ -18,13 +18,18 @@ Number = int | float
 
 def float_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Every parameter that can have a gradient, tied ones once."""
-    return [(name, p) for name, p in model.namedfloat_parameters() if p.is_floating_point()]
+    return [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
 
 
-def flat_slices(model: nn.Module) -> list[slice]:
-    """Where each parameter lies in the flat vectors."""
-    ends = np.cumsum([0, *(p.numel() for _, p in float_parameters(model))]).tolist()
-    return [slice(*pair) for pair in pairwise(ends)]
+def flat_slices(model: nn.Module) -> dict[str, slice]:
+    """Where each of them lies in a vector [P] that is flat over all, by name.
+
+    >>> flat_slices(nn.Linear(3, 2))
+    {'weight': slice(0, 6, None), 'bias': slice(6, 8, None)}
+    """
+    named = float_parameters(model)
+    ends = accumulate((p.numel() for _, p in named), initial=0)
+    return {name: slice(*pair) for (name, _), pair in zip(named, pairwise(ends), strict=True)}
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,7 @@ class AdamWState:
 
     def scale(self, model: nn.Module, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
         """k ⊘ (√v̂ + eps) for the whole step's gradient G, flat in the order of model.named_parameters()."""
-        scale = torch.zeros_like(gradient)
-        slices = dict(zip((name for name, _ in float_parameters(model)), flat_slices(model), strict=True))
+        scale, slices = torch.zeros_like(gradient), flat_slices(model)
         square_norm = sum(gradient[slices[name]].double().square().sum().item() for name in self.exp_avg_sq)
         clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (square_norm**0.5 + 1e-6))
         for name, moment in self.exp_avg_sq.items():

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,17 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from gradscope.adamw_state import AdamWState, flat_slices, float_parameters
 from gradscope.batch import TokenBatch
+from gradscope.batch_loss import PAPER, LossSettings, batch_loss, own_where_unknown, resolve_advantages
 from gradscope.capture import measuring
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.logprobs import sequence_logprobs
 from gradscope.models import Policy
-from gradscope.objective import grpo_advantages, policy_loss, reweight
+
+Number = int | float
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class IntervalGradients:
@@ -101,7 +105,7 @@ def interval_gradients(
     _check(batch, intervals, edges, micro_batch_size)
     batch = replace(batch, advantages=resolve_advantages(batch))
     generator = generator or torch.Generator().manual_seed(0)
-    sums = _Sums.zeros(policy.model, len(edges) - 1, squares=optimizer_state is not None)
+    sums = _Sums(policy.model, len(edges) - 1, squares=optimizer_state is not None)
     with measuring(policy.model), torch.enable_grad():
         for _, parameter in float_parameters(policy.model):
             parameter.requires_grad_(True)
@@ -135,52 +139,36 @@ def interval_gradients_over(policy: Policy, batches: Iterable[TokenBatch], **key
     results = [interval_gradients(policy, batch, generator=generator, **keywords) for batch in batches]
     if not results:
         raise InputError("no batch to measure; give at least one")
-    measured = ["table", "cosines"] + (["adamw_table", "adamw_cosines"] if results[0].adamw_table is not None else [])
-    frames = {name: [getattr(result, name) for result in results] for name in measured}
-    return replace(
-        results[0],
-        num_prompts=sum(result.num_prompts for result in results),
-        **{name: (_mean_table if "table" in name else _mean_matrix)(frames[name]) for name in measured},
-    )
+    means = {}
+    for name in ("table", "cosines", "adamw_table", "adamw_cosines"):
+        if getattr(results[0], name) is not None:
+            mean = _mean_table if "table" in name else _mean_matrix
+            means[name] = mean([getattr(result, name) for result in results])
+    return replace(results[0], num_prompts=sum(result.num_prompts for result in results), **means)
 
 
-@dataclass
 class _Sums:
     """What adds up over the batch; vectors are flat over the parameters, in the order of named_parameters()."""
 
-    slices: list[slice]
-    halves: Float[Tensor, "2 A P"]
-    """G_a of each half of the prompts."""
-    prompt: Float[Tensor, "A P"]
-    """g_{p,a} of the prompt at hand."""
-    square_norms: Float[Tensor, " A1"]
-    """Σ_p ‖g_{p,a}‖² in float64, all tokens last."""
-    squares: Float[Tensor, "A1 P"] | None
-    """The same before the sum over parameters: the noise in a metric that is known only at the end."""
-    num_tokens: Int[Tensor, " A"]
-    num_prompts: int = 0
-
-    @classmethod
-    def zeros(cls, model: nn.Module, num_intervals: int, *, squares: bool) -> _Sums:
-        parts, tensors = flat_slices(model), [p for _, p in float_parameters(model)]
-        dtype = torch.float32
-        for tensor in tensors:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-        empty = torch.zeros(num_intervals, parts[-1].stop, dtype=dtype, device=tensors[0].device)
-        return cls(
-            slices=parts,
-            halves=torch.stack([empty, empty]),
-            prompt=empty,
-            square_norms=torch.zeros(num_intervals + 1, dtype=torch.float64),
-            squares=empty.new_zeros(num_intervals + 1, empty.shape[1]) if squares else None,
-            num_tokens=torch.zeros(num_intervals, dtype=torch.long),
-        )
+    def __init__(self, model: nn.Module, num_intervals: int, *, squares: bool) -> None:
+        self.slices = list(flat_slices(model).values())
+        tensors = [p for _, p in float_parameters(model)]
+        dtype = reduce(torch.promote_types, (p.dtype for p in tensors), torch.float32)
+        size, like = self.slices[-1].stop, {"dtype": dtype, "device": tensors[0].device}
+        # [2, A, P]: G_a of each half of the prompts; [A, P]: g_{p,a} of the prompt at hand.
+        self.halves = torch.zeros(2, num_intervals, size, **like)
+        self.prompt = torch.zeros(num_intervals, size, **like)
+        # [A + 1], all tokens last: Σ_p ‖g_{p,a}‖², and [A + 1, P]: the same before the sum over parameters, which is
+        # the noise in a metric that is known only at the end.
+        self.square_norms = torch.zeros(num_intervals + 1, dtype=torch.float64)
+        self.squares = torch.zeros(num_intervals + 1, size, **like) if squares else None
+        self.num_tokens = torch.zeros(num_intervals, dtype=torch.long)
+        self.num_prompts = 0
 
     def close_prompt(self, half: int) -> None:
         """Add the prompt's gradients to its half and to the squares, and start the next one."""
         self.halves[half] += self.prompt
-        everything = self.prompt.sum(0)
-        for row, gradient in enumerate((*self.prompt, everything)):
+        for row, gradient in enumerate((*self.prompt, self.prompt.sum(0))):
             self.square_norms[row] += _gram(gradient[None])[0, 0]
             if self.squares is not None:
                 self.squares[row] += gradient.square()
@@ -207,14 +195,15 @@ def _add_gradients(
     # (sliding windows), and eager attention in float64 makes those NaN.
     everything = torch.ones_like(chunk.attention_mask)
     logprobs = sequence_logprobs(model, chunk.input_ids, everything, temperature=chunk.temperature)
-    old = _or_own(chunk.old_logprobs, logprobs)
     if intervals is None:
+        old = own_where_unknown(chunk.old_logprobs, logprobs)
         # A log-probability that a sampler rounded to just above 0 is a probability of 1.
         prob = torch.where(chunk.response_mask, old, 0.0).double().exp().clamp(max=1.0)
         intervals = torch.from_numpy(assign_intervals(prob.cpu().numpy(), edges)).to(prob.device)
     masks = [chunk.response_mask & (intervals == a) for a in range(len(edges) - 1)]
     sums.num_tokens += torch.tensor([int(mask.sum()) for mask in masks])
-    slopes = _loss_slopes(logprobs, old, chunk, settings, num_tokens)
+    own = logprobs.detach().requires_grad_(True)
+    (slopes,) = torch.autograd.grad(batch_loss(own, chunk, settings, num_tokens=num_tokens), own)
     # All weights of an interval may be 0: equal rewards in the group, every token clipped.
     seeds = {a: slopes * mask for a, mask in enumerate(masks) if (slopes * mask).any()}
     parameters = [p for _, p in float_parameters(model)]
@@ -224,33 +213,6 @@ def _add_gradients(
         for part, gradient in zip(sums.slices, gradients, strict=True):
             if gradient is not None:
                 sums.prompt[a, part] += gradient.flatten().to(sums.prompt)
-
-
-def _loss_slopes(
-    logprobs: Float[Tensor, "b n"],
-    old: Float[Tensor, "b n"],
-    chunk: TokenBatch,
-    settings: LossSettings,
-    num_tokens: int,
-) -> Float[Tensor, "b n"]:
-    """∂ policy_loss / ∂ log π of every token, which is −mask · w_t / num_tokens; 0 on masked tokens."""
-    own = logprobs.detach().requires_grad_(True)
-    advantages = chunk.advantages
-    if settings.reweight_alpha is not None:
-        advantages = reweight(advantages, old, alpha=settings.reweight_alpha)
-    loss = policy_loss(
-        own,
-        old,
-        advantages,
-        chunk.response_mask,
-        clip_ratio_low=settings.clip_ratio_low,
-        clip_ratio_high=settings.clip_ratio_high,
-        clip_ratio_c=settings.clip_ratio_c,
-        ref_logprobs=_or_own(chunk.ref_logprobs, logprobs),
-        kl_coef=settings.kl_coef,
-        num_tokens=num_tokens,
-    )
-    return torch.autograd.grad(loss, own)[0]
 
 
 def _statistics(
@@ -292,8 +254,7 @@ def _mean_table(tables: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _mean_matrix(matrices: list[pd.DataFrame]) -> pd.DataFrame:
-    values = np.ma.masked_invalid(np.stack([m.to_numpy() for m in matrices])).mean(0)
-    return pd.DataFrame(values.filled(np.nan))
+    return pd.DataFrame(np.ma.masked_invalid(np.stack(matrices)).mean(0).filled(np.nan))
 
 
 def _gram(vectors: Float[Tensor, "K P"]) -> Float[Tensor, "K K"]:
@@ -306,26 +267,18 @@ def _check(
 ) -> None:
     """InputError for what cannot be measured."""
     if micro_batch_size < 1:
-        raise InputError(
-            f"micro_batch_size is {micro_batch_size}; at least one response is needed; give a positive number"
-        )
+        raise InputError(f"micro_batch_size is {micro_batch_size}; a forward pass needs a response; give at least 1")
     if batch.num_tokens == 0:
-        raise InputError(
-            "response_mask keeps no token; there is no gradient to measure; give responses with sampled tokens"
-        )
-    num_intervals = len(interval_labels(edges))
-    if intervals is not None:
-        if intervals.shape != batch.input_ids.shape:
-            raise InputError(
-                f"intervals have shape {tuple(intervals.shape)}, the batch {tuple(batch.input_ids.shape)}; "
-                "give one index per column of input_ids"
-            )
-        kept = intervals[batch.response_mask]
-        if not 0 <= int(kept.min()) <= int(kept.max()) < num_intervals:
-            raise InputError(
-                f"intervals run from {int(kept.min())} to {int(kept.max())} on response tokens; the edges make "
-                f"{num_intervals}; give indices below that, or the edges they were made with"
-            )
+        raise InputError("response_mask keeps no token, so there is no gradient; give responses with sampled tokens")
+    num_intervals, wanted = len(interval_labels(edges)), tuple(batch.input_ids.shape)
+    if intervals is None:
+        return
+    if (shape := tuple(intervals.shape)) != wanted:
+        raise InputError(f"intervals have shape {shape}, the batch {wanted}; give one index per column of input_ids")
+    lowest, highest = (int(bound) for bound in intervals[batch.response_mask].aminmax())
+    if lowest < 0 or highest >= num_intervals:
+        wanted = f"the edges make 0 to {num_intervals - 1}; give those, or the edges they were made with"
+        raise InputError(f"intervals run from {lowest} to {highest} on response tokens; {wanted}")
 
 
 def _left_aligned(

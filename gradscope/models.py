@@ -210,13 +210,15 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase | None:
 
 
 def round_trips(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether decoding gives back the text: tried on ordinary tokens of its own vocabulary, decoded to a string."""
+    """Whether decoding gives back the text: tried on words of its own vocabulary, one by one and as one string."""
     special = set(tokenizer.all_special_ids)
     ids = [i for i in range(len(tokenizer)) if i not in special]
     sample = ids[len(ids) // 3 :: max(1, len(ids) // 24)][:16]
     words = [w for w in (tokenizer.decode([i]) for i in sample) if w.strip() and "\ufffd" not in w]
+    # One string, too: a wrong class may know every single token and still drop the spaces between them.
+    texts = [*words, " ".join(w.strip() for w in words)]
     return bool(words) and all(
-        tokenizer.decode(tokenizer(w, add_special_tokens=False).input_ids).strip() == w.strip() for w in words
+        tokenizer.decode(tokenizer(t, add_special_tokens=False).input_ids).strip() == t.strip() for t in texts
     )
 
 

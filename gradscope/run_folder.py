@@ -7,13 +7,15 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
 from gradscope.errors import InputError
 
-MANIFEST = "manifest.json"
+MANIFEST, KEY = "manifest.json", "key.json"
+RESULTS = ("tokens.parquet",)
+"""What a run always writes: no other is put in its place unasked, even where its manifest is gone."""
 
 
 class RunFolder:
@@ -25,36 +27,56 @@ class RunFolder:
     def __init__(self, folder: str | Path, key: dict[str, Any]) -> None:
         self.folder, self.key = Path(folder), json.loads(json.dumps(key, default=str))
         self.partial = self.folder / ".partial"
+        self.staged = self.partial / "staged"
+        """Results wait here, under the names that they will have in DIR, until all are there."""
 
     @property
-    def finished(self) -> bool:
-        """Whether the folder holds the finished run of this key."""
-        return _read_key(self.folder / MANIFEST) == self.key
+    def manifest(self) -> dict[str, Any] | None:
+        """What the folder's manifest says; None if there is none."""
+        return _read_json(self.folder / MANIFEST)
+
+    def look(self, *, overwrite: bool = False) -> Literal["nothing", "unfinished", "finished"]:
+        """How far the run of this key has come here; nothing is written.
+
+        Raises InputError if the folder holds a run with another key, or results of an unknown one; with `overwrite`
+        only if it is no folder, or has a manifest that is not a run's.
+        """
+        if blocked := next((p for p in (self.folder, *self.folder.parents) if p.exists() and not p.is_dir()), None):
+            raise InputError(f"{blocked} is a file; give a folder for the results")
+        manifest, unfinished = self.manifest, _read_json(self.partial / KEY)
+        if manifest is not None and "key" not in manifest:
+            raise InputError(f"{self.folder / MANIFEST} is not of a run of gradscope; give another folder")
+        if overwrite:
+            return "nothing"
+        if manifest is not None:
+            if manifest["key"] == self.key:
+                return "finished"
+            raise InputError(f"{self.folder} holds a run {self._difference(manifest)}; give another folder, or overwrite it")
+        if unfinished is not None:
+            if unfinished.get("key") == self.key:
+                return "unfinished"
+            raise InputError(
+                f"{self.folder} holds an unfinished run {self._difference(unfinished)}; give its arguments to finish it, "
+                "another folder, or overwrite it"
+            )
+        if found := next((name for name in RESULTS if (self.folder / name).exists()), None):
+            raise InputError(f"{self.folder} holds {found} without a manifest; give another folder, or overwrite it")
+        return "nothing"
 
     def open(self, *, overwrite: bool = False) -> bool:
         """Prepare the folder to be written; True if an unfinished run of the same key is taken up again.
 
-        Raises InputError if it holds a run with another key, or results without a manifest; with `overwrite` these go.
+        With `overwrite`, what an earlier run wrote goes, and nothing else. Raises what `look` raises.
         """
-        if self.folder.exists() and not self.folder.is_dir():
-            raise InputError(f"{self.folder} is a file; give a folder for the results")
-        found = _read_key(self.folder / MANIFEST)
-        unfinished = _read_key(self.partial / "key.json")
+        resumed = self.look(overwrite=overwrite) == "unfinished"
         if overwrite:
+            earlier = self.manifest or {}
             shutil.rmtree(self.partial, ignore_errors=True)
-            (self.folder / MANIFEST).unlink(missing_ok=True)
-        elif found is not None:
-            raise InputError(f"{self.folder} holds {_difference(found, self.key)}; give another --out, or --overwrite")
-        elif unfinished is not None and unfinished != self.key:
-            raise InputError(
-                f"{self.folder} holds an unfinished {_difference(unfinished, self.key)}; give its arguments to finish "
-                "it, another --out, or --overwrite"
-            )
-        elif unfinished is None and (self.folder / "tokens.parquet").exists():
-            raise InputError(f"{self.folder} holds a tokens.parquet without its manifest; give another --out, or --overwrite")
-        self.partial.mkdir(parents=True, exist_ok=True)
-        resumed = unfinished == self.key and not overwrite
-        write_json(self.partial / "key.json", {"key": self.key})
+            for name in (MANIFEST, *earlier.get("files", RESULTS)):
+                (self.folder / name).unlink(missing_ok=True)
+        shutil.rmtree(self.staged, ignore_errors=True)
+        self.staged.mkdir(parents=True)
+        write_json(self.partial / KEY, {"key": self.key})
         return resumed
 
     def part(self, index: int) -> Path:
@@ -67,11 +89,23 @@ class RunFolder:
     def read_parts(self, count: int) -> list[pd.DataFrame]:
         return [pd.read_parquet(self.part(index)) for index in range(count)]
 
-    def close(self, table: pd.DataFrame, manifest: dict[str, Any]) -> None:
-        """Put the finished table and its manifest in place, the manifest last, and drop the parts."""
-        write_parquet(self.folder / "tokens.parquet", table)
-        write_json(self.folder / MANIFEST, manifest | {"key": self.key})
+    def close(self, manifest: dict[str, Any]) -> None:
+        """Put what is staged in place, the manifest last, and drop the rest of `.partial`."""
+        files = [path.relative_to(self.staged) for path in sorted(self.staged.rglob("*")) if path.is_file()]
+        for file in files:
+            (self.folder / file).parent.mkdir(exist_ok=True)
+            os.replace(self.staged / file, self.folder / file)
+        names = dict.fromkeys([*manifest.get("files", []), *map(Path.as_posix, files)])
+        write_json(self.folder / MANIFEST, manifest | {"files": list(names), "key": self.key})
         shutil.rmtree(self.partial)
+
+    def _difference(self, found: dict[str, Any]) -> str:
+        """In words, what was run there that is not asked for now."""
+        found = _flatten(found.get("key", {}))
+        wanted = _flatten(self.key)
+        changed = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
+        values = ", ".join(f"{name} {_short(found.get(name))}, not {_short(wanted.get(name))}" for name in changed[:3])
+        return f"with other arguments ({values}{', …' if len(changed) > 3 else ''})"
 
 
 def write_parquet(path: Path, frame: pd.DataFrame) -> None:
@@ -98,17 +132,26 @@ def file_hash(path: str | Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _read_key(path: Path) -> dict[str, Any] | None:
-    """The key in a JSON file of this module; None if there is no such file, an empty one if it cannot be read."""
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no such file, an empty one if it cannot be read."""
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text())["key"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        value = json.loads(path.read_bytes())
+    except ValueError:
         return {}
+    return value if isinstance(value, dict) else {}
 
 
-def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """In words, what was run there that is not asked for now."""
-    changed = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
-    return f"run with other arguments ({', '.join(changed[:4]) or 'an unreadable manifest'})"
+def _flatten(key: dict[str, Any]) -> dict[str, Any]:
+    """Settings within settings by their own names."""
+    flat = {}
+    for name, value in key.items():
+        flat |= _flatten(value) if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _short(value: Any) -> str:
+    """A value on one line; of a hash, the first digits."""
+    text = str(value)
+    return text if len(text) <= 24 else f"{text[:8]}…"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from math import isfinite
 
 import numpy as np
 import pandas as pd
@@ -63,7 +65,9 @@ class TableMeasurement:
         self.policy, self.settings, self.edges = policy, settings, [float(e) for e in edges]
         if settings.temperature is not None:
             batch = replace(batch, temperature=torch.full((len(batch),), float(settings.temperature)))
+        check_settings(settings)
         check_batch(policy, batch)
+        _check_tokens(tokens, batch.num_tokens)
         self.batch = batch
         self.num_tokens = batch.num_tokens
         self._advantages = _known_advantages(batch)
@@ -74,13 +78,13 @@ class TableMeasurement:
     def __enter__(self) -> TableMeasurement:
         self._stack = ExitStack()
         try:
+            self._stack.enter_context(torch.inference_mode(False))  # gradients flow, whatever the caller switched off
             self._stack.enter_context(measuring(self.policy.model))
-            self._stack.enter_context(torch.no_grad())
             longest = int(self.batch.attention_mask.sum(1).argmax())
             self.meter = TokenGradientMeter(self.policy, self._sequence(longest)[0], **self._chunks)
             self._bounds = np.cumsum([0, *self.batch.response_mask.sum(1).tolist()])
-            logprobs = np.concatenate([self._logprobs(row) for row in range(len(self.batch))])
-            self._intervals = assign_intervals(np.exp(logprobs).clip(max=1.0), self.edges)
+            prob = torch.cat([self._probabilities(row) for row in range(len(self.batch))])
+            self._intervals = assign_intervals(prob.numpy(), self.edges).astype(np.int16)
             generator = np.random.default_rng(self.settings.seed)
             self._measured = self._draw_measured(generator)
             if self.settings.self_check:
@@ -102,7 +106,7 @@ class TableMeasurement:
         measured = torch.from_numpy(self._measured[mine].nonzero()[0]).to(ids.device)
         gradients = self.meter.measure(ids, targets, measured, temperature=float(self.batch.temperature[row]))
         frame = self._identify(row, ids[targets].tolist()) | self._describe(row, gradients)
-        frame["interval"] = self._intervals[mine].astype(np.int8)
+        frame["interval"] = self._intervals[mine]
         frame |= {"logit_grad_norm": gradients.logit_grad_norm}
         frame |= {f"act_grad_norm.{layer}": norms for layer, norms in enumerate(gradients.act_grad_norm.T)}
         frame["param_grad_norm"] = gradients.param_grad_norm
@@ -152,14 +156,15 @@ class TableMeasurement:
         ids, targets = self.batch.sequence(row)
         return ids.to(self.policy.device), targets.to(self.policy.device)
 
-    def _logprobs(self, row: int) -> np.ndarray:
+    def _probabilities(self, row: int) -> Tensor:
+        """π of one response's tokens, as the column `prob` will have it."""
         ids, targets = self._sequence(row)
         if not len(targets):
-            return np.zeros(0, dtype=np.float32)
+            return torch.zeros(0)
         statistics = self.meter.statistics(ids, targets, temperature=float(self.batch.temperature[row]))
         if not statistics.entropy.isfinite().all():
             raise InputError(f"the policy's logits are NaN on response {row}; load a sound checkpoint, or another --dtype")
-        return statistics.logprob.float().cpu().numpy()
+        return statistics.logprob.float().cpu().exp()
 
     def _draw_measured(self, generator: np.random.Generator) -> np.ndarray:
         """Which of the kept tokens, in the table's order, get a backward pass."""
@@ -172,14 +177,14 @@ class TableMeasurement:
 
     def _self_check(self, generator: np.random.Generator, each: int = 2) -> SelfCheck:
         """Compare some tokens of every interval that has any."""
-        chosen = _draw_stratified(self._intervals, each, len(self.edges) - 1, generator).nonzero()[0]
-        tokens, temperatures = [], []
-        for index in chosen:
-            row = int(np.searchsorted(self._bounds, index, side="right")) - 1
-            ids, targets = self._sequence(row)
-            tokens.append((ids, int(targets[index - self._bounds[row]])))
-            temperatures.append(float(self.batch.temperature[row]))
-        return check_engine(self.meter, tokens, temperature=temperatures)
+        chosen = _draw_stratified(self._intervals, each, len(self.edges) - 1, generator)
+        sequences, temperatures = [], []
+        for row, mine in enumerate(pairwise(self._bounds)):
+            picks = torch.from_numpy(chosen[slice(*mine)].nonzero()[0])
+            if len(picks):
+                sequences.append((*self._sequence(row), picks.to(self.policy.device)))
+                temperatures.append(float(self.batch.temperature[row]))
+        return check_engine(self.meter, sequences, temperature=temperatures)
 
 
 def measure(
@@ -218,7 +223,7 @@ def measure(
         chunk_rows=chunk_rows,
         chunk_memory=chunk_memory,
     )
-    with measurement, tqdm(total=batch.num_tokens, desc="measuring", unit="token", disable=not progress) as bar:
+    with measurement, tqdm(total=batch.num_tokens, desc="measuring", unit="token", disable=not progress or None) as bar:
         frames = []
         for row in range(len(batch)):
             frames.append(measurement.measure_response(row))
@@ -231,15 +236,29 @@ def join_responses(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat([frame for frame in frames if len(frame)], ignore_index=True)
 
 
+def check_settings(settings: MeasureSettings) -> None:
+    """InputError for a number that no measurement can be made with."""
+    if settings.tokens_per_interval is not None and settings.tokens_per_interval < 1:
+        raise InputError(f"tokens_per_interval is {settings.tokens_per_interval}; give 1 or more, or none to measure every token")
+    if settings.seed < 0:
+        raise InputError(f"seed is {settings.seed}; give 0 or more")
+    for name, value in asdict(settings.loss).items():
+        if value is not None and not (isfinite(value) and value >= 0):
+            raise InputError(f"{name} is {value}; give a finite number, 0 or more")
+    if settings.loss.reweight_alpha is not None and settings.loss.reweight_alpha > 1:
+        raise InputError(f"reweight_alpha is {settings.loss.reweight_alpha}; give a number from 0 (off) to 1")
+
+
 def check_batch(policy: Policy, batch: TokenBatch) -> None:
     """InputError, naming the response, where the batch cannot be measured on this policy."""
     if batch.num_tokens == 0:
-        raise InputError("response_mask keeps no token; there is nothing to measure; give responses with sampled tokens")
-    real = batch.input_ids[batch.attention_mask]
-    if int(real.min()) < 0 or int(real.max()) >= policy.vocab_size:
+        raise InputError("response_mask keeps no token: there is nothing to measure; give responses with sampled tokens")
+    strange = ((batch.input_ids < 0) | (batch.input_ids >= policy.vocab_size)) & batch.attention_mask
+    if strange.any():
+        row, column = strange.nonzero()[0].tolist()
         raise InputError(
-            f"the batch has token ids from {int(real.min())} to {int(real.max())}, outside the vocabulary of "
-            f"{policy.vocab_size}; were the rollouts made with another tokenizer?"
+            f"response {row} or its prompt holds the id {int(batch.input_ids[row, column])}, outside the vocabulary of "
+            f"{policy.vocab_size}; was it made with another tokenizer?"
         )
     lengths = batch.attention_mask.sum(1)
     if policy.context is not None and int(lengths.max()) > policy.context:
@@ -248,8 +267,20 @@ def check_batch(policy: Policy, batch: TokenBatch) -> None:
             f"is {policy.context}; leave it out or cut it"
         )
     first = batch.attention_mask.int().argmax(1)
-    if batch.response_mask[torch.arange(len(batch)), first].any():
-        raise InputError("a response has no prompt: nothing predicts its first token; give at least one prompt token")
+    alone = batch.response_mask[torch.arange(len(batch)), first]
+    if alone.any():
+        raise InputError(
+            f"response {int(alone.int().argmax())} has no prompt: nothing predicts its first token; give at least one "
+            "prompt token"
+        )
+
+
+def _check_tokens(tokens: Tensor | None, count: int) -> None:
+    if tokens is not None and len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < count:
+        raise InputError(
+            f"tokens holds indices from {int(tokens.min())} to {int(tokens.max())}; the response tokens that "
+            f"response_mask keeps are 0 to {count - 1}"
+        )
 
 
 def _known_advantages(batch: TokenBatch) -> Tensor:

@@ -10,15 +10,11 @@ import torch
 from tiny import make_batch, make_policy, pad_both_sides
 from torch import Tensor
 
+from gradscope.adamw_state import AdamWState
 from gradscope.batch import TokenBatch
+from gradscope.batch_loss import LossSettings
 from gradscope.errors import InputError
-from gradscope.group_gradients import (
-    AdamWState,
-    LossSettings,
-    interval_gradients,
-    interval_gradients_over,
-    resolve_advantages,
-)
+from gradscope.group_gradients import interval_gradients, interval_gradients_over
 from gradscope.models import Policy
 from gradscope.objective import grpo_advantages
 
@@ -294,18 +290,6 @@ def test_frozen_parameters_and_dropout_do_not_change_the_result(batch):
     expected = interval_gradients(policy, batch).table
     policy.model.requires_grad_(False).train()
     pd.testing.assert_frame_equal(interval_gradients(policy, batch).table, expected)
-
-
-def test_advantages_beat_rewards_and_rewards_are_compared_within_their_group(batch):
-    given = torch.arange(batch.input_ids.numel(), dtype=torch.float32).reshape(batch.input_ids.shape)
-    assert torch.equal(resolve_advantages(replace(batch, advantages=given)), given)
-    advantages = resolve_advantages(replace(batch, rewards=torch.tensor([1.0, 0.0, 3.0, 3.0, 0.0, 5.0])))
-    half = math.sqrt(0.5)
-    assert advantages.shape == batch.input_ids.shape
-    assert advantages[:, 0].tolist() == pytest.approx([half, -half, 0, 0, -half, half], rel=1e-5)
-    assert (advantages == advantages[:, :1]).all()
-    with pytest.raises(InputError, match="weights need advantages or rewards"):
-        resolve_advantages(replace(batch, rewards=None))
 
 
 def test_input_that_cannot_be_measured_is_refused(policy, batch):

@@ -1,0 +1,145 @@
+"""Are the constants of Eq. 3 tight enough to mean anything? Products of singular values beside real tokens' gains.
+
+    python -m analyses.layer_constants [--out figures]
+
+Measures the embedded policy in float64 on responses that it samples to two-person puzzles (the shortest contexts it
+meets). At some tokens' contexts the singular values of every block's Jacobian are computed over the whole context:
+by an exact SVD at the first response tokens (*certified*), by Lanczos further on (*estimated*). Writes
+layer_constants.csv, .png and the theory report layer_constants.txt. About six minutes on one core.
+
+Not in the paper, which assumes the constants (Assumption 4.1) and does not measure them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+import tyro
+from matplotlib.axes import Axes
+
+from gradscope import load_policy, measure
+from gradscope.batch import Response, TokenBatch, collate
+from gradscope.bounds import TheoryReport, theory_report
+from gradscope.jacobians import layer_constants, token_contexts
+from gradscope.models import Policy
+from gradscope.plot_style import finish, new_axes
+from gradscope.plots import paper_style, save_figure
+from gradscope.run_folder import write_text
+from gradscope.sampling.hf import HFSampler, rollout_rows
+from gradscope.tasks import get_task
+
+TEMPERATURE = 0.7
+SPANS = {"measured gains": "#222222", "reach over the vocabulary": "#35818e", "∏c … ∏d": "#d95f02"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the script."""
+
+    out: Path = Path("figures")
+    prompts: int = 24
+    certified: int = 4
+    """Contexts whose Jacobians get an exact SVD: the first response token of as many prompts."""
+    estimated: int = 4
+    """Contexts, of at most 60 tokens, that get Lanczos."""
+    seed: int = 0
+
+
+def sample_batch(policy: Policy, options: Options) -> TokenBatch:
+    """Two responses to each of some two-person puzzles."""
+    task = get_task("knights-knaves-compact")
+    questions = task.questions(options.prompts, seed=options.seed, people=(2,))
+    rows = rollout_rows(
+        policy, questions, n=2, temperature=TEMPERATURE, max_new_tokens=256, seed=options.seed, task=task,
+        sampler=HFSampler(policy),
+    )  # fmt: skip
+    return collate([Response(r["prompt_ids"], r["response_ids"], r["group"], TEMPERATURE, r["reward"]) for r in rows])
+
+
+def choose_tokens(tokens: pd.DataFrame, batch: TokenBatch, options: Options) -> pd.DataFrame:
+    """The uncertain tokens at which constants are computed: the earliest for the SVD, later ones for Lanczos."""
+    starts = batch.response_start - batch.attention_mask.int().argmax(1)
+    context = tokens["position"] + starts.numpy()[tokens["response"]]
+    uncertain = tokens.assign(length=context)[tokens["log_one_minus_prob"] > np.log(1e-3)]
+    uncertain = uncertain.drop_duplicates(["group", "length"]).sort_values("length", kind="stable")
+    first = uncertain.drop_duplicates("group").head(options.certified)
+    later = uncertain[uncertain["length"].between(30, 60) & ~uncertain["group"].isin(first["group"])]
+    return pd.concat([first, later.drop_duplicates("group").head(options.estimated)])
+
+
+def table(options: Options) -> TheoryReport:
+    """Measure the tokens, compute the constants at the chosen ones, hold Eq. 3 against them."""
+    policy = load_policy("embedded", dtype="float64")
+    batch = sample_batch(policy, options)
+    tokens = measure(policy, batch, progress=True)
+    chosen = choose_tokens(tokens, batch, options)
+    contexts = token_contexts(batch, chosen)
+    exact = contexts[: options.certified]
+    limit = max(len(ids) for ids in exact) * policy.config.hidden_size
+    parts = []
+    for index, ids in enumerate(contexts):
+        largest = limit if index < options.certified else 1
+        parts.append(layer_constants(policy, [ids], temperature=TEMPERATURE, max_exact=largest).assign(context=index))
+        print(f"context {index + 1} of {len(contexts)}: {len(ids)} tokens", flush=True)
+    numbers = pd.Series(np.arange(len(chosen), dtype=float), index=chosen.index)
+    tokens = tokens.assign(context=numbers.reindex(tokens.index))
+    rng = np.random.default_rng(options.seed)
+    return theory_report(tokens, pd.concat(parts, ignore_index=True), vocab_size=policy.vocab_size, rng=rng)
+
+
+@paper_style()
+def draw(report: TheoryReport, ax: Axes | None = None) -> Axes:
+    """Per layer, three spans on a log scale: ∏c … ∏d, the exact reach of gains, and the gains of real tokens."""
+    ax = new_axes(ax, width=4.6, height=3.0)
+    kinds = sorted(report.constants["product_kind"].unique())
+    rows = []
+    for (layer, kind), part in report.constants.groupby(["layer", "product_kind"]):
+        measured = report.gains[report.gains["quantity"] == f"act_grad_norm.{layer}"].iloc[0]
+        spans = {
+            "measured gains": (measured["min"], measured["max"]),
+            "reach over the vocabulary": (part["reach_min"].min(), part["reach_max"].max()),
+            "∏c … ∏d": (part["product_c"].min(), part["product_d"].max()),
+        }
+        rows += [{"layer": layer, "kind": kind, "span": n, "lower": a, "upper": b} for n, (a, b) in spans.items()]
+    drawn = pd.DataFrame(rows)
+    bottom = drawn.loc[drawn["lower"] > 0, "lower"].min() / 30
+    for number, (name, color) in enumerate(SPANS.items()):
+        for kind, dashes in zip(kinds, ("-", ":"), strict=False):
+            part = drawn[(drawn["span"] == name) & (drawn["kind"] == kind)]
+            if name == "measured gains" and kind != kinds[0]:
+                continue  # The same tokens, whatever the constants' kind.
+            x = part["layer"] + 0.18 * (number - 1) + (0.07 if kind != kinds[0] else 0)
+            label = name if name == "measured gains" else f"{name} ({kind})"
+            ax.vlines(
+                x,
+                part["lower"].where(part["lower"] > 0, bottom).fillna(bottom),
+                part["upper"],
+                color=color,
+                ls=dashes,
+                lw=2.5,
+                label=label,
+            )
+    ax.set_yscale("log")
+    ax.set_ylim(bottom=bottom)
+    ax.set_xticks(sorted(drawn["layer"].unique()))
+    ax.set_xlabel("layer ℓ (0: input of the first block)")
+    ax.set_ylabel("‖δℓ‖ / ‖e − π‖")
+    ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return finish(ax, drawn)
+
+
+def main(options: Options) -> None:
+    torch.set_num_threads(1)
+    report = table(options)
+    print(report)
+    options.out.mkdir(parents=True, exist_ok=True)
+    save_figure(draw(report), options.out / "layer_constants.png", report.constants)
+    write_text(options.out / "layer_constants.txt", f"{report}\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
