@@ -5,7 +5,8 @@
 Measures the embedded policy in float64 on responses that it samples to two-person puzzles (the shortest contexts it
 meets). At some tokens' contexts the singular values of every block's Jacobian are computed over the whole context:
 by an exact SVD at the first response tokens (*certified*), by Lanczos further on (*estimated*). Writes
-layer_constants.csv, .png and the theory report layer_constants.txt. About six minutes on one core.
+layer_constants.png with its .csv, layer_constants_by_context.csv and the theory report layer_constants.txt. About two
+minutes on one core.
 
 Not in the paper, which assumes the constants (Assumption 4.1) and does not measure them.
 """
@@ -33,7 +34,11 @@ from gradscope.sampling.hf import HFSampler, rollout_rows
 from gradscope.tasks import get_task
 
 TEMPERATURE = 0.7
-SPANS = {"measured gains": "#222222", "reach over the vocabulary": "#35818e", "∏c … ∏d": "#d95f02"}
+COLORS = {
+    "gains of real tokens, anywhere": "#222222",
+    "reach over the vocabulary": "#35818e",
+    "∏c … ∏d, certified": "#d95f02",
+}
 
 
 @dataclass(frozen=True)
@@ -91,44 +96,42 @@ def table(options: Options) -> TheoryReport:
     return theory_report(tokens, pd.concat(parts, ignore_index=True), vocab_size=policy.vocab_size, rng=rng)
 
 
+def spans(report: TheoryReport) -> pd.DataFrame:
+    """What is drawn, a row per layer and span: columns layer, span, lower, upper (of gains ‖δ_ℓ‖ / ‖e − π‖)."""
+    rows = []
+    for layer, part in report.constants.groupby("layer"):
+        gains = report.gains[report.gains["quantity"] == f"act_grad_norm.{layer}"].iloc[0]
+        certified = part[part["product_kind"] == "certified"]
+        ends = (
+            (gains["min"], gains["max"]),
+            (part["reach_min"].min(), part["reach_max"].max()),
+            (certified["product_c"].min(), certified["product_d"].max()),
+        )
+        rows += [{"layer": layer, "span": n, "lower": a, "upper": b} for n, (a, b) in zip(COLORS, ends, strict=True)]
+        estimated = part.loc[part["product_kind"] == "estimated", "product_d"]
+        rows.append({"layer": layer, "span": "∏d, estimated", "lower": np.nan, "upper": estimated.max()})
+    return pd.DataFrame(rows)
+
+
 @paper_style()
 def draw(report: TheoryReport, ax: Axes | None = None) -> Axes:
-    """Per layer, three spans on a log scale: ∏c … ∏d, the exact reach of gains, and the gains of real tokens."""
-    ax = new_axes(ax, width=4.6, height=3.0)
-    kinds = sorted(report.constants["product_kind"].unique())
-    rows = []
-    for (layer, kind), part in report.constants.groupby(["layer", "product_kind"]):
-        measured = report.gains[report.gains["quantity"] == f"act_grad_norm.{layer}"].iloc[0]
-        spans = {
-            "measured gains": (measured["min"], measured["max"]),
-            "reach over the vocabulary": (part["reach_min"].min(), part["reach_max"].max()),
-            "∏c … ∏d": (part["product_c"].min(), part["product_d"].max()),
-        }
-        rows += [{"layer": layer, "kind": kind, "span": n, "lower": a, "upper": b} for n, (a, b) in spans.items()]
-    drawn = pd.DataFrame(rows)
-    bottom = drawn.loc[drawn["lower"] > 0, "lower"].min() / 30
-    for number, (name, color) in enumerate(SPANS.items()):
-        for kind, dashes in zip(kinds, ("-", ":"), strict=False):
-            part = drawn[(drawn["span"] == name) & (drawn["kind"] == kind)]
-            if name == "measured gains" and kind != kinds[0]:
-                continue  # The same tokens, whatever the constants' kind.
-            x = part["layer"] + 0.18 * (number - 1) + (0.07 if kind != kinds[0] else 0)
-            label = name if name == "measured gains" else f"{name} ({kind})"
-            ax.vlines(
-                x,
-                part["lower"].where(part["lower"] > 0, bottom).fillna(bottom),
-                part["upper"],
-                color=color,
-                ls=dashes,
-                lw=2.5,
-                label=label,
-            )
+    """Per layer, spans on a log scale: certified ∏c … ∏d, the exact reach of gains, the gains of real tokens."""
+    ax, drawn = new_axes(ax, width=4.4, height=3.4), spans(report)
+    bottom = drawn.loc[drawn["lower"] > 0, "lower"].min() / 100
+    for number, (name, color) in enumerate(COLORS.items()):
+        part = drawn[drawn["span"] == name]
+        x = part["layer"] + 0.2 * (number - 1)
+        ax.vlines(x, part["lower"].clip(lower=bottom), part["upper"], color=color, lw=5, label=name)
+        zero = part["lower"] == 0
+        ax.scatter(x[zero], np.full(zero.sum(), bottom * 1.5), marker="v", color=color, s=30, zorder=3)
+    part = drawn[drawn["span"] == "∏d, estimated"]
+    ax.scatter(part["layer"] + 0.2, part["upper"], marker="_", s=90, color="black", zorder=3, label="∏d, estimated")
     ax.set_yscale("log")
     ax.set_ylim(bottom=bottom)
     ax.set_xticks(sorted(drawn["layer"].unique()))
-    ax.set_xlabel("layer ℓ (0: input of the first block)")
-    ax.set_ylabel("‖δℓ‖ / ‖e − π‖")
-    ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    ax.set_xlabel("layer ℓ (0: input of the first block; ▾: ∏c is 0)")
+    ax.set_ylabel("gain ‖δℓ‖ / ‖e − π‖ of token gradients")
+    ax.figure.legend(loc="outside upper center", ncols=2, frameon=False)
     return finish(ax, drawn)
 
 
@@ -137,7 +140,8 @@ def main(options: Options) -> None:
     report = table(options)
     print(report)
     options.out.mkdir(parents=True, exist_ok=True)
-    save_figure(draw(report), options.out / "layer_constants.png", report.constants)
+    save_figure(draw(report), options.out / "layer_constants.png")
+    report.constants.to_csv(options.out / "layer_constants_by_context.csv", index=False)
     write_text(options.out / "layer_constants.txt", f"{report}\n")
 
 

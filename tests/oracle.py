@@ -1,4 +1,4 @@
-"""The plainest measurement there is: one autograd call per token, on a float64 copy of the model, with no rule at all."""
+"""The plainest measurement there is: one autograd call per token, on a float64 copy of the model, with no rules."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def brute_force(
             logits = policy.model(input_ids=ids[None], use_cache=False).logits[0, targets - 1]
         logprobs = (logits / temperature).log_softmax(-1)[torch.arange(len(targets)), ids[targets]]
         errors = logit_gradient(logits, ids[targets], temperature=temperature)
-        starts = [(logprobs[k], None) if cancelling else (logits[k], errors[k] / temperature) for k in range(len(targets))]
+        starts = [
+            (logprobs[k], None) if cancelling else (logits[k], errors[k] / temperature) for k in range(len(targets))
+        ]
         squares = torch.stack([_square_norms(*start, [*hidden, *parameters.values()]) for start in starts])
     finally:
         for p, flag in flags:

@@ -43,8 +43,12 @@ class _Visits:
 
     calls: int = 0
     in_head: set[bool] = field(default_factory=set)
+    late: bool = False
+    """Called in the last block or after it."""
     inputs: list[tuple[Tensor, int]] = field(default_factory=list)
     output: Tensor | None = None
+    version: int = 0
+    """Of the output as it was returned."""
     simple: bool = True
     """Called with one tensor and nothing else."""
 
@@ -104,7 +108,11 @@ def _probe(model: nn.Module, blocks: nn.ModuleList, input_ids: Tensor) -> dict[s
     visits: dict[str, _Visits] = defaultdict(_Visits)
     names = [name for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
     last_block = next(name for name, m in model.named_modules() if m is blocks[-1])
-    past_blocks = False
+    past_blocks = within_last = False
+
+    def enter_last(_module: nn.Module, _args: tuple[Any, ...]) -> None:
+        nonlocal within_last
+        within_last = True
 
     def record(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         nonlocal past_blocks
@@ -114,11 +122,17 @@ def _probe(model: nn.Module, blocks: nn.ModuleList, input_ids: Tensor) -> dict[s
             seen.in_head.add(past_blocks)
             seen.simple &= len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and isinstance(output, Tensor)
             seen.inputs += [(a, a._version) for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+            seen.late |= within_last or past_blocks
             seen.output = first_tensor(output)
+            seen.version = seen.output._version if seen.output is not None else 0
         past_blocks |= name == last_block
 
-    with torch.no_grad(), forward_hooks(model, dict.fromkeys([*names, last_block]), record):
-        model(input_ids=input_ids[None], use_cache=False)
+    handle = blocks[-1].register_forward_pre_hook(enter_last)
+    try:
+        with torch.no_grad(), forward_hooks(model, dict.fromkeys([*names, last_block]), record):
+            model(input_ids=input_ids[None], use_cache=False)
+    finally:
+        handle.remove()
     return visits
 
 
@@ -127,15 +141,32 @@ def _find_rule(module: nn.Module, seen: _Visits) -> Rule | None:
         return None
     if any(tensor._version != version for tensor, version in seen.inputs):
         return None
+    # Changed in place after it was returned: where it stood in the graph may be gone.
+    if seen.output is not None and seen.output._version != seen.version:
+        return None
+    # Called on one vector and not on rows of them.
+    if any(tensor.ndim < 2 and tensor.is_floating_point() for tensor, _ in seen.inputs):
+        return None
+    # The head keeps one call of each module.
+    if seen.calls > 1 and seen.late:
+        return None
     if type(module) is nn.Linear:
-        return "linear" if seen.simple and seen.calls else None
+        return "linear" if seen.simple and seen.calls and _is_bare(module) else None
     if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
-        return "conv1d" if seen.simple and seen.calls else None
+        return "conv1d" if seen.simple and seen.calls and _is_bare(module) else None
     if isinstance(module, nn.Embedding):
         return "embedding" if not any(seen.in_head) and _embedding_scale(module, seen) is not None else None
-    if seen.simple and seen.calls and not any(True for _ in module.children()) and _is_diagonal(module, seen):
+    # A hook before it would change the recorded input once more when the slopes are taken.
+    alone = not module._forward_pre_hooks and not any(True for _ in module.children())
+    if seen.simple and seen.calls and alone and _is_diagonal(module, seen):
         return "diagonal"
     return None
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether weight and bias are all there is, and nobody else changes the output."""
+    names = {name for name, _ in module.named_parameters()}
+    return names <= {"weight", "bias"} and "weight" in names and not module._forward_hooks
 
 
 def parameter_slopes(module: nn.Module, inputs: Tensor) -> Iterator[Tensor]:

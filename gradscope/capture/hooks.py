@@ -49,6 +49,7 @@ def capture_activations(module: nn.Module, names: Iterable[str]) -> Iterator[dic
     Yields a dict, filled as the forwards run: name → output (detached, same shape). A module that is called again
     while the context is open is kept as "name#1", "name#2", …; one that returns a tuple is kept by its first tensor.
 
+    >>> import torch
     >>> layer = nn.Linear(2, 3)
     >>> with capture_activations(layer, [""]) as seen:
     ...     out = layer(torch.ones(4, 2))
@@ -74,6 +75,7 @@ def capture_gradients(module: nn.Module, names: Iterable[str]) -> Iterator[dict[
     Backward passes add up, as they do in `.grad`; repeated calls are kept as "name#1", "name#2", …, in the order of
     the forward. Gradients belong to the values as the module returned them, even if they are changed in place later.
 
+    >>> import torch
     >>> layer = nn.Linear(2, 3)
     >>> with capture_gradients(layer, [""]) as grads:
     ...     (layer(torch.ones(4, 2)) * 2).sum().backward()
@@ -84,10 +86,15 @@ def capture_gradients(module: nn.Module, names: Iterable[str]) -> Iterator[dict[
     calls: dict[str, None] = {}
     handles = []
 
-    def record(name: str, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+    def record(name: str, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
         tensor = first_tensor(output)
         if tensor is None or not tensor.requires_grad:
-            return
+            return None
+        replaced = None
+        if tensor._is_view() and isinstance(output, (Tensor, tuple)):
+            # A change in place rewrites a view's history, and takes the hook with it: hand out a copy.
+            whole, tensor = tensor, tensor.clone()
+            replaced = tensor if output is whole else tuple(tensor if part is whole else part for part in output)
         key = _fresh_key(name, calls)
         calls[key] = None
 
@@ -96,6 +103,7 @@ def capture_gradients(module: nn.Module, names: Iterable[str]) -> Iterator[dict[
 
         # A tensor hook: module backward hooks break before in-place activations.
         handles.append(tensor.register_hook(add))
+        return replaced
 
     try:
         with forward_hooks(module, list(names), record):

@@ -113,11 +113,15 @@ class Recorder:
             return self._leave_block(self._blocks[name], output)
         if self._done and self.part == "body":
             return None
-        if self.part == "body" and self.claims.rules[name] == "embedding" and not output.requires_grad:
-            output.requires_grad_(True)
+        replaced = None
+        if self.part == "body" and torch.is_grad_enabled() and not output.requires_grad:
+            # Nothing before it carries a gradient, but its own parameters do. A copy: it may be changed in place.
+            output = output.detach().requires_grad_(True)
+            replaced = output.clone()
         edge = get_gradient_edge(output) if output.requires_grad else None
-        self.calls.append(Call(name, module, args[0].detach(), edge, output.numel()))
-        return None
+        if edge is not None or self.part == "head":
+            self.calls.append(Call(name, module, args[0].detach(), edge, output.numel()))
+        return replaced
 
     def _leave_block(self, index: int, output: Any) -> Any:
         hidden = first_tensor(output)
@@ -176,4 +180,27 @@ def _cuts_head(model: nn.Module, blocks: nn.ModuleList, claims: Claims, input_id
             if rows[:position].any() or rows[position + 1 :].any():
                 return False
     names = [call.name for call, delta in zip(calls, deltas[2:], strict=True) if delta is not None]
-    return len(names) == len(set(names))
+    return len(names) == len(set(names)) and _cuts_all(model, blocks, claims, input_ids, joint, set(names))
+
+
+def _cuts_all(
+    model: nn.Module, blocks: nn.ModuleList, claims: Claims, input_ids: Tensor, joint: str | None, local: set[str]
+) -> bool:
+    """Whether all that flows back to the body passes the cut: the same from the logits as from the cut's two sides."""
+    with Recorder(model, blocks, claims, joint, "head") as head:
+        logits = model(input_ids=input_ids[None], use_cache=False).logits
+    seed = torch.zeros_like(logits)
+    seed[0, -1] = torch.linspace(-1, 1, logits.shape[-1]).to(logits)
+    seeds = torch.autograd.grad([logits], head.joints, [seed])
+    with Recorder(model, blocks, claims, joint, "body") as body:
+        logits = model(input_ids=input_ids[None], use_cache=False).logits
+    edges = [*body.block_edges, *(call.edge for call in body.calls if call.name not in local)]
+    whole = torch.autograd.grad([logits], edges, [seed], retain_graph=True, allow_unused=True)
+    parts = torch.autograd.grad(body.joints, edges, seeds, allow_unused=True)
+    tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 0.1
+    for a, b in zip(whole, parts, strict=True):
+        if (a is None) != (b is None):
+            return False
+        if a is not None and (a - b).norm() > tolerance * a.norm():
+            return False
+    return True

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_STRIP = 48
+_STRIP = 64
 """Columns of a triangular factor that are multiplied at once: narrow enough to skip zeros, wide enough to be fast."""
 
 
@@ -34,7 +34,7 @@ def linear_square_norms(delta: Float[Tensor, "K n out"], factor: Float[Tensor, "
     A triangular factor is taken in strips of columns, each without the rows above it, which are zero.
     """
     delta, columns = delta.to(factor.dtype), factor.shape[1]
-    triangular = columns <= factor.shape[0] and columns > _STRIP and not factor[0, 1:].any()
+    triangular = columns <= factor.shape[0] and columns > _STRIP and not factor.triu(1).any()
     starts = range(0, columns, _STRIP) if triangular else [0]
     width = _STRIP if triangular else columns
     strips = ((factor[s if triangular else 0 :, s : s + width], delta[:, s if triangular else 0 :]) for s in starts)

@@ -54,6 +54,8 @@ class _HeadPass:
     """What the pass over the head leaves for the body; rows are targets."""
 
     statistics: TokenStatistics
+    size: Tensor
+    """Largest entry of e − π, [m]: every other gradient here is divided by it, lest a sure token's square underflow."""
     logit_grad_norm: Tensor
     last_norm: Tensor
     """‖δ_L‖, [m]."""
@@ -72,7 +74,7 @@ class TokenGradientMeter:
     """
 
     def __init__(
-        self, policy: Policy, probe_ids: Int[Tensor, " n"], *, rows: int = 1024, memory: int = 1 << 30
+        self, policy: Policy, probe_ids: Int[Tensor, " n"], *, rows: int = 1536, memory: int = 1 << 30
     ) -> None:
         self.model, self.blocks, self.vocab_size = policy.model, policy.blocks, policy.vocab_size
         self.rows, self.memory = rows, memory
@@ -97,7 +99,10 @@ class TokenGradientMeter:
         head = self._measure_head(ids, targets, temperature, factors)
         act = head.last_norm.new_full((len(targets), len(self.blocks) + 1), float("nan"))
         act[measured, -1] = head.last_norm[measured]
-        square: dict[str, Tensor] = defaultdict(lambda: torch.full_like(head.last_norm, float("nan")))
+        # A module that a prefix does not call has no gradient there; a token that is not measured has no number.
+        nothing = torch.full_like(head.last_norm, float("nan"))
+        nothing[measured] = 0.0
+        square: dict[str, Tensor] = defaultdict(nothing.clone)
         for picks in self._chunks(targets, measured):
             for name, values in self._measure_body(ids, targets, picks, head, factors, act).items():
                 square[name][picks] = values
@@ -105,13 +110,16 @@ class TokenGradientMeter:
                 square[name][picks] = values.to(act.dtype)
         tied = self.claims.tied or (None, None)
         for name, (call, delta, inputs) in head.local.items():
-            if name == tied[1]:
-                square[tied[0]][measured] += self._local_square_norms(call, delta, inputs)[measured]
+            if name == tied[1]:  # The table counts under the embedding's name, the head's bias under its own.
+                square[tied[0]][measured] += outer_square_norms(delta, inputs, bias=False)[measured]
+                if call.module.bias is not None:
+                    square[name][measured] = delta.square().sum(1)[measured]
             elif name not in square:
                 square[name][measured] = self._local_square_norms(call, delta, inputs)[measured]
         norms = {name: values.clamp(min=0).sqrt() for name, values in square.items()}
-        total = torch.stack(list(square.values())).sum(0).sqrt()
-        return TokenGradients(head.statistics, head.logit_grad_norm, act, total, norms)
+        norms = {name: head.size * norm for name, norm in norms.items()}
+        total = head.size * torch.stack(list(square.values())).sum(0).sqrt()
+        return TokenGradients(head.statistics, head.logit_grad_norm, head.size[:, None] * act, total, norms)
 
     @torch.no_grad()
     def statistics(self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float) -> TokenStatistics:
@@ -133,6 +141,7 @@ class TokenGradientMeter:
             return parts[0]
         return _HeadPass(
             _join_statistics([p.statistics for p in parts]),
+            torch.cat([p.size for p in parts]),
             torch.cat([p.logit_grad_norm for p in parts]),
             torch.cat([p.last_norm for p in parts]),
             [torch.cat(rows) for rows in zip(*(p.joint_deltas for p in parts), strict=True)],
@@ -150,25 +159,31 @@ class TokenGradientMeter:
             logits = self._logits(ids, positions)
         factors.remember(recorder.calls)
         statistics = token_statistics(logits, token_ids, temperature=temperature)
-        seeds = logit_gradient(logits, token_ids, temperature=temperature)
+        seeds, size = _unit_errors(logits, token_ids, temperature)
         calls = [call for call in recorder.calls if call.edge is not None]
         edges = [*recorder.joints, recorder.block_edges[0], *(call.edge for call in calls)]
         deltas = torch.autograd.grad([logits], edges, [(seeds / temperature).to(logits.dtype)], allow_unused=True)
         rows = [None if d is None else _rows_at(d, positions).to(seeds.dtype) for d in deltas]
         joints = len(recorder.joints)
         local = {
-            call.name: (call, row, _rows_at(call.inputs, positions).to(seeds.dtype))
+            call.name: (call, row, self._local_inputs(call, positions).to(seeds.dtype))
             for call, row in zip(calls, rows[joints + 1 :], strict=True)
             if row is not None
         }
-        return _HeadPass(statistics, seeds.norm(dim=1), rows[joints].norm(dim=1), rows[:joints], local)
+        return _HeadPass(statistics, size, size * seeds.norm(dim=1), rows[joints].norm(dim=1), rows[:joints], local)
+
+    def _local_inputs(self, call: Call, positions: Tensor) -> Tensor:
+        """Of a module of the head: its inputs [m, width]; for a diagonal one its slopes [m, parameters, width]."""
+        if self.claims.rules[call.name] != "diagonal":
+            return _rows_at(call.inputs, positions)
+        return torch.stack([_rows_at(s, positions) for s in parameter_slopes(call.module, call.inputs)], 1)
 
     def _local_square_norms(self, call: Call, delta: Tensor, inputs: Tensor) -> Tensor:
         """Squared gradient norm [m] of a module of the head, which sees one position of each token."""
         if self.claims.rules[call.name] == "diagonal":
             width = call.inputs.shape[-1]
-            slopes = parameter_slopes(call.module, inputs.reshape(len(inputs), -1, width).to(call.inputs.dtype))
-            return sum(diagonal_square_norms(delta.reshape(s.shape), s.to(delta.dtype), each=True) for s in slopes)
+            slopes = (slope.reshape(len(delta), -1, width) for slope in inputs.unbind(1))
+            return sum(diagonal_square_norms(delta.reshape(s.shape), s, each=True) for s in slopes)
         return outer_square_norms(delta, inputs, bias=call.module.bias is not None)
 
     # The body: a chunk of tokens over their common prefix.
@@ -203,8 +218,8 @@ class TokenGradientMeter:
         """Squared gradient norm [K] of one module, from all of its calls."""
         rule = self.claims.rules[name]
         if rule in ("linear", "conv1d"):
-            flat = [delta.flatten(1, -2) for _, delta in flow]
-            return linear_square_norms(flat[0] if len(flat) == 1 else torch.cat(flat, 1), factors.factor(flow))
+            deltas = _join([delta.flatten(1, -2) for _, delta in flow], 1)
+            return linear_square_norms(deltas, factors.factor(flow))
         if rule == "diagonal":
             slopes = zip(*(factors.slopes(call) for call, _ in flow), strict=True)
             return sum(_diagonal_over_calls(flow, parameter) for parameter in slopes)
@@ -236,9 +251,9 @@ class TokenGradientMeter:
         try:
             with torch.enable_grad():
                 logits = self._logits(ids[: targets[picks[-1]]], targets[picks] - 1)
-            seeds = logit_gradient(logits, ids[targets[picks]], temperature=temperature) / temperature
+            seeds = _unit_errors(logits, ids[targets[picks]], temperature)[0] / temperature
             square: dict[str, Tensor] = defaultdict(lambda: seeds.new_zeros(len(picks)))
-            for k in range(len(picks)):
+            for k in range(len(picks) if logits.requires_grad else 0):  # This prefix may not use them at all.
                 gradients = torch.autograd.grad(
                     logits[k], parameters, seeds[k].to(logits.dtype), retain_graph=k + 1 < len(picks), allow_unused=True
                 )
@@ -271,6 +286,13 @@ class TokenGradientMeter:
     def _probe_body(self, ids: Tensor) -> tuple[bool, int]:
         """(whether gradients can be batched on this model, bytes that flow back for a token and a position)."""
         recorder = self._record_body(ids)
+        joints = 1 if self.joint is None else 2
+        once = len(recorder.block_edges) == len(self.blocks) and len(recorder.joints) == joints
+        if not once or len({id(block) for block in self.blocks}) != len(self.blocks):
+            raise InputError(
+                f"{type(self.model).__name__} calls a block of its ModuleList more than once or not at all: a layer's "
+                "gradient is not defined there; name the list whose blocks run once each with --blocks"
+            )
         edges = [*recorder.block_edges, *(call.edge for call in recorder.calls)]
         seeds = [torch.stack([torch.ones_like(tensor)] * 2) for tensor in recorder.joints]
         numbers = sum(call.width for call in recorder.calls) + recorder.joints[0].numel() * len(recorder.block_edges)
@@ -324,8 +346,9 @@ class _Factors:
         key = (whole.input_key, bias)
         if key not in self._made:
             self._made[key] = prefix_factor(whole.inputs.flatten(0, -2), bias=bias)
-        rows = call.inputs.shape[:-1].numel()
-        return self._made[key][:rows, :rows]
+        rows, made = call.inputs.shape[:-1].numel(), self._made[key]
+        # Only a triangular factor has zeros to the right of its first rows; see prefix_factor.
+        return made[:rows] if made.shape[0] >= 2 * made.shape[1] else made[:rows, :rows]
 
     def slopes(self, call: Call) -> list[Tensor]:
         """∂output/∂parameter of a diagonal module, over the call's rows, for each parameter."""
@@ -339,7 +362,14 @@ class _Factors:
     def _whole_call(self, call: Call) -> Call | None:
         """The whole sequence's call of the same module, if this call's rows are its first rows."""
         whole = self._whole.get(call.name, [])
-        same = len(whole) == 1 and whole[0].by_position(self.length) and call.inputs.ndim == whole[0].inputs.ndim
+        if len(whole) != 1 or not whole[0].by_position(self.length) or call.inputs.ndim != whole[0].inputs.ndim:
+            return None
+        first = whole[0].inputs[:, : call.inputs.shape[1]]
+        if first.shape != call.inputs.shape:  # A second axis that is not positions, as long by chance.
+            return None
+        # Rows in another order than the positions' (sorted by expert, say) would be others than the prefix's.
+        tolerance = 1e-4 if first.dtype in (torch.float32, torch.float64) else 0.05
+        same = (first - call.inputs).norm() <= tolerance * first.norm()
         return whole[0] if same else None
 
 
@@ -349,8 +379,13 @@ def _join_statistics(parts: list[TokenStatistics]) -> TokenStatistics:
 
 def _diagonal_over_calls(flow: list[tuple[Call, Tensor]], slopes: tuple[Tensor, ...]) -> Tensor:
     """Squared norm of one parameter's gradient, which adds up over the module's calls."""
-    deltas = torch.cat([delta.flatten(1, -2) for _, delta in flow], 1)
-    return diagonal_square_norms(deltas, torch.cat([s.flatten(0, -2) for s in slopes]).to(deltas.dtype))
+    deltas = _join([delta.flatten(1, -2) for _, delta in flow], 1)
+    return diagonal_square_norms(deltas, _join([s.flatten(0, -2) for s in slopes], 0).to(deltas.dtype))
+
+
+def _join(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate, without a copy where there is one part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _vjp(
@@ -364,6 +399,13 @@ def _vjp(
         for seed in zip(*seeds, strict=True)
     ]
     return [None if rows[0] is None else torch.stack(rows) for rows in zip(*each, strict=True)]
+
+
+def _unit_errors(logits: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(e − π divided by its largest entry [m, vocab], that entry [m])."""
+    errors = logit_gradient(logits, token_ids, temperature=temperature)
+    size = errors.abs().amax(1)
+    return errors / size.clamp(min=torch.finfo(size.dtype).tiny)[:, None], size
 
 
 def _rows_at(values: Tensor, positions: Tensor) -> Tensor:
