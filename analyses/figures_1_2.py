@@ -3,8 +3,8 @@
     python -m analyses.figures_1_2 [--out figures]
 
 The same pictures as `gradscope demo`, from more prompts: each batch is 64 Knights & Knaves questions (2–5 people), 8
-responses each at temperature 0.7, as in the paper; norms of summed gradients are means ± standard deviations over batches,
-and the token table is a stratified sample of each batch. About eight minutes on one core.
+responses each at temperature 0.7, as in the paper; norms of summed gradients are means ± standard deviations over
+batches, and the token table is a stratified sample of each batch. About eight minutes on one core.
 
 Differs from the paper: the policy (0.8 M parameters instead of 3 B), its puzzles (2–5 people, compact wording), and the
 reference: the policy itself, so that the KL term is 0, as at the first step of a run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from collections.abc import Sequence
@@ -10,16 +11,25 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import pandas as pd
 import tyro
 from tqdm import tqdm
 
 from gradscope import __version__
+from gradscope.batch import TokenBatch
 from gradscope.errors import InputError, SelfCheckError
-from gradscope.run_folder import RunFolder, file_hash
-from gradscope.token_table import MeasureSettings, TableMeasurement, check_batch, join_responses
+from gradscope.models import Policy
+from gradscope.run_folder import RunFolder, check_is_folder, file_hash, write_parquet
+from gradscope.token_table import MeasureSettings, TableMeasurement, join_responses
 
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
+DtypeFlag = Annotated[
+    Dtype | None, tyro.conf.arg(help_behavior_hint="(default: float32 on a CPU, the checkpoint's own on a GPU)")
+]
+DeviceFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: a GPU where there is one)")]
 LIBRARIES = ("torch", "transformers", "numpy", "pandas", "matplotlib", "seaborn", "scipy")
+SUMMARY = "figures/summary.txt"
+"""Where in its folder a run keeps the summary that it prints."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ class Sample:
     out: Path
     """File to write: .jsonl or .parquet."""
     task: str | None = None
-    """A registered task (knights-knaves, knights-knaves-compact) or path/to/file.py:NAME; it gives prompts and reward."""
+    """A registered task (knights-knaves, knights-knaves-compact) or path/to/file.py:NAME: prompts and a reward."""
     prompts: Path | None = None
     """Instead of a task: a text file with a prompt per line, or JSONL with a field "prompt" (a string or a chat)."""
     questions: int = 16
@@ -39,18 +49,21 @@ class Sample:
     n: int = 8
     """Responses per question."""
     temperature: float = 1.0
+    """Sampling temperature; every token is drawn from the whole vocabulary."""
     max_new_tokens: int = 512
+    """Longest response; the policy's context ends one too."""
     batch_size: int = 64
     """Responses decoded together; changes speed and memory only."""
     seed: int = 0
-    dtype: Dtype | None = None
-    """Default: float32 on a CPU, the checkpoint's own on a GPU."""
-    device: str | None = None
+    """Draws the questions and the responses."""
+    dtype: DtypeFlag = None
+    """Precision of the weights and of all that is computed."""
+    device: DeviceFlag = None
+    """A device of torch: cpu, cuda, cuda:1, mps, …"""
     overwrite: bool = False
     """Replace the file if it exists."""
 
     def run(self) -> None:
-        from gradscope.models import load_policy
         from gradscope.readers import write_rollouts
         from gradscope.sampling.hf import HFSampler, rollout_rows
         from gradscope.tasks import get_task
@@ -59,11 +72,14 @@ class Sample:
             raise InputError("give either --task NAME or --prompts FILE: one of the two says what to answer")
         if self.out.suffix not in (".jsonl", ".parquet"):
             raise InputError(f"--out is {self.out}; rollouts are written as .jsonl or .parquet")
-        if self.out.exists() and not self.overwrite:
-            raise InputError(f"{self.out} exists; give another --out, or --overwrite")
+        if self.out.is_dir() or (self.out.exists() and not self.overwrite):
+            raise InputError(f"{self.out} exists; give another --out, or --overwrite if it is a file")
+        check_is_folder(self.out.parent)
+        if self.questions < 1 or self.seed < 0:
+            raise InputError(f"--questions is {self.questions} and --seed {self.seed}; give 1 or more, and 0 or more")
         task = None if self.task is None else get_task(self.task)
         questions = read_prompts(self.prompts) if task is None else task.questions(self.questions, seed=self.seed)
-        policy = load_policy(self.model, dtype=self.dtype, device=self.device)
+        policy = load_quietly(self.model, dtype=self.dtype, device=self.device)
         settings = {name: getattr(self, name) for name in ("n", "temperature", "max_new_tokens", "seed")}
         rows = rollout_rows(policy, questions, task=task, sampler=HFSampler(policy, self.batch_size), **settings)
         self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -87,9 +103,10 @@ class Measure:
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(default_factory=MeasureSettings)
     blocks: str | None = None
     """Name of the ModuleList of blocks, where it is not found by itself."""
-    dtype: Dtype | None = None
-    """Default: float32 on a CPU, the checkpoint's own on a GPU."""
-    device: str | None = None
+    dtype: DtypeFlag = None
+    """Precision of the weights and of all that is computed."""
+    device: DeviceFlag = None
+    """A device of torch: cpu, cuda, cuda:1, mps, …"""
     chunk_rows: int = 1024
     """Positions × tokens of one batched backward; changes speed and memory only."""
     chunk_memory: int = 1 << 30
@@ -100,67 +117,75 @@ class Measure:
     """Replace a run with other arguments in the same folder."""
 
     def run(self) -> None:
-        from gradscope.models import load_policy, weights_hash
         from gradscope.readers import read_rollouts
 
-        policy = load_policy(self.model, dtype=self.dtype, device=self.device, blocks=self.blocks)
+        policy = load_quietly(self.model, dtype=self.dtype, device=self.device, blocks=self.blocks)
         batch = read_rollouts(self.rollouts, policy)
-        check_batch(policy, batch)
-        key = {
+        measurement = TableMeasurement(
+            policy, batch, self.settings, chunk_rows=self.chunk_rows, chunk_memory=self.chunk_memory
+        )
+        folder = RunFolder(self.out, self._key(policy))
+        if folder.look(overwrite=self.overwrite) == "finished":
+            print(f"already measured with these arguments: {self.out / 'tokens.parquet'}")
+            if self.figures and not (self.out / SUMMARY).is_file():
+                folder.stage()
+                self._draw(policy, measurement.batch, pd.read_parquet(self.out / "tokens.parquet"), folder)
+                folder.close(folder.manifest)
+        else:
+            self._measure(policy, measurement, folder)
+        if self.figures:
+            print(f"figures: {self.out / 'figures'}\n\n{(self.out / SUMMARY).read_text(encoding='utf-8').rstrip()}")
+
+    def _key(self, policy: Policy) -> dict[str, Any]:
+        from gradscope.models import configuration_hash, weights_hash
+
+        return {
             "gradscope": __version__,
             "model": weights_hash(policy.path),
+            "configuration": configuration_hash(policy.path),
             "rollouts": file_hash(self.rollouts),
             "settings": asdict(self.settings),
             "blocks": policy.blocks_name,
             "dtype": str(policy.dtype).removeprefix("torch."),
             "device": policy.device.type,
         }
-        folder = RunFolder(self.out, key)
-        if folder.finished and not self.overwrite:
-            print(f"already measured with these arguments: {self.out / 'tokens.parquet'}")
-        else:
-            self._measure(policy, batch, folder)
-        summary = self.out / "figures" / "summary.txt"
-        if self.figures and summary.is_file():
-            print(summary.read_text().rstrip())
 
-    def _measure(self, policy: Any, batch: Any, folder: RunFolder) -> None:
-        measurement = TableMeasurement(
-            policy, batch, self.settings, chunk_rows=self.chunk_rows, chunk_memory=self.chunk_memory
-        )
-        resumed = folder.open(overwrite=self.overwrite)
-        with measurement, tqdm(total=batch.num_tokens, desc="measuring", unit="token") as bar:
-            if resumed:
-                bar.write(f"taking up the unfinished run in {folder.partial}", file=sys.stderr)
-            counts = batch.response_mask.sum(1).tolist()
-            for row, count in enumerate(counts):
-                if not folder.part(row).is_file():
-                    folder.write_part(row, measurement.measure_response(row))
-                bar.update(count)
-        table = join_responses(folder.read_parts(len(batch)))
+    def _measure(self, policy: Policy, measurement: TableMeasurement, folder: RunFolder) -> None:
+        with measurement:  # checks itself, before anything is written
+            if folder.open(overwrite=self.overwrite):
+                print(f"taking up the unfinished run in {folder.folder}")
+            counts = measurement.batch.response_mask.sum(1).tolist()
+            with tqdm(total=sum(counts), desc="measuring", unit="token", disable=None) as bar:
+                for row, count in enumerate(counts):
+                    if not folder.part(row).is_file():
+                        folder.write_part(row, measurement.measure_response(row))
+                    bar.update(count)
+        table = join_responses(folder.read_parts(len(counts)))
+        write_parquet(folder.staged / "tokens.parquet", table)
         if self.figures:
-            self._draw(policy, measurement.batch, table)
-        folder.close(table, self._manifest(policy, measurement, table))
-        print(f"{len(table):,} tokens of {len(batch)} responses: {folder.folder / 'tokens.parquet'}")
+            self._draw(policy, measurement.batch, table, folder)
+        folder.close(self._manifest(policy, measurement, folder.key, table))
+        print(f"{len(table):,} tokens of {len(counts)} responses: {folder.folder / 'tokens.parquet'}")
 
-    def _draw(self, policy: Any, batch: Any, table: Any) -> None:
+    def _draw(self, policy: Policy, batch: TokenBatch, table: pd.DataFrame, folder: RunFolder) -> None:
         from gradscope.summary import summarize_measurement, write_figures
 
-        summary = summarize_measurement(policy, batch, table, self.settings, progress=True)
-        write_figures(self.out / "figures", policy, table, summary, progress=True)
+        progress = sys.stderr.isatty()
+        summary = summarize_measurement(policy, batch, table, self.settings, progress=progress)
+        write_figures(folder.staged / "figures", policy, table, summary, progress=progress)
 
-    def _manifest(self, policy: Any, measurement: TableMeasurement, table: Any) -> dict[str, Any]:
-        from gradscope.models import weights_hash
-
+    def _manifest(
+        self, policy: Policy, measurement: TableMeasurement, key: dict[str, Any], table: pd.DataFrame
+    ) -> dict[str, Any]:
         meter, check = measurement.meter, measurement.check
         return {
             "gradscope": __version__,
             "versions": {name: version(name) for name in LIBRARIES} | {"python": platform.python_version()},
-            "model": {"path": self.model, "class": type(policy.model).__name__, "sha256": weights_hash(policy.path)},
-            "rollouts": {"path": str(self.rollouts), "sha256": file_hash(self.rollouts)},
+            "model": {"path": self.model, "class": type(policy.model).__name__, "sha256": key["model"]},
+            "rollouts": {"path": str(self.rollouts), "sha256": key["rollouts"]},
             "settings": asdict(self.settings),
             "seed": self.settings.seed,
-            "dtype": str(policy.dtype).removeprefix("torch."),
+            "dtype": key["dtype"],
             "device": str(policy.device),
             "self_check": "off" if check is None else asdict(check),
             "engine": {
@@ -182,6 +207,7 @@ class Demo:
     out: Path = Path("demo-out")
     """Folder for rollouts.jsonl, tokens.parquet, manifest.json and figures/."""
     seed: int = 0
+    """Draws the questions, the responses and the tokens that are measured."""
     overwrite: bool = False
     """Start anew if the folder holds something else."""
 
@@ -203,32 +229,74 @@ class Demo:
 
 def read_prompts(path: Path) -> list[Any]:
     """Questions without an answer, from a text file (a prompt per line) or JSONL with a field "prompt"."""
-    import json
-
     from gradscope.tasks import Question
 
     if not path.is_file():
-        raise InputError(f"{path} does not exist; give a file with a prompt per line, or JSONL with a field 'prompt'")
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
+        raise InputError(f"{path} is not there; give a file with a prompt per line, or JSONL with a field 'prompt'")
+    try:
+        lines = [(number, line) for number, line in enumerate(path.read_text("utf-8").splitlines(), 1) if line.strip()]
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 ({error}); give a text file") from error
     if not lines:
         raise InputError(f"{path} is empty; give a prompt per line")
     if path.suffix != ".jsonl":
-        return [Question(line, None) for line in lines]
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            prompts.append(Question(json.loads(line)["prompt"], None))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise InputError(f"{path}, line {number}: not a JSON object with a field 'prompt'") from error
-    return prompts
+        return [Question(line, None) for _, line in lines]
+    return [Question(_parse_prompt(f"{path}, line {number}", line), None) for number, line in lines]
+
+
+def _parse_prompt(place: str, line: str) -> str | list[dict[str, str]]:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f'{place}: not a JSON object with a field "prompt"; write {{"prompt": "…"}}') from error
+    chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    if not (isinstance(prompt, str) or (chat and prompt)):
+        raise InputError(f"{place}: the prompt is neither a string nor a chat ([{{role, content}}, …])")
+    return prompt
+
+
+def load_quietly(path: str, **settings: Any) -> Policy:
+    """`load_policy` without the progress bars and remarks of transformers: what is wrong is said in one line."""
+    from transformers.utils import logging
+
+    from gradscope.models import load_policy
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    return load_policy(path, **settings)
+
+
+REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+@REGISTRY.primitive_rule
+def _name_value(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """One word for the value of a flag in the help, also where it may be "none"."""
+    words = {str: ("NAME", str), int: ("N", int), float: ("X", float), int | float: ("X", float), Path: ("PATH", Path)}
+    kind = next((kind for kind in words if info.type in (kind, kind | None)), None)
+    if kind is None:
+        return None
+    word, make = words[kind]
+    optional = info.type != kind
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=word,
+        instance_from_str=lambda given: None if optional and given[0].lower() == "none" else make(given[0]),
+        is_instance=lambda value: isinstance(value, info.type),
+        str_from_instance=lambda value: [str(value).lower() if value is None else str(value)],
+    )
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run one command; 2: the input or a flag is at fault, 1: a failed self-check or the system's word, 0: done."""
     command = tyro.cli(
-        Demo | Sample | Measure, args=args, prog="gradscope", config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+        Demo | Sample | Measure,
+        args=args,
+        prog="gradscope",
         description="Which tokens does an RL update of a language model serve?",
-    )  # fmt: skip
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+        registry=REGISTRY,
+    )
     try:
         command.run()
     except InputError as error:

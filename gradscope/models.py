@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
 
 EMBEDDED = Path(__file__).parent / "embedded"
 """The small Knights & Knaves policy that comes with gradscope; `load_policy("embedded")` finds it too."""
+
+BROKEN_FILE = (OSError, EOFError, struct.error, pickle.UnpicklingError, RuntimeError)
+BROKEN_FILE += (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+"""What the parsers of checkpoint files raise where the content makes no sense."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -66,11 +72,17 @@ class Policy:
         if isinstance(prompt, str):
             return list(tokenizer(prompt).input_ids)
         if getattr(tokenizer, "chat_template", None) is None:
-            raise InputError("the prompt is a chat but the tokenizer has no chat template; give the prompt as one string")
+            raise InputError(
+                "the prompt is a chat but the tokenizer has no chat template; give the prompt as one string"
+            )
         prefilled = prompt[-1]["role"] == "assistant"
         return list(
             tokenizer.apply_chat_template(
-                prompt, tokenize=True, return_dict=False, add_generation_prompt=not prefilled, continue_final_message=prefilled
+                prompt,
+                tokenize=True,
+                return_dict=False,
+                add_generation_prompt=not prefilled,
+                continue_final_message=prefilled,
             )
         )
 
@@ -96,7 +108,8 @@ class Policy:
         size = sum(p.numel() for p in self.model.parameters())
         return (
             f"Policy({type(self.model).__name__}, {size:,} parameters, {len(self.blocks)} blocks at "
-            f"{self.blocks_name!r}, vocabulary {self.vocab_size}, {str(self.dtype).removeprefix('torch.')} on {self.device})"
+            f"{self.blocks_name!r}, vocabulary {self.vocab_size}, "
+            f"{str(self.dtype).removeprefix('torch.')} on {self.device})"
         )
 
 
@@ -113,18 +126,23 @@ def load_policy(
     Raises InputError for a folder without configuration or weights, weights that do not fill the model, an
     architecture that is not a causal language model, and a tokenizer that does not round-trip text.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = EMBEDDED if str(path) == "embedded" else Path(path)
     if not (folder / "config.json").is_file():
-        raise InputError(f"{folder} holds no config.json; give a checkpoint folder saved with save_pretrained, or 'embedded'")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        raise InputError(
+            f"{folder} holds no config.json; give a checkpoint folder saved with save_pretrained, or 'embedded'"
+        )
+    device = _find_device(device)
     dtype = _parse_dtype(dtype, device)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise InputError(f"{folder}/config.json is not one that transformers reads: {_first_line(error)}") from error
+    except (*BROKEN_FILE, StrictDataclassError) as error:
+        raise InputError(
+            f"{folder}/config.json is not one that transformers reads ({_first_line(error)}); save it anew"
+        ) from error
     if getattr(config, "is_encoder_decoder", False) or type(config) not in AutoModelForCausalLM._model_mapping:
         raise InputError(
             f"{folder} is a {config.model_type} model, not a decoder-only causal LM; give a checkpoint that "
@@ -137,25 +155,31 @@ def load_policy(
             dtype=dtype,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # They are named below.
             # grouped_mm knows neither float64 nor forward mode.
             experts_implementation="eager",
             # sdpa leaves Gemma-2's soft cap on attention scores out.
             attn_implementation="eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (*BROKEN_FILE, SafetensorError) as error:
         raise InputError(
-            f"no usable weights in {folder}: {_first_line(error)} Save the model there with save_pretrained"
+            f"no usable weights in {folder} ({_first_line(error)}); save the model there with save_pretrained"
         ) from error
-    if missing := sorted(info["missing_keys"]) + sorted(str(k) for k in info.get("mismatched_keys", ())):
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, given, wanted = mismatched[0]
         raise InputError(
-            f"{folder} lacks weights that the model needs ({', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}); "
-            "they would be random numbers. Save the whole model there"
+            f"{folder}: the weight {name} is {tuple(given)}, config.json makes it {tuple(wanted)}; save both together"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise InputError(
+            f"{folder} lacks weights that the model needs ({', '.join(missing[:3])}"
+            f"{', …' if len(missing) > 3 else ''}); they would be random numbers. Save the whole model there"
         )
     model.eval().to(device)
     if not is_causal(model):
         raise InputError(
-            f"{folder} is a {config.model_type} model, not a decoder-only causal LM (a token sees those after it); give a "
-            "checkpoint that AutoModelForCausalLM loads"
+            f"{folder} is a {config.model_type} model, not a decoder-only causal LM (a token sees those after it); "
+            "give a checkpoint that AutoModelForCausalLM loads"
         )
     return Policy(model, load_tokenizer(folder), find_blocks(model, blocks), str(folder))
 
@@ -179,8 +203,8 @@ def find_blocks(model: nn.Module, name: str | None = None) -> str:
     found = [n for n in outermost if len(lists[n]) == depth] or outermost
     if len(found) != 1:
         raise InputError(
-            f"{type(model).__name__} has {len(found)} candidates for its blocks ({', '.join(found) or 'no ModuleList'}); "
-            "name the right one with --blocks"
+            f"{type(model).__name__} has {len(found)} candidates for its blocks "
+            f"({', '.join(found) or 'no ModuleList'}); name the right one with --blocks"
         )
     return found[0]
 
@@ -194,7 +218,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase | None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(folder)
-    if not any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
+    if not any(
+        (folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    ):
         return None
     loaders = [AutoTokenizer] + ([PreTrainedTokenizerFast] if (folder / "tokenizer.json").is_file() else [])
     for loader in loaders:
@@ -224,13 +250,36 @@ def round_trips(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def weights_hash(path: str | Path) -> str:
     """SHA-256 of the weight files of a checkpoint folder, in the order of their names."""
+    files = sorted(Path(path).glob("*.safetensors")) or sorted(Path(path).glob("pytorch_model*.bin"))
+    return _hash_files(files)
+
+
+def configuration_hash(path: str | Path) -> str:
+    """SHA-256 of what else decides a policy's numbers: its configuration and its tokenizer's files."""
+    kinds = ("config.json", "tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+    return _hash_files(sorted(p for p in Path(path).iterdir() if p.is_file() and p.name.startswith(kinds)))
+
+
+def _hash_files(files: list[Path]) -> str:
     digest = hashlib.sha256()
-    files = sorted(p for p in Path(path).iterdir() if p.suffix in {".safetensors", ".bin", ".pt"})
     for file in files:
         with file.open("rb") as handle:
             while chunk := handle.read(1 << 20):
                 digest.update(chunk)
     return digest.hexdigest()
+
+
+def _find_device(device: str | None) -> str:
+    """The device, tried; a GPU where there is one, if none is named."""
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(
+            f"device {device!r} cannot be used: {_first_line(error)}; give cpu, or leave it out"
+        ) from error
+    return device
 
 
 def _parse_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | str:
@@ -244,4 +293,4 @@ def _parse_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | 
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".!:")

@@ -15,7 +15,7 @@ from gradscope.errors import InputError
 
 MANIFEST, KEY = "manifest.json", "key.json"
 RESULTS = ("tokens.parquet",)
-"""What a run always writes: no other is put in its place unasked, even where its manifest is gone."""
+"""What a run always writes."""
 
 
 class RunFolder:
@@ -41,26 +41,27 @@ class RunFolder:
         Raises InputError if the folder holds a run with another key, or results of an unknown one; with `overwrite`
         only if it is no folder, or has a manifest that is not a run's.
         """
-        if blocked := next((p for p in (self.folder, *self.folder.parents) if p.exists() and not p.is_dir()), None):
-            raise InputError(f"{blocked} is a file; give a folder for the results")
+        check_is_folder(self.folder)
         manifest, unfinished = self.manifest, _read_json(self.partial / KEY)
         if manifest is not None and "key" not in manifest:
-            raise InputError(f"{self.folder / MANIFEST} is not of a run of gradscope; give another folder")
+            raise InputError(f"{self.folder / MANIFEST} is not of a run of gradscope; give another --out")
         if overwrite:
             return "nothing"
         if manifest is not None:
             if manifest["key"] == self.key:
                 return "finished"
-            raise InputError(f"{self.folder} holds a run {self._difference(manifest)}; give another folder, or overwrite it")
+            raise InputError(
+                f"{self.folder} holds a run {self._difference(manifest)}; give another --out, or --overwrite"
+            )
         if unfinished is not None:
             if unfinished.get("key") == self.key:
                 return "unfinished"
             raise InputError(
-                f"{self.folder} holds an unfinished run {self._difference(unfinished)}; give its arguments to finish it, "
-                "another folder, or overwrite it"
+                f"{self.folder} holds an unfinished run {self._difference(unfinished)}; give its arguments to finish "
+                "it, another --out, or --overwrite"
             )
-        if found := next((name for name in RESULTS if (self.folder / name).exists()), None):
-            raise InputError(f"{self.folder} holds {found} without a manifest; give another folder, or overwrite it")
+        if found := next((name for name in (*RESULTS, "figures") if (self.folder / name).exists()), None):
+            raise InputError(f"{self.folder} holds {found} without a manifest; give another --out, or --overwrite")
         return "nothing"
 
     def open(self, *, overwrite: bool = False) -> bool:
@@ -74,10 +75,14 @@ class RunFolder:
             shutil.rmtree(self.partial, ignore_errors=True)
             for name in (MANIFEST, *earlier.get("files", RESULTS)):
                 (self.folder / name).unlink(missing_ok=True)
-        shutil.rmtree(self.staged, ignore_errors=True)
-        self.staged.mkdir(parents=True)
+        self.stage()
         write_json(self.partial / KEY, {"key": self.key})
         return resumed
+
+    def stage(self) -> None:
+        """Make `staged` anew and empty: by itself, to add something to a finished run."""
+        shutil.rmtree(self.staged, ignore_errors=True)
+        self.staged.mkdir(parents=True)
 
     def part(self, index: int) -> Path:
         """Where part `index` of the run lies until all are there."""
@@ -108,6 +113,12 @@ class RunFolder:
         return f"with other arguments ({values}{', …' if len(changed) > 3 else ''})"
 
 
+def check_is_folder(path: Path) -> None:
+    """InputError if a file stands where this folder is, or would be made."""
+    if blocked := next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), None):
+        raise InputError(f"{blocked} is a file; give a folder for the results")
+
+
 def write_parquet(path: Path, frame: pd.DataFrame) -> None:
     """Write beside, then rename: a reader never sees half a file."""
     beside = path.with_name(f".{path.name}.tmp")
@@ -122,7 +133,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write beside, then rename."""
     beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(text)
+    beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
 
 

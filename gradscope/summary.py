@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,10 @@ class Summary:
         parts = [self.sentences(), self.intervals.to_string(index=False, float_format="{:.3g}".format, na_rep="–")]
         if self.gradients is not None:
             matrix = self.gradients.cosines.set_axis(interval_labels(), axis=0).set_axis(interval_labels(), axis=1)
-            parts += ["Cosines between the intervals' summed gradients:", matrix.to_string(float_format="{:.2f}".format)]
+            parts += [
+                "Cosines between the intervals' summed gradients:",
+                matrix.to_string(float_format="{:.2f}".format, na_rep="–"),
+            ]
         if self.theory is not None:
             parts += ["Prop. 4.2 on these tokens:", str(self.theory)]
         return "\n\n".join(parts)
@@ -47,23 +51,27 @@ class Summary:
         """The finding in words."""
         low, high, table = self.intervals.iloc[0], self.intervals.iloc[-1], self.intervals
         lines = []
-        if np.isfinite(low["mean_norm"]) and np.isfinite(high["mean_norm"]):
+        if np.isfinite(low["mean_norm"]) and high["mean_norm"] > 0:
             lines.append(
-                f"A token with π < ¼ has {low['mean_norm'] / high['mean_norm']:.1f} times the gradient norm of one with "
-                f"π ≥ ¾ on average ({low['mean_norm']:.3g} against {high['mean_norm']:.3g}, all parameters, unit weight)."
+                f"A token with π < ¼ has {low['mean_norm'] / high['mean_norm']:.1f} times the gradient norm of one "
+                f"with π ≥ ¾ on average ({low['mean_norm']:.3g} against {high['mean_norm']:.3g}, all parameters, unit "
+                "weight)."
             )
         if self.gradients is not None and np.isfinite(table["gradient_share"]).any():
             owner = table.loc[table["gradient_share"].idxmax()]
-            lines += [
+            lines.append(
                 f"The gradient of this batch belongs first to the tokens with π in {owner['interval']}: "
-                f"{owner['gradient_share']:.0%} of it (⟨G_a, G⟩/‖G‖²), by {owner['token_share']:.1%} of the tokens.",
-                f"Tokens with π < ¼ are {low['token_share']:.1%} of the tokens and {low['gradient_share']:.0%} of the gradient; "
-                f"tokens with π ≥ ¾ are {high['token_share']:.1%} and {high['gradient_share']:.0%}.",
-            ]
+                f"{owner['gradient_share']:.0%} of it (⟨G_a, G⟩/‖G‖²), by {owner['token_share']:.1%} of the tokens."
+            )
+            for name, row in (("π < ¼", low), ("π ≥ ¾", high)):
+                if np.isfinite(row["gradient_share"]):
+                    shares = f"{row['token_share']:.1%} of the tokens and {row['gradient_share']:.0%} of the gradient"
+                    lines.append(f"Tokens with {name} are {shares}.")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        parts = [f"<p>{self.sentences()}</p>", self.intervals.to_html(index=False, float_format="{:.3g}".format)]
+        sentences = escape(self.sentences()).replace("\n", "<br>")
+        parts = [f"<p>{sentences}</p>", self.intervals.to_html(index=False, float_format="{:.3g}".format)]
         parts += [part._repr_html_() for part in (self.gradients, self.theory) if part is not None]
         return "".join(parts)
 
@@ -118,7 +126,9 @@ def interval_summary(
     return out
 
 
-def write_figures(folder: Path, policy: Policy, table: pd.DataFrame, summary: Summary, *, progress: bool = False) -> None:
+def write_figures(
+    folder: Path, policy: Policy, table: pd.DataFrame, summary: Summary, *, progress: bool = False
+) -> None:
     """Fig. 1 (a, b, d), Fig. 2, norms by layer and interval, norms against 1−π, cosines: PNG and CSV; summary.txt."""
     from gradscope import plots
 
@@ -134,11 +144,13 @@ def write_figures(folder: Path, policy: Policy, table: pd.DataFrame, summary: Su
         depth = sum(name.startswith(LAYER) for name in table.columns) - 1
         shown = [f"{LAYER}{layer}" for layer in sorted({0, depth // 2, depth})]
         powers = summary.theory.powers
-        draw["figure_2"] = lambda: plots.plot_figure_2(table, _cones(summary.theory, shown), vocab_size=policy.vocab_size)
+        draw["figure_2"] = lambda: plots.plot_figure_2(
+            table, _cones(summary.theory, shown), vocab_size=policy.vocab_size
+        )
         draw["norm_against_one_minus_prob"] = lambda: plots.plot_norm_against_one_minus_prob(
             table, powers[powers["quantity"].isin([*shown, PARAMETERS])]
         )
-    for name, make in tqdm(draw.items(), desc="figures", disable=not progress):
+    for name, make in tqdm(draw.items(), desc="figures", disable=not progress or None):
         plots.save_figure(make(), folder / f"{name}.png")
     write_text(folder / "summary.txt", f"{summary}\n")
 

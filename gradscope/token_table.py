@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from math import isfinite
+from math import inf, isfinite
 
 import numpy as np
 import pandas as pd
@@ -62,10 +62,12 @@ class TableMeasurement:
         chunk_rows: int = 1024,
         chunk_memory: int = 1 << 30,
     ) -> None:
+        check_settings(settings)
+        if min(chunk_rows, chunk_memory) < 1:
+            raise InputError(f"chunk_rows is {chunk_rows} and chunk_memory {chunk_memory}; give 1 or more")
         self.policy, self.settings, self.edges = policy, settings, [float(e) for e in edges]
         if settings.temperature is not None:
             batch = replace(batch, temperature=torch.full((len(batch),), float(settings.temperature)))
-        check_settings(settings)
         check_batch(policy, batch)
         _check_tokens(tokens, batch.num_tokens)
         self.batch = batch
@@ -111,8 +113,15 @@ class TableMeasurement:
         frame |= {f"act_grad_norm.{layer}": norms for layer, norms in enumerate(gradients.act_grad_norm.T)}
         frame["param_grad_norm"] = gradients.param_grad_norm
         if self.settings.per_module:
-            frame |= {f"param_grad_norm.{name}": norms for name, norms in sorted(gradients.module_grad_norm.items())}
+            unused = torch.where(gradients.param_grad_norm.isnan(), gradients.param_grad_norm, 0.0)
+            norms = gradients.module_grad_norm
+            frame |= {f"param_grad_norm.{name}": norms.get(name, unused) for name in self._module_names()}
         return pd.DataFrame({name: _column(values) for name, values in frame.items()})
+
+    def _module_names(self) -> list[str]:
+        """Modules that own parameters; of two that share a table, the embedding."""
+        claims = self.meter.claims
+        return sorted({*claims.rules, *claims.general.values()} - set(claims.tied[1:] if claims.tied else ()))
 
     def _identify(self, row: int, token_ids: list[int]) -> dict[str, object]:
         positions = self.batch.positions()[row][self.batch.response_mask[row]]
@@ -163,7 +172,9 @@ class TableMeasurement:
             return torch.zeros(0)
         statistics = self.meter.statistics(ids, targets, temperature=float(self.batch.temperature[row]))
         if not statistics.entropy.isfinite().all():
-            raise InputError(f"the policy's logits are NaN on response {row}; load a sound checkpoint, or another --dtype")
+            raise InputError(
+                f"the policy's logits are NaN on response {row}; load a sound checkpoint, or another --dtype"
+            )
         return statistics.logprob.float().cpu().exp()
 
     def _draw_measured(self, generator: np.random.Generator) -> np.ndarray:
@@ -238,8 +249,12 @@ def join_responses(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 def check_settings(settings: MeasureSettings) -> None:
     """InputError for a number that no measurement can be made with."""
+    if settings.temperature is not None and not 0 < settings.temperature < inf:
+        raise InputError(f"temperature is {settings.temperature}; give a positive number (0, greedy, has no gradient)")
     if settings.tokens_per_interval is not None and settings.tokens_per_interval < 1:
-        raise InputError(f"tokens_per_interval is {settings.tokens_per_interval}; give 1 or more, or none to measure every token")
+        raise InputError(
+            f"tokens_per_interval is {settings.tokens_per_interval}; give 1 or more, or none to measure every token"
+        )
     if settings.seed < 0:
         raise InputError(f"seed is {settings.seed}; give 0 or more")
     for name, value in asdict(settings.loss).items():
@@ -252,7 +267,9 @@ def check_settings(settings: MeasureSettings) -> None:
 def check_batch(policy: Policy, batch: TokenBatch) -> None:
     """InputError, naming the response, where the batch cannot be measured on this policy."""
     if batch.num_tokens == 0:
-        raise InputError("response_mask keeps no token: there is nothing to measure; give responses with sampled tokens")
+        raise InputError(
+            "response_mask keeps no token: there is nothing to measure; give responses with sampled tokens"
+        )
     strange = ((batch.input_ids < 0) | (batch.input_ids >= policy.vocab_size)) & batch.attention_mask
     if strange.any():
         row, column = strange.nonzero()[0].tolist()
@@ -263,8 +280,8 @@ def check_batch(policy: Policy, batch: TokenBatch) -> None:
     lengths = batch.attention_mask.sum(1)
     if policy.context is not None and int(lengths.max()) > policy.context:
         raise InputError(
-            f"response {int(lengths.argmax())} and its prompt are {int(lengths.max())} tokens long, the policy's context "
-            f"is {policy.context}; leave it out or cut it"
+            f"response {int(lengths.argmax())} and its prompt are {int(lengths.max())} tokens long, the policy's "
+            f"context is {policy.context}; leave it out or cut it"
         )
     first = batch.attention_mask.int().argmax(1)
     alone = batch.response_mask[torch.arange(len(batch)), first]

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from gradscope.capture.hooks import first_tensor, forward_hooks
+from gradscope.errors import InputError
+from gradscope.models import Policy
 
 Rule = Literal["linear", "conv1d", "diagonal", "embedding"]
 
@@ -51,6 +54,25 @@ class _Visits:
     """Of the output as it was returned."""
     simple: bool = True
     """Called with one tensor and nothing else."""
+
+
+def check_prefixes(policy: Policy, ids: Int[Tensor, " n"]) -> None:
+    """InputError unless a prefix alone gives the hidden states that it gives within the whole sequence ids [n].
+
+    That is what "decoder-only" means here, and what lets a token be measured on its prefix.
+    """
+    half = max(1, len(ids) // 2)
+    with torch.no_grad():
+        whole = policy.model.base_model(input_ids=ids[None], use_cache=False)[0][0, :half].double()
+        alone = policy.model.base_model(input_ids=ids[None, :half], use_cache=False)[0][0].double()
+    tolerance = 1e-3 if policy.dtype in (torch.float32, torch.float64) else 0.1
+    change = ((whole - alone).norm() / whole.norm()).item()
+    if not change <= tolerance:
+        raise InputError(
+            f"{type(policy.model).__name__} changes a position when later tokens are added (by {change:.1e} of it): "
+            "it is not decoder-only, or its rotary embedding depends on the length; give a causal model, or rollouts "
+            "within the context it was trained on"
+        )
 
 
 def claim_parameters(model: nn.Module, blocks: nn.ModuleList, input_ids: Tensor) -> Claims:

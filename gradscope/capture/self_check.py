@@ -21,6 +21,8 @@ TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15, to
 """Largest relative difference of a norm that rounding explains, by dtype: float64 allows for the float32 casts inside
 transformers' modules; half precisions round every product of a long chain, and prefixes of another length otherwise."""
 
+FLOOR = 1e-30
+"""A norm below it counts as one of this size: float32 has no digits left there."""
 ALL = "all parameters"
 
 
@@ -70,8 +72,8 @@ def check_engine(
             if not differences[worst] <= tolerance:
                 raise SelfCheckError(
                     f"self-check failed at token {int(targets[k])} of a sequence of {len(ids)}: the gradient of "
-                    f"{_blame(differences, worst)} differs from plain autograd's by {differences[worst]:.1e} (tolerance "
-                    f"{tolerance:.0e}); nothing was measured. Please report the architecture"
+                    f"{_blame(differences, worst)} differs from plain autograd's by {differences[worst]:.1e} "
+                    f"(tolerance {tolerance:.0e}); nothing was measured. Please report the architecture"
                 )
             count, largest = count + 1, max(largest, differences[worst])
     return SelfCheck(count, largest, tolerance)
@@ -82,7 +84,7 @@ def _compare(ours: TokenGradients, k: int, oracle: CheckedToken) -> dict[str, fl
     layers = zip(ours.act_grad_norm[k].tolist(), oracle.act_grad_norm.tolist(), strict=True)
     out = {f"activations of layer {layer}": _relative(a, b) for layer, (a, b) in enumerate(layers)}
     # A module counts by its part in the whole: the norm of a nearly unused one is rounding.
-    whole = oracle.param_grad_norm or 1.0
+    whole = max(oracle.param_grad_norm, FLOOR)
     measured = {name: norms[k].item() for name, norms in ours.module_grad_norm.items()}
     for name, norm in oracle.module_grad_norm.items():
         out[f"module {name or 'the model itself'}"] = abs(measured.get(name, 0.0) - norm) / whole
@@ -104,7 +106,8 @@ def measure_plainly(meter: TokenGradientMeter, ids: Tensor, target: int, *, temp
         with torch.enable_grad(), _layer_edges(meter) as edges:
             logits = model(input_ids=ids[None, :target], use_cache=False).logits[0, -1]
             seed = logit_gradient(logits, ids[target], temperature=temperature) / temperature
-            size = seed.norm().item() or 1.0  # A seed of norm 1: that of a sure token would underflow on its way back.
+            # A seed with largest entry 1: squares of a sure token's would underflow.
+            size = seed.abs().max().item() or 1.0
             gradients = torch.autograd.grad(
                 logits, [*edges, *parameters.values()], (seed / size).to(logits.dtype), allow_unused=True
             )
@@ -121,7 +124,7 @@ def measure_plainly(meter: TokenGradientMeter, ids: Tensor, target: int, *, temp
 
 @contextmanager
 def _layer_edges(meter: TokenGradientMeter) -> Iterator[list[GradientEdge]]:
-    """Where each layer's activations stand in the graph as they were passed, even if they are changed in place later."""
+    """Where each layer's activations stand in the graph as they were passed, changed in place later or not."""
     edges: list[GradientEdge] = []
 
     def enter(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -144,4 +147,4 @@ def _norm(gradient: Tensor | None) -> float:
 
 
 def _relative(ours: float, reference: float) -> float:
-    return abs(ours - reference) / reference if reference else abs(ours)
+    return abs(ours - reference) / max(reference, FLOOR)

@@ -18,14 +18,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from gradscope.capture.claims import Claims, claim_parameters, parameter_slopes
+from gradscope.capture.claims import Claims, check_prefixes, claim_parameters, parameter_slopes
+from gradscope.capture.factors import Factors, join
 from gradscope.capture.recording import Call, Recorder, find_joint
 from gradscope.capture.rules import (
     diagonal_square_norms,
     embedding_square_norms,
     linear_square_norms,
     outer_square_norms,
-    prefix_factor,
     tied_cross_terms,
 )
 from gradscope.errors import InputError
@@ -95,7 +95,7 @@ class TokenGradientMeter:
         ids: the sequence. targets: indices in it of the response tokens, ascending, none 0. measured: which of the
         targets (indices into `targets`, ascending) get the norms that need a backward pass; the rest get NaN there.
         """
-        factors = _Factors(int(targets[-1]))
+        factors = Factors(int(targets[-1]))
         head = self._measure_head(ids, targets, temperature, factors)
         act = head.last_norm.new_full((len(targets), len(self.blocks) + 1), float("nan"))
         act[measured, -1] = head.last_norm[measured]
@@ -133,7 +133,7 @@ class TokenGradientMeter:
 
     # The head: position by position, so every token at once.
 
-    def _measure_head(self, ids: Tensor, targets: Tensor, temperature: float, factors: _Factors) -> _HeadPass:
+    def _measure_head(self, ids: Tensor, targets: Tensor, temperature: float, factors: Factors) -> _HeadPass:
         """One pass for all targets, or several where their logits would not fit the memory."""
         prefix, split = ids[: targets[-1]], targets.split(self._head_rows)
         parts = [self._head_slice(prefix, ids[part], part - 1, temperature, factors) for part in split]
@@ -152,7 +152,7 @@ class TokenGradientMeter:
         )
 
     def _head_slice(
-        self, ids: Tensor, token_ids: Tensor, positions: Tensor, temperature: float, factors: _Factors
+        self, ids: Tensor, token_ids: Tensor, positions: Tensor, temperature: float, factors: Factors
     ) -> _HeadPass:
         """ids: the prefix of the last target; positions: where each token's logits stand, one before the token."""
         with Recorder(self.model, self.blocks, self.claims, self.joint, "head") as recorder:
@@ -189,7 +189,7 @@ class TokenGradientMeter:
     # The body: a chunk of tokens over their common prefix.
 
     def _measure_body(
-        self, ids: Tensor, targets: Tensor, picks: Tensor, head: _HeadPass, factors: _Factors, act: Tensor
+        self, ids: Tensor, targets: Tensor, picks: Tensor, head: _HeadPass, factors: Factors, act: Tensor
     ) -> dict[str, Tensor]:
         """Squared gradient norms [K] by module; the picked rows of `act` are filled in."""
         recorder = self._record_body(ids[: targets[picks[-1]]])
@@ -213,12 +213,12 @@ class TokenGradientMeter:
         return {name: self._square_norms(name, flow, head, picks, factors) for name, flow in by_module.items()}
 
     def _square_norms(
-        self, name: str, flow: list[tuple[Call, Tensor]], head: _HeadPass, picks: Tensor, factors: _Factors
+        self, name: str, flow: list[tuple[Call, Tensor]], head: _HeadPass, picks: Tensor, factors: Factors
     ) -> Tensor:
         """Squared gradient norm [K] of one module, from all of its calls."""
         rule = self.claims.rules[name]
         if rule in ("linear", "conv1d"):
-            deltas = _join([delta.flatten(1, -2) for _, delta in flow], 1)
+            deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
             return linear_square_norms(deltas, factors.factor(flow))
         if rule == "diagonal":
             slopes = zip(*(factors.slopes(call) for call, _ in flow), strict=True)
@@ -304,88 +304,14 @@ class TokenGradientMeter:
         return True, flow
 
 
-def check_prefixes(policy: Policy, ids: Int[Tensor, " n"]) -> None:
-    """InputError unless a prefix alone gives the hidden states that it gives within the whole sequence ids [n].
-
-    That is what "decoder-only" means here, and what lets a token be measured on its prefix.
-    """
-    half = max(1, len(ids) // 2)
-    with torch.no_grad():
-        whole = policy.model.base_model(input_ids=ids[None], use_cache=False)[0][0, :half].double()
-        alone = policy.model.base_model(input_ids=ids[None, :half], use_cache=False)[0][0].double()
-    tolerance = 1e-3 if policy.dtype in (torch.float32, torch.float64) else 0.1
-    change = ((whole - alone).norm() / whole.norm()).item()
-    if not change <= tolerance:
-        raise InputError(
-            f"{type(policy.model).__name__} changes a position when later tokens are added (by {change:.1e} of it): "
-            "it is not decoder-only, or its rotary embedding depends on the length; give a causal model, or rollouts "
-            "within the context it was trained on"
-        )
-
-
-class _Factors:
-    """Factors and slopes of one sequence's inputs, made when first needed and shared by all of its prefixes."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self._whole: dict[str, list[Call]] = {}
-        self._made: dict[object, object] = {}
-
-    def remember(self, calls: list[Call]) -> None:
-        """Take the calls of a pass over the whole sequence; later passes repeat the first."""
-        if not self._whole:
-            for call in calls:
-                self._whole.setdefault(call.name, []).append(call)
-
-    def factor(self, flow: list[tuple[Call, Tensor]]) -> Tensor:
-        """The factor of a linear module's inputs, over as many rows as the calls have."""
-        call, bias = flow[0][0], flow[0][0].module.bias is not None
-        whole = self._whole_call(call) if len(flow) == 1 else None
-        if whole is None:
-            return prefix_factor(torch.cat([c.inputs.flatten(0, -2) for c, _ in flow]), bias=bias)
-        key = (whole.input_key, bias)
-        if key not in self._made:
-            self._made[key] = prefix_factor(whole.inputs.flatten(0, -2), bias=bias)
-        rows, made = call.inputs.shape[:-1].numel(), self._made[key]
-        # Only a triangular factor has zeros to the right of its first rows; see prefix_factor.
-        return made[:rows] if made.shape[0] >= 2 * made.shape[1] else made[:rows, :rows]
-
-    def slopes(self, call: Call) -> list[Tensor]:
-        """∂output/∂parameter of a diagonal module, over the call's rows, for each parameter."""
-        whole = self._whole_call(call)
-        if whole is None:
-            return list(parameter_slopes(call.module, call.inputs))
-        if call.name not in self._made:
-            self._made[call.name] = list(parameter_slopes(call.module, whole.inputs))
-        return [slope[:, : call.inputs.shape[1]] for slope in self._made[call.name]]
-
-    def _whole_call(self, call: Call) -> Call | None:
-        """The whole sequence's call of the same module, if this call's rows are its first rows."""
-        whole = self._whole.get(call.name, [])
-        if len(whole) != 1 or not whole[0].by_position(self.length) or call.inputs.ndim != whole[0].inputs.ndim:
-            return None
-        first = whole[0].inputs[:, : call.inputs.shape[1]]
-        if first.shape != call.inputs.shape:  # A second axis that is not positions, as long by chance.
-            return None
-        # Rows in another order than the positions' (sorted by expert, say) would be others than the prefix's.
-        tolerance = 1e-4 if first.dtype in (torch.float32, torch.float64) else 0.05
-        same = (first - call.inputs).norm() <= tolerance * first.norm()
-        return whole[0] if same else None
-
-
 def _join_statistics(parts: list[TokenStatistics]) -> TokenStatistics:
     return TokenStatistics(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(TokenStatistics)))
 
 
 def _diagonal_over_calls(flow: list[tuple[Call, Tensor]], slopes: tuple[Tensor, ...]) -> Tensor:
     """Squared norm of one parameter's gradient, which adds up over the module's calls."""
-    deltas = _join([delta.flatten(1, -2) for _, delta in flow], 1)
-    return diagonal_square_norms(deltas, _join([s.flatten(0, -2) for s in slopes], 0).to(deltas.dtype))
-
-
-def _join(parts: list[Tensor], dim: int) -> Tensor:
-    """Concatenate, without a copy where there is one part."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
+    return diagonal_square_norms(deltas, join([s.flatten(0, -2) for s in slopes], 0).to(deltas.dtype))
 
 
 def _vjp(

@@ -1,0 +1,127 @@
+"""What is printed after a measurement: the numbers are those of a double loop, and what is unknown is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from tiny import make_batch, make_policy
+
+from gradscope.batch import Response, TokenBatch, collate
+from gradscope.models import Policy
+from gradscope.summary import Summary, interval_summary, summarize_measurement, write_figures
+from gradscope.token_table import MeasureSettings, measure
+
+LENGTHS = {"lengths": (14, 9, 12, 7, 10, 6)}
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return make_policy("qwen2", sharpness=6.0)
+
+
+@pytest.fixture(scope="module")
+def batch(policy) -> TokenBatch:
+    return make_batch(policy, **LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def table(policy, batch) -> pd.DataFrame:
+    return measure(policy, batch)
+
+
+@pytest.fixture(scope="module")
+def summary(policy, batch, table) -> Summary:
+    return summarize_measurement(policy, batch, table, MeasureSettings())
+
+
+def test_counts_shares_and_mean_norms_are_those_of_a_loop(summary, table):
+    squares = {a: 0.0 for a in range(4)}
+    norms: dict[int, list[float]] = {a: [] for a in range(4)}
+    for line in table.itertuples():
+        squares[line.interval] += float(line.weight * line.param_grad_norm) ** 2
+        norms[line.interval].append(float(line.param_grad_norm))
+    for a, row in summary.intervals.iterrows():
+        assert row["tokens"] == row["measured"] == len(norms[a]) > 0
+        assert row["token_share"] == pytest.approx(len(norms[a]) / len(table))
+        assert row["mean_norm"] == pytest.approx(sum(norms[a]) / len(norms[a]), rel=1e-6)
+        assert row["squared_share"] == pytest.approx(squares[a] / sum(squares.values()), rel=1e-6)
+        assert not row["norm_lower"] > row["mean_norm"] and not row["norm_upper"] < row["mean_norm"]
+
+
+def test_shares_of_the_gradient_are_those_of_the_networks_own_sums(summary):
+    sums = summary.gradients.table
+    np.testing.assert_allclose(summary.intervals["gradient_share"], sums["share"][:4])
+    np.testing.assert_allclose(summary.intervals["gradient_norm"], sums["norm"][:4] / sums["norm"][4])
+    assert summary.intervals["gradient_share"].sum() == pytest.approx(1, rel=1e-5)
+
+
+def test_an_interval_of_which_a_subset_was_measured_counts_by_all_of_its_tokens(policy, batch, table):
+    part = table.copy()
+    part.loc[(part["interval"] == 0) & (np.arange(len(part)) % 2 == 0), "param_grad_norm"] = np.nan
+    intervals = interval_summary(part, None, rng=np.random.default_rng(0))
+    full = interval_summary(table, None, rng=np.random.default_rng(0))
+    assert intervals["measured"][0] < intervals["tokens"][0] == full["tokens"][0]
+    assert "squared_share" not in intervals
+    pd.testing.assert_frame_equal(intervals.iloc[1:], full.iloc[1:])
+
+
+def test_the_sentences_say_what_the_columns_hold(summary):
+    low, high = summary.intervals.iloc[0], summary.intervals.iloc[-1]
+    text = summary.sentences()
+    assert f"{low['mean_norm'] / high['mean_norm']:.1f} times the gradient norm" in text
+    owner = summary.intervals.loc[summary.intervals["gradient_share"].idxmax()]
+    assert f"belongs first to the tokens with π in {owner['interval']}: {owner['gradient_share']:.0%}" in text
+    for name, row in (("π < ¼", low), ("π ≥ ¾", high)):
+        share = f"{row['token_share']:.1%} of the tokens and {row['gradient_share']:.0%} of the gradient"
+        assert f"Tokens with {name} are {share}." in text
+    assert text in str(summary) and "Cosines between" in str(summary) and "Prop. 4.2" in str(summary)
+    assert "nan" not in text and text.splitlines()[1] in summary._repr_html_()
+
+
+def test_the_same_seed_gives_the_same_summary(policy, batch, table, summary):
+    assert str(summarize_measurement(policy, batch, table, MeasureSettings())) == str(summary)
+
+
+def test_without_advantages_nothing_is_said_about_the_gradient(policy, batch):
+    bare = replace(batch, rewards=None)
+    summary = summarize_measurement(policy, bare, measure(policy, bare), MeasureSettings())
+    assert summary.gradients is None and "gradient_share" not in summary.intervals
+    assert "times the gradient norm" in str(summary) and "belongs" not in str(summary)
+
+
+def test_with_equal_rewards_nobody_owns_the_gradient(policy, batch):
+    equal = replace(batch, rewards=torch.ones(len(batch)), ref_logprobs=None)
+    table = measure(policy, equal)
+    assert (table["weight"] == 0).all()
+    summary = summarize_measurement(policy, equal, table, MeasureSettings())
+    assert "belongs" not in str(summary) and "nan" not in summary.sentences()
+
+
+def test_an_empty_interval_is_a_row_and_no_sentence(policy):
+    batch = collate([Response([5, 6], [7, 8], reward=1.0), Response([5, 6], [9], reward=0.0)])
+    summary = summarize_measurement(policy, batch, measure(policy, batch), MeasureSettings())
+    assert len(summary.intervals) == 4 and (summary.intervals["tokens"] == 0).any()
+    assert "nan" not in summary.sentences()
+
+
+def test_the_figures_and_the_summary_are_written_with_their_numbers(policy, batch, table, summary, tmp_path):
+    write_figures(tmp_path, policy, table, summary)
+    assert (tmp_path / "summary.txt").read_text(encoding="utf-8") == f"{summary}\n"
+    pictures = {p.stem for p in tmp_path.glob("*.png")}
+    assert (
+        pictures
+        == {p.stem for p in tmp_path.glob("*.csv")}
+        == {*("figure_1", "figure_2", "cosines", "layers_by_interval", "norm_against_one_minus_prob")}
+    )
+
+
+def test_one_token_without_a_reward_has_figures_too(policy, tmp_path):
+    batch = collate([Response([5], [7])])
+    table = measure(policy, batch)
+    summary = summarize_measurement(policy, batch, table, MeasureSettings())
+    write_figures(tmp_path, policy, table, summary)
+    assert {"layers_by_interval", "token_shares"} <= {p.stem for p in tmp_path.glob("*.png")}
