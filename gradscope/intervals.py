@@ -83,7 +83,7 @@ def summarize(
     resamples: int = 1000,
     edges: Column = EDGES,
 ) -> "pd.DataFrame":
-    """The "mean", "sum" or "rms" of `values` per interval, a row each, with a confidence interval by resampling clusters.
+    """The "mean", "sum" or "rms" of `values` per interval, a row each, with an interval from resampled clusters.
 
     `values`, `intervals` (from `assign_intervals`) and `clusters` (any labels) hold one entry per token. A NaN value is
     a token that was not measured: it counts in `num_tokens`, not in `num_measured`, and enters no statistic (so a sum

@@ -228,7 +228,9 @@ def _draw_slopes(ax: Axes, fit, left: float) -> None:
         return
     fitted, whole = np.array([fit.floor, 1.0]), np.array([left, 1.0])
     middle = np.sqrt(fit.floor)
-    level = np.exp(fit.intercept) * middle**fit.slope
-    ax.plot(fitted, level * (fitted / middle) ** fit.slope, color=_FIT, lw=2, label="fit")
+    # In logs, and kept from overflowing: a line through a few tokens can be as steep as it likes.
+    level = np.exp(np.clip(fit.intercept + fit.slope * np.log(middle), -300, 300))
+    line = np.exp(np.clip(fit.intercept + fit.slope * np.log(fitted), -300, 300))
+    ax.plot(fitted, line, color=_FIT, lw=2, label="fit")
     for slope, style, words in ((1.0, "--", "1: theory"), (0.5, ":", "½: √ law")):
         ax.plot(whole, level * (whole / middle) ** slope, color="black", ls=style, lw=1, label=words)

@@ -13,9 +13,10 @@ from tqdm import tqdm
 from gradscope.batch import TokenBatch
 from gradscope.bounds import TheoryReport, theory_report
 from gradscope.errors import InputError
-from gradscope.gains import LAYER, PARAMETERS
+from gradscope.gains import FLOOR, LAYER, PARAMETERS
 from gradscope.group_gradients import IntervalGradients, interval_gradients
 from gradscope.intervals import interval_labels, summarize
+from gradscope.jacobians import layer_constants, token_contexts
 from gradscope.models import Policy
 from gradscope.run_folder import write_text
 from gradscope.token_table import MeasureSettings
@@ -77,21 +78,54 @@ class Summary:
 
 
 def summarize_measurement(
-    policy: Policy, batch: TokenBatch, table: pd.DataFrame, settings: MeasureSettings, *, progress: bool = False
+    policy: Policy,
+    batch: TokenBatch,
+    table: pd.DataFrame,
+    settings: MeasureSettings,
+    *,
+    contexts: int = 0,
+    progress: bool = False,
 ) -> Summary:
     """Ask the network for the sums over tokens that the table cannot give, and put everything side by side.
 
-    table: what `measure(policy, batch, …)` gave; settings: those that it was made with.
+    table: what `measure(policy, batch, …)` gave; settings: those that it was made with. contexts: compute the constants
+    of Eq. 3 at so many tokens' contexts (`jacobians.layer_constants`; its time grows fast with model and context).
     """
     gradients = None
     if table["weight"].notna().all():
         gradients = interval_gradients(policy, batch, settings=settings.loss, progress=progress)
     rng = np.random.default_rng(settings.seed)
+    constants = None
+    if contexts:
+        table, constants = add_constants(policy, batch, table, contexts, progress=progress)
     try:
-        theory = theory_report(table, vocab_size=policy.vocab_size, rng=rng)
+        theory = theory_report(table, constants, vocab_size=policy.vocab_size, rng=rng)
     except InputError:  # Too few tokens measured for a fit; the rest of the summary stands.
         theory = None
     return Summary(interval_summary(table, gradients, rng=rng), gradients, theory)
+
+
+def add_constants(
+    policy: Policy, batch: TokenBatch, table: pd.DataFrame, contexts: int, *, progress: bool = False
+) -> tuple[pd.DataFrame, pd.DataFrame | None]:
+    """(the table with a column `context`, Eq. 3's constants at these contexts): the shortest, each of another prompt.
+
+    Only tokens that were measured and have 1−π > 1e-3 are taken; no constants where there is none.
+    """
+    length = (
+        table["position"] + (batch.response_start - batch.attention_mask.int().argmax(1)).numpy()[table["response"]]
+    )
+    told = table[table[PARAMETERS].notna() & (table["log_one_minus_prob"] > np.log(FLOOR))].assign(length=length)
+    chosen = told.sort_values("length", kind="stable").drop_duplicates("group").head(contexts)
+    if chosen.empty:
+        return table, None
+    temperatures = batch.temperature[chosen["response"].tolist()].tolist()
+    pairs = zip(token_contexts(batch, chosen), temperatures, strict=True)
+    parts = []
+    for index, (ids, temperature) in enumerate(tqdm(pairs, "constants", len(chosen), disable=not progress or None)):
+        parts.append(layer_constants(policy, [ids], temperature=temperature).assign(context=index))
+    numbers = pd.Series(np.arange(len(chosen), dtype=float), index=chosen.index)
+    return table.assign(context=numbers.reindex(table.index)), pd.concat(parts, ignore_index=True)
 
 
 def interval_summary(

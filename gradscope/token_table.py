@@ -59,7 +59,7 @@ class TableMeasurement:
         *,
         edges: Sequence[Number] = EDGES,
         tokens: Int[Tensor, " k"] | None = None,
-        chunk_rows: int = 1024,
+        chunk_rows: int = 1536,
         chunk_memory: int = 1 << 30,
     ) -> None:
         check_settings(settings)
@@ -175,6 +175,12 @@ class TableMeasurement:
             raise InputError(
                 f"the policy's logits are NaN on response {row}; load a sound checkpoint, or another --dtype"
             )
+        if impossible := (statistics.logprob == -inf).nonzero().flatten().tolist():
+            position = int(self.batch.positions()[row][self.batch.response_mask[row]][impossible[0]])
+            raise InputError(
+                f"response {row} has a token at position {position} that the policy cannot produce (π is exactly 0); "
+                "was it sampled by another policy? Drop the token by response_mask, or the response"
+            )
         return statistics.logprob.float().cpu().exp()
 
     def _draw_measured(self, generator: np.random.Generator) -> np.ndarray:
@@ -204,7 +210,7 @@ def measure(
     *,
     tokens: Int[Tensor, " k"] | None = None,
     edges: Sequence[Number] = EDGES,
-    chunk_rows: int = 1024,
+    chunk_rows: int = 1536,
     chunk_memory: int = 1 << 30,
     progress: bool = False,
     **settings: object,

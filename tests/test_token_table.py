@@ -293,16 +293,10 @@ def test_a_token_of_probability_one_has_zero_norms_and_finite_numbers():
     assert table["weight"].notna().all()
 
 
-def test_an_impossible_token_has_the_gradient_that_brute_force_gives_it():
+def test_a_token_of_probability_exactly_zero_is_refused_by_place():
     policy = certain_policy(9, float("-inf"))
-    batch = collate([Response([5, 6], [9, 8], advantage=1.0, old_logprobs=[-1.0, -1.0])])
-    table = measure(policy, batch)
-    assert table["logprob"][0] == -np.inf and table["prob"][0] == 0 and table["log_one_minus_prob"][0] == 0
-    truth = brute_force(in_float64(policy), torch.tensor([5, 6, 9, 8]), torch.tensor([2, 3]))
-    np.testing.assert_allclose(table["param_grad_norm"], truth.parameters, rtol=1e-4)
-    np.testing.assert_allclose(table[LAYER_COLUMNS], truth.layers, rtol=1e-4)
-    assert table["policy_weight"][0] == 0  # the ratio to π_old is 0
-    assert table["entropy"].notna().all()
+    with pytest.raises(InputError, match="response 1 has a token at position 1 that the policy cannot produce"):
+        measure(policy, collate([Response([5, 6], [8]), Response([5, 6], [8, 9])]))
 
 
 def test_logits_that_are_nan_are_refused_by_response(policy, batch):

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradscope.capture.claims import Claims
 from gradscope.capture.hooks import first_tensor, forward_hooks
+from gradscope.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Recorder:
 
     def _enter_first(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.part == "body":
-            hidden = args[0] if args else kwargs["hidden_states"]
+            hidden = block_input(args, kwargs)
             if not hidden.requires_grad:  # No embedding is claimed: the graph starts here.
                 hidden.requires_grad_(True)
             self.block_edges.append(get_gradient_edge(hidden))
@@ -92,7 +93,7 @@ class Recorder:
     def _enter_last(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.joint is None:
             return None
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = block_input(args, kwargs)
         if self.part == "body":
             self.joints.append(hidden)
             return None
@@ -139,6 +140,17 @@ class Recorder:
         if self.part == "head":
             self.block_edges.append(get_gradient_edge(hidden))
         return replaced
+
+
+def block_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states that a block is called with; InputError where they come under an unknown name."""
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(hidden, Tensor):
+        raise InputError(
+            f"a block is called with {', '.join(kwargs) or 'nothing'} and no hidden_states: this residual stream is "
+            "not known; name another ModuleList with --blocks"
+        )
+    return hidden
 
 
 def find_joint(model: nn.Module, blocks: nn.ModuleList, claims: Claims, input_ids: Tensor) -> str | None:

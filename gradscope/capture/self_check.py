@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradscope.capture.hooks import first_tensor
+from gradscope.capture.recording import block_input
 from gradscope.capture.token_gradients import TokenGradientMeter, TokenGradients
 from gradscope.errors import SelfCheckError
 from gradscope.logprobs import logit_gradient
@@ -128,7 +129,7 @@ def _layer_edges(meter: TokenGradientMeter) -> Iterator[list[GradientEdge]]:
     edges: list[GradientEdge] = []
 
     def enter(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        edges.append(get_gradient_edge(args[0] if args else kwargs["hidden_states"]))
+        edges.append(get_gradient_edge(block_input(args, kwargs)))
 
     def leave(_module: Any, _args: Any, output: Any) -> None:
         edges.append(get_gradient_edge(first_tensor(output)))

@@ -95,6 +95,8 @@ class TokenGradientMeter:
         ids: the sequence. targets: indices in it of the response tokens, ascending, none 0. measured: which of the
         targets (indices into `targets`, ascending) get the norms that need a backward pass; the rest get NaN there.
         """
+        if not len(measured):
+            return self._measure_cheaply(ids, targets, temperature)
         factors = Factors(int(targets[-1]))
         head = self._measure_head(ids, targets, temperature, factors)
         act = head.last_norm.new_full((len(targets), len(self.blocks) + 1), float("nan"))
@@ -130,6 +132,17 @@ class TokenGradientMeter:
             for part in targets.split(self._head_rows)
         ]
         return _join_statistics(parts)
+
+    @torch.no_grad()
+    def _measure_cheaply(self, ids: Tensor, targets: Tensor, temperature: float) -> TokenGradients:
+        """What needs no backward pass, NaN for the rest."""
+        prefix, split = ids[: targets[-1]], targets.split(self._head_rows)
+        seeds = (logit_gradient(self._logits(prefix, t - 1), ids[t], temperature=temperature) for t in split)
+        norms = torch.cat([seed.norm(dim=1) for seed in seeds])
+        unknown = torch.full_like(norms, float("nan"))
+        statistics = self.statistics(ids, targets, temperature=temperature)
+        act = unknown[:, None].expand(-1, len(self.blocks) + 1).clone()
+        return TokenGradients(statistics, norms, act, unknown, {})
 
     # The head: position by position, so every token at once.
 
@@ -251,11 +264,12 @@ class TokenGradientMeter:
         try:
             with torch.enable_grad():
                 logits = self._logits(ids[: targets[picks[-1]]], targets[picks] - 1)
+                each = logits.unbind()
             seeds = _unit_errors(logits, ids[targets[picks]], temperature)[0] / temperature
             square: dict[str, Tensor] = defaultdict(lambda: seeds.new_zeros(len(picks)))
             for k in range(len(picks) if logits.requires_grad else 0):  # This prefix may not use them at all.
                 gradients = torch.autograd.grad(
-                    logits[k], parameters, seeds[k].to(logits.dtype), retain_graph=k + 1 < len(picks), allow_unused=True
+                    each[k], parameters, seeds[k].to(logits.dtype), retain_graph=k + 1 < len(picks), allow_unused=True
                 )
                 for module, gradient in zip(self.claims.general.values(), gradients, strict=True):
                     if gradient is not None:

@@ -144,7 +144,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _check_suffix(path: Path) -> None:
     if path.suffix not in SUFFIXES:
-        raise InputError(f"{path} ends in {path.suffix or 'nothing'!r}; rollouts are {', '.join(SUFFIXES)} files")
+        ending = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
+        raise InputError(f"{path} {ending}; rollouts are {', '.join(SUFFIXES)} files")
 
 
 def _check_names(place: str, row: dict[str, Any]) -> None:
