@@ -112,10 +112,9 @@ def add_constants(
 
     Only tokens that were measured and have 1−π > 1e-3 are taken; no constants where there is none.
     """
-    length = (
-        table["position"] + (batch.response_start - batch.attention_mask.int().argmax(1)).numpy()[table["response"]]
-    )
-    told = table[table[PARAMETERS].notna() & (table["log_one_minus_prob"] > np.log(FLOOR))].assign(length=length)
+    prompts = (batch.response_start - batch.attention_mask.int().argmax(1)).numpy()
+    told = table.assign(length=table["position"] + prompts[table["response"]])
+    told = told[told[PARAMETERS].notna() & (told["log_one_minus_prob"] > np.log(FLOOR))]
     chosen = told.sort_values("length", kind="stable").drop_duplicates("group").head(contexts)
     if chosen.empty:
         return table, None

@@ -12,7 +12,7 @@ from tiny import make_batch, make_policy
 
 from gradscope.batch import Response, TokenBatch, collate
 from gradscope.models import Policy
-from gradscope.summary import Summary, interval_summary, summarize_measurement, write_figures
+from gradscope.summary import Summary, add_constants, interval_summary, summarize_measurement, write_figures
 from gradscope.token_table import MeasureSettings, measure
 
 LENGTHS = {"lengths": (14, 9, 12, 7, 10, 6)}
@@ -125,3 +125,17 @@ def test_one_token_without_a_reward_has_figures_too(policy, tmp_path):
     summary = summarize_measurement(policy, batch, table, MeasureSettings())
     write_figures(tmp_path, policy, table, summary)
     assert {"layers_by_interval", "token_shares"} <= {p.stem for p in tmp_path.glob("*.png")}
+
+
+def test_constants_belong_to_the_shortest_measured_contexts_and_the_bounds_hold_there(policy, batch, table):
+    with_constants = summarize_measurement(policy, batch, table, MeasureSettings(), contexts=2)
+    constants = with_constants.theory.constants
+    assert constants["context"].nunique() == 2 and len(constants) == 2 * (len(policy.blocks) + 1)
+    bounds = with_constants.theory.layer_bounds
+    assert (bounds[["lower_violated", "upper_violated"]] == 0).all(axis=None) and bounds["tokens"].sum() > 0
+    assert "σ_min(Jᵀ)" in str(with_constants)
+
+
+def test_without_an_uncertain_measured_token_there_are_no_constants(policy, batch, table):
+    sure = table.assign(log_one_minus_prob=-20.0)
+    assert add_constants(policy, batch, sure, 2)[1] is None
