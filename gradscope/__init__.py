@@ -20,7 +20,9 @@ _DEFINED_IN = {
     "measure": "token_table",
     "read_rollouts": "readers",
 }
-_SUBMODULES = ("bounds", "capture", "intervals", "objective", "plots", "tasks", "theory")
+_SUBMODULES = (
+    "bounds", "capture", "gains", "group_gradients", "intervals", "jacobians", "objective", "plots", "tasks", "theory",
+)  # fmt: skip
 
 __all__ = ["__version__", *_DEFINED_IN, *_SUBMODULES]
 

@@ -17,7 +17,8 @@ class TokenBatch:
     """Responses with their prompts, padded to one length; column s is about token s given the tokens before it.
 
     Padding may stand left, right or on both sides; no number depends on where. Column 0 of a sequence (its first
-    real token) has nothing before it and is never a response token.
+    real token) has nothing before it and is never a response token. The tensors stay on the CPU;
+    what measures them moves one sequence at a time.
     """
 
     input_ids: Int[Tensor, "B S"]

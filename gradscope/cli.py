@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pandas as pd
+import torch
 import tyro
 from tqdm import tqdm
 
@@ -59,7 +60,7 @@ class Sample:
     dtype: DtypeFlag = None
     """Precision of the weights and of all that is computed."""
     device: DeviceFlag = None
-    """A device of torch: cpu, cuda, cuda:1, mps, …"""
+    """A device of torch: cpu, cuda, cuda:1, …"""
     overwrite: bool = False
     """Replace the file if it exists."""
 
@@ -106,7 +107,7 @@ class Measure:
     dtype: DtypeFlag = None
     """Precision of the weights and of all that is computed."""
     device: DeviceFlag = None
-    """A device of torch: cpu, cuda, cuda:1, mps, …"""
+    """A device of torch: cpu, cuda, cuda:1, …"""
     chunk_rows: int = 1536
     """Positions × tokens of one batched backward; changes speed and memory only."""
     chunk_memory: int = 1 << 30
@@ -130,13 +131,10 @@ class Measure:
         folder = RunFolder(self.out, self._key(policy))
         if folder.look(overwrite=self.overwrite) == "finished":
             print(f"already measured with these arguments: {self.out / 'tokens.parquet'}")
-            if self.figures and not (self.out / SUMMARY).is_file():
-                folder.stage()
-                self._draw(policy, measurement.batch, pd.read_parquet(self.out / "tokens.parquet"), folder)
-                folder.close(folder.manifest)
         else:
             self._measure(policy, measurement, folder)
         if self.figures:
+            self._draw(policy, measurement.batch, folder)
             print(f"figures: {self.out / 'figures'}\n\n{(self.out / SUMMARY).read_text(encoding='utf-8').rstrip()}")
 
     def _key(self, policy: Policy) -> dict[str, Any]:
@@ -165,17 +163,21 @@ class Measure:
                     bar.update(count)
         table = join_responses(folder.read_parts(len(counts)))
         write_parquet(folder.staged / "tokens.parquet", table)
-        if self.figures:
-            self._draw(policy, measurement.batch, table, folder)
         folder.close(self._manifest(policy, measurement, folder.key, table))
         print(f"{len(table):,} tokens of {len(counts)} responses: {folder.folder / 'tokens.parquet'}")
 
-    def _draw(self, policy: Policy, batch: TokenBatch, table: pd.DataFrame, folder: RunFolder) -> None:
+    def _draw(self, policy: Policy, batch: TokenBatch, folder: RunFolder) -> None:
+        """Add figures and summary to a finished run, unless they are there: the table is safe by then."""
         from gradscope.summary import summarize_measurement, write_figures
 
-        progress = sys.stderr.isatty()
+        drawn = {"constants": self.constants}
+        if folder.manifest.get("figures") == drawn and (self.out / SUMMARY).is_file():
+            return
+        table, progress = pd.read_parquet(self.out / "tokens.parquet"), sys.stderr.isatty()
+        folder.stage()
         summary = summarize_measurement(policy, batch, table, self.settings, contexts=self.constants, progress=progress)
         write_figures(folder.staged / "figures", policy, table, summary, progress=progress)
+        folder.close(folder.manifest | {"figures": drawn})
 
     def _manifest(
         self, policy: Policy, measurement: TableMeasurement, key: dict[str, Any], table: pd.DataFrame
@@ -208,14 +210,20 @@ class Demo:
     """The main job on the embedded policy: sample Knights & Knaves responses, measure them, draw, print a summary."""
 
     out: Path = Path("demo-out")
-    """Folder for rollouts.jsonl, tokens.parquet, manifest.json and figures/."""
+    """Folder for rollouts_seed0.jsonl, tokens.parquet, manifest.json and figures/."""
     seed: int = 0
     """Draws the questions, the responses and the tokens that are measured."""
     overwrite: bool = False
     """Start anew if the folder holds something else."""
 
     def run(self) -> None:
-        rollouts = self.out / "rollouts.jsonl"
+        earlier = RunFolder(self.out, {}).manifest or {"seed": self.seed}
+        if earlier.get("seed") != self.seed and not self.overwrite:
+            raise InputError(
+                f"{self.out} holds a run with seed {earlier.get('seed')}, not {self.seed}; give another --out, or "
+                "--overwrite"
+            )
+        rollouts = self.out / f"rollouts_seed{self.seed}.jsonl"
         if self.overwrite or not rollouts.is_file():
             Sample(
                 model="embedded",
@@ -306,6 +314,9 @@ def main(args: Sequence[str] | None = None) -> None:
         _stop(error, 2)
     except (SelfCheckError, OSError) as error:
         _stop(error, 1)
+    except torch.OutOfMemoryError as error:
+        advice = "try --chunk-memory, a smaller --dtype, or --no-figures (summed gradients take 48 bytes a parameter)"
+        _stop(RuntimeError(f"out of memory on the device ({str(error).splitlines()[0]}); {advice}"), 1)
 
 
 def _stop(error: Exception, status: int) -> None:

@@ -228,7 +228,7 @@ def _flow_of_last_position(head: LocalJacobian) -> Tensor | None:
     if width * width * length > LARGEST_FLOW:
         return None
     flow = torch.zeros(width, length, width, dtype=head.output.dtype, device=head.output.device)
-    flow[:, -1] = torch.eye(width)
+    flow[:, -1] = torch.eye(width, dtype=flow.dtype, device=flow.device)
     return flow.flatten(1)
 
 

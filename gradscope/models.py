@@ -187,8 +187,10 @@ def load_policy(
 @torch.no_grad()
 def is_causal(model: nn.Module) -> bool:
     """Whether the logits of a token stay when the next token changes: encoders load as causal models too."""
-    first, second = model(input_ids=torch.tensor([[0, 1], [0, 2]], device=model.device)).logits[:, 0]
-    return torch.allclose(first, second, rtol=1e-2, atol=1e-3)
+    first, second = model(input_ids=torch.tensor([[0, 1], [0, 2]], device=model.device)).logits[:, 0].double()
+    # Two rows of one batch can differ by rounding.
+    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.05
+    return bool((first - second).norm() <= tolerance * first.norm())
 
 
 def find_blocks(model: nn.Module, name: str | None = None) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import torch
 from tqdm import tqdm
 
 from gradscope.batch import TokenBatch
@@ -88,12 +89,16 @@ def summarize_measurement(
 ) -> Summary:
     """Ask the network for the sums over tokens that the table cannot give, and put everything side by side.
 
-    table: what `measure(policy, batch, …)` gave; settings: those that it was made with. contexts: compute the constants
-    of Eq. 3 at so many tokens' contexts (`jacobians.layer_constants`; its time grows fast with model and context).
+    table: what `measure(policy, batch, …)` gave; settings: those that it was made with; batch: at the temperatures that
+    it was measured at. contexts: compute the constants of Eq. 3 at so many tokens' contexts
+    (`jacobians.layer_constants`; its time grows fast with model and context).
     """
     gradients = None
     if table["weight"].notna().all():
-        gradients = interval_gradients(policy, batch, settings=settings.loss, progress=progress)
+        # The table's own intervals, by π: shares of tokens and of the gradient are of the same tokens.
+        intervals = torch.zeros(batch.input_ids.shape, dtype=torch.long)
+        intervals[batch.response_mask] = torch.tensor(table["interval"].tolist())
+        gradients = interval_gradients(policy, batch, settings=settings.loss, intervals=intervals, progress=progress)
     rng = np.random.default_rng(settings.seed)
     constants = None
     if contexts:

@@ -562,7 +562,7 @@ def test_the_demo_samples_measures_and_is_finished_the_second_time(run, tmp_path
     out = tmp_path / "demo"
     first = run("demo", "--out", out)
     assert (first.status, first.err) == (0, "")
-    assert {"rollouts.jsonl", "tokens.parquet", "manifest.json", "figures"} == set(os.listdir(out))
+    assert {"rollouts_seed0.jsonl", "tokens.parquet", "manifest.json", "figures"} == set(os.listdir(out))
     before = files(out)
     again = run("demo", "--out", out)
     assert again.status == 0 and "already measured" in again.out and files(out) == before

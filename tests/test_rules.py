@@ -150,7 +150,7 @@ def test_a_diagonal_module_whose_tokens_have_inputs_of_their_own():
     module = nn.LayerNorm(6).double()
     inputs, delta = random(TOKENS, 3, 6), random(TOKENS, 3, 6, seed=1)
     with torch.no_grad():
-        ours = sum(diagonal_square_norms(delta, slope, each=True) for slope in parameter_slopes(module, inputs))
+        ours = sum(diagonal_square_norms(delta, slope) for slope in parameter_slopes(module, inputs))
     expected = [square_norms_by_autograd(module, [(a, d[None])]) for a, d in zip(inputs, delta, strict=True)]
     torch.testing.assert_close(ours, torch.cat(expected), rtol=1e-12, atol=0.0)
 

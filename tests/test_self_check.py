@@ -13,9 +13,10 @@ from tiny import CAUSAL, LAYERS, make_batch, make_policy
 
 from gradscope import token_table
 from gradscope.batch import Response, collate
-from gradscope.capture import TokenGradientMeter, measuring, token_gradients
-from gradscope.capture.self_check import TOLERANCES, check_engine, measure_plainly
+from gradscope.capture import TokenGradientMeter, TokenGradients, measuring, token_gradients
+from gradscope.capture.self_check import TOLERANCES, CheckedToken, _compare, check_engine, measure_plainly
 from gradscope.errors import SelfCheckError
+from gradscope.logprobs import TokenStatistics
 from gradscope.models import Policy
 from gradscope.token_table import MeasureSettings, TableMeasurement, measure
 
@@ -160,3 +161,11 @@ def test_it_is_left_out_where_that_is_asked_for(monkeypatch):
     policy = make_policy("llama")
     with TableMeasurement(policy, collate([Response([5], [7])]), MeasureSettings(self_check=False)) as measurement:
         assert measurement.check is None
+
+
+def test_a_norm_that_is_nan_fails_the_check_wherever_it_stands():
+    oracle = CheckedToken(torch.ones(2), {"a": 1.0, "b": 1.0}, 2.0**0.5)
+    one, nan = torch.ones(1), torch.tensor([float("nan")])
+    modules = {"a": one, "b": nan}
+    ours = TokenGradients(TokenStatistics(one, one, one), one, torch.ones(1, 2), torch.tensor([2.0**0.5]), modules)
+    assert max(_compare(ours, 0, oracle).values()) == float("inf")

@@ -17,7 +17,9 @@ ForwardHook = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], A
 @contextmanager
 def forward_hooks(module: nn.Module, names: Iterable[str], hook: ForwardHook) -> Iterator[None]:
     """Call `hook` after the forward of each named submodule ("" is the module itself); removed whatever happens."""
-    modules = dict(module.named_modules())
+    if isinstance(names, str):
+        raise InputError(f"names is the string {names!r}; give a list of names, [{names!r}]")
+    modules, names = dict(module.named_modules()), list(names)
     if unknown := [n for n in names if n not in modules]:
         raise InputError(f"{type(module).__name__} has no submodule {unknown[0]!r}; see dict(module.named_modules())")
     handles = []
@@ -62,7 +64,7 @@ def capture_activations(module: nn.Module, names: Iterable[str]) -> Iterator[dic
         if (tensor := first_tensor(output)) is not None:
             activations[_fresh_key(name, activations)] = tensor.detach()
 
-    with forward_hooks(module, list(names), record):
+    with forward_hooks(module, names, record):
         yield activations
 
 
@@ -106,7 +108,7 @@ def capture_gradients(module: nn.Module, names: Iterable[str]) -> Iterator[dict[
         return replaced
 
     try:
-        with forward_hooks(module, list(names), record):
+        with forward_hooks(module, names, record):
             yield gradients
     finally:
         for handle in handles:

@@ -49,12 +49,12 @@ def outer_square_norms(
 
 
 def diagonal_square_norms(
-    delta: Float[Tensor, "K *rows d"], slope: Float[Tensor, "*any d"], *, each: bool = False
+    delta: Float[Tensor, "K *rows d"], slope: Float[Tensor, "*broadcast d"]
 ) -> Float[Tensor, " K"]:
     """Squared norm of Σ_s δ_s ∘ slope_s: a vector parameter that scales or shifts channel by channel.
 
     slope is ∂output/∂parameter, which for such a module is diagonal: the normalised input for a norm's weight, ones
-    for a bias. each=False: the tokens share it, [*rows, d]; each=True: [K, *rows, d].
+    for a bias. [*rows, d] if the tokens share it, [K, *rows, d] if each has its own.
     """
     terms = (delta * slope).reshape(len(delta), -1, delta.shape[-1])
     return terms.sum(1).square().sum(1)

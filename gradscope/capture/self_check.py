@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -89,7 +90,9 @@ def _compare(ours: TokenGradients, k: int, oracle: CheckedToken) -> dict[str, fl
     measured = {name: norms[k].item() for name, norms in ours.module_grad_norm.items()}
     for name, norm in oracle.module_grad_norm.items():
         out[f"module {name or 'the model itself'}"] = abs(measured.get(name, 0.0) - norm) / whole
-    return out | {ALL: _relative(ours.param_grad_norm[k].item(), oracle.param_grad_norm)}
+    out[ALL] = _relative(ours.param_grad_norm[k].item(), oracle.param_grad_norm)
+    # A NaN is no number to compare: it must be the worst, and max() would pass it over.
+    return {name: difference if isfinite(difference) else inf for name, difference in out.items()}
 
 
 def _blame(differences: dict[str, float], worst: str) -> str:

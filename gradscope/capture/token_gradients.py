@@ -120,7 +120,7 @@ class TokenGradientMeter:
                 square[name][measured] = self._local_square_norms(call, delta, inputs)[measured]
         norms = {name: values.clamp(min=0).sqrt() for name, values in square.items()}
         norms = {name: head.size * norm for name, norm in norms.items()}
-        total = head.size * torch.stack(list(square.values())).sum(0).sqrt()
+        total = head.size * torch.stack(list(square.values())).sum(0).clamp(min=0).sqrt()
         return TokenGradients(head.statistics, head.logit_grad_norm, head.size[:, None] * act, total, norms)
 
     @torch.no_grad()
@@ -136,13 +136,14 @@ class TokenGradientMeter:
     @torch.no_grad()
     def _measure_cheaply(self, ids: Tensor, targets: Tensor, temperature: float) -> TokenGradients:
         """What needs no backward pass, NaN for the rest."""
-        prefix, split = ids[: targets[-1]], targets.split(self._head_rows)
-        seeds = (logit_gradient(self._logits(prefix, t - 1), ids[t], temperature=temperature) for t in split)
-        norms = torch.cat([seed.norm(dim=1) for seed in seeds])
-        unknown = torch.full_like(norms, float("nan"))
-        statistics = self.statistics(ids, targets, temperature=temperature)
+        statistics, norms = [], []
+        for part in targets.split(self._head_rows):
+            logits = self._logits(ids[: targets[-1]], part - 1)
+            statistics.append(token_statistics(logits, ids[part], temperature=temperature))
+            norms.append(logit_gradient(logits, ids[part], temperature=temperature).norm(dim=1))
+        unknown = torch.full_like(torch.cat(norms), float("nan"))
         act = unknown[:, None].expand(-1, len(self.blocks) + 1).clone()
-        return TokenGradients(statistics, norms, act, unknown, {})
+        return TokenGradients(_join_statistics(statistics), torch.cat(norms), act, unknown, {})
 
     # The head: position by position, so every token at once.
 
@@ -196,7 +197,7 @@ class TokenGradientMeter:
         if self.claims.rules[call.name] == "diagonal":
             width = call.inputs.shape[-1]
             slopes = (slope.reshape(len(delta), -1, width) for slope in inputs.unbind(1))
-            return sum(diagonal_square_norms(delta.reshape(s.shape), s, each=True) for s in slopes)
+            return sum(diagonal_square_norms(delta.reshape(s.shape), s) for s in slopes)
         return outer_square_norms(delta, inputs, bias=call.module.bias is not None)
 
     # The body: a chunk of tokens over their common prefix.
@@ -206,7 +207,7 @@ class TokenGradientMeter:
     ) -> dict[str, Tensor]:
         """Squared gradient norms [K] by module; the picked rows of `act` are filled in."""
         recorder = self._record_body(ids[: targets[picks[-1]]])
-        token, position = torch.arange(len(picks)), targets[picks] - 1
+        token, position = torch.arange(len(picks), device=targets.device), targets[picks] - 1
         seeds = [tensor.new_zeros(len(picks), *tensor.shape) for tensor in recorder.joints]
         for seed, rows in zip(seeds, head.joint_deltas, strict=True):
             seed[token, 0, position] = rows[picks].reshape(len(picks), *seed.shape[3:]).to(seed.dtype)
