@@ -182,7 +182,10 @@ class TheoryReport:
     def _head(self) -> list[str]:
         """Caveat 2: σ_min says nothing at the head."""
         if self.constants is None:
-            return ["2. The head's and the layers' constants were not computed (gradscope.jacobians.layer_constants)"]
+            return [
+                "2. The head's and the layers' constants were not computed (gradscope measure --constants N, or",
+                "   gradscope.jacobians.layer_constants)",
+            ]
         head = self.constants[self.constants["module"] == "head"]
         vocab, width = (int(head[c].iloc[0]) for c in ("outputs", "inputs"))
         null = (

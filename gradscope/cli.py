@@ -314,6 +314,8 @@ def main(args: Sequence[str] | None = None) -> None:
         _stop(error, 2)
     except (SelfCheckError, OSError) as error:
         _stop(error, 1)
+    except KeyboardInterrupt:
+        _stop(RuntimeError("interrupted; `measure` and `demo` go on where they were when started again"), 1)
     except torch.OutOfMemoryError as error:
         advice = "try --chunk-memory, a smaller --dtype, or --no-figures (summed gradients take 48 bytes a parameter)"
         _stop(RuntimeError(f"out of memory on the device ({str(error).splitlines()[0]}); {advice}"), 1)

@@ -113,7 +113,9 @@ def _draw_cone(ax: Axes, measured: pd.DataFrame, cone, vocab_size: int, shade: f
     norm = measured[norm_column(cone.layer)].to_numpy(dtype=float)
     outside = int(((norm < low * least * (1 - _ROUNDING)) | (norm > high * most * (1 + _ROUNDING))).sum())
     words = f"{cone.kind or 'given'} gains {short_number(low)} to {short_number(high)}"
-    words = f"{'theorem' if cone.layer == 'logits' else words}: {outside:,} outside"
+    # Gains measured on these very tokens span them by construction: nothing is outside, and nothing is proved by it.
+    words = f"{'theorem' if cone.layer == 'logits' else words}"
+    words = f"{words}, their span" if cone.kind == "measured" else f"{words}: {outside:,} outside"
     ax.fill_between(prob, low * lower, high * upper, fc=(NEUTRAL, shade), ec=NEUTRAL, lw=0.8, label=words)
     outline = pd.DataFrame({"prob": prob, "lower": low * lower, "upper": high * upper})
     return outline.assign(layer=cone.layer, kind=cone.kind, outside=outside)

@@ -232,9 +232,9 @@ def plot_cosines(cosines: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: A
     for row, column in np.argwhere(np.isnan(values)):
         ax.text(column + 0.5, row + 0.5, "–", ha="center", va="center")
     ax.tick_params(length=0)
-    ax.set_yticklabels(labels, rotation=0)
+    ax.set_yticklabels([label.replace(", ", ",") for label in labels], rotation=0)
     name_intervals(ax, labels)
-    ax.set(xlabel="tokens with π in", ylabel="tokens with π in")
+    ax.set(xlabel="tokens with π in", ylabel="")
     return finish(ax, pd.DataFrame(values, columns=labels).assign(interval=labels).set_index("interval").reset_index())
 
 

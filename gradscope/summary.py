@@ -14,7 +14,7 @@ from tqdm import tqdm
 from gradscope.batch import TokenBatch
 from gradscope.bounds import TheoryReport, theory_report
 from gradscope.errors import InputError
-from gradscope.gains import FLOOR, LAYER, PARAMETERS
+from gradscope.gains import FLOOR, LAYER, LOGITS, PARAMETERS
 from gradscope.group_gradients import IntervalGradients, interval_gradients
 from gradscope.intervals import interval_labels, summarize
 from gradscope.jacobians import layer_constants, token_contexts
@@ -24,6 +24,13 @@ from gradscope.token_table import MeasureSettings
 
 PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
 """Fig. 1 (d) of the paper, read off the image: the four intervals, and all tokens."""
+
+
+LEGEND = """mean_norm: ‖g‖ of a token for unit weight, with a 95 % interval over prompts; squared_share: of Σ‖w g‖²;
+gradient_norm: ‖G_a‖/‖G‖; gradient_share: ⟨G_a, G⟩/‖G‖²; half_cosine: of G_a between two halves of the prompts"""
+"""What the columns of Summary.intervals are."""
+ENOUGH = 30
+"""Tokens below which a fitted power is not put into words."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,8 @@ class Summary:
     """None where too few tokens were measured to say anything."""
 
     def __str__(self) -> str:
-        parts = [self.sentences(), self.intervals.to_string(index=False, float_format="{:.3g}".format, na_rep="–")]
+        table = self.intervals.to_string(index=False, float_format="{:.3g}".format, na_rep="–")
+        parts = [self.sentences(), f"{table}\n{LEGEND}"]
         if self.gradients is not None:
             matrix = self.gradients.cosines.set_axis(interval_labels(), axis=0).set_axis(interval_labels(), axis=1)
             parts += [
@@ -52,30 +60,51 @@ class Summary:
     def sentences(self) -> str:
         """The finding in words."""
         low, high, table = self.intervals.iloc[0], self.intervals.iloc[-1], self.intervals
-        lines = []
+        lines = [f"{int(table['measured'].sum()):,} of {int(table['tokens'].sum()):,} response tokens were measured."]
         if np.isfinite(low["mean_norm"]) and high["mean_norm"] > 0:
-            lines.append(
-                f"A token with π < ¼ has {low['mean_norm'] / high['mean_norm']:.1f} times the gradient norm of one "
-                f"with π ≥ ¾ on average ({low['mean_norm']:.3g} against {high['mean_norm']:.3g}, all parameters, unit "
-                "weight)."
+            ratio, norms = (
+                low["mean_norm"] / high["mean_norm"],
+                f"{low['mean_norm']:.3g} against {high['mean_norm']:.3g}",
             )
-        if self.gradients is not None and np.isfinite(table["gradient_share"]).any():
-            owner = table.loc[table["gradient_share"].idxmax()]
             lines.append(
-                f"The gradient of this batch belongs first to the tokens with π in {owner['interval']}: "
-                f"{owner['gradient_share']:.0%} of it (⟨G_a, G⟩/‖G‖²), by {owner['token_share']:.1%} of the tokens."
+                f"One by one: a token with π < ¼ has {ratio:.1f} times the gradient norm of one with π ≥ ¾ on average "
+                f"({norms}, all parameters, unit weight)."
             )
-            for name, row in (("π < ¼", low), ("π ≥ ¾", high)):
-                if np.isfinite(row["gradient_share"]):
-                    shares = f"{row['token_share']:.1%} of the tokens and {row['gradient_share']:.0%} of the gradient"
-                    lines.append(f"Tokens with {name} are {shares}.")
+        if self.gradients is not None:
+            lines += self._sums(table)
+        if self.theory is not None:
+            powers = self.theory.powers
+            slopes = powers.loc[(powers["quantity"] != LOGITS) & (powers["tokens"] >= ENOUGH), "slope"]
+            if len(slopes):
+                lines.append(
+                    f"Below the logits, norms grow like (1−π)^s with s from {slopes.min():.2f} to {slopes.max():.2f} "
+                    "by layer (theory: 1, √ law: ½); Prop. 4.2 bounds norms and does not fix s."
+                )
         return "\n".join(lines)
+
+    def _sums(self, table: pd.DataFrame) -> list[str]:
+        """What the summed gradients say, and how far to trust it."""
+        owned = _rows(table, "token_share", "gradient_share")
+        if not owned:
+            return ["In sum: every weight of the loss is 0 (equal rewards in each group, or all clipped): no gradient."]
+        each = ", ".join(f"{share:.0%} by {tokens:.1%} of the tokens (π in {name})" for name, tokens, share in owned)
+        halves = ", ".join(f"{cosine:.2f}" for _, cosine in _rows(table, "half_cosine"))
+        return [
+            f"In sum: of this batch's gradient (⟨G_a, G⟩/‖G‖²), {each}.",
+            f"Between two halves of the prompts, G_a has cosines {halves or '–'}: an interval near 0 is mostly noise, "
+            "and its share is another in another batch.",
+        ]
 
     def _repr_html_(self) -> str:
         sentences = escape(self.sentences()).replace("\n", "<br>")
         parts = [f"<p>{sentences}</p>", self.intervals.to_html(index=False, float_format="{:.3g}".format)]
         parts += [part._repr_html_() for part in (self.gradients, self.theory) if part is not None]
         return "".join(parts)
+
+
+def _rows(table: pd.DataFrame, *columns: str) -> list[tuple]:
+    """(interval, values…) of the rows in which all of these columns are numbers."""
+    return list(table.dropna(subset=columns)[["interval", *columns]].itertuples(index=False, name=None))
 
 
 def summarize_measurement(

@@ -69,17 +69,17 @@ def test_an_interval_of_which_a_subset_was_measured_counts_by_all_of_its_tokens(
     pd.testing.assert_frame_equal(intervals.iloc[1:], full.iloc[1:])
 
 
-def test_the_sentences_say_what_the_columns_hold(summary):
+def test_the_sentences_say_what_the_columns_hold(summary, table):
     low, high = summary.intervals.iloc[0], summary.intervals.iloc[-1]
     text = summary.sentences()
     assert f"{low['mean_norm'] / high['mean_norm']:.1f} times the gradient norm" in text
-    owner = summary.intervals.loc[summary.intervals["gradient_share"].idxmax()]
-    assert f"belongs first to the tokens with π in {owner['interval']}: {owner['gradient_share']:.0%}" in text
-    for name, row in (("π < ¼", low), ("π ≥ ¾", high)):
-        share = f"{row['token_share']:.1%} of the tokens and {row['gradient_share']:.0%} of the gradient"
-        assert f"Tokens with {name} are {share}." in text
+    for _, row in summary.intervals.iterrows():
+        share = f"{row['gradient_share']:.0%} by {row['token_share']:.1%} of the tokens (π in {row['interval']})"
+        assert share in text
+    assert f"cosines {', '.join(f'{c:.2f}' for c in summary.intervals['half_cosine'])}:" in text
+    assert text.startswith(f"{len(table)} of {len(table)} response tokens were measured.")
     assert text in str(summary) and "Cosines between" in str(summary) and "Prop. 4.2" in str(summary)
-    assert "nan" not in text and text.splitlines()[1] in summary._repr_html_()
+    assert "nan" not in text and text.splitlines()[0] in summary._repr_html_()
 
 
 def test_the_same_seed_gives_the_same_summary(policy, batch, table, summary):
@@ -90,7 +90,7 @@ def test_without_advantages_nothing_is_said_about_the_gradient(policy, batch):
     bare = replace(batch, rewards=None)
     summary = summarize_measurement(policy, bare, measure(policy, bare), MeasureSettings())
     assert summary.gradients is None and "gradient_share" not in summary.intervals
-    assert "times the gradient norm" in str(summary) and "belongs" not in str(summary)
+    assert "times the gradient norm" in str(summary) and "In sum" not in str(summary)
 
 
 def test_with_equal_rewards_nobody_owns_the_gradient(policy, batch):
@@ -98,7 +98,7 @@ def test_with_equal_rewards_nobody_owns_the_gradient(policy, batch):
     table = measure(policy, equal)
     assert (table["weight"] == 0).all()
     summary = summarize_measurement(policy, equal, table, MeasureSettings())
-    assert "belongs" not in str(summary) and "nan" not in summary.sentences()
+    assert "every weight of the loss is 0" in str(summary) and "nan" not in summary.sentences()
 
 
 def test_an_empty_interval_is_a_row_and_no_sentence(policy):
