@@ -22,11 +22,11 @@ import tyro
 from tqdm import tqdm
 
 from gradscope import load_policy, measure
-from gradscope.batch import Response, TokenBatch, collate
+from gradscope.batch import TokenBatch
 from gradscope.bounds import theory_report
 from gradscope.group_gradients import interval_gradients_over
 from gradscope.models import Policy
-from gradscope.sampling.hf import HFSampler, rollout_rows
+from gradscope.sampling.hf import HFSampler, batch_rows, rollout_rows
 from gradscope.summary import Summary, interval_summary, write_figures
 from gradscope.tasks import get_task
 
@@ -52,8 +52,7 @@ def sample_batch(policy: Policy, options: Options, seed: int) -> TokenBatch:
     questions = task.questions(options.questions, seed=seed)
     sampler = HFSampler(policy, batch_size=128)
     settings = {"n": options.responses, "temperature": TEMPERATURE, "max_new_tokens": 400, "seed": seed}
-    rows = rollout_rows(policy, questions, task=task, sampler=sampler, **settings)
-    return collate([Response(r["prompt_ids"], r["response_ids"], r["group"], TEMPERATURE, r["reward"]) for r in rows])
+    return batch_rows(rollout_rows(policy, questions, task=task, sampler=sampler, **settings))
 
 
 def table(options: Options) -> tuple[Policy, pd.DataFrame, Summary]:

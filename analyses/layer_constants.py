@@ -23,14 +23,14 @@ import tyro
 from matplotlib.axes import Axes
 
 from gradscope import load_policy, measure
-from gradscope.batch import Response, TokenBatch, collate
+from gradscope.batch import TokenBatch
 from gradscope.bounds import TheoryReport, theory_report
 from gradscope.jacobians import layer_constants, token_contexts
 from gradscope.models import Policy
 from gradscope.plot_style import finish, new_axes
 from gradscope.plots import paper_style, save_figure
 from gradscope.run_folder import write_text
-from gradscope.sampling.hf import HFSampler, rollout_rows
+from gradscope.sampling.hf import batch_rows, rollout_rows
 from gradscope.tasks import get_task
 
 TEMPERATURE = 0.7
@@ -58,11 +58,8 @@ def sample_batch(policy: Policy, options: Options) -> TokenBatch:
     """Two responses to each of some two-person puzzles."""
     task = get_task("knights-knaves-compact")
     questions = task.questions(options.prompts, seed=options.seed, people=(2,))
-    rows = rollout_rows(
-        policy, questions, n=2, temperature=TEMPERATURE, max_new_tokens=256, seed=options.seed, task=task,
-        sampler=HFSampler(policy),
-    )  # fmt: skip
-    return collate([Response(r["prompt_ids"], r["response_ids"], r["group"], TEMPERATURE, r["reward"]) for r in rows])
+    settings = {"n": 2, "temperature": TEMPERATURE, "max_new_tokens": 256, "seed": options.seed}
+    return batch_rows(rollout_rows(policy, questions, task=task, **settings))
 
 
 def choose_tokens(tokens: pd.DataFrame, batch: TokenBatch, options: Options) -> pd.DataFrame:

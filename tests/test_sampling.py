@@ -13,7 +13,7 @@ from gradscope.errors import InputError
 from gradscope.models import Policy
 from gradscope.readers import read_rollouts, write_rollouts
 from gradscope.sampling import Sample, Sampler
-from gradscope.sampling.hf import HFSampler, draw_tokens, rollout_rows, stop_ids
+from gradscope.sampling.hf import HFSampler, batch_rows, draw_tokens, rollout_rows, stop_ids
 
 PROMPTS = [[4, 5, 6, 7, 8, 9, 10], [11], [12, 13, 14]]
 
@@ -240,3 +240,17 @@ def test_without_a_task_rows_have_no_reward():
 def test_text_questions_need_a_tokenizer():
     with pytest.raises(InputError, match="needs a tokenizer"):
         rollout_rows(make_policy("llama"), QUESTIONS, n=1, temperature=1.0, max_new_tokens=3, seed=0)
+
+
+def test_rows_become_a_batch_of_the_same_responses():
+    rows = [
+        {"prompt_ids": [4, 5], "response_ids": [6], "group": 0, "temperature": 0.7, "reward": 1.0, "level": 2},
+        {"prompt_ids": [4], "response_ids": [7, 8], "group": 1, "temperature": 0.7, "reward": -1.0, "level": 2},
+    ]
+    batch = batch_rows(rows)
+    for index, row in enumerate(rows):
+        sequence, kept = batch.sequence(index)
+        assert sequence.tolist() == row["prompt_ids"] + row["response_ids"]
+        assert sequence[kept].tolist() == row["response_ids"]
+    assert batch.rewards.tolist() == [1.0, -1.0] and batch.group_ids.tolist() == [0, 1]
+    assert batch.temperature.tolist() == pytest.approx([0.7, 0.7]) and batch.old_logprobs is None

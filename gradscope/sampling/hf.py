@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from gradscope.batch import Response, TokenBatch, collate
 from gradscope.errors import InputError
 from gradscope.models import Policy
 from gradscope.sampling import Sample, Sampler
@@ -118,6 +119,12 @@ def rollout_rows(
                 row["reward"] = float(task.reward(response, question))
             rows.append(row | {"level": question.level, "finished": sample.finished})
     return rows
+
+
+def batch_rows(rows: Iterable[dict[str, Any]]) -> TokenBatch:
+    """The rows of `rollout_rows` as a batch, on-policy: the log-probabilities of the sampler are left out."""
+    names = ("prompt_ids", "response_ids", "group", "temperature")
+    return collate([Response(**{n: row[n] for n in names}, reward=row.get("reward")) for row in rows])
 
 
 def draw_tokens(
