@@ -110,17 +110,6 @@ def check_logit_grad_bounds(
     return BoundCheck(norms.numel(), int(below.sum()), int(above.sum()), float(slack.max()) if slack.numel() else 0.0)
 
 
-def bounds_hold(
-    norms: Float[Tensor, "*tokens"],
-    log_one_minus_prob: Float[Tensor, "*tokens"],
-    vocab_size: int,
-    *,
-    tolerance: int | float | None = None,
-) -> bool:
-    """True when every token's ‖e − π‖ obeys Prop. 4.2 to rounding (see `check_logit_grad_bounds`)."""
-    return check_logit_grad_bounds(norms, log_one_minus_prob, vocab_size, tolerance=tolerance).holds
-
-
 def widen(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The tensor in at least float32: half precision is upcast, float32 and float64 are returned as they are."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

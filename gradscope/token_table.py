@@ -78,10 +78,9 @@ class TableMeasurement:
         """What the self-check found; None before entering, and where it was switched off."""
 
     def __enter__(self) -> TableMeasurement:
-        self._stack = ExitStack()
-        try:
-            self._stack.enter_context(torch.inference_mode(False))  # gradients flow, whatever the caller switched off
-            self._stack.enter_context(measuring(self.policy.model))
+        with ExitStack() as stack:  # everything comes back if the model or the self-check refuses
+            stack.enter_context(torch.inference_mode(False))  # gradients flow, whatever the caller switched off
+            stack.enter_context(measuring(self.policy.model))
             longest = int(self.batch.attention_mask.sum(1).argmax())
             self.meter = TokenGradientMeter(self.policy, self._sequence(longest)[0], **self._chunks)
             self._bounds = np.cumsum([0, *self.batch.response_mask.sum(1).tolist()])
@@ -91,9 +90,7 @@ class TableMeasurement:
             self._measured = self._draw_measured(generator)
             if self.settings.self_check:
                 self.check = self._self_check(generator)
-        except BaseException:
-            self._stack.close()
-            raise
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

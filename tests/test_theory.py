@@ -7,7 +7,6 @@ import torch
 
 from gradscope.errors import InputError
 from gradscope.theory import (
-    bounds_hold,
     check_logit_grad_bounds,
     logit_grad_bounds,
     logit_grad_norm,
@@ -106,14 +105,13 @@ def test_violations_are_counted_on_their_side_and_a_nan_counts():
     norms = torch.tensor([0.4, 0.6, 0.8, math.nan])  # the cone at 1−π = ½, N = 4 is [0.577, 0.707]
     check = check_logit_grad_bounds(norms, log_one_minus_prob, 4)
     assert (check.num_tokens, check.num_below, check.num_above, check.holds) == (4, 2, 1, False)
-    assert not bounds_hold(norms, log_one_minus_prob, 4)
-    assert bounds_hold(norms[:3], log_one_minus_prob[:3], 4, tolerance=0.5)
+    assert check_logit_grad_bounds(norms[:3], log_one_minus_prob[:3], 4, tolerance=0.5).holds
 
 
 def test_the_granted_slack_is_rounding_and_stays_finite_where_a_token_is_certain():
     slack = rounding_tolerance(torch.tensor([0.0, -10.0, -math.inf]))
     assert slack.tolist() == pytest.approx([4 * 1.1920929e-7 * f for f in (8.0, 18.0, 8.0 + 87.33655)], rel=1e-5)
-    assert bounds_hold(torch.tensor(0.0), torch.tensor(-math.inf), 10)
+    assert check_logit_grad_bounds(torch.tensor(0.0), torch.tensor(-math.inf), 10).holds
 
 
 def test_the_square_root_envelope_is_above_the_upper_bound_and_loose():

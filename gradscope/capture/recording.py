@@ -66,18 +66,15 @@ class Recorder:
         names = {id(m): name for name, m in self.model.named_modules()}
         self._blocks = {names[id(b)]: i for i, b in enumerate(self.blocks)}
         self._last = len(self.blocks) - 1
-        self._stack = ExitStack()
-        try:
+        with ExitStack() as stack:  # taken down at once if a hook cannot be set
             for block, hook in ((self.blocks[0], self._enter_first), (self.blocks[-1], self._enter_last)):
-                self._stack.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                stack.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
             if self.joint is not None:
                 joint = self.model.get_submodule(self.joint)
-                self._stack.callback(joint.register_forward_pre_hook(self._enter_joint).remove)
-            self._stack.enter_context(forward_hooks(self.model, [*self.claims.rules, *self._blocks], self._leave))
-            self._stack.enter_context(torch.enable_grad())
-        except BaseException:
-            self._stack.close()
-            raise
+                stack.callback(joint.register_forward_pre_hook(self._enter_joint).remove)
+            stack.enter_context(forward_hooks(self.model, [*self.claims.rules, *self._blocks], self._leave))
+            stack.enter_context(torch.enable_grad())
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
