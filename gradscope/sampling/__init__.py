@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,17 @@ class Sampler(Protocol):
         temperature: float,
         max_new_tokens: int,
         generator: torch.Generator,
+        greedy: bool = False,
     ) -> list[list[Sample]]:
-        """n responses to each prompt, in the order of the prompts."""
+        """n responses to each prompt, in the order of the prompts.
+
+        greedy: always the likeliest token; `temperature` then only says at which one the log-probabilities are.
+        """
+        ...
+
+    def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Sample with these weights from now on: every parameter by its name in the model, whole.
+
+        A sampler that shares the trained model's own weights has nothing to do.
+        """
         ...

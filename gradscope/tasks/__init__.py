@@ -1,9 +1,9 @@
 """Prompts with a reward, one file per task, registered by name; a user adds a task in a file of their own."""
 
 from gradscope.tasks import knights_knaves
-from gradscope.tasks.registry import Question, Task, get_task, register, task_names
+from gradscope.tasks.registry import Grade, Question, Task, get_task, grade_response, register, task_names
 
 register(knights_knaves.knights_knaves)
 register(knights_knaves.knights_knaves_compact)
 
-__all__ = ["Question", "Task", "get_task", "register", "task_names"]
+__all__ = ["Grade", "Question", "Task", "get_task", "grade_response", "register", "task_names"]

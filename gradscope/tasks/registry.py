@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,25 @@ class Question:
     """Difficulty, where the task has one; for Knights & Knaves the number of people."""
 
 
+@dataclass(frozen=True)
+class Grade:
+    """What a response is worth."""
+
+    reward: float
+    """What the trainer maximises."""
+    correct: bool
+    """Whether the answer is right."""
+    format_ok: bool | None = None
+    """Whether the answer has the form that the task asks for; None: it asks for none."""
+
+
 @runtime_checkable
 class Task(Protocol):
-    """What a task offers; any object with these three members is one."""
+    """What a task offers; any object with these three members is one.
+
+    A task may also have `grade(response, question) -> Grade`, which tells right answers and good form apart from the
+    reward; without it a response is right if its reward is above 0.
+    """
 
     name: str
     """The name that `--task` takes."""
@@ -80,6 +97,29 @@ def get_task(name: str) -> Task:
     if name not in _tasks:
         raise InputError(f"no task is called {name!r}; known: {', '.join(task_names())}, or path/to/file.py:NAME")
     return _tasks[name]
+
+
+def grade_response(task: Task, response: str, question: Question) -> Grade:
+    """The task's own grade or, if it has none, one made of its reward.
+
+    Raises InputError, with the response's first characters, if the task raises or its reward is not a finite number.
+    """
+    try:
+        if hasattr(task, "grade"):
+            grade = task.grade(response, question)
+        else:
+            reward = float(task.reward(response, question))
+            grade = Grade(reward, correct=reward > 0)
+    except Exception as error:  # the task is the user's code: whatever it raises, they are told where
+        raise InputError(
+            f"the reward of task {task.name!r} raised {type(error).__name__} ({error}) on the response "
+            f"{response[:60]!r}; mend the task"
+        ) from error
+    if not math.isfinite(grade.reward):
+        raise InputError(
+            f"the reward of task {task.name!r} is {grade.reward} on the response {response[:60]!r}; give finite numbers"
+        )
+    return grade
 
 
 def _run_file(file: Path) -> None:

@@ -1,0 +1,106 @@
+"""What a training run is: one frozen dataclass that is the command line, the saved config.json and the documentation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from gradscope.batch_loss import LossSettings
+from gradscope.errors import InputError
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A run of GRPO or REINFORCE++; the defaults are the paper's for Knights & Knaves (its Table 2, arXiv:2505.12929)."""
+
+    model: str = "embedded"
+    """Checkpoint folder of transformers, a name on the model hub, or "embedded"."""
+    task: str = "knights-knaves-compact"
+    """A registered task or path/to/file.py:NAME: prompts and a reward."""
+    data: tuple[str, ...] = ()
+    """Files of questions, wildcards allowed, as they are or below $GRADSCOPE_DATA; none: the task makes questions up."""
+    people: tuple[int, ...] | None = None
+    """For Knights & Knaves: only puzzles with these numbers of people."""
+    steps: int | None = None
+    """Batches of responses to train on. Give this or epochs."""
+    epochs: int | None = None
+    """Passes over the questions of `data`."""
+    questions_per_step: int = 64
+    """Questions in a batch."""
+    group_size: int = 8
+    """Responses to each question."""
+    max_new_tokens: int = 4096
+    """Longest response."""
+    temperature: float = 0.7
+    """Of sampling; every probability is taken at it."""
+
+    algorithm: Literal["grpo", "reinforce++"] = "grpo"
+    """Advantages within groups with the KL in the loss, or of whole returns with the KL in the reward (Eq. 20, 21)."""
+    clip_ratio_low: Number = 0.2
+    """ε_low of Eq. 1."""
+    clip_ratio_high: Number = 0.24
+    """ε_high of Eq. 1."""
+    clip_ratio_c: Number | None = 10.0
+    """Dual clip of negative advantages; none: off."""
+    kl_coef: Number = 0.001
+    """β, of the KL to the policy as it was before training; at 0 no reference policy is kept."""
+    reweight_alpha: Number | None = None
+    """α of Advantage Reweighting (Eq. 4); none: off. The paper: 0.3 for GRPO on puzzles, 0.1 on math and REINFORCE++."""
+    lopti_eta: Number | None = None
+    """η of Lopti (Alg. 1); none: off. The paper: 0.5."""
+    lopti_order: Literal["low-first", "high-first"] = "low-first"
+    """Which tokens are updated first; high-first is the paper's ablation."""
+    lopti_schedule: Literal["sweep", "interleaved"] = "sweep"
+    """Both mini-batches' low tokens, then both high (L1 L2 H1 H2, the authors' code), or L1 H1 L2 H2."""
+    mask_probs: tuple[float, float] | None = None
+    """Ablation: tokens with π_old in [low, high) are left out of the loss; a high of 1 is in."""
+    control: Literal["random-split", "permuted-weights", "matched-norm"] | None = None
+    """A matched control: Lopti's passes over a random split of the same sizes (needs lopti_eta), Reweight's weights
+    permuted across tokens, or plain advantages with the gradient rescaled to Reweight's norm (need reweight_alpha)."""
+
+    mini_batch_size: int = 256
+    """Responses per optimizer step. Twice the steps of plain GRPO, as Lopti takes them: half of this."""
+    micro_batch_size: int = 32
+    """Most responses in one forward pass; changes speed and memory only."""
+    learning_rate: Number = 1e-6
+    """Of AdamW, constant after the warm-up."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly."""
+    weight_decay: Number = 0.01
+    """Of AdamW."""
+    max_grad_norm: Number = 1.0
+    """Each optimizer step's gradient is clipped to this norm."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of forward and backward passes; weights and optimizer are float32 either way."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: a third more time for a fraction of their memory."""
+    lora_rank: int | None = None
+    """Train low-rank adapters of this rank on all linear layers (peft) instead of all weights; none: off."""
+    lora_alpha: Number = 32
+    """Scale of the adapters is lora_alpha / lora_rank."""
+
+    engine: Literal["hf", "vllm"] = "hf"
+    """What samples: transformers with the trained weights themselves, or vLLM, synchronised every step."""
+    sampling_batch_size: int = 256
+    """hf: responses decoded together; changes speed and memory only."""
+    vllm_memory: float = 0.4
+    """vllm: share of the GPU's memory for its weights and KV cache."""
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    """Whose π_old: recomputed by the trainer, or as the sampler reported them."""
+
+    save_every: int = 20
+    """Steps between checkpoints; the last step has one too."""
+    keep_checkpoints: int | None = None
+    """Only the newest so many are kept; none: all."""
+    save_rollouts: bool = False
+    """Keep every step's responses in rollouts/, in the native format."""
+    gradients_every: int | None = None
+    """Every so many steps, log the intervals' gradient norms and right-direction shares; none: never."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Of accelerate, beside metrics.jsonl: tensorboard, wandb, trackio, … if installed."""
+    seed: int = 0
+    """Draws questions, responses and whatever a control permutes."""
+    device: str | None = None
+    """cpu, or a GPU of torch; none: accelerate's choice."""
