@@ -64,13 +64,41 @@ class TokenBatch:
     def select(self, rows: Sequence[int] | Tensor) -> TokenBatch:
         """The same batch with only these rows, in this order."""
         rows = torch.as_tensor(rows)
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: None if value is None else value[rows] for name, value in values.items()})
+        return replace(self, **{name: value[rows] for name, value in self._tensors().items()})
 
     def micro_batches(self, size: int) -> Iterator[TokenBatch]:
         """Consecutive batches of at most `size` responses."""
         for start in range(0, len(self), size):
             yield self.select(torch.arange(start, min(start + size, len(self))))
+
+    def left_aligned(self) -> tuple[TokenBatch, Int[Tensor, "B n"]]:
+        """Each response moved to start at column 0, as wide as the longest; and the column of self that each shows.
+
+        Padding then comes last, where causal attention hides it from every token: a forward pass needs no mask.
+        """
+        start, lengths = self.attention_mask.int().argmax(1), self.attention_mask.sum(1)
+        offsets = torch.arange(int(lengths.max()), device=start.device)
+        # A column past the end repeats the last one: it is masked, and its id is one that every vocabulary has.
+        columns = (start[:, None] + offsets).clamp(max=self.input_ids.shape[1] - 1)
+        values = self._tensors()
+        values = {name: v.gather(1, columns) if v.dim() == 2 else v for name, v in values.items()}
+        real = offsets < lengths[:, None]
+        values["attention_mask"], values["response_mask"] = real, values["response_mask"] & real
+        values["input_ids"] = values["input_ids"].masked_fill(~real, 0)
+        values["response_start"] = self.response_start - start
+        return replace(self, **values), columns
+
+    def narrow(self, width: int) -> TokenBatch:
+        """The first `width` columns."""
+        return replace(self, **{name: v[:, :width] if v.dim() == 2 else v for name, v in self._tensors().items()})
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """The same batch on another device, for one forward pass."""
+        return replace(self, **{name: v.to(device) for name, v in self._tensors().items()})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The fields that are known."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
     def sequence(self, row: int) -> tuple[Int[Tensor, " n"], Int[Tensor, " m"]]:
         """(ids without padding [n], indices in it of the kept response tokens [m]) of one response."""

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from gradscope.batch import TokenBatch
 from gradscope.errors import InputError
-from gradscope.objective import TokenWeights, grpo_advantages, policy_loss, reweight, token_weight_parts
+from gradscope.objective import (
+    TokenWeights,
+    check_alpha,
+    check_clipping,
+    grpo_advantages,
+    policy_loss,
+    reweight,
+    token_weight_parts,
+)
 
 Number = int | float
 
@@ -31,6 +39,11 @@ class LossSettings:
     """β of the k3 penalty. A token whose ref_logprobs are unknown has none: the policy is its own reference there."""
     reweight_alpha: Number | None = None
     """α of Advantage Reweighting (Eq. 4); None: off."""
+
+    def __post_init__(self) -> None:
+        check_clipping(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
+        if self.reweight_alpha is not None:
+            check_alpha(self.reweight_alpha)
 
 
 PAPER = LossSettings()

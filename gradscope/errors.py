@@ -1,4 +1,4 @@
-"""The two ways a measurement is refused: the input is at fault, or the instrument does not trust itself."""
+"""How a command is refused: the input is at fault, or what would come out cannot be trusted."""
 
 
 class InputError(ValueError):
@@ -7,3 +7,11 @@ class InputError(ValueError):
 
 class SelfCheckError(RuntimeError):
     """The engine's numbers differ from plain autograd's on this model; nothing was measured (the CLI exits with 1)."""
+
+
+class SyncError(RuntimeError):
+    """The sampler does not sample with the trained weights (the CLI exits with 1)."""
+
+
+class DivergedError(RuntimeError):
+    """Training has no finite gradient any more; the checkpoints are kept (the CLI exits with 1)."""

@@ -16,7 +16,7 @@ intervals + 1 more and a copy of its moments, 24 bytes per parameter. All lie on
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -114,8 +114,9 @@ def interval_gradients(
         pairs = zip(prompts.tolist(), halves.tolist(), strict=True)
         for prompt, half in tqdm(pairs, "prompts", len(prompts), disable=not progress):
             for rows in (batch.group_ids == prompt).nonzero()[:, 0].split(micro_batch_size):
-                chunk, given = _left_aligned(batch, intervals, rows, policy.device)
-                _add_gradients(policy.model, chunk, given, settings, edges, batch.num_tokens, sums)
+                chunk, columns = batch.select(rows).left_aligned()
+                given = None if intervals is None else intervals[rows].gather(1, columns).to(policy.device)
+                _add_gradients(policy.model, chunk.to(policy.device), given, settings, edges, batch.num_tokens, sums)
             sums.close_prompt(half)
     table, cosines = _statistics(_gram(sums.halves.flatten(0, 1)), sums.square_norms, sums, edges)
     result = IntervalGradients(table, cosines, len(prompts), settings)
@@ -279,22 +280,3 @@ def _check(
     if lowest < 0 or highest >= num_intervals:
         wanted = f"the edges make 0 to {num_intervals - 1}; give those, or the edges they were made with"
         raise InputError(f"intervals run from {lowest} to {highest} on response tokens; {wanted}")
-
-
-def _left_aligned(
-    batch: TokenBatch, intervals: Tensor | None, rows: Tensor, device: torch.device
-) -> tuple[TokenBatch, Tensor | None]:
-    """These rows on the device, each moved to start at column 0, as wide as the longest; the intervals alike."""
-    part = batch.select(rows)
-    start, lengths = part.attention_mask.int().argmax(1), part.attention_mask.sum(1)
-    offsets = torch.arange(int(lengths.max()))
-    columns = (start[:, None] + offsets).clamp(max=batch.input_ids.shape[1] - 1)
-    values = {f.name: getattr(part, f.name) for f in fields(part) if getattr(part, f.name) is not None}
-    values = {name: v.gather(1, columns) if v.dim() == 2 else v for name, v in values.items()}
-    real = offsets < lengths[:, None]
-    # A column past the end repeats the last one: it is masked, and its id is one that every vocabulary has.
-    values["attention_mask"], values["response_mask"] = real, values["response_mask"] & real
-    values["input_ids"] = values["input_ids"].masked_fill(~real, 0)
-    values["response_start"] = part.response_start - start
-    moved = {name: v.to(device) for name, v in values.items()}
-    return replace(part, **moved), None if intervals is None else intervals[rows].gather(1, columns).to(device)

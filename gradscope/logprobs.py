@@ -38,9 +38,14 @@ class TokenStatistics:
 
 @torch.no_grad()
 def token_statistics(
-    logits: Float[Tensor, "*tokens vocab"], token_ids: Int[Tensor, "*tokens"], *, temperature: Number = 1.0
+    logits: Float[Tensor, "*tokens vocab"],
+    token_ids: Int[Tensor, "*tokens"],
+    *,
+    temperature: Number | Float[Tensor, "*#tokens"] = 1.0,
 ) -> TokenStatistics:
     """log π, log(1−π) and entropy of every token under softmax(logits / temperature); a −inf logit is impossible.
+
+    A tensor of temperatures broadcasts against the tokens.
 
     >>> stats = token_statistics(torch.tensor([0.0, 40.0]), torch.tensor(1))
     >>> round(stats.log_one_minus_prob.item(), 4)  # 1 − π is 4e-18, where float32 π is 1.0
@@ -141,13 +146,14 @@ def sequence_logprobs(
 
 
 def _normalise(
-    logits: Float[Tensor, "*tokens vocab"], temperature: Number
+    logits: Float[Tensor, "*tokens vocab"], temperature: Number | Float[Tensor, "*#tokens"]
 ) -> tuple[Float[Tensor, "*tokens vocab"], Int[Tensor, "*tokens"], Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
     """z = (logits − max) / T, the index of the max, log Σ exp z over the others, and log Σ exp z over all."""
     _check_temperature(temperature)
+    scale = temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
     largest = logits.argmax(-1, keepdim=True)
     # Subtract before dividing: the difference of two logits rounds less than the logits / T themselves.
-    shifted = (widen(logits) - widen(logits.gather(-1, largest))).div_(temperature)
+    shifted = (widen(logits) - widen(logits.gather(-1, largest))).div_(scale)
     rest = shifted.scatter(-1, largest, -math.inf).logsumexp(-1)
     return shifted, largest.squeeze(-1), rest, torch.logaddexp(rest, torch.zeros_like(rest))
 

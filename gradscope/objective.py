@@ -85,8 +85,7 @@ def reweight(advantages: Advantages, old_logprobs: Float[Tensor, "B T"], *, alph
     >>> reweight(torch.tensor([2.0]), torch.tensor([[1.0, 0.5]]).log(), alpha=0.3)
     tensor([[2.0000, 1.7000]])
     """
-    if not 0 <= alpha <= 1:
-        raise InputError(f"alpha is {alpha}; Reweight takes a number from 0 (off) to 1; the paper uses 0.1 to 0.3")
+    check_alpha(alpha)
     return (alpha * old_logprobs.exp() + (1 - alpha)) * _per_token(advantages)
 
 
@@ -97,8 +96,7 @@ def lopti_split(
 
     Use each as the `response_mask` of its pass, with `num_tokens` still the count of all response tokens.
     """
-    if not 0 <= eta <= 1:
-        raise InputError(f"eta is {eta}; Lopti splits at a probability from 0 to 1; the paper uses 0.5")
+    check_eta(eta)
     _refuse_nan(old_logprobs, response_mask, "old_logprobs")
     low = response_mask & (old_logprobs.exp() < eta)
     return low, response_mask & ~low
@@ -255,14 +253,30 @@ def _float_dtype(rewards: Rewards) -> torch.dtype:
     return rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
 
 
-def _check_settings(
-    low: Number, high: Number, dual: Number | None, kl_coef: Number, ref_logprobs: Tensor | None, num_tokens: Number
-) -> None:
-    """Raise InputError for settings under which Eq. 1 means nothing."""
+def check_alpha(alpha: Number) -> None:
+    """Raise InputError for an α that Reweight does not take."""
+    if not 0 <= alpha <= 1:
+        raise InputError(f"alpha is {alpha}; Reweight takes a number from 0 (off) to 1; the paper uses 0.1 to 0.3")
+
+
+def check_eta(eta: Number) -> None:
+    """Raise InputError for an η that Lopti does not take."""
+    if not 0 <= eta <= 1:
+        raise InputError(f"eta is {eta}; Lopti splits at a probability from 0 to 1; the paper uses 0.5")
+
+
+def check_clipping(low: Number, high: Number, dual: Number | None) -> None:
+    """Raise InputError for clips under which Eq. 1 means nothing."""
     if not (0 <= low <= 1 and high >= 0):
         raise InputError(f"clip_ratio_low is {low}, clip_ratio_high {high}; give 0 ≤ low ≤ 1 and high ≥ 0")
     if dual is not None and not dual > 1:
         raise InputError(f"clip_ratio_c is {dual}; the dual clip caps ratios above 1; give a number > 1, or None")
+
+
+def _check_settings(
+    low: Number, high: Number, dual: Number | None, kl_coef: Number, ref_logprobs: Tensor | None, num_tokens: Number
+) -> None:
+    check_clipping(low, high, dual)
     if kl_coef != 0 and ref_logprobs is None:
         raise InputError(f"kl_coef is {kl_coef} without ref_logprobs; the KL term needs them; give them or kl_coef=0")
     if not num_tokens > 0:

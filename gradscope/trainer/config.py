@@ -1,32 +1,33 @@
-"""What a training run is: one frozen dataclass that is the command line, the saved config.json and the documentation."""
+"""What a training run is: one frozen dataclass, which is the command line, the saved config.json and their manual."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from gradscope.batch_loss import LossSettings
 from gradscope.errors import InputError
+from gradscope.objective import check_eta
 
 Number = int | float
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A run of GRPO or REINFORCE++; the defaults are the paper's for Knights & Knaves (its Table 2, arXiv:2505.12929)."""
+    """A run of GRPO or REINFORCE++; the defaults are the paper's for Knights & Knaves (arXiv:2505.12929, Table 2)."""
 
     model: str = "embedded"
     """Checkpoint folder of transformers, a name on the model hub, or "embedded"."""
     task: str = "knights-knaves-compact"
     """A registered task or path/to/file.py:NAME: prompts and a reward."""
     data: tuple[str, ...] = ()
-    """Files of questions, wildcards allowed, as they are or below $GRADSCOPE_DATA; none: the task makes questions up."""
+    """Files of questions, wildcards allowed, as given or below $GRADSCOPE_DATA; none: the task makes questions up."""
     people: tuple[int, ...] | None = None
     """For Knights & Knaves: only puzzles with these numbers of people."""
     steps: int | None = None
-    """Batches of responses to train on. Give this or epochs."""
+    """Batches of responses to train on."""
     epochs: int | None = None
-    """Passes over the questions of `data`."""
+    """Passes over the questions of `data`; with steps too, the run ends at whichever comes first."""
     questions_per_step: int = 64
     """Questions in a batch."""
     group_size: int = 8
@@ -47,7 +48,7 @@ class TrainConfig:
     kl_coef: Number = 0.001
     """β, of the KL to the policy as it was before training; at 0 no reference policy is kept."""
     reweight_alpha: Number | None = None
-    """α of Advantage Reweighting (Eq. 4); none: off. The paper: 0.3 for GRPO on puzzles, 0.1 on math and REINFORCE++."""
+    """α of Advantage Reweighting (Eq. 4); none: off. The paper: 0.3 for GRPO on puzzles, else 0.1."""
     lopti_eta: Number | None = None
     """η of Lopti (Alg. 1); none: off. The paper: 0.5."""
     lopti_order: Literal["low-first", "high-first"] = "low-first"
@@ -104,3 +105,49 @@ class TrainConfig:
     """Draws questions, responses and whatever a control permutes."""
     device: str | None = None
     """cpu, or a GPU of torch; none: accelerate's choice."""
+
+    def __post_init__(self) -> None:
+        _ = self.loss  # its settings check themselves
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise InputError(f"{name} is {value}; give {least} or more")
+        for name in ("temperature", "learning_rate", "max_grad_norm", "lora_alpha"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InputError(f"{name} is {getattr(self, name)}; give a positive number")
+        if self.algorithm == "grpo" and self.group_size == 1:
+            raise InputError("group_size is 1: GRPO compares the responses to one question; give 2 or more")
+        if self.lopti_eta is not None:
+            check_eta(self.lopti_eta)
+        if self.mask_probs is not None and not 0 <= self.mask_probs[0] < self.mask_probs[1] <= 1:
+            raise InputError(f"mask_probs is {self.mask_probs}; give two probabilities, the lower one first")
+        needed = {None: (), "random-split": ("lopti_eta",)}.get(self.control, ("reweight_alpha",))
+        if missing := [name for name in needed if getattr(self, name) is None]:
+            raise InputError(f"control {self.control} is matched to {missing[0]}, which is off; give {missing[0]}")
+        if not 0 < self.vllm_memory <= 1:
+            raise InputError(f"vllm_memory is {self.vllm_memory}, a share of the GPU's memory; give 0 to 1")
+
+    @property
+    def loss(self) -> LossSettings:
+        """The loss of each pass (Eq. 1); REINFORCE++ has its KL in the reward instead."""
+        return LossSettings(
+            self.clip_ratio_low,
+            self.clip_ratio_high,
+            self.clip_ratio_c,
+            kl_coef=0.0 if self.algorithm == "reinforce++" else self.kl_coef,
+            reweight_alpha=self.reweight_alpha,
+        )
+
+    @property
+    def num_responses(self) -> int:
+        """Responses of one step."""
+        return self.questions_per_step * self.group_size
+
+
+_LEAST = {
+    **dict.fromkeys(("steps", "epochs", "questions_per_step", "group_size", "max_new_tokens", "mini_batch_size"), 1),
+    **dict.fromkeys(("micro_batch_size", "lora_rank", "sampling_batch_size", "save_every", "keep_checkpoints"), 1),
+    **dict.fromkeys(("gradients_every",), 1),
+    **dict.fromkeys(("kl_coef", "warmup_steps", "weight_decay", "seed"), 0),
+}
+"""The least value of each count."""

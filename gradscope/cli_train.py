@@ -1,0 +1,62 @@
+"""The command `gradscope train`: one run of GRPO or REINFORCE++ in one folder, or what it would take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from gradscope.cli_shared import quiet_transformers
+from gradscope.errors import InputError
+from gradscope.trainer.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a policy with GRPO or REINFORCE++, Advantage Reweighting and Lopti; every setting is a flag.
+
+    Under `accelerate launch`, several processes share the work. OUT gets config.json, metrics.jsonl, checkpoints/ and
+    what TensorBoard reads.
+    """
+
+    out: Path | None = None
+    """Folder of the run; needed unless --plan."""
+    preset: str | None = None
+    """Settings to start from, which the flags below change: kk-embedded, kk-qwen2.5-3b, … (--preset ? lists them)."""
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+    resume: bool = False
+    """Go on from the newest checkpoint in OUT, or from the start if there is none."""
+    overwrite: bool = False
+    """Replace a run in OUT."""
+    plan: bool = False
+    """Only print the memory and the tokens that a step takes; no weights are loaded, nothing is written."""
+
+    def run(self) -> None:
+        if self.plan:
+            from gradscope.trainer.plan import plan_training, shape_of
+
+            print(plan_training(self.config, shape_of(self.config.model)))
+            return
+        if self.out is None:
+            raise InputError("--out is missing; give the folder of the run")
+        from gradscope.trainer.loop import train
+
+        quiet_transformers()
+        last = train(self.config, self.out, resume=self.resume, overwrite=self.overwrite)
+        print(f"trained; last checkpoint: {last}")
+
+
+def train_with_preset(args: Sequence[str]) -> Any:
+    """The command with the preset's settings as the defaults of its flags; the preset is looked for in `args`."""
+    from gradscope.trainer.presets import get_preset
+
+    given = None
+    for arg, following in zip(args, [*args[1:], ""], strict=True):
+        name, equals, value = arg.partition("=")
+        if name == "--preset":
+            given = value if equals else following
+    config = TrainConfig() if given is None else get_preset(given)
+    return Annotated[Train, tyro.conf.subcommand(default=Train(config=config))]

@@ -1,0 +1,53 @@
+"""How several processes share the work of one run; a single process is the default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process's place among those that `accelerate launch` (or torchrun) has started."""
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """True in the one process that writes files."""
+        return self.rank == 0
+
+    def deal(self, items: Sequence[T], filler: T) -> list[T]:
+        """This process's share, every count-th; `filler` makes the shares equally long.
+
+        Sharded weights are gathered in every forward pass, by all processes together: so all make equally many.
+
+        >>> [Processes(rank, 2).deal("abc", "-") for rank in (0, 1)]
+        [['a', 'c'], ['b', '-']]
+        """
+        mine = list(items[self.rank :: self.count])
+        return mine + [filler] * (-(-len(items) // self.count) - len(mine))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in each of them; in place."""
+        if self.count > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, items: list[T]) -> list[T]:
+        """Everybody's items, in each process, by rank."""
+        if self.count == 1:
+            return items
+        shares: list[list[T]] = [[] for _ in range(self.count)]
+        dist.all_gather_object(shares, items)
+        return [item for share in shares for item in share]
+
+
+ALONE = Processes()

@@ -1,0 +1,59 @@
+"""From questions to graded responses: rows of the native rollout format, and the batch that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from gradscope.batch import Response, TokenBatch, collate
+from gradscope.models import Policy
+from gradscope.sampling import Sampler
+from gradscope.tasks import Question, Task, grade_response
+
+
+def rollout_rows(
+    policy: Policy,
+    questions: Iterable[Question],
+    *,
+    sampler: Sampler,
+    n: int,
+    temperature: float,
+    max_new_tokens: int,
+    seed: int,
+    task: Task | None = None,
+    greedy: bool = False,
+) -> list[dict[str, Any]]:
+    """Sample n responses to each question, as rows of the native rollout format, question by question.
+
+    task: grades them, which adds `reward`, `correct` and `format_ok`; None: no grades. A row also has `level` and
+    `finished` (False: cut off before a stop token). Raises InputError where the task cannot grade a response.
+    """
+    questions = list(questions)
+    prompts = [policy.encode_prompt(question.prompt) for question in questions]
+    sampled = sampler.sample(
+        prompts,
+        n=n,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        generator=torch.Generator().manual_seed(seed),
+        greedy=greedy,
+    )
+    rows = []
+    for group, (question, prompt_ids, samples) in enumerate(zip(questions, prompts, sampled, strict=True)):
+        for sample in samples:
+            response = policy.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+            row = {"prompt_ids": prompt_ids, "response_ids": sample.response_ids, "prompt": question.prompt}
+            row |= {"response": response, "group": group, "old_logprobs": sample.logprobs, "temperature": temperature}
+            if task is not None:
+                grade = grade_response(task, response, question)
+                row |= {"reward": grade.reward, "correct": grade.correct, "format_ok": grade.format_ok}
+            rows.append(row | {"level": question.level, "finished": sample.finished})
+    return rows
+
+
+def batch_rows(rows: Iterable[dict[str, Any]], *, on_policy: bool = True) -> TokenBatch:
+    """The rows of `rollout_rows` as a batch; on_policy: without the log-probabilities of the sampler."""
+    names = ["prompt_ids", "response_ids", "group", "temperature"] + ([] if on_policy else ["old_logprobs"])
+    return collate([Response(**{name: row[name] for name in names}, reward=row.get("reward")) for row in rows])

@@ -1,0 +1,79 @@
+"""What a step trains on: the configured algorithm's advantages, and the passes of the configured method or control."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gradscope.batch import TokenBatch
+from gradscope.batch_loss import LossSettings, resolve_advantages
+from gradscope.objective import lopti_split, reinforce_pp_advantages
+from gradscope.steps import Pass, random_split, split_passes, whole_passes
+from gradscope.trainer.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Update:
+    """All optimizer steps on one batch of responses."""
+
+    passes: list[Pass]
+    settings: LossSettings
+    match: LossSettings | None = None
+    """Settings to whose gradient norm each step's gradient is rescaled; None: it is not."""
+
+
+def compute_advantages(batch: TokenBatch, config: TrainConfig) -> Float[Tensor, "B S"]:
+    """GRPO's advantages from the batch's rewards within groups, or REINFORCE++'s from whole returns (Eq. 20, 21)."""
+    if config.algorithm == "grpo":
+        return resolve_advantages(replace(batch, advantages=None))
+    return reinforce_pp_advantages(
+        batch.rewards, batch.old_logprobs, batch.ref_logprobs, batch.response_mask, kl_coef=config.kl_coef
+    )
+
+
+def plan_update(batch: TokenBatch, config: TrainConfig, generator: torch.Generator) -> Update:
+    """The passes of one batch that has advantages and old_logprobs; the generator draws what a control permutes."""
+    settings, match = config.loss, None
+    if config.control == "matched-norm":
+        settings, match = replace(settings, reweight_alpha=None), settings
+    elif config.control == "permuted-weights":
+        batch = replace(batch, advantages=_permuted_reweight(batch, config.reweight_alpha, generator))
+        settings = replace(settings, reweight_alpha=None)
+    if config.lopti_eta is None:
+        passes = whole_passes(batch, config.mini_batch_size)
+    else:
+        passes = _lopti_passes(batch, config, generator)
+    return Update([_without_masked(part, config.mask_probs) for part in passes], settings, match)
+
+
+def _lopti_passes(batch: TokenBatch, config: TrainConfig, generator: torch.Generator) -> list[Pass]:
+    low, high = lopti_split(batch.old_logprobs, batch.response_mask, eta=config.lopti_eta)
+    names = ("low", "high")
+    if config.control == "random-split":
+        low, high = random_split(low, batch.response_mask, config.mini_batch_size, generator)
+        names = ("random-low", "random-high")
+    groups = list(zip(names, (low, high), strict=True))
+    if config.lopti_order == "high-first":
+        groups.reverse()
+    return split_passes(batch, config.mini_batch_size, groups, schedule=config.lopti_schedule)
+
+
+def _permuted_reweight(batch: TokenBatch, alpha: float, generator: torch.Generator) -> Float[Tensor, "B S"]:
+    """Advantages times Reweight's factors α·π_old + 1 − α (Eq. 4), dealt out to the response tokens at random."""
+    mask = batch.response_mask
+    factors = alpha * batch.old_logprobs[mask].exp() + (1 - alpha)
+    shuffled = factors[torch.randperm(len(factors), generator=generator)]
+    return batch.advantages * torch.ones_like(batch.advantages).masked_scatter(mask, shuffled)
+
+
+def _without_masked(part: Pass, mask_probs: tuple[float, float] | None) -> Pass:
+    """The pass without tokens whose π_old lies in the masked range; the denominator stays."""
+    if mask_probs is None:
+        return part
+    low, high = mask_probs
+    probs = part.batch.old_logprobs.exp()
+    masked = (probs >= low) & ((probs < high) | (high == 1))
+    return replace(part, batch=replace(part.batch, response_mask=part.batch.response_mask & ~masked))

@@ -1,0 +1,60 @@
+"""What can be watched while a run trains: a step before and after its update, measured by the instrument's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradscope.batch import TokenBatch
+from gradscope.batch_logprobs import batch_statistics
+from gradscope.group_gradients import interval_gradients
+from gradscope.logprobs import TokenStatistics
+from gradscope.models import Policy
+from gradscope.trainer.config import TrainConfig
+from gradscope.updates import right_direction_shares
+
+
+@dataclass
+class Step:
+    """One step as an `on_step` callback sees it: before its update and, behind the callback's yield, after it."""
+
+    number: int
+    """1, 2, …"""
+    policy: Policy
+    batch: TokenBatch
+    """With advantages, old_logprobs and, where there is a reference, ref_logprobs."""
+    statistics: TokenStatistics
+    """Of the batch's tokens before the update."""
+    config: TrainConfig
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """The step's record; what is added here is logged."""
+
+
+OnStep = Callable[[Step], AbstractContextManager]
+"""A context manager around each update, as contextlib.contextmanager makes one of a generator with one yield."""
+
+
+@contextmanager
+def measure_gradients(step: Step) -> Iterator[None]:
+    """Every `gradients_every` steps: norms and shares of the intervals' gradients, and right-direction shares (Fig. 3).
+
+    Intervals are those of π_old, gradients those of the configured loss on the whole batch, before the update.
+    """
+    config = step.config
+    if (step.number - 1) % config.gradients_every:
+        yield
+        return
+    gradients = interval_gradients(
+        step.policy, step.batch, settings=config.loss, micro_batch_size=config.micro_batch_size
+    ).table
+    for row in gradients.itertuples():
+        step.metrics[f"interval_norm_{row.interval}"] = float(row.norm)
+        step.metrics[f"interval_share_{row.interval}"] = float(row.share)
+    yield
+    after = batch_statistics(
+        step.policy.model, step.batch, micro_batch_size=config.micro_batch_size, device=step.policy.device
+    )
+    for row in right_direction_shares(step.statistics, after, step.batch).itertuples():
+        step.metrics[f"right_direction_{row.sign}_{row.interval}"] = float(row.share)

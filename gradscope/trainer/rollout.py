@@ -1,0 +1,116 @@
+"""The responses of one step: which questions, sampled by all processes together, graded, in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradscope.batch import TokenBatch
+from gradscope.errors import InputError
+from gradscope.models import Policy
+from gradscope.processes import Processes
+from gradscope.sampling import Sampler
+from gradscope.sampling.rollouts import batch_rows, rollout_rows
+from gradscope.tasks import Question, Task, draw_questions, get_task
+from gradscope.trainer.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What one step sampled."""
+
+    rows: list[dict[str, Any]]
+    """A row per response, in the native format, with correct, format_ok, finished and level."""
+    batch: TokenBatch
+    """The same responses; old_logprobs are the sampler's."""
+
+
+class Questions:
+    """The questions of each step, a function of the seed and the step alone."""
+
+    def __init__(self, task: Task, config: TrainConfig) -> None:
+        self.task, self.config = task, config
+        self.options = {"people": config.people, "files": config.data}
+        self.stored = draw_questions(task, None, seed=config.seed, **self.options) if config.data else None
+        if self.stored is None and config.epochs is not None:
+            raise InputError("epochs are passes over data, and none is given; give steps instead, or data")
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        limits = [] if self.config.steps is None else [self.config.steps]
+        if self.config.epochs is not None:
+            limits.append(self.config.epochs * len(self.stored) // self.config.questions_per_step)
+        if not limits:
+            raise InputError("neither steps nor epochs are given; say how long to train")
+        if min(limits) < 1:
+            raise InputError(
+                f"{len(self.stored)} questions are less than one step of {self.config.questions_per_step}; give more "
+                "epochs or data, or fewer questions_per_step"
+            )
+        return min(limits)
+
+    def of_step(self, step: int) -> list[Question]:
+        """Those of step 0, 1, …: drawn anew, or the next ones of the data, which each epoch shuffles."""
+        count = self.config.questions_per_step
+        if self.stored is None:
+            return draw_questions(self.task, count, seed=derive_seed(self.config.seed, step), **self.options)
+        places = range(step * count, (step + 1) * count)
+        return [self.stored[self._order(place // len(self.stored))[place % len(self.stored)]] for place in places]
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        return np.random.default_rng([self.config.seed, epoch]).permutation(len(self.stored))
+
+
+def derive_seed(*keys: int) -> int:
+    """A seed of 62 bits made of several numbers.
+
+    >>> derive_seed(0, 1) == derive_seed(1, 0)
+    False
+    """
+    return int(np.random.SeedSequence(keys).generate_state(1, np.uint64)[0] >> 2)
+
+
+def sample_rollout(
+    policy: Policy, sampler: Sampler, questions: list[Question], config: TrainConfig, step: int, processes: Processes
+) -> Rollout:
+    """Sample and grade group_size responses to each question; the processes share the questions.
+
+    Raises InputError, in all processes alike, where one of them cannot sample or grade, and if not one response
+    ended by itself.
+    """
+    try:
+        mine = _sample_rows(policy, sampler, questions, config, step, processes)
+        shares = processes.gather([(mine, None)])
+    except InputError as error:
+        shares = processes.gather([([], str(error))])
+    if failed := [message for _, message in shares if message is not None]:
+        raise InputError(failed[0])
+    rows = sorted((row for share, _ in shares for row in share), key=lambda row: row["group"])
+    if not any(row["finished"] for row in rows):
+        raise InputError(
+            f"all {len(rows)} responses were cut off at max_new_tokens = {config.max_new_tokens} or at the policy's "
+            "context; nothing can be learnt from them: raise max_new_tokens"
+        )
+    return Rollout(rows, batch_rows(rows, on_policy=False))
+
+
+def _sample_rows(
+    policy: Policy, sampler: Sampler, questions: list[Question], config: TrainConfig, step: int, processes: Processes
+) -> list[dict[str, Any]]:
+    """This process's share of the step's responses, grouped by the place of their question among all."""
+    rank, count = processes.rank, processes.count
+    rows = rollout_rows(
+        policy,
+        questions[rank::count],
+        sampler=sampler,
+        n=config.group_size,
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
+        seed=derive_seed(config.seed, step, rank, 1),
+        task=get_task(config.task),
+    )
+    return [row | {"group": rank + count * row["group"]} for row in rows]
