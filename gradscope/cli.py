@@ -1,13 +1,12 @@
-"""The command line: `gradscope demo`, `sample`, `measure`; each command is a dataclass, its fields are the flags."""
+"""The command line: `gradscope demo`, `sample`, `measure`, …; each command is a dataclass, its fields are the flags."""
 
 from __future__ import annotations
 
 import json
-import platform
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,17 +17,14 @@ from tqdm import tqdm
 
 from gradscope import __version__
 from gradscope.batch import TokenBatch
-from gradscope.errors import InputError, SelfCheckError
+from gradscope.cli_evaluate import Evaluate
+from gradscope.cli_shared import DeviceFlag, DtypeFlag, library_versions, load_quietly
+from gradscope.cli_train import train_with_preset
+from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError
 from gradscope.models import Policy
 from gradscope.run_folder import RunFolder, check_is_folder, file_hash, write_parquet
 from gradscope.token_table import MeasureSettings, TableMeasurement, join_responses
 
-Dtype = Literal["float32", "float64", "bfloat16", "float16"]
-DtypeFlag = Annotated[
-    Dtype | None, tyro.conf.arg(help_behavior_hint="(default: float32 on a CPU, the checkpoint's own on a GPU)")
-]
-DeviceFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: a GPU where there is one)")]
-LIBRARIES = ("torch", "transformers", "numpy", "pandas", "matplotlib", "seaborn", "scipy")
 SUMMARY = "figures/summary.txt"
 """Where in its folder a run keeps the summary that it prints."""
 
@@ -53,8 +49,10 @@ class Sample:
     """Sampling temperature; every token is drawn from the whole vocabulary."""
     max_new_tokens: int = 512
     """Longest response; the policy's context ends one too."""
+    engine: Literal["hf", "vllm"] = "hf"
+    """What samples: transformers or vLLM."""
     batch_size: int = 64
-    """Responses decoded together; changes speed and memory only."""
+    """hf: responses decoded together; changes speed and memory only."""
     seed: int = 0
     """Draws the questions and the responses."""
     dtype: DtypeFlag = None
@@ -66,7 +64,8 @@ class Sample:
 
     def run(self) -> None:
         from gradscope.readers import write_rollouts
-        from gradscope.sampling.hf import HFSampler, rollout_rows
+        from gradscope.sampling.engines import make_sampler
+        from gradscope.sampling.rollouts import rollout_rows
         from gradscope.tasks import get_task
 
         if (self.task is None) == (self.prompts is None):
@@ -82,7 +81,8 @@ class Sample:
         questions = read_prompts(self.prompts) if task is None else task.questions(self.questions, seed=self.seed)
         policy = load_quietly(self.model, dtype=self.dtype, device=self.device)
         settings = {name: getattr(self, name) for name in ("n", "temperature", "max_new_tokens", "seed")}
-        rows = rollout_rows(policy, questions, task=task, sampler=HFSampler(policy, self.batch_size), **settings)
+        sampler = make_sampler(self.engine, policy, batch_size=self.batch_size)
+        rows = rollout_rows(policy, questions, task=task, sampler=sampler, **settings)
         self.out.parent.mkdir(parents=True, exist_ok=True)
         write_rollouts(self.out, rows)
         tokens = sum(len(row["response_ids"]) for row in rows)
@@ -185,7 +185,7 @@ class Measure:
         meter, check = measurement.meter, measurement.check
         return {
             "gradscope": __version__,
-            "versions": {name: version(name) for name in LIBRARIES} | {"python": platform.python_version()},
+            "versions": library_versions(),
             "model": {"path": self.model, "class": type(policy.model).__name__, "sha256": key["model"]},
             "rollouts": {"path": str(self.rollouts), "sha256": key["rollouts"]},
             "settings": asdict(self.settings),
@@ -266,17 +266,6 @@ def _parse_prompt(place: str, line: str) -> str | list[dict[str, str]]:
     return prompt
 
 
-def load_quietly(path: str, **settings: Any) -> Policy:
-    """`load_policy` without the progress bars and remarks of transformers: what is wrong is said in one line."""
-    from transformers.utils import logging
-
-    from gradscope.models import load_policy
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    return load_policy(path, **settings)
-
-
 REGISTRY = tyro.constructors.ConstructorRegistry()
 
 
@@ -299,30 +288,33 @@ def _name_value(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run one command; 2: the input or a flag is at fault, 1: a failed self-check or the system's word, 0: done."""
-    command = tyro.cli(
-        Demo | Sample | Measure,
-        args=args,
-        prog="gradscope",
-        description="Which tokens does an RL update of a language model serve?",
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
-        registry=REGISTRY,
-    )
+    """Run one command; 0: done, 2: the input or a flag is at fault, 1: no numbers to trust, or the system's word."""
+    args = sys.argv[1:] if args is None else list(args)
     try:
+        command = tyro.cli(
+            Demo | Sample | Measure | train_with_preset(args) | Evaluate,
+            args=args,
+            prog="gradscope",
+            description="Which tokens does an RL update of a language model serve?",
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+            registry=REGISTRY,
+        )
         command.run()
     except InputError as error:
         _stop(error, 2)
-    except (SelfCheckError, OSError) as error:
+    except (SelfCheckError, SyncError, DivergedError, OSError) as error:
         _stop(error, 1)
     except KeyboardInterrupt:
-        _stop(RuntimeError("interrupted; `measure` and `demo` go on where they were when started again"), 1)
+        advice = "`train` goes on with --resume, the others where they were when started again"
+        _stop(RuntimeError(f"interrupted; {advice}"), 1)
     except torch.OutOfMemoryError as error:
-        advice = "try --chunk-memory, a smaller --dtype, or --no-figures (summed gradients take 48 bytes a parameter)"
+        advice = "try --chunk-memory or --micro-batch-size, a smaller --dtype or --precision, or --no-figures"
         _stop(RuntimeError(f"out of memory on the device ({str(error).splitlines()[0]}); {advice}"), 1)
 
 
 def _stop(error: Exception, status: int) -> None:
-    print(f"gradscope: {' '.join(str(error).split())}", file=sys.stderr)
+    if status == 1 or os.environ.get("RANK", "0") == "0":  # all processes see a mistake of the user: one tells it
+        print(f"gradscope: {' '.join(str(error).split())}", file=sys.stderr)
     raise SystemExit(status)
 
 

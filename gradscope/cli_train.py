@@ -51,12 +51,13 @@ class Train:
 
 def train_with_preset(args: Sequence[str]) -> Any:
     """The command with the preset's settings as the defaults of its flags; the preset is looked for in `args`."""
-    from gradscope.trainer.presets import get_preset
-
     given = None
     for arg, following in zip(args, [*args[1:], ""], strict=True):
         name, equals, value = arg.partition("=")
         if name == "--preset":
             given = value if equals else following
-    config = TrainConfig() if given is None else get_preset(given)
-    return Annotated[Train, tyro.conf.subcommand(default=Train(config=config))]
+    if given is None:
+        return Train
+    from gradscope.trainer.presets import get_preset
+
+    return Annotated[Train, tyro.conf.subcommand(default=Train(preset=given, config=get_preset(given)))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +136,7 @@ def load_policy(
         raise InputError(
             f"{folder} holds no config.json; give a checkpoint folder saved with save_pretrained, or 'embedded'"
         )
-    device = _find_device(device)
+    device = find_device(device)
     dtype = _parse_dtype(dtype, device)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -250,6 +251,26 @@ def round_trips(tokenizer: PreTrainedTokenizerBase) -> bool:
     )
 
 
+def fetch_policy(name: str) -> str:
+    """The folder of a model: `name` itself if it is one or "embedded", else what the model hub has of that name.
+
+    A name of the hub is owner/model; what was fetched before is taken from huggingface_hub's cache. Raises InputError
+    if it cannot be fetched.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if name == "embedded" or Path(name).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return name
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+    except (OSError, HfHubHTTPError) as error:
+        raise InputError(
+            f"{name} is no folder here and could not be fetched from the model hub ({_first_line(error)}); give the "
+            "folder of a checkpoint"
+        ) from error
+
+
 def weights_hash(path: str | Path) -> str:
     """SHA-256 of the weight files of a checkpoint folder, in the order of their names."""
     files = sorted(Path(path).glob("*.safetensors")) or sorted(Path(path).glob("pytorch_model*.bin"))
@@ -271,7 +292,7 @@ def _hash_files(files: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def _find_device(device: str | None) -> str:
+def find_device(device: str | None) -> str:
     """The device, tried; a GPU where there is one, if none is named."""
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"

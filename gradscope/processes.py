@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+
+from gradscope.errors import InputError
 
 T = TypeVar("T")
 
@@ -49,5 +52,26 @@ class Processes:
         dist.all_gather_object(shares, items)
         return [item for share in shares for item in share]
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """All leave this block when the last one has come to its end; an InputError or OSError of one is one of all.
+
+        Without it, the others would wait for ever for one that has given up.
+        """
+        failure = None
+        try:
+            yield
+        except (InputError, OSError) as error:
+            failure = error
+        mine = [] if failure is None else [(isinstance(failure, InputError), str(failure))]
+        if failures := self.gather(mine):
+            mistaken, message = failures[0]
+            raise failure or (InputError if mistaken else OSError)(message)
+
 
 ALONE = Processes()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself or, of one that lies in shards, all of it, in each process: all ask for it together."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -6,6 +6,7 @@ Equations and Alg. 1 are those of arXiv:2505.12929.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from gradscope.batch import TokenBatch
 from gradscope.batch_logprobs import empty_piece, kept_logprobs, micro_batches
 from gradscope.batch_loss import LossSettings, batch_loss, batch_weights, own_where_unknown
-from gradscope.processes import ALONE, Processes
+from gradscope.processes import ALONE, Processes, whole
 
 Number = int | float
 Mask = Bool[Tensor, "B S"]
@@ -130,16 +131,18 @@ class Updater:
             self.optimizer.zero_grad()
         loss, *counts = self.accumulate(part, settings)
         norm = self.grad_norm()
-        if wanted is not None:
+        finite = all(map(math.isfinite, (loss, norm, norm if wanted is None else wanted)))
+        if finite and wanted is not None:
             self._scale(wanted / norm if norm > 0 else 0.0)
             norm = wanted
-        finite = bool(torch.tensor([loss, norm]).isfinite().all())
         clipped = norm
         if finite:
             if self.max_grad_norm is not None and norm > self.max_grad_norm:
                 self._scale(self.max_grad_norm / (norm + 1e-6))
                 clipped = norm * self.max_grad_norm / (norm + 1e-6)
             self.optimizer.step()
+            # Autocast keeps copies of the weights in low precision: those from before the step must go.
+            torch.clear_autocast_cache()
         self.optimizer.zero_grad()
         result = (loss, norm, clipped if finite else float("nan"), part.batch.num_tokens, *map(int, counts))
         return StepResult(part.name, "taken" if finite else "nonfinite", *result)
@@ -169,8 +172,7 @@ class Updater:
 
     def grad_norm(self) -> float:
         """L2 norm of the accumulated gradient over all parameters."""
-        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # full_tensor: of sharded weights
+        return float(whole(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])))
 
     @torch.no_grad()
     def _scale(self, factor: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 from tiny import make_batch, make_policy, make_responses, pad_both_sides
@@ -82,6 +84,58 @@ def test_select_takes_rows_in_the_order_given(policy):
     assert contents(batch.select([3, 0])) == [contents(batch)[3], contents(batch)[0]]
 
 
+@pytest.mark.parametrize("side", ["right", "left", "both"])
+def test_left_aligned_rows_start_at_column_zero_and_say_the_same(policy, side):
+    batch = pad_both_sides(make_batch(policy), 2, 3) if side == "both" else make_batch(policy, side=side)
+    aligned, columns = batch.left_aligned()
+    assert contents(aligned) == contents(batch)
+    lengths = [int(mask.sum()) for mask in batch.attention_mask]
+    assert aligned.input_ids.shape == columns.shape == (6, max(lengths))
+    for row, length in enumerate(lengths):
+        assert aligned.attention_mask[row].tolist() == [s < length for s in range(max(lengths))]
+        real = batch.attention_mask[row].nonzero()[:, 0]
+        assert columns[row, :length].tolist() == real.tolist()
+        assert aligned.input_ids[row, length:].tolist() == [0] * (max(lengths) - length)
+        # What is put at `columns` comes back to where it was: how a result finds its token.
+        assert batch.input_ids[row, columns[row, :length]].tolist() == aligned.input_ids[row, :length].tolist()
+    assert columns.max() < batch.input_ids.shape[1]
+
+
+def test_left_aligning_twice_changes_nothing(policy):
+    once, _ = make_batch(policy, side="left").left_aligned()
+    twice, columns = once.left_aligned()
+    assert contents(twice) == contents(once)
+    assert (columns == torch.arange(columns.shape[1])).all()
+
+
+def test_narrow_keeps_the_first_columns_of_every_tensor(policy):
+    batch = make_batch(policy)
+    narrow = batch.narrow(7)
+    for field in fields(TokenBatch):
+        value, ours = getattr(batch, field.name), getattr(narrow, field.name)
+        if value is None:
+            assert ours is None
+        else:
+            torch.testing.assert_close(
+                ours, value[:, :7] if value.dim() == 2 else value, rtol=0, atol=0, equal_nan=True
+            )
+    assert [row["tokens"] for row in contents(narrow)] == [row["tokens"][:7] for row in contents(batch)]
+    assert narrow.num_tokens == int(batch.response_mask[:, :7].sum())
+    assert contents(batch.narrow(batch.input_ids.shape[1])) == contents(batch)
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_to_moves_every_tensor_and_changes_none(policy, device):
+    batch = make_batch(policy)
+    moved = batch.to(torch.device(device))
+    known = [field.name for field in fields(TokenBatch) if getattr(batch, field.name) is not None]
+    assert {getattr(moved, name).device.type for name in known} == {device}
+    assert moved.advantages is None
+    assert contents(moved.to(torch.device("cpu"))) == contents(batch)
+
+
 def test_a_field_that_only_some_responses_have_is_nan_for_the_others():
     batch = collate(
         [Response([4], [5, 6], advantage=2.0, reward=1.0), Response([4], [5, 6, 7], old_logprobs=[-1.0, -2.0, -3.0])]
@@ -109,20 +163,14 @@ def test_the_repr_counts_responses_prompts_and_tokens(policy):
     assert "old_logprobs" in repr(batch)
 
 
-def change(batch: TokenBatch, **changes) -> TokenBatch:
-    from dataclasses import replace
-
-    return replace(batch, **changes)
-
-
 def test_masks_that_would_misalign_are_refused():
     batch = collate([Response([4, 5], [6, 7])])
     with pytest.raises(InputError, match="unbroken"):
-        change(batch, attention_mask=torch.tensor([[True, False, True, True]]), response_mask=torch.zeros(1, 4).bool())
+        replace(batch, attention_mask=torch.tensor([[True, False, True, True]]), response_mask=torch.zeros(1, 4).bool())
     with pytest.raises(InputError, match="unbroken"):
-        change(batch, attention_mask=torch.zeros(1, 4).bool(), response_mask=torch.zeros(1, 4).bool())
+        replace(batch, attention_mask=torch.zeros(1, 4).bool(), response_mask=torch.zeros(1, 4).bool())
     with pytest.raises(InputError, match="padding"):
-        change(batch, attention_mask=torch.tensor([[True, True, True, False]]))
+        replace(batch, attention_mask=torch.tensor([[True, True, True, False]]))
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from gradscope.errors import InputError
-from gradscope.tasks import get_task
+from gradscope.tasks import Grade, Question, get_task, grade_response
 from gradscope.tasks.data import data_folder
 from gradscope.tasks.knights_knaves import (
     NAMES,
@@ -258,11 +258,45 @@ def test_every_row_of_the_data_converts_to_the_compact_wording(people):
 def test_a_file_that_is_no_puzzle_file_is_refused(tmp_path):
     import pandas as pd
 
-    with pytest.raises(InputError, match="no file"):
+    with pytest.raises(InputError, match="no file matches"):
         read_puzzles(tmp_path / "none.parquet")
     pd.DataFrame({"names": [["Zoey"]], "quiz": ["?"]}).to_parquet(tmp_path / "some.parquet")
     with pytest.raises(InputError, match="has no column statements, solution; wanted"):
         read_puzzles(tmp_path / "some.parquet")
+
+
+ROW = {
+    "names": ["Zoey", "Oliver"],
+    "statements": "(('lying', 1), ('lying', 0))",
+    "solution": [True, False],
+    "quiz": "Who?",
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"statements": None}, "row 1 is not a puzzle"),
+        ({"statements": "(('lying', 1"}, "row 1 is not a puzzle"),
+        ({"statements": "open('x')"}, "row 1 is not a puzzle"),
+        ({"names": None}, "row 1 is not a puzzle"),
+        ({"solution": None}, "row 1 is not a puzzle"),
+        ({"solution": [True]}, "row 1: wanted a statement and a solution for each of 2 names"),
+        ({"quiz": None}, "row 1: wanted .* and a quiz"),
+    ],
+)
+def test_a_row_that_is_no_puzzle_is_named(tmp_path, wrong, complaint):
+    file = write_parquet(tmp_path / "p.parquet", [ROW, ROW | wrong])
+    with pytest.raises(InputError, match=complaint):
+        read_puzzles(file)
+
+
+def write_parquet(path, rows):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
 
 
 # --- reward
@@ -351,14 +385,47 @@ def test_both_tasks_pose_the_same_puzzles_for_one_seed():
         assert one.answer["solution"] == other.answer["solution"]
 
 
+@pytest.mark.parametrize("name", ["knights-knaves", "knights-knaves-compact"])
+@pytest.mark.parametrize(
+    ("response", "grade"),
+    [
+        (answered(RIGHT), Grade(3.0, correct=True, format_ok=True)),
+        (answered("Zoey is a knave, Oliver is a knight"), Grade(-0.5, correct=False, format_ok=True)),
+        (answered("I give up"), Grade(-1.0, correct=False, format_ok=True)),  # unreadable, but the tags are in order
+        (RIGHT, Grade(-3.0, correct=False, format_ok=False)),
+        ("", Grade(-3.0, correct=False, format_ok=False)),
+    ],
+)
+def test_a_grade_tells_right_answers_from_good_format(name, response, grade):
+    assert grade_response(get_task(name), response, Question("?", NAMED)) == grade
+
+
 @needs_data
 @pytest.mark.parametrize("name", ["knights-knaves", "knights-knaves-compact"])
 def test_questions_can_come_from_a_file_of_the_data(name):
-    file = KK / "3ppl" / "test.parquet"
+    files = (KK / "3ppl" / "test.parquet",)
     task = get_task(name)
-    questions = task.questions(100, seed=0, file=file)
+    questions = task.questions(100, seed=0, files=files)
     assert len({question.prompt for question in questions}) == 100
-    assert questions != task.questions(100, seed=1, file=file)
-    with pytest.raises(InputError, match=r"101 questions asked for, but .* has 100"):
-        task.questions(101, seed=0, file=file)
-    assert get_task(name).questions(0, seed=0, file=file, people=(4,)) == []
+    assert questions == task.questions(None, seed=0, files=files) != task.questions(None, seed=1, files=files)
+    assert task.questions(None, seed=0, files=files, people=(3, 4)) == questions
+    with pytest.raises(InputError, match=r"101 questions asked for, but .*test.parquet has 100"):
+        task.questions(101, seed=0, files=files)
+    with pytest.raises(InputError, match=r"test.parquet: no row to take a question from"):
+        task.questions(1, seed=0, files=files, people=(4,))
+
+
+@needs_data
+def test_questions_can_come_from_many_files_by_one_pattern():
+    questions = get_task("knights-knaves").questions(None, seed=0, files=("kk/*/test.parquet",))
+    assert sorted(question.level for question in questions) == sorted([*LEVELS] * 100)
+    assert len({question.prompt for question in questions}) == 500
+    some = get_task("knights-knaves").questions(None, seed=0, files=("kk/*/test.parquet",), people=(3, 7))
+    assert {question.level for question in some} == {3, 7}
+    assert len(some) == 200
+
+
+@pytest.mark.parametrize("name", ["knights-knaves", "knights-knaves-compact"])
+def test_all_puzzles_without_files_are_refused(name):
+    with pytest.raises(InputError, match="neither a number of questions nor files"):
+        get_task(name).questions(None, seed=0)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from gradscope.errors import InputError
-from gradscope.tasks import Question, Task, get_task, register, task_names
+from gradscope.tasks import Question, Task, data, draw_questions, get_task, register, task_names
 
 USER_FILE = """
 from gradscope.tasks import Question, register
@@ -33,9 +33,10 @@ def registered(monkeypatch):
     monkeypatch.setattr(registry, "_files_read", set())
 
 
-def test_both_knights_and_knaves_tasks_are_known_by_name():
-    assert {"knights-knaves", "knights-knaves-compact"} <= set(task_names())
-    for name in ("knights-knaves", "knights-knaves-compact"):
+def test_every_task_that_comes_along_is_known_by_name():
+    names = ["arithmetic", "knights-knaves", "knights-knaves-compact", "math", "math-plain"]
+    assert set(names) <= set(task_names())
+    for name in names:
         assert isinstance(get_task(name), Task)
         assert get_task(name).name == name
 
@@ -79,7 +80,106 @@ def test_what_is_no_task_is_not_registered(registered):
         register("knights-knaves")
 
 
-def test_tasks_load_neither_torch_nor_pandas_nor_transformers():
-    code = "import sys, gradscope.tasks; print([m for m in ('torch', 'pandas', 'transformers') if m in sys.modules])"
+def test_tasks_load_nothing_heavy_before_they_need_it():
+    heavy = ("torch", "pandas", "pyarrow", "transformers", "math_verify", "sympy")
+    code = f"import sys, gradscope.tasks; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# --- drawing questions
+
+
+class Counting:
+    """A user's task that knows one option of its own."""
+
+    name = "counting"
+
+    def questions(self, n, *, seed, start=0):
+        return [Question(f"after {i}?", i + 1) for i in range(start, start + min(n, 3))]
+
+    def reward(self, response, question):
+        return float(response == str(question.answer))
+
+
+def test_options_that_are_none_or_empty_are_not_passed_on():
+    drawn = draw_questions(Counting(), 2, seed=0, people=None, files=(), start=5)
+    assert drawn == Counting().questions(2, seed=0, start=5)
+    assert draw_questions(Counting(), 1, seed=0, start=0) == [Question("after 0?", 1)]  # 0 is neither
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "complaint"),
+    [
+        (Counting(), {"files": ("a.parquet",)}, "task 'counting' has no option files; it takes start"),
+        (get_task("math"), {"people": (3,)}, "task 'math' has no option people; it takes files"),
+        (get_task("arithmetic"), {"people": (3,)}, "task 'arithmetic' has no option people; it takes none"),
+        (get_task("knights-knaves"), {"level": 3}, "has no option level; it takes people, files"),
+    ],
+)
+def test_an_option_that_a_task_does_not_take_is_refused(task, options, complaint):
+    with pytest.raises(InputError, match=complaint):
+        draw_questions(task, 1, seed=0, **options)
+
+
+def test_a_task_that_takes_any_option_gets_them_all():
+    class Open(Counting):
+        def questions(self, n, *, seed, **options):
+            return [Question(str(options), None)]
+
+    assert draw_questions(Open(), 1, seed=0, colour="red")[0].prompt == "{'colour': 'red'}"
+
+
+def test_no_questions_are_refused():
+    class Silent(Counting):
+        def questions(self, n, *, seed):
+            return []
+
+    with pytest.raises(InputError, match="task 'counting' has no questions for n = 4"):
+        draw_questions(Silent(), 4, seed=0)
+    for n in (0, -1):
+        with pytest.raises(InputError, match=f"{n} questions asked for; ask for 1 or more"):
+            draw_questions(Counting(), n, seed=0)
+    for name in ("arithmetic", "math", "knights-knaves"):
+        with pytest.raises(InputError, match=f"task '{name}' is given neither a number of questions nor files"):
+            draw_questions(get_task(name), None, seed=0)
+
+
+# --- files
+
+
+def test_a_file_is_looked_for_as_it_is_and_then_below_the_data_folder(tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for path in (here / "a.parquet", there / "a.parquet", there / "sub" / "b.parquet", there / "sub" / "c.parquet"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("GRADSCOPE_DATA", str(there))
+
+    def found(*patterns):
+        return [str(path.resolve().relative_to(tmp_path)) for path in data.find_files(patterns)]
+
+    assert found("a.parquet") == ["here/a.parquet"]
+    assert found("sub/b.parquet") == ["there/sub/b.parquet"]
+    assert found("sub/*.parquet") == ["there/sub/b.parquet", "there/sub/c.parquet"]
+    assert found("sub/c.parquet", "s*/*.parquet", there / "sub" / "b.parquet") == [
+        "there/sub/c.parquet",
+        "there/sub/b.parquet",
+    ]
+    everything = [f"there/{name}" for name in ("a.parquet", "sub/b.parquet", "sub/c.parquet")]
+    assert found(there / "**" / "*.parquet") == everything
+    assert data.find_files("a.parquet") == data.find_files(["a.parquet"])  # one name is a list of one
+    (here / "odd[1].parquet").touch()
+    assert found("odd[1].parquet") == ["here/odd[1].parquet"]
+
+
+@pytest.mark.parametrize("pattern", ["none.parquet", "no*.parquet", "folder", ""])
+def test_a_pattern_without_a_file_is_refused_with_both_places(tmp_path, monkeypatch, pattern):
+    (tmp_path / "here" / "folder").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("GRADSCOPE_DATA", str(tmp_path / "there"))
+    with pytest.raises(InputError) as caught:
+        data.find_files([pattern])
+    for place in ("here", "there"):
+        assert str(tmp_path / place / pattern) in str(caught.value)
+    assert f"no file matches {pattern}" in str(caught.value)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -18,6 +19,9 @@ from gradscope.batch import Response, TokenBatch, collate
 from gradscope.errors import InputError
 from gradscope.models import Policy
 from gradscope.sampling import Sample, Sampler
+
+Draw = Callable[[Float[Tensor, "B N"], list[int], int], tuple[Int[Tensor, " B"], Float[Tensor, " B"]]]
+"""Tokens and their log π, from logits, the numbers of their rows in the batch and the step."""
 
 
 @dataclass(frozen=True)
@@ -42,31 +46,46 @@ class HFSampler:
         temperature: float,
         max_new_tokens: int,
         generator: torch.Generator,
+        greedy: bool = False,
     ) -> list[list[Sample]]:
         """n responses to each prompt, ended by a stop token, max_new_tokens or the policy's context.
 
+        greedy: the likeliest token, of equal ones the lowest id; a prompt's n responses are then one, n times.
         Raises InputError for a prompt that is empty, leaves no room in the context or has ids outside the vocabulary.
         """
         from tqdm import tqdm
 
-        _check_settings(n, temperature, max_new_tokens, self.batch_size)
-        _check_prompts(prompt_ids, self.policy)
+        from gradscope.sampling.kv_cache import shared_heads
+
+        check_settings(n, temperature, max_new_tokens)
+        if self.batch_size < 1:
+            raise InputError(f"batch_size is {self.batch_size}; it must be at least 1")
+        check_prompts(prompt_ids, self.policy)
         seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
         samples: dict[tuple[int, int], Sample] = {}
-        model, was_training = self.policy.model, self.policy.model.training
+        model, was_training, distinct = self.policy.model, self.policy.model.training, 1 if greedy else n
         model.eval()
         try:
-            with tqdm(
-                total=len(prompt_ids) * n, desc="sampling", unit="response", disable=not self.progress or None
-            ) as bar:
-                for keys in self._batches([len(ids) for ids in prompt_ids], n):
+            with (
+                shared_heads(model),
+                tqdm(
+                    total=len(prompt_ids) * distinct,
+                    desc="sampling",
+                    unit="response",
+                    disable=not self.progress or None,
+                ) as bar,
+            ):
+                for keys in self._batches([len(ids) for ids in prompt_ids], distinct):
+                    draw = _greedy(temperature) if greedy else _random(seed, keys, max_new_tokens, temperature)
                     prompts = [prompt_ids[p] for p, _ in keys]
-                    uniforms = [_uniforms(seed, key, max_new_tokens) for key in keys]
-                    decoded = _decode(self.policy, prompts, torch.stack(uniforms), temperature, bar)
+                    decoded = _decode(self.policy, prompts, max_new_tokens, draw, bar)
                     samples.update(zip(keys, decoded, strict=True))
         finally:
             model.train(was_training)
-        return [[samples[p, s] for s in range(n)] for p in range(len(prompt_ids))]
+        return [[samples[p, s % distinct] for s in range(n)] for p in range(len(prompt_ids))]
+
+    def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Nothing to do: these are the policy's own weights."""
 
     def _batches(self, lengths: list[int], n: int) -> Iterator[list[tuple[int, int]]]:
         """(prompt, sample) keys that are decoded together: neighbours in length, which need little padding.
@@ -138,13 +157,10 @@ def draw_tokens(
     >>> draw_tokens(logits, torch.tensor([0.0, 0.6, 0.8]), 1.0)[0].tolist()
     [0, 1, 2]
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    logprobs = torch.log_softmax(logits, dim=-1)
+    logprobs = _log_softmax(logits, temperature)
     # float64, so that a vocabulary's worth of rounding does not move a boundary; below 1, so that no token of
     # probability 0 at the end is ever drawn.
     cumulative = logprobs.exp().double().cumsum(-1)
-    if cumulative[:, -1].isnan().any():
-        raise InputError("the policy's logits are NaN: its weights or its dtype are broken; try --dtype float32")
     level = uniforms.to(cumulative).clamp(max=1 - 1e-12)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, level, right=True)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
@@ -159,24 +175,40 @@ def stop_ids(policy: Policy) -> set[int]:
     return set()
 
 
-def _uniforms(seed: int, key: tuple[int, int], length: int) -> Float[Tensor, " length"]:
-    """A response's own uniform numbers, one per step, in float64: PCG64, as torch seeds with 32 bits only."""
-    return torch.from_numpy(np.random.default_rng([seed, *key]).random(length))
+def _log_softmax(logits: Float[Tensor, "B N"], temperature: float) -> Float[Tensor, "B N"]:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logprobs = torch.log_softmax(logits, dim=-1)
+    if logprobs[:, 0].isnan().any():  # one NaN makes a whole row NaN
+        raise InputError("the policy's logits are NaN: its weights or its dtype are broken; try --dtype float32")
+    return logprobs
+
+
+def _random(seed: int, keys: list[tuple[int, int]], length: int, temperature: float) -> Draw:
+    """Draw for each (prompt, sample) from a stream of uniform numbers of its own, one per step, in float64."""
+    # PCG64, as torch seeds with 32 bits only.
+    uniforms = torch.from_numpy(np.stack([np.random.default_rng([seed, *key]).random(length) for key in keys]))
+    return lambda logits, rows, step: draw_tokens(logits, uniforms[rows, step].to(logits.device), temperature)
+
+
+def _greedy(temperature: float) -> Draw:
+    def draw(logits: Tensor, rows: list[int], step: int) -> tuple[Tensor, Tensor]:
+        tokens = logits.argmax(-1)  # the first of equal ones
+        return tokens, _log_softmax(logits, temperature).gather(-1, tokens[:, None])[:, 0]
+
+    return draw
 
 
 @torch.no_grad()  # not inference_mode: buffers that a model makes on the way could never be used for training again
-def _decode(
-    policy: Policy, prompts: list[list[int]], uniforms: Float[Tensor, "B L"], temperature: float, bar: Any
-) -> list[Sample]:
-    """One response of at most L tokens per prompt; a finished one leaves the batch at once."""
+def _decode(policy: Policy, prompts: list[list[int]], length: int, draw: Draw, bar: Any) -> list[Sample]:
+    """One response of at most `length` tokens per prompt; a finished one leaves the batch at once."""
     stops = stop_ids(policy)
-    longest = [min(uniforms.shape[1], (policy.context or sys.maxsize) - len(prompt)) for prompt in prompts]
+    longest = [min(length, (policy.context or sys.maxsize) - len(prompt)) for prompt in prompts]
     ids: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
     logits, cache, mask = _prefill(policy, prompts)
     alive = list(range(len(prompts)))
     for step in range(max(longest)):
-        tokens, token_logprobs = draw_tokens(logits, uniforms[alive, step].to(logits.device), temperature)
+        tokens, token_logprobs = draw(logits, alive, step)
         for row, token, logprob in zip(alive, tokens.tolist(), token_logprobs.tolist(), strict=True):
             ids[row].append(token)
             logprobs[row].append(logprob)
@@ -185,6 +217,7 @@ def _decode(
         if not going:
             break
         if len(going) < len(alive):
+            going = _close_gaps(going)
             kept = torch.tensor(going, device=tokens.device)
             cache.reorder_cache(kept)  # every kind of layer has it, also those without batch_select_indices
             tokens, mask, alive = tokens[kept], mask[kept], [alive[k] for k in going]
@@ -193,9 +226,20 @@ def _decode(
     return [Sample(i, p, i[-1] in stops) for i, p in zip(ids, logprobs, strict=True)]
 
 
+def _close_gaps(going: list[int]) -> list[int]:
+    """The same rows in an order in which most keep their place: the last ones fill the gaps.
+
+    >>> _close_gaps([0, 2, 4, 5])
+    [0, 5, 2, 4]
+    """
+    staying = {k for k in going if k < len(going)}
+    last = [k for k in going if k >= len(going)]
+    return [k if k in staying else last.pop() for k in range(len(going))]
+
+
 def _prefill(policy: Policy, prompts: list[list[int]]) -> tuple[Float[Tensor, "B N"], Any, Bool[Tensor, "B P"]]:
     """Logits after each prompt, the cache and the mask of what is padding; equal prompts are computed once."""
-    from transformers import DynamicCache
+    from gradscope.sampling.kv_cache import growing_cache
 
     unique = {prompt: k for k, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     width = max(map(len, unique))
@@ -205,7 +249,7 @@ def _prefill(policy: Policy, prompts: list[list[int]]) -> tuple[Float[Tensor, "B
         ids[k, width - len(prompt) :] = torch.tensor(prompt)
         mask[k, width - len(prompt) :] = True
     ids, mask = ids.to(policy.device), mask.to(policy.device)
-    cache = DynamicCache(config=policy.model.config)
+    cache = growing_cache(policy.model.config)
     logits = _forward(policy, ids, mask, cache)
     pick = torch.tensor([unique[tuple(p)] for p in prompts], device=policy.device)
     cache.reorder_cache(pick)
@@ -214,23 +258,32 @@ def _prefill(policy: Policy, prompts: list[list[int]]) -> tuple[Float[Tensor, "B
 
 def _forward(policy: Policy, ids: Int[Tensor, "B s"], mask: Bool[Tensor, "B S"], cache: Any) -> Float[Tensor, "B N"]:
     """Logits of the last column, which is real in every row: padding is on the left."""
-    known = inspect.signature(policy.model.forward).parameters
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    # peft's wrapper passes on what its own signature does not name.
+    inner = policy.model.get_base_model() if hasattr(policy.model, "get_base_model") else policy.model
     extra = {"position_ids": positions, "logits_to_keep": 1}
-    extra = {name: value for name, value in extra.items() if name in known}
+    extra = {name: value for name, value in extra.items() if name in _parameters(type(inner))}
     out = policy.model(input_ids=ids, attention_mask=mask.long(), past_key_values=cache, use_cache=True, **extra)
     return out.logits[:, -1]
 
 
-def _check_settings(n: int, temperature: float, max_new_tokens: int, batch_size: int) -> None:
-    for name, value in (("n", n), ("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+@lru_cache
+def _parameters(model: type) -> frozenset[str]:
+    """Names that the model's forward takes; looked up once, not in every step."""
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
+def check_settings(n: int, temperature: float, max_new_tokens: int) -> None:
+    """Raise InputError for what no sampler can do."""
+    for name, value in (("n", n), ("max_new_tokens", max_new_tokens)):
         if value < 1:
             raise InputError(f"{name} is {value}; it must be at least 1")
     if not 0 < temperature < float("inf"):
         raise InputError(f"temperature is {temperature}; sampling needs a positive one (0 would be greedy decoding)")
 
 
-def _check_prompts(prompt_ids: list[list[int]], policy: Policy) -> None:
+def check_prompts(prompt_ids: list[list[int]], policy: Policy) -> None:
+    """Raise InputError for a prompt that is empty, fills the context or has ids outside the vocabulary."""
     for index, ids in enumerate(prompt_ids):
         if not ids:
             raise InputError(f"prompt {index} is empty; give at least one token (a BOS token will do)")

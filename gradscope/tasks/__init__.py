@@ -1,9 +1,13 @@
 """Prompts with a reward, one file per task, registered by name; a user adds a task in a file of their own."""
 
-from gradscope.tasks import knights_knaves
+from gradscope.tasks import arithmetic, knights_knaves, math
+from gradscope.tasks.data import draw_questions
 from gradscope.tasks.registry import Grade, Question, Task, get_task, grade_response, register, task_names
 
 register(knights_knaves.knights_knaves)
 register(knights_knaves.knights_knaves_compact)
+register(math.math_chat)
+register(math.math_plain)
+register(arithmetic.arithmetic)
 
-__all__ = ["Grade", "Question", "Task", "get_task", "grade_response", "register", "task_names"]
+__all__ = ["Grade", "Question", "Task", "draw_questions", "get_task", "grade_response", "register", "task_names"]

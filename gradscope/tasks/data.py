@@ -1,9 +1,19 @@
-"""Where the real data sets lie."""
+"""Files of questions: where they lie, what their rows hold, and drawing from them or from a generator."""
 
 from __future__ import annotations
 
+import glob
+import inspect
 import os
+import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeVar
+
+from gradscope.errors import InputError
+from gradscope.tasks.registry import Question, Task
+
+T = TypeVar("T")
 
 
 def data_folder() -> Path:
@@ -11,3 +21,98 @@ def data_folder() -> Path:
     if given := os.environ.get("GRADSCOPE_DATA"):
         return Path(given)
     return Path(__file__).resolve().parents[2].parent / "shared" / "data"
+
+
+def draw_questions(task: Task, n: int | None, *, seed: int, **options: Any) -> list[Question]:
+    """`task.questions(n, seed=seed, **options)` without the options that are None or empty; at least one question.
+
+    n: None for all questions that the files of the option `files` hold.
+
+    Raises InputError if the task does not take an option, n is below 1, or there are no questions.
+    """
+    options = {name: value for name, value in options.items() if value is not None and value != () and value != []}
+    _check_options(task, options)
+    if n is None and "files" not in options:
+        raise_no_number(task.name)
+    if n is not None and n < 1:
+        raise InputError(f"{n} questions asked for; ask for 1 or more")
+    questions = list(task.questions(n, seed=seed, **options))
+    if not questions:
+        raise InputError(f"task {task.name!r} has no questions for n = {n}, {options}; give it others")
+    return questions
+
+
+def raise_no_number(name: str) -> None:
+    """What is said where all questions are asked for and no file bounds them."""
+    raise InputError(f"task {name!r} is given neither a number of questions nor files of them; give one of both")
+
+
+def _check_options(task: Task, options: dict[str, Any]) -> None:
+    parameters = inspect.signature(task.questions).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters if parameter.name not in ("n", "seed")]
+    if unknown := [name for name in options if name not in known]:
+        takes = f"it takes {', '.join(known)}" if known else "it takes none"
+        raise InputError(f"task {task.name!r} has no option {', '.join(unknown)}; {takes}")
+
+
+def draw_rows(rows: Sequence[T], n: int | None, rng: random.Random, files: Sequence[str | Path]) -> list[T]:
+    """`n` of the rows that the files hold, or all, in random order and without repetition.
+
+    Raises InputError if there are no rows, or fewer than n.
+    """
+    source = ", ".join(map(str, files))
+    if not rows:
+        raise InputError(f"{source}: no row to take a question from; give files with rows that are asked for")
+    if n is not None and not 0 <= n <= len(rows):
+        raise InputError(f"{n} questions asked for, but {source} has {len(rows)}; ask for at most that many")
+    return rng.sample(rows, len(rows) if n is None else n)
+
+
+def read_rows(files: Sequence[str | Path], columns: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """(where the row is, its values in these columns) of each row of the parquet files that `find_files` finds.
+
+    The values are plain Python: lists, dictionaries and None.
+    Raises InputError if a file is not there, not parquet, or lacks a column.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = []
+    for path in find_files(files):
+        try:
+            with pq.ParquetFile(path) as file:
+                if missing := [column for column in columns if column not in file.schema_arrow.names]:
+                    raise InputError(f"{path} has no column {', '.join(missing)}; wanted {', '.join(columns)}")
+                table = file.read(columns=list(columns))
+        except (pa.ArrowException, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(f"{path} cannot be read as parquet ({reason}); give parquet files") from error
+        rows += [(f"{path}, row {index}", row) for index, row in enumerate(table.to_pylist())]
+    return rows
+
+
+def find_files(patterns: Sequence[str | Path]) -> list[Path]:
+    """The files that each pattern means, as it is or else below `data_folder()`, none twice; `*` and `**` match.
+
+    Raises InputError for a pattern that means no file.
+    """
+    found: dict[Path, Path] = {}
+    for pattern in [patterns] if isinstance(patterns, (str, Path)) else patterns:
+        places = [Path(pattern), data_folder() / pattern]
+        paths = _files_at(places[0]) or _files_at(places[1])
+        if not paths:
+            raise InputError(
+                f"no file matches {pattern}: looked at {places[0].absolute()} and {places[1].absolute()}; give "
+                "parquet files (wildcards allowed), or set GRADSCOPE_DATA to the folder that holds them"
+            )
+        found |= {path.resolve(): path for path in paths if path.resolve() not in found}
+    return list(found.values())
+
+
+def _files_at(place: Path) -> list[Path]:
+    # A file that is really called so comes first: its name may hold brackets, which mean something to glob.
+    if place.is_file():
+        return [place]
+    return [path for path in map(Path, sorted(glob.glob(str(place), recursive=True))) if path.is_file()]

@@ -8,10 +8,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gradscope.errors import InputError
+from gradscope.tasks.data import draw_rows, raise_no_number, read_rows
 from gradscope.tasks.knights_knaves_wording import COMPACT_NAMES, Statement, compact_text, draw_sayings, quiz_text
-from gradscope.tasks.registry import Question
+from gradscope.tasks.registry import Grade, Question
 
 NAMES = (
     *("Abigail", "Aiden", "Alexander", "Amelia", "Aria", "Aurora", "Ava", "Avery", "Benjamin", "Charlotte", "Chloe"),
@@ -124,20 +126,19 @@ def generate_puzzle(people: int, rng: random.Random, *, names: Sequence[str] | N
     return Puzzle(names, statements, solve(statements)[0], quiz)
 
 
-def read_puzzles(path: str | Path) -> list[Puzzle]:
-    """The rows of a parquet file of the data set (columns names, statements, solution, quiz), in order."""
-    import pandas as pd
+def read_puzzles(*files: str | Path) -> list[Puzzle]:
+    """The rows of parquet files of the data set (columns names, statements, solution, quiz), in order."""
+    return [_read_puzzle(place, row) for place, row in read_rows(files, ("names", "statements", "solution", "quiz"))]
 
-    if not Path(path).is_file():
-        raise InputError(f"no file {path}; wanted a Knights & Knaves parquet file such as kk/3ppl/test.parquet")
-    columns = ["names", "statements", "solution", "quiz"]
-    table = pd.read_parquet(path)
-    if missing := [column for column in columns if column not in table]:
-        raise InputError(f"{path} has no column {', '.join(missing)}; wanted {', '.join(columns)}")
-    return [
-        Puzzle(tuple(names), ast.literal_eval(statements), tuple(map(bool, solution)), quiz)
-        for names, statements, solution, quiz in table[columns].itertuples(index=False)
-    ]
+
+def _read_puzzle(place: str, row: dict[str, Any]) -> Puzzle:
+    try:
+        names, statements, solution = tuple(row["names"]), ast.literal_eval(row["statements"]), tuple(row["solution"])
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise InputError(f"{place} is not a puzzle ({error}); wanted rows as in kk/3ppl/test.parquet") from error
+    if not len(names) == len(statements) == len(solution) or not isinstance(row["quiz"], str):
+        raise InputError(f"{place}: wanted a statement and a solution for each of {len(names)} names, and a quiz")
+    return Puzzle(names, statements, tuple(map(bool, solution)), row["quiz"])
 
 
 def prompt(puzzle: Puzzle) -> str:
@@ -196,18 +197,18 @@ class _KnightsKnaves:
         self.name, self.people, self.compact = name, people, compact
 
     def questions(
-        self, n: int, *, seed: int, people: Sequence[int] | None = None, file: str | Path | None = None
+        self, n: int | None, *, seed: int, people: Sequence[int] | None = None, files: Sequence[str | Path] = ()
     ) -> list[Question]:
-        """`n` questions whose number of people cycles through `people`; or `n` rows of a parquet `file`, drawn
-        without repetition (of those rows that have one of these numbers of people, where `people` is given)."""
+        """`n` questions whose number of people cycles through `people`; or `n` rows of parquet `files` (None: all),
+        drawn without repetition (of those rows that have one of these numbers of people, where `people` is given)."""
         rng = random.Random(seed)
-        if file is None:
-            levels = tuple(people or self.people)
-            return [self.question(generate_puzzle(levels[i % len(levels)], rng)) for i in range(n)]
-        puzzles = [puzzle for puzzle in read_puzzles(file) if people is None or len(puzzle.names) in people]
-        if n > len(puzzles):
-            raise InputError(f"{n} questions asked for, but {file} has {len(puzzles)}; ask for at most that many")
-        return [self.question(puzzle) for puzzle in rng.sample(puzzles, n)]
+        if files:
+            puzzles = [puzzle for puzzle in read_puzzles(*files) if not people or len(puzzle.names) in people]
+            return [self.question(puzzle) for puzzle in draw_rows(puzzles, n, rng, files)]
+        if n is None:
+            raise_no_number(self.name)
+        levels = tuple(people or self.people)
+        return [self.question(generate_puzzle(levels[i % len(levels)], rng)) for i in range(n)]
 
     def question(self, puzzle: Puzzle) -> Question:
         """The puzzle in this task's words."""
@@ -218,6 +219,12 @@ class _KnightsKnaves:
     def reward(self, response: str, question: Question) -> float:
         """See `reward` above."""
         return reward(response, names=question.answer["names"], solution=question.answer["solution"])
+
+    def grade(self, response: str, question: Question) -> Grade:
+        """Correct if the reward is 3: everybody named rightly, in good format. format_ok if the four tags are in order,
+        which is the +1 that all rewards but −3 hold: an answer in good format that cannot be read (−1) has it too."""
+        earned = self.reward(response, question)
+        return Grade(earned, correct=earned == 3.0, format_ok=earned > -3.0)
 
 
 knights_knaves = _KnightsKnaves("knights-knaves", people=(3, 4, 5, 6, 7), compact=False)

@@ -29,8 +29,9 @@ def compute_advantages(batch: TokenBatch, config: TrainConfig) -> Float[Tensor, 
     """GRPO's advantages from the batch's rewards within groups, or REINFORCE++'s from whole returns (Eq. 20, 21)."""
     if config.algorithm == "grpo":
         return resolve_advantages(replace(batch, advantages=None))
+    reference = batch.old_logprobs if batch.ref_logprobs is None else batch.ref_logprobs  # no reference: no KL
     return reinforce_pp_advantages(
-        batch.rewards, batch.old_logprobs, batch.ref_logprobs, batch.response_mask, kl_coef=config.kl_coef
+        batch.rewards, batch.old_logprobs, reference, batch.response_mask, kl_coef=config.kl_coef
     )
 
 
@@ -66,7 +67,7 @@ def _permuted_reweight(batch: TokenBatch, alpha: float, generator: torch.Generat
     mask = batch.response_mask
     factors = alpha * batch.old_logprobs[mask].exp() + (1 - alpha)
     shuffled = factors[torch.randperm(len(factors), generator=generator)]
-    return batch.advantages * torch.ones_like(batch.advantages).masked_scatter(mask, shuffled)
+    return batch.advantages * torch.ones_like(batch.old_logprobs).masked_scatter(mask, shuffled)
 
 
 def _without_masked(part: Pass, mask_probs: tuple[float, float] | None) -> Pass:

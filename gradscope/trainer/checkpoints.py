@@ -2,62 +2,73 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gradscope.errors import InputError
+from gradscope.processes import whole
 from gradscope.run_folder import write_json
-from gradscope.trainer.learner import ADAPTER, Learner
+from gradscope.trainer.adapters import ADAPTER
+from gradscope.trainer.learner import Learner
 
-CHECKPOINTS, OPTIMIZER = "checkpoints", "optimizer.pt"
+CHECKPOINTS, OPTIMIZER, RANDOM_STATES = "checkpoints", "optimizer.pt", "random_states.pt"
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
+"""What the system says where the user has to name another folder; the rest (a full disk, …) is not the user's."""
 
 
 def save_checkpoint(out: Path, step: int, learner: Learner, *, keep: int | None = None) -> Path:
-    """Write checkpoints/step-000020 beside and rename it; of the older ones, the newest `keep` − 1 stay."""
+    """Write checkpoints/step-000020 beside and rename it; of the older ones, the newest `keep` − 1 stay.
+
+    Raises OSError if it cannot be written, in all processes; what there was before stays.
+    """
     folder = out / CHECKPOINTS / f"step-{step:06d}"
-    beside = folder.with_name(f".{folder.name}.partial")
-    policy, processes = learner.policy, learner.processes
-    weights = dict(learner.weights())  # by all processes: sharded weights are gathered here
-    if processes.is_main:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        policy.model.save_pretrained(beside, state_dict={name: w.cpu() for name, w in weights.items()})
-        if policy.tokenizer is not None:
-            policy.tokenizer.save_pretrained(beside)
-        if learner.adapters is not None:
-            learner.adapters.save_pretrained(beside / ADAPTER)
-        torch.save(learner.optimizer.state_dict(), beside / OPTIMIZER)
-        write_json(beside / "trainer_state.json", {"step": step})
-    processes.gather([None])  # everybody waits for the folder
-    torch.save(_random_states(), beside / f"random_states_{processes.rank}.pt")
-    processes.gather([None])
-    if processes.is_main:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(beside, folder)
-        for old in list_checkpoints(out)[:-keep] if keep is not None else []:
-            shutil.rmtree(old)
+    content = _gather(learner)
+    with learner.processes.together():
+        if learner.processes.is_main:
+            _drop_unfinished(out)
+            beside = folder.with_name(f".{folder.name}.partial")
+            beside.mkdir(parents=True)
+            try:
+                _write(beside, step, learner, content)
+            except (OSError, RuntimeError, _safetensors_error()) as error:
+                shutil.rmtree(beside, ignore_errors=True)
+                raise OSError(f"{folder} could not be written ({error}); the checkpoints before it stay") from error
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(beside, folder)
+            for old in list_checkpoints(out)[:-keep] if keep is not None else []:
+                shutil.rmtree(old)
+    # Writing draws random numbers of its own; this run goes on from where a resumed one will.
+    _set_random_states(content.random_states[learner.processes.rank])
     return folder
 
 
 def restore_checkpoint(folder: Path, learner: Learner) -> None:
     """Optimizer and random states; the weights are those that the learner was built with."""
-    device = learner.updater.device
-    learner.optimizer.load_state_dict(torch.load(folder / OPTIMIZER, map_location=device, weights_only=True))
-    states = folder / f"random_states_{learner.processes.rank}.pt"
-    if states.is_file():  # not there for a process that an earlier start did not have
-        _set_random_states(torch.load(states, weights_only=True))
+    saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+    parameters = [p for group in learner.optimizer.param_groups for p in group["params"]]
+    for index, moments in saved["state"].items():
+        for name, value in moments.items():
+            moments[name] = _like(parameters[index], value)
+    learner.optimizer.load_state_dict(saved)
+    states, rank = torch.load(folder / RANDOM_STATES, weights_only=True), learner.processes.rank
+    if rank < len(states):  # an earlier start may have had fewer processes
+        _set_random_states(states[rank])
 
 
 def list_checkpoints(out: Path) -> list[Path]:
     """The run's checkpoints, oldest first."""
-    return sorted(p for p in (out / CHECKPOINTS).glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name))
+    found = [p for p in (out / CHECKPOINTS).glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
+    return sorted(found, key=checkpoint_step)
 
 
 def checkpoint_step(folder: Path) -> int:
@@ -65,27 +76,102 @@ def checkpoint_step(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def check_space(out: Path, learner: Learner) -> None:
-    """Raise InputError if the folder cannot be written, OSError if its disk has no room for two checkpoints.
+def count_checkpoints(done: int, total: int, *, every: int, keep: int | None = None) -> int:
+    """How many the rest of a run writes; with `keep`, how many are there at once: an old one goes after the new one.
 
-    Two, because a new one is written whole before an old one goes.
+    >>> count_checkpoints(0, 350, every=20), count_checkpoints(0, 350, every=20, keep=2)
+    (18, 3)
     """
-    probe = out / CHECKPOINTS / ".probe"
+    ahead = -(-total // every) - done // every
+    return ahead if keep is None else min(ahead, keep + 1)
+
+
+def check_space(out: Path, learner: Learner, count: int) -> None:
+    """Raise InputError if the folder cannot be written, OSError if its disk has no room for so many checkpoints.
+
+    What a crash has left of a checkpoint is removed.
+    """
+    folder = out / CHECKPOINTS
     try:
-        probe.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe"
         probe.write_bytes(b"\0" * 4096)
-    except PermissionError as error:
-        raise InputError(f"{out} cannot be written ({error.strerror}); give another --out") from error
-    finally:
-        probe.unlink(missing_ok=True)
+        probe.unlink()
+    except OSError as error:
+        if error.errno in UNWRITABLE:
+            raise InputError(f"{folder} cannot be written ({error.strerror}); give another --out") from error
+        raise
+    _drop_unfinished(out)
     weights = sum(p.numel() for p in learner.policy.model.parameters())
     trained = sum(p.numel() for p in learner.policy.model.parameters() if p.requires_grad)
-    needed, free = 2 * 4 * (weights + 2 * trained), shutil.disk_usage(out).free
+    needed, free = count * 4 * (weights + 2 * trained), shutil.disk_usage(out).free
     if free < needed:
         raise OSError(
-            f"the disk of {out} has {free / 2**30:.2f} GiB free and two checkpoints take {needed / 2**30:.2f}; make "
-            "room, or give another --out"
+            f"the disk of {out} has {free / 2**30:.2f} GiB free and {count} checkpoints take {needed / 2**30:.2f}; "
+            "make room, give another --out, or keep fewer (--keep-checkpoints)"
         )
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a checkpoint holds, whole and on the CPU; in all processes but the main one, nothing."""
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    random_states: list[dict[str, Any]]
+
+
+def _gather(learner: Learner) -> _Content:
+    """By all processes together: shards are put together, one tensor at a time."""
+    is_main = learner.processes.is_main
+
+    def keep(tensor: Tensor) -> Tensor | None:
+        return tensor.cpu() if is_main else None
+
+    weights = {name: keep(weight) for name, weight in learner.weights()}
+    # Buffers that the model cannot do without; they are never in shards.
+    saved = learner.policy.model.state_dict().keys()
+    weights |= {name: keep(buffer) for name, buffer in learner.policy.model.named_buffers() if name in saved}
+    optimizer = learner.optimizer.state_dict()
+    optimizer["state"] = {
+        index: {name: keep(whole(value)) for name, value in moments.items()}
+        for index, moments in optimizer["state"].items()
+    }
+    return _Content(weights, optimizer, learner.processes.gather([_random_states()]))
+
+
+def _write(folder: Path, step: int, learner: Learner, content: _Content) -> None:
+    policy = learner.policy
+    policy.model.save_pretrained(folder, state_dict=content.weights)
+    if policy.tokenizer is not None:
+        policy.tokenizer.save_pretrained(folder)
+    if learner.adapters is not None:
+        learner.adapters.save_pretrained(folder / ADAPTER, save_embedding_layers=False)
+    torch.save(content.optimizer, folder / OPTIMIZER)
+    torch.save(content.random_states, folder / RANDOM_STATES)
+    write_json(folder / "trainer_state.json", {"step": step})
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """A moment as the parameter lies: whole, or this process's shard."""
+    if not hasattr(parameter, "full_tensor") or value.shape != parameter.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    # Everybody has read all of it: nothing is sent.
+    whole_value = value.to(parameter.device)
+    return distribute_tensor(whole_value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _drop_unfinished(out: Path) -> None:
+    for left in (out / CHECKPOINTS).glob(".step-*.partial"):
+        shutil.rmtree(left)
+
+
+def _safetensors_error() -> type[Exception]:
+    from safetensors import SafetensorError
+
+    return SafetensorError
 
 
 def _random_states() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from gradscope.batch_loss import LossSettings
 from gradscope.errors import InputError
@@ -22,8 +22,8 @@ class TrainConfig:
     """A registered task or path/to/file.py:NAME: prompts and a reward."""
     data: tuple[str, ...] = ()
     """Files of questions, wildcards allowed, as given or below $GRADSCOPE_DATA; none: the task makes questions up."""
-    people: tuple[int, ...] | None = None
-    """For Knights & Knaves: only puzzles with these numbers of people."""
+    people: tuple[int, ...] = ()
+    """For Knights & Knaves: only puzzles with these numbers of people; none: all that the task has."""
     steps: int | None = None
     """Batches of responses to train on."""
     epochs: int | None = None
@@ -107,10 +107,13 @@ class TrainConfig:
     """cpu, or a GPU of torch; none: accelerate's choice."""
 
     def __post_init__(self) -> None:
+        for name, words in _choices().items():
+            if getattr(self, name) not in words:
+                raise InputError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(map(str, words))}")
         _ = self.loss  # its settings check themselves
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and not value >= least:
+            if value is not None and not least <= value < float("inf"):
                 raise InputError(f"{name} is {value}; give {least} or more")
         for name in ("temperature", "learning_rate", "max_grad_norm", "lora_alpha"):
             if not 0 < getattr(self, name) < float("inf"):
@@ -119,7 +122,8 @@ class TrainConfig:
             raise InputError("group_size is 1: GRPO compares the responses to one question; give 2 or more")
         if self.lopti_eta is not None:
             check_eta(self.lopti_eta)
-        if self.mask_probs is not None and not 0 <= self.mask_probs[0] < self.mask_probs[1] <= 1:
+        masked = (0, 1) if self.mask_probs is None else self.mask_probs
+        if len(masked) != 2 or not 0 <= masked[0] < masked[1] <= 1:
             raise InputError(f"mask_probs is {self.mask_probs}; give two probabilities, the lower one first")
         needed = {None: (), "random-split": ("lopti_eta",)}.get(self.control, ("reweight_alpha",))
         if missing := [name for name in needed if getattr(self, name) is None]:
@@ -151,3 +155,13 @@ _LEAST = {
     **dict.fromkeys(("kl_coef", "warmup_steps", "weight_decay", "seed"), 0),
 }
 """The least value of each count."""
+
+
+def _choices() -> dict[str, tuple[str | None, ...]]:
+    """What each field of words takes: the command line checks that by itself, Python code does not."""
+    choices = {}
+    for name, kind in get_type_hints(TrainConfig).items():
+        words = [get_args(part) for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+        if words:
+            choices[name] = words[0] + ((None,) if type(None) in get_args(kind) else ())
+    return choices

@@ -46,11 +46,13 @@ def find_start(config: TrainConfig, out: Path, total: int, *, resume: bool, over
 
 
 def remove_run(out: Path) -> None:
-    """Drop what an earlier run wrote, and nothing else."""
+    """Drop what a run wrote, and nothing else; the folder too if it is empty then."""
     for name in (CONFIG, METRICS, MANIFEST):
         (out / name).unlink(missing_ok=True)
     for name in (CHECKPOINTS, "rollouts", "trackers"):
         shutil.rmtree(out / name, ignore_errors=True)
+    if out.is_dir() and not any(out.iterdir()):
+        out.rmdir()
 
 
 def write_description(out: Path, config: TrainConfig, learner: Learner) -> None:

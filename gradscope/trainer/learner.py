@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +16,16 @@ from gradscope.batch import TokenBatch
 from gradscope.batch_logprobs import batch_statistics
 from gradscope.errors import InputError
 from gradscope.logprobs import TokenStatistics
-from gradscope.models import Policy, load_policy
-from gradscope.processes import Processes
+from gradscope.models import Policy, fetch_policy
+from gradscope.processes import Processes, whole
+from gradscope.sampling import Sampler
 from gradscope.steps import Updater
+from gradscope.trainer.adapters import adapted_layers, add_adapters, merge_weight
 from gradscope.trainer.config import TrainConfig
+from gradscope.trainer.launch import check_launch, load_whole, share_model
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-ADAPTER = "adapter"
-"""Folder of a checkpoint that holds the low-rank adapters by themselves; the checkpoint's own weights are merged."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,13 @@ class Learner:
     """What an update changes, and what it is held against."""
 
     policy: Policy
-    """The model itself, unwrapped: what samples, and what is saved."""
+    """The trained model itself, not what DistributedDataParallel makes of it; under FSDP its weights lie in shards."""
+    sampled: Policy
+    """What transformers decodes with: the policy or, where its weights lie in shards, a whole copy in each process."""
     updater: Updater
     optimizer: torch.optim.Optimizer
-    """Unwrapped."""
     reference: nn.Module | None
-    """The policy before training; None: no KL, or the policy itself without its adapters."""
+    """The policy before training, in shards where the policy is; None: no KL, or the policy without its adapters."""
     adapters: Any | None
     """The PeftModel around the policy; None: all weights are trained."""
     autocast: Callable[[], AbstractContextManager]
@@ -47,6 +48,11 @@ class Learner:
     @property
     def processes(self) -> Processes:
         return self.updater.processes
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each forward pass is one of all processes together (FSDP)."""
+        return hasattr(self.policy.model, "unshard")
 
     def statistics(self, batch: TokenBatch) -> TokenStatistics:
         """log π, log(1−π) and entropy of the batch's response tokens under the policy as it is."""
@@ -68,88 +74,101 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = value
 
+    def sync(self, sampler: Sampler) -> None:
+        """Let it sample with the weights as they are now."""
+        if self.sampled is self.policy:
+            sampler.sync(self.weights())
+            return
+        copies = dict(self.sampled.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in self.weights():
+                copies[name].copy_(weight)
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by its name in the model, whole, adapters merged in; tied ones once."""
-        layers = {} if self.adapters is None else _adapted_layers(self.policy.model)
+        """Every parameter by its name in the model, whole, adapters merged in; tied ones once.
+
+        All processes go through them together.
+        """
+        if self.is_sharded:
+            for module in self.policy.model.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()  # a forward pass leaves some weights whole, in memory that it takes back later
+        layers = {} if self.adapters is None else adapted_layers(self.policy.model)
         for name, parameter in self.policy.model.named_parameters():
             owner, _, leaf = name.rpartition(".base_layer.")
             if owner in layers:
-                yield f"{owner}.{leaf}", _merged(layers[owner], leaf, parameter.detach())
+                yield f"{owner}.{leaf}", merge_weight(layers[owner], leaf, parameter.detach())
             elif ".lora_" not in name:
-                whole = parameter.detach()
-                yield name, whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+                yield name, whole(parameter.detach())
 
 
 def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Path | None = None) -> Learner:
-    """Load the policy of the configuration, or of a checkpoint of this run, and make all that trains it."""
-    device = accelerator.device
-    start = checkpoint if checkpoint is not None and config.lora_rank is None else config.model
-    policy = load_policy(start, dtype="float32", device=str(device))
+    """Load the policy of the configuration, or of a checkpoint of this run, and make all that trains it.
+
+    Raises InputError for a way of launching that the trainer does not know.
+    """
+    check_launch(config, accelerator)
+    start = checkpoint if checkpoint is not None and config.lora_rank is None else fetch_policy(config.model)
+    policy = sampled = load_whole(start, accelerator)
     model = policy.model
-    _no_dropout(model)
-    needs_reference = config.kl_coef > 0
-    reference = None
-    if needs_reference and config.lora_rank is None:
-        original = model if checkpoint is None else load_policy(config.model, dtype="float32", device=str(device)).model
-        reference = copy.deepcopy(original).requires_grad_(False).eval()
-    adapters = None if config.lora_rank is None else _add_adapters(model, config, checkpoint)
+    _remove_noise(model)
+    if accelerator.is_fsdp2 and config.engine == "hf":
+        dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+        sampled = replace(policy, model=copy.deepcopy(model).to(dtype).requires_grad_(False))
+    adapters = None if config.lora_rank is None else add_adapters(model, config, checkpoint)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()  # recomputation is done in training mode alone; there is no dropout left to switch on
+        _checkpoint_activations(model)
+    wrapped = share_model(model, config, accelerator)
     # Named, so that the saved state says whose moments it holds.
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay)
-    wrapped, stepper, no_sync = model, optimizer, lambda model: nullcontext()
-    if accelerator.num_processes > 1:
-        wrapped, stepper = accelerator.prepare(model, optimizer)
-        no_sync = accelerator.no_sync
-    mixed = config.precision == "bfloat16"
-
-    def autocast() -> AbstractContextManager:
-        return torch.autocast(device.type, torch.bfloat16) if mixed else nullcontext()
-
     updater = Updater(
         wrapped,
-        stepper,
-        device,
+        optimizer,
+        accelerator.device,
         config.micro_batch_size,
         config.max_grad_norm,
         Processes(accelerator.process_index, accelerator.num_processes),
-        no_sync,
+        # Shards are added up after every backward pass: nobody has room for a whole gradient.
+        (lambda model: nullcontext()) if accelerator.is_fsdp2 else accelerator.no_sync,
     )
-    return Learner(policy, updater, optimizer, reference, adapters, autocast)
+    reference = None
+    if config.kl_coef > 0 and adapters is None:
+        original = load_whole(fetch_policy(config.model), accelerator).model.requires_grad_(False)
+        reference = share_model(original, config, accelerator) if accelerator.is_fsdp2 else original
+    mixed = config.precision == "bfloat16" and not accelerator.is_fsdp2  # whose shards are gathered in bfloat16
+
+    def autocast() -> AbstractContextManager:
+        return torch.autocast(accelerator.device.type, torch.bfloat16) if mixed else nullcontext()
+
+    return Learner(policy, sampled, updater, optimizer, reference, adapters, autocast)
 
 
-def _no_dropout(model: nn.Module) -> None:
-    """π_old and π_θ must differ by the weights alone."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout", "activation_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+def _remove_noise(model: nn.Module) -> None:
+    """No dropout, no jitter, in no mode: π_old and π_θ must differ by the weights alone.
+
+    Some modules keep the share that they drop as a number, some read the configuration each time.
+    """
+    for holder in [model.config.get_text_config(), *model.modules()]:
+        for name, value in list(vars(holder).items()):
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(holder, name, 0.0)
+        if isinstance(holder, nn.modules.dropout._DropoutNd):
+            holder.p = 0.0
 
 
-def _add_adapters(model: nn.Module, config: TrainConfig, checkpoint: Path | None) -> Any:
+@torch.no_grad()
+def _checkpoint_activations(model: nn.Module) -> None:
+    """Recompute activations in the backward pass, which transformers does in training mode alone."""
+    ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
+    wanted = model(input_ids=ids, use_cache=False).logits
     try:
-        from peft import LoraConfig, PeftModel, get_peft_model
-    except ImportError as error:
-        raise InputError("lora_rank needs peft, which is not installed: pip install 'gradscope[lora]'") from error
-
-    if checkpoint is not None:
-        return PeftModel.from_pretrained(model, checkpoint / ADAPTER, is_trainable=True)
-    settings = LoraConfig(
-        r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear", lora_dropout=0.0
-    )
-    return get_peft_model(model, settings)
-
-
-def _adapted_layers(model: nn.Module) -> dict[str, Any]:
-    from peft.tuners.lora import LoraLayer
-
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-
-
-def _merged(layer: Any, leaf: str, parameter: Tensor) -> Tensor:
-    """The layer's weight with its adapter added; a bias is as it is."""
-    return parameter + layer.get_delta_weight("default").detach() if leaf == "weight" else parameter
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    except ValueError as error:
+        raise InputError(f"{type(model).__name__} knows no gradient_checkpointing; leave it out") from error
+    model.train()
+    if not torch.allclose(model(input_ids=ids, use_cache=False).logits, wanted, rtol=1e-3, atol=1e-4):
+        raise InputError(
+            f"{type(model).__name__} computes something else in training mode, which gradient_checkpointing needs; "
+            "leave it out"
+        )

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from gradscope.batch import TokenBatch
 from gradscope.errors import DivergedError, InputError, SyncError
 from gradscope.logprobs import TokenStatistics
+from gradscope.models import find_device
 from gradscope.sampling import Sampler
 from gradscope.sampling.engines import make_sampler
 from gradscope.tasks import get_task
@@ -32,6 +34,7 @@ from gradscope.trainer.checkpoints import (
     CHECKPOINTS,
     check_space,
     checkpoint_step,
+    count_checkpoints,
     list_checkpoints,
     restore_checkpoint,
     save_checkpoint,
@@ -51,6 +54,8 @@ from gradscope.trainer.rollout import Questions, Rollout, derive_seed, sample_ro
 
 MOST_NONFINITE = 3
 """Optimizer steps in a row without a finite gradient that end a run."""
+PATIENCE = timedelta(hours=4)
+"""For the slowest of several processes: one may sample or measure for long while the others wait."""
 SYNC_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 """Mean |Δ log π| in nats of sampler and trainer from which they are taken to hold different weights."""
 
@@ -72,24 +77,48 @@ def train(
     Raises InputError for whatever the user can mend, DivergedError after three steps in a row without a finite
     gradient, SyncError if the sampler's weights are not the trainer's; checkpoints stay in all cases.
     """
-    from accelerate import Accelerator
-
     out = Path(out)
-    task = get_task(config.task)
-    questions = Questions(task, config)
+    questions = Questions(get_task(config.task), config)
     start = find_start(config, out, questions.steps, resume=resume, overwrite=overwrite)
     if start is not None and checkpoint_step(start) >= questions.steps:
         return start
-    accelerator = Accelerator(cpu=config.device == "cpu", log_with=list(config.trackers), project_dir=str(out))
+    accelerator = _make_accelerator(config, out)
     learner = build_learner(config, accelerator, start)
     sampler = make_sampler(
-        config.engine, learner.policy, batch_size=config.sampling_batch_size, memory=config.vllm_memory, progress=False
+        config.engine,
+        learner.sampled,
+        batch_size=config.sampling_batch_size,
+        dtype=config.precision,
+        memory=config.vllm_memory,
+        progress=False,
     )
     if on_step is None and config.gradients_every is not None:
         on_step = measure_gradients
+    if on_step is not None and learner.is_sharded:
+        raise InputError("on_step looks at whole weights and these lie in shards (FSDP); launch with --multi_gpu")
     run = _Run(config, out, questions, learner, sampler, accelerator, on_step)
     with run.opened(start, overwrite=overwrite):
         return run.go(progress=progress)
+
+
+def _make_accelerator(config: TrainConfig, out: Path) -> Any:
+    """Accelerate's view of device, processes and trackers."""
+    from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    here = {str(getattr(name, "value", name)) for name in get_available_trackers()}
+    if missing := [name for name in config.trackers if name not in here]:
+        known = "is not installed" if missing[0] in LOGGER_TYPE_TO_CLASS else "is no tracker that accelerate knows"
+        raise InputError(f"tracker {missing[0]!r} {known}; at hand: {', '.join(sorted(here)) or 'none'}")
+    if config.device not in (None, "cpu"):
+        torch.cuda.set_device(find_device(config.device))
+    return Accelerator(
+        cpu=config.device == "cpu",
+        mixed_precision="no",  # the configuration's own precision decides
+        log_with=list(config.trackers) or None,
+        project_dir=str(out),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+    )
 
 
 class _Run:
@@ -114,13 +143,13 @@ class _Run:
     def opened(self, start: Path | None, *, overwrite: bool) -> Iterator[None]:
         """Make the folder ready, and the trackers; close them in the end."""
         self.done = 0 if start is None else checkpoint_step(start)
-        if self.processes.is_main:
-            if overwrite:
-                remove_run(self.out)
-            check_space(self.out, self.learner)
-            write_description(self.out, self.config, self.learner)
-            drop_lines_after(self.out / METRICS, self.done)
-        self.processes.gather([None])
+        with self.processes.together():
+            if self.processes.is_main:
+                if overwrite:
+                    remove_run(self.out)
+                check_space(self.out, self.learner, self._checkpoints_ahead)
+                write_description(self.out, self.config, self.learner)
+                drop_lines_after(self.out / METRICS, self.done)
         if start is not None:
             restore_checkpoint(start, self.learner)
         settings = {"tensorboard": {"purge_step": self.done + 1}}
@@ -129,6 +158,10 @@ class _Run:
         )
         try:
             yield
+        except InputError:
+            if not self.done and self.processes.is_main:
+                remove_run(self.out)  # nothing was learnt: the next attempt is not held up by this one's settings
+            raise
         finally:
             self.accelerator.end_training()
 
@@ -158,8 +191,9 @@ class _Run:
         rollout = self._sample(index)
         batch, statistics = self._score(rollout)
         self._check_sync(rollout.batch, statistics)
-        if self.config.save_rollouts and self.processes.is_main:
-            self._keep(index, rollout, batch)
+        with self.processes.together():
+            if self.config.save_rollouts and self.processes.is_main:
+                self._keep(index, rollout, batch)
         record = {"step": index + 1, **rollout_metrics(rollout)}
         record |= token_metrics(batch, statistics, rollout.batch.old_logprobs)
         step = Step(index + 1, self.learner.policy, batch, statistics, self.config, record)
@@ -173,13 +207,15 @@ class _Run:
 
     def _sample(self, index: int) -> Rollout:
         with self._timed("sampling"), self.learner.autocast():
-            self.sampler.sync(self.learner.weights())
+            self.learner.sync(self.sampler)
             questions = self.questions.of_step(index)
             try:
                 return sample_rollout(self.learner.policy, self.sampler, questions, self.config, index, self.processes)
-            except (InputError, KeyboardInterrupt):
-                # The weights are those of the last finished step: nothing of it is lost.
-                if self.done and not (self.out / CHECKPOINTS / f"step-{self.done:06d}").is_dir():
+            except (InputError, KeyboardInterrupt) as error:
+                # The weights are those of the last finished step: nothing of it is lost. Several processes save
+                # together or not at all, and an interruption finds them at different places.
+                together = self.processes.count == 1 or isinstance(error, InputError)
+                if together and self.done and not (self.out / CHECKPOINTS / f"step-{self.done:06d}").is_dir():
                     self._save()
                 raise
 
@@ -236,12 +272,18 @@ class _Run:
         write_rollouts(folder / f"step-{index + 1:06d}.parquet", rows)
 
     def _log(self, record: dict[str, Any], bar: Any) -> None:
-        if self.processes.is_main:
-            write_line(self.out / METRICS, record)
+        with self.processes.together():
+            if self.processes.is_main:
+                write_line(self.out / METRICS, record)
         self.accelerator.log(scalars(record), step=self.done)
         shown = ("reward_mean", "accuracy", "response_length", "kl")
         bar.set_postfix({name: f"{record[name]:.3g}" for name in shown}, refresh=False)
         bar.update()
+
+    @property
+    def _checkpoints_ahead(self) -> int:
+        config = self.config
+        return count_checkpoints(self.done, self.questions.steps, every=config.save_every, keep=config.keep_checkpoints)
 
     def _save(self) -> None:
         save_checkpoint(self.out, self.done, self.learner, keep=self.config.keep_checkpoints)

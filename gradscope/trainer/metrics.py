@@ -115,5 +115,5 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean(values: Sequence[bool | int | float]) -> float:
     return float(sum(values) / len(values)) if values else math.nan

@@ -82,14 +82,9 @@ def sample_rollout(
     Raises InputError, in all processes alike, where one of them cannot sample or grade, and if not one response
     ended by itself.
     """
-    try:
+    with processes.together():
         mine = _sample_rows(policy, sampler, questions, config, step, processes)
-        shares = processes.gather([(mine, None)])
-    except InputError as error:
-        shares = processes.gather([([], str(error))])
-    if failed := [message for _, message in shares if message is not None]:
-        raise InputError(failed[0])
-    rows = sorted((row for share, _ in shares for row in share), key=lambda row: row["group"])
+    rows = sorted(processes.gather(mine), key=lambda row: row["group"])
     if not any(row["finished"] for row in rows):
         raise InputError(
             f"all {len(rows)} responses were cut off at max_new_tokens = {config.max_new_tokens} or at the policy's "

@@ -1,0 +1,189 @@
+"""The command `gradscope evaluate`: how often a policy answers a task's questions right, in one folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pandas as pd
+import tyro
+from tqdm import tqdm
+
+from gradscope import __version__
+from gradscope.cli_shared import DeviceFlag, DtypeFlag, library_versions, load_quietly
+from gradscope.errors import InputError
+from gradscope.evaluation import Evaluation, Exam, summarize_responses
+from gradscope.models import Policy
+from gradscope.run_folder import RunFolder, write_parquet, write_text
+from gradscope.sampling.engines import make_sampler
+from gradscope.tasks import Question, draw_questions, get_task
+
+TABLE, RESPONSES = "evaluation.csv", "responses.parquet"
+MADE_UP = 128
+"""Questions where neither their number nor files of them are given."""
+FORMS = {"format rate": "{:.3f}", "reward": "{:.3f}", "tokens": "{:.1f}", "truncated": "{:.3f}"}
+"""What is printed about the form of the responses, and how."""
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Ask a policy a task's questions, greedily and k times each: accuracy, avg@k and pass@k with their intervals."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Checkpoint folder of transformers, or "embedded"."""
+    task: str
+    """A registered task (knights-knaves, knights-knaves-compact, …) or path/to/file.py:NAME."""
+    out: Path
+    """Folder for evaluation.csv, responses.parquet and manifest.json. A run that was interrupted is taken up again."""
+    k: int = 16
+    """Sampled responses to each question, beside the greedy one; 0: greedy only."""
+    questions: int | None = None
+    """How many questions; none: all of --data, or 128 that the task makes up."""
+    data: tuple[str, ...] = ()
+    """Files of questions, wildcards allowed, as given or below $GRADSCOPE_DATA; none: the task makes questions up."""
+    people: tuple[int, ...] | None = None
+    """For Knights & Knaves: only puzzles with these numbers of people."""
+    temperature: float = 1.0
+    """Sampling temperature; every token is drawn from the whole vocabulary."""
+    max_new_tokens: int = 4096
+    """Longest response; the policy's context ends one too."""
+    seed: int = 0
+    """Draws the questions and the responses."""
+    engine: Literal["hf", "vllm"] = "hf"
+    """What samples: transformers or vLLM."""
+    batch_size: int = 64
+    """hf: responses decoded together; changes speed and memory only."""
+    vllm_memory: float = 0.4
+    """vllm: share of the GPU's memory for its weights and KV cache, beside the policy's own weights."""
+    dtype: DtypeFlag = None
+    """Precision of the weights and of all that is computed."""
+    device: DeviceFlag = None
+    """A device of torch: cpu, cuda, cuda:1, …"""
+    overwrite: bool = False
+    """Replace a run with other arguments in the same folder."""
+
+    def run(self) -> None:
+        if (self.questions is not None and self.questions < 1) or self.seed < 0:
+            raise InputError(f"--questions is {self.questions} and --seed {self.seed}; give 1 or more, and 0 or more")
+        task = get_task(self.task)
+        count = self.questions if self.questions is not None or self.data else MADE_UP
+        questions = draw_questions(task, count, seed=self.seed, files=self.data, people=self.people)
+        refuse_training_run(self.model)
+        policy = load_quietly(self.model, dtype=self.dtype, device=self.device)
+        settings = {name: getattr(self, name) for name in ("k", "temperature", "max_new_tokens", "seed")}
+        folder = RunFolder(self.out, self._key(policy, questions, settings))
+        if folder.look(overwrite=self.overwrite) == "finished":
+            print(f"already evaluated with these arguments: {self.out / TABLE}")
+        else:
+            refuse_unknown_results(folder, overwrite=self.overwrite)
+            sampler = make_sampler(
+                self.engine, policy, batch_size=self.batch_size, memory=self.vllm_memory, progress=False
+            )
+            self._evaluate(Exam(policy, task, questions, sampler=sampler, **settings), folder)
+        print(self._report(pd.read_csv(self.out / TABLE, dtype={"level": str})))
+
+    def _key(self, policy: Policy, questions: Sequence[Question], settings: dict[str, Any]) -> dict[str, Any]:
+        from gradscope.models import configuration_hash, weights_hash
+
+        return {
+            "gradscope": __version__,
+            "model": weights_hash(policy.path),
+            "configuration": configuration_hash(policy.path),
+            "task": self.task,
+            "number_of_questions": len(questions),
+            "questions": questions_hash(questions),
+            "settings": settings,
+            "engine": self.engine,
+            "dtype": str(policy.dtype).removeprefix("torch."),
+            "device": policy.device.type,
+        }
+
+    def _evaluate(self, exam: Exam, folder: RunFolder) -> None:
+        """Parts hold responses without grades: a task that raises is mended, and no response is sampled again."""
+        if folder.open(overwrite=self.overwrite):
+            print(f"taking up the unfinished run in {folder.folder}")
+        graded = []
+        with tqdm(total=len(exam.questions), desc="evaluating", unit="question", disable=None) as bar:
+            for part in range(exam.num_parts):
+                if not folder.part(part).is_file():
+                    folder.write_part(part, exam.answer(part))
+                graded.append(exam.grade(pd.read_parquet(folder.part(part))))
+                bar.update(graded[-1]["group"].nunique())
+        evaluation = summarize_responses(graded)
+        write_text(folder.staged / TABLE, evaluation.table.to_csv(index=False))
+        write_parquet(folder.staged / RESPONSES, evaluation.responses)
+        folder.close(self._manifest(exam, folder.key, evaluation))
+        print(f"{len(evaluation.responses):,} responses: {folder.folder / RESPONSES}; table: {folder.folder / TABLE}")
+
+    def _manifest(self, exam: Exam, key: dict[str, Any], evaluation: Evaluation) -> dict[str, Any]:
+        return {
+            "gradscope": __version__,
+            "versions": library_versions(),
+            "model": {"path": self.model, "class": type(exam.policy.model).__name__, "sha256": key["model"]},
+            "settings": asdict(self),
+            "seed": self.seed,
+            "dtype": key["dtype"],
+            "device": str(exam.policy.device),
+            "questions": len(exam.questions),
+            "responses": len(evaluation.responses),
+        }
+
+    def _report(self, table: pd.DataFrame) -> str:
+        """What is printed: the main columns of the table, each with its denominators."""
+        questions = int(table["questions"].iloc[-1])
+        sampled = f" and {self.k} sampled at temperature {self.temperature:g}" if self.k else ""
+        kind = "sampled" if self.k else "greedy"
+        rest = ", ".join(name for name in FORMS if column_of(name, kind) in table)
+        return (
+            f"\n{self.task}, {self.model}: {questions} questions; to each 1 greedy response{sampled}, of at most "
+            f"{self.max_new_tokens:,} tokens\n\n{format_table(table, self.k)}\n\n"
+            f"[95 % interval of a bootstrap over questions]; {rest}: of the {kind} responses"
+        )
+
+
+def format_table(table: pd.DataFrame, k: int) -> str:
+    """The main columns of an evaluation's table: accuracies with their intervals, then form, reward and length."""
+    shown, kind = table[["level", "questions"]].copy(), "sampled" if k else "greedy"
+    for name in ("greedy_accuracy", f"avg@{k}", f"pass@{k}"):
+        if name in table:
+            bounds = zip(table[name], table[f"{name}_lower"], table[f"{name}_upper"], strict=True)
+            cells = [f"{value:.3f}" + (f" [{lo:.3f}, {hi:.3f}]" if lo == lo else "") for value, lo, hi in bounds]
+            shown[name.replace("_", " ")] = cells
+    for name, form in FORMS.items():
+        if column_of(name, kind) in table:
+            shown[name] = table[column_of(name, kind)].map(form.format)
+    return shown.to_string(index=False)
+
+
+def column_of(name: str, kind: str) -> str:
+    """Where the table has what is printed as `name`, of the sampled or of the greedy responses."""
+    return f"{kind}_{name.replace(' ', '_')}"
+
+
+def questions_hash(questions: Sequence[Question]) -> str:
+    """SHA-256 of what was asked and what the answers are."""
+    rows = [[question.prompt, question.answer, question.level] for question in questions]
+    return hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()
+
+
+def refuse_training_run(model: str) -> None:
+    """InputError for the folder of a training run, with its newest checkpoint: its config.json is not a model's."""
+    from gradscope.trainer.checkpoints import list_checkpoints
+
+    checkpoints = list_checkpoints(Path(model))
+    if checkpoints and not any(Path(model).glob("*.safetensors")):
+        raise InputError(
+            f"{model} is the folder of a training run, not a model; give one of its checkpoints, such as the newest: "
+            f"{checkpoints[-1]}"
+        )
+
+
+def refuse_unknown_results(folder: RunFolder, *, overwrite: bool) -> None:
+    """InputError if results of an unknown run would be replaced."""
+    unknown = [name for name in (TABLE, RESPONSES) if (folder.folder / name).exists()]
+    if unknown and not overwrite and folder.look() == "nothing":
+        raise InputError(f"{folder.folder} holds {unknown[0]} without a manifest; give another --out, or --overwrite")

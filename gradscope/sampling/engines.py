@@ -1,0 +1,35 @@
+"""The sampler of an engine, by its name."""
+
+from __future__ import annotations
+
+from gradscope.errors import InputError
+from gradscope.models import Policy
+from gradscope.sampling import Sampler
+from gradscope.sampling.hf import HFSampler
+
+
+def make_sampler(
+    engine: str,
+    policy: Policy,
+    *,
+    batch_size: int = 64,
+    dtype: str | None = None,
+    memory: float = 0.4,
+    progress: bool = True,
+) -> Sampler:
+    """A sampler of this policy: "hf" (transformers, with the policy's own weights) or "vllm" (a copy from its folder).
+
+    batch_size: hf: responses decoded together; vLLM decides that for itself.
+    dtype, memory: vllm: of the copy, default the policy's; and the share of the GPU's memory that it takes.
+
+    Raises InputError for another engine and where vLLM is not installed.
+    """
+    if batch_size < 1:
+        raise InputError(f"batch_size is {batch_size}; it must be at least 1")
+    if engine == "hf":
+        return HFSampler(policy, batch_size, progress)
+    if engine == "vllm":
+        from gradscope.sampling.vllm import VLLMSampler
+
+        return VLLMSampler(policy, dtype=dtype, memory=memory, progress=progress)
+    raise InputError(f"engine {engine!r} is not known; give hf or vllm")

@@ -1,0 +1,228 @@
+"""Sampling with vLLM, in this process: its engine holds a copy of the weights, which `sync` replaces in place."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from math import isnan, nan
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.models import DTYPES, Policy
+from gradscope.sampling import Sample
+from gradscope.sampling.hf import check_prompts, check_settings, stop_ids
+
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+"""What vLLM finds in the environment unless the user put something else there."""
+LOWEST_TEMPERATURE = 0.01
+"""Below it, vLLM would take this one."""
+CPU_CACHE = 1 << 30
+"""Bytes of the KV cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE says another size."""
+
+
+class VLLMSampler:
+    """Samples with vLLM from the whole softmax(logits / temperature); its KV cache of common prefixes is on.
+
+    A response depends on the generator, its prompt's index and its own; what is decoded together with it changes its
+    numbers by rounding. Everything runs in this process; under `accelerate launch` each process has an engine of its
+    own on its GPU (seen to work with two processes on a CPU, not tested on GPUs).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        dtype: str | torch.dtype | None = None,
+        max_length: int | None = None,
+        memory: float = 0.4,
+        progress: bool = True,
+    ) -> None:
+        """Start an engine with the weights in the policy's folder; where the policy itself lies does not matter.
+
+        dtype: of the engine's weights and activations; default the policy's.
+        max_length: of prompt and response together; default the policy's context or what the memory has room for.
+        memory: share of the GPU's memory for weights and KV cache.
+        progress: a bar on stderr, where that is a terminal.
+
+        Raises InputError where vLLM is not installed, and for a policy without a folder.
+        """
+        if not os.path.isfile(os.path.join(policy.path, "config.json")):
+            raise InputError(
+                f"vLLM reads a policy from its folder and {policy.path or 'this one, made in memory,'} holds no "
+                "config.json; save it with save_pretrained, or sample with HFSampler"
+            )
+        self.progress = progress
+        self._policy, self._stops = policy, sorted(stop_ids(policy))
+        self._group_is_anothers = torch.distributed.is_available() and torch.distributed.is_initialized()
+        engine, on_cpu = _import_vllm()
+        settings = {"dtype": _dtype_name(dtype or policy.dtype), "gpu_memory_utilization": memory}
+        settings |= {"max_model_len": -1 if max_length is None else max_length}
+        if on_cpu:
+            # Blocks of the default 128 tokens would hold no common prefix of short prompts.
+            settings |= {"enforce_eager": True, "block_size": 32}
+            if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+                settings["kv_cache_memory_bytes"] = CPU_CACHE
+        if self._group_is_anothers and torch.distributed.get_world_size() > 1:
+            settings["distributed_executor_backend"] = "external_launcher"
+        with _process_state_kept():
+            self._llm = engine(
+                policy.path,
+                **settings,
+                skip_tokenizer_init=True,
+                generation_config="vllm",  # not the folder's: its top-p, top-k and stop tokens must not leak in
+                logprobs_mode="processed_logprobs",  # at the temperature
+                enable_prefix_caching=True,
+                use_tqdm_on_load=False,
+            )
+
+    def sample(
+        self,
+        prompt_ids: list[list[int]],
+        *,
+        n: int,
+        temperature: float,
+        max_new_tokens: int,
+        generator: torch.Generator,
+        greedy: bool = False,
+    ) -> list[list[Sample]]:
+        """n responses to each prompt, ended by a stop token, max_new_tokens or the policy's context.
+
+        greedy: the log-probabilities are NaN unless the temperature is 1, the only one at which vLLM then has them.
+        Raises InputError for a prompt that is empty, leaves no room in the context or has ids outside the vocabulary,
+        for a temperature that vLLM would change, and where a response might need more than the KV cache holds.
+        """
+        check_settings(n, temperature, max_new_tokens)
+        if temperature < LOWEST_TEMPERATURE and not greedy:
+            raise InputError(f"temperature is {temperature}; vLLM samples at {LOWEST_TEMPERATURE} at least")
+        check_prompts(prompt_ids, self._policy)
+        lengths = [self._longest(len(ids), max_new_tokens) for ids in prompt_ids]
+        seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
+        distinct = 1 if greedy else n
+        keys = [(p, s) for p in range(len(prompt_ids)) for s in range(distinct)]
+        with _process_state_kept(), torch.autocast(self._policy.device.type, enabled=False):
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": prompt_ids[p]} for p, _ in keys],
+                [self._request(lengths[key[0]], 0.0 if greedy else temperature, seed, key) for key in keys],
+                use_tqdm=self.progress and sys.stderr.isatty(),
+            )
+        known = not greedy or temperature == 1
+        samples = {key: self._read(out.outputs[0], known) for key, out in zip(keys, outputs, strict=True)}
+        return [[samples[p, s % distinct] for s in range(n)] for p in range(len(prompt_ids))]
+
+    def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Sample with these weights from now on: every parameter by its name in the transformers model, whole.
+
+        A tied parameter is given once. What was cached under the old weights is forgotten.
+        """
+        pairs = ((name, weight.detach()) for name, weight in weights)
+        with _process_state_kept(), torch.no_grad():
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
+            self._llm.apply_model(_repack_head)
+            forgotten = self._llm.reset_prefix_cache()
+        if not forgotten:
+            raise RuntimeError("vLLM kept its prefix cache after new weights came: requests are still running")
+
+    def close(self) -> None:
+        """Free the engine's memory. In a process group that was there before, it stays until the process ends."""
+        # vLLM's shutdown destroys the default process group, which is then the trainer's.
+        if not self._group_is_anothers:
+            self._llm.llm_engine.engine_core.shutdown()
+
+    def __enter__(self) -> VLLMSampler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _longest(self, prompt_length: int, max_new_tokens: int) -> int:
+        """Most tokens of a response to a prompt of that length."""
+        room = self._llm.model_config.max_model_len
+        longest = min(max_new_tokens, (self._policy.context or room) - prompt_length)
+        if prompt_length + longest > room:
+            raise InputError(
+                f"a prompt of {prompt_length} tokens with a response of up to {longest} exceeds the {room} that vLLM's "
+                "KV cache holds for one; lower max_new_tokens, or give vLLM a larger share of the memory"
+            )
+        return longest
+
+    def _request(self, length: int, temperature: float, seed: int, key: tuple[int, int]) -> Any:
+        """What to do for one response; its random numbers depend on its key alone."""
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=temperature,
+            max_tokens=length,
+            seed=int(np.random.default_rng([seed, *key]).integers(2**62)),
+            stop_token_ids=self._stops,
+            ignore_eos=True,  # the policy's own stop tokens are all there are
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+        )
+
+    def _read(self, output: Any, known: bool) -> Sample:
+        ids = list(output.token_ids)
+        logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, ids, strict=True)]
+        if any(map(isnan, logprobs)):
+            raise InputError("the policy's logits are NaN: its weights or its dtype are broken; try --dtype float32")
+        return Sample(ids, logprobs if known else [nan] * len(ids), ids[-1] in self._stops)
+
+
+def _import_vllm() -> tuple[Any, bool]:
+    """The class of vLLM's engine, and whether this is vLLM for CPUs."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
+        raise InputError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING is set, but vLLM's weights are synchronised within one process; unset it"
+        )
+    try:
+        with _process_state_kept():
+            from vllm import LLM
+            from vllm.platforms import current_platform
+    except ImportError as error:
+        raise InputError(
+            f"vLLM cannot be imported ({str(error).splitlines()[0]}); on a machine with GPUs run "
+            "pip install 'gradscope[vllm]', for the CPU build make vllm; or take the engine hf"
+        ) from error
+    return LLM, current_platform.is_cpu()
+
+
+def _dtype_name(dtype: str | torch.dtype) -> str:
+    names = [name for name in DTYPES if name != "float64"]
+    name = str(dtype).removeprefix("torch.")
+    if name not in names:
+        raise InputError(f"vLLM does not compute in {name}; give {', '.join(names)}")
+    return name
+
+
+def _repack_head(model: Any) -> None:
+    """On a CPU, vLLM multiplies by a packed copy of the head, and reload_weights forgets that of a tied one."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+@contextmanager
+def _process_state_kept() -> Iterator[None]:
+    """vLLM seeds and draws from the process's random generators, and takes torch.set_num_threads away on a CPU."""
+    python, numpy, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_num_threads = set_num_threads

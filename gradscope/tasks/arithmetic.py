@@ -1,0 +1,54 @@
+"""Sums and differences, made up without end: the path of math problems for policies that write characters only.
+
+The embedded policy's tokenizer writes every prompt and answer, but that policy was trained on puzzles alone and knows
+no arithmetic: with it, the task shows that everything runs, not that anything is learnt.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+from gradscope.tasks.data import raise_no_number
+from gradscope.tasks.math import agrees
+from gradscope.tasks.registry import Grade, Question
+
+DIGITS = (1, 2, 3)
+"""The levels, in turn: how many digits both numbers have."""
+
+
+class _Arithmetic:
+    """The task.
+
+    >>> [(question.prompt, question.answer) for question in arithmetic.questions(3, seed=0)]
+    [('7+7=', ('14',)), ('43-75=', ('-32',)), ('514-902=', ('-388',))]
+    """
+
+    name = "arithmetic"
+
+    def questions(self, n: int | None, *, seed: int) -> list[Question]:
+        """`n` sums and differences, whose number of digits cycles through DIGITS."""
+        if n is None:
+            raise_no_number(self.name)
+        rng = random.Random(seed)
+        return [self._question(DIGITS[i % len(DIGITS)], rng) for i in range(n)]
+
+    def _question(self, digits: int, rng: random.Random) -> Question:
+        one, other = (rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
+        sign = rng.choice("+-")
+        return Question(f"{one}{sign}{other}=", (str(one + other if sign == "+" else one - other),), level=digits)
+
+    def reward(self, response: str, question: Question) -> float:
+        """1 if the answer is right, else 0."""
+        return self.grade(response, question).reward
+
+    def grade(self, response: str, question: Question) -> Grade:
+        """The whole response is the answer. Good form is a whole number and nothing else, and only that can be right:
+        for math-verify, who writes 12+7 after 12+7= is right too."""
+        answer = response.strip()
+        format_ok = re.fullmatch(r"-?[0-9]+", answer) is not None
+        right = format_ok and agrees(answer, question.answer)
+        return Grade(float(right), correct=right, format_ok=format_ok)
+
+
+arithmetic = _Arithmetic()

@@ -1,0 +1,134 @@
+"""Whether two mathematical texts are equal, by math-verify in a process of its own.
+
+It may compute for hours (10^{10^{10}} for one), its own time limit works in the main thread only and counts the waiting
+on a busy machine, and it logs and warns through what belongs to the user. So another process does it, under a limit of
+CPU time; one that overruns or dies is replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from gradscope.errors import InputError
+
+SECONDS = 5.0
+"""CPU time that grading one answer may take. A truth of the data sets compared with another row's took 0.02 s in the
+mean and 3.7 s at most."""
+
+
+@functools.lru_cache(maxsize=10_000)
+def is_equal(answer: str, truths: tuple[str, ...]) -> bool:
+    """Whether the answer equals one of the truths; False where math-verify raises, dies or takes SECONDS of CPU."""
+    return _verifier.ask(answer, truths)
+
+
+class _Verifier:
+    """The process, started when the first answer needs it and again after an answer that ended it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+        self._owner = 0
+        self._lock = threading.Lock()
+        atexit.register(self._stop)
+
+    def ask(self, answer: str, truths: Sequence[str]) -> bool:
+        with self._lock:
+            reply = b""
+            try:
+                # A forked process must not share the pipes: it would read the other's replies.
+                if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+                    self._start()
+                self._process.stdin.write(json.dumps([SECONDS, answer, truths]).encode() + b"\n")
+                reply = self._process.stdout.readline()
+            finally:
+                if not reply:  # it has ended or, after Ctrl-C, would still reply to this question when asked the next
+                    self._stop()
+        return reply == b"True\n"
+
+    def _start(self) -> None:
+        self._stop()
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", "from gradscope.tasks.math_verifier import serve; serve()"],
+            env=os.environ | {"PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+        )
+        self._owner = os.getpid()
+        if (reply := self._process.stdout.readline()) != b"ready\n":
+            raise InputError(f"math-verify does not start ({reply.decode().strip()}); pip install math-verify")
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if self._owner == os.getpid():
+            process.kill()
+            process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+_verifier = _Verifier()
+
+
+def serve() -> None:
+    """Answer the questions on stdin, a line each: seconds, answer and truths as JSON; True or False on stdout."""
+    replies, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no reply
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    try:
+        import math_verify  # noqa: F401  (slow: not on the clock of the first question)
+        from sympy.core.random import seed
+    except ImportError as error:
+        print(error, file=replies, flush=True)
+        return
+    print("ready", file=replies, flush=True)
+    for line in sys.stdin:
+        seconds, answer, truths = json.loads(line)
+        seed(0)  # sympy compares at random points: the same question gets the same reply
+        _limit_cpu(seconds)
+        right = any(_verify(truth, answer) for truth in truths)
+        _limit_cpu(0)
+        print(right, file=replies, flush=True)
+
+
+def _limit_cpu(seconds: float) -> None:
+    """The system ends this process after so much CPU time, whatever it is at; 0: it does not. Windows never does."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _verify(truth: str, answer: str) -> bool:
+    from math_verify import verify
+
+    gold = _parse(truth)
+    return verify(gold, _parse(answer), timeout_seconds=None, **_precision(gold))
+
+
+@functools.lru_cache(maxsize=1000)
+def _parse(text: str) -> list[Any]:
+    from math_verify import LatexExtractionConfig, parse
+
+    # Without ExprExtractionConfig, which finds a number somewhere in what is not an expression.
+    return parse(rf"\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=None)
+
+
+def _precision(gold: list[Any]) -> dict[str, int]:
+    """math-verify's settings for small truths: by default 5e-27 equals 6e-20, for it looks at 15 decimals."""
+    size = abs(float(gold[0])) if gold and getattr(gold[0], "is_real", False) and gold[0].is_number else 1.0
+    if not 0 < size < 1e-3:
+        return {}
+    decimals = -math.floor(math.log10(size))
+    return {"float_rounding": decimals + 2, "numeric_precision": decimals + 15}

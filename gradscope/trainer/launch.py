@@ -1,0 +1,83 @@
+"""How a run was launched: alone, with whole weights in several processes (DDP), or with shards of them (FSDP 2).
+
+    accelerate launch --multi_gpu --num_processes 8 -m gradscope.cli train …                    whole weights
+    accelerate launch --multi_gpu --num_processes 2 -m gradscope.cli train --device cpu …       the same without GPUs
+    accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP …             shards
+
+`--cpu` starts one process only (or needs MPI). What accelerate knows of FSDP and this trainer has not been tried with,
+is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from gradscope.errors import InputError
+from gradscope.models import Policy, load_policy
+from gradscope.trainer.config import TrainConfig
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def check_launch(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Raise InputError for a launch that is none of these three, or that says something else than the configuration."""
+    kind = accelerator.distributed_type.value
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked not in ("no", {"float32": "no", "bfloat16": "bf16"}[config.precision]):
+        raise InputError(
+            f"accelerate was launched with mixed_precision {asked} and precision is {config.precision}; give "
+            "--precision, which decides, and launch with the same or none"
+        )
+    if accelerator.num_processes == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError(
+            f"{os.environ['WORLD_SIZE']} processes were started, and there is no GPU to share; give --device cpu"
+        )
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and kind != "FSDP":
+        raise InputError("accelerate makes shards (FSDP) for several GPUs only; launch with --multi_gpu, or without")
+    if kind == "FSDP":
+        _check_shards(config, accelerator)
+    elif kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+        raise InputError(f"accelerate was launched for {kind}; launch with --multi_gpu, or --use_fsdp --fsdp_version 2")
+
+
+def _check_shards(config: TrainConfig, accelerator: Accelerator) -> None:
+    plugin = accelerator.state.fsdp_plugin
+    offloads = type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
+    refused = [
+        (not accelerator.is_fsdp2, "--fsdp_version 1", "give 2"),
+        (accelerator.is_fsdp2 and offloads, "--fsdp_offload_params", "leave it out"),
+        (plugin.activation_checkpointing, "--fsdp_activation_checkpointing", "give --gradient-checkpointing to train"),
+        (config.gradients_every is not None, "--gradients-every", "launch with --multi_gpu, or leave it out"),
+        (config.lora_rank is not None, "--lora-rank", "adapters need no shards: launch with --multi_gpu"),
+    ]
+    for given, flag, advice in refused:
+        if given:
+            raise InputError(f"{flag} does not go with weights in shards (FSDP) here; {advice}")
+
+
+def load_whole(path: str | Path, accelerator: Accelerator) -> Policy:
+    """A policy in float32 on this process's device: under FSDP, accelerate would have all but one process get nothing."""
+    from accelerate.utils import patch_environment
+
+    with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
+        return load_policy(path, dtype="float32", device=str(accelerator.device))
+
+
+def share_model(model: nn.Module, config: TrainConfig, accelerator: Accelerator) -> nn.Module:
+    """The model as it is called: with gradients that several processes average, or in shards, itself, by FSDP."""
+    if not accelerator.is_fsdp2:
+        return accelerator.prepare_model(model) if accelerator.num_processes > 1 else model
+    from accelerate.utils import fsdp2_prepare_model
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    plugin = accelerator.state.fsdp_plugin
+    plugin.cpu_ram_efficient_loading = False
+    if config.precision == "bfloat16":  # gathered in bfloat16; shards, and sums of gradients, stay float32
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    return fsdp2_prepare_model(accelerator, model)
