@@ -26,7 +26,8 @@ from gradscope.batch import TokenBatch
 from gradscope.bounds import theory_report
 from gradscope.group_gradients import interval_gradients_over
 from gradscope.models import Policy
-from gradscope.sampling.hf import HFSampler, batch_rows, rollout_rows
+from gradscope.sampling.hf import HFSampler
+from gradscope.sampling.rollouts import batch_rows, rollout_rows
 from gradscope.summary import Summary, interval_summary, write_figures
 from gradscope.tasks import get_task
 

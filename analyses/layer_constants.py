@@ -30,7 +30,7 @@ from gradscope.models import Policy
 from gradscope.plot_style import finish, new_axes
 from gradscope.plots import paper_style, save_figure
 from gradscope.run_folder import write_text
-from gradscope.sampling.hf import batch_rows, rollout_rows
+from gradscope.sampling.rollouts import batch_rows, rollout_rows
 from gradscope.tasks import get_task
 
 TEMPERATURE = 0.7

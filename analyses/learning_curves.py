@@ -29,7 +29,6 @@ import numpy as np
 import pandas as pd
 import torch
 import tyro
-from gradscope.trainer.presets import get_preset
 from scipy import stats
 from tqdm import tqdm
 
@@ -42,6 +41,7 @@ from gradscope.tasks import Grade, Question, get_task, register
 from gradscope.tasks.registry import Task
 from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.loop import train
+from gradscope.trainer.presets import get_preset
 
 METHODS: dict[str, dict[str, Any]] = {
     "GRPO": {},

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -38,9 +39,13 @@ class Sample:
     out: Path
     """File to write: .jsonl or .parquet."""
     task: str | None = None
-    """A registered task (knights-knaves, knights-knaves-compact) or path/to/file.py:NAME: prompts and a reward."""
+    """A registered task (knights-knaves-compact, math, …) or path/to/file.py:NAME: prompts and a reward."""
     prompts: Path | None = None
     """Instead of a task: a text file with a prompt per line, or JSONL with a field "prompt" (a string or a chat)."""
+    data: tuple[str, ...] = ()
+    """Files of the task's questions, wildcards allowed, as given or below $GRADSCOPE_DATA; none: it makes them up."""
+    people: tuple[int, ...] = ()
+    """For Knights & Knaves: only puzzles with these numbers of people; none: all that the task has."""
     questions: int = 16
     """How many questions of the task."""
     n: int = 8
@@ -66,7 +71,7 @@ class Sample:
         from gradscope.readers import write_rollouts
         from gradscope.sampling.engines import make_sampler
         from gradscope.sampling.rollouts import rollout_rows
-        from gradscope.tasks import get_task
+        from gradscope.tasks import draw_questions, get_task
 
         if (self.task is None) == (self.prompts is None):
             raise InputError("give either --task NAME or --prompts FILE: one of the two says what to answer")
@@ -78,11 +83,15 @@ class Sample:
         if self.questions < 1 or self.seed < 0:
             raise InputError(f"--questions is {self.questions} and --seed {self.seed}; give 1 or more, and 0 or more")
         task = None if self.task is None else get_task(self.task)
-        questions = read_prompts(self.prompts) if task is None else task.questions(self.questions, seed=self.seed)
+        if task is None:
+            questions = read_prompts(self.prompts)
+        else:
+            options = {"files": self.data, "people": self.people}
+            questions = draw_questions(task, self.questions, seed=self.seed, **options)
         policy = load_quietly(self.model, dtype=self.dtype, device=self.device)
         settings = {name: getattr(self, name) for name in ("n", "temperature", "max_new_tokens", "seed")}
-        sampler = make_sampler(self.engine, policy, batch_size=self.batch_size)
-        rows = rollout_rows(policy, questions, task=task, sampler=sampler, **settings)
+        with closing(make_sampler(self.engine, policy, batch_size=self.batch_size)) as sampler:
+            rows = rollout_rows(policy, questions, task=task, sampler=sampler, **settings)
         self.out.parent.mkdir(parents=True, exist_ok=True)
         write_rollouts(self.out, rows)
         tokens = sum(len(row["response_ids"]) for row in rows)
@@ -308,7 +317,7 @@ def main(args: Sequence[str] | None = None) -> None:
         advice = "`train` goes on with --resume, the others where they were when started again"
         _stop(RuntimeError(f"interrupted; {advice}"), 1)
     except torch.OutOfMemoryError as error:
-        advice = "try --chunk-memory or --micro-batch-size, a smaller --dtype or --precision, or --no-figures"
+        advice = "try a smaller --chunk-memory, --micro-batch-size, --batch-size or --dtype, or --no-figures"
         _stop(RuntimeError(f"out of memory on the device ({str(error).splitlines()[0]}); {advice}"), 1)
 
 

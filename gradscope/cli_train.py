@@ -11,6 +11,7 @@ import tyro
 
 from gradscope.cli_shared import quiet_transformers
 from gradscope.errors import InputError
+from gradscope.tasks import get_task
 from gradscope.trainer.config import TrainConfig
 
 
@@ -38,7 +39,7 @@ class Train:
         if self.plan:
             from gradscope.trainer.plan import plan_training, shape_of
 
-            print(plan_training(self.config, shape_of(self.config.model)))
+            print(plan_training(self.config, shape_of(self.config.model), questions=_count_questions(self.config)))
             return
         if self.out is None:
             raise InputError("--out is missing; give the folder of the run")
@@ -47,6 +48,16 @@ class Train:
         quiet_transformers()
         last = train(self.config, self.out, resume=self.resume, overwrite=self.overwrite)
         print(f"trained; last checkpoint: {last}")
+
+
+def _count_questions(config: TrainConfig) -> int | None:
+    """Rows of the data; None where a plan does not need them, or is made before they are there."""
+    from gradscope.trainer.rollout import Questions
+
+    try:
+        return None if config.epochs is None else len(Questions(get_task(config.task), config).stored)
+    except InputError:
+        return None
 
 
 def train_with_preset(args: Sequence[str]) -> Any:

@@ -1,8 +1,8 @@
 """FLOPs and bytes of training a policy, from the shape of its network: the arithmetic behind every --plan.
 
 The blocks are taken to be those of Llama and Qwen2: two RMS norms, attention by sdpa (no matrix of scores is kept), a
-gated MLP. Other blocks are computed as one of those with as many weights; their activations are 0.7 (GPT-2) to 1.9
-times (Gemma 2) those of it. Weights, gradients and optimizer are float32; with precision "bfloat16", autocast
+gated MLP. Other blocks are computed as one of those with as many weights; their activations are 0.7 (OPT) to 1.9
+times (Gemma 2) its own. Weights, gradients and optimizer are float32; with precision "bfloat16", autocast
 multiplies bfloat16 copies of weights and activations, while the residual stream and the norms stay float32.
 `analyses/benchmarks/plan_memory.py` holds the bytes against measured peaks.
 """

@@ -29,8 +29,9 @@ from gradscope.trainer.learner import Learner, build_learner
 MODEL = "qwen2"
 MICRO_BATCHES = (1, 2, 4, 6)
 """Of six responses: three micro-batches for each of two processes; two and one; one each; one and none."""
-SHARDED_BATCHES = (2, 6)
+FEW_BATCHES = (2, 6)
 """Those of them that are tried on shards, which are slow on a CPU."""
+FRUGAL = {"gradient_checkpointing": True, "lora_rank": 2}
 LOSS = LossSettings(kl_coef=0.1)
 
 
@@ -55,11 +56,19 @@ def measure_gradients(
         updater = replace(learner.updater, micro_batch_size=size)
         for part in passes:
             totals = updater.accumulate(part, LOSS)
-            gradient = {n: whole(p.grad).clone() for n, p in learner.policy.model.named_parameters()}
+            trained = [(n, p) for n, p in learner.policy.model.named_parameters() if p.requires_grad]
+            gradient = {n: whole(p.grad).clone() for n, p in trained}
             found.append({"size": size, "name": part.name, "totals": totals, "gradient": gradient})
             found[-1]["norm"] = updater.grad_norm()
             learner.optimizer.zero_grad()
     return found
+
+
+def measure_frugally(folder: Path, accelerator: Accelerator, **settings: Any) -> list[dict[str, Any]]:
+    """Gradients of the whole pass alone, of a policy that is trained with less memory."""
+    return measure_gradients(
+        build_learner(make_config(folder, **settings), accelerator), make_passes()[:1], FEW_BATCHES
+    )
 
 
 def take_steps(learner: Learner, passes: list[Pass]) -> dict[str, Any]:
@@ -73,11 +82,11 @@ def take_steps(learner: Learner, passes: list[Pass]) -> dict[str, Any]:
     }
 
 
-def measure_shards(folder: Path, out: Path, accelerator: Accelerator, precision: str) -> dict[str, Any]:
+def measure_shards(folder: Path, out: Path, accelerator: Accelerator) -> dict[str, Any]:
     """The same of a policy in shards; what is sampled with it; and how a second one goes on from its checkpoint."""
-    config, passes = make_config(folder, precision=precision), make_passes()
+    config, passes = make_config(folder), make_passes()
     learner = build_learner(config, accelerator)
-    found = {"gradients": measure_gradients(learner, passes, SHARDED_BATCHES), "is_sharded": learner.is_sharded}
+    found = {"gradients": measure_gradients(learner, passes, FEW_BATCHES), "is_sharded": learner.is_sharded}
     found["local"] = sum(p.to_local().numel() for p in learner.policy.model.parameters())
     found["steps"] = take_steps(learner, passes)
     learner.sync(HFSampler(learner.sampled))
@@ -88,11 +97,24 @@ def measure_shards(folder: Path, out: Path, accelerator: Accelerator, precision:
         prompts, n=2, temperature=1.0, max_new_tokens=6, generator=generator
     )
     found["samples"] = [[sample.response_ids, sample.logprobs] for sample in samples[0]]
-    checkpoint = save_checkpoint(out / precision, 1, learner)
+    checkpoint = save_checkpoint(out, 1, learner)
     again = build_learner(config, accelerator, checkpoint)
     restore_checkpoint(checkpoint, again)
     found["went_on"] = [take_steps(one, passes[:1]) for one in (learner, again)]
     return found
+
+
+def measure_roughly(folder: Path, accelerator: Accelerator) -> dict[str, Any]:
+    """The gradient of shards that are computed with in bfloat16; what the weights are, and what is sampled with."""
+    learner = build_learner(make_config(folder, precision="bfloat16"), accelerator)
+    part = make_passes()[0]
+    on_policy = replace(part, batch=replace(part.batch, old_logprobs=None, ref_logprobs=None))
+    dtypes = {weight.dtype for _, weight in learner.weights()}
+    return {
+        "gradient": measure_gradients(learner, [on_policy], (6,))[0]["gradient"],
+        "weights": dtypes,
+        "sampled": learner.sampled.dtype,
+    }
 
 
 @contextmanager
@@ -135,8 +157,11 @@ def main(folder: Path, out: Path) -> None:
     found: dict[str, Any] = {"type": accelerator.distributed_type.value}
     found["failures"] = [fail_apart(learner, error) for error in (InputError, OSError)]
     found["whole"] = {"gradients": measure_gradients(learner, passes), "steps": take_steps(learner, passes)}
+    found["frugal"] = measure_frugally(folder, accelerator, **FRUGAL)
     with shards_on_a_cpu(accelerator):
-        found |= {p: measure_shards(folder, out, accelerator, p) for p in ("float32", "bfloat16")}
+        found["shards"] = measure_shards(folder, out, accelerator)
+        found["frugal shards"] = measure_frugally(folder, accelerator, gradient_checkpointing=True)
+        found["bfloat16"] = measure_roughly(folder, accelerator)
         found["refused"] = [
             refusal(folder, accelerator, **given) for given in ({"lora_rank": 2}, {"gradients_every": 1})
         ]

@@ -6,7 +6,7 @@ import pytest
 
 from gradscope.errors import InputError
 from gradscope.models import load_policy
-from gradscope.sampling.hf import rollout_rows
+from gradscope.sampling.rollouts import rollout_rows
 from gradscope.tasks import Grade, Question, get_task, grade_response
 from gradscope.tasks.arithmetic import arithmetic
 

@@ -115,8 +115,8 @@ def test_keys_and_values_of_a_token_are_those_of_transformers_cache(name):
 def test_predicted_peaks_are_the_measured_ones(precision, checkpointing, vocab):
     case = replace(SMALL, precision=precision, checkpointing=checkpointing, vocab=vocab)
     table = compare(case, moments=("training", "scoring", "optimizer step")).set_index("moment")
-    # 0.85 to 1.15 over the benchmark's cases (figures/benchmark_plan_memory.csv); what a policy this small computes
-    # beside its blocks, rotary angles and the loss itself, weighs more.
+    # 0.93 to 1.06 over the benchmark's cases (figures/benchmark_plan_memory.csv); in a policy this small, what is
+    # computed beside the blocks, rotary angles and the loss itself, weighs more.
     ratio = table.predicted_over_measured
     assert ratio.loc["training"] == pytest.approx(1, abs=0.15)
     assert ratio.loc["scoring"] == pytest.approx(1, abs=0.25)
@@ -129,7 +129,7 @@ def test_other_blocks_keep_about_what_a_gated_one_with_their_weights_would(name)
     kept = saved_bytes(make_model(name, attention=config._attn_implementation), torch.arange(64).reshape(2, 32) + 4)
     shape, piece = ModelShape.from_config(config), Piece(2, 32, 32)
     predicted = cost.loss_bytes(shape, piece, "float32", checkpointing=False)["activations"]
-    assert 0.5 < predicted / kept < 1.5
+    assert 0.5 < predicted / kept < 1.5  # 0.53 (gemma2) to 1.44 (opt)
 
 
 def test_activations_grow_with_tokens_and_with_blocks_and_shrink_with_checkpointing():

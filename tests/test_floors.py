@@ -16,7 +16,8 @@ FLOORS = {
     "bounds": 4, "gains": 4, "jacobians": 4, "evaluation": 4, "updates": 4, "influence": 4,
     "trainer": 5, "tuning": 5, "integrations": 5,
     "plots": 6, "plot_layers": 6, "plot_style": 6,
-    "diagnosis": 6, "report": 6, "summary": 6, "cli": 6, "cli_train": 6, "cli_evaluate": 6, "cli_shared": 6, "__main__": 6,
+    "diagnosis": 6, "report": 6, "summary": 6, "__main__": 6,
+    "cli": 6, "cli_train": 6, "cli_evaluate": 6, "cli_shared": 6,
 }  # fmt: skip
 
 

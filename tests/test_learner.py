@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from tiny import make_batch, make_model, make_policy, save_checkpoint
 from torch import Tensor
 
@@ -36,6 +37,7 @@ NOISE = {
 
 def make_learner(model: str | Path, checkpoint: Path | None = None, **settings: object) -> Learner:
     """A learner of one process on the CPU."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # another test may have taken a GPU
     given = {"kl_coef": 0.0, "micro_batch_size": 3, "learning_rate": 1e-2, "steps": 1} | settings
     return build_learner(TrainConfig(model=str(model), **given), Accelerator(cpu=True), checkpoint)
 

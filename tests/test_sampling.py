@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from math import nan
 
+import numpy as np
 import pytest
 import torch
 from tiny import BOS, CAUSAL, CONTEXT, EOS, VOCAB, make_policy
+from transformers import DynamicCache
 
 from gradscope.errors import InputError
 from gradscope.models import Policy
 from gradscope.readers import read_rollouts, write_rollouts
-from gradscope.sampling import Sample, Sampler
-from gradscope.sampling.hf import HFSampler, batch_rows, draw_tokens, rollout_rows, stop_ids
+from gradscope.sampling import Sample, Sampler, kv_cache
+from gradscope.sampling.hf import HFSampler, draw_tokens, stop_ids
+from gradscope.sampling.kv_cache import GrowingTensor
+from gradscope.sampling.rollouts import batch_rows, rollout_rows
+from gradscope.tasks import Question
 
 PROMPTS = [[4, 5, 6, 7, 8, 9, 10], [11], [12, 13, 14]]
 
@@ -78,6 +84,30 @@ def test_more_samples_or_longer_ones_extend_what_fewer_would_be():
     few, many = sample(policy, n=1, max_new_tokens=4), sample(policy, n=3, max_new_tokens=6)
     for a, b in zip(few, many, strict=True):
         assert a[0].response_ids == b[0].response_ids[:4]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "opt"])
+def test_greedy_takes_the_likeliest_token_of_a_full_forward_pass(name):
+    policy = stopping_policy(name, list(range(3, VOCAB, 8)))
+    samples = sample(policy, greedy=True, temperature=0.7)
+    for prompt, (first, *others) in zip(PROMPTS, samples, strict=True):
+        expected = []
+        while len(expected) < 12 and not (expected and expected[-1] % 8 == 3):
+            with torch.no_grad():
+                expected.append(int(policy.model(input_ids=torch.tensor([prompt + expected])).logits[0, -1].argmax()))
+        assert first.response_ids == expected and first.finished == (expected[-1] % 8 == 3)
+        logprobs = full_logprobs(policy, prompt, expected, 0.7).float()
+        torch.testing.assert_close(torch.tensor(first.logprobs), logprobs, atol=1e-5, rtol=1e-5)  # as above
+        assert others == [first, first]
+
+
+def test_of_equally_likely_tokens_greedy_takes_the_lowest():
+    policy = stopping_policy("llama", [])
+    with torch.no_grad():
+        policy.model.lm_head.weight[10:] = policy.model.lm_head.weight[9]
+        policy.model.lm_head.weight[:9] = 0
+    taken = {token for group in sample(policy, n=1, greedy=True) for token in group[0].response_ids}
+    assert taken <= {0, 9} and taken
 
 
 def test_the_first_tokens_follow_the_policys_distribution():
@@ -195,15 +225,61 @@ def test_sampling_leaves_the_model_as_it_was():
     assert isinstance(HFSampler(policy), Sampler)
 
 
-@dataclass(frozen=True)
-class Question:
-    prompt: str
-    answer: str
-    level: int
+def test_a_sync_has_nothing_to_do_for_it_samples_with_the_policys_own_weights():
+    policy = make_policy("llama")
+    sampler = HFSampler(policy, progress=False)
+    before = ids(sample(policy))
+    sampler.sync((name, torch.zeros_like(p)) for name, p in policy.model.named_parameters())
+    assert ids(sample(policy)) == before
+    with torch.no_grad():
+        policy.model.lm_head.weight.mul_(-1)
+    assert ids(sample(policy)) != before
+
+
+def test_a_growing_tensor_is_what_concatenating_and_indexing_give():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        growing, expected = GrowingTensor(), torch.empty(5, 2, 0, 3)
+        for _ in range(12):
+            if rng.random() < 0.7:
+                columns = torch.randn(len(expected), 2, int(rng.choice([1, 1, 1, 70])), 3)
+                growing.append(columns)
+                expected = torch.cat([expected, columns], dim=2)
+            elif expected.shape[2]:
+                rows = torch.from_numpy(rng.integers(len(expected), size=rng.integers(1, len(expected) + 3)))
+                growing.take_rows(rows)
+                expected = expected[rows]
+        assert torch.equal(growing.value, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "mixtral"])
+def test_decoding_in_place_changes_no_number(name, dtype, monkeypatch):
+    policy = stopping_policy(name, list(range(3, VOCAB, 8)), dtype, attention="sdpa")
+    fast = sample(policy, n=8)
+    monkeypatch.setattr(kv_cache, "shared_heads", nullcontext)
+    monkeypatch.setattr(kv_cache, "growing_cache", lambda config: DynamicCache(config=config))
+    assert sample(policy, n=8) == fast
+
+
+def test_attention_is_as_it_was_after_sampling_whatever_happens():
+    policy = make_policy("qwen2", attention="sdpa")
+    with pytest.raises(KeyError), kv_cache.shared_heads(policy.model):
+        assert policy.model.config._attn_implementation == kv_cache.SHARED_HEADS
+        raise KeyError
+    assert policy.model.config._attn_implementation == "sdpa"
+    eager = make_policy("qwen2", attention="eager")
+    with kv_cache.shared_heads(eager.model):
+        assert eager.model.config._attn_implementation == "eager"
 
 
 class Task:
     """Rewards a response by whether it holds the answer."""
+
+    name = "holds-the-answer"
+
+    def questions(self, n: int, *, seed: int) -> list[Question]:
+        return QUESTIONS[:n]
 
     def reward(self, response: str, question: Question) -> float:
         return float(question.answer in response.split())

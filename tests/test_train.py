@@ -345,7 +345,7 @@ def test_every_method_control_and_precision_runs_and_moves_the_policy(changed, t
 
 
 def test_training_raises_sampled_accuracy_on_puzzles_it_has_not_seen(tmp_path):
-    """A dozen steps on puzzles for two: measured gains are .15 and more; the full comparison is analyses/learning_curves."""
+    """A dozen steps on puzzles for two; all methods and seeds are compared by analyses/learning_curves.py."""
     config = replace(SMALL, steps=12, questions_per_step=8, group_size=8, mini_batch_size=32, save_every=12)
     last = train(config, tmp_path / "run", progress=False)
     task = get_task("knights-knaves-compact")

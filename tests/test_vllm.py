@@ -6,11 +6,13 @@ import copy
 import importlib.util
 import json
 import math
+import os
 import random
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +37,30 @@ needs_vllm = pytest.mark.skipif(
 CONTEXT = 128
 PROMPTS = [list(range(4, 74)), [11], [12, 13, 14]]  # the first fills two blocks of 32 tokens of the prefix cache
 STOPS = [EOS, *range(40, 46)]
+WORKER = """
+from contextlib import closing
+import torch
+from accelerate import Accelerator
+from gradscope.models import load_policy
+from gradscope.sampling.vllm import VLLMSampler
+from test_vllm import Engine, perturbed
+
+accelerator = Accelerator(cpu=True)
+rank = accelerator.process_index
+policy = load_policy("embedded", device="cpu")
+with closing(VLLMSampler(policy, progress=False)) as sampler:
+    engine = Engine(policy, sampler)
+    # Processes have different prompts of different lengths: nobody waits for another.
+    assert engine.drift(policy, seed=rank, n=1 + 2 * rank, max_new_tokens=5 + 9 * rank) < 1e-4
+    new = perturbed(policy, seed=1)
+    sampler.sync(new.model.named_parameters())
+    assert engine.drift(new, seed=rank) < 1e-4
+total = torch.ones(1)
+torch.distributed.all_reduce(total)
+assert total.item() == 2
+accelerator.end_training()
+print(rank)
+"""
 
 
 @dataclass(frozen=True)
@@ -85,7 +111,7 @@ def engine(request, tmp_path_factory) -> Iterator[Engine]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's imports use what torch and others have deprecated
         sampler = VLLMSampler(policy, progress=False)
-    with sampler:
+    with closing(sampler):
         yield Engine(policy, sampler)
 
 
@@ -142,10 +168,9 @@ def test_the_prefix_cache_would_be_stale_if_a_sync_did_not_reset_it(restored, mo
         patch.setattr(restored.sampler._llm, "reset_prefix_cache", lambda: True)
         restored.sampler.sync(new.model.named_parameters())
         assert restored.drift(new) > 1e-2
-    monkeypatch.setattr(restored.sampler._llm, "reset_prefix_cache", lambda: False)
-    with pytest.raises(RuntimeError, match="kept its prefix cache"):
-        restored.sampler.sync(new.model.named_parameters())
-    monkeypatch.undo()
+        patch.setattr(restored.sampler._llm, "reset_prefix_cache", lambda: False)
+        with pytest.raises(RuntimeError, match="kept its prefix cache"):
+            restored.sampler.sync(new.model.named_parameters())
 
 
 @needs_vllm
@@ -257,6 +282,18 @@ def test_the_command_samples_with_vllm(tmp_path):
         expected = full_logprobs(policy, row["prompt_ids"], row["response_ids"], 0.7)
         torch.testing.assert_close(torch.tensor(row["old_logprobs"]), expected, atol=1e-4, rtol=0)
     assert len(read_rollouts(out, policy)) == 4
+
+
+@needs_vllm
+def test_two_processes_have_an_engine_each_and_keep_their_process_group(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER, encoding="utf-8")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    path = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launch, env=os.environ | path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(done.stdout.split()) == ["0", "1"]
 
 
 def test_without_vllm_one_line_says_how_to_install_it(monkeypatch):

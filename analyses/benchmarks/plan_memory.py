@@ -12,7 +12,9 @@ sizes are known exactly. Each policy has random weights; three quarters of each 
     sampling         transformers' cache, every response of full length, attention as on a GPU
     optimizer step   AdamW as it runs on a GPU (foreach)
 
-FSDP's gathered weights and vLLM's share are not measured here.
+Predicted over measured, 24 policies: training .95 to 1.06, scoring .93 to 1.00, sampling .91 to .95 (the cache keeps up
+to 64 columns to spare, here an eighth of its length), optimizer step 1.00. FSDP's gathered weights, DDP's buckets and
+vLLM's share are not measured here.
 """
 
 from __future__ import annotations

@@ -7,10 +7,11 @@ process; a first step of each is not counted. Ratios are medians of the rounds' 
 of the policy that comes with gradscope, "large" hidden 256, 4 layers, vocabulary 32,000; both Qwen2, tied, float32.
 
     trl      gradscope's whole step, logging included, over that of TRL (transformers' generate, no gradient
-             checkpointing, no bfloat16), each at the best of the micro-batch sizes. Random weights; the same prompts,
-             reward, temperature, KL and optimizer steps per batch. EOS lies outside the vocabulary, so all responses
-             are equally long. The reference is another forward pass of both; where a batch makes one optimizer step,
-             TRL takes the training pass's own log-probabilities for π_old, and gradscope computes them beforehand.
+             checkpointing, no bfloat16), each at the best of the micro-batch sizes: the same prompts, reward,
+             temperature, KL and optimizer steps per batch. "embedded" and "large" have random weights and an EOS
+             outside their vocabulary, so that all responses are equally long; "puzzles" is the real embedded policy on
+             its puzzles, with responses as they come, of equal length in the mean. Where a batch makes one optimizer
+             step, TRL takes the training pass's own log-probabilities for π_old; gradscope computes them beforehand.
     lopti    All optimizer steps on one batch. "large" has random weights and responses, so η is set at the quantile of
              π_old below which the wanted share of tokens lies, spread over all responses (the paper's policies: 19 %
              below ¼, 29 % below ½); "embedded" is the real one with its own responses at η = ½. Beside the times, the
@@ -41,8 +42,9 @@ import tyro
 from analyses.benchmarks.turns import REST, Turns, parts_of, read_clocks
 from gradscope.batch import Response, TokenBatch, collate
 from gradscope.batch_logprobs import batch_statistics, micro_batches
+from gradscope.cli_shared import quiet_transformers
 from gradscope.cost import ModelShape, Piece, forward_flops
-from gradscope.models import Policy, load_policy
+from gradscope.models import EMBEDDED, Policy, load_policy
 from gradscope.sampling import Sample
 from gradscope.sampling.hf import HFSampler
 from gradscope.sampling.rollouts import batch_rows, rollout_rows
@@ -109,29 +111,50 @@ class Options:
     """Settings of the benchmark."""
 
     comparisons: tuple[Literal["trl", "lopti", "parts"], ...] = ("trl", "lopti", "parts")
-    sizes: tuple[str, ...] = tuple(size.name for size in SIZES)
+    policies: tuple[str, ...] = ("embedded", "large", "puzzles")
     micro_batches: tuple[int, ...] = (8, 16, 32)
     """Responses in one forward pass: those tried by both trainers; the first is Lopti's and plain's."""
     rounds: int = 5
     out: Path | None = None
-    """CSV to write; what is printed goes beside it, as .txt."""
+    """CSV to write."""
 
 
-class Words:
-    """Prompts of random words, always the same ones; the reward is the share of even words in the response."""
+class SameQuestions:
+    """A task that asks the same questions in every step."""
 
-    def __init__(self, size: Size) -> None:
-        self.name = f"benchmark-{size.name}"
-        rng = np.random.default_rng(0)
-        prompts = rng.integers(1, size.vocab, (size.questions, size.prompt))
-        self.prompts = [" ".join(f"w{i}" for i in row) for row in prompts]
+    def __init__(self, name: str, questions: list[Question], reward: Callable[[str, Question], float]) -> None:
+        self.name, self.asked, self.reward = name, {str(q.prompt): q for q in questions}, reward
 
     def questions(self, n: int, *, seed: int) -> list[Question]:
-        return [Question(prompt, None) for prompt in self.prompts[:n]]
+        return list(self.asked.values())[:n]
 
-    def reward(self, response: str, question: Question | None) -> float:
+
+def random_workload(size: Size, folder: Path) -> TrainConfig:
+    """Prompts of random words for a policy of random weights; rewarded is the share of even words in the response."""
+    rng = np.random.default_rng(0)
+    prompts = [" ".join(f"w{i}" for i in row) for row in rng.integers(1, size.vocab, (size.questions, size.prompt))]
+
+    def reward(response: str, question: Question) -> float:
         words = response.split()
         return sum(word[-1] in "02468" for word in words) / max(1, len(words))
+
+    register(SameQuestions(f"benchmark-{size.name}", [Question(prompt, None) for prompt in prompts], reward))
+    return TrainConfig(
+        model=str(save_policy(size, folder / size.name)),
+        task=f"benchmark-{size.name}",
+        questions_per_step=size.questions,
+        group_size=size.group,
+        max_new_tokens=size.response,
+    )
+
+
+def puzzle_workload() -> TrainConfig:
+    """The preset kk-embedded, with the same puzzles in every step."""
+    preset = get_preset("kk-embedded")
+    task = get_task(preset.task)
+    puzzles = draw_questions(task, preset.questions_per_step, seed=0, people=preset.people)
+    register(SameQuestions("benchmark-puzzles", puzzles, task.reward))
+    return replace(preset, model=str(EMBEDDED), task="benchmark-puzzles", people=(), learning_rate=1e-6)
 
 
 def save_policy(size: Size, folder: Path) -> Path:
@@ -148,42 +171,27 @@ def save_policy(size: Size, folder: Path) -> Path:
     return folder
 
 
-def compare_trainers(size: Size, options: Options, folder: Path, names: tuple[str, ...] = (OURS, TRL)) -> pd.DataFrame:
-    """A row per setting, trainer and micro-batch size."""
-    policy = save_policy(size, folder / size.name)
-    task = register(Words(size))
-    tables = []
-    for kl_coef, optimizer_steps in SETTINGS:
-        config = TrainConfig(
-            model=str(policy),
-            task=task.name,
-            steps=options.rounds + 1,
-            questions_per_step=size.questions,
-            group_size=size.group,
-            max_new_tokens=size.response,
-            mini_batch_size=size.questions * size.group // optimizer_steps,
-            kl_coef=kl_coef,
-            trackers=(),
-            device="cpu",
+def compare_trainers(
+    policy: str, workload: TrainConfig, options: Options, folder: Path, names: tuple[str, ...] = (OURS, TRL)
+) -> pd.DataFrame:
+    """A row per trainer and micro-batch size."""
+    config = replace(workload, steps=options.rounds + 1, trackers=(), device="cpu")
+    loops = {
+        (name, micro): {OURS: our_loop, TRL: trl_loop}[name](
+            replace(config, micro_batch_size=micro), folder / f"{name}-{micro}"
         )
-        make, runs = {OURS: our_loop, TRL: trl_loop}, folder / f"kl{kl_coef}-steps{optimizer_steps}"
-        loops = {
-            (name, micro): make[name](replace(config, micro_batch_size=micro), runs / f"{name}-{micro}")
-            for micro in options.micro_batches
-            for name in names
-            if micro <= config.mini_batch_size
-        }
-        turns = Turns(loops)
-        parts = our_parts() | (trl_parts() if TRL in names else {})
-        with parts_of(turns, parts), finishing():
-            steps = turns.run()
-        table = pd.DataFrame([{"method": n, "micro_batch": m} | summarise(s) for (n, m), s in steps.items()])
-        table.insert(0, "setting", f"KL {kl_coef:g}, {optimizer_steps} optimizer step(s)")
-        tables.append(add_ratio(table, steps, OURS, TRL))
-    table = pd.concat(tables, ignore_index=True)
-    table.insert(0, "policy", size.name)
+        for micro in options.micro_batches
+        for name in names
+    }
+    turns = Turns(loops)
+    with parts_of(turns, our_parts() | (trl_parts() if TRL in names else {})), finishing():
+        steps = turns.run()
+    table = pd.DataFrame([{"method": n, "micro_batch": m} | summarise(s) for (n, m), s in steps.items()])
+    optimizer_steps = config.num_responses // config.mini_batch_size
+    table.insert(0, "setting", f"KL {config.kl_coef:g}, {optimizer_steps} optimizer step{'s' * (optimizer_steps > 1)}")
+    table.insert(0, "policy", policy)
     table.insert(0, "comparison", "trl")
-    return table
+    return add_ratio(table, steps, OURS, TRL) if TRL in names else table
 
 
 def our_loop(config: TrainConfig, folder: Path) -> Callable[[Callable[[], None]], None]:
@@ -229,8 +237,8 @@ def trl_loop(config: TrainConfig, folder: Path) -> Callable[[Callable[[], None]]
     optimizer_steps = config.num_responses // config.mini_batch_size
     task = get_task(config.task)
 
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return [task.reward(completion, None) for completion in completions]
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [task.reward(c, task.asked[p]) for p, c in zip(prompts, completions, strict=True)]
 
     def loop(pass_on: Callable[[], None]) -> None:
         class Between(TrainerCallback):
@@ -267,7 +275,7 @@ def trl_loop(config: TrainConfig, folder: Path) -> Callable[[Callable[[], None]]
             model=policy.model,
             reward_funcs=reward,
             args=settings,
-            train_dataset=Dataset.from_dict({"prompt": task.prompts}),
+            train_dataset=Dataset.from_dict({"prompt": list(task.asked)}),
             processing_class=policy.tokenizer,
             callbacks=[Between()],
         )
@@ -307,8 +315,6 @@ def summarise(steps: list[dict[str, np.ndarray]]) -> dict[str, float]:
 def add_ratio(table: pd.DataFrame, steps: dict[Any, list], method: str, other: str) -> pd.DataFrame:
     """`cpu_ratio` and `wall_ratio`, in the row of `method`'s best micro-batch size: over `other` at its own best."""
     best = table.loc[table.groupby("method").cpu_s.idxmin()].set_index("method").micro_batch
-    if other not in best:
-        return table
     rounds = zip(steps[method, best[method]], steps[other, best[other]], strict=True)
     over = [sum(ours.values()) / sum(theirs.values()) for ours, theirs in rounds]
     row = (table.method == method) & (table.micro_batch == best[method])
@@ -427,27 +433,36 @@ def time_parts(options: Options, folder: Path, preset: TrainConfig | None = None
     return table
 
 
+def comparisons(options: Options, folder: Path) -> Iterator[pd.DataFrame]:
+    """One table after the other."""
+    sizes = [size for size in SIZES if size.name in options.policies]
+    if "trl" in options.comparisons and importlib.util.find_spec("trl") is None:
+        print(INSTALL_TRL)
+    elif "trl" in options.comparisons:
+        workloads = {size.name: random_workload(size, folder) for size in sizes}
+        if "puzzles" in options.policies:
+            workloads["puzzles"] = puzzle_workload()
+        for policy, workload in workloads.items():
+            for kl_coef, steps in SETTINGS:
+                config = replace(workload, kl_coef=kl_coef, mini_batch_size=workload.num_responses // steps)
+                yield compare_trainers(policy, config, options, folder / f"{policy}-{kl_coef}-{steps}")
+    if "lopti" in options.comparisons:
+        yield from (compare_lopti(size, options) for size in sizes)
+    if "parts" in options.comparisons:
+        yield time_parts(options, folder / "parts")
+
+
 def main(options: Options) -> None:
     torch.set_num_threads(1)
-    sizes = [size for size in SIZES if size.name in options.sizes]
+    quiet_transformers()
     tables = []
     with tempfile.TemporaryDirectory() as folder:
-        if "trl" in options.comparisons:
-            if importlib.util.find_spec("trl") is None:
-                print(INSTALL_TRL)
-            else:
-                tables += [compare_trainers(size, options, Path(folder)) for size in sizes]
-        if "lopti" in options.comparisons:
-            tables += [compare_lopti(size, options) for size in sizes]
-        if "parts" in options.comparisons:
-            tables.append(time_parts(options, Path(folder)))
-    for table in tables:
-        print(table.round(DIGITS).to_string(index=False))
-    if options.out and tables:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        pd.concat(tables, ignore_index=True).round(DIGITS).to_csv(options.out, index=False)
-        shown = "\n\n".join(table.round(DIGITS).to_string(index=False) for table in tables)
-        options.out.with_suffix(".txt").write_text(shown + "\n", encoding="utf-8")
+        for table in comparisons(options, Path(folder)):
+            tables.append(table.dropna(axis=1, how="all").round(DIGITS))
+            print(tables[-1].to_string(index=False), flush=True)
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                pd.concat(tables, ignore_index=True).to_csv(options.out, index=False)
 
 
 if __name__ == "__main__":

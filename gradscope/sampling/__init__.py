@@ -48,3 +48,7 @@ class Sampler(Protocol):
         A sampler that shares the trained model's own weights has nothing to do.
         """
         ...
+
+    def close(self) -> None:
+        """Free what the sampler holds beside the policy; it cannot sample afterwards."""
+        ...

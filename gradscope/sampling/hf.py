@@ -15,10 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gradscope.batch import Response, TokenBatch, collate
 from gradscope.errors import InputError
 from gradscope.models import Policy
-from gradscope.sampling import Sample, Sampler
+from gradscope.sampling import Sample
 
 Draw = Callable[[Float[Tensor, "B N"], list[int], int], tuple[Int[Tensor, " B"], Float[Tensor, " B"]]]
 """Tokens and their log π, from logits, the numbers of their rows in the batch and the step."""
@@ -87,6 +86,9 @@ class HFSampler:
     def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Nothing to do: these are the policy's own weights."""
 
+    def close(self) -> None:
+        """Nothing to do: it holds nothing beside the policy."""
+
     def _batches(self, lengths: list[int], n: int) -> Iterator[list[tuple[int, int]]]:
         """(prompt, sample) keys that are decoded together: neighbours in length, which need little padding.
 
@@ -99,51 +101,6 @@ class HFSampler:
             keys = [(p, s) for p in prompts for s in range(n)]
             for start in range(0, len(keys), self.batch_size):
                 yield keys[start : start + self.batch_size]
-
-
-def rollout_rows(
-    policy: Policy,
-    questions: Iterable[Any],
-    *,
-    n: int,
-    temperature: float,
-    max_new_tokens: int,
-    seed: int,
-    task: Any | None = None,
-    sampler: Sampler | None = None,
-) -> list[dict[str, Any]]:
-    """Sample n responses to each question, as rows of the native rollout format.
-
-    questions: of gradscope.tasks: `prompt` (a string or a chat) and `level` are read.
-    task: its `reward(response_text, question)` fills the column `reward`; None leaves it out.
-    sampler: default HFSampler(policy).
-    """
-    questions = list(questions)
-    prompts = [policy.encode_prompt(question.prompt) for question in questions]
-    sampler = HFSampler(policy) if sampler is None else sampler
-    sampled = sampler.sample(
-        prompts,
-        n=n,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        generator=torch.Generator().manual_seed(seed),
-    )
-    rows = []
-    for group, (question, prompt_ids, samples) in enumerate(zip(questions, prompts, sampled, strict=True)):
-        for sample in samples:
-            response = policy.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-            row = {"prompt_ids": prompt_ids, "response_ids": sample.response_ids, "prompt": question.prompt}
-            row |= {"response": response, "group": group, "old_logprobs": sample.logprobs, "temperature": temperature}
-            if task is not None:
-                row["reward"] = float(task.reward(response, question))
-            rows.append(row | {"level": question.level, "finished": sample.finished})
-    return rows
-
-
-def batch_rows(rows: Iterable[dict[str, Any]]) -> TokenBatch:
-    """The rows of `rollout_rows` as a batch, on-policy: the log-probabilities of the sampler are left out."""
-    names = ("prompt_ids", "response_ids", "group", "temperature")
-    return collate([Response(**{n: row[n] for n in names}, reward=row.get("reward")) for row in rows])
 
 
 def draw_tokens(
@@ -259,10 +216,8 @@ def _prefill(policy: Policy, prompts: list[list[int]]) -> tuple[Float[Tensor, "B
 def _forward(policy: Policy, ids: Int[Tensor, "B s"], mask: Bool[Tensor, "B S"], cache: Any) -> Float[Tensor, "B N"]:
     """Logits of the last column, which is real in every row: padding is on the left."""
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    # peft's wrapper passes on what its own signature does not name.
-    inner = policy.model.get_base_model() if hasattr(policy.model, "get_base_model") else policy.model
     extra = {"position_ids": positions, "logits_to_keep": 1}
-    extra = {name: value for name, value in extra.items() if name in _parameters(type(inner))}
+    extra = {name: value for name, value in extra.items() if name in _parameters(type(policy.model))}
     out = policy.model(input_ids=ids, attention_mask=mask.long(), past_key_values=cache, use_cache=True, **extra)
     return out.logits[:, -1]
 

@@ -10,6 +10,7 @@ import torch
 from gradscope.batch import Response, TokenBatch, collate
 from gradscope.models import Policy
 from gradscope.sampling import Sampler
+from gradscope.sampling.hf import HFSampler
 from gradscope.tasks import Question, Task, grade_response
 
 
@@ -17,22 +18,24 @@ def rollout_rows(
     policy: Policy,
     questions: Iterable[Question],
     *,
-    sampler: Sampler,
     n: int,
     temperature: float,
     max_new_tokens: int,
     seed: int,
     task: Task | None = None,
+    sampler: Sampler | None = None,
     greedy: bool = False,
 ) -> list[dict[str, Any]]:
     """Sample n responses to each question, as rows of the native rollout format, question by question.
 
-    task: grades them, which adds `reward`, `correct` and `format_ok`; None: no grades. A row also has `level` and
+    task: grades them, which adds `reward`, `correct` and `format_ok`; None: no grades.
+    sampler: default HFSampler(policy).
+    A row also has `level` and
     `finished` (False: cut off before a stop token). Raises InputError where the task cannot grade a response.
     """
     questions = list(questions)
     prompts = [policy.encode_prompt(question.prompt) for question in questions]
-    sampled = sampler.sample(
+    sampled = (HFSampler(policy) if sampler is None else sampler).sample(
         prompts,
         n=n,
         temperature=temperature,

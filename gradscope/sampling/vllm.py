@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import isnan, nan
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -82,6 +81,11 @@ class VLLMSampler:
                 enable_prefix_caching=True,
                 use_tqdm_on_load=False,
             )
+        if self._group_is_anothers:
+            # At exit, vLLM would destroy process groups that whoever made them has destroyed by then.
+            finalizer = getattr(self._llm.llm_engine.engine_core, "_finalizer", None)
+            if finalizer is not None:
+                finalizer.detach()
 
     def sample(
         self,
@@ -135,14 +139,6 @@ class VLLMSampler:
         # vLLM's shutdown destroys the default process group, which is then the trainer's.
         if not self._group_is_anothers:
             self._llm.llm_engine.engine_core.shutdown()
-
-    def __enter__(self) -> VLLMSampler:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _longest(self, prompt_length: int, max_new_tokens: int) -> int:
         """Most tokens of a response to a prompt of that length."""

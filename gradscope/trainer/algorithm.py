@@ -20,6 +20,8 @@ class Update:
     """All optimizer steps on one batch of responses."""
 
     passes: list[Pass]
+    batch: TokenBatch
+    """The whole batch, with the advantages that are trained on."""
     settings: LossSettings
     match: LossSettings | None = None
     """Settings to whose gradient norm each step's gradient is rescaled; None: it is not."""
@@ -47,7 +49,7 @@ def plan_update(batch: TokenBatch, config: TrainConfig, generator: torch.Generat
         passes = whole_passes(batch, config.mini_batch_size)
     else:
         passes = _lopti_passes(batch, config, generator)
-    return Update([_without_masked(part, config.mask_probs) for part in passes], settings, match)
+    return Update([_without_masked(part, config.mask_probs) for part in passes], batch, settings, match)
 
 
 def _lopti_passes(batch: TokenBatch, config: TrainConfig, generator: torch.Generator) -> list[Pass]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradscope.batch import TokenBatch
-from gradscope.batch_logprobs import batch_statistics
+from gradscope.batch_loss import LossSettings
 from gradscope.group_gradients import interval_gradients
 from gradscope.logprobs import TokenStatistics
 from gradscope.models import Policy
@@ -24,10 +24,14 @@ class Step:
     """1, 2, …"""
     policy: Policy
     batch: TokenBatch
-    """With advantages, old_logprobs and, where there is a reference, ref_logprobs."""
+    """With the advantages that are trained on, old_logprobs and, where there is a reference, ref_logprobs."""
     statistics: TokenStatistics
     """Of the batch's tokens before the update."""
+    settings: LossSettings
+    """Of the loss that is trained."""
     config: TrainConfig
+    score: Callable[[TokenBatch], TokenStatistics]
+    """The statistics of a batch's tokens under the policy as it is, in the precision of training."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """The step's record; what is added here is logged."""
 
@@ -40,21 +44,19 @@ OnStep = Callable[[Step], AbstractContextManager]
 def measure_gradients(step: Step) -> Iterator[None]:
     """Every `gradients_every` steps: norms and shares of the intervals' gradients, and right-direction shares (Fig. 3).
 
-    Intervals are those of π_old, gradients those of the configured loss on the whole batch, before the update.
+    Intervals are those of π_old, gradients those of the trained loss on the whole batch, before the update; tokens that
+    mask_probs leaves out are measured like all others.
     """
     config = step.config
     if (step.number - 1) % config.gradients_every:
         yield
         return
     gradients = interval_gradients(
-        step.policy, step.batch, settings=config.loss, micro_batch_size=config.micro_batch_size
+        step.policy, step.batch, settings=step.settings, micro_batch_size=config.micro_batch_size
     ).table
     for row in gradients.itertuples():
         step.metrics[f"interval_norm_{row.interval}"] = float(row.norm)
         step.metrics[f"interval_share_{row.interval}"] = float(row.share)
     yield
-    after = batch_statistics(
-        step.policy.model, step.batch, micro_batch_size=config.micro_batch_size, device=step.policy.device
-    )
-    for row in right_direction_shares(step.statistics, after, step.batch).itertuples():
+    for row in right_direction_shares(step.statistics, step.score(step.batch), step.batch).itertuples():
         step.metrics[f"right_direction_{row.sign}_{row.interval}"] = float(row.share)

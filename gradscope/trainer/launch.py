@@ -62,7 +62,7 @@ def _check_shards(config: TrainConfig, accelerator: Accelerator) -> None:
 
 
 def load_whole(path: str | Path, accelerator: Accelerator) -> Policy:
-    """A policy in float32 on this process's device: under FSDP, accelerate would have all but one process get nothing."""
+    """A policy in float32 on this process's device; of itself, accelerate fills one for FSDP in one process alone."""
     from accelerate.utils import patch_environment
 
     with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
@@ -78,6 +78,7 @@ def share_model(model: nn.Module, config: TrainConfig, accelerator: Accelerator)
 
     plugin = accelerator.state.fsdp_plugin
     plugin.cpu_ram_efficient_loading = False
-    if config.precision == "bfloat16":  # gathered in bfloat16; shards, and sums of gradients, stay float32
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    # bfloat16 is gathered and computed with; shards, and sums of gradients, stay float32.
+    mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if config.precision == "bfloat16" else None
+    plugin.mixed_precision_policy = mixed
     return fsdp2_prepare_model(accelerator, model)

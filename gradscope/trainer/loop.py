@@ -28,7 +28,7 @@ from gradscope.models import find_device
 from gradscope.sampling import Sampler
 from gradscope.sampling.engines import make_sampler
 from gradscope.tasks import get_task
-from gradscope.trainer.algorithm import compute_advantages, plan_update
+from gradscope.trainer.algorithm import Update, compute_advantages, plan_update
 from gradscope.trainer.callbacks import OnStep, Step, measure_gradients
 from gradscope.trainer.checkpoints import (
     CHECKPOINTS,
@@ -164,6 +164,7 @@ class _Run:
             raise
         finally:
             self.accelerator.end_training()
+            self.sampler.close()
 
     def go(self, *, progress: bool) -> Path:
         """All steps that are left; the last checkpoint's folder."""
@@ -196,10 +197,22 @@ class _Run:
                 self._keep(index, rollout, batch)
         record = {"step": index + 1, **rollout_metrics(rollout)}
         record |= token_metrics(batch, statistics, rollout.batch.old_logprobs)
-        step = Step(index + 1, self.learner.policy, batch, statistics, self.config, record)
+        generator = torch.Generator().manual_seed(derive_seed(self.config.seed, index, 2))
+        update = plan_update(batch, self.config, generator)
+        learner = self.learner
+        step = Step(
+            index + 1,
+            learner.policy,
+            update.batch,
+            statistics,
+            update.settings,
+            self.config,
+            learner.statistics,
+            record,
+        )
         watched = self.on_step is not None and self.processes.is_main
         with self.on_step(step) if watched else nullcontext():
-            record |= self._update(index, batch)
+            record |= self._update(index, update)
         total = time.perf_counter() - started
         self.seconds["other"] = total - self.seconds["sampling"] - self.seconds["training"]
         record |= {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
@@ -238,13 +251,11 @@ class _Run:
                 "does not sample with the trained weights, or not at this temperature"
             )
 
-    def _update(self, index: int, batch: TokenBatch) -> dict[str, Any]:
+    def _update(self, index: int, update: Update) -> dict[str, Any]:
         """All optimizer steps on the batch."""
         config, results = self.config, []
-        generator = torch.Generator().manual_seed(derive_seed(config.seed, index, 2))
         self.learner.set_learning_rate(config.learning_rate * min(1.0, (index + 1) / max(1, config.warmup_steps)))
         with self._timed("training"), self.learner.autocast():
-            update = plan_update(batch, config, generator)
             for part in update.passes:
                 result = self.learner.updater.step(part, update.settings, match=update.match)
                 results.append(result)
