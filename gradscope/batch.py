@@ -50,9 +50,6 @@ class TokenBatch:
             raise InputError("attention_mask must be one unbroken run of True per row; padding goes to the ends only")
         if (self.response_mask & ~mask).any():
             raise InputError("response_mask keeps padding; it must be False where attention_mask is False")
-        first = mask & ~torch.cat([torch.zeros_like(mask[:, :1]), mask[:, :-1]], dim=1)
-        if (self.response_mask & first).any():
-            raise InputError("response_mask keeps a sequence's first token, which nothing predicts; give it a prompt")
         if (self.temperature <= 0).any() or not self.temperature.isfinite().all():
             raise InputError("temperature must be a positive number; greedy decoding (0) has no gradient to measure")
 

@@ -5,7 +5,8 @@ Loss and weights are made of the same arguments, so that the weights are those o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from gradscope.batch import TokenBatch
 from gradscope.errors import InputError
 from gradscope.objective import (
     TokenWeights,
-    check_alpha,
     check_clipping,
     grpo_advantages,
     policy_loss,
@@ -41,9 +41,12 @@ class LossSettings:
     """α of Advantage Reweighting (Eq. 4); None: off."""
 
     def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value is not None and not (isfinite(value) and value >= 0):
+                raise InputError(f"{name} is {value}; give a finite number, 0 or more")
         check_clipping(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
-        if self.reweight_alpha is not None:
-            check_alpha(self.reweight_alpha)
+        if self.reweight_alpha is not None and self.reweight_alpha > 1:
+            raise InputError(f"reweight_alpha is {self.reweight_alpha}; give a number from 0 (off) to 1")
 
 
 PAPER = LossSettings()

@@ -85,7 +85,8 @@ def reweight(advantages: Advantages, old_logprobs: Float[Tensor, "B T"], *, alph
     >>> reweight(torch.tensor([2.0]), torch.tensor([[1.0, 0.5]]).log(), alpha=0.3)
     tensor([[2.0000, 1.7000]])
     """
-    check_alpha(alpha)
+    if not 0 <= alpha <= 1:
+        raise InputError(f"alpha is {alpha}; Reweight takes a number from 0 (off) to 1; the paper uses 0.1 to 0.3")
     return (alpha * old_logprobs.exp() + (1 - alpha)) * _per_token(advantages)
 
 
@@ -251,12 +252,6 @@ def _per_token(tensor: Float[Tensor, " B"] | Float[Tensor, "B T"]) -> Tensor:
 def _float_dtype(rewards: Rewards) -> torch.dtype:
     """The rewards' dtype, or torch's default one for whole-number rewards."""
     return rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
-
-
-def check_alpha(alpha: Number) -> None:
-    """Raise InputError for an α that Reweight does not take."""
-    if not 0 <= alpha <= 1:
-        raise InputError(f"alpha is {alpha}; Reweight takes a number from 0 (off) to 1; the paper uses 0.1 to 0.3")
 
 
 def check_eta(eta: Number) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import inf, isfinite
+from math import inf
 
 import numpy as np
 import pandas as pd
@@ -260,11 +260,6 @@ def check_settings(settings: MeasureSettings) -> None:
         )
     if settings.seed < 0:
         raise InputError(f"seed is {settings.seed}; give 0 or more")
-    for name, value in asdict(settings.loss).items():
-        if value is not None and not (isfinite(value) and value >= 0):
-            raise InputError(f"{name} is {value}; give a finite number, 0 or more")
-    if settings.loss.reweight_alpha is not None and settings.loss.reweight_alpha > 1:
-        raise InputError(f"reweight_alpha is {settings.loss.reweight_alpha}; give a number from 0 (off) to 1")
 
 
 def check_batch(policy: Policy, batch: TokenBatch) -> None:

@@ -160,3 +160,18 @@ def test_advantages_beat_rewards_and_rewards_are_compared_within_their_group(bat
     torch.testing.assert_close(found, per_token, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(InputError, match="weights need advantages or rewards"):
         resolve_advantages(replace(batch, rewards=None))
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"kl_coef": NAN}, "kl_coef is nan"),
+        ({"clip_ratio_low": -0.1}, "clip_ratio_low is -0.1"),
+        ({"clip_ratio_low": 1.1}, "give 0 ≤ low ≤ 1"),
+        ({"clip_ratio_c": 0.5}, "clip_ratio_c is 0.5"),
+        ({"reweight_alpha": 1.5}, "reweight_alpha is 1.5"),
+    ],
+)
+def test_settings_that_make_no_loss_are_refused_when_they_are_made(setting, words):
+    with pytest.raises(InputError, match=words):
+        LossSettings(**setting)

@@ -29,7 +29,7 @@ from gradscope.models import Policy, load_policy
 from gradscope.readers import read_rollouts
 from gradscope.sampling import Sample, Sampler
 from gradscope.sampling.hf import HFSampler
-from gradscope.sampling.vllm import VLLMSampler
+from gradscope.sampling.vllm import VLLMSampler, _process_state_kept
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here: see what `make vllm` says"
@@ -260,13 +260,24 @@ def test_weights_that_are_nan_are_refused(restored):
 
 
 @needs_vllm
-def test_the_process_keeps_its_random_state_and_threads(engine):
-    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+def test_sampling_and_a_sync_leave_random_generators_and_threads_alone(engine):
+    state = torch.get_rng_state(), np.random.get_state()[1].tolist()  # the checks of types draw from Python's own
     engine.sample()
     engine.sampler.sync(engine.policy.model.named_parameters())
-    assert torch.equal(torch.get_rng_state(), state[0])
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == state[1:]
+    assert torch.equal(torch.get_rng_state(), state[0]) and np.random.get_state()[1].tolist() == state[1]
     assert torch.set_num_threads.__module__ != "vllm.v1.worker.cpu_worker"
+
+
+def test_what_vllm_does_to_the_process_is_undone():
+    state = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate(), torch.set_num_threads
+    with pytest.raises(KeyError), _process_state_kept():
+        torch.manual_seed(1)
+        np.random.seed(1)
+        random.seed(1)
+        torch.set_num_threads = None
+        raise KeyError
+    assert (np.random.get_state()[1].tolist(), random.getstate(), torch.set_num_threads) == state[1:]
+    assert torch.equal(torch.get_rng_state(), state[0])
 
 
 @needs_vllm

@@ -17,7 +17,7 @@ from gradscope.batch_logprobs import batch_statistics
 from gradscope.errors import InputError
 from gradscope.logprobs import TokenStatistics
 from gradscope.models import Policy, fetch_policy
-from gradscope.processes import Processes, whole
+from gradscope.processes import ALONE, Processes, whole
 from gradscope.sampling import Sampler
 from gradscope.steps import Updater
 from gradscope.trainer.adapters import adapted_layers, add_adapters, merge_weight
@@ -56,19 +56,23 @@ class Learner:
 
     def statistics(self, batch: TokenBatch) -> TokenStatistics:
         """log π, log(1−π) and entropy of the batch's response tokens under the policy as it is."""
-        return self._statistics(self.updater.model, batch)
+        return self._statistics(self.updater.model, batch, self.processes)
+
+    def statistics_alone(self, batch: TokenBatch) -> TokenStatistics:
+        """The same, by this process while the others wait; not of weights in shards."""
+        return self._statistics(self.policy.model, batch, ALONE)
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """log π_ref of the batch's response tokens [B, S]."""
         if self.reference is not None:
-            return self._statistics(self.reference, batch).logprob
+            return self._statistics(self.reference, batch, self.processes).logprob
         with self.adapters.disable_adapter():
-            return self._statistics(self.updater.model, batch).logprob
+            return self._statistics(self.updater.model, batch, self.processes).logprob
 
-    def _statistics(self, model: nn.Module, batch: TokenBatch) -> TokenStatistics:
+    def _statistics(self, model: nn.Module, batch: TokenBatch, processes: Processes) -> TokenStatistics:
         size, device = self.updater.micro_batch_size, self.updater.device
         with self.autocast():
-            return batch_statistics(model, batch, micro_batch_size=size, device=device, processes=self.processes)
+            return batch_statistics(model, batch, micro_batch_size=size, device=device, processes=processes)
 
     def set_learning_rate(self, value: float) -> None:
         for group in self.optimizer.param_groups:

@@ -207,7 +207,7 @@ class _Run:
             statistics,
             update.settings,
             self.config,
-            learner.statistics,
+            learner.statistics_alone,
             record,
         )
         watched = self.on_step is not None and self.processes.is_main
