@@ -40,7 +40,8 @@ class LossSettings:
     reweight_alpha: Number | None = None
     """α of Advantage Reweighting (Eq. 4); None: off."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise InputError for numbers that make no loss."""
         for name, value in asdict(self).items():
             if value is not None and not (isfinite(value) and value >= 0):
                 raise InputError(f"{name} is {value}; give a finite number, 0 or more")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -324,6 +325,8 @@ def main(args: Sequence[str] | None = None) -> None:
 def _stop(error: Exception, status: int) -> None:
     if status == 1 or os.environ.get("RANK", "0") == "0":  # all processes see a mistake of the user: one tells it
         print(f"gradscope: {' '.join(str(error).split())}", file=sys.stderr)
+    elif status == 2:
+        time.sleep(3)  # the launcher ends all processes with the first: the one that tells it needs its moment
     raise SystemExit(status)
 
 

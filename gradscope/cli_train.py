@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,8 @@ class Train:
 
         quiet_transformers()
         last = train(self.config, self.out, resume=self.resume, overwrite=self.overwrite)
-        print(f"trained; last checkpoint: {last}")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"trained; last checkpoint: {last}")
 
 
 def _count_questions(config: TrainConfig) -> int | None:

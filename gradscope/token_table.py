@@ -260,6 +260,7 @@ def check_settings(settings: MeasureSettings) -> None:
         )
     if settings.seed < 0:
         raise InputError(f"seed is {settings.seed}; give 0 or more")
+    settings.loss.check()
 
 
 def check_batch(policy: Policy, batch: TokenBatch) -> None:

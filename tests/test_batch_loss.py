@@ -172,6 +172,6 @@ def test_advantages_beat_rewards_and_rewards_are_compared_within_their_group(bat
         ({"reweight_alpha": 1.5}, "reweight_alpha is 1.5"),
     ],
 )
-def test_settings_that_make_no_loss_are_refused_when_they_are_made(setting, words):
+def test_settings_that_make_no_loss_are_refused(setting, words):
     with pytest.raises(InputError, match=words):
-        LossSettings(**setting)
+        LossSettings(**setting).check()

@@ -75,6 +75,8 @@ class RandomWords:
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 
+    def close(self) -> None: ...
+
 
 @pytest.fixture(scope="module")
 def policy():

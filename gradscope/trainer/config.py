@@ -110,7 +110,7 @@ class TrainConfig:
         for name, words in _choices().items():
             if getattr(self, name) not in words:
                 raise InputError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(map(str, words))}")
-        _ = self.loss  # its settings check themselves
+        self.loss.check()
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not least <= value < float("inf"):
