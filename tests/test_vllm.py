@@ -10,7 +10,6 @@ import os
 import random
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -108,10 +107,7 @@ def engine(request, tmp_path_factory) -> Iterator[Engine]:
     else:
         policy = load_policy(save_checkpoint(tmp_path_factory.mktemp(request.param), request.param))
         policy.model.generation_config.eos_token_id = STOPS
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # vLLM's imports use what torch and others have deprecated
-        sampler = VLLMSampler(policy, progress=False)
-    with closing(sampler):
+    with closing(VLLMSampler(policy, progress=False)) as sampler:
         yield Engine(policy, sampler)
 
 
@@ -225,6 +221,11 @@ def test_the_context_ends_a_response_and_what_exceeds_it_or_the_cache_is_refused
 
 
 @needs_vllm
+def test_no_prompts_have_no_responses(engine):
+    assert engine.sample(prompt_ids=[]) == []
+
+
+@needs_vllm
 def test_greedy_responses_are_those_of_transformers(engine):
     settings = {"n": 2, "max_new_tokens": 12, "generator": torch.Generator(), "greedy": True}
     expected = HFSampler(engine.policy, progress=False).sample(PROMPTS, temperature=1.0, **settings)
@@ -317,13 +318,14 @@ def test_a_policy_that_vllm_cannot_take_is_refused(monkeypatch):
     policy = load_policy("embedded")
     with pytest.raises(InputError, match=r"made in memory, holds no config\.json"):
         VLLMSampler(replace(policy, path=""))
+    with pytest.raises(InputError, match="vLLM does not compute in float64"):
+        VLLMSampler(policy, dtype="float64")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(InputError, match="VLLM_ENABLE_V1_MULTIPROCESSING is set"):
         VLLMSampler(policy)
 
 
 @needs_vllm
-def test_float64_is_refused():
-    policy = load_policy("embedded")
-    with pytest.raises(InputError, match="vLLM does not compute in float64"):
-        VLLMSampler(policy, dtype="float64")
+def test_what_vllm_cannot_start_with_is_refused():
+    with pytest.raises(InputError, match=r"vLLM cannot start: .*max_model_len.*engine hf"):
+        VLLMSampler(load_policy("embedded"), max_length=10**6)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import isnan, nan
@@ -51,7 +53,7 @@ class VLLMSampler:
         memory: share of the GPU's memory for weights and KV cache.
         progress: a bar on stderr, where that is a terminal.
 
-        Raises InputError where vLLM is not installed, and for a policy without a folder.
+        Raises InputError where vLLM is not installed, for a policy without a folder, and where vLLM cannot start.
         """
         if not os.path.isfile(os.path.join(policy.path, "config.json")):
             raise InputError(
@@ -61,9 +63,9 @@ class VLLMSampler:
         self.progress = progress
         self._policy, self._stops = policy, sorted(stop_ids(policy))
         self._group_is_anothers = torch.distributed.is_available() and torch.distributed.is_initialized()
-        engine, on_cpu = _import_vllm()
         settings = {"dtype": _dtype_name(dtype or policy.dtype), "gpu_memory_utilization": memory}
         settings |= {"max_model_len": -1 if max_length is None else max_length}
+        engine, on_cpu = _import_vllm()
         if on_cpu:
             # Blocks of the default 128 tokens would hold no common prefix of short prompts.
             settings |= {"enforce_eager": True, "block_size": 32}
@@ -71,16 +73,20 @@ class VLLMSampler:
                 settings["kv_cache_memory_bytes"] = CPU_CACHE
         if self._group_is_anothers and torch.distributed.get_world_size() > 1:
             settings["distributed_executor_backend"] = "external_launcher"
-        with _process_state_kept():
-            self._llm = engine(
-                policy.path,
-                **settings,
-                skip_tokenizer_init=True,
-                generation_config="vllm",  # not the folder's: its top-p, top-k and stop tokens must not leak in
-                logprobs_mode="processed_logprobs",  # at the temperature
-                enable_prefix_caching=True,
-                use_tqdm_on_load=False,
-            )
+        try:
+            with warnings.catch_warnings(action="ignore"), _process_state_kept():
+                self._llm = engine(
+                    policy.path,
+                    **settings,
+                    skip_tokenizer_init=True,
+                    generation_config="vllm",  # not the folder's: its top-p, top-k and stop tokens must not leak in
+                    logprobs_mode="processed_logprobs",  # at the temperature
+                    enable_prefix_caching=True,
+                    use_tqdm_on_load=False,
+                )
+        except ValueError as error:  # an architecture, a length or a share of the memory with which it cannot start
+            words = " ".join(str(error).split())
+            raise InputError(f"vLLM cannot start: {words[:400]}; change that, or take the engine hf") from error
         if self._group_is_anothers:
             # At exit, vLLM would destroy process groups that whoever made them has destroyed by then.
             finalizer = getattr(self._llm.llm_engine.engine_core, "_finalizer", None)
@@ -137,8 +143,13 @@ class VLLMSampler:
     def close(self) -> None:
         """Free the engine's memory. In a process group that was there before, it stays until the process ends."""
         # vLLM's shutdown destroys the default process group, which is then the trainer's.
-        if not self._group_is_anothers:
-            self._llm.llm_engine.engine_core.shutdown()
+        if self._llm is None or self._group_is_anothers:
+            return
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _longest(self, prompt_length: int, max_new_tokens: int) -> int:
         """Most tokens of a response to a prompt of that length."""
@@ -182,7 +193,7 @@ def _import_vllm() -> tuple[Any, bool]:
             "VLLM_ENABLE_V1_MULTIPROCESSING is set, but vLLM's weights are synchronised within one process; unset it"
         )
     try:
-        with _process_state_kept():
+        with warnings.catch_warnings(action="ignore"), _process_state_kept():  # deprecations, in vLLM's own imports
             from vllm import LLM
             from vllm.platforms import current_platform
     except ImportError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,10 +58,12 @@ class Questions:
         if self.stored is None:
             return draw_questions(self.task, count, seed=derive_seed(self.config.seed, step), **self.options)
         places = range(step * count, (step + 1) * count)
-        return [self.stored[self._order(place // len(self.stored))[place % len(self.stored)]] for place in places]
+        size = len(self.stored)
+        orders = {epoch: self._order(epoch) for epoch in {place // size for place in places}}
+        return [self.stored[orders[place // size][place % size]] for place in places]
 
-    def _order(self, epoch: int) -> Sequence[int]:
-        return np.random.default_rng([self.config.seed, epoch]).permutation(len(self.stored))
+    def _order(self, epoch: int) -> list[int]:
+        return np.random.default_rng([self.config.seed, epoch]).permutation(len(self.stored)).tolist()
 
 
 def derive_seed(*keys: int) -> int:
