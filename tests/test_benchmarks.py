@@ -1,10 +1,19 @@
-"""The benchmark's methods measure the same thing, so that their times can be compared."""
+"""The benchmarks compare like with like, and count all time once."""
 
+import time
 import warnings
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from analyses.benchmarks.lopti_time import SHARES, compare_lopti
 from analyses.benchmarks.token_gradients import METHODS, Options, benchmark
+from analyses.benchmarks.trainer import OURS, compare_trainers, time_parts
+from analyses.benchmarks.trainer_loops import Size, finishing, random_workload
+from analyses.benchmarks.turns import Turns
+
+TINY = Size("tiny", vocab=64, hidden=16, heads=2, mlp=24, layers=2, questions=2, group=4, prompt=5, response=10)
 
 
 def test_every_method_of_the_benchmark_gives_the_same_norms():
@@ -16,3 +25,79 @@ def test_every_method_of_the_benchmark_gives_the_same_norms():
     # float32 autograd on both sides.
     assert (table["max_relative_error"] < 1e-5).all()
     assert table["speed_up_of_gradscope"].iloc[-1] == 1
+
+
+def test_loops_take_turns_step_by_step_and_the_parts_of_a_step_are_all_of_it():
+    order = []
+
+    def make(name, steps):
+        def loop(pass_on):
+            for step in range(steps):
+                with turns.part("outer"), turns.part("inner"):
+                    order.append(f"{name}{step}")
+                    time.sleep(0.02)
+                pass_on()
+
+        return loop
+
+    turns = Turns({"a": make("a", 3), "b": make("b", 2)})
+    steps = turns.run()
+    assert order == ["a0", "b0", "a1", "b1", "a2"]
+    # The first step of each warms up.
+    assert {name: len(counted) for name, counted in steps.items()} == {"a": 2, "b": 1}
+    for step in (*steps["a"], *steps["b"]):
+        cpu, wall = sum(step.values())
+        # Sleeping is not work; and what is inside a part is not counted for the part around it.
+        assert 0 <= cpu < 0.02 <= step["inner"][1] <= wall
+        assert step["outer"][1] < 0.01
+
+
+def test_what_a_loop_raises_comes_out_when_the_others_have_ended():
+    ended = []
+
+    def fails(pass_on):
+        pass_on()
+        raise ValueError("broken")
+
+    def works(pass_on):
+        for _ in range(3):
+            pass_on()
+        ended.append(True)
+
+    with pytest.raises(ValueError, match="broken"):
+        Turns({"fails": fails, "works": works}).run()
+    assert ended
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's and transformers' own
+def test_both_trainers_train_on_equally_many_tokens_in_every_step(tmp_path):
+    pytest.importorskip("trl")
+    workload = random_workload(TINY, tmp_path)
+    settings = {"rounds": 2, "micro_batches": (4, 8), "names": (OURS, "TRL")}
+    table = compare_trainers(workload, tmp_path / "runs", **settings)
+    assert (table["tokens"] == 2 * 4 * 10).all()
+    assert (table.filter(["cpu_sampling", "cpu_training"]) > 0).all(axis=None)
+    assert table["cpu_ratio"].notna().sum() == 1
+
+
+def test_the_parts_of_a_step_of_the_trainer_add_up_to_it_with_and_without_lopti(tmp_path):
+    workload = replace(random_workload(TINY, tmp_path), micro_batch_size=8)
+    with finishing():
+        table = time_parts(workload, tmp_path / "runs", rounds=2)
+    assert list(table["method"]) == ["plain", "Lopti"]
+    # Medians of two steps are their means, so they add up.
+    parts = table.filter(regex="^cpu_(sampling|old|reference|training|rest)$")
+    np.testing.assert_allclose(parts.sum(axis=1), table["cpu_s"], rtol=1e-9)
+    assert list(table["tokens"]) == [80, 80]
+
+
+def test_lopti_computes_the_blocks_twice_and_the_head_once_for_every_token():
+    table = compare_lopti(TINY, rounds=1, micro_batch_size=2)
+    plain, *lopti = table.to_dict("records")
+    assert [row["method"] for row in table.to_dict("records")] == ["plain", "Lopti", "Lopti", "Lopti"]
+    for share, row in zip(SHARES, lopti, strict=True):
+        # 80 tokens: a quantile lies within one of them.
+        assert row["low_share"] == pytest.approx(share, abs=1 / 80)
+        assert row["gflop_head"] == plain["gflop_head"]
+        # A pass stops at its last token, so it may compute a little less than everything.
+        assert 1.5 < row["gflop_blocks"] / plain["gflop_blocks"] <= 2
