@@ -72,7 +72,7 @@ def test_what_a_loop_raises_comes_out_when_the_others_have_ended():
 @pytest.mark.filterwarnings("ignore")  # TRL's and transformers' own
 def test_both_trainers_train_on_equally_many_tokens_in_every_step(tmp_path):
     pytest.importorskip("trl")
-    workload = random_workload(TINY, tmp_path)
+    workload = replace(random_workload(TINY, tmp_path), mini_batch_size=8)
     settings = {"rounds": 2, "micro_batches": (4, 8), "names": (OURS, "TRL")}
     table = compare_trainers(workload, tmp_path / "runs", **settings)
     assert (table["tokens"] == 2 * 4 * 10).all()
