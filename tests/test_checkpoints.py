@@ -229,5 +229,5 @@ def test_the_count_of_checkpoints_is_that_of_a_run_played_through(done, every, k
 
 def test_a_checkpoint_says_after_which_step_it_was_written(trained, tmp_path):
     saved = save_checkpoint(tmp_path, 7, trained)
-    assert json.loads((saved / "trainer_state.json").read_text()) == {"step": 7}
+    assert json.loads((saved / "trainer_state.json").read_text()) == {"step": 7, "nonfinite_in_a_row": 0}
     assert [checkpoints.checkpoint_step(p) for p in list_checkpoints(tmp_path)] == [7]

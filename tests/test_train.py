@@ -280,9 +280,10 @@ def test_three_steps_without_a_finite_gradient_end_the_run_with_the_checkpoint_k
         return result
 
     monkeypatch.setattr(Updater, "_backward", poisoned)
-    with pytest.raises(DivergedError, match="3 optimizer steps in a row"):
-        train(replace(SMALL, steps=9), out, progress=False)
-    assert [record["nonfinite_steps"] for record in records(out)] == [0, 0, 1, 2, 1]
+    for resume in (False, True):  # resumed after step 4, the run knows of its two bad ones
+        with pytest.raises(DivergedError, match="3 optimizer steps in a row"):
+            train(replace(SMALL, steps=9), out, resume=resume, progress=False)
+        assert [record["nonfinite_steps"] for record in records(out)] == [0, 0, 1, 2, 1]
     assert [record["optimizer_steps"] for record in records(out)] == [2, 2, 1, 0, 0]
     assert all(torch.isfinite(p).all() for p in load_policy(out / "checkpoints/step-000004").model.parameters())
 

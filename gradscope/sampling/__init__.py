@@ -38,7 +38,8 @@ class Sampler(Protocol):
     ) -> list[list[Sample]]:
         """n responses to each prompt, in the order of the prompts.
 
-        greedy: always the likeliest token; `temperature` then only says at which one the log-probabilities are.
+        greedy: always the likeliest token; `temperature` then only says at which one the log-probabilities are (NaN
+        from vLLM, which knows them at 1 alone).
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import re
@@ -21,12 +22,14 @@ from gradscope.run_folder import write_json
 from gradscope.trainer.adapters import ADAPTER
 from gradscope.trainer.learner import Learner
 
-CHECKPOINTS, OPTIMIZER, RANDOM_STATES = "checkpoints", "optimizer.pt", "random_states.pt"
+CHECKPOINTS, OPTIMIZER, RANDOM_STATES, STATE = "checkpoints", "optimizer.pt", "random_states.pt", "trainer_state.json"
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 """What the system says where the user has to name another folder; the rest (a full disk, …) is not the user's."""
 
 
-def save_checkpoint(out: Path, step: int, learner: Learner, *, keep: int | None = None) -> Path:
+def save_checkpoint(
+    out: Path, step: int, learner: Learner, *, nonfinite_in_a_row: int = 0, keep: int | None = None
+) -> Path:
     """Write checkpoints/step-000020 beside and rename it; of the older ones, the newest `keep` − 1 stay.
 
     Raises OSError if it cannot be written, in all processes; what there was before stays.
@@ -39,7 +42,7 @@ def save_checkpoint(out: Path, step: int, learner: Learner, *, keep: int | None 
             beside = folder.with_name(f".{folder.name}.partial")
             beside.mkdir(parents=True)
             try:
-                _write(beside, step, learner, content)
+                _write(beside, {"step": step, "nonfinite_in_a_row": nonfinite_in_a_row}, learner, content)
             except (OSError, RuntimeError, _safetensors_error()) as error:
                 shutil.rmtree(beside, ignore_errors=True)
                 raise OSError(f"{folder} could not be written ({error}); the checkpoints before it stay") from error
@@ -52,8 +55,11 @@ def save_checkpoint(out: Path, step: int, learner: Learner, *, keep: int | None 
     return folder
 
 
-def restore_checkpoint(folder: Path, learner: Learner) -> None:
-    """Optimizer and random states; the weights are those that the learner was built with."""
+def restore_checkpoint(folder: Path, learner: Learner) -> int:
+    """Optimizer and random states; the weights are those that the learner was built with.
+
+    Returns how many optimizer steps in a row had no finite gradient when it was written.
+    """
     saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
     parameters = [p for group in learner.optimizer.param_groups for p in group["params"]]
     for index, moments in saved["state"].items():
@@ -63,6 +69,7 @@ def restore_checkpoint(folder: Path, learner: Learner) -> None:
     states, rank = torch.load(folder / RANDOM_STATES, weights_only=True), learner.processes.rank
     if rank < len(states):  # an earlier start may have had fewer processes
         _set_random_states(states[rank])
+    return json.loads((folder / STATE).read_bytes())["nonfinite_in_a_row"]
 
 
 def list_checkpoints(out: Path) -> list[Path]:
@@ -140,7 +147,7 @@ def _gather(learner: Learner) -> _Content:
     return _Content(weights, optimizer, learner.processes.gather([_random_states()]))
 
 
-def _write(folder: Path, step: int, learner: Learner, content: _Content) -> None:
+def _write(folder: Path, state: dict[str, int], learner: Learner, content: _Content) -> None:
     policy = learner.policy
     policy.model.save_pretrained(folder, state_dict=content.weights)
     if policy.tokenizer is not None:
@@ -149,7 +156,7 @@ def _write(folder: Path, step: int, learner: Learner, content: _Content) -> None
         learner.adapters.save_pretrained(folder / ADAPTER, save_embedding_layers=False)
     torch.save(content.optimizer, folder / OPTIMIZER)
     torch.save(content.random_states, folder / RANDOM_STATES)
-    write_json(folder / "trainer_state.json", {"step": step})
+    write_json(folder / STATE, state)
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ class _Run:
                 write_description(self.out, self.config, self.learner)
                 drop_lines_after(self.out / METRICS, self.done)
         if start is not None:
-            restore_checkpoint(start, self.learner)
+            self.nonfinite = restore_checkpoint(start, self.learner)
         settings = {"tensorboard": {"purge_step": self.done + 1}}
         self.accelerator.init_trackers(
             "trackers", init_kwargs={k: v for k, v in settings.items() if k in self.config.trackers}
@@ -297,7 +297,8 @@ class _Run:
         return count_checkpoints(self.done, self.questions.steps, every=config.save_every, keep=config.keep_checkpoints)
 
     def _save(self) -> None:
-        save_checkpoint(self.out, self.done, self.learner, keep=self.config.keep_checkpoints)
+        kept = self.config.keep_checkpoints
+        save_checkpoint(self.out, self.done, self.learner, nonfinite_in_a_row=self.nonfinite, keep=kept)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
