@@ -1,6 +1,8 @@
-# make setup | demo | test | vllm | lint | format | clean.  PYTHON= picks the interpreter, PIP_ARGS= is passed on to every pip install.
+# make setup | demo | test | vllm | lint | format | clean.  PYTHON= picks the interpreter, PIP_ARGS= is passed on to every pip install,
+# JOBS= is how many test processes run side by side.
 PYTHON ?= python3.11
 PIP_ARGS ?=
+JOBS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.setup-done
@@ -36,7 +38,7 @@ demo: setup
 	$(BIN)/gradscope demo --out demo-out
 
 test: lint $(VLLM_STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 vllm: $(VLLM_STAMP)
 	@test -e $(VLLM_STAMP)
