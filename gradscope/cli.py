@@ -20,11 +20,11 @@ from tqdm import tqdm
 from gradscope import __version__
 from gradscope.batch import TokenBatch
 from gradscope.cli_evaluate import Evaluate
-from gradscope.cli_shared import DeviceFlag, DtypeFlag, library_versions, load_quietly
+from gradscope.cli_shared import DeviceFlag, DtypeFlag, load_quietly
 from gradscope.cli_train import train_with_preset
 from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError
 from gradscope.models import Policy
-from gradscope.run_folder import RunFolder, check_is_folder, file_hash, write_parquet
+from gradscope.run_folder import RunFolder, check_is_folder, file_hash, library_versions, write_parquet
 from gradscope.token_table import MeasureSettings, TableMeasurement, join_responses
 
 SUMMARY = "figures/summary.txt"

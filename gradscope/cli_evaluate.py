@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,13 +13,13 @@ import tyro
 from tqdm import tqdm
 
 from gradscope import __version__
-from gradscope.cli_shared import DeviceFlag, DtypeFlag, library_versions, load_quietly
+from gradscope.cli_shared import DeviceFlag, DtypeFlag, load_quietly
 from gradscope.errors import InputError
 from gradscope.evaluation import Evaluation, Exam, summarize_responses
 from gradscope.models import Policy
-from gradscope.run_folder import RunFolder, write_parquet, write_text
+from gradscope.run_folder import RunFolder, library_versions, write_parquet, write_text
 from gradscope.sampling.engines import make_sampler
-from gradscope.tasks import Question, draw_questions, get_task
+from gradscope.tasks import Question, draw_questions, get_task, questions_hash
 
 TABLE, RESPONSES = "evaluation.csv", "responses.parquet"
 MADE_UP = 128
@@ -75,15 +74,13 @@ class Evaluate:
         refuse_training_run(self.model)
         policy = load_quietly(self.model, dtype=self.dtype, device=self.device)
         settings = {name: getattr(self, name) for name in ("k", "temperature", "max_new_tokens", "seed")}
-        folder = RunFolder(self.out, self._key(policy, questions, settings))
+        folder = RunFolder(self.out, self._key(policy, questions, settings), results=(TABLE, RESPONSES))
         if folder.look(overwrite=self.overwrite) == "finished":
             print(f"already evaluated with these arguments: {self.out / TABLE}")
         else:
-            refuse_unknown_results(folder, overwrite=self.overwrite)
-            sampler = make_sampler(
-                self.engine, policy, batch_size=self.batch_size, memory=self.vllm_memory, progress=False
-            )
-            self._evaluate(Exam(policy, task, questions, sampler=sampler, **settings), folder)
+            sampling = {"batch_size": self.batch_size, "memory": self.vllm_memory, "progress": False}
+            with closing(make_sampler(self.engine, policy, **sampling)) as sampler:
+                self._evaluate(Exam(policy, task, questions, sampler=sampler, **settings), folder)
         print(self._report(pd.read_csv(self.out / TABLE, dtype={"level": str})))
 
     def _key(self, policy: Policy, questions: Sequence[Question], settings: dict[str, Any]) -> dict[str, Any]:
@@ -164,12 +161,6 @@ def column_of(name: str, kind: str) -> str:
     return f"{kind}_{name.replace(' ', '_')}"
 
 
-def questions_hash(questions: Sequence[Question]) -> str:
-    """SHA-256 of what was asked and what the answers are."""
-    rows = [[question.prompt, question.answer, question.level] for question in questions]
-    return hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()
-
-
 def refuse_training_run(model: str) -> None:
     """InputError for the folder of a training run, with its newest checkpoint: its config.json is not a model's."""
     from gradscope.trainer.checkpoints import list_checkpoints
@@ -180,10 +171,3 @@ def refuse_training_run(model: str) -> None:
             f"{model} is the folder of a training run, not a model; give one of its checkpoints, such as the newest: "
             f"{checkpoints[-1]}"
         )
-
-
-def refuse_unknown_results(folder: RunFolder, *, overwrite: bool) -> None:
-    """InputError if results of an unknown run would be replaced."""
-    unknown = [name for name in (TABLE, RESPONSES) if (folder.folder / name).exists()]
-    if unknown and not overwrite and folder.look() == "nothing":
-        raise InputError(f"{folder.folder} holds {unknown[0]} without a manifest; give another --out, or --overwrite")

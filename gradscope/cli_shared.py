@@ -1,9 +1,7 @@
-"""What several commands share: flags, a quiet way to load a policy, and the versions that a manifest records."""
+"""What several commands share: flags, and a quiet way to load a policy."""
 
 from __future__ import annotations
 
-import platform
-from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -15,12 +13,6 @@ DtypeFlag = Annotated[
     Dtype | None, tyro.conf.arg(help_behavior_hint="(default: float32 on a CPU, the checkpoint's own on a GPU)")
 ]
 DeviceFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: a GPU where there is one)")]
-LIBRARIES = ("torch", "transformers", "numpy", "pandas", "matplotlib", "seaborn", "scipy")
-
-
-def library_versions() -> dict[str, str]:
-    """Versions of Python and of the libraries whose numbers a result depends on."""
-    return {name: version(name) for name in LIBRARIES} | {"python": platform.python_version()}
 
 
 def load_quietly(path: str, **settings: Any) -> Policy:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shutil
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +17,7 @@ import pandas as pd
 from gradscope.errors import InputError
 
 MANIFEST, KEY = "manifest.json", "key.json"
-RESULTS = ("tokens.parquet",)
-"""What a run always writes."""
+LIBRARIES = ("torch", "transformers", "numpy", "pandas", "matplotlib", "seaborn", "scipy", "accelerate", "peft", "vllm")
 
 
 class RunFolder:
@@ -24,8 +26,12 @@ class RunFolder:
     The same key takes an unfinished run up again and leaves a finished one alone; another key is refused.
     """
 
-    def __init__(self, folder: str | Path, key: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: str | Path, key: dict[str, Any], *, results: Sequence[str] = ("tokens.parquet", "figures")
+    ) -> None:
+        """results: files and folders that such a run writes; found without a manifest, they are not replaced."""
         self.folder, self.key = Path(folder), json.loads(json.dumps(key, default=str))
+        self.results = tuple(results)
         self.partial = self.folder / ".partial"
         self.staged = self.partial / "staged"
         """Results wait here, under the names that they will have in DIR, until all are there."""
@@ -33,7 +39,7 @@ class RunFolder:
     @property
     def manifest(self) -> dict[str, Any] | None:
         """What the folder's manifest says; None if there is none."""
-        return _read_json(self.folder / MANIFEST)
+        return read_json(self.folder / MANIFEST)
 
     def look(self, *, overwrite: bool = False) -> Literal["nothing", "unfinished", "finished"]:
         """How far the run of this key has come here; nothing is written.
@@ -42,7 +48,7 @@ class RunFolder:
         only if it is no folder, or has a manifest that is not a run's.
         """
         check_is_folder(self.folder)
-        manifest, unfinished = self.manifest, _read_json(self.partial / KEY)
+        manifest, unfinished = self.manifest, read_json(self.partial / KEY)
         if manifest is not None and "key" not in manifest:
             raise InputError(f"{self.folder / MANIFEST} is not of a run of gradscope; give another --out")
         if overwrite:
@@ -60,7 +66,7 @@ class RunFolder:
                 f"{self.folder} holds an unfinished run {self._difference(unfinished)}; give its arguments to finish "
                 "it, another --out, or --overwrite"
             )
-        if found := next((name for name in (*RESULTS, "figures") if (self.folder / name).exists()), None):
+        if found := next((name for name in self.results if (self.folder / name).exists()), None):
             raise InputError(f"{self.folder} holds {found} without a manifest; give another --out, or --overwrite")
         return "nothing"
 
@@ -73,8 +79,9 @@ class RunFolder:
         if overwrite:
             earlier = self.manifest or {}
             shutil.rmtree(self.partial, ignore_errors=True)
-            for name in (MANIFEST, *earlier.get("files", RESULTS)):
-                (self.folder / name).unlink(missing_ok=True)
+            for name in (MANIFEST, *earlier.get("files", self.results)):
+                if (self.folder / name).is_file():
+                    (self.folder / name).unlink()
         self.stage()
         write_json(self.partial / KEY, {"key": self.key})
         return resumed
@@ -137,13 +144,24 @@ def write_text(path: Path, text: str) -> None:
     os.replace(beside, path)
 
 
+def library_versions() -> dict[str, str]:
+    """Versions of Python and of the installed libraries that a result may depend on."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
 def file_hash(path: str | Path) -> str:
     """SHA-256 of a file."""
     with Path(path).open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None if there is no such file, an empty one if it cannot be read."""
     if not path.is_file():
         return None

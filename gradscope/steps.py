@@ -48,7 +48,7 @@ class StepResult:
     loss: float
     """Of the pass, by its denominator."""
     grad_norm: float
-    """Before clipping; NaN for an empty pass."""
+    """Before clipping, rescaled already where a `match` was asked for; NaN for an empty pass."""
     grad_norm_clipped: float
     """After clipping: what the optimizer saw; NaN where no step was taken."""
     num_tokens: int

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from oracle import TrueFloat64
-from tiny import CAUSAL, HIDDEN, PAD, make_batch, make_policy, make_responses, pad_both_sides
+from tiny import CAUSAL, HIDDEN, PAD, Share, make_batch, make_policy, make_responses, pad_both_sides
 from torch import Tensor, nn
 
 from gradscope import batch_logprobs
@@ -98,8 +98,8 @@ def test_float32_and_both_kinds_of_attention_give_the_same_to_rounding(attention
     policy = make_policy("qwen2", attention=attention)
     batch = mixed_batch(policy, "left")
     expected = naive_logprobs(make_policy("qwen2", torch.float64).model, batch)
-    # Logits of size 10 have float32's rounding of 1e-6.
-    torch.testing.assert_close(put_back(batch, 4, policy.model), expected, rtol=0, atol=1e-5)
+    # Logits of size 10 have float32's rounding of 1e-6, which the layers before them multiply.
+    torch.testing.assert_close(put_back(batch, 4, policy.model), expected, rtol=0, atol=3e-5)
 
 
 def test_a_model_in_half_precision_gives_logprobs_in_float32():
@@ -193,14 +193,6 @@ def test_statistics_are_those_of_the_full_logits_token_by_token_and_zero_elsewhe
             for index, field in enumerate(NAMES):
                 # log(1−π) of a likely token is the log of a small number: its own digits are those of the logits.
                 torch.testing.assert_close(getattr(found, field), expected[index], rtol=1e-9, atol=1e-12)
-
-
-@dataclass(frozen=True)
-class Share(Processes):
-    """One of several processes, whose sum is taken by the test."""
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        return tensor
 
 
 def test_processes_find_disjoint_shares_of_the_statistics_in_equally_many_forward_passes(policy):

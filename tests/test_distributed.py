@@ -25,8 +25,7 @@ from distributed_worker import (
     measure_gradients,
     take_steps,
 )
-from tiny import save_checkpoint
-from torch import Tensor
+from tiny import distance, save_checkpoint
 
 from gradscope import load_policy
 from gradscope.adamw_state import AdamWState
@@ -93,13 +92,6 @@ def launch(*command: str | Path, count: int = 2) -> list[Ended]:
         for process in started:
             process.kill()
     return [Ended(process.returncode, stderr) for process, stderr in zip(started, errors, strict=True)]
-
-
-def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """‖a − b‖ / ‖b‖ over all parameters."""
-    assert a.keys() == b.keys()
-    difference = sum((a[name] - b[name]).double().square().sum() for name in a)
-    return float((difference / sum(b[name].double().square().sum() for name in b)).sqrt())
 
 
 @pytest.fixture(scope="module")

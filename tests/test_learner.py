@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from tiny import make_batch, make_model, make_policy, save_checkpoint
+from tiny import distance, make_batch, make_model, make_policy, save_checkpoint
 from torch import Tensor
 
 from gradscope import load_policy
@@ -55,13 +55,6 @@ def gradients(learner: Learner, part: Pass, **settings: object) -> dict[str, Ten
     found = {n: p.grad.clone() for n, p in learner.policy.model.named_parameters() if p.grad is not None}
     learner.optimizer.zero_grad()
     return found
-
-
-def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """‖a − b‖ / ‖b‖ over all parameters."""
-    assert a.keys() == b.keys()
-    difference = sum((a[name] - b[name]).double().square().sum() for name in a)
-    return float((difference / sum(b[name].double().square().sum() for name in b)).sqrt())
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def test_every_preset_makes_two_optimizer_steps_of_a_batch(name):
     assert get_task(preset.task).name == preset.task
 
 
-def test_the_embedded_presets_are_what_the_prototype_found():
+def test_the_embedded_presets_share_the_papers_loss_and_a_laptops_sizes():
     preset = get_preset("kk-embedded")
     assert (preset.model, preset.people, preset.questions_per_step, preset.group_size) == ("embedded", (2, 3, 4), 16, 8)
     assert (preset.mini_batch_size, preset.learning_rate, preset.temperature) == (64, 2e-4, 0.7)

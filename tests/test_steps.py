@@ -10,17 +10,17 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from oracle import TrueFloat64, as_policy
-from tiny import PAD, make_model, make_responses
+from tiny import PAD, Share, make_model, make_responses
 from torch import Tensor, nn
 
 from gradscope.batch import Response, TokenBatch, collate
 from gradscope.batch_loss import LossSettings
-from gradscope.processes import ALONE, Processes
+from gradscope.processes import ALONE
 from gradscope.steps import Pass, StepResult, Updater, whole_passes
 from gradscope.trainer.algorithm import compute_advantages, plan_update
 from gradscope.trainer.config import TrainConfig
@@ -236,8 +236,9 @@ def test_in_float32_the_gradient_is_that_of_float64_to_rounding(name):
         expected = flat(exact, gradients(exact, reference_loss(exact, batch, REWEIGHT, batch.num_tokens)[0]))
     for size in (1, 4):
         gradient, _ = own_gradient(make_updater(make_model(name), size), part, REWEIGHT)
-        # Some twenty layers of rounding at 6e-8 each, in a gradient that is a sum of terms larger than itself.
-        assert_same(gradient, expected, 1e-5)
+        # Some twenty layers of rounding at 6e-8 each, in a gradient that is a sum of terms larger than itself; how much
+        # it comes to depends on the processor.
+        assert_same(gradient, expected, 3e-5)
 
 
 def test_recomputing_activations_changes_nothing(model, batch):
@@ -249,14 +250,6 @@ def test_recomputing_activations_changes_nothing(model, batch):
             module.p = 0.0
     model.train()
     assert_same(own_gradient(make_updater(model), part, SETTINGS)[0], expected)
-
-
-@dataclass(frozen=True)
-class Share(Processes):
-    """One of several processes, whose sums are taken by the test."""
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        return tensor
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 10])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from gradscope.cli import main
 from gradscope.errors import DivergedError, InputError, SyncError
 from gradscope.evaluation import evaluate
 from gradscope.group_gradients import interval_gradients
+from gradscope.models import EMBEDDED
 from gradscope.objective import grpo_advantages
 from gradscope.sampling.hf import HFSampler
 from gradscope.steps import Updater
@@ -170,8 +172,9 @@ def test_after_kill_9_a_resumed_run_has_the_metrics_of_an_undisturbed_one_bit_fo
     while time.monotonic() < until and not (log.is_file() and log.read_text().count("\n") >= 3):
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    assert process.wait() == -signal.SIGKILL
     assert [record["step"] for record in records(tmp_path / "killed")][:3] == [1, 2, 3]
+    assert len(records(tmp_path / "killed")) < config.steps
     train(config, tmp_path / "killed", resume=True, progress=False)
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
     last = "checkpoints/step-000005/model.safetensors"
@@ -186,7 +189,7 @@ def test_a_half_written_line_is_dropped_on_resume(tmp_path):
     assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3]
 
 
-def test_a_finished_run_says_so_and_does_nothing(run, capsys, monkeypatch):
+def test_a_finished_run_does_nothing_and_names_its_last_checkpoint(run, monkeypatch):
     monkeypatch.setattr(Updater, "step", None)
     config = replace(SMALL, save_rollouts=True, gradients_every=2, trackers=("tensorboard",))
     assert train(config, run) == run / "checkpoints/step-000003"
@@ -205,6 +208,7 @@ def test_a_finished_run_says_so_and_does_nothing(run, capsys, monkeypatch):
         (["--model", "no/where"], "no/where"),
         (["--trackers", "wand"], "wand"),
         (["--control", "random-split"], "lopti_eta"),
+        (["--control", "random-split", "--lopti-eta", "0.5", "--mask-probs", "0", "0.1"], "mask_probs"),
         (["--temperature", "0"], "temperature is 0"),
         (["--clip-ratio-c", "0.5"], "clip_ratio_c is 0.5"),
         (["--reweight-alpha", "2"], "alpha is 2"),
@@ -238,6 +242,43 @@ def test_a_folder_with_another_run_is_refused_and_overwritten_on_request(run, tm
     train(replace(SMALL, steps=1, seed=3), out, overwrite=True, progress=False)
     assert json.loads((out / "config.json").read_text())["seed"] == 3
     assert (out / "notes.txt").read_text() == "mine"
+    status, error = stop(*flags(), "--out", str(out), "--resume", "--overwrite", capsys=capsys)
+    assert status == 2 and "give one of them" in error
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "checkpoints/mine.bin", "config.json"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_with_something_that_no_run_wrote_is_refused_and_left_alone(tmp_path, name, overwrite):
+    file = tmp_path / "other" / name
+    file.parent.mkdir(parents=True)
+    file.write_text('{"model_type": "qwen2"}')
+    with pytest.raises(InputError, match="give another --out"):
+        train(SMALL, tmp_path / "other", overwrite=overwrite, progress=False)
+    assert file.read_text() == '{"model_type": "qwen2"}'
+    assert [path for path in (tmp_path / "other").rglob("*") if path.is_file()] == [file]
+
+
+def test_a_run_whose_policy_has_changed_since_it_began_is_not_resumed(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = tmp_path / "model"
+    shutil.copytree(EMBEDDED, model)
+    config = replace(SMALL, model=str(model))
+    train(replace(config, steps=1), tmp_path / "run", progress=False)
+    weights = load_file(model / "model.safetensors")
+    save_file({name: 2 * value for name, value in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    with pytest.raises(InputError, match=r"the model of the run in .* changed since it began"):
+        train(config, tmp_path / "run", resume=True, progress=False)
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+def test_another_number_of_processes_on_resume_is_said(tmp_path):
+    train(replace(SMALL, steps=1), tmp_path / "run", progress=False)
+    manifest = json.loads((tmp_path / "run/manifest.json").read_text())
+    (tmp_path / "run/manifest.json").write_text(json.dumps(manifest | {"processes": 2}))
+    with pytest.warns(UserWarning, match="begun with 2 processes and resumed with 1"):
+        train(replace(SMALL, steps=2), tmp_path / "run", resume=True, progress=False)
 
 
 TASK = """

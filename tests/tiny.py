@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradscope.batch import Response, TokenBatch, collate
 from gradscope.models import Policy, find_blocks
+from gradscope.processes import Processes
 
 VOCAB, HIDDEN, LAYERS, CONTEXT = 96, 32, 3, 64
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
@@ -275,3 +276,18 @@ def _sample_naively(policy, prompts, lengths, temperature, surprise, generator) 
         for row, token in zip(rows, torch.where(take, uniform, sampled).tolist(), strict=True):
             row.append(token)
     return [r[len(p) : len(p) + n] for r, p, n in zip(rows, prompts, lengths, strict=True)]
+
+
+@dataclass(frozen=True)
+class Share(Processes):
+    """One of several processes, whose sums are taken by the test."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """‖a − b‖ / ‖b‖ over all parameters."""
+    assert a.keys() == b.keys()
+    difference = sum((a[name] - b[name]).double().square().sum() for name in a)
+    return float((difference / sum(b[name].double().square().sum() for name in b)).sqrt())

@@ -2,7 +2,16 @@
 
 from gradscope.tasks import arithmetic, knights_knaves, math
 from gradscope.tasks.data import draw_questions
-from gradscope.tasks.registry import Grade, Question, Task, get_task, grade_response, register, task_names
+from gradscope.tasks.registry import (
+    Grade,
+    Question,
+    Task,
+    get_task,
+    grade_response,
+    questions_hash,
+    register,
+    task_names,
+)
 
 register(knights_knaves.knights_knaves)
 register(knights_knaves.knights_knaves_compact)
@@ -10,4 +19,14 @@ register(math.math_chat)
 register(math.math_plain)
 register(arithmetic.arithmetic)
 
-__all__ = ["Grade", "Question", "Task", "draw_questions", "get_task", "grade_response", "register", "task_names"]
+__all__ = [
+    "Grade",
+    "Question",
+    "Task",
+    "draw_questions",
+    "get_task",
+    "grade_response",
+    "questions_hash",
+    "register",
+    "task_names",
+]

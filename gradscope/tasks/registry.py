@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -47,8 +50,8 @@ class Task(Protocol):
     name: str
     """The name that `--task` takes."""
 
-    def questions(self, n: int, *, seed: int, **options: Any) -> list[Question]:
-        """The `n` questions that belong to `seed`; the options are the task's own."""
+    def questions(self, n: int | None, *, seed: int, **options: Any) -> list[Question]:
+        """The `n` questions that belong to `seed` (None: all that its files hold); the options are the task's own."""
         ...
 
     def reward(self, response: str, question: Question) -> float:
@@ -137,3 +140,9 @@ def _run_file(file: Path) -> None:
         del sys.modules[spec.name]
         raise
     _files_read.add(file)
+
+
+def questions_hash(questions: Sequence[Question]) -> str:
+    """SHA-256 of what was asked and what the answers are."""
+    rows = [[question.prompt, question.answer, question.level] for question in questions]
+    return hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()

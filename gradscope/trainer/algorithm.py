@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import LossSettings, resolve_advantages
-from gradscope.objective import lopti_split, reinforce_pp_advantages
+from gradscope.errors import InputError
+from gradscope.objective import lopti_split, reinforce_pp_advantages, reweight
 from gradscope.steps import Pass, random_split, split_passes, whole_passes
 from gradscope.trainer.config import TrainConfig
 
@@ -31,7 +32,9 @@ def compute_advantages(batch: TokenBatch, config: TrainConfig) -> Float[Tensor, 
     """GRPO's advantages from the batch's rewards within groups, or REINFORCE++'s from whole returns (Eq. 20, 21)."""
     if config.algorithm == "grpo":
         return resolve_advantages(replace(batch, advantages=None))
-    reference = batch.old_logprobs if batch.ref_logprobs is None else batch.ref_logprobs  # no reference: no KL
+    if config.kl_coef > 0 and batch.ref_logprobs is None:
+        raise InputError(f"kl_coef is {config.kl_coef} and the batch has no ref_logprobs; give them, or kl_coef 0")
+    reference = batch.old_logprobs if batch.ref_logprobs is None else batch.ref_logprobs  # not used: kl_coef is 0
     return reinforce_pp_advantages(
         batch.rewards, batch.old_logprobs, reference, batch.response_mask, kl_coef=config.kl_coef
     )
@@ -43,7 +46,7 @@ def plan_update(batch: TokenBatch, config: TrainConfig, generator: torch.Generat
     if config.control == "matched-norm":
         settings, match = replace(settings, reweight_alpha=None), settings
     elif config.control == "permuted-weights":
-        batch = replace(batch, advantages=_permuted_reweight(batch, config.reweight_alpha, generator))
+        batch = replace(batch, advantages=_permuted_reweight(batch, config, generator))
         settings = replace(settings, reweight_alpha=None)
     if config.lopti_eta is None:
         passes = whole_passes(batch, config.mini_batch_size)
@@ -64,12 +67,15 @@ def _lopti_passes(batch: TokenBatch, config: TrainConfig, generator: torch.Gener
     return split_passes(batch, config.mini_batch_size, groups, schedule=config.lopti_schedule)
 
 
-def _permuted_reweight(batch: TokenBatch, alpha: float, generator: torch.Generator) -> Float[Tensor, "B S"]:
-    """Advantages times Reweight's factors α·π_old + 1 − α (Eq. 4), dealt out to the response tokens at random."""
-    mask = batch.response_mask
-    factors = alpha * batch.old_logprobs[mask].exp() + (1 - alpha)
-    shuffled = factors[torch.randperm(len(factors), generator=generator)]
-    return batch.advantages * torch.ones_like(batch.old_logprobs).masked_scatter(mask, shuffled)
+def _permuted_reweight(batch: TokenBatch, config: TrainConfig, generator: torch.Generator) -> Float[Tensor, "B S"]:
+    """Advantages times Reweight's factors α·π_old + 1 − α (Eq. 4), dealt out at random within each mini-batch."""
+    factors = reweight(torch.ones_like(batch.old_logprobs), batch.old_logprobs, alpha=config.reweight_alpha)
+    dealt = torch.ones_like(factors)
+    for rows in torch.arange(len(batch)).split(config.mini_batch_size):
+        mask = batch.response_mask[rows]
+        own = factors[rows][mask]
+        dealt[rows] = dealt[rows].masked_scatter(mask, own[torch.randperm(len(own), generator=generator)])
+    return batch.advantages * dealt
 
 
 def _without_masked(part: Pass, mask_probs: tuple[float, float] | None) -> Pass:

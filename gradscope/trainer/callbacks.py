@@ -44,8 +44,9 @@ OnStep = Callable[[Step], AbstractContextManager]
 def measure_gradients(step: Step) -> Iterator[None]:
     """Every `gradients_every` steps: norms and shares of the intervals' gradients, and right-direction shares (Fig. 3).
 
-    Intervals are those of π_old, gradients those of the trained loss on the whole batch, before the update; tokens that
-    mask_probs leaves out are measured like all others.
+    Intervals are those of π_old, gradients those of the loss on the whole batch before the update, over all weights
+    (frozen ones too); tokens that mask_probs leaves out are measured like all others, and control matched-norm's
+    rescaling is not in them.
     """
     config = step.config
     if (step.number - 1) % config.gradients_every:

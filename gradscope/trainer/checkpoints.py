@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from gradscope.errors import InputError
@@ -43,7 +44,7 @@ def save_checkpoint(
             beside.mkdir(parents=True)
             try:
                 _write(beside, {"step": step, "nonfinite_in_a_row": nonfinite_in_a_row}, learner, content)
-            except (OSError, RuntimeError, _safetensors_error()) as error:
+            except (OSError, RuntimeError, SafetensorError) as error:
                 shutil.rmtree(beside, ignore_errors=True)
                 raise OSError(f"{folder} could not be written ({error}); the checkpoints before it stay") from error
             shutil.rmtree(folder, ignore_errors=True)
@@ -69,7 +70,7 @@ def restore_checkpoint(folder: Path, learner: Learner) -> int:
     states, rank = torch.load(folder / RANDOM_STATES, weights_only=True), learner.processes.rank
     if rank < len(states):  # an earlier start may have had fewer processes
         _set_random_states(states[rank])
-    return json.loads((folder / STATE).read_bytes())["nonfinite_in_a_row"]
+    return json.loads((folder / STATE).read_bytes()).get("nonfinite_in_a_row", 0)
 
 
 def list_checkpoints(out: Path) -> list[Path]:
@@ -175,19 +176,13 @@ def _drop_unfinished(out: Path) -> None:
         shutil.rmtree(left)
 
 
-def _safetensors_error() -> type[Exception]:
-    from safetensors import SafetensorError
-
-    return SafetensorError
-
-
 def _random_states() -> dict[str, Any]:
     name, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
         "numpy": (name, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
 
@@ -195,5 +190,5 @@ def _set_random_states(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
-    if states["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

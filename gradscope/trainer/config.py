@@ -54,7 +54,7 @@ class TrainConfig:
     lopti_order: Literal["low-first", "high-first"] = "low-first"
     """Which tokens are updated first; high-first is the paper's ablation."""
     lopti_schedule: Literal["sweep", "interleaved"] = "sweep"
-    """Both mini-batches' low tokens, then both high (L1 L2 H1 H2, the authors' code), or L1 H1 L2 H2."""
+    """All mini-batches' low tokens, then all high (L1 L2 H1 H2, the authors' code), or L1 H1 L2 H2."""
     mask_probs: tuple[float, float] | None = None
     """Ablation: tokens with π_old in [low, high) are left out of the loss; a high of 1 is in."""
     control: Literal["random-split", "permuted-weights", "matched-norm"] | None = None
@@ -128,6 +128,8 @@ class TrainConfig:
         needed = {None: (), "random-split": ("lopti_eta",)}.get(self.control, ("reweight_alpha",))
         if missing := [name for name in needed if getattr(self, name) is None]:
             raise InputError(f"control {self.control} is matched to {missing[0]}, which is off; give {missing[0]}")
+        if self.control == "random-split" and self.mask_probs is not None:
+            raise InputError("mask_probs would leave control random-split's passes other sizes than Lopti's; give one")
         if not 0 < self.vllm_memory <= 1:
             raise InputError(f"vllm_memory is {self.vllm_memory}, a share of the GPU's memory; give 0 to 1")
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import platform
 import shutil
+import warnings
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from gradscope import __version__
 from gradscope.errors import InputError
-from gradscope.run_folder import check_is_folder, write_json
+from gradscope.models import EMBEDDED, fetch_policy, weights_hash
+from gradscope.run_folder import check_is_folder, library_versions, read_json, write_json
 from gradscope.trainer.checkpoints import CHECKPOINTS, checkpoint_step, list_checkpoints
 from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.learner import Learner
 
 CONFIG, METRICS, MANIFEST = "config.json", "metrics.jsonl", "manifest.json"
+WRITTEN = (METRICS, MANIFEST, CHECKPOINTS, "rollouts", "trackers", CONFIG)
 CHANGEABLE = ("steps", "epochs", "save_every", "keep_checkpoints", "save_rollouts", "trackers")
 """Fields that a resumed run may have otherwise: they do not change the numbers of a step."""
 
@@ -25,15 +25,21 @@ CHANGEABLE = ("steps", "epochs", "save_every", "keep_checkpoints", "save_rollout
 def find_start(config: TrainConfig, out: Path, total: int, *, resume: bool, overwrite: bool) -> Path | None:
     """The checkpoint to go on from; None: the beginning. Nothing is written.
 
-    Raises InputError for a folder that holds a run, unless it is finished, resumed, or to be overwritten; and for one
-    that was made with other settings.
+    Raises InputError for a folder that holds a run, unless it is finished, resumed, or to be overwritten; for one that
+    was made with other settings; and, always, for one that holds what no run of training wrote.
     """
     check_is_folder(out)
-    if overwrite or not (out / CONFIG).is_file():
+    if resume and overwrite:
+        raise InputError("--resume goes on and --overwrite starts anew; give one of them")
+    earlier, wanted = read_json(out / CONFIG), json.loads(json.dumps(asdict(config)))
+    if earlier is None:
+        if found := next((name for name in WRITTEN if _is_something(out / name)), None):
+            raise InputError(f"{out} holds {found}, and no {CONFIG} of a run beside it; give another --out")
         return None
-    earlier, wanted = _read(out / CONFIG), json.loads(json.dumps(asdict(config)))
     if earlier.keys() != wanted.keys():
         raise InputError(f"{out / CONFIG} is not of a run of this gradscope; give another --out")
+    if overwrite:
+        return None
     changed = [name for name in wanted if wanted[name] != earlier[name] and name not in CHANGEABLE]
     if changed:
         values = ", ".join(f"{name} {earlier[name]}, not {wanted[name]}" for name in changed[:3])
@@ -47,35 +53,52 @@ def find_start(config: TrainConfig, out: Path, total: int, *, resume: bool, over
 
 def remove_run(out: Path) -> None:
     """Drop what a run wrote, and nothing else; the folder too if it is empty then."""
-    for name in (CONFIG, METRICS, MANIFEST):
-        (out / name).unlink(missing_ok=True)
-    for name in (CHECKPOINTS, "rollouts", "trackers"):
-        shutil.rmtree(out / name, ignore_errors=True)
+    for name in WRITTEN:
+        if (out / name).is_dir():
+            shutil.rmtree(out / name)
+        else:
+            (out / name).unlink(missing_ok=True)
     if out.is_dir() and not any(out.iterdir()):
         out.rmdir()
 
 
-def write_description(out: Path, config: TrainConfig, learner: Learner) -> None:
-    """config.json, what was asked for; manifest.json, with what and where it runs."""
-    libraries = ("torch", "transformers", "accelerate", "numpy")
-    write_json(out / CONFIG, asdict(config))
-    write_json(
-        out / MANIFEST,
-        {
-            "gradscope": __version__,
-            "versions": {name: version(name) for name in libraries} | {"python": platform.python_version()},
-            "model": {"path": learner.policy.path, "class": type(learner.policy.model).__name__},
-            "parameters": sum(p.numel() for p in learner.policy.model.parameters()),
-            "trained_parameters": sum(p.numel() for p in learner.policy.model.parameters() if p.requires_grad),
-            "device": str(learner.updater.device),
-            "processes": learner.processes.count,
+def write_description(
+    out: Path, config: TrainConfig, learner: Learner, questions: str | None, *, resumed: bool
+) -> None:
+    """config.json, what was asked for; manifest.json, with what and where it runs.
+
+    questions: a hash of those that are stored. Raises InputError where a resumed run began with another policy or
+    other questions; warns where it had another number of processes, which share out the random numbers.
+    """
+    begun_with = EMBEDDED if config.model == "embedded" else fetch_policy(config.model)
+    manifest = {
+        "gradscope": __version__,
+        "versions": library_versions(),
+        "model": {
+            "path": config.model,
+            "class": type(learner.policy.model).__name__,
+            "sha256": weights_hash(begun_with),
         },
-    )
+        "questions": questions,
+        "parameters": sum(p.numel() for p in learner.policy.model.parameters()),
+        "trained_parameters": sum(p.numel() for p in learner.policy.model.parameters() if p.requires_grad),
+        "device": str(learner.updater.device),
+        "processes": learner.processes.count,
+    }
+    earlier = read_json(out / MANIFEST) if resumed else None
+    if earlier is not None:
+        for name in ("model", "questions"):
+            if earlier.get(name) != manifest[name]:
+                raise InputError(f"the {name} of the run in {out} changed since it began; give another --out")
+        if (before := earlier.get("processes")) != learner.processes.count:
+            warnings.warn(
+                f"begun with {before} processes and resumed with {learner.processes.count}: from here on, other "
+                "responses are sampled than in an undisturbed run",
+                stacklevel=2,
+            )
+    write_json(out / CONFIG, asdict(config))
+    write_json(out / MANIFEST, manifest)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+def _is_something(path: Path) -> bool:
+    return path.is_file() or (path.is_dir() and any(path.iterdir()))

@@ -6,14 +6,15 @@
     OUT/rollouts/step-000001.parquet    with save_rollouts: the responses, in the native format
     OUT/trackers/                       what TensorBoard reads
 
-Everything drawn at random is a function of the seed and the step, so a resumed run goes on to the same numbers.
+Everything drawn at random is a function of the seed, the step and the place among the processes, so a run resumed with
+as many processes goes on to the same numbers.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -57,7 +58,9 @@ MOST_NONFINITE = 3
 PATIENCE = timedelta(hours=4)
 """For the slowest of several processes: one may sample or measure for long while the others wait."""
 SYNC_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
-"""Mean |Δ log π| in nats of sampler and trainer from which they are taken to hold different weights."""
+"""Mean |Δ log π| in nats of sampler and trainer from which they are taken to hold different weights.
+
+In bfloat16 that finds weights of another model or another temperature, not weights that are one small step old."""
 
 
 def train(
@@ -84,19 +87,20 @@ def train(
         return start
     accelerator = _make_accelerator(config, out)
     learner = build_learner(config, accelerator, start)
-    sampler = make_sampler(
-        config.engine,
-        learner.sampled,
-        batch_size=config.sampling_batch_size,
-        dtype=config.precision,
-        memory=config.vllm_memory,
-        progress=False,
-    )
-    if on_step is None and config.gradients_every is not None:
-        on_step = measure_gradients
     if on_step is not None and learner.is_sharded:
         raise InputError("on_step looks at whole weights and these lie in shards (FSDP); launch with --multi_gpu")
-    run = _Run(config, out, questions, learner, sampler, accelerator, on_step)
+    with learner.processes.together():
+        sampler = make_sampler(
+            config.engine,
+            learner.sampled,
+            batch_size=config.sampling_batch_size,
+            dtype=config.precision,
+            memory=config.vllm_memory,
+            progress=False,
+        )
+    watchers = [] if config.gradients_every is None else [measure_gradients]
+    watchers += [] if on_step is None else [on_step]
+    run = _Run(config, out, questions, learner, sampler, accelerator, watchers)
     with run.opened(start, overwrite=overwrite):
         return run.go(progress=progress)
 
@@ -132,10 +136,10 @@ class _Run:
         learner: Learner,
         sampler: Sampler,
         accelerator: Any,
-        on_step: OnStep | None,
+        watchers: list[OnStep],
     ) -> None:
         self.config, self.out, self.questions, self.learner = config, out, questions, learner
-        self.sampler, self.accelerator, self.on_step = sampler, accelerator, on_step
+        self.sampler, self.accelerator, self.watchers = sampler, accelerator, watchers
         self.processes, self.done, self.nonfinite = learner.processes, 0, 0
         self.seconds = dict.fromkeys(("sampling", "training", "other"), 0.0)
 
@@ -148,7 +152,8 @@ class _Run:
                 if overwrite:
                     remove_run(self.out)
                 check_space(self.out, self.learner, self._checkpoints_ahead)
-                write_description(self.out, self.config, self.learner)
+                resumed, hashed = start is not None, self.questions.hash
+                write_description(self.out, self.config, self.learner, hashed, resumed=resumed)
                 drop_lines_after(self.out / METRICS, self.done)
         if start is not None:
             self.nonfinite = restore_checkpoint(start, self.learner)
@@ -179,7 +184,7 @@ class _Run:
                 if self.nonfinite >= MOST_NONFINITE:
                     raise DivergedError(
                         f"{self.nonfinite} optimizer steps in a row had no finite gradient, up to step {self.done}; "
-                        f"the last checkpoint is kept in {self.out / CHECKPOINTS}; try a lower learning_rate"
+                        f"checkpoints from before stay in {self.out / CHECKPOINTS}; try a lower learning_rate"
                     )
                 if self.done % self.config.save_every == 0 or self.done == total:
                     self._save()
@@ -210,8 +215,9 @@ class _Run:
             learner.statistics_alone,
             record,
         )
-        watched = self.on_step is not None and self.processes.is_main
-        with self.on_step(step) if watched else nullcontext():
+        with ExitStack() as stack:
+            for watch in self.watchers if self.processes.is_main else []:
+                stack.enter_context(watch(step))
             record |= self._update(index, update)
         total = time.perf_counter() - started
         self.seconds["other"] = total - self.seconds["sampling"] - self.seconds["training"]
@@ -242,9 +248,12 @@ class _Run:
         return replace(batch, advantages=compute_advantages(batch, self.config)), statistics
 
     def _check_sync(self, sampled: TokenBatch, statistics: TokenStatistics) -> None:
-        """The sampler must hold the trainer's weights: their log-probabilities are compared on four responses."""
-        keep = sampled.response_mask[:4]
-        drift = float((sampled.old_logprobs[:4] - statistics.logprob[:4])[keep].abs().mean())
+        """Each process's sampler must hold the trainer's weights: four responses of each have their log π compared."""
+        drift = 0.0
+        for rank in range(self.processes.count):
+            rows = (sampled.group_ids % self.processes.count == rank).nonzero()[:4, 0]
+            mismatch = (sampled.old_logprobs[rows] - statistics.logprob[rows])[sampled.response_mask[rows]].abs()
+            drift = max(drift, float(mismatch.mean())) if len(rows) else drift
         if not drift <= SYNC_TOLERANCE[self.config.precision]:
             raise SyncError(
                 f"the sampler's log-probabilities are {drift:.3g} nats off the trainer's (mean of four responses); it "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from gradscope.batch import TokenBatch
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.logprobs import TokenStatistics
 from gradscope.objective import kl_k3
+from gradscope.run_folder import write_text
 from gradscope.steps import StepResult
 from gradscope.trainer.rollout import Rollout
 
@@ -92,9 +92,7 @@ def drop_lines_after(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except ValueError:
             break
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text("".join(kept), encoding="utf-8")
-    os.replace(beside, path)
+    write_text(path, "".join(kept))
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:

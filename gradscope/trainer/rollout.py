@@ -13,7 +13,7 @@ from gradscope.models import Policy
 from gradscope.processes import Processes
 from gradscope.sampling import Sampler
 from gradscope.sampling.rollouts import batch_rows, rollout_rows
-from gradscope.tasks import Question, Task, draw_questions, get_task
+from gradscope.tasks import Question, Task, draw_questions, get_task, questions_hash
 from gradscope.trainer.config import TrainConfig
 
 
@@ -36,6 +36,11 @@ class Questions:
         self.stored = draw_questions(task, None, seed=config.seed, **self.options) if config.data else None
         if self.stored is None and config.epochs is not None:
             raise InputError("epochs are passes over data, and none is given; give steps instead, or data")
+
+    @property
+    def hash(self) -> str | None:
+        """SHA-256 of the stored questions and their answers; None where the task makes them up."""
+        return None if self.stored is None else questions_hash(self.stored)
 
     @property
     def steps(self) -> int:
@@ -67,7 +72,7 @@ class Questions:
 
 
 def derive_seed(*keys: int) -> int:
-    """A seed of 62 bits made of several numbers.
+    """A seed of 62 bits made of several numbers; zeros at the end do not count.
 
     >>> derive_seed(0, 1) == derive_seed(1, 0)
     False
@@ -80,16 +85,16 @@ def sample_rollout(
 ) -> Rollout:
     """Sample and grade group_size responses to each question; the processes share the questions.
 
-    Raises InputError, in all processes alike, where one of them cannot sample or grade, and if not one response
-    ended by itself.
+    Raises InputError, in all processes alike, where one of them cannot sample or grade, and if not one response of
+    the first step ended by itself.
     """
     with processes.together():
         mine = _sample_rows(policy, sampler, questions, config, step, processes)
     rows = sorted(processes.gather(mine), key=lambda row: row["group"])
-    if not any(row["finished"] for row in rows):
+    if step == 0 and not any(row["finished"] for row in rows):
         raise InputError(
             f"all {len(rows)} responses were cut off at max_new_tokens = {config.max_new_tokens} or at the policy's "
-            "context; nothing can be learnt from them: raise max_new_tokens"
+            "context, so that what they are graded for never came; raise max_new_tokens"
         )
     return Rollout(rows, batch_rows(rows, on_policy=False))
 
