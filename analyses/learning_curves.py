@@ -39,6 +39,7 @@ from gradscope.run_folder import write_text
 from gradscope.sampling.hf import HFSampler
 from gradscope.tasks import Grade, Question, get_task, register
 from gradscope.tasks.registry import Task
+from gradscope.trainer.checkpoints import list_checkpoints
 from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.loop import train
 from gradscope.trainer.presets import get_preset
@@ -107,7 +108,7 @@ def run(method: str, seed: int, options: Options) -> tuple[str, int]:
     """Train one policy, or go on, and judge it."""
     folder = options.runs / method.lower() / f"seed{seed}"
     last = train(configuration(method, seed, options.steps), folder, resume=True, progress=False)
-    judge(str(last), TEMPERATURES[-1], folder / "test.json")
+    judge(str(last), TEMPERATURES[-1], folder / f"test-{last.name}.json")
     return method, seed
 
 
@@ -158,16 +159,22 @@ def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:
             names = ["step", "reward_mean", "accuracy", "response_length", "entropy", "kl", "optimizer_steps"]
             timed = ["seconds_sampling", "seconds_training", "seconds_other"]
             curves.append(curve[names + timed].assign(method=method, seed=seed))
-            trained = _read(folder / "test.json")
-            # The untrained policy's accuracy where its entropy is the trained one's, between neighbouring temperatures.
-            matched = np.interp(
-                trained["entropy"], [u["entropy"] for u in untrained], [u["sampled"] for u in untrained]
-            )
-            temperature = np.interp(trained["entropy"], [u["entropy"] for u in untrained], TEMPERATURES)
-            row = {"method": method, "seed": seed, **trained, "matched_temperature": temperature}
-            row |= {"untrained_sampled": untrained[-1]["sampled"], "untrained_greedy": untrained[-1]["greedy"]}
-            results.append(row | {"untrained_matched": matched, "untrained_entropy": untrained[-1]["entropy"]})
+            trained = _read(folder / f"test-{list_checkpoints(folder)[-1].name}.json")
+            results.append({"method": method, "seed": seed, **trained, **match(trained["entropy"], untrained)})
     return pd.concat(curves, ignore_index=True), pd.DataFrame(results)
+
+
+def match(entropy: float, untrained: list[dict[str, float]]) -> dict[str, float]:
+    """The untrained policy where its entropy is the trained one's, between neighbouring temperatures; 0 is greedy."""
+    last = untrained[-1]
+    entropies = [0.0, *(u["entropy"] for u in untrained)]
+    return {
+        "matched_temperature": float(np.interp(entropy, entropies, [0.0, *TEMPERATURES])),
+        "untrained_sampled": last["sampled"],
+        "untrained_greedy": last["greedy"],
+        "untrained_matched": float(np.interp(entropy, entropies, [last["greedy"], *(u["sampled"] for u in untrained)])),
+        "untrained_entropy": last["entropy"],
+    }
 
 
 def summarize(results: pd.DataFrame) -> pd.DataFrame:
@@ -188,34 +195,40 @@ def summarize(results: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+COLORS = dict(zip(METHODS, plt.get_cmap("tab10").colors, strict=False))
+
+
 @paper_style()
-def draw(curves: pd.DataFrame, results: pd.DataFrame, out: Path) -> None:
-    """Reward and accuracy against the step; accuracy on the test, sampled and greedy."""
-    colors = dict(zip(METHODS, plt.get_cmap("tab10").colors, strict=False))
+def draw_curves(curves: pd.DataFrame, out: Path) -> None:
+    """Reward and accuracy in training against the step."""
     figure, panels = plt.subplots(1, 2, figsize=(7.3, 2.8), layout="constrained")
     drawn = []
     for panel, column in zip(panels, ("reward_mean", "accuracy"), strict=True):
         for method, group in curves.groupby("method", sort=False):
             wide = group.pivot(index="step", columns="seed", values=column).ewm(alpha=1 - EMA, adjust=True).mean()
             mean, low, high = wide.mean(axis=1), wide.min(axis=1), wide.max(axis=1)
-            panel.plot(mean.index, mean, color=colors[method], label=method)
-            panel.fill_between(mean.index, low, high, color=colors[method], alpha=0.12, linewidth=0)
+            panel.plot(mean.index, mean, color=COLORS[method], label=method)
+            panel.fill_between(mean.index, low, high, color=COLORS[method], alpha=0.12, linewidth=0)
             frame = pd.DataFrame({"panel": column, "method": method, "mean": mean, "lowest": low, "highest": high})
             drawn.append(frame.reset_index())
         panel.set(xlabel="step", title={"reward_mean": "Reward in training", "accuracy": "Sampled accuracy"}[column])
     panels[0].legend()
-    seeds = results["seed"].nunique()
+    seeds = curves["seed"].nunique()
     figure.supxlabel(
         f"Embedded policy, exponential mean ({EMA}); line: mean of {seeds} seeds, band: their range", fontsize=7
     )
     save_figure(figure, out / "learning_curves.png", pd.concat(drawn, ignore_index=True))
 
+
+@paper_style()
+def draw_test(results: pd.DataFrame, out: Path) -> None:
+    """Accuracy on the test, sampled and greedy, beside the untrained policy's."""
     figure, panel = plt.subplots(figsize=(5.2, 2.9), layout="constrained")
     kinds = {"sampled": ("o", 0.0), "untrained_matched": ("_", 0.0), "greedy": ("^", 0.22)}
     labels = {"sampled": "sampled, T = 0.7", "untrained_matched": "untrained at its entropy", "greedy": "greedy"}
     for place, (method, group) in enumerate(results.groupby("method", sort=False)):
         for kind, (marker, shift) in kinds.items():
-            color = NEUTRAL if kind == "untrained_matched" else colors[method]
+            color = NEUTRAL if kind == "untrained_matched" else COLORS[method]
             size = 90 if marker == "_" else 18
             x = np.full(len(group), place + shift)
             panel.scatter(
@@ -242,7 +255,8 @@ def _read(file: Path) -> dict[str, float]:
 def main(options: Options) -> None:
     work(options)
     curves, results = table(options)
-    draw(curves, results, options.out)
+    draw_curves(curves, options.out)
+    draw_test(results, options.out)
     summary = summarize(results)
     summary.to_csv(options.out / "learning_summary.csv", index=False, float_format="%.4f")
     print(summary.to_string(index=False, float_format="{:.3f}".format))
