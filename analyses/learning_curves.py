@@ -195,29 +195,39 @@ def summarize(results: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+PANELS = {
+    "reward_mean": ("Reward in training", "mean reward"),
+    "accuracy": ("Accuracy in training", "share of right answers"),
+}
 COLORS = dict(zip(METHODS, plt.get_cmap("tab10").colors, strict=False))
 
 
-@paper_style()
-def draw_curves(curves: pd.DataFrame, out: Path) -> None:
-    """Reward and accuracy in training against the step."""
-    figure, panels = plt.subplots(1, 2, figsize=(7.3, 2.8), layout="constrained")
-    drawn = []
-    for panel, column in zip(panels, ("reward_mean", "accuracy"), strict=True):
+def smooth(curves: pd.DataFrame) -> pd.DataFrame:
+    """Exponential means of reward and accuracy per method and step: over seeds their mean, lowest and highest."""
+    frames = []
+    for column in PANELS:
         for method, group in curves.groupby("method", sort=False):
             wide = group.pivot(index="step", columns="seed", values=column).ewm(alpha=1 - EMA, adjust=True).mean()
-            mean, low, high = wide.mean(axis=1), wide.min(axis=1), wide.max(axis=1)
-            panel.plot(mean.index, mean, color=COLORS[method], label=method)
-            panel.fill_between(mean.index, low, high, color=COLORS[method], alpha=0.12, linewidth=0)
-            frame = pd.DataFrame({"panel": column, "method": method, "mean": mean, "lowest": low, "highest": high})
-            drawn.append(frame.reset_index())
-        panel.set(xlabel="step", title={"reward_mean": "Reward in training", "accuracy": "Sampled accuracy"}[column])
+            frame = pd.DataFrame({"panel": column, "method": method, "ema": EMA, "seeds": wide.shape[1]}, wide.index)
+            frames.append(frame.assign(mean=wide.mean(axis=1), lowest=wide.min(axis=1), highest=wide.max(axis=1)))
+    return pd.concat(frames).reset_index()
+
+
+@paper_style()
+def draw_curves(smoothed: pd.DataFrame, out: Path) -> None:
+    """Reward and accuracy in training against the step."""
+    figure, panels = plt.subplots(1, 2, figsize=(7.3, 2.8), layout="constrained")
+    for panel, (column, (title, label)) in zip(panels, PANELS.items(), strict=True):
+        for method, rows in smoothed[smoothed["panel"] == column].groupby("method", sort=False):
+            panel.plot(rows["step"], rows["mean"], color=COLORS[method], label=method)
+            panel.fill_between(rows["step"], rows["lowest"], rows["highest"], color=COLORS[method], alpha=0.12, lw=0)
+        panel.set(xlabel="step", ylabel=label, title=title)
     panels[0].legend()
-    seeds = curves["seed"].nunique()
-    figure.supxlabel(
-        f"Embedded policy, exponential mean ({EMA}); line: mean of {seeds} seeds, band: their range", fontsize=7
+    words = (
+        f"Embedded policy, exponential mean ({EMA}); line: mean of {smoothed['seeds'].max()} seeds, band: their range"
     )
-    save_figure(figure, out / "learning_curves.png", pd.concat(drawn, ignore_index=True))
+    figure.supxlabel(words, fontsize=7)
+    save_figure(figure, out / "learning_curves.png", smoothed)
 
 
 @paper_style()
@@ -255,7 +265,7 @@ def _read(file: Path) -> dict[str, float]:
 def main(options: Options) -> None:
     work(options)
     curves, results = table(options)
-    draw_curves(curves, options.out)
+    draw_curves(smooth(curves), options.out)
     draw_test(results, options.out)
     summary = summarize(results)
     summary.to_csv(options.out / "learning_summary.csv", index=False, float_format="%.4f")
