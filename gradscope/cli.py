@@ -20,11 +20,11 @@ from tqdm import tqdm
 from gradscope import __version__
 from gradscope.batch import TokenBatch
 from gradscope.cli_evaluate import Evaluate
-from gradscope.cli_shared import DeviceFlag, DtypeFlag, load_quietly
+from gradscope.cli_shared import DeviceFlag, DtypeFlag, check_prompts, load_quietly
 from gradscope.cli_train import train_with_preset
 from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError
-from gradscope.models import Policy
-from gradscope.run_folder import RunFolder, check_is_folder, file_hash, library_versions, write_parquet
+from gradscope.models import Policy, check_prompt
+from gradscope.run_folder import RunFolder, check_is_folder, check_writable, file_hash, library_versions, write_parquet
 from gradscope.token_table import MeasureSettings, TableMeasurement, join_responses
 
 SUMMARY = "figures/summary.txt"
@@ -71,24 +71,27 @@ class Sample:
     def run(self) -> None:
         from gradscope.readers import write_rollouts
         from gradscope.sampling.engines import make_sampler
-        from gradscope.sampling.rollouts import rollout_rows
+        from gradscope.sampling.rollouts import check_count, rollout_rows
         from gradscope.tasks import draw_questions, get_task
 
         if (self.task is None) == (self.prompts is None):
             raise InputError("give either --task NAME or --prompts FILE: one of the two says what to answer")
         if self.out.suffix not in (".jsonl", ".parquet"):
             raise InputError(f"--out is {self.out}; rollouts are written as .jsonl or .parquet")
+        check_is_folder(self.out.parent)
+        check_writable(self.out)
         if self.out.is_dir() or (self.out.exists() and not self.overwrite):
             raise InputError(f"{self.out} exists; give another --out, or --overwrite if it is a file")
-        check_is_folder(self.out.parent)
         if self.questions < 1 or self.seed < 0:
             raise InputError(f"--questions is {self.questions} and --seed {self.seed}; give 1 or more, and 0 or more")
         task = None if self.task is None else get_task(self.task)
         if task is None:
             questions = read_prompts(self.prompts)
         else:
+            check_count(self.questions, self.n)
             options = {"files": self.data, "people": self.people}
             questions = draw_questions(task, self.questions, seed=self.seed, **options)
+        check_prompts(questions, parquet=self.out.suffix == ".parquet")
         policy = load_quietly(self.model, dtype=self.dtype, device=self.device)
         settings = {name: getattr(self, name) for name in ("n", "temperature", "max_new_tokens", "seed")}
         with closing(make_sampler(self.engine, policy, batch_size=self.batch_size)) as sampler:
@@ -162,18 +165,18 @@ class Measure:
         }
 
     def _measure(self, policy: Policy, measurement: TableMeasurement, folder: RunFolder) -> None:
-        with measurement:  # checks itself, before anything is written
+        with measurement, folder.writing():  # checks itself, before anything is written
             if folder.open(overwrite=self.overwrite):
                 print(f"taking up the unfinished run in {folder.folder}")
             counts = measurement.batch.response_mask.sum(1).tolist()
             with tqdm(total=sum(counts), desc="measuring", unit="token", disable=None) as bar:
                 for row, count in enumerate(counts):
-                    if not folder.part(row).is_file():
+                    if not folder.has_part(row):
                         folder.write_part(row, measurement.measure_response(row))
                     bar.update(count)
-        table = join_responses(folder.read_parts(len(counts)))
-        write_parquet(folder.staged / "tokens.parquet", table)
-        folder.close(self._manifest(policy, measurement, folder.key, table))
+            table = join_responses(folder.read_parts(len(counts)))
+            write_parquet(folder.staged / "tokens.parquet", table)
+            folder.close(self._manifest(policy, measurement, folder.key, table))
         print(f"{len(table):,} tokens of {len(counts)} responses: {folder.folder / 'tokens.parquet'}")
 
     def _draw(self, policy: Policy, batch: TokenBatch, folder: RunFolder) -> None:
@@ -184,10 +187,13 @@ class Measure:
         if folder.manifest.get("figures") == drawn and (self.out / SUMMARY).is_file():
             return
         table, progress = pd.read_parquet(self.out / "tokens.parquet"), sys.stderr.isatty()
-        folder.stage()
-        summary = summarize_measurement(policy, batch, table, self.settings, contexts=self.constants, progress=progress)
-        write_figures(folder.staged / "figures", policy, table, summary, progress=progress)
-        folder.close(folder.manifest | {"figures": drawn})
+        with folder.writing():
+            folder.stage()
+            summary = summarize_measurement(
+                policy, batch, table, self.settings, contexts=self.constants, progress=progress
+            )
+            write_figures(folder.staged / "figures", policy, table, summary, progress=progress)
+            folder.close(folder.manifest | {"figures": drawn})
 
     def _manifest(
         self, policy: Policy, measurement: TableMeasurement, key: dict[str, Any], table: pd.DataFrame
@@ -270,9 +276,7 @@ def _parse_prompt(place: str, line: str) -> str | list[dict[str, str]]:
         prompt = json.loads(line)["prompt"]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f'{place}: not a JSON object with a field "prompt"; write {{"prompt": "…"}}') from error
-    chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
-    if not (isinstance(prompt, str) or (chat and prompt)):
-        raise InputError(f"{place}: the prompt is neither a string nor a chat ([{{role, content}}, …])")
+    check_prompt(prompt, place)
     return prompt
 
 

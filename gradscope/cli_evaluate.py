@@ -13,12 +13,13 @@ import tyro
 from tqdm import tqdm
 
 from gradscope import __version__
-from gradscope.cli_shared import DeviceFlag, DtypeFlag, load_quietly
+from gradscope.cli_shared import DeviceFlag, DtypeFlag, check_prompts, load_quietly
 from gradscope.errors import InputError
 from gradscope.evaluation import Evaluation, Exam, summarize_responses
 from gradscope.models import Policy
 from gradscope.run_folder import RunFolder, library_versions, write_parquet, write_text
 from gradscope.sampling.engines import make_sampler
+from gradscope.sampling.rollouts import check_count
 from gradscope.tasks import Question, draw_questions, get_task, questions_hash
 
 TABLE, RESPONSES = "evaluation.csv", "responses.parquet"
@@ -70,18 +71,22 @@ class Evaluate:
             raise InputError(f"--questions is {self.questions} and --seed {self.seed}; give 1 or more, and 0 or more")
         task = get_task(self.task)
         count = self.questions if self.questions is not None or self.data else MADE_UP
+        check_count(count or 1, 1 + self.k)
         questions = draw_questions(task, count, seed=self.seed, files=self.data, people=self.people)
-        refuse_training_run(self.model)
+        check_prompts(questions, parquet=True)
         policy = load_quietly(self.model, dtype=self.dtype, device=self.device)
         settings = {name: getattr(self, name) for name in ("k", "temperature", "max_new_tokens", "seed")}
         folder = RunFolder(self.out, self._key(policy, questions, settings), results=(TABLE, RESPONSES))
         if folder.look(overwrite=self.overwrite) == "finished":
-            print(f"already evaluated with these arguments: {self.out / TABLE}")
-        else:
-            sampling = {"batch_size": self.batch_size, "memory": self.vllm_memory, "progress": False}
-            with closing(make_sampler(self.engine, policy, **sampling)) as sampler:
-                self._evaluate(Exam(policy, task, questions, sampler=sampler, **settings), folder)
-        print(self._report(pd.read_csv(self.out / TABLE, dtype={"level": str})))
+            report = self._report_again()
+            print(f"already evaluated with these arguments: {self.out / TABLE}\n{report}")
+            return
+        sampling = {"batch_size": self.batch_size, "memory": self.vllm_memory, "progress": False}
+        with closing(make_sampler(self.engine, policy, **sampling)) as sampler:
+            exam = Exam(policy, task, questions, sampler=sampler, **settings)
+            with folder.writing():
+                self._evaluate(exam, folder)
+        print(self._report(read_table(self.out / TABLE)))
 
     def _key(self, policy: Policy, questions: Sequence[Question], settings: dict[str, Any]) -> dict[str, Any]:
         from gradscope.models import configuration_hash, weights_hash
@@ -106,7 +111,7 @@ class Evaluate:
         graded = []
         with tqdm(total=len(exam.questions), desc="evaluating", unit="question", disable=None) as bar:
             for part in range(exam.num_parts):
-                if not folder.part(part).is_file():
+                if not folder.has_part(part):
                     folder.write_part(part, exam.answer(part))
                 graded.append(exam.grade(pd.read_parquet(folder.part(part))))
                 bar.update(graded[-1]["group"].nunique())
@@ -129,6 +134,15 @@ class Evaluate:
             "responses": len(evaluation.responses),
         }
 
+    def _report_again(self) -> str:
+        """The report of a finished run; InputError if its table is not the one that was written."""
+        try:
+            return self._report(read_table(self.out / TABLE))
+        except (OSError, ValueError, TypeError, LookupError, ArithmeticError) as error:
+            raise InputError(
+                f"{self.out / TABLE} is gone or was changed ({type(error).__name__}); give --overwrite to evaluate anew"
+            ) from error
+
     def _report(self, table: pd.DataFrame) -> str:
         """What is printed: the main columns of the table, each with its denominators."""
         questions = int(table["questions"].iloc[-1])
@@ -140,6 +154,10 @@ class Evaluate:
             f"{self.max_new_tokens:,} tokens\n\n{format_table(table, self.k)}\n\n"
             f"[95 % interval of a bootstrap over questions]; {rest}: of the {kind} responses"
         )
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    return pd.read_csv(path, dtype={"level": str})
 
 
 def format_table(table: pd.DataFrame, k: int) -> str:
@@ -159,15 +177,3 @@ def format_table(table: pd.DataFrame, k: int) -> str:
 def column_of(name: str, kind: str) -> str:
     """Where the table has what is printed as `name`, of the sampled or of the greedy responses."""
     return f"{kind}_{name.replace(' ', '_')}"
-
-
-def refuse_training_run(model: str) -> None:
-    """InputError for the folder of a training run, with its newest checkpoint: its config.json is not a model's."""
-    from gradscope.trainer.checkpoints import list_checkpoints
-
-    checkpoints = list_checkpoints(Path(model))
-    if checkpoints and not any(Path(model).glob("*.safetensors")):
-        raise InputError(
-            f"{model} is the folder of a training run, not a model; give one of its checkpoints, such as the newest: "
-            f"{checkpoints[-1]}"
-        )

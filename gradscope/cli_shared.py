@@ -1,12 +1,15 @@
-"""What several commands share: flags, and a quiet way to load a policy."""
+"""What several commands share: flags, a look at the prompts, and a quiet way to load a policy."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradscope.models import Policy
+from gradscope.errors import InputError
+from gradscope.models import Policy, check_prompt
+from gradscope.tasks import Question
 
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 DtypeFlag = Annotated[
@@ -21,6 +24,21 @@ def load_quietly(path: str, **settings: Any) -> Policy:
 
     quiet_transformers()
     return load_policy(path, **settings)
+
+
+def check_prompts(questions: Sequence[Question], *, parquet: bool) -> None:
+    """InputError, before anything is sampled, for prompts that are none or that no column of parquet can hold."""
+    import pyarrow as pa
+
+    for index, question in enumerate(questions):
+        check_prompt(question.prompt, f"question {index}")
+    try:
+        pa.array([question.prompt for question in questions] if parquet else [])
+    except pa.ArrowException as error:
+        raise InputError(
+            "the prompts are of several kinds, which one column of parquet cannot hold "
+            f"({str(error).splitlines()[0]}); give strings only, or chats of one form only"
+        ) from error
 
 
 def quiet_transformers() -> None:

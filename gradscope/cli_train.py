@@ -27,7 +27,7 @@ class Train:
     out: Path | None = None
     """Folder of the run; needed unless --plan."""
     preset: str | None = None
-    """Settings to start from, which the flags below change: kk-embedded, kk-qwen2.5-3b, … (--preset ? lists them)."""
+    """Settings to start from, which the flags below change: kk-embedded, kk-qwen2.5-3b, …."""
     config: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
     resume: bool = False
     """Go on from the newest checkpoint in OUT, or from the start if there is none."""
@@ -35,12 +35,12 @@ class Train:
     """Replace a run in OUT."""
     plan: bool = False
     """Only print the memory and the tokens that a step takes; no weights are loaded, nothing is written."""
+    device_memory: float = 80.0
+    """With --plan: memory of one GPU in GiB."""
 
     def run(self) -> None:
         if self.plan:
-            from gradscope.trainer.plan import plan_training, shape_of
-
-            print(plan_training(self.config, shape_of(self.config.model), questions=_count_questions(self.config)))
+            self._plan()
             return
         if self.out is None:
             raise InputError("--out is missing; give the folder of the run")
@@ -50,6 +50,14 @@ class Train:
         last = train(self.config, self.out, resume=self.resume, overwrite=self.overwrite)
         if os.environ.get("RANK", "0") == "0":
             print(f"trained; last checkpoint: {last}")
+
+    def _plan(self) -> None:
+        from gradscope.trainer.plan import plan_training, shape_of
+
+        if not 0 < self.device_memory < float("inf"):
+            raise InputError(f"--device-memory is {self.device_memory}; give the GiB of one GPU")
+        shape, questions = shape_of(self.config.model), _count_questions(self.config)
+        print(plan_training(self.config, shape, device_memory=self.device_memory, questions=questions))
 
 
 def _count_questions(config: TrainConfig) -> int | None:

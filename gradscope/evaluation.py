@@ -2,8 +2,8 @@
 
 A question has one greedy response and k sampled ones. Its score is the mean over its responses (for pass@j the unbiased
 estimator), and a table's entry is the mean over questions: responses to one question are not independent draws, so
-whole questions are redrawn. An interval is a percentile bootstrap of 95 %, and has no width where all questions score
-alike.
+whole questions are redrawn. An interval is a percentile bootstrap of 95 %; where all questions score alike
+it is NaN: redrawing them would say that the next one cannot score otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gradscope.intervals import summarize
 from gradscope.models import Policy
 from gradscope.sampling import Sampler
 from gradscope.sampling.hf import HFSampler, check_prompts, check_settings
-from gradscope.sampling.rollouts import rollout_rows
+from gradscope.sampling.rollouts import check_count, rollout_rows
 from gradscope.tasks import Question, Task, grade_response
 
 QUESTIONS_PER_PART = 64
@@ -44,7 +44,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over questions with the interval of its bootstrap; the interval is NaN for a single question."""
+    """A mean over questions with the interval of its bootstrap; the interval is NaN where all questions score alike."""
 
     value: float
     lower: float
@@ -72,6 +72,7 @@ class Exam:
         check_settings(max(k, 1), temperature, max_new_tokens)
         if not questions:
             raise InputError(f"no question of task {task.name!r} is left to ask; give at least one")
+        check_count(len(questions), k + 1)
         self.policy, self.task, self.questions = policy, task, list(questions)
         self.k, self.temperature, self.max_new_tokens, self.seed = k, temperature, max_new_tokens, seed
         self.sampler = HFSampler(policy) if sampler is None else sampler
@@ -222,7 +223,8 @@ def mean_over_questions(scores: npt.ArrayLike, *, seed: int = 0) -> Mean:
     one_interval = np.zeros(len(scores), dtype=int)
     rng, questions = np.random.default_rng(seed), np.arange(len(scores))
     row = summarize(scores, one_interval, questions, rng=rng, edges=(0.0, 1.0)).iloc[0]
-    return Mean(*(float(row[name]) for name in ("value", "lower", "upper")))
+    varies = len(np.unique(scores[~np.isnan(scores)])) > 1
+    return Mean(*(float(row[name]) if varies or name == "value" else np.nan for name in ("value", "lower", "upper")))
 
 
 def paired_gain(before: npt.ArrayLike, after: npt.ArrayLike, *, seed: int = 0) -> Mean:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import pickle
-import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,7 @@ class Policy:
     def encode_prompt(self, prompt: str | list[dict[str, str]]) -> list[int]:
         """Ids of a prompt: a string with special tokens; a chat through the template, its last assistant turn open."""
         tokenizer = self._need_tokenizer()
+        check_prompt(prompt)
         if isinstance(prompt, str):
             return list(tokenizer(prompt).input_ids)
         if getattr(tokenizer, "chat_template", None) is None:
@@ -77,18 +79,25 @@ class Policy:
                 "the prompt is a chat but the tokenizer has no chat template; give the prompt as one string"
             )
         prefilled = prompt[-1]["role"] == "assistant"
-        return list(
-            tokenizer.apply_chat_template(
-                prompt,
-                tokenize=True,
-                return_dict=False,
-                add_generation_prompt=not prefilled,
-                continue_final_message=prefilled,
+        try:
+            return list(
+                tokenizer.apply_chat_template(
+                    prompt,
+                    tokenize=True,
+                    return_dict=False,
+                    add_generation_prompt=not prefilled,
+                    continue_final_message=prefilled,
+                )
             )
-        )
+        except Exception as error:  # a template is a program of the checkpoint's author: it may raise anything
+            raise InputError(
+                f"the tokenizer's chat template raised {type(error).__name__} ({_first_line(error)}) on the chat "
+                f"{str(prompt)[:60]!r}; mend the chat, or give the prompt as one string"
+            ) from error
 
     def encode_response(self, response: str) -> list[int]:
         """Ids of a response's text; no special token and no EOS is added."""
+        _check_text(response, "the response")
         return list(self._need_tokenizer()(response, add_special_tokens=False).input_ids)
 
     def decode(self, ids: list[int]) -> str:
@@ -114,6 +123,29 @@ class Policy:
         )
 
 
+def check_prompt(prompt: Any, place: str | None = None) -> None:
+    """Raise InputError for what is neither a string nor a chat, or cannot be written down; place: where it is from.
+
+    >>> check_prompt("2+2="), check_prompt([{"role": "user", "content": "2+2="}])
+    (None, None)
+    """
+    where = "" if place is None else f"{place}: "
+    chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    if not (isinstance(prompt, str) or (chat and prompt)):
+        raise InputError(
+            f"{where}the prompt is neither a string nor a chat but {prompt!r:.60}; give a string or a chat "
+            "([{role, content}, …])"
+        )
+    _check_text(prompt, f"{where}the prompt")
+
+
+def _check_text(value: Any, name: str) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:  # of a lone surrogate, UnicodeEncodeError
+        raise InputError(f"{name} holds what is no text ({_first_line(error)}); mend it") from error
+
+
 def load_policy(
     path: str | Path, *, dtype: str | torch.dtype | None = None, device: str | None = None, blocks: str | None = None
 ) -> Policy:
@@ -132,10 +164,11 @@ def load_policy(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = EMBEDDED if str(path) == "embedded" else Path(path)
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):  # of a name that is too long, Path raises
         raise InputError(
             f"{folder} holds no config.json; give a checkpoint folder saved with save_pretrained, or 'embedded'"
         )
+    _refuse_training_run(folder)
     device = find_device(device)
     dtype = _parse_dtype(dtype, device)
     try:
@@ -178,6 +211,7 @@ def load_policy(
         )
     model.eval().to(device)
     if not is_causal(model):
+        _check_finite(model, folder)
         raise InputError(
             f"{folder} is a {config.model_type} model, not a decoder-only causal LM (a token sees those after it); "
             "give a checkpoint that AutoModelForCausalLM loads"
@@ -192,6 +226,29 @@ def is_causal(model: nn.Module) -> bool:
     # Two rows of one batch can differ by rounding.
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.05
     return bool((first - second).norm() <= tolerance * first.norm())
+
+
+@torch.no_grad()
+def _check_finite(model: nn.Module, folder: Path) -> None:
+    """InputError for weights or logits that are NaN or infinite: nothing can be told from them."""
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise InputError(
+                f"{folder}: the weight {name} is not finite (NaN or infinity) in {model.dtype}; give another "
+                "checkpoint or --dtype"
+            )
+    if not model(input_ids=torch.tensor([[0, 1]], device=model.device)).logits.isfinite().all():
+        raise InputError(f"{folder}: the logits are not finite in {model.dtype}; give --dtype float32")
+
+
+def _refuse_training_run(folder: Path) -> None:
+    """Its config.json is not a model's: InputError, with the newest checkpoint."""
+    checkpoints = sorted(folder.glob("checkpoints/step-*"), key=lambda path: (len(path.name), path.name))
+    if checkpoints and not any(folder.glob("*.safetensors")):
+        raise InputError(
+            f"{folder} is the folder of a training run, not a model; give one of its checkpoints, such as the newest: "
+            f"{checkpoints[-1]}"
+        )
 
 
 def find_blocks(model: nn.Module, name: str | None = None) -> str:
@@ -260,7 +317,7 @@ def fetch_policy(name: str) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    if name == "embedded" or Path(name).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if name == "embedded" or os.path.isdir(name) or not _is_hub_name(name):
         return name
     try:
         return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
@@ -269,6 +326,17 @@ def fetch_policy(name: str) -> str:
             f"{name} is no folder here and could not be fetched from the model hub ({_first_line(error)}); give the "
             "folder of a checkpoint"
         ) from error
+
+
+def _is_hub_name(name: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name
 
 
 def weights_hash(path: str | Path) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import platform
 import shutil
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +18,11 @@ from typing import Any, Literal
 import pandas as pd
 
 from gradscope.errors import InputError
+from gradscope.folder_lock import locked
 
-MANIFEST, KEY = "manifest.json", "key.json"
+MANIFEST, KEY, PARTIAL, LOCK = "manifest.json", "key.json", ".partial", "lock"
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
+"""What the system says where the user has to name another folder; the rest (a full disk, …) is not the user's."""
 LIBRARIES = ("torch", "transformers", "numpy", "pandas", "matplotlib", "seaborn", "scipy", "accelerate", "peft", "vllm")
 
 
@@ -32,7 +38,7 @@ class RunFolder:
         """results: files and folders that such a run writes; found without a manifest, they are not replaced."""
         self.folder, self.key = Path(folder), json.loads(json.dumps(key, default=str))
         self.results = tuple(results)
-        self.partial = self.folder / ".partial"
+        self.partial = self.folder / PARTIAL
         self.staged = self.partial / "staged"
         """Results wait here, under the names that they will have in DIR, until all are there."""
 
@@ -47,21 +53,21 @@ class RunFolder:
         Raises InputError if the folder holds a run with another key, or results of an unknown one; with `overwrite`
         only if it is no folder, or has a manifest that is not a run's.
         """
-        check_is_folder(self.folder)
-        manifest, unfinished = self.manifest, read_json(self.partial / KEY)
-        if manifest is not None and "key" not in manifest:
+        check_is_folder(self.partial)
+        manifest, unfinished = self.manifest, read_json(self.partial / KEY) if self._has_parts() else None
+        if manifest is not None and not _is_of_a_run(manifest):
             raise InputError(f"{self.folder / MANIFEST} is not of a run of gradscope; give another --out")
         if overwrite:
             return "nothing"
+        if manifest is not None and manifest["key"] == self.key:
+            return "finished"
+        if unfinished is not None and unfinished.get("key") == self.key:
+            return "unfinished"
         if manifest is not None:
-            if manifest["key"] == self.key:
-                return "finished"
             raise InputError(
                 f"{self.folder} holds a run {self._difference(manifest)}; give another --out, or --overwrite"
             )
         if unfinished is not None:
-            if unfinished.get("key") == self.key:
-                return "unfinished"
             raise InputError(
                 f"{self.folder} holds an unfinished run {self._difference(unfinished)}; give its arguments to finish "
                 "it, another --out, or --overwrite"
@@ -73,23 +79,49 @@ class RunFolder:
     def open(self, *, overwrite: bool = False) -> bool:
         """Prepare the folder to be written; True if an unfinished run of the same key is taken up again.
 
-        With `overwrite`, what an earlier run wrote goes, and nothing else. Raises what `look` raises.
+        With `overwrite`, what is unfinished goes; finished results stay until `close` has others. Raises what `look`
+        raises, and InputError where nothing can be written.
         """
         resumed = self.look(overwrite=overwrite) == "unfinished"
-        if overwrite:
-            earlier = self.manifest or {}
-            shutil.rmtree(self.partial, ignore_errors=True)
-            for name in (MANIFEST, *earlier.get("files", self.results)):
-                if (self.folder / name).is_file():
-                    (self.folder / name).unlink()
+        check_writable(self.folder / MANIFEST)
+        if not resumed:
+            self._clear()
         self.stage()
         write_json(self.partial / KEY, {"key": self.key})
         return resumed
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """For the time of a run: nobody else writes here. A run that ends without any part leaves nothing behind.
+
+        Raises InputError if another process is in this block; a killed one is not.
+        """
+        check_is_folder(self.partial)
+        check_writable(self.folder / MANIFEST)
+        with locked(self.folder, f"{PARTIAL}/{LOCK}"):
+            try:
+                yield
+            finally:
+                if not self._has_parts():
+                    self._clear()
+        with suppress(OSError):  # it is not empty
+            self.partial.rmdir()
 
     def stage(self) -> None:
         """Make `staged` anew and empty: by itself, to add something to a finished run."""
         shutil.rmtree(self.staged, ignore_errors=True)
         self.staged.mkdir(parents=True)
+
+    def has_part(self, index: int) -> bool:
+        """Whether part `index` is there; one that cannot be read is to be made again."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            pq.read_metadata(self.part(index))
+        except (pa.ArrowException, OSError):
+            return False
+        return True
 
     def part(self, index: int) -> Path:
         """Where part `index` of the run lies until all are there."""
@@ -102,18 +134,41 @@ class RunFolder:
         return [pd.read_parquet(self.part(index)) for index in range(count)]
 
     def close(self, manifest: dict[str, Any]) -> None:
-        """Put what is staged in place, the manifest last, and drop the rest of `.partial`."""
+        """Put what is staged in the place of what an earlier run wrote, the manifest last; drop the rest of `.partial`.
+
+        Killed on the way, the run is unfinished.
+        """
         files = [path.relative_to(self.staged) for path in sorted(self.staged.rglob("*")) if path.is_file()]
+        names = dict.fromkeys([*manifest.get("files", []), *map(Path.as_posix, files)])
+        earlier = self.manifest or {"key": self.key, "files": self.results}
+        if earlier["key"] != self.key:
+            (self.folder / MANIFEST).unlink()
+        for name in {*earlier.get("files", self.results)} - {*names}:
+            if (self.folder / name).is_file():
+                (self.folder / name).unlink()
         for file in files:
             (self.folder / file).parent.mkdir(exist_ok=True)
             os.replace(self.staged / file, self.folder / file)
-        names = dict.fromkeys([*manifest.get("files", []), *map(Path.as_posix, files)])
         write_json(self.folder / MANIFEST, manifest | {"files": list(names), "key": self.key})
-        shutil.rmtree(self.partial)
+        self._clear()
+        with suppress(OSError):  # the lock is there
+            self.partial.rmdir()
+
+    def _has_parts(self) -> bool:
+        return any(self.partial.glob("part-*.parquet"))
+
+    def _clear(self) -> None:
+        """Empty `.partial`; the lock stays."""
+        for path in self.partial.glob("*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != LOCK:
+                path.unlink()
 
     def _difference(self, found: dict[str, Any]) -> str:
         """In words, what was run there that is not asked for now."""
-        found = _flatten(found.get("key", {}))
+        key = found.get("key")
+        found = _flatten(key if isinstance(key, dict) else {})
         wanted = _flatten(self.key)
         changed = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
         values = ", ".join(f"{name} {_short(found.get(name))}, not {_short(wanted.get(name))}" for name in changed[:3])
@@ -122,8 +177,36 @@ class RunFolder:
 
 def check_is_folder(path: Path) -> None:
     """InputError if a file stands where this folder is, or would be made."""
-    if blocked := next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), None):
-        raise InputError(f"{blocked} is a file; give a folder for the results")
+    with _refused(path):
+        if blocked := next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), None):
+            raise InputError(f"{blocked} is a file; give another folder for the results")
+
+
+def check_writable(path: Path) -> None:
+    """InputError if this file could not be written, in folders that are made for it; nothing is left behind."""
+    beside = path.absolute().with_name(f".{path.name}.partial")
+    with _refused(path):
+        beside.exists()  # raises if the name is too long
+        with tempfile.TemporaryFile(dir=next(folder for folder in beside.parents if folder.is_dir())):
+            pass
+
+
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """The system's refusal in words."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        raise InputError(f"{path} cannot be written ({error.strerror}); give another --out") from error
+
+
+def _is_of_a_run(manifest: dict[str, Any]) -> bool:
+    """Whether it has the key of a run and the names of files in its folder."""
+    files = manifest.get("files", [])
+    named = isinstance(files, list) and all(isinstance(f, str) and not {"/", ".."} & {*Path(f).parts} for f in files)
+    return isinstance(manifest.get("key"), dict) and named
 
 
 def write_parquet(path: Path, frame: pd.DataFrame) -> None:

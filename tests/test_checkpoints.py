@@ -30,6 +30,7 @@ from gradscope.trainer.checkpoints import (
     save_checkpoint,
 )
 from gradscope.trainer.config import TrainConfig
+from gradscope.trainer.damage import reading
 from gradscope.trainer.learner import Learner
 
 LOSS = TrainConfig().loss
@@ -106,6 +107,79 @@ def test_a_learner_goes_on_from_a_checkpoint_to_the_same_numbers(folder, tmp_pat
     assert all(torch.equal(p, again[name]) for name, p in first.policy.model.named_parameters())
 
 
+DAMAGED = ("optimizer.pt", "random_states.pt", "trainer_state.json")
+
+
+def damage(file: Path, how: str) -> None:
+    """What crashes, full disks and other programs leave of a file."""
+    if how == "missing":
+        file.unlink()
+    elif how == "foreign":
+        torch.save({"a": torch.zeros(3)}, file)
+    else:
+        file.write_bytes({"empty": b"", "a number": b"5", "cut": file.read_bytes()[:-20]}[how])
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "cut", "foreign", "a number"])
+@pytest.mark.parametrize("name", [*DAMAGED, "adapter/adapter_config.json", "adapter/adapter_model.safetensors"])
+def test_a_damaged_checkpoint_is_refused_in_one_line_that_names_it(name, how, folder, tmp_path):
+    settings = {"lora_rank": 2} if name.startswith("adapter") else {}
+    first = make_learner(folder, **settings)
+    first.updater.step(make_passes(first.policy)[0], LOSS)
+    saved = save_checkpoint(tmp_path, 1, first)
+    damage(saved / name, how)
+    with pytest.raises(InputError, match=r"step-000001 is damaged \(.+\); delete it to go on from the one before") as e:
+        restore_checkpoint(saved, make_learner(folder, saved, **settings))
+    assert "\n" not in str(e.value)
+
+
+def test_weights_that_cannot_be_read_are_damage_of_the_checkpoint_too(trained, folder, tmp_path):
+    saved = save_checkpoint(tmp_path, 1, trained)
+    damage(saved / "model.safetensors", "cut")
+    with pytest.raises(InputError, match=r"step-000001 is damaged \(.+\); delete it to go on"):
+        make_learner(folder, saved)
+
+
+def test_what_belongs_to_another_checkpoint_is_damage(trained, folder, tmp_path):
+    saved = save_checkpoint(tmp_path, 1, trained)
+    state = torch.load(saved / "optimizer.pt")
+    state["state"][0]["exp_avg"] = torch.zeros(3)
+    torch.save(state, saved / "optimizer.pt")
+    with pytest.raises(InputError, match=r"damaged .*moment of shape"):
+        restore_checkpoint(saved, trained)
+    other = save_checkpoint(tmp_path, 2, trained)
+    shutil.copy(saved / "trainer_state.json", other / "trainer_state.json")
+    with pytest.raises(InputError, match=r"damaged .*is of step 1"):
+        restore_checkpoint(other, trained)
+    torch.save([], other / "random_states.pt")
+    with pytest.raises(InputError, match=r"damaged .*holds none"):
+        restore_checkpoint(other, trained)
+
+
+def test_memory_that_runs_out_is_no_damage():
+    for error in (torch.OutOfMemoryError("no room"), MemoryError()):
+        with pytest.raises(type(error)), reading(Path("step-000001")):
+            raise error
+
+
+def test_weights_are_finite_until_one_entry_is_not(folder):
+    learner = make_learner(folder)
+    entry = list(learner.policy.model.parameters())[-1].data.view(-1)
+    for value in (0.0, 3e38):  # the sum of squares would be infinite
+        entry[-1] = value
+        assert learner.is_finite()
+    for value in (float("inf"), float("-inf"), float("nan")):
+        entry[-1] = value
+        assert not learner.is_finite()
+
+
+def test_adapters_of_a_rank_above_the_width_are_refused(folder):
+    width = load_policy(folder).config.hidden_size
+    assert make_learner(folder, lora_rank=width).adapters is not None
+    with pytest.raises(InputError, match=f"lora_rank is {width + 1} and the policy is {width} wide"):
+        make_learner(folder, lora_rank=width + 1)
+
+
 def test_random_numbers_go_on_where_they_were(trained, tmp_path):
     def draw() -> tuple:
         # An odd count: numpy and torch keep the second of a pair of normal numbers for later.
@@ -174,6 +248,7 @@ def test_a_disk_without_room_for_the_checkpoints_of_the_run_is_told_at_once(trai
 
     room(2.001)
     check_space(tmp_path / "run", trained, 2)
+    check_space(tmp_path / "run", trained, 3, to_be_freed=3 * 4 * parameters)
     with pytest.raises(OSError, match="3 checkpoints take") as raised:
         check_space(tmp_path / "run", trained, 3)
     assert not isinstance(raised.value, InputError)

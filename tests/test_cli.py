@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tiny import CONTEXT, VOCAB, make_policy, make_responses, save_checkpoint, write_jsonl
 
 from gradscope import cli, run_folder
@@ -170,6 +171,12 @@ def replace_by_bin(folder: Path, content: bytes) -> None:
     (folder / "pytorch_model.bin").write_bytes(content)
 
 
+def spoil_weight(folder: Path, value: float) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][:] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 BAD_CHECKPOINTS = {
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "no usable weights"),
     "half of the weights": (lambda d: cut(d / "model.safetensors", 5000), "no usable weights"),
@@ -183,6 +190,8 @@ BAD_CHECKPOINTS = {
     "a width in words": (lambda d: configure(d, hidden_size="wide"), "config.json"),
     "no heads": (lambda d: configure(d, num_attention_heads=0), "config.json"),
     "an unknown type": (lambda d: configure(d, model_type="nobody's"), "config.json"),
+    "weights that are NaN": (lambda d: spoil_weight(d, float("nan")), "model.norm.weight is not finite"),
+    "weights that are infinite": (lambda d: spoil_weight(d, float("inf")), "model.norm.weight is not finite"),
     "half a tokenizer": (lambda d: cut(d / "tokenizer.json", 50), "the tokenizer"),
 }
 
@@ -193,6 +202,12 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_in_one_line(run, checkpoint
     folder = spoil(checkpoints, tmp_path / "spoiled", change)
     assert_one_line(run("measure", folder, rollouts, "--out", tmp_path / "out"), 2, words)
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_overflow_in_float16_are_told_from_another_kind_of_model(run, checkpoints, rollouts, tmp_path):
+    folder = spoil(checkpoints, tmp_path / "spoiled", lambda d: spoil_weight(d, 6e4))
+    outcome = run("measure", folder, rollouts, "--out", tmp_path / "out", "--dtype", "float16")
+    assert_one_line(outcome, 2, "the logits are not finite in torch.float16; give --dtype float32")
 
 
 @pytest.mark.parametrize("name", ["bert", "t5"])
@@ -268,6 +283,7 @@ def test_nothing_there_is_named(run, model, rollouts, tmp_path):
     assert_one_line(run("measure", tmp_path / "no model", rollouts, *out), 2, "no model holds no config.json")
     assert_one_line(run("measure", model, tmp_path / "no.jsonl", *out), 2, "no.jsonl is not there")
     assert_one_line(run("measure", rollouts, rollouts, *out), 2, "holds no config.json")
+    assert_one_line(run("measure", "a" * 300, rollouts, *out), 2, "holds no config.json")
     assert not (tmp_path / "out").exists()
 
 
@@ -279,8 +295,9 @@ def test_out_must_be_a_folder(run, model, rollouts):
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder where nobody may write")
-def test_a_folder_that_cannot_be_written_is_the_systems_word_in_one_line(run, model, rollouts):
-    assert_one_line(run("measure", model, rollouts, "--out", "/proc/gradscope-out", *QUICK), 1, "/proc/gradscope-out")
+def test_a_folder_that_cannot_be_written_is_refused_in_one_line(run, model, rollouts):
+    outcome = run("measure", model, rollouts, "--out", "/proc/gradscope-out", *QUICK)
+    assert_one_line(outcome, 2, "/proc/gradscope-out/manifest.json cannot be written")
 
 
 def test_a_full_disk_is_one_line_and_the_run_can_be_taken_up(run, model, rollouts, tmp_path, monkeypatch):
@@ -493,8 +510,14 @@ def test_sample_takes_a_task_from_a_file_of_the_users(run, model, tmp_path):
 BAD_PROMPTS = {
     "empty.txt": (b"\n  \n", "is empty"),
     "latin.txt": (b"\xe9t\xe9\n", "is not UTF-8"),
-    "number.jsonl": (b'{"prompt": 5}\n', "line 1: the prompt is neither a string nor a chat"),
+    "number.jsonl": (b'{"prompt": 5}\n', "line 1: the prompt is neither a string nor a chat but 5"),
     "misnamed.jsonl": (b'{"prompt": "w4"}\n{"prompts": "w4"}\n', 'line 2: not a JSON object with a field "prompt"'),
+    "nothing.jsonl": (b'{"prompt": null}\n', "line 1: the prompt is neither a string nor a chat but None"),
+    "half.jsonl": (b'{"prompt": "w4 \\ud800"}\n', "line 1: the prompt holds what is no text"),
+    "half.chat.jsonl": (
+        b'{"prompt": [{"role": "user", "content": [{"text": "\\udc00"}]}]}\n',
+        "line 1: the prompt holds what is no text",
+    ),
     "rubbish.jsonl": (b"rubbish\n", "line 1: not a JSON object"),
     "long.txt": (b"w4 " * (CONTEXT + 1), "no room for a response"),
 }
@@ -507,6 +530,14 @@ def test_prompts_that_cannot_be_used_are_refused_in_one_line(run, model, tmp_pat
     out = tmp_path / "deep" / "out.jsonl"
     assert_one_line(run("sample", model, "--prompts", tmp_path / name, "--out", out), 2, words)
     assert not out.parent.exists()
+
+
+def test_text_and_chats_together_fit_jsonl_and_not_parquet(run, model, tmp_path, monkeypatch):
+    rows = [{"prompt": "w4 w5"}, {"prompt": [{"role": "user", "content": "w4 w5"}]}]
+    args = ("sample", model, "--prompts", write_jsonl(tmp_path / "mixed.jsonl", rows), *SHORT, "--out")
+    assert run(*args, tmp_path / "out.jsonl").status == 0
+    monkeypatch.setattr("gradscope.sampling.rollouts.rollout_rows", None)  # before anything is sampled
+    assert_one_line(run(*args, tmp_path / "out.parquet"), 2, "several kinds, which one column of parquet cannot hold")
 
 
 def test_a_chat_is_sampled_through_the_template(run, model, tmp_path):
@@ -526,6 +557,10 @@ def test_a_chat_is_sampled_through_the_template(run, model, tmp_path):
         (["--task", "knights-knaves", "--prompts", "no.txt"], "give either"),
         (["--task", "knights-knaves", "--questions", "0"], "--questions is 0"),
         (["--task", "knights-knaves", "--seed", "-1"], "--seed -1"),
+        (["--task", "knights-knaves", "--questions", str(10**20)], "more than 10,000,000"),
+        (["--task", "knights-knaves", "--questions", "100000", "--n", "101"], "more than 10,000,000"),
+        (["--prompts", "{prompts}", "--n", "5000001"], "5000001 responses to each of 2 questions are more than"),
+        (["--prompts", "{prompts}", "--temperature", "1e-300"], "temperature is 1e-300: logits divided by it overflow"),
         (["--prompts", "{prompts}", "--temperature", "0"], "temperature is 0"),
         (["--prompts", "{prompts}", "--temperature", "nan"], "temperature is nan"),
         (["--prompts", "{prompts}", "--n", "0"], "n is 0"),
@@ -543,12 +578,45 @@ def test_what_sample_cannot_do_is_refused_in_one_line(run, model, prompts, tmp_p
 def test_sample_says_where_it_can_write(run, model, prompts, tmp_path):
     assert_one_line(run("sample", model, "--prompts", prompts, "--out", tmp_path / "a.csv"), 2, ".jsonl or .parquet")
     assert_one_line(run("sample", model, "--prompts", prompts, "--out", prompts / "a.jsonl"), 2, "is a file")
+    for out in ("/proc/a.jsonl", "/proc/deep/a.jsonl", tmp_path / f"{'a' * 245}.jsonl"):  # before anything is loaded
+        outcome = run("sample", "no model", "--prompts", prompts, "--out", out)
+        assert_one_line(outcome, 2, "give another --out")
+    assert os.listdir(tmp_path) == [prompts.name]
+
+
+def test_a_seed_of_any_length_and_a_length_beyond_the_context_are_taken(run, model, prompts, tmp_path):
+    outs = [tmp_path / f"{name}.jsonl" for name in "abcd"]
+    settings = [(0, 10**20), (0, CONTEXT), (2**64, 5), (2**65, 5)]
+    for out, (seed, length) in zip(outs, settings, strict=True):
+        flags = ("--seed", seed, "--n", 2, "--max-new-tokens", length)
+        assert run("sample", model, "--prompts", prompts, "--out", out, *flags).status == 0
+    assert outs[0].read_bytes() == outs[1].read_bytes() and outs[2].read_bytes() != outs[3].read_bytes()
 
 
 def test_a_policy_without_a_tokenizer_cannot_sample_text(run, checkpoints, prompts, tmp_path):
     folder = spoil(checkpoints, tmp_path / "mute", lambda d: [p.unlink() for p in d.glob("*token*")])
     outcome = run("sample", folder, "--prompts", prompts, "--out", tmp_path / "out.jsonl")
     assert_one_line(outcome, 2, "text needs a tokenizer")
+
+
+# train
+
+
+def test_a_plan_is_made_for_gpus_of_any_size(run):
+    plan = ("train", "--preset", "kk-qwen2.5-7b", "--plan", "--device-memory")
+    assert "On GPUs of 24 GiB" in run(*plan, 24).out
+    for size in ("0", "nan", "inf"):
+        assert_one_line(run(*plan, size), 2, "--device-memory is")
+
+
+def test_a_training_run_is_no_model_for_any_command(run, prompts, tmp_path):
+    folder = tmp_path / "run"
+    save_checkpoint(folder / "checkpoints" / "step-000020", "llama")
+    (folder / "config.json").write_text('{"model": "embedded"}')
+    words = f"give one of its checkpoints, such as the newest: {folder / 'checkpoints' / 'step-000020'}"
+    assert_one_line(run("sample", folder, "--prompts", prompts, "--out", tmp_path / "a.jsonl"), 2, words)
+    flags = ("--model", folder, "--task", "arithmetic", "--steps", 1, "--device", "cpu", "--trackers")
+    assert_one_line(run("train", "--out", tmp_path / "out", *flags), 2, words)
 
 
 # demo

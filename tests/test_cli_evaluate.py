@@ -57,7 +57,7 @@ def run(capsys, monkeypatch):
 
     def call(*args: object) -> Outcome:
         monkeypatch.setattr(registry, "_tasks", dict(registry._tasks))
-        monkeypatch.setattr(registry, "_files_read", set())
+        monkeypatch.setattr(registry, "_files_read", {})
         capsys.readouterr()
         try:
             cli.main(["evaluate", *map(str, args)])
@@ -231,6 +231,10 @@ def test_what_a_broken_reward_could_not_grade_is_graded_when_it_is_mended(run, m
         (("--task", "knights"), "no task is called 'knights'"),
         (("--task", "nowhere.py:x"), "does not exist"),
         (("--k", "-1"), "k is -1"),
+        (("--k", "2000000"), "2000001 responses to each of 5 questions are more than 10,000,000"),
+        (("--questions", str(10**20)), "more than 10,000,000"),
+        (("--temperature", "1e-300"), "temperature is 1e-300: logits divided by it overflow"),
+        (("--out", "/proc/a"), "/proc/a/manifest.json cannot be written (No such file or directory); give another"),
         (("--questions", "0"), "--questions is 0"),
         (("--seed", "-1"), "--seed -1"),
         (("--temperature", "0"), "temperature is 0"),
@@ -251,6 +255,72 @@ def test_an_empty_set_of_questions_is_refused(run, model, task, tmp_path):
     (tmp_path / "parity.py").write_text(PARITY.replace("return [Question", "return [] and [Question"))
     assert_one_line(run(model, "--task", task, "--out", tmp_path / "out", *SHORT), "no questions")
     assert not (tmp_path / "out").exists()
+
+
+def test_text_and_chats_together_are_refused_before_they_are_sampled(run, model, task, tmp_path, monkeypatch):
+    mixed = PARITY.replace("for i, level", "if i else Question([{'role': 'user', 'content': 'w4'}], 0) for i, level")
+    (tmp_path / "parity.py").write_text(mixed)
+    monkeypatch.setattr("gradscope.evaluation.Exam.answer", None)
+    words = "several kinds, which one column of parquet cannot hold"
+    assert_one_line(run(model, "--task", task, "--out", tmp_path / "out", *SHORT), words)
+
+
+def test_a_chat_template_that_raises_is_one_line(run, model, task, tmp_path):
+    folder = save_checkpoint(tmp_path / "chatty", "llama", chat=True)
+    (tmp_path / "parity.py").write_text(
+        PARITY.replace('Question(f"w{', "Question([{'role': 'user', 'content': 'w4'}] or f\"{")
+    )
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system\n role') }}")
+    args = ("--task", task, "--out", tmp_path / "out", *SHORT)
+    assert_one_line(run(folder, *args), "the tokenizer's chat template raised TemplateError (no system)")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content / 0 }}")
+    assert_one_line(run(folder, *args), "the tokenizer's chat template raised TypeError")
+
+
+def test_a_run_that_is_refused_keeps_the_finished_one(run, model, task, tmp_path):
+    args = (model, "--task", task, "--out", tmp_path / "out", *SHORT)
+    assert run(*args).status == 0
+    before = contents(tmp_path / "out")
+    (tmp_path / "out" / ".partial").write_text("mine")
+    assert_one_line(run(*args, "--seed", 1, "--overwrite"), ".partial is a file")
+    (tmp_path / "out" / ".partial").unlink()
+    (tmp_path / "parity.py").write_text(PARITY.replace("correct = len", "1 / 0; correct = len"))
+    assert_one_line(run(*args, "--seed", 1, "--overwrite"), "raised ZeroDivisionError")
+    assert {name: text for name, text in contents(tmp_path / "out").items() if ".partial" not in name} == before
+    (tmp_path / "parity.py").write_text(PARITY)
+    assert "already evaluated" in run(*args).out
+    assert "taking up the unfinished run" in run(*args, "--seed", 1).out
+    assert set(os.listdir(tmp_path / "out")) == RESULTS and contents(tmp_path / "out") != before
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda p: p.write_text(""), lambda p: p.write_bytes(b"\xff\0"), None])
+def test_a_finished_run_without_its_table_is_one_line(run, model, task, tmp_path, damage):
+    args = (model, "--task", task, "--out", tmp_path / "out", *SHORT)
+    assert run(*args).status == 0
+    junk = [lambda p: p.write_text("a,b\n1,2\n"), lambda p: p.write_text("level,questions,greedy_accuracy\nall,5,x\n")]
+    for spoil in [damage] if damage else junk:
+        spoil(tmp_path / "out" / "evaluation.csv")
+        assert_one_line(run(*args), "evaluation.csv is gone or was changed")
+    assert run(*args, "--overwrite").status == 0 and "already evaluated" in run(*args).out
+
+
+def test_a_part_without_content_is_made_again_and_mended_arguments_are_not_blocked(run, model, task, tmp_path):
+    args = (model, "--task", task, "--out", tmp_path / "out", *SHORT)
+    (tmp_path / "parity.py").write_text(PARITY.replace("correct = len", "1 / 0; correct = len"))
+    assert_one_line(run(*args, "--temperature", "1e-300"), "temperature is 1e-300")
+    assert_one_line(run(*args), "raised ZeroDivisionError")  # not by what the first one left
+    (tmp_path / "parity.py").write_text(PARITY)
+    (tmp_path / "out" / ".partial" / "part-000000.parquet").write_bytes(b"")
+    assert run(*args).status == 0 and run(*args[:-4], *args[-4:], "--out", tmp_path / "whole").status == 0
+    for name in ("evaluation.csv", "responses.parquet"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_two_at_once_are_not_let_into_one_folder(run, model, task, tmp_path):
+    args = (model, "--task", task, "--out", tmp_path / "out", *SHORT)
+    with run_folder.RunFolder(tmp_path / "out", {}).writing():
+        assert_one_line(run(*args), f"another run is writing to {tmp_path / 'out'}")
+    assert run(*args).status == 0
 
 
 def test_results_of_somebody_else_stay_as_they_are(run, model, task, tmp_path):

@@ -4,6 +4,7 @@ import functools
 import itertools
 import random
 import re
+from math import nan
 
 import pytest
 
@@ -281,14 +282,45 @@ ROW = {
         ({"statements": "open('x')"}, "row 1 is not a puzzle"),
         ({"names": None}, "row 1 is not a puzzle"),
         ({"solution": None}, "row 1 is not a puzzle"),
-        ({"solution": [True]}, "row 1: wanted a statement and a solution for each of 2 names"),
-        ({"quiz": None}, "row 1: wanted .* and a quiz"),
+        ({"statements": "(" * 400 + ")" * 400}, "row 1 is not a puzzle"),
+        ({"statements": "5"}, "row 1: the statements are 5; wanted one of solve"),
+        ({"statements": "(1, 2)"}, r"row 1: the statements are \(1, 2\)"),
+        ({"statements": "(('lying', 1),)"}, "row 1: the statements are "),
+        ({"statements": "(('foo', 1), ('bar', 2))"}, "row 1: the statements are "),
+        ({"statements": "(('lying', 1), ('lying', 9))"}, "row 1: the statements are "),
+        ({"statements": "(('lying', 1), ('lying', -1))"}, "row 1: the statements are "),
+        ({"statements": "(('lying', 1), ('lying', True))"}, "row 1: the statements are "),
+        ({"statements": "(('lying', 1), ('not', ('and', ('lying', 1), ('lying', 0))))"}, "row 1: the statements are "),
+        ({"statements": "(('lying', 1), ('and', ('lying', 1)))"}, "row 1: the statements are "),
+        ({"statements": "(('lying', 1), (['and'], ('lying', 1)))"}, "row 1: the statements are "),
+        ({"solution": [True]}, "row 1: the solution is .*wanted true or false for each of 2 people"),
+        ({"solution": [None, True]}, "row 1: the solution is "),
+        ({"names": [None, "B"]}, "row 1: the names are .*wanted texts"),
+        ({"quiz": None}, "row 1: the quiz is None; wanted a text"),
     ],
 )
 def test_a_row_that_is_no_puzzle_is_named(tmp_path, wrong, complaint):
     file = write_parquet(tmp_path / "p.parquet", [ROW, ROW | wrong])
     with pytest.raises(InputError, match=complaint):
         read_puzzles(file)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"solution": [nan, 1.0]}, {"solution": ["no", "no"]}, {"solution": [1, 0]}, {"names": "AB"}]
+)
+def test_a_column_of_another_kind_is_not_taken_for_truths_or_names(tmp_path, wrong):
+    [name] = wrong
+    with pytest.raises(InputError, match=rf"p\.parquet, row 0: the {name} (is|are) "):
+        read_puzzles(write_parquet(tmp_path / "p.parquet", [ROW | wrong]))
+
+
+def test_more_people_than_compact_names_are_refused(tmp_path):
+    statements = str(tuple(("lying", (i + 1) % 9) for i in range(9)))
+    row = ROW | {"names": list("ABCDEFGHI"), "statements": statements, "solution": [True] * 9}
+    file = write_parquet(tmp_path / "p.parquet", [row])
+    assert get_task("knights-knaves").questions(1, seed=0, files=(file,))[0].level == 9
+    with pytest.raises(InputError, match="9 people; knights-knaves-compact has 8 names"):
+        get_task("knights-knaves-compact").questions(1, seed=0, files=(file,))
 
 
 def write_parquet(path, rows):

@@ -23,7 +23,16 @@ from tiny import (
 from torch import nn
 
 from gradscope.errors import InputError
-from gradscope.models import Policy, find_blocks, load_policy, load_tokenizer, round_trips, weights_hash
+from gradscope.models import (
+    Policy,
+    check_prompt,
+    fetch_policy,
+    find_blocks,
+    load_policy,
+    load_tokenizer,
+    round_trips,
+    weights_hash,
+)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +80,22 @@ def test_a_policy_in_float64_runs(checkpoints, name):
 def test_a_folder_without_a_configuration_is_refused(tmp_path):
     assert "holds no config.json" in refusal(tmp_path)
     assert "holds no config.json" in refusal(tmp_path / "not there")
+
+
+@pytest.mark.parametrize("name", ["./nope", "../nope", "a/..", "foo--bar/x", "a/b.git", "nope", "a" * 300, "a/b/c"])
+def test_what_is_no_name_of_the_hub_is_a_folder_that_is_not_there(name, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)
+    assert fetch_policy(name) == name
+    assert "holds no config.json" in refusal(name)
+
+
+def test_what_the_hub_does_not_give_is_refused(monkeypatch):
+    def fail(name, **_settings):
+        raise OSError(f"{name} is nowhere\nat all")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(InputError, match=r"could not be fetched from the model hub \(owner/model is nowhere\)"):
+        fetch_policy("owner/model")
 
 
 def test_a_broken_configuration_is_refused(checkpoint):
@@ -164,6 +189,21 @@ def test_a_chat_is_templated_and_an_assistants_last_turn_stays_open():
     assert policy.encode_prompt([user, {"role": "assistant", "content": "w5 w6"}]) == [1, 4, 1, 5, 6]
     with pytest.raises(InputError, match="no chat template"):
         make_policy("llama", tokenizer=True).encode_prompt([user])
+
+
+@pytest.mark.parametrize("prompt", [None, 5, [], ["w4"], [{"role": "user"}], {"role": "user", "content": "w4"}])
+def test_what_is_no_prompt_is_named(prompt):
+    with pytest.raises(InputError, match=r"^row 3: the prompt is neither a string nor a chat but "):
+        check_prompt(prompt, "row 3")
+
+
+def test_half_a_character_is_refused():
+    policy = make_policy("llama", tokenizer=True)
+    for encode in (policy.encode_prompt, policy.encode_response):
+        with pytest.raises(InputError, match=r"holds what is no text \(.*surrogates not allowed\)"):
+            encode("w4 \ud800")
+    with pytest.raises(InputError, match="the prompt holds what is no text"):
+        check_prompt([{"role": "user", "content": "w4 \udc00"}])
 
 
 def test_a_response_gets_no_special_token():

@@ -180,7 +180,7 @@ BAD_ROWS = {
         rf"3 \+ {CONTEXT} tokens.*context of {CONTEXT}",
     ),
     "text response that is a number": (TEXT | {"response": 7}, "`response` is 7"),
-    "prompt that is a number": (TEXT | {"prompt": 7}, "`prompt` is 7"),
+    "prompt that is a number": (TEXT | {"prompt": 7}, "the prompt is neither a string nor a chat but 7"),
     "prompt that is a list of words": (TEXT | {"prompt": ["w4"]}, "give a string or a chat"),
     "advantage NaN": (GOOD | {"advantage": nan}, "`advantage` is NaN; give a finite number"),
     "advantage inf": (GOOD | {"advantage": inf}, "`advantage` is Infinity"),

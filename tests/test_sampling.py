@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from gradscope.errors import InputError
 from gradscope.models import Policy
 from gradscope.readers import read_rollouts, write_rollouts
-from gradscope.sampling import Sample, Sampler, kv_cache
+from gradscope.sampling import Sample, Sampler, hf, kv_cache
 from gradscope.sampling.hf import HFSampler, draw_tokens, stop_ids
 from gradscope.sampling.kv_cache import GrowingTensor
 from gradscope.sampling.rollouts import batch_rows, rollout_rows
@@ -202,6 +202,29 @@ def test_settings_and_prompts_that_cannot_be_sampled_are_refused():
     for token in (-1, VOCAB):
         with pytest.raises(InputError, match=f"prompt 0 has ids from .*vocabulary is 0 to {VOCAB - 1}"):
             sample(policy, prompts=[[4, token]])
+
+
+def test_a_temperature_at_which_logits_overflow_is_told_from_broken_weights():
+    for greedy in (True, False):
+        with pytest.raises(InputError, match="temperature is 1e-300: logits divided by it overflow"):
+            sample(make_policy("llama"), temperature=1e-300, greedy=greedy)
+
+
+def test_uniform_numbers_do_not_depend_on_how_many_are_drawn_together(monkeypatch):
+    policy = stopping_policy("llama", [])
+    whole = ids(sample(policy, max_new_tokens=30))
+    monkeypatch.setattr(hf, "STEPS_AT_ONCE", 7)
+    assert ids(sample(policy, max_new_tokens=30)) == whole
+    logits, uniforms = torch.zeros(1, 1000), np.random.default_rng([5, 2, 1]).random(30)
+    draw = hf._random(5, [(2, 1)], 1.0)
+    for step in range(30):
+        assert draw(logits, [0], step)[0].item() == int(1000 * uniforms[step])
+
+
+def test_more_responses_than_memory_holds_are_refused():
+    settings = {"temperature": 1.0, "max_new_tokens": 1, "seed": 0}
+    with pytest.raises(InputError, match="5000001 responses to each of 2 questions are more than 10,000,000"):
+        rollout_rows(make_policy("llama", tokenizer=True), QUESTIONS, n=5_000_001, **settings)
 
 
 def test_logits_that_are_nan_are_refused():

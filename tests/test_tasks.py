@@ -2,11 +2,23 @@
 
 import subprocess
 import sys
+from math import nan
 
+import numpy as np
 import pytest
 
 from gradscope.errors import InputError
-from gradscope.tasks import Question, Task, data, draw_questions, get_task, register, task_names
+from gradscope.tasks import (
+    Grade,
+    Question,
+    Task,
+    data,
+    draw_questions,
+    get_task,
+    grade_response,
+    register,
+    task_names,
+)
 
 USER_FILE = """
 from gradscope.tasks import Question, register
@@ -30,7 +42,7 @@ def registered(monkeypatch):
     from gradscope.tasks import registry
 
     monkeypatch.setattr(registry, "_tasks", dict(registry._tasks))
-    monkeypatch.setattr(registry, "_files_read", set())
+    monkeypatch.setattr(registry, "_files_read", {})
 
 
 def test_every_task_that_comes_along_is_known_by_name():
@@ -76,8 +88,51 @@ def test_a_task_file_may_use_dataclasses_that_look_up_their_module(tmp_path, reg
 
 
 def test_what_is_no_task_is_not_registered(registered):
-    with pytest.raises(InputError, match="is not a task; it needs name, questions"):
+    with pytest.raises(InputError, match="is not a task; it needs name"):
         register("knights-knaves")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": None},
+        {"name": ""},
+        {"questions": 5},
+        {"reward": None},
+        {"reward": "r"},
+        {"grade": 5},
+    ],
+)
+def test_what_has_a_member_of_another_kind_is_no_task(registered, change):
+    with pytest.raises(InputError, match=r"is not a task; it needs name \(a string\), questions"):
+        register(type("Changed", (Counting,), change)())
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("import no_such_module", "raised ModuleNotFoundError (No module named 'no_such_module')"),
+        ("def f(:", "raised SyntaxError (invalid syntax"),
+        ("1 / 0", "raised ZeroDivisionError (division by zero)"),
+        ("raise SystemExit(3)", "raised SystemExit (3)"),
+        ("raise KeyError('two\\nlines')", "raised KeyError ("),
+        ("register(5)", "raised InputError (5 is not a task"),
+    ],
+)
+def test_a_task_file_that_cannot_be_run_is_refused_in_one_line(tmp_path, registered, line, words):
+    file, before = tmp_path / "broken.py", set(sys.modules)
+    file.write_text(f"from gradscope.tasks import register\n{line}\n", encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        get_task(f"{file}:parity")
+    assert f"the task file {file} {words}" in str(caught.value) and "\n" not in str(caught.value)
+    assert set(sys.modules) <= before
+    file.write_text(USER_FILE, encoding="utf-8")
+    assert get_task(f"{file}:parity").name == "parity"  # mended, it is run again
+
+
+def test_a_name_that_is_too_long_for_a_file_is_refused():
+    with pytest.raises(InputError, match="does not exist"):
+        get_task("a" * 300 + ".py:parity")
 
 
 def test_tasks_load_nothing_heavy_before_they_need_it():
@@ -130,6 +185,89 @@ def test_a_task_that_takes_any_option_gets_them_all():
     assert draw_questions(Open(), 1, seed=0, colour="red")[0].prompt == "{'colour': 'red'}"
 
 
+def _raise(error):
+    raise error
+
+
+def unchecked(made, **fields):
+    """A copy with other values, which the tests' own checks of types would not let through."""
+    copied = object.__new__(type(made))
+    copied.__dict__.update(vars(made) | fields)
+    return copied
+
+
+BAD_QUESTIONS = {
+    "raises": (lambda n, *, seed: 1 / 0, r"questions\(n=2, seed=0\) of task 'counting' raised ZeroDivisionError"),
+    "ends": (lambda n, *, seed: _raise(SystemExit(1)), r"raised SystemExit \(1\)"),
+    "none": (lambda n, *, seed: None, r"hold None; wanted a list of Question"),
+    "number": (lambda n, *, seed: 5, r"hold 5; wanted a list of Question"),
+    "text": (lambda n, *, seed: "abc", r"hold 'a'; wanted a list of Question"),
+    "dicts": (lambda n, *, seed: [{"prompt": "?"}], r"hold \{'prompt': '\?'\}; wanted a list of Question"),
+    "no seed": (lambda n: [Question("?", 0)], "raised TypeError .*unexpected keyword argument 'seed'"),
+    "level": (lambda n, *, seed: [unchecked(Question("?", 0), level="easy")], "whose level is a whole number or None"),
+    "half a level": (
+        lambda n, *, seed: [unchecked(Question("?", 0), level=1.5)],
+        "whose level is a whole number or None",
+    ),
+    "no function": (5, r"the questions of task 'counting' are no function: TypeError \(5 is not a callable"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_QUESTIONS)
+def test_questions_that_are_none_are_refused_in_one_line(what):
+    questions, words = BAD_QUESTIONS[what]
+    task = Counting()
+    task.questions = questions
+    with pytest.raises(InputError, match=words) as caught:
+        draw_questions(task, 2, seed=0)
+    assert "\n" not in str(caught.value) and "task 'counting'" in str(caught.value)
+
+
+def test_a_task_that_cannot_give_all_questions_is_told_what_it_was_asked():
+    class Stored(Counting):
+        def questions(self, n, *, seed, files):
+            return [Question("?", i) for i in range(n)]
+
+    with pytest.raises(InputError, match=r"questions\(n=None, seed=0\) of task 'counting' raised TypeError"):
+        draw_questions(Stored(), None, seed=0, files=("a",))
+
+
+RIGHT = Grade(1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("grade", "wanted"),
+    [
+        (None, r"gave None .*wanted Grade\(reward, correct, format_ok\)"),
+        (1.0, r"gave 1.0 .*wanted Grade"),
+        (unchecked(RIGHT, reward="a"), "wanted a finite number as reward"),
+        (unchecked(RIGHT, reward="1"), "wanted a finite number as reward"),
+        (unchecked(RIGHT, reward=None), "wanted a finite number as reward"),
+        (unchecked(RIGHT, reward=nan), "wanted a finite number as reward"),
+        (unchecked(RIGHT, correct=None), "wanted True or False as correct"),
+        (unchecked(RIGHT, correct="no"), "wanted True or False as correct"),
+        (unchecked(RIGHT, format_ok="yes"), "wanted True, False or None as format_ok"),
+        (SystemExit(2), r"raised SystemExit \(2\) on the response 'yes'"),
+    ],
+)
+def test_a_grade_that_is_none_is_refused_with_what_is_wanted(grade, wanted):
+    class Graded(Counting):
+        def grade(self, response, question):
+            return _raise(grade) if isinstance(grade, SystemExit) else grade
+
+    with pytest.raises(InputError, match=rf"the reward of task 'counting' .*{wanted}"):
+        grade_response(Graded(), "yes", Question("?", 0))
+
+
+def test_a_grade_in_numpys_numbers_is_taken_in_pythons():
+    class Graded(Counting):
+        def grade(self, response, question):
+            return unchecked(RIGHT, reward=np.float32(0.5), correct=np.True_, format_ok=np.False_)
+
+    grade = grade_response(Graded(), "yes", Question("?", 0))
+    assert [repr(value) for value in (grade.reward, grade.correct, grade.format_ok)] == ["0.5", "True", "False"]
+
+
 def test_no_questions_are_refused():
     class Silent(Counting):
         def questions(self, n, *, seed):
@@ -140,6 +278,8 @@ def test_no_questions_are_refused():
     for n in (0, -1):
         with pytest.raises(InputError, match=f"{n} questions asked for; ask for 1 or more"):
             draw_questions(Counting(), n, seed=0)
+    with pytest.raises(InputError, match="ask for at most 10,000,000"):
+        draw_questions(get_task("arithmetic"), 10**20, seed=0)
     for name in ("arithmetic", "math", "knights-knaves"):
         with pytest.raises(InputError, match=f"task '{name}' is given neither a number of questions nor files"):
             draw_questions(get_task(name), None, seed=0)
@@ -183,3 +323,22 @@ def test_a_pattern_without_a_file_is_refused_with_both_places(tmp_path, monkeypa
     for place in ("here", "there"):
         assert str(tmp_path / place / pattern) in str(caught.value)
     assert f"no file matches {pattern}" in str(caught.value)
+
+
+def test_a_task_of_a_file_may_be_a_variable_of_it_without_being_registered(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class T:\n"
+        "    name = 'the-name-of-mine'\n"
+        "    def questions(self, n, *, seed):\n"
+        "        return []\n"
+        "    def reward(self, response, question):\n"
+        "        return 0.0\n"
+        "doubles = T()\n"
+        "number = 3\n"
+    )
+    assert get_task(f"{tmp_path}/mine.py:doubles").name == "the-name-of-mine"
+    assert get_task(f"{tmp_path}/mine.py:the-name-of-mine") is get_task(f"{tmp_path}/mine.py:doubles")
+    with pytest.raises(InputError, match="3 is not a task"):
+        get_task(f"{tmp_path}/mine.py:number")
+    with pytest.raises(InputError, match="with NAME a variable of that file"):
+        get_task(f"{tmp_path}/mine.py:halves")

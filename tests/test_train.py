@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -29,6 +31,8 @@ from gradscope.sampling.hf import HFSampler
 from gradscope.steps import Updater
 from gradscope.tasks import get_task
 from gradscope.trainer.config import TrainConfig
+from gradscope.trainer.folder import bring_back, drop_replaced, set_aside
+from gradscope.trainer.learner import Learner
 from gradscope.trainer.loop import train
 
 SMALL = TrainConfig(
@@ -215,6 +219,9 @@ def test_a_finished_run_does_nothing_and_names_its_last_checkpoint(run, monkeypa
         (["--lopti-eta", "-1"], "eta is -1"),
         (["--mini-batch-size", "0"], "mini_batch_size is 0"),
         (["--max-new-tokens", "3"], "raise max_new_tokens"),
+        (["--mask-probs", "0", "1"], "leaves no token"),
+        (["--micro-batch-size", "99999999999999999999"], "2,147,483,647 at most"),
+        (["--lora-rank", "1000000000"], "the policy is 128 wide"),
     ],
 )
 def test_what_cannot_be_trained_is_one_line_and_exit_2_and_nothing_is_written(changed, said, tmp_path, capsys):
@@ -244,6 +251,143 @@ def test_a_folder_with_another_run_is_refused_and_overwritten_on_request(run, tm
     assert (out / "notes.txt").read_text() == "mine"
     status, error = stop(*flags(), "--out", str(out), "--resume", "--overwrite", capsys=capsys)
     assert status == 2 and "give one of them" in error
+
+
+def files(out: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("stopped_by", [InputError, OSError, KeyboardInterrupt, DivergedError])
+def test_a_run_comes_back_when_the_one_that_is_to_replace_it_makes_no_step(stopped_by, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    train(replace(SMALL, steps=1, trackers=("tensorboard",)), out, progress=False)
+    (out / "notes.txt").write_text("mine")
+    before, other = files(out), replace(SMALL, seed=3, save_rollouts=True, trackers=("tensorboard",))
+    if stopped_by is InputError:
+        other = replace(other, max_new_tokens=3)
+    elif stopped_by is OSError:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    elif stopped_by is DivergedError:
+        monkeypatch.setattr(Learner, "is_finite", lambda _: False)
+    else:
+        monkeypatch.setattr(HFSampler, "sample", interrupt)
+    with pytest.raises(stopped_by):
+        train(other, out, overwrite=True, progress=False)
+    assert files(out) == before
+    assert not (out / ".replaced").exists()
+    monkeypatch.undo()
+    train(replace(SMALL, steps=1, seed=3), out, overwrite=True, progress=False)
+    assert sorted(p.name for p in out.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "manifest.json",
+        "metrics.jsonl",
+        "notes.txt",
+    ]
+
+
+def test_the_room_of_the_run_that_is_replaced_counts_as_free(tmp_path, monkeypatch):
+    train(replace(SMALL, steps=1), tmp_path / "run", progress=False)
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6)
+    )  # a checkpoint takes ten times that
+    train(replace(SMALL, steps=1, seed=3), tmp_path / "run", overwrite=True, progress=False)
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_a_run_that_has_made_a_step_stays_when_it_is_stopped_and_the_replaced_one_is_gone(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    train(replace(SMALL, steps=1), out, progress=False)
+
+    @contextmanager
+    def stop_at_two(step):
+        yield
+        if step.number == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(replace(SMALL, seed=3), out, overwrite=True, on_step=stop_at_two, progress=False)
+    assert json.loads((out / "config.json").read_text())["seed"] == 3
+    assert [record["step"] for record in records(out)] == [1]
+    assert not (out / ".replaced").exists() and not (out / ".dropped").exists()
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("killed_after", range(12))
+def test_a_replaced_run_is_brought_back_whole_wherever_a_kill_strikes(killed_after, tmp_path, monkeypatch):
+    """Old and new run have the same names with other content; the new one has rollouts in addition."""
+
+    def write(names: tuple[str, ...], content: str) -> None:
+        for name in names:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(content)
+
+    old = ("metrics.jsonl", "manifest.json", "checkpoints/step-000001", "trackers/events", "config.json")
+    write(old, "old")
+    before, moves, move = files(tmp_path), [], os.replace
+
+    def replace_or_die(*paths):
+        if len(moves) == killed_after:
+            raise Killed
+        moves.append(paths)
+        move(*paths)
+
+    monkeypatch.setattr(os, "replace", replace_or_die)
+    try:
+        assert set_aside(tmp_path) == 3 * len(old)
+        write(("rollouts/step-000001.parquet", *old), "new")
+        assert bring_back(tmp_path)
+    except Killed:
+        monkeypatch.undo()
+        assert bring_back(tmp_path)
+    assert files(tmp_path) == before
+    assert not bring_back(tmp_path)
+
+
+def test_a_replaced_run_that_a_kill_left_behind_comes_back_at_the_next_start_and_half_a_deleted_one_goes(tmp_path):
+    out = tmp_path / "run"
+    last = train(replace(SMALL, steps=1), out, progress=False)
+    before = files(out)
+    set_aside(out)
+    (out / "config.json").write_text("{}")
+    (out / ".dropped").mkdir()
+    (out / ".dropped/config.json").write_text("{}")
+    assert train(replace(SMALL, steps=1), out, progress=False) == last
+    assert files(out) == before
+    set_aside(out)
+    drop_replaced(out)
+    assert files(out) == {}
+
+
+def test_two_runs_do_not_write_to_one_folder(tmp_path):
+    out, said = tmp_path / "run", []
+
+    @contextmanager
+    def start_another(step):
+        with pytest.raises(InputError, match=f"another run is writing to {out}") as caught:
+            train(SMALL, out, resume=True, progress=False)
+        said.append(str(caught.value))
+        yield
+
+    train(replace(SMALL, steps=1), out, on_step=start_another, progress=False)
+    assert len(said) == 1 and [record["step"] for record in records(out)] == [1]
+    assert not (out / ".lock").exists()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_finished_run_that_cannot_be_locked_is_named_all_the_same(code, run, monkeypatch):
+    def refuse(*_):
+        raise OSError(code, "no")
+
+    monkeypatch.setattr(os, "open", refuse)
+    config = replace(SMALL, save_rollouts=True, gradients_every=2, trackers=("tensorboard",))
+    assert train(config, run) == run / "checkpoints/step-000003"
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "checkpoints/mine.bin", "config.json"])
@@ -329,6 +473,108 @@ def test_three_steps_without_a_finite_gradient_end_the_run_with_the_checkpoint_k
     assert all(torch.isfinite(p).all() for p in load_policy(out / "checkpoints/step-000004").model.parameters())
 
 
+def test_weights_that_a_step_has_made_infinite_end_the_run_and_are_not_saved(tmp_path, capsys):
+    args = [*flags(replace(SMALL, steps=1)), "--weight-decay", "1e300", "--out", str(tmp_path / "run")]
+    status, error = stop(*args, capsys=capsys)
+    assert status == 1
+    assert "weights are not finite after step 1; there is no checkpoint from before; try a lower" in error
+    assert error.count("\n") == 1
+    assert not list((tmp_path / "run/checkpoints").iterdir())
+
+
+def test_logits_that_steps_have_made_nan_are_divergence_and_the_checkpoint_before_them_is_named(tmp_path):
+    @contextmanager
+    def blow_up(step):
+        yield
+        if step.number == 2:
+            for parameter in step.policy.model.parameters():
+                parameter.data.mul_(1e30)  # finite as yet
+
+    out = tmp_path / "run"
+    with pytest.raises(DivergedError, match="NaN or infinite after step 2; the last good checkpoint is") as caught:
+        train(replace(SMALL, save_every=1), out, on_step=blow_up, progress=False)
+    assert f"{out / 'checkpoints/step-000001'};" in str(caught.value)
+    assert [p.name for p in sorted((out / "checkpoints").iterdir())] == ["step-000001", "step-000002"]
+
+
+def test_logits_that_are_nan_for_the_trainer_alone_are_divergence_once_steps_are_taken(tmp_path, monkeypatch):
+    whole, calls = Learner.statistics, []
+
+    def poisoned(self, batch):
+        calls.append(1)
+        found = whole(self, batch)
+        return replace(found, logprob=found.logprob * float("nan")) if len(calls) == 3 else found
+
+    monkeypatch.setattr(Learner, "statistics", poisoned)
+    with pytest.raises(DivergedError, match=r"after step 2; there is no checkpoint from before"):
+        train(SMALL, tmp_path / "run", progress=False)
+
+
+def test_the_sampler_is_closed_before_the_process_group_and_that_one_even_if_it_cannot_be(tmp_path, monkeypatch):
+    from accelerate import Accelerator
+
+    ended, end = [], Accelerator.end_training
+
+    def close(self):
+        ended.append("sampler")
+        raise RuntimeError("the engine is gone")
+
+    def end_training(self):
+        ended.append("training")
+        end(self)
+
+    monkeypatch.setattr(HFSampler, "close", close)
+    monkeypatch.setattr(Accelerator, "end_training", end_training)
+    with pytest.raises(RuntimeError, match="the engine is gone"):
+        train(replace(SMALL, steps=1), tmp_path / "run", progress=False)
+    assert ended == ["sampler", "training"]
+
+
+@pytest.mark.parametrize("what", ["__init__", "add_scalar", "flush", "close"])
+def test_a_disk_that_is_full_for_a_tracker_is_named_with_the_remedy(what, tmp_path, monkeypatch, capsys):
+    from torch.utils.tensorboard import SummaryWriter
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, what, full)
+    status, error = stop(*flags(), "tensorboard", "--out", str(tmp_path / "run"), capsys=capsys)
+    assert status == 1
+    said = f"{tmp_path / 'run/trackers'} could not be written (No space left on device); make room there"
+    assert said in error and error.count("\n") == 1
+
+
+def test_a_gpu_is_not_asked_for_where_the_device_is_a_numbered_cpu(tmp_path):
+    train(replace(SMALL, steps=1, device="cpu:0"), tmp_path / "run", progress=False)
+    assert json.loads((tmp_path / "run/manifest.json").read_text())["device"] == "cpu"
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "random_states.pt", "trainer_state.json"])
+def test_a_damaged_checkpoint_is_refused_before_anything_is_written(name, run, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    (out / "checkpoints/step-000003" / name).write_bytes(b"")
+    before = files(out)
+    config = replace(SMALL, steps=4, save_rollouts=True, gradients_every=2, trackers=())
+    with pytest.raises(InputError, match=r"step-000003 is damaged \(.*\); delete it to go on"):
+        train(config, out, resume=True, progress=False)
+    assert files(out) == before
+    shutil.rmtree(out / "checkpoints/step-000003")
+    train(replace(config, steps=3), out, resume=True, progress=False)
+    assert numbers(out) == numbers(run)
+
+
+def test_records_that_are_missing_for_the_checkpoint_are_said_before_anything_is_written(run, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    (out / "metrics.jsonl").write_text("\n".join([lines[0], "5", lines[2]]) + "\n")
+    before = files(out)
+    with pytest.raises(InputError, match=r"metrics.jsonl has no sound record of step 2"):
+        train(replace(SMALL, steps=4, save_rollouts=True, gradients_every=2), out, resume=True, progress=False)
+    assert files(out) == before
+
+
 def test_a_sampler_with_other_weights_is_found_out_before_the_first_update(tmp_path, monkeypatch):
     whole = HFSampler.sample
 
@@ -404,6 +650,13 @@ def test_a_resumed_run_may_be_longer(field, tmp_path):
     longer = replace(SMALL, **{"steps": 3, field: 3})
     train(longer, tmp_path / "run", resume=True, progress=False)
     assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_has_more_steps_already_says_so(resume, run):
+    config = replace(SMALL, steps=2, save_rollouts=True, gradients_every=2, trackers=("tensorboard",))
+    with pytest.raises(InputError, match=r"holds a run of 3 steps already, more than the 2 asked for.*step-000003;"):
+        train(config, run, resume=resume, progress=False)
 
 
 def test_settings_that_change_numbers_are_refused_on_resume(run):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,16 @@ def test_the_defaults_are_the_papers_for_knights_and_knaves():
         ("lopti_eta", [-0.1, 1.1, NAN]),
         ("mask_probs", [(0.5, 0.5), (0.5, 0.2), (-0.1, 0.5), (0.5, 1.1), (NAN, 1.0), (0.0, NAN)]),
         ("vllm_memory", [0.0, 1.1, NAN]),
+        ("micro_batch_size", [10**20, 2**31]),
+        ("group_size", [10**20]),
+        ("questions_per_step", [10**20]),
+        ("seed", [2**64]),
+        ("lora_rank", [2**31]),
+        ("learning_rate", [1e39, 2_000_000]),
+        ("clip_ratio_high", [1e300]),
+        ("clip_ratio_c", [1e300]),
+        ("kl_coef", [1e300]),
+        ("lora_alpha", [1e300]),
     ],
 )
 def test_a_value_that_means_nothing_is_refused_in_one_line_that_names_field_and_value(name, values):
@@ -86,6 +97,49 @@ def test_a_word_or_a_pair_of_another_type_is_refused_too_where_nothing_checks_an
         config.__post_init__()
     assert "\n" not in str(caught.value)
     assert f"{name} is {value!r}" in str(caught.value)
+
+
+def test_a_step_of_too_many_responses_and_a_mask_of_every_token_are_refused():
+    assert TrainConfig(questions_per_step=10_000, group_size=1000).num_responses == 10_000_000
+    with pytest.raises(InputError, match="10,001,000; give 10,000,000 responses at most"):
+        TrainConfig(questions_per_step=10_001, group_size=1000)
+    assert TrainConfig(mask_probs=(0.001, 1.0)).mask_probs == (0.001, 1.0)
+    with pytest.raises(InputError, match="mask_probs is 0 to 1, which leaves no token"):
+        TrainConfig(mask_probs=(0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("steps", 1.5, r"int \| None"),
+        ("steps", "3", r"int \| None"),
+        ("steps", True, r"int \| None"),
+        ("data", "foo", r"tuple\[str, ...\]"),
+        ("people", [2], r"tuple\[int, ...\]"),
+        ("people", (2.0,), r"tuple\[int, ...\]"),
+        ("mask_probs", ("low", "high"), r"tuple\[float, float\] \| None"),
+        ("learning_rate", "fast", "float"),
+        ("learning_rate", None, "float"),
+        ("clip_ratio_c", False, r"float \| None"),
+        ("save_rollouts", 1, "bool"),
+        ("model", 3, "str"),
+        ("device", 0, r"str \| None"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_the_type_that_is_wanted(name, value, wanted):
+    config = TrainConfig()
+    object.__setattr__(config, name, value)
+    with pytest.raises(InputError, match=f"of type {type(value).__name__}; give {wanted}$") as caught:
+        config.__post_init__()
+    assert str(caught.value).startswith(f"{name} is {value!r}")
+
+
+def test_whole_numbers_for_floats_and_a_path_for_the_model_are_taken():
+    config = TrainConfig(learning_rate=1)
+    for name, value in (("model", Path("runs") / "policy"), ("mask_probs", (0, 0.5)), ("vllm_memory", 1)):
+        object.__setattr__(config, name, value)
+    config.__post_init__()
+    assert config.model == "runs/policy"
 
 
 def test_a_group_of_one_is_enough_for_reinforce_pp_alone():

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from gradscope.batch import Response, TokenBatch, collate
+from gradscope.errors import InputError
 from gradscope.logprobs import TokenStatistics
 from gradscope.steps import StepResult
 from gradscope.trainer.metrics import (
-    drop_lines_after,
+    lines_up_to,
     rollout_metrics,
     scalars,
     token_metrics,
@@ -143,27 +144,48 @@ def test_what_is_not_finite_is_written_as_null_and_the_rest_digit_by_digit(tmp_p
     assert lines[1] == {"step": 2, "kl": 0.1 + 0.2}
 
 
-@pytest.mark.parametrize("tail", ["", '{"step": 5, "los', '{"step": 5, "loss": 1', "{"])
-def test_lines_after_the_checkpoint_and_a_half_written_one_are_dropped(tmp_path, tail):
+BROKEN = [
+    b'{"step": 5, "los',
+    b'{"step": 5, "loss": 1',
+    b"{",
+    b"5",
+    b"[]",
+    b'"step"',
+    b'{"loss": 1}',
+    b"\xff\xfe",
+    b"null",
+]
+BROKEN += [b'{"step": "5"}', b'{"step": null}']
+
+
+@pytest.mark.parametrize("tail", [b"", *BROKEN])
+def test_lines_after_the_checkpoint_and_what_follows_a_broken_one_are_left_out(tmp_path, tail):
     path = tmp_path / "metrics.jsonl"
     for step in range(1, 5):
         write_line(path, {"step": step, "loss": [step / 3]})
     whole = path.read_text()
-    path.write_text(whole + tail)
-    drop_lines_after(path, 9)
-    assert path.read_text() == whole
-    drop_lines_after(path, 3)
-    assert path.read_text() == "".join(line + "\n" for line in whole.splitlines()[:3])
-    write_line(path, {"step": 4})
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
-    drop_lines_after(path, 0)
-    assert path.read_text() == ""
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+    content = whole.encode() + tail + b'\n{"step": 4}\n'
+    path.write_bytes(content)
+    assert lines_up_to(path, 4).startswith(whole)
+    assert lines_up_to(path, 3) == "".join(line + "\n" for line in whole.splitlines()[:3])
+    assert lines_up_to(path, 0) == ""
+    assert path.read_bytes() == content
 
 
-def test_dropping_lines_of_a_file_that_is_not_there_leaves_an_empty_one(tmp_path):
-    drop_lines_after(tmp_path / "metrics.jsonl", 3)
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_record_of_a_step_that_the_checkpoint_has_is_refused(tmp_path, broken):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + broken + b'\n{"step": 3}\n')
+    assert lines_up_to(path, 1) == '{"step": 1}\n'
+    with pytest.raises(InputError, match=r"no sound record of step 2.*delete the checkpoints after step 1") as caught:
+        lines_up_to(path, 3)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_has_no_lines_and_is_missed_where_there_is_a_checkpoint(tmp_path):
+    assert lines_up_to(tmp_path / "metrics.jsonl", 0) == ""
+    with pytest.raises(InputError, match="no sound record of step 1"):
+        lines_up_to(tmp_path / "metrics.jsonl", 3)
 
 
 def test_a_tracker_gets_numbers_lists_by_their_mean_and_nothing_that_it_cannot_draw():

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradscope.batch import Response
 from gradscope.errors import InputError
-from gradscope.models import Policy
+from gradscope.models import Policy, check_prompt
 
 ID_COLUMNS = ("prompt_ids", "response_ids", "prompt", "response")
 
@@ -60,9 +60,7 @@ def _encode(place: str, row: dict[str, Any], policy: Policy | None) -> tuple[lis
         raise InputError(f"{place}: the row is text; give the policy too, or `prompt_ids` and `response_ids`")
     if not isinstance(response, str):
         raise InputError(f"{place}: `response` is {show(response)}; give a string")
-    chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
-    if not isinstance(prompt, str) and not (chat and prompt):
-        raise InputError(f"{place}: `prompt` is {show(prompt)}; give a string or a chat ([{{role, content}}, …])")
+    check_prompt(prompt, place)
     try:
         return policy.encode_prompt(prompt), policy.encode_response(response)
     except InputError as error:

@@ -20,7 +20,9 @@ from gradscope.models import Policy
 from gradscope.sampling import Sample
 
 Draw = Callable[[Float[Tensor, "B N"], list[int], int], tuple[Int[Tensor, " B"], Float[Tensor, " B"]]]
-"""Tokens and their log π, from logits, the numbers of their rows in the batch and the step."""
+"""Tokens and their log π, from logits, the numbers of their rows in the batch and the step: 0, 1, 2, …"""
+STEPS_AT_ONCE = 256
+"""Steps whose uniform numbers are drawn together."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class HFSampler:
                 ) as bar,
             ):
                 for keys in self._batches([len(ids) for ids in prompt_ids], distinct):
-                    draw = _greedy(temperature) if greedy else _random(seed, keys, max_new_tokens, temperature)
+                    draw = _greedy(temperature) if greedy else _random(seed, keys, temperature)
                     prompts = [prompt_ids[p] for p, _ in keys]
                     decoded = _decode(self.policy, prompts, max_new_tokens, draw, bar)
                     samples.update(zip(keys, decoded, strict=True))
@@ -108,7 +110,7 @@ def draw_tokens(
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
     """The token at which the cumulative softmax(logits / temperature) passes the uniform number, and its log π.
 
-    Raises InputError for logits that are NaN.
+    Raises InputError for logits that are NaN, or that the temperature makes so.
 
     >>> logits = torch.tensor([[0.5, 0.25, 0.25]]).log().expand(3, 3)
     >>> draw_tokens(logits, torch.tensor([0.0, 0.6, 0.8]), 1.0)[0].tolist()
@@ -133,18 +135,27 @@ def stop_ids(policy: Policy) -> set[int]:
 
 
 def _log_softmax(logits: Float[Tensor, "B N"], temperature: float) -> Float[Tensor, "B N"]:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    logprobs = torch.log_softmax(logits, dim=-1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
     if logprobs[:, 0].isnan().any():  # one NaN makes a whole row NaN
+        if logits.isfinite().all():
+            raise InputError(f"temperature is {temperature}: logits divided by it overflow; give a higher one")
         raise InputError("the policy's logits are NaN: its weights or its dtype are broken; try --dtype float32")
     return logprobs
 
 
-def _random(seed: int, keys: list[tuple[int, int]], length: int, temperature: float) -> Draw:
+def _random(seed: int, keys: list[tuple[int, int]], temperature: float) -> Draw:
     """Draw for each (prompt, sample) from a stream of uniform numbers of its own, one per step, in float64."""
     # PCG64, as torch seeds with 32 bits only.
-    uniforms = torch.from_numpy(np.stack([np.random.default_rng([seed, *key]).random(length) for key in keys]))
-    return lambda logits, rows, step: draw_tokens(logits, uniforms[rows, step].to(logits.device), temperature)
+    streams = [np.random.default_rng([seed, *key]) for key in keys]
+    uniforms = torch.empty(len(keys), STEPS_AT_ONCE, dtype=torch.float64)
+
+    def draw(logits: Tensor, rows: list[int], step: int) -> tuple[Tensor, Tensor]:
+        if step % STEPS_AT_ONCE == 0:
+            uniforms.copy_(torch.from_numpy(np.stack([stream.random(STEPS_AT_ONCE) for stream in streams])))
+        return draw_tokens(logits, uniforms[rows, step % STEPS_AT_ONCE].to(logits.device), temperature)
+
+    return draw
 
 
 def _greedy(temperature: float) -> Draw:

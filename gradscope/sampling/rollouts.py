@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradscope.batch import Response, TokenBatch, collate
+from gradscope.errors import InputError
 from gradscope.models import Policy
 from gradscope.sampling import Sampler
 from gradscope.sampling.hf import HFSampler
 from gradscope.tasks import Question, Task, grade_response
+
+MOST_RESPONSES = 10_000_000
+"""Of one call: all of them are held in memory."""
 
 
 def rollout_rows(
@@ -30,17 +35,18 @@ def rollout_rows(
 
     task: grades them, which adds `reward`, `correct` and `format_ok`; None: no grades.
     sampler: default HFSampler(policy).
-    A row also has `level` and
-    `finished` (False: cut off before a stop token). Raises InputError where the task cannot grade a response.
+    A row also has `level` and `finished` (False: cut off before a stop token). Raises InputError where the task cannot
+    grade a response, and for more than MOST_RESPONSES.
     """
     questions = list(questions)
+    check_count(len(questions), n)
     prompts = [policy.encode_prompt(question.prompt) for question in questions]
     sampled = (HFSampler(policy) if sampler is None else sampler).sample(
         prompts,
         n=n,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
-        generator=torch.Generator().manual_seed(seed),
+        generator=_make_generator(seed),
         greedy=greedy,
     )
     rows = []
@@ -54,6 +60,21 @@ def rollout_rows(
                 row |= {"reward": grade.reward, "correct": grade.correct, "format_ok": grade.format_ok}
             rows.append(row | {"level": question.level, "finished": sample.finished})
     return rows
+
+
+def check_count(questions: int, n: int) -> None:
+    """Raise InputError for more than MOST_RESPONSES."""
+    if questions * n > MOST_RESPONSES:
+        raise InputError(
+            f"{n} responses to each of {questions} questions are more than {MOST_RESPONSES:,}; ask for fewer"
+        )
+
+
+def _make_generator(seed: int) -> torch.Generator:
+    """torch takes 64 bits; a longer seed is mixed into as many."""
+    if seed >= 2**64:
+        seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
+    return torch.Generator().manual_seed(seed)
 
 
 def batch_rows(rows: Iterable[dict[str, Any]], *, on_policy: bool = True) -> TokenBatch:

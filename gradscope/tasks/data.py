@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gradscope.errors import InputError
-from gradscope.tasks.registry import Question, Task
+from gradscope.tasks.registry import Question, Task, ask_questions, in_words
 
 T = TypeVar("T")
+MOST_QUESTIONS = 10_000_000
 
 
 def data_folder() -> Path:
@@ -28,7 +29,8 @@ def draw_questions(task: Task, n: int | None, *, seed: int, **options: Any) -> l
 
     n: None for all questions that the files of the option `files` hold.
 
-    Raises InputError if the task does not take an option, n is below 1, or there are no questions.
+    Raises InputError if the task does not take an option, n is below 1 or above MOST_QUESTIONS, there are no questions,
+    or the task raises or gives something else.
     """
     options = {name: value for name, value in options.items() if value is not None and value != () and value != []}
     _check_options(task, options)
@@ -36,7 +38,9 @@ def draw_questions(task: Task, n: int | None, *, seed: int, **options: Any) -> l
         raise_no_number(task.name)
     if n is not None and n < 1:
         raise InputError(f"{n} questions asked for; ask for 1 or more")
-    questions = list(task.questions(n, seed=seed, **options))
+    if n is not None and n > MOST_QUESTIONS:
+        raise InputError(f"{n} questions asked for; ask for at most {MOST_QUESTIONS:,}")
+    questions = ask_questions(task, n, seed=seed, **options)
     if not questions:
         raise InputError(f"task {task.name!r} has no questions for n = {n}, {options}; give it others")
     return questions
@@ -48,7 +52,10 @@ def raise_no_number(name: str) -> None:
 
 
 def _check_options(task: Task, options: dict[str, Any]) -> None:
-    parameters = inspect.signature(task.questions).parameters.values()
+    try:
+        parameters = inspect.signature(task.questions).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the questions of task {task.name!r} are no function: {in_words(error)}; mend it") from error
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     known = [parameter.name for parameter in parameters if parameter.name not in ("n", "seed")]

@@ -134,11 +134,40 @@ def read_puzzles(*files: str | Path) -> list[Puzzle]:
 def _read_puzzle(place: str, row: dict[str, Any]) -> Puzzle:
     try:
         names, statements, solution = tuple(row["names"]), ast.literal_eval(row["statements"]), tuple(row["solution"])
-    except (TypeError, ValueError, SyntaxError) as error:
+    except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise InputError(f"{place} is not a puzzle ({error}); wanted rows as in kk/3ppl/test.parquet") from error
-    if not len(names) == len(statements) == len(solution) or not isinstance(row["quiz"], str):
-        raise InputError(f"{place}: wanted a statement and a solution for each of {len(names)} names, and a quiz")
-    return Puzzle(names, statements, tuple(map(bool, solution)), row["quiz"])
+    people = len(names)
+    complaints = {
+        f"names are {row['names']!r:.80}; wanted texts": not (
+            isinstance(row["names"], list) and all(isinstance(name, str) and name for name in names)
+        ),
+        f"statements are {statements!r:.80}; wanted one of solve()'s for each of {people} people": not (
+            isinstance(statements, tuple)
+            and len(statements) == people
+            and all(_is_statement(statement, people) for statement in statements)
+        ),
+        f"solution is {solution}; wanted true or false for each of {people} people": not (
+            len(solution) == people and all(isinstance(knight, bool) for knight in solution)
+        ),
+        f"quiz is {row['quiz']!r:.80}; wanted a text": not isinstance(row["quiz"], str),
+    }
+    for complaint, holds in complaints.items():
+        if holds:
+            raise InputError(f"{place}: the {complaint}")
+    return Puzzle(names, statements, solution, row["quiz"])
+
+
+def _is_statement(value: Any, people: int) -> bool:
+    """Whether it is one that `solve` and the wording know, about these people."""
+    if not isinstance(value, tuple) or not value:
+        return False
+    operator, *parts = value
+    if operator in ("telling-truth", "lying"):
+        return len(parts) == 1 and type(parts[0]) is int and 0 <= parts[0] < people
+    if operator == "not":
+        return len(parts) == 1 and _is_statement(parts[0], people) and len(parts[0]) == 2
+    known = operator in ("and", "or", "->", "<=>")
+    return known and len(parts) == 2 and all(_is_statement(part, people) for part in parts)
 
 
 def prompt(puzzle: Puzzle) -> str:
@@ -211,7 +240,9 @@ class _KnightsKnaves:
         return [self.question(generate_puzzle(levels[i % len(levels)], rng)) for i in range(n)]
 
     def question(self, puzzle: Puzzle) -> Question:
-        """The puzzle in this task's words."""
+        """The puzzle in this task's words. Raises InputError for more people than compact puzzles have names."""
+        if self.compact and len(puzzle.names) > len(COMPACT_NAMES):
+            raise InputError(f"a puzzle has {len(puzzle.names)} people; {self.name} has {len(COMPACT_NAMES)} names")
         names = COMPACT_NAMES[: len(puzzle.names)] if self.compact else puzzle.names
         text = compact_prompt(puzzle.statements) if self.compact else prompt(puzzle)
         return Question(text, {"names": names, "solution": puzzle.solution}, level=len(names))

@@ -6,10 +6,13 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from gradscope.errors import InputError
@@ -59,8 +62,11 @@ class Task(Protocol):
         ...
 
 
+RAISED = (Exception, SystemExit)
+"""A task is the user's code: whatever it raises, they are told where."""
+
 _tasks: dict[str, Task] = {}
-_files_read: set[Path] = set()
+_files_read: dict[Path, ModuleType] = {}
 
 
 def register(task: Any) -> Any:
@@ -68,8 +74,11 @@ def register(task: Any) -> Any:
 
     Raises InputError if the object lacks what a Task has.
     """
-    if not isinstance(task, Task):
-        raise InputError(f"{task!r} is not a task; it needs name, questions(n, *, seed) and reward(response, question)")
+    callables = [getattr(task, name) for name in ("questions", "reward", "grade") if hasattr(task, name)]
+    if not (isinstance(task, Task) and isinstance(task.name, str) and task.name and all(map(callable, callables))):
+        raise InputError(
+            f"{task!r} is not a task; it needs name (a string), questions(n, *, seed) and reward(response, question)"
+        )
     _tasks[task.name] = task
     return task
 
@@ -84,9 +93,9 @@ def task_names() -> list[str]:
 
 
 def get_task(name: str) -> Task:
-    """The task registered as `name`; `path/to/file.py:NAME` first runs that file, which registers its tasks.
+    """The task registered as `name`; of `path/to/file.py:NAME`, what that file registers or has under this name.
 
-    Raises InputError if the file does not exist or nothing of that name is registered.
+    Raises InputError if the file does not exist or nothing of that name is there.
 
     >>> get_task("knights-knaves").name
     'knights-knaves'
@@ -95,17 +104,23 @@ def get_task(name: str) -> Task:
         return _tasks[name]
     file, colon, task_name = name.rpartition(":")
     if colon and file.endswith(".py"):
-        _run_file(Path(file))
+        module = _run_file(Path(file))
+        if task_name not in _tasks and hasattr(module, task_name):
+            return register(getattr(module, task_name))
         name = task_name
     if name not in _tasks:
-        raise InputError(f"no task is called {name!r}; known: {', '.join(task_names())}, or path/to/file.py:NAME")
+        raise InputError(
+            f"no task is called {name!r}; known: {', '.join(task_names())}, or path/to/file.py:NAME, with NAME a "
+            "variable of that file"
+        )
     return _tasks[name]
 
 
 def grade_response(task: Task, response: str, question: Question) -> Grade:
     """The task's own grade or, if it has none, one made of its reward.
 
-    Raises InputError, with the response's first characters, if the task raises or its reward is not a finite number.
+    Raises InputError, with the response's first characters, if the task raises, its reward is not a finite number, or
+    its grade is not a Grade of such values.
     """
     try:
         if hasattr(task, "grade"):
@@ -113,33 +128,74 @@ def grade_response(task: Task, response: str, question: Question) -> Grade:
         else:
             reward = float(task.reward(response, question))
             grade = Grade(reward, correct=reward > 0)
-    except Exception as error:  # the task is the user's code: whatever it raises, they are told where
+        wanted = _wanted_of_grade(grade)
+    except RAISED as error:
         raise InputError(
-            f"the reward of task {task.name!r} raised {type(error).__name__} ({error}) on the response "
-            f"{response[:60]!r}; mend the task"
+            f"the reward of task {task.name!r} raised {in_words(error)} on the response {response[:60]!r}; mend the "
+            "task"
         ) from error
-    if not math.isfinite(grade.reward):
+    if wanted is not None:
         raise InputError(
-            f"the reward of task {task.name!r} is {grade.reward} on the response {response[:60]!r}; give finite numbers"
+            f"the reward of task {task.name!r} gave {grade!r:.80} for the response {response[:60]!r}; wanted {wanted}"
         )
-    return grade
+    format_ok = None if grade.format_ok is None else bool(grade.format_ok)
+    return Grade(float(grade.reward), bool(grade.correct), format_ok)
 
 
-def _run_file(file: Path) -> None:
+def _wanted_of_grade(grade: Any) -> str | None:
+    """What it should have been; None if it is."""
+    if not isinstance(grade, Grade):
+        return "Grade(reward, correct, format_ok)"
+    if not hasattr(grade.reward, "__float__") or not math.isfinite(grade.reward):
+        return "a finite number as reward"
+    if grade.correct not in (True, False):
+        return "True or False as correct"
+    return None if grade.format_ok in (None, True, False) else "True, False or None as format_ok"
+
+
+def ask_questions(task: Task, n: int | None, *, seed: int, **options: Any) -> list[Question]:
+    """What `task.questions` gives, as a list; InputError if it raises or gives something else than questions."""
+    try:
+        given = task.questions(n, seed=seed, **options)
+        questions = list(given) if isinstance(given, Iterable) else [given]
+    except InputError:
+        raise
+    except RAISED as error:
+        raise InputError(
+            f"questions(n={n}, seed={seed}) of task {task.name!r} raised {in_words(error)}; mend the task"
+        ) from error
+    for question in questions:
+        if not isinstance(question, Question) or not isinstance(question.level, Integral | None):
+            raise InputError(
+                f"the questions of task {task.name!r} hold {question!r:.80}; wanted a list of Question(prompt, answer, "
+                "level), whose level is a whole number or None"
+            )
+    return questions
+
+
+def in_words(error: BaseException) -> str:
+    """What was raised, on one line."""
+    return f"{type(error).__name__} ({' '.join(str(error).split())[:200]})"
+
+
+def _run_file(file: Path) -> ModuleType:
     file = file.resolve()
     if file in _files_read:
-        return
-    if not file.is_file():
+        return _files_read[file]
+    if not os.path.isfile(file):  # of a name that is too long, Path raises
         raise InputError(f"task file {file} does not exist; give path/to/file.py:NAME with an existing file")
     spec = importlib.util.spec_from_file_location(f"_gradscope_task_{len(_files_read)}_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[spec.name]
-        raise
-    _files_read.add(file)
+        if not isinstance(error, RAISED):
+            raise
+        raise InputError(f"the task file {file} raised {in_words(error)} when it was run; mend it") from error
+    _files_read[file] = module
+    return module
 
 
 def questions_hash(questions: Sequence[Question]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
@@ -19,13 +18,12 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.processes import whole
-from gradscope.run_folder import write_json
+from gradscope.run_folder import UNWRITABLE, write_json
 from gradscope.trainer.adapters import ADAPTER
+from gradscope.trainer.damage import reading
 from gradscope.trainer.learner import Learner
 
 CHECKPOINTS, OPTIMIZER, RANDOM_STATES, STATE = "checkpoints", "optimizer.pt", "random_states.pt", "trainer_state.json"
-UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
-"""What the system says where the user has to name another folder; the rest (a full disk, …) is not the user's."""
 
 
 def save_checkpoint(
@@ -59,8 +57,14 @@ def save_checkpoint(
 def restore_checkpoint(folder: Path, learner: Learner) -> int:
     """Optimizer and random states; the weights are those that the learner was built with.
 
-    Returns how many optimizer steps in a row had no finite gradient when it was written.
+    Returns how many optimizer steps in a row had no finite gradient when it was written. Raises InputError for a
+    checkpoint that is damaged.
     """
+    with reading(folder):
+        return _restore(folder, learner)
+
+
+def _restore(folder: Path, learner: Learner) -> int:
     saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
     parameters = [p for group in learner.optimizer.param_groups for p in group["params"]]
     for index, moments in saved["state"].items():
@@ -68,9 +72,14 @@ def restore_checkpoint(folder: Path, learner: Learner) -> int:
             moments[name] = _like(parameters[index], value)
     learner.optimizer.load_state_dict(saved)
     states, rank = torch.load(folder / RANDOM_STATES, weights_only=True), learner.processes.rank
+    if not states:
+        raise ValueError(f"{RANDOM_STATES} holds none")
     if rank < len(states):  # an earlier start may have had fewer processes
         _set_random_states(states[rank])
-    return json.loads((folder / STATE).read_bytes()).get("nonfinite_in_a_row", 0)
+    state = json.loads((folder / STATE).read_bytes())
+    if state["step"] != checkpoint_step(folder):
+        raise ValueError(f"{STATE} is of step {state['step']}")
+    return state.get("nonfinite_in_a_row", 0)
 
 
 def list_checkpoints(out: Path) -> list[Path]:
@@ -94,10 +103,11 @@ def count_checkpoints(done: int, total: int, *, every: int, keep: int | None = N
     return ahead if keep is None else min(ahead, keep + 1)
 
 
-def check_space(out: Path, learner: Learner, count: int) -> None:
+def check_space(out: Path, learner: Learner, count: int, *, to_be_freed: int = 0) -> None:
     """Raise InputError if the folder cannot be written, OSError if its disk has no room for so many checkpoints.
 
-    What a crash has left of a checkpoint is removed.
+    to_be_freed: bytes that will be free, beside those that are, before the first one is written. What a crash has left
+    of a checkpoint is removed.
     """
     folder = out / CHECKPOINTS
     try:
@@ -112,7 +122,7 @@ def check_space(out: Path, learner: Learner, count: int) -> None:
     _drop_unfinished(out)
     weights = sum(p.numel() for p in learner.policy.model.parameters())
     trained = sum(p.numel() for p in learner.policy.model.parameters() if p.requires_grad)
-    needed, free = count * 4 * (weights + 2 * trained), shutil.disk_usage(out).free
+    needed, free = count * 4 * (weights + 2 * trained), shutil.disk_usage(out).free + to_be_freed
     if free < needed:
         raise OSError(
             f"the disk of {out} has {free / 2**30:.2f} GiB free and {count} checkpoints take {needed / 2**30:.2f}; "
@@ -162,6 +172,8 @@ def _write(folder: Path, state: dict[str, int], learner: Learner, content: _Cont
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
     """A moment as the parameter lies: whole, or this process's shard."""
+    if value.ndim and value.shape != parameter.shape:
+        raise ValueError(f"{OPTIMIZER} has a moment of shape {tuple(value.shape)} for {tuple(parameter.shape)}")
     if not hasattr(parameter, "full_tensor") or value.shape != parameter.shape:
         return value
     from torch.distributed.tensor import distribute_tensor

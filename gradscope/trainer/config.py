@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gradscope.batch_loss import LossSettings
 from gradscope.errors import InputError
@@ -107,14 +108,28 @@ class TrainConfig:
     """cpu, or a GPU of torch; none: accelerate's choice."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
+        for name, kind in get_type_hints(TrainConfig).items():
+            if not _fits(value := getattr(self, name), kind):
+                wanted = TrainConfig.__annotations__[name].replace("Number", "float")
+                raise InputError(f"{name} is {value!r}, of type {type(value).__name__}; give {wanted}")
         for name, words in _choices().items():
             if getattr(self, name) not in words:
                 raise InputError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(map(str, words))}")
+        for name, most in _MOST.items():
+            value = getattr(self, name)
+            if value is not None and most < value < float("inf"):
+                raise InputError(f"{name} is {value}; give {most:,} at most")
         self.loss.check()
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not least <= value < float("inf"):
                 raise InputError(f"{name} is {value}; give {least} or more")
+        if self.num_responses > MOST_RESPONSES:
+            raise InputError(
+                f"questions_per_step × group_size is {self.num_responses:,}; give {MOST_RESPONSES:,} responses at most"
+            )
         for name in ("temperature", "learning_rate", "max_grad_norm", "lora_alpha"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InputError(f"{name} is {getattr(self, name)}; give a positive number")
@@ -122,9 +137,11 @@ class TrainConfig:
             raise InputError("group_size is 1: GRPO compares the responses to one question; give 2 or more")
         if self.lopti_eta is not None:
             check_eta(self.lopti_eta)
-        masked = (0, 1) if self.mask_probs is None else self.mask_probs
+        masked = (0, 0.5) if self.mask_probs is None else self.mask_probs
         if len(masked) != 2 or not 0 <= masked[0] < masked[1] <= 1:
             raise InputError(f"mask_probs is {self.mask_probs}; give two probabilities, the lower one first")
+        if tuple(masked) == (0, 1):
+            raise InputError("mask_probs is 0 to 1, which leaves no token to train on; give a part of that range")
         needed = {None: (), "random-split": ("lopti_eta",)}.get(self.control, ("reweight_alpha",))
         if missing := [name for name in needed if getattr(self, name) is None]:
             raise InputError(f"control {self.control} is matched to {missing[0]}, which is off; give {missing[0]}")
@@ -157,6 +174,27 @@ _LEAST = {
     **dict.fromkeys(("kl_coef", "warmup_steps", "weight_decay", "seed"), 0),
 }
 """The least value of each count."""
+
+_MOST = {
+    **dict.fromkeys((name for name in _LEAST if name not in ("kl_coef", "weight_decay")), 2**31 - 1),
+    **dict.fromkeys(("learning_rate", "clip_ratio_high", "clip_ratio_c", "kl_coef", "lora_alpha"), 10**6),
+}
+"""The largest value of each count, and of numbers that float32 must hold with room to spare."""
+MOST_RESPONSES = 10_000_000
+"""Of one step."""
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a field's type; a whole number is a float too, a bool no number, and words come later."""
+    if get_origin(kind) is Literal:
+        return True
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_fits(part, get_args(kind)[0]) for part in value)
+    if get_args(kind):
+        return any(_fits(value, part) for part in get_args(kind))
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
 
 
 def _choices() -> dict[str, tuple[str | None, ...]]:

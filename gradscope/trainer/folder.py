@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +20,10 @@ from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.learner import Learner
 
 CONFIG, METRICS, MANIFEST = "config.json", "metrics.jsonl", "manifest.json"
-WRITTEN = (METRICS, MANIFEST, CHECKPOINTS, "rollouts", "trackers", CONFIG)
+ROLLOUTS, TRACKERS = "rollouts", "trackers"
+WRITTEN = (METRICS, MANIFEST, CHECKPOINTS, ROLLOUTS, TRACKERS, CONFIG)
+REPLACED, DROPPED = ".replaced", ".dropped"
+"""Where a run that is overwritten waits until the new one has made a step, and where it is deleted from then."""
 CHANGEABLE = ("steps", "epochs", "save_every", "keep_checkpoints", "save_rollouts", "trackers")
 """Fields that a resumed run may have otherwise: they do not change the numbers of a step."""
 
@@ -26,7 +32,7 @@ def find_start(config: TrainConfig, out: Path, total: int, *, resume: bool, over
     """The checkpoint to go on from; None: the beginning. Nothing is written.
 
     Raises InputError for a folder that holds a run, unless it is finished, resumed, or to be overwritten; for one that
-    was made with other settings; and, always, for one that holds what no run of training wrote.
+    was made with other settings, or has more steps; and, always, for one that holds what no run of training wrote.
     """
     check_is_folder(out)
     if resume and overwrite:
@@ -45,21 +51,73 @@ def find_start(config: TrainConfig, out: Path, total: int, *, resume: bool, over
         values = ", ".join(f"{name} {earlier[name]}, not {wanted[name]}" for name in changed[:3])
         raise InputError(f"{out} holds a run with other settings ({values}); give another --out, or --overwrite")
     newest = next(iter(list_checkpoints(out)[::-1]), None)
-    finished = newest is not None and checkpoint_step(newest) >= total
+    done = 0 if newest is None else checkpoint_step(newest)
+    if done > total:
+        raise InputError(
+            f"{out} holds a run of {done} steps already, more than the {total} asked for; its last checkpoint is "
+            f"{newest}; give {done} steps or more, another --out, or --overwrite"
+        )
+    finished = done == total
     if not (resume or finished):
         raise InputError(f"{out} holds an unfinished run; give --resume to go on, another --out, or --overwrite")
     return newest
 
 
 def remove_run(out: Path) -> None:
-    """Drop what a run wrote, and nothing else; the folder too if it is empty then."""
+    """Drop what a run wrote, and nothing else."""
     for name in WRITTEN:
         if (out / name).is_dir():
             shutil.rmtree(out / name)
         else:
             (out / name).unlink(missing_ok=True)
-    if out.is_dir() and not any(out.iterdir()):
-        out.rmdir()
+
+
+def set_aside(out: Path) -> int:
+    """Move a run that is to be replaced to where `bring_back` finds it; its size in bytes."""
+    if not (out / CONFIG).is_file():
+        return 0
+    aside = out / REPLACED
+    aside.mkdir()
+    for name in WRITTEN:  # config.json last: once it is there, all of the run is
+        if (out / name).exists():
+            os.replace(out / name, aside / name)
+    return sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
+
+
+def bring_back(out: Path) -> bool:
+    """Put a run that was set aside in the place of the one that was to replace it; False if there is none.
+
+    What is left of one that was dropped goes. Killed at any point, it can be called again.
+    """
+    shutil.rmtree(out / DROPPED, ignore_errors=True)
+    aside = out / REPLACED
+    if not aside.is_dir():
+        return False
+    if (aside / CONFIG).is_file():
+        remove_run(out)
+    for name in reversed(WRITTEN):  # config.json first: from then on, what lies in the folder is the old run's
+        if (aside / name).exists():
+            os.replace(aside / name, out / name)
+    aside.rmdir()
+    return True
+
+
+def drop_replaced(out: Path) -> None:
+    """Delete the run that was set aside, if there is one."""
+    if (out / REPLACED).is_dir():
+        os.replace(out / REPLACED, out / DROPPED)  # at once: it is no more to be brought back
+        shutil.rmtree(out / DROPPED)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name what is written in an OSError: the system's own words may be no more than "No space left on device"."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{path} could not be written ({error.strerror or error}); make room there and go on with --resume"
+        ) from error
 
 
 def write_description(

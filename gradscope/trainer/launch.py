@@ -11,6 +11,7 @@ is refused.
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,36 @@ import torch
 from torch import nn
 
 from gradscope.errors import InputError
-from gradscope.models import Policy, load_policy
+from gradscope.models import Policy, find_device, load_policy
 from gradscope.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+PATIENCE = timedelta(hours=4)
+"""For the slowest of several processes: one may sample or measure for long while the others wait."""
+
+
+def make_accelerator(config: TrainConfig, out: Path) -> Accelerator:
+    """Accelerate's view of device, processes and trackers."""
+    from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    here = {str(getattr(name, "value", name)) for name in get_available_trackers()}
+    if missing := [name for name in config.trackers if name not in here]:
+        known = "is not installed" if missing[0] in LOGGER_TYPE_TO_CLASS else "is no tracker that accelerate knows"
+        raise InputError(f"tracker {missing[0]!r} {known}; at hand: {', '.join(sorted(here)) or 'none'}")
+    device = None if config.device is None else torch.device(find_device(config.device))
+    on_cpu = device is not None and device.type == "cpu"
+    if device is not None and not on_cpu:
+        torch.cuda.set_device(device)
+    return Accelerator(
+        cpu=on_cpu,
+        mixed_precision="no",  # the configuration's own precision decides
+        log_with=list(config.trackers) or None,
+        project_dir=str(out),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+    )
 
 
 def check_launch(config: TrainConfig, accelerator: Accelerator) -> None:

@@ -22,6 +22,7 @@ from gradscope.sampling import Sampler
 from gradscope.steps import Updater
 from gradscope.trainer.adapters import adapted_layers, add_adapters, merge_weight
 from gradscope.trainer.config import TrainConfig
+from gradscope.trainer.damage import reading
 from gradscope.trainer.launch import check_launch, load_whole, share_model
 
 if TYPE_CHECKING:
@@ -74,6 +75,11 @@ class Learner:
         with self.autocast():
             return batch_statistics(model, batch, micro_batch_size=size, device=device, processes=processes)
 
+    def is_finite(self) -> bool:
+        """Whether all trained weights are; all processes ask together."""
+        trained = [p.detach() for p in self.policy.model.parameters() if p.requires_grad]
+        return bool(whole(nn.utils.get_total_norm(trained, float("inf"))).isfinite())
+
     def set_learning_rate(self, value: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = value
@@ -109,11 +115,14 @@ class Learner:
 def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Path | None = None) -> Learner:
     """Load the policy of the configuration, or of a checkpoint of this run, and make all that trains it.
 
-    Raises InputError for a way of launching that the trainer does not know.
+    Raises InputError for a way of launching that the trainer does not know, and for a checkpoint that is damaged.
     """
     check_launch(config, accelerator)
-    start = checkpoint if checkpoint is not None and config.lora_rank is None else fetch_policy(config.model)
-    policy = sampled = load_whole(start, accelerator)
+    if checkpoint is not None and config.lora_rank is None:
+        with reading(checkpoint):
+            policy = sampled = load_whole(checkpoint, accelerator)
+    else:
+        policy = sampled = load_whole(fetch_policy(config.model), accelerator)
     model = policy.model
     _remove_noise(model)
     if accelerator.is_fsdp2 and config.engine == "hf":

@@ -5,6 +5,7 @@
     OUT/checkpoints/step-000020/        a folder that transformers loads, with optimizer and random states
     OUT/rollouts/step-000001.parquet    with save_rollouts: the responses, in the native format
     OUT/trackers/                       what TensorBoard reads
+    OUT/.lock, .replaced/               while it runs; the run that it overwrites, until a step has been made
 
 Everything drawn at random is a function of the seed, the step and the place among the processes, so a run resumed with
 as many processes goes on to the same numbers.
@@ -12,51 +13,40 @@ as many processes goes on to the same numbers.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from gradscope.batch import TokenBatch
 from gradscope.errors import DivergedError, InputError, SyncError
+from gradscope.folder_lock import locked
 from gradscope.logprobs import TokenStatistics
-from gradscope.models import find_device
+from gradscope.processes import Processes
 from gradscope.sampling import Sampler
 from gradscope.sampling.engines import make_sampler
 from gradscope.tasks import get_task
 from gradscope.trainer.algorithm import Update, compute_advantages, plan_update
 from gradscope.trainer.callbacks import OnStep, Step, measure_gradients
-from gradscope.trainer.checkpoints import (
-    CHECKPOINTS,
-    check_space,
-    checkpoint_step,
-    count_checkpoints,
-    list_checkpoints,
-    restore_checkpoint,
-    save_checkpoint,
-)
+from gradscope.trainer.checkpoints import checkpoint_step, list_checkpoints
 from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.folder import METRICS, find_start, remove_run, write_description
+from gradscope.trainer.folder import bring_back, find_start
+from gradscope.trainer.journal import Journal
+from gradscope.trainer.launch import make_accelerator
 from gradscope.trainer.learner import Learner, build_learner
-from gradscope.trainer.metrics import (
-    drop_lines_after,
-    rollout_metrics,
-    scalars,
-    token_metrics,
-    update_metrics,
-    write_line,
-)
+from gradscope.trainer.metrics import rollout_metrics, token_metrics, update_metrics
 from gradscope.trainer.rollout import Questions, Rollout, derive_seed, sample_rollout
 
 MOST_NONFINITE = 3
 """Optimizer steps in a row without a finite gradient that end a run."""
-PATIENCE = timedelta(hours=4)
-"""For the slowest of several processes: one may sample or measure for long while the others wait."""
+NAN_LOGITS = "logits are NaN"
+"""What both samplers say of them; of another process's error, the words are all that comes."""
 SYNC_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 """Mean |Δ log π| in nats of sampler and trainer from which they are taken to hold different weights.
 
@@ -78,19 +68,39 @@ def train(
     in `out`. With neither, a folder that holds a run is refused. Run under `accelerate launch` for several processes.
 
     Raises InputError for whatever the user can mend, DivergedError after three steps in a row without a finite
-    gradient, SyncError if the sampler's weights are not the trainer's; checkpoints stay in all cases.
+    gradient and for weights or logits that steps have made infinite or NaN, SyncError if the sampler's weights are not
+    the trainer's; checkpoints stay in all cases, and so does a run to be overwritten until the first step is made.
     """
     out = Path(out)
     questions = Questions(get_task(config.task), config)
-    start = find_start(config, out, questions.steps, resume=resume, overwrite=overwrite)
-    if start is not None and checkpoint_step(start) >= questions.steps:
-        return start
-    accelerator = _make_accelerator(config, out)
-    learner = build_learner(config, accelerator, start)
-    if on_step is not None and learner.is_sharded:
-        raise InputError("on_step looks at whole weights and these lie in shards (FSDP); launch with --multi_gpu")
+    accelerator = make_accelerator(config, out)
+    processes = Processes(accelerator.process_index, accelerator.num_processes)
+    with ExitStack() as stack:
+        with processes.together():
+            if processes.is_main:
+                stack.enter_context(locked(out, ".lock"))
+                bring_back(out)
+        start = find_start(config, out, questions.steps, resume=resume, overwrite=overwrite)
+        if start is not None and checkpoint_step(start) == questions.steps:
+            accelerator.end_training()
+            return start
+        learner = build_learner(config, accelerator, start)
+        if on_step is not None and learner.is_sharded:
+            raise InputError("on_step looks at whole weights and these lie in shards (FSDP); launch with --multi_gpu")
+        journal = Journal(config, out, questions, learner, accelerator)
+        nonfinite = stack.enter_context(journal.opened(start, overwrite=overwrite))
+        # Closed before the journal is, whose trackers end the process group that vLLM needs.
+        sampler = stack.enter_context(closing(_make_sampler(config, learner)))
+        watchers = [] if config.gradients_every is None else [measure_gradients]
+        watchers += [] if on_step is None else [on_step]
+        run = _Run(journal, sampler, watchers, done=0 if start is None else checkpoint_step(start), nonfinite=nonfinite)
+        run.go(progress=progress)
+    return list_checkpoints(out)[-1]
+
+
+def _make_sampler(config: TrainConfig, learner: Learner) -> Sampler:
     with learner.processes.together():
-        sampler = make_sampler(
+        return make_sampler(
             config.engine,
             learner.sampled,
             batch_size=config.sampling_batch_size,
@@ -98,97 +108,35 @@ def train(
             memory=config.vllm_memory,
             progress=False,
         )
-    watchers = [] if config.gradients_every is None else [measure_gradients]
-    watchers += [] if on_step is None else [on_step]
-    run = _Run(config, out, questions, learner, sampler, accelerator, watchers)
-    with run.opened(start, overwrite=overwrite):
-        return run.go(progress=progress)
-
-
-def _make_accelerator(config: TrainConfig, out: Path) -> Any:
-    """Accelerate's view of device, processes and trackers."""
-    from accelerate import Accelerator, InitProcessGroupKwargs
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-
-    here = {str(getattr(name, "value", name)) for name in get_available_trackers()}
-    if missing := [name for name in config.trackers if name not in here]:
-        known = "is not installed" if missing[0] in LOGGER_TYPE_TO_CLASS else "is no tracker that accelerate knows"
-        raise InputError(f"tracker {missing[0]!r} {known}; at hand: {', '.join(sorted(here)) or 'none'}")
-    if config.device not in (None, "cpu"):
-        torch.cuda.set_device(find_device(config.device))
-    return Accelerator(
-        cpu=config.device == "cpu",
-        mixed_precision="no",  # the configuration's own precision decides
-        log_with=list(config.trackers) or None,
-        project_dir=str(out),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
-    )
 
 
 class _Run:
     """A run in progress."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        out: Path,
-        questions: Questions,
-        learner: Learner,
-        sampler: Sampler,
-        accelerator: Any,
-        watchers: list[OnStep],
+        self, journal: Journal, sampler: Sampler, watchers: list[OnStep], *, done: int, nonfinite: int
     ) -> None:
-        self.config, self.out, self.questions, self.learner = config, out, questions, learner
-        self.sampler, self.accelerator, self.watchers = sampler, accelerator, watchers
-        self.processes, self.done, self.nonfinite = learner.processes, 0, 0
+        self.journal, self.sampler, self.watchers = journal, sampler, watchers
+        self.config, self.questions, self.learner = journal.config, journal.questions, journal.learner
+        self.processes, self.done, self.nonfinite = journal.processes, done, nonfinite
         self.seconds = dict.fromkeys(("sampling", "training", "other"), 0.0)
 
-    @contextmanager
-    def opened(self, start: Path | None, *, overwrite: bool) -> Iterator[None]:
-        """Make the folder ready, and the trackers; close them in the end."""
-        self.done = 0 if start is None else checkpoint_step(start)
-        with self.processes.together():
-            if self.processes.is_main:
-                if overwrite:
-                    remove_run(self.out)
-                check_space(self.out, self.learner, self._checkpoints_ahead)
-                resumed, hashed = start is not None, self.questions.hash
-                write_description(self.out, self.config, self.learner, hashed, resumed=resumed)
-                drop_lines_after(self.out / METRICS, self.done)
-        if start is not None:
-            self.nonfinite = restore_checkpoint(start, self.learner)
-        settings = {"tensorboard": {"purge_step": self.done + 1}}
-        self.accelerator.init_trackers(
-            "trackers", init_kwargs={k: v for k, v in settings.items() if k in self.config.trackers}
-        )
-        try:
-            yield
-        except InputError:
-            if not self.done and self.processes.is_main:
-                remove_run(self.out)  # nothing was learnt: the next attempt is not held up by this one's settings
-            raise
-        finally:
-            self.accelerator.end_training()
-            self.sampler.close()
-
-    def go(self, *, progress: bool) -> Path:
-        """All steps that are left; the last checkpoint's folder."""
-        from tqdm import tqdm
-
-        total, hidden = self.questions.steps, True if not (progress and self.processes.is_main) else None
-        with tqdm(total=total, initial=self.done, desc="training", unit="step", disable=hidden) as bar:
+    def go(self, *, progress: bool) -> None:
+        """All steps that are left."""
+        total, shown = self.questions.steps, progress and self.processes.is_main
+        with tqdm(total=total, initial=self.done, desc="training", unit="step", disable=None if shown else True) as bar:
             while self.done < total:
                 record = self._step(self.done)
                 self.done += 1
-                self._log(record, bar)
+                self.journal.log(record)
+                if shown:
+                    _show(record, total, bar)
                 if self.nonfinite >= MOST_NONFINITE:
-                    raise DivergedError(
-                        f"{self.nonfinite} optimizer steps in a row had no finite gradient, up to step {self.done}; "
-                        f"checkpoints from before stay in {self.out / CHECKPOINTS}; try a lower learning_rate"
+                    raise self.journal.diverged(
+                        f"{self.nonfinite} optimizer steps in a row had no finite gradient, up to step {self.done}"
                     )
                 if self.done % self.config.save_every == 0 or self.done == total:
                     self._save()
-        return list_checkpoints(self.out)[-1]
 
     def _step(self, index: int) -> dict[str, Any]:
         """Step `index` (0, 1, …): what is logged of it."""
@@ -197,9 +145,7 @@ class _Run:
         rollout = self._sample(index)
         batch, statistics = self._score(rollout)
         self._check_sync(rollout.batch, statistics)
-        with self.processes.together():
-            if self.config.save_rollouts and self.processes.is_main:
-                self._keep(index, rollout, batch)
+        self.journal.keep_rollout(index + 1, rollout, batch)
         record = {"step": index + 1, **rollout_metrics(rollout)}
         record |= token_metrics(batch, statistics, rollout.batch.old_logprobs)
         generator = torch.Generator().manual_seed(derive_seed(self.config.seed, index, 2))
@@ -231,16 +177,20 @@ class _Run:
             try:
                 return sample_rollout(self.learner.policy, self.sampler, questions, self.config, index, self.processes)
             except (InputError, KeyboardInterrupt) as error:
+                if self.done and NAN_LOGITS in str(error):
+                    raise self._diverged_logits() from error
                 # The weights are those of the last finished step: nothing of it is lost. Several processes save
                 # together or not at all, and an interruption finds them at different places.
                 together = self.processes.count == 1 or isinstance(error, InputError)
-                if together and self.done and not (self.out / CHECKPOINTS / f"step-{self.done:06d}").is_dir():
+                if together and self.done and not self.journal.has_checkpoint(self.done):
                     self._save()
                 raise
 
     def _score(self, rollout: Rollout) -> tuple[TokenBatch, TokenStatistics]:
         """The batch with π_old, π_ref and advantages, and the statistics of its tokens under the policy."""
         batch, statistics = rollout.batch, self.learner.statistics(rollout.batch)
+        if self.done and not statistics.logprob[batch.response_mask].isfinite().all():
+            raise self._diverged_logits()
         if self.config.old_logprobs == "trainer":
             batch = replace(batch, old_logprobs=statistics.logprob)
         if self.config.kl_coef > 0:
@@ -272,42 +222,16 @@ class _Run:
                     self.nonfinite = self.nonfinite + 1 if result.outcome == "nonfinite" else 0
                 if self.nonfinite >= MOST_NONFINITE:
                     break
+        if not self.learner.is_finite():
+            raise self.journal.diverged(f"the weights are not finite after step {index + 1}")
         return update_metrics(results)
 
-    def _keep(self, index: int, rollout: Rollout, batch: TokenBatch) -> None:
-        from gradscope.readers import write_rollouts
-
-        folder = self.out / "rollouts"
-        folder.mkdir(exist_ok=True)
-        rows = []
-        for i, row in enumerate(rollout.rows):
-            mask = batch.response_mask[i]
-            kept = {
-                "old_logprobs": batch.old_logprobs[i][mask].tolist(),
-                "advantage": batch.advantages[i][mask].tolist(),
-            }
-            if batch.ref_logprobs is not None:
-                kept["ref_logprobs"] = batch.ref_logprobs[i][mask].tolist()
-            rows.append(row | kept | {"step": index + 1})
-        write_rollouts(folder / f"step-{index + 1:06d}.parquet", rows)
-
-    def _log(self, record: dict[str, Any], bar: Any) -> None:
-        with self.processes.together():
-            if self.processes.is_main:
-                write_line(self.out / METRICS, record)
-        self.accelerator.log(scalars(record), step=self.done)
-        shown = ("reward_mean", "accuracy", "response_length", "kl")
-        bar.set_postfix({name: f"{record[name]:.3g}" for name in shown}, refresh=False)
-        bar.update()
-
-    @property
-    def _checkpoints_ahead(self) -> int:
-        config = self.config
-        return count_checkpoints(self.done, self.questions.steps, every=config.save_every, keep=config.keep_checkpoints)
-
     def _save(self) -> None:
-        kept = self.config.keep_checkpoints
-        save_checkpoint(self.out, self.done, self.learner, nonfinite_in_a_row=self.nonfinite, keep=kept)
+        self.journal.save(self.done, nonfinite_in_a_row=self.nonfinite)
+
+    def _diverged_logits(self) -> DivergedError:
+        words = f"the policy's logits are NaN or infinite after step {self.done}"
+        return self.journal.diverged(words, up_to=self.done - 1)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -316,3 +240,14 @@ class _Run:
         if self.learner.updater.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds[name] += time.perf_counter() - started
+
+
+def _show(record: dict[str, Any], total: int, bar: tqdm) -> None:
+    """The step on the progress line; where that is not a terminal, on a line of its own."""
+    shown = {name: f"{record[name]:.3g}" for name in ("reward_mean", "accuracy", "response_length", "kl")}
+    if bar.disable:
+        seconds = sum(record[f"seconds_{part}"] for part in ("sampling", "training", "other"))
+        words = ", ".join(f"{name} {value}" for name, value in shown.items())
+        print(f"step {record['step']} of {total}: {words}, {seconds:.1f} s", file=sys.stderr, flush=True)
+    bar.set_postfix(shown, refresh=False)
+    bar.update()

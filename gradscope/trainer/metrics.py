@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from gradscope.batch import TokenBatch
+from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.logprobs import TokenStatistics
 from gradscope.objective import kl_k3
-from gradscope.run_folder import write_text
 from gradscope.steps import StepResult
 from gradscope.trainer.rollout import Rollout
 
@@ -83,16 +83,26 @@ def write_line(path: Path, record: Mapping[str, Any]) -> None:
         file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
 
 
-def drop_lines_after(path: Path, step: int) -> None:
-    """Keep the records up to this step; a half-written last line goes too."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+def lines_up_to(path: Path, step: int) -> str:
+    """The records of steps 1 to `step`, without those of later steps and whatever follows a line that is no record.
+
+    Raises InputError where a record is missing then.
+    """
+    kept, missing = [], set(range(1, step + 1))
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except ValueError:
+            text = line.decode("utf-8")
+            if (number := json.loads(text)["step"]) <= step:
+                kept.append(text + "\n")
+                missing.discard(number)
+        except (ValueError, TypeError, LookupError):
             break
-    write_text(path, "".join(kept))
+    if missing:
+        raise InputError(
+            f"{path} has no sound record of step {min(missing)}, and there is a checkpoint of step {step}; mend the "
+            f'file (a line {{"step": {min(missing)}}} will do), or delete the checkpoints after step {min(missing) - 1}'
+        )
+    return "".join(kept)
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:

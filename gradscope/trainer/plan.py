@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,7 +162,7 @@ def shape_of(model: str) -> ModelShape:
     from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
     folder = EMBEDDED if model == "embedded" else Path(model)
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):  # of a name that is too long, Path raises
         if model not in ARCHITECTURES:
             raise InputError(
                 f"the network of {model!r} is not known here; give a folder with its config.json (the weights need not "
