@@ -68,10 +68,20 @@ def numbers(out: Path) -> list[dict]:
 
 
 def stop(*args: str, capsys) -> tuple[int, str]:
-    """Exit status and standard error of a command that is refused."""
+    """Exit status and standard error of a command that is refused, but for the lines about its steps."""
     with pytest.raises(SystemExit) as stopped:
         main(["train", *args])
-    return stopped.value.code, capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines(keepends=True)
+    return stopped.value.code, "".join(line for line in lines if not line.startswith("step "))
+
+
+def test_where_there_is_no_terminal_each_step_has_a_line(tmp_path, capsys):
+    main(["train", *flags(replace(SMALL, steps=2)), "--out", str(tmp_path / "run")])
+    lines = capsys.readouterr().err.splitlines()
+    rewards = [f"{record['reward_mean']:.3g}" for record in records(tmp_path / "run")]
+    assert [line.split(",")[0] for line in lines] == [
+        f"step {i} of 2: reward_mean {r}" for i, r in enumerate(rewards, 1)
+    ]
 
 
 def flags(config: TrainConfig = SMALL) -> list[str]:

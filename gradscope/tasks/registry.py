@@ -86,8 +86,8 @@ def register(task: Any) -> Any:
 def task_names() -> list[str]:
     """The names that `get_task` knows by now, sorted.
 
-    >>> task_names()[:2]
-    ['arithmetic', 'knights-knaves']
+    >>> {"arithmetic", "knights-knaves", "math"} <= set(task_names())
+    True
     """
     return sorted(_tasks)
 
