@@ -12,16 +12,21 @@ _DEFINED_IN = {
     "InputError": "errors",
     "Policy": "models",
     "SelfCheckError": "errors",
+    "StepSettings": "step_settings",
     "TokenBatch": "batch",
+    "apply_update": "updates",
+    "apply_updates": "updates",
     "capture_activations": "capture",
     "capture_gradients": "capture",
     "interval_gradients": "group_gradients",
     "load_policy": "models",
     "measure": "token_table",
+    "movement_table": "updates",
     "read_rollouts": "readers",
 }
 _SUBMODULES = (
-    "bounds", "capture", "gains", "group_gradients", "intervals", "jacobians", "objective", "plots", "tasks", "theory",
+    "bounds", "capture", "directions", "drivers", "gains", "group_gradients", "influence", "intervals", "jacobians",
+    "objective", "plot_updates", "plots", "tasks", "theory", "tuning", "updates",
 )  # fmt: skip
 
 __all__ = ["__version__", *_DEFINED_IN, *_SUBMODULES]

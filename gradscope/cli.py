@@ -22,6 +22,7 @@ from gradscope.batch import TokenBatch
 from gradscope.cli_evaluate import Evaluate
 from gradscope.cli_shared import DeviceFlag, DtypeFlag, check_prompts, load_quietly
 from gradscope.cli_train import train_with_preset
+from gradscope.cli_tune import Tune
 from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError
 from gradscope.models import Policy, check_prompt
 from gradscope.run_folder import RunFolder, check_is_folder, check_writable, file_hash, library_versions, write_parquet
@@ -306,7 +307,7 @@ def main(args: Sequence[str] | None = None) -> None:
     args = sys.argv[1:] if args is None else list(args)
     try:
         command = tyro.cli(
-            Demo | Sample | Measure | train_with_preset(args) | Evaluate,
+            Demo | Sample | Measure | Tune | train_with_preset(args) | Evaluate,
             args=args,
             prog="gradscope",
             description="Which tokens does an RL update of a language model serve?",

@@ -134,6 +134,14 @@ def require_columns(table: pd.DataFrame, columns: list[str]) -> None:
         raise InputError(f"the table has no column {', '.join(missing)}; give the table of `measure`{hint}")
 
 
+def is_measured(table: pd.DataFrame, name: str, floor: float) -> np.ndarray:
+    """True for the tokens with 1−π > floor whose norms, `name` and at the logits, are known and not 0."""
+    require_columns(table, [LOGITS, "log_one_minus_prob", "group", name])
+    x, norm, logits = (table[c].to_numpy(np.float64) for c in ("log_one_minus_prob", name, LOGITS))
+    known = np.isfinite(x) & np.isfinite(norm) & np.isfinite(logits)
+    return known & (x > (np.log(floor) if floor > 0 else -np.inf)) & (norm > 0) & (logits > 0)
+
+
 def _logs(
     table: pd.DataFrame, name: str, floor: float, *, of: str | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -141,12 +149,9 @@ def _logs(
 
     of: the column to take instead, on those same tokens.
     """
-    require_columns(table, [LOGITS, "log_one_minus_prob", "group", name])
-    x, norm, logits = (table[c].to_numpy(np.float64) for c in ("log_one_minus_prob", name, LOGITS))
-    keep = np.isfinite(x) & (x > (np.log(floor) if floor > 0 else -np.inf)) & (norm > 0) & (logits > 0)
-    keep &= np.isfinite(norm) & np.isfinite(logits)
-    chosen = norm if of is None else table[of].to_numpy(np.float64)
-    return x[keep], np.log(chosen[keep]), table["group"].to_numpy()[keep]
+    keep = is_measured(table, name, floor)
+    x, norm = (table[c].to_numpy(np.float64)[keep] for c in ("log_one_minus_prob", of or name))
+    return x, np.log(norm), table["group"].to_numpy()[keep]
 
 
 def _moments(x: np.ndarray, y: np.ndarray) -> np.ndarray:

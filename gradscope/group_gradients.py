@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -27,14 +26,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from gradscope.adamw_state import AdamWState, flat_slices, float_parameters
+from gradscope.adamw_state import AdamWState
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import PAPER, LossSettings, batch_loss, own_where_unknown, resolve_advantages
-from gradscope.capture import measuring
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.logprobs import sequence_logprobs
 from gradscope.models import Policy
+from gradscope.weighted_gradients import add_gradients, differentiable, zero_vectors
 
 Number = int | float
 
@@ -106,9 +105,7 @@ def interval_gradients(
     batch = replace(batch, advantages=resolve_advantages(batch))
     generator = generator or torch.Generator().manual_seed(0)
     sums = _Sums(policy.model, len(edges) - 1, squares=optimizer_state is not None)
-    with measuring(policy.model), torch.enable_grad():
-        for _, parameter in float_parameters(policy.model):
-            parameter.requires_grad_(True)
+    with differentiable(policy.model):
         prompts = batch.group_ids.unique()
         halves = torch.randperm(len(prompts), generator=generator) * 2 // len(prompts)
         pairs = zip(prompts.tolist(), halves.tolist(), strict=True)
@@ -152,17 +149,13 @@ class _Sums:
     """What adds up over the batch; vectors are flat over the parameters, in the order of named_parameters()."""
 
     def __init__(self, model: nn.Module, num_intervals: int, *, squares: bool) -> None:
-        self.slices = list(flat_slices(model).values())
-        tensors = [p for _, p in float_parameters(model)]
-        dtype = reduce(torch.promote_types, (p.dtype for p in tensors), torch.float32)
-        size, like = self.slices[-1].stop, {"dtype": dtype, "device": tensors[0].device}
         # [2, A, P]: G_a of each half of the prompts; [A, P]: g_{p,a} of the prompt at hand.
-        self.halves = torch.zeros(2, num_intervals, size, **like)
-        self.prompt = torch.zeros(num_intervals, size, **like)
+        self.halves = zero_vectors(model, 2, num_intervals)
+        self.prompt = zero_vectors(model, num_intervals)
         # [A + 1], all tokens last: Σ_p ‖g_{p,a}‖², and [A + 1, P]: the same before the sum over parameters, which is
         # the noise in a metric that is known only at the end.
         self.square_norms = torch.zeros(num_intervals + 1, dtype=torch.float64)
-        self.squares = torch.zeros(num_intervals + 1, size, **like) if squares else None
+        self.squares = zero_vectors(model, num_intervals + 1) if squares else None
         self.num_tokens = torch.zeros(num_intervals, dtype=torch.long)
         self.num_prompts = 0
 
@@ -206,14 +199,7 @@ def _add_gradients(
     own = logprobs.detach().requires_grad_(True)
     (slopes,) = torch.autograd.grad(batch_loss(own, chunk, settings, num_tokens=num_tokens), own)
     # All weights of an interval may be 0: equal rewards in the group, every token clipped.
-    seeds = {a: slopes * mask for a, mask in enumerate(masks) if (slopes * mask).any()}
-    parameters = [p for _, p in float_parameters(model)]
-    for a, seed in seeds.items():
-        last = a == max(seeds)
-        gradients = torch.autograd.grad(logprobs, parameters, seed, retain_graph=not last, allow_unused=True)
-        for part, gradient in zip(sums.slices, gradients, strict=True):
-            if gradient is not None:
-                sums.prompt[a, part] += gradient.flatten().to(sums.prompt)
+    add_gradients(model, logprobs, torch.stack([slopes * mask for mask in masks]), sums.prompt)
 
 
 def _statistics(

@@ -91,19 +91,38 @@ def summarize(
     A mean or rms of no token is NaN; its bounds are NaN unless two clusters or more have measured tokens in the
     interval, for one cluster says nothing about the spread between clusters.
     """
+    settings = {"statistic": statistic, "confidence": confidence, "resamples": resamples}
+    return _label(summarize_cells(values, intervals, clusters, len(edges) - 1, rng=rng, **settings), edges)
+
+
+def summarize_cells(
+    values: Column,
+    cells: Column,
+    clusters: Column,
+    num_cells: int,
+    *,
+    rng: np.random.Generator | None,
+    statistic: str = "mean",
+    confidence: float = 0.95,
+    resamples: int = 1000,
+) -> "pd.DataFrame":
+    """`summarize` for cells of any kind, numbered from 0 to num_cells − 1: its columns without interval and label.
+
+    rng None: lower and upper are NaN.
+    """
     if statistic not in ("mean", "sum", "rms"):
         raise InputError(f"statistic is {statistic!r}; known are mean, sum and rms; give one of them")
     values = np.asarray(values, dtype=np.float64)
     measured = ~np.isnan(values)
     amounts = np.where(measured, values**2 if statistic == "rms" else values, 0.0)
-    totals, [sums, counts] = _cluster_totals(intervals, clusters, [amounts, measured], len(edges) - 1)
+    totals, [sums, counts] = _cluster_totals(cells, clusters, [amounts, measured], num_cells)
 
     def evaluate(weights: np.ndarray) -> np.ndarray:
         with np.errstate(invalid="ignore"):  # 0/0 where no token of the interval was drawn
             mean = (weights @ sums) / (weights @ counts)
         return weights @ sums if statistic == "sum" else np.sqrt(mean) if statistic == "rms" else mean
 
-    table = _table(evaluate, totals, counts, edges, confidence, resamples, rng)
+    table = _table(evaluate, totals, counts, confidence, resamples, rng)
     if statistic != "sum":
         table.loc[(counts > 0).sum(0) < 2, ["lower", "upper"]] = np.nan
     return table
@@ -135,7 +154,34 @@ def interval_shares(
         with np.errstate(invalid="ignore"):  # 0/0 where nothing at all was measured
             return drawn / drawn.sum(-1, keepdims=True)
 
-    return _table(evaluate, totals, counts, edges, confidence, resamples, rng)
+    return _label(_table(evaluate, totals, counts, confidence, resamples, rng), edges)
+
+
+def bootstrap(
+    evaluate: Callable[[np.ndarray], np.ndarray],
+    num_clusters: int,
+    *,
+    rng: np.random.Generator | None,
+    confidence: float = 0.95,
+    resamples: int = 1000,
+) -> np.ndarray:
+    """[3, n]: n statistics of the sample, and lower and upper percentiles of them over redrawn clusters.
+
+    evaluate: how often each cluster is drawn, [draws, num_clusters], to the statistics, [draws, n]; NaN where a draw
+    has none, which then counts in no percentile. The bounds are NaN with fewer than two clusters, and without `rng`.
+
+    >>> heights = np.array([1.0, 2.0, 6.0])
+    >>> bootstrap(lambda weights: weights @ heights[:, None] / 3, 3, rng=None).tolist()
+    [[3.0], [nan], [nan]]
+    """
+    if not 0 < confidence < 1 or resamples < 1:
+        raise InputError(f"confidence {confidence}, {resamples} resamples; give a level inside (0, 1) and at least one")
+    sample = evaluate(np.ones((1, num_clusters)))[0]
+    bounds = np.full((2, len(sample)), np.nan)
+    if num_clusters > 1 and rng is not None:
+        draws = evaluate(rng.multinomial(num_clusters, np.full(num_clusters, 1 / num_clusters), size=resamples))
+        bounds = _percentiles(draws, (1 - confidence) / 2)
+    return np.vstack([sample, bounds])
 
 
 def _cluster_totals(
@@ -158,32 +204,25 @@ def _table(
     evaluate: Callable[[np.ndarray], np.ndarray],
     num_tokens: np.ndarray,
     counts: np.ndarray,
-    edges: Column,
     confidence: float,
     resamples: int,
-    rng: np.random.Generator,
+    rng: np.random.Generator | None,
 ) -> "pd.DataFrame":
-    """Evaluate on the data (every cluster once) and on resamples (multinomial weights), and lay out the rows."""
+    """Evaluate on the data and on resamples, and lay out the rows."""
     import pandas as pd
 
-    if not 0 < confidence < 1 or resamples < 1:
-        raise InputError(f"confidence {confidence}, {resamples} resamples; give a level inside (0, 1) and at least one")
-    num_clusters = len(counts)
-    lower = upper = np.full(len(edges) - 1, np.nan)
-    if num_clusters > 1:
-        draws = evaluate(rng.multinomial(num_clusters, np.full(num_clusters, 1 / num_clusters), size=resamples))
-        lower, upper = _percentiles(draws, (1 - confidence) / 2)
+    value, lower, upper = bootstrap(evaluate, len(counts), rng=rng, confidence=confidence, resamples=resamples)
+    measured = counts.sum(0).astype(np.int64)
     return pd.DataFrame(
-        {
-            "interval": np.arange(len(edges) - 1),
-            "label": interval_labels(edges),
-            "num_tokens": num_tokens,
-            "num_measured": counts.sum(0).astype(np.int64),
-            "value": evaluate(np.ones(num_clusters)),
-            "lower": lower,
-            "upper": upper,
-        }
+        {"num_tokens": num_tokens, "num_measured": measured, "value": value, "lower": lower, "upper": upper}
     )
+
+
+def _label(table: "pd.DataFrame", edges: Column) -> "pd.DataFrame":
+    """The table, a row per interval, with number and label in front."""
+    table.insert(0, "interval", np.arange(len(table)))
+    table.insert(1, "label", interval_labels(edges))
+    return table
 
 
 def _percentiles(draws: np.ndarray, tail: float) -> np.ndarray:

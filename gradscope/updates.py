@@ -1,44 +1,201 @@
-"""What a real update did to every token: whose probability moved the way its advantage asks."""
+"""What a real update does to every token: the trainer's own optimizer steps, then the policy rewound."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm import tqdm
 
+from gradscope.adamw_state import float_parameters
 from gradscope.batch import TokenBatch
+from gradscope.batch_logprobs import batch_statistics
+from gradscope.batch_loss import PAPER, LossSettings, batch_weights, own_where_unknown, resolve_advantages
+from gradscope.directions import log_odds_change
 from gradscope.errors import InputError
-from gradscope.intervals import EDGES, assign_intervals, interval_labels
+from gradscope.intervals import EDGES
 from gradscope.logprobs import TokenStatistics
+from gradscope.models import Policy
+from gradscope.rewind import rewound
+from gradscope.step_settings import SGD, StepSettings, make_optimizer, read_moments
+from gradscope.steps import StepResult, Updater
+from gradscope.token_table import check_batch
+from gradscope.variants import Variant, make_variant, old_intervals
+from gradscope.weighted_gradients import refuse_narrow_weights
+
+Number = int | float
 
 
-def right_direction_shares(
-    before: TokenStatistics, after: TokenStatistics, batch: TokenBatch, *, edges: Sequence[float] = EDGES
-) -> pd.DataFrame:
-    """Of the tokens with Â > 0, the share whose probability rose; of those with Â < 0, the share whose fell (Fig. 3).
+@dataclass(frozen=True, repr=False, eq=False)
+class Movement:
+    """What one variant of an update did to every response token."""
 
-    before, after: statistics [B, S] of the batch's tokens; the interval is that of the probability before. A token's
-    movement is judged by log π − log(1−π), which still moves where π has rounded to 1. A row per interval and sign:
-    interval, label, sign ("positive", "negative"); num_tokens: with that sign; tied: not moved at all; share: moved the
-    right way, of those that moved; NaN where none did. Raises InputError for a batch without advantages.
+    name: str
+    """The variant's."""
+    batch: TokenBatch
+    """With the advantages that were trained on and with π_old."""
+    before: TokenStatistics
+    """Of the kept tokens, [B, S], before the first step."""
+    after: TokenStatistics
+    """The same after the last step."""
+    results: list[StepResult]
+    """One per pass; "empty" and "nonfinite" ones took no step."""
+    update_norm: float
+    """L2 norm of θ_after − θ_before over all parameters."""
+    settings: LossSettings = PAPER
+    """Of the loss, before the variant changed it."""
+    edges: Sequence[Number] = EDGES
+    """Of the intervals of π_old."""
+
+    def __repr__(self) -> str:
+        steps = ", ".join(f"{r.name}: {r.outcome}, {r.num_tokens} tokens" for r in self.results)
+        return f"Movement({self.name}, ‖Δθ‖ = {self.update_norm:.3g}; {steps})"
+
+
+def apply_update(
+    policy: Policy,
+    batch: TokenBatch,
+    variant: str | Variant = "all",
+    *,
+    settings: LossSettings = PAPER,
+    step: StepSettings = SGD,
+    optimizer_state: dict[str, Any] | None = None,
+    before: TokenStatistics | None = None,
+    edges: Sequence[Number] = EDGES,
+    **choices: Any,
+) -> Movement:
+    """Take a variant's optimizer steps with the trainer's own code, look at every token, and rewind the policy.
+
+    variant: a name of VARIANTS, made with `settings`, `edges` and `choices`, which are the other keywords of
+    `make_variant`; or a Variant. Unknown old_logprobs are the policy's own, advantages those of `resolve_advantages`.
+    optimizer_state: what AdamW's `state_dict()` saved: its moments and step counts are gone on from, with the numbers
+    of `step` (its betas and eps must be the state's), and only its parameters are trained; None: a fresh optimizer over
+    all float parameters. before: statistics of this batch under this policy, if known.
+
+    The model works in eval mode, with its own attention. Afterwards weights, buffers, `.grad`, flags, modes and random
+    states are as they were, bit for bit, also if the call raises. Memory: one more copy of the weights, beside
+    gradients and moments. Raises InputError for weights below float32, for advantages that are unknown and for an
+    optimizer state that does not fit.
     """
-    if batch.advantages is None:
-        raise InputError("the batch has no advantages, so no direction is right; resolve them first")
-    keep = batch.response_mask
-    advantages = batch.advantages[keep].numpy()
-    prob = before.logprob[keep].double().exp().clamp(max=1.0).numpy()
-    intervals = assign_intervals(prob, edges)
-    # Both parts compared by themselves: either may be −inf on both sides, whose difference would be NaN.
-    rise = np.sign((after.logprob - before.logprob)[keep].nan_to_num(0.0).numpy())
-    fall = np.sign((after.log_one_minus_prob - before.log_one_minus_prob)[keep].nan_to_num(0.0).numpy())
-    moved = np.where(rise != 0, rise, -fall)
-    rows = []
-    for interval, label in enumerate(interval_labels(edges)):
-        for name, sign in (("positive", 1), ("negative", -1)):
-            which = (intervals == interval) & (np.sign(advantages) == sign)
-            right, tied = int((moved[which] == sign).sum()), int((moved[which] == 0).sum())
-            total = int(which.sum())
-            share = right / (total - tied) if total > tied else float("nan")
-            rows.append((interval, label, name, total, tied, share))
-    return pd.DataFrame(rows, columns=["interval", "label", "sign", "num_tokens", "tied", "share"])
+    step.check()
+    refuse_narrow_weights(policy.model)
+    check_batch(policy, batch)
+    moments = read_moments(policy.model, step, optimizer_state)
+    # Gradients flow, whatever the caller switched off.
+    with torch.inference_mode(False), torch.enable_grad(), rewound(policy.model) as start:
+        policy.model.eval()
+        if before is None:
+            before = _statistics(policy, batch, step)
+        batch = _resolve(batch, before)
+        if isinstance(variant, str):
+            keywords = {"settings": settings, "entropy": before.entropy, "edges": edges}
+            variant = make_variant(variant, batch, **keywords, **choices)
+        optimizer = make_optimizer(policy.model, step, moments)
+        updater = Updater(policy.model, optimizer, policy.device, step.micro_batch_size, step.max_grad_norm)
+        results = [updater.step(part, variant.settings) for part in variant.passes]
+        after = _statistics(policy, batch, step)
+        moved = {name: p.detach() - start[name] for name, p in float_parameters(policy.model)}
+        square = sum(change.double().square().sum().item() for change in moved.values())
+    return Movement(variant.name, batch, before, after, results, math.sqrt(square), settings, edges)
+
+
+def apply_updates(
+    policy: Policy,
+    batch: TokenBatch,
+    variants: Sequence[str | Variant],
+    *,
+    progress: bool = False,
+    **keywords: Any,
+) -> list[Movement]:
+    """`apply_update` for each variant, all from the same weights and the same statistics before.
+
+    keywords: those of `apply_update`.
+    """
+    movements: list[Movement] = []
+    before = keywords.pop("before", None)
+    for variant in tqdm(variants, "updates", disable=not progress):
+        movements.append(apply_update(policy, batch, variant, before=before, **keywords))
+        before = movements[0].before
+    return movements
+
+
+def movement_table(movements: Sequence[Movement], *, edges: Sequence[Number] | None = None) -> pd.DataFrame:
+    """A row per response token that response_mask keeps, by response and position: the keys of the token table.
+
+    Columns: `response`, `position`, `token_id`, `group`, `advantage`; `prob`, `log_one_minus_prob`, `entropy` of the
+    policy before the update, `old_prob`; `interval` of π_old (edges; None: those that the variants were made with);
+    `weight`, the policy part of Eq. 2's w_t under the settings before a variant changed them, which is that of "all".
+    For each movement NAME, after minus before: `delta_prob.NAME`, `delta_logprob.NAME` (nats) and
+    `delta_log_odds.NAME` (of log π − log(1−π), nats), which moves even where π rounds to 1. No change is computed by
+    subtracting probabilities. Raises InputError for movements of different batches or policies, or of the same name.
+    """
+    _check_movements(movements)
+    first = movements[0]
+    batch, keep, before = first.batch, first.batch.response_mask, first.before
+    weights = batch_weights(before.logprob, batch, first.settings, num_tokens=batch.num_tokens)
+    columns = {
+        "response": keep.nonzero()[:, 0].int(),
+        "position": batch.positions()[keep].int(),
+        "token_id": batch.input_ids[keep].int(),
+        "group": batch.group_ids[keep.nonzero()[:, 0]],
+        "advantage": batch.advantages[keep],
+        "prob": before.logprob[keep].exp(),
+        "old_prob": batch.old_logprobs[keep].exp().clamp(max=1.0),
+        "log_one_minus_prob": before.log_one_minus_prob[keep],
+        "entropy": before.entropy[keep],
+        "interval": old_intervals(batch, first.edges if edges is None else edges)[keep].short(),
+        "weight": weights.policy[keep],
+    }
+    for movement in movements:
+        columns |= {f"{name}.{movement.name}": values[keep] for name, values in _changes(movement).items()}
+    return pd.DataFrame({name: values.numpy() for name, values in columns.items()})
+
+
+def _changes(movement: Movement) -> dict[str, Float[Tensor, "B S"]]:
+    """Of π, log π and the log odds, after minus before, without the difference of two probabilities near 1."""
+    before, after = movement.before, movement.after
+    rise = torch.where(after.logprob == before.logprob, 0.0, after.logprob - before.logprob)  # −∞ − (−∞) = 0
+    # log π keeps its digits near 0, and so does π·(e^rise − 1), unlike π' − π.
+    change = before.logprob.exp() * torch.expm1(rise)
+    # 0 · ∞: an impossible token became possible.
+    change = torch.where(change.isnan(), after.logprob.exp() - before.logprob.exp(), change)
+    return {"delta_prob": change, "delta_logprob": rise, "delta_log_odds": log_odds_change(before, after).to(rise)}
+
+
+def _statistics(policy: Policy, batch: TokenBatch, step: StepSettings) -> TokenStatistics:
+    return batch_statistics(policy.model, batch, micro_batch_size=step.micro_batch_size, device=policy.device)
+
+
+def _resolve(batch: TokenBatch, before: TokenStatistics) -> TokenBatch:
+    """The batch with advantages and, where they are unknown, the policy's own log-probabilities as π_old."""
+    if before.logprob.shape != batch.input_ids.shape:
+        raise InputError(
+            f"`before` is of {tuple(before.logprob.shape)} tokens, the batch of {tuple(batch.input_ids.shape)}; give "
+            "the statistics of this batch, or leave them out"
+        )
+    old = own_where_unknown(batch.old_logprobs, before.logprob)
+    return replace(batch, advantages=resolve_advantages(batch), old_logprobs=old)
+
+
+def _check_movements(movements: Sequence[Movement]) -> None:
+    """InputError unless they can stand side by side."""
+    if not movements:
+        raise InputError("no movement to tabulate; give at least one")
+    names = [movement.name for movement in movements]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"two movements are called {twice[0]}; their columns would be one; name their Variants apart")
+    first = movements[0]
+    for other in movements[1:]:
+        pairs = [(m.batch.input_ids, m.batch.response_mask, m.before.logprob) for m in (first, other)]
+        same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+        if not same or (first.settings, tuple(first.edges)) != (other.settings, tuple(other.edges)):
+            raise InputError(
+                f"{first.name} and {other.name} differ in batch, policy, settings or edges; a table compares updates "
+                "of the same tokens from the same weights"
+            )

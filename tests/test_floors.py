@@ -10,15 +10,17 @@ import gradscope
 FLOORS = {
     "__init__": 0, "errors": 0, "batch": 0, "intervals": 0, "theory": 0, "processes": 0,
     "run_folder": 0, "folder_lock": 0,
-    "logprobs": 1, "objective": 1, "models": 1, "cost": 1,
+    "logprobs": 1, "objective": 1, "models": 1, "cost": 1, "rewind": 1,
     "batch_loss": 1, "batch_logprobs": 1, "adamw_state": 1,
     "capture": 2, "tasks": 2, "readers": 2,
-    "token_table": 3, "group_gradients": 3, "sampling": 3, "steps": 3,
-    "bounds": 4, "gains": 4, "jacobians": 4, "evaluation": 4, "updates": 4, "influence": 4,
-    "trainer": 5, "tuning": 5, "integrations": 5,
-    "plots": 6, "plot_layers": 6, "plot_style": 6,
+    "token_table": 3, "group_gradients": 3, "sampling": 3, "steps": 3, "weighted_gradients": 3,
+    "bounds": 4, "gains": 4, "jacobians": 4, "evaluation": 4,
+    "step_settings": 4, "variants": 4, "updates": 4, "directions": 4, "influence": 4, "drivers": 4,
+    "trainer": 5, "integrations": 5,
+    "tuning": 5, "tuning_counts": 5, "tuning_screen": 5, "tuning_report": 5,
+    "plots": 6, "plot_layers": 6, "plot_style": 6, "plot_updates": 6, "plot_tuning": 6,
     "diagnosis": 6, "report": 6, "summary": 6, "__main__": 6,
-    "cli": 6, "cli_train": 6, "cli_evaluate": 6, "cli_shared": 6,
+    "cli": 6, "cli_train": 6, "cli_evaluate": 6, "cli_tune": 6, "cli_shared": 6,
 }  # fmt: skip
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import LossSettings
+from gradscope.directions import batch_direction_shares
 from gradscope.group_gradients import interval_gradients
 from gradscope.logprobs import TokenStatistics
 from gradscope.models import Policy
 from gradscope.trainer.config import TrainConfig
-from gradscope.updates import right_direction_shares
 
 
 @dataclass
@@ -59,5 +59,5 @@ def measure_gradients(step: Step) -> Iterator[None]:
         step.metrics[f"interval_norm_{row.interval}"] = float(row.norm)
         step.metrics[f"interval_share_{row.interval}"] = float(row.share)
     yield
-    for row in right_direction_shares(step.statistics, step.score(step.batch), step.batch).itertuples():
+    for row in batch_direction_shares(step.statistics, step.score(step.batch), step.batch).itertuples():
         step.metrics[f"right_direction_{row.sign}_{row.interval}"] = float(row.share)

@@ -1,0 +1,308 @@
+"""The command `gradscope tune`: which α and η are worth a run, judged by one step on a few batches."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+import tyro
+from tqdm import tqdm
+
+from gradscope import __version__
+from gradscope.batch import TokenBatch
+from gradscope.batch_loss import PAPER, LossSettings, resolve_advantages
+from gradscope.cli_shared import DeviceFlag, Dtype, load_quietly
+from gradscope.errors import InputError
+from gradscope.models import Policy
+from gradscope.run_folder import RunFolder, file_hash, library_versions, write_text
+from gradscope.step_settings import SGD, StepSettings
+from gradscope.tuning import Setting, make_grid
+from gradscope.tuning_counts import count_tokens, tune_batch
+from gradscope.tuning_report import report
+from gradscope.tuning_screen import MIN_TOKENS, Screening, is_held_out, screen
+from gradscope.weighted_gradients import refuse_narrow_weights
+
+SETTINGS, BY_INTERVAL, SUMMARY, FIGURE = "settings.csv", "by_interval.csv", "summary.txt", "figures/tuning.png"
+STATE = "optimizer.pt"
+"""Where a checkpoint of the trainer keeps its optimizer's state."""
+FRESH = "fresh: its first step is a sign step, of which the prediction says little"
+
+
+@dataclass(frozen=True)
+class Tune:
+    """Screen α (Advantage Reweighting) and η (Lopti) by what one step does to the tokens of a few batches.
+
+    Every setting's step is predicted to first order and, on half of the batches, taken and rewound: OUT gets a row per
+    setting with its right-direction shares against the plain loss's, and a verdict with an interval.
+    """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Checkpoint folder of transformers, or "embedded"; best a policy in training."""
+    rollouts: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
+    """JSONL or parquet, a row per response (see the README); of several files, each is a batch."""
+    out: Path
+    """Folder for settings.csv, by_interval.csv, summary.txt, manifest.json and figures/. A run that was interrupted is
+    taken up again."""
+    alphas: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.5, 1.0)
+    """α of the grid; 0: no Reweight."""
+    etas: tuple[float | None, ...] = (None, 0.1, 0.3, 0.5, 0.7, 0.9)
+    """η of the grid; none: no Lopti."""
+    batches: int = 4
+    """Batches that a single file is split into, by prompts."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """What takes the step."""
+    learning_rate: float | None = None
+    """none: 1e-3 for sgd, as the paper's Fig. 1; for adamw that of its state, or 1e-6 without one."""
+    weight_decay: float | None = None
+    """none: that of the optimizer's state, else 0."""
+    optimizer_state: Path | None = None
+    """adamw: its state_dict, saved by torch; none: optimizer.pt in MODEL's folder, if it is there, else fresh."""
+    max_grad_norm: float | None = 1.0
+    """Each step's gradient is clipped to this norm; none: not clipped."""
+    kl_coef: float = PAPER.kl_coef
+    """β of the KL penalty; without ref_logprobs in the rollouts there is none."""
+    clip_ratio_low: float = PAPER.clip_ratio_low
+    """ε_low of the ratio's clip."""
+    clip_ratio_high: float = PAPER.clip_ratio_high
+    """ε_high of the ratio's clip."""
+    clip_ratio_c: float | None = PAPER.clip_ratio_c
+    """Dual clip of negative advantages; none: off."""
+    actual: bool = True
+    """Also take the steps, on the held-out batches; without them nothing confirms the prediction."""
+    min_tokens: int = MIN_TOKENS
+    """Tokens that an interval × sign of Â must move in every batch to count in the score."""
+    temperature: float | None = None
+    """Sampling temperature; none: each response's own, from the rollouts."""
+    micro_batch_size: int = 8
+    """Responses in one forward pass; changes speed, memory and rounding only."""
+    seed: int = 0
+    """Splits a single file, and redraws prompts for the intervals."""
+    dtype: Dtype = "float32"
+    """Precision of the weights and of all that is computed; below float32 an update vanishes by rounding."""
+    device: DeviceFlag = None
+    """A device of torch: cpu, cuda, cuda:1, …"""
+    overwrite: bool = False
+    """Replace a run with other arguments in the same folder."""
+
+    def run(self) -> None:
+        grid = make_grid(self.alphas, self.etas)
+        self._check()
+        policy = load_quietly(self.model, dtype=self.dtype, device=self.device)
+        refuse_narrow_weights(policy.model)
+        batches = self._read_batches(policy)
+        check_batches(batches, self.min_tokens)
+        state = self._state_file(policy)
+        settings = self._settings(None if state is None else read_state(state))
+        key = self._key(policy, grid, settings, state)
+        folder = RunFolder(self.out, key, results=(SETTINGS, BY_INTERVAL, SUMMARY, "figures"))
+        if folder.look(overwrite=self.overwrite) == "finished":
+            print(f"already tuned with these arguments: {self.out / SETTINGS}")
+        else:
+            with folder.writing():
+                parts = self._count(policy, batches, grid, settings, folder)
+                self._write(policy, parts, grid, settings, folder)
+        print(f"\n{self._read_summary()}")
+
+    def _read_summary(self) -> str:
+        try:
+            return (self.out / SUMMARY).read_text(encoding="utf-8").rstrip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{self.out / SUMMARY} cannot be read; tune again with --overwrite") from error
+
+    def _check(self) -> None:
+        """Numbers that no library function looks at."""
+        if self.batches < 2 and len(self.rollouts) == 1:
+            raise InputError(f"--batches is {self.batches}; one has to select and another to confirm; give 2 or more")
+        if not self.rollouts:
+            raise InputError("no rollouts; give one file, which is split, or several, each a batch")
+        if self.min_tokens < 1 or self.seed < 0:
+            raise InputError(f"--min-tokens is {self.min_tokens} and --seed {self.seed}; give 1 or more, and 0 or more")
+        if self.learning_rate is not None and not self.learning_rate > 0:
+            raise InputError(f"--learning-rate is {self.learning_rate}; no token moves without one; give more than 0")
+        if self.temperature is not None and not self.temperature > 0:
+            raise InputError(f"--temperature is {self.temperature}; give a number above 0")
+
+    def _read_batches(self, policy: Policy) -> list[TokenBatch]:
+        from gradscope.readers import read_rollouts
+
+        batches = [read_rollouts(path, policy) for path in self.rollouts]
+        if self.temperature is not None:
+            t = float(self.temperature)
+            batches = [replace(batch, temperature=torch.full_like(batch.temperature, t)) for batch in batches]
+        return batches if len(batches) > 1 else split_prompts(batches[0], self.batches, seed=self.seed)
+
+    def _state_file(self, policy: Policy) -> Path | None:
+        beside = Path(policy.path) / STATE
+        if self.optimizer == "sgd":
+            if self.optimizer_state is not None:
+                raise InputError("--optimizer-state is of AdamW; give --optimizer adamw with it")
+            return None
+        return self.optimizer_state or (beside if beside.is_file() else None)
+
+    def _settings(self, state: dict[str, Any] | None) -> dict[str, Any]:
+        """The keywords of `tune_batch`: loss, step, and the state that it goes on from."""
+        loss = LossSettings(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c, self.kl_coef)
+        loss.check()
+        saved = {} if state is None else state["param_groups"][0]
+        rate = saved.get("lr", 1e-6 if self.optimizer == "adamw" else SGD.learning_rate)
+        decay = saved.get("weight_decay", SGD.weight_decay)
+        step = StepSettings(
+            optimizer=self.optimizer,
+            learning_rate=float(rate if self.learning_rate is None else self.learning_rate),
+            weight_decay=float(decay if self.weight_decay is None else self.weight_decay),
+            betas=tuple(map(float, saved.get("betas", SGD.betas))),
+            eps=float(saved.get("eps", SGD.eps)),
+            max_grad_norm=self.max_grad_norm,
+            micro_batch_size=self.micro_batch_size,
+        )
+        step.check()
+        return {"settings": loss, "step": step, "optimizer_state": state}
+
+    def _key(
+        self, policy: Policy, grid: Sequence[Setting], settings: dict[str, Any], state: Path | None
+    ) -> dict[str, Any]:
+        from gradscope.models import configuration_hash, weights_hash
+
+        step = {name: value for name, value in asdict(settings["step"]).items() if name != "micro_batch_size"}
+        return {
+            "gradscope": __version__,
+            "model": weights_hash(policy.path),
+            "configuration": configuration_hash(policy.path),
+            "rollouts": [file_hash(path) for path in self.rollouts],
+            "batches": self.batches if len(self.rollouts) == 1 else len(self.rollouts),
+            "grid": [setting.name for setting in grid],
+            "loss": asdict(settings["settings"]),
+            "step": step,
+            "optimizer_state": None if state is None else file_hash(state),
+            "actual": self.actual,
+            "min_tokens": self.min_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "device": policy.device.type,
+        }
+
+    def _count(
+        self,
+        policy: Policy,
+        batches: Sequence[TokenBatch],
+        grid: Sequence[Setting],
+        settings: dict[str, Any],
+        folder: RunFolder,
+    ) -> list[pd.DataFrame]:
+        """A part per batch."""
+        if folder.open(overwrite=self.overwrite):
+            print(f"taking up the unfinished run in {folder.folder}")
+        for index, batch in enumerate(tqdm(batches, "batches", disable=None)):
+            if not folder.has_part(index):
+                actual = self.actual and is_held_out(index)
+                part = tune_batch(policy, batch, grid, actual=actual, progress=sys.stderr.isatty(), **settings)
+                folder.write_part(index, part)
+        return folder.read_parts(len(batches))
+
+    def _write(
+        self,
+        policy: Policy,
+        parts: Sequence[pd.DataFrame],
+        grid: Sequence[Setting],
+        settings: dict[str, Any],
+        folder: RunFolder,
+    ) -> None:
+        from gradscope.plot_style import save_figure
+        from gradscope.plot_tuning import plot_tuning
+
+        found = screen(parts, grid, rng=np.random.default_rng(self.seed), min_tokens=self.min_tokens)
+        write_text(folder.staged / SETTINGS, found.settings.to_csv(index=False))
+        write_text(folder.staged / BY_INTERVAL, found.by_interval.to_csv(index=False))
+        write_text(folder.staged / SUMMARY, f"{report(found, step=describe_step(settings))}\n")
+        save_figure(plot_tuning(found.settings), folder.staged / FIGURE)
+        folder.close(self._manifest(policy, found, folder.key, parts))
+        print(f"settings: {self.out / SETTINGS}; figure: {self.out / FIGURE}")
+
+    def _manifest(
+        self, policy: Policy, found: Screening, key: dict[str, Any], parts: Sequence[pd.DataFrame]
+    ) -> dict[str, Any]:
+        best = found.candidate
+        return {
+            "gradscope": __version__,
+            "versions": library_versions(),
+            "model": {"path": self.model, "class": type(policy.model).__name__, "sha256": key["model"]},
+            "rollouts": [
+                {"path": str(path), "sha256": digest}
+                for path, digest in zip(self.rollouts, key["rollouts"], strict=True)
+            ],
+            "settings": asdict(self) | {"step": key["step"]},
+            "seed": self.seed,
+            "dtype": key["dtype"],
+            "device": str(policy.device),
+            "method": sorted({method for part in parts for method in part["method"]}),
+            "prompts": found.prompts,
+            "candidate": {name: best[name] for name in ("setting", "difference", "lower", "upper", "verdict")},
+            "worth_a_run": found.worth_a_run,
+            "spearman": {name: asdict(ranking) for name, ranking in found.rankings.items()},
+        }
+
+
+def split_prompts(batch: TokenBatch, count: int, *, seed: int) -> list[TokenBatch]:
+    """Batches of whole prompts, drawn at random, whose numbers of prompts differ by one at most.
+
+    Advantages are made of the rewards before, responses keep their order. InputError for fewer prompts than batches.
+    """
+    batch = replace(batch, advantages=resolve_advantages(batch))
+    groups = batch.group_ids.unique()
+    if len(groups) < count:
+        raise InputError(
+            f"the rollouts have {len(groups)} prompts for {count} batches of whole prompts; give more rollouts, or a "
+            "smaller --batches"
+        )
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed))
+    parts = groups[order].tensor_split(count)
+    return [batch.select(torch.isin(batch.group_ids, part).nonzero()[:, 0]) for part in parts]
+
+
+def check_batches(batches: Sequence[TokenBatch], min_tokens: int) -> None:
+    """InputError, before hours of work, where advantages are missing or no cell can have enough tokens."""
+    counts = []
+    for number, batch in enumerate(batches):
+        unknown = int(resolve_advantages(batch)[batch.response_mask].isnan().sum())
+        if unknown:
+            raise InputError(f"batch {number} has no advantage on {unknown} tokens; give a reward or an advantage each")
+        if batch.old_logprobs is not None and not batch.old_logprobs[batch.response_mask].isnan().any():
+            counts.append(count_tokens(batch))
+    if counts and np.min(counts, axis=0).max() < min_tokens:
+        raise InputError(
+            f"no interval and sign of the advantage has {min_tokens} tokens in every batch (at most "
+            f"{np.min(counts, axis=0).max()}; equal rewards to a prompt give no advantage); give more rollouts, fewer "
+            "--batches or a smaller --min-tokens"
+        )
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What `torch.save(optimizer.state_dict(), path)` wrote."""
+    if not path.is_file():
+        raise InputError(f"{path} is not there; give the file of an AdamW state_dict, as a checkpoint's {STATE}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise InputError(f"{path} is no file of torch.save ({str(error).splitlines()[0]}); give one") from error
+    if not isinstance(state, dict) or not state.get("param_groups") or "state" not in state:
+        raise InputError(f"{path} holds no state and param_groups; give the state_dict of an AdamW")
+    return state
+
+
+def describe_step(keywords: dict[str, Any]) -> str:
+    """The optimizer step in words."""
+    step, state = keywords["step"], keywords["optimizer_state"]
+    words = ["SGD" if step.optimizer == "sgd" else "AdamW", f"learning rate {step.learning_rate:g}"]
+    if step.weight_decay:
+        words.append(f"weight decay {step.weight_decay:g}")
+    if step.optimizer == "adamw":
+        words.append("on from the state of its earlier steps" if state is not None else FRESH)
+    return ", ".join(words)

@@ -1,0 +1,263 @@
+"""Whose gradient moves whom: what one optimizer step does to each token's log π, to first order, split by its sources.
+
+With G_a the gradient of the loss's policy part over the tokens whose π_old lies in interval a, G_kl that of its KL part
+over all tokens, k = min(1, max_grad_norm / ‖Σ_a G_a + G_kl‖) the clip factor and λ the weight decay, step n moves by
+
+    SGD      Δθ = −lr·[k·(Σ_a G_a + G_kl) + λ·θ]
+    AdamW    Δθ = −lr·[(1 − β₁)/(1 − β₁ⁿ) · k·(Σ_a G_a + G_kl) ⊘ D + β₁/(1 − β₁ⁿ) · m ⊘ D + λ·θ],    D = √v̂ + eps
+
+where v̂ already holds the clipped gradient. With k and D frozen at the whole step's, Δθ is a sum with a term per source
+(the intervals, "kl", "momentum", "decay"), and so is each token's predicted change ⟨∇ log π_t, Δθ⟩: exactly, whatever
+the terms share. Against the actual Δ log π the prediction errs by a share that falls linearly with the step size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from gradscope.adamw_state import flat_slices, float_parameters
+from gradscope.batch import TokenBatch
+from gradscope.batch_logprobs import batch_statistics
+from gradscope.batch_loss import PAPER, LossSettings, batch_weights, own_where_unknown, resolve_advantages
+from gradscope.capture import measuring
+from gradscope.directions import prompt_clusters
+from gradscope.errors import InputError
+from gradscope.intervals import EDGES, bootstrap, interval_labels
+from gradscope.logprobs import TokenStatistics
+from gradscope.models import Policy
+from gradscope.step_settings import SGD, Moments, StepSettings, clip_scale, read_moments
+from gradscope.token_table import check_batch
+from gradscope.updates import Movement, movement_table
+from gradscope.variants import old_intervals
+from gradscope.weighted_gradients import Method, predict_changes, refuse_narrow_weights, weighted_gradients
+
+Number = int | float
+
+BY = "by."
+"""Prefix of the columns of contributions."""
+STATISTICS = ("mean_abs", "mean", "share")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Influence:
+    """One step's predicted effect on every response token, by its sources."""
+
+    contributions: pd.DataFrame
+    """A row per kept response token with the keys of `updates.movement_table` (`response` to `weight`); then for each
+    source its part of the predicted change of log π, nats, float64: `by.0`, … per interval of π_old, `by.kl`,
+    `by.momentum` (AdamW), `by.decay`; and `predicted`, their sum."""
+    method: Method
+    """How the derivatives were taken."""
+    clip_factor: float
+    """k: what clipping the gradient's norm multiplied the whole gradient by."""
+    update_norm: float
+    """L2 norm of Δθ over all parameters."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Influence({len(self.contributions)} tokens, sources {', '.join(_sources(self.contributions))}; "
+            f"‖Δθ‖ = {self.update_norm:.3g}, clip factor {self.clip_factor:.3g}, by {self.method})"
+        )
+
+
+def influence(
+    policy: Policy,
+    batch: TokenBatch,
+    *,
+    settings: LossSettings = PAPER,
+    step: StepSettings = SGD,
+    optimizer_state: dict[str, Any] | None = None,
+    edges: Sequence[Number] = EDGES,
+    progress: bool = False,
+) -> Influence:
+    """Predict what `apply_update(policy, batch, "all", …)` does to log π of each token, by source; no step is taken.
+
+    The whole batch is one mini-batch. Unknown old_logprobs are the policy's own, advantages those of
+    `resolve_advantages`. optimizer_state: what AdamW's `state_dict()` saved; its moments and step counts are gone on
+    from, with the numbers of `step`, and a parameter that it does not hold is not moved. None: fresh, v = 0, where the
+    whole step is lr·sign(gradient): an entry in which the sources' gradients cancel then still moves by lr, and each
+    source counts with its gradient over their sum, without bound. The contributions add up all the same, but they say
+    little of who moved whom: give a state that has taken many steps (see AdamWState).
+
+    Costs a forward pass, a forward and backward pass per source, and two forward passes per source in forward mode; see
+    `predict_changes` for models without it, of which a UserWarning and `method` tell. The policy is as it was, bit for
+    bit, also if the call raises. Memory besides the model, its activations and the given state: a vector as long as the
+    parameters for each source (SGD: intervals + 2; AdamW: intervals + 3), and 1 more, under AdamW 3.
+
+    Raises InputError for weights below float32, for a batch without response tokens or advantages, for an optimizer
+    state that does not fit, and for a gradient that is not finite, with which no step is taken.
+    """
+    step.check()
+    settings.check()
+    refuse_narrow_weights(policy.model)
+    check_batch(policy, batch)
+    moments = read_moments(policy.model, step, optimizer_state)
+    with measuring(policy.model):
+        size, device = step.micro_batch_size, policy.device
+        before = batch_statistics(policy.model, batch, micro_batch_size=size, device=device)
+    old = own_where_unknown(batch.old_logprobs, before.logprob)
+    batch = replace(batch, advantages=resolve_advantages(batch), old_logprobs=old)
+    seeds = _seeds(batch, before, settings, step, edges)
+    passes = {"micro_batch_size": size, "progress": progress}
+    directions = weighted_gradients(policy.model, batch, torch.stack(list(seeds.values())), **passes)
+    clip_factor = _make_directions(policy.model, list(seeds), directions, step, moments)
+    update_norm = directions.sum(0).norm().item()
+    changes, method = predict_changes(policy.model, batch, directions, **passes)
+    found = changes[:, batch.response_mask].double().numpy()
+    parts = pd.DataFrame({f"{BY}{name}": values for name, values in zip(seeds, found, strict=True)})
+    keys = _keys(batch, before, settings, edges)
+    contributions = pd.concat([keys, parts.assign(predicted=found.sum(0))], axis=1)
+    return Influence(contributions, method, clip_factor, update_norm)
+
+
+def influence_table(
+    contributions: pd.DataFrame, *, rng: np.random.Generator | None, confidence: float = 0.95, resamples: int = 1000
+) -> pd.DataFrame:
+    """How much each source moves the tokens of each interval, a row per source and target; the targets end with "all".
+
+    Columns: source (0, 1, …, "kl", …), target (interval of π_old, or "all"), num_tokens (of the target); over the
+    target's tokens, of the source's contribution c to the predicted change Δ of log π (nats): mean_abs (of |c|), mean,
+    and share = Cov(c, Δ)/Var(Δ), which over the sources adds up to 1 and can be negative: so source 0's share of the
+    last target says how much of likely tokens' movement unlikely ones cause. Each with `_lower` and `_upper`, from
+    redrawn prompts (`group`, or `batch` and `group` where there is a column batch): NaN where fewer than two have
+    tokens of the target, and all without `rng`. share is NaN where Δ does not vary.
+    """
+    sources = _sources(contributions)
+    clusters, intervals = prompt_clusters(contributions), contributions["interval"].to_numpy()
+    targets = {a: intervals == a for a in range(sum(name.isdigit() for name in sources))}
+    rows = []
+    for target, chosen in (targets | {"all": np.full(len(intervals), True)}).items():
+        parts = contributions.loc[chosen, [f"{BY}{name}" for name in sources]].to_numpy(np.float64)
+        found = _target_statistics(parts, clusters[chosen], int(clusters.max()) + 1, rng, confidence, resamples)
+        for name, numbers in zip(sources, found, strict=True):
+            row = {"source": int(name) if name.isdigit() else name, "target": target, "num_tokens": len(parts)}
+            for statistic, bounds in zip(STATISTICS, numbers, strict=True):
+                row |= dict(zip((statistic, f"{statistic}_lower", f"{statistic}_upper"), bounds, strict=True))
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def moved_against(contributions: pd.DataFrame, n: int = 20) -> pd.DataFrame:
+    """The n tokens predicted to move farthest against their own advantage, farthest first, and by whom.
+
+    Rows of `contributions` with three columns more: `against`, how far against, nats > 0; `mover`, the source that
+    pushed most that way; `mover_change`, by how much, which exceeds `against` where other sources pushed back. Fewer
+    rows where fewer tokens move against their advantage.
+    """
+    if n < 1:
+        raise InputError(f"n is {n}; give the number of tokens to show, 1 or more")
+    sources = _sources(contributions)
+    wrong = -np.sign(contributions["advantage"].to_numpy(np.float64))
+    pushes = contributions[[f"{BY}{name}" for name in sources]].mul(wrong, axis=0)
+    table = contributions.assign(against=contributions["predicted"] * wrong)
+    table["mover"] = pushes.idxmax(axis=1).str.removeprefix(BY)
+    table["mover_change"] = pushes.max(axis=1)
+    return table[table["against"] > 0].nlargest(n, "against").reset_index(drop=True)
+
+
+def _seeds(
+    batch: TokenBatch, before: TokenStatistics, settings: LossSettings, step: StepSettings, edges: Sequence[Number]
+) -> dict[str, Float[Tensor, "B S"]]:
+    """∂loss/∂log π of each token by source; 0 where the source is none of the loss's."""
+    weights = batch_weights(before.logprob, batch, settings, num_tokens=batch.num_tokens)
+    intervals = old_intervals(batch, edges)
+    policy, kl = -weights.policy / batch.num_tokens, -weights.kl / batch.num_tokens
+    seeds = {str(a): policy * (intervals == a) for a in range(len(interval_labels(edges)))} | {"kl": kl}
+    others = ("momentum", "decay") if step.optimizer == "adamw" else ("decay",)
+    return seeds | {name: torch.zeros_like(kl) for name in others}
+
+
+def _make_directions(
+    model: nn.Module, names: list[str], rows: Float[Tensor, "C P"], step: StepSettings, moments: Moments | None
+) -> float:
+    """Turn the gradient of each source into its part of Δθ, in place; the clip factor."""
+    slices, parameters = flat_slices(model), dict(float_parameters(model))
+    held = slices if moments is None else {name: slices[name] for name in moments.second.exp_avg_sq}
+    for name in slices.keys() - held.keys():
+        rows[:, slices[name]] = 0.0
+    whole = rows.sum(0)
+    clip_factor = clip_scale(whole.norm().item(), step.max_grad_norm)
+    rows.mul_(clip_factor)
+    if moments is not None:
+        _precondition(rows, rows[names.index("momentum")], held, step, moments, model, whole.mul_(clip_factor))
+    for name, part in held.items():
+        rows[names.index("decay"), part] = step.weight_decay * parameters[name].detach().flatten()
+    rows.mul_(-step.learning_rate)
+    return clip_factor
+
+
+def _precondition(
+    rows: Float[Tensor, "C P"],
+    momentum: Float[Tensor, " P"],
+    held: dict[str, slice],
+    step: StepSettings,
+    moments: Moments,
+    model: nn.Module,
+    whole: Float[Tensor, " P"],
+) -> None:
+    """(1 − β₁)/(1 − β₁ⁿ) · G ⊘ D in each row, β₁/(1 − β₁ⁿ) · m ⊘ D in that of momentum; D is the whole gradient's."""
+    inverse = moments.second.scale(model, whole)
+    rows.mul_(inverse)
+    for name, part in held.items():
+        correction = 1 - step.betas[0] ** (moments.second.step[name] + 1)
+        rows[:, part] *= (1 - step.betas[0]) / correction
+        if name in moments.first:
+            m = moments.first[name].flatten().to(inverse)
+            momentum[part] = step.betas[0] / correction * m * inverse[part]
+
+
+def _keys(batch: TokenBatch, before: TokenStatistics, settings: LossSettings, edges: Sequence[Number]) -> pd.DataFrame:
+    """The columns of `movement_table` that tell tokens apart: those of an update that moves nothing."""
+    still = Movement("all", batch, before, before, [], 0.0, settings, edges)
+    table = movement_table([still])
+    return table.drop(columns=[name for name in table if name.startswith("delta_")])
+
+
+def _sources(contributions: pd.DataFrame) -> list[str]:
+    """Names of the sources, in the order of the columns."""
+    sources = [name.removeprefix(BY) for name in contributions if name.startswith(BY)]
+    if not sources or not {"predicted", "interval", "advantage"} <= set(contributions):
+        raise InputError("the table holds no contributions; give Influence.contributions")
+    return sources
+
+
+def _target_statistics(
+    parts: Float[np.ndarray, "n A"],
+    clusters: Int[np.ndarray, " n"],
+    num_clusters: int,
+    rng: np.random.Generator | None,
+    confidence: float,
+    resamples: int,
+) -> Float[np.ndarray, "A 3 3"]:
+    """For each source: mean |c|, mean c and Cov(c, Δ)/Var(Δ), each with its value and its bounds."""
+    n, size = parts.shape
+    if not n:
+        return np.full((size, 3, 3), np.nan)
+    means = parts.mean(0)
+    centred = parts - means  # before they are squared: a variance is a small difference of large means
+    total = centred.sum(1, keepdims=True)
+    columns = np.hstack([np.ones((n, 1)), np.abs(parts), centred, centred * total, total, total**2])
+    sums = np.stack([np.bincount(clusters, column, minlength=num_clusters) for column in columns.T], axis=1)
+
+    def evaluate(weights: np.ndarray) -> np.ndarray:
+        drawn = weights @ sums
+        with np.errstate(invalid="ignore"):  # 0/0 where no token of the target was drawn
+            drawn = drawn[:, 1:] / drawn[:, :1]
+        size_of, shift, product = (drawn[:, i * size : (i + 1) * size] for i in range(3))
+        mean, square = drawn[:, -2:-1], drawn[:, -1:]
+        variance = square - mean**2
+        varies = variance > 1e-12 * columns[:, -1].mean()
+        return np.hstack([size_of, shift + means, (product - shift * mean) / np.where(varies, variance, np.nan)])
+
+    found = bootstrap(evaluate, num_clusters, rng=rng, confidence=confidence, resamples=resamples)
+    if len(np.unique(clusters)) < 2:
+        found[1:] = np.nan
+    return found.reshape(3, 3, size).transpose(2, 1, 0)

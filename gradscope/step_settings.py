@@ -1,0 +1,123 @@
+"""How a gradient becomes a step, and what a saved optimizer lets it go on from."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gradscope.adamw_state import AdamWState, float_parameters
+from gradscope.errors import InputError
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How a gradient becomes a step; the defaults are those of the paper's Fig. 1."""
+
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    learning_rate: Number = 1e-3
+    weight_decay: Number = 0.0
+    """Learning rate × this × weight is taken off each weight."""
+    betas: tuple[Number, Number] = (0.9, 0.999)
+    """AdamW's."""
+    eps: Number = 1e-8
+    """AdamW's."""
+    max_grad_norm: Number | None = 1.0
+    """Each step's gradient is clipped to this norm; None: not clipped."""
+    micro_batch_size: int = 8
+    """Most responses in one forward pass; changes nothing but rounding."""
+
+    def check(self) -> None:
+        """Raise InputError for numbers that make no step."""
+        if self.optimizer not in ("sgd", "adamw"):
+            raise InputError(f"optimizer is {self.optimizer!r}; give sgd or adamw")
+        for name in ("learning_rate", "weight_decay", "eps"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(f"{name} is {getattr(self, name)}; give a finite number, 0 or more")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"betas are {self.betas}; give two numbers from 0 to below 1")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise InputError(f"max_grad_norm is {self.max_grad_norm}; give a positive number, or None: not clipped")
+        if self.micro_batch_size < 1:
+            raise InputError(f"micro_batch_size is {self.micro_batch_size}; a forward pass needs at least 1")
+
+
+SGD = StepSettings()
+
+
+def clip_scale(norm: float, max_grad_norm: Number | None) -> float:
+    """What clipping multiplies a gradient of this norm by, as the trainer does; None: 1.
+
+    Raises InputError for a norm that is not finite, with which no step is taken.
+    """
+    if not math.isfinite(norm):
+        raise InputError(f"the gradient's norm is {norm}, so no step is taken; look for the response that makes it so")
+    return max_grad_norm / (norm + 1e-6) if max_grad_norm is not None and norm > max_grad_norm else 1.0
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What AdamW remembers, by parameter name in the order in which it got them; others it does not train."""
+
+    second: AdamWState
+    """v and the step counts."""
+    first: dict[str, Tensor]
+    """m; a parameter that has none never stepped: 0."""
+
+
+def read_moments(model: nn.Module, step: StepSettings, state: dict[str, Any] | None) -> Moments | None:
+    """What AdamW's `state_dict()` saved, or nothing yet, for all float parameters; None under SGD.
+
+    Raises InputError for a state that is not AdamW's, not of this model or not of the step's betas and eps.
+    """
+    if step.optimizer == "sgd":
+        if state is not None:
+            raise InputError("optimizer_state is AdamW's and the optimizer sgd; give optimizer='adamw'")
+        return None
+    if state is None:
+        zeros = {name: p.new_zeros(()).expand(p.shape) for name, p in float_parameters(model)}
+        return Moments(AdamWState(zeros, dict.fromkeys(zeros, 0), step.betas[1], step.eps), {})
+    if not {"state", "param_groups"} <= state.keys() or not state["param_groups"]:
+        raise InputError("optimizer_state has no state and param_groups; give what AdamW's state_dict() returned")
+    second = AdamWState.from_state_dict(model, state)
+    group = state["param_groups"][0]
+    saved = tuple(map(float, (*group["betas"], group["eps"])))
+    if saved != (wanted := tuple(map(float, (*step.betas, step.eps)))):
+        raise InputError(f"the optimizer state was made with betas and eps {saved}, the step has {wanted}; give those")
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    first = {}
+    for name, index in zip(second.exp_avg_sq, indices, strict=True):
+        if (held := state["state"].get(index)) is None:
+            continue
+        whole = {"step", "exp_avg", "exp_avg_sq"} <= held.keys()
+        if not whole or held["exp_avg"].shape != second.exp_avg_sq[name].shape:
+            raise InputError(f"the optimizer state of {name} holds no AdamW moments of its shape; give AdamW's state")
+        first[name] = held["exp_avg"]
+    return Moments(second, first)
+
+
+def make_optimizer(model: nn.Module, step: StepSettings, moments: Moments | None) -> torch.optim.Optimizer:
+    """Over the parameters of the moments (SGD: over all), which alone get gradients from here on."""
+    parameters = dict(float_parameters(model))
+    names = list(parameters if moments is None else moments.second.exp_avg_sq)
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in names)
+    trained = [parameters[name] for name in names]
+    if moments is None:
+        return torch.optim.SGD(trained, lr=step.learning_rate, weight_decay=step.weight_decay)
+    settings = {"lr": step.learning_rate, "betas": step.betas, "eps": step.eps, "weight_decay": step.weight_decay}
+    optimizer = torch.optim.AdamW(trained, **settings)
+    saved = optimizer.state_dict()
+    for place, name in enumerate(names):
+        if name in moments.first:
+            count = torch.tensor(float(moments.second.step[name]))
+            pair = {"exp_avg": moments.first[name], "exp_avg_sq": moments.second.exp_avg_sq[name]}
+            saved["state"][place] = copy.deepcopy({"step": count, **pair})
+    optimizer.load_state_dict(saved)
+    return optimizer
