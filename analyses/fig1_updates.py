@@ -9,6 +9,8 @@ tokens outside the updated interval. The same under the run's own AdamW, momentu
 
 Differs from the paper: the policy (0.8 M parameters, after 40 GRPO steps), its puzzles, four batches in place of one
 step; violins are split by the sign of the advantage, and the top 1 % of |Δπ| is left out of each interval, not of all.
+Intervals of r redraw the prompts of these four batches and do not speak of other updates; the CSV has r one by one. A
+step is on the whole batch, where the run takes two on 64 responses each.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from analyses.in_training import FRESH, RUN, moments, pool
-from gradscope.directions import similarity
+from gradscope.directions import movement_summary, similarity
 from gradscope.group_gradients import IntervalGradients, interval_gradients_over
 from gradscope.plot_style import paper_style, save_figure
 from gradscope.plot_updates import plot_movement
@@ -91,9 +93,12 @@ def draw(tokens: pd.DataFrame, gradients: IntervalGradients, similar: pd.DataFra
     for panel, (name, title) in zip("cef", PANELS.items(), strict=True):
         plot_movement(tokens, name, ax=axes[panel])
         if name in of_all.index:
-            title += f"; r = {of_all.correlation[name]:.2f} with (c)"
+            found = of_all.loc[name]
+            title += f"; r = {found.correlation:.2f} [{found.lower:.2f}, {found.upper:.2f}]"
         axes[panel].set_title(title, loc="left")
-        axes[panel].set_ylim(axes["c"].get_ylim())
+    bottoms, tops = zip(*(axes[panel].get_ylim() for panel in "cef"), strict=True)
+    for panel in "cef":
+        axes[panel].set_ylim(min(bottoms), max(tops))
     return figure
 
 
@@ -102,6 +107,12 @@ def main(options: Options) -> None:
     tokens, gradients, similar = table(options)
     save_figure(draw(tokens, gradients, similar), options.out / "fig1_updates.png")
     similar.to_csv(options.out / "fig1_similarity.csv", index=False)
+    parts = [
+        movement_summary(tokens, name, value=value, rng=None).assign(update=name, of=value)
+        for name in PANELS
+        for value in ("delta_prob", "delta_logprob")
+    ]
+    pd.concat(parts).to_csv(options.out / "fig1_movements.csv", index=False, float_format="%.4g")
     gradients.table.to_csv(options.out / "fig1_gradients.csv", index=False)
     print(similar.to_string(index=False, float_format="{:.3f}".format))
     print(gradients.table.to_string(index=False, float_format="{:.3g}".format))

@@ -5,7 +5,8 @@
 Four batches of 32 × 8 responses at the run's last checkpoint, one step each, to first order: SGD (1e-3, as in the
 paper's Fig. 1) and the run's own AdamW, whose momentum, decay and KL are sources of their own. An entry is the share of
 the movement of the column's tokens that the row's gradient causes, Cov(c, Δ)/Var(Δ) over the tokens; a column adds up
-to 1. Intervals of confidence redraw prompts. The actual step is taken beside it: how far the prediction errs.
+to 1. Intervals of confidence (in the CSV) redraw the prompts of these batches. The actual step is taken
+beside it: how far the prediction errs.
 
 Differs from the paper: it has no such table; "low-probability tokens move the others" is its reading of Fig. 1 (e).
 """
@@ -70,19 +71,22 @@ def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
 
 
 @paper_style()
-def draw(shares: pd.DataFrame) -> Figure:
-    """A map for each optimizer."""
+def draw(shares: pd.DataFrame, errors: pd.DataFrame) -> Figure:
+    """A map for each optimizer, with how far the prediction is off."""
     figure, axes = plt.subplots(1, 2, figsize=(7.3, 3.0), layout="constrained")
     for ax, (name, words) in zip(axes, OPTIMIZERS.items(), strict=True):
         plot_influence(shares[shares["optimizer"] == name], ax=ax)
-        ax.set_title(f"{words}: share of the movement", loc="left")
+        off = errors.loc[errors["optimizer"] == name, "relative_error"]
+        ax.set_title(
+            f"{words}: share of the movement\n(prediction off by {off.min():.0%} to {off.max():.0%})", loc="left"
+        )
     return figure
 
 
 def main(options: Options) -> None:
     torch.set_num_threads(1)
     shares, errors, against = table(options)
-    save_figure(draw(shares), options.out / "influence.png")
+    save_figure(draw(shares, errors), options.out / "influence.png")
     errors.to_csv(options.out / "influence_errors.csv", index=False, float_format="%.5g")
     against.to_csv(options.out / "influence_against.csv", index=False, float_format="%.5g")
     wide = shares.pivot(index=["optimizer", "source"], columns="target", values="share")

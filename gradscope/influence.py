@@ -33,7 +33,8 @@ from gradscope.errors import InputError
 from gradscope.intervals import EDGES, bootstrap, interval_labels
 from gradscope.logprobs import TokenStatistics
 from gradscope.models import Policy
-from gradscope.step_settings import SGD, Moments, StepSettings, clip_scale, read_moments
+from gradscope.step_settings import SGD, Moments, StepSettings, read_moments
+from gradscope.steps import clip_scale
 from gradscope.token_table import check_batch
 from gradscope.updates import Movement, movement_table
 from gradscope.variants import old_intervals
@@ -125,10 +126,10 @@ def influence_table(
 
     Columns: source (0, 1, …, "kl", …), target (interval of π_old, or "all"), num_tokens (of the target); over the
     target's tokens, of the source's contribution c to the predicted change Δ of log π (nats): mean_abs (of |c|), mean,
-    and share = Cov(c, Δ)/Var(Δ), which over the sources adds up to 1 and can be negative: so source 0's share of the
-    last target says how much of likely tokens' movement unlikely ones cause. Each with `_lower` and `_upper`, from
-    redrawn prompts (`group`, or `batch` and `group` where there is a column batch): NaN where fewer than two have
-    tokens of the target, and all without `rng`. share is NaN where Δ does not vary.
+    and share = Cov(c, Δ)/Var(Δ), which over the sources adds up to 1 and can be negative: so source 0's share of
+    target 3, the highest interval, says how much of likely tokens' movement unlikely ones cause. Each with `_lower` and
+    `_upper`, from redrawn prompts (`group`, or `batch` and `group` where there is a column batch): NaN where fewer than
+    two have tokens of the target, and all without `rng`. share is NaN where Δ does not vary.
     """
     sources = _sources(contributions)
     clusters, intervals = prompt_clusters(contributions), contributions["interval"].to_numpy()

@@ -51,16 +51,6 @@ class StepSettings:
 SGD = StepSettings()
 
 
-def clip_scale(norm: float, max_grad_norm: Number | None) -> float:
-    """What clipping multiplies a gradient of this norm by, as the trainer does; None: 1.
-
-    Raises InputError for a norm that is not finite, with which no step is taken.
-    """
-    if not math.isfinite(norm):
-        raise InputError(f"the gradient's norm is {norm}, so no step is taken; look for the response that makes it so")
-    return max_grad_norm / (norm + 1e-6) if max_grad_norm is not None and norm > max_grad_norm else 1.0
-
-
 @dataclass(frozen=True)
 class Moments:
     """What AdamW remembers, by parameter name in the order in which it got them; others it does not train."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gradscope.batch import TokenBatch
 from gradscope.batch_logprobs import empty_piece, kept_logprobs, micro_batches
 from gradscope.batch_loss import LossSettings, batch_loss, batch_weights, own_where_unknown
+from gradscope.errors import InputError
 from gradscope.processes import ALONE, Processes, whole
 
 Number = int | float
@@ -99,6 +100,16 @@ def random_split(low: Mask, response_mask: Mask, mini_batch_size: int, generator
     return chosen, response_mask & ~chosen
 
 
+def clip_scale(norm: float, max_grad_norm: Number | None) -> float:
+    """What clipping multiplies a gradient of this norm by; None: 1.
+
+    Raises InputError for a norm that is not finite, with which no step is taken.
+    """
+    if not math.isfinite(norm):
+        raise InputError(f"the gradient's norm is {norm}, so no step is taken; look for the response that makes it so")
+    return max_grad_norm / (norm + 1e-6) if max_grad_norm is not None and norm > max_grad_norm else 1.0
+
+
 @dataclass(frozen=True)
 class Updater:
     """A model and the optimizer that trains it: accumulates a pass's gradient, clips it, and steps."""
@@ -137,9 +148,9 @@ class Updater:
             norm = wanted
         clipped = norm
         if finite:
-            if self.max_grad_norm is not None and norm > self.max_grad_norm:
-                self._scale(self.max_grad_norm / (norm + 1e-6))
-                clipped = norm * self.max_grad_norm / (norm + 1e-6)
+            if (scale := clip_scale(norm, self.max_grad_norm)) != 1:
+                self._scale(scale)
+                clipped = norm * scale
             self.optimizer.step()
             # Autocast keeps copies of the weights in low precision: those from before the step must go.
             torch.clear_autocast_cache()

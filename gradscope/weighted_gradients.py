@@ -78,7 +78,7 @@ def predict_changes(
 
     If the parameters move by a direction, each log π changes by that much to first order. A direction that is not zero
     costs about two forward passes in forward mode. Where an operation of the model has none, a UserWarning says so and
-    all changes are central differences, which cost four to eight forward passes and agree to about 2e-4 of the root
+    all changes are central differences, which cost 2 to 16 forward passes and agree to about 2e-4 of the root
     mean square change, in float32, unless they send a token to other experts. The weights are never touched; flags,
     modes and `.grad` stay as they were.
 
@@ -198,6 +198,10 @@ def _central_differences(
         if reach == 0 or REACH / 2 <= reach <= REACH * 2:
             break
         h *= REACH / reach
+    else:
+        warnings.warn(
+            f"central differences change log π by {reach:.1g}, not by about {REACH:g}: they are off", stacklevel=2
+        )
     return slopes
 
 
