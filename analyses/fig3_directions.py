@@ -125,6 +125,7 @@ def draw(means: pd.DataFrame) -> Figure:
             plot_directions(means[means["optimizer"] == optimizer], sign=sign, ax=ax)
             ax.set_title(f"{words}; {'Â > 0' if sign == 'positive' else 'Â < 0'}", loc="left")
     axes[0, 0].legend(ncols=2)
+    figure.supxlabel(f"mean ± standard deviation over {means['num_batches'].max()} checkpoints", fontsize=8)
     return figure
 
 

@@ -25,6 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.batch import TokenBatch
+from gradscope.batch_loss import own_where_unknown
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals, bootstrap, interval_labels, summarize_cells
 from gradscope.logprobs import TokenStatistics
@@ -72,13 +73,13 @@ def batch_direction_shares(
 ) -> pd.DataFrame:
     """`right_direction_shares` against the advantages of one batch, from the statistics [B, S] around its update.
 
-    The interval is that of the probability before. Columns: interval, label, sign, num_tokens, tied, share; a row per
-    interval and sign, also where no token is. Raises InputError for a batch without advantages.
+    The interval is that of π_old, of the policy before where it is unknown. Columns: interval, label, sign, num_tokens,
+    tied, share; a row per interval and sign, also where no token is. Raises InputError for a batch without advantages.
     """
     if batch.advantages is None:
         raise InputError("the batch has no advantages, so no direction is right; resolve them first")
     keep, labels = batch.response_mask, interval_labels(edges)
-    prob = before.logprob[keep].double().exp().clamp(max=1.0).numpy()
+    prob = own_where_unknown(batch.old_logprobs, before.logprob)[keep].double().exp().clamp(max=1.0).numpy()
     columns = {
         "interval": assign_intervals(prob, edges),
         "advantage": batch.advantages[keep].numpy(),

@@ -78,7 +78,7 @@ def plot_movement(
         [f"{word}\n{short_number(mean) if mean == mean else '–'}" for word, mean in zip(words, means, strict=True)],
         linespacing=1.3,
     )
-    ax.set_xlabel(f"π before the step; beneath: mean |{_WORDS[value].split(' (')[0]}|")
+    ax.set_xlabel(f"$π_{{old}}$ before the step; beneath: mean |{_WORDS[value].split(' (')[0]}|")
     left_out = f"; top {100 * leave_out:g} % of each left out" if leave_out else ""
     ax.set_ylabel(f"{_WORDS[value]}{left_out}")
     ax.ticklabel_format(axis="y", scilimits=(-2, 3))
@@ -130,7 +130,7 @@ def plot_directions(
     ax.set_xticks(range(len(edges) - 1))
     name_intervals(ax, interval_labels(edges))
     word = {"positive": "Â > 0 whose probability rose", "negative": "Â < 0 whose probability fell"}[sign]
-    ax.set(xlabel="π before the step", ylabel=f"share of tokens with\n{word}")
+    ax.set(xlabel="$π_{old}$ before the step", ylabel=f"share of tokens with\n{word}")
     return finish(ax, chosen[["method", "interval", "sign", "mean", "sd"]].reset_index(drop=True))
 
 
@@ -159,7 +159,7 @@ def plot_influence(
         ax.text(column, row, words, ha="center", va="center", color=ink)
     ax.set_xticks(range(wide.shape[1]), [labels.get(name, str(name)).replace(", ", ",") for name in wide.columns])
     ax.set_yticks(range(wide.shape[0]), [labels.get(name, str(name)).replace(", ", ",") for name in wide.index])
-    ax.set(xlabel="tokens that are moved, by π", ylabel="whose gradient moves them")
+    ax.set(xlabel="tokens that are moved, by $π_{old}$", ylabel="whose gradient moves them")
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
     return finish(ax, table)
