@@ -32,6 +32,7 @@ from gradscope.weighted_gradients import refuse_narrow_weights
 SETTINGS, BY_INTERVAL, SUMMARY, FIGURE = "settings.csv", "by_interval.csv", "summary.txt", "figures/tuning.png"
 STATE = "optimizer.pt"
 """Where a checkpoint of the trainer keeps its optimizer's state."""
+Optimizer = Literal["sgd", "adamw"]
 FRESH = "fresh: its first step is a sign step, of which the prediction says little"
 
 
@@ -54,10 +55,11 @@ class Tune:
     """α of the grid; 0: no Reweight."""
     etas: tuple[float | None, ...] = (None, 0.1, 0.3, 0.5, 0.7, 0.9)
     """η of the grid; none: no Lopti."""
-    batches: int = 4
-    """Batches that a single file is split into, by prompts."""
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """What takes the step."""
+    batches: int = 6
+    """Batches that a single file is split into, by prompts; every second one is held out, and a verdict takes 3."""
+    optimizer: Optimizer | None = None
+    """What takes the step; none: adamw where --optimizer-state is given or optimizer.pt lies in MODEL's folder, else
+    sgd."""
     learning_rate: float | None = None
     """none: 1e-3 for sgd, as the paper's Fig. 1; for adamw that of its state, or 1e-6 without one."""
     weight_decay: float | None = None
@@ -98,8 +100,8 @@ class Tune:
         refuse_narrow_weights(policy.model)
         batches = self._read_batches(policy)
         check_batches(batches, self.min_tokens)
-        state = self._state_file(policy)
-        settings = self._settings(None if state is None else read_state(state))
+        optimizer, state = self._find_optimizer(policy)
+        settings = self._settings(optimizer, None if state is None else read_state(state))
         key = self._key(policy, grid, settings, state)
         folder = RunFolder(self.out, key, results=(SETTINGS, BY_INTERVAL, SUMMARY, "figures"))
         if folder.look(overwrite=self.overwrite) == "finished":
@@ -138,23 +140,25 @@ class Tune:
             batches = [replace(batch, temperature=torch.full_like(batch.temperature, t)) for batch in batches]
         return batches if len(batches) > 1 else split_prompts(batches[0], self.batches, seed=self.seed)
 
-    def _state_file(self, policy: Policy) -> Path | None:
-        beside = Path(policy.path) / STATE
+    def _find_optimizer(self, policy: Policy) -> tuple[Optimizer, Path | None]:
+        """What takes the step, and the file of its state, if it has one."""
         if self.optimizer == "sgd":
             if self.optimizer_state is not None:
-                raise InputError("--optimizer-state is of AdamW; give --optimizer adamw with it")
-            return None
-        return self.optimizer_state or (beside if beside.is_file() else None)
+                raise InputError("--optimizer-state is of AdamW; leave out --optimizer sgd")
+            return "sgd", None
+        beside = Path(policy.path) / STATE
+        state = self.optimizer_state or (beside if beside.is_file() else None)
+        return self.optimizer or ("sgd" if state is None else "adamw"), state
 
-    def _settings(self, state: dict[str, Any] | None) -> dict[str, Any]:
+    def _settings(self, optimizer: Optimizer, state: dict[str, Any] | None) -> dict[str, Any]:
         """The keywords of `tune_batch`: loss, step, and the state that it goes on from."""
         loss = LossSettings(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c, self.kl_coef)
         loss.check()
         saved = {} if state is None else state["param_groups"][0]
-        rate = saved.get("lr", 1e-6 if self.optimizer == "adamw" else SGD.learning_rate)
+        rate = saved.get("lr", 1e-6 if optimizer == "adamw" else SGD.learning_rate)
         decay = saved.get("weight_decay", SGD.weight_decay)
         step = StepSettings(
-            optimizer=self.optimizer,
+            optimizer=optimizer,
             learning_rate=float(rate if self.learning_rate is None else self.learning_rate),
             weight_decay=float(decay if self.weight_decay is None else self.weight_decay),
             betas=tuple(map(float, saved.get("betas", SGD.betas))),
@@ -238,7 +242,7 @@ class Tune:
                 {"path": str(path), "sha256": digest}
                 for path, digest in zip(self.rollouts, key["rollouts"], strict=True)
             ],
-            "settings": asdict(self) | {"step": key["step"]},
+            "settings": asdict(self) | {"optimizer": key["step"]["optimizer"], "step": key["step"]},
             "seed": self.seed,
             "dtype": key["dtype"],
             "device": str(policy.device),
@@ -246,6 +250,7 @@ class Tune:
             "prompts": found.prompts,
             "candidate": {name: best[name] for name in ("setting", "difference", "lower", "upper", "verdict")},
             "worth_a_run": found.worth_a_run,
+            "eta_judged": found.eta_judged,
             "spearman": {name: asdict(ranking) for name, ranking in found.rankings.items()},
         }
 

@@ -115,12 +115,12 @@ def interval_gradients(
                 given = None if intervals is None else intervals[rows].gather(1, columns).to(policy.device)
                 _add_gradients(policy.model, chunk.to(policy.device), given, settings, edges, batch.num_tokens, sums)
             sums.close_prompt(half)
-    table, cosines = _statistics(_gram(sums.halves.flatten(0, 1)), sums.square_norms, sums, edges)
+    table, cosines = _statistics(gram(sums.halves.flatten(0, 1)), sums.square_norms, sums, edges)
     result = IntervalGradients(table, cosines, len(prompts), settings)
     if optimizer_state is None:
         return result
     scale = optimizer_state.scale(policy.model, sums.halves.sum((0, 1)))
-    table, cosines = _statistics(_gram(sums.halves.mul_(scale).flatten(0, 1)), sums.square_norms_in(scale), sums, edges)
+    table, cosines = _statistics(gram(sums.halves.mul_(scale).flatten(0, 1)), sums.square_norms_in(scale), sums, edges)
     return replace(result, adamw_table=table, adamw_cosines=cosines)
 
 
@@ -163,7 +163,7 @@ class _Sums:
         """Add the prompt's gradients to its half and to the squares, and start the next one."""
         self.halves[half] += self.prompt
         for row, gradient in enumerate((*self.prompt, self.prompt.sum(0))):
-            self.square_norms[row] += _gram(gradient[None])[0, 0]
+            self.square_norms[row] += gram(gradient[None])[0, 0]
             if self.squares is not None:
                 self.squares[row] += gradient.square()
         self.prompt.zero_()
@@ -244,7 +244,7 @@ def _mean_matrix(matrices: list[pd.DataFrame]) -> pd.DataFrame:
     return pd.DataFrame(np.ma.masked_invalid(np.stack(matrices)).mean(0).filled(np.nan))
 
 
-def _gram(vectors: Float[Tensor, "K P"]) -> Float[Tensor, "K K"]:
+def gram(vectors: Float[Tensor, "K P"]) -> Float[Tensor, "K K"]:
     """Inner products in float64, a slice of the parameters at a time."""
     return sum(part @ part.T for part in (p.double() for p in vectors.split(1 << 20, dim=1))).cpu()
 

@@ -13,6 +13,8 @@ PANELS = {"predicted, selection batches": "predicted_", "actual, held-out batche
 """Title of each heat map, and the prefix of the columns that it draws."""
 
 LEGEND = "frame: candidate; *: interval excludes 0"
+UNDECIDED = "frame: candidate; *: interval over prompts excludes 0"
+"""Where the held-out batches are too few for a verdict."""
 
 
 @paper_style()
@@ -23,15 +25,16 @@ def plot_tuning(settings: pd.DataFrame) -> Figure:
     map. Raises InputError for a missing column.
     """
     names = ("difference", "lower", "upper")
-    require(settings, ["alpha", "eta", "candidate", *(f"{p}{n}" for p in PANELS.values() for n in names)])
+    require(settings, ["alpha", "eta", "candidate", "verdict", *(f"{p}{n}" for p in PANELS.values() for n in names)])
     drawn = {title: prefix for title, prefix in PANELS.items() if settings[f"{prefix}difference"].notna().any()}
     limit = 100 * np.nanmax(np.abs(settings[[f"{prefix}difference" for prefix in drawn.values()]])) or 1.0
+    legend = UNDECIDED if (settings["verdict"] == "undecided").any() else LEGEND
     size = settings["eta"].nunique(dropna=False)
     figure, axes = new_panels(len(drawn), width=max(2.6, 0.5 * size + 0.6), height=2.9)
     for ax, (title, prefix) in zip(axes, drawn.items(), strict=True):
         columns = {f"{prefix}{name}": name for name in names}
         numbers = settings[["alpha", "eta", "candidate", *columns]].rename(columns=columns)
-        _draw_map(ax, numbers, limit).set_title(f"{title}\n{LEGEND}", loc="left")
+        _draw_map(ax, numbers, limit).set_title(f"{title}\n{legend}", loc="left")
     return figure
 
 

@@ -31,10 +31,12 @@ from gradscope.batch_logprobs import batch_statistics
 from gradscope.batch_loss import PAPER, LossSettings, batch_weights, own_where_unknown, resolve_advantages
 from gradscope.capture import measuring
 from gradscope.errors import InputError
+from gradscope.group_gradients import gram
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.models import Policy
 from gradscope.objective import check_eta, lopti_split
-from gradscope.step_settings import SGD, Moments, StepSettings, clip_scale, read_moments
+from gradscope.step_settings import SGD, Moments, StepSettings, read_moments
+from gradscope.steps import clip_scale
 from gradscope.token_table import check_batch
 from gradscope.variants import old_intervals
 from gradscope.weighted_gradients import Method, predict_changes, refuse_narrow_weights, weighted_gradients
@@ -71,12 +73,12 @@ PLAIN = Setting()
 
 
 def make_grid(alphas: Iterable[Number | None], etas: Iterable[Number | None]) -> list[Setting]:
-    """Every pair of them, each once, behind PLAIN, which all are compared with; an α of 0 is off.
+    """Every pair of them, each once, off before on, behind PLAIN, which all are compared with; an α of 0 is off.
 
     >>> [setting.name for setting in make_grid([0, 0.3], [None, 0.5])]
     ['plain', 'η=0.5', 'α=0.3', 'α=0.3, η=0.5']
     """
-    alphas, etas = list(alphas), list(etas)
+    alphas, etas = sorted(alphas, key=bool), sorted(etas, key=lambda eta: eta is not None)
     for alpha in alphas:
         if alpha is not None and not 0 <= alpha <= 1:
             raise InputError(f"alpha is {alpha}; Reweight takes a number from 0 (off) to 1; the paper uses 0.1 to 0.3")
@@ -140,6 +142,8 @@ class Prediction:
     """Of G and the gradient of the plain loss."""
     num_steps: int
     """Optimizer steps: passes that have a token."""
+    adds_up: bool
+    """Whether these are two that move θ exactly as the one without η does, so that η is not judged."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -182,7 +186,9 @@ class Linearisation:
         with np.errstate(invalid="ignore", divide="ignore"):  # no gradient at all
             shares = np.bincount(intervals, products, self.num_intervals) / square
             cosine = total @ self.gram @ plain / sqrt(max(square, 0.0) * max(plain @ self.gram @ plain, 0.0))
-        return Prediction(self._move(passes) @ self.responses, shares, float(cosine), len(passes))
+        moved, whole = self._move(passes), self._move(self.passes(replace(setting, eta=None)))
+        adds_up = len(passes) > 1 and np.array_equal(moved, whole)
+        return Prediction(moved @ self.responses, shares, float(cosine), len(passes), adds_up)
 
     def _move(self, passes: Sequence[Float[np.ndarray, " R"]]) -> Float[np.ndarray, " R+2"]:
         """θ after the passes minus θ before, in coefficients of what `responses` are to."""
@@ -285,9 +291,9 @@ def _make_directions(
     held = slices if moments is None else {name: slices[name] for name in moments.second.exp_avg_sq}
     for name in slices.keys() - held.keys():
         rows[:, slices[name]] = 0.0
-    gram = _gram(gradients)
+    products = gram(gradients).numpy()
     whole = np.repeat([1.0, 0.0, 1.0], num_cells)
-    clip_factor = clip_scale(_norm(whole, gram), step.max_grad_norm)
+    clip_factor = clip_scale(_norm(whole, products), step.max_grad_norm)
     if moments is not None:
         for name, moment in moments.first.items():
             rows[-2, held[name]] = moment.flatten().to(rows)
@@ -297,16 +303,11 @@ def _make_directions(
         parameters = dict(float_parameters(model))
         for name, part in held.items():
             rows[-1, part] = parameters[name].detach().flatten().to(rows)
-    return gram
+    return products
 
 
-def _gram(rows: Float[Tensor, "R P"]) -> Float[np.ndarray, "R R"]:
-    """Inner products in float64, some columns at a time."""
-    parts = (part.double() for part in rows.split(1 << 16, dim=1))
-    return sum(part @ part.T for part in parts).cpu().numpy()
-
-
-def _norm(gradient: Float[np.ndarray, " R"], gram: Float[np.ndarray, "R R"]) -> float:
-    square = gradient @ gram @ gradient
+def _norm(gradient: Float[np.ndarray, " R"], products: Float[np.ndarray, "R R"]) -> float:
+    """products: the Gram matrix of what the gradient's coefficients are of."""
+    square = gradient @ products @ gradient
     # Rounding may leave a sum that cancels below 0; NaN stays.
     return sqrt(square) if not square < 0 else 0.0

@@ -44,7 +44,8 @@ def tune_batch(
     A row per setting (its place in the grid), prompt (0, 1, …), interval of π_old and sign of Â, in this order.
     Columns: setting, prompt, interval, sign; num_tokens; predicted_tied, tokens that do not move, and predicted_right,
     those that move the right way; actual_tied, actual_right (NaN without `actual`); and, the same in all rows of a
-    setting, steps, cosine, gradient_share.0, … (see `tuning.Prediction`) and method. Errors are those of `linearise`.
+    setting, steps, adds_up, cosine, gradient_share.0, … (see `tuning.Prediction`) and method. Errors are those of
+    `linearise`.
     """
     numbers = {"settings": settings, "step": step, "optimizer_state": optimizer_state}
     linear = linearise(policy, batch, etas=[setting.eta for setting in grid], progress=progress, **numbers)
@@ -60,7 +61,8 @@ def tune_batch(
             moved = log_odds_change(before, movement.after)[linear.judged.response_mask].numpy()
             counts[["actual_tied", "actual_right"]] = _count(tokens, moved)[["tied", "right"]].astype(float)
         shares = dict(zip(SHARES, prediction.gradient_shares, strict=True))
-        counts = counts.assign(steps=prediction.num_steps, cosine=prediction.cosine, **shares, method=linear.method)
+        counts = counts.assign(steps=prediction.num_steps, adds_up=prediction.adds_up, cosine=prediction.cosine)
+        counts = counts.assign(**shares, method=linear.method)
         counts.insert(0, "setting", place)
         frames.append(counts)
     return pd.concat(frames, ignore_index=True)

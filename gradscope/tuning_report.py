@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pandas as pd
 
@@ -10,18 +12,21 @@ from gradscope.tuning_screen import CELLS, ENOUGH_BATCHES, Screening
 CAUTION = """No one has shown that this statistic predicts a run's final accuracy: it says which way one step moves the
 tokens of these batches, no more. It can be a reason to try a setting; it is no result."""
 FIRST_ORDER = """Predictions are first order: all gradients, also that of Lopti's second pass, are taken before the
-first step, and AdamW's denominator is that of the plain step. So under SGD, where no gradient is clipped,
-Lopti's two passes add up to one, and η has no effect. Each batch is one mini-batch."""
+first step, and AdamW's denominator is that of the plain step. Each batch is one mini-batch.
+A setting with η takes two optimizer steps where plain takes one: under AdamW its momentum and decay act twice; a random
+split of the same sizes (analyses.fig3_directions) is the control."""
+NO_ETA = """η is not judged by the prediction here (no gradient is clipped, so to first order its two steps are
+plain's one)"""
 
 
-def report(screening: Screening, *, step: str, notes: tuple[str, ...] = ()) -> str:
-    """The finding, how far to trust it, and the grid. step: the optimizer step, in words; notes: more lines for it."""
+def report(screening: Screening, *, step: str) -> str:
+    """The finding, how far to trust it, and the grid. step: the optimizer step, in words."""
     parts = [
-        "\n".join([_design(screening, step), *notes]),
+        _design(screening, step),
         "\n".join(_finding(screening)),
         *([_others(screening)] if screening.rankings else []),
         f"{FIRST_ORDER}\n{CAUTION}",
-        _grids(screening.settings),
+        _grids(screening),
     ]
     return "\n\n".join(parts)
 
@@ -36,58 +41,79 @@ def _design(screening: Screening, step: str) -> str:
         f"Score: the share of the tokens that a step moves the right way, averaged over {len(screening.cells)} of "
         f"{len(CELLS)} intervals of π_old × signs of Â,\n"
         f"those in which at least {screening.min_tokens} tokens moved in every batch under every setting: "
-        f"{', '.join(screening.cells)}."
+        f"{', '.join(screening.cells)}.\n"
+        "Of equal scores the first counts: the plain loss, then off before any α or η."
     )
 
 
 def _finding(screening: Screening) -> list[str]:
     best, plain = screening.candidate, screening.settings.iloc[0]
     scores = f"{best['predicted_score']:.4f} against {plain['predicted_score']:.4f} of the plain loss"
-    lines = [f"Candidate: {best['setting']}, of the best predicted score on the selection batches ({scores})."]
+    candidate = f"Candidate: {best['setting']}, of the best predicted score on the selection batches ({scores})"
     if best.name == plain.name:
-        lines = ["Candidate: none. No setting's predicted score on the selection batches beats the plain loss's."]
+        candidate = "Candidate: none: no setting's predicted score on the selection batches beats the plain loss's"
+    lines = [f"{candidate}." if screening.eta_judged else f"{candidate};\n{NO_ETA}."]
     if not best["verdict"]:
         return [*lines, "Nothing confirms this: no actual update was made."]
     if best.name != plain.name:
-        answer = "it is worth a run" if screening.worth_a_run else "this gives no reason for a run"
         difference = f"{best['difference']:+.4f} [{best['lower']:+.4f}, {best['upper']:+.4f}]"
         lines.append(f"On the held-out batches its actual score minus the plain loss's is {difference}:")
-        lines.append(f"{best['verdict']}; {answer}.")
-    return [*lines, f"[{screening.confidence:.0%} intervals: {_method(screening)}]"]
+        lines.append(f"{best['verdict']}; {_answer(screening)}.")
+    return [*lines, f"[{_interval(screening, 'held-out')}]"]
 
 
-def _method(screening: Screening) -> str:
-    count = sum(screening.held_out)
+def _answer(screening: Screening) -> str:
+    if screening.candidate["verdict"] == "undecided":
+        return f"a verdict takes {ENOUGH_BATCHES} held-out batches, so give {2 * ENOUGH_BATCHES - 1} batches or more"
+    return "it is worth a run" if screening.worth_a_run else "this gives no reason for a run"
+
+
+def _interval(screening: Screening, role: Literal["selection", "held-out"]) -> str:
+    """What the intervals on the batches of this role are."""
+    count = screening.held_out.count(role == "held-out")
+    batches = f"{count} {role} batch{'es' if count > 1 else ''}"
+    method = f"a bootstrap over prompts within the {batches}, too few to tell how other updates vary"
     if count >= ENOUGH_BATCHES:
-        return f"Student's t over the {count} held-out batches"
-    few = f"{count} held-out batch{'es' if count > 1 else ''}"
-    return f"a bootstrap over the prompts within the {few}, too few to tell how other updates vary"
+        method = f"Student's t over the {batches}"
+    return f"{screening.confidence:.0%} interval: {method}"
 
 
 def _others(screening: Screening) -> str:
     """The other settings, and how well the prediction ranks them."""
+    rankings, enough = screening.rankings, sum(screening.held_out) >= ENOUGH_BATCHES
+    method = "bootstrap over prompts within these batches; pulled towards 0"
+    if enough:
+        method = "mean of each held-out batch's, with Student's t over them"
+    ranking = (
+        f"Spearman correlation over the {len(screening.settings)} settings, with the actual scores on the held-out "
+        f"batches: {rankings['selection']} of the scores\npredicted on the selection batches, "
+        f"{rankings['held-out']} of those predicted on the same batches\n[{method}]."
+    )
+    return f"{_tally(screening)}\n{ranking}" if enough else ranking
+
+
+def _tally(screening: Screening) -> str:
+    """How many verdicts of each kind there are."""
     verdicts = screening.settings["verdict"].iloc[1:]
     counts = {name: int((verdicts == name).sum()) for name in ("better", "worse", "no difference")}
     by_chance = (1 - screening.confidence) * len(verdicts)
-    rankings = screening.rankings
     return (
         f"All {len(verdicts)} settings against the plain loss: {counts['better']} better, {counts['worse']} worse, "
         f"{counts['no difference']} no difference.\n"
-        f"They are compared one by one: if none differed, about {by_chance:.2g} of {len(verdicts)} would by chance.\n"
-        f"Spearman correlation over the {len(verdicts) + 1} settings, with the actual scores on the held-out batches: "
-        f"{rankings['selection']} of the scores\npredicted on the selection batches, {rankings['held-out']} of those "
-        "predicted on the same batches [bootstrap over prompts]."
+        f"They are compared one by one: if none differed, about {by_chance:.2g} of {len(verdicts)} would by chance."
     )
 
 
-def _grids(settings: pd.DataFrame) -> str:
+def _grids(screening: Screening) -> str:
     """Differences in percentage points, α down and η across; starred where the interval excludes 0."""
-    grids = []
-    for title, prefix in (("Predicted, selection batches", "predicted_"), ("Actual, held-out batches", "")):
+    grids, settings = [], screening.settings
+    for kind, role, prefix in (("Predicted", "selection", "predicted_"), ("Actual", "held-out", "")):
         names = [f"{prefix}{name}" for name in ("difference", "lower", "upper")]
         if settings[names[0]].notna().any():
-            grids.append(f"{title}: score minus the plain loss's, in percentage points\n{_grid(settings, *names)}")
-    return "\n\n".join(grids) + "\n* the interval excludes 0"
+            title = f"{kind}, {role} batches: score minus the plain loss's, in percentage points"
+            star = f"* 0 is outside the {_interval(screening, role)}"
+            grids.append(f"{title}\n{_grid(settings, *names)}\n{star}")
+    return "\n\n".join(grids)
 
 
 def _grid(settings: pd.DataFrame, value: str, lower: str, upper: str) -> str:

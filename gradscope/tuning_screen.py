@@ -27,14 +27,19 @@ Number = int | float
 
 MIN_TOKENS = 10
 ENOUGH_BATCHES = 3
-"""Batches from which on the interval of a difference is Student's t over batches."""
+"""Held-out batches that a verdict takes: it rests on how updates vary, so that intervals are Student's t over batches.
+Of fewer batches an interval is a bootstrap over the prompts within them, which says nothing about other updates."""
 CELLS = [f"{label}{'+' if sign == 'positive' else '−'}" for label in interval_labels() for sign in SIGNS]
 """Names of the interval × sign cells; + is Â > 0."""
 
 
 @dataclass(frozen=True)
 class Spearman:
-    """A rank correlation over the settings, with percentiles over redrawn prompts; NaN where all scores are equal."""
+    """A rank correlation over the settings, with bounds; NaN where all scores are equal.
+
+    Of ENOUGH_BATCHES held-out batches or more: the mean of each batch's, with Student's t over them. Of fewer: of their
+    mean scores, with percentiles over redrawn prompts, which are pulled towards 0.
+    """
 
     value: float
     lower: float
@@ -52,8 +57,8 @@ class Screening:
     """A row per setting, the plain loss first: setting, alpha, eta (NaN: off), candidate. On the selection batches:
     predicted_score, and predicted_difference to the plain loss's with predicted_lower, predicted_upper. On the held-out
     batches: predicted_held_out, actual_score, and difference of the actual ones with lower, upper, and verdict:
-    "better" or "worse" where that excludes 0, else "no difference"; "" without actual updates. Means over all batches:
-    steps, cosine, gradient_share.0, …"""
+    "better" or "worse" where that excludes 0, else "no difference"; "undecided" for fewer than ENOUGH_BATCHES held-out
+    batches; "" without actual updates. Means over all batches: steps, cosine, gradient_share.0, …"""
     by_interval: pd.DataFrame
     """A row per batch, setting, interval and sign: batch, held_out, setting, interval, sign, counted (in the score),
     num_tokens, predicted_tied, predicted_share, actual_tied, actual_share."""
@@ -65,13 +70,19 @@ class Screening:
     """Of CELLS, those that count."""
     min_tokens: int
     confidence: Number
+    eta_judged: bool
+    """False where on the selection batches every η's two steps add up to the one without η, so that the prediction is
+    the same for all of them."""
     rankings: dict[str, Spearman]
     """Of the actual scores on the held-out batches with predicted ones: "selection", on the selection batches;
     "held-out", on the same. Empty without actual updates."""
 
     @property
     def candidate(self) -> pd.Series:
-        """The setting with the best predicted score on the selection batches; the plain loss may be it."""
+        """The setting with the best predicted score on the selection batches, the first of equal ones.
+
+        The plain loss may be it.
+        """
         return self.settings[self.settings["candidate"]].iloc[0]
 
     @property
@@ -93,9 +104,8 @@ def screen(
 
     Every second batch selects: the candidate is the setting with the best predicted score on these. The others are held
     out. There every setting's actual score is compared with the plain loss's, batch by batch, and the candidate is
-    worth a run only if it is "better". The interval of a difference is Student's t over batches where there are 3 or
-    more of them, else a bootstrap over the prompts within each. Raises InputError for fewer than two batches, and
-    where no cell counts.
+    worth a run only if it is "better", which takes ENOUGH_BATCHES held-out batches. Raises InputError for fewer than
+    two batches, and where no cell counts.
     """
     if len(parts) < 2:
         raise InputError(f"{len(parts)} batch: one has to select and another to confirm; give two or more")
@@ -113,8 +123,11 @@ def screen(
     table["predicted_held_out"] = tally.scores("predicted", confirm)
     table["actual_score"] = tally.scores("actual", confirm)
     table[[*bounds]] = tally.differences("actual", confirm).T
-    table["verdict"] = _verdicts(table["lower"], table["upper"]) if known else ""
+    enough = len(confirm) >= ENOUGH_BATCHES
+    table["verdict"] = (_verdicts(table["lower"], table["upper"]) if enough else "undecided") if known else ""
     means = pd.concat(parts).groupby("setting")[["steps", "cosine", *SHARES]].mean()
+    chosen = pd.concat([parts[b] for b in select])
+    adds_up = chosen.loc[chosen["steps"] > 1, "adds_up"]
     return Screening(
         settings=table.join(means),
         by_interval=_by_interval(parts, grid, held_out, tally.cells),
@@ -123,6 +136,7 @@ def screen(
         cells=[name for name, counts in zip(CELLS, tally.cells, strict=True) if counts],
         min_tokens=min_tokens,
         confidence=confidence,
+        eta_judged=adds_up.empty or not adds_up.all(),
         rankings=tally.rankings(select, confirm) if known else {},
     )
 
@@ -181,21 +195,35 @@ class _Tally:
         """To the first setting's score: mean over batches, and bounds."""
         each = self._each(kind, batches)
         each = each - each[:, :1]
-        value = each.mean(0)
         if len(batches) >= ENOUGH_BATCHES:
-            error = each.std(0, ddof=1) / np.sqrt(len(each)) * t.ppf((1 + self.confidence) / 2, len(each) - 1)
-            return np.stack([value, value - error, value + error])
+            return self._students_t(each)
         drawn = self._drawn(kind, batches)
-        return np.vstack([value, self._percentiles(drawn - drawn[:, :1])])
+        return np.vstack([each.mean(0), self._percentiles(drawn - drawn[:, :1])])
 
     def rankings(self, select: Sequence[int], confirm: Sequence[int]) -> dict[str, Spearman]:
         """Of the actual scores on `confirm` with the predicted ones on either."""
+        if len(confirm) >= ENOUGH_BATCHES:
+            return self._rankings_by_batch(select, confirm)
         found, actual, drawn = {}, self.scores("actual", confirm), self._drawn("actual", confirm)
         for name, batches in (("selection", select), ("held-out", confirm)):
             value = spearman(self.scores("predicted", batches)[None], actual[None])
             bounds = self._percentiles(spearman(self._drawn("predicted", batches), drawn)[:, None])
             found[name] = Spearman(*np.concatenate([value, bounds[:, 0]]).tolist())
         return found
+
+    def _rankings_by_batch(self, select: Sequence[int], confirm: Sequence[int]) -> dict[str, Spearman]:
+        found, actual = {}, self._each("actual", confirm)
+        chosen = np.broadcast_to(self.scores("predicted", select), actual.shape)
+        for name, predicted in (("selection", chosen), ("held-out", self._each("predicted", confirm))):
+            mean_and_bounds = self._students_t(spearman(predicted, actual)[:, None])[:, 0]
+            found[name] = Spearman(*mean_and_bounds.clip(-1, 1).tolist())
+        return found
+
+    def _students_t(self, each: Float[np.ndarray, "b n"]) -> Float[np.ndarray, "3 n"]:
+        """Mean over batches, and bounds."""
+        mean = each.mean(0)
+        error = each.std(0, ddof=1) / np.sqrt(len(each)) * t.ppf((1 + self.confidence) / 2, len(each) - 1)
+        return np.stack([mean, mean - error, mean + error])
 
     def _each(self, kind: Kind, batches: Sequence[int]) -> Float[np.ndarray, "b N"]:
         everyone = [np.ones((1, self.draws[b].shape[1])) for b in batches]

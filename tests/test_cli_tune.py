@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from tiny import make_policy, make_responses, save_checkpoint, write_jsonl
 
 from gradscope import cli, cli_tune
+from gradscope.errors import InputError
 from gradscope.models import load_policy
 from gradscope.readers import read_rollouts
 from gradscope.step_settings import StepSettings
@@ -143,14 +144,22 @@ def save_state(model: Path, path: Path) -> None:
 def test_the_state_beside_the_model_says_how_adamw_steps(run, rollouts, tmp_path):
     model = save_checkpoint(tmp_path / "llama", "llama")
     save_state(model, model / "optimizer.pt")
-    flags = (*SMALL, "--optimizer", "adamw", "--batches", 2, "--no-actual")
+    flags = (*SMALL, "--batches", 2, "--no-actual")
     outcome = run(model, rollouts, "--out", tmp_path / "beside", *flags)
     assert outcome.status == 0, outcome.err
     assert "AdamW, learning rate 0.0002, weight decay 0.01, on from the state" in outcome.out
-    assert json.loads((tmp_path / "beside" / "manifest.json").read_text())["settings"]["step"]["betas"] == [0.8, 0.95]
+    settings = json.loads((tmp_path / "beside" / "manifest.json").read_text())["settings"]
+    assert settings["optimizer"] == "adamw" and settings["step"]["betas"] == [0.8, 0.95]
+    same = run(model, rollouts, "--out", tmp_path / "beside", *flags, "--optimizer", "adamw")
+    assert same.status == 0 and "already tuned" in same.out
+    sgd = run(model, rollouts, "--out", tmp_path / "sgd", *flags, "--optimizer", "sgd")
+    assert sgd.status == 0 and "SGD, learning rate 0.001" in sgd.out
     (model / "optimizer.pt").rename(tmp_path / "state.pt")
     given = run(model, rollouts, "--out", tmp_path / "given", *flags, "--optimizer-state", tmp_path / "state.pt")
-    fresh = run(model, rollouts, "--out", tmp_path / "fresh", *flags)
+    fresh = run(model, rollouts, "--out", tmp_path / "fresh", *flags, "--optimizer", "adamw")
+    neither = run(model, rollouts, "--out", tmp_path / "neither", *flags)
+    assert neither.status == 0 and "SGD, learning rate 0.001" in neither.out
+    assert json.loads((tmp_path / "neither" / "manifest.json").read_text())["settings"]["optimizer"] == "sgd"
     assert given.status == 0 and "fresh: its first step is a sign step" in fresh.out
     tables = [(tmp_path / name / "by_interval.csv").read_bytes() for name in ("beside", "given", "fresh")]
     assert tables[0] == tables[1] != tables[2]
@@ -168,8 +177,8 @@ def test_a_temperature_beats_the_rollouts_own(run, model, rollouts, tmp_path):
 
 
 def test_an_interrupted_run_goes_on_to_the_files_of_an_undisturbed_one(run, model, rollouts, tmp_path, monkeypatch):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert run(model, rollouts, "--out", whole, *SMALL).status == 0
+    whole, stopped, flags = tmp_path / "whole", tmp_path / "stopped", (*SMALL, "--batches", 4)
+    assert run(model, rollouts, "--out", whole, *flags).status == 0
     done, right = [], cli_tune.tune_batch
 
     def stop_at_the_third(*args, **keywords):
@@ -179,14 +188,14 @@ def test_an_interrupted_run_goes_on_to_the_files_of_an_undisturbed_one(run, mode
         return right(*args, **keywords)
 
     monkeypatch.setattr(cli_tune, "tune_batch", stop_at_the_third)
-    assert run(model, rollouts, "--out", stopped, *SMALL).status == 1
+    assert run(model, rollouts, "--out", stopped, *flags).status == 1
     assert set(contents(stopped)) == {
         ".partial/key.json",
         ".partial/part-000000.parquet",
         ".partial/part-000001.parquet",
     }
     monkeypatch.setattr(cli_tune, "tune_batch", lambda *a, **k: (done.append(a), right(*a, **k))[1])
-    outcome = run(model, rollouts, "--out", stopped, *SMALL)
+    outcome = run(model, rollouts, "--out", stopped, *flags)
     assert outcome.status == 0 and "taking up the unfinished run" in outcome.out and len(done) == 4
     first, second = contents(whole), contents(stopped)
     manifests = [json.loads(files.pop("manifest.json")) for files in (first, second)]
@@ -219,11 +228,12 @@ def test_what_cannot_be_used_is_said_in_one_line_before_anything_is_written(run,
     equal = [row | {"reward": 1.0} for row in make_rows()]
     (tmp_path / "text.pt").write_text("no state")
     torch.save({"state": {}}, tmp_path / "empty.pt")
+    few = (rollouts, "--min-tokens", 2)
     cases = [
         ((rollouts, "--batches", 9), "8 prompts for 9 batches"),
         ((rollouts, "--batches", 1), "--batches is 1"),
         ((bare,), "the batch has neither"),
-        ((write_jsonl(tmp_path / "nan.jsonl", unknown),), ""),
+        ((write_jsonl(tmp_path / "nan.jsonl", unknown),), "`advantage` holds nan"),
         ((write_jsonl(tmp_path / "equal.jsonl", equal),), "equal rewards to a prompt give no advantage"),
         ((rollouts, "--dtype", "bfloat16"), "load the policy in float32"),
         ((rollouts, "--etas", 1.5), "eta is 1.5"),
@@ -233,15 +243,25 @@ def test_what_cannot_be_used_is_said_in_one_line_before_anything_is_written(run,
         ((rollouts, "--learning-rate", 0), "--learning-rate is 0"),
         ((rollouts, "--temperature", 0), "--temperature is 0"),
         ((rollouts, "--min-tokens", 0), "--min-tokens is 0"),
-        ((rollouts, "--clip-ratio-low", 2), "clip_ratio_low is 2"),
-        ((rollouts, "--max-grad-norm", 0), "max_grad_norm is 0"),
-        ((rollouts, "--optimizer-state", tmp_path / "text.pt"), "give --optimizer adamw"),
-        ((rollouts, "--optimizer", "adamw", "--optimizer-state", tmp_path / "none.pt"), "is not there"),
-        ((rollouts, "--optimizer", "adamw", "--optimizer-state", tmp_path / "text.pt"), "is no file of torch.save"),
-        ((rollouts, "--optimizer", "adamw", "--optimizer-state", tmp_path / "empty.pt"), "holds no state and"),
+        ((*few, "--clip-ratio-low", 2), "clip_ratio_low is 2"),
+        ((*few, "--max-grad-norm", 0), "max_grad_norm is 0"),
+        ((*few, "--optimizer", "sgd", "--optimizer-state", tmp_path / "text.pt"), "leave out --optimizer sgd"),
+        ((*few, "--optimizer-state", tmp_path / "none.pt"), "is not there"),
+        ((*few, "--optimizer", "adamw", "--optimizer-state", tmp_path / "text.pt"), "is no file of torch.save"),
+        ((*few, "--optimizer", "adamw", "--optimizer-state", tmp_path / "empty.pt"), "holds no state and"),
         ((tmp_path / "missing.jsonl",), "missing.jsonl"),
         ((), "no rollouts"),
     ]
     for args, words in cases:
         assert_one_line(run(model, *args, "--out", out), words)
     assert not out.exists()
+
+
+def test_a_batch_without_some_advantages_is_refused(model, rollouts):
+    batch = read_rollouts(rollouts, load_policy(model))
+    advantages = batch.token_weighted(batch.rewards)
+    row, column = batch.response_mask.nonzero()[0].tolist()
+    advantages[row, column] = float("nan")
+    batches = [batch, replace(batch, advantages=advantages)]
+    with pytest.raises(InputError, match="batch 1 has no advantage on 1 tokens"):
+        cli_tune.check_batches(batches, 2)
