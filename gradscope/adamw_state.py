@@ -87,6 +87,7 @@ class AdamWState:
         state, else all of the model's in the order of named_parameters(). Raises InputError for parameter groups that
         differ in lr, betas or eps, for amsgrad, and for moments that do not fit the parameters.
         """
+        check_structure(state_dict)
         groups, parameters = state_dict["param_groups"], dict(model.named_parameters())
         if len({(*map(float, (g["lr"], *g["betas"], g["eps"])), g.get("amsgrad", False)) for g in groups}) != 1:
             raise InputError(
@@ -114,6 +115,8 @@ class AdamWState:
                     f"exp_avg_sq of {name} has shape {tuple(moments[name].shape)}, the parameter "
                     f"{tuple(parameters[name].shape)}; give the names in the order in which the optimizer got them"
                 )
+            if not (moments[name] >= 0).all():
+                raise InputError(f"exp_avg_sq of {name} is negative or NaN; give the state of a run that is sound")
         return cls(moments, steps, float(groups[0]["betas"][1]), float(groups[0]["eps"]), max_grad_norm)
 
     def scale(self, model: nn.Module, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
@@ -127,3 +130,19 @@ class AdamWState:
             corrected = new / (1 - self.beta2 ** (self.step[name] + 1))
             scale[part] = clip / (corrected.sqrt() + self.eps)
         return scale
+
+
+def check_structure(state_dict: Any) -> None:
+    """InputError unless this is built as AdamW's `state_dict()` is."""
+    try:
+        for group in state_dict["param_groups"]:
+            _ = [float(value) for value in (group["lr"], group["eps"], *group["betas"])], list(group["params"])
+            _ = dict(enumerate(group["betas"]))[1]
+        for moments in state_dict["state"].values():
+            _ = int(moments["step"]), moments["exp_avg"].shape, moments["exp_avg_sq"].shape
+        if not state_dict["param_groups"]:
+            raise LookupError("param_groups is empty")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"the optimizer state is not AdamW's ({type(error).__name__}: {error}); give what its state_dict() returned"
+        ) from error

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -217,7 +218,17 @@ def write_parquet(path: Path, frame: pd.DataFrame) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+    """NaN and infinity become null, which every JSON reader takes."""
+    write_text(path, json.dumps(plain_json(value), indent=2, default=str, allow_nan=False) + "\n")
+
+
+def plain_json(value: Any) -> Any:
+    """The value with null for NaN and infinity, and lists for tuples."""
+    if isinstance(value, Mapping):
+        return {name: plain_json(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_text(path: Path, text: str) -> None:

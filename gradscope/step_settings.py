@@ -40,7 +40,7 @@ class StepSettings:
         for name in ("learning_rate", "weight_decay", "eps"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(f"{name} is {getattr(self, name)}; give a finite number, 0 or more")
-        if not all(0 <= beta < 1 for beta in self.betas):
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"betas are {self.betas}; give two numbers from 0 to below 1")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise InputError(f"max_grad_norm is {self.max_grad_norm}; give a positive number, or None: not clipped")
@@ -73,8 +73,6 @@ def read_moments(model: nn.Module, step: StepSettings, state: dict[str, Any] | N
     if state is None:
         zeros = {name: p.new_zeros(()).expand(p.shape) for name, p in float_parameters(model)}
         return Moments(AdamWState(zeros, dict.fromkeys(zeros, 0), step.betas[1], step.eps), {})
-    if not {"state", "param_groups"} <= state.keys() or not state["param_groups"]:
-        raise InputError("optimizer_state has no state and param_groups; give what AdamW's state_dict() returned")
     second = AdamWState.from_state_dict(model, state)
     group = state["param_groups"][0]
     saved = tuple(map(float, (*group["betas"], group["eps"])))
@@ -88,6 +86,8 @@ def read_moments(model: nn.Module, step: StepSettings, state: dict[str, Any] | N
         whole = {"step", "exp_avg", "exp_avg_sq"} <= held.keys()
         if not whole or held["exp_avg"].shape != second.exp_avg_sq[name].shape:
             raise InputError(f"the optimizer state of {name} holds no AdamW moments of its shape; give AdamW's state")
+        if not held["exp_avg"].isfinite().all():
+            raise InputError(f"exp_avg of {name} is not finite; give the state of a run that is sound")
         first[name] = held["exp_avg"]
     return Moments(second, first)
 

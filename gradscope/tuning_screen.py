@@ -19,7 +19,7 @@ from scipy.stats import rankdata, t
 from gradscope.directions import SIGNS
 from gradscope.errors import InputError
 from gradscope.intervals import interval_labels
-from gradscope.tuning import Setting
+from gradscope.tuning import PLAIN, Setting
 from gradscope.tuning_counts import NUM_INTERVALS, SHARES
 
 Kind = Literal["predicted", "actual"]
@@ -109,6 +109,8 @@ def screen(
     """
     if len(parts) < 2:
         raise InputError(f"{len(parts)} batch: one has to select and another to confirm; give two or more")
+    if grid[0] != PLAIN or any(sorted(part["setting"].unique()) != list(range(len(grid))) for part in parts):
+        raise InputError("the counts are not of this grid, PLAIN first; give the grid that tune_batch counted")
     held_out = [is_held_out(batch) for batch in range(len(parts))]
     confirm, select = ([b for b, out in enumerate(held_out) if out is wanted] for wanted in (True, False))
     tally = _Tally(parts, len(grid), min_tokens, rng, confidence, resamples)

@@ -19,7 +19,7 @@ from gradscope.batch_logprobs import batch_statistics
 from gradscope.batch_loss import PAPER, LossSettings, batch_weights, own_where_unknown, resolve_advantages
 from gradscope.directions import log_odds_change
 from gradscope.errors import InputError
-from gradscope.intervals import EDGES
+from gradscope.intervals import EDGES, interval_labels
 from gradscope.logprobs import TokenStatistics
 from gradscope.models import Policy
 from gradscope.rewind import rewound
@@ -84,6 +84,7 @@ def apply_update(
     optimizer state that does not fit.
     """
     step.check()
+    interval_labels(edges)  # refuses what is no edges
     refuse_narrow_weights(policy.model)
     check_batch(policy, batch)
     moments = read_moments(policy.model, step, optimizer_state)

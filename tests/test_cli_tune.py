@@ -248,7 +248,7 @@ def test_what_cannot_be_used_is_said_in_one_line_before_anything_is_written(run,
         ((*few, "--optimizer", "sgd", "--optimizer-state", tmp_path / "text.pt"), "leave out --optimizer sgd"),
         ((*few, "--optimizer-state", tmp_path / "none.pt"), "is not there"),
         ((*few, "--optimizer", "adamw", "--optimizer-state", tmp_path / "text.pt"), "is no file of torch.save"),
-        ((*few, "--optimizer", "adamw", "--optimizer-state", tmp_path / "empty.pt"), "holds no state and"),
+        ((*few, "--optimizer", "adamw", "--optimizer-state", tmp_path / "empty.pt"), "not AdamW's"),
         ((tmp_path / "missing.jsonl",), "missing.jsonl"),
         ((), "no rollouts"),
     ]
@@ -265,3 +265,39 @@ def test_a_batch_without_some_advantages_is_refused(model, rollouts):
     batches = [batch, replace(batch, advantages=advantages)]
     with pytest.raises(InputError, match="batch 1 has no advantage on 1 tokens"):
         cli_tune.check_batches(batches, 2)
+
+
+def test_batches_side_by_side_give_the_same_files(run, model, rollouts, tmp_path):
+    flags = (*SMALL, "--batches", 3)
+    for name, jobs in (("one", 1), ("two", 2)):
+        assert run(model, rollouts, "--out", tmp_path / name, *flags, "--jobs", jobs).status == 0
+    for file in ("settings.csv", "by_interval.csv", "summary.txt"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    assert_one_line(run(model, rollouts, "--out", tmp_path / "none", *flags, "--jobs", 0), "--jobs is 0")
+
+
+@pytest.mark.parametrize("content", [b"", b"hello world", b"PK\x03\x04cut"])
+def test_a_state_file_that_cannot_be_read_is_one_line(run, model, rollouts, tmp_path, content):
+    (tmp_path / "optimizer.pt").write_bytes(content)
+    flags = (*SMALL, "--optimizer", "adamw", "--optimizer-state", tmp_path / "optimizer.pt")
+    assert_one_line(run(model, rollouts, "--out", tmp_path / "out", *flags), "optimizer.pt")
+    assert not (tmp_path / "out").exists()
+
+
+def test_states_of_another_optimizer_or_without_a_learning_rate_are_one_line(run, model, rollouts, tmp_path):
+    parameters = list(load_policy(model).model.parameters())
+    for optimizer, said in (
+        (torch.optim.SGD(parameters, lr=0.1), "not AdamW's"),
+        (torch.optim.AdamW(parameters, lr=0.0), "learning rate 0; give --learning-rate"),
+    ):
+        torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+        flags = (*SMALL, "--optimizer", "adamw", "--optimizer-state", tmp_path / "optimizer.pt")
+        assert_one_line(run(model, rollouts, "--out", tmp_path / "out", *flags), said)
+
+
+def test_a_finished_run_without_its_table_says_so(run, model, rollouts, tmp_path):
+    args = (model, rollouts, "--out", tmp_path / "out", *SMALL, "--batches", 2, "--no-actual")
+    assert run(*args).status == 0
+    json.loads((tmp_path / "out/manifest.json").read_text(), parse_constant=pytest.fail)
+    (tmp_path / "out/settings.csv").unlink()
+    assert_one_line(run(*args), "is gone; tune again with --overwrite")

@@ -636,3 +636,10 @@ def test_what_cannot_be_predicted_is_refused(policy, batch, state):
         screen([made_up(2, 3, seed=0)], settings_of(2), rng=np.random.default_rng(0))
     with pytest.raises(InputError, match="has 1000 tokens that move"):
         screen([made_up(2, 3, seed=0)] * 2, settings_of(2), rng=np.random.default_rng(0), min_tokens=1000)
+
+
+def test_counts_of_another_grid_are_refused():
+    frame = pd.DataFrame({"setting": [0, 1]})
+    for grid in ([PLAIN, Setting(0.1), Setting(0.3)], [Setting(0.1), PLAIN]):
+        with pytest.raises(InputError, match="not of this grid"):
+            screen([frame, frame], grid, rng=np.random.default_rng(0))

@@ -464,14 +464,17 @@ def broken(state: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> d
     ("change", "message"),
     [
         (lambda s: s["param_groups"][0]["params"].pop(), "the optimizer state is of"),
-        (lambda s: s["state"][3].pop("exp_avg"), "holds no AdamW moments of its shape"),
+        (lambda s: s["state"][3].pop("exp_avg"), "is not AdamW's"),
         (lambda s: s["state"][3].update(exp_avg=torch.zeros(2)), "holds no AdamW moments of its shape"),
         (lambda s: s["state"][3].update(exp_avg_sq=torch.zeros(2)), r"has shape \(2,\), the parameter"),
         (lambda s: s["param_groups"][0].update(betas=(0.9, 0.95)), "was made with betas and eps"),
         (lambda s: s["param_groups"][0].update(eps=1e-5), "was made with betas and eps"),
         (lambda s: s["param_groups"][0].update(amsgrad=True), "not plain AdamW's"),
-        (lambda s: s.update(param_groups=[]), "no state and param_groups"),
-        (lambda s: s.pop("state"), "no state and param_groups"),
+        (lambda s: s.update(param_groups=[]), "is not AdamW's"),
+        (lambda s: s["state"][3]["exp_avg"].fill_(float("nan")), "exp_avg of .* is not finite"),
+        (lambda s: s["state"][3]["exp_avg_sq"].neg_(), "exp_avg_sq of .* is negative or NaN"),
+        (lambda s: s["param_groups"][0].pop("betas"), "is not AdamW's"),
+        (lambda s: s.pop("state"), "is not AdamW's"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_in_one_line(starts, batch, change, message):

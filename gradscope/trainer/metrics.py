@@ -15,6 +15,7 @@ from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.logprobs import TokenStatistics
 from gradscope.objective import kl_k3
+from gradscope.run_folder import plain_json
 from gradscope.steps import StepResult
 from gradscope.trainer.rollout import Rollout
 
@@ -80,7 +81,7 @@ def update_metrics(results: Sequence[StepResult]) -> dict[str, Any]:
 def write_line(path: Path, record: Mapping[str, Any]) -> None:
     """Append one record; NaN and infinity become null, which every JSON reader takes."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+        file.write(json.dumps(plain_json(record), allow_nan=False) + "\n")
 
 
 def lines_up_to(path: Path, step: int) -> str:
@@ -113,14 +114,6 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
         if values and all(map(math.isfinite, values)):
             out[name] = sum(values) / len(values)
     return out
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(v) for name, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _mean(values: Sequence[bool | int | float]) -> float:
