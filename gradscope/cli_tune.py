@@ -219,12 +219,15 @@ class Tune:
         bar = {"desc": "batches", "total": len(batches), "initial": len(batches) - len(left), "disable": None}
         if self.jobs == 1:
             for index in tqdm(left, **bar):
-                part = _count_batch(policy, batches[index], grid, self._takes(index), sys.stderr.isatty(), settings)
+                progress = sys.stderr.isatty()
+                part = tune_batch(
+                    policy, batches[index], grid, actual=self._takes(index), progress=progress, **settings
+                )
                 folder.write_part(index, part)
             return folder.read_parts(len(batches))
         with ProcessPoolExecutor(self.jobs, get_context("spawn"), _use_one_thread) as pool:
             jobs = {
-                pool.submit(_count_batch, policy, batches[index], grid, self._takes(index), False, settings): index
+                pool.submit(_count_apart, self, batches[index], grid, self._takes(index), settings): index
                 for index in left
             }
             try:
@@ -283,15 +286,12 @@ class Tune:
         }
 
 
-def _count_batch(
-    policy: Policy,
-    batch: TokenBatch,
-    grid: Sequence[Setting],
-    actual: bool,
-    progress: bool,
-    settings: dict[str, Any],
+def _count_apart(
+    tune: Tune, batch: TokenBatch, grid: Sequence[Setting], actual: bool, settings: dict[str, Any]
 ) -> pd.DataFrame:
-    return tune_batch(policy, batch, grid, actual=actual, progress=progress, **settings)
+    """In a process of its own, with a policy of its own: a sent one would share its weights, which the steps change."""
+    policy = load_quietly(tune.model, dtype=tune.dtype, device=tune.device)
+    return tune_batch(policy, batch, grid, actual=actual, **settings)
 
 
 def _use_one_thread() -> None:
