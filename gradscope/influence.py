@@ -14,7 +14,7 @@ the terms share. Against the actual Δ log π the prediction errs by a share tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,7 @@ from torch import Tensor, nn
 
 from gradscope.adamw_state import flat_slices, float_parameters
 from gradscope.batch import TokenBatch
-from gradscope.batch_logprobs import batch_statistics
-from gradscope.batch_loss import PAPER, LossSettings, batch_weights, own_where_unknown, resolve_advantages
-from gradscope.capture import measuring
+from gradscope.batch_loss import PAPER, LossSettings, batch_weights
 from gradscope.directions import prompt_clusters
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, bootstrap, interval_labels
@@ -35,10 +33,9 @@ from gradscope.logprobs import TokenStatistics
 from gradscope.models import Policy
 from gradscope.step_settings import SGD, Moments, StepSettings, read_moments
 from gradscope.steps import clip_scale
-from gradscope.token_table import check_batch
-from gradscope.updates import Movement, movement_table
+from gradscope.updates import Movement, measure_start, movement_table
 from gradscope.variants import old_intervals
-from gradscope.weighted_gradients import Method, predict_changes, refuse_narrow_weights, weighted_gradients
+from gradscope.weighted_gradients import Method, predict_changes, weighted_gradients
 
 Number = int | float
 
@@ -98,16 +95,10 @@ def influence(
     """
     step.check()
     settings.check()
-    refuse_narrow_weights(policy.model)
-    check_batch(policy, batch)
     moments = read_moments(policy.model, step, optimizer_state)
-    with measuring(policy.model):
-        size, device = step.micro_batch_size, policy.device
-        before = batch_statistics(policy.model, batch, micro_batch_size=size, device=device)
-    old = own_where_unknown(batch.old_logprobs, before.logprob)
-    batch = replace(batch, advantages=resolve_advantages(batch), old_logprobs=old)
+    batch, before = measure_start(policy, batch, step)
     seeds = _seeds(batch, before, settings, step, edges)
-    passes = {"micro_batch_size": size, "progress": progress}
+    passes = {"micro_batch_size": step.micro_batch_size, "progress": progress}
     directions = weighted_gradients(policy.model, batch, torch.stack(list(seeds.values())), **passes)
     clip_factor = _make_directions(policy.model, list(seeds), directions, step, moments)
     update_norm = directions.sum(0).norm().item()

@@ -27,9 +27,7 @@ from torch import Tensor, nn
 
 from gradscope.adamw_state import flat_slices, float_parameters
 from gradscope.batch import TokenBatch
-from gradscope.batch_logprobs import batch_statistics
-from gradscope.batch_loss import PAPER, LossSettings, batch_weights, own_where_unknown, resolve_advantages
-from gradscope.capture import measuring
+from gradscope.batch_loss import PAPER, LossSettings, batch_weights
 from gradscope.errors import InputError
 from gradscope.group_gradients import gram
 from gradscope.intervals import EDGES, interval_labels
@@ -37,9 +35,9 @@ from gradscope.models import Policy
 from gradscope.objective import check_eta, lopti_split
 from gradscope.step_settings import SGD, Moments, StepSettings, read_moments
 from gradscope.steps import clip_scale
-from gradscope.token_table import check_batch
+from gradscope.updates import measure_start
 from gradscope.variants import old_intervals
-from gradscope.weighted_gradients import Method, predict_changes, refuse_narrow_weights, weighted_gradients
+from gradscope.weighted_gradients import Method, predict_changes, weighted_gradients
 
 Number = int | float
 
@@ -234,18 +232,12 @@ def linearise(
     settings.check()
     if settings.reweight_alpha is not None:
         raise InputError(f"reweight_alpha is {settings.reweight_alpha}; the settings of the grid say α; leave it None")
-    refuse_narrow_weights(policy.model)
-    check_batch(policy, batch)
     moments = read_moments(policy.model, step, optimizer_state)
     steps_taken = _steps_taken(moments)
-    with measuring(policy.model):
-        size, device = step.micro_batch_size, policy.device
-        before = batch_statistics(policy.model, batch, micro_batch_size=size, device=device)
-    old = own_where_unknown(batch.old_logprobs, before.logprob)
-    batch = replace(batch, advantages=resolve_advantages(batch), old_logprobs=old)
+    batch, before = measure_start(policy, batch, step)
     cells = make_cells(batch, dict.fromkeys(eta for eta in etas if eta is not None), edges)
     seeds = cell_seeds(cells, batch, before.logprob, settings)
-    passes = {"micro_batch_size": size, "progress": progress}
+    passes = {"micro_batch_size": step.micro_batch_size, "progress": progress}
     trained = trained_rows(batch, settings)
     # Two rows more, without a seed: for momentum and weights.
     seeds = nn.functional.pad(seeds[:, trained], (0, 0, 0, 0, 0, 2))

@@ -17,6 +17,7 @@ from gradscope.adamw_state import float_parameters
 from gradscope.batch import TokenBatch
 from gradscope.batch_logprobs import batch_statistics
 from gradscope.batch_loss import PAPER, LossSettings, batch_weights, own_where_unknown, resolve_advantages
+from gradscope.capture import measuring
 from gradscope.directions import log_odds_change
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, interval_labels
@@ -167,6 +168,19 @@ def _changes(movement: Movement) -> dict[str, Float[Tensor, "B S"]]:
     # 0 · ∞: an impossible token became possible.
     change = torch.where(change.isnan(), after.logprob.exp() - before.logprob.exp(), change)
     return {"delta_prob": change, "delta_logprob": rise, "delta_log_odds": log_odds_change(before, after).to(rise)}
+
+
+def measure_start(policy: Policy, batch: TokenBatch, step: StepSettings) -> tuple[TokenBatch, TokenStatistics]:
+    """What a prediction of a step begins with: the batch with advantages and π_old, and its statistics [B, S].
+
+    They are of plain attention, as forward mode has it. Raises InputError for weights below float32 and for a batch
+    that does not fit the policy or has no advantages.
+    """
+    refuse_narrow_weights(policy.model)
+    check_batch(policy, batch)
+    with measuring(policy.model):
+        before = _statistics(policy, batch, step)
+    return _resolve(batch, before), before
 
 
 def _statistics(policy: Policy, batch: TokenBatch, step: StepSettings) -> TokenStatistics:
