@@ -213,7 +213,7 @@ class Measure:
             "engine": {
                 "blocks": policy.blocks_name,
                 "joint": meter.joint,
-                "batched": meter.batched,
+                "batched": meter.graph.batched,
                 "modules_by_rule": len(meter.claims.rules),
                 "parameters_on_the_general_path": list(meter.claims.general),
             },

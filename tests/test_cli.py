@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tiny import CONTEXT, VOCAB, make_policy, make_responses, save_checkpoint, write_jsonl
 
 from gradscope import cli, run_folder
-from gradscope.capture import token_gradients
+from gradscope.capture import decoder_block, graph_body, head, rules, token_gradients
 from gradscope.models import load_policy
 from gradscope.readers import read_rollouts
 from gradscope.token_table import measure
@@ -320,8 +320,9 @@ def test_a_full_disk_is_one_line_and_the_run_can_be_taken_up(run, model, rollout
 def test_a_failed_self_check_is_one_line_with_status_1_and_nothing_is_written(
     run, model, rollouts, tmp_path, monkeypatch
 ):
-    right = token_gradients.linear_square_norms
-    monkeypatch.setattr(token_gradients, "linear_square_norms", lambda *args, **kw: 1.02 * right(*args, **kw))
+    right = rules.linear_square_norms
+    for module in (graph_body, decoder_block):  # both ways through the body
+        monkeypatch.setattr(module, "linear_square_norms", lambda *args, **kw: 1.02 * right(*args, **kw))
     out = tmp_path / "out"
     assert_one_line(run("measure", model, rollouts, "--out", out), 1, "module model.layers.")
     assert not out.exists()
@@ -382,7 +383,8 @@ def test_overwriting_with_a_run_that_fails_its_self_check_keeps_the_old_one(
     args = ["measure", model, rollouts, "--out", out, "--no-figures"]
     assert run(*args).status == 0
     before = files(out)
-    monkeypatch.setattr(token_gradients, "outer_square_norms", lambda delta, *_args, **_kw: delta.square().sum(1))
+    for module in (head, token_gradients):
+        monkeypatch.setattr(module, "outer_square_norms", lambda delta, *_args, **_kw: delta.square().sum(1))
     assert_one_line(run(*args, "--seed", 1, "--overwrite"), 1, "self-check failed")
     assert files(out) == before
 

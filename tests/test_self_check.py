@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 
 import numpy as np
@@ -10,10 +11,21 @@ import torch
 import torch.nn.functional as F
 from oracle import brute_force, in_float64
 from tiny import CAUSAL, LAYERS, make_batch, make_policy
+from torch import Tensor
 
 from gradscope import token_table
 from gradscope.batch import Response, collate
-from gradscope.capture import TokenGradientMeter, TokenGradients, measuring, token_gradients
+from gradscope.capture import (
+    TokenGradientMeter,
+    TokenGradients,
+    decoder_block,
+    embeddings,
+    graph_body,
+    head,
+    measuring,
+    rules,
+    token_gradients,
+)
 from gradscope.capture.self_check import TOLERANCES, CheckedToken, _compare, check_engine, measure_plainly
 from gradscope.errors import SelfCheckError
 from gradscope.logprobs import TokenStatistics
@@ -75,6 +87,14 @@ def test_what_it_compares_with_does_not_underflow_on_a_sure_token():
     np.testing.assert_allclose(plain.act_grad_norm, truth.layers[sure], rtol=1e-3)
 
 
+def replace_rule(monkeypatch: pytest.MonkeyPatch, name: str, replacement: Callable[..., Tensor]) -> None:
+    """Everywhere that it is used."""
+    users = [m for m in (head, embeddings, graph_body, decoder_block, token_gradients) if hasattr(m, name)]
+    assert users
+    for module in users:
+        monkeypatch.setattr(module, name, replacement)
+
+
 @pytest.mark.parametrize(
     ("name", "rule", "blamed"),
     [
@@ -85,10 +105,10 @@ def test_what_it_compares_with_does_not_underflow_on_a_sure_token():
     ],
 )
 def test_a_rule_that_is_wrong_by_one_percent_is_caught_and_its_module_named(monkeypatch, name, rule, blamed):
-    right = getattr(token_gradients, rule)
+    right = getattr(rules, rule)
     # 1 % of the norm; a norm's weight has too small a part in the whole to be noticed by so little.
     factor = 1.02 if rule != "diagonal_square_norms" else 25.0
-    monkeypatch.setattr(token_gradients, rule, lambda *args, **settings: factor * right(*args, **settings))
+    replace_rule(monkeypatch, rule, lambda *args, **settings: factor * right(*args, **settings))
     assert blamed in failure(make_policy(name))
 
 
@@ -96,7 +116,7 @@ def test_a_tied_tables_missing_cross_term_is_caught(monkeypatch):
     policy = make_policy("qwen2")
     with torch.no_grad():  # a token that points against what it sees, so that both uses of its row agree
         policy.model.model.embed_tokens.weight.mul_(3)
-    monkeypatch.setattr(token_gradients, "tied_cross_terms", lambda delta, *_: delta.new_zeros(len(delta)))
+    replace_rule(monkeypatch, "tied_cross_terms", lambda delta, *_: delta.new_zeros(len(delta)))
     assert "module model.embed_tokens" in failure(policy)
 
 
@@ -126,12 +146,12 @@ def test_a_weight_that_is_used_behind_its_modules_back_is_caught():
 
 
 def test_a_mistake_that_shows_only_beside_another_token_is_caught(monkeypatch):
-    right = token_gradients.linear_square_norms
+    right = rules.linear_square_norms
 
     def wrong(delta, *args, **settings):
-        return right(delta.mean(0, keepdim=True).expand_as(delta) if len(delta) > 1 else delta, *args, **settings)
+        return right(delta.mean(1, keepdim=True).expand_as(delta), *args, **settings)
 
-    monkeypatch.setattr(token_gradients, "linear_square_norms", wrong)
+    replace_rule(monkeypatch, "linear_square_norms", wrong)
     failure(make_policy("llama"))
 
 

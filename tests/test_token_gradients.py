@@ -204,11 +204,12 @@ def test_one_gradient_after_the_other_and_no_joint_give_the_same(name):
         everything = torch.arange(len(targets))
         with measuring(policy.model):
             meter = TokenGradientMeter(policy, ids)
-            assert meter.batched and meter.joint
+            assert meter.graph.batched and meter.joint
             expected = meter.measure(ids, targets, everything, temperature=1.0)
-            meter.batched = False
+            meter.decoder, meter.graph.batched = None, False
             assert_same(meter.measure(ids, targets, everything, temperature=1.0), expected)
-            meter.batched, meter.joint = True, None
+            meter.graph.batched = True
+            meter.head.joint = meter.graph.joint = None
             assert_same(meter.measure(ids, targets, everything, temperature=1.0), expected)
 
 

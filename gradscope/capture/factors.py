@@ -34,8 +34,7 @@ class Factors:
         if key not in self._made:
             self._made[key] = prefix_factor(whole.inputs.flatten(0, -2), bias=bias)
         rows, made = call.inputs.shape[:-1].numel(), self._made[key]
-        # Only a triangular factor has zeros to the right of its first rows; see prefix_factor.
-        return made[:rows] if made.shape[0] >= 2 * made.shape[1] else made[:rows, :rows]
+        return made[:rows, :rows]  # Triangular: the other columns are zero.
 
     def slopes(self, call: Call) -> list[Tensor]:
         """∂output/∂parameter of a diagonal module, over the call's rows, for each parameter."""

@@ -10,35 +10,43 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_STRIP = 64
-"""Columns of a triangular factor that are multiplied at once: narrow enough to skip zeros, wide enough to be fast."""
+from gradscope.capture.products import Product, multiply_exactly
+
+STRIP = 64
+"""Positions taken at once where a product has zeros to skip: few enough to skip most, enough for speed."""
 
 
 def prefix_factor(inputs: Float[Tensor, "n d"], *, bias: bool) -> Float[Tensor, "n r"]:
     """L with L Lᵀ = A Aᵀ, where A is the inputs (with a column of ones for a bias): enough to know ‖Σ_s δ_s a_sᵀ‖.
 
     With Aᵀ = Q R, L = Rᵀ is lower trapezoidal, so L[:m, :min(m, r)] is the factor of the first m positions too. A
-    Gram matrix would serve as well but loses half of the digits. Where n ≥ 2 d nothing is saved: L = A.
+    Gram matrix would serve as well but loses half of the digits.
     """
     a = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
     if bias:
         a = torch.cat([a, a.new_ones(len(a), 1)], dim=1)
-    if a.shape[0] >= 2 * a.shape[1]:
-        return a
     return torch.linalg.qr(a.T, mode="r").R.T.contiguous()
 
 
-def linear_square_norms(delta: Float[Tensor, "K n out"], factor: Float[Tensor, "n r"]) -> Float[Tensor, " K"]:
+def linear_square_norms(
+    delta: Float[Tensor, "n K out"], factor: Float[Tensor, "n r"], *, multiply: Product = multiply_exactly
+) -> Float[Tensor, " K"]:
     """Squared norm of Σ_s δ_s [a_s, 1]ᵀ: the gradient of a linear module's weight and bias together.
 
-    A triangular factor is taken in strips of columns, each without the rows above it, which are zero.
+    factor: of the module's inputs, by `prefix_factor`; lower triangular, it is taken in strips of columns, each without
+    its zeros. Positions come first here, so that one product serves all tokens.
     """
-    delta, columns = delta.to(factor.dtype), factor.shape[1]
-    triangular = columns <= factor.shape[0] and columns > _STRIP and not factor.triu(1).any()
-    starts = range(0, columns, _STRIP) if triangular else [0]
-    width = _STRIP if triangular else columns
-    strips = ((factor[s if triangular else 0 :, s : s + width], delta[:, s if triangular else 0 :]) for s in starts)
-    return sum(torch.linalg.vector_norm(torch.matmul(f.T, d), dim=(1, 2)).square() for f, d in strips)
+    delta, square = delta.contiguous(), delta.new_zeros(delta.shape[1])
+    for start in range(0, factor.shape[1], STRIP):
+        part = multiply(factor[start:, start : start + STRIP].T, delta[start:].flatten(1))
+        square += square_norms(part.unflatten(1, delta.shape[1:]))
+    return square
+
+
+def square_norms(values: Float[Tensor, "n K *rest"]) -> Float[Tensor, " K"]:
+    """Squared norm of each token's part."""
+    by_row = torch.linalg.vector_norm(values.flatten(2), dim=2)  # in two steps: along memory first
+    return torch.linalg.vector_norm(by_row, dim=0).square()
 
 
 def outer_square_norms(

@@ -1,0 +1,128 @@
+"""What one forward pass leaves of each block of a common decoder, as the backward rules need it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from gradscope.capture.decoder_parts import DecoderBlock, Matrix, Norm
+from gradscope.capture.hooks import forward_hooks
+from gradscope.capture.recording import block_input
+from gradscope.capture.rules import prefix_factor
+
+
+@dataclass
+class Seen:
+    """One block's forward pass over a sequence of n positions, without the batch's axis."""
+
+    hidden: Tensor | None = None
+    """[n, d]: the block's input."""
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    """By module."""
+    rotary: tuple[Tensor, ...] = ()
+    """(cos, sin), [n, c] each."""
+    mask: Tensor | None = None
+    """Attention's, [1, 1 or H, n, n]: added to the scores, or True where a key is seen; None: causal."""
+
+
+@contextmanager
+def record_blocks(model: nn.Module, blocks: list[DecoderBlock]) -> Iterator[list[Seen]]:
+    """Record a forward pass of one sequence through the blocks."""
+    seen = [Seen() for _ in blocks]
+    owner = {part.name: s for b, s in zip(blocks, seen, strict=True) for part in (*b.matrices, *b.norms)}
+    by_block = {b.name: s for b, s in zip(blocks, seen, strict=True)}
+    by_attention = {b.attention: s for b, s in zip(blocks, seen, strict=True)}
+
+    def leave(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if name in by_block:
+            by_block[name].hidden = block_input(args, kwargs).detach()[0]
+        elif name in by_attention:
+            angles = kwargs.get("position_embeddings") or ()
+            by_attention[name].rotary = tuple(angle.detach()[0] for angle in angles)
+            by_attention[name].mask = kwargs.get("attention_mask")
+        else:
+            owner[name].inputs[name], owner[name].outputs[name] = args[0].detach()[0], output.detach()[0]
+
+    with forward_hooks(model, [*owner, *by_block, *by_attention], leave):
+        yield seen
+
+
+class BlockActivations:
+    """One block's activations over a sequence, with all that its prefixes share of a backward pass.
+
+    Tensors are [n, …] over the whole sequence, so that a prefix is a slice, with an axis [n, 1, …] for tokens where
+    they meet what flows back; float32, or float64 of such a policy.
+    keep_probs: hold attention's probabilities, H · n² numbers, instead of making them for every chunk of tokens.
+    """
+
+    def __init__(self, block: DecoderBlock, seen: Seen, *, keep_probs: bool) -> None:
+        self.block, self._seen = block, seen
+        self.dtype = torch.promote_types(seen.hidden.dtype, torch.float32)
+        self.attention_norm = block.attention_norm.normalize(seen.hidden.to(self.dtype))
+        self.mlp_norm = block.mlp_norm.normalize(self.inputs(block.mlp_norm))
+        self.cos, self.sin = (angle.to(self.dtype)[:, None, None] for angle in seen.rotary)
+        self.query_norm, self.queries = self._rotated_heads(block.query, block.query_norm)
+        self.key_norm, self.keys = self._rotated_heads(block.key, block.key_norm)
+        self.values = self._heads(self._output(block.value))
+        self.attended = self._heads(self.inputs(block.output))
+        gate = self._output(block.gate).requires_grad_(True)
+        with torch.enable_grad():
+            activated = block.activation(gate)
+        slope = torch.autograd.grad(activated, gate, torch.ones_like(activated))[0]
+        self.up_slope = activated.detach()[:, None]
+        self.gate_slope = (slope * self._output(block.up))[:, None]
+        """∂(activation(gate) ∘ up)/∂up and /∂gate, [n, 1, width of the MLP]."""
+        self._factors: dict[tuple[str, bool], Tensor] = {}
+        self._probs = self._attend(len(self.queries)) if keep_probs else None
+
+    def probs(self, n: int) -> Float[Tensor, "H n n"]:
+        """Attention's probabilities within the first n positions."""
+        return self._attend(n) if self._probs is None else self._probs[:, :n, :n]
+
+    def factor(self, matrix: Matrix, n: int) -> Float[Tensor, "n r"]:
+        """Lower triangular factor of the module's inputs at the first n positions, with ones for a bias."""
+        block, bias = self.block, matrix.module.bias is not None
+        # Queries, keys and values have one input, gate and up another.
+        shared = {block.key.name: block.query.name, block.value.name: block.query.name, block.up.name: block.gate.name}
+        key = shared.get(matrix.name, matrix.name), bias
+        if key not in self._factors:
+            self._factors[key] = prefix_factor(self.inputs(matrix), bias=bias)
+        made = self._factors[key]
+        return made[:n, : min(n, made.shape[1])]
+
+    def inputs(self, part: Matrix | Norm) -> Float[Tensor, "n *width"]:
+        """What the module was called with."""
+        return self._seen.inputs[part.name].to(self.dtype)
+
+    def _attend(self, n: int) -> Tensor:
+        groups = self.keys.shape[1]
+        queries = self.queries[:n].unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
+        scores = self.block.scaling * (queries @ self.keys[:n].permute(1, 2, 0)[:, None]).flatten(0, 1)
+        mask = self._seen.mask
+        causal = torch.ones(n, n, dtype=torch.bool, device=scores.device).tril()
+        mask = causal if mask is None else mask[0, :, :n, :n]
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        return scores.softmax(-1)
+
+    def _rotated_heads(self, matrix: Matrix, norm: Norm | None) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
+        """(normalised input and inverse rms of the norm over each head, if there is one; [n, heads, c])."""
+        if norm is None:
+            normalized, heads = None, self._heads(self._output(matrix))
+        else:
+            normalized, heads = norm.normalize(self.inputs(norm)), self._heads(self._output(norm))
+        first, second = heads.chunk(2, -1)
+        turned = torch.cat([-second, first], -1)
+        return normalized, heads * self.cos[:, 0] + turned * self.sin[:, 0]
+
+    def _heads(self, values: Tensor) -> Tensor:
+        return values.reshape(len(values), -1, self.block.head_dim)
+
+    def _output(self, part: Matrix | Norm) -> Tensor:
+        return self._seen.outputs[part.name].to(self.dtype)

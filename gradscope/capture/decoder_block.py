@@ -1,0 +1,118 @@
+"""The backward pass of one block of a common decoder for K tokens at once, and the norms that it passes by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from gradscope.capture.decoder_activations import BlockActivations
+from gradscope.capture.decoder_parts import Matrix, Norm
+from gradscope.capture.decoder_rules import (
+    attention_backward,
+    attention_backward_at,
+    linear_backward,
+    rms_norm_backward,
+    rotary_backward,
+)
+from gradscope.capture.products import Product
+from gradscope.capture.rules import linear_square_norms, outer_square_norms
+
+Delta = Float[Tensor, "n K d"]
+Squares = dict[str, Float[Tensor, " K"]]
+"""Squared norm of each token's gradient, by module."""
+
+
+class BlockBackward:
+    """One block's backward pass over the first n positions; squared norms of its modules' gradients gather in it."""
+
+    def __init__(self, activations: BlockActivations, n: int, multiply: Product) -> None:
+        self.a, self.block, self.n, self.multiply = activations, activations.block, n, multiply
+        self.squares: Squares = {}
+
+    def through_block(self, delta: Delta) -> Delta:
+        """From the gradient at the block's output to that at its input."""
+        delta = delta + self._through_mlp(delta)
+        return delta.add_(self._through_attention(delta))
+
+    def through_attention_at(
+        self, residual: Float[Tensor, "K d"], attended: Float[Tensor, "K w"], positions: Int[Tensor, " K"]
+    ) -> Delta:
+        """The same from one position of each token, which is all that the last block has before its attention.
+
+        residual: gradient at the block's input, by the residual connection; attended: at attention's output before it
+        is projected. What comes after is the head's.
+        """
+        block, a, n = self.block, self.a, self.n
+        tokens = torch.arange(len(positions), device=positions.device)
+        q, k, v = attention_backward_at(
+            attended.unflatten(1, (-1, block.head_dim)),
+            positions,
+            a.probs(n),
+            *self._attention(),
+            scaling=block.scaling,
+        )
+        # As a prefix of one position, another for each token.
+        q = self._unrotate(q[None], block.query_norm, a.query_norm, lambda t: t[positions].transpose(0, 1))
+        self.squares[block.query.name] = outer_square_norms(
+            q[0], a.inputs(block.query)[positions], bias=block.query.module.bias is not None
+        )
+        back = self._through_keys_and_values(k, v)
+        back[positions, tokens] += linear_backward(q, block.query.module.weight, multiply=self.multiply)[0]
+        back = self._norm(back, block.attention_norm, self._prefix(a.attention_norm))
+        back[positions, tokens] += residual
+        return back
+
+    def _through_mlp(self, delta: Delta) -> Delta:
+        """y = norm(x); gate and up of y; activation(gate) ∘ up; down."""
+        block, a = self.block, self.a
+        hidden = self._linear(delta, block.down)
+        gate = hidden * self._first(a.gate_slope)
+        up = hidden.mul_(self._first(a.up_slope))
+        back = self._linear(gate, block.gate).add_(self._linear(up, block.up))
+        return self._norm(back, block.mlp_norm, self._prefix(a.mlp_norm))
+
+    def _through_attention(self, delta: Delta) -> Delta:
+        """y = norm(x); queries, keys and values of y, rotated; softmax(q kᵀ) v; output."""
+        block, a, n = self.block, self.a, self.n
+        heads = self._linear(delta, block.output).unflatten(2, (-1, block.head_dim))
+        q, k, v = attention_backward(
+            heads, a.probs(n), *self._attention(), scaling=block.scaling, multiply=self.multiply
+        )
+        q = self._unrotate(q, block.query_norm, a.query_norm, self._first)
+        back = self._through_keys_and_values(k, v).add_(self._linear(q, block.query))
+        return self._norm(back, block.attention_norm, self._prefix(a.attention_norm))
+
+    def _through_keys_and_values(self, k: Tensor, v: Tensor) -> Delta:
+        block, a = self.block, self.a
+        k = self._unrotate(k, block.key_norm, a.key_norm, self._first)
+        return self._linear(k, block.key).add_(self._linear(v.flatten(2), block.value))
+
+    def _unrotate(
+        self, delta: Tensor, norm: Norm | None, seen: tuple[Tensor, Tensor] | None, at: Callable[[Tensor], Tensor]
+    ) -> Delta:
+        """From rotated heads to what the projection gave; `at` picks the positions of what is shared."""
+        delta = rotary_backward(delta, at(self.a.cos), at(self.a.sin))
+        if norm is not None:
+            delta = self._norm(delta, norm, (at(seen[0]), at(seen[1])))
+        return delta.flatten(2)
+
+    def _linear(self, delta: Delta, matrix: Matrix) -> Float[Tensor, "n K inputs"]:
+        self.squares[matrix.name] = linear_square_norms(delta, self.a.factor(matrix, self.n), multiply=self.multiply)
+        return linear_backward(delta, matrix.module.weight, multiply=self.multiply)
+
+    def _norm(self, delta: Tensor, norm: Norm, seen: tuple[Tensor, Tensor]) -> Tensor:
+        back, scale = rms_norm_backward(delta, seen[0], norm.scale, seen[1])
+        self.squares[norm.name] = scale.square().sum(1)
+        return back
+
+    def _attention(self) -> list[Tensor]:
+        return [t[: self.n] for t in (self.a.attended, self.a.queries, self.a.keys, self.a.values)]
+
+    def _prefix(self, seen: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self._first(seen[0]), self._first(seen[1])
+
+    def _first(self, values: Tensor) -> Tensor:
+        return values[: self.n]

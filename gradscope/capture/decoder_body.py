@@ -1,0 +1,113 @@
+"""The body of a common decoder, measured by backward rules instead of autograd: one forward pass serves a sequence.
+
+A body is common if its blocks are those of `decoder_parts` and if, on a short sequence, the rules give the norms that
+its graph gives; any other goes by `graph_body`.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from gradscope.capture.claims import Claims
+from gradscope.capture.decoder_activations import BlockActivations, Seen, record_blocks
+from gradscope.capture.decoder_block import BlockBackward, Squares
+from gradscope.capture.decoder_parts import DecoderBlock, find_decoder_blocks
+from gradscope.capture.embeddings import table_square_norms
+from gradscope.capture.head import HeadPass
+from gradscope.capture.products import Product, multiply_exactly
+from gradscope.capture.rules import STRIP, square_norms
+from gradscope.models import Policy
+
+OVERHEAD = {"cpu": 2e7, "cuda": 2e10}
+"""FLOPs that a device could do in the time that it takes to start a block's backward pass: about 100 operations."""
+WEIGHT_ROWS = 8
+"""Rows of a product that take as long as reading its weights."""
+
+
+class DecoderBody:
+    """Measures the body of a common decoder; `find` makes it.
+
+    table: name of the embedding. memory: bytes that attention's probabilities of a sequence may take if they are to be
+    kept from one chunk of tokens to the next.
+    """
+
+    def __init__(self, policy: Policy, claims: Claims, blocks: list[DecoderBlock], table: str, memory: int) -> None:
+        self.model, self.claims, self.blocks, self.table, self.memory = policy.model, claims, blocks, table, memory
+        self.multiply: Product = multiply_exactly
+        """Matrix product of what flows back with weights, activations and factors."""
+
+    @classmethod
+    def find(cls, policy: Policy, claims: Claims, joint: str | None, memory: int) -> DecoderBody | None:
+        """None unless the blocks have the parts of a common decoder and the head begins at the last one's output."""
+        blocks = find_decoder_blocks(policy.model, policy.blocks, claims)
+        tables = [name for name, rule in claims.rules.items() if rule == "embedding"]
+        if blocks is None or len(tables) != 1 or joint != blocks[-1].output.name:
+            return None
+        return cls(policy, claims, blocks, tables[0], memory)
+
+    def recording(self) -> AbstractContextManager[list[Seen]]:
+        """A context in which the head's pass leaves the blocks' activations."""
+        return record_blocks(self.model, self.blocks)
+
+    @property
+    def spare_rows(self) -> int:
+        """Positions × tokens that a chunk may carry in vain to have more tokens: as many as its own start costs."""
+        weights = max(sum(matrix.module.weight.numel() for matrix in block.matrices) for block in self.blocks)
+        return math.ceil(OVERHEAD[self.model.device.type] / (2 * weights)) + WEIGHT_ROWS
+
+    @property
+    def bytes_per_row(self) -> int:
+        """What one token carries at one position, at most: through an MLP, or through a strip of attention."""
+        hidden = max(block.query.module.in_features for block in self.blocks)
+        mlp = max(block.down.module.in_features for block in self.blocks)
+        heads = max(block.heads for block in self.blocks)
+        return 4 * max(3 * mlp + 6 * hidden, 8 * hidden + 2 * heads * STRIP)
+
+    def keeps_probs(self, length: int) -> bool:
+        return 4 * sum(block.heads for block in self.blocks) * length**2 <= self.memory
+
+
+@dataclass
+class DecoderSequence:
+    """One sequence on its way through a DecoderBody."""
+
+    body: DecoderBody
+    ids: Int[Tensor, " n"]
+    head: HeadPass
+    seen: list[Seen]
+
+    def __post_init__(self) -> None:
+        keep = self.body.keeps_probs(len(self.ids))
+        blocks = zip(self.body.blocks, self.seen, strict=True)
+        self.activations = [BlockActivations(block, seen, keep_probs=keep) for block, seen in blocks]
+
+    @torch.no_grad()
+    def measure(
+        self, picks: Int[Tensor, " K"], positions: Int[Tensor, " K"]
+    ) -> tuple[Float[Tensor, "K layers"], Squares]:
+        """(‖δ_ℓ‖ for ℓ = 0 … L − 1, squared gradient norms by module).
+
+        picks: rows of the head's pass; positions: where each token's logits stand, ascending.
+        """
+        body, squares, layers = self.body, {}, []
+        residual, attended = (rows[picks] for rows in self.head.joint_deltas)
+        n, delta = int(positions[-1]) + 1, None
+        for activations in reversed(self.activations):
+            backward = BlockBackward(activations, n, body.multiply)
+            if delta is None:
+                delta = backward.through_attention_at(residual, attended, positions)
+            else:
+                delta = backward.through_block(delta)
+            squares |= backward.squares
+            layers.append(square_norms(delta).sqrt())
+        module = body.model.get_submodule(body.table)
+        squares[body.table] = table_square_norms(
+            body.claims, body.table, module, self.ids[:n], delta.transpose(0, 1), self.head, picks
+        )
+        return torch.stack(layers[::-1], 1), squares

@@ -1,0 +1,34 @@
+"""The norm of an embedding table's gradient, which the output head may share."""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from gradscope.capture.claims import Claims
+from gradscope.capture.head import HeadPass
+from gradscope.capture.rules import embedding_square_norms, tied_cross_terms
+
+
+def table_square_norms(
+    claims: Claims,
+    name: str,
+    module: nn.Embedding,
+    ids: Int[Tensor, " n"],
+    delta: Float[Tensor, "K n d"],
+    head: HeadPass,
+    picks: Int[Tensor, " K"],
+) -> Float[Tensor, " K"]:
+    """Squared norm over the ids that were looked up, from what flows back to the embedding's output.
+
+    For a table that is the head's too, with the cross term 2 ⟨head's gradient, embedding's gradient⟩ of the picked
+    rows; the head's own square is not in it.
+    """
+    delta = delta * claims.embedding_scale[name]
+    if module.padding_idx is not None:
+        delta = delta * (ids != module.padding_idx)[:, None]
+    square = embedding_square_norms(delta, ids)
+    if claims.tied and name == claims.tied[0]:
+        _, head_delta, head_input = head.local[claims.tied[1]]
+        square = square + tied_cross_terms(delta, ids, head_delta[picks], head_input[picks])
+    return square

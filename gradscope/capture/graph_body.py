@@ -1,0 +1,137 @@
+"""The body of any decoder-only model: autograd carries several tokens' gradients back, rules make norms of them.
+
+The body is all that mixes positions (see `recording`). A chunk of tokens costs one forward over its prefix, whose graph
+is then run backwards for all of them by one batched vector-Jacobian product.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from gradscope.capture.claims import Claims
+from gradscope.capture.embeddings import table_square_norms
+from gradscope.capture.factors import Factors, join
+from gradscope.capture.head import HeadPass
+from gradscope.capture.recording import Call, Recorder
+from gradscope.capture.rules import diagonal_square_norms, linear_square_norms
+from gradscope.errors import InputError
+from gradscope.models import Policy
+
+Squares = dict[str, Float[Tensor, " K"]]
+"""Squared norm of each token's gradient, by module."""
+
+
+class GraphBody:
+    """Measures the body of a policy by its own graph; probe_ids is a short sequence to try it on.
+
+    batched: False carries one token at a time; found out where vmap does not know an operation of the model.
+    """
+
+    def __init__(self, policy: Policy, claims: Claims, joint: str | None, probe_ids: Int[Tensor, " n"]) -> None:
+        self.model, self.blocks, self.claims, self.joint = policy.model, policy.blocks, claims, joint
+        self.batched, self.bytes_per_row = self._probe(probe_ids)
+        """Bytes that flow back for one token at one position."""
+
+    spare_rows = None
+    """Chunks end at wide gaps alone: each pays for a forward pass."""
+
+    def record(self, ids: Int[Tensor, " n"]) -> Recorder:
+        """The body's forward pass."""
+        with Recorder(self.model, self.blocks, self.claims, self.joint, "body") as recorder:
+            self.model.base_model(input_ids=ids[None], use_cache=False)
+        return recorder
+
+    def _probe(self, ids: Tensor) -> tuple[bool, int]:
+        recorder = self.record(ids)
+        joints = 1 if self.joint is None else 2
+        once = len(recorder.block_edges) == len(self.blocks) and len(recorder.joints) == joints
+        if not once or len({id(block) for block in self.blocks}) != len(self.blocks):
+            raise InputError(
+                f"{type(self.model).__name__} calls a block of its ModuleList more than once or not at all: a layer's "
+                "gradient is not defined there; name the list whose blocks run once each with --blocks"
+            )
+        edges = [*recorder.block_edges, *(call.edge for call in recorder.calls)]
+        seeds = [torch.stack([torch.ones_like(tensor)] * 2) for tensor in recorder.joints]
+        numbers = sum(call.width for call in recorder.calls) + recorder.joints[0].numel() * len(recorder.block_edges)
+        flow = 2 * numbers * max(4, recorder.joints[0].element_size()) // len(ids)
+        try:
+            _vjp(recorder.joints, edges, seeds, batched=True)
+        except RuntimeError:  # An operation that vmap does not know: one gradient after the other gives the same.
+            return False, flow
+        return True, flow
+
+
+@dataclass(frozen=True)
+class GraphSequence:
+    """One sequence on its way through a GraphBody."""
+
+    body: GraphBody
+    ids: Int[Tensor, " n"]
+    head: HeadPass
+    factors: Factors
+
+    def measure(
+        self, picks: Int[Tensor, " K"], positions: Int[Tensor, " K"]
+    ) -> tuple[Float[Tensor, "K layers"], Squares]:
+        """(‖δ_ℓ‖ for ℓ = 0 … L − 1, squared gradient norms by module).
+
+        picks: rows of the head's pass; positions: where each token's logits stand, ascending.
+        """
+        recorder = self.body.record(self.ids[: int(positions[-1]) + 1])
+        token, dtype = torch.arange(len(picks), device=picks.device), self.head.last_norm.dtype
+        seeds = [tensor.new_zeros(len(picks), *tensor.shape) for tensor in recorder.joints]
+        for seed, rows in zip(seeds, self.head.joint_deltas, strict=True):
+            seed[token, 0, positions] = rows[picks].reshape(len(picks), *seed.shape[3:]).to(seed.dtype)
+        edges = [*recorder.block_edges, *(call.edge for call in recorder.calls)]
+        deltas = _vjp(recorder.joints, edges, seeds, batched=self.body.batched)
+        depth = len(recorder.block_edges)
+        act = torch.stack([delta.flatten(1).to(dtype).norm(dim=1) for delta in deltas[:depth]], 1)
+        by_module: dict[str, list[tuple[Call, Tensor]]] = defaultdict(list)
+        for call, delta in zip(recorder.calls, deltas[depth:], strict=True):
+            if delta is not None:
+                delta = delta.to(dtype)
+                if call.name in self.head.local:  # Of both parts: its gradient in the head lies at one position.
+                    rows = self.head.local[call.name][1][picks]
+                    delta[token, 0, positions] += rows.reshape(len(picks), *delta.shape[3:])
+                by_module[call.name].append((call, delta))
+        return act, {name: self._square_norms(name, flow, picks) for name, flow in by_module.items()}
+
+    def _square_norms(self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor) -> Tensor:
+        """Squared gradient norm [K] of one module, from all of its calls."""
+        claims = self.body.claims
+        rule = claims.rules[name]
+        if rule in ("linear", "conv1d"):
+            deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
+            return linear_square_norms(deltas.transpose(0, 1), self.factors.factor(flow))
+        if rule == "diagonal":
+            slopes = zip(*(self.factors.slopes(call) for call, _ in flow), strict=True)
+            return sum(_diagonal_over_calls(flow, parameter) for parameter in slopes)
+        call, delta = flow[0]
+        return table_square_norms(
+            claims, name, call.module, call.inputs.flatten(), delta.flatten(1, -2), self.head, picks
+        )
+
+
+def _diagonal_over_calls(flow: list[tuple[Call, Tensor]], slopes: tuple[Tensor, ...]) -> Tensor:
+    """Squared norm of one parameter's gradient, which adds up over the module's calls."""
+    deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
+    return diagonal_square_norms(deltas, join([s.flatten(0, -2) for s in slopes], 0).to(deltas.dtype))
+
+
+def _vjp(
+    outputs: list[Tensor], edges: list[GradientEdge], seeds: list[Float[Tensor, "K *shape"]], *, batched: bool
+) -> list[Tensor | None]:
+    """Vector-Jacobian products of K seeds: [K, *shape] per edge, None where nothing flows."""
+    if batched:
+        return list(torch.autograd.grad(outputs, edges, seeds, is_grads_batched=True, allow_unused=True))
+    each = [
+        torch.autograd.grad(outputs, edges, list(seed), retain_graph=True, allow_unused=True)
+        for seed in zip(*seeds, strict=True)
+    ]
+    return [None if rows[0] is None else torch.stack(rows) for rows in zip(*each, strict=True)]

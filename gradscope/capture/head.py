@@ -1,0 +1,144 @@
+"""The head: all that acts on each position by itself, so that one backward pass serves every token of a sequence."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, fields
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from gradscope.capture.claims import Claims, parameter_slopes
+from gradscope.capture.recording import Call, Recorder
+from gradscope.capture.rules import diagonal_square_norms, outer_square_norms
+from gradscope.logprobs import TokenStatistics, logit_gradient, token_statistics
+from gradscope.models import Policy
+
+
+@dataclass(frozen=True)
+class HeadPass:
+    """What the pass over the head leaves for the body; rows are targets."""
+
+    statistics: TokenStatistics
+    size: Float[Tensor, " m"]
+    """Largest entry of e − π: every other gradient here is divided by it, lest a sure token's square underflow."""
+    logit_grad_norm: Float[Tensor, " m"]
+    last_norm: Float[Tensor, " m"]
+    """‖δ_L‖."""
+    joint_deltas: list[Tensor]
+    """Gradient at each joint, at the target's own position, [m, width]."""
+    local: dict[str, tuple[Call, Tensor, Tensor]]
+    """Module → (call, gradient at its output, its input), both at the target's own position, [m, width]."""
+    calls: list[Call]
+    """Of every claimed module, over the whole prefix of the last target."""
+
+
+class Head:
+    """Runs the head of a policy that is cut at its joint; see `recording`.
+
+    memory: bytes that the logits of one pass may take, with the copies that their gradient needs.
+    """
+
+    def __init__(self, policy: Policy, claims: Claims, joint: str | None, memory: int) -> None:
+        self.model, self.blocks, self.claims, self.joint = policy.model, policy.blocks, claims, joint
+        self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        self._rows = max(1, memory // (8 * 4 * policy.vocab_size))
+
+    def measure(self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float) -> HeadPass:
+        """One pass for all targets, or several where their logits would not fit the memory."""
+        prefix, split = ids[: targets[-1]], targets.split(self._rows)
+        parts = [self._measure_part(prefix, ids[part], part - 1, temperature) for part in split]
+        if len(parts) == 1:
+            return parts[0]
+        return HeadPass(
+            join_statistics([p.statistics for p in parts]),
+            torch.cat([p.size for p in parts]),
+            torch.cat([p.logit_grad_norm for p in parts]),
+            torch.cat([p.last_norm for p in parts]),
+            [torch.cat(rows) for rows in zip(*(p.joint_deltas for p in parts), strict=True)],
+            {
+                name: (call, torch.cat([p.local[name][1] for p in parts]), torch.cat([p.local[name][2] for p in parts]))
+                for name, (call, _, _) in parts[0].local.items()
+            },
+            parts[0].calls,
+        )
+
+    @torch.no_grad()
+    def statistics(self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float) -> TokenStatistics:
+        """log π, log(1−π) and entropy of the targets, without any gradient."""
+        prefix = ids[: targets[-1]]
+        parts = [
+            token_statistics(self.logits(prefix, part - 1), ids[part], temperature=temperature)
+            for part in targets.split(self._rows)
+        ]
+        return join_statistics(parts)
+
+    @torch.no_grad()
+    def measure_cheaply(
+        self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float
+    ) -> tuple[TokenStatistics, Float[Tensor, " m"]]:
+        """What needs no backward pass: the same, and ‖e − π‖."""
+        prefix, statistics, norms = ids[: targets[-1]], [], []
+        for part in targets.split(self._rows):
+            logits = self.logits(prefix, part - 1)
+            statistics.append(token_statistics(logits, ids[part], temperature=temperature))
+            norms.append(logit_gradient(logits, ids[part], temperature=temperature).norm(dim=1))
+        return join_statistics(statistics), torch.cat(norms)
+
+    def logits(self, ids: Int[Tensor, " n"], positions: Int[Tensor, " m"]) -> Float[Tensor, "m vocab"]:
+        """Logits at these positions of one sequence."""
+        if self._keeps_logits:
+            return self.model(input_ids=ids[None], use_cache=False, logits_to_keep=positions).logits[0]
+        return self.model(input_ids=ids[None], use_cache=False).logits[0, positions]
+
+    def square_norms(self, head: HeadPass, name: str) -> Float[Tensor, " m"]:
+        """Squared gradient norm of a module of the head, which sees one position of each token."""
+        call, delta, inputs = head.local[name]
+        if self.claims.rules[name] == "diagonal":
+            width = call.inputs.shape[-1]
+            slopes = (slope.reshape(len(delta), -1, width) for slope in inputs.unbind(1))
+            return sum(diagonal_square_norms(delta.reshape(s.shape), s) for s in slopes)
+        return outer_square_norms(delta, inputs, bias=call.module.bias is not None)
+
+    def _measure_part(self, ids: Tensor, token_ids: Tensor, positions: Tensor, temperature: float) -> HeadPass:
+        """ids: the prefix of the last target; positions: where each token's logits stand, one before the token."""
+        with Recorder(self.model, self.blocks, self.claims, self.joint, "head") as recorder:
+            logits = self.logits(ids, positions)
+        statistics = token_statistics(logits, token_ids, temperature=temperature)
+        seeds, size = unit_errors(logits, token_ids, temperature)
+        calls = [call for call in recorder.calls if call.edge is not None]
+        edges = [*recorder.joints, recorder.block_edges[0], *(call.edge for call in calls)]
+        deltas = torch.autograd.grad([logits], edges, [(seeds / temperature).to(logits.dtype)], allow_unused=True)
+        rows = [None if d is None else _rows_at(d, positions).to(seeds.dtype) for d in deltas]
+        joints = len(recorder.joints)
+        local = {
+            call.name: (call, row, self._local_inputs(call, positions).to(seeds.dtype))
+            for call, row in zip(calls, rows[joints + 1 :], strict=True)
+            if row is not None
+        }
+        last = rows[joints].norm(dim=1)
+        return HeadPass(statistics, size, size * seeds.norm(dim=1), last, rows[:joints], local, recorder.calls)
+
+    def _local_inputs(self, call: Call, positions: Tensor) -> Tensor:
+        """Of a module of the head: its inputs [m, width]; for a diagonal one its slopes [m, parameters, width]."""
+        if self.claims.rules[call.name] != "diagonal":
+            return _rows_at(call.inputs, positions)
+        return torch.stack([_rows_at(s, positions) for s in parameter_slopes(call.module, call.inputs)], 1)
+
+
+def join_statistics(parts: list[TokenStatistics]) -> TokenStatistics:
+    return TokenStatistics(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(TokenStatistics)))
+
+
+def unit_errors(logits: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(e − π divided by its largest entry [m, vocab], that entry [m])."""
+    errors = logit_gradient(logits, token_ids, temperature=temperature)
+    size = errors.abs().amax(1)
+    return errors / size.clamp(min=torch.finfo(size.dtype).tiny)[:, None], size
+
+
+def _rows_at(values: Tensor, positions: Tensor) -> Tensor:
+    """Rows [m, width] of [1, n, …] at the positions; [1, m, …] holds only them already."""
+    rows = values.flatten(2)[0] if values.ndim > 2 else values
+    return rows if len(rows) == len(positions) else rows[positions]

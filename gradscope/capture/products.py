@@ -1,0 +1,40 @@
+"""Matrix products of what flows back: exact in its own precision, or fast in a lower one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""(…, a, b) times (…, b, c); the result has the first one's dtype."""
+Precision = Literal["exact", "bfloat16", "tf32"]
+
+
+def multiply_exactly(left: Tensor, right: Tensor) -> Tensor:
+    """In the precision of the left factor."""
+    return left @ right.to(left.dtype)
+
+
+def multiply_in_bfloat16(left: Tensor, right: Tensor) -> Tensor:
+    """Both factors rounded to bfloat16, each product of rows and columns accumulated in float32."""
+    return (left.bfloat16() @ right.bfloat16()).to(left.dtype)
+
+
+def multiply_in_tf32(left: Tensor, right: Tensor) -> Tensor:
+    """Both factors rounded to 10 bits by the tensor cores of a GPU."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        return multiply_exactly(left, right)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+PRODUCTS: dict[Precision, Product] = {
+    "exact": multiply_exactly,
+    "bfloat16": multiply_in_bfloat16,
+    "tf32": multiply_in_tf32,
+}
