@@ -212,6 +212,8 @@ class Measure:
             "self_check": "off" if check is None else asdict(check),
             "engine": {
                 "blocks": policy.blocks_name,
+                "rules": "the model's graph" if meter.precision is None else "decoder",
+                "precision": meter.precision or "exact",
                 "joint": meter.joint,
                 "batched": meter.graph.batched,
                 "modules_by_rule": len(meter.claims.rules),
@@ -246,12 +248,12 @@ class Demo:
                 model="embedded",
                 out=rollouts,
                 task="knights-knaves-compact",
-                questions=16,
+                questions=12,
                 temperature=0.7,
                 seed=self.seed,
                 overwrite=True,
             ).run()
-        settings = MeasureSettings(tokens_per_interval=300, seed=self.seed)
+        settings = MeasureSettings(seed=self.seed)
         Measure("embedded", rollouts, self.out, settings, constants=3, overwrite=self.overwrite).run()
 
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import PAPER, LossSettings, batch_weights, resolve_advantages
-from gradscope.capture import SelfCheck, TokenGradientMeter, TokenGradients, check_engine, measuring
+from gradscope.capture import Precision, SelfCheck, TokenGradientMeter, TokenGradients, check_engine, measuring
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.models import Policy
@@ -40,6 +40,9 @@ class MeasureSettings:
     """Draws the subset, and the tokens of the self-check."""
     per_module: bool = False
     """Also the columns `param_grad_norm.NAME`, one per module that owns parameters."""
+    fast: bool = False
+    """Round the factors of the backward pass's matrix products, to tf32 for a float32 policy on a GPU and to bfloat16
+    elsewhere; for common decoders alone. The self-check says by how much the norms err."""
     self_check: bool = True
     """Recompute some tokens of every interval by plain autograd first, and stop if they differ."""
 
@@ -82,7 +85,14 @@ class TableMeasurement:
             stack.enter_context(torch.inference_mode(False))  # gradients flow, whatever the caller switched off
             stack.enter_context(measuring(self.policy.model))
             longest = int(self.batch.attention_mask.sum(1).argmax())
-            self.meter = TokenGradientMeter(self.policy, self._sequence(longest)[0], **self._chunks)
+            precision = fast_precision(self.policy) if self.settings.fast else "exact"
+            probe, _ = self._sequence(longest)
+            self.meter = TokenGradientMeter(self.policy, probe, precision=precision, **self._chunks)
+            if self.settings.fast and self.meter.precision is None:
+                raise InputError(
+                    f"{type(self.policy.model).__name__} is not built of blocks that the fast mode knows (RMS norms, "
+                    "rotary attention, gated MLP); leave fast out, or load the policy with dtype bfloat16"
+                )
             self._bounds = np.cumsum([0, *self.batch.response_mask.sum(1).tolist()])
             prob = torch.cat([self._probabilities(row) for row in range(len(self.batch))])
             self._intervals = assign_intervals(prob.numpy(), self.edges).astype(np.int16)
@@ -214,7 +224,7 @@ def measure(
 ) -> pd.DataFrame:
     """Measure every response token's own gradient: the token table, a row per token that response_mask keeps.
 
-    settings: the fields of MeasureSettings (`temperature`, `tokens_per_interval`, `loss`, `seed`, `per_module`,
+    settings: the fields of MeasureSettings (`temperature`, `tokens_per_interval`, `loss`, `seed`, `per_module`, `fast`,
     `self_check`). tokens: indices into the kept tokens in the table's order; only these get a backward pass.
     edges: of the intervals of π. chunk_rows, chunk_memory: how much one batched backward carries (positions × tokens,
     bytes); they change speed and rounding only.
@@ -243,6 +253,13 @@ def measure(
             frames.append(measurement.measure_response(row))
             bar.update(len(frames[-1]))
     return join_responses(frames)
+
+
+def fast_precision(policy: Policy) -> Precision:
+    """What the fast mode's products are rounded to on this policy's device."""
+    if policy.dtype == torch.float64:
+        raise InputError("the policy is float64 and the fast mode rounds to less than float32; give one of the two up")
+    return "tf32" if policy.device.type == "cuda" and policy.dtype == torch.float32 else "bfloat16"
 
 
 def join_responses(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
