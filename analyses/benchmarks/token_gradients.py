@@ -14,11 +14,11 @@ tokens, the first quarter of each the prompt. Methods:
     graph           TokenGradientMeter along the model's own graph, as it measures any architecture
     gradscope       TokenGradientMeter by backward rules; both yield every layer's activation gradient as well
 
-`floor` is the least that an exact norm takes (`gradscope.cost_measure.floor_flops`: the activation gradients' backward
-pass over each token's prefix, and the contractions to norms) at the speed of a large float32 matrix product, measured
-in every round. A meter is made once for a policy, before the rounds (`setup_s`, once for any number of sequences). Every
-method's norms are held against the sequence loop's. Peak memory is what a process of its own adds to what it holds
-before it measures one sequence (the batch loop: a few tokens of eight).
+The floor is the least that an exact norm takes (`gradscope.cost_measure.floor_flops`: the activation gradients'
+backward pass over each token's prefix, and the contractions to norms) at the speed of a large float32 matrix product,
+measured in every round. A meter is made once for a policy, before the rounds (`setup_s`, for any number of sequences).
+Every method's norms are held against the sequence loop's. Peak memory is what a method allocates at most beside
+the policy on one sequence (the batch loop: a few tokens of eight), by the profiler's records.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import logging
-import multiprocessing
-import resource
 import time
 import warnings
 from collections.abc import Callable
@@ -45,6 +43,7 @@ import tyro
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
+from analyses.benchmarks.plan_memory import allocated_peak
 from gradscope.capture import TokenGradientMeter, measuring
 from gradscope.cost import ModelShape
 from gradscope.cost_measure import floor_flops
@@ -195,20 +194,15 @@ def work_of(name: str, size: str, length: int, count: int) -> tuple[Tensor, Tens
 
 
 def peak_memory(name: str, size: str, length: int) -> float:
-    """MB that a new process adds to what it holds when the method is ready."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_added_memory, (name, size, length))
+    """MB that a method holds at most beside the policy, by the records of every allocation.
 
-
-def _added_memory(name: str, size: str, length: int) -> float:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    Of one sequence, at most its first and last eight tokens: what is held grows with the prefix, not with the number.
+    """
     ids, targets = work_of(name, size, length, 1)
+    if name != "batch loop":
+        targets = torch.cat([targets[:8], targets[-8:]])
     method = make_method(name, size, ids[0])
-    method.run(ids[:, :8], torch.arange(4, 8))  # what is made once: libraries' own buffers
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    method.run(ids, targets)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return allocated_peak(lambda: method.run(ids, targets)) / 2**20
 
 
 def product_speed() -> float:
