@@ -24,7 +24,7 @@ from gradscope.capture.products import Product, multiply_exactly
 from gradscope.capture.rules import WIDEST, square_norms
 from gradscope.models import Policy
 
-OVERHEAD = {"cpu": 2e7, "cuda": 2e10}
+OVERHEAD = {"cpu": 3e7, "cuda": 2e10}
 """FLOPs that a device could do in the time that it takes to start a block's backward pass: about 100 operations."""
 WEIGHT_ROWS = 8
 """Rows of a product that take as long as reading its weights."""

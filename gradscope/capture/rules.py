@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradscope.capture.products import Product, multiply_exactly
 
-NARROWEST, WIDEST = 32, 128
+NARROWEST, WIDEST = 48, 128
 """Positions taken at once where a product has zeros to skip: fewer cost more in operations than they save."""
 
 
@@ -22,7 +22,7 @@ def strips(n: int) -> Iterator[tuple[int, int]]:
     """(start, end) of about four parts of n positions, none of them too narrow or too wide.
 
     >>> list(strips(72))
-    [(0, 32), (32, 64), (64, 72)]
+    [(0, 48), (48, 72)]
     """
     width = min(max(NARROWEST, -(-n // 4)), WIDEST)
     return ((start, min(start + width, n)) for start in range(0, n, width))
