@@ -25,7 +25,7 @@ _DEFINED_IN = {
     "read_rollouts": "readers",
 }
 _SUBMODULES = (
-    "bounds", "capture", "directions", "drivers", "gains", "group_gradients", "influence", "intervals", "jacobians",
+    "bounds", "capture", "directions", "drivers", "gains", "group_gradients", "influence", "intervals", "jacobians", "norm_estimates",
     "objective", "plot_updates", "plots", "tasks", "theory", "tuning", "updates",
 )  # fmt: skip
 

@@ -81,26 +81,29 @@ def plan_estimate(
     """Settle what is estimated; with neither passes nor draws by the rule above, else exactly what is given.
 
     intervals: how many the tokens are sorted into; weighted: whether any weight is known. Raises InputError for counts
-    below 1, and for draws where weights are below float32.
+    below 1, and for draws where weights are below float32 or the model has no forward mode.
     """
     for name, count in (("passes", passes), ("draws", draws)):
         if count is not None and count < 1:
             raise InputError(f"{name} is {count}; give 1 or more, or leave it out")
     positions, prefixes = _lengths(batch)
     sums, exact = intervals * (2 if weighted else 1), 2 * prefixes / positions
-    free, reason = passes is None and draws is None, "as asked"
-    if free:
+    by_rule = passes is None and draws is None
+    if by_rule:
         passes, draws = PASSES, DRAWS
-    signs = 0 if passes is None else 1 + 2 * passes * sums
-    if free and signs + 3 * DRAWS >= exact:
-        draws, reason = None, f"{DRAWS} draws for single tokens would bring the cost to {signs + 3 * DRAWS}"
-    elif draws is not None and (obstacle := _obstacle(model, batch)) is not None:
-        if not free:
-            raise InputError(obstacle)
-        draws, reason = None, f"no single tokens: {obstacle}"
-    elif free:
-        reason = "less than exact norms cost"
-    return EstimatePlan(passes, draws, sums, signs, 3 * (draws or 0), exact, reason)
+    signs, tokens = 0 if passes is None else 1 + 2 * passes * sums, 3 * (draws or 0)
+    obstacle = None
+    if by_rule and signs + tokens >= exact:
+        obstacle = f"{draws} draws would bring the cost to {signs + tokens}"
+    elif draws is not None:
+        obstacle = _obstacle(model, batch)
+    if obstacle is None:
+        return EstimatePlan(
+            passes, draws, sums, signs, tokens, exact, "less than exact norms cost" if by_rule else "as asked"
+        )
+    if not by_rule:
+        raise InputError(obstacle)
+    return EstimatePlan(passes, None, sums, signs, 0, exact, f"no single tokens: {obstacle}")
 
 
 def _obstacle(model: nn.Module, batch: TokenBatch) -> str | None:

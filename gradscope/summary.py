@@ -30,12 +30,14 @@ PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
 LEGEND = """mean_norm: ‖g‖ of a token for unit weight, with a 95 % interval over prompts; squared_share: of Σ‖w g‖²;
 gradient_norm: ‖G_a‖/‖G‖; gradient_share: ⟨G_a, G⟩/‖G‖²; half_cosine: of G_a between two halves of the prompts"""
 """What the columns of Summary.intervals are."""
-ESTIMATED = """rms_norm: root mean square of ‖g‖ for unit weight; squared_share: of Σ‖w g‖²; …_se: standard error, of the
-random numbers and not of the choice of prompts; gradient_norm: ‖G_a‖/‖G‖; gradient_share: ⟨G_a, G⟩/‖G‖²; half_cosine:
-of G_a between two halves of the prompts"""
+ESTIMATED = """rms_norm: root mean square of ‖g‖ for unit weight; squared_share: of Σ‖w g‖²; …_se: standard error, of
+the random numbers and not of the choice of prompts; gradient_norm: ‖G_a‖/‖G‖; gradient_share: ⟨G_a, G⟩/‖G‖²;
+half_cosine: of G_a between two halves of the prompts"""
 """The same where norms are estimates."""
-LEFT_OUT = """Left out, for they need exact norms of each layer: figure_2, layers_by_interval, norm_against_one_minus_prob,
-fitted powers, and what Prop. 4.2 is worth."""
+LEFT_OUT = (
+    "Left out, for they need exact norms of each layer: figure_2, layers_by_interval, norm_against_one_minus_prob, "
+    "fitted powers, and what Prop. 4.2 is worth."
+)
 ENOUGH = 30
 """Tokens below which a fitted power is not put into words."""
 

@@ -49,8 +49,8 @@ class MeasureSettings:
     self_check: bool = True
     """Recompute some tokens of every interval by plain autograd first, and stop if they differ."""
     norms: Literal["exact", "estimate"] = "exact"
-    """estimate: norms over all parameters by random numbers, with standard errors, where exact ones cost too much; none of
-    single layers. The cost decides what is estimated, unless passes or draws are given: then these alone."""
+    """estimate: norms over all parameters by random numbers, with standard errors, where exact ones cost too much; none
+    of single layers. The cost decides what is estimated, unless passes or draws are given: then these alone."""
     passes: int | None = None
     """Estimates: passes of random signs, for each interval's mean squared norm."""
     draws: int | None = None
@@ -325,6 +325,8 @@ def check_settings(settings: MeasureSettings) -> None:
         )
     if settings.seed < 0:
         raise InputError(f"seed is {settings.seed}; give 0 or more")
+    if settings.norms not in ("exact", "estimate"):
+        raise InputError(f"norms is {settings.norms!r}; known are exact and estimate; give one of them")
     if settings.norms == "exact":
         given = [f"{name} is {n}" for name in ("passes", "draws") if (n := getattr(settings, name)) is not None]
         if given:
