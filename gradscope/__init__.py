@@ -25,8 +25,8 @@ _DEFINED_IN = {
     "read_rollouts": "readers",
 }
 _SUBMODULES = (
-    "bounds", "capture", "directions", "drivers", "gains", "group_gradients", "influence", "intervals", "jacobians", "norm_estimates",
-    "objective", "plot_updates", "plots", "tasks", "theory", "tuning", "updates",
+    "bounds", "capture", "directions", "drivers", "gains", "group_gradients", "influence", "intervals", "jacobians",
+    "norm_estimates", "objective", "plot_updates", "plots", "tasks", "theory", "tuning", "updates",
 )  # fmt: skip
 
 __all__ = ["__version__", *_DEFINED_IN, *_SUBMODULES]

@@ -198,6 +198,14 @@ def test_the_mean_over_seeds_tends_to_the_exact_norms_at_every_temperature(polic
         np.testing.assert_allclose(share, relative_norm_error(draws), rtol=1e-5)
 
 
+def test_a_tokens_norm_is_the_root_of_its_mean_square_over_the_chi_factor(policy, batch):
+    table = estimate(policy, batch, draws=3)
+    alone = ~table.duplicated(["response", "interval"], keep=False)
+    assert alone.sum() > 2
+    norm = np.sqrt(table["interval_square_sum"][alone].astype("float64")) / sqrt(8 / (3 * pi))
+    np.testing.assert_allclose(table["param_grad_norm"][alone], norm, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "qwen3_moe"])
 def test_an_intervals_only_token_is_exact_under_random_signs(name):
     policy = make_policy(name, sharpness=5.0)
