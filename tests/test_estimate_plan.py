@@ -30,6 +30,11 @@ def batch(policy) -> TokenBatch:
     return make_batch(policy)
 
 
+@pytest.fixture(scope="module")
+def long(policy) -> TokenBatch:
+    return make_batch(policy, lengths=(58, 58), prompt_lengths=(5, 5), holes=False)
+
+
 def plan(policy, batch, *, intervals=4, weighted=False, **counts):
     return plan_estimate(policy.model, batch, intervals=intervals, weighted=weighted, **counts)
 
@@ -42,8 +47,8 @@ def test_costs_are_counted_token_by_token(policy, batch):
         positions += max(kept) - start
         prefixes += sum(column - start for column in kept)
     found = plan(policy, batch, passes=3, draws=5, weighted=True)
-    assert found.exact_cost == pytest.approx(2 * prefixes / positions)
-    assert (found.sums, found.passes_cost, found.draws_cost) == (8, 1 + 2 * 3 * 8, 15)
+    assert found.exact_cost == pytest.approx(prefixes / positions)
+    assert (found.sums, found.passes_cost, found.draws_cost) == (8, 1 + 2 * 3 * 8, 20)
     assert plan(policy, batch, passes=3, intervals=2).passes_cost == 1 + 2 * 3 * 2
 
 
@@ -59,41 +64,43 @@ def test_what_is_given_is_done_and_nothing_else(policy, batch):
 def test_short_responses_get_no_draws_and_hear_that_exact_norms_cost_less(policy, batch):
     found = plan(policy, batch)
     assert (found.passes, found.draws) == (4, None) and found.exact_cost < found.passes_cost == 33
-    assert "32 draws would bring the cost to 129" in str(found)
+    assert "32 draws would bring the cost to 161" in str(found)
     assert str(found).endswith("exact norms cost less: leave out --norms estimate")
 
 
-def test_long_responses_get_both(policy, monkeypatch):
-    long = make_batch(policy, lengths=(58, 58), prompt_lengths=(5, 5), holes=False)
-    monkeypatch.setattr(estimate_plan, "DRAWS", 6)
+def test_long_responses_get_both(policy, long, monkeypatch):
+    monkeypatch.setattr(estimate_plan, "PASSES", 1)
+    monkeypatch.setattr(estimate_plan, "DRAWS", 5)
     found = plan(policy, long)
-    assert (found.passes, found.draws, found.reason) == (4, 6, "less than exact norms cost")
-    assert found.passes_cost + found.draws_cost == 51 < found.exact_cost and "leave out" not in str(found)
-    monkeypatch.setattr(estimate_plan, "DRAWS", 11)  # 33 + 33 is more than 2 · Σ t / positions = 2 · 31 + …
+    assert (found.passes, found.draws, found.reason) == (1, 5, "less than exact norms cost")
+    # Prefixes of 5 to 62 tokens, over 62 positions.
+    assert found.passes_cost + found.draws_cost == 9 + 20 < found.exact_cost == pytest.approx(sum(range(5, 63)) / 62)
+    assert "leave out" not in str(found)
+    monkeypatch.setattr(estimate_plan, "DRAWS", 6)
     assert plan(policy, long).draws is None
 
 
-def test_weights_below_float32_get_no_draws_unless_asked_and_then_a_refusal(monkeypatch, batch):
+def test_weights_below_float32_get_no_draws_unless_asked_and_then_a_refusal(monkeypatch, long):
     half = make_policy("qwen2", torch.bfloat16)
     monkeypatch.setattr(estimate_plan, "DRAWS", 1)
     monkeypatch.setattr(estimate_plan, "PASSES", 1)
-    found = plan(half, batch, intervals=1)
+    found = plan(half, long, intervals=1)
     assert (found.passes, found.draws) == (1, None) and "is bfloat16" in found.reason
     with pytest.raises(InputError, match="is bfloat16"):
-        plan(half, batch, draws=1)
+        plan(half, long, draws=1)
 
 
-def test_a_model_without_forward_mode_gets_no_draws_unless_asked_and_then_a_refusal(policy, batch, monkeypatch):
+def test_a_model_without_forward_mode_gets_no_draws_unless_asked_and_then_a_refusal(policy, long, monkeypatch):
     def fail(*_args, **_settings):
         raise NotImplementedError("no rule for this operation")
 
     monkeypatch.setattr(torch.func, "jvp", fail)
     monkeypatch.setattr(estimate_plan, "DRAWS", 1)
     monkeypatch.setattr(estimate_plan, "PASSES", 1)
-    found = plan(policy, batch, intervals=1)
+    found = plan(policy, long, intervals=1)
     assert (found.passes, found.draws) == (1, None) and "no forward mode" in found.reason
     with pytest.raises(InputError, match="the model has no forward mode"):
-        measure(policy, batch, norms="estimate", draws=1)
+        measure(policy, long, norms="estimate", draws=1)
 
 
 # The self-check.
