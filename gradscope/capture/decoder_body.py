@@ -53,7 +53,7 @@ class DecoderBody:
         return cls(policy, claims, blocks, tables[0], memory)
 
     def follow(self, ids: Int[Tensor, " n"], head: HeadPass, seen: list[Seen]) -> DecoderSequence | None:
-        """A sequence after the head's pass over it; None if the blocks did anything there that the rules do not know."""
+        """A sequence after the head's pass over it; None if its blocks did anything that the rules do not know."""
         if not all(map(is_complete, self.blocks, seen)):
             return None
         sequence = DecoderSequence(self, ids, head, seen)

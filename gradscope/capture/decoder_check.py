@@ -26,8 +26,11 @@ def is_complete(block: DecoderBlock, seen: Seen) -> bool:
     if seen.hidden is None or seen.inputs.keys() != parts:
         return False
     n, mask = len(seen.hidden), seen.mask
+    heads = [seen.inputs[norm.name].shape[2:] for norm in (block.query_norm, block.key_norm) if norm is not None]
+    if any(len(x) != n for x in seen.inputs.values()) or any(shape != (block.head_dim,) for shape in heads):
+        return False
     angles = [angle.shape for angle in seen.rotary] == [(n, block.head_dim)] * 2
-    masked = mask is None or isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-2:] == (n, n)
+    masked = mask is None or (isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-2:] == (n, n))
     return angles and masked
 
 
@@ -36,7 +39,11 @@ def account_for(activations: list[BlockActivations]) -> bool:
     """Whether every block's activations follow from those before them as the rules assume."""
     followers = [*(a.hidden for a in activations[1:]), None]
     pairs = [pair for a, b in zip(activations, followers, strict=True) for pair in _pairs(a, b)]
-    return bool(torch.stack([_is_close(*pair, activations[0].model_dtype) for pair in pairs]).all())
+    if any(ours.shape != theirs.shape for ours, theirs in pairs):
+        return False
+    tolerance = TOLERANCES.get(activations[0].model_dtype, HALF_TOLERANCE)
+    close = [_is_close(ours, theirs, tolerance) for ours, theirs in pairs if ours.data_ptr() != theirs.data_ptr()]
+    return bool(torch.stack(close).all())
 
 
 def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -59,10 +66,8 @@ def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tens
         yield a.inputs(block.mlp_norm) + a.outputs(block.down), following
 
 
-def _is_close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
+def _is_close(ours: Tensor, theirs: Tensor, tolerance: float) -> Tensor:
     """Whether they agree at every position; never where one is not a number."""
-    ours, theirs = ours.flatten(1), theirs.flatten(1)
-    if ours.shape != theirs.shape:
-        return ours.new_zeros((), dtype=torch.bool)
-    size = theirs.norm(dim=1)
-    return ((ours - theirs).norm(dim=1) <= TOLERANCES.get(dtype, HALF_TOLERANCE) * (size + size.mean())).all()
+    size = torch.linalg.vector_norm(theirs.flatten(1), dim=1)
+    difference = torch.linalg.vector_norm((ours - theirs).flatten(1), dim=1)
+    return (difference <= tolerance * (size + size.mean())).all()

@@ -203,6 +203,11 @@ class TokenGradientMeter:
         # A module whose own norm is nearly nothing is rounding.
         slack = torch.stack(list(expected.values())).norm(dim=0) / 100
         same = (layers - expected_layers).abs() <= tolerance * expected_layers
-        return norms.keys() == expected.keys() and bool(same.all()) and all(
-            bool(((norms[name] - norm).abs() <= tolerance * (norm + slack)).all()) for name, norm in expected.items()
+        return (
+            norms.keys() == expected.keys()
+            and bool(same.all())
+            and all(
+                bool(((norms[name] - norm).abs() <= tolerance * (norm + slack)).all())
+                for name, norm in expected.items()
+            )
         )
