@@ -187,8 +187,8 @@ def normalize_heads_first(attention: modeling_llama.LlamaAttention, q: Tensor) -
 @pytest.mark.parametrize("length", [4, 28])
 def test_queries_that_are_normalized_otherwise_are_exact(normalize, width, length, monkeypatch):
     class Attention(modeling_llama.LlamaAttention):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, **settings):
+            super().__init__(**settings)
             self.q_norm = modeling_llama.LlamaRMSNorm(width)
 
         def forward(self, hidden_states, position_embeddings, attention_mask, **_):
