@@ -213,8 +213,8 @@ def test_queries_that_are_normalized_otherwise_are_exact(normalize, width, lengt
 @pytest.mark.parametrize(
     "ids, targets",
     [
-        (torch.full((20,), 9), list(range(2, 20))),
-        (torch.tensor([5, 9] * 10), list(range(1, 20))),
+        (torch.full((20,), 9), list(range(2, 20, 3))),
+        (torch.tensor([5, 9] * 10), list(range(1, 20, 3))),
         (random_ids(30), [1, 2, 28, 29]),
         (random_ids(2), [1]),
         (random_ids(3), [2]),
@@ -227,7 +227,7 @@ def test_every_sequence_is_exact_on_both_paths_in_float64_and_close_in_float32(n
     probe = random_ids(20)
     with TrueFloat64():
         truth = brute_force(wide, ids, targets)
-        for settings in ({}, {"rows": 1}, {"memory": 1}):
+        for settings in ({}, {"memory": 1}):  # one token a chunk, one of them a pass of the head
             ours = measure_all(wide, ids, targets, probe_ids=probe, rules=rules, **settings)
             assert largest_error(ours, truth) < TRUE_FLOAT64
     narrow = measure_all(make_policy(name), ids, targets, probe_ids=probe, rules=rules)
