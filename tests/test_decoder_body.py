@@ -15,7 +15,7 @@ from oracle import (
     measure_all,
     sequences,
 )
-from test_token_gradients import FLOAT32, TRUE_FLOAT64, assert_same, random_ids
+from test_token_gradients import FLOAT32, TRUE_FLOAT64, assert_same, cached_policy, random_ids
 from tiny import RULED, UNRULED, make_batch, make_model, make_policy
 from torch import Tensor
 from transformers.models.llama import modeling_llama
@@ -223,7 +223,7 @@ def test_queries_that_are_normalized_otherwise_are_exact(normalize, width, lengt
     ids=["one id repeated", "two in turn", "a wide gap", "two tokens", "a prefix of two", "longer than the width"],
 )
 def test_every_sequence_is_exact_on_both_paths_in_float64_and_close_in_float32(name, rules, ids, targets):
-    wide, targets = make_policy(name, torch.float64), torch.tensor(targets)
+    wide, targets = cached_policy(name), torch.tensor(targets)
     probe = random_ids(20)
     with TrueFloat64():
         truth = brute_force(wide, ids, targets)
