@@ -67,7 +67,7 @@ class DecoderBody:
     def spare_rows(self) -> int:
         """Positions × tokens that a chunk may carry in vain to have more tokens: as many as its own start costs."""
         weights = max(sum(matrix.module.weight.numel() for matrix in block.matrices) for block in self.blocks)
-        return math.ceil(OVERHEAD[self.model.device.type] / (2 * weights)) + WEIGHT_ROWS
+        return math.ceil(OVERHEAD.get(self.model.device.type, OVERHEAD["cuda"]) / (2 * weights)) + WEIGHT_ROWS
 
     @property
     def bytes_per_row(self) -> int:
