@@ -17,10 +17,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from gradscope.batch import TokenBatch
-from gradscope.batch_logprobs import empty_piece, kept_logprobs, micro_batches
+from gradscope.batch_logprobs import (
+    Choose,
+    Piece,
+    empty_piece,
+    loss_logprobs,
+    micro_batches,
+    scored_loss_logprobs,
+    tabulate,
+)
 from gradscope.batch_loss import LossSettings, batch_loss, batch_weights, own_where_unknown
 from gradscope.errors import InputError
+from gradscope.logprobs import TokenStatistics
 from gradscope.processes import ALONE, Processes, whole
+from gradscope.shared_prompts import can_pack
 
 Number = int | float
 Mask = Bool[Tensor, "B S"]
@@ -127,20 +137,29 @@ class Updater:
     no_sync: Callable[[nn.Module], AbstractContextManager] = lambda model: nullcontext()
     """Several processes: backward passes in it do not exchange gradients yet."""
 
-    def step(self, part: Pass, settings: LossSettings, *, match: LossSettings | None = None) -> StepResult:
+    def step(
+        self,
+        part: Pass,
+        settings: LossSettings,
+        *,
+        match: LossSettings | None = None,
+        accumulated: list[float] | None = None,
+    ) -> StepResult:
         """One optimizer step on the gradient of the pass's loss under `settings`.
 
         match: rescale that gradient, before clipping, to the norm that it has under these other settings.
+        accumulated: what `score_and_accumulate` has said of this pass, whose gradient is in `.grad` already.
         A gradient that is not finite, and a pass without tokens, take no step.
         """
         if part.batch.num_tokens == 0:
+            self.optimizer.zero_grad()
             return StepResult(part.name, "empty", 0.0, float("nan"), float("nan"), 0, 0, 0, 0)
         wanted = None
         if match is not None:
             self.accumulate(part, match)
             wanted = self.grad_norm()
             self.optimizer.zero_grad()
-        loss, *counts = self.accumulate(part, settings)
+        loss, *counts = self.accumulate(part, settings) if accumulated is None else accumulated
         norm = self.grad_norm()
         finite = all(map(math.isfinite, (loss, norm, norm if wanted is None else wanted)))
         if finite and wanted is not None:
@@ -163,23 +182,47 @@ class Updater:
 
         Each micro-batch's loss has the whole mini-batch's denominator, so that they add up to the pass's own.
         """
-        pieces = self.processes.deal(micro_batches(part.batch, self.micro_batch_size), empty_piece(part.batch))
-        totals = torch.zeros(4, dtype=torch.float64)
+        pieces = self.processes.deal(self._pieces(part.batch), empty_piece(part.batch))
+        totals = []
         for index, (_, piece) in enumerate(pieces):
             last = index == len(pieces) - 1
             with nullcontext() if last else self.no_sync(self.model):
-                totals += self._backward(piece.to(self.device), settings, part.num_tokens)
-        return self.processes.sum(totals.float().to(self.device)).tolist()
+                logprobs = loss_logprobs(self.model, piece)
+                totals.append(self._backward(logprobs, piece.to(self.device), settings, part.num_tokens))
+        return self.processes.sum(torch.stack(totals).double().sum(0).float()).tolist()
 
-    def _backward(self, piece: TokenBatch, settings: LossSettings, num_tokens: int) -> Float[Tensor, " 4"]:
-        logprobs = kept_logprobs(self.model, piece)
+    def score_and_accumulate(
+        self, batch: TokenBatch, settings: LossSettings, choose: Choose | None
+    ) -> tuple[TokenStatistics, list[float]]:
+        """`accumulate` of a mini-batch's first pass, and the statistics that give it its π_old, from one forward pass.
+
+        The policy that is trained is then the one that π_old is of. choose: the tokens of the pass, by their π_old;
+        None: all. The statistics are of every response token, [B, S] on the CPU. For a process that is alone.
+        """
+        pieces, totals, found = self._pieces(batch), [], []
+        for _, piece in pieces:
+            logprobs, chosen, statistics = scored_loss_logprobs(self.model, piece, choose)
+            old = torch.zeros_like(logprobs).masked_scatter(piece.response_mask.to(self.device), statistics.logprob)
+            scored = replace(piece.to(self.device), old_logprobs=old, response_mask=chosen)
+            totals.append(self._backward(logprobs, scored, settings, batch.num_tokens))
+            found.append(statistics)
+        table = tabulate(batch, pieces, found, self.model)
+        return TokenStatistics(*table), torch.stack(totals).double().sum(0).float().tolist()
+
+    def _pieces(self, batch: TokenBatch) -> list[Piece]:
+        return micro_batches(batch, self.micro_batch_size, by_group=can_pack(self.model))
+
+    def _backward(
+        self, logprobs: Float[Tensor, "b n"], piece: TokenBatch, settings: LossSettings, num_tokens: int
+    ) -> Float[Tensor, " 4"]:
+        """Backward from the piece's loss; the loss and the three counts, still on the device."""
         if not logprobs.isfinite().all():  # the loss refuses NaN; the step is skipped by its gradient
             (logprobs.sum() * float("nan")).backward()
-            return torch.tensor([float("nan"), 0.0, 0.0, 0.0])
+            return torch.tensor([float("nan"), 0.0, 0.0, 0.0], device=self.device)
         loss = batch_loss(logprobs, piece, settings, num_tokens=num_tokens)
         # Processes share a pass's responses and accelerate averages their gradients: the sum is count times that.
         (loss * self.processes.count).backward()
-        return torch.stack([loss.detach(), *_count_clipped(logprobs.detach(), piece, settings)]).cpu().double()
+        return torch.stack([loss.detach(), *_count_clipped(logprobs.detach(), piece, settings)])
 
     def grad_norm(self) -> float:
         """L2 norm of the accumulated gradient over all parameters."""

@@ -11,7 +11,7 @@ FLOORS = {
     "__init__": 0, "errors": 0, "batch": 0, "intervals": 0, "theory": 0, "processes": 0,
     "run_folder": 0, "folder_lock": 0,
     "logprobs": 1, "objective": 1, "models": 1, "cost": 1, "rewind": 1,
-    "batch_loss": 1, "batch_logprobs": 1, "adamw_state": 1,
+    "batch_loss": 1, "batch_logprobs": 1, "shared_prompts": 1, "trained_logprobs": 1, "adamw_state": 1,
     "capture": 2, "tasks": 2, "readers": 2,
     "measure_settings": 3, "token_table": 3, "group_gradients": 3, "sampling": 3, "steps": 3, "weighted_gradients": 3,
     "norm_estimates": 3, "estimate_plan": 3,

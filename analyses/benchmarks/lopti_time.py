@@ -65,14 +65,15 @@ def time_updates(policy: Policy, updates: dict[Any, Update], config: TrainConfig
 
 
 def random_batch(size: Size) -> tuple[Policy, TokenBatch]:
-    """Random weights, prompts and responses."""
+    """Random weights, prompts and responses; those of a group have one prompt."""
     from transformers import Qwen2ForCausalLM
 
     torch.manual_seed(0)
     policy = Policy(Qwen2ForCausalLM(size.config).eval(), None, "model.layers")
-    rows = torch.randint(1, size.vocab, (size.questions * size.group, size.prompt + size.response)).tolist()
+    prompts = torch.randint(1, size.vocab, (size.questions, size.prompt)).tolist()
+    rows = torch.randint(1, size.vocab, (size.questions * size.group, size.response)).tolist()
     responses = [
-        Response(row[: size.prompt], row[size.prompt :], k // size.group, temperature=0.7, reward=float(k % 3))
+        Response(prompts[k // size.group], row, k // size.group, temperature=0.7, reward=float(k % 3))
         for k, row in enumerate(rows)
     ]
     return policy, collate(responses)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gradscope.batch import TokenBatch
+from gradscope.batch_logprobs import Choose
 from gradscope.batch_loss import LossSettings, resolve_advantages
 from gradscope.errors import InputError
 from gradscope.objective import lopti_split, reinforce_pp_advantages, reweight
@@ -55,6 +56,30 @@ def plan_update(batch: TokenBatch, config: TrainConfig, generator: torch.Generat
     return Update([_without_masked(part, config.mask_probs) for part in passes], batch, settings, match)
 
 
+def scores_in_first_pass(config: TrainConfig) -> bool:
+    """Whether the first mini-batch's π_old can be what its own first pass finds, since nothing before it needs π_old.
+
+    REINFORCE++ with a KL whitens over the batch's π_old; the controls deal out what they find in all of it.
+    """
+    before = config.algorithm == "reinforce++" and config.kl_coef > 0
+    return config.old_logprobs == "trainer" and config.control is None and not before
+
+
+def first_choice(config: TrainConfig) -> Choose | None:
+    """Which tokens of the first mini-batch `plan_update`'s first pass takes, by their π_old; None: all."""
+    if config.lopti_eta is None and config.mask_probs is None:
+        return None
+
+    def choose(old_logprobs: Float[Tensor, "b n"], response_mask: Bool[Tensor, "b n"]) -> Bool[Tensor, "b n"]:
+        chosen = response_mask
+        if config.lopti_eta is not None:
+            low, high = lopti_split(old_logprobs, response_mask, eta=config.lopti_eta)
+            chosen = low if config.lopti_order == "low-first" else high
+        return chosen & ~_masked(old_logprobs, config.mask_probs)
+
+    return choose
+
+
 def _lopti_passes(batch: TokenBatch, config: TrainConfig, generator: torch.Generator) -> list[Pass]:
     low, high = lopti_split(batch.old_logprobs, batch.response_mask, eta=config.lopti_eta)
     names = ("low", "high")
@@ -80,9 +105,14 @@ def _permuted_reweight(batch: TokenBatch, config: TrainConfig, generator: torch.
 
 def _without_masked(part: Pass, mask_probs: tuple[float, float] | None) -> Pass:
     """The pass without tokens whose π_old lies in the masked range; the denominator stays."""
+    keep = part.batch.response_mask & ~_masked(part.batch.old_logprobs, mask_probs)
+    return replace(part, batch=replace(part.batch, response_mask=keep))
+
+
+def _masked(old_logprobs: Float[Tensor, "b n"], mask_probs: tuple[float, float] | None) -> Bool[Tensor, "b n"]:
+    """Where π_old lies in [low, high), or in [low, 1] for a high of 1; nowhere for None."""
     if mask_probs is None:
-        return part
+        return torch.zeros_like(old_logprobs, dtype=torch.bool)
     low, high = mask_probs
-    probs = part.batch.old_logprobs.exp()
-    masked = (probs >= low) & ((probs < high) | (high == 1))
-    return replace(part, batch=replace(part.batch, response_mask=part.batch.response_mask & ~masked))
+    probs = old_logprobs.exp()
+    return (probs >= low) & ((probs < high) | (high == 1))

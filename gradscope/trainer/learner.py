@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.batch import TokenBatch
-from gradscope.batch_logprobs import batch_statistics
+from gradscope.batch_logprobs import batch_statistics, has_plain_head
 from gradscope.errors import InputError
 from gradscope.logprobs import TokenStatistics
 from gradscope.models import Policy, fetch_policy
@@ -54,6 +55,11 @@ class Learner:
     def is_sharded(self) -> bool:
         """Whether each forward pass is one of all processes together (FSDP)."""
         return hasattr(self.policy.model, "unshard")
+
+    @cached_property
+    def has_plain_head(self) -> bool:
+        """Whether the policy's logits are its head's output, with nothing behind it."""
+        return not self.is_sharded and has_plain_head(self.policy.model)
 
     def statistics(self, batch: TokenBatch) -> TokenStatistics:
         """log π, log(1−π) and entropy of the batch's response tokens under the policy as it is."""

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,13 @@ from gradscope.processes import Processes
 from gradscope.sampling import Sampler
 from gradscope.sampling.engines import make_sampler
 from gradscope.tasks import get_task
-from gradscope.trainer.algorithm import Update, compute_advantages, plan_update
+from gradscope.trainer.algorithm import (
+    Update,
+    compute_advantages,
+    first_choice,
+    plan_update,
+    scores_in_first_pass,
+)
 from gradscope.trainer.callbacks import OnStep, Step, measure_gradients
 from gradscope.trainer.checkpoints import checkpoint_step, list_checkpoints
 from gradscope.trainer.config import TrainConfig
@@ -143,7 +149,7 @@ class _Run:
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         started = time.perf_counter()
         rollout = self._sample(index)
-        batch, statistics = self._score(rollout)
+        batch, statistics, begun = self._score(index, rollout)
         self._check_sync(rollout.batch, statistics)
         self.journal.keep_rollout(index + 1, rollout, batch)
         record = {"step": index + 1, **rollout_metrics(rollout)}
@@ -164,7 +170,7 @@ class _Run:
         with ExitStack() as stack:
             for watch in self.watchers if self.processes.is_main else []:
                 stack.enter_context(watch(step))
-            record |= self._update(index, update)
+            record |= self._update(index, update, begun)
         total = time.perf_counter() - started
         self.seconds["other"] = total - self.seconds["sampling"] - self.seconds["training"]
         record |= {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
@@ -186,16 +192,45 @@ class _Run:
                     self._save()
                 raise
 
-    def _score(self, rollout: Rollout) -> tuple[TokenBatch, TokenStatistics]:
-        """The batch with π_old, π_ref and advantages, and the statistics of its tokens under the policy."""
-        batch, statistics = rollout.batch, self.learner.statistics(rollout.batch)
+    def _score(self, index: int, rollout: Rollout) -> tuple[TokenBatch, TokenStatistics, list[float] | None]:
+        """The batch with π_old, π_ref and advantages, and the statistics of its tokens under the policy.
+
+        Third: None or, where the first mini-batch is scored by the forward pass of its first pass, what
+        `Updater.score_and_accumulate` has said of that, whose gradient waits for its optimizer step.
+        """
+        batch, config, begun = rollout.batch, self.config, None
+        at_once = self._scores_in_first_pass(index)
+        if config.kl_coef > 0:
+            batch = replace(batch, ref_logprobs=self.learner.reference_logprobs(batch))
+        if at_once:
+            batch = replace(batch, advantages=compute_advantages(batch, config))
+            statistics, begun = self._begin_update(batch)
+        else:
+            statistics = self.learner.statistics(batch)
         if self.done and not statistics.logprob[batch.response_mask].isfinite().all():
             raise self._diverged_logits()
-        if self.config.old_logprobs == "trainer":
+        if config.old_logprobs == "trainer":
             batch = replace(batch, old_logprobs=statistics.logprob)
-        if self.config.kl_coef > 0:
-            batch = replace(batch, ref_logprobs=self.learner.reference_logprobs(batch))
-        return replace(batch, advantages=compute_advantages(batch, self.config)), statistics
+        if not at_once:
+            batch = replace(batch, advantages=compute_advantages(batch, config))
+        return batch, statistics, begun
+
+    def _scores_in_first_pass(self, index: int) -> bool:
+        """Whether nobody needs π_old, or looks at the policy, between sampling and the first pass."""
+        every = self.config.gradients_every
+        watched = any(watch is not measure_gradients or index % every == 0 for watch in self.watchers)
+        able = self.processes.count == 1 and (first_choice(self.config) is None or self.learner.has_plain_head)
+        return scores_in_first_pass(self.config) and able and not watched
+
+    def _begin_update(self, batch: TokenBatch) -> tuple[TokenStatistics, list[float]]:
+        """Statistics of the batch, those of the first mini-batch from its first pass; and what is said of that pass."""
+        first, *others = torch.arange(len(batch)).split(self.config.mini_batch_size)
+        found = [self.learner.statistics(batch.select(torch.cat(others)))] if others else []
+        with self._timed("training"), self.learner.autocast():
+            choose = first_choice(self.config)
+            head, begun = self.learner.updater.score_and_accumulate(batch.select(first), self.config.loss, choose)
+        parts = [[getattr(s, field.name) for s in (head, *found)] for field in fields(TokenStatistics)]
+        return TokenStatistics(*map(torch.cat, parts)), begun
 
     def _check_sync(self, sampled: TokenBatch, statistics: TokenStatistics) -> None:
         """Each process's sampler must hold the trainer's weights: four responses of each have their log π compared."""
@@ -210,13 +245,14 @@ class _Run:
                 "does not sample with the trained weights, or not at this temperature"
             )
 
-    def _update(self, index: int, update: Update) -> dict[str, Any]:
-        """All optimizer steps on the batch."""
+    def _update(self, index: int, update: Update, begun: list[float] | None) -> dict[str, Any]:
+        """All optimizer steps on the batch; begun: what has been said of the first one, whose gradient is there."""
         config, results = self.config, []
         self.learner.set_learning_rate(config.learning_rate * min(1.0, (index + 1) / max(1, config.warmup_steps)))
         with self._timed("training"), self.learner.autocast():
             for part in update.passes:
-                result = self.learner.updater.step(part, update.settings, match=update.match)
+                result = self.learner.updater.step(part, update.settings, match=update.match, accumulated=begun)
+                begun = None
                 results.append(result)
                 if result.outcome != "empty":
                     self.nonfinite = self.nonfinite + 1 if result.outcome == "nonfinite" else 0
