@@ -159,7 +159,8 @@ def _kept_logits(
     with _choosing(model, places.to(device), seen), nullcontext() if packing is None else attending(model, packing):
         logits = model(**inputs, use_cache=False).logits
     kept = (piece.input_ids.cpu()[row, column], piece.temperature.cpu()[row])
-    return logits[0], *(values.to(device) for values in kept)
+    # Not logits[0], whose backward pass would copy the gradient into zeros.
+    return logits.flatten(0, 1), *(values.to(device) for values in kept)
 
 
 @contextmanager

@@ -22,8 +22,8 @@ Precision = Literal["float32", "bfloat16"]
 BYTES = {"float32": 4, "bfloat16": 2}
 """Of one number that a matrix multiplication reads."""
 
-LOSS_LOGIT_BYTES = {"float32": 20, "bfloat16": 18}
-"""Of one logit at the peak of `gather_logprobs` and its backward pass: itself and four float32 arrays."""
+LOSS_LOGIT_BYTES = {"float32": 8, "bfloat16": 4}
+"""Of one logit in the backward pass of `trained_logprobs`: itself and its gradient."""
 
 STATISTICS_LOGIT_BYTES = 12
 """Of one logit in `token_statistics`, beside itself: three float32 arrays."""
@@ -198,15 +198,30 @@ def block_activation_bytes(shape: ModelShape, precision: Precision) -> Number:
     return norms + inputs + attention + mlp
 
 
-def loss_bytes(shape: ModelShape, piece: Piece, precision: Precision, *, checkpointing: bool) -> dict[str, Number]:
+def loss_bytes(
+    shape: ModelShape, piece: Piece, precision: Precision, *, checkpointing: bool, lora_rank: int | None = None
+) -> dict[str, Number]:
     """What lies there when the loss of a piece is computed and its backward pass begins."""
     inputs = 4 * shape.hidden * piece.tokens
     block = inputs if checkpointing else block_activation_bytes(shape, precision) * piece.tokens
     last_norm = 2 * inputs + BYTES[precision] * shape.hidden * piece.logits
-    return {
-        "activations": block * shape.layers + last_norm,
-        "logits": LOSS_LOGIT_BYTES[precision] * shape.vocab * piece.logits,
-    }
+    logits = LOSS_LOGIT_BYTES[precision] * piece.logits
+    if lora_rank is None:
+        # When the logits are gone, their gradient makes the head's: of autocast's copy first, then of the weight.
+        head = (4 if precision == "float32" else 4 + BYTES[precision]) * shape.hidden
+        logits = max(logits, BYTES[precision] * piece.logits + head)
+    return {"activations": block * shape.layers + last_norm, "logits": shape.vocab * logits}
+
+
+def embedding_gradient_bytes(
+    shape: ModelShape, precision: Precision, *, lora_rank: int | None = None
+) -> dict[str, Number]:
+    """What lies there at the end of a backward pass: the embedding's gradient and, of a tied one, the head's.
+
+    In float32 their sum is a third array; autocast's is added in place.
+    """
+    arrays = 1 if shape.head else 3 if precision == "float32" else 2
+    return {"embedding's gradients": 4 * shape.embedding * (arrays if lora_rank is None else 0)}
 
 
 def recompute_bytes(shape: ModelShape, piece: Piece, precision: Precision) -> dict[str, Number]:

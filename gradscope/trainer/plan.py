@@ -14,6 +14,7 @@ from gradscope.cost import (
     ModelShape,
     Piece,
     backward_flops,
+    embedding_gradient_bytes,
     forward_flops,
     kv_bytes,
     loss_bytes,
@@ -208,13 +209,15 @@ def _memory(
     # Autocast keeps copies of the weights that are trained; those of frozen ones stay only where a graph holds them.
     kept = working if config.lora_rank is None else {}
     graph = kept if config.gradient_checkpointing else working
-    training = loss_bytes(shape, piece, precision, checkpointing=config.gradient_checkpointing)
+    settings = {"checkpointing": config.gradient_checkpointing, "lora_rank": config.lora_rank}
+    training = [loss_bytes(shape, piece, precision, **settings)]
+    training.append(embedding_gradient_bytes(shape, precision, lora_rank=config.lora_rank))
     if config.gradient_checkpointing:
-        training = max(training, recompute_bytes(shape, piece, precision), key=lambda parts: sum(parts.values()))
+        training.append(recompute_bytes(shape, piece, precision))
     moments = {
         "sampling": without_gradients,
         "scoring": without_gradients | kept | scoring_bytes(shape, piece, precision, chunk=CHUNK),
-        "training": resident | graph | training,
+        "training": resident | graph | max(training, key=lambda parts: sum(parts.values())),
         "optimizer step": resident | kept | optimizer_bytes(shape, lora_rank=config.lora_rank, shards=shards),
     }
     if config.engine == "hf":
