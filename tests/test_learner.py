@@ -90,7 +90,8 @@ def test_gradient_checkpointing_changes_no_gradient_and_recomputes_every_block(n
     ours = gradients(frugal, part)
     hook.remove()
     assert len(calls) == 4  # two micro-batches, forward and backward
-    assert distance(ours, gradients(plain, part)) < 1e-6  # the same sums in the same order
+    # Rounding: without checkpointing, prompts are computed once and tokens go through the network in another order.
+    assert distance(ours, gradients(plain, part)) < 1e-5
     # Sampling puts the model into eval mode and back: the next pass recomputes too.
     assert frugal.policy.model.training
 

@@ -467,8 +467,8 @@ def test_three_steps_without_a_finite_gradient_end_the_run_with_the_checkpoint_k
     out = tmp_path / "run"
     whole, calls = Updater._backward, []
 
-    def poisoned(self, piece, settings, num_tokens):
-        result = whole(self, piece, settings, num_tokens)
+    def poisoned(self, *arguments):
+        result = whole(self, *arguments)
         calls.append(1)
         if len(calls) > 4 and len(calls) != 6:  # two mini-batches a step; one good step between bad ones starts anew
             next(iter(self.model.parameters())).grad[0, 0] = float("inf")

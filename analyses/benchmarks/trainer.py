@@ -11,8 +11,8 @@ of the policy that comes with gradscope, "large" hidden 256, 4 layers, vocabular
              prompts, reward, temperature, KL and optimizer steps per batch. "puzzles" is the preset kk-embedded, the
              real policy whose responses end where they end; "embedded" and "large" have random weights and an EOS
              outside their vocabulary, so that all responses are equally long and nothing is to be gained from those
-             that end early. Where a batch makes one optimizer step, TRL takes the training pass's own
-             log-probabilities for π_old; gradscope computes them beforehand.
+             that end early. Both take the training pass's own log-probabilities for π_old where they can: TRL
+             where a batch makes one optimizer step, gradscope for the first mini-batch always.
     lopti    All optimizer steps on one batch. "large" has random weights and responses, so η is set at the quantile of
              π_old below which the wanted share of tokens lies, spread over all responses (the paper's policies: 19 %
              below ¼, 29 % below ½); "embedded" is the real one with its own responses at η = ½. Beside the times, the
@@ -47,6 +47,7 @@ from analyses.benchmarks.trainer_loops import (
     our_parts,
     puzzle_workload,
     random_workload,
+    telling_steps,
     trl_loop,
     trl_parts,
 )
@@ -89,7 +90,8 @@ def compare_trainers(
         sized = replace(config, micro_batch_size=micro)
         loops[name, micro] = make[name](sized, folder / f"{name}-{micro}", counted)
     turns = Turns(loops)
-    with parts_of(turns, our_parts() | (trl_parts() if TRL in names else {})), finishing():
+    methods = our_parts() | (trl_parts() if TRL in names else {})
+    with parts_of(turns, methods), finishing(), telling_steps():
         steps = turns.run()
     table = pd.DataFrame(
         {"method": name, "micro_batch": micro, "tokens": np.mean(lengths[name, micro])} | summarise(of_loop)
@@ -121,7 +123,7 @@ def time_parts(preset: TrainConfig, folder: Path, *, rounds: int) -> pd.DataFram
     configs = {"plain": plain, "Lopti": replace(plain, lopti_eta=0.5)}
     lengths: dict[str, list[int]] = {name: [] for name in configs}
     turns = Turns({name: our_loop(config, folder / name, lengths[name]) for name, config in configs.items()})
-    with parts_of(turns, our_parts()):
+    with parts_of(turns, our_parts()), telling_steps():
         steps = turns.run()
     given = {"micro_batch": plain.micro_batch_size}
     table = pd.DataFrame(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gradscope.sampling.hf import HFSampler
 from gradscope.steps import Updater
 from gradscope.tasks import Question, draw_questions, get_task, register
 from gradscope.trainer.config import TrainConfig
+from gradscope.trainer.journal import Journal
 from gradscope.trainer.learner import Learner
 from gradscope.trainer.loop import train
 from gradscope.trainer.presets import get_preset
@@ -120,27 +122,44 @@ def save_policy(size: Size, folder: Path) -> Path:
     return folder
 
 
+_logged: ContextVar[Callable[[dict[str, Any]], None]] = ContextVar("logged")
+
+
 def our_loop(config: TrainConfig, folder: Path, lengths: list[int]) -> Loop:
-    """`lengths` gets the number of response tokens of each step."""
+    """`lengths` gets the number of response tokens of each step. Run inside `telling_steps`."""
 
     def loop(pass_on: Callable[[], None]) -> None:
-        @contextmanager
-        def between(step: Any) -> Iterator[None]:
-            lengths.append(step.batch.num_tokens)
+        def logged(record: dict[str, Any]) -> None:
+            lengths.append(record["num_tokens"])
             pass_on()
-            yield
 
-        train(config, folder, on_step=between, progress=False)
+        _logged.set(logged)  # of this loop's thread
+        train(config, folder, progress=False)
 
     return loop
 
 
+@contextmanager
+def telling_steps() -> Iterator[None]:
+    """Let each of our loops know when a step is logged: a callback of the trainer would hold it up before its update,
+    for which π_old has to be known beforehand."""
+    log = Journal.log
+
+    def told(journal: Journal, record: dict[str, Any]) -> None:
+        log(journal, record)
+        _logged.get()(record)
+
+    with mock.patch.object(Journal, "log", told):
+        yield
+
+
 def our_parts() -> dict[tuple[type, str], Any]:
-    """For `parts_of`."""
+    """For `parts_of`; the first mini-batch is scored by its training pass."""
     return {
         (HFSampler, "sample"): "sampling",
         (Learner, "statistics"): "old",
         (Learner, "reference_logprobs"): "reference",
+        (Updater, "score_and_accumulate"): "training",
         (Updater, "step"): "training",
     }
 

@@ -1,0 +1,81 @@
+"""log π and its gradient in one walk: against log_softmax and autograd in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradscope import trained_logprobs as module
+from gradscope.trained_logprobs import trained_logprobs
+
+
+def make_logits(rows: int = 23, vocab: int = 37) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits from flat to sharp, the likeliest token and others, several temperatures; all in float64."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, vocab, generator=draw, dtype=torch.float64) * torch.linspace(0.1, 8, rows)[:, None]
+    ids = torch.randint(vocab, (rows,), generator=draw)
+    ids[::3] = logits[::3].argmax(-1)
+    return logits, ids, torch.linspace(0.5, 1.5, rows, dtype=torch.float64)
+
+
+def expected(logits: Tensor, ids: Tensor, temperatures: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
+    """log π and the gradient of Σ seed · log π, by autograd in float64."""
+    leaf = logits.double().requires_grad_()
+    logprobs = (leaf / temperatures.double()[:, None]).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    return logprobs.detach(), torch.autograd.grad(logprobs @ seeds.double(), leaf)[0]
+
+
+def found(logits: Tensor, ids: Tensor, temperatures: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = logits.clone().requires_grad_()
+    logprobs = trained_logprobs(leaf, ids, temperatures)
+    return logprobs.detach(), torch.autograd.grad(logprobs @ seeds.to(logprobs), leaf)[0]
+
+
+@pytest.mark.parametrize("cached", [1, 100, 2**18])
+def test_logprobs_and_gradients_are_those_of_log_softmax_however_many_rows_are_taken_at_once(cached, monkeypatch):
+    monkeypatch.setattr(module, "CACHED", cached)
+    logits, ids, temperatures = make_logits()
+    seeds = torch.linspace(-2, 3, len(ids), dtype=torch.float64)
+    for dtype, tolerance in [(torch.float64, 1e-13), (torch.float32, 1e-5)]:  # of logits of size 10 to 20
+        ours = found(logits.to(dtype), ids, temperatures.to(dtype), seeds)
+        for mine, wanted in zip(ours, expected(logits.to(dtype), ids, temperatures.to(dtype), seeds), strict=True):
+            torch.testing.assert_close(mine.double(), wanted, rtol=tolerance, atol=tolerance)
+    assert ours[0].dtype == ours[1].dtype == torch.float32
+
+
+def test_half_precision_logits_are_computed_in_float32_and_their_gradient_is_as_narrow_as_they_are():
+    logits, ids, temperatures = make_logits()
+    narrow, seeds = logits.bfloat16(), torch.ones(len(ids))
+    logprobs, gradient = found(narrow, ids, temperatures.float(), seeds)
+    wanted, slopes = expected(narrow, ids, temperatures, seeds)
+    assert (logprobs.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
+    torch.testing.assert_close(logprobs.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient.double(), slopes, rtol=2**-8, atol=1e-6)  # rounded once, to eight bits
+
+
+def test_the_gradient_does_not_cancel_where_the_token_is_all_but_certain():
+    gaps = torch.tensor([10.0, 17.0, 25.0, 60.0], dtype=torch.float64)
+    logits = torch.stack([gaps, torch.zeros_like(gaps), torch.zeros_like(gaps) - 1.0], -1)
+    ids, ones = torch.zeros(4, dtype=torch.long), torch.ones(4)
+    logprobs, gradient = found(logits.float(), ids, ones, ones)
+    tail = (-gaps).exp() * (1 + torch.tensor(-1.0, dtype=torch.float64).exp())
+    torch.testing.assert_close(logprobs.double(), -torch.log1p(tail), rtol=1e-5, atol=0)
+    # 1 − π, to float32's digits of itself; log_softmax gives 0 from a gap of 17 on.
+    torch.testing.assert_close(gradient[:, 0].double(), tail / (1 + tail), rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradient.sum(-1), torch.zeros(4), rtol=0, atol=1e-9)
+
+
+def test_impossible_tokens_have_no_gradient_and_a_token_without_rivals_has_none_either():
+    logits = torch.tensor([[1.0, -torch.inf, 0.0], [2.0, -torch.inf, -torch.inf]])
+    ids, ones = torch.tensor([0, 0]), torch.ones(2)
+    logprobs, gradient = found(logits, ids, ones, ones)
+    share = 1 / (1 + torch.e)
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([1 - share, 1.0]))
+    torch.testing.assert_close(gradient, torch.tensor([[share, 0.0, -share], [0.0, 0.0, 0.0]]))
+
+
+def test_a_nan_among_the_logits_is_a_nan_of_that_token_alone():
+    logits, ids, temperatures = make_logits(3, 5)
+    logits[1, 2] = torch.nan
+    assert trained_logprobs(logits, ids, temperatures).isnan().tolist() == [False, True, False]
