@@ -156,7 +156,9 @@ def test_a_model_that_mixes_tokens_outside_attention_is_found_out():
     mixing.model.layers[1].mlp = Shifted(mixing.model.layers[1].mlp)
     assert not can_pack(mixing)
     with TrueFloat64():
-        torch.testing.assert_close(together(mixing, make_batch(), 6), alone(mixing, make_rows()), rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(
+            together(mixing, make_batch(), 6), alone(mixing, make_rows()), rtol=1e-10, atol=1e-11
+        )
 
 
 def test_models_that_compute_otherwise_or_cannot_be_judged_are_not_packed():

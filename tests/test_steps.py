@@ -19,11 +19,18 @@ from tiny import PAD, Share, make_model, make_responses
 from torch import Tensor, nn
 
 from gradscope.batch import Response, TokenBatch, collate
+from gradscope.batch_logprobs import batch_statistics, has_plain_head
 from gradscope.batch_loss import LossSettings
+from gradscope.models import Policy, load_policy
 from gradscope.processes import ALONE
+from gradscope.sampling.hf import HFSampler
+from gradscope.sampling.rollouts import batch_rows, rollout_rows
+from gradscope.shared_prompts import can_pack
 from gradscope.steps import Pass, StepResult, Updater, whole_passes
-from gradscope.trainer.algorithm import compute_advantages, plan_update
+from gradscope.tasks import draw_questions, get_task
+from gradscope.trainer.algorithm import compute_advantages, first_choice, plan_update
 from gradscope.trainer.config import TrainConfig
+from gradscope.trainer.presets import get_preset
 
 CPU = torch.device("cpu")
 # Old log-probabilities lie about 0.1 off the policy's: clips this narrow are active on every side.
@@ -224,6 +231,104 @@ def test_every_pass_of_every_method_has_the_gradient_of_the_papers_formulas(mode
         assert found[1:] == [counts["low"], counts["high"], counts["dual"]]
         clips += counts
     assert min(clips["low"], clips["high"]) >= 1
+
+
+FIRST = {name: METHODS[name] for name in ("plain", "reweight", "lopti", "lopti, high first", "masked", "both")}
+
+
+@pytest.fixture(scope="module")
+def recorded() -> tuple[Policy, TokenBatch]:
+    """The embedded policy's responses to four puzzles, eight each, and a reference that it has moved away from."""
+    policy, config = load_policy("embedded", dtype="float32", device="cpu"), get_preset("kk-embedded")
+    task = get_task(config.task)
+    rows = rollout_rows(
+        policy,
+        draw_questions(task, 4, seed=0, people=(2, 3)),
+        sampler=HFSampler(policy, progress=False),
+        n=8,
+        temperature=config.temperature,
+        max_new_tokens=200,
+        seed=0,
+        task=task,
+    )
+    batch = batch_rows(rows)
+    old = batch_statistics(policy.model, batch, micro_batch_size=8, device=CPU).logprob
+    noise = torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
+    batch = replace(batch, ref_logprobs=old + 0.3 * noise, old_logprobs=old)
+    return policy, replace(batch, advantages=compute_advantages(batch, TrainConfig()))
+
+
+@pytest.mark.parametrize("method", FIRST)
+def test_on_recorded_rollouts_the_first_steps_gradient_is_that_of_the_whole_padded_batch(recorded, method):
+    policy, batch = recorded
+    config = TrainConfig(kl_coef=0.05, **FIRST[method])
+    assert can_pack(policy.model) and has_plain_head(policy.model)
+    part = plan_update(batch, config, torch.Generator().manual_seed(0)).passes[0]
+    mine = make_updater(policy.model, 8)
+    gradient, _ = own_gradient(mine, part, config.loss)
+    loss, _ = reference_loss(policy.model, part.batch, config.loss, batch.num_tokens)
+    expected = flat(policy.model, gradients(policy.model, loss))
+    assert_same(gradient, expected, 1e-5)  # what is float32 rounds at 6e-8 in each of some twenty layers
+    # The same where π_old is what this very pass finds.
+    mine.model.zero_grad()
+    statistics, _ = mine.score_and_accumulate(replace(batch, old_logprobs=None), config.loss, first_choice(config))
+    scored = flat(policy.model, [p.grad for p in policy.model.parameters()])
+    mine.model.zero_grad()
+    assert_same(scored, expected, 1e-5)
+    torch.testing.assert_close(statistics.logprob, batch.old_logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", FIRST)
+@pytest.mark.parametrize("size", [1, 4, 10])
+def test_scoring_in_the_first_pass_gives_what_scoring_before_it_gives(batch, method, size):
+    model = make_model("llama", dtype=torch.float64, attention="sdpa")
+    config = TrainConfig(**NARROW | FIRST[method])
+    with TrueFloat64():
+        before = batch_statistics(model, batch, micro_batch_size=3, device=CPU)
+        batch = replace(batch, ref_logprobs=before.logprob - 0.1)
+        part = plan_update(replace(batch, old_logprobs=before.logprob), config, torch.Generator()).passes[0]
+        updater = make_updater(model, size)
+        expected, totals = own_gradient(updater, part, config.loss)
+        found, begun = updater.score_and_accumulate(
+            replace(batch, old_logprobs=None), config.loss, first_choice(config)
+        )
+    assert_same(flat(model, [p.grad for p in model.parameters()]), expected)
+    assert begun == pytest.approx(totals, rel=1e-6)
+    for name in ("logprob", "log_one_minus_prob", "entropy"):
+        torch.testing.assert_close(getattr(found, name), getattr(before, name), rtol=1e-9, atol=1e-12)
+    # The step that follows is the one that would have been taken.
+    other = copy.deepcopy(model)
+    other.zero_grad()
+    result, again = (
+        updater.step(part, config.loss, accumulated=begun),
+        make_updater(other, size).step(part, config.loss),
+    )
+    assert result.grad_norm == pytest.approx(again.grad_norm, rel=1e-9)
+    assert (result.name, result.outcome, result.num_tokens) == (again.name, again.outcome, again.num_tokens)
+
+
+def test_a_first_pass_that_takes_no_token_leaves_no_gradient_and_takes_no_step(batch):
+    model = make_model("llama", dtype=torch.float64, attention="sdpa")
+    config = TrainConfig(lopti_eta=0.0)
+    updater = make_updater(model)
+    found, begun = updater.score_and_accumulate(replace(batch, old_logprobs=None), config.loss, first_choice(config))
+    part = plan_update(replace(batch, old_logprobs=found.logprob), config, torch.Generator()).passes[0]
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    assert updater.step(part, config.loss, accumulated=begun).outcome == "empty"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_is_nan_is_said_by_the_statistics_and_takes_no_step(batch):
+    model = make_model("llama", attention="sdpa")
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = torch.nan
+    config = TrainConfig(lopti_eta=0.5)
+    updater = make_updater(model)
+    found, begun = updater.score_and_accumulate(replace(batch, old_logprobs=None), config.loss, first_choice(config))
+    assert found.logprob[batch.response_mask].isnan().all()
+    part = Pass("low", batch, batch.num_tokens)
+    assert updater.step(part, config.loss, accumulated=begun).outcome == "nonfinite"
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "gemma2"])

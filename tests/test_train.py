@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -640,6 +641,67 @@ def test_every_method_control_and_precision_runs_and_moves_the_policy(changed, t
     before, after = load_policy("embedded"), load_policy(last)
     moved = [not torch.equal(a, b) for a, b in zip(before.model.parameters(), after.model.parameters(), strict=True)]
     assert any(moved)
+
+
+@contextmanager
+def looking_on(step):
+    """A callback: whoever looks at a step before its update has its π_old known beforehand."""
+    yield
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"mini_batch_size": 12, "reweight_alpha": 0.3},
+        {"lopti_eta": 0.5},
+        {"lopti_eta": 0.5, "lopti_order": "high-first", "lopti_schedule": "interleaved"},
+        {"mask_probs": (0.75, 1.0), "kl_coef": 0.0},
+        {"algorithm": "reinforce++", "kl_coef": 0.0},
+    ],
+    ids=str,
+)
+def test_a_step_is_the_same_whether_its_first_mini_batch_is_scored_by_its_first_pass_or_before(
+    changed, tmp_path, monkeypatch
+):
+    score, scored = Learner.statistics, []
+    monkeypatch.setattr(Learner, "statistics", lambda self, batch: scored.append(len(batch)) or score(self, batch))
+    config = replace(SMALL, steps=1, save_rollouts=True, **changed)
+    for name, watch in (("at once", None), ("before", looking_on)):
+        train(config, tmp_path / name, on_step=watch, progress=False)
+    others = config.num_responses - config.mini_batch_size
+    assert scored == [*([others] if others else []), config.num_responses]
+    (ours,), (wanted,) = numbers(tmp_path / "at once"), numbers(tmp_path / "before")
+    for name, value in wanted.items():
+        # Rounding in float32, which the difference of sampler and trainer is made of; losses are sums that cancel.
+        close = {"rel": 1e-4, "abs": 1e-5}
+        exact = name == "passes" or value is None
+        assert ours[name] == (value if exact else pytest.approx(value, **close)), name
+    one, other = (pd.read_parquet(tmp_path / name / "rollouts/step-000001.parquet") for name in ("at once", "before"))
+    for column in one:
+        if column in ("old_logprobs", "ref_logprobs", "advantage"):
+            np.testing.assert_allclose(np.concatenate(one[column]), np.concatenate(other[column]), rtol=1e-4, atol=2e-5)
+        else:
+            assert one[column].astype(str).equals(other[column].astype(str)), column
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"algorithm": "reinforce++"},
+        {"lopti_eta": 0.5, "control": "random-split"},
+        {"reweight_alpha": 0.3, "control": "permuted-weights"},
+        {"reweight_alpha": 0.3, "control": "matched-norm"},
+        {"old_logprobs": "sampler"},
+        {"gradients_every": 1},
+    ],
+    ids=str,
+)
+def test_what_needs_the_whole_batchs_probabilities_before_the_update_has_them(changed, tmp_path, monkeypatch):
+    score, scored = Learner.statistics, []
+    monkeypatch.setattr(Learner, "statistics", lambda self, batch: scored.append(len(batch)) or score(self, batch))
+    train(replace(SMALL, steps=1, **changed), tmp_path / "run", progress=False)
+    assert scored == [SMALL.num_responses]
 
 
 def test_training_raises_sampled_accuracy_on_puzzles_it_has_not_seen(tmp_path):
