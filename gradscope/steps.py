@@ -183,7 +183,7 @@ class Updater:
         Each micro-batch's loss has the whole mini-batch's denominator, so that they add up to the pass's own.
         """
         pieces = self.processes.deal(self._pieces(part.batch), empty_piece(part.batch))
-        totals = []
+        totals = [torch.zeros(4, device=self.device)]
         for index, (_, piece) in enumerate(pieces):
             last = index == len(pieces) - 1
             with nullcontext() if last else self.no_sync(self.model):
@@ -199,7 +199,7 @@ class Updater:
         The policy that is trained is then the one that π_old is of. choose: the tokens of the pass, by their π_old;
         None: all. The statistics are of every response token, [B, S] on the CPU. For a process that is alone.
         """
-        pieces, totals, found = self._pieces(batch), [], []
+        pieces, totals, found = self._pieces(batch), [torch.zeros(4, device=self.device)], []
         for _, piece in pieces:
             logprobs, chosen, statistics = scored_loss_logprobs(self.model, piece, choose)
             old = torch.zeros_like(logprobs).masked_scatter(piece.response_mask.to(self.device), statistics.logprob)

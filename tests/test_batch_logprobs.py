@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from gradscope import batch_logprobs
 from gradscope.batch import Response, TokenBatch, collate
-from gradscope.batch_logprobs import batch_statistics, empty_piece, kept_logprobs, micro_batches
+from gradscope.batch_logprobs import (
+    batch_statistics,
+    empty_piece,
+    has_plain_head,
+    kept_logprobs,
+    micro_batches,
+    scored_loss_logprobs,
+)
 from gradscope.errors import InputError
 from gradscope.logprobs import token_statistics
 from gradscope.models import Policy
@@ -158,6 +165,41 @@ def test_micro_batches_hold_every_response_that_keeps_a_token_once_longest_first
                 theirs, ours = getattr(batch, name)[row], getattr(piece, name)[i]
                 assert ours[piece.response_mask[i]].tolist() == theirs[batch.response_mask[row]].tolist()
             assert piece.temperature[i] == batch.temperature[row]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 99])
+def test_by_group_the_responses_of_a_group_stand_together_that_of_the_longest_first(policy, size):
+    batch = mixed_batch(policy, "both")
+    pieces = micro_batches(batch, size, by_group=True)
+    rows = [row for piece_rows, _ in pieces for row in piece_rows.tolist()]
+    assert sorted(rows) == [row for row in range(len(batch)) if batch.response_mask[row].any()]
+    ends = [int(batch.response_mask[row].nonzero()[-1] - batch.attention_mask[row].nonzero()[0]) for row in rows]
+    groups = [int(batch.group_ids[row]) for row in rows]
+    longest = {group: max(end for end, g in zip(ends, groups, strict=True) if g == group) for group in groups}
+    expected = sorted(zip(groups, ends, strict=True), key=lambda pair: (-longest[pair[0]], pair[0], -pair[1]))
+    assert list(zip(groups, ends, strict=True)) == expected
+    assert len(set(longest.values())) > 1 and len(rows) > len(longest)
+
+
+@pytest.mark.parametrize(("name", "plain"), [("llama", True), ("gpt2", True), ("gemma2", False)])
+def test_a_head_whose_logits_are_capped_afterwards_is_not_a_plain_one(name, plain):
+    assert has_plain_head(make_policy(name).model) == plain
+
+
+def test_chosen_tokens_have_their_logprobs_and_gradients_and_all_have_statistics(policy):
+    _, piece = micro_batches(mixed_batch(policy), 10)[0]
+    parameters = list(policy.model.parameters())
+    with TrueFloat64():
+        expected = kept_logprobs(policy.model, piece)
+        likely = piece.response_mask & (expected > -2.0)
+        assert 3 < likely.sum() < piece.num_tokens - 3
+        found, chosen, statistics = scored_loss_logprobs(policy.model, piece, lambda old, mask: mask & (old > -2.0))
+        assert torch.equal(chosen, likely)
+        torch.testing.assert_close(found, torch.where(likely, expected, 0.0), rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(statistics.logprob, expected[piece.response_mask], rtol=1e-11, atol=1e-12)
+        wanted = torch.autograd.grad(expected[likely].sum(), parameters)
+        for ours, theirs in zip(torch.autograd.grad(found.sum(), parameters), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
 def test_a_batch_that_keeps_nothing_has_no_pieces_and_statistics_of_zeros(policy):

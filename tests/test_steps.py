@@ -281,7 +281,7 @@ def test_on_recorded_rollouts_the_first_steps_gradient_is_that_of_the_whole_padd
 @pytest.mark.parametrize("method", FIRST)
 @pytest.mark.parametrize("size", [1, 4, 10])
 def test_scoring_in_the_first_pass_gives_what_scoring_before_it_gives(batch, method, size):
-    model = make_model("llama", dtype=torch.float64, attention="sdpa")
+    model = make_model("gpt2", dtype=torch.float64, attention="sdpa")
     config = TrainConfig(**NARROW | FIRST[method])
     with TrueFloat64():
         before = batch_statistics(model, batch, micro_batch_size=3, device=CPU)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from torch import nn
 
 from analyses.benchmarks.trainer_loops import Size
 from analyses.benchmarks.turns import read_clocks
@@ -17,6 +18,7 @@ from gradscope.cost import ModelShape, Piece, forward_flops
 from gradscope.models import Policy, load_policy
 from gradscope.sampling.hf import HFSampler
 from gradscope.sampling.rollouts import batch_rows, rollout_rows
+from gradscope.shared_prompts import can_pack, packing_for
 from gradscope.steps import Pass, Updater
 from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer.algorithm import Update, compute_advantages, plan_update
@@ -106,9 +108,20 @@ def with_old_logprobs(policy: Policy, batch: TokenBatch, config: TrainConfig) ->
 
 def training_gflops(policy: Policy, passes: list[Pass], micro_batch_size: int) -> dict[str, float]:
     """Of the products of all forward and backward passes, in the blocks and in the head."""
-    shape = ModelShape.from_config(policy.config)
-    pieces = [piece for part in passes for _, piece in micro_batches(part.batch, micro_batch_size)]
-    blocks = sum(forward_flops(shape, Piece(*piece.input_ids.shape, kept=0)) for piece in pieces)
+    shape, model = ModelShape.from_config(policy.config), policy.model
+    cut = [micro_batches(part.batch, micro_batch_size, by_group=can_pack(model)) for part in passes]
+    pieces = [piece for of_pass in cut for _, piece in of_pass]
+    blocks = sum(_block_flops(shape, model, piece) for piece in pieces)
     head = sum(2 * shape.hidden * shape.vocab * piece.num_tokens for piece in pieces)
     # Each product has two gradients.
     return {"gflop_blocks": 3 * blocks / 1e9, "gflop_head": 3 * head / 1e9}
+
+
+def _block_flops(shape: ModelShape, model: nn.Module, piece: TokenBatch) -> float:
+    """Of the blocks' forward pass: attention row by row, all else once for each token that is packed."""
+    rows, width = piece.input_ids.shape
+    packing = packing_for(model, piece)
+    if packing is None:
+        return forward_flops(shape, Piece(rows, width, kept=0))
+    attention = forward_flops(shape, Piece(rows, packing.width, kept=0)) - 2 * shape.active * rows * packing.width
+    return attention + 2 * shape.active * len(packing.ids)
