@@ -146,8 +146,9 @@ def _kept_logits(
     seen: gets the hidden states behind the logits, which then have no graph; the hidden states keep theirs.
     """
     device, width = _device(model), piece.input_ids.shape[1]
-    # Places are made on the CPU, where the micro-batch comes from: a GPU would have to be waited for.
-    row, column = piece.response_mask.cpu().nonzero().unbind(1)
+    # Places are made on the CPU, where a micro-batch comes from: a GPU would have to be waited for.
+    piece = piece.to(torch.device("cpu"))
+    row, column = piece.response_mask.nonzero().unbind(1)
     packing = packing_for(model, piece)
     source = column - 1  # column s is predicted at column s − 1
     if packing is None:
@@ -158,7 +159,7 @@ def _kept_logits(
         inputs, places = packed_inputs(packing, device), packing.places(row, source)
     with _choosing(model, places.to(device), seen), nullcontext() if packing is None else attending(model, packing):
         logits = model(**inputs, use_cache=False).logits
-    kept = (piece.input_ids.cpu()[row, column], piece.temperature.cpu()[row])
+    kept = (piece.input_ids[row, column], piece.temperature[row])
     # Not logits[0], whose backward pass would copy the gradient into zeros.
     return logits.flatten(0, 1), *(values.to(device) for values in kept)
 
