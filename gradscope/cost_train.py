@@ -11,17 +11,34 @@ from __future__ import annotations
 import math
 
 from gradscope.cost import ModelShape, Piece, backward_flops, forward_flops, kv_bytes, trained_parameters
-from gradscope.cost_measure import FORWARD_GATES, FORWARD_OPERATIONS, FORWARD_STREAMS, forward_work
 from gradscope.machine_speed import Work
 
 Number = int | float
 
+FORWARD_STREAMS, FORWARD_GATES, FORWARD_OPERATIONS = 45, 5, 150
+"""Of a block's forward pass: arrays as wide as the stream and as the MLP that its elementwise operations read and write
+for each token, and operations."""
 BOTH_STREAMS, BOTH_GATES, BOTH_OPERATIONS = 140, 15, 400
 """Of a block's forward and backward pass together: arrays of hidden and of the MLP's width, and operations."""
 SAMPLED_PASSES, SCORED_PASSES, TRAINED_PASSES = 16, 15, 31
 """Arrays of logits (4 bytes each) that drawing a token, its statistics, and its loss with gradient read and write."""
 OPTIMIZER_BYTES, OPTIMIZER_OPERATIONS = 60, 120
 """That clipping and a step of AdamW read and write for each trained parameter, and operations for each block."""
+
+
+def forward_work(shape: ModelShape, piece: Piece) -> Work:
+    """A pass without gradient through all blocks, and the head where logits are kept."""
+    return Work(
+        products=forward_flops(shape, piece) - _pairs_flops(shape, piece, (piece.length + 1) / 2),
+        attention=_pairs_flops(shape, piece, piece.length),
+        moved=4 * shape.layers * piece.tokens * (FORWARD_STREAMS * shape.hidden + FORWARD_GATES * shape.mlp_width),
+        operations=shape.layers * FORWARD_OPERATIONS,
+    )
+
+
+def _pairs_flops(shape: ModelShape, piece: Piece, mean_keys: Number) -> Number:
+    """Of attention's two products, a position having this many keys in the mean."""
+    return 4 * shape.layers * shape.query_width * piece.tokens * mean_keys
 
 
 def sampling_work(shape: ModelShape, whole: Piece, *, prompts: int, longest: int, at_once: int) -> Work:
