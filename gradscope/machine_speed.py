@@ -280,3 +280,15 @@ def _time(device: torch.device, call: Callable[[], object], *, budget: Number = 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def describe_seconds(seconds: float) -> str:
+    """In the unit that reads well.
+
+    >>> describe_seconds(42.0), describe_seconds(7200.0)
+    ('42 s', '2 h')
+    """
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.2g} s"

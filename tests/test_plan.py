@@ -10,7 +10,8 @@ from gradscope.cost import Piece, kv_bytes, loss_bytes
 from gradscope.errors import InputError
 from gradscope.models import load_policy
 from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.plan import GIB, largest_micro_batch, plan_training, shape_of
+from gradscope.trainer.plan import GIB, largest_micro_batch, plan_training
+from gradscope.trainer.plan_shape import shape_of
 from gradscope.trainer.presets import PRESETS, get_preset
 from tests.tiny import make_model, save_checkpoint
 
