@@ -26,19 +26,18 @@ OPTIMIZER_BYTES, OPTIMIZER_OPERATIONS = 60, 120
 """That clipping and a step of AdamW read and write for each trained parameter, and operations for each block."""
 
 
-def forward_work(shape: ModelShape, piece: Piece) -> Work:
-    """A pass without gradient through all blocks, and the head where logits are kept."""
+def forward_work(shape: ModelShape, piece: Piece, *, tokens: Number | None = None) -> Work:
+    """A pass without gradient through all blocks, and the head where logits are kept.
+
+    tokens: that go through the layers, where responses share their prompts; None: the piece's.
+    """
+    tokens = piece.tokens if tokens is None else tokens
     return Work(
-        products=forward_flops(shape, piece) - _pairs_flops(shape, piece, (piece.length + 1) / 2),
-        attention=_pairs_flops(shape, piece, piece.length),
-        moved=4 * shape.layers * piece.tokens * (FORWARD_STREAMS * shape.hidden + FORWARD_GATES * shape.mlp_width),
+        products=2 * shape.active * tokens + 2 * shape.hidden * shape.vocab * piece.logits,
+        attention=4 * shape.layers * shape.query_width * piece.tokens * piece.length,
+        moved=4 * shape.layers * tokens * (FORWARD_STREAMS * shape.hidden + FORWARD_GATES * shape.mlp_width),
         operations=shape.layers * FORWARD_OPERATIONS,
     )
-
-
-def _pairs_flops(shape: ModelShape, piece: Piece, mean_keys: Number) -> Number:
-    """Of attention's two products, a position having this many keys in the mean."""
-    return 4 * shape.layers * shape.query_width * piece.tokens * mean_keys
 
 
 def sampling_work(shape: ModelShape, whole: Piece, *, prompts: int, longest: int, at_once: int) -> Work:
@@ -60,20 +59,23 @@ def sampling_work(shape: ModelShape, whole: Piece, *, prompts: int, longest: int
     return decoding + forward_work(shape, Piece(prompts, prompt, 1))
 
 
-def scoring_work(shape: ModelShape, piece: Piece) -> Work:
-    """log π of the kept tokens of one micro-batch, without gradient."""
-    return forward_work(shape, piece) + Work(logits=SCORED_PASSES * 4 * shape.vocab * piece.logits)
+def scoring_work(shape: ModelShape, piece: Piece, *, tokens: Number | None = None) -> Work:
+    """log π of the kept tokens of one micro-batch, without gradient; tokens as in `forward_work`."""
+    return forward_work(shape, piece, tokens=tokens) + Work(logits=SCORED_PASSES * 4 * shape.vocab * piece.logits)
 
 
-def training_work(shape: ModelShape, piece: Piece, *, lora_rank: int | None, checkpointing: bool) -> dict[str, Work]:
-    """Forward and backward pass of one micro-batch, and its loss, which counts as backward."""
-    forward = forward_work(shape, piece)
-    products = backward_flops(shape, piece, lora_rank=lora_rank) / forward_flops(shape, piece) * forward.products
+def training_work(
+    shape: ModelShape, piece: Piece, *, lora_rank: int | None, checkpointing: bool, tokens: Number | None = None
+) -> dict[str, Work]:
+    """Forward and backward pass of one micro-batch, and its loss, which counts as backward; tokens as above."""
+    tokens = piece.tokens if tokens is None else tokens
+    forward = forward_work(shape, piece, tokens=tokens)
     widths = (BOTH_STREAMS - FORWARD_STREAMS) * shape.hidden + (BOTH_GATES - FORWARD_GATES) * shape.mlp_width
     backward = Work(
-        products=products,
+        # Each product has two gradients; `backward_flops` knows which of them adapters save.
+        products=backward_flops(shape, piece, lora_rank=lora_rank) / forward_flops(shape, piece) * forward.products,
         attention=2.5 * forward.attention,  # sdpa computes its scores once more
-        moved=4 * shape.layers * piece.tokens * widths,
+        moved=4 * shape.layers * tokens * widths,
         logits=TRAINED_PASSES * 4 * shape.vocab * piece.logits,
         operations=shape.layers * (BOTH_OPERATIONS - FORWARD_OPERATIONS),
     )

@@ -45,28 +45,44 @@ def step_flops(config: TrainConfig, shape: ModelShape, lengths: Lengths, passes:
 def step_work(config: TrainConfig, shape: ModelShape, lengths: Lengths, passes: int) -> dict[str, Work]:
     """By the same parts, and the optimizer's, as gradscope's trainer does it in micro-batches, in one process.
 
-    Responses have their mean length and differ little from it within a micro-batch: they are sorted by length.
+    Responses have their mean length and differ little from it within a micro-batch: they are sorted by length. There
+    the responses to a question share its prompt, and the first mini-batch is scored by its training pass.
     """
     length, count = lengths.prompt + lengths.mean, config.num_responses
     size = min(config.micro_batch_size, config.mini_batch_size)
+    tokens = size * lengths.mean + max(1, size / config.group_size) * lengths.prompt
+    if config.gradient_checkpointing:
+        tokens = size * length  # whose recomputation knows no shared prompts
     part = training_work(
         shape,
         Piece(size, length, math.ceil(lengths.mean / passes)),
         lora_rank=config.lora_rank,
         checkpointing=config.gradient_checkpointing,
+        tokens=tokens,
     )
     times = passes * (2 if config.control == "matched-norm" else 1) * count / size
-    scoring = scoring_work(shape, Piece(size, length, lengths.mean)) * (count / size)
+    scored = (count if config.kl_coef > 0 else 0) + (count - min(count, config.mini_batch_size))
+    if config.old_logprobs == "trainer" and not _scores_in_first_pass(config):
+        scored += min(count, config.mini_batch_size)
     whole = Piece(count, length, lengths.mean)
-    at_once = min(config.sampling_batch_size, count)
     return {
         "sampling": sampling_work(
-            shape, whole, prompts=config.questions_per_step, longest=lengths.longest, at_once=at_once
+            shape,
+            whole,
+            prompts=config.questions_per_step,
+            longest=lengths.longest,
+            at_once=min(config.sampling_batch_size, count),
         ),
-        "scoring": scoring * (2 if config.kl_coef > 0 else 1),
+        "scoring": scoring_work(shape, Piece(size, length, lengths.mean), tokens=tokens) * (scored / size),
         **{name: work * times for name, work in part.items()},
         "optimizer": optimizer_work(shape, lora_rank=config.lora_rank) * optimizer_steps(config, passes),
     }
+
+
+def _scores_in_first_pass(config: TrainConfig) -> bool:
+    """Whether nobody needs π_old before the first pass."""
+    returns = config.algorithm == "reinforce++" and config.kl_coef > 0
+    return config.old_logprobs == "trainer" and config.control is None and not returns
 
 
 def optimizer_steps(config: TrainConfig, passes: int) -> int:
