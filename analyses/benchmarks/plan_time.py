@@ -22,10 +22,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pandas as pd
 import torch
@@ -40,6 +40,7 @@ from gradscope.measure_plan import plan_batch
 from gradscope.models import Policy, find_blocks, load_policy
 from gradscope.token_table import MeasureSettings, TableMeasurement
 from gradscope.trainer.config import TrainConfig
+from gradscope.trainer.journal import Journal
 from gradscope.trainer.loop import train
 from gradscope.trainer.plan import find_lengths, plan_training
 from gradscope.trainer.plan_shape import shape_of
@@ -121,7 +122,7 @@ def train_cases(options: Options, folder: Path) -> pd.DataFrame:
     with finishing():
         for name in ("embedded", "large"):
             config = puzzle_workload() if name == "embedded" else _large(folder)
-            config = replace(config, steps=options.steps + 2, trackers=(), save_every=1000)
+            config = replace(config, steps=options.steps + 1, trackers=(), save_every=1000)
             rounds += time_training(name, config, folder / "runs" / name)
     return pd.DataFrame(rounds)
 
@@ -132,29 +133,35 @@ def _large(folder: Path) -> TrainConfig:
 
 
 def time_training(name: str, config: TrainConfig, folder: Path) -> Iterator[dict[str, Any]]:
-    """Seconds of the parts of each step beside those predicted for the batch that it had."""
-    predictions: list[tuple[int, dict[str, float]]] = []
-    shape = shape_of(config.model)
+    """Seconds of the parts of each step beside those predicted for the batch that it had; the first warms up."""
+    batches: list[TokenBatch] = []
+    predictions: list[dict[str, float]] = []
+    shape, keep, log = shape_of(config.model), Journal.keep_rollout, Journal.log
+
+    # A callback of the trainer would hold it up before its update; what it writes down comes after.
+    def kept(journal: Journal, step: int, rollout: Any, batch: TokenBatch) -> None:
+        batches.append(batch)
+        keep(journal, step, rollout, batch)
 
     def loop(pass_on: Callable[[], None]) -> None:
-        @contextmanager
-        def between(step: Any) -> Iterator[None]:
+        def logged(journal: Journal, record: dict[str, Any]) -> None:
+            log(journal, record)
+            predictions.append(predict_step(config, shape, batches[-1]))
             pass_on()
-            predictions.append((step.batch.num_tokens, predict_step(config, shape, step.batch)))
-            yield
 
-        train(config, folder, on_step=between, progress=False)
+        with mock.patch.object(Journal, "log", logged), mock.patch.object(Journal, "keep_rollout", kept):
+            train(config, folder, progress=False)
 
     turns = Turns({name: loop})
     with parts_of(turns, our_parts()):
         steps = turns.run()[name]
-    for step, (tokens, predicted) in zip(steps, predictions, strict=False):
+    for step, batch, predicted in zip(steps, batches[1:], predictions[1:], strict=True):
         found = dict.fromkeys(predicted, 0.0)
         for part, seconds in step.items():
             if part in PARTS:
                 found[PARTS[part]] += float(seconds[0])
         for part in predicted:
-            row = {"what": "train", "policy": name, "length": 0, "part": part, "tokens": tokens}
+            row = {"what": "train", "policy": name, "length": 0, "part": part, "tokens": batch.num_tokens}
             yield row | {"predicted_s": predicted[part], "measured_s": found[part]}
 
 
