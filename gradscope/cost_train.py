@@ -1,9 +1,10 @@
 """What a training step takes beside its FLOPs: passes over arrays, operations, decoding with few rows.
 
-Counts are those of gradscope's trainer on transformers' Qwen2 in float32, taken by a dispatch mode that adds up what
-each elementwise operation reads and writes; operations count in the time of a bare one, and what Python does around
-those of a transformers model takes three times that (fitted to decoding on a CPU:
-46 operations a block).
+Counts of arrays are those of gradscope's trainer on transformers' Qwen2 in float32, taken by a dispatch mode that adds
+up what each elementwise operation reads and writes (analyses/benchmarks/work_counts.py); laying out prompts that
+responses share is among them. Passes over logits and operations are fitted to times on a CPU: the trainer walks over
+logits in pieces that stay in a cache, and Python does more around an operation of a transformers model than the bare
+one takes.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from gradscope.machine_speed import Work
 
 Number = int | float
 
-FORWARD_STREAMS, FORWARD_GATES, FORWARD_OPERATIONS = 45, 5, 150
+FORWARD_STREAMS, FORWARD_GATES, FORWARD_OPERATIONS = 90, 5, 150
 """Of a block's forward pass: arrays as wide as the stream and as the MLP that its elementwise operations read and write
 for each token, and operations."""
-BOTH_STREAMS, BOTH_GATES, BOTH_OPERATIONS = 140, 15, 400
+BOTH_STREAMS, BOTH_GATES, BOTH_OPERATIONS = 220, 15, 400
 """Of a block's forward and backward pass together: arrays of hidden and of the MLP's width, and operations."""
-SAMPLED_PASSES, SCORED_PASSES, TRAINED_PASSES = 16, 15, 31
-"""Arrays of logits (4 bytes each) that drawing a token, its statistics, and its loss with gradient read and write."""
+SAMPLED_PASSES, SCORED_PASSES, TRAINED_PASSES = 8, 6, 8
+"""Arrays of logits (4 bytes each) that drawing a token, its statistics, and its loss with gradient read and write, in
+time of arrays larger than a cache."""
 OPTIMIZER_BYTES, OPTIMIZER_OPERATIONS = 60, 120
 """That clipping and a step of AdamW read and write for each trained parameter, and operations for each block."""
 
@@ -49,10 +51,13 @@ def sampling_work(shape: ModelShape, whole: Piece, *, prompts: int, longest: int
     prompt = whole.length - whole.kept
     steps = longest * math.ceil(whole.responses / at_once)
     keys = whole.logits * (prompt + whole.kept / 2)
+    # Where responses end one by one, those that go on have their keys and values copied: read and written.
+    endings = min(at_once, longest) if whole.kept < longest else 0
+    copied = 2 * endings * math.ceil(whole.responses / at_once) * (at_once / 2) * (prompt + whole.kept / 2)
     decoding = Work(
         thin=2 * (shape.active + shape.hidden * shape.vocab) * whole.logits,
         attention=4 * shape.layers * shape.query_width * keys,
-        moved=kv_bytes(shape, "float32") * keys,
+        moved=kv_bytes(shape, "float32") * (keys + copied),
         logits=SAMPLED_PASSES * 4 * shape.vocab * whole.logits,
         operations=steps * shape.layers * FORWARD_OPERATIONS,
     )

@@ -124,7 +124,7 @@ def gpu_speeds(name: str, precision: str, *, thin_rows: Number = 1) -> Speeds:
         thin=thin,
         attention=ASSUMED_ATTENTION * peak,
         moved=bandwidth,
-        logits=bandwidth,
+        logits=bandwidth / 3,  # passes over logits are counted as a cache makes them, which these are too large for
         operation=ASSUMED_OPERATION,
     )
 
