@@ -60,7 +60,7 @@ class Engine:
 
 RULES = Engine(87, 9, 5.3, 125, 2, by_rules=True)
 """Backward rules, of a common decoder's block."""
-GRAPH = Engine(101, 12, 9, 245, 3, by_rules=False)
+GRAPH = Engine(102, 12, 9, 245, 3, by_rules=False)
 """The model's own graph, whatever its blocks are."""
 
 LOGIT_PASSES, HEAD_OPERATIONS = 30, 200

@@ -16,11 +16,13 @@ from gradscope.machine_speed import Work
 
 Number = int | float
 
-FORWARD_STREAMS, FORWARD_GATES, FORWARD_OPERATIONS = 90, 5, 150
+FORWARD_STREAMS, FORWARD_GATES, FORWARD_OPERATIONS = 45, 5, 150
 """Of a block's forward pass: arrays as wide as the stream and as the MLP that its elementwise operations read and write
 for each token, and operations."""
-BOTH_STREAMS, BOTH_GATES, BOTH_OPERATIONS = 220, 15, 400
+BOTH_STREAMS, BOTH_GATES, BOTH_OPERATIONS = 140, 15, 400
 """Of a block's forward and backward pass together: arrays of hidden and of the MLP's width, and operations."""
+FORWARD_LAYOUT, BOTH_LAYOUT = 45, 80
+"""Arrays of hidden, beside these, where responses share their prompts and attention lays them out."""
 SAMPLED_PASSES, SCORED_PASSES, TRAINED_PASSES = 8, 6, 8
 """Arrays of logits (4 bytes each) that drawing a token, its statistics, and its loss with gradient read and write, in
 time of arrays larger than a cache."""
@@ -33,11 +35,12 @@ def forward_work(shape: ModelShape, piece: Piece, *, tokens: Number | None = Non
 
     tokens: that go through the layers, where responses share their prompts; None: the piece's.
     """
+    streams = FORWARD_STREAMS + (0 if tokens is None else FORWARD_LAYOUT)
     tokens = piece.tokens if tokens is None else tokens
     return Work(
         products=2 * shape.active * tokens + 2 * shape.hidden * shape.vocab * piece.logits,
         attention=4 * shape.layers * shape.query_width * piece.tokens * piece.length,
-        moved=4 * shape.layers * tokens * (FORWARD_STREAMS * shape.hidden + FORWARD_GATES * shape.mlp_width),
+        moved=4 * shape.layers * tokens * (streams * shape.hidden + FORWARD_GATES * shape.mlp_width),
         operations=shape.layers * FORWARD_OPERATIONS,
     )
 
@@ -73,14 +76,14 @@ def training_work(
     shape: ModelShape, piece: Piece, *, lora_rank: int | None, checkpointing: bool, tokens: Number | None = None
 ) -> dict[str, Work]:
     """Forward and backward pass of one micro-batch, and its loss, which counts as backward; tokens as above."""
-    tokens = piece.tokens if tokens is None else tokens
     forward = forward_work(shape, piece, tokens=tokens)
-    widths = (BOTH_STREAMS - FORWARD_STREAMS) * shape.hidden + (BOTH_GATES - FORWARD_GATES) * shape.mlp_width
+    streams = BOTH_STREAMS - FORWARD_STREAMS + (0 if tokens is None else BOTH_LAYOUT - FORWARD_LAYOUT)
+    widths = streams * shape.hidden + (BOTH_GATES - FORWARD_GATES) * shape.mlp_width
     backward = Work(
         # Each product has two gradients; `backward_flops` knows which of them adapters save.
         products=backward_flops(shape, piece, lora_rank=lora_rank) / forward_flops(shape, piece) * forward.products,
         attention=2.5 * forward.attention,  # sdpa computes its scores once more
-        moved=4 * shape.layers * tokens * widths,
+        moved=4 * shape.layers * (piece.tokens if tokens is None else tokens) * widths,
         logits=TRAINED_PASSES * 4 * shape.vocab * piece.logits,
         operations=shape.layers * (BOTH_OPERATIONS - FORWARD_OPERATIONS),
     )

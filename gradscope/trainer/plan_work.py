@@ -50,9 +50,9 @@ def step_work(config: TrainConfig, shape: ModelShape, lengths: Lengths, passes: 
     """
     length, count = lengths.prompt + lengths.mean, config.num_responses
     size = min(config.micro_batch_size, config.mini_batch_size)
-    tokens = size * lengths.mean + max(1, size / config.group_size) * lengths.prompt
-    if config.gradient_checkpointing:
-        tokens = size * length  # whose recomputation knows no shared prompts
+    tokens = None  # recomputation knows no shared prompts
+    if not config.gradient_checkpointing:
+        tokens = size * lengths.mean + max(1, size / config.group_size) * lengths.prompt
     part = training_work(
         shape,
         Piece(size, length, math.ceil(lengths.mean / passes)),
