@@ -221,8 +221,8 @@ def test_seconds_are_those_of_the_parts_at_the_speeds_that_are_given(tiny):
 
 
 def test_work_follows_what_a_step_does(tiny):
-    def work(passes=1, lengths=Lengths(prompt=50, longest=400, mean=100), **changes):
-        return step_work(replace(CONFIG, **changes), tiny, lengths, passes)
+    def work(passes=1, longest=400, **changes):
+        return step_work(replace(CONFIG, **changes), tiny, Lengths(prompt=50, longest=longest, mean=100), passes)
 
     base = work()
     # All 128 responses by the reference, and the second mini-batch's 64 by the policy.
@@ -238,7 +238,7 @@ def test_work_follows_what_a_step_does(tiny):
     few = work(sampling_batch_size=32)["sampling"]
     assert few.thin == base["sampling"].thin and few.operations > 1.9 * base["sampling"].operations
     # All equally long: no response ends before the others, and nothing is copied.
-    even = work(lengths=Lengths(prompt=50, longest=100, mean=100))["sampling"]
+    even = work(longest=100)["sampling"]
     assert even.moved < base["sampling"].moved
 
 
