@@ -25,7 +25,16 @@ from gradscope.cli_train import train_with_preset
 from gradscope.cli_tune import Tune
 from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError
 from gradscope.models import Policy, check_prompt
-from gradscope.run_folder import RunFolder, check_is_folder, check_writable, file_hash, library_versions, write_parquet
+from gradscope.norm_estimates import interval_norms
+from gradscope.run_folder import (
+    RunFolder,
+    check_is_folder,
+    check_writable,
+    file_hash,
+    library_versions,
+    write_parquet,
+    write_text,
+)
 from gradscope.token_table import MeasureSettings, TableMeasurement, join_responses
 
 SUMMARY = "figures/summary.txt"
@@ -114,7 +123,8 @@ class Measure:
     rollouts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
     """JSONL or parquet, a row per response (see the README)."""
     out: Path | None = None
-    """Folder for tokens.parquet, manifest.json and figures/; needed unless --plan. An interrupted run is taken up."""
+    """Folder for tokens.parquet, manifest.json, figures/ and, with estimates, interval_norms.csv; needed unless --plan.
+    A run that was interrupted is taken up again."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(default_factory=MeasureSettings)
     blocks: str | None = None
     """Name of the ModuleList of blocks, where it is not found by itself."""
@@ -146,6 +156,10 @@ class Measure:
             return
         if self.out is None:
             raise InputError("--out is missing; give the folder of the run")
+        if self.constants and self.settings.norms == "estimate":
+            raise InputError(
+                f"--constants is {self.constants}, which needs exact norms by layer; leave it out, or --norms"
+            )
         policy = load_quietly(self.model, dtype=self.dtype, device=self.device, blocks=self.blocks)
         batch = read_rollouts(self.rollouts, policy)
         measurement = TableMeasurement(
@@ -186,6 +200,8 @@ class Measure:
         with measurement, folder.writing():  # checks itself, before anything is written
             if folder.open(overwrite=self.overwrite):
                 print(f"taking up the unfinished run in {folder.folder}")
+            if measurement.plan is not None:
+                print(measurement.plan)
             counts = measurement.batch.response_mask.sum(1).tolist()
             with tqdm(total=sum(counts), desc="measuring", unit="token", disable=None) as bar:
                 for row, count in enumerate(counts):
@@ -194,6 +210,8 @@ class Measure:
                     bar.update(count)
             table = join_responses(folder.read_parts(len(counts)))
             write_parquet(folder.staged / "tokens.parquet", table)
+            if measurement.plan is not None:
+                write_text(folder.staged / "interval_norms.csv", interval_norms(table).to_csv(index=False))
             folder.close(self._manifest(policy, measurement, folder.key, table))
         print(f"{len(table):,} tokens of {len(counts)} responses: {folder.folder / 'tokens.parquet'}")
 
@@ -229,14 +247,23 @@ class Measure:
             "self_check": "off" if check is None else asdict(check),
             "engine": {
                 "blocks": policy.blocks_name,
+                "rules": "the model's graph" if meter.precision is None else "decoder",
+                "precision": meter.precision or "exact",
                 "joint": meter.joint,
                 "batched": meter.graph.batched,
                 "modules_by_rule": len(meter.claims.rules),
                 "parameters_on_the_general_path": list(meter.claims.general),
             },
             "tokens": len(table),
-            "tokens_measured": int(table["param_grad_norm"].notna().sum()),
-        }
+        } | self._norms(measurement, table)
+
+    def _norms(self, measurement: TableMeasurement, table: pd.DataFrame) -> dict[str, Any]:
+        """What the manifest says of the norms: how many tokens have one, and how it was come by."""
+        known = int(table["param_grad_norm"].notna().sum())
+        if measurement.plan is None:
+            return {"norms": "exact", "tokens_measured": known}
+        plan = asdict(measurement.plan) | {"in_words": str(measurement.plan)}
+        return {"norms": "estimate", "tokens_measured": 0, "tokens_estimated": known, "estimate": plan}
 
 
 @dataclass(frozen=True)
@@ -263,12 +290,12 @@ class Demo:
                 model="embedded",
                 out=rollouts,
                 task="knights-knaves-compact",
-                questions=16,
+                questions=12,
                 temperature=0.7,
                 seed=self.seed,
                 overwrite=True,
             ).run()
-        settings = MeasureSettings(tokens_per_interval=300, seed=self.seed)
+        settings = MeasureSettings(seed=self.seed)
         Measure("embedded", rollouts, self.out, settings, constants=3, overwrite=self.overwrite).run()
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from gradscope.batch import TokenBatch
 from gradscope.cost import ModelShape
 from gradscope.cost_measure import GRAPH, RULES, Engine, Response, floor_flops, measure_bytes, measure_work
+from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.machine_speed import Sizes, Speeds, Work, describe_seconds, gpu_speeds, measure_speeds
 from gradscope.models import DTYPES, EMBEDDED, Policy, find_blocks, find_device, load_tokenizer
@@ -102,6 +103,10 @@ def plan_batch(
     are given.
     """
     check_settings(settings)
+    if settings.norms != "exact":
+        raise InputError(
+            f"a plan is of exact norms, and norms is {settings.norms!r}; a run with that says its own price"
+        )
     check_batch(policy, batch)
     kind = "cuda" if machine is not None else torch.device(find_device(device)).type
     # A GPU's default is the checkpoint's own precision, mostly bfloat16.

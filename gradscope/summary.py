@@ -19,6 +19,7 @@ from gradscope.group_gradients import IntervalGradients, interval_gradients
 from gradscope.intervals import interval_labels, summarize
 from gradscope.jacobians import layer_constants, token_contexts
 from gradscope.models import Policy
+from gradscope.norm_estimates import interval_norms
 from gradscope.run_folder import write_text
 from gradscope.token_table import MeasureSettings
 
@@ -29,6 +30,14 @@ PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
 LEGEND = """mean_norm: ‖g‖ of a token for unit weight, with a 95 % interval over prompts; squared_share: of Σ‖w g‖²;
 gradient_norm: ‖G_a‖/‖G‖; gradient_share: ⟨G_a, G⟩/‖G‖²; half_cosine: of G_a between two halves of the prompts"""
 """What the columns of Summary.intervals are."""
+ESTIMATED = """rms_norm: root mean square of ‖g‖ for unit weight; squared_share: of Σ‖w g‖²; …_se: standard error, of
+the random numbers and not of the choice of prompts; gradient_norm: ‖G_a‖/‖G‖; gradient_share: ⟨G_a, G⟩/‖G‖²;
+half_cosine: of G_a between two halves of the prompts"""
+"""The same where norms are estimates."""
+LEFT_OUT = (
+    "Left out, for they need exact norms of each layer: figure_2, layers_by_interval, norm_against_one_minus_prob, "
+    "fitted powers, and what Prop. 4.2 is worth."
+)
 ENOUGH = 30
 """Tokens below which a fitted power is not put into words."""
 
@@ -42,11 +51,16 @@ class Summary:
     gradients: IntervalGradients | None
     """None where the rollouts carry neither advantages nor rewards."""
     theory: TheoryReport | None
-    """None where too few tokens were measured to say anything."""
+    """None where too few tokens were measured to say anything, and where norms are estimates."""
+    estimated: bool = False
+    """Norms are estimates by random numbers."""
 
     def __str__(self) -> str:
         table = self.intervals.to_string(index=False, float_format="{:.3g}".format, na_rep="–")
-        parts = [self.sentences(), f"{table}\n{LEGEND}"]
+        legend = ESTIMATED if self.estimated else LEGEND
+        if self.estimated and "mean_norm" in self.intervals:
+            legend += "; mean_norm: of ‖g‖, with a 95 % interval over prompts"
+        parts = [self.sentences(), f"{table}\n{legend}"]
         if self.gradients is not None:
             matrix = self.gradients.cosines.set_axis(interval_labels(), axis=0).set_axis(interval_labels(), axis=1)
             parts += [
@@ -55,21 +69,14 @@ class Summary:
             ]
         if self.theory is not None:
             parts += ["Prop. 4.2 on these tokens:", str(self.theory)]
+        if self.estimated:
+            parts.append(LEFT_OUT)
         return "\n\n".join(parts)
 
     def sentences(self) -> str:
         """The finding in words."""
-        low, high, table = self.intervals.iloc[0], self.intervals.iloc[-1], self.intervals
-        lines = [f"{int(table['measured'].sum()):,} of {int(table['tokens'].sum()):,} response tokens were measured."]
-        if np.isfinite(low["mean_norm"]) and high["mean_norm"] > 0:
-            ratio, norms = (
-                low["mean_norm"] / high["mean_norm"],
-                f"{low['mean_norm']:.3g} against {high['mean_norm']:.3g}",
-            )
-            lines.append(
-                f"One by one: a token with π < ¼ has {ratio:.1f} times the gradient norm of one with π ≥ ¾ on average "
-                f"({norms}, all parameters, unit weight)."
-            )
+        table = self.intervals
+        lines = self._estimated_norms(table) if self.estimated else self._norms(table)
         if self.gradients is not None:
             lines += self._sums(table)
         if self.theory is not None:
@@ -81,6 +88,33 @@ class Summary:
                     "by layer (theory: 1, √ law: ½); Prop. 4.2 bounds norms and does not fix s."
                 )
         return "\n".join(lines)
+
+    def _norms(self, table: pd.DataFrame) -> list[str]:
+        """What the norms of the tokens say one by one."""
+        low, high = table.iloc[0], table.iloc[-1]
+        lines = [f"{int(table['measured'].sum()):,} of {int(table['tokens'].sum()):,} response tokens were measured."]
+        if np.isfinite(low["mean_norm"]) and high["mean_norm"] > 0:
+            ratio, norms = (
+                low["mean_norm"] / high["mean_norm"],
+                f"{low['mean_norm']:.3g} against {high['mean_norm']:.3g}",
+            )
+            lines.append(
+                f"One by one: a token with π < ¼ has {ratio:.1f} times the gradient norm of one with π ≥ ¾ on average "
+                f"({norms}, all parameters, unit weight)."
+            )
+        return lines
+
+    def _estimated_norms(self, table: pd.DataFrame) -> list[str]:
+        """The same from estimates: root mean squares, for these are known of every interval."""
+        low, high = table.iloc[0], table.iloc[-1]
+        lines = [f"Norms are ESTIMATES, over all parameters, of {int(table['tokens'].sum()):,} response tokens."]
+        if np.isfinite(low["rms_norm"]) and high["rms_norm"] > 0:
+            norms = " against ".join(f"{row['rms_norm']:.3g} ± {row['rms_norm_se']:.2g}" for row in (low, high))
+            lines.append(
+                f"In the root mean square, a token with π < ¼ has {low['rms_norm'] / high['rms_norm']:.1f} times the "
+                f"gradient norm of one with π ≥ ¾ ({norms}, ± one standard error, unit weight)."
+            )
+        return lines
 
     def _sums(self, table: pd.DataFrame) -> list[str]:
         """What the summed gradients say, and how far to trust it."""
@@ -132,6 +166,8 @@ def summarize_measurement(
     constants = None
     if contexts:
         table, constants = add_constants(policy, batch, table, contexts, progress=progress)
+    if settings.norms == "estimate":
+        return Summary(estimated_summary(table, gradients, rng=rng), gradients, None, estimated=True)
     try:
         theory = theory_report(table, constants, vocab_size=policy.vocab_size, rng=rng)
     except InputError:  # Too few tokens measured for a fit; the rest of the summary stands.
@@ -169,9 +205,32 @@ def interval_summary(
     squared_share: share of Σ‖w_t g_t‖², where an interval of which a subset was measured counts by its mean square
     times its tokens. gradient_norm, gradient_share: ‖G_a‖ over ‖G‖, and ⟨G_a, G⟩/‖G‖²; another quantity altogether.
     """
-    args = (table["interval"], table["group"])
-    mean = summarize(table[PARAMETERS], *args, rng=rng, statistic="mean")
-    out = pd.DataFrame(
+    out = _mean_norms(table, rng)
+    if gradients is not None:
+        args = (table["interval"], table["group"])
+        squares = summarize(table["weight"] * table[PARAMETERS], *args, rng=rng, statistic="rms")
+        total = squares["value"].fillna(0.0) ** 2 * squares["num_tokens"]
+        out["squared_share"] = total / total.sum()
+        out = out.join(_gradient_columns(gradients))
+    return out
+
+
+def estimated_summary(
+    table: pd.DataFrame, gradients: IntervalGradients | None, *, rng: np.random.Generator
+) -> pd.DataFrame:
+    """`interval_summary` from estimates: rms_norm and squared_share with their errors; mean_norm if there are draws."""
+    out, norms = _mean_norms(table, rng).drop(columns="measured"), interval_norms(table)
+    if out["mean_norm"].isna().all():
+        out = out.drop(columns=["mean_norm", "norm_lower", "norm_upper"])
+    out = out.join(norms[["rms_norm", "rms_norm_se"]])
+    if gradients is not None:
+        out = out.join([norms[["squared_share", "squared_share_se"]], _gradient_columns(gradients)])
+    return out
+
+
+def _mean_norms(table: pd.DataFrame, rng: np.random.Generator) -> pd.DataFrame:
+    mean = summarize(table[PARAMETERS], table["interval"], table["group"], rng=rng, statistic="mean")
+    return pd.DataFrame(
         {
             "interval": mean["label"],
             "tokens": mean["num_tokens"],
@@ -182,15 +241,12 @@ def interval_summary(
             "norm_upper": mean["upper"],
         }
     )
-    if gradients is not None:
-        squares = summarize(table["weight"] * table[PARAMETERS], *args, rng=rng, statistic="rms")
-        total = squares["value"].fillna(0.0) ** 2 * squares["num_tokens"]
-        sums = gradients.table.iloc[:-1]
-        out["squared_share"] = total / total.sum()
-        out["gradient_norm"] = sums["norm"] / gradients.table["norm"].iloc[-1]
-        out["gradient_share"] = sums["share"]
-        out["half_cosine"] = sums["half_cosine"]
-    return out
+
+
+def _gradient_columns(gradients: IntervalGradients) -> pd.DataFrame:
+    sums = gradients.table.iloc[:-1]
+    columns = {"gradient_norm": sums["norm"] / gradients.table["norm"].iloc[-1], "gradient_share": sums["share"]}
+    return pd.DataFrame(columns | {"half_cosine": sums["half_cosine"]})
 
 
 def write_figures(
@@ -200,7 +256,7 @@ def write_figures(
     from gradscope import plots
 
     folder.mkdir(parents=True, exist_ok=True)
-    draw = {"layers_by_interval": lambda: plots.plot_layers_by_interval(table)}
+    draw = {} if summary.estimated else {"layers_by_interval": lambda: plots.plot_layers_by_interval(table)}
     if summary.gradients is not None:
         norms = summary.gradients.table.assign(paper=PAPER_NORMS)
         draw["figure_1"] = lambda: plots.plot_figure_1(table, norms)

@@ -15,6 +15,7 @@ FLOORS = {
     "batch_loss": 1, "batch_logprobs": 1, "adamw_state": 1,
     "capture": 2, "tasks": 2, "readers": 2,
     "cost_measure": 3, "token_table": 3, "group_gradients": 3, "sampling": 3, "steps": 3, "weighted_gradients": 3,
+    "norm_estimates": 3, "estimate_plan": 3,
     "bounds": 4, "gains": 4, "jacobians": 4, "evaluation": 4,
     "step_settings": 4, "variants": 4, "updates": 4, "directions": 4, "influence": 4, "drivers": 4,
     "trainer": 5, "integrations": 5, "measure_plan": 5,

@@ -1,19 +1,24 @@
-"""Time of an exact token gradient's norm: gradscope against every alternative, interleaved in one process.
+"""Time of an exact token gradient's norm: gradscope against every alternative and against the floor, interleaved.
 
     python -m analyses.benchmarks.token_gradients --out figures/benchmark_token_gradients.csv
 
-CPU time (of one thread) per response token, and what each method's peak memory adds to the process's. Policies come
-from a configuration with random weights: S = Qwen2, hidden 128, 4 layers, vocabulary 512, tied; M = hidden 512,
-8 layers, vocabulary 8000, tied. Eight sequences of T tokens, the first quarter of each the prompt. Methods:
+CPU time (of one thread) per response token; medians over rounds in which every method measures the same sequences in
+turn, in one process. Ratios are medians of the rounds' own. Policies come from a configuration with random weights: S =
+Qwen2, hidden 128, 4 layers, vocabulary 512, tied; M = hidden 512, 8 layers, vocabulary 8000, tied. Sequences of T
+tokens, the first quarter of each the prompt. Methods:
 
-    batch loop      one autograd.grad a token on the whole batch's graph: what people write first
+    batch loop      one autograd.grad a token on the graph of a batch of eight: what people write first (a few tokens)
     sequence loop   the same on one sequence's graph at a time
     vmap            torch.func.vmap(grad) over 8 tokens of a sequence, parameters as inputs
     opacus          Opacus' ghost norms, a token a sample (refuses tied weights: run on an untied twin)
-    gradscope       TokenGradientMeter, which also yields every layer's activation gradient
+    graph           TokenGradientMeter along the model's own graph, as it measures any architecture
+    gradscope       TokenGradientMeter by backward rules; both yield every layer's activation gradient as well
 
-All but the batch loop run the whole of a few sequences; the batch loop, a few tokens. Every method's norms are held
-against the sequence loop's (float32) before its time counts.
+The floor is the least that an exact norm takes (`gradscope.cost_measure.floor_flops`: the activation gradients'
+backward pass over each token's prefix, and the contractions to norms) at the speed of a large float32 matrix product,
+measured in every round. A meter is made once for a policy, before the rounds (`setup_s`, for any number of sequences).
+Every method's norms are held against the sequence loop's. Peak memory is what a method allocates at most beside
+the policy on one sequence (the batch loop: a few tokens of eight), by the profiler's records.
 """
 
 from __future__ import annotations
@@ -23,23 +28,25 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import gc
 import logging
-import threading
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
-import psutil
 import torch
 import tyro
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
+from analyses.benchmarks.plan_memory import allocated_peak
 from gradscope.capture import TokenGradientMeter, measuring
+from gradscope.cost import ModelShape
+from gradscope.cost_measure import floor_flops
 from gradscope.models import Policy, find_blocks
 
 SIZES = {
@@ -50,8 +57,12 @@ HEADS = {
     "S": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "M": {"num_attention_heads": 8, "num_key_value_heads": 4},
 }
-DIGITS = {"ms_per_token": 2, "ms_min": 2, "ms_max": 2, "peak_mb": 0, "speed_up_of_gradscope": 2}
-METHODS = ("batch loop", "sequence loop", "vmap", "opacus", "gradscope")
+DIGITS = {"ms_per_token": 3, "ms_min": 3, "ms_max": 3, "peak_mb": 0, "ratio": 2, "fraction_of_floor": 2, "setup_s": 2}
+METHODS = ("batch loop", "sequence loop", "vmap", "opacus", "graph", "gradscope")
+OUTSIDE = ("sequence loop", "vmap", "opacus")
+"""Methods whose best is the alternative."""
+LOOP_TOKENS = 4
+"""Tokens that the batch loop measures."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +70,13 @@ class Options:
     """Settings of the benchmark."""
 
     sizes: tuple[str, ...] = ("S", "M")
-    lengths: tuple[int, ...] = (64, 128)
-    repeats: int = 3
-    """Interleaved rounds; the median is reported."""
-    sequences: int = 8
-    measured_sequences: int = 8
-    """Sequences that each method measures in a round; at size M a quarter of them."""
+    lengths: tuple[int, ...] = (64, 128, 256)
+    rounds: int = 3
+    sequences: int = 4
+    """That each method measures in a round; at size M a quarter of them."""
     methods: tuple[str, ...] = METHODS
+    memory: bool = True
+    """Also measure peak memory."""
     out: Path | None = None
     """CSV to write."""
 
@@ -137,81 +148,129 @@ def opacus_ghost(policy: Policy, ids: Tensor, targets: Tensor) -> Tensor:
         policy.model.eval()
 
 
-def gradscope_meter(policy: Policy, ids: Tensor, targets: Tensor) -> Tensor:
-    with measuring(policy.model):
-        meter = TokenGradientMeter(policy, ids[0])
-        everything = torch.arange(len(targets))
+def measure_with(meter: TokenGradientMeter, ids: Tensor, targets: Tensor) -> Tensor:
+    everything = torch.arange(len(targets))
+    with measuring(meter.model):
         return torch.cat([meter.measure(row, targets, everything, temperature=1.0).param_grad_norm for row in ids])
 
 
-RUN: dict[str, Callable[[Policy, Tensor, Tensor], Tensor]] = dict(
-    zip(METHODS, (loop_on_batch, loop_on_sequence, vmap_of_grad, opacus_ghost, gradscope_meter), strict=True)
-)
+@dataclass(frozen=True)
+class Method:
+    """One way to measure, made ready for a policy."""
+
+    run: Callable[[Tensor, Tensor], Tensor]
+    """(sequences [B, T], targets [m]) → norms [B · m]."""
+    setup: float
+    """CPU seconds that making it ready took."""
 
 
-class PeakMemory:
-    """Watches the resident memory of this process from a thread; `.added` is what a block's peak added, in MB."""
+def make_method(name: str, size: str, probe: Tensor) -> Method:
+    policy = make_policy(size, tied=name != "opacus")
+    start = time.process_time()
+    if name in ("graph", "gradscope"):
+        with measuring(policy.model):
+            meter = TokenGradientMeter(policy, probe, rules=name == "gradscope")
+        return Method(partial(measure_with, meter), time.process_time() - start)
+    loops = {
+        "batch loop": loop_on_batch,
+        "sequence loop": loop_on_sequence,
+        "vmap": vmap_of_grad,
+        "opacus": opacus_ghost,
+    }
+    return Method(partial(loops[name], policy), 0.0)
 
-    def __enter__(self) -> PeakMemory:
-        gc.collect()
-        self.process, self.stop = psutil.Process(), threading.Event()
-        self.start = self.peak = self.process.memory_info().rss
-        self.thread = threading.Thread(target=self._watch)
-        self.thread.start()
-        return self
 
-    def _watch(self) -> None:
-        while not self.stop.wait(0.02):
-            self.peak = max(self.peak, self.process.memory_info().rss)
+def draw_sequences(size: str, length: int, count: int) -> tuple[Tensor, Tensor]:
+    """(ids [count, length], indices of the response tokens)."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, SIZES[size]["vocab_size"], (max(count, 8), length), generator=generator)
+    return ids[:count], torch.arange(length // 4, length)
 
-    def __exit__(self, *_: object) -> None:
-        self.stop.set()
-        self.thread.join()
-        self.added = (self.peak - self.start) / 2**20
+
+def work_of(name: str, size: str, length: int, count: int) -> tuple[Tensor, Tensor]:
+    """What a method measures in a round."""
+    ids, targets = draw_sequences(size, length, 8 if name == "batch loop" else count)
+    return ids, targets[:: len(targets) // LOOP_TOKENS] if name == "batch loop" else targets
+
+
+def peak_memory(name: str, size: str, length: int) -> float:
+    """MB that a method holds at most beside the policy, by the records of every allocation.
+
+    Of one sequence, at most its first and last eight tokens: what is held grows with the prefix, not with the number.
+    """
+    ids, targets = work_of(name, size, length, 1)
+    if name != "batch loop":
+        targets = torch.cat([targets[:8], targets[-8:]])
+    method = make_method(name, size, ids[0])
+    return allocated_peak(lambda: method.run(ids, targets)) / 2**20
+
+
+def product_speed() -> float:
+    """FLOPs per CPU second of a large float32 matrix product."""
+    a, b = torch.randn(2, 1024, 1024).unbind()
+    seconds = []
+    for _ in range(5):
+        start = time.process_time()
+        a @ b
+        seconds.append(time.process_time() - start)
+    return 2 * 1024**3 / min(seconds)
 
 
 def benchmark(size: str, length: int, options: Options) -> pd.DataFrame:
-    """One row per method: ms per token (median), spread, ratio to the best other method, MB, largest relative error."""
-    ids = torch.randint(
-        0, SIZES[size]["vocab_size"], (options.sequences, length), generator=torch.Generator().manual_seed(1)
-    )
-    targets = torch.arange(length // 4, length)
-    few = targets[:: max(1, len(targets) // 4)]
-    tied, untied = make_policy(size), make_policy(size, tied=False)
-    times: dict[str, list[float]] = {name: [] for name in options.methods}
-    memory, norms = {}, {}
-    for _ in range(options.repeats):
-        for name in options.methods:
-            policy = untied if name == "opacus" else tied
-            rows = (
-                ids if name == "batch loop" else ids[: max(1, options.measured_sequences // (4 if size == "M" else 1))]
-            )
-            chosen = few if name == "batch loop" else targets
-            with PeakMemory() as watch:
-                start = time.process_time()
-                norms[name] = RUN[name](policy, rows, chosen)
-                seconds = time.process_time() - start
-            times[name].append(1e3 * seconds / len(norms[name]))
-            memory[name] = max(memory.get(name, 0.0), watch.added)
-    rows = []
-    for name in options.methods:
-        reference = loop_on_sequence(untied if name == "opacus" else tied, ids[:1], few)
-        measured = norms[name] if name == "batch loop" else norms[name][: len(targets)][few - targets[0]]
-        rows.append(
-            {
-                "size": size,
-                "length": length,
-                "method": name,
-                "ms_per_token": pd.Series(times[name]).median(),
-                "ms_min": min(times[name]),
-                "ms_max": max(times[name]),
-                "peak_mb": memory[name],
-                "max_relative_error": ((measured - reference) / reference).abs().max().item(),
-            }
-        )
-    table = pd.DataFrame(rows)
-    table["speed_up_of_gradscope"] = table.ms_per_token / table.ms_per_token[table.method == "gradscope"].item()
-    return table
+    """One row per method: ms per token (median), spread, ratio to gradscope, floor, MB, largest relative error."""
+    count = max(1, options.sequences // (4 if size == "M" else 1))
+    work = {name: work_of(name, size, length, count) for name in options.methods}
+    methods = {name: make_method(name, size, work[name][0][0]) for name in options.methods}
+    times, norms, speeds = {name: [] for name in methods}, {}, []
+    for _ in range(options.rounds):
+        speeds.append(product_speed())
+        for name, method in methods.items():
+            start = time.process_time()
+            norms[name] = method.run(*work[name])
+            times[name].append(1e3 * (time.process_time() - start) / len(norms[name]))
+    shape = ModelShape.from_config(make_policy(size).config)
+    targets = work["gradscope"][1]
+    floor = 1e3 * sum(floor_flops(shape, targets.tolist()).values()) / len(targets) / np.array(speeds)
+    ours = np.array(times["gradscope"])
+    rows = [
+        {
+            "size": size,
+            "length": length,
+            "method": name,
+            "ms_per_token": np.median(of_method),
+            "ms_min": min(of_method),
+            "ms_max": max(of_method),
+            "ratio": np.median(np.array(of_method) / ours),
+            "fraction_of_floor": np.median(floor / np.array(of_method)),
+            "peak_mb": peak_memory(name, size, length) if options.memory else np.nan,
+            "setup_s": methods[name].setup,
+            "max_relative_error": largest_error(name, size, norms[name], work[name]),
+            "gflops_of_product": np.median(speeds) / 1e9,
+        }
+        for name, of_method in times.items()
+    ]
+    return pd.DataFrame(rows)
+
+
+def largest_error(name: str, size: str, norms: Tensor, work: tuple[Tensor, Tensor]) -> float:
+    """Over a few tokens of the first sequence, against the sequence loop."""
+    ids, targets = work
+    some = torch.arange(0, len(targets), max(1, len(targets) // LOOP_TOKENS))
+    reference = loop_on_sequence(make_policy(size, tied=name != "opacus"), ids[:1], targets[some])
+    return ((norms[some] - reference) / reference).abs().max().item()
+
+
+def describe(table: pd.DataFrame) -> str:
+    """What the ratios come to."""
+    by = table.set_index("method")
+    outside = by.loc[[m for m in OUTSIDE if m in by.index]]
+    if outside.empty:
+        return ""
+    best = outside.ratio.idxmin()
+    words = f"gradscope is {outside.ratio[best]:.2f} times as fast as {best}"
+    if "graph" in by.index:
+        words += f", {by.ratio['graph']:.2f} times as fast as along the graph"
+    return f"{words}, and at {by.fraction_of_floor['gradscope']:.2f} of the floor"
 
 
 def main(options: Options) -> None:
@@ -223,10 +282,11 @@ def main(options: Options) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Opacus and torch.func warn about their own internals.
                 tables.append(benchmark(size, length, options))
-            print(tables[-1].round(DIGITS).to_string(index=False), flush=True)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        pd.concat(tables).to_csv(options.out, index=False)
+            print(tables[-1].round(DIGITS).to_string(index=False))
+            print(describe(tables[-1]), flush=True)
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                pd.concat(tables).to_csv(options.out, index=False)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from gradscope.capture.decoder_parts import DecoderBlock, find_decoder_blocks
 from gradscope.capture.embeddings import table_square_norms
 from gradscope.capture.head import HeadPass
 from gradscope.capture.products import Product, multiply_exactly
-from gradscope.capture.rules import STRIP, square_norms
+from gradscope.capture.rules import WIDEST, square_norms
 from gradscope.models import Policy
 
-OVERHEAD = {"cpu": 2e7, "cuda": 2e10}
+OVERHEAD = {"cpu": 3e7, "cuda": 2e10}
 """FLOPs that a device could do in the time that it takes to start a block's backward pass: about 100 operations."""
 WEIGHT_ROWS = 8
 """Rows of a product that take as long as reading its weights."""
@@ -67,7 +67,7 @@ class DecoderBody:
         hidden = max(block.query.module.in_features for block in self.blocks)
         mlp = max(block.down.module.in_features for block in self.blocks)
         heads = max(block.heads for block in self.blocks)
-        return 4 * max(3 * mlp + 6 * hidden, 8 * hidden + 2 * heads * STRIP)
+        return 4 * max(3 * mlp + 6 * hidden, 8 * hidden + 2 * heads * WIDEST)
 
     def keeps_probs(self, length: int) -> bool:
         return 4 * sum(block.heads for block in self.blocks) * length**2 <= self.memory

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.capture.products import Product, multiply_exactly
-from gradscope.capture.rules import STRIP
+from gradscope.capture.rules import strips
 
 
 def linear_backward(
@@ -72,8 +72,7 @@ def attention_backward(
     back_q = torch.empty_like(delta)
     back_k, back_v = (delta.new_zeros(n, tokens, groups, width) for _ in range(2))
     k, v, q = (t.transpose(0, 1) for t in (keys, values, queries))
-    for start in range(0, n, STRIP):
-        end = min(start + STRIP, n)
+    for start, end in strips(n):
         rows = (end - start) * share
         d = delta[start:end].permute(2, 0, 1, 3).contiguous()
         p = probs[:, start:end, :end]

@@ -6,14 +6,26 @@ respect to the module's output at every position of the prefix; a position after
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.capture.products import Product, multiply_exactly
 
-STRIP = 64
-"""Positions taken at once where a product has zeros to skip: few enough to skip most, enough for speed."""
+NARROWEST, WIDEST = 48, 128
+"""Positions taken at once where a product has zeros to skip: fewer cost more in operations than they save."""
+
+
+def strips(n: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of about four parts of n positions, none of them too narrow or too wide.
+
+    >>> list(strips(72))
+    [(0, 48), (48, 72)]
+    """
+    width = min(max(NARROWEST, -(-n // 4)), WIDEST)
+    return ((start, min(start + width, n)) for start in range(0, n, width))
 
 
 def prefix_factor(inputs: Float[Tensor, "n d"], *, bias: bool) -> Float[Tensor, "n r"]:
@@ -37,8 +49,8 @@ def linear_square_norms(
     its zeros. Positions come first here, so that one product serves all tokens.
     """
     delta, square = delta.contiguous(), delta.new_zeros(delta.shape[1])
-    for start in range(0, factor.shape[1], STRIP):
-        part = multiply(factor[start:, start : start + STRIP].T, delta[start:].flatten(1))
+    for start, end in strips(factor.shape[1]):
+        part = multiply(factor[start:, start:end].T, delta[start:].flatten(1))
         square += square_norms(part.unflatten(1, delta.shape[1:]))
     return square
 

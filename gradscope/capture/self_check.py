@@ -23,6 +23,9 @@ TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15, to
 """Largest relative difference of a norm that rounding explains, by dtype: float64 allows for the float32 casts inside
 transformers' modules; half precisions round every product of a long chain, and prefixes of another length otherwise."""
 
+FAST_TOLERANCES = {"bfloat16": 0.05, "tf32": 0.01}
+"""The same where factors are rounded to 8 or 11 bits before every product of the backward pass."""
+
 FLOOR = 1e-30
 """A norm below it counts as one of this size: float32 has no digits left there."""
 ALL = "all parameters"
@@ -63,7 +66,7 @@ def check_engine(
     Raises SelfCheckError that names the layer or the module that differs most.
     """
     if tolerance is None:
-        tolerance = TOLERANCES[meter.model.dtype]
+        tolerance = max(TOLERANCES[meter.model.dtype], FAST_TOLERANCES.get(meter.precision, 0.0))
     count, largest = 0, 0.0
     for (ids, targets, picks), t in zip(sequences, temperature, strict=True):
         ours = meter.measure(ids, targets, torch.cat([picks, picks - 1]).clamp(min=0).unique(), temperature=t)
