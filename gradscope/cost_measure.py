@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from gradscope.capture.chunks import neighbours
 from gradscope.capture.decoder_body import OVERHEAD, WEIGHT_ROWS
-from gradscope.capture.rules import STRIP
+from gradscope.capture.rules import NARROWEST, WIDEST
 from gradscope.cost import ModelShape, Piece, block_activation_bytes
 from gradscope.cost_train import forward_work
 from gradscope.machine_speed import Work, total
@@ -113,7 +113,7 @@ def measure_work(
         work["head"].append(_head_work(shape, response))
         work["factors"].append(_factor_work(shape, response.length if chunks else 0))
         work["backward"] += [_chunk_work(shape, engine, tokens, n) for tokens, n in chunks]
-        norms = [k * _norms(shape, n, last_is_free=engine.by_rules, strip=STRIP) for k, n in chunks]
+        norms = [k * _norms(shape, n, last_is_free=engine.by_rules, cut=True) for k, n in chunks]
         work["norms"].append(Work(products=sum(norms)))
     return {name: total(parts) for name, parts in work.items()}
 
@@ -160,19 +160,24 @@ def _backward(shape: ModelShape, n: Number, *, keys: Number, last_is_free: bool)
     return Work(products=products, attention=attention * (dense + 1) * n * keys)
 
 
-def _norms(shape: ModelShape, n: Number, *, last_is_free: bool, strip: Number = 1) -> Number:
+def _norms(shape: ModelShape, n: Number, *, last_is_free: bool, cut: bool = False) -> Number:
     """FLOPs that turn one token's gradients at the outputs of linear layers into norms of their weights' gradients."""
-    dense = sum(_contract(out, inside, n, strip) for out, inside in _linear_layers(shape))
+    dense = sum(_contract(out, inside, n, cut=cut) for out, inside in _linear_layers(shape))
     last = 2 * shape.kv_width + (0 if last_is_free else shape.query_width)
     # The tied table's cross term: the head's input with what flows back to each position.
     tied = 0 if shape.head else 2 * shape.hidden * n
-    return (shape.layers - 1) * dense + _contract(last, shape.hidden, n, strip) + tied
+    return (shape.layers - 1) * dense + _contract(last, shape.hidden, n, cut=cut) + tied
 
 
-def _contract(out: Number, inside: Number, n: Number, strip: Number) -> Number:
-    """FLOPs of δᵀ L, L [n, min(n, inside)] lower triangular, multiplied in strips of its columns."""
+def _contract(out: Number, inside: Number, n: Number, *, cut: bool) -> Number:
+    """FLOPs of δᵀ L, L [n, min(n, inside)] lower triangular; cut: in strips of columns, as the engine does."""
     columns = min(n, inside)
-    return out * columns * (2 * n - columns + strip)
+    return out * columns * (2 * n - columns + (strip_width(columns) if cut else 1))
+
+
+def strip_width(n: Number) -> Number:
+    """How wide the strips are that the engine cuts n positions or columns into, where zeros are to be skipped."""
+    return min(n, max(NARROWEST, -(-n // 4)), WIDEST)
 
 
 def _head_work(shape: ModelShape, response: Response) -> Work:
@@ -194,7 +199,7 @@ def _factor_work(shape: ModelShape, length: int) -> Work:
 
 def _chunk_work(shape: ModelShape, engine: Engine, tokens: int, n: int) -> Work:
     """A chunk's way back through all blocks."""
-    keys = (n + STRIP) / 2 if engine.by_rules and n > STRIP else n
+    keys = (n + strip_width(n)) / 2 if engine.by_rules else n
     each = _backward(shape, n, keys=keys, last_is_free=engine.by_rules)
     dense = shape.layers - engine.by_rules
     widths = engine.streams * shape.hidden + engine.gates * shape.mlp_width + engine.scores * shape.heads * keys
@@ -243,5 +248,5 @@ def _kept_bytes(shape: ModelShape, engine: Engine, length: int) -> Number:
 def _row_bytes(shape: ModelShape, engine: Engine) -> Number:
     """Of one token at one position of a chunk."""
     if engine.by_rules:
-        return 4 * max(3 * shape.mlp_width + 6 * shape.hidden, 8 * shape.hidden + 2 * shape.heads * STRIP)
+        return 4 * max(3 * shape.mlp_width + 6 * shape.hidden, 8 * shape.hidden + 2 * shape.heads * WIDEST)
     return 4 * (_outputs(shape) + (3 * shape.layers + 1) * shape.hidden)
