@@ -226,8 +226,9 @@ def measure_bytes(
     most = min(max(response.targets for response in responses), max(1, memory // (LOGIT_BYTES * shape.vocab)))
     kept = _kept_bytes(shape, engine, longest)
     cut = {"engine": engine, "rows": rows, "memory": memory, "device": device}
-    chunks = (tokens * n for r in responses for tokens, n in split_chunks(shape, r.prefixes, **cut))
-    chunk = {"response": kept, "chunk": _row_bytes(shape, engine) * max(chunks, default=0)}
+    chunks = (chunk for r in responses for chunk in split_chunks(shape, r.prefixes, **cut))
+    carried = (tokens * n * _row_bytes(shape, engine, strip_width(n)) for tokens, n in chunks)
+    chunk = {"response": kept, "chunk": max(carried, default=0)}
     if not engine.by_rules:
         scores = GRAPH_SCORES * shape.heads * longest**2
         chunk["graph"] = shape.layers * (block_activation_bytes(shape, "float32") * longest + 4 * scores)
@@ -245,8 +246,8 @@ def _kept_bytes(shape: ModelShape, engine: Engine, length: int) -> Number:
     return 4 * shape.layers * (length * (seen + made) + factors + shape.heads * length**2)
 
 
-def _row_bytes(shape: ModelShape, engine: Engine) -> Number:
+def _row_bytes(shape: ModelShape, engine: Engine, strip: Number = WIDEST) -> Number:
     """Of one token at one position of a chunk."""
     if engine.by_rules:
-        return 4 * max(3 * shape.mlp_width + 6 * shape.hidden, 8 * shape.hidden + 2 * shape.heads * WIDEST)
+        return 4 * max(3 * shape.mlp_width + 6 * shape.hidden, 8 * shape.hidden + 2 * shape.heads * strip)
     return 4 * (_outputs(shape) + (3 * shape.layers + 1) * shape.hidden)
