@@ -24,6 +24,7 @@ from gradscope.cli_shared import DeviceFlag, DtypeFlag, check_prompts, load_quie
 from gradscope.cli_train import train_with_preset
 from gradscope.cli_tune import Tune
 from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError
+from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy, check_prompt
 from gradscope.norm_estimates import interval_norms
 from gradscope.run_folder import (
@@ -35,7 +36,7 @@ from gradscope.run_folder import (
     write_parquet,
     write_text,
 )
-from gradscope.token_table import MeasureSettings, TableMeasurement, join_responses
+from gradscope.token_table import TableMeasurement, join_responses
 
 SUMMARY = "figures/summary.txt"
 """Where in its folder a run keeps the summary that it prints."""

@@ -18,10 +18,10 @@ from gradscope.gains import FLOOR, LAYER, LOGITS, PARAMETERS
 from gradscope.group_gradients import IntervalGradients, interval_gradients
 from gradscope.intervals import interval_labels, summarize
 from gradscope.jacobians import layer_constants, token_contexts
+from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy
 from gradscope.norm_estimates import interval_norms
 from gradscope.run_folder import write_text
-from gradscope.token_table import MeasureSettings
 
 PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
 """Fig. 1 (d) of the paper, read off the image: the four intervals, and all tokens."""

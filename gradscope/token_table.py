@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
-from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -17,44 +16,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gradscope.batch import TokenBatch
-from gradscope.batch_loss import PAPER, LossSettings, batch_weights, resolve_advantages
-from gradscope.capture import Precision, SelfCheck, TokenGradientMeter, TokenGradients, check_engine, measuring
+from gradscope.batch_loss import batch_weights, resolve_advantages
+from gradscope.capture import SelfCheck, TokenGradientMeter, TokenGradients, check_engine, measuring
 from gradscope.errors import InputError
 from gradscope.estimate_plan import EstimatePlan, check_estimates, plan_estimate
 from gradscope.intervals import EDGES, assign_intervals
+from gradscope.measure_settings import MeasureSettings, check_batch, check_settings, fast_precision
 from gradscope.models import Policy
 from gradscope.norm_estimates import estimate_response
 
 Number = int | float
-
-
-@dataclass(frozen=True)
-class MeasureSettings:
-    """All that changes a number of the table."""
-
-    temperature: Number | None = None
-    """Sampling temperature; None: each response's own, from the rollouts (1.0 if they have none)."""
-    tokens_per_interval: int | None = None
-    """Measure a seeded random subset, this many tokens of each probability interval; None: every token. The others keep
-    their rows, with NaN in the columns that need a backward pass."""
-    loss: LossSettings = PAPER
-    """The objective behind the weights."""
-    seed: int = 0
-    """Draws the subset, and the tokens of the self-check."""
-    per_module: bool = False
-    """Also the columns `param_grad_norm.NAME`, one per module that owns parameters."""
-    fast: bool = False
-    """Round the factors of the backward pass's matrix products, to tf32 for a float32 policy on a GPU and to bfloat16
-    elsewhere; for common decoders alone. The self-check says by how much the norms err."""
-    self_check: bool = True
-    """Recompute some tokens of every interval by plain autograd first, and stop if they differ."""
-    norms: Literal["exact", "estimate"] = "exact"
-    """estimate: norms over all parameters by random numbers, with standard errors, where exact ones cost too much; none
-    of single layers. The cost decides what is estimated, unless passes or draws are given: then these alone."""
-    passes: int | None = None
-    """Estimates: passes of random signs, for each interval's mean squared norm."""
-    draws: int | None = None
-    """Estimates: draws of forward mode, for every token's own norm (32: 12.5 % off, 128: 6.3 %)."""
 
 
 class TableMeasurement:
@@ -303,69 +274,9 @@ def measure(
     return join_responses(frames)
 
 
-def fast_precision(policy: Policy) -> Precision:
-    """What the fast mode's products are rounded to on this policy's device."""
-    if policy.dtype == torch.float64:
-        raise InputError("the policy is float64 and the fast mode rounds to less than float32; give one of the two up")
-    return "tf32" if policy.device.type == "cuda" and policy.dtype == torch.float32 else "bfloat16"
-
-
 def join_responses(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """The token table from its responses' parts, in their order."""
     return pd.concat([frame for frame in frames if len(frame)], ignore_index=True)
-
-
-def check_settings(settings: MeasureSettings) -> None:
-    """InputError for a number that no measurement can be made with."""
-    if settings.temperature is not None and not 0 < settings.temperature < inf:
-        raise InputError(f"temperature is {settings.temperature}; give a positive number (0, greedy, has no gradient)")
-    if settings.tokens_per_interval is not None and settings.tokens_per_interval < 1:
-        raise InputError(
-            f"tokens_per_interval is {settings.tokens_per_interval}; give 1 or more, or none to measure every token"
-        )
-    if settings.seed < 0:
-        raise InputError(f"seed is {settings.seed}; give 0 or more")
-    if settings.norms not in ("exact", "estimate"):
-        raise InputError(f"norms is {settings.norms!r}; known are exact and estimate; give one of them")
-    if settings.norms == "exact":
-        given = [f"{name} is {n}" for name in ("passes", "draws") if (n := getattr(settings, name)) is not None]
-        if given:
-            raise InputError(f"{given[0]}, but norms are exact; leave it out, or give --norms estimate")
-    elif settings.tokens_per_interval is not None or settings.per_module:
-        name = "per_module" if settings.per_module else "tokens_per_interval"
-        raise InputError(
-            f"{name} is given and norms are estimates, which are of every token and of all parameters at once; leave "
-            "it out, or give --norms exact"
-        )
-    settings.loss.check()
-
-
-def check_batch(policy: Policy, batch: TokenBatch) -> None:
-    """InputError, naming the response, where the batch cannot be measured on this policy."""
-    if batch.num_tokens == 0:
-        raise InputError(
-            "response_mask keeps no token: there is nothing to measure; give responses with sampled tokens"
-        )
-    strange = ((batch.input_ids < 0) | (batch.input_ids >= policy.vocab_size)) & batch.attention_mask
-    if strange.any():
-        row, column = strange.nonzero()[0].tolist()
-        raise InputError(
-            f"response {row} or its prompt holds the id {int(batch.input_ids[row, column])}, outside the vocabulary of "
-            f"{policy.vocab_size}; was it made with another tokenizer?"
-        )
-    lengths = batch.attention_mask.sum(1)
-    if policy.context is not None and int(lengths.max()) > policy.context:
-        raise InputError(
-            f"response {int(lengths.argmax())} and its prompt are {int(lengths.max())} tokens long, the policy's "
-            f"context is {policy.context}; leave it out or cut it"
-        )
-    first = batch.attention_mask.int().argmax(1)
-    alone = batch.response_mask[torch.arange(len(batch)), first]
-    if alone.any():
-        raise InputError(
-            f"response {int(alone.int().argmax())} has no prompt: nothing predicts its first token; give at least one "
-            "prompt token"
-        )
 
 
 def _check_tokens(tokens: Tensor | None, count: int) -> None:

@@ -22,11 +22,11 @@ from gradscope.directions import log_odds_change
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.logprobs import TokenStatistics
+from gradscope.measure_settings import check_batch
 from gradscope.models import Policy
 from gradscope.rewind import rewound
 from gradscope.step_settings import SGD, StepSettings, make_optimizer, read_moments
 from gradscope.steps import StepResult, Updater
-from gradscope.token_table import check_batch
 from gradscope.variants import Variant, make_variant, old_intervals
 from gradscope.weighted_gradients import refuse_narrow_weights
 

@@ -130,7 +130,7 @@ def measure_all(
     temperature: float = 1.0,
     measured: Tensor | None = None,
     probe_ids: Tensor | None = None,
-    **settings: int,
+    **settings: int | bool | str,
 ) -> TokenGradients:
     """The engine on one sequence, made for it alone; every target is measured unless said otherwise."""
     with measuring(policy.model):

@@ -10,9 +10,10 @@ from gradscope import estimate_plan, norm_estimates
 from gradscope.batch import TokenBatch
 from gradscope.errors import InputError, SelfCheckError
 from gradscope.estimate_plan import check_estimates, plan_estimate
+from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy
 from gradscope.norm_estimates import EstimateCounts
-from gradscope.token_table import MeasureSettings, TableMeasurement, measure
+from gradscope.token_table import TableMeasurement, measure
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradscope.batch import TokenBatch
 from gradscope.errors import InputError
+from gradscope.measure_settings import MeasureSettings, check_settings
 from gradscope.models import Policy
 from gradscope.norm_estimates import (
     SUMS,
@@ -26,7 +27,7 @@ from gradscope.norm_estimates import (
     signed_square_norms,
     squared_changes,
 )
-from gradscope.token_table import MeasureSettings, TableMeasurement, check_settings, join_responses, measure
+from gradscope.token_table import TableMeasurement, join_responses, measure
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

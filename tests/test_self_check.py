@@ -29,8 +29,9 @@ from gradscope.capture import (
 from gradscope.capture.self_check import TOLERANCES, CheckedToken, _compare, check_engine, measure_plainly
 from gradscope.errors import SelfCheckError
 from gradscope.logprobs import TokenStatistics
+from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy
-from gradscope.token_table import MeasureSettings, TableMeasurement, measure
+from gradscope.token_table import TableMeasurement, measure
 
 
 def check(policy: Policy, **settings):

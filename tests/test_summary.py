@@ -11,10 +11,11 @@ import torch
 from tiny import make_batch, make_policy
 
 from gradscope.batch import Response, TokenBatch, collate
+from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy
 from gradscope.norm_estimates import interval_norms
 from gradscope.summary import Summary, add_constants, interval_summary, summarize_measurement, write_figures
-from gradscope.token_table import MeasureSettings, measure
+from gradscope.token_table import measure
 
 LENGTHS = {"lengths": (14, 9, 12, 7, 10, 6)}
 

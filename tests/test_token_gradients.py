@@ -21,6 +21,8 @@ TRUE_FLOAT64 = 1e-10
 """Both sides in float64 all through: some thousand roundings of 1e-16, and what cancels in them."""
 CASTS = 1e-5
 """transformers computes norms, softmax and rotations in float32 even in a float64 model: 6e-8 each, some dozens."""
+PATHS = [*((name, True) for name in CAUSAL), *((name, False) for name in ("qwen2", "qwen3", "llama"))]
+"""(name, rules): the decoders that backward rules know go along their graph too."""
 FLOAT32 = 1e-4
 """A logit of 60 is rounded by 4e-6 in float32, and 1 − π with it; then a few layers."""
 
@@ -67,15 +69,15 @@ def test_the_oracle_agrees_with_plain_autograd_from_log_softmax_where_float64_do
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("name", CAUSAL)
-def test_float64_equals_brute_force_for_every_token_layer_and_module(name, temperature):
+@pytest.mark.parametrize("name, rules", PATHS)
+def test_float64_equals_brute_force_for_every_token_layer_and_module(name, rules, temperature):
     with TrueFloat64():
         policy = cached_policy(name)
         rows = sequences(cached_batch(name, temperature))
         for ids, targets, t in rows if temperature == 1.0 else rows[:3]:
             assert t == pytest.approx(temperature)
             truth = brute_force(policy, ids, targets, temperature=temperature)
-            ours = measure_all(policy, ids, targets, temperature=temperature)
+            ours = measure_all(policy, ids, targets, temperature=temperature, rules=rules)
             assert largest_error(ours, truth) < TRUE_FLOAT64
             torch.testing.assert_close(ours.statistics.logprob, truth.logprob, rtol=1e-10, atol=1e-12)
 
@@ -99,15 +101,16 @@ def sure_sequence(policy: Policy, length: int = 20) -> Tensor:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("name", CAUSAL)
-def test_float32_equals_float64_also_for_tokens_that_are_nearly_certain(name, temperature):
+@pytest.mark.parametrize("name, rules", PATHS)
+def test_float32_equals_float64_also_for_tokens_that_are_nearly_certain(name, rules, temperature):
     policy = make_policy(name, sharpness=14.0)
     sampled = sequences(make_batch(policy, lengths=(8,), prompt_lengths=(5,), temperature=temperature))
     surest = 1.0
     for ids, targets in ((sure_sequence(policy), torch.arange(3, 20)), sampled[0][:2]):
         with TrueFloat64():
             truth = brute_force(in_float64(policy), ids, targets, temperature=temperature)
-        assert largest_error(measure_all(policy, ids, targets, temperature=temperature), truth) < FLOAT32
+        ours = measure_all(policy, ids, targets, temperature=temperature, rules=rules)
+        assert largest_error(ours, truth) < FLOAT32
         surest = min(surest, float(truth.logits.min()))
     # ‖e − π‖ lies between 1 − π and √2 (1 − π): there was a token to be wrong about.
     assert surest < 1e-7
@@ -132,7 +135,9 @@ def test_a_token_whose_square_is_below_float32_keeps_its_norms():
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "mixtral"])
-@pytest.mark.parametrize("settings", [{"rows": 1}, {"rows": 64}, {"rows": 4096}, {"memory": 1}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"rows": 1}, {"rows": 64}, {"rows": 4096}, {"memory": 1}, {"rows": 64, "rules": False}], ids=str
+)
 def test_chunks_and_slices_of_the_head_change_nothing(name, settings):
     with TrueFloat64():
         ids, targets = random_ids(24), torch.arange(3, 24)
@@ -178,13 +183,13 @@ def test_padding_on_any_side_and_other_sequences_change_nothing(name):
                 )
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mixtral", "opt"])
-def test_a_subset_has_the_numbers_of_everything_and_nan_elsewhere(name):
+@pytest.mark.parametrize("name, rules", [("qwen2", True), ("qwen2", False), ("mixtral", True), ("opt", True)])
+def test_a_subset_has_the_numbers_of_everything_and_nan_elsewhere(name, rules):
     with TrueFloat64():
         ids, targets = random_ids(30), torch.arange(3, 30)
-        everything = measure_all(cached_policy(name), ids, targets)
+        everything = measure_all(cached_policy(name), ids, targets, rules=rules)
         picks = torch.tensor([0, 1, 7, 20, 26])
-        some = measure_all(cached_policy(name), ids, targets, measured=picks, rows=60)
+        some = measure_all(cached_policy(name), ids, targets, measured=picks, rows=60, rules=rules)
     others = torch.ones(len(targets), dtype=torch.bool)
     others[picks] = False
     torch.testing.assert_close(some.statistics.logprob, everything.statistics.logprob, rtol=1e-12, atol=0.0)

@@ -16,9 +16,10 @@ from gradscope.batch import Response, TokenBatch, collate
 from gradscope.batch_loss import LossSettings
 from gradscope.errors import InputError, SelfCheckError
 from gradscope.intervals import assign_intervals
+from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy
 from gradscope.objective import grpo_advantages, policy_loss, reweight
-from gradscope.token_table import MeasureSettings, TableMeasurement, join_responses, measure
+from gradscope.token_table import TableMeasurement, join_responses, measure
 
 LAYER_COLUMNS = [f"act_grad_norm.{layer}" for layer in range(LAYERS + 1)]
 NORMS = [*LAYER_COLUMNS, "param_grad_norm"]

@@ -77,6 +77,46 @@ ARCHITECTURES = {
 CAUSAL = tuple(ARCHITECTURES)
 
 
+def _decoder(family: str, **settings: object) -> Architecture:
+    return Architecture(f"{family}Config", f"{family}ForCausalLM", LLAMA_LIKE | settings)
+
+
+def _rope(kind: str, **settings: object) -> dict[str, object]:
+    return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind, "factor": 4.0} | settings}
+
+
+RULED = {
+    "llama_biases_tied": _decoder("Llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama_one_key_head": _decoder("Llama", num_key_value_heads=1),
+    "llama_wide_heads": _decoder("Llama", num_key_value_heads=4, head_dim=16),
+    "llama_yarn": _decoder("Llama", **_rope("yarn", original_max_position_embeddings=16)),
+    "mistral_window": _decoder("Mistral", sliding_window=4),
+    "mistral_longer_window": _decoder("Mistral", sliding_window=20),
+    "qwen2_windows": _decoder("Qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1),
+    "qwen3_windows": _decoder("Qwen3", use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "gemma": _decoder("Gemma"),
+    "granite_scores": _decoder("Granite", attention_multiplier=0.3),
+    "seed_oss": _decoder("SeedOss", attention_bias=True, attention_out_bias=True),
+    "smollm3": _decoder("SmolLM3"),
+}
+"""More decoders that are measured by backward rules, like qwen2, qwen3 and llama."""
+
+UNRULED = {
+    "granite_embedding": _decoder("Granite", embedding_multiplier=0.02),
+    "granite_residual": _decoder("Granite", residual_multiplier=0.5),
+    "smollm3_without_angles": _decoder("SmolLM3", no_rope_layer_interval=2),
+    "hunyuan": _decoder("HunYuanDenseV1"),
+    "olmo2": _decoder("Olmo2"),
+    "phi3": _decoder("Phi3"),
+    "glm4": _decoder("Glm4"),
+    "helium": _decoder("Helium"),
+    "ernie4_5": _decoder("Ernie4_5"),
+    "exaone4": _decoder("Exaone4", sliding_window=20),
+    "cohere": _decoder("Cohere"),
+}
+"""Near relatives that must go along their graph."""
+
+
 def make_model(
     name: str, *, dtype: torch.dtype = torch.float32, sharpness: float = 3.0, seed: int = 0, attention: str = "eager"
 ) -> transformers.PreTrainedModel:
@@ -253,7 +293,7 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
 
 
 def _entry(name: str) -> Architecture:
-    return ARCHITECTURES[name]
+    return (ARCHITECTURES | RULED | UNRULED)[name]
 
 
 @torch.no_grad()

@@ -28,8 +28,9 @@ class Seen:
     """By module."""
     rotary: tuple[Tensor, ...] = ()
     """(cos, sin), [n, c] each."""
-    mask: Tensor | None = None
-    """Attention's, [1, 1 or H, n, n]: added to the scores, or True where a key is seen; None: causal."""
+    mask: Any = None
+    """Attention's, [1, 1 or H, n, n]: added to the scores, or True where a key is seen; None: causal. Or a thing of
+    another kind, which is not understood."""
 
 
 @contextmanager
@@ -44,10 +45,11 @@ def record_blocks(model: nn.Module, blocks: list[DecoderBlock]) -> Iterator[list
         if name in by_block:
             by_block[name].hidden = block_input(args, kwargs).detach()[0]
         elif name in by_attention:
-            angles = kwargs.get("position_embeddings") or ()
-            by_attention[name].rotary = tuple(angle.detach()[0] for angle in angles)
+            angles = kwargs.get("position_embeddings")
+            angles = angles if isinstance(angles, (tuple, list)) else ()
+            by_attention[name].rotary = tuple(a.detach()[0] for a in angles if isinstance(a, Tensor) and a.ndim)
             by_attention[name].mask = kwargs.get("attention_mask")
-        else:
+        elif name not in owner[name].inputs:  # A norm of the head is called again, with other weights, for its slopes.
             owner[name].inputs[name], owner[name].outputs[name] = args[0].detach()[0], output.detach()[0]
 
     with forward_hooks(model, [*owner, *by_block, *by_attention], leave):
@@ -64,20 +66,22 @@ class BlockActivations:
 
     def __init__(self, block: DecoderBlock, seen: Seen, *, keep_probs: bool) -> None:
         self.block, self._seen = block, seen
-        self.dtype = torch.promote_types(seen.hidden.dtype, torch.float32)
-        self.attention_norm = block.attention_norm.normalize(seen.hidden.to(self.dtype))
+        self.model_dtype = seen.hidden.dtype
+        self.dtype = torch.promote_types(self.model_dtype, torch.float32)
+        self.hidden = seen.hidden.to(self.dtype)
+        self.attention_norm = block.attention_norm.normalize(self.hidden)
         self.mlp_norm = block.mlp_norm.normalize(self.inputs(block.mlp_norm))
         self.cos, self.sin = (angle.to(self.dtype)[:, None, None] for angle in seen.rotary)
         self.query_norm, self.queries = self._rotated_heads(block.query, block.query_norm)
         self.key_norm, self.keys = self._rotated_heads(block.key, block.key_norm)
-        self.values = self._heads(self._output(block.value))
+        self.values = self._heads(self.outputs(block.value))
         self.attended = self._heads(self.inputs(block.output))
-        gate = self._output(block.gate).requires_grad_(True)
+        gate = self.outputs(block.gate).detach().requires_grad_(True)
         with torch.enable_grad():
             activated = block.activation(gate)
         slope = torch.autograd.grad(activated, gate, torch.ones_like(activated))[0]
         self.up_slope = activated.detach()[:, None]
-        self.gate_slope = (slope * self._output(block.up))[:, None]
+        self.gate_slope = (slope * self.outputs(block.up))[:, None]
         """∂(activation(gate) ∘ up)/∂up and /∂gate, [n, 1, width of the MLP]."""
         self._factors: dict[tuple[str, bool], Tensor] = {}
         self._probs = self._attend(len(self.queries)) if keep_probs else None
@@ -101,6 +105,10 @@ class BlockActivations:
         """What the module was called with."""
         return self._seen.inputs[part.name].to(self.dtype)
 
+    def outputs(self, part: Matrix | Norm) -> Float[Tensor, "n *width"]:
+        """What the module returned."""
+        return self._seen.outputs[part.name].to(self.dtype)
+
     def _attend(self, n: int) -> Tensor:
         groups = self.keys.shape[1]
         queries = self.queries[:n].unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
@@ -114,15 +122,12 @@ class BlockActivations:
     def _rotated_heads(self, matrix: Matrix, norm: Norm | None) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
         """(normalised input and inverse rms of the norm over each head, if there is one; [n, heads, c])."""
         if norm is None:
-            normalized, heads = None, self._heads(self._output(matrix))
+            normalized, heads = None, self._heads(self.outputs(matrix))
         else:
-            normalized, heads = norm.normalize(self.inputs(norm)), self._heads(self._output(norm))
+            normalized, heads = norm.normalize(self.inputs(norm)), self._heads(self.outputs(norm))
         first, second = heads.chunk(2, -1)
         turned = torch.cat([-second, first], -1)
         return normalized, heads * self.cos[:, 0] + turned * self.sin[:, 0]
 
     def _heads(self, values: Tensor) -> Tensor:
         return values.reshape(len(values), -1, self.block.head_dim)
-
-    def _output(self, part: Matrix | Norm) -> Tensor:
-        return self._seen.outputs[part.name].to(self.dtype)

@@ -1,7 +1,7 @@
 """The body of a common decoder, measured by backward rules instead of autograd: one forward pass serves a sequence.
 
 A body is common if its blocks are those of `decoder_parts` and if, on a short sequence, the rules give the norms that
-its graph gives; any other goes by `graph_body`.
+its graph gives; any other goes by `graph_body`, and so does a sequence on which `decoder_check` finds a difference.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from gradscope.capture.claims import Claims
 from gradscope.capture.decoder_activations import BlockActivations, Seen, record_blocks
 from gradscope.capture.decoder_block import BlockBackward, Squares
+from gradscope.capture.decoder_check import account_for, is_complete
 from gradscope.capture.decoder_parts import DecoderBlock, find_decoder_blocks
 from gradscope.capture.embeddings import table_square_norms
 from gradscope.capture.head import HeadPass
@@ -50,6 +51,13 @@ class DecoderBody:
         if blocks is None or len(tables) != 1 or joint != blocks[-1].output.name:
             return None
         return cls(policy, claims, blocks, tables[0], memory)
+
+    def follow(self, ids: Int[Tensor, " n"], head: HeadPass, seen: list[Seen]) -> DecoderSequence | None:
+        """A sequence after the head's pass over it; None if its blocks did anything that the rules do not know."""
+        if not all(map(is_complete, self.blocks, seen)):
+            return None
+        sequence = DecoderSequence(self, ids, head, seen)
+        return sequence if account_for(sequence.activations) else None
 
     def recording(self) -> AbstractContextManager[list[Seen]]:
         """A context in which the head's pass leaves the blocks' activations."""

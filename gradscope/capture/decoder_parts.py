@@ -108,12 +108,20 @@ def _find_parts(name: str, block: nn.Module, claims: Claims) -> DecoderBlock | N
     activation, width = getattr(mlp, "act_fn", None), getattr(attention, "head_dim", None)
     if None in (q, k, v, o, gate, up, down, first, second) or not callable(activation) or not isinstance(width, int):
         return None
+    if not _fit(q.module, k.module, v.module, o.module, width):
+        return None
     q_norm, k_norm = (_find_norm(attention, f"{name}.self_attn", role) for role in ("q_norm", "k_norm"))
     scaling = getattr(attention, "scaling", None)
     return DecoderBlock(
         name, f"{name}.self_attn", first, q, k, v, q_norm, k_norm, o, second, gate, up, down, activation, width,
         float(width**-0.5 if scaling is None else scaling),
     )  # fmt: skip
+
+
+def _fit(query: nn.Linear, key: nn.Linear, value: nn.Linear, output: nn.Linear, width: int) -> bool:
+    """Whether heads of this width are all that the matrices carry, as many queries in each group as in every other."""
+    same = query.out_features == output.in_features and key.out_features == value.out_features
+    return same and key.out_features % width == 0 and query.out_features % key.out_features == 0 and width % 2 == 0
 
 
 def _find_norm(owner: nn.Module, prefix: str, role: str) -> Norm | None:

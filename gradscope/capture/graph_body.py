@@ -125,7 +125,7 @@ def _diagonal_over_calls(flow: list[tuple[Call, Tensor]], slopes: tuple[Tensor, 
 
 
 def _vjp(
-    outputs: list[Tensor], edges: list[GradientEdge], seeds: list[Float[Tensor, "K *shape"]], *, batched: bool
+    outputs: list[Tensor], edges: list[GradientEdge], seeds: list[Float[Tensor, "K ..."]], *, batched: bool
 ) -> list[Tensor | None]:
     """Vector-Jacobian products of K seeds: [K, *shape] per edge, None where nothing flows."""
     if batched:

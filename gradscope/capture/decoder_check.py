@@ -1,0 +1,73 @@
+"""Whether the parts of a common decoder, put together, are what the model computed on a sequence.
+
+That the rules are right on a short sequence does not make them so on every one: a model may scale its queries from
+some position on, clip what is large, or attend within a window of which no mask tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gradscope.capture.decoder_activations import BlockActivations, Seen
+from gradscope.capture.decoder_parts import DecoderBlock
+
+TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}
+"""Largest difference at a position, in parts of its norm and of the mean one. Of float64 too, for casts to float32."""
+HALF_TOLERANCE = 0.1
+"""The same of half precisions: attention's scores are rounded before they are exponents."""
+
+
+def is_complete(block: DecoderBlock, seen: Seen) -> bool:
+    """Whether the pass left all that the rules need of a block, in the shapes that they know."""
+    parts = {part.name for part in (*block.matrices, *block.norms)}
+    if seen.hidden is None or seen.inputs.keys() != parts:
+        return False
+    n, mask = len(seen.hidden), seen.mask
+    heads = [seen.inputs[norm.name].shape[2:] for norm in (block.query_norm, block.key_norm) if norm is not None]
+    if any(len(x) != n for x in seen.inputs.values()) or any(shape != (block.head_dim,) for shape in heads):
+        return False
+    angles = [angle.shape for angle in seen.rotary] == [(n, block.head_dim)] * 2
+    masked = mask is None or (isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-2:] == (n, n))
+    return angles and masked
+
+
+@torch.no_grad()
+def account_for(activations: list[BlockActivations]) -> bool:
+    """Whether every block's activations follow from those before them as the rules assume."""
+    followers = [*(a.hidden for a in activations[1:]), None]
+    pairs = [pair for a, b in zip(activations, followers, strict=True) for pair in _pairs(a, b)]
+    if any(ours.shape != theirs.shape for ours, theirs in pairs):
+        return False
+    tolerance = TOLERANCES.get(activations[0].model_dtype, HALF_TOLERANCE)
+    close = [_is_close(ours, theirs, tolerance) for ours, theirs in pairs if ours.data_ptr() != theirs.data_ptr()]
+    return bool(torch.stack(close).all())
+
+
+def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """(what the parts give, what the model computed); following: the next block's input."""
+    block = a.block
+    seen = [(block.attention_norm, a.attention_norm), (block.mlp_norm, a.mlp_norm)]
+    seen += [(norm, at) for norm, at in ((block.query_norm, a.query_norm), (block.key_norm, a.key_norm)) if norm]
+    for norm, (normalized, _) in seen:
+        yield normalized[:, 0] * norm.scale, a.outputs(norm)
+    for matrix in (block.query, block.key, block.value):
+        yield a.outputs(block.attention_norm), a.inputs(matrix)
+    for matrix in (block.gate, block.up):
+        yield a.outputs(block.mlp_norm), a.inputs(matrix)
+    groups = a.keys.shape[1]
+    probs = a.probs(len(a.queries)).unflatten(0, (groups, -1))
+    yield (probs @ a.values.transpose(0, 1)[:, None]).flatten(0, 1).transpose(0, 1), a.attended
+    yield a.hidden + a.outputs(block.output), a.inputs(block.mlp_norm)
+    yield a.up_slope[:, 0] * a.outputs(block.up), a.inputs(block.down)
+    if following is not None:
+        yield a.inputs(block.mlp_norm) + a.outputs(block.down), following
+
+
+def _is_close(ours: Tensor, theirs: Tensor, tolerance: float) -> Tensor:
+    """Whether they agree at every position; never where one is not a number."""
+    size = torch.linalg.vector_norm(theirs.flatten(1), dim=1)
+    difference = torch.linalg.vector_norm((ours - theirs).flatten(1), dim=1)
+    return (difference <= tolerance * (size + size.mean())).all()

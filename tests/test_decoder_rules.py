@@ -1,0 +1,219 @@
+"""Each rule of a decoder's block against autograd of the plain forward formula in float64, one token at a time."""
+
+from __future__ import annotations
+
+import random as chance
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradscope.capture.chunks import neighbours
+from gradscope.capture.decoder_rules import (
+    attention_backward,
+    attention_backward_at,
+    linear_backward,
+    rms_norm_backward,
+    rotary_backward,
+)
+from gradscope.capture.products import PRODUCTS, multiply_in_bfloat16
+from gradscope.capture.rules import linear_square_norms, prefix_factor
+
+TOKENS, WIDTH, SCALING = 3, 6, 0.4
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+"""Both sides in float64, some hundred roundings of 1e-16 of numbers around 1 to 10."""
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(outputs: Tensor, inputs: list[Tensor], delta: Tensor) -> list[Tensor]:
+    """∂(outputs · delta[:, k])/∂inputs for every token k, stacked as the rules have them: [n, K, …]."""
+    each = [torch.autograd.grad(outputs, inputs, delta[:, k], retain_graph=True) for k in range(delta.shape[1])]
+    return [torch.stack(rows, 1) for rows in zip(*each, strict=True)]
+
+
+@pytest.mark.parametrize("n", [1, 7])
+def test_linear_backward_is_autograds(n):
+    x, weight, delta = random(n, 5).requires_grad_(), random(4, 5, seed=1), random(n, TOKENS, 4, seed=2)
+    (expected,) = gradients(x @ weight.T + 1.0, [x], delta)
+    torch.testing.assert_close(linear_backward(delta, weight), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("heads", [(), (3,)], ids=["whole rows", "each head"])
+def test_rms_norm_backward_is_autograds_for_the_input_and_the_scale(heads):
+    x, scale, eps = random(5, *heads, WIDTH).requires_grad_(), random(WIDTH, seed=1).requires_grad_(), 0.1
+    inverse_rms = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    delta = random(5, TOKENS, *heads, WIDTH, seed=2)
+    back, slope = rms_norm_backward(
+        delta, (x * inverse_rms).detach().unsqueeze(1), scale.detach(), inverse_rms.detach().unsqueeze(1)
+    )
+    expected, expected_slope = gradients(scale * x * inverse_rms, [x, scale], delta)
+    torch.testing.assert_close(back, expected, **CLOSE)
+    torch.testing.assert_close(slope, expected_slope.T, **CLOSE)
+
+
+def test_rms_norm_backward_takes_an_input_for_each_token():
+    x, scale, delta = random(1, TOKENS, 2, WIDTH), random(WIDTH, seed=1), random(1, TOKENS, 2, WIDTH, seed=2)
+    inverse_rms = (x.square().mean(-1, keepdim=True) + 0.1).rsqrt()
+    back, slope = rms_norm_backward(delta, x * inverse_rms, scale, inverse_rms)
+    for k in range(TOKENS):
+        alone = rms_norm_backward(delta[:, [k]], (x * inverse_rms)[:, [k]], scale, inverse_rms[:, [k]])
+        torch.testing.assert_close(back[:, [k]], alone[0], **CLOSE)
+        torch.testing.assert_close(slope[[k]], alone[1], **CLOSE)
+
+
+def test_rotary_backward_is_autograds_also_where_the_halves_have_angles_of_their_own():
+    x, delta = random(5, 2, WIDTH).requires_grad_(), random(5, TOKENS, 2, WIDTH, seed=1)
+    cos, sin = random(5, 1, WIDTH, seed=2), random(5, 1, WIDTH, seed=3)
+    a, b = x.chunk(2, -1)
+    (expected,) = gradients(x * cos + torch.cat([-b, a], -1) * sin, [x], delta)
+    torch.testing.assert_close(rotary_backward(delta, cos[:, None], sin[:, None]), expected, **CLOSE)
+
+
+def test_rotary_backward_leaves_what_flows_back_as_it_was():
+    delta = random(5, TOKENS, 2, WIDTH)
+    before = delta.clone()
+    rotary_backward(delta, random(5, 1, 1, WIDTH, seed=2), random(5, 1, 1, WIDTH, seed=3))
+    assert torch.equal(delta, before)
+
+
+def attend(
+    n: int, heads: int, groups: int, window: int | None = None, sharpness: float = 1.0
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """([queries, keys, values], probabilities, what they attend to) of plain causal attention, head by head."""
+    q, k, v = (random(n, h, WIDTH, seed=s).requires_grad_() for s, h in enumerate((heads, groups, groups)))
+    row, column = torch.arange(n)[:, None], torch.arange(n)
+    seen = (column <= row) & (row - column < (window or n))
+    probs = []
+    for h in range(heads):
+        scores = SCALING * sharpness * q[:, h] @ k[:, h * groups // heads].T
+        probs.append(scores.masked_fill(~seen, -torch.inf).softmax(-1))
+    outputs = torch.stack([p @ v[:, h * groups // heads] for h, p in enumerate(probs)], 1)
+    return [q, k, v], torch.stack(probs), outputs
+
+
+def plain(*tensors: Tensor) -> list[Tensor]:
+    return [t.detach() for t in tensors]
+
+
+@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1), (1, 1), (6, 2)])
+def test_attention_backward_is_autograds_for_every_sharing_of_keys(heads, groups):
+    inputs, probs, outputs = attend(9, heads, groups)
+    delta = random(9, TOKENS, heads, WIDTH, seed=5)
+    ours = attention_backward(delta, *plain(probs, outputs, *inputs), scaling=SCALING)
+    for a, b in zip(ours, gradients(outputs, inputs, delta), strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+# At the edges of strips of 32, 64 and 128 positions, and over several of them.
+@pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200])
+@pytest.mark.parametrize("window", [None, 5])
+def test_strips_of_attention_leave_nothing_out(n, window):
+    inputs, probs, outputs = attend(n, 2, 1, window)
+    delta = random(n, 2, 2, WIDTH, seed=5)
+    ours = attention_backward(delta, *plain(probs, outputs, *inputs), scaling=SCALING)
+    for a, b in zip(ours, gradients(outputs, inputs, delta), strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_backward_at_one_position_of_each_token_is_autograds(heads, groups, window):
+    inputs, probs, outputs = attend(9, heads, groups, window)
+    positions = torch.tensor([0, 4, 4, 8])
+    rows = random(4, heads, WIDTH, seed=5)
+    delta = random(9, 4, heads, WIDTH) * 0
+    delta[positions, torch.arange(4)] = rows
+    q, k, v = attention_backward_at(rows, positions, *plain(probs, outputs, *inputs), scaling=SCALING)
+    expected_q, expected_k, expected_v = gradients(outputs, inputs, delta)
+    torch.testing.assert_close(q, expected_q[positions, torch.arange(4)], **CLOSE)
+    torch.testing.assert_close(k, expected_k, **CLOSE)
+    torch.testing.assert_close(v, expected_v, **CLOSE)
+
+
+def test_attention_that_sees_one_key_alone_sends_nothing_to_queries_and_keys():
+    # Probabilities of 0 and 1 to the last digit: δ v − δ o is the difference of equal numbers.
+    inputs, probs, outputs = attend(40, 2, 1, sharpness=1e6)
+    assert (probs.max(-1).values == 1).all()
+    delta = random(40, TOKENS, 2, WIDTH, seed=5)
+    q, k, v = attention_backward(delta, *plain(probs, outputs, *inputs), scaling=SCALING)
+    assert q.abs().max() < 1e-14 and k.abs().max() < 1e-14
+    torch.testing.assert_close(v, gradients(outputs, inputs, delta)[2], **CLOSE)
+
+
+@pytest.mark.parametrize("n, d", [(200, 30), (129, 128), (300, 130), (33, 32), (65, 31)])
+def test_a_sequence_longer_than_its_width_has_the_norm_of_the_whole_sum(n, d):
+    inputs, delta = random(n, d), random(n, TOKENS, 4, seed=1)
+    expected = torch.stack([(delta[:, k].T @ inputs).square().sum() for k in range(TOKENS)])
+    ours = linear_square_norms(delta, prefix_factor(inputs, bias=False))
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=0.0)
+
+
+# Runs of tokens.
+
+
+def runs_by_a_double_loop(lengths: list[int], rows: int, spare: int | None) -> list[slice]:
+    """Each run as long as it may be, everything counted again for every token."""
+    runs, start = [], 0
+    while start < len(lengths):
+        end = start + 1
+        while end < len(lengths):
+            run = lengths[start : end + 1]
+            longest = run[-1]
+            if spare is None:
+                far = longest > max(run[0] + 16, run[0] * 5 // 4)
+            else:
+                far = sum(longest - length for length in run) > spare
+            if far or longest * len(run) > rows:
+                break
+            end += 1
+        runs.append(slice(start, end))
+        start = end
+    return runs
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_token_is_in_one_run_and_runs_are_as_long_as_their_limits_allow(seed):
+    dice = chance.Random(seed)
+    for _ in range(10):
+        step = dice.choice([1, 2, 40])
+        lengths = [dice.randint(1, 30)]
+        for _ in range(dice.randint(0, 60)):
+            lengths.append(lengths[-1] + dice.randint(1, step))
+        rows, spare = dice.choice([1, 50, 400, 10**6]), dice.choice([None, 0, 1, 30, 10**6])
+        runs = list(neighbours(lengths, rows=rows, spare=spare))
+        assert runs == runs_by_a_double_loop(lengths, rows, spare)
+        assert [i for run in runs for i in range(run.start, run.stop)] == list(range(len(lengths)))
+        for run in runs:
+            part = lengths[run]
+            assert len(part) == 1 or part[-1] * len(part) <= rows
+            assert spare is None or sum(part[-1] - length for length in part) <= spare
+
+
+def test_no_tokens_make_no_run():
+    assert list(neighbours([], rows=10)) == []
+
+
+# Products.
+
+
+@pytest.mark.parametrize("shapes", [((5, 7), (7, 3)), ((2, 5, 7), (2, 7, 3))], ids=str)
+def test_every_product_has_the_left_factors_dtype_and_its_precisions_error(shapes):
+    left, right = (random(*shape, seed=s).float() for s, shape in enumerate(shapes))
+    exact = left.double() @ right.double()
+    # 2⁻⁹ for each factor rounded to 8 bits; on a CPU tf32 is float32.
+    size = left.double().abs() @ right.double().abs()
+    for precision, tolerance in {"exact": 1e-6, "bfloat16": 2**-8, "tf32": 1e-3}.items():
+        ours = PRODUCTS[precision](left, right)
+        assert ours.dtype == torch.float32
+        # The sum is rounded once more, to the 8 bits of bfloat16.
+        assert ((ours - exact).abs() <= tolerance * (size + exact.abs())).all()
+    assert not torch.equal(multiply_in_bfloat16(left, right), left @ right)
+
+
+def test_a_product_in_tf32_leaves_the_setting_as_it_was():
+    before = torch.get_float32_matmul_precision()
+    PRODUCTS["tf32"](random(2, 2).float(), random(2, 2).float())
+    assert torch.get_float32_matmul_precision() == before
