@@ -113,7 +113,7 @@ def test_chunks_are_those_that_the_engine_cuts(rules, rows, ids, shape):
     policy = make_policy("qwen2")
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, ids, rows=rows, rules=rules)
-        picks = list(meter._chunks(TARGETS, torch.arange(len(TARGETS))))
+        picks = list(meter._chunks(meter.decoder or meter.graph, TARGETS, torch.arange(len(TARGETS))))
     cut = [(len(part), int(TARGETS[part[-1]])) for part in picks]
     assert chunks(shape, RULES if rules else GRAPH, rows) == cut
 
