@@ -20,7 +20,7 @@ from tqdm import tqdm
 from gradscope import __version__
 from gradscope.batch import TokenBatch
 from gradscope.cli_evaluate import Evaluate
-from gradscope.cli_shared import DeviceFlag, DtypeFlag, check_prompts, load_quietly
+from gradscope.cli_shared import DeviceFlag, DtypeFlag, check_prompts, load_quietly, quiet_transformers
 from gradscope.cli_train import train_with_preset
 from gradscope.cli_tune import Tune
 from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError
@@ -123,9 +123,9 @@ class Measure:
     """Checkpoint folder of transformers (any decoder-only causal LM), or "embedded"."""
     rollouts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
     """JSONL or parquet, a row per response (see the README)."""
-    out: Path
-    """Folder for tokens.parquet, manifest.json, figures/ and, with estimates, interval_norms.csv. A run that was
-    interrupted is taken up again."""
+    out: Path | None = None
+    """Folder for tokens.parquet, manifest.json, figures/ and, with estimates, interval_norms.csv; needed unless --plan.
+    A run that was interrupted is taken up again."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(default_factory=MeasureSettings)
     blocks: str | None = None
     """Name of the ModuleList of blocks, where it is not found by itself."""
@@ -144,10 +144,19 @@ class Measure:
     """Also draw figures/ and write summary.txt, which asks the network for the intervals' summed gradients."""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
+    plan: bool = False
+    """Only print what this would take: FLOPs, seconds, memory; no weights are loaded, nothing is written."""
+    machine: str | None = None
+    """With --plan: seconds on a GPU that is not here, h200, h100 or a100; none: on this machine, tried for a second."""
 
     def run(self) -> None:
         from gradscope.readers import read_rollouts
 
+        if self.plan:
+            self._plan()
+            return
+        if self.out is None:
+            raise InputError("--out is missing; give the folder of the run")
         if self.constants and self.settings.norms == "estimate":
             raise InputError(
                 f"--constants is {self.constants}, which needs exact norms by layer; leave it out, or --norms"
@@ -165,6 +174,14 @@ class Measure:
         if self.figures:
             self._draw(policy, measurement.batch, folder)
             print(f"figures: {self.out / 'figures'}\n\n{(self.out / SUMMARY).read_text(encoding='utf-8').rstrip()}")
+
+    def _plan(self) -> None:
+        from gradscope.measure_plan import plan_measurement
+
+        quiet_transformers()
+        names = ("dtype", "device", "machine", "blocks", "chunk_rows", "chunk_memory")
+        given = {name: getattr(self, name) for name in names}
+        print(plan_measurement(self.model, self.rollouts, self.settings, **given))
 
     def _key(self, policy: Policy) -> dict[str, Any]:
         from gradscope.models import configuration_hash, weights_hash

@@ -34,9 +34,11 @@ class Train:
     overwrite: bool = False
     """Replace a run in OUT."""
     plan: bool = False
-    """Only print the memory and the tokens that a step takes; no weights are loaded, nothing is written."""
+    """Only print the memory, tokens, FLOPs and seconds of a step; no weights are loaded, nothing is written."""
     device_memory: float = 80.0
     """With --plan: memory of one GPU in GiB."""
+    machine: str | None = None
+    """With --plan: seconds on a GPU that is not here, h200, h100 or a100; none: on this machine, tried for a second."""
 
     def run(self) -> None:
         if self.plan:
@@ -52,12 +54,15 @@ class Train:
             print(f"trained; last checkpoint: {last}")
 
     def _plan(self) -> None:
-        from gradscope.trainer.plan import plan_training, shape_of
+        from gradscope.trainer.plan import find_lengths, plan_training
+        from gradscope.trainer.plan_shape import shape_of
+        from gradscope.trainer.plan_work import step_speeds
 
         if not 0 < self.device_memory < float("inf"):
             raise InputError(f"--device-memory is {self.device_memory}; give the GiB of one GPU")
         shape, questions = shape_of(self.config.model), _count_questions(self.config)
-        print(plan_training(self.config, shape, device_memory=self.device_memory, questions=questions))
+        speeds = step_speeds(self.config, shape, find_lengths(self.config, shape), self.machine)
+        print(plan_training(self.config, shape, device_memory=self.device_memory, questions=questions, speeds=speeds))
 
 
 def _count_questions(config: TrainConfig) -> int | None:

@@ -8,9 +8,12 @@ import torch
 
 from gradscope.cost import Piece, kv_bytes, loss_bytes
 from gradscope.errors import InputError
+from gradscope.machine_speed import Speeds
 from gradscope.models import load_policy
 from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.plan import GIB, largest_micro_batch, plan_training, shape_of
+from gradscope.trainer.plan import GIB, largest_micro_batch, plan_training
+from gradscope.trainer.plan_shape import shape_of
+from gradscope.trainer.plan_work import Lengths, step_work
 from gradscope.trainer.presets import PRESETS, get_preset
 from tests.tiny import make_model, save_checkpoint
 
@@ -205,6 +208,38 @@ def test_the_printed_plan_says_what_fits(large):
     assert "each of 8 processes (FSDP: all shared): fits (" in text
     adapters = str(plan_training(replace(get_preset("kk-qwen2.5-7b"), lora_rank=16), large))
     assert "FSDP" not in adapters and "one process: " in adapters
+
+
+def test_seconds_are_those_of_the_parts_at_the_speeds_that_are_given(tiny):
+    slow = Speeds("a slow one", 1e9, 1e9, 1e9, 1e9, 1e9, 1e-5)
+    assert plan_training(CONFIG, tiny).seconds == {}
+    plan = plan_training(CONFIG, tiny, speeds=slow)
+    work = step_work(CONFIG, tiny, plan.lengths, passes=1)
+    assert plan.seconds == {name: slow.seconds(part) for name, part in work.items()}
+    assert f"Seconds of a batch on a slow one, in one process: {sum(plan.seconds.values()):.3g} (" in str(plan)
+    assert set(plan.seconds) == {*plan.flops, "optimizer"}
+
+
+def test_work_follows_what_a_step_does(tiny):
+    def work(passes=1, longest=400, **changes):
+        return step_work(replace(CONFIG, **changes), tiny, Lengths(prompt=50, longest=longest, mean=100), passes)
+
+    base = work()
+    # All 128 responses by the reference, and the second mini-batch's 64 by the policy.
+    second = work(kl_coef=0.0)["scoring"].products
+    assert base["scoring"].products == pytest.approx(3 * second)
+    # Who looks at π_old before the first pass has it computed for all.
+    assert work(kl_coef=0.0, control="random-split", lopti_eta=0.5)["scoring"].products == pytest.approx(2 * second)
+    assert work(2, lopti_eta=0.5)["training, backward"].moved == 2 * base["training, backward"].moved
+    assert work(2, lopti_eta=0.5)["optimizer"] == base["optimizer"] * 2
+    # Recomputation runs every block once more, on prompts that are not shared.
+    assert work(gradient_checkpointing=True)["training, forward"].products > 2 * base["training, forward"].products
+    # Fewer at once: as many tokens, more steps.
+    few = work(sampling_batch_size=32)["sampling"]
+    assert few.thin == base["sampling"].thin and few.operations > 1.9 * base["sampling"].operations
+    # All equally long: no response ends before the others, and nothing is copied.
+    even = work(longest=100)["sampling"]
+    assert even.moved < base["sampling"].moved
 
 
 def test_prompts_without_room_in_the_context_are_refused(tiny):

@@ -1,0 +1,130 @@
+"""What the engine does beside its products, counted: the constants of RULES and GRAPH in gradscope.cost_measure.
+
+    python -m analyses.benchmarks.work_counts
+
+A dispatch mode adds up what every elementwise operation reads and writes, and counts operations, while small policies
+of many shapes are measured; least squares then finds how many arrays of each width, and how many operations, a block,
+a chunk and a token come to. No time is measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from gradscope.capture import TokenGradientMeter, measuring
+from gradscope.cost_measure import strip_width
+from gradscope.cost_train import FORWARD_GATES, FORWARD_STREAMS
+from gradscope.models import Policy, find_blocks
+
+VIEWS = ("view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze")
+VIEWS += ("alias", "detach", "as_strided", "split", "split_with_sizes", "unbind", "_reshape_alias", "lift_fresh")
+SHAPES = (
+    # hidden, MLP, heads, layers, tokens, rows of a chunk
+    (64, 128, 2, 3, 48, 1536),
+    (64, 128, 2, 5, 48, 1536),
+    (128, 128, 2, 3, 48, 1536),
+    (64, 512, 2, 3, 48, 1536),
+    (64, 128, 8, 3, 48, 1536),
+    (64, 128, 2, 3, 96, 1536),
+    (64, 128, 4, 3, 128, 700),
+    (128, 384, 4, 4, 64, 1536),
+    (256, 512, 4, 3, 96, 1000),
+)
+FORWARD_SCORES = 5
+"""Arrays of scores that a forward pass of eager attention reads and writes."""
+
+
+class Counted(TorchDispatchMode):
+    """FLOPs of products, numbers that other operations read and write, and operations by name; views are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self.numbers, self.operations = 0, 0, Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, name = function(*args, **(kwargs or {})), function._schema.name.removeprefix("aten::")
+        if name in VIEWS:
+            return out
+        self.operations[name] += 1
+        if formula := flop_registry.get(function._overloadpacket):
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        else:
+            self.numbers += sum(_distinct(t) for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
+        return out
+
+
+def _distinct(tensor: Tensor) -> int:
+    """Numbers in memory: an axis that is only repeated counts once."""
+    return int(np.prod([size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]))
+
+
+def count(rules: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """(arrays by width, operations by what they are for), as the engine's constants have them."""
+    widths, numbers, kinds, operations = [], [], [], []
+    for hidden, mlp, heads, layers, length, rows in SHAPES:
+        policy = _policy(hidden, mlp, heads, layers)
+        ids, targets = torch.arange(length) % 32, torch.arange(length // 4, length)
+        with measuring(policy.model):
+            meter = TokenGradientMeter(policy, ids, rows=rows, rules=rules)
+            everything = torch.arange(len(targets))
+            with Counted() as counted:
+                meter.measure(ids, targets, everything, temperature=1.0)
+            chunks = [
+                (len(part), int(targets[part[-1]]))
+                for part in meter._chunks(meter.decoder or meter.graph, targets, everything)
+            ]
+        passes = [int(targets[-1]), *([] if rules else [n for _, n in chunks])]
+        forward = sum(n * (FORWARD_STREAMS * hidden + FORWARD_GATES * mlp + FORWARD_SCORES * heads * n) for n in passes)
+        cells = sum(k * n for k, n in chunks)
+        scores = sum(k * n * ((n + strip_width(n)) / 2 if rules else n) for k, n in chunks)
+        dense = layers - rules
+        widths.append([dense * cells * hidden, dense * cells * mlp, dense * scores * heads])
+        numbers.append(counted.numbers - layers * forward)
+        kinds.append([layers * len(chunks), layers * len(targets), layers, 1])
+        operations.append(counted.operations.total())
+    found = zip(("streams", "gates", "scores"), _fit(widths, numbers), strict=True)
+    names = ("operations", "token_operations", "of a response's block", "of a response")
+    return dict(found), dict(zip(names, _fit(kinds, operations), strict=True))
+
+
+def _policy(hidden: int, mlp: int, heads: int, layers: int) -> Policy:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        num_hidden_layers=layers,
+        vocab_size=32,
+        tie_word_embeddings=True,
+        attn_implementation="eager",
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    return Policy(model, None, find_blocks(model))
+
+
+def _fit(features: list[list[float]], counts: list[float]) -> list[float]:
+    """Least squares of relative errors."""
+    a, y = np.array(features, float), np.array(counts, float)
+    return np.linalg.lstsq(a / y[:, None], np.ones(len(y)), rcond=None)[0].tolist()
+
+
+def main() -> None:
+    for name, rules in (("RULES", True), ("GRAPH", False)):
+        for found in count(rules):
+            print(name, {key: round(value, 1) for key, value in found.items()})
+
+
+if __name__ == "__main__":
+    main()

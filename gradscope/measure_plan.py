@@ -1,0 +1,235 @@
+"""What a measurement would take: tokens, FLOPs, seconds, memory and disk, before a weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from gradscope.batch import TokenBatch
+from gradscope.cost import ModelShape
+from gradscope.cost_measure import GRAPH, RULES, Engine, Response, floor_flops, measure_bytes, measure_work
+from gradscope.errors import InputError
+from gradscope.intervals import EDGES, assign_intervals
+from gradscope.machine_speed import Sizes, Speeds, Work, describe_seconds, gpu_speeds, measure_speeds
+from gradscope.models import DTYPES, EMBEDDED, Policy, find_blocks, find_device, load_tokenizer
+from gradscope.readers import read_rollouts
+from gradscope.token_table import MeasureSettings, check_batch, check_settings
+from gradscope.trainer.plan_shape import config_of
+
+Number = int | float
+
+TABLE_COLUMNS = 22
+"""Of tokens.parquet beside a norm for each layer, four bytes each at most."""
+
+
+@dataclass(frozen=True)
+class MeasurePlan:
+    """What `plan_measurement` found; printed, a table with its assumptions."""
+
+    model: str
+    shape: ModelShape
+    responses: int
+    tokens: int
+    """Response tokens, a row of the table each."""
+    measured: int
+    """Tokens that get a backward pass."""
+    mean_prefix: Number
+    """Of these, in tokens."""
+    longest: int
+    """Sequence, in tokens."""
+    engine: Engine
+    work: Mapping[str, Work]
+    """By part."""
+    floor: Number
+    """FLOPs that the norms need at least."""
+    speeds: Speeds
+    memory: Mapping[str, Mapping[str, Number]]
+    """Bytes: moment → part → bytes, at most."""
+    draw: str
+    """How the measured tokens were drawn."""
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By part."""
+        return {name: self.speeds.seconds(work) for name, work in self.work.items()}
+
+    @property
+    def peak(self) -> Number:
+        """Bytes at the moment that takes most."""
+        return max(sum(parts.values()) for parts in self.memory.values())
+
+    @property
+    def disk_bytes(self) -> Number:
+        """Of the table, uncompressed."""
+        return 4 * self.tokens * (TABLE_COLUMNS + self.shape.layers)
+
+    def __str__(self) -> str:
+        return "\n".join((*_describe_tokens(self), "", *_describe_work(self), "", *_describe_memory(self)))
+
+
+def plan_measurement(
+    model: str, rollouts: Path, settings: MeasureSettings, *, blocks: str | None = None, **how: Any
+) -> MeasurePlan:
+    """What measuring these rollouts takes, without figures and summary.
+
+    model: a folder with config.json, "embedded", or a model of the presets; rollouts as text need its tokenizer.
+    how: the keywords of `plan_batch`. Raises InputError for what `measure` would refuse, as far as it can be seen
+    without weights.
+    """
+    policy = outline_policy(model, blocks)
+    return plan_batch(policy, read_rollouts(rollouts, policy), settings, **how)
+
+
+def plan_batch(
+    policy: Policy,
+    batch: TokenBatch,
+    settings: MeasureSettings,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+    machine: str | None = None,
+    speeds: Speeds | None = None,
+    chunk_rows: int = 1536,
+    chunk_memory: int = 1 << 30,
+) -> MeasurePlan:
+    """What measuring this batch takes; the policy may be without weights.
+
+    machine: a name of machine_speed.GPUS; None: this machine's device, measured in about a second unless its speeds
+    are given.
+    """
+    check_settings(settings)
+    if settings.norms != "exact":
+        raise InputError(
+            f"a plan is of exact norms, and norms is {settings.norms!r}; a run with that says its own price"
+        )
+    check_batch(policy, batch)
+    kind = "cuda" if machine is not None else torch.device(find_device(device)).type
+    # A GPU's default is the checkpoint's own precision, mostly bfloat16.
+    precision = dtype or ("float32" if kind == "cpu" else "bfloat16")
+    shape = ModelShape.from_config(policy.model.config)
+    chosen, draw = choose_tokens(batch, settings)
+    responses = [r for row in range(len(batch)) if (r := _response(batch, row, chosen)) is not None]
+    prefixes = [n for response in responses for n in response.prefixes]
+    longest = max(response.length for response in responses)
+    engine = RULES if follows_rules(policy) else GRAPH
+    cut = {"engine": engine, "rows": chunk_rows, "memory": chunk_memory, "device": "cpu" if kind == "cpu" else "cuda"}
+    if machine is not None:
+        speeds = gpu_speeds(machine, "float32")  # of what flows back, whatever the weights are
+    elif speeds is None:
+        sizes = Sizes(chunk_rows, 1, shape.hidden, shape.head_dim, shape.heads, longest, shape.vocab, longest)
+        speeds = measure_speeds(sizes, device=torch.device(find_device(device)), dtype=DTYPES[precision])
+    return MeasurePlan(
+        policy.path,
+        shape,
+        responses=len(batch),
+        tokens=batch.num_tokens,
+        measured=len(prefixes),
+        mean_prefix=sum(prefixes) / max(1, len(prefixes)),
+        longest=longest,
+        engine=engine,
+        work=measure_work(shape, responses, self_check=settings.self_check, **cut),
+        floor=sum(floor_flops(shape, prefixes).values()),
+        speeds=speeds,
+        memory=measure_bytes(shape, responses, weight_bytes=DTYPES[precision].itemsize, **cut),
+        draw=draw,
+    )
+
+
+def outline_policy(model: str, blocks: str | None = None) -> Policy:
+    """The policy without memory for weights: its configuration, its tokenizer and its modules on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(model)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config).eval()
+    folder = EMBEDDED if model == "embedded" else Path(model)
+    tokenizer = load_tokenizer(folder) if folder.is_dir() else None
+    return Policy(network, tokenizer, find_blocks(network, blocks), model)
+
+
+def follows_rules(policy: Policy) -> bool:
+    """Whether the blocks have the modules of a common decoder, which the engine has backward rules for.
+
+    The engine itself also tries whether they compute what the rules say.
+    """
+    return all(_is_common(block) for block in policy.blocks)
+
+
+def _is_common(block: nn.Module) -> bool:
+    owners = {name for name, module in block.named_modules() if list(module.parameters(recurse=False))}
+    linear = {f"self_attn.{role}_proj" for role in "qkvo"} | {f"mlp.{role}_proj" for role in ("gate", "up", "down")}
+    needed = linear | {"input_layernorm", "post_attention_layernorm"}
+    return needed <= owners <= needed | {"self_attn.q_norm", "self_attn.k_norm"}
+
+
+def choose_tokens(batch: TokenBatch, settings: MeasureSettings) -> tuple[np.ndarray, str]:
+    """(which kept tokens get a backward pass, in the table's order; how that was found).
+
+    A sample is drawn by π, which takes the weights to know: by π_old if the rollouts tell it, else as many tokens as
+    four full intervals have, from all.
+    """
+    count, wanted = batch.num_tokens, settings.tokens_per_interval
+    if wanted is None:
+        return np.ones(count, dtype=bool), "every token"
+    rng, chosen = np.random.default_rng(settings.seed), np.zeros(count, dtype=bool)
+    if batch.old_logprobs is None:
+        chosen[rng.permutation(count)[: wanted * (len(EDGES) - 1)]] = True
+        return chosen, f"at most {wanted} of each interval; how many tokens each has is not known without old_logprobs"
+    prob = batch.old_logprobs[batch.response_mask].exp().clamp(max=1.0).numpy()
+    intervals = assign_intervals(prob, list(EDGES))
+    for interval in range(len(EDGES) - 1):
+        chosen[rng.permutation(np.flatnonzero(intervals == interval))[:wanted]] = True
+    return chosen, f"at most {wanted} of each interval of π_old"
+
+
+def _response(batch: TokenBatch, row: int, chosen: np.ndarray) -> Response | None:
+    """None where response_mask keeps nothing."""
+    _, targets = batch.sequence(row)
+    if not len(targets):
+        return None
+    start = int(batch.response_mask[:row].sum())
+    picked = targets.numpy()[chosen[start : start + len(targets)]]
+    return Response(len(targets), tuple(picked.tolist()), int(targets[-1]))
+
+
+def _describe_tokens(plan: MeasurePlan) -> Iterator[str]:
+    shape, way = plan.shape, "backward rules" if plan.engine.by_rules else "the model's own graph"
+    yield (
+        f"{plan.model}: {shape.parameters:,} parameters, {shape.layers} layers of width {shape.hidden:,}, vocabulary "
+        f"{shape.vocab:,}; measured by {way}"
+    )
+    yield (
+        f"{plan.responses:,} responses, {plan.tokens:,} response tokens; the longest sequence has {plan.longest + 1:,} "
+        f"tokens. Backward passes for {plan.measured:,} tokens ({plan.draw}), over prefixes of {plan.mean_prefix:,.0f} "
+        "tokens in the mean."
+    )
+
+
+def _describe_work(plan: MeasurePlan) -> Iterator[str]:
+    seconds = plan.seconds
+    yield f"{'':16}{'FLOPs':>12}{'seconds':>12}"
+    for name, work in plan.work.items():
+        yield f"{name:16}{work.flops:12.3g}{seconds[name]:12.3g}"
+    yield f"{'total':16}{sum(work.flops for work in plan.work.values()):12.3g}{sum(seconds.values()):12.3g}"
+    yield f"on {plan.speeds.device}: {describe_seconds(sum(seconds.values()))}, without figures and summary."
+    if plan.measured:
+        yield (
+            f"A measured token: {1e3 * sum(seconds.values()) / plan.measured:,.3g} ms. Its norms need "
+            f"{plan.floor / plan.measured:.3g} FLOPs at least."
+        )
+
+
+def _describe_memory(plan: MeasurePlan) -> Iterator[str]:
+    unit, name = (2**30, "GiB") if plan.peak >= 2**30 else (2**20, "MiB")
+    parts = list(dict.fromkeys(part for moment in plan.memory.values() for part in moment))
+    yield f"{name + ' at most':16}" + "".join(f"{moment:>12}" for moment in plan.memory)
+    for part in parts:
+        sizes = (moment.get(part) for moment in plan.memory.values())
+        yield f"{part:16}" + "".join(" " * 12 if size is None else f"{size / unit:12.2f}" for size in sizes)
+    yield f"{'total':16}" + "".join(f"{sum(moment.values()) / unit:12.2f}" for moment in plan.memory.values())
+    yield f"On disk: the table, {plan.disk_bytes / 2**20:,.1f} MiB at most."
