@@ -80,9 +80,8 @@ class BlockActivations:
         with torch.enable_grad():
             activated = block.activation(gate)
         slope = torch.autograd.grad(activated, gate, torch.ones_like(activated))[0]
-        self.up_slope = activated.detach()[:, None]
-        self.gate_slope = (slope * self.outputs(block.up))[:, None]
-        """∂(activation(gate) ∘ up)/∂up and /∂gate, [n, 1, width of the MLP]."""
+        self.mlp_slopes = torch.stack([slope * self.outputs(block.up), activated.detach()], 1)[:, None]
+        """Of activation(gate) ∘ up by gate and by up, [n, 1, 2, width of the MLP]."""
         self._factors: dict[tuple[str, bool], Tensor] = {}
         self._probs = self._attend(len(self.queries)) if keep_probs else None
 
@@ -93,8 +92,8 @@ class BlockActivations:
     def factor(self, matrix: Matrix, n: int) -> Float[Tensor, "n r"]:
         """Lower triangular factor of the module's inputs at the first n positions, with ones for a bias."""
         block, bias = self.block, matrix.module.bias is not None
-        # Queries, keys and values have one input, gate and up another.
-        shared = {block.key.name: block.query.name, block.value.name: block.query.name, block.up.name: block.gate.name}
+        # Queries, keys and values have one input; gate and up, which have one too, go together.
+        shared = {block.key.name: block.query.name, block.value.name: block.query.name}
         key = shared.get(matrix.name, matrix.name), bias
         if key not in self._factors:
             self._factors[key] = prefix_factor(self.inputs(matrix), bias=bias)

@@ -68,11 +68,15 @@ class BlockBackward:
     def _through_mlp(self, delta: Delta) -> Delta:
         """y = norm(x); gate and up of y; activation(gate) ∘ up; down."""
         block, a = self.block, self.a
-        hidden = self._linear(delta, block.down)
-        gate = hidden * self._first(a.gate_slope)
-        up = hidden.mul_(self._first(a.up_slope))
-        back = self._linear(gate, block.gate).add_(self._linear(up, block.up))
-        return self._norm(back, block.mlp_norm, self._prefix(a.mlp_norm))
+        hidden = self._linear(delta, block.down)[:, :, None] * self._first(a.mlp_slopes)
+        # Gate and up have one input: each token counts twice in one contraction.
+        both = linear_square_norms(hidden.flatten(1, 2), a.factor(block.gate, self.n), multiply=self.multiply)
+        self.squares[block.gate.name], self.squares[block.up.name] = both.view(-1, 2).unbind(1)
+        gate, up = (
+            linear_backward(part, matrix.module.weight, multiply=self.multiply)
+            for part, matrix in zip(hidden.unbind(2), (block.gate, block.up), strict=True)
+        )
+        return self._norm(gate.add_(up), block.mlp_norm, self._prefix(a.mlp_norm))
 
     def _through_attention(self, delta: Delta) -> Delta:
         """y = norm(x); queries, keys and values of y, rotated; softmax(q kᵀ) v; output."""

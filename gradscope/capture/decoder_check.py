@@ -61,7 +61,7 @@ def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tens
     probs = a.probs(len(a.queries)).unflatten(0, (groups, -1))
     yield (probs @ a.values.transpose(0, 1)[:, None]).flatten(0, 1).transpose(0, 1), a.attended
     yield a.hidden + a.outputs(block.output), a.inputs(block.mlp_norm)
-    yield a.up_slope[:, 0] * a.outputs(block.up), a.inputs(block.down)
+    yield a.mlp_slopes[:, 0, 1] * a.outputs(block.up), a.inputs(block.down)
     if following is not None:
         yield a.inputs(block.mlp_norm) + a.outputs(block.down), following
 

@@ -110,6 +110,8 @@ def _find_parts(name: str, block: nn.Module, claims: Claims) -> DecoderBlock | N
         return None
     if not _fit(q.module, k.module, v.module, o.module, width):
         return None
+    if (gate.module.bias is None) != (up.module.bias is None):
+        return None
     q_norm, k_norm = (_find_norm(attention, f"{name}.self_attn", role) for role in ("q_norm", "k_norm"))
     scaling = getattr(attention, "scaling", None)
     return DecoderBlock(
