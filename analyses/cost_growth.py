@@ -31,9 +31,10 @@ from gradscope.cost import ModelShape
 from gradscope.cost_measure import RULES, Response, floor_flops, measure_work
 from gradscope.machine_speed import gpu_speeds
 from gradscope.measure_plan import plan_batch
+from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy, find_blocks
 from gradscope.plot_style import NEUTRAL, finish, new_panels, paper_style, save_figure
-from gradscope.token_table import MeasureSettings, TableMeasurement
+from gradscope.token_table import TableMeasurement
 
 QWEN = {
     "0.5B": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from gradscope.capture.chunks import neighbours
 from gradscope.capture.decoder_body import OVERHEAD, WEIGHT_ROWS
-from gradscope.capture.rules import NARROWEST, WIDEST
+from gradscope.capture.decoder_rules import NARROWEST_QUERIES
+from gradscope.capture.rules import WIDEST, strip_width
 from gradscope.cost import ModelShape, Piece, block_activation_bytes
 from gradscope.cost_train import forward_work
 from gradscope.machine_speed import Work, total
@@ -175,11 +176,6 @@ def _contract(out: Number, inside: Number, n: Number, *, cut: bool) -> Number:
     return out * columns * (2 * n - columns + (strip_width(columns) if cut else 1))
 
 
-def strip_width(n: Number) -> Number:
-    """How wide the strips are that the engine cuts n positions or columns into, where zeros are to be skipped."""
-    return min(n, max(NARROWEST, -(-n // 4)), WIDEST)
-
-
 def _head_work(shape: ModelShape, response: Response) -> Work:
     """Logits of all targets twice, for the statistics and for the gradient, which goes back through the last MLP."""
     logits = 2 * shape.hidden * shape.vocab * response.targets
@@ -199,7 +195,7 @@ def _factor_work(shape: ModelShape, length: int) -> Work:
 
 def _chunk_work(shape: ModelShape, engine: Engine, tokens: int, n: int) -> Work:
     """A chunk's way back through all blocks."""
-    keys = (n + strip_width(n)) / 2 if engine.by_rules else n
+    keys = (n + strip_width(n, NARROWEST_QUERIES)) / 2 if engine.by_rules else n
     each = _backward(shape, n, keys=keys, last_is_free=engine.by_rules)
     dense = shape.layers - engine.by_rules
     widths = engine.streams * shape.hidden + engine.gates * shape.mlp_width + engine.scores * shape.heads * keys
@@ -227,7 +223,7 @@ def measure_bytes(
     kept = _kept_bytes(shape, engine, longest)
     cut = {"engine": engine, "rows": rows, "memory": memory, "device": device}
     chunks = (chunk for r in responses for chunk in split_chunks(shape, r.prefixes, **cut))
-    carried = (tokens * n * _row_bytes(shape, engine, strip_width(n)) for tokens, n in chunks)
+    carried = (tokens * n * _row_bytes(shape, engine, strip_width(n, NARROWEST_QUERIES)) for tokens, n in chunks)
     chunk = {"response": kept, "chunk": max(carried, default=0)}
     if not engine.by_rules:
         scores = GRAPH_SCORES * shape.heads * longest**2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +17,9 @@ from gradscope.cost_measure import GRAPH, RULES, Engine, Response, floor_flops, 
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.machine_speed import Sizes, Speeds, Work, describe_seconds, gpu_speeds, measure_speeds
+from gradscope.measure_settings import MeasureSettings, check_batch, check_settings
 from gradscope.models import DTYPES, EMBEDDED, Policy, find_blocks, find_device, load_tokenizer
 from gradscope.readers import read_rollouts
-from gradscope.token_table import MeasureSettings, check_batch, check_settings
 from gradscope.trainer.plan_shape import config_of
 
 Number = int | float

@@ -9,7 +9,8 @@ from gradscope.cost_measure import GRAPH
 from gradscope.errors import InputError
 from gradscope.machine_speed import Speeds
 from gradscope.measure_plan import choose_tokens, follows_rules, outline_policy, plan_batch, plan_measurement
-from gradscope.token_table import MeasureSettings, measure
+from gradscope.measure_settings import MeasureSettings
+from gradscope.token_table import measure
 from tests.tiny import CAUSAL
 
 SPEEDS = Speeds("a machine", 1e9, 1e9, 1e9, 1e9, 1e9, 1e-6)

@@ -37,8 +37,9 @@ from analyses.benchmarks.turns import Turns, parts_of
 from gradscope.batch import Response, TokenBatch, collate
 from gradscope.cost import ModelShape
 from gradscope.measure_plan import plan_batch
+from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy, find_blocks, load_policy
-from gradscope.token_table import MeasureSettings, TableMeasurement
+from gradscope.token_table import TableMeasurement
 from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.journal import Journal
 from gradscope.trainer.loop import train

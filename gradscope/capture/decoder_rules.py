@@ -14,6 +14,9 @@ from torch import Tensor
 from gradscope.capture.products import Product, multiply_exactly
 from gradscope.capture.rules import strips
 
+NARROWEST_QUERIES = 56
+"""Of a strip in `attention_backward`, whose loop has many operations."""
+
 
 def linear_backward(
     delta: Float[Tensor, "n K out"], weight: Float[Tensor, "out in"], *, multiply: Product = multiply_exactly
@@ -72,7 +75,7 @@ def attention_backward(
     back_q = torch.empty_like(delta)
     back_k, back_v = (delta.new_zeros(n, tokens, groups, width) for _ in range(2))
     k, v, q = (t.transpose(0, 1) for t in (keys, values, queries))
-    for start, end in strips(n):
+    for start, end in strips(n, NARROWEST_QUERIES):
         rows = (end - start) * share
         d = delta[start:end].permute(2, 0, 1, 3).contiguous()
         p = probs[:, start:end, :end]

@@ -15,7 +15,8 @@ Precision = Literal["exact", "bfloat16", "tf32"]
 
 def multiply_exactly(left: Tensor, right: Tensor) -> Tensor:
     """In the precision of the left factor."""
-    return left @ right.to(left.dtype)
+    product = torch.mm if left.ndim == 2 else torch.bmm  # what @ comes to, without its detours
+    return product(left, right.to(left.dtype))
 
 
 def multiply_in_bfloat16(left: Tensor, right: Tensor) -> Tensor:

@@ -14,17 +14,22 @@ from torch import Tensor
 
 from gradscope.capture.products import Product, multiply_exactly
 
-NARROWEST, WIDEST = 48, 128
+NARROWEST, WIDEST = 28, 128
 """Positions taken at once where a product has zeros to skip: fewer cost more in operations than they save."""
 
 
-def strips(n: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of about four parts of n positions, none of them too narrow or too wide.
+def strip_width(n: int, narrowest: int = NARROWEST) -> int:
+    """Of four equal parts of n positions, or fewer that are not too narrow, or more that are not too wide."""
+    return min(-(-n // min(4, max(1, n // narrowest))), WIDEST)
+
+
+def strips(n: int, narrowest: int = NARROWEST) -> Iterator[tuple[int, int]]:
+    """(start, end) of the parts of n positions.
 
     >>> list(strips(72))
-    [(0, 48), (48, 72)]
+    [(0, 36), (36, 72)]
     """
-    width = min(max(NARROWEST, -(-n // 4)), WIDEST)
+    width = strip_width(n, narrowest)
     return ((start, min(start + width, n)) for start in range(0, n, width))
 
 
@@ -48,11 +53,10 @@ def linear_square_norms(
     factor: of the module's inputs, by `prefix_factor`; lower triangular, it is taken in strips of columns, each without
     its zeros. Positions come first here, so that one product serves all tokens.
     """
-    delta, square = delta.contiguous(), delta.new_zeros(delta.shape[1])
-    for start, end in strips(factor.shape[1]):
-        part = multiply(factor[start:, start:end].T, delta[start:].flatten(1))
-        square += square_norms(part.unflatten(1, delta.shape[1:]))
-    return square
+    (_, tokens, width), rows = delta.shape, delta.flatten(1)
+    parts = [multiply(factor[start:, start:end].T, rows[start:]) for start, end in strips(factor.shape[1])]
+    norms = torch.cat([torch.linalg.vector_norm(part.view(-1, width), dim=1) for part in parts])
+    return torch.linalg.vector_norm(norms.view(-1, tokens), dim=0).square()
 
 
 def square_norms(values: Float[Tensor, "n K *rest"]) -> Float[Tensor, " K"]:
