@@ -4,6 +4,7 @@ Equations are those of arXiv:2505.12929. Tensors are [B, T], any slice of the al
 one per response. What a mask drops is not used and may hold anything; a NaN in what it keeps is an InputError.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,8 @@ def lopti_split(
     """
     check_eta(eta)
     _refuse_nan(old_logprobs, response_mask, "old_logprobs")
-    low = response_mask & (old_logprobs.exp() < eta)
+    # Compared as logarithms: exp may differ by a rounding between devices, and a token be in both masks or in neither.
+    low = response_mask & (old_logprobs < (math.log(eta) if eta > 0 else -math.inf))
     return low, response_mask & ~low
 
 

@@ -149,8 +149,10 @@ class Updater:
 
         match: rescale that gradient, before clipping, to the norm that it has under these other settings.
         accumulated: what `score_and_accumulate` has said of this pass, whose gradient is in `.grad` already.
-        A gradient that is not finite, and a pass without tokens, take no step.
+        A gradient that is not finite, and a pass without tokens, take no step. Raises InputError for both at once.
         """
+        if match is not None and accumulated is not None:
+            raise InputError("match and accumulated are given, and the gradient cannot be both; leave one of them out")
         if part.batch.num_tokens == 0:
             self.optimizer.zero_grad()
             return StepResult(part.name, "empty", 0.0, float("nan"), float("nan"), 0, 0, 0, 0)

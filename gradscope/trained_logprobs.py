@@ -28,11 +28,6 @@ LAUNCHED = 2**26
 """The same on a GPU, which is slowed by small pieces."""
 
 
-def rows_at_once(logits: Float[Tensor, "K N"]) -> int:
-    """Rows of logits that are worked on together."""
-    return max(1, (LAUNCHED if logits.is_cuda else CACHED) // logits.shape[-1])
-
-
 def trained_logprobs(
     logits: Float[Tensor, "K N"], token_ids: Int[Tensor, " K"], temperatures: Float[Tensor, " K"]
 ) -> Float[Tensor, " K"]:
@@ -86,5 +81,5 @@ def _powers(
 
 
 def _parts(logits: Float[Tensor, "K N"]) -> Iterator[slice]:
-    size = rows_at_once(logits)
+    size = max(1, (LAUNCHED if logits.is_cuda else CACHED) // logits.shape[-1])
     yield from (slice(start, start + size) for start in range(0, len(logits), size))

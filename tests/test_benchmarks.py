@@ -5,6 +5,7 @@ import warnings
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from analyses.benchmarks.lopti_time import SHARES, compare_lopti
@@ -24,10 +25,16 @@ def test_every_method_of_the_benchmark_gives_the_same_norms():
     assert list(table["method"]) == list(METHODS)
     # float32 autograd on both sides.
     assert (table["max_relative_error"] < 1e-5).all()
-    assert table["ratio"].iloc[-1] == 1 and (table["ratio"] > 0).all()
-    # No method does less than the least; what each holds is more than one sequence's activations.
-    assert (table["fraction_of_floor"].between(0, 1)).all() and (table["peak_mb"] > 0.1).all()
-    assert "times as fast as" in describe(table)
+    assert table["ratio"].iloc[-1] == 1
+    assert (table["peak_mb"] > 0.1).all()  # one sequence's activations at least
+
+
+def test_the_words_name_the_best_method_from_outside_and_not_our_own_other_way():
+    ratios = {"batch loop": 20.0, "sequence loop": 4.0, "vmap": 3.5, "opacus": 6.0, "graph": 1.5, "gradscope": 1.0}
+    table = pd.DataFrame({"method": ratios.keys(), "ratio": ratios.values(), "fraction_of_floor": 0.5})
+    assert describe(table) == (
+        "gradscope is 3.50 times as fast as vmap, 1.50 times as fast as along the graph, and at 0.50 of the floor"
+    )
 
 
 def test_loops_take_turns_step_by_step_and_the_parts_of_a_step_are_all_of_it():

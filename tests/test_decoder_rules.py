@@ -107,8 +107,8 @@ def test_attention_backward_is_autograds_for_every_sharing_of_keys(heads, groups
         torch.testing.assert_close(a, b, **CLOSE)
 
 
-# At the edges of strips of 32, 64 and 128 positions, and over several of them.
-@pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200])
+# One strip, two, four, and more than four of the greatest width; at their edges.
+@pytest.mark.parametrize("n", [1, 2, 55, 56, 57, 111, 112, 113, 200, 223, 224, 225, 513])
 @pytest.mark.parametrize("window", [None, 5])
 def test_strips_of_attention_leave_nothing_out(n, window):
     inputs, probs, outputs = attend(n, 2, 1, window)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from gradscope.batch import Response, TokenBatch, collate
 from gradscope.batch_logprobs import batch_statistics, has_plain_head
-from gradscope.batch_loss import LossSettings
+from gradscope.batch_loss import PAPER, LossSettings
+from gradscope.errors import InputError
 from gradscope.models import Policy, load_policy
 from gradscope.processes import ALONE
 from gradscope.sampling.hf import HFSampler
@@ -324,6 +325,12 @@ def test_a_model_that_is_nan_is_said_by_the_statistics_and_takes_no_step(batch):
     assert found.logprob[batch.response_mask].isnan().all()
     part = Pass("low", batch, batch.num_tokens)
     assert updater.step(part, config.loss, accumulated=begun).outcome == "nonfinite"
+
+
+def test_a_gradient_that_waits_for_its_step_cannot_be_rescaled_to_another(model, batch):
+    updater = make_updater(model)
+    with pytest.raises(InputError, match="match and accumulated"):
+        updater.step(Pass("all", batch, batch.num_tokens), PAPER, match=PAPER, accumulated=[0.0] * 4)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "gemma2"])

@@ -18,11 +18,9 @@ from gradscope.capture.decoder_rules import (
     rotary_backward,
 )
 from gradscope.capture.products import Product
-from gradscope.capture.rules import linear_square_norms, outer_square_norms
+from gradscope.capture.rules import Squares, linear_square_norms, outer_square_norms
 
 Delta = Float[Tensor, "n K d"]
-Squares = dict[str, Float[Tensor, " K"]]
-"""Squared norm of each token's gradient, by module."""
 
 
 class BlockBackward:

@@ -16,19 +16,20 @@ from torch import Tensor
 
 from gradscope.capture.claims import Claims
 from gradscope.capture.decoder_activations import BlockActivations, Seen, record_blocks
-from gradscope.capture.decoder_block import BlockBackward, Squares
+from gradscope.capture.decoder_block import BlockBackward
 from gradscope.capture.decoder_check import account_for, is_complete
 from gradscope.capture.decoder_parts import DecoderBlock, find_decoder_blocks
 from gradscope.capture.embeddings import table_square_norms
 from gradscope.capture.head import HeadPass
 from gradscope.capture.products import Product, multiply_exactly
-from gradscope.capture.rules import WIDEST, square_norms
+from gradscope.capture.rules import WIDEST, Squares, square_norms
 from gradscope.models import Policy
 
 OVERHEAD = {"cpu": 3e7, "cuda": 2e10}
-"""FLOPs that a device could do in the time that it takes to start a block's backward pass: about 100 operations."""
+"""FLOPs that a device could do in the time that the operations of a block's backward pass take to start. cpu: of some
+values the fastest at S and M of analyses/benchmarks/token_gradients.py; cuda: assumed, see analyses/gpu/QUEUE.md."""
 WEIGHT_ROWS = 8
-"""Rows of a product that take as long as reading its weights."""
+"""Rows of a product that are assumed to take as long as reading its weights; half or twice as many cost the same."""
 
 
 class DecoderBody:

@@ -19,12 +19,9 @@ from gradscope.capture.embeddings import table_square_norms
 from gradscope.capture.factors import Factors, join
 from gradscope.capture.head import HeadPass
 from gradscope.capture.recording import Call, Recorder
-from gradscope.capture.rules import diagonal_square_norms, linear_square_norms
+from gradscope.capture.rules import Squares, diagonal_square_norms, linear_square_norms
 from gradscope.errors import InputError
 from gradscope.models import Policy
-
-Squares = dict[str, Float[Tensor, " K"]]
-"""Squared norm of each token's gradient, by module."""
 
 
 class GraphBody:

@@ -25,7 +25,7 @@ def multiply_in_bfloat16(left: Tensor, right: Tensor) -> Tensor:
 
 
 def multiply_in_tf32(left: Tensor, right: Tensor) -> Tensor:
-    """Both factors rounded to 10 bits by the tensor cores of a GPU."""
+    """Both factors rounded to 11 bits by the tensor cores of a GPU."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

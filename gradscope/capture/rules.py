@@ -1,7 +1,8 @@
 """Norms of the gradients of known modules' parameters, from what flows in and what flows back, tensors to tensors.
 
-Notation: K tokens are measured at once over a prefix of n positions. delta[k] is the gradient of token k's log π with
-respect to the module's output at every position of the prefix; a position after the token carries zeros.
+Notation: K tokens are measured at once over a prefix of n positions. delta is the gradient of each token's log π with
+respect to the module's output at every position of the prefix, [K, n, …], and zero after the token's own; for linear
+modules, where one matrix product serves all tokens, positions come first, [n, K, …].
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.capture.products import Product, multiply_exactly
+
+Squares = dict[str, Float[Tensor, " K"]]
+"""Squared norm of each token's gradient, by module."""
 
 NARROWEST, WIDEST = 28, 128
 """Positions taken at once where a product has zeros to skip: fewer cost more in operations than they save."""
@@ -51,7 +55,7 @@ def linear_square_norms(
     """Squared norm of Σ_s δ_s [a_s, 1]ᵀ: the gradient of a linear module's weight and bias together.
 
     factor: of the module's inputs, by `prefix_factor`; lower triangular, it is taken in strips of columns, each without
-    its zeros. Positions come first here, so that one product serves all tokens.
+    its zeros.
     """
     (_, tokens, width), rows = delta.shape, delta.flatten(1)
     parts = [multiply(factor[start:, start:end].T, rows[start:]) for start, end in strips(factor.shape[1])]
