@@ -54,8 +54,8 @@ class Train:
             print(f"trained; last checkpoint: {last}")
 
     def _plan(self) -> None:
+        from gradscope.architectures import shape_of
         from gradscope.trainer.plan import find_lengths, plan_training
-        from gradscope.trainer.plan_shape import shape_of
         from gradscope.trainer.plan_work import step_speeds
 
         if not 0 < self.device_memory < float("inf"):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from gradscope.architectures import config_of
 from gradscope.batch import TokenBatch
 from gradscope.cost import ModelShape
 from gradscope.cost_measure import GRAPH, RULES, Engine, Response, floor_flops, measure_bytes, measure_work
@@ -20,7 +21,6 @@ from gradscope.machine_speed import Sizes, Speeds, Work, describe_seconds, gpu_s
 from gradscope.measure_settings import MeasureSettings, check_batch, check_settings
 from gradscope.models import DTYPES, EMBEDDED, Policy, find_blocks, find_device, load_tokenizer
 from gradscope.readers import read_rollouts
-from gradscope.trainer.plan_shape import config_of
 
 Number = int | float
 

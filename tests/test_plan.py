@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gradscope.architectures import shape_of
 from gradscope.cost import Piece, kv_bytes, loss_bytes
 from gradscope.errors import InputError
 from gradscope.machine_speed import Speeds
 from gradscope.models import load_policy
 from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.plan import GIB, largest_micro_batch, plan_training
-from gradscope.trainer.plan_shape import shape_of
 from gradscope.trainer.plan_work import Lengths, step_work
 from gradscope.trainer.presets import PRESETS, get_preset
 from tests.tiny import make_model, save_checkpoint

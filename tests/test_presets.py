@@ -2,14 +2,14 @@
 
 import pytest
 
+from gradscope.architectures import ARCHITECTURES, shape_of
 from gradscope.batch_loss import PAPER
 from gradscope.cost import ModelShape
 from gradscope.errors import InputError
 from gradscope.tasks import draw_questions, get_task
 from gradscope.tasks.data import find_files
 from gradscope.trainer.plan import plan_training
-from gradscope.trainer.plan_shape import shape_of
-from gradscope.trainer.presets import ARCHITECTURES, PRESETS, get_preset
+from gradscope.trainer.presets import PRESETS, get_preset
 
 PUZZLES, MATH = ("kk-qwen2.5-3b", "kk-qwen2.5-7b"), ("math-qwen2.5-7b", "orz-qwen2.5-7b")
 

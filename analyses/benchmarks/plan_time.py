@@ -34,6 +34,7 @@ import tyro
 from analyses.benchmarks.token_gradients import make_policy
 from analyses.benchmarks.trainer_loops import SIZES, finishing, our_parts, puzzle_workload, random_workload
 from analyses.benchmarks.turns import Turns, parts_of
+from gradscope.architectures import shape_of
 from gradscope.batch import Response, TokenBatch, collate
 from gradscope.cost import ModelShape
 from gradscope.measure_plan import plan_batch
@@ -44,7 +45,6 @@ from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.journal import Journal
 from gradscope.trainer.loop import train
 from gradscope.trainer.plan import find_lengths, plan_training
-from gradscope.trainer.plan_shape import shape_of
 from gradscope.trainer.plan_work import step_speeds
 
 

@@ -25,7 +25,6 @@ beside the setting.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from gradscope.errors import InputError
 from gradscope.trainer.config import TrainConfig
@@ -92,32 +91,6 @@ PRESETS: dict[str, TrainConfig] = {
     "math-qwen2.5-7b": replace(_MATH, data=("math/dsr_uniform_train.parquet",), epochs=5),
     "orz-qwen2.5-7b": replace(_MATH, data=("math/orz_train.parquet",), epochs=1),
 }
-
-_QWEN_7B = {
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-}
-
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen2.5-3B-Instruct": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "intermediate_size": 11008,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 32768,
-    },
-    "Qwen/Qwen2.5-7B-Instruct-1M": _QWEN_7B | {"max_position_embeddings": 1010000},
-    "Qwen/Qwen2.5-7B": _QWEN_7B | {"max_position_embeddings": 131072},
-}
-"""The presets' models as arguments of transformers' Qwen2Config, so that a run is planned before they are fetched."""
 
 
 def get_preset(name: str) -> TrainConfig:
