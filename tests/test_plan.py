@@ -98,13 +98,19 @@ def test_a_run_is_as_long_as_steps_and_epochs_allow(tiny):
 
 
 def test_flops_of_a_step_are_so_many_passes_over_its_tokens(large):
+    """Counted by hand: 128 responses of 100 tokens to 16 prompts of 100, two mini-batches, blocks recomputed."""
     config = replace(CONFIG, gradient_checkpointing=True)
     flops = plan_training(config, large, prompt_tokens=100, mean_response=100).flops
-    forward = flops["sampling"]
-    assert flops["scoring"] == flops["training, forward"] == flops["training, backward"] == 2 * forward
-    # 2 × parameters × tokens: the embedding multiplies nothing, the head only the responses, attention adds 1 %.
-    matrices = large.matrices + large.head / 2
-    assert forward == pytest.approx(2 * matrices * 128 * 200, rel=0.01)
+    token, logits, pair = 2 * large.matrices, 2 * large.head, 4 * 28 * 3584
+    matrices, attention = 128 * (200 * token + 100 * logits), 128 * 200 * 200 * pair
+    # The reference scores both mini-batches, the policy the second one.
+    assert flops["scoring"] == pytest.approx(1.5 * (matrices + attention))
+    assert flops["training, forward"] == pytest.approx(2 * (matrices + attention))
+    assert flops["training, backward"] == pytest.approx(2 * matrices + 2.5 * attention)
+    # Each prompt is read once; a token attends to its prompt and to half of the response.
+    prompts = 16 * (100 * token + logits + 100 * 100 * pair)
+    assert flops["sampling"] == pytest.approx(prompts + 128 * 100 * (token + logits + 150 * pair))
+    assert "optimizer" not in flops
 
 
 def test_lopti_doubles_the_flops_of_the_blocks_and_not_those_of_the_head(large):
@@ -216,6 +222,7 @@ def test_seconds_are_those_of_the_parts_at_the_speeds_that_are_given(tiny):
     plan = plan_training(CONFIG, tiny, speeds=slow)
     work = step_work(CONFIG, tiny, plan.lengths, passes=1)
     assert plan.seconds == {name: slow.seconds(part) for name, part in work.items()}
+    assert plan.flops == {name: part.flops for name, part in work.items() if name != "optimizer"}
     assert f"Seconds of a batch on a slow one, in one process: {sum(plan.seconds.values()):.3g} (" in str(plan)
     assert set(plan.seconds) == {*plan.flops, "optimizer"}
 
@@ -230,6 +237,9 @@ def test_work_follows_what_a_step_does(tiny):
     assert base["scoring"].products == pytest.approx(3 * second)
     # Who looks at π_old before the first pass has it computed for all.
     assert work(kl_coef=0.0, control="random-split", lopti_eta=0.5)["scoring"].products == pytest.approx(2 * second)
+    assert work(algorithm="reinforce++")["scoring"].products == pytest.approx(4 * second)
+    # The sampler's π_old leaves the trainer's own scoring to be held against it: of all.
+    assert work(kl_coef=0.0, old_logprobs="sampler")["scoring"].products == pytest.approx(2 * second)
     assert work(2, lopti_eta=0.5)["training, backward"].moved == 2 * base["training, backward"].moved
     assert work(2, lopti_eta=0.5)["optimizer"] == base["optimizer"] * 2
     # Recomputation runs every block once more, on prompts that are not shared.

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from gradscope.cost import ModelShape, kv_bytes, trained_parameters
 from gradscope.errors import InputError
-from gradscope.machine_speed import Speeds, describe_seconds
+from gradscope.machine_speed import Speeds, Work, describe_seconds
 from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.plan_memory import GIB, checkpoint_bytes, step_memory, weights_bytes
-from gradscope.trainer.plan_work import Lengths, optimizer_steps, step_flops, step_work
+from gradscope.trainer.plan_work import Lengths, optimizer_steps, step_work
 
 Number = int | float
 
@@ -40,8 +40,6 @@ class Plan:
     """Of one batch of responses."""
     steps: int | None
     """Batches of the whole run; None: it depends on how many questions the data hold."""
-    flops: Mapping[str, Number]
-    """Of one step, in all processes together, with responses of the assumed mean length: by what they are for."""
     checkpoint_bytes: Number
     """On disk."""
     speeds: Speeds | None = None
@@ -53,12 +51,19 @@ class Plan:
         return max(sum(parts.values()) for parts in self.memory.values())
 
     @property
+    def work(self) -> dict[str, Work]:
+        """Of one step by part, in one process, with responses of the assumed mean length."""
+        return step_work(self.config, self.shape, self.lengths, self.passes)
+
+    @property
+    def flops(self) -> dict[str, Number]:
+        """Of that work, where it has any."""
+        return {name: part.flops for name, part in self.work.items() if part.flops}
+
+    @property
     def seconds(self) -> dict[str, float]:
-        """Of one step by part, in one process; empty without speeds."""
-        if self.speeds is None:
-            return {}
-        work = step_work(self.config, self.shape, self.lengths, self.passes)
-        return {name: self.speeds.seconds(part) for name, part in work.items()}
+        """Of the same work; empty without speeds."""
+        return {} if self.speeds is None else {name: self.speeds.seconds(part) for name, part in self.work.items()}
 
     @property
     def passes(self) -> int:
@@ -128,7 +133,6 @@ def plan_training(
         tokens_expected=config.num_responses * (lengths.prompt + lengths.mean),
         optimizer_steps=optimizer_steps(config, passes),
         steps=_steps(config, questions),
-        flops=step_flops(config, shape, lengths, passes),
         checkpoint_bytes=checkpoint_bytes(config, shape),
         speeds=speeds,
     )

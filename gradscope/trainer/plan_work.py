@@ -1,4 +1,4 @@
-"""What a training step computes: FLOPs by part, and the work that its seconds are made of."""
+"""What a training step computes, by part: the work that its FLOPs and its seconds are."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from gradscope.cost import ModelShape, Piece, backward_flops, forward_flops
+from gradscope.cost import ModelShape, Piece
 from gradscope.cost_train import optimizer_work, sampling_work, scoring_work, training_work
 from gradscope.machine_speed import Sizes, Speeds, Work, gpu_speeds, measure_speeds
 from gradscope.models import DTYPES, find_device
+from gradscope.trainer.algorithm import scores_in_first_pass
 from gradscope.trainer.config import TrainConfig
-
-Number = int | float
 
 
 @dataclass(frozen=True)
@@ -27,26 +26,12 @@ class Lengths:
     """Response that times and FLOPs are counted for."""
 
 
-def step_flops(config: TrainConfig, shape: ModelShape, lengths: Lengths, passes: int) -> dict[str, Number]:
-    """By part of a step. Each pass of Lopti runs the blocks on whole responses and the head on its own tokens."""
-    count, length = config.num_responses, lengths.prompt + lengths.mean
-    whole, part = Piece(count, length, lengths.mean), Piece(count, length, math.ceil(lengths.mean / passes))
-    forward, backward = forward_flops(shape, part), backward_flops(shape, part, lora_rank=config.lora_rank)
-    again = 2 if config.gradient_checkpointing else 1
-    gradients = 2 if config.control == "matched-norm" else 1
-    return {
-        "sampling": forward_flops(shape, whole),
-        "scoring": forward_flops(shape, whole) * (2 if config.kl_coef > 0 else 1),
-        "training, forward": passes * gradients * forward * again,
-        "training, backward": passes * gradients * backward,
-    }
-
-
 def step_work(config: TrainConfig, shape: ModelShape, lengths: Lengths, passes: int) -> dict[str, Work]:
-    """By the same parts, and the optimizer's, as gradscope's trainer does it in micro-batches, in one process.
+    """By part, as gradscope's trainer does it in micro-batches, in one process.
 
     Responses have their mean length and differ little from it within a micro-batch: they are sorted by length. There
-    the responses to a question share its prompt, and the first mini-batch is scored by its training pass.
+    the responses to a question share its prompt, and the first mini-batch is scored by its training pass where the
+    algorithm lets it be.
     """
     length, count = lengths.prompt + lengths.mean, config.num_responses
     size = min(config.micro_batch_size, config.mini_batch_size)
@@ -61,9 +46,8 @@ def step_work(config: TrainConfig, shape: ModelShape, lengths: Lengths, passes: 
         tokens=tokens,
     )
     times = passes * (2 if config.control == "matched-norm" else 1) * count / size
-    scored = (count if config.kl_coef > 0 else 0) + (count - min(count, config.mini_batch_size))
-    if config.old_logprobs == "trainer" and not _scores_in_first_pass(config):
-        scored += min(count, config.mini_batch_size)
+    trained_first = min(count, config.mini_batch_size) if scores_in_first_pass(config) else 0
+    scored = count - trained_first + (count if config.kl_coef > 0 else 0)  # by the policy, by its reference
     whole = Piece(count, length, lengths.mean)
     return {
         "sampling": sampling_work(
@@ -79,12 +63,6 @@ def step_work(config: TrainConfig, shape: ModelShape, lengths: Lengths, passes: 
     }
 
 
-def _scores_in_first_pass(config: TrainConfig) -> bool:
-    """Whether nobody needs π_old before the first pass."""
-    returns = config.algorithm == "reinforce++" and config.kl_coef > 0
-    return config.old_logprobs == "trainer" and config.control is None and not returns
-
-
 def optimizer_steps(config: TrainConfig, passes: int) -> int:
     """Of one batch of responses."""
     return passes * math.ceil(config.num_responses / config.mini_batch_size)
@@ -98,7 +76,14 @@ def step_speeds(config: TrainConfig, shape: ModelShape, lengths: Lengths, machin
         return gpu_speeds(machine, config.precision, thin_rows=alive)
     size, length = min(config.micro_batch_size, config.mini_batch_size), lengths.prompt + lengths.mean
     sizes = Sizes(
-        size * length, alive, shape.hidden, shape.head_dim, shape.heads, length, shape.vocab, size * lengths.mean
+        rows=size * length,
+        thin_rows=alive,
+        hidden=shape.hidden,
+        head_dim=shape.head_dim,
+        heads=shape.heads,
+        length=length,
+        vocab=shape.vocab,
+        logit_rows=size * lengths.mean,
     )
     device = torch.device(find_device(config.device))
     return measure_speeds(sizes, device=device, dtype=DTYPES[config.precision])
