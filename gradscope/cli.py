@@ -20,7 +20,14 @@ from tqdm import tqdm
 from gradscope import __version__
 from gradscope.batch import TokenBatch
 from gradscope.cli_evaluate import Evaluate
-from gradscope.cli_shared import DeviceFlag, DtypeFlag, check_prompts, load_quietly, quiet_transformers
+from gradscope.cli_shared import (
+    DeviceFlag,
+    DtypeFlag,
+    check_no_machine,
+    check_prompts,
+    load_quietly,
+    quiet_transformers,
+)
 from gradscope.cli_train import train_with_preset
 from gradscope.cli_tune import Tune
 from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError
@@ -155,6 +162,7 @@ class Measure:
         if self.plan:
             self._plan()
             return
+        check_no_machine(self.machine)
         if self.out is None:
             raise InputError("--out is missing; give the folder of the run")
         if self.constants and self.settings.norms == "estimate":
@@ -201,8 +209,8 @@ class Measure:
         with measurement, folder.writing():  # checks itself, before anything is written
             if folder.open(overwrite=self.overwrite):
                 print(f"taking up the unfinished run in {folder.folder}")
-            if measurement.plan is not None:
-                print(measurement.plan)
+            if measurement.estimate_plan is not None:
+                print(measurement.estimate_plan)
             counts = measurement.batch.response_mask.sum(1).tolist()
             with tqdm(total=sum(counts), desc="measuring", unit="token", disable=None) as bar:
                 for row, count in enumerate(counts):
@@ -211,7 +219,7 @@ class Measure:
                     bar.update(count)
             table = join_responses(folder.read_parts(len(counts)))
             write_parquet(folder.staged / "tokens.parquet", table)
-            if measurement.plan is not None:
+            if measurement.estimate_plan is not None:
                 write_text(folder.staged / "interval_norms.csv", interval_norms(table).to_csv(index=False))
             folder.close(self._manifest(policy, measurement, folder.key, table))
         print(f"{len(table):,} tokens of {len(counts)} responses: {folder.folder / 'tokens.parquet'}")
@@ -261,9 +269,10 @@ class Measure:
     def _norms(self, measurement: TableMeasurement, table: pd.DataFrame) -> dict[str, Any]:
         """What the manifest says of the norms: how many tokens have one, and how it was come by."""
         known = int(table["param_grad_norm"].notna().sum())
-        if measurement.plan is None:
+        if measurement.estimate_plan is None:
             return {"norms": "exact", "tokens_measured": known}
-        plan = asdict(measurement.plan) | {"in_words": str(measurement.plan)}
+        plan = asdict(measurement.estimate_plan)
+        plan = plan.pop("counts") | plan | {"in_words": str(measurement.estimate_plan)}
         return {"norms": "estimate", "tokens_measured": 0, "tokens_estimated": known, "estimate": plan}
 
 

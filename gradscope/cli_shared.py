@@ -47,3 +47,9 @@ def quiet_transformers() -> None:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+
+
+def check_no_machine(machine: str | None) -> None:
+    """InputError for a GPU that is named without a plan: nothing else is made for a machine that is not here."""
+    if machine is not None:
+        raise InputError(f"--machine is {machine}, which only a plan is made for; add --plan, or leave it out")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from gradscope.cli_shared import quiet_transformers
+from gradscope.cli_shared import check_no_machine, quiet_transformers
 from gradscope.errors import InputError
 from gradscope.tasks import get_task
 from gradscope.trainer.config import TrainConfig
@@ -44,6 +44,7 @@ class Train:
         if self.plan:
             self._plan()
             return
+        check_no_machine(self.machine)
         if self.out is None:
             raise InputError("--out is missing; give the folder of the run")
         from gradscope.trainer.loop import train

@@ -32,6 +32,8 @@ from gradscope.logprobs import logit_gradient
 from gradscope.norm_estimates import EstimateCounts, relative_norm_error, signed_square_norms, squared_changes
 from gradscope.weighted_gradients import differentiable, predict_changes, zero_vectors
 
+Number = int | float
+
 PASSES, DRAWS = 4, 32
 """What the rule takes."""
 DRAW_COST = 4
@@ -42,31 +44,24 @@ DRAW_COST = 4
 class EstimatePlan:
     """What is estimated, by how many samples, at which cost, and why."""
 
-    passes: int | None
-    """Of random signs; None: the intervals' sums come from the draws."""
-    draws: int | None
-    """Of directions; None: no token's own norm is estimated."""
+    counts: EstimateCounts
     sums: int
     """Backward passes of a pass of random signs."""
-    passes_cost: int | float
+    passes_cost: Number
     """In forward passes over the batch, as the other two; 0 without passes."""
-    draws_cost: int | float
-    exact_cost: int | float
+    draws_cost: Number
+    exact_cost: Number
     """Of what is not done: exact norms of every token."""
     reason: str
     """Why these numbers of passes and draws."""
 
-    @property
-    def counts(self) -> EstimateCounts:
-        return EstimateCounts(self.passes, self.draws)
-
     def __str__(self) -> str:
-        parts = []
-        if self.passes is not None:
-            parts.append(f"{self.passes} pass{'es' * (self.passes > 1)} of random signs for the intervals")
-        if self.draws is not None:
-            error = relative_norm_error(self.draws)
-            parts.append(f"{self.draws} draw{'s' * (self.draws > 1)} of forward mode, ±{error:.1%} for each token")
+        passes, draws, parts = self.counts.passes, self.counts.draws, []
+        if passes is not None:
+            parts.append(f"{passes} pass{'es' * (passes > 1)} of random signs for the intervals")
+        if draws is not None:
+            error = relative_norm_error(draws)
+            parts.append(f"{draws} draw{'s' * (draws > 1)} of forward mode, ±{error:.1%} for each token")
         ours = self.passes_cost + self.draws_cost
         words = f"norms are estimates: {', '.join(parts)} ({self.reason}); "
         words += f"cost {ours:,.0f} forward passes over the batch, exact norms {self.exact_cost:,.0f}"
@@ -96,22 +91,18 @@ def plan_estimate(
     if by_rule:
         passes, draws = PASSES, DRAWS
     signs, tokens = 0 if passes is None else 1 + 2 * passes * sums, DRAW_COST * (draws or 0)
-    obstacle = None
+    reason = "less than exact norms cost" if by_rule else "as asked"
     if by_rule and signs + tokens >= exact:
-        obstacle = f"{draws} draws would bring the cost to {signs + tokens}"
-    elif draws is not None:
-        obstacle = _obstacle(model, batch)
-    if obstacle is None:
-        return EstimatePlan(
-            passes, draws, sums, signs, tokens, exact, "less than exact norms cost" if by_rule else "as asked"
-        )
-    if not by_rule:
-        raise InputError(obstacle)
-    return EstimatePlan(passes, None, sums, signs, 0, exact, f"no single tokens: {obstacle}")
+        draws, reason = None, f"no single tokens: {draws} draws would bring the cost to {signs + tokens}"
+    elif draws is not None and (refusal := _refusal(model, batch)) is not None:
+        if not by_rule:
+            raise refusal
+        draws, reason = None, f"no single tokens: {_obstacle(model)}"
+    return EstimatePlan(EstimateCounts(passes, draws), sums, signs, 0 if draws is None else tokens, exact, reason)
 
 
-def _obstacle(model: nn.Module, batch: TokenBatch) -> str | None:
-    """What keeps forward mode from this model, in words: one draw on the shortest response says it."""
+def _refusal(model: nn.Module, batch: TokenBatch) -> InputError | None:
+    """What one draw on the shortest response says, where this model cannot have any."""
     kept = batch.response_mask.any(1).nonzero()[:, 0]
     shortest = kept[batch.attention_mask.sum(1)[kept].argmin()]
     generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
@@ -120,8 +111,17 @@ def _obstacle(model: nn.Module, batch: TokenBatch) -> str | None:
             warnings.simplefilter("ignore", UserWarning)  # of central differences, which are not used
             squared_changes(model, batch.select([int(shortest)]), 1, generator)
     except InputError as error:
-        return str(error)
+        return error
     return None
+
+
+def _obstacle(model: nn.Module) -> str:
+    """The same in short, without advice: nobody asked for draws."""
+    dtypes = [parameter.dtype for _, parameter in float_parameters(model)]
+    narrow = next((dtype for dtype in dtypes if torch.finfo(dtype).bits < 32), None)
+    if narrow is None:
+        return "the model has no forward mode"
+    return f"its weights are {str(narrow).removeprefix('torch.')}, in which changes are mostly rounding"
 
 
 def _lengths(batch: TokenBatch) -> tuple[int, int]:

@@ -60,7 +60,7 @@ class TableMeasurement:
         self._tokens, self._chunks = tokens, {"rows": chunk_rows, "memory": chunk_memory}
         self.check: SelfCheck | None = None
         """What the self-check found; None before entering, and where it was switched off."""
-        self.plan = self._plan_estimate() if settings.norms == "estimate" else None
+        self.estimate_plan = self._plan_estimate() if settings.norms == "estimate" else None
         """What is estimated, and why; None for exact norms."""
 
     def __enter__(self) -> TableMeasurement:
@@ -102,7 +102,7 @@ class TableMeasurement:
         frame |= {"logit_grad_norm": gradients.logit_grad_norm}
         frame |= {f"act_grad_norm.{layer}": norms for layer, norms in enumerate(gradients.act_grad_norm.T)}
         frame["param_grad_norm"] = gradients.param_grad_norm
-        if self.plan is not None:
+        if self.estimate_plan is not None:
             frame |= self._estimate(row, frame["weight"])
         if self.settings.per_module:
             unused = torch.where(gradients.param_grad_norm.isnan(), gradients.param_grad_norm, 0.0)
@@ -129,7 +129,7 @@ class TableMeasurement:
             self.batch.select([row]),
             torch.from_numpy(self._intervals[slice(*self._bounds[row : row + 2])]).long(),
             weights,
-            self.plan.counts,
+            self.estimate_plan.counts,
             seed=(self.settings.seed, row),
             memory=self._chunks["memory"],
         )
@@ -203,7 +203,7 @@ class TableMeasurement:
         """Which of the kept tokens, in the table's order, get a backward pass."""
         if self._tokens is not None:
             return np.isin(np.arange(self.num_tokens), self._tokens.cpu().numpy())
-        if self.plan is not None:
+        if self.estimate_plan is not None:
             return np.zeros(self.num_tokens, dtype=bool)
         wanted = self.settings.tokens_per_interval
         if wanted is None:
@@ -213,10 +213,12 @@ class TableMeasurement:
     def _self_check(self, generator: np.random.Generator, each: int = 2) -> SelfCheck:
         """Compare some tokens of every interval that has any."""
         chosen = _draw_stratified(self._intervals, each, len(self.edges) - 1, generator)
-        if self.plan is not None:
+        if self.estimate_plan is not None:
             rows = np.repeat(np.arange(len(self.batch)), np.diff(self._bounds))
             picks = [(int(rows[i]), int(i - self._bounds[rows[i]])) for i in chosen.nonzero()[0]]
-            return check_estimates(self.policy.model, self.batch, picks, self.plan.counts, seed=self.settings.seed)
+            return check_estimates(
+                self.policy.model, self.batch, picks, self.estimate_plan.counts, seed=self.settings.seed
+            )
         sequences, temperatures = [], []
         for row, mine in enumerate(pairwise(self._bounds)):
             picks = torch.from_numpy(chosen[slice(*mine)].nonzero()[0])

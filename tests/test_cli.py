@@ -672,6 +672,14 @@ def test_a_plan_is_made_for_gpus_of_any_size(run):
         assert_one_line(run(*plan, size), 2, "--device-memory is")
 
 
+@pytest.mark.parametrize("command", [("measure", "embedded", "rollouts.jsonl"), ("train", "--preset", "kk-embedded")])
+def test_a_machine_without_a_plan_is_refused(run, tmp_path, command):
+    out = tmp_path / "out"
+    outcome = run(*command, "--out", out, "--machine", "h200")
+    assert_one_line(outcome, 2, "--machine is h200, which only a plan is made for; add --plan, or leave it out")
+    assert not out.exists()
+
+
 def test_a_training_run_is_no_model_for_any_command(run, prompts, tmp_path):
     folder = tmp_path / "run"
     save_checkpoint(folder / "checkpoints" / "step-000020", "llama")

@@ -56,15 +56,14 @@ def test_costs_are_counted_token_by_token(policy, batch):
 def test_what_is_given_is_done_and_nothing_else(policy, batch):
     for passes, draws in ((3, None), (None, 5), (3, 5)):
         found = plan(policy, batch, passes=passes, draws=draws)
-        assert (found.passes, found.draws, found.reason) == (passes, draws, "as asked")
-        assert found.counts == EstimateCounts(passes, draws)
+        assert (found.counts, found.reason) == (EstimateCounts(passes, draws), "as asked")
         assert ("passes of random signs" in str(found)) == (passes is not None)
         assert ("draws of forward mode, ±32.3% for each token" in str(found)) == (draws is not None)
 
 
 def test_short_responses_get_no_draws_and_hear_that_exact_norms_cost_less(policy, batch):
     found = plan(policy, batch)
-    assert (found.passes, found.draws) == (4, None) and found.exact_cost < found.passes_cost == 33
+    assert found.counts == EstimateCounts(4, None) and found.exact_cost < found.passes_cost == 33
     assert "32 draws would bring the cost to 161" in str(found)
     assert str(found).endswith("exact norms cost less: leave out --norms estimate")
 
@@ -73,12 +72,12 @@ def test_long_responses_get_both(policy, long, monkeypatch):
     monkeypatch.setattr(estimate_plan, "PASSES", 1)
     monkeypatch.setattr(estimate_plan, "DRAWS", 5)
     found = plan(policy, long)
-    assert (found.passes, found.draws, found.reason) == (1, 5, "less than exact norms cost")
+    assert (found.counts, found.reason) == (EstimateCounts(1, 5), "less than exact norms cost")
     # Prefixes of 5 to 62 tokens, over 62 positions.
     assert found.passes_cost + found.draws_cost == 9 + 20 < found.exact_cost == pytest.approx(sum(range(5, 63)) / 62)
     assert "leave out" not in str(found)
     monkeypatch.setattr(estimate_plan, "DRAWS", 6)
-    assert plan(policy, long).draws is None
+    assert plan(policy, long).counts.draws is None
 
 
 def test_weights_below_float32_get_no_draws_unless_asked_and_then_a_refusal(monkeypatch, long):
@@ -86,8 +85,9 @@ def test_weights_below_float32_get_no_draws_unless_asked_and_then_a_refusal(monk
     monkeypatch.setattr(estimate_plan, "DRAWS", 1)
     monkeypatch.setattr(estimate_plan, "PASSES", 1)
     found = plan(half, long, intervals=1)
-    assert (found.passes, found.draws) == (1, None) and "is bfloat16" in found.reason
-    with pytest.raises(InputError, match="is bfloat16"):
+    assert found.counts == EstimateCounts(1, None) and "weights are bfloat16" in found.reason
+    assert "load" not in found.reason and "give" not in found.reason  # what to do is for those who asked
+    with pytest.raises(InputError, match=r"is bfloat16, .*; load the policy in float32"):
         plan(half, long, draws=1)
 
 
@@ -99,8 +99,9 @@ def test_a_model_without_forward_mode_gets_no_draws_unless_asked_and_then_a_refu
     monkeypatch.setattr(estimate_plan, "DRAWS", 1)
     monkeypatch.setattr(estimate_plan, "PASSES", 1)
     found = plan(policy, long, intervals=1)
-    assert (found.passes, found.draws) == (1, None) and "no forward mode" in found.reason
-    with pytest.raises(InputError, match="the model has no forward mode"):
+    assert found.counts == EstimateCounts(1, None) and "no forward mode" in found.reason
+    assert "--" not in found.reason
+    with pytest.raises(InputError, match=r"the model has no forward mode.*; give --passes alone"):
         measure(policy, long, norms="estimate", draws=1)
 
 
