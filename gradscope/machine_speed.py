@@ -94,14 +94,16 @@ ASSUMED_PRODUCTS, ASSUMED_ATTENTION, ASSUMED_BANDWIDTH, ASSUMED_OPERATION = 0.6,
 """Assumed, not measured: shares of the datasheet's numbers that products of thousands of rows, attention's smaller ones
 and elementwise passes reach, and the seconds that Python needs to launch an operation."""
 
+_HOPPER = {"bfloat16": 989e12, "float16": 989e12, "tf32": 494e12, "float32": 67e12}
+_AMPERE = {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12}
 GPUS = {
-    "h200": Gpu("NVIDIA H200 (SXM)", {"bfloat16": 989e12, "tf32": 494e12, "float32": 67e12}, 4.8e12),
-    "h100": Gpu("NVIDIA H100 (SXM)", {"bfloat16": 989e12, "tf32": 494e12, "float32": 67e12}, 3.35e12),
-    "a100": Gpu("NVIDIA A100 (80 GB, SXM)", {"bfloat16": 312e12, "tf32": 156e12, "float32": 19.5e12}, 2.04e12),
+    "h200": Gpu("NVIDIA H200 (SXM)", _HOPPER, 4.8e12),
+    "h100": Gpu("NVIDIA H100 (SXM)", _HOPPER, 3.35e12),
+    "a100": Gpu("NVIDIA A100 (80 GB, SXM)", _AMPERE, 2.04e12),
 }
 """NVIDIA's datasheets, without sparsity; float32 without tensor cores."""
 
-BYTES_OF_A_WEIGHT = {"bfloat16": 2, "tf32": 4, "float32": 4}
+BYTES_OF_A_WEIGHT = {"bfloat16": 2, "float16": 2, "tf32": 4, "float32": 4}
 
 
 def gpu_speeds(name: str, precision: str, *, thin_rows: Number = 1) -> Speeds:
@@ -154,9 +156,16 @@ are more than the 32 MB from which an allocator on Linux asks for fresh pages ea
 as memory that it has."""
 
 
-def measure_speeds(sizes: Sizes, *, device: torch.device, dtype: torch.dtype = torch.float32) -> Speeds:
+def measure_speeds(
+    sizes: Sizes,
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
+) -> Speeds:
     """Measure this machine on arrays like the job's, with as many threads as torch has now.
 
+    dtype: of the arrays; multiply: how the job's products are made of them, which may round them first.
     The rate of elementwise passes is that of a whole block, forward and backward, beyond its products: alone, a pass
     over arrays that lie in a cache already is several times as fast.
     """
@@ -165,11 +174,12 @@ def measure_speeds(sizes: Sizes, *, device: torch.device, dtype: torch.dtype = t
     make = _Arrays(device, dtype)
     width = max(64, s.hidden)
     blocks = _Blocks(make, s.rows, min(width, 256))
-    products, thin = (_rate(device, make.product(rows, width, 3 * width)) for rows in (s.rows, s.thin_rows))
-    beside = max(_time(device, blocks.run) - blocks.flops / products, 0.1 * blocks.flops / products)
+    plain = _rate(device, make.product(torch.matmul, s.rows, width, 3 * width))
+    products, thin = (_rate(device, make.product(multiply, rows, width, 3 * width)) for rows in (s.rows, s.thin_rows))
+    beside = max(_time(device, blocks.run) - blocks.flops / plain, 0.1 * blocks.flops / plain)
     tiny = _Blocks(make, 1, 8)
     many = max(1, min(s.heads * max(1, s.rows // s.length), 2**24 // s.length**2))
-    scores = _rate(device, make.product(s.length, s.length, s.head_dim, batch=many))
+    scores = _rate(device, make.product(multiply, s.length, s.length, s.head_dim, batch=many))
     logits = make.numbers(min(s.logit_rows, max(1, MOST_LOGITS // s.vocab)), s.vocab)
     return Speeds(
         f"this machine ({device.type}, {torch.get_num_threads()} threads, {str(dtype).removeprefix('torch.')})",
@@ -204,12 +214,14 @@ class _Arrays:
     def numbers(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(self.device, self.dtype)
 
-    def product(self, rows: int, inner: int, columns: int, *, batch: int = 1) -> tuple[Callable[[], object], Number]:
+    def product(
+        self, multiply: Callable[[Tensor, Tensor], Tensor], rows: int, inner: int, columns: int, *, batch: int = 1
+    ) -> tuple[Callable[[], object], Number]:
         """A product and its FLOPs."""
         left, right = self.numbers(batch, rows, inner), self.numbers(batch, inner, columns)
         if batch == 1:
             left, right = left[0], right[0]
-        return lambda: left @ right, 2 * batch * rows * inner * columns
+        return lambda: multiply(left, right), 2 * batch * rows * inner * columns
 
 
 class _Blocks:

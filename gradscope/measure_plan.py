@@ -13,12 +13,13 @@ from torch import nn
 
 from gradscope.architectures import config_of
 from gradscope.batch import TokenBatch
+from gradscope.capture.products import PRODUCTS, Precision
 from gradscope.cost import ModelShape
 from gradscope.cost_measure import GRAPH, RULES, Engine, Response, floor_flops, measure_bytes, measure_work
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.machine_speed import Sizes, Speeds, Work, describe_seconds, gpu_speeds, measure_speeds
-from gradscope.measure_settings import MeasureSettings, check_batch, check_settings
+from gradscope.measure_settings import MeasureSettings, check_batch, check_settings, fast_precision, no_fast_mode
 from gradscope.models import DTYPES, EMBEDDED, Policy, find_blocks, find_device, load_tokenizer
 from gradscope.readers import read_rollouts
 
@@ -51,6 +52,8 @@ class MeasurePlan:
     speeds: Speeds
     memory: Mapping[str, Mapping[str, Number]]
     """Bytes: moment → part → bytes, at most."""
+    products_in: str
+    """Precision of the products of what flows back."""
     draw: str
     """How the measured tokens were drawn."""
 
@@ -111,19 +114,19 @@ def plan_batch(
     check_batch(policy, batch)
     kind = "cuda" if machine is not None else torch.device(find_device(device)).type
     # A GPU's default is the checkpoint's own precision, mostly bfloat16.
-    precision = dtype or ("float32" if kind == "cpu" else "bfloat16")
+    weights = DTYPES[dtype or ("float32" if kind == "cpu" else "bfloat16")]
     shape = ModelShape.from_config(policy.model.config)
     chosen, draw = choose_tokens(batch, settings)
     responses = [r for row in range(len(batch)) if (r := _response(batch, row, chosen)) is not None]
     prefixes = [n for response in responses for n in response.prefixes]
     longest = max(response.length for response in responses)
     engine = RULES if follows_rules(policy) else GRAPH
-    cut = {"engine": engine, "rows": chunk_rows, "memory": chunk_memory, "device": "cpu" if kind == "cpu" else "cuda"}
+    products = _find_products(policy, engine, settings, weights, kind)
     if machine is not None:
-        speeds = gpu_speeds(machine, "float32")  # of what flows back, whatever the weights are
+        speeds = gpu_speeds(machine, products.name)
     elif speeds is None:
-        sizes = Sizes(chunk_rows, 1, shape.hidden, shape.head_dim, shape.heads, longest, shape.vocab, longest)
-        speeds = measure_speeds(sizes, device=torch.device(find_device(device)), dtype=DTYPES[precision])
+        speeds = _find_speeds(shape, products, device=find_device(device), rows=chunk_rows, longest=longest)
+    cut = {"engine": engine, "rows": chunk_rows, "memory": chunk_memory, "device": "cpu" if kind == "cpu" else "cuda"}
     return MeasurePlan(
         policy.path,
         shape,
@@ -136,9 +139,51 @@ def plan_batch(
         work=measure_work(shape, responses, self_check=settings.self_check, **cut),
         floor=sum(floor_flops(shape, prefixes).values()),
         speeds=speeds,
-        memory=measure_bytes(shape, responses, weight_bytes=DTYPES[precision].itemsize, **cut),
+        memory=measure_bytes(shape, responses, weight_bytes=weights.itemsize, **cut),
+        products_in=products.name,
         draw=draw,
     )
+
+
+@dataclass(frozen=True)
+class _Products:
+    """How what flows back is multiplied."""
+
+    dtype: torch.dtype
+    """Of the arrays."""
+    precision: Precision
+
+    @property
+    def name(self) -> str:
+        return str(self.dtype).removeprefix("torch.") if self.precision == "exact" else self.precision
+
+
+def _find_products(
+    policy: Policy, engine: Engine, settings: MeasureSettings, weights: torch.dtype, kind: str
+) -> _Products:
+    """kind: of device. The rules carry float32 at least, the graph what the weights are."""
+    if not engine.by_rules:
+        if settings.fast:
+            raise no_fast_mode(policy)
+        return _Products(weights, "exact")
+    precision = fast_precision(weights, kind) if settings.fast else "exact"
+    return _Products(torch.promote_types(weights, torch.float32), precision)
+
+
+def _find_speeds(shape: ModelShape, products: _Products, *, device: str, rows: int, longest: int) -> Speeds:
+    """Of this machine, on arrays of the job's sizes; longest: of its responses, in tokens with their prompts."""
+    sizes = Sizes(
+        rows=rows,
+        thin_rows=1,
+        hidden=shape.hidden,
+        head_dim=shape.head_dim,
+        heads=shape.heads,
+        length=longest,
+        vocab=shape.vocab,
+        logit_rows=longest,
+    )
+    multiply = PRODUCTS[products.precision]
+    return measure_speeds(sizes, device=torch.device(device), dtype=products.dtype, multiply=multiply)
 
 
 def outline_policy(model: str, blocks: str | None = None) -> Policy:
@@ -156,7 +201,9 @@ def outline_policy(model: str, blocks: str | None = None) -> Policy:
 def follows_rules(policy: Policy) -> bool:
     """Whether the blocks have the modules of a common decoder, which the engine has backward rules for.
 
-    The engine itself also tries whether they compute what the rules say.
+    Names and weights alone are looked at. The engine also tries whether the blocks compute what the rules say, and
+    goes along the graph where they do not: Granite with multipliers, SmolLM3 with layers without positions, Helium,
+    Ernie 4.5.
     """
     return all(_is_common(block) for block in policy.blocks)
 
@@ -199,10 +246,12 @@ def _response(batch: TokenBatch, row: int, chosen: np.ndarray) -> Response | Non
 
 
 def _describe_tokens(plan: MeasurePlan) -> Iterator[str]:
-    shape, way = plan.shape, "backward rules" if plan.engine.by_rules else "the model's own graph"
+    shape, way = plan.shape, "the model's own graph"
+    if plan.engine.by_rules:
+        way = "backward rules, if its blocks compute what their names say (tried when it measures)"
     yield (
         f"{plan.model}: {shape.parameters:,} parameters, {shape.layers} layers of width {shape.hidden:,}, vocabulary "
-        f"{shape.vocab:,}; measured by {way}"
+        f"{shape.vocab:,}; measured by {way}, with products in {plan.products_in}"
     )
     yield (
         f"{plan.responses:,} responses, {plan.tokens:,} response tokens; the longest sequence has {plan.longest + 1:,} "

@@ -98,8 +98,16 @@ def check_batch(policy: Policy, batch: TokenBatch) -> None:
         )
 
 
-def fast_precision(policy: Policy) -> Precision:
-    """What the fast mode's products are rounded to on this policy's device."""
-    if policy.dtype == torch.float64:
+def fast_precision(dtype: torch.dtype, device: str) -> Precision:
+    """What the fast mode's products are rounded to, for a policy of this dtype on this type of device."""
+    if dtype == torch.float64:
         raise InputError("the policy is float64 and the fast mode rounds to less than float32; give one of the two up")
-    return "tf32" if policy.device.type == "cuda" and policy.dtype == torch.float32 else "bfloat16"
+    return "tf32" if device == "cuda" and dtype == torch.float32 else "bfloat16"
+
+
+def no_fast_mode(policy: Policy) -> InputError:
+    """For a policy that goes along its graph, whose products are always exact."""
+    return InputError(
+        f"{type(policy.model).__name__} is not built of blocks that the fast mode knows (RMS norms, "
+        "rotary attention, gated MLP); leave fast out, or load the policy with dtype bfloat16"
+    )

@@ -21,7 +21,7 @@ from gradscope.capture import SelfCheck, TokenGradientMeter, TokenGradients, che
 from gradscope.errors import InputError
 from gradscope.estimate_plan import EstimatePlan, check_estimates, plan_estimate
 from gradscope.intervals import EDGES, assign_intervals
-from gradscope.measure_settings import MeasureSettings, check_batch, check_settings, fast_precision
+from gradscope.measure_settings import MeasureSettings, check_batch, check_settings, fast_precision, no_fast_mode
 from gradscope.models import Policy
 from gradscope.norm_estimates import estimate_response
 
@@ -68,14 +68,12 @@ class TableMeasurement:
             stack.enter_context(torch.inference_mode(False))  # gradients flow, whatever the caller switched off
             stack.enter_context(measuring(self.policy.model))
             longest = int(self.batch.attention_mask.sum(1).argmax())
-            precision = fast_precision(self.policy) if self.settings.fast else "exact"
+            kind = self.policy.dtype, self.policy.device.type
+            precision = fast_precision(*kind) if self.settings.fast else "exact"
             probe, _ = self._sequence(longest)
             self.meter = TokenGradientMeter(self.policy, probe, precision=precision, **self._chunks)
             if self.settings.fast and self.meter.precision is None:
-                raise InputError(
-                    f"{type(self.policy.model).__name__} is not built of blocks that the fast mode knows (RMS norms, "
-                    "rotary attention, gated MLP); leave fast out, or load the policy with dtype bfloat16"
-                )
+                raise no_fast_mode(self.policy)
             self._bounds = np.cumsum([0, *self.batch.response_mask.sum(1).tolist()])
             prob = torch.cat([self._probabilities(row) for row in range(len(self.batch))])
             self._intervals = assign_intervals(prob.numpy(), self.edges).astype(np.int16)

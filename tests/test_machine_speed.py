@@ -69,6 +69,27 @@ def test_a_machine_is_measured_in_positive_numbers_in_any_precision():
         assert str(dtype).removeprefix("torch.") in speeds.device
 
 
+def test_products_are_timed_as_the_job_makes_them(monkeypatch):
+    """Every product but the one that the blocks' own are taken off by: those are plain."""
+    seconds = {"plain": 1.0, "rounded": 0.5}
+
+    def rounded(left, right):
+        return (left.bfloat16() @ right.bfloat16()).float()
+
+    def timed(device, call):
+        with Counted() as counted:
+            call()
+        return seconds["rounded" if counted.operations["_to_copy"] else "plain"]
+
+    monkeypatch.setattr(machine_speed, "_time", timed)
+    plain, fast = (
+        measure_speeds(SMALL, device=torch.device("cpu"), multiply=multiply) for multiply in (torch.matmul, rounded)
+    )
+    for name in ("products", "thin", "attention"):
+        assert getattr(fast, name) == 2 * getattr(plain, name)
+    assert (fast.moved, fast.logits, fast.operation) == (plain.moved, plain.logits, plain.operation)
+
+
 def test_a_huge_job_is_measured_on_arrays_of_a_limited_size(monkeypatch):
     sizes, make = [], machine_speed._Arrays.numbers
 
@@ -93,5 +114,5 @@ def test_a_gpu_decodes_few_rows_at_the_speed_of_its_memory_and_many_at_that_of_i
 def test_a_gpu_or_precision_that_is_not_known_is_refused_with_those_that_are():
     with pytest.raises(InputError, match="no GPU is known as 'tpu'; give one of h200, h100, a100"):
         gpu_speeds("tpu", "bfloat16")
-    with pytest.raises(InputError, match="in float64 is not known here; give one of bfloat16, tf32, float32"):
+    with pytest.raises(InputError, match="in float64 is not known here; give one of bfloat16, float16, tf32, float32"):
         gpu_speeds("h200", "float64")

@@ -2,16 +2,19 @@
 
 import numpy as np
 import pytest
+import torch
 from tiny import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
 
 from analyses.cost_growth import gpu_table
+from gradscope import measure_plan
+from gradscope.capture.products import PRODUCTS
 from gradscope.cost_measure import GRAPH
 from gradscope.errors import InputError
-from gradscope.machine_speed import Speeds
+from gradscope.machine_speed import Speeds, gpu_speeds
 from gradscope.measure_plan import choose_tokens, follows_rules, outline_policy, plan_batch, plan_measurement
 from gradscope.measure_settings import MeasureSettings
 from gradscope.token_table import measure
-from tests.tiny import CAUSAL
+from tests.tiny import CAUSAL, RULED, UNRULED
 
 SPEEDS = Speeds("a machine", 1e9, 1e9, 1e9, 1e9, 1e9, 1e-6)
 
@@ -49,9 +52,58 @@ def test_a_sample_has_as_many_tokens_of_each_interval_of_pi_old_as_are_asked_for
     assert "π_old" in words
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+MISTAKEN = {"granite_embedding", "granite_residual", "smollm3_without_angles", "helium", "ernie4_5"}
+"""Blocks of a common decoder's modules that compute something else: a plan cannot see it, and says "if"."""
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, *RULED, *UNRULED])
 def test_the_blocks_that_the_engine_has_rules_for_are_known_without_weights(name):
-    assert follows_rules(make_policy(name)) == (name in ("qwen2", "llama", "qwen3"))
+    ruled = {"qwen2", "llama", "qwen3", *RULED}
+    assert follows_rules(make_policy(name)) == (name in ruled | MISTAKEN)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "fast", "wanted"),
+    [
+        ("llama", None, False, "float32"),
+        ("llama", "bfloat16", False, "float32"),
+        ("llama", "float32", True, "tf32"),
+        ("llama", None, True, "bfloat16"),
+        ("gpt2", None, False, "bfloat16"),
+        ("gpt2", "float32", False, "float32"),
+    ],
+)
+def test_products_on_a_gpu_are_counted_in_the_precision_that_they_are_made_in(name, dtype, fast, wanted):
+    policy = make_policy(name)
+    plan = plan_batch(policy, make_batch(policy), MeasureSettings(fast=fast), dtype=dtype, machine="h200")
+    assert plan.speeds == gpu_speeds("h200", wanted)
+    assert f"with products in {wanted}" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fast", "arrays", "product"),
+    [
+        (None, False, torch.float32, "exact"),
+        (None, True, torch.float32, "bfloat16"),
+        ("bfloat16", False, torch.float32, "exact"),
+        ("float64", False, torch.float64, "exact"),
+    ],
+)
+def test_this_machine_is_measured_with_the_products_that_the_engine_will_make(
+    policy, batch, monkeypatch, dtype, fast, arrays, product
+):
+    asked = {}
+    monkeypatch.setattr(measure_plan, "measure_speeds", lambda sizes, **how: asked.update(how) or SPEEDS)
+    plan_batch(policy, batch, MeasureSettings(fast=fast), dtype=dtype, device="cpu")
+    assert (asked["dtype"], asked["multiply"]) == (arrays, PRODUCTS[product])
+
+
+def test_a_fast_mode_that_measure_would_refuse_is_refused(policy, batch):
+    with pytest.raises(InputError, match="the policy is float64 and the fast mode"):
+        plan_batch(policy, batch, MeasureSettings(fast=True), dtype="float64", device="cpu", speeds=SPEEDS)
+    other = make_policy("gpt2")
+    with pytest.raises(InputError, match="GPT2LMHeadModel is not built of blocks that the fast mode knows"):
+        plan_batch(other, make_batch(other), MeasureSettings(fast=True), speeds=SPEEDS)
 
 
 def test_a_policy_is_outlined_without_memory_for_a_weight(tmp_path):
