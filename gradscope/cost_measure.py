@@ -9,17 +9,19 @@ Blocks are those of `gradscope.cost`, without biases. All counts are sums over t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gradscope.capture.chunks import neighbours
-from gradscope.capture.decoder_body import OVERHEAD, WEIGHT_ROWS
+from gradscope.capture.decoder_body import probs_bytes, row_bytes, spare_rows
 from gradscope.capture.decoder_rules import NARROWEST_QUERIES
+from gradscope.capture.head import LOGIT_BYTES
 from gradscope.capture.rules import WIDEST, strip_width
 from gradscope.cost import ModelShape, Piece, block_activation_bytes
 from gradscope.cost_train import forward_work
+from gradscope.intervals import EDGES
 from gradscope.machine_speed import Work, total
+from gradscope.measure_settings import CHECKED_EACH
 
 Number = int | float
 
@@ -69,10 +71,10 @@ LOGIT_PASSES, HEAD_OPERATIONS = 30, 200
 PREPARATION_PASSES, CHECK_PASSES = 6, 6
 """Forward passes that take as long as finding the structure on the longest response, and as the self-check of a token:
 measured."""
-CHECKED = 8
-"""Tokens of the self-check at most: two of each interval."""
-LOGIT_BYTES = 32
-"""Of one logit in the head's pass: itself and what its gradient needs, eight float32 arrays."""
+CHECKED = CHECKED_EACH * (len(EDGES) - 1)
+"""Tokens of the self-check at most."""
+PROBS_PASSES, PROBS_OPERATIONS = 6, 6
+"""Arrays of a block's scores that making attention's probabilities of them reads and writes, and operations."""
 GRAPH_SCORES = 3
 """Arrays [heads, n, n] that a block of eager attention keeps for its backward pass."""
 QR_SLOWNESS = 4
@@ -114,6 +116,10 @@ def measure_work(
         work["head"].append(_head_work(shape, response))
         work["factors"].append(_factor_work(shape, response.length if chunks else 0))
         work["backward"] += [_chunk_work(shape, engine, tokens, n) for tokens, n in chunks]
+        if engine.by_rules and chunks:
+            # Once for the whole response, to try what its blocks did; if these are not kept, for each chunk again.
+            made = [response.length] + ([] if _keeps_probs(shape, response, memory) else [n for _, n in chunks])
+            work["backward"] += [_probs_work(shape, n) for n in made]
         norms = [k * _norms(shape, n, last_is_free=engine.by_rules, cut=True) for k, n in chunks]
         work["norms"].append(Work(products=sum(norms)))
     return {name: total(parts) for name, parts in work.items()}
@@ -125,7 +131,7 @@ def split_chunks(
     """(tokens, positions) of each chunk, as the engine cuts them."""
     spare, row = None, int(_row_bytes(shape, engine))
     if engine.by_rules:
-        spare = math.ceil(OVERHEAD[device] * shape.layers / (2 * shape.active)) + WEIGHT_ROWS
+        spare = spare_rows(shape.active / shape.layers, device)
     rows = min(rows, max(1, memory // (row if engine.by_rules else 2 * row)))
     for part in neighbours(list(prefixes), rows=rows, spare=spare):
         yield part.stop - part.start, prefixes[part.stop - 1]
@@ -206,6 +212,20 @@ def _chunk_work(shape: ModelShape, engine: Engine, tokens: int, n: int) -> Work:
     return each * tokens + beside
 
 
+def _keeps_probs(shape: ModelShape, response: Response, memory: int) -> bool:
+    """Whether attention's probabilities stay from one chunk to the next, as `DecoderBody.keeps_probs` has it."""
+    return probs_bytes(shape.layers * shape.heads, response.length + 1) <= memory
+
+
+def _probs_work(shape: ModelShape, n: int) -> Work:
+    """Attention's probabilities of n positions, in all blocks."""
+    return Work(
+        attention=2 * shape.layers * shape.query_width * n**2,
+        moved=PROBS_PASSES * probs_bytes(shape.layers * shape.heads, n),
+        operations=PROBS_OPERATIONS * shape.layers,
+    )
+
+
 def measure_bytes(
     shape: ModelShape,
     responses: Sequence[Response],
@@ -220,7 +240,7 @@ def measure_bytes(
     weights = {"weights": weight_bytes * shape.parameters}
     longest = max(response.length for response in responses)
     most = min(max(response.targets for response in responses), max(1, memory // (LOGIT_BYTES * shape.vocab)))
-    kept = _kept_bytes(shape, engine, longest)
+    kept = max(_kept_bytes(shape, engine, r.length, keeps_probs=_keeps_probs(shape, r, memory)) for r in responses)
     cut = {"engine": engine, "rows": rows, "memory": memory, "device": device}
     chunks = (chunk for r in responses for chunk in split_chunks(shape, r.prefixes, **cut))
     carried = (tokens * n * _row_bytes(shape, engine, strip_width(n, NARROWEST_QUERIES)) for tokens, n in chunks)
@@ -231,7 +251,7 @@ def measure_bytes(
     return {"head": weights | {"logits": LOGIT_BYTES * shape.vocab * most, "response": kept}, "chunk": weights | chunk}
 
 
-def _kept_bytes(shape: ModelShape, engine: Engine, length: int) -> Number:
+def _kept_bytes(shape: ModelShape, engine: Engine, length: int, *, keeps_probs: bool) -> Number:
     """Of one response while it is measured: inputs and outputs of linear layers, what is made of them, factors."""
     factors = length * sum(min(length, inside) for inside in (shape.hidden, *(d for _, d in _linear_layers(shape))))
     if not engine.by_rules:
@@ -239,11 +259,13 @@ def _kept_bytes(shape: ModelShape, engine: Engine, length: int) -> Number:
         return 4 * shape.layers * (length * inputs + factors)
     seen = 6 * shape.hidden + 2 * shape.query_width + 2 * shape.kv_width + 3 * shape.mlp_width
     made = 2 * shape.hidden + shape.query_width + shape.kv_width + 2 * shape.mlp_width
-    return 4 * shape.layers * (length * (seen + made) + factors + shape.heads * length**2)
+    # One block's are made and, while they are, its scores.
+    probs = probs_bytes((shape.layers if keeps_probs else 2) * shape.heads, length)
+    return 4 * shape.layers * (length * (seen + made) + factors) + probs
 
 
-def _row_bytes(shape: ModelShape, engine: Engine, strip: Number = WIDEST) -> Number:
+def _row_bytes(shape: ModelShape, engine: Engine, strip: int = WIDEST) -> Number:
     """Of one token at one position of a chunk."""
     if engine.by_rules:
-        return 4 * max(3 * shape.mlp_width + 6 * shape.hidden, 8 * shape.hidden + 2 * shape.heads * strip)
+        return row_bytes(shape.hidden, shape.mlp_width, shape.heads, strip=strip)
     return 4 * (_outputs(shape) + (3 * shape.layers + 1) * shape.hidden)

@@ -16,6 +16,9 @@ from gradscope.models import Policy
 
 Number = int | float
 
+CHECKED_EACH = 2
+"""Tokens of each interval, at most, that the self-check recomputes."""
+
 
 @dataclass(frozen=True)
 class MeasureSettings:

@@ -21,7 +21,14 @@ from gradscope.capture import SelfCheck, TokenGradientMeter, TokenGradients, che
 from gradscope.errors import InputError
 from gradscope.estimate_plan import EstimatePlan, check_estimates, plan_estimate
 from gradscope.intervals import EDGES, assign_intervals
-from gradscope.measure_settings import MeasureSettings, check_batch, check_settings, fast_precision, no_fast_mode
+from gradscope.measure_settings import (
+    CHECKED_EACH,
+    MeasureSettings,
+    check_batch,
+    check_settings,
+    fast_precision,
+    no_fast_mode,
+)
 from gradscope.models import Policy
 from gradscope.norm_estimates import estimate_response
 
@@ -208,7 +215,7 @@ class TableMeasurement:
             return np.ones(self.num_tokens, dtype=bool)
         return _draw_stratified(self._intervals, wanted, len(self.edges) - 1, generator)
 
-    def _self_check(self, generator: np.random.Generator, each: int = 2) -> SelfCheck:
+    def _self_check(self, generator: np.random.Generator, each: int = CHECKED_EACH) -> SelfCheck:
         """Compare some tokens of every interval that has any."""
         chosen = _draw_stratified(self._intervals, each, len(self.edges) - 1, generator)
         if self.estimate_plan is not None:

@@ -8,9 +8,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from analyses.benchmarks.plan_memory import allocated_peak
+from analyses.benchmarks.work_counts import Counted
 from gradscope.capture import TokenGradientMeter, measuring
 from gradscope.cost import ModelShape
-from gradscope.cost_measure import GRAPH, RULES, Response, floor_flops, measure_bytes, measure_work, split_chunks
+from gradscope.cost_measure import (
+    GRAPH,
+    PROBS_OPERATIONS,
+    PROBS_PASSES,
+    RULES,
+    Response,
+    floor_flops,
+    measure_bytes,
+    measure_work,
+    split_chunks,
+)
 from tests.tiny import CONTEXT, HIDDEN, LAYERS, VOCAB, make_config, make_policy
 
 TARGETS = torch.arange(16, 48)
@@ -99,7 +110,7 @@ def test_products_of_the_engine_are_those_that_torch_counts(name, rules, ids):
     # The statistics' forward pass and its logits are another call; factors are no products.
     expected = sum(part.flops for key, part in work.items() if key not in ("preparation", "factors"))
     expected -= statistics + 2 * HIDDEN * VOCAB * len(TARGETS)
-    # Triangles that are cut into strips of 64 are whole squares here; GPT-2's MLP is counted as a gated one's.
+    # Triangles are whole squares within a strip; GPT-2's MLP is counted as a gated one's.
     assert expected == pytest.approx(counted, rel=0.2)
 
 
@@ -118,6 +129,28 @@ def test_chunks_are_those_that_the_engine_cuts(rules, rows, ids, shape):
     assert chunks(shape, RULES if rules else GRAPH, rows) == cut
 
 
+def test_probabilities_that_do_not_fit_the_memory_are_made_for_every_chunk(ids, shape):
+    """Rows so few that every chunk is one token, whatever the memory: only the probabilities differ."""
+    policy, counted, expected, beside = make_policy("qwen2"), [], [], []
+    with measuring(policy.model):
+        for memory in (100_000, 1 << 30):
+            meter = TokenGradientMeter(policy, ids, rows=16, memory=memory)
+            counted.append(counted_flops(meter, ids))
+            work = measure_work(shape, [WHOLE], engine=RULES, rows=16, memory=memory, self_check=False)["backward"]
+            expected.append(work.flops)
+            with Counted() as numbers:
+                meter.measure(ids, TARGETS, torch.arange(len(TARGETS)), temperature=1.0)
+            beside.append((numbers.numbers, numbers.operations.total()))
+    # A product of queries and keys more for each of 32 chunks in each block.
+    again = LAYERS * 2 * shape.query_width * sum(n**2 for n in WHOLE.prefixes)
+    assert expected[0] - expected[1] == counted[0] - counted[1] == again
+    cells = again // (2 * shape.head_dim)
+    (numbers, operations), (fewer, less) = beside
+    # The mask, which heads share, counts besides.
+    assert (numbers - fewer) / cells == pytest.approx(PROBS_PASSES, rel=0.2)
+    assert (operations - less) / (LAYERS * len(WHOLE.prefixes)) == pytest.approx(PROBS_OPERATIONS, abs=1)
+
+
 def test_a_longer_prefix_a_deeper_network_and_more_tokens_cost_more_in_every_part(shape):
     def flops(shape, response):
         work = measure_work(shape, [response], engine=RULES)
@@ -130,18 +163,18 @@ def test_a_longer_prefix_a_deeper_network_and_more_tokens_cost_more_in_every_par
     assert all(a > b for a, b in zip(flops(deeper, WHOLE), base, strict=True))
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
-def test_predicted_memory_is_what_the_allocator_hands_out(name):
+@pytest.mark.parametrize(("name", "memory"), [("qwen2", 1 << 30), ("qwen2", 100_000), ("gpt2", 1 << 30)])
+def test_predicted_memory_is_what_the_allocator_hands_out(name, memory):
     policy = make_policy(name)
     ids = torch.randint(4, VOCAB, (CONTEXT,), generator=torch.Generator().manual_seed(0))
     targets = torch.arange(16, CONTEXT)
     everything = torch.arange(len(targets))
     with measuring(policy.model):
-        meter = TokenGradientMeter(policy, ids)
+        meter = TokenGradientMeter(policy, ids, memory=memory)
         peak = allocated_peak(lambda: meter.measure(ids, targets, everything, temperature=1.0))
     response = Response(len(targets), tuple(targets.tolist()), int(targets[-1]))
     engine = GRAPH if meter.decoder is None else RULES
     shape = ModelShape.from_config(policy.model.config)
-    predicted = measure_bytes(shape, [response], engine=engine, weight_bytes=0)
+    predicted = measure_bytes(shape, [response], engine=engine, memory=memory, weight_bytes=0)
     # 1.03 to 1.12 on policies of width 128 and 512; in one of width 32 attention and small arrays weigh more.
     assert 0.6 < max(sum(parts.values()) for parts in predicted.values()) / peak < 1.6

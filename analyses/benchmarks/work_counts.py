@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from gradscope.capture import TokenGradientMeter, measuring
-from gradscope.cost_measure import strip_width
+from gradscope.capture.decoder_rules import NARROWEST_QUERIES
+from gradscope.capture.rules import strip_width
 from gradscope.cost_train import FORWARD_GATES, FORWARD_STREAMS
 from gradscope.models import Policy, find_blocks
 
@@ -84,7 +85,7 @@ def count(rules: bool) -> tuple[dict[str, float], dict[str, float]]:
         passes = [int(targets[-1]), *([] if rules else [n for _, n in chunks])]
         forward = sum(n * (FORWARD_STREAMS * hidden + FORWARD_GATES * mlp + FORWARD_SCORES * heads * n) for n in passes)
         cells = sum(k * n for k, n in chunks)
-        scores = sum(k * n * ((n + strip_width(n)) / 2 if rules else n) for k, n in chunks)
+        scores = sum(k * n * ((n + strip_width(n, NARROWEST_QUERIES)) / 2 if rules else n) for k, n in chunks)
         dense = layers - rules
         widths.append([dense * cells * hidden, dense * cells * mlp, dense * scores * heads])
         numbers.append(counted.numbers - layers * forward)

@@ -32,6 +32,24 @@ WEIGHT_ROWS = 8
 """Rows of a product that are assumed to take as long as reading its weights; half or twice as many cost the same."""
 
 
+def spare_rows(weights: int | float, device: str) -> int:
+    """Positions × tokens that a chunk may carry in vain to have more tokens: as many as its own start costs.
+
+    weights: of a block that a token is multiplied by.
+    """
+    return math.ceil(OVERHEAD.get(device, OVERHEAD["cuda"]) / (2 * weights)) + WEIGHT_ROWS
+
+
+def row_bytes(hidden: int, mlp: int | float, heads: int, *, strip: int = WIDEST) -> int | float:
+    """What one token carries at one position, at most: through an MLP, or through a strip of attention's queries."""
+    return 4 * max(3 * mlp + 6 * hidden, 8 * hidden + 2 * heads * strip)
+
+
+def probs_bytes(heads: int, length: int) -> int:
+    """Of attention's probabilities within a sequence; heads: of all blocks together."""
+    return 4 * heads * length**2
+
+
 class DecoderBody:
     """Measures the body of a common decoder; `find` makes it.
 
@@ -66,20 +84,17 @@ class DecoderBody:
 
     @property
     def spare_rows(self) -> int:
-        """Positions × tokens that a chunk may carry in vain to have more tokens: as many as its own start costs."""
         weights = max(sum(matrix.module.weight.numel() for matrix in block.matrices) for block in self.blocks)
-        return math.ceil(OVERHEAD.get(self.model.device.type, OVERHEAD["cuda"]) / (2 * weights)) + WEIGHT_ROWS
+        return spare_rows(weights, self.model.device.type)
 
     @property
     def bytes_per_row(self) -> int:
-        """What one token carries at one position, at most: through an MLP, or through a strip of attention."""
         hidden = max(block.query.module.in_features for block in self.blocks)
         mlp = max(block.down.module.in_features for block in self.blocks)
-        heads = max(block.heads for block in self.blocks)
-        return 4 * max(3 * mlp + 6 * hidden, 8 * hidden + 2 * heads * WIDEST)
+        return row_bytes(hidden, mlp, max(block.heads for block in self.blocks))
 
     def keeps_probs(self, length: int) -> bool:
-        return 4 * sum(block.heads for block in self.blocks) * length**2 <= self.memory
+        return probs_bytes(sum(block.heads for block in self.blocks), length) <= self.memory
 
 
 @dataclass

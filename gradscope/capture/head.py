@@ -15,6 +15,9 @@ from gradscope.capture.rules import diagonal_square_norms, outer_square_norms
 from gradscope.logprobs import TokenStatistics, logit_gradient, token_statistics
 from gradscope.models import Policy
 
+LOGIT_BYTES = 8 * 4
+"""Of one logit in the pass: itself and what its gradient needs, eight float32 arrays."""
+
 
 @dataclass(frozen=True)
 class HeadPass:
@@ -43,7 +46,7 @@ class Head:
     def __init__(self, policy: Policy, claims: Claims, joint: str | None, memory: int) -> None:
         self.model, self.blocks, self.claims, self.joint = policy.model, policy.blocks, claims, joint
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
-        self._rows = max(1, memory // (8 * 4 * policy.vocab_size))
+        self._rows = max(1, memory // (LOGIT_BYTES * policy.vocab_size))
 
     def measure(self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float) -> HeadPass:
         """One pass for all targets, or several where their logits would not fit the memory."""
