@@ -147,7 +147,7 @@ def gpu_table() -> pd.DataFrame:
                 seconds = sum(speeds.seconds(part) for part in work.values()) / len(prefixes)
                 row = {"policy": f"Qwen2.5-{name}", "length": length, "products_in": precision}
                 row |= {"floor_gflop_per_token": floor / 1e9, "ms_per_token": 1e3 * seconds}
-                row |= {"tokens_per_second": 1 / seconds, "assumed": f"{speeds.device}; chunks of {CHUNK_ROWS:,} rows"}
+                row |= {"tokens_per_second": 1 / seconds, "assumed": f"{speeds.device}; --chunk-rows {CHUNK_ROWS}"}
                 rows.append(row)
     return pd.DataFrame(rows)
 

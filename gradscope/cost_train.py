@@ -1,10 +1,10 @@
 """What a training step takes beside its FLOPs: passes over arrays, operations, decoding with few rows.
 
-Counts of arrays are those of gradscope's trainer on transformers' Qwen2 in float32, taken by a dispatch mode that adds
-up what each elementwise operation reads and writes (analyses/benchmarks/work_counts.py); laying out prompts that
-responses share is among them. Passes over logits and operations are fitted to times on a CPU: the trainer walks over
-logits in pieces that stay in a cache, and Python does more around an operation of a transformers model than the bare
-one takes.
+Counts of arrays are those of gradscope's trainer on transformers' Qwen2 in float32, taken once by a dispatch mode that
+adds up what each elementwise operation reads and writes; no script here takes them again, for
+analyses/benchmarks/work_counts.py counts measuring alone. Laying out prompts that responses share is among them. Passes
+over logits and operations are fitted to times on a CPU: the trainer walks over logits in pieces that stay in a cache,
+and Python does more around an operation of a transformers model than the bare one takes.
 """
 
 from __future__ import annotations

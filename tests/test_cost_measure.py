@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from analyses.benchmarks import work_counts
 from analyses.benchmarks.plan_memory import allocated_peak
 from analyses.benchmarks.work_counts import Counted
 from gradscope.capture import TokenGradientMeter, measuring
@@ -178,3 +179,12 @@ def test_predicted_memory_is_what_the_allocator_hands_out(name, memory):
     predicted = measure_bytes(shape, [response], engine=engine, memory=memory, weight_bytes=0)
     # 1.03 to 1.12 on policies of width 128 and 512; in one of width 32 attention and small arrays weigh more.
     assert 0.6 < max(sum(parts.values()) for parts in predicted.values()) / peak < 1.6
+
+
+@pytest.mark.parametrize(("engine", "rules"), [(RULES, True), (GRAPH, False)])
+def test_the_engines_counts_are_those_that_a_dispatch_mode_takes(engine, rules):
+    arrays, operations = work_counts.count(rules)
+    for name in ("streams", "gates", "scores"):
+        assert arrays[name] == pytest.approx(getattr(engine, name), rel=0.05)  # rounded to two digits
+    assert operations["operations"] == pytest.approx(engine.operations, rel=0.02)
+    assert operations["token_operations"] == pytest.approx(engine.token_operations, abs=0.1)
