@@ -165,6 +165,8 @@ class Measure:
         check_no_machine(self.machine)
         if self.out is None:
             raise InputError("--out is missing; give the folder of the run")
+        if self.constants < 0:
+            raise InputError(f"--constants is {self.constants}; give 0 or more contexts")
         if self.constants and self.settings.norms == "estimate":
             raise InputError(
                 f"--constants is {self.constants}, which needs exact norms by layer; leave it out, or --norms"

@@ -54,8 +54,9 @@ class TableMeasurement:
         chunk_memory: int = 1 << 30,
     ) -> None:
         check_settings(settings)
-        if min(chunk_rows, chunk_memory) < 1:
-            raise InputError(f"chunk_rows is {chunk_rows} and chunk_memory {chunk_memory}; give 1 or more")
+        for name, value in (("chunk_rows", chunk_rows), ("chunk_memory", chunk_memory)):
+            if value < 1:
+                raise InputError(f"{name} is {value}; give 1 or more")
         self.policy, self.settings, self.edges = policy, settings, [float(e) for e in edges]
         if settings.temperature is not None:
             batch = replace(batch, temperature=torch.full((len(batch),), float(settings.temperature)))

@@ -91,7 +91,7 @@ def predict_changes(
     if directions.shape[1] != (size := zero_vectors(model, 0).shape[1]):
         raise InputError(f"directions have {directions.shape[1]} entries, the model {size} parameters; give one each")
     arguments = (model, batch, directions, micro_batch_size, progress)
-    with torch.inference_mode(False), torch.no_grad(), measuring(model):
+    with torch.inference_mode(False), torch.no_grad(), measuring(model), _still_padding(model):
         try:
             return _changes(_forward_mode, *arguments), "forward mode"
         except torch.OutOfMemoryError:
@@ -101,6 +101,25 @@ def predict_changes(
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             warnings.warn(f"no forward mode ({reason}); changes are central differences instead", stacklevel=2)
             return _changes(_central_differences, *arguments), "central differences"
+
+
+@contextmanager
+def _still_padding(model: nn.Module) -> Iterator[None]:
+    """Embeddings return their padding id's row as it is, wherever a direction moves it: no gradient flows there."""
+    handles = []
+    try:
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                row = module(torch.tensor([module.padding_idx], device=module.weight.device))[0].clone()
+
+                def keep(module: nn.Embedding, args: tuple[Tensor, ...], output: Tensor, row: Tensor = row) -> Tensor:
+                    return torch.where((args[0] == module.padding_idx)[..., None], row, output)
+
+                handles.append(module.register_forward_hook(keep))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def refuse_narrow_weights(model: nn.Module) -> None:

@@ -28,6 +28,7 @@ from gradscope.models import (
     check_prompt,
     fetch_policy,
     find_blocks,
+    is_causal,
     load_policy,
     load_tokenizer,
     round_trips,
@@ -128,6 +129,16 @@ def test_weights_of_another_shape_are_refused(checkpoint):
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
     refusal(checkpoint)
+
+
+@pytest.mark.parametrize("vocab", [1, 2])
+def test_a_model_of_one_or_two_words_is_seen_to_be_causal(vocab):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=vocab, **sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    assert is_causal(LlamaForCausalLM(config).eval())
 
 
 def test_encoders_and_encoder_decoders_are_refused(checkpoints, tmp_path):

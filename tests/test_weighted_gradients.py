@@ -128,6 +128,24 @@ def test_with_the_weights_of_the_loss_it_is_the_losss_gradient(name):
     assert distance(sums.sum(0), expected) < 1e-6
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_padding_id_within_the_text_moves_nothing_by_its_embedding_as_no_gradient_flows_there(tied):
+    policy = make_policy("qwen2" if tied else "llama", torch.float64)
+    batch = make_batch(policy)
+    padding = policy.model.get_input_embeddings().padding_idx
+    assert padding is not None
+    ids = batch.input_ids.clone()
+    ids[:, ::3] = padding
+    batch = replace(batch, input_ids=torch.where(batch.attention_mask, ids, batch.input_ids))
+    directions = random_directions(policy)
+    changes, method = predict_changes(policy.model, batch, directions, micro_batch_size=2)
+    assert method == "forward mode"
+    # transformers casts to float32 inside.
+    torch.testing.assert_close(
+        changes[:, batch.response_mask], directions @ token_gradients(policy, batch).T, rtol=1e-4, atol=1e-5
+    )
+
+
 def test_padding_micro_batches_and_masked_seeds_change_nothing_beyond_rounding():
     policy = make_policy("gpt2", torch.float64)
     batch = make_batch(policy)

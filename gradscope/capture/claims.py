@@ -65,8 +65,13 @@ def check_prefixes(policy: Policy, ids: Int[Tensor, " n"]) -> None:
     with torch.no_grad():
         whole = policy.model.base_model(input_ids=ids[None], use_cache=False)[0][0, :half].double()
         alone = policy.model.base_model(input_ids=ids[None, :half], use_cache=False)[0][0].double()
+    if not (whole.isfinite().all() and alone.isfinite().all()):
+        raise InputError(
+            f"the policy's hidden states are NaN or infinite on a sequence of {len(ids)} tokens; load a sound "
+            "checkpoint, or another --dtype"
+        )
     tolerance = 1e-3 if policy.dtype in (torch.float32, torch.float64) else 0.1
-    change = ((whole - alone).norm() / whole.norm()).item()
+    change = ((whole - alone).norm() / whole.norm().clamp(min=torch.finfo(torch.float64).tiny)).item()
     if not change <= tolerance:
         raise InputError(
             f"{type(policy.model).__name__} changes a position when later tokens are added (by {change:.1e} of it): "
