@@ -189,6 +189,13 @@ def norm_words(layer: int | str) -> tuple[str, str]:
     return ("input of block 1" if number == "0" else f"output of block {number}"), f"‖$δ_{{{number}}}$‖"
 
 
+def tell_drawn(points: pd.DataFrame, tokens: int) -> str:
+    """What a scatter of these tokens must say if `draw_tokens` drew only some; nothing if it drew all."""
+    if len(points) == tokens:
+        return ""
+    return f",\n{len(points):,} drawn: at most\n{_POINTS_PER_INTERVAL:,} of an interval"
+
+
 def draw_tokens(ax: Axes, x: str, y: str, tokens: pd.DataFrame) -> pd.DataFrame:
     """A scatter of at most 1,000 tokens of each interval, in the intervals' colours; returns the rows that were drawn.
 

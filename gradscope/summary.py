@@ -83,9 +83,11 @@ class Summary:
             powers = self.theory.powers
             slopes = powers.loc[(powers["quantity"] != LOGITS) & (powers["tokens"] >= ENOUGH), "slope"]
             if len(slopes):
+                fitted = int(powers["tokens"].max())
                 lines.append(
                     f"Below the logits, norms grow like (1−π)^s with s from {slopes.min():.2f} to {slopes.max():.2f} "
-                    "by layer (theory: 1, √ law: ½); Prop. 4.2 bounds norms and does not fix s."
+                    f"by layer (theory: 1, √ law: ½), fitted on the {fitted:,} tokens that are not nearly certain; "
+                    "Prop. 4.2 bounds norms and does not fix s."
                 )
         return "\n".join(lines)
 
