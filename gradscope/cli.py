@@ -302,7 +302,7 @@ class Demo:
                 model="embedded",
                 out=rollouts,
                 task="knights-knaves-compact",
-                questions=12,
+                questions=10,
                 temperature=0.7,
                 seed=self.seed,
                 overwrite=True,

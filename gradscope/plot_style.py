@@ -22,7 +22,7 @@ NEUTRAL = "#555555"
 
 _FONT_SIZE = 8
 _PAGE_WIDTH = 7.3
-_POINTS_PER_INTERVAL = 1000
+_POINTS_PER_INTERVAL = 10_000
 _STYLE = {
     "font.size": _FONT_SIZE,
     "axes.titlesize": _FONT_SIZE + 1,
@@ -193,11 +193,11 @@ def tell_drawn(points: pd.DataFrame, tokens: int) -> str:
     """What a scatter of these tokens must say if `draw_tokens` drew only some; nothing if it drew all."""
     if len(points) == tokens:
         return ""
-    return f",\n{len(points):,} drawn: at most\n{_POINTS_PER_INTERVAL:,} of an interval"
+    return f",\n≤ {_POINTS_PER_INTERVAL:,} drawn an interval"
 
 
 def draw_tokens(ax: Axes, x: str, y: str, tokens: pd.DataFrame) -> pd.DataFrame:
-    """A scatter of at most 1,000 tokens of each interval, in the intervals' colours; returns the rows that were drawn.
+    """A scatter of at most 10,000 tokens of each interval, in the intervals' colours; returns the rows that were drawn.
 
     Always the same ones, in random order, so that no interval hides another; rasterized, so that a PDF stays small.
     """

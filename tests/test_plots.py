@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from gradscope import plot_style
 from gradscope.errors import InputError
 from gradscope.intervals import interval_labels
 from gradscope.plot_style import drawn_numbers, norm_column, paper_style
@@ -207,10 +208,13 @@ def test_an_interval_without_tokens_has_no_bar_and_says_so():
         plot_interval_gradient_norms(norms.assign(norm=np.nan))
 
 
-def test_the_cone_is_equation_3_and_outside_counts_every_token():
+def test_the_cone_is_equation_3_and_outside_counts_every_token(monkeypatch):
+    monkeypatch.setattr(plot_style, "_POINTS_PER_INTERVAL", 1000)
     table = tokens(4000)
     table["interval"] = 3  # only 1,000 points are drawn, all 4,000 are counted
-    drawn = drawn_numbers(cone(table, lower_gain=0.8, upper_gain=1.1))
+    ax = cone(table, lower_gain=0.8, upper_gain=1.1)
+    assert "4,000 tokens,\n≤ 1,000 drawn an interval" in ax.get_legend().get_title().get_text()
+    drawn = drawn_numbers(ax)
     outline, points = drawn[drawn["lower"].notna()], drawn[drawn["norm"].notna()]
     for row in outline.itertuples():
         assert row.lower == pytest.approx(0.8 * math.sqrt(VOCAB / (VOCAB - 1)) * (1 - row.prob), abs=1e-12)
