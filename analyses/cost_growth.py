@@ -168,15 +168,20 @@ def qwen_shape(name: str) -> ModelShape:
 
 @paper_style()
 def draw(table: pd.DataFrame) -> Figure:
-    """A panel for each quantity: points measured, the line predicted."""
+    """A panel for each quantity, all of one scale: points measured, the line predicted."""
+    every = pd.concat([table.measured_ms, table.predicted_ms])
+    ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if every.min() / 1.5 <= t <= 1.5 * every.max()]
     figure, axes = new_panels(len(VARIED), width=2.4, height=2.1)
     for ax, name in zip(axes, VARIED, strict=True):
         rows = table[table.varied == name]
         ax.plot(rows.value, rows.predicted_ms, color=NEUTRAL, label="predicted")
         ax.plot(rows.value, rows.measured_ms, "o", color="black", ms=4, label="measured")
-        ax.set(xscale="log", yscale="log", xlabel=NAMES[name], ylabel="ms per token", title=NAMES[name])
+        ax.set(xscale="log", yscale="log", xlabel=NAMES[name], ylabel="CPU ms per token")
+        ax.set(ylim=(every.min() / 1.5, 1.5 * every.max()))
         ax.set_xticks(rows.value, [f"{value:,}" for value in rows.value])
+        ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         ax.minorticks_off()
+        ax.set_title(f"against {NAMES[name]}", loc="left")
         finish(ax, rows)
     axes[0].legend()
     return figure

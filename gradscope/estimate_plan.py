@@ -4,10 +4,10 @@ Costs are in forward passes over the batch, every position once:
 
     exact           Σ_t (length of t's prefix) / positions      a backward pass over each token's prefix
     random signs    1 + 2 · passes · sums                       one forward, a backward pass per sum, at most
-    forward mode    4 · draws                                   drawing v; values and tangents of every token at once
+    forward mode    5 · draws                                   drawing v; values and tangents of every token at once
 
-The prices are rounded from CPU time (one thread, random weights, one sequence): exact norms took .7 to 1.0 of that sum
-(hidden 512, 8 layers, T = 256) and .9 (hidden 128, 4 layers, T = 256 and 1024), a draw 3.3 to 4.5, 6.2 and 4.7.
+The prices are rounded from CPU time of one thread (analyses/benchmarks/estimates.py): exact norms took .84 to .93 of
+that sum by backward rules and 1.08 to 1.57 along the graph, a draw 4.8 to 5.0, a pass 1.8 to 2.0.
 
 A sum is one interval's Σ‖g_t‖² or, where weights are known, its Σ‖w_t g_t‖². The rule, where neither passes nor draws
 are given: always 4 passes for the sums, whose variance lacks the Σ‖g_t‖⁴ that draws have; 32 draws besides, for every
@@ -36,7 +36,7 @@ Number = int | float
 
 PASSES, DRAWS = 4, 32
 """What the rule takes."""
-DRAW_COST = 4
+DRAW_COST = 5
 """Of a draw, in forward passes."""
 
 
