@@ -65,6 +65,11 @@ def test_strips_of_a_factor_leave_nothing_out(n, d):
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=0.0)
 
 
+def test_a_module_that_was_called_on_no_row_has_no_gradient():
+    factor = prefix_factor(random(0, 5), bias=False)
+    assert linear_square_norms(random(0, 3, 4), factor).tolist() == [0.0] * 3
+
+
 @pytest.mark.parametrize("n, d", [(97, 60), (130, 60), (200, 64)])
 def test_a_first_input_of_zeros_does_not_make_a_factor_triangular(n, d):
     # A normalised embedding of zeros, or an activation that is off in every channel.

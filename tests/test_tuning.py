@@ -89,7 +89,7 @@ def masks_of(batch: TokenBatch, setting: Setting) -> list[Tensor]:
     """The tokens of each pass."""
     if setting.eta is None:
         return [batch.response_mask]
-    low = batch.response_mask & (batch.old_logprobs.exp() < setting.eta)
+    low = batch.response_mask & (batch.old_logprobs < math.log(setting.eta))
     return [low, batch.response_mask & ~low]
 
 
@@ -125,7 +125,7 @@ def test_combined_gradients_are_those_of_a_direct_backward_pass_with_that_alpha(
 
 
 def test_cells_are_cut_at_the_trainers_own_comparisons(batch):
-    # float32 log ½ is above the true one: π_old < ½ is False in float32 and True in float64.
+    # A float32 logarithm lies above or below the true one, and its exponential may fall on η's other side.
     old = batch.old_logprobs.float()
     first = batch.response_mask.nonzero()[0]
     for value in (math.log(0.5), math.log(0.25), math.log(0.3), 0.0):

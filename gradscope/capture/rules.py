@@ -33,7 +33,7 @@ def strips(n: int, narrowest: int = NARROWEST) -> Iterator[tuple[int, int]]:
     >>> list(strips(72))
     [(0, 36), (36, 72)]
     """
-    width = strip_width(n, narrowest)
+    width = max(1, strip_width(n, narrowest))
     return ((start, min(start + width, n)) for start in range(0, n, width))
 
 
@@ -58,6 +58,8 @@ def linear_square_norms(
     its zeros.
     """
     (_, tokens, width), rows = delta.shape, delta.flatten(1)
+    if not factor.shape[1]:  # a module that was called on no row, such as an expert without tokens
+        return delta.new_zeros(tokens)
     parts = [multiply(factor[start:, start:end].T, rows[start:]) for start, end in strips(factor.shape[1])]
     norms = torch.cat([torch.linalg.vector_norm(part.view(-1, width), dim=1) for part in parts])
     return torch.linalg.vector_norm(norms.view(-1, tokens), dim=0).square()
