@@ -32,8 +32,7 @@ class BlockBackward:
 
     def through_block(self, delta: Delta) -> Delta:
         """From the gradient at the block's output to that at its input."""
-        delta = delta + self._through_mlp(delta)
-        return delta.add_(self._through_attention(delta))
+        return self._through_attention(self._through_mlp(delta))
 
     def through_attention_at(
         self, residual: Float[Tensor, "K d"], attended: Float[Tensor, "K w"], positions: Int[Tensor, " K"]
@@ -64,33 +63,32 @@ class BlockBackward:
         return back
 
     def _through_mlp(self, delta: Delta) -> Delta:
-        """y = norm(x); gate and up of y; activation(gate) ∘ up; down."""
+        """x + mlp(y), y = norm(x): gate and up of y; activation(gate) ∘ up; down."""
         block, a = self.block, self.a
         hidden = self._linear(delta, block.down)[:, :, None] * self._first(a.mlp_slopes)
         # Gate and up have one input: each token counts twice in one contraction.
         both = linear_square_norms(hidden.flatten(1, 2), a.factor(block.gate, self.n), multiply=self.multiply)
         self.squares[block.gate.name], self.squares[block.up.name] = both.view(-1, 2).unbind(1)
-        gate, up = (
-            linear_backward(part, matrix.module.weight, multiply=self.multiply)
-            for part, matrix in zip(hidden.unbind(2), (block.gate, block.up), strict=True)
-        )
-        return self._norm(gate.add_(up), block.mlp_norm, self._prefix(a.mlp_norm))
+        back = None
+        for part, matrix in zip(hidden.unbind(2), (block.gate, block.up), strict=True):
+            back = linear_backward(part, matrix.module.weight, into=back, multiply=self.multiply)
+        return self._norm(back, block.mlp_norm, self._prefix(a.mlp_norm), residual=delta)
 
     def _through_attention(self, delta: Delta) -> Delta:
-        """y = norm(x); queries, keys and values of y, rotated; softmax(q kᵀ) v; output."""
+        """x + output(softmax(q kᵀ) v), y = norm(x): q, k and v of y, queries and keys rotated."""
         block, a, n = self.block, self.a, self.n
         heads = self._linear(delta, block.output).unflatten(2, (-1, block.head_dim))
         q, k, v = attention_backward(
             heads, a.probs(n), *self._attention(), scaling=block.scaling, multiply=self.multiply
         )
         q = self._unrotate(q, block.query_norm, a.query_norm, self._first)
-        back = self._through_keys_and_values(k, v).add_(self._linear(q, block.query))
-        return self._norm(back, block.attention_norm, self._prefix(a.attention_norm))
+        back = self._linear(q, block.query, into=self._through_keys_and_values(k, v))
+        return self._norm(back, block.attention_norm, self._prefix(a.attention_norm), residual=delta)
 
     def _through_keys_and_values(self, k: Tensor, v: Tensor) -> Delta:
         block, a = self.block, self.a
         k = self._unrotate(k, block.key_norm, a.key_norm, self._first)
-        return self._linear(k, block.key).add_(self._linear(v.flatten(2), block.value))
+        return self._linear(v.flatten(2), block.value, into=self._linear(k, block.key))
 
     def _unrotate(
         self, delta: Tensor, norm: Norm | None, seen: tuple[Tensor, Tensor] | None, at: Callable[[Tensor], Tensor]
@@ -101,12 +99,14 @@ class BlockBackward:
             delta = self._norm(delta, norm, (at(seen[0]), at(seen[1])))
         return delta.flatten(2)
 
-    def _linear(self, delta: Delta, matrix: Matrix) -> Float[Tensor, "n K inputs"]:
+    def _linear(self, delta: Delta, matrix: Matrix, *, into: Tensor | None = None) -> Float[Tensor, "n K inputs"]:
         self.squares[matrix.name] = linear_square_norms(delta, self.a.factor(matrix, self.n), multiply=self.multiply)
-        return linear_backward(delta, matrix.module.weight, multiply=self.multiply)
+        return linear_backward(delta, matrix.module.weight, into=into, multiply=self.multiply)
 
-    def _norm(self, delta: Tensor, norm: Norm, seen: tuple[Tensor, Tensor]) -> Tensor:
-        back, scale = rms_norm_backward(delta, seen[0], norm.scale, seen[1])
+    def _norm(
+        self, delta: Tensor, norm: Norm, seen: tuple[Tensor, Tensor], *, residual: Tensor | None = None
+    ) -> Tensor:
+        back, scale = rms_norm_backward(delta, seen[0], norm.scale, seen[1], residual=residual)
         self.squares[norm.name] = scale.square().sum(1)
         return back
 

@@ -19,10 +19,18 @@ NARROWEST_QUERIES = 56
 
 
 def linear_backward(
-    delta: Float[Tensor, "n K out"], weight: Float[Tensor, "out in"], *, multiply: Product = multiply_exactly
+    delta: Float[Tensor, "n K out"],
+    weight: Float[Tensor, "out in"],
+    *,
+    into: Float[Tensor, "n K in"] | None = None,
+    multiply: Product = multiply_exactly,
 ) -> Float[Tensor, "n K in"]:
-    """Through y = W x + b: ∂/∂x = Wᵀ δ, one product for all positions and tokens."""
-    return multiply(delta.flatten(0, 1), weight).unflatten(0, delta.shape[:2])
+    """Through y = W x + b: ∂/∂x = Wᵀ δ, one product for all positions and tokens.
+
+    into: what flows back to x on other ways; the product is added to it, in its place.
+    """
+    into = None if into is None else into.flatten(0, 1)
+    return multiply(delta.flatten(0, 1), weight, into).unflatten(0, delta.shape[:2])
 
 
 def rms_norm_backward(
@@ -30,14 +38,18 @@ def rms_norm_backward(
     normalized: Float[Tensor, "n #K *heads d"],
     scale: Float[Tensor, " d"],
     inverse_rms: Float[Tensor, "n #K *heads 1"],
+    *,
+    residual: Float[Tensor, "n K *heads d"] | None = None,
 ) -> tuple[Float[Tensor, "n K *heads d"], Float[Tensor, "K d"]]:
     """Through y = scale ∘ x̂, x̂ = x · inverse_rms: (∂/∂x, gradient of the scale).
 
     ∂/∂x = inverse_rms · (scale ∘ δ − x̂ · mean(x̂ ∘ scale ∘ δ)); ∂/∂scale = Σ_s δ_s ∘ x̂_s.
+    residual: what flows back to x on other ways; it is added to ∂/∂x.
     """
     product = delta * normalized
     mean = (product @ (scale / scale.numel())).unsqueeze(-1)
-    back = delta * (scale * inverse_rms)
+    slope = scale * inverse_rms
+    back = delta * slope if residual is None else torch.addcmul(residual, delta, slope)
     back.addcmul_(mean.mul_(-inverse_rms), normalized)
     return back, product.transpose(0, 1).flatten(1, -2).sum(1)
 

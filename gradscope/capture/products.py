@@ -8,28 +8,33 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""(…, a, b) times (…, b, c); the result has the first one's dtype."""
+Product = Callable[..., Tensor]
+"""multiply(left, right, into=None): (…, a, b) times (…, b, c) in the first one's dtype; added to `into`, if it is given,
+in its place."""
 Precision = Literal["exact", "bfloat16", "tf32"]
 
 
-def multiply_exactly(left: Tensor, right: Tensor) -> Tensor:
+def multiply_exactly(left: Tensor, right: Tensor, into: Tensor | None = None) -> Tensor:
     """In the precision of the left factor."""
+    right = right.to(left.dtype)
+    if into is not None:
+        return into.addmm_(left, right) if left.ndim == 2 else into.baddbmm_(left, right)
     product = torch.mm if left.ndim == 2 else torch.bmm  # what @ comes to, without its detours
-    return product(left, right.to(left.dtype))
+    return product(left, right)
 
 
-def multiply_in_bfloat16(left: Tensor, right: Tensor) -> Tensor:
+def multiply_in_bfloat16(left: Tensor, right: Tensor, into: Tensor | None = None) -> Tensor:
     """Both factors rounded to bfloat16, each product of rows and columns accumulated in float32."""
-    return (left.bfloat16() @ right.bfloat16()).to(left.dtype)
+    product = (left.bfloat16() @ right.bfloat16()).to(left.dtype)
+    return product if into is None else into.add_(product)
 
 
-def multiply_in_tf32(left: Tensor, right: Tensor) -> Tensor:
+def multiply_in_tf32(left: Tensor, right: Tensor, into: Tensor | None = None) -> Tensor:
     """Both factors rounded to 11 bits by the tensor cores of a GPU."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        return multiply_exactly(left, right)
+        return multiply_exactly(left, right, into)
     finally:
         torch.set_float32_matmul_precision(before)
 
