@@ -19,14 +19,12 @@ def forward_hooks(module: nn.Module, names: Iterable[str], hook: ForwardHook) ->
     """Call `hook` after the forward of each named submodule ("" is the module itself); removed whatever happens."""
     if isinstance(names, str):
         raise InputError(f"names is the string {names!r}; give a list of names, [{names!r}]")
-    modules, names = dict(module.named_modules()), list(names)
-    if unknown := [n for n in names if n not in modules]:
-        raise InputError(f"{type(module).__name__} has no submodule {unknown[0]!r}; see dict(module.named_modules())")
+    named = {name: _submodule(module, name) for name in names}
     handles = []
     try:
-        for name in names:
+        for name, submodule in named.items():
             handles.append(
-                modules[name].register_forward_hook(
+                submodule.register_forward_hook(
                     lambda m, args, kwargs, output, name=name: hook(name, m, args, kwargs, output), with_kwargs=True
                 )
             )
@@ -34,6 +32,15 @@ def forward_hooks(module: nn.Module, names: Iterable[str], hook: ForwardHook) ->
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module:
+    try:
+        return module.get_submodule(name)
+    except AttributeError as error:
+        raise InputError(
+            f"{type(module).__name__} has no submodule {name!r}; see dict(module.named_modules())"
+        ) from error
 
 
 def first_tensor(output: Any) -> Tensor | None:
