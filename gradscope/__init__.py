@@ -22,6 +22,7 @@ _DEFINED_IN = {
     "load_policy": "models",
     "measure": "token_table",
     "movement_table": "updates",
+    "read_dump": "readers",
     "read_rollouts": "readers",
 }
 _SUBMODULES = (

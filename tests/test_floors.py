@@ -14,7 +14,7 @@ FLOORS = {
     "machine_speed": 1, "cost_train": 1, "architectures": 1,
     "batch_loss": 1, "batch_logprobs": 1, "shared_prompts": 1, "trained_logprobs": 1, "adamw_state": 1,
     "capture": 2, "tasks": 2, "readers": 2,
-    "measure_settings": 3, "token_table": 3, "group_gradients": 3, "sampling": 3, "steps": 3, "weighted_gradients": 3,
+    "logit_diagnosis": 3, "measure_settings": 3, "token_table": 3, "group_gradients": 3, "sampling": 3, "steps": 3, "weighted_gradients": 3,
     "cost_measure": 3, "measure_plan": 3,
     "norm_estimates": 3, "estimate_plan": 3,
     "bounds": 4, "gains": 4, "jacobians": 4, "evaluation": 4,

@@ -2,30 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from gradscope.batch import TokenBatch
 from gradscope.errors import InputError
 from gradscope.models import Policy
-from gradscope.readers.native import read_native, write_rollouts
+from gradscope.readers.dump import Dump, make_dump
+from gradscope.readers.files import Record, list_files, read_records
+from gradscope.readers.formats import Format
+from gradscope.readers.ms_swift import MS_SWIFT
+from gradscope.readers.native import NATIVE, write_rollouts
+from gradscope.readers.nemo_rl import NEMO_RL
+from gradscope.readers.open_instruct import OPEN_INSTRUCT
+from gradscope.readers.prime_rl import PRIME_RL
+from gradscope.readers.recognise import check_format, recognise
+from gradscope.readers.roll import ROLL
+from gradscope.readers.slime import SLIME
+from gradscope.readers.trl import TRL
+from gradscope.readers.verifiers import VERIFIERS
+from gradscope.readers.verl import VERL
 
-READERS: dict[str, Callable[[Path, Policy | None], TokenBatch]] = {"native": read_native}
+READERS: dict[str, Format] = {
+    form.name: form for form in (NATIVE, TRL, VERL, PRIME_RL, NEMO_RL, OPEN_INSTRUCT, SLIME, MS_SWIFT, ROLL, VERIFIERS)
+}
 """What reads a format, by its name; a reader of your own is one more entry."""
 
-__all__ = ["READERS", "read_rollouts", "write_rollouts"]
+__all__ = ["READERS", "Dump", "read_dump", "read_rollouts", "write_rollouts"]
 
 
 def read_rollouts(path: str | Path, policy: Policy | None = None, *, format: str | None = None) -> TokenBatch:
-    """Read the responses of one file.
+    """The batch of `read_dump`."""
+    return read_dump(path, policy, format=format).batch
+
+
+def read_dump(
+    path: str | Path, policy: Policy | None = None, *, format: str | None = None, step: int | None = None
+) -> Dump:
+    """Read the responses of one file, or of all files of a folder in order, which must then be of one format.
 
     policy: whose tokenizer encodes rows of text, and whose vocabulary and context bound the ids; without one, rows
         must hold ids and their size is not checked.
-    format: a name in READERS; None is "native" (JSONL or parquet; columns in gradscope.readers.native).
+    format: a name in READERS; None tells it by the columns of each file's first record.
+    step: keeps the responses of one training step; None keeps all.
 
-    Raises InputError, naming file and row, for anything that cannot be used.
+    Rows of a trainer's dump that hold no response, or none of whose tokens was trained, are left out, and a note says
+    how many; in native rollouts they are refused. Raises InputError, naming file and row, for anything that cannot be
+    used, and for a step that is not there, naming those that are.
     """
-    reader = READERS.get("native" if format is None else format)
-    if reader is None:
+    path = Path(path)
+    if format is not None and format not in READERS:
         raise InputError(f"rollout format {format!r} is not known; use one of {', '.join(sorted(READERS))}")
-    return reader(Path(path), policy)
+    files = list_files(path)
+    form = _find_format(path, files, format)
+    finished = [file for file in files if form.is_finished(file)]
+    if not finished:
+        raise InputError(
+            f"{files[0]} has no marker STABLE beside it: {form.name} has not finished writing it; wait for it, or give "
+            "another step's folder"
+        )
+    unfinished = len(files) - len(finished)
+    notes = [*form.notes] + ([f"{unfinished} unfinished files left out (no marker STABLE)"] if unfinished else [])
+    rows = form.rows(chain.from_iterable(map(read_records, finished)), policy)
+    return make_dump(rows, policy, format=form.name, path=path, notes=notes, step=step, drops_empty=form is not NATIVE)
+
+
+def _find_format(path: Path, files: list[Path], name: str | None) -> Format:
+    """The one format of all files that hold a record."""
+    found: tuple[Path, Format] | None = None
+    for file in files:
+        record = next(_first(file), None)
+        if record is None:
+            continue
+        if name is None:
+            form = recognise(record, READERS)
+        else:
+            form = READERS[name]
+            check_format(record, form)
+        if found is not None and form is not found[1]:
+            raise InputError(
+                f"{path} mixes formats: {found[0]} is {found[1].name}, {file} is {form.name}; give one of them, or a "
+                "folder of one format"
+            )
+        found = found or (file, form)
+    if found is None:
+        raise InputError(f"{path} holds no rows; give at least one response")
+    return found[1]
+
+
+def _first(file: Path) -> Iterator[Record]:
+    """At most one record; a file of tensors, which is read whole, is told by its name."""
+    if file.suffix == ".pt":
+        yield Record(file, str(file), dict.fromkeys(SLIME.needs))
+    else:
+        yield from read_records(file)

@@ -6,142 +6,163 @@ import json
 import math
 from typing import Any
 
+import numpy as np
+
 from gradscope.batch import Response
 from gradscope.errors import InputError
 from gradscope.models import Policy, check_prompt
+from gradscope.readers.formats import Row
 
 ID_COLUMNS = ("prompt_ids", "response_ids", "prompt", "response")
 
 ROUNDING = 1e-3
 """Nats by which a log-probability may exceed 0: half-precision trainers write such numbers; they are read as 0."""
 
+LARGEST_ID = 2**31
+"""No vocabulary is that large; an id beyond is none."""
 
-def parse_ids(place: str, row: dict[str, Any], policy: Policy | None) -> tuple[list[int], list[int]]:
-    """Ids of prompt and response, checked against the policy's vocabulary and context; text is encoded."""
-    if "prompt_ids" in row and "response_ids" in row:
-        prompt_ids, response_ids = (_check_ids(place, row, name, policy) for name in ("prompt_ids", "response_ids"))
-    elif "prompt" in row and "response" in row:
-        prompt_ids, response_ids = _encode(place, row, policy)
-    else:
-        has = ", ".join(name for name in ID_COLUMNS if name in row) or "none of them"
-        raise InputError(
-            f"{place}: a row needs `prompt_ids` and `response_ids`, or `prompt` and `response`; this one has {has}"
-        )
+
+def parse_ids(row: Row, policy: Policy | None) -> tuple[list[int], list[int]]:
+    """Ids of prompt and response, checked against the policy's vocabulary; text is encoded."""
+    if "prompt_ids" in row.columns and "response_ids" in row.columns:
+        return _check_ids(row, "prompt_ids", policy), _check_ids(row, "response_ids", policy)
+    if "prompt" in row.columns and "response" in row.columns:
+        return _encode(row, policy)
+    has = ", ".join(name for name in ID_COLUMNS if name in row.columns) or "none of them"
+    raise InputError(
+        f"{row.place}: a row needs `prompt_ids` and `response_ids`, or `prompt` and `response`; this one has {has}"
+    )
+
+
+def check_sizes(row: Row, prompt_ids: list[int], response_ids: list[int], policy: Policy | None) -> None:
+    """Raise InputError for an empty prompt or response, and for a row longer than the policy's context."""
     for name, ids in (("prompt", prompt_ids), ("response", response_ids)):
         if not ids:
-            raise InputError(f"{place}: the {name} is empty; give at least one token, or leave the row out")
+            raise InputError(f"{row.place}: the {name} is empty; give at least one token, or leave the row out")
     context = policy.context if policy else None
     if context is not None and len(prompt_ids) + len(response_ids) > context:
         raise InputError(
-            f"{place}: prompt and response have {len(prompt_ids)} + {len(response_ids)} tokens, longer than the "
+            f"{row.place}: prompt and response have {len(prompt_ids)} + {len(response_ids)} tokens, longer than the "
             f"policy's context of {context}; shorten or leave out the row"
         )
-    return prompt_ids, response_ids
 
 
-def _check_ids(place: str, row: dict[str, Any], name: str, policy: Policy | None) -> list[int]:
-    ids = row[name]
-    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-        raise InputError(f"{place}: `{name}` is {show(ids)}; give a list of whole numbers")
+def _check_ids(row: Row, name: str, policy: Policy | None) -> list[int]:
+    ids = row.columns[name]
+    if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
+        raise InputError(f"{row.place}: `{row.label(name)}` is {show(ids)}; give a list of whole numbers")
     size = policy.vocab_size if policy else None
-    for position, token in enumerate(ids):
-        if token < 0 or (size is not None and token >= size):
-            bound = "0 or more" if size is None else f"0 to {size - 1}, the policy's vocabulary"
-            raise InputError(
-                f"{place}: `{name}` holds {token} at position {position}, wanted {bound}; were these ids made with "
-                "another tokenizer?"
-            )
+    limit = LARGEST_ID if size is None else size
+    if ids and (min(ids) < 0 or max(ids) >= limit):
+        position, token = next((at, i) for at, i in enumerate(ids) if not 0 <= i < limit)
+        bound = f"0 to {limit - 1}" + ("" if size is None else ", the policy's vocabulary")
+        raise InputError(
+            f"{row.place}: `{row.label(name)}` holds {token} at position {position}, wanted {bound}; were these ids "
+            "made with another tokenizer?"
+        )
     return ids
 
 
-def _encode(place: str, row: dict[str, Any], policy: Policy | None) -> tuple[list[int], list[int]]:
-    prompt, response = row["prompt"], row["response"]
+def _encode(row: Row, policy: Policy | None) -> tuple[list[int], list[int]]:
+    prompt, response = row.columns["prompt"], row.columns["response"]
     if policy is None:
-        raise InputError(f"{place}: the row is text; give the policy too, or `prompt_ids` and `response_ids`")
+        raise InputError(f"{row.place}: the row is text; give the policy too, or `prompt_ids` and `response_ids`")
     if not isinstance(response, str):
-        raise InputError(f"{place}: `response` is {show(response)}; give a string")
-    check_prompt(prompt, place)
+        raise InputError(f"{row.place}: `{row.label('response')}` is {show(response)}; give a string")
+    check_prompt(prompt, row.place)
     try:
         return policy.encode_prompt(prompt), policy.encode_response(response)
     except InputError as error:
-        raise InputError(f"{place}: {error}") from error
+        raise InputError(f"{row.place}: {error}") from error
 
 
-def parse_response(
-    place: str, row: dict[str, Any], prompt_ids: list[int], response_ids: list[int], group: int
-) -> Response:
+def parse_response(row: Row, prompt_ids: list[int], response_ids: list[int], group: int) -> Response:
     """All that a row says about its response, each value as long as it and finite where the response is kept."""
-    kept = _mask(place, row, len(response_ids))
-    advantage = row.get("advantage")
+    kept = parse_mask(row, len(response_ids))
+    advantage = row.columns.get("advantage")
     if advantage is not None:
         per_token = isinstance(advantage, list)
-        advantage = _per_token(place, row, "advantage", kept) if per_token else _number(place, row, "advantage")
-    temperature = _number(place, row, "temperature") if "temperature" in row else 1.0
+        advantage = parse_per_token(row, "advantage", kept) if per_token else _number(row, "advantage")
+    temperature = _number(row, "temperature") if "temperature" in row.columns else 1.0
     if temperature <= 0:
-        raise InputError(f"{place}: `temperature` is {temperature:g}; give a positive one (0, greedy, has no gradient)")
+        raise InputError(
+            f"{row.place}: `{row.label('temperature')}` is {temperature:g}; give a positive one (0, greedy, has no "
+            "gradient)"
+        )
     return Response(
         prompt_ids=prompt_ids,
         response_ids=response_ids,
         group=group,
         temperature=temperature,
-        reward=_number(place, row, "reward") if "reward" in row else None,
+        reward=_number(row, "reward") if "reward" in row.columns else None,
         advantage=advantage,
-        old_logprobs=_logprobs(place, row, "old_logprobs", kept),
-        ref_logprobs=_logprobs(place, row, "ref_logprobs", kept),
-        response_mask=kept if "response_mask" in row else None,
+        old_logprobs=parse_logprobs(row, "old_logprobs", kept),
+        ref_logprobs=parse_logprobs(row, "ref_logprobs", kept),
+        response_mask=kept.tolist() if "response_mask" in row.columns else None,
     )
 
 
-def _mask(place: str, row: dict[str, Any], length: int) -> list[bool]:
-    mask = row.get("response_mask", [True] * length)
-    if not isinstance(mask, list) or not all(isinstance(m, (int, float)) and m in (0, 1) for m in mask):
-        raise InputError(f"{place}: `response_mask` is {show(mask)}; give a list of true/false (or 1/0) per token")
-    _check_length(place, "response_mask", mask, length)
-    if not any(mask):
-        raise InputError(f"{place}: `response_mask` keeps no token; leave the row out")
-    return [bool(m) for m in mask]
+def parse_mask(row: Row, length: int) -> np.ndarray:
+    """Which response tokens are kept, [length] of bool; all of them where the row has no mask."""
+    if "response_mask" not in row.columns:
+        return np.ones(length, dtype=bool)
+    mask, name = row.columns["response_mask"], row.label("response_mask")
+    if not isinstance(mask, list) or not set(map(type, mask)) <= {bool, int, float} or not set(mask) <= {0, 1}:
+        raise InputError(f"{row.place}: `{name}` is {show(mask)}; give a list of true/false (or 1/0) per token")
+    _check_length(row, "response_mask", mask, length)
+    kept = np.array(mask, dtype=bool)
+    if not kept.any():
+        raise InputError(f"{row.place}: `{name}` keeps no token; leave the row out")
+    return kept
 
 
-def _logprobs(place: str, row: dict[str, Any], name: str, kept: list[bool]) -> list[float] | None:
-    if name not in row:
+def parse_logprobs(row: Row, name: str, kept: np.ndarray) -> list[float] | None:
+    """Log-probabilities per response token, at most 0; None where the row has none."""
+    if name not in row.columns:
         return None
-    values = _per_token(place, row, name, kept)
-    for position, value in enumerate(values):
-        if value > ROUNDING:
-            raise InputError(
-                f"{place}: `{name}` holds {value:g} at position {position}; a log-probability is at most 0 (natural "
-                "logarithm; are these probabilities?)"
-            )
-    return [min(value, 0.0) if value == value else value for value in values]
+    values = np.array(parse_per_token(row, name, kept))
+    above = values > ROUNDING  # False for NaN
+    if above.any():
+        position = int(above.argmax())
+        raise InputError(
+            f"{row.place}: `{row.label(name)}` holds {values[position]:g} at position {position}; a log-probability is "
+            "at most 0 (natural logarithm; are these probabilities?)"
+        )
+    return np.minimum(values, 0.0).tolist()
 
 
-def _per_token(place: str, row: dict[str, Any], name: str, kept: list[bool]) -> list[float]:
-    """One finite number per kept token; NaN where a dropped token's is unknown."""
-    values = row[name]
-    if not isinstance(values, list) or not all(v is None or isinstance(v, (int, float)) for v in values):
-        raise InputError(f"{place}: `{name}` is {show(values)}; give a list of numbers, one per response token")
-    _check_length(place, name, values, len(kept))
-    values = [math.nan if v is None else float(v) for v in values]
-    for position, (value, keep) in enumerate(zip(values, kept, strict=True)):
-        if math.isinf(value) or (keep and math.isnan(value)):
-            raise InputError(
-                f"{place}: `{name}` holds {value} at position {position}; give a finite number, or drop the token with "
-                "`response_mask`"
-            )
-    return values
+def parse_per_token(row: Row, name: str, kept: np.ndarray, *, holes: bool = False) -> list[float]:
+    """One finite number per kept token; NaN where a dropped token's is unknown, and with `holes` a kept one's too."""
+    values, label = row.columns[name], row.label(name)
+    if not isinstance(values, list) or not set(map(type, values)) <= {int, float, bool, type(None)}:
+        raise InputError(f"{row.place}: `{label}` is {show(values)}; give a list of numbers, one per response token")
+    _check_length(row, name, values, len(kept))
+    try:
+        numbers = np.array(values, dtype=np.float64)  # None becomes NaN
+    except OverflowError as error:
+        raise InputError(f"{row.place}: `{label}` holds a number beyond 1e308; give finite ones") from error
+    wrong = np.isinf(numbers) | (np.isnan(numbers) & kept & (not holes))
+    if wrong.any():
+        position = int(wrong.argmax())
+        raise InputError(
+            f"{row.place}: `{label}` holds {numbers[position]} at position {position}; give a finite number, or drop "
+            "the token with `response_mask`"
+        )
+    return numbers.tolist()
 
 
-def _check_length(place: str, name: str, values: list, length: int) -> None:
+def _check_length(row: Row, name: str, values: list, length: int) -> None:
     if len(values) != length:
         raise InputError(
-            f"{place}: `{name}` has {len(values)} entries for {length} response tokens; give one per token"
+            f"{row.place}: `{row.label(name)}` has {len(values)} entries for {length} response tokens; give one per "
+            "token"
         )
 
 
-def _number(place: str, row: dict[str, Any], name: str) -> float:
-    value = row[name]
+def _number(row: Row, name: str) -> float:
+    value = row.columns[name]
     if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InputError(f"{place}: `{name}` is {show(value)}; give a finite number")
+        raise InputError(f"{row.place}: `{row.label(name)}` is {show(value)}; give a finite number")
     return float(value)
 
 

@@ -1,0 +1,169 @@
+"""What was read of a trainer's dump: the batch, what only dumps have, and what a reader must know of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from gradscope.batch import Response, TokenBatch, collate
+from gradscope.errors import InputError
+from gradscope.models import Policy
+from gradscope.readers.formats import EMPTY, EXTRAS, Row
+from gradscope.readers.values import (
+    check_sizes,
+    parse_ids,
+    parse_logprobs,
+    parse_mask,
+    parse_per_token,
+    parse_response,
+    show,
+)
+
+ALL_OR_NONE = ("advantage", "reward", "group", "old_logprobs", "ref_logprobs", "temperature", *EXTRAS)
+"""Columns that every row must have as soon as one has it: a hole would silently change what is measured."""
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Rollouts as their trainer wrote them; every tensor of [B, S] is aligned as in the batch."""
+
+    batch: TokenBatch
+    """`old_logprobs` is the denominator of the ratio that was trained: prime-rl's inference_logprobs, NeMo-RL's
+    prev_logprobs, slime's log_probs (rollout_log_probs where the dump has these alone), open-instruct's logprobs."""
+    format: str
+    """Name of the format."""
+    notes: tuple[str, ...] = ()
+    """Sentences that a reader of any number made from this must know."""
+    steps: Int[Tensor, " B"] | None = None
+    """Training step of each response; None: the dump does not say."""
+    entropy: Float[Tensor, "B S"] | None = None
+    """The trainer's entropy of the distribution at each response token, nats; NaN where unknown."""
+    logprobs: Float[Tensor, "B S"] | None = None
+    """The trainer's own log π, nats, where the dump has the sampler's too: prime-rl's trainer_logprobs, NeMo-RL's
+    prev_logprobs, slime's log_probs."""
+    sampler_logprobs: Float[Tensor, "B S"] | None = None
+    """What the sampler said of the same tokens, nats: against `logprobs` it shows the mismatch of the two engines."""
+    clipped: Bool[Tensor, "B S"] | None = None
+    """True on tokens whose policy term the trainer itself left out of its loss (prime-rl's is_masked)."""
+
+
+def make_dump(
+    rows: Iterable[Row],
+    policy: Policy | None,
+    *,
+    format: str,
+    path: object,
+    notes: Sequence[str] = (),
+    step: int | None = None,
+    drops_empty: bool = True,
+) -> Dump:
+    """The rows as a dump, right-padded, each checked.
+
+    step: keeps the rows of one training step. drops_empty: rows without a response are left out with a note; False:
+    they are refused. Without a group, identical prompts share one; groups are of one step.
+    """
+    reading = _Reading(policy, step, drops_empty)
+    for row in rows:
+        reading.take(row)
+    reading.check(path)
+    batch = collate(reading.responses)
+    extras = {name: _spread(batch, values) for name in EXTRAS if any(values := reading.extras[name])}
+    if "clipped" in extras:
+        extras["clipped"] = extras["clipped"] == 1
+    steps = None if None in reading.steps else torch.tensor(reading.steps)
+    return Dump(batch, format, (*notes, *reading.left_out_notes()), steps, **extras)
+
+
+class _Reading:
+    """What was taken of the rows so far."""
+
+    def __init__(self, policy: Policy | None, step: int | None, drops_empty: bool) -> None:
+        self._policy, self._step, self._drops_empty = policy, step, drops_empty
+        self.responses: list[Response] = []
+        self.steps: list[int | None] = []
+        self.extras: dict[str, list[list[float] | None]] = {name: [] for name in EXTRAS}
+        self._rows: list[tuple[str, frozenset[str], Row]] = []
+        self._groups: dict[object, int] = {}
+        self._seen: Counter[int | None] = Counter()
+        self._left_out: Counter[str] = Counter()
+
+    def take(self, row: Row) -> None:
+        self._seen[row.step] += 1
+        if self._step is not None and row.step != self._step:
+            return
+        if row.left_out is not None:
+            self._left_out[row.left_out] += 1
+            return
+        prompt_ids, response_ids = parse_ids(row, self._policy)
+        if self._drops_empty and not response_ids:
+            self._left_out[EMPTY] += 1
+            return
+        check_sizes(row, prompt_ids, response_ids, self._policy)
+        self.responses.append(parse_response(row, prompt_ids, response_ids, self._group(row, prompt_ids)))
+        self.steps.append(row.step)
+        kept = parse_mask(row, len(response_ids))
+        for name in EXTRAS:
+            self.extras[name].append(_extra(row, name, kept))
+        bare = Row(row.place, {}, row.step, row.labels)  # the values are held by the response alone
+        self._rows.append((row.place, frozenset(row.columns), bare))
+
+    def _group(self, row: Row, prompt_ids: list[int]) -> int:
+        group = row.columns.get("group", tuple(prompt_ids))
+        try:
+            return self._groups.setdefault((row.step, group), len(self._groups))
+        except TypeError as error:
+            raise InputError(
+                f"{row.place}: `{row.label('group')}` is {show(group)}; give a number or a string"
+            ) from error
+
+    def check(self, path: object) -> None:
+        """InputError where nothing is left, and for a column that only some of the rows have."""
+        if not self._seen:
+            raise InputError(f"{path} holds no rows; give at least one response")
+        if self._step is not None and self._step not in self._seen:
+            raise InputError(f"{path} has no step {self._step}; {_name_steps(self._seen)}")
+        if not self.responses:
+            reasons = "; ".join(self.left_out_notes())
+            raise InputError(f"{path} leaves no response to measure ({reasons}); give a dump with responses")
+        for name in ALL_OR_NONE:
+            having = [name in names for _, names, _ in self._rows]
+            if any(having) and not all(having):
+                place, _, row = self._rows[having.index(False)]
+                raise InputError(
+                    f"{place}: no {row.label(name)!r}, which {sum(having)} of the {len(having)} rows have; give it in "
+                    "every row, or in none"
+                )
+
+    def left_out_notes(self) -> tuple[str, ...]:
+        total = len(self.responses) + self._left_out.total()
+        return tuple(f"{n} of {total} rows left out: {reason}" for reason, n in self._left_out.items())
+
+
+def _extra(row: Row, name: str, kept: np.ndarray) -> list[float] | None:
+    if name not in row.columns:
+        return None
+    if name in ("entropy", "clipped"):
+        return parse_per_token(row, name, kept, holes=True)
+    return parse_logprobs(row, name, kept)
+
+
+def _spread(batch: TokenBatch, values: Iterable[list[float]]) -> Float[Tensor, "B S"]:
+    """One list per response, placed at the response's columns; NaN elsewhere."""
+    out = torch.full(batch.input_ids.shape, float("nan"))
+    for row, (start, numbers) in enumerate(zip(batch.response_start.tolist(), values, strict=True)):
+        out[row, start : start + len(numbers)] = torch.tensor(numbers)
+    return out
+
+
+def _name_steps(seen: Counter[int | None]) -> str:
+    steps = sorted(step for step in seen if step is not None)
+    if not steps:
+        return "its rows name no training step; leave --step out"
+    listed = ", ".join(map(str, steps)) if len(steps) <= 20 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+    return f"it has {listed}"

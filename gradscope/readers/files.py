@@ -1,0 +1,120 @@
+"""The files of a dump, whatever trainer wrote them: which there are, and their records with the place of each."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradscope.errors import InputError
+from gradscope.models import BROKEN_FILE
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".pt")
+"""What a file of rollouts may end in; .json is read as .jsonl."""
+
+IN_FOLDERS = (".jsonl", ".parquet", ".pt")
+"""What is read of a folder: trainers leave a metadata.json beside their dumps."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of a file as it stands there, without its nulls."""
+
+    path: Path
+    place: str
+    """File, row and line, for errors."""
+    columns: dict[str, Any]
+
+
+def list_files(path: Path) -> list[Path]:
+    """The file itself, or those of a folder: its own, else those of its step_N folders; numbers in order of size."""
+    if path.is_file():
+        _check_suffix(path)
+        return [path]
+    if not path.is_dir():
+        _check_suffix(path)
+        raise InputError(f"{path} is not there; give a file of rollouts, or a folder of dumps")
+    for pattern in ("*", "step_*/*"):
+        files = [f for f in path.glob(pattern) if f.is_file() and f.suffix in IN_FOLDERS and f.name[0] != "."]
+        if files:
+            return sorted(files, key=_natural_key)
+    raise InputError(f"{path} is a folder without {', '.join(IN_FOLDERS)} files; give the folder that holds the dumps")
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Every record of one file, in order."""
+    read = {".parquet": _read_parquet, ".pt": _read_tensors}.get(path.suffix, _read_jsonl)
+    for place, columns in read(path):
+        yield Record(path, place, {name: value for name, value in columns.items() if value is not None})
+
+
+def _natural_key(path: Path) -> list[Any]:
+    """step_2 before step_10: split at numbers, which compare as such."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", str(path))]
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix not in SUFFIXES:
+        ending = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
+        raise InputError(f"{path} {ending}; rollouts are {', '.join(SUFFIXES)} files")
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    index = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            place = f"{path}, row {index} (line {number})"
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError too
+                raise InputError(f"{place}: not JSON ({error}); write one object per line") from error
+            if not isinstance(row, dict):
+                raise InputError(f"{place}: a JSON {type(row).__name__}; write one object per line, {{column: value}}")
+            yield place, row
+            index += 1
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    index = 0
+    try:
+        for batch in pq.ParquetFile(path).iter_batches(batch_size=256):
+            for row in batch.to_pylist():  # plain lists and None, where pandas gives arrays and NaN
+                yield f"{path}, row {index}", row
+                index += 1
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path} cannot be read as parquet ({str(error).splitlines()[0]}); write it again") from error
+
+
+def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The samples of a file that torch saved; weights_only: nothing in it is run."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except BROKEN_FILE as error:  # UnpicklingError for whatever is more than numbers, strings and containers
+        raise InputError(
+            f"{path} cannot be read as tensors and plain values ({_reason(error)}); nothing in it was run; give a "
+            "sound dump without pickled objects"
+        ) from error
+    samples = content.get("samples") if isinstance(content, dict) else None
+    if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
+        keys = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
+        raise InputError(f"{path} holds no list `samples` but {keys:.80}; give slime's debug rollout or train data")
+    shared = {"rollout_id": content.get("rollout_id")}
+    for index, sample in enumerate(samples):
+        plain = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in sample.items()}
+        yield f"{path}, sample {index}", shared | {name: v for name, v in plain.items() if v is not None}
+
+
+def _reason(error: Exception) -> str:
+    """What weights_only found, without torch's advice to switch it off."""
+    lines = [line.strip() for line in str(error).splitlines() if "WeightsUnpickler" in line or "Unsupported" in line]
+    return (lines or str(error).splitlines() or [type(error).__name__])[0][:160]
