@@ -23,9 +23,11 @@ from gradscope.cli_evaluate import Evaluate
 from gradscope.cli_shared import (
     DeviceFlag,
     DtypeFlag,
+    FormatFlag,
     check_no_machine,
     check_prompts,
     load_quietly,
+    print_notes,
     quiet_transformers,
 )
 from gradscope.cli_train import train_with_preset
@@ -38,7 +40,6 @@ from gradscope.run_folder import (
     RunFolder,
     check_is_folder,
     check_writable,
-    file_hash,
     library_versions,
     write_parquet,
     write_text,
@@ -129,7 +130,7 @@ class Measure:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Checkpoint folder of transformers (any decoder-only causal LM), or "embedded"."""
     rollouts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
-    """JSONL or parquet, a row per response (see the README)."""
+    """JSONL or parquet, a row per response, or a trainer's dump: a file, or a folder of them (see the README)."""
     out: Path | None = None
     """Folder for tokens.parquet, manifest.json, figures/ and, with estimates, interval_norms.csv; needed unless --plan.
     A run that was interrupted is taken up again."""
@@ -155,9 +156,11 @@ class Measure:
     """Only print what this would take: FLOPs, seconds, memory; no weights are loaded, nothing is written."""
     machine: str | None = None
     """With --plan: seconds on a GPU that is not here, h200, h100 or a100; none: on this machine, tried for a second."""
+    format: FormatFlag = None
+    """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
 
     def run(self) -> None:
-        from gradscope.readers import read_rollouts
+        from gradscope.readers import read_dump
 
         if self.plan:
             self._plan()
@@ -172,9 +175,10 @@ class Measure:
                 f"--constants is {self.constants}, which needs exact norms by layer; leave it out, or --norms"
             )
         policy = load_quietly(self.model, dtype=self.dtype, device=self.device, blocks=self.blocks)
-        batch = read_rollouts(self.rollouts, policy)
+        dump = read_dump(self.rollouts, policy, format=self.format)
+        print_notes(dump.notes)
         measurement = TableMeasurement(
-            policy, batch, self.settings, chunk_rows=self.chunk_rows, chunk_memory=self.chunk_memory
+            policy, dump.batch, self.settings, chunk_rows=self.chunk_rows, chunk_memory=self.chunk_memory
         )
         folder = RunFolder(self.out, self._key(policy))
         if folder.look(overwrite=self.overwrite) == "finished":
@@ -189,18 +193,20 @@ class Measure:
         from gradscope.measure_plan import plan_measurement
 
         quiet_transformers()
-        names = ("dtype", "device", "machine", "blocks", "chunk_rows", "chunk_memory")
+        names = ("dtype", "device", "machine", "blocks", "chunk_rows", "chunk_memory", "format")
         given = {name: getattr(self, name) for name in names}
         print(plan_measurement(self.model, self.rollouts, self.settings, **given))
 
     def _key(self, policy: Policy) -> dict[str, Any]:
         from gradscope.models import configuration_hash, weights_hash
+        from gradscope.readers.files import rollouts_hash
 
         return {
             "gradscope": __version__,
             "model": weights_hash(policy.path),
             "configuration": configuration_hash(policy.path),
-            "rollouts": file_hash(self.rollouts),
+            "rollouts": rollouts_hash(self.rollouts),
+            "format": self.format,
             "settings": asdict(self.settings),
             "blocks": policy.blocks_name,
             "dtype": str(policy.dtype).removeprefix("torch."),

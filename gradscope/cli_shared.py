@@ -17,6 +17,14 @@ DtypeFlag = Annotated[
 ]
 DeviceFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: a GPU where there is one)")]
 
+FormatFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: told by the columns)")]
+
+
+def print_notes(notes: Sequence[str]) -> None:
+    """What must be known of a trainer's dump, a line each."""
+    for note in notes:
+        print(f"note: {note}")
+
 
 def load_quietly(path: str, **settings: Any) -> Policy:
     """`load_policy` without the progress bars and remarks of transformers: what is wrong is said in one line."""

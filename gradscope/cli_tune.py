@@ -21,7 +21,7 @@ from gradscope import __version__
 from gradscope.adamw_state import check_structure
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import PAPER, LossSettings, resolve_advantages
-from gradscope.cli_shared import DeviceFlag, Dtype, load_quietly
+from gradscope.cli_shared import DeviceFlag, Dtype, FormatFlag, load_quietly, print_notes
 from gradscope.errors import InputError
 from gradscope.models import Policy
 from gradscope.run_folder import RunFolder, file_hash, library_versions, write_text
@@ -91,6 +91,8 @@ class Tune:
     """On a CPU: batches counted side by side, each by a process of its own with one thread."""
     seed: int = 0
     """Splits a single file, and redraws prompts for the intervals."""
+    format: FormatFlag = None
+    """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
     dtype: Dtype = "float32"
     """Precision of the weights and of all that is computed; below float32 an update vanishes by rounding."""
     device: DeviceFlag = None
@@ -141,9 +143,11 @@ class Tune:
             raise InputError(f"--temperature is {self.temperature}; give a number above 0")
 
     def _read_batches(self, policy: Policy) -> list[TokenBatch]:
-        from gradscope.readers import read_rollouts
+        from gradscope.readers import read_dump
 
-        batches = [read_rollouts(path, policy) for path in self.rollouts]
+        dumps = [read_dump(path, policy, format=self.format) for path in self.rollouts]
+        print_notes(list(dict.fromkeys(note for dump in dumps for note in dump.notes)))
+        batches = [dump.batch for dump in dumps]
         if self.temperature is not None:
             t = float(self.temperature)
             batches = [replace(batch, temperature=torch.full_like(batch.temperature, t)) for batch in batches]
@@ -184,13 +188,15 @@ class Tune:
         self, policy: Policy, grid: Sequence[Setting], settings: dict[str, Any], state: Path | None
     ) -> dict[str, Any]:
         from gradscope.models import configuration_hash, weights_hash
+        from gradscope.readers.files import rollouts_hash
 
         step = {name: value for name, value in asdict(settings["step"]).items() if name != "micro_batch_size"}
         return {
             "gradscope": __version__,
             "model": weights_hash(policy.path),
             "configuration": configuration_hash(policy.path),
-            "rollouts": [file_hash(path) for path in self.rollouts],
+            "rollouts": [rollouts_hash(path) for path in self.rollouts],
+            "format": self.format,
             "batches": self.batches if len(self.rollouts) == 1 else len(self.rollouts),
             "grid": [setting.name for setting in grid],
             "loss": asdict(settings["settings"]),

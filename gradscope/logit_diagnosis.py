@@ -1,7 +1,7 @@
 """The cheap mode: what a dump alone says about the gradient at the logits, without a policy, in seconds.
 
 A dump with log-probabilities and advantages holds π and w_t of every token, and Prop. 4.2 (arXiv:2505.12929) bounds the
-norm of the gradient of log π with respect to the logits by π alone: (1−π) < ‖e − π‖ ≤ √2·(1−π) for every vocabulary.
+norm of the gradient of log π with respect to the logits by π alone: 1−π ≤ ‖e − π‖ ≤ √2·(1−π) for every vocabulary.
 Nothing here was measured below the logits: whether gradients of parameters follow (1−π) is assumed, not shown, and so
 nothing here says whether low-probability tokens dominate an update. `measure` does, with the policy at hand.
 """
@@ -52,7 +52,8 @@ def logit_table(
     Columns of the token table: `response`, `group`, `position`, `token_id`, `logprob`, `prob`, `log_one_minus_prob`
     (−inf for a stored log-probability of exactly 0), `entropy` (the dump's, NaN if unknown), `old_logprob`,
     `ref_logprob`, `advantage`, `policy_weight`, `kl_weight`, `weight`, `clipped`, `interval`; and `logit_grad_lower`,
-    `logit_grad_upper`: bounds of Prop. 4.2 on the norm of the gradient of log π with respect to logits / T.
+    `logit_grad_upper`: bounds of Prop. 4.2 on the norm of the gradient of log π with respect to logits / T
+    (float64).
 
     Raises InputError without log-probabilities or advantages, and for an id outside a given vocabulary.
     """
@@ -132,66 +133,49 @@ def logit_shares(
     labels, size = interval_labels(edges), len(interval_labels(edges))
     frames = []
     for sign, chosen in _signs(table):
-        of_sign = table[chosen]
-        cells = _Cells(of_sign["group"].to_numpy(), intervals[chosen], size)
-        counts = np.bincount(intervals[chosen], minlength=size)
-        settings = {"rng": rng, "confidence": confidence, "resamples": resamples}
-        for quantity, (low, high) in zip(QUANTITIES, _amounts(of_sign), strict=True):
-            least, most = _range_of_shares(cells.sum(low), cells.sum(high), settings)
-            frames.append(
-                pd.DataFrame(
-                    {
-                        "sign": sign,
-                        "quantity": quantity,
-                        "interval": np.arange(size),
-                        "label": labels,
-                        "num_tokens": counts,
-                        "least": least[0],
-                        "most": most[0],
-                        "lower": least[1],
-                        "upper": most[2],
-                    }
-                )
-            )
+        least, most = _range_of_shares(table[chosen], intervals[chosen], size, rng, confidence, resamples)
+        for index, quantity in enumerate(QUANTITIES):
+            columns = {"sign": sign, "quantity": quantity, "interval": np.arange(size), "label": labels}
+            columns["num_tokens"] = np.bincount(intervals[chosen], minlength=size)
+            ends = {"least": least[0, index], "most": most[0, index]}
+            frames.append(pd.DataFrame(columns | ends | {"lower": least[1, index], "upper": most[2, index]}))
     return pd.concat(frames, ignore_index=True)
 
 
-class _Cells:
-    """Sums over the tokens of each prompt group and interval."""
+def _range_of_shares(
+    table: pd.DataFrame,
+    intervals: np.ndarray,
+    size: int,
+    rng: np.random.Generator | None,
+    confidence: float,
+    resamples: int,
+) -> np.ndarray:
+    """[2, 3, quantities, intervals]: least and most share, each with its percentiles over redrawn prompt groups."""
+    groups, group = np.unique(table["group"].to_numpy(), return_inverse=True)
+    shape = (len(groups), size)
 
-    def __init__(self, groups: np.ndarray, intervals: np.ndarray, size: int) -> None:
-        _, group = np.unique(groups, return_inverse=True)
-        self._shape = (int(group.max()) + 1 if len(group) else 0, size)
-        self._cell = group * size + intervals
+    def total(values: np.ndarray) -> np.ndarray:
+        return np.bincount(group * size + intervals, values, minlength=len(groups) * size).reshape(shape)
 
-    def sum(self, values: np.ndarray) -> np.ndarray:
-        """[groups, intervals]"""
-        return np.bincount(self._cell, values, minlength=math.prod(self._shape)).reshape(self._shape)
+    # [quantities, groups, intervals]
+    low, high = (np.stack(sums) for sums in zip(*((total(a), total(b)) for a, b in _amounts(table)), strict=True))
 
+    def evaluate(draws: np.ndarray) -> np.ndarray:
+        least, most = draws @ low, draws @ high  # [quantities, draws, intervals]
+        with np.errstate(invalid="ignore"):  # 0/0 where there is nothing to share
+            shares = [own / (own + rest.sum(-1, keepdims=True) - rest) for own, rest in ((least, most), (most, least))]
+        return np.stack(shares).transpose(2, 0, 1, 3).reshape(len(draws), -1)
 
-def _range_of_shares(low: np.ndarray, high: np.ndarray, settings: dict[str, object]) -> tuple[np.ndarray, np.ndarray]:
-    """[3, intervals] each: least and most share with their bootstrap bounds, from sums [groups, intervals]."""
-
-    def share(mine: np.ndarray, others: np.ndarray) -> np.ndarray:
-        def evaluate(draws: np.ndarray) -> np.ndarray:
-            own, rest = draws @ mine, draws @ others
-            with np.errstate(invalid="ignore"):  # 0/0 where there is nothing to share
-                return own / (own + rest.sum(-1, keepdims=True) - rest)
-
-        # The same draws for both, and for every quantity: they differ by the numbers alone.
-        seeded = settings["rng"] and np.random.default_rng(settings["rng"].bit_generator.seed_seq)
-        return bootstrap(evaluate, len(mine), **(settings | {"rng": seeded}))
-
-    return share(low, high), share(high, low)
+    found = bootstrap(evaluate, len(groups), rng=rng, confidence=confidence, resamples=resamples)
+    return found.reshape(3, 2, len(QUANTITIES), size).swapaxes(0, 1)
 
 
-def _amounts(table: pd.DataFrame) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _amounts(table: pd.DataFrame) -> list[tuple[np.ndarray, np.ndarray]]:
     """The least and the most that each token adds to each of QUANTITIES."""
     weight = table["weight"].abs().to_numpy(np.float64)
     lower, upper = (weight * table[f"logit_grad_{end}"].to_numpy(np.float64) for end in ("lower", "upper"))
     ones = np.ones(len(table))
-    for least, most in ((ones, ones), (weight, weight), (weight**2, weight**2), (lower, upper), (lower**2, upper**2)):
-        yield least, most
+    return [(ones, ones), (weight, weight), (weight**2, weight**2), (lower, upper), (lower**2, upper**2)]
 
 
 def _signs(table: pd.DataFrame) -> Iterator[tuple[str, np.ndarray]]:

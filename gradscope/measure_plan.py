@@ -77,16 +77,23 @@ class MeasurePlan:
 
 
 def plan_measurement(
-    model: str, rollouts: Path, settings: MeasureSettings, *, blocks: str | None = None, **how: Any
+    model: str,
+    rollouts: Path,
+    settings: MeasureSettings,
+    *,
+    blocks: str | None = None,
+    format: str | None = None,
+    **how: Any,
 ) -> MeasurePlan:
     """What measuring these rollouts takes, without figures and summary.
 
     model: a folder with config.json, "embedded", or a model of the presets; rollouts as text need its tokenizer.
+    format: of the rollouts, as in `read_rollouts`.
     how: the keywords of `plan_batch`. Raises InputError for what `measure` would refuse, as far as it can be seen
     without weights.
     """
     policy = outline_policy(model, blocks)
-    return plan_batch(policy, read_rollouts(rollouts, policy), settings, **how)
+    return plan_batch(policy, read_rollouts(rollouts, policy, format=format), settings, **how)
 
 
 def plan_batch(

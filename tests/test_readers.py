@@ -263,7 +263,7 @@ def test_files_that_are_missing_empty_broken_or_of_another_kind_are_refused(tmp_
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(InputError, match="'parchment' is not known; use one of .*native"):
+    with pytest.raises(InputError, match=r"'parchment' is not known; use one of .*native"):
         read_rollouts(tmp_path / "r.jsonl", format="parchment")
 
 

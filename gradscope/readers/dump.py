@@ -164,6 +164,6 @@ def _spread(batch: TokenBatch, values: Iterable[list[float]]) -> Float[Tensor, "
 def _name_steps(seen: Counter[int | None]) -> str:
     steps = sorted(step for step in seen if step is not None)
     if not steps:
-        return "its rows name no training step; leave --step out"
+        return "its rows name no training step; leave `step` out"
     listed = ", ".join(map(str, steps)) if len(steps) <= 20 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
     return f"it has {listed}"

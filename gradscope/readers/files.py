@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 
 from gradscope.errors import InputError
 from gradscope.models import BROKEN_FILE
+from gradscope.run_folder import file_hash
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".pt")
 """What a file of rollouts may end in; .json is read as .jsonl."""
@@ -44,6 +47,14 @@ def list_files(path: Path) -> list[Path]:
         if files:
             return sorted(files, key=_natural_key)
     raise InputError(f"{path} is a folder without {', '.join(IN_FOLDERS)} files; give the folder that holds the dumps")
+
+
+def rollouts_hash(path: Path) -> str:
+    """SHA-256 of a file; of a folder, that of its files' names and contents, in the order they are read."""
+    files = list_files(path)
+    if files == [path]:
+        return file_hash(path)
+    return hashlib.sha256("".join(f"{f.relative_to(path)} {file_hash(f)}\n" for f in files).encode()).hexdigest()
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -98,7 +109,9 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The samples of a file that torch saved; weights_only: nothing in it is run."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle of an odd protocol: what fails is said below
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except BROKEN_FILE as error:  # UnpicklingError for whatever is more than numbers, strings and containers
         raise InputError(
             f"{path} cannot be read as tensors and plain values ({_reason(error)}); nothing in it was run; give a "

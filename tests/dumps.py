@@ -1,0 +1,306 @@
+"""Dumps of every trainer's layout, written by hand from the field lists of their sources, of the same four responses.
+
+Only TRL's can be made by the trainer itself here (`run_trl`). All numbers are sums of few powers of two: float32 holds
+them exactly, so that what is read can be compared without a tolerance.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import write_jsonl
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response and all that a trainer may know of it; lists have an entry per response token."""
+
+    prompt: list[int]
+    response: list[int]
+    group: int
+    reward: float
+    advantage: float
+    sampler: list[float]
+    """Log-probabilities of the engine that sampled."""
+    trainer: list[float]
+    """The trainer's own, before the step."""
+    entropy: list[float]
+    mask: list[bool]
+
+
+SAMPLES = [
+    Sample([4, 5, 6], [7, 8], 0, 1.0, 0.5, [-0.25, -1.5], [-0.5, -1.25], [1.0, 0.75], [True, True]),
+    Sample([4, 5, 6], [9, 7, 8], 0, 0.0, -0.5, [-2.0, -0.5, 0.0], [-2.5, -0.25, 0.0], [2.0, 0.5, 0.0], [True] * 3),
+    Sample([11, 12], [13], 1, 3.0, 0.75, [-0.125], [-0.25], [0.25], [True]),
+    Sample([11, 12], [14, 15, 16, 17], 1, -1.0, -0.75, [-1.0] * 4, [-1.5] * 4, [1.5] * 4, [True, False, True, True]),
+]
+
+
+def text(ids: list[int]) -> str:
+    """As tiny.make_tokenizer writes ids."""
+    return " ".join(f"w{i}" for i in ids)
+
+
+def chat(ids: list[int]) -> list[dict[str, str]]:
+    """One user's message."""
+    return [{"role": "user", "content": text(ids)}]
+
+
+def said(ids: list[int]) -> list[dict[str, str]]:
+    """One assistant's message."""
+    return [{"role": "assistant", "content": text(ids)}]
+
+
+def write_trl(folder: Path, *, step: int = 3, conversational: bool = False, samples: list[Sample] = SAMPLES) -> Path:
+    """completions/completions_00003.parquet, by pandas, as TRL does."""
+    import pandas as pd
+
+    path = folder / "completions" / f"completions_{step:05d}.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = {
+        "step": [step] * len(samples),
+        "prompt": [chat(s.prompt) if conversational else text(s.prompt) for s in samples],
+        "completion": [said(s.response) if conversational else text(s.response) for s in samples],
+        "accuracy_reward": [s.reward for s in samples],
+        "advantage": [s.advantage for s in samples],
+    }
+    pd.DataFrame(table).to_parquet(path)
+    return path
+
+
+def write_verl(folder: Path, *, step: int = 3, uid: bool = True) -> Path:
+    """{step}.jsonl of trainer.rollout_data_dir."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"input": text(s.prompt), "output": text(s.response), "gts": "42", "score": s.reward, "step": step}
+        | ({"uid": f"q{s.group}"} if uid else {"request_id": "r"})
+        for s in SAMPLES
+    ]
+    return write_jsonl(folder / f"{step}.jsonl", rows)
+
+
+def write_prime_rl(folder: Path, *, step: int = 3, rank: int = 0, stable: bool = True, **changes: Any) -> Path:
+    """token_exports/step_3/rank_0.jsonl with its marker; changes: columns of every row."""
+    path = folder / "token_exports" / f"step_{step}" / f"rank_{rank}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for index, s in enumerate(SAMPLES):
+        before, length = len(s.prompt), len(s.prompt) + len(s.response)
+        scalars = {"schema_version": 1, "step": step, "rank": rank, "micro_step": 0, "micro_sequence_idx": index}
+        scalars |= {"export_sequence_idx": index, "env_name": "math"}
+        arrays = {
+            "token_ids": s.prompt + s.response,
+            "position_ids": list(range(length)),
+            "loss_mask": [False] * before + s.mask,
+            "advantages": [s.advantage] * length,
+            "inference_logprobs": [0.0] * before + s.sampler,
+            "trainer_logprobs": [None] + [-3.0] * (before - 1) + s.trainer,
+            "entropy": [None] + [3.0] * (before - 1) + s.entropy,
+            "importance_ratio": [1.0] * length,
+            "is_masked": [False] * (length - 1) + [index == 1],
+            "ref_kl_weights": [None] * length,
+        }
+        rows.append(scalars | arrays | changes)
+    if stable:
+        (path.parent / "STABLE").touch()
+    return write_jsonl(path, rows)
+
+
+def write_nemo_rl(folder: Path, *, step: int = 3, **changes: Any) -> Path:
+    """train_data_step3.jsonl, its arrays padded to the longest sample."""
+    folder.mkdir(parents=True, exist_ok=True)
+    width, rows = max(len(s.prompt) + len(s.response) for s in SAMPLES), []
+    for s in SAMPLES:
+        before, length = len(s.prompt), len(s.prompt) + len(s.response)
+
+        def pad(values: list, fill: Any = 0.0, before: int = before, length: int = length) -> list:
+            return [fill] * before + values + [fill] * (width - length)
+
+        rows.append(
+            {
+                "content": text(s.response),
+                "rewards": s.reward,
+                "input_lengths": length,
+                "token_ids": s.prompt + s.response + [0] * (width - length),
+                "token_loss_mask": [int(m) for m in pad(s.mask, False)],
+                "sample_loss_mask": 1.0,
+                "advantages": [s.advantage] * width,
+                "generation_logprobs": pad(s.sampler),
+                "prev_logprobs": pad(s.trainer),
+            }
+            | changes
+        )
+    return write_jsonl(folder / f"train_data_step{step}.jsonl", rows)
+
+
+def write_open_instruct(folder: Path, *, step: int = 3) -> Path:
+    """grpo_rollouts_000000.jsonl of save_traces."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {
+            "step": step,
+            "sample_idx": index,
+            "prompt_idx": s.group,
+            "prompt_tokens": s.prompt,
+            "response_tokens": s.response,
+            "reward": s.reward,
+            "advantage": s.advantage,
+            "finish_reason": "stop",
+            "dataset": "gsm8k",
+            "ground_truth": "42",
+            "request_info": {},
+            "logprobs": s.sampler,
+        }
+        for index, s in enumerate(SAMPLES)
+    ]
+    return write_jsonl(folder / "grpo_rollouts_000000.jsonl", rows)
+
+
+def slime_rollout_samples() -> list[dict[str, Any]]:
+    """The samples of slime's rollout data."""
+    return [
+        {
+            "group_index": s.group,
+            "index": index,
+            "prompt": text(s.prompt),
+            "tokens": s.prompt + s.response,
+            "response": text(s.response),
+            "response_length": len(s.response),
+            "label": "42",
+            "reward": s.reward,
+            "loss_mask": [int(m) for m in s.mask],
+            "rollout_log_probs": s.sampler,
+            "status": "completed",
+            "metadata": {},
+        }
+        for index, s in enumerate(SAMPLES)
+    ]
+
+
+def slime_train_samples() -> list[dict[str, Any]]:
+    """The samples of slime's train data, in another order."""
+    return [
+        {
+            "sample_index": index,
+            "tokens": torch.tensor(s.prompt + s.response),
+            "log_probs": torch.tensor(s.trainer),
+            "ref_log_probs": torch.tensor(s.trainer),
+            "advantages": torch.full((len(s.response),), s.advantage),
+            "returns": torch.full((len(s.response),), s.reward),
+            "entropy": torch.tensor(s.entropy),
+        }
+        for index, s in reversed(list(enumerate(SAMPLES)))
+    ]
+
+
+def write_slime(folder: Path, *, rollout_id: int = 3, rollout: bool = True, train: bool = False) -> Path:
+    """rollout_3.pt of --save-debug-rollout-data, train_3_0.pt of --save-debug-train-data; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if rollout:
+        torch.save({"rollout_id": rollout_id, "samples": slime_rollout_samples()}, folder / f"rollout_{rollout_id}.pt")
+    if train:
+        content = {"format_version": 2, "rollout_id": rollout_id, "samples": slime_train_samples()}
+        torch.save(content, folder / f"train_{rollout_id}_0.pt")
+    return folder
+
+
+def write_ms_swift(folder: Path, *, step: int = 3) -> Path:
+    """completions.jsonl: a dictionary of lists per logging call."""
+    folder.mkdir(parents=True, exist_ok=True)
+    line = {
+        "step": [str(step)] * len(SAMPLES),
+        "prompt": [text(s.prompt) for s in SAMPLES],
+        "completion": [text(s.response) for s in SAMPLES],
+        "accuracy": [s.reward for s in SAMPLES],
+        "advantages": [s.advantage for s in SAMPLES],
+        "solution": ["42"] * len(SAMPLES),
+    }
+    return write_jsonl(folder / "completions.jsonl", [line])
+
+
+def write_roll(folder: Path, *, step: int = 3) -> Path:
+    """rollout_dump_data.step_3.jsonl: one line, a dictionary of lists."""
+    folder.mkdir(parents=True, exist_ok=True)
+    line = {
+        "global_step": [step] * len(SAMPLES),
+        "id": [str(index) for index in range(len(SAMPLES))],
+        "source": ["math"] * len(SAMPLES),
+        "prompt": [text(s.prompt) for s in SAMPLES],
+        "messages": [json.dumps(chat(s.prompt)) for s in SAMPLES],
+        "ground_truth": ["42"] * len(SAMPLES),
+        "responses": [text(s.response) for s in SAMPLES],
+        "scores": [s.reward for s in SAMPLES],
+        "sampling_params": [json.dumps({"temperature": 0.5})] * len(SAMPLES),
+    }
+    return write_jsonl(folder / f"rollout_dump_data.step_{step}.jsonl", [line])
+
+
+def write_verifiers(folder: Path) -> Path:
+    """results.jsonl beside its metadata.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metadata.json").write_text('{"env_id": "math"}')
+    rows = [
+        {
+            "example_id": s.group,
+            "prompt": chat(s.prompt),
+            "completion": said(s.response),
+            "answer": "42",
+            "info": {},
+            "reward": s.reward,
+            "error": None,
+            "timing": {},
+            "is_completed": True,
+            "is_truncated": False,
+            "stop_condition": "stop",
+            "metrics": {},
+        }
+        for s in SAMPLES
+    ]
+    return write_jsonl(folder / "results.jsonl", rows)
+
+
+def run_trl(model: Path, folder: Path, *, conversational: bool, steps: int = 2) -> list[dict[str, Any]]:
+    """Train with TRL's own GRPOTrainer, which writes its dump below `folder`; returns what it sampled, by step.
+
+    Each entry: `step`, `prompt_ids` and `completion_ids` (lists of lists, without padding) and `advantages`.
+    """
+    import trl
+    from datasets import Dataset
+
+    sampled = []
+
+    class Recording(trl.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            out = super()._generate_and_score_completions(inputs)
+            sampled.append({"step": self.state.global_step + 1, "advantages": out["advantages"].tolist()})
+            for name in ("prompt", "completion"):
+                pairs = zip(out[f"{name}_ids"], out[f"{name}_mask"].bool(), strict=True)
+                sampled[-1][f"{name}_ids"] = [ids[mask].tolist() for ids, mask in pairs]
+            return out
+
+    def reward(completions: list, **_: Any) -> list[float]:
+        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        return [float(len(set(t.split()))) for t in texts]
+
+    prompts = [[4, 5, 6], [11, 12], [20, 21, 22], [30]]
+    settings = trl.GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        num_generations=2,
+        max_completion_length=6,
+        max_steps=steps,
+        logging_steps=1,
+        log_completions=True,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        seed=0,
+    )
+    data = Dataset.from_list([{"prompt": chat(p) if conversational else text(p)} for p in prompts])
+    Recording(model=str(model), reward_funcs=reward, args=settings, train_dataset=data).train()
+    return sampled
