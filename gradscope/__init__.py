@@ -27,7 +27,7 @@ _DEFINED_IN = {
 }
 _SUBMODULES = (
     "bounds", "capture", "directions", "drivers", "gains", "group_gradients", "influence", "intervals", "jacobians",
-    "norm_estimates", "objective", "plot_updates", "plots", "tasks", "theory", "tuning", "updates",
+    "logit_diagnosis", "norm_estimates", "objective", "plot_updates", "plots", "tasks", "theory", "tuning", "updates",
 )  # fmt: skip
 
 __all__ = ["__version__", *_DEFINED_IN, *_SUBMODULES]

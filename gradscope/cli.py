@@ -36,6 +36,7 @@ from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncErro
 from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy, check_prompt
 from gradscope.norm_estimates import interval_norms
+from gradscope.readers import Dump
 from gradscope.run_folder import (
     RunFolder,
     check_is_folder,
@@ -184,7 +185,7 @@ class Measure:
         if folder.look(overwrite=self.overwrite) == "finished":
             print(f"already measured with these arguments: {self.out / 'tokens.parquet'}")
         else:
-            self._measure(policy, measurement, folder)
+            self._measure(policy, measurement, folder, dump)
         if self.figures:
             self._draw(policy, measurement.batch, folder)
             print(f"figures: {self.out / 'figures'}\n\n{(self.out / SUMMARY).read_text(encoding='utf-8').rstrip()}")
@@ -213,7 +214,7 @@ class Measure:
             "device": policy.device.type,
         }
 
-    def _measure(self, policy: Policy, measurement: TableMeasurement, folder: RunFolder) -> None:
+    def _measure(self, policy: Policy, measurement: TableMeasurement, folder: RunFolder, dump: Dump) -> None:
         with measurement, folder.writing():  # checks itself, before anything is written
             if folder.open(overwrite=self.overwrite):
                 print(f"taking up the unfinished run in {folder.folder}")
@@ -229,7 +230,9 @@ class Measure:
             write_parquet(folder.staged / "tokens.parquet", table)
             if measurement.estimate_plan is not None:
                 write_text(folder.staged / "interval_norms.csv", interval_norms(table).to_csv(index=False))
-            folder.close(self._manifest(policy, measurement, folder.key, table))
+            rollouts = {"path": str(self.rollouts), "sha256": folder.key["rollouts"]}
+            rollouts |= {"format": dump.format, "notes": list(dump.notes)}
+            folder.close(self._manifest(policy, measurement, folder.key, table) | {"rollouts": rollouts})
         print(f"{len(table):,} tokens of {len(counts)} responses: {folder.folder / 'tokens.parquet'}")
 
     def _draw(self, policy: Policy, batch: TokenBatch, folder: RunFolder) -> None:
@@ -256,7 +259,6 @@ class Measure:
             "gradscope": __version__,
             "versions": library_versions(),
             "model": {"path": self.model, "class": type(policy.model).__name__, "sha256": key["model"]},
-            "rollouts": {"path": str(self.rollouts), "sha256": key["rollouts"]},
             "settings": asdict(self.settings),
             "seed": self.settings.seed,
             "dtype": key["dtype"],

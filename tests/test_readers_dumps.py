@@ -8,11 +8,14 @@ import pickle
 from pathlib import Path
 
 import dumps
+import pandas as pd
 import pytest
 import torch
 from dumps import SAMPLES
-from tiny import BOS, CONTEXT, VOCAB, make_policy, make_tokenizer, write_jsonl
+from tiny import BOS, CONTEXT, VOCAB, make_policy, make_tokenizer, save_checkpoint, write_jsonl
 
+from gradscope import load_policy
+from gradscope.cli import main
 from gradscope.errors import InputError
 from gradscope.models import Policy
 from gradscope.readers import READERS, read_dump, read_rollouts
@@ -391,6 +394,24 @@ def test_lists_of_different_lengths_in_a_line_are_refused(policy, tmp_path):
     path = change(dumps.write_ms_swift(tmp_path), 0, advantages=[1.0])
     with pytest.raises(InputError, match=r"row 0.*`advantages` has 1 entries, `prompt` 4"):
         read_dump(path, policy)
+
+
+def test_the_commands_take_a_folder_of_dumps_and_say_what_it_lost(tmp_path, capsys):
+    model = save_checkpoint(tmp_path / "model", "llama")
+    folder, out = dumps.write_verl(tmp_path / "run").parent, tmp_path / "out"
+    main(["measure", str(model), str(folder), "--out", str(out), "--format", "verl", "--no-figures"])
+    printed = capsys.readouterr().out
+    notes = read_dump(folder, load_policy(model)).notes
+    assert all(f"note: {note}" in printed for note in notes)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["rollouts"]["format"] == "verl" and manifest["rollouts"]["notes"] == list(notes)
+    table = pd.read_parquet(out / "tokens.parquet")
+    assert table["token_id"].tolist() == [i for s in SAMPLES for i in s.response]
+    for command in ("measure", "tune"):
+        with pytest.raises(SystemExit) as stopped:
+            main([command, str(model), str(folder), "--out", str(tmp_path / command), "--format", "trl"])
+        assert stopped.value.code == 2
+        assert "no `advantage`, which every record of the format trl has" in capsys.readouterr().err
 
 
 def test_the_hash_of_a_folder_changes_with_a_file_and_a_name(tmp_path):
