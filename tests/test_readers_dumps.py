@@ -93,6 +93,7 @@ def test_notes_say_what_a_dump_lost(policy, tmp_path, name):
     notes = " ".join(read_dump(WRITERS[name](tmp_path), policy).notes)
     assert ("tokenized again" in notes) == (name not in WITH_IDS)
     assert ("on-policy" in notes) == (name not in OLD)
+    assert ("they are GRPO's from its rewards" in notes) == (name not in WITH_ADVANTAGE)
     assert ("temperature not in the dump" in notes) == (name != "roll")
 
 

@@ -65,7 +65,7 @@ def read_dump(
     unfinished = len(files) - len(finished)
     notes = [*form.notes] + ([f"{unfinished} unfinished files left out (no marker STABLE)"] if unfinished else [])
     rows = form.rows(chain.from_iterable(map(read_records, finished)), policy)
-    return make_dump(rows, policy, format=form.name, path=path, notes=notes, step=step, drops_empty=form is not NATIVE)
+    return make_dump(rows, policy, format=form.name, path=path, notes=notes, step=step, is_dump=form is not NATIVE)
 
 
 def _find_format(path: Path, files: list[Path], name: str | None) -> Format:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradscope.batch import Response, TokenBatch, collate
 from gradscope.errors import InputError
 from gradscope.models import Policy
-from gradscope.readers.formats import EMPTY, EXTRAS, Row
+from gradscope.readers.formats import EMPTY, EXTRAS, FROM_REWARDS, NO_TEMPERATURE, ON_POLICY, Row
 from gradscope.readers.values import (
     check_sizes,
     parse_ids,
@@ -61,14 +61,15 @@ def make_dump(
     path: object,
     notes: Sequence[str] = (),
     step: int | None = None,
-    drops_empty: bool = True,
+    is_dump: bool = True,
 ) -> Dump:
     """The rows as a dump, right-padded, each checked.
 
-    step: keeps the rows of one training step. drops_empty: rows without a response are left out with a note; False:
-    they are refused. Without a group, identical prompts share one; groups are of one step.
+    step: keeps the rows of one training step. is_dump: a trainer wrote them, so rows without a response are left out,
+    and what is unknown has a note; False: a user did, and such rows are refused. Without a group, identical prompts
+    share one; groups are of one step.
     """
-    reading = _Reading(policy, step, drops_empty)
+    reading = _Reading(policy, step, is_dump)
     for row in rows:
         reading.take(row)
     reading.check(path)
@@ -77,7 +78,8 @@ def make_dump(
     if "clipped" in extras:
         extras["clipped"] = extras["clipped"] == 1
     steps = None if None in reading.steps else torch.tensor(reading.steps)
-    return Dump(batch, format, (*notes, *reading.left_out_notes()), steps, **extras)
+    unknown = _name_unknown(batch, reading) if is_dump else []
+    return Dump(batch, format, (*notes, *unknown, *reading.left_out_notes()), steps, **extras)
 
 
 class _Reading:
@@ -140,9 +142,23 @@ class _Reading:
                     "every row, or in none"
                 )
 
+    def has(self, name: str) -> bool:
+        """Whether the rows have this column."""
+        return any(name in names for _, names, _ in self._rows)
+
     def left_out_notes(self) -> tuple[str, ...]:
         total = len(self.responses) + self._left_out.total()
         return tuple(f"{n} of {total} rows left out: {reason}" for reason, n in self._left_out.items())
+
+
+def _name_unknown(batch: TokenBatch, reading: _Reading) -> list[str]:
+    """A sentence for each thing that had to be assumed."""
+    assumed = {
+        FROM_REWARDS: batch.advantages is None and batch.rewards is not None,
+        ON_POLICY: batch.old_logprobs is None,
+        NO_TEMPERATURE: not reading.has("temperature"),
+    }
+    return [note for note, holds in assumed.items() if holds]
 
 
 def _extra(row: Row, name: str, kept: np.ndarray) -> list[float] | None:

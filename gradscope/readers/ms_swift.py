@@ -6,8 +6,6 @@ from gradscope.models import Policy
 from gradscope.readers.files import Record
 from gradscope.readers.formats import (
     NO_SPECIAL_TOKENS,
-    NO_TEMPERATURE,
-    ON_POLICY,
     RETOKENISED,
     Format,
     Row,
@@ -35,5 +33,5 @@ MS_SWIFT = Format(
     needs=frozenset(NEEDS),
     knows="step gen_step reward entropy solution num_turns",
     rows=list_by_list(_row, NEEDS),
-    notes=(RETOKENISED, NO_SPECIAL_TOKENS, ON_POLICY, NO_TEMPERATURE),
+    notes=(RETOKENISED, NO_SPECIAL_TOKENS),
 )

@@ -9,7 +9,7 @@ import re
 
 from gradscope.models import Policy
 from gradscope.readers.files import Record
-from gradscope.readers.formats import MASKED_OUT, NO_TEMPERATURE, Format, Row, pick, row_by_row, whole_number
+from gradscope.readers.formats import MASKED_OUT, Format, Row, pick, row_by_row, whole_number
 from gradscope.readers.sequences import split_sequence
 
 PER_TOKEN = {
@@ -47,6 +47,5 @@ NEMO_RL = Format(
         "ratios are to NeMo-RL's prev_logprobs (the trainer's own, before the step), the denominator that it trains "
         "with; its correction for the sampler's generation_logprobs is not applied",
         "the dump names no prompts: samples of a step with the same tokens before the first trained one are a group",
-        NO_TEMPERATURE,
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradscope.models import Policy
 from gradscope.readers.files import Record
-from gradscope.readers.formats import NO_TEMPERATURE, Format, Row, pick, row_by_row, whole_number
+from gradscope.readers.formats import Format, Row, pick, row_by_row, whole_number
 
 NAMES = {
     "prompt_ids": "prompt_tokens",
@@ -28,6 +28,5 @@ OPEN_INSTRUCT = Format(
     notes=(
         "the log-probabilities are the sampler's: ratios are to these, where the trainer may have recomputed its own",
         "the dump has no mask: a tool's output, if there was any, counts as sampled",
-        NO_TEMPERATURE,
     ),
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gradscope.models import Policy
 from gradscope.readers.files import Record
-from gradscope.readers.formats import NO_TEMPERATURE, Format, Row, row_by_row, whole_number
+from gradscope.readers.formats import Format, Row, row_by_row, whole_number
 from gradscope.readers.sequences import split_sequence
 
 PER_TOKEN = {
@@ -44,7 +44,6 @@ PRIME_RL = Format(
     notes=(
         "ratios are of prime-rl's trainer_logprobs to its inference_logprobs, as trained",
         "the dump names no prompts: sequences of a step with the same tokens before the first trained one are a group",
-        NO_TEMPERATURE,
     ),
     is_finished=_is_stable,
 )

@@ -8,9 +8,7 @@ from typing import Any
 from gradscope.models import Policy
 from gradscope.readers.files import Record
 from gradscope.readers.formats import (
-    FROM_REWARDS,
     NO_SPECIAL_TOKENS,
-    ON_POLICY,
     RETOKENISED,
     Format,
     Row,
@@ -57,8 +55,5 @@ ROLL = Format(
     notes=(
         RETOKENISED,
         NO_SPECIAL_TOKENS,
-        FROM_REWARDS,
-        ON_POLICY,
-        "the temperature is that of sampling_params, and 1 where the dump has none; --temperature beats it",
     ),
 )

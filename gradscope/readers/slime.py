@@ -13,7 +13,7 @@ from typing import Any
 from gradscope.errors import InputError
 from gradscope.models import Policy
 from gradscope.readers.files import Record
-from gradscope.readers.formats import EMPTY, MASKED_OUT, NO_TEMPERATURE, Format, Row, pick, whole_number
+from gradscope.readers.formats import EMPTY, MASKED_OUT, Format, Row, pick, whole_number
 from gradscope.readers.values import show
 
 NAMES = {
@@ -106,6 +106,5 @@ SLIME = Format(
     notes=(
         "ratios are to slime's log_probs (the trainer's own, before the step), where the dump has them, else to its "
         "rollout_log_probs",
-        NO_TEMPERATURE,
     ),
 )

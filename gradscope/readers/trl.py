@@ -13,8 +13,6 @@ from gradscope.models import Policy
 from gradscope.readers.files import Record
 from gradscope.readers.formats import (
     NO_SPECIAL_TOKENS,
-    NO_TEMPERATURE,
-    ON_POLICY,
     RETOKENISED,
     Format,
     Row,
@@ -55,7 +53,5 @@ TRL = Format(
         RETOKENISED,
         NO_SPECIAL_TOKENS,
         "TRL's tools and chat template are not in the dump: a chat goes through the policy's own template",
-        ON_POLICY,
-        NO_TEMPERATURE,
     ),
 )

@@ -5,10 +5,7 @@ from __future__ import annotations
 from gradscope.models import Policy
 from gradscope.readers.files import Record
 from gradscope.readers.formats import (
-    FROM_REWARDS,
     NO_SPECIAL_TOKENS,
-    NO_TEMPERATURE,
-    ON_POLICY,
     RETOKENISED,
     Format,
     Row,
@@ -29,5 +26,5 @@ VERIFIERS = Format(
     needs=frozenset({"example_id", "prompt", "completion", "reward"}),
     knows=("answer info error timing is_completed is_truncated stop_condition metrics tool_defs token_usage"),
     rows=row_by_row(_row),
-    notes=(RETOKENISED, NO_SPECIAL_TOKENS, FROM_REWARDS, ON_POLICY, NO_TEMPERATURE),
+    notes=(RETOKENISED, NO_SPECIAL_TOKENS),
 )

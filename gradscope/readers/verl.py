@@ -5,10 +5,7 @@ from __future__ import annotations
 from gradscope.models import Policy
 from gradscope.readers.files import Record
 from gradscope.readers.formats import (
-    FROM_REWARDS,
     NO_SPECIAL_TOKENS,
-    NO_TEMPERATURE,
-    ON_POLICY,
     RETOKENISED,
     Format,
     Row,
@@ -33,8 +30,5 @@ VERL = Format(
         RETOKENISED,
         NO_SPECIAL_TOKENS,
         "verl's prompts were decoded without special tokens, too: a chat template's marks are lost",
-        FROM_REWARDS,
-        ON_POLICY,
-        NO_TEMPERATURE,
     ),
 )
