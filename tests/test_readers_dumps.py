@@ -155,6 +155,59 @@ def test_slimes_train_data_alone_know_where_the_response_starts(tmp_path):
     assert dump.batch.rewards is None and dump.sampler_logprobs is None
 
 
+def test_slimes_samples_of_two_ranks_count_once_and_untrained_ones_not(tmp_path):
+    dumps.write_slime(tmp_path)
+    for rank in (0, 1):
+        samples = [s for s in dumps.slime_train_samples() if s["sample_index"] > 1]
+        torch.save({"rollout_id": 3, "rank": rank, "samples": samples}, tmp_path / f"train_3_{rank}.pt")
+    dump = read_dump(tmp_path)
+    assert dump.batch.rewards.tolist() == [SAMPLES[3].reward, SAMPLES[2].reward]
+    assert any(note.startswith("2 of 6 rows left out: another rank") for note in dump.notes)
+    assert any(note.startswith("2 of 6 rows left out: no train data") for note in dump.notes)
+
+
+def test_slimes_samples_that_were_masked_or_are_empty_are_left_out(tmp_path):
+    samples = dumps.slime_rollout_samples()
+    samples[0] |= {"loss_mask": [0, 0]}
+    samples[1] |= {"response_length": 0, "loss_mask": [], "rollout_log_probs": []}
+    torch.save({"rollout_id": 3, "samples": samples}, tmp_path / "r.pt")
+    dump = read_dump(tmp_path / "r.pt")
+    assert dump.batch.rewards.tolist() == [s.reward for s in SAMPLES[2:]]
+    assert sum(note.startswith("1 of 4 rows left out") for note in dump.notes) == 2
+
+
+def test_without_the_trainers_own_the_samplers_log_probabilities_are_the_denominator(tmp_path):
+    path = dumps.write_nemo_rl(tmp_path)
+    for row in range(len(SAMPLES)):
+        change(path, row, prev_logprobs=None)
+    dump = read_dump(path)
+    for row, sample in enumerate(SAMPLES):
+        assert values(dump, dump.batch.old_logprobs, row) == sample.sampler
+    assert dump.logprobs is None
+
+
+def test_the_temperature_of_roll_may_stand_in_its_generation_config(policy, tmp_path):
+    settings = [json.dumps({"request_id": "a", "generation_config": {"temperature": 0.75}})] * len(SAMPLES)
+    path = change(dumps.write_roll(tmp_path), 0, sampling_params=settings)
+    assert read_dump(path, policy).batch.temperature.tolist() == [0.75] * 4
+    dump = read_dump(change(path, 0, sampling_params=["no JSON"] * len(SAMPLES)), policy)
+    assert dump.batch.temperature.tolist() == [1.0] * 4
+    assert any("temperature not in the dump" in note for note in dump.notes)
+
+
+def test_a_templated_prompt_gets_its_first_token_once(tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    model = make_policy("llama")
+    policy = Policy(model.model, tokenizer, model.blocks_name)
+    path = change(dumps.write_ms_swift(tmp_path), 0, prompt=["<bos> w4", "w4", "<bos> w5", "w5"])
+    batch = read_rollouts(path, policy)
+    assert [batch.input_ids[row, :2].tolist() for row in range(4)] == [[BOS, 4], [BOS, 4], [BOS, 5], [BOS, 5]]
+    assert batch.response_start.tolist() == [2] * 4
+
+
 def test_slimes_train_data_of_other_tokens_are_refused(tmp_path):
     samples = dumps.slime_train_samples()
     samples[0]["tokens"] = samples[0]["tokens"] + 1
