@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -12,24 +11,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
+from gradscope.parameters import flat_slices, float_parameters
 
 Number = int | float
-
-
-def float_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter that can have a gradient, tied ones once."""
-    return [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
-
-
-def flat_slices(model: nn.Module) -> dict[str, slice]:
-    """Where each of them lies in a vector [P] that is flat over all, by name.
-
-    >>> flat_slices(nn.Linear(3, 2))
-    {'weight': slice(0, 6, None), 'bias': slice(6, 8, None)}
-    """
-    named = float_parameters(model)
-    ends = accumulate((p.numel() for _, p in named), initial=0)
-    return {name: slice(*pair) for (name, _), pair in zip(named, pairwise(ends), strict=True)}
 
 
 @dataclass(frozen=True)
@@ -83,12 +67,12 @@ class AdamWState:
     ) -> AdamWState:
         """The state saved by `optimizer.state_dict()`.
 
-        names: of the parameters in the order in which the optimizer was given them; None: the names saved with the
-        state, else all of the model's in the order of named_parameters(). Raises InputError for parameter groups that
-        differ in lr, betas or eps, for amsgrad, and for moments that do not fit the parameters.
+        names: of the parameters in the order in which the optimizer was given them; None: what `optimizer_names` finds.
+        Raises InputError for parameter groups that differ in lr, betas or eps (they may in weight decay, which is none
+        of the metric's), for amsgrad, and for moments that do not fit the parameters.
         """
         check_structure(state_dict)
-        groups, parameters = state_dict["param_groups"], dict(model.named_parameters())
+        groups, parameters = state_dict["param_groups"], dict(float_parameters(model))
         if len({(*map(float, (g["lr"], *g["betas"], g["eps"])), g.get("amsgrad", False)) for g in groups}) != 1:
             raise InputError(
                 "parameter groups differ in lr, betas or eps; one metric needs one of each; measure them apart"
@@ -98,8 +82,7 @@ class AdamWState:
                 "the state is not plain AdamW's (amsgrad, or decay inside the gradient); give one of AdamW"
             )
         indices = [i for group in groups for i in group["params"]]
-        saved = [name for group in groups for name in group.get("param_names", ())]
-        names = list(names or saved or parameters)
+        names = list(names or optimizer_names(model, state_dict))
         if len(names) != len(indices) or not all(name in parameters for name in names):
             raise InputError(
                 f"the optimizer state is of {len(indices)} parameters; {len(names)} names are given, or one is not the "
@@ -120,7 +103,7 @@ class AdamWState:
         return cls(moments, steps, float(groups[0]["betas"][1]), float(groups[0]["eps"]), max_grad_norm)
 
     def scale(self, model: nn.Module, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-        """k ⊘ (√v̂ + eps) for the whole step's gradient G, flat in the order of model.named_parameters()."""
+        """k ⊘ (√v̂ + eps) for the whole step's gradient G, flat in the order of `float_parameters`."""
         scale, slices = torch.zeros_like(gradient), flat_slices(model)
         square_norm = sum(gradient[slices[name]].double().square().sum().item() for name in self.exp_avg_sq)
         clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (square_norm**0.5 + 1e-6))
@@ -130,6 +113,38 @@ class AdamWState:
             corrected = new / (1 - self.beta2 ** (self.step[name] + 1))
             scale[part] = clip / (corrected.sqrt() + self.eps)
         return scale
+
+
+def optimizer_names(model: nn.Module, state_dict: dict[str, Any]) -> list[str]:
+    """Names of the measured parameters in the order in which a saved AdamW got them.
+
+    Those that are saved with the state; else, of one group, all in the model's order; of two, first those that
+    transformers' Trainer lets decay, then the others, each in the model's order. A trainer's prefix of an adapter's or
+    a wrapped model's names is taken off. Raises InputError for groups of other sizes.
+    """
+    groups, parameters = state_dict["param_groups"], [name for name, _ in float_parameters(model)]
+    if saved := [name for group in groups for name in group.get("param_names", ())]:
+        return [_plain_name(name, set(parameters)) for name in saved]
+    if len(groups) == 1:
+        return parameters
+    from transformers import Trainer
+
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    split = [[n for n in parameters if n in decayed], [n for n in parameters if n not in decayed]]
+    given, wanted = [len(group["params"]) for group in groups], [len(names) for names in split]
+    if given != wanted:
+        raise InputError(
+            f"the optimizer state has groups of {' and '.join(map(str, given))} parameters, this policy {wanted[0]} "
+            f"with decay and {wanted[1]} without; give the state of the run that trained these parameters"
+        )
+    return split[0] + split[1]
+
+
+def _plain_name(name: str, known: set[str]) -> str:
+    for prefix in ("module.", "base_model.model."):
+        if name not in known:
+            name = name.removeprefix(prefix)
+    return name
 
 
 def check_structure(state_dict: Any) -> None:

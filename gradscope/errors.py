@@ -15,3 +15,12 @@ class SyncError(RuntimeError):
 
 class DivergedError(RuntimeError):
     """Training has no finite gradient any more; the checkpoints are kept (the CLI exits with 1)."""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, to be quoted within a line; its kind where it says nothing.
+
+    >>> first_line(ValueError("no such key.\\nTraceback …"))
+    'no such key'
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".!:")

@@ -1,7 +1,7 @@
 """Weighted sums of token gradients, and how much a step along a direction changes each token's log π, to first order.
 
 Both are products with one Jacobian J [tokens, P], of log π of a batch's kept tokens with respect to all P parameters,
-flat in the order of `adamw_state.float_parameters`, which is never formed: seeds·J by backward passes, J·direction by
+flat in the order of `parameters.float_parameters`, which is never formed: seeds·J by backward passes, J·direction by
 forward mode (`torch.func.jvp`).
 """
 
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
 
-from gradscope.adamw_state import flat_slices, float_parameters
 from gradscope.batch import TokenBatch
 from gradscope.batch_logprobs import kept_logprobs, micro_batches
 from gradscope.capture import measuring
 from gradscope.errors import InputError
+from gradscope.parameters import flat_slices, float_parameters
 
 Vectors = dict[str, Tensor]
 """A tensor of each parameter's shape, by its name in _KeptLogprobs."""
@@ -123,9 +123,9 @@ def _still_padding(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_narrow_weights(model: nn.Module) -> None:
-    """Raise InputError for weights below float32."""
-    for name, parameter in float_parameters(model):
-        if torch.finfo(parameter.dtype).bits < 32:
+    """Raise InputError for weights below float32, whether they are measured or not: all that flows is as narrow."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and torch.finfo(parameter.dtype).bits < 32:
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise InputError(f"{name} is {dtype}, in which changes are mostly rounding; load the policy in float32")
 

@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from gradscope.capture.hooks import first_tensor, forward_hooks
 from gradscope.errors import InputError
+from gradscope.parameters import float_parameters
 from gradscope.models import Policy
 
 Rule = Literal["linear", "conv1d", "diagonal", "embedding"]
@@ -83,12 +84,17 @@ def check_prefixes(policy: Policy, ids: Int[Tensor, " n"]) -> None:
 def claim_parameters(model: nn.Module, blocks: nn.ModuleList, input_ids: Tensor) -> Claims:
     """Find the rule for every module that owns parameters, by its type and by what one forward on input_ids [n] shows.
 
+    Of a model that is measured on some parameters alone (`measure_only`), these are claimed and no others.
+
     A rule is given up, and the parameters go the general way, where a module is not exactly what the rule knows: a
     subclass, a parametrisation, an input that is changed in place after use, a table shared in an unknown manner.
     """
     visits = _probe(model, blocks, input_ids)
-    modules = {name: m for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
-    rules = {name: rule for name, m in modules.items() if (rule := _find_rule(m, visits[name]))}
+    measured = {id(p): name for name, p in float_parameters(model)}
+    modules = {name: m for name, m in model.named_modules() if any(id(p) in measured for p in m.parameters(False))}
+    # A rule measures all of a module's own parameters at once.
+    whole = {name: m for name, m in modules.items() if all(id(p) in measured for p in m.parameters(False))}
+    rules = {name: rule for name, m in whole.items() if (rule := _find_rule(m, visits[name]))}
     owners: dict[int, list[str]] = defaultdict(list)
     for name, module in modules.items():
         for parameter in module.parameters(recurse=False):
@@ -107,8 +113,8 @@ def claim_parameters(model: nn.Module, blocks: nn.ModuleList, input_ids: Tensor)
             rules.pop(name, None)
         tied = None
     general = {}
-    for name, parameter in model.named_parameters():
-        if not any(owner in rules for owner in owners[id(parameter)]):
+    for key, name in measured.items():
+        if not any(owner in rules for owner in owners[key]):
             general[name] = name.rpartition(".")[0]
     scales = {n: _embedding_scale(modules[n], visits[n]) for n, rule in rules.items() if rule == "embedding"}
     claims = Claims(rules, tied, scales, general)
@@ -117,7 +123,7 @@ def claim_parameters(model: nn.Module, blocks: nn.ModuleList, input_ids: Tensor)
 
 
 def check_claims(model: nn.Module, claims: Claims) -> None:
-    """RuntimeError unless every parameter is claimed exactly once (a tied table: by its embedding and its head)."""
+    """RuntimeError unless every measured parameter is claimed exactly once (a tied table: by embedding and head)."""
     counts: dict[int, int] = defaultdict(int)
     for name in claims.rules:
         for parameter in model.get_submodule(name).parameters(recurse=False):
@@ -126,9 +132,11 @@ def check_claims(model: nn.Module, claims: Claims) -> None:
         counts[id(model.get_parameter(name))] += 1
     if claims.tied:
         counts[id(model.get_submodule(claims.tied[1]).weight)] -= 1
+    measured = {id(parameter) for _, parameter in float_parameters(model)}
     for name, parameter in model.named_parameters():
-        if counts[id(parameter)] != 1:
-            raise RuntimeError(f"parameter {name} is claimed {counts[id(parameter)]} times; it must be claimed once")
+        wanted = 1 if id(parameter) in measured else 0
+        if counts[id(parameter)] != wanted:
+            raise RuntimeError(f"parameter {name} is claimed {counts[id(parameter)]} times, not {wanted}")
 
 
 def _probe(model: nn.Module, blocks: nn.ModuleList, input_ids: Tensor) -> dict[str, _Visits]:
@@ -164,7 +172,7 @@ def _probe(model: nn.Module, blocks: nn.ModuleList, input_ids: Tensor) -> dict[s
 
 
 def _find_rule(module: nn.Module, seen: _Visits) -> Rule | None:
-    if hasattr(module, "parametrizations") or len(seen.in_head) > 1 or "forward" in vars(module):
+    if hasattr(module, "parametrizations") or len(seen.in_head) > 1 or _is_rewired(module):
         return None
     if any(tensor._version != version for tensor, version in seen.inputs):
         return None
@@ -188,6 +196,14 @@ def _find_rule(module: nn.Module, seen: _Visits) -> Rule | None:
     if seen.simple and seen.calls and alone and _is_diagonal(module, seen):
         return "diagonal"
     return None
+
+
+def _is_rewired(module: nn.Module) -> bool:
+    """Whether its forward is not its class's, but for accelerate's wrapper that brings inputs to its device."""
+    if "forward" not in vars(module):
+        return False
+    hook = getattr(module, "_hf_hook", None)
+    return type(hook).__name__ != "AlignDevicesHook" or hook.offload
 
 
 def _is_bare(module: nn.Module) -> bool:

@@ -64,7 +64,9 @@ class DecoderBody:
 
     @classmethod
     def find(cls, policy: Policy, claims: Claims, joint: str | None, memory: int) -> DecoderBody | None:
-        """None unless the blocks have the parts of a common decoder and the head begins at the last one's output."""
+        """None unless the blocks have the parts of a common decoder, on one device, and the head begins at the last output."""
+        if len({parameter.device for parameter in policy.model.parameters()}) > 1:
+            return None  # the graph finds its way between devices by itself
         blocks = find_decoder_blocks(policy.model, policy.blocks, claims)
         tables = [name for name, rule in claims.rules.items() if rule == "embedding"]
         if blocks is None or len(tables) != 1 or joint != blocks[-1].output.name:

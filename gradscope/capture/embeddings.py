@@ -30,5 +30,5 @@ def table_square_norms(
     square = embedding_square_norms(delta, ids)
     if claims.tied and name == claims.tied[0]:
         _, head_delta, head_input = head.local[claims.tied[1]]
-        square = square + tied_cross_terms(delta, ids, head_delta[picks], head_input[picks])
+        square = square + tied_cross_terms(delta, ids, head_delta[picks].to(delta), head_input[picks].to(delta))
     return square

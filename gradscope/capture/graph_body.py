@@ -81,23 +81,26 @@ class GraphSequence:
         picks: rows of the head's pass; positions: where each token's logits stand, ascending.
         """
         recorder = self.body.record(self.ids[: int(positions[-1]) + 1])
-        token, dtype = torch.arange(len(picks), device=picks.device), self.head.last_norm.dtype
+        # Of a policy over several devices, what flows back lies where its module does; norms come together in the end.
+        token, last = torch.arange(len(picks)), self.head.last_norm
+        place, dtype = positions.cpu(), last.dtype
         seeds = [tensor.new_zeros(len(picks), *tensor.shape) for tensor in recorder.joints]
         for seed, rows in zip(seeds, self.head.joint_deltas, strict=True):
-            seed[token, 0, positions] = rows[picks].reshape(len(picks), *seed.shape[3:]).to(seed.dtype)
+            seed[token, 0, place] = rows[picks].reshape(len(picks), *seed.shape[3:]).to(seed)
         edges = [*recorder.block_edges, *(call.edge for call in recorder.calls)]
         deltas = _vjp(recorder.joints, edges, seeds, batched=self.body.batched)
         depth = len(recorder.block_edges)
-        act = torch.stack([delta.flatten(1).to(dtype).norm(dim=1) for delta in deltas[:depth]], 1)
+        act = torch.stack([delta.flatten(1).to(dtype).norm(dim=1).to(last.device) for delta in deltas[:depth]], 1)
         by_module: dict[str, list[tuple[Call, Tensor]]] = defaultdict(list)
         for call, delta in zip(recorder.calls, deltas[depth:], strict=True):
             if delta is not None:
                 delta = delta.to(dtype)
                 if call.name in self.head.local:  # Of both parts: its gradient in the head lies at one position.
                     rows = self.head.local[call.name][1][picks]
-                    delta[token, 0, positions] += rows.reshape(len(picks), *delta.shape[3:])
+                    delta[token, 0, place] += rows.reshape(len(picks), *delta.shape[3:]).to(delta)
                 by_module[call.name].append((call, delta))
-        return act, {name: self._square_norms(name, flow, picks) for name, flow in by_module.items()}
+        squares = {name: self._square_norms(name, flow, picks) for name, flow in by_module.items()}
+        return act, {name: values.to(last.device) for name, values in squares.items()}
 
     def _square_norms(self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor) -> Tensor:
         """Squared gradient norm [K] of one module, from all of its calls."""

@@ -113,10 +113,10 @@ class Head:
         calls = [call for call in recorder.calls if call.edge is not None]
         edges = [*recorder.joints, recorder.block_edges[0], *(call.edge for call in calls)]
         deltas = torch.autograd.grad([logits], edges, [(seeds / temperature).to(logits.dtype)], allow_unused=True)
-        rows = [None if d is None else _rows_at(d, positions).to(seeds.dtype) for d in deltas]
+        rows = [None if d is None else _rows_at(d, positions).to(seeds) for d in deltas]
         joints = len(recorder.joints)
         local = {
-            call.name: (call, row, self._local_inputs(call, positions).to(seeds.dtype))
+            call.name: (call, row, self._local_inputs(call, positions).to(seeds))
             for call, row in zip(calls, rows[joints + 1 :], strict=True)
             if row is not None
         }
@@ -144,4 +144,4 @@ def unit_errors(logits: Tensor, token_ids: Tensor, temperature: float) -> tuple[
 def _rows_at(values: Tensor, positions: Tensor) -> Tensor:
     """Rows [m, width] of [1, n, …] at the positions; [1, m, …] holds only them already."""
     rows = values.flatten(2)[0] if values.ndim > 2 else values
-    return rows if len(rows) == len(positions) else rows[positions]
+    return rows if len(rows) == len(positions) else rows[positions.to(rows.device)]

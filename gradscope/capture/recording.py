@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gradscope.capture.claims import Claims
 from gradscope.capture.hooks import first_tensor, forward_hooks
 from gradscope.errors import InputError
+from gradscope.parameters import is_subset
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ class Recorder:
             replaced = output.clone()
         edge = get_gradient_edge(output) if output.requires_grad else None
         if edge is not None or self.part == "head":
-            self.calls.append(Call(name, module, args[0].detach(), edge, output.numel()))
+            # Of a policy over several devices, a module is called with what the one before it left on its own.
+            self.calls.append(Call(name, module, args[0].detach().to(output.device), edge, output.numel()))
         return replaced
 
     def _leave_block(self, index: int, output: Any) -> Any:
@@ -158,11 +160,32 @@ def find_joint(model: nn.Module, blocks: nn.ModuleList, claims: Claims, input_id
     """
     names = {id(m): name for name, m in model.named_modules()}
     inside = names[id(blocks[-1])] + "."
-    with Recorder(model, blocks, claims, None, "body") as recorder:
-        model(input_ids=input_ids[None], use_cache=False)
-    called = dict.fromkeys(c.name for c in recorder.calls if c.name.startswith(inside))
-    candidates = [name for name in called if claims.rules[name] in ("linear", "conv1d")]
+    if not is_subset(model):
+        with Recorder(model, blocks, claims, None, "body") as recorder:
+            model(input_ids=input_ids[None], use_cache=False)
+        called = dict.fromkeys(c.name for c in recorder.calls if c.name.startswith(inside))
+        candidates = [name for name in called if claims.rules[name] in ("linear", "conv1d")]
+    else:
+        candidates = _called_layers(model, inside, input_ids)
     return next((name for name in candidates if _cuts_head(model, blocks, claims, input_ids, name)), None)
+
+
+def _called_layers(model: nn.Module, inside: str, input_ids: Tensor) -> list[str]:
+    """Linear layers in a block, frozen ones too, as they are called; one with an adapter counts as a whole."""
+    layers = {name: m for name, m in model.named_modules() if name.startswith(inside) and _is_layer(m)}
+    outer = [name for name in layers if not any(name.startswith(f"{other}.") for other in layers)]
+    called: dict[str, bool] = {}
+
+    def record(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
+        called[name] = called.get(name, True) and len(args) == 1 and isinstance(args[0], Tensor) and not kwargs
+
+    with torch.no_grad(), forward_hooks(model, outer, record):
+        model(input_ids=input_ids[None], use_cache=False)
+    return [name for name, simple in called.items() if simple]
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D" or hasattr(module, "base_layer")
 
 
 def _cuts_head(model: nn.Module, blocks: nn.ModuleList, claims: Claims, input_ids: Tensor, joint: str) -> bool:

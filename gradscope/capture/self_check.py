@@ -18,6 +18,7 @@ from gradscope.capture.recording import block_input
 from gradscope.capture.token_gradients import TokenGradientMeter, TokenGradients
 from gradscope.errors import SelfCheckError
 from gradscope.logprobs import logit_gradient
+from gradscope.parameters import float_parameters
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Largest relative difference of a norm that rounding explains, by dtype: float64 allows for the float32 casts inside
@@ -106,7 +107,7 @@ def _blame(differences: dict[str, float], worst: str) -> str:
 
 def measure_plainly(meter: TokenGradientMeter, ids: Tensor, target: int, *, temperature: float) -> CheckedToken:
     """All gradients of one token's log π by one plain backward pass from the uncancelled e − π, with no rule at all."""
-    model, parameters = meter.model, dict(meter.model.named_parameters())
+    model, parameters = meter.model, dict(float_parameters(meter.model))
     try:
         for parameter in parameters.values():
             parameter.requires_grad_(True)
@@ -135,7 +136,10 @@ def _layer_edges(meter: TokenGradientMeter) -> Iterator[list[GradientEdge]]:
     edges: list[GradientEdge] = []
 
     def enter(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        edges.append(get_gradient_edge(block_input(args, kwargs)))
+        hidden = block_input(args, kwargs)
+        if not hidden.requires_grad:  # The embedding is frozen: the graph starts here.
+            hidden.requires_grad_(True)
+        edges.append(get_gradient_edge(hidden))
 
     def leave(_module: Any, _args: Any, output: Any) -> None:
         edges.append(get_gradient_edge(first_tensor(output)))

@@ -109,8 +109,10 @@ class TokenGradientMeter:
             act[picks, :-1] = layers
             by_module |= self._measure_general(ids, targets, picks, temperature)
             for name, values in by_module.items():
-                square[name][picks] = values.to(act.dtype)
+                square[name][picks] = values.to(act)
         self._add_head(square, head, measured)
+        if not square:  # of an adapter that these tokens do not pass
+            square[""] = nothing
         norms = {name: head.size * values.clamp(min=0).sqrt() for name, values in square.items()}
         total = head.size * torch.stack(list(square.values())).sum(0).clamp(min=0).sqrt()
         return TokenGradients(head.statistics, head.logit_grad_norm, head.size[:, None] * act, total, norms)
@@ -178,7 +180,7 @@ class TokenGradientMeter:
                 )
                 for module, gradient in zip(self.claims.general.values(), gradients, strict=True):
                     if gradient is not None:
-                        square[module][k] += gradient.to(seeds.dtype).square().sum()
+                        square[module][k] += gradient.to(seeds.dtype).square().sum().to(seeds.device)
             return square
         finally:
             for parameter in parameters:

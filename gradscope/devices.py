@@ -1,0 +1,33 @@
+"""Devices and precisions by name."""
+
+from __future__ import annotations
+
+import torch
+
+from gradscope.errors import InputError, first_line
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def find_device(device: str | None) -> str:
+    """The device, tried; a GPU where there is one, if none is named."""
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(
+            f"device {device!r} cannot be used: {first_line(error)}; give cpu, or leave it out"
+        ) from error
+    return device
+
+
+def parse_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | str:
+    """The dtype by its name; None: float32 on a CPU, elsewhere "auto", the checkpoint's own."""
+    if dtype is None:
+        return torch.float32 if torch.device(device).type == "cpu" else "auto"
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]

@@ -1,0 +1,225 @@
+"""Load a policy from a checkpoint: a whole model of transformers, or an adapter of peft on its base."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from gradscope.checkpoint_files import is_adapter, is_checkpoint_of_a_run, refuse_training_run
+from gradscope.devices import find_device, parse_dtype
+from gradscope.errors import InputError, first_line
+from gradscope.parameters import measure_only
+from gradscope.peft_adapters import attach_adapter, find_base
+from gradscope.policy import Policy, find_blocks
+from gradscope.tokenization import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+EMBEDDED = Path(__file__).parent / "embedded"
+"""The small Knights & Knaves policy that comes with gradscope; `load_policy("embedded")` finds it too."""
+
+BROKEN_FILE = (OSError, EOFError, struct.error, pickle.UnpicklingError, RuntimeError)
+BROKEN_FILE += (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ImportError)
+"""What the parsers of checkpoint files raise where the content makes no sense."""
+
+
+def load_policy(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | None = None,
+    blocks: str | None = None,
+    params: Literal["all", "adapter"] = "all",
+    base: str | Path | None = None,
+    trust_remote_code: bool = False,
+    device_map: str | dict[str, Any] | None = None,
+) -> Policy:
+    """Load a checkpoint in eval mode; nothing is downloaded.
+
+    path: a folder of transformers (its weights in one file or in shards), a trainer's `checkpoint-*`, an adapter of
+    peft (LoRA), or "embedded" for the policy that comes with gradscope. What a checkpoint of a run lacks of a tokenizer
+    is looked for in the run's folder, then beside an adapter's base.
+    dtype: "float32" (default on the CPU), "float64", "bfloat16", "float16"; default on a GPU: the checkpoint's own.
+    device: a torch device; default "cuda" where there is one, else "cpu".
+    blocks: name of the ModuleList of blocks, where it cannot be found by itself.
+    params: "all" measures every parameter, an adapter merged into its base; "adapter" keeps it apart (in float32 at
+    least) and measures the parameters that it trains, alone.
+    base: an adapter's base model, where adapter_config.json does not name a folder that is here.
+    trust_remote_code: run the Python files of a checkpoint that brings its own; without it such a one is refused.
+    device_map: spreads the policy over devices, as in transformers: "auto", or module → device; not with `device`.
+
+    Raises InputError for a folder without configuration or weights, weights that do not fill the model, an
+    architecture that is not a causal language model, a tokenizer that does not round-trip text, an adapter whose base
+    is not here, and a map that leaves parameters on no device (offloaded).
+    """
+    folder = EMBEDDED if str(path) == "embedded" else Path(path)
+    if params not in ("all", "adapter"):
+        raise InputError(f"params is {params!r}; give all or adapter")
+    if device_map is not None and device is not None:
+        raise InputError(f"device is {device!r} and device_map {device_map!r:.40}; give one of the two")
+    refuse_training_run(folder)
+    place = {"device": find_device(device) if device_map is None else None, "device_map": device_map}
+    place |= {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    if not is_adapter(folder):
+        if params == "adapter" or base is not None:
+            given = "params is 'adapter'" if params == "adapter" else f"base is {str(base)!r}"
+            raise InputError(f"{given} and {folder} holds no adapter (adapter_config.json); leave it out")
+        model, root = _load_model(folder, **place), None
+    else:
+        root = EMBEDDED if str(base) == "embedded" else find_base(folder, base)
+        model, trained = attach_adapter(_load_model(root, **place), folder, merge=params == "all")
+        if trained is not None:
+            measure_only(model, trained)
+    tokenizer = _find_tokenizer(folder, root, trust_remote_code=trust_remote_code)
+    name = find_blocks(model, blocks)
+    return Policy(model.eval(), tokenizer, name, str(folder), params, None if root is None else str(root))
+
+
+def _load_model(
+    folder: Path,
+    *,
+    dtype: str | torch.dtype | None,
+    device: str | None,
+    device_map: str | dict[str, Any] | None,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """A whole model, on its device or devices, seen to be causal."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    config = _read_config(folder, trust_remote_code=trust_remote_code)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=parse_dtype(dtype, device or _main_device(device_map)),
+            device_map=device_map,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # They are named below.
+            # grouped_mm knows neither float64 nor forward mode.
+            experts_implementation="eager",
+            # sdpa leaves Gemma-2's soft cap on attention scores out.
+            attn_implementation="eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None,
+        )
+    except (*BROKEN_FILE, SafetensorError) as error:
+        what = "no usable weights in" if device_map is None else f"device_map {device_map!r:.40} does not serve"
+        raise InputError(f"{what} {folder} ({first_line(error)}); save the model there with save_pretrained") from error
+    _check_weights(folder, info)
+    if offloaded := next((name for name, p in model.named_parameters() if p.device.type == "meta"), None):
+        raise InputError(
+            f"device_map leaves {offloaded} on no device (offloaded to the CPU or to disk), where it has no gradient; "
+            "give more or larger devices, or a smaller --dtype"
+        )
+    model.eval()
+    if device_map is None:
+        model.to(device)
+    if not is_causal(model):
+        _check_finite(model, folder)
+        raise InputError(
+            f"{folder} is a {config.model_type} model, not a decoder-only causal LM (a token sees those after it); "
+            "give a checkpoint that AutoModelForCausalLM loads"
+        )
+    return model
+
+
+def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
+    """The configuration of a causal language model that may be loaded."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+    if not os.path.isfile(folder / "config.json"):  # of a name that is too long, Path raises
+        raise InputError(
+            f"{folder} holds no config.json; give a checkpoint folder saved with save_pretrained, or 'embedded'"
+        )
+    try:
+        plain, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
+        own = {**(plain.get("auto_map") or {})}
+        if own and not trust_remote_code and plain.get("model_type") not in _known_types():
+            raise InputError(
+                f"{folder} brings its own code ({next(iter(own.values()))}), which would be run; look at it, then give "
+                "--trust-remote-code"
+            )
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except InputError:
+        raise
+    except (*BROKEN_FILE, StrictDataclassError) as error:
+        raise InputError(
+            f"{folder}/config.json is not one that transformers reads ({first_line(error)}); save it anew"
+        ) from error
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    known |= trust_remote_code and "AutoModelForCausalLM" in own
+    if getattr(config, "is_encoder_decoder", False) or not known:
+        raise InputError(
+            f"{folder} is a {config.model_type} model, not a decoder-only causal LM; give a checkpoint that "
+            "AutoModelForCausalLM loads"
+        )
+    return config
+
+
+def _known_types() -> set[str]:
+    """Model types that transformers has classes of its own for: a checkpoint's code is not run for them."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return set(CONFIG_MAPPING.keys())
+
+
+def _check_weights(folder: Path, info: dict[str, Any]) -> None:
+    """InputError unless the files gave every weight of the model, in its shape."""
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, given, wanted = mismatched[0]
+        raise InputError(
+            f"{folder}: the weight {name} is {tuple(given)}, config.json makes it {tuple(wanted)}; save both together"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise InputError(
+            f"{folder} lacks weights that the model needs ({', '.join(missing[:3])}"
+            f"{', …' if len(missing) > 3 else ''}); they would be random numbers. Save the whole model there"
+        )
+
+
+def _main_device(device_map: str | dict[str, Any] | None) -> str:
+    """The kind of device that decides the precision of a policy that is spread over several."""
+    if isinstance(device_map, dict):
+        return "cpu" if {str(device) for device in device_map.values()} <= {"cpu", "disk"} else "cuda"
+    return find_device(None)
+
+
+def _find_tokenizer(folder: Path, base: Path | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """Beside the weights, above the folder where a run has it, or with an adapter's base."""
+    places = [folder] + ([folder.absolute().parent] if is_checkpoint_of_a_run(folder.absolute()) else [])
+    for place in (*places, *([] if base is None else [base])):
+        if (tokenizer := load_tokenizer(place, trust_remote_code=trust_remote_code)) is not None:
+            return tokenizer
+    return None
+
+
+@torch.no_grad()
+def is_causal(model: nn.Module) -> bool:
+    """Whether the logits of a token stay when the next token changes: encoders load as causal models too."""
+    last = len(model.get_input_embeddings().weight) - 1  # of a vocabulary of one, both rows are the same
+    first, second = model(input_ids=torch.tensor([[0, 0], [0, last]], device=model.device)).logits[:, 0].double()
+    # Two rows of one batch can differ by rounding.
+    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.05
+    return bool((first - second).norm() <= tolerance * first.norm())
+
+
+@torch.no_grad()
+def _check_finite(model: nn.Module, folder: Path) -> None:
+    """InputError for weights or logits that are NaN or infinite: nothing can be told from them."""
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise InputError(
+                f"{folder}: the weight {name} is not finite (NaN or infinity) in {model.dtype}; give another "
+                "checkpoint or --dtype"
+            )
+    if not model(input_ids=torch.tensor([[0, 0]], device=model.device)).logits.isfinite().all():
+        raise InputError(f"{folder}: the logits are not finite in {model.dtype}; give --dtype float32")

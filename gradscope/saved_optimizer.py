@@ -1,0 +1,75 @@
+"""The optimizer's state beside a checkpoint: found, read without running anything, and mapped to the policy's names."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradscope.adamw_state import AdamWState, check_structure
+from gradscope.checkpoint_files import checkpoint_homes
+from gradscope.errors import InputError, first_line
+from gradscope.policy import Policy
+
+OPTIMIZER = "optimizer.pt"
+"""What transformers' Trainer, TRL and gradscope's trainer call it, beside the weights."""
+KNOWN = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+"""What AdamW keeps of a parameter; who keeps more is another optimizer."""
+
+
+def read_adamw_state(
+    policy: Policy, path: str | Path | None = None, *, max_grad_norm: int | float | None = None
+) -> AdamWState | None:
+    """AdamW's second moments for the parameters that are measured, by name; None if nothing was saved for them.
+
+    path: the file, or the folder that holds optimizer.pt; None: the folder of the policy. Then None is also returned
+    for an adapter that was merged, whose state is of parameters that the merged model has not.
+    max_grad_norm: the run's clipping of the gradient, which no state tells; None: off.
+
+    Raises InputError for a path that is not there, a file that cannot be read or is another optimizer's, and a state
+    that does not fit the policy.
+    """
+    file = find_optimizer_file(policy.path if path is None else path) if path is not None or policy.path else None
+    if file is None:
+        if path is not None:
+            raise InputError(f"{path} is no file and holds no {OPTIMIZER}; give the file of an AdamW state_dict")
+        return None
+    state = read_optimizer_file(file)
+    if path is None and policy.params == "all" and _is_of_an_adapter(policy, state):
+        return None
+    try:
+        return AdamWState.from_state_dict(policy.model, state, max_grad_norm=max_grad_norm)
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from error
+
+
+def find_optimizer_file(path: str | Path) -> Path | None:
+    """The file itself, or optimizer.pt in a checkpoint's folder (of an `adapter` within one, above it)."""
+    path = Path(path)
+    if path.is_file():
+        return path
+    return next((home / OPTIMIZER for home in checkpoint_homes(path) if (home / OPTIMIZER).is_file()), None)
+
+
+def read_optimizer_file(path: Path) -> dict[str, Any]:
+    """What `torch.save(optimizer.state_dict(), path)` wrote, for AdamW; nothing in it is executed."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, ValueError, TypeError, OSError) as error:
+        raise InputError(
+            f"{path} is no file of torch.save that can be read safely ({first_line(error)}); give an AdamW state_dict"
+        ) from error
+    try:
+        check_structure(state)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    if extra := sorted({name for moments in state["state"].values() for name in moments} - KNOWN):
+        raise InputError(f"{path}: the state holds {extra[0]}, which AdamW does not keep; give the state of an AdamW")
+    return state
+
+
+def _is_of_an_adapter(policy: Policy, state: dict[str, Any]) -> bool:
+    names = [name for group in state["param_groups"] for name in group.get("param_names", ())]
+    return policy.base is not None or any(".lora_" in name for name in names)
