@@ -45,7 +45,8 @@ def model_weights(folder: Path) -> list[Path]:
 
 def refuse_training_run(folder: Path) -> None:
     """Its config.json, if it has one, is not a model's: InputError, with the newest checkpoint."""
-    if model_weights(folder) or (folder / ADAPTER_CONFIG).is_file():
+    # Of a name that is too long, Path raises.
+    if not os.path.isdir(folder) or model_weights(folder) or (folder / ADAPTER_CONFIG).is_file():
         return
     found = [path for kind in ("checkpoints/step-*", "checkpoint-*") for path in folder.glob(kind) if path.is_dir()]
     found = [path for path in found if _trailing_number(path.name) is not None]
@@ -135,7 +136,8 @@ def weights_hash(path: str | Path) -> str:
 
 def configuration_hash(path: str | Path) -> str:
     """SHA-256 of what else decides a policy's numbers: its configuration and its tokenizer's files."""
-    kinds = ("config.json", ADAPTER_CONFIG, "tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+    kinds = ("config.json", ADAPTER_CONFIG, "tokenizer", "vocab", "merges")
+    kinds += ("special_tokens", "added_tokens", "chat_template")
     return _hash_files(sorted(p for p in Path(path).iterdir() if p.is_file() and p.name.startswith(kinds)))
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +18,6 @@ import tyro
 from tqdm import tqdm
 
 from gradscope import __version__
-from gradscope.batch import TokenBatch
 from gradscope.cli_evaluate import Evaluate
 from gradscope.cli_shared import (
     DeviceFlag,
@@ -33,7 +32,8 @@ from gradscope.cli_shared import (
 from gradscope.cli_train import train_with_preset
 from gradscope.cli_tune import Tune
 from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError
-from gradscope.measure_settings import MeasureSettings
+from gradscope.launched import join_launch
+from gradscope.measure_settings import BUDGET, MeasureSettings
 from gradscope.models import Policy, check_prompt
 from gradscope.norm_estimates import interval_norms
 from gradscope.readers import Dump
@@ -129,13 +129,23 @@ class Measure:
     """Measure every response token's own gradient: a token table, figures and a summary, in one folder."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """Checkpoint folder of transformers (any decoder-only causal LM), or "embedded"."""
+    """Checkpoint folder of transformers (any decoder-only causal LM) or of a LoRA adapter, or "embedded"."""
     rollouts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
     """JSONL or parquet, a row per response, or a trainer's dump: a file, or a folder of them (see the README)."""
     out: Path | None = None
     """Folder for tokens.parquet, manifest.json, figures/ and, with estimates, interval_norms.csv; needed unless --plan.
     A run that was interrupted is taken up again."""
-    settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(default_factory=MeasureSettings)
+    settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
+    )
+    params: Literal["all", "adapter"] = "all"
+    """Parameters whose gradients are measured: all, an adapter merged into its base; or those of the adapter alone."""
+    base: str | None = None
+    """An adapter's base model, where its adapter_config.json does not name a folder that is here."""
+    trust_remote_code: bool = False
+    """Run the Python files of a checkpoint that brings its own."""
+    device_map: str | None = None
+    """Spread one policy over several devices, in place of --device: auto, balanced, or what else transformers knows."""
     blocks: str | None = None
     """Name of the ModuleList of blocks, where it is not found by itself."""
     dtype: DtypeFlag = None
@@ -175,67 +185,99 @@ class Measure:
             raise InputError(
                 f"--constants is {self.constants}, which needs exact norms by layer; leave it out, or --norms"
             )
-        policy = load_quietly(self.model, dtype=self.dtype, device=self.device, blocks=self.blocks)
-        dump = read_dump(self.rollouts, policy, format=self.format)
-        print_notes(dump.notes)
-        measurement = TableMeasurement(
-            policy, dump.batch, self.settings, chunk_rows=self.chunk_rows, chunk_memory=self.chunk_memory
-        )
-        folder = RunFolder(self.out, self._key(policy))
-        if folder.look(overwrite=self.overwrite) == "finished":
-            print(f"already measured with these arguments: {self.out / 'tokens.parquet'}")
+        if self.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError("--device-map spreads one process's policy, and several were launched; leave it out")
+        processes, device = join_launch(self.device)
+        names = ("dtype", "blocks", "params", "base", "trust_remote_code", "device_map")
+        with processes.together():
+            policy = load_quietly(self.model, device=device, **{name: getattr(self, name) for name in names})
+            dump = read_dump(self.rollouts, policy, format=self.format)
+            cut = {"chunk_rows": self.chunk_rows, "chunk_memory": self.chunk_memory}
+            measurement = TableMeasurement(policy, dump.batch, self.settings, processes=processes, **cut)
+            folder = RunFolder(self.out, self._key(policy, measurement.settings))
+            found = folder.look(overwrite=self.overwrite) if processes.is_main else None
+        if processes.is_main:
+            print_notes(dump.notes)
+        if processes.gather([found])[0] == "finished":
+            if processes.is_main:
+                print(f"already measured with these arguments: {self.out / 'tokens.parquet'}")
         else:
             self._measure(policy, measurement, folder, dump)
-        if self.figures:
-            self._draw(policy, measurement.batch, folder)
+        if self.figures and processes.is_main:
+            self._draw(policy, measurement, folder)
             print(f"figures: {self.out / 'figures'}\n\n{(self.out / SUMMARY).read_text(encoding='utf-8').rstrip()}")
 
     def _plan(self) -> None:
         from gradscope.measure_plan import plan_measurement
+        from gradscope.peft_adapters import find_whole
 
         quiet_transformers()
+        if self.params == "adapter":
+            raise InputError("a plan is of all parameters; leave out --params adapter, or --plan")
         names = ("dtype", "device", "machine", "blocks", "chunk_rows", "chunk_memory", "format")
         given = {name: getattr(self, name) for name in names}
-        print(plan_measurement(self.model, self.rollouts, self.settings, **given))
+        print(plan_measurement(find_whole(self.model, self.base), self.rollouts, self.settings, **given))
 
-    def _key(self, policy: Policy) -> dict[str, Any]:
-        from gradscope.models import configuration_hash, weights_hash
+    def _key(self, policy: Policy, settings: MeasureSettings) -> dict[str, Any]:
+        from gradscope.models import policy_hashes
         from gradscope.readers.files import rollouts_hash
 
         return {
             "gradscope": __version__,
-            "model": weights_hash(policy.path),
-            "configuration": configuration_hash(policy.path),
+            **policy_hashes(policy),
             "rollouts": rollouts_hash(self.rollouts),
             "format": self.format,
-            "settings": asdict(self.settings),
+            "settings": asdict(settings),
             "blocks": policy.blocks_name,
             "dtype": str(policy.dtype).removeprefix("torch."),
             "device": policy.device.type,
         }
 
     def _measure(self, policy: Policy, measurement: TableMeasurement, folder: RunFolder, dump: Dump) -> None:
-        with measurement, folder.writing():  # checks itself, before anything is written
-            if folder.open(overwrite=self.overwrite):
-                print(f"taking up the unfinished run in {folder.folder}")
-            if measurement.estimate_plan is not None:
-                print(measurement.estimate_plan)
-            counts = measurement.batch.response_mask.sum(1).tolist()
-            with tqdm(total=sum(counts), desc="measuring", unit="token", disable=None) as bar:
-                for row, count in enumerate(counts):
-                    if not folder.has_part(row):
-                        folder.write_part(row, measurement.measure_response(row))
-                    bar.update(count)
-            table = join_responses(folder.read_parts(len(counts)))
+        processes, count = measurement.processes, len(measurement.batch)
+        with measurement, ExitStack() as held:  # checks itself, before anything is written
+            with processes.together():
+                if processes.is_main:
+                    held.enter_context(folder.writing())
+                    self._announce(measurement, resumed=folder.open(overwrite=self.overwrite))
+                left = [row for row in range(count) if not folder.has_part(row)] if processes.is_main else []
+            with processes.together():
+                self._measure_share(measurement, folder, processes.gather(left))
+            if not processes.is_main:
+                return
+            table = join_responses(folder.read_parts(count))
             write_parquet(folder.staged / "tokens.parquet", table)
             if measurement.estimate_plan is not None:
                 write_text(folder.staged / "interval_norms.csv", interval_norms(table).to_csv(index=False))
             rollouts = {"path": str(self.rollouts), "sha256": folder.key["rollouts"]}
             rollouts |= {"format": dump.format, "notes": list(dump.notes)}
             folder.close(self._manifest(policy, measurement, folder.key, table) | {"rollouts": rollouts})
-        print(f"{len(table):,} tokens of {len(counts)} responses: {folder.folder / 'tokens.parquet'}")
+        print(f"{len(table):,} tokens of {count} responses: {folder.folder / 'tokens.parquet'}")
 
-    def _draw(self, policy: Policy, batch: TokenBatch, folder: RunFolder) -> None:
+    def _announce(self, measurement: TableMeasurement, *, resumed: bool) -> None:
+        if resumed:
+            print(f"taking up the unfinished run in {self.out}")
+        if measurement.estimate_plan is not None:
+            print(measurement.estimate_plan)
+        if self.settings.tokens_per_interval == "auto" and (each := measurement.settings.tokens_per_interval):
+            print(
+                f"measuring a random sample, {each:,} tokens of each interval at most: {measurement.num_tokens:,} tokens "
+                f"are more than {BUDGET:,} (--tokens-per-interval none measures them all)"
+            )
+
+    def _measure_share(self, measurement: TableMeasurement, folder: RunFolder, left: list[int]) -> None:
+        """Write the parts that are left and this process's; of several, the main one shows its own share."""
+        counts = measurement.batch.response_mask.sum(1).tolist()
+        mine, processes = measurement.share(left), measurement.processes
+        show = None if processes.is_main else True
+        total = sum(counts) if processes.count == 1 else sum(counts[row] for row in mine)
+        with tqdm(total=total, desc="measuring", unit="token", disable=show) as bar:
+            bar.update(total - sum(counts[row] for row in mine))
+            for row in mine:
+                folder.write_part(row, measurement.measure_response(row))
+                bar.update(counts[row])
+
+    def _draw(self, policy: Policy, measurement: TableMeasurement, folder: RunFolder) -> None:
         """Add figures and summary to a finished run, unless they are there: the table is safe by then."""
         from gradscope.summary import summarize_measurement, write_figures
 
@@ -246,7 +288,7 @@ class Measure:
         with folder.writing():
             folder.stage()
             summary = summarize_measurement(
-                policy, batch, table, self.settings, contexts=self.constants, progress=progress
+                policy, measurement.batch, table, measurement.settings, contexts=self.constants, progress=progress
             )
             write_figures(folder.staged / "figures", policy, table, summary, progress=progress)
             folder.close(folder.manifest | {"figures": drawn})
@@ -259,10 +301,15 @@ class Measure:
             "gradscope": __version__,
             "versions": library_versions(),
             "model": {"path": self.model, "class": type(policy.model).__name__, "sha256": key["model"]},
-            "settings": asdict(self.settings),
+            "base_model": None if policy.base is None else {"path": policy.base, "sha256": key["base_model"]},
+            "params": policy.params,
+            "settings": asdict(measurement.settings),
+            "sample": self._sample(measurement),
             "seed": self.settings.seed,
             "dtype": key["dtype"],
             "device": str(policy.device),
+            "device_map": getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None,
+            "processes": measurement.processes.count,
             "self_check": "off" if check is None else asdict(check),
             "engine": {
                 "blocks": policy.blocks_name,
@@ -275,6 +322,13 @@ class Measure:
             },
             "tokens": len(table),
         } | self._norms(measurement, table)
+
+    def _sample(self, measurement: TableMeasurement) -> dict[str, Any] | str:
+        """Which tokens have norms, and who said so."""
+        if (each := measurement.settings.tokens_per_interval) is None:
+            return "every token"
+        asked = "the default above" if self.settings.tokens_per_interval == "auto" else "asked for"
+        return {"tokens_per_interval": each, "why": f"{asked} {BUDGET:,} tokens" if "above" in asked else asked}
 
     def _norms(self, measurement: TableMeasurement, table: pd.DataFrame) -> dict[str, Any]:
         """What the manifest says of the norms: how many tokens have one, and how it was come by."""
@@ -363,6 +417,21 @@ def _name_value(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.
         instance_from_str=lambda given: None if optional and given[0].lower() == "none" else make(given[0]),
         is_instance=lambda value: isinstance(value, info.type),
         str_from_instance=lambda value: [str(value).lower() if value is None else str(value)],
+    )
+
+
+@REGISTRY.primitive_rule
+def _count_or_auto(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """A number, auto or none."""
+    if info.type != int | Literal["auto"] | None:
+        return None
+    words = {"auto": "auto", "none": None}
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N|auto|none",
+        instance_from_str=lambda given: words[w] if (w := given[0].lower()) in words else int(w),
+        is_instance=lambda value: value in (None, "auto") or isinstance(value, int),
+        str_from_instance=lambda value: [str(value).lower()],
     )
 
 

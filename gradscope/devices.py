@@ -16,9 +16,7 @@ def find_device(device: str | None) -> str:
     try:
         torch.zeros(1, device=device).tolist()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(
-            f"device {device!r} cannot be used: {first_line(error)}; give cpu, or leave it out"
-        ) from error
+        raise InputError(f"device {device!r} cannot be used: {first_line(error)}; give cpu, or leave it out") from error
     return device
 
 

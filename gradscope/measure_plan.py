@@ -19,7 +19,14 @@ from gradscope.cost_measure import GRAPH, RULES, Engine, Response, floor_flops, 
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.machine_speed import Sizes, Speeds, Work, describe_seconds, gpu_speeds, measure_speeds
-from gradscope.measure_settings import MeasureSettings, check_batch, check_settings, fast_precision, no_fast_mode
+from gradscope.measure_settings import (
+    MeasureSettings,
+    check_batch,
+    check_settings,
+    fast_precision,
+    no_fast_mode,
+    settle_sample,
+)
 from gradscope.models import DTYPES, EMBEDDED, Policy, find_blocks, find_device, load_tokenizer
 from gradscope.readers import read_rollouts
 
@@ -119,6 +126,7 @@ def plan_batch(
             f"a plan is of exact norms, and norms is {settings.norms!r}; a run with that says its own price"
         )
     check_batch(policy, batch)
+    settings = settle_sample(settings, batch.num_tokens)
     kind = "cuda" if machine is not None else torch.device(find_device(device)).type
     # A GPU's default is the checkpoint's own precision, mostly bfloat16.
     weights = DTYPES[dtype or ("float32" if kind == "cpu" else "bfloat16")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
@@ -12,10 +12,13 @@ from gradscope.batch import TokenBatch
 from gradscope.batch_loss import PAPER, LossSettings
 from gradscope.capture import Precision
 from gradscope.errors import InputError
+from gradscope.intervals import EDGES
 from gradscope.models import Policy
 
 Number = int | float
 
+BUDGET = 50_000
+"""Response tokens up to which "auto" measures every one."""
 CHECKED_EACH = 2
 """Tokens of each interval, at most, that the self-check recomputes."""
 
@@ -26,9 +29,10 @@ class MeasureSettings:
 
     temperature: Number | None = None
     """Sampling temperature; None: each response's own, from the rollouts (1.0 if they have none)."""
-    tokens_per_interval: int | None = None
-    """Measure a seeded random subset, this many tokens of each probability interval; None: every token. The others keep
-    their rows, with NaN in the columns that need a backward pass."""
+    tokens_per_interval: int | Literal["auto"] | None = None
+    """Measure a seeded random subset, this many tokens of each probability interval; None: every token; auto: 12,500 if
+    there are more than 50,000, else every one. The others keep their rows, with NaN in the columns that need a backward
+    pass."""
     loss: LossSettings = PAPER
     """The objective behind the weights."""
     seed: int = 0
@@ -53,10 +57,9 @@ def check_settings(settings: MeasureSettings) -> None:
     """InputError for a number that no measurement can be made with."""
     if settings.temperature is not None and not 0 < settings.temperature < inf:
         raise InputError(f"temperature is {settings.temperature}; give a positive number (0, greedy, has no gradient)")
-    if settings.tokens_per_interval is not None and settings.tokens_per_interval < 1:
-        raise InputError(
-            f"tokens_per_interval is {settings.tokens_per_interval}; give 1 or more, or none to measure every token"
-        )
+    wanted = settings.tokens_per_interval
+    if wanted not in (None, "auto") and (isinstance(wanted, str) or wanted < 1):
+        raise InputError(f"tokens_per_interval is {wanted!r}; give 1 or more, auto, or none to measure every token")
     if settings.seed < 0:
         raise InputError(f"seed is {settings.seed}; give 0 or more")
     if settings.norms not in ("exact", "estimate"):
@@ -65,12 +68,28 @@ def check_settings(settings: MeasureSettings) -> None:
         given = [f"{name} is {n}" for name in ("passes", "draws") if (n := getattr(settings, name)) is not None]
         if given:
             raise InputError(f"{given[0]}, but norms are exact; leave it out, or give --norms estimate")
-    elif given := [name for name in ("tokens_per_interval", "per_module", "fast") if getattr(settings, name)]:
+    elif given := [name for name in ("tokens_per_interval", "per_module", "fast") if _is_given(settings, name)]:
         raise InputError(
             f"{given[0]} is given and norms are estimates, which are of every token and of all parameters at once; "
             "leave it out, or give --norms exact"
         )
     settings.loss.check()
+
+
+def _is_given(settings: MeasureSettings, name: str) -> bool:
+    return getattr(settings, name) not in (None, False, "auto")
+
+
+def settle_sample(settings: MeasureSettings, num_tokens: int, *, intervals: int = len(EDGES) - 1) -> MeasureSettings:
+    """The settings with a number, or None, in the place of "auto": what a batch of so many response tokens makes of it.
+
+    >>> [settle_sample(MeasureSettings(tokens_per_interval="auto"), n).tokens_per_interval for n in (50_000, 50_001)]
+    [None, 12500]
+    """
+    if settings.tokens_per_interval != "auto":
+        return settings
+    sampled = settings.norms == "exact" and num_tokens > BUDGET
+    return replace(settings, tokens_per_interval=BUDGET // intervals if sampled else None)
 
 
 def check_batch(policy: Policy, batch: TokenBatch) -> None:

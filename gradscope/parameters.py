@@ -1,4 +1,4 @@
-"""Which of a model's parameters have their gradients measured, and where each lies in a vector that is flat over them."""
+"""Which of a model's parameters are measured, and where each lies in a vector that is flat over them."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gradscope.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_hub_name
+from gradscope.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, is_hub_name
 from gradscope.errors import InputError, first_line
 
 if TYPE_CHECKING:
@@ -39,6 +39,12 @@ def find_base(folder: Path, base: str | Path | None = None) -> Path:
         f"{folder}: {whose}, {name}, is no folder here and not in the cache of the model hub; give its folder with "
         "--base (nothing is downloaded)"
     )
+
+
+def find_whole(model: str, base: str | None = None) -> str:
+    """The folder of a whole model that has the shape of this checkpoint: itself, or the base of an adapter."""
+    folder = Path(model)
+    return str(find_base(folder, base)) if model != "embedded" and is_adapter(folder) else model
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
@@ -82,16 +88,32 @@ def attach_adapter(
             f"{folder} does not fit its base model ({first_line(error)}); give the right one with --base"
         ) from error
     if merge:
-        merged = adapted.merge_and_unload()
-        for parameter in merged.parameters():
-            parameter.requires_grad_(True)
-        return merged, None
+        return _merge(adapted, folder), None
     inner = adapted.get_base_model()
     trained = {name: p for name, p in inner.named_parameters() if p.requires_grad}
     _widen(trained.values(), torch.promote_types(model.dtype, torch.float32))
     if broken := next((name for name, p in trained.items() if not p.isfinite().all()), None):
         raise InputError(f"{folder}: the weight {broken} is not finite (NaN or infinity); give another checkpoint")
     return inner, frozenset(trained)
+
+
+@torch.no_grad()
+def _merge(adapted: Any, folder: Path) -> PreTrainedModel:
+    """The plain model with the adapter's part added to its weights. InputError where it computes something else."""
+    model = adapted.get_base_model().eval()
+    ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
+    wanted = model(input_ids=ids, use_cache=False).logits.double()
+    merged = adapted.merge_and_unload()
+    found = merged(input_ids=ids, use_cache=False).logits.double()
+    tolerance = 1e-3 if merged.dtype in (torch.float32, torch.float64) else 0.1
+    if not (found - wanted).norm() <= tolerance * wanted.norm():
+        raise InputError(
+            f"{folder} cannot be merged: the merged model computes something else, as where an adapted embedding is "
+            "the head too; give --params adapter"
+        )
+    for parameter in merged.parameters():
+        parameter.requires_grad_(True)
+    return merged
 
 
 def _widen(parameters: Any, dtype: torch.dtype) -> None:
@@ -109,7 +131,7 @@ def _check_keys(adapted: nn.Module, folder: Path) -> None:
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     # peft saves whole embeddings beside an adapter of theirs, or of a grown vocabulary; a grown one does not fit here.
     spare = {name for name in saved - wanted if "lora_" not in name}
-    for names, words in ((wanted - saved, "lacks"), (saved - wanted - spare, "has, beside what its configuration says,")):
+    for names, words in ((wanted - saved, "lacks"), (saved - wanted - spare, "has, unlike its configuration,")):
         if left := sorted(names):
             raise InputError(f"{folder / ADAPTER_WEIGHTS} {words} {left[0]}; give the base it was trained on: --base")
 

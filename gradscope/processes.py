@@ -10,8 +10,10 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, SelfCheckError
 
+KINDS = (InputError, SelfCheckError, OSError)
+"""Errors that one process tells the others of; any other ends it, and the launcher ends the rest."""
 T = TypeVar("T")
 
 
@@ -54,19 +56,19 @@ class Processes:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """All leave this block when the last one has come to its end; an InputError or OSError of one is one of all.
+        """All leave this block when the last one has come to its end; an error of KINDS of one is one of all.
 
         Without it, the others would wait for ever for one that has given up.
         """
         failure = None
         try:
             yield
-        except (InputError, OSError) as error:
+        except KINDS as error:
             failure = error
-        mine = [] if failure is None else [(isinstance(failure, InputError), str(failure))]
+        mine = [] if failure is None else [(next(kind for kind in KINDS if isinstance(failure, kind)), str(failure))]
         if failures := self.gather(mine):
-            mistaken, message = failures[0]
-            raise failure or (InputError if mistaken else OSError)(message)
+            kind, message = failures[0]
+            raise failure or kind(message)
 
 
 ALONE = Processes()

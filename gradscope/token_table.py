@@ -28,9 +28,11 @@ from gradscope.measure_settings import (
     check_settings,
     fast_precision,
     no_fast_mode,
+    settle_sample,
 )
 from gradscope.models import Policy
 from gradscope.norm_estimates import estimate_response
+from gradscope.processes import ALONE, Processes
 
 Number = int | float
 
@@ -40,6 +42,9 @@ class TableMeasurement:
 
     Entering freezes the model, finds the rules for its modules, runs the self-check and draws the subset; leaving puts
     everything back. `measure` does all of it in one call; this class is for those who store results as they come.
+
+    processes: of several, each holds the policy and the whole batch, all enter together, and each may ask for what it
+    likes: a response's rows do not depend on who measures it.
     """
 
     def __init__(
@@ -52,12 +57,15 @@ class TableMeasurement:
         tokens: Int[Tensor, " k"] | None = None,
         chunk_rows: int = 1536,
         chunk_memory: int = 1 << 30,
+        processes: Processes = ALONE,
     ) -> None:
         check_settings(settings)
         for name, value in (("chunk_rows", chunk_rows), ("chunk_memory", chunk_memory)):
             if value < 1:
                 raise InputError(f"{name} is {value}; give 1 or more")
-        self.policy, self.settings, self.edges = policy, settings, [float(e) for e in edges]
+        self.policy, self.edges, self.processes = policy, [float(e) for e in edges], processes
+        self.settings = settle_sample(settings, batch.num_tokens, intervals=len(self.edges) - 1)
+        """Those that are measured with: a number or None where "auto" was given."""
         if settings.temperature is not None:
             batch = replace(batch, temperature=torch.full((len(batch),), float(settings.temperature)))
         check_batch(policy, batch)
@@ -83,7 +91,7 @@ class TableMeasurement:
             if self.settings.fast and self.meter.precision is None:
                 raise no_fast_mode(self.policy)
             self._bounds = np.cumsum([0, *self.batch.response_mask.sum(1).tolist()])
-            prob = torch.cat([self._probabilities(row) for row in range(len(self.batch))])
+            prob = torch.cat(self._all_probabilities())
             self._intervals = assign_intervals(prob.numpy(), self.edges).astype(np.int16)
             generator = np.random.default_rng(self.settings.seed)
             self._measured = self._draw_measured(generator)
@@ -94,6 +102,14 @@ class TableMeasurement:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def share(self, rows: Sequence[int]) -> list[int]:
+        """Those of the rows that this process measures, ascending: the shares cost about the same, and are everyone's.
+
+        Inside the context alone. A response is taken to cost what its measured tokens have before them, in tokens.
+        """
+        costs = [float(self._measured_targets(row).sum()) for row in rows]
+        return deal_by_cost(rows, costs, self.processes.count)[self.processes.rank]
 
     def measure_response(self, row: int) -> pd.DataFrame:
         """The table's rows of one response; none if its response_mask keeps nothing."""
@@ -186,6 +202,17 @@ class TableMeasurement:
     def _sequence(self, row: int) -> tuple[Tensor, Tensor]:
         ids, targets = self.batch.sequence(row)
         return ids.to(self.policy.device), targets.to(self.policy.device)
+
+    def _measured_targets(self, row: int) -> np.ndarray:
+        """Indices in the sequence, which are lengths of prefixes, of one response's tokens that get a backward pass."""
+        return self.batch.sequence(row)[1].cpu().numpy()[self._measured[slice(*self._bounds[row : row + 2])]]
+
+    def _all_probabilities(self) -> list[Tensor]:
+        """`_probabilities` of every response, each found by one of the processes."""
+        with self.processes.together():
+            mine = range(self.processes.rank, len(self.batch), self.processes.count)
+            found = [(row, self._probabilities(row)) for row in mine]
+        return [prob for _, prob in sorted(self.processes.gather(found), key=lambda pair: pair[0])]
 
     def _probabilities(self, row: int) -> Tensor:
         """π of one response's tokens, as the column `prob` will have it."""
@@ -285,6 +312,21 @@ def measure(
 def join_responses(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """The token table from its responses' parts, in their order."""
     return pd.concat([frame for frame in frames if len(frame)], ignore_index=True)
+
+
+def deal_by_cost(items: Sequence[int], costs: Sequence[float], count: int) -> list[list[int]]:
+    """`count` shares of the items, each in ascending order: the dearest first, to whoever has least so far.
+
+    >>> deal_by_cost([0, 1, 2, 3], [9.0, 1.0, 5.0, 4.0], 2)
+    [[0, 1], [2, 3]]
+    """
+    shares: list[list[int]] = [[] for _ in range(count)]
+    loads = [0.0] * count
+    for cost, item in sorted(zip(costs, items, strict=True), key=lambda pair: (-pair[0], pair[1])):
+        least = loads.index(min(loads))
+        shares[least].append(item)
+        loads[least] += cost
+    return [sorted(share) for share in shares]
 
 
 def _check_tokens(tokens: Tensor | None, count: int) -> None:
