@@ -175,7 +175,7 @@ def _choosing(model: nn.Module, places: Int[Tensor, " K"], seen: list[Tensor] | 
         raise InputError(f"{type(model).__name__} names no output embeddings, so its head is not known; it needs them")
 
     def choose(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        states = args[0].flatten(0, 1)[places]
+        states = args[0].flatten(0, 1)[places.to(args[0].device)]
         if seen is not None:
             seen.append(states)
             torch.set_grad_enabled(False)

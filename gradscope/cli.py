@@ -261,8 +261,8 @@ class Measure:
             print(measurement.estimate_plan)
         if self.settings.tokens_per_interval == "auto" and (each := measurement.settings.tokens_per_interval):
             print(
-                f"measuring a random sample, {each:,} tokens of each interval at most: {measurement.num_tokens:,} tokens "
-                f"are more than {BUDGET:,} (--tokens-per-interval none measures them all)"
+                f"measuring a random sample, {each:,} tokens of each interval at most: {measurement.num_tokens:,} "
+                f"tokens are more than {BUDGET:,} (--tokens-per-interval none measures them all)"
             )
 
     def _measure_share(self, measurement: TableMeasurement, folder: RunFolder, left: list[int]) -> None:

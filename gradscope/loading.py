@@ -110,9 +110,11 @@ def _load_model(
             # sdpa leaves Gemma-2's soft cap on attention scores out.
             attn_implementation="eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None,
         )
-    except (*BROKEN_FILE, SafetensorError) as error:
-        what = "no usable weights in" if device_map is None else f"device_map {device_map!r:.40} does not serve"
-        raise InputError(f"{what} {folder} ({first_line(error)}); save the model there with save_pretrained") from error
+    except (*BROKEN_FILE, SafetensorError, AssertionError) as error:
+        advice = "save the model there with save_pretrained"
+        if device_map is not None:
+            advice += f", or give another map than {device_map!r:.40}"
+        raise InputError(f"no usable weights in {folder} ({first_line(error)}); {advice}") from error
     _check_weights(folder, info)
     if offloaded := next((name for name, p in model.named_parameters() if p.device.type == "meta"), None):
         raise InputError(

@@ -16,6 +16,8 @@ from gradscope.errors import InputError, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MISFITS = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ImportError)
+"""What peft raises where an adapter and a model have other layers, shapes or settings."""
 KEY = "base_model_name_or_path"
 
 
@@ -69,6 +71,8 @@ def attach_adapter(
     Kept apart, the adapter is as wide as the model and float32 at least, as peft trains it. Raises InputError without
     peft, and for an adapter that does not fit the model, layer by layer.
     """
+    from safetensors import SafetensorError
+
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -83,7 +87,7 @@ def attach_adapter(
         _check_keys(adapted, folder)
     except InputError:
         raise
-    except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ImportError) as error:
+    except (*MISFITS, SafetensorError) as error:
         raise InputError(
             f"{folder} does not fit its base model ({first_line(error)}); give the right one with --base"
         ) from error
@@ -139,7 +143,7 @@ def _check_keys(adapted: nn.Module, folder: Path) -> None:
 def _find_in_cache(name: str, revision: str | None) -> Path | None:
     """The folder of a model that was fetched from the hub before; None if there is none."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if not is_hub_name(name):
         return None

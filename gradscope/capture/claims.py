@@ -14,8 +14,8 @@ from torch.func import functional_call
 
 from gradscope.capture.hooks import first_tensor, forward_hooks
 from gradscope.errors import InputError
-from gradscope.parameters import float_parameters
 from gradscope.models import Policy
+from gradscope.parameters import float_parameters
 
 Rule = Literal["linear", "conv1d", "diagonal", "embedding"]
 

@@ -64,7 +64,7 @@ class DecoderBody:
 
     @classmethod
     def find(cls, policy: Policy, claims: Claims, joint: str | None, memory: int) -> DecoderBody | None:
-        """None unless the blocks are of a common decoder, on one device, and the head begins at the last one's output."""
+        """None unless the blocks are a common decoder's, on one device, and the head begins at the last's output."""
         if len({parameter.device for parameter in policy.model.parameters()}) > 1:
             return None  # the graph finds its way between devices by itself
         blocks = find_decoder_blocks(policy.model, policy.blocks, claims)
