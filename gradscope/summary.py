@@ -54,6 +54,8 @@ class Summary:
     """None where too few tokens were measured to say anything, and where norms are estimates."""
     estimated: bool = False
     """Norms are estimates by random numbers."""
+    parameters: str = "all parameters"
+    """What norms and sums are over, in words."""
 
     def __str__(self) -> str:
         table = self.intervals.to_string(index=False, float_format="{:.3g}".format, na_rep="–")
@@ -102,14 +104,14 @@ class Summary:
             )
             lines.append(
                 f"One by one: a token with π < ¼ has {ratio:.1f} times the gradient norm of one with π ≥ ¾ on average "
-                f"({norms}, all parameters, unit weight)."
+                f"({norms}, {self.parameters}, unit weight)."
             )
         return lines
 
     def _estimated_norms(self, table: pd.DataFrame) -> list[str]:
         """The same from estimates: root mean squares, for these are known of every interval."""
         low, high = table.iloc[0], table.iloc[-1]
-        lines = [f"Norms are ESTIMATES, over all parameters, of {int(table['tokens'].sum()):,} response tokens."]
+        lines = [f"Norms are ESTIMATES, over {self.parameters}, of {int(table['tokens'].sum()):,} response tokens."]
         if np.isfinite(low["rms_norm"]) and high["rms_norm"] > 0:
             norms = " against ".join(f"{row['rms_norm']:.3g} ± {row['rms_norm_se']:.2g}" for row in (low, high))
             lines.append(
@@ -158,6 +160,7 @@ def summarize_measurement(
     it was measured at. contexts: compute the constants of Eq. 3 at so many tokens' contexts
     (`jacobians.layer_constants`; its time grows fast with model and context).
     """
+    over = "all parameters" if policy.params == "all" else "the adapter's parameters"
     gradients = None
     if table["weight"].notna().all():
         # The table's own intervals, by π: shares of tokens and of the gradient are of the same tokens.
@@ -169,12 +172,12 @@ def summarize_measurement(
     if contexts:
         table, constants = add_constants(policy, batch, table, contexts, progress=progress)
     if settings.norms == "estimate":
-        return Summary(estimated_summary(table, gradients, rng=rng), gradients, None, estimated=True)
+        return Summary(estimated_summary(table, gradients, rng=rng), gradients, None, estimated=True, parameters=over)
     try:
         theory = theory_report(table, constants, vocab_size=policy.vocab_size, rng=rng)
     except InputError:  # Too few tokens measured for a fit; the rest of the summary stands.
         theory = None
-    return Summary(interval_summary(table, gradients, rng=rng), gradients, theory)
+    return Summary(interval_summary(table, gradients, rng=rng), gradients, theory, parameters=over)
 
 
 def add_constants(

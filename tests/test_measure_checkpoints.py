@@ -71,7 +71,8 @@ def test_the_same_folder_is_not_for_both(job, tmp_path, capsys):
 def test_figures_and_summary_of_an_adapter_are_drawn(job, tmp_path, capsys):
     adapter, rollouts = job
     run("measure", adapter, rollouts, "--out", tmp_path, "--params", "adapter", "--device", "cpu")
-    assert (tmp_path / "figures" / "summary.txt").is_file() and "Prop. 4.2" in capsys.readouterr().out
+    assert "the adapter's parameters, unit weight" in capsys.readouterr().out
+    assert (tmp_path / "figures" / "summary.txt").is_file()
     assert read(tmp_path)[1]["self_check"]["largest_difference"] < 1e-3
 
 
