@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-"""Files of a whole model's weights, in the order in which they are looked for."""
+"""Files of weights, in the order in which they are looked for."""
 STATE = "trainer_state.json"
 """Where trainers say of which step a checkpoint is."""
 
@@ -39,8 +39,8 @@ def is_adapter(folder: Path) -> bool:
 
 def model_weights(folder: Path) -> list[Path]:
     """Files of a whole model's weights in the folder, by name."""
-    found = (sorted(path for path in folder.glob(kind) if path.name != ADAPTER_WEIGHTS) for kind in WEIGHTS)
-    return next((files for files in found if files), [])
+    # Adapters may have other tensors beside them, such as new_embeddings.safetensors.
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def refuse_training_run(folder: Path) -> None:

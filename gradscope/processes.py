@@ -74,6 +74,21 @@ class Processes:
 ALONE = Processes()
 
 
+def deal_by_cost(items: Sequence[int], costs: Sequence[float], count: int) -> list[list[int]]:
+    """`count` shares of the items, each in ascending order: the dearest first, to whoever has least so far.
+
+    >>> deal_by_cost([0, 1, 2, 3], [9.0, 1.0, 5.0, 4.0], 2)
+    [[0, 1], [2, 3]]
+    """
+    shares: list[list[int]] = [[] for _ in range(count)]
+    loads = [0.0] * count
+    for cost, item in sorted(zip(costs, items, strict=True), key=lambda pair: (-pair[0], pair[1])):
+        least = loads.index(min(loads))
+        shares[least].append(item)
+        loads[least] += cost
+    return [sorted(share) for share in shares]
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The tensor itself or, of one that lies in shards, all of it, in each process: all ask for it together."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

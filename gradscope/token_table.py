@@ -32,7 +32,7 @@ from gradscope.measure_settings import (
 )
 from gradscope.models import Policy
 from gradscope.norm_estimates import estimate_response
-from gradscope.processes import ALONE, Processes
+from gradscope.processes import ALONE, Processes, deal_by_cost
 
 Number = int | float
 
@@ -312,21 +312,6 @@ def measure(
 def join_responses(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """The token table from its responses' parts, in their order."""
     return pd.concat([frame for frame in frames if len(frame)], ignore_index=True)
-
-
-def deal_by_cost(items: Sequence[int], costs: Sequence[float], count: int) -> list[list[int]]:
-    """`count` shares of the items, each in ascending order: the dearest first, to whoever has least so far.
-
-    >>> deal_by_cost([0, 1, 2, 3], [9.0, 1.0, 5.0, 4.0], 2)
-    [[0, 1], [2, 3]]
-    """
-    shares: list[list[int]] = [[] for _ in range(count)]
-    loads = [0.0] * count
-    for cost, item in sorted(zip(costs, items, strict=True), key=lambda pair: (-pair[0], pair[1])):
-        least = loads.index(min(loads))
-        shares[least].append(item)
-        loads[least] += cost
-    return [sorted(share) for share in shares]
 
 
 def _check_tokens(tokens: Tensor | None, count: int) -> None:

@@ -16,8 +16,8 @@ from gradscope import cli
 from gradscope.errors import InputError, SelfCheckError
 from gradscope.launched import join_launch
 from gradscope.measure_settings import MeasureSettings
-from gradscope.processes import ALONE, Processes
-from gradscope.token_table import TableMeasurement, deal_by_cost
+from gradscope.processes import ALONE, Processes, deal_by_cost
+from gradscope.token_table import TableMeasurement
 
 
 @pytest.fixture(scope="module")

@@ -267,6 +267,8 @@ def test_damaged_and_doubtful_adapters_are_refused(broken):
     (broken / "adapter_model.safetensors").unlink()
     assert "no adapter_model.safetensors" in refusal(broken)
     (broken / "adapter_model.safetensors").write_bytes(whole)
+    (broken / "new_embeddings.safetensors").write_bytes(whole)  # some trainers leave such beside an adapter
+    load_policy(broken)
     shutil.copy(broken.parent / "base" / "model.safetensors", broken)
     assert "an adapter and a whole model's weights" in refusal(broken)
 
