@@ -1,0 +1,330 @@
+"""One checkpoint's diagnosis in numbers: who dominates the update, how much, where, what a step does, what to try.
+
+`diagnose` brings together what the other files know; `trend` puts several checkpoints side by side. All headline
+numbers are rows of one tidy frame (`diagnosis_rows`); what they mean stands in the files that make them and, in words
+that a page can quote, in `diagnosis_words.DEFINITIONS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from gradscope import diagnosis_gradients as gradients
+from gradscope import diagnosis_steps as steps
+from gradscope import diagnosis_tokens as tokens
+from gradscope.adamw_state import AdamWState
+from gradscope.batch import TokenBatch
+from gradscope.batch_loss import resolve_advantages
+from gradscope.diagnosis_result import Diagnosis, DiagnosisSettings
+from gradscope.diagnosis_rows import join_rows, make_rows, one_row
+from gradscope.drivers import regress_norms
+from gradscope.errors import InputError
+from gradscope.gains import LAYER, LOGITS, PARAMETERS
+from gradscope.group_gradients import gram
+from gradscope.influence import influence, moved_against
+from gradscope.intervals import interval_labels
+from gradscope.models import Policy
+from gradscope.norm_estimates import SUMS
+from gradscope.step_settings import SGD
+from gradscope.token_table import measure
+from gradscope.updates import apply_update, movement_table
+
+FEW_PROMPTS = 8
+"""Below so many, an interval over prompts is a rough guess, and a note says so."""
+
+
+def diagnose(
+    policy: Policy,
+    batch: TokenBatch,
+    table: pd.DataFrame | None = None,
+    *,
+    settings: DiagnosisSettings | None = None,
+    optimizer_state: AdamWState | dict[str, Any] | None = None,
+    progress: bool = False,
+) -> Diagnosis:
+    """Diagnose one checkpoint by one batch of rollouts; the policy is as it was afterwards.
+
+    table: of `measure(policy, batch, …)` with the settings' loss and edges and the batch's temperatures; it may be a
+    stratified sample or hold estimates; None: measured here. optimizer_state: what AdamW's `state_dict()` saved, which
+    gives its metric and is what steps go on from; or an `AdamWState`, which gives the metric alone; None: no numbers in
+    AdamW's metric, and steps are `settings.step`, else the paper's SGD.
+
+    Without advantages and rewards there are no weights: only what the norms say is left. Intervals of 95 % redraw whole
+    prompts, and are NaN with one; see `diagnosis_tokens` and `diagnosis_gradients`. Raises InputError for settings, a
+    table or a state that do not fit; a part that this policy or batch cannot give is left out, and a note says why.
+    """
+    settings = settings or DiagnosisSettings()
+    settings.check()
+    if table is None:
+        sample = {"tokens_per_interval": settings.tokens_per_interval, "seed": settings.seed, "loss": settings.loss}
+        table = measure(policy, batch, edges=settings.edges, progress=progress, **sample)
+    _check_table(table, batch, settings)
+    work = _Work(policy, batch, table, settings, optimizer_state, progress)
+    work.describe_tokens()
+    work.sum_gradients()
+    work.take_steps()
+    work.recommend()
+    return work.result()
+
+
+def trend(diagnoses: Mapping[int, Diagnosis] | Iterable[tuple[int, Diagnosis]]) -> pd.DataFrame:
+    """The statistics of several checkpoints, one below the other by training step, with a column `step` in front."""
+    pairs = dict(diagnoses)
+    if not pairs:
+        raise InputError("no diagnosis to put side by side; give at least one with its training step")
+    return pd.concat([pairs[step].statistics.assign(step=step) for step in sorted(pairs)], ignore_index=True)[
+        ["step", *next(iter(pairs.values())).statistics.columns]
+    ]
+
+
+@dataclass
+class _Work:
+    """A diagnosis that is being made."""
+
+    policy: Policy
+    batch: TokenBatch
+    table: pd.DataFrame
+    settings: DiagnosisSettings
+    optimizer_state: AdamWState | dict[str, Any] | None
+    progress: bool
+    rows: list[pd.DataFrame] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    parts: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.labels = interval_labels(self.settings.edges)
+        state = self.optimizer_state
+        self.saved = state if isinstance(state, dict) else None
+        self.step = self.settings.step or (steps.state_step(self.saved) if self.saved is not None else SGD)
+        if self.saved is not None:
+            if self.step.optimizer != "adamw":
+                raise InputError("the optimizer state is AdamW's and settings.step sgd; give a step of adamw, or none")
+            self.metric = AdamWState.from_state_dict(
+                self.policy.model, self.saved, max_grad_norm=self.step.max_grad_norm
+            )
+        else:
+            self.metric = state
+        self.counts = np.bincount(self.table["interval"], minlength=len(self.labels))
+        self.weighted = bool(self.table["weight"].notna().all()) and bool((self.table["weight"] != 0).any())
+        self._note_limits()
+
+    def _note_limits(self) -> None:
+        weights, size = self.table["weight"], len(self.table)
+        if unknown := int(weights.isna().sum()):
+            self.notes.append(
+                f"Advantages are unknown at {unknown:,} of {size:,} tokens, so nothing weighted is computed: no shares "
+                "of gradients, no index, no steps."
+            )
+        elif not self.weighted:
+            self.notes.append(
+                "Every weight of the loss is 0 (equal rewards in each group, or all clipped): no gradient."
+            )
+        prompts = self.table["group"].nunique()
+        if prompts == 1:
+            self.notes.append("All responses are to one prompt: no interval over prompts, no signal against noise.")
+        elif prompts < FEW_PROMPTS:
+            self.notes.append(f"Intervals rest on {prompts} prompts: they are rough.")
+        for label, count in zip(self.labels, self.counts, strict=True):
+            if not count:
+                self.notes.append(f"No token has π in {label}: its numbers are NaN.")
+        if (measured := int(self.table[PARAMETERS].notna().sum())) < size:
+            self.notes.append(
+                f"The norms of {measured:,} of {size:,} tokens are known: sums over an interval are its count times "
+                "the mean of those."
+            )
+        if SUMS[1] in self.table:
+            self.notes.append("Norms are estimates by random numbers, not exact.")
+        if self.metric is None:
+            self.notes.append("No optimizer state: nothing is measured in the metric of the AdamW update.")
+        elif self.saved is None:
+            self.notes.append("Of the optimizer, second moments alone are given: steps are not the run's own.")
+
+    def describe_tokens(self) -> None:
+        """What the table alone says."""
+        rng, resamples = self._rng(0), {"resamples": self.settings.resamples}
+        if self.weighted:
+            sums = tokens.sum_by_prompt(self.table, len(self.labels))
+            self.rows.append(tokens.token_shares(sums, self.labels, rng=rng, **resamples))
+            special = getattr(self.policy.tokenizer, "all_special_tokens", ())
+            more = {"bins": self.settings.bins, "special": frozenset(special), "rng": rng}
+            self._keep("where", lambda: tokens.shares_by(self.table, **more, **resamples), "where the norm is")
+            self.parts["spikes"] = tokens.largest_tokens(self.table, self.settings.top)
+        else:
+            found = np.full((3, len(self.labels)), np.nan)
+            found[0] = self.counts / self.counts.sum()
+            self.rows.append(make_rows("token_share", found, self.counts, unit="share", intervals=self.labels))
+        self.rows.append(self._count_rows())
+        self.parts["layers"] = tokens.layer_norms(self.table, self.settings.edges, rng=rng, **resamples)
+        self._keep("drivers", lambda: regress_norms(self.table, rng=rng, **resamples), "probability against entropy")
+        self.rows.append(self._bound_rows())
+        self.rows.append(steps.lag_rows(self.table, self.settings.loss, rng=rng, **resamples))
+        if self.table["old_logprob"].isna().any():
+            self.notes.append("Some or all old log-probabilities are unknown: these tokens are taken as on-policy.")
+
+    def sum_gradients(self) -> None:
+        """The intervals' summed gradients, prompt by prompt."""
+        if not self.weighted:
+            return
+        s, model, generator = self.settings, self.policy.model, self._generator(1)
+        seeds = steps.seeds_of(self.table, self.batch, len(self.labels))
+        blocks = gradients.deal_prompts(
+            self.batch, model, len(self.labels), memory=s.gradient_memory, generator=generator
+        )
+        prompts = self.table["group"].nunique()
+        if len(blocks) < prompts:
+            self.notes.append(
+                f"{prompts} prompts are dealt into {len(blocks)} blocks, for gradient_memory is {s.gradient_memory:,} "
+                "bytes: intervals and noise of the summed gradients are over blocks."
+            )
+        passes = {"micro_batch_size": s.micro_batch_size, "progress": self.progress}
+        counts = np.zeros((len(blocks), len(self.labels)))
+        for block, rows in enumerate(blocks):
+            own = self.table["response"].isin(rows.tolist())
+            counts[block] = np.bincount(self.table["interval"][own], minlength=len(self.labels))
+        vectors = gradients.block_gradients(model, self.batch, seeds, blocks, **passes)
+        self._add_gradients(vectors, counts, "raw")
+        if self.metric is None:
+            return
+        scale = self.metric.scale(model, vectors.sum((0, 1)))
+        self._add_gradients(vectors.mul_(scale), counts, "adamw")
+        del vectors
+        if s.sign_passes is not None:
+            more = {"passes": s.sign_passes, "generator": generator}
+            squares = gradients.signed_squares(model, self.batch, seeds, blocks, scale, **more, **passes)
+            found = self._sums_with(squares, counts)
+            kept = found["statistic"].isin(["squared_share", "dominance_index"])
+            self.rows.append(found[kept].assign(metric="adamw"))
+
+    def _add_gradients(self, vectors: torch.Tensor, counts: np.ndarray, metric: str) -> None:
+        flat = gram(vectors.flatten(0, 1)).numpy()
+        products = flat.reshape(len(counts), len(self.labels), len(counts), len(self.labels))
+        more = {"rng": self._rng(2), "resamples": self.settings.resamples}
+        self.rows.append(gradients.gradient_rows(products, counts, self.labels, metric=metric, **more))
+        self.parts["cosines" if metric == "raw" else "adamw_cosines"] = gradients.cosine_matrix(products)
+
+    def _sums_with(self, squares: np.ndarray, counts: np.ndarray) -> pd.DataFrame:
+        sums = tokens.PromptSums(counts, counts, squares, np.ones_like(counts))
+        return tokens.token_shares(sums, self.labels, rng=self._rng(3), resamples=self.settings.resamples)
+
+    def take_steps(self) -> None:
+        """One step, predicted and split by source, and taken."""
+        if not self.weighted:
+            return
+        if self.settings.influence_tokens is not None:
+            self._keep("influence", self._predict, "who moves whom")
+        if self.settings.actual_step:
+            self._keep("movement", self._move, "the actual step")
+
+    def _predict(self) -> pd.DataFrame:
+        budget = self.settings.influence_tokens
+        rows = steps.within_budget(self.batch, budget, generator=self._generator(4))
+        batch = replace(self.batch, advantages=resolve_advantages(self.batch)).select(rows)
+        if len(rows) < len(self.batch):
+            self.notes.append(
+                f"Who moves whom is of a step on {batch.num_tokens:,} of {len(self.table):,} tokens (whole prompts "
+                f"within influence_tokens = {budget:,})."
+            )
+        keywords = {"settings": self.settings.loss, "step": self.step, "optimizer_state": self.saved}
+        found = influence(self.policy, batch, edges=self.settings.edges, progress=self.progress, **keywords)
+        more = {"rng": self._rng(5), "resamples": self.settings.resamples}
+        told, table = steps.influence_rows(found.contributions, self.labels, **more)
+        moved = steps.predicted_movement(found.contributions)
+        shares, frame = steps.direction_rows(moved, "predicted", self.labels, **more)
+        self.rows += [told, shares]
+        self.parts["directions"] = frame
+        against = moved_against(found.contributions, self.settings.top)
+        self.parts["against"] = against.assign(response=rows.numpy()[against["response"]])
+        return table
+
+    def _move(self) -> pd.DataFrame:
+        keywords = {"settings": self.settings.loss, "step": self.step, "optimizer_state": self.saved}
+        table = movement_table([apply_update(self.policy, self.batch, edges=self.settings.edges, **keywords)])
+        more = {"rng": self._rng(6), "resamples": self.settings.resamples}
+        shares, frame = steps.direction_rows(table, "actual", self.labels, **more)
+        self.rows.append(shares)
+        before = [self.parts["directions"]] if "directions" in self.parts else []
+        self.parts["directions"] = pd.concat([*before, frame], ignore_index=True)
+        return table
+
+    def recommend(self) -> None:
+        """Screen α and η at first order."""
+        s = self.settings
+        if not self.weighted or s.recommend_batches is None:
+            return
+        keywords = {"loss": s.loss, "step": self.step, "optimizer_state": self.saved, "progress": self.progress}
+        keywords |= {"rng": self._rng(7), "generator": self._generator(7), "num_batches": s.recommend_batches}
+        self._keep(
+            "recommendation",
+            lambda: steps.recommend(self.policy, self.batch, alphas=s.alphas, etas=s.etas, **keywords),
+            "α and η",
+        )
+        if (best := self.parts.get("recommendation")) is None:
+            return
+        found = np.array([[best.difference], [best.lower], [best.upper]])
+        self.rows.append(make_rows("recommended_difference", found, len(self.table), unit="share"))
+        for name, value in (("recommended_alpha", best.alpha), ("recommended_eta", best.eta)):
+            self.rows.append(one_row(name, np.nan if value is None else float(value), len(self.table), unit="none"))
+
+    def result(self) -> Diagnosis:
+        responses = self.table["response"].nunique()
+        return Diagnosis(
+            statistics=join_rows(self.rows),
+            notes=tuple(self.notes),
+            table=self.table,
+            labels=tuple(self.labels),
+            num_prompts=self.table["group"].nunique(),
+            num_responses=responses,
+            settings=self.settings,
+            step=self.step,
+            **self.parts,
+        )
+
+    def _keep(self, name: str, make: Callable[[], Any], what: str) -> None:
+        """Make a part that not every policy and batch can give."""
+        try:
+            self.parts[name] = make()
+        except InputError as error:
+            self.notes.append(f"Left out: {what} ({error}).")
+
+    def _count_rows(self) -> pd.DataFrame:
+        found = np.full((3, len(self.labels)), np.nan)
+        found[0] = self.counts
+        return make_rows("tokens", found, self.counts, unit="tokens", intervals=self.labels)
+
+    def _bound_rows(self) -> pd.DataFrame:
+        self.parts["bounds"] = found = tokens.bound_margins(self.table, self.policy.vocab_size)
+        names = {
+            "bound_violations": (found.violations, "tokens"),
+            "bound_lower_margin": (found.lower_margin, "ratio"),
+            "bound_upper_margin": (found.upper_margin, "ratio"),
+        }
+        return join_rows([one_row(n, float(value), found.num_tokens, unit=unit) for n, (value, unit) in names.items()])
+
+    def _rng(self, part: int) -> np.random.Generator:
+        """Each part's own, so that leaving one out changes no other."""
+        return np.random.default_rng([self.settings.seed, part])
+
+    def _generator(self, part: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self.settings.seed * 64 + part)
+
+
+def _check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSettings) -> None:
+    """InputError for a table that is not of this batch or has other intervals."""
+    needed = ["response", "group", "position", "token_id", "interval", "weight", LOGITS, PARAMETERS, f"{LAYER}0"]
+    if missing := [name for name in needed if name not in table]:
+        raise InputError(f"the table has no column {', '.join(missing)}; give the token table of `measure`")
+    ids = batch.input_ids[batch.response_mask].numpy()
+    if len(table) != len(ids) or not (table["token_id"].to_numpy() == ids).all():
+        raise InputError(
+            f"the table's {len(table):,} tokens are not the batch's {len(ids):,}, in its order; give the table that "
+            "was measured on these rollouts"
+        )
+    highest = int(table["interval"].max())
+    if highest >= (count := len(settings.edges) - 1):
+        raise InputError(f"the table has interval {highest}, the edges make 0 to {count - 1}; give the table's edges")

@@ -1,0 +1,119 @@
+"""What a diagnosis is asked for, and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from gradscope.batch_loss import PAPER, LossSettings
+from gradscope.diagnosis_rows import pick_row
+from gradscope.diagnosis_steps import Recommendation
+from gradscope.diagnosis_tokens import BoundMargins
+from gradscope.errors import InputError
+from gradscope.intervals import EDGES, interval_labels
+from gradscope.step_settings import StepSettings
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class DiagnosisSettings:
+    """All that changes a number of a diagnosis."""
+
+    loss: LossSettings = PAPER
+    """The objective; a table that is given must have been measured with it."""
+    edges: tuple[Number, ...] = EDGES
+    """Of the intervals of π; those of a table that is given."""
+    tokens_per_interval: int | None = None
+    """Where the table is measured here: see `MeasureSettings`."""
+    bins: int = 4
+    """Bins of position and of entropy."""
+    top: int = 20
+    """Tokens shown of the largest ‖w·g‖, and of those that move farthest against their advantage."""
+    gradient_memory: int = 4 << 30
+    """Bytes for the gradients of prompts and intervals; prompts are put into blocks where it is too little for each."""
+    sign_passes: int | None = 2
+    """Passes of random signs for Σ‖w·g‖² in AdamW's metric; None: not computed. Used with an optimizer state alone."""
+    influence_tokens: int | None = 16_000
+    """Tokens, of whole prompts, of the step whose movement is split by source; None: skipped."""
+    actual_step: bool = True
+    """Take the whole batch's step, look, and rewind it."""
+    recommend_batches: int | None = 5
+    """Batches for the screening of α and η; None: skipped. A verdict takes 5."""
+    alphas: tuple[Number | None, ...] = (None, 0.1, 0.2, 0.3, 0.5)
+    etas: tuple[Number | None, ...] = (None, 0.5)
+    step: StepSettings | None = None
+    """Of all steps; None: as the optimizer state says, else the paper's SGD."""
+    micro_batch_size: int = 8
+    """Most responses in a forward pass of the gradients; changes nothing but rounding."""
+    resamples: int = 1000
+    """Of every bootstrap."""
+    seed: int = 0
+    """Of every random number."""
+
+    def check(self) -> None:
+        """Raise InputError for numbers that no diagnosis can be made with."""
+        self.loss.check()
+        interval_labels(self.edges)
+        if self.step is not None:
+            self.step.check()
+        for name in ("bins", "top", "gradient_memory", "sign_passes", "influence_tokens", "micro_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}; give 1 or more")
+        if self.recommend_batches is not None and self.recommend_batches < 2:
+            raise InputError(f"recommend_batches is {self.recommend_batches}; give 2 or more, or None to skip it")
+        if self.resamples < 1 or self.seed < 0:
+            raise InputError(f"resamples is {self.resamples} and seed {self.seed}; give 1 or more, and 0 or more")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Diagnosis:
+    """What one checkpoint does with one batch of rollouts. A part that was not computed is None; a note says why."""
+
+    statistics: pd.DataFrame
+    """Every headline number, a row each: see `diagnosis_rows.COLUMNS`."""
+    notes: tuple[str, ...]
+    """What a reader must know: what is missing, sampled or rough."""
+    table: pd.DataFrame
+    """The token table."""
+    labels: tuple[str, ...]
+    """Of the intervals."""
+    num_prompts: int
+    num_responses: int
+    settings: DiagnosisSettings
+    step: StepSettings
+    """The one that was used for steps, predicted or taken."""
+    bounds: BoundMargins | None = None
+    layers: pd.DataFrame | None = None
+    """Mean norms by place and interval: `diagnosis_tokens.layer_norms`."""
+    drivers: pd.DataFrame | None = None
+    """Probability or entropy: `drivers.regress_norms`."""
+    where: pd.DataFrame | None = None
+    """Shares by token class, position, entropy, sign of Â: `diagnosis_tokens.shares_by`."""
+    spikes: pd.DataFrame | None = None
+    """Tokens of the largest ‖w·g‖: `diagnosis_tokens.largest_tokens`."""
+    cosines: pd.DataFrame | None = None
+    """Between the intervals' summed gradients."""
+    adamw_cosines: pd.DataFrame | None = None
+    influence: pd.DataFrame | None = None
+    """Who moves whom: `influence.influence_table`."""
+    against: pd.DataFrame | None = None
+    """Tokens predicted to move farthest against their advantage: `influence.moved_against`."""
+    directions: pd.DataFrame | None = None
+    """Right-direction shares by interval and sign, with a column `kind`: predicted or actual."""
+    movement: pd.DataFrame | None = None
+    """`updates.movement_table` of the actual step, whose columns end with .all; it joins `table` by response and
+    position."""
+    recommendation: Recommendation | None = None
+
+    def pick(self, statistic: str, metric: str = "none", interval: str = "") -> pd.Series | None:
+        """The row of `statistics` of that name; None where it was not computed."""
+        return pick_row(self.statistics, statistic, metric, interval)
+
+    def __repr__(self) -> str:
+        return (
+            f"Diagnosis({len(self.table):,} tokens of {self.num_responses} responses to {self.num_prompts} prompts; "
+            f"{len(self.statistics)} statistics, {len(self.notes)} notes)"
+        )
