@@ -20,7 +20,7 @@ squared (the unit of a squared gradient norm), norm, tokens."""
 def make_rows(
     statistic: str,
     found: Float[np.ndarray, "3 k"],
-    n: Column,
+    n: Column | int,
     *,
     unit: str,
     metric: str = "none",

@@ -173,7 +173,7 @@ def scaled_squares(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
     interval = table["interval"].to_numpy(np.int64)
     counts = np.bincount(interval)
     measured = np.bincount(interval, ~np.isnan(squares), minlength=len(counts))
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):  # an interval without tokens, or none measured
         return squares * (counts / measured)[interval]
 
 

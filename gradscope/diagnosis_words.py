@@ -5,86 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import isnan
 
-import numpy as np
 import pandas as pd
 
+from gradscope.diagnosis_definitions import DEFINITIONS
+from gradscope.diagnosis_format import bits_words, number_words, percent, share_words, short_number, step_words
 from gradscope.diagnosis_result import Diagnosis
 from gradscope.gains import PARAMETERS
 
+__all__ = ["DEFINITIONS", "Finding", "findings"]
+
+ROUNDING = 1e-3
+"""Largest |Δ log π| of any token, nats, that float32 and another order of its sums explain."""
+
 Finding = tuple[str, str, str]
 """Statement, detail, and tone: plain, good, warn or bad."""
-
-DEFINITIONS = {
-    "interval of π": (
-        "Response tokens are sorted by π, the probability that the policy gives the token at the sampling temperature, "
-        "into [0, ¼), [¼, ½), [½, ¾) and [¾, 1]: fixed edges, not quantiles."
-    ),
-    "share of the tokens": "An interval's response tokens over all response tokens of the rollouts.",
-    "w": (
-        "The weight of a token in the loss's gradient (Eq. 2 of the paper): the clipped ratio times the advantage, plus "
-        "the KL term's part. A token whose group has equal rewards has weight 0 there."
-    ),
-    "share of Σ‖w·g‖²": (
-        "g is the gradient of one token's own log π over all parameters. The squares of ‖w·g‖ are added up over an "
-        "interval's tokens and divided by the sum over all tokens. It asks how large tokens' gradients are one by one; "
-        "it knows nothing of gradients that cancel."
-    ),
-    "share of the summed gradient": (
-        "G_a is the gradient of the loss over an interval's tokens, G the whole gradient. The share is ⟨G_a, G⟩/‖G‖²: "
-        "the part of G that the interval makes. Shares add up to 1 and may be negative. Another quantity than that of "
-        "Σ‖w·g‖²: tokens whose gradients cancel have no part in it."
-    ),
-    "dominance index": (
-        "log₂ of an interval's share of Σ‖w·g‖² over its share of the tokens, in bits: 0 is proportional, +1 twice, −1 "
-        "half as much per token as the average token. Tokens dominate only where its 95 % interval lies above 0 and "
-        "their interval holds the largest share of all; its largest possible value is −log₂(share of the tokens)."
-    ),
-    "what (1−π) alone predicts": (
-        "The same index with |w|·(1−π) in the place of ‖w·g‖: if the network passed every token's gradient on alike. "
-        "The difference of the two indices is what the network adds to the power of 1−π."
-    ),
-    "index of the summed gradients": (
-        "log₂ of an interval's share of Σ_a ‖G_a‖² over its share of the tokens, in bits."
-    ),
-    "signal fraction": (
-        "Prompts are taken as draws of one distribution. Signal is the unbiased estimate of ‖E G_a‖², the part of the "
-        "squared norm that another batch of as many prompts shares, and noise the rest; the fraction is signal/‖G_a‖², "
-        "about the cosine to be expected with the G_a of such another batch. The estimate can fall below 0."
-    ),
-    "AdamW's metric": (
-        "Each gradient divided by √v̂ + eps, entry by entry, as the optimizer's next update divides it; v̂ is that of the "
-        "whole step. Momentum of earlier steps and weight decay are left out."
-    ),
-    "who moves whom": (
-        "To first order, a step changes each token's log π by a sum with a part per source: the gradients of the "
-        "intervals, KL, momentum, decay. A source's share is Cov(its part, the whole)/Var(the whole) over the tokens "
-        "that are moved; shares add up to 1 and may be negative. Intervals here are of π before the step."
-    ),
-    "right direction": (
-        "Of the tokens with a positive advantage that moved, the share whose probability rose in the step; of those "
-        "with a negative one, the share whose probability fell. One half is what chance would give. Responses that share "
-        "a prefix and differ in reward pull the same token both ways, so some wrong directions are unavoidable."
-    ),
-    "bounds of Prop. 4.2": (
-        "√(N/(N−1))·(1−π) ≤ ‖e − π‖ ≤ √2·(1−π) for the gradient with respect to the logits. A theorem: a violation "
-        "would be a fault of the measurement."
-    ),
-    "policy lag": (
-        "|log π − log π_old| of the policy here and the one that sampled, over tokens whose log π_old is in the rollouts, "
-        "in nats; clipped low: Â < 0 and π/π_old < 1 − ε_low; clipped high: Â > 0 and π/π_old > 1 + ε_high. Shares of "
-        "these tokens."
-    ),
-    "α and η": (
-        "α of Advantage Reweighting and η of Lopti, screened by one predicted step on batches of whole prompts: half of "
-        "them select the setting with the best right-direction score, the others confirm it. No one has shown that this "
-        "score predicts a run's final accuracy."
-    ),
-    "95 % interval": (
-        "Brackets hold percentiles of a bootstrap that redraws whole prompts. For signal they are a jackknife over "
-        "prompts and for α and η Student's t over batches. They say what other prompts would give, from this checkpoint."
-    ),
-}
-"""What the words of the findings mean, for a page to quote."""
 
 
 def findings(diagnosis: Diagnosis) -> list[Finding]:
@@ -93,41 +27,6 @@ def findings(diagnosis: Diagnosis) -> list[Finding]:
         _dominance, _added, _summed, _signal, _influence, _directions, _where, _driver, _spikes, _lag, _bounds, _try,
     )  # fmt: skip
     return [finding for make in makers for finding in make(diagnosis)]
-
-
-def percent(value: float) -> str:
-    """A share in percent, without the sign.
-
-    >>> [percent(v) for v in (0.4793, 0.0139, 0.00021, -0.21, 1.0, 0.0)]
-    ['48', '1.4', '0.021', '−21', '100', '0']
-    """
-    number = 100 * value
-    if isnan(number):
-        return "–"
-    digits = f"{number:.0f}" if abs(number) >= 9.95 or number == 0 else f"{number:.1f}"
-    if 0 < abs(number) < 0.95:
-        digits = f"{number:.2g}" if abs(number) >= 1e-3 else "0.00"
-    return digits.replace("-", "−")
-
-
-def share_words(row: pd.Series) -> str:
-    """A share with its interval.
-
-    >>> share_words(pd.Series({"value": 0.48, "lower": 0.27, "upper": 0.64}))
-    '48 % [27, 64]'
-    """
-    bounds = "" if isnan(row["lower"]) else f" [{percent(row['lower'])}, {percent(row['upper'])}]"
-    return f"{percent(row['value'])} %{bounds}"
-
-
-def bits_words(row: pd.Series) -> str:
-    """A signed number of bits with its interval.
-
-    >>> bits_words(pd.Series({"value": -0.6, "lower": -1.23, "upper": 0.16}))
-    '−0.6 bits [−1.2, +0.2]'
-    """
-    bounds = "" if isnan(row["lower"]) else f" [{row['lower']:+.1f}, {row['upper']:+.1f}]"
-    return f"{row['value']:+.1f} bits{bounds}".replace("-", "−")
 
 
 def _dominance(d: Diagnosis) -> list[Finding]:
@@ -155,7 +54,7 @@ def _dominance_in(d: Diagnosis, metric: str, words: str) -> Finding:
     each = ", ".join(
         f"{label} {share_words(row)}" for label, row in zip(d.labels, shares, strict=True) if not isnan(row["value"])
     )
-    times = f"{2.0 ** index['value']:.3g} times the average token's"
+    times = f"{short_number(2.0 ** index['value'])} times that of all tokens"
     detail = f"Dominance index {bits_words(index)}: their mean ‖w·g‖² is {times}. Of Σ‖w·g‖²: {each}."
     largest = share["value"] >= max(row["value"] for row in shares if not isnan(row["value"]))
     if isnan(index["lower"]):
@@ -202,7 +101,7 @@ def _summed(d: Diagnosis) -> list[Finding]:
         each = [(label, d.pick("gradient_share", metric, label)) for label in d.labels]
         shares = ", ".join(f"{label} {share_words(row)}" for label, row in each if not isnan(row["value"]))
         detail = f"All intervals: {shares}. Index of the summed gradients {bits_words(index)}; cosine of G_a with G "
-        detail += f"{_number(cosine)}."
+        detail += f"{number_words(cosine)}."
         more = share["lower"] > tokens["upper"]
         if not (more or share["upper"] < tokens["lower"]):
             statement += " Whether that is more than their number, this batch cannot tell."
@@ -235,8 +134,8 @@ def _influence(d: Diagnosis) -> list[Finding]:
     if share is None or isnan(share["value"]):
         return []
     statement = (
-        f"In a {_step_words(d)} step, to first order, tokens with π in {low} cause {share_words(share)} of how tokens with "
-        f"π in {top} move."
+        f"In one {step_words(d)} step, to first order, tokens with π in {low} cause {share_words(share)} of how tokens "
+        f"with π in {top} move."
     )
     detail = f"Of the variance of their predicted Δ log π, over {share['n']:,} tokens; their own interval causes "
     more = share["lower"] > own["upper"]
@@ -251,7 +150,7 @@ def _directions(d: Diagnosis) -> list[Finding]:
         row = d.pick(name, "none", "all")
         if row is None or isnan(row["value"]):
             continue
-        done = f"In one {_step_words(d)} step on this batch" if kind == "actual" else "In one predicted step"
+        done = f"In one {step_words(d)} step on this batch" if kind == "actual" else "In one predicted step"
         statement = f"{done}, {share_words(row)} of the {row['n']:,} tokens with {word} that moved {way}"
         each = [(label, d.pick(name, "none", label)) for label in d.labels]
         parts = ", ".join(f"{label} {share_words(r)} of {r['n']:,}" for label, r in each if not isnan(r["value"]))
@@ -307,7 +206,7 @@ def _driver(d: Diagnosis) -> list[Finding]:
     if isnan(row["lower"]):
         return []
     fits = ", ".join(
-        f"{word} {_number(rows.loc[name].rename({'coefficient': 'value'}))}"
+        f"{word} {number_words(rows.loc[name].rename({'coefficient': 'value'}))}"
         for name, word in zip(names, ("log(1−π)", "entropy"), strict=True)
     )
     detail = f"Standardised coefficients of the log norm over all parameters, {row['tokens']:,} tokens that are not "
@@ -324,10 +223,8 @@ def _spikes(d: Diagnosis) -> list[Finding]:
     if d.spikes is None or d.spikes.empty:
         return []
     first, measured = d.spikes.iloc[0], int(d.table[PARAMETERS].notna().sum())
-    statement = (
-        f"The {len(d.spikes)} largest of the {measured:,} measured tokens hold {percent(d.spikes['squared_share'].sum())} "
-        "% of Σ‖w·g‖² over these."
-    )
+    together = percent(d.spikes["squared_share"].sum())
+    statement = f"The {len(d.spikes)} largest of the {measured:,} measured tokens hold {together} % of their Σ‖w·g‖²."
     where = f"token {first['token']!r} at position {first['position']} of response {first['response']}"
     detail = f"The largest: {where}, π {first['prob']:.2g}, weight {first['weight']:+.2g}, with "
     return [(statement, f"{detail}{percent(first['squared_share'])} %. A fact of this batch, not of others.", "plain")]
@@ -338,10 +235,10 @@ def _lag(d: Diagnosis) -> list[Finding]:
     if mean is None:
         return []
     low, high, dual = (d.pick(f"clip_{name}") for name in ("low", "high", "dual"))
-    statement = (
-        f"The policy is {_number(mean, '.2g')} nats from the one that sampled (mean |Δ log π|; at most "
-        f"{worst['value']:.2g})."
-    )
+    numbers = f"mean |Δ log π| {number_words(mean, '.2g')} nats, at most {worst['value']:.2g}".replace("-", "−")
+    statement = f"The policy has moved away from the one that sampled: {numbers}."
+    if worst["value"] < ROUNDING:
+        statement = f"The policy is the one that sampled, up to rounding: {numbers}."
     if isnan(low["value"]):
         return [(statement, f"Over {mean['n']:,} tokens.", "plain")]
     detail = (
@@ -355,7 +252,7 @@ def _bounds(d: Diagnosis) -> list[Finding]:
         return []
     b = d.bounds
     detail = (
-        f"Smallest distance of a norm from the lower bound {b.lower_margin:.1e} and from the upper {b.upper_margin:.1e}, "
+        f"Smallest distance of a norm from the lower bound {b.lower_margin:.1e}, from the upper {b.upper_margin:.1e}, "
         f"relative; rounding is granted {b.tolerance:.0e} at most."
     ).replace("-", "−")
     if b.violations:
@@ -368,7 +265,7 @@ def _try(d: Diagnosis) -> list[Finding]:
     if (best := d.recommendation) is None:
         return []
     detail = (
-        f"One {_step_words(d)} step predicted to first order on {best.num_batches} batches of "
+        f"One {step_words(d)} step predicted to first order on {best.num_batches} batches of "
         f"{min(best.prompts_per_batch)} to {max(best.prompts_per_batch)} prompts, {len(best.settings)} settings."
     )
     if not best.eta_judged:
@@ -384,13 +281,3 @@ def _try(d: Diagnosis) -> list[Finding]:
         "no difference": ": no difference can be told.", "undecided": ": too few batches for a verdict.",
     }[best.verdict]  # fmt: skip
     return [(words + end, detail, "good" if best.verdict == "better" else "plain")]
-
-
-def _step_words(d: Diagnosis) -> str:
-    return "AdamW" if d.step.optimizer == "adamw" else "SGD"
-
-
-def _number(row: pd.Series, form: str = ".2f") -> str:
-    """A number with its interval."""
-    bounds = "" if np.isnan(row["lower"]) else f" [{row['lower']:{form}}, {row['upper']:{form}}]"
-    return f"{row['value']:{form}}{bounds}".replace("-", "−")

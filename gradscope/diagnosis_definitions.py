@@ -1,0 +1,74 @@
+"""What the words of a diagnosis mean, in sentences that a page can quote."""
+
+DEFINITIONS = {
+    "interval of π": (
+        "Response tokens are sorted by π, the probability that the policy gives the token at the sampling temperature, "
+        "into intervals with fixed edges, not quantiles: [0, ¼), [¼, ½), [½, ¾) and [¾, 1] unless others are shown."
+    ),
+    "share of the tokens": "An interval's response tokens over all response tokens of the rollouts.",
+    "w": (
+        "The weight of a token in the loss's gradient (Eq. 2 of the paper): the clipped ratio times the advantage, "
+        "plus the KL term's part. A token whose group has equal rewards has weight 0 there."
+    ),
+    "share of Σ‖w·g‖²": (
+        "g is the gradient of one token's own log π over all parameters. The squares of ‖w·g‖ are added up over an "
+        "interval's tokens and divided by the sum over all tokens. It asks how large tokens' gradients are one by one; "
+        "it knows nothing of gradients that cancel."
+    ),
+    "share of the summed gradient": (
+        "G_a is the gradient of the loss over an interval's tokens, G the whole gradient. The share is ⟨G_a, G⟩/‖G‖²: "
+        "the part of G that the interval makes. Shares add up to 1 and may be negative. Another quantity than that of "
+        "Σ‖w·g‖²: tokens whose gradients cancel have no part in it."
+    ),
+    "dominance index": (
+        "log₂ of an interval's share of Σ‖w·g‖² over its share of the tokens, in bits: 0 is proportional, +1 twice, −1 "
+        "half as much per token as the average token. Tokens dominate only where its 95 % interval lies above 0 and "
+        "their interval holds the largest share of all; its largest possible value is −log₂(share of the tokens)."
+    ),
+    "what (1−π) alone predicts": (
+        "The same index with |w|·(1−π) in the place of ‖w·g‖: if the network passed every token's gradient on alike. "
+        "The difference of the two indices is what the network adds to the power of 1−π."
+    ),
+    "index of the summed gradients": (
+        "log₂ of an interval's share of Σ_a ‖G_a‖² over its share of the tokens, in bits."
+    ),
+    "signal fraction": (
+        "Prompts are taken as draws of one distribution. Signal is the unbiased estimate of ‖E G_a‖², the part of the "
+        "squared norm that another batch of as many prompts shares, and noise the rest; the fraction is signal/‖G_a‖², "
+        "about the cosine to be expected with the G_a of such another batch. The estimate can fall below 0."
+    ),
+    "AdamW's metric": (
+        "Each gradient divided by √v̂ + eps, entry by entry, as the optimizer's next update divides it; v̂ is that of "
+        "the whole step. Momentum of earlier steps and weight decay are left out."
+    ),
+    "who moves whom": (
+        "To first order, a step changes each token's log π by a sum with a part per source: the gradients of the "
+        "intervals, KL, momentum, decay. A source's share is Cov(its part, the whole)/Var(the whole) over the tokens "
+        "that are moved; shares add up to 1 and may be negative. Intervals here are of π before the step."
+    ),
+    "right direction": (
+        "Of the tokens with a positive advantage that moved, the share whose probability rose in the step; of those "
+        "with a negative one, the share whose probability fell. One half is what chance would give. Responses that "
+        "share a prefix and differ in reward pull the same token both ways, so some wrong directions are unavoidable."
+    ),
+    "bounds of Prop. 4.2": (
+        "√(N/(N−1))·(1−π) ≤ ‖e − π‖ ≤ √2·(1−π) for the gradient with respect to the logits. A theorem: a violation "
+        "would be a fault of the measurement."
+    ),
+    "policy lag": (
+        "|log π − log π_old| of the policy here and the one that sampled, over tokens whose log π_old is in the "
+        "rollouts, in nats; clipped low: Â < 0 and π/π_old < 1 − ε_low; clipped high: Â > 0 and π/π_old > 1 + ε_high. "
+        "Shares of these tokens."
+    ),
+    "α and η": (
+        "α of Advantage Reweighting and η of Lopti, screened by one predicted step on batches of whole prompts: half "
+        "of them select the setting with the best right-direction score, the others confirm it. No one has shown that "
+        "this score predicts a run's final accuracy."
+    ),
+    "95 % interval": (
+        "Brackets hold percentiles of a bootstrap that redraws whole prompts; those of summed gradients are corrected "
+        "for the bias that redrawing has there. For signal they are a jackknife over prompts, for α and η Student's t "
+        "over batches. They say what other prompts would give, from this checkpoint, and are rough for few prompts."
+    ),
+}
+"""What the words of the findings mean, for a page to quote."""
