@@ -154,7 +154,7 @@ def centred_bootstrap(
     """As `intervals.bootstrap`, for statistics that redrawing biases: value, lower and upper.
 
     The bounds are value + (percentile − mean of the draws) · t/z · √(n/(n−1)), with the quantiles t of Student's
-    distribution with n − 1 degrees of freedom and z of the normal one. NaN for fewer than two clusters, and without rng.
+    distribution with n − 1 degrees of freedom and z of the normal one. NaN with one cluster, and without rng.
     """
     value = evaluate(np.ones((1, num_clusters)))[0]
     bounds = np.full((2, len(value)), np.nan)

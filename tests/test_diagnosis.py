@@ -328,7 +328,7 @@ def test_without_advantages_only_what_is_unweighted_is_left_and_a_note_says_so(p
 def test_equal_rewards_and_no_reference_give_no_gradient_and_a_note(policy, batch):
     equal = replace(batch, rewards=torch.ones(6), ref_logprobs=None)
     diagnosis = diagnose(policy, equal, settings=replace(QUICK, recommend_batches=2))
-    assert any("Every weight is 0" in note for note in diagnosis.notes)
+    assert any("Every weight of the loss is 0" in note for note in diagnosis.notes)
     assert diagnosis.pick("gradient_share", "raw", LABELS[0]) is None and diagnosis.recommendation is None
 
 
