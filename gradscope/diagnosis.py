@@ -21,22 +21,17 @@ from gradscope import diagnosis_tokens as tokens
 from gradscope.adamw_state import AdamWState
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import resolve_advantages
+from gradscope.diagnosis_notes import check_table, has_gradient, note_limits
 from gradscope.diagnosis_result import Diagnosis, DiagnosisSettings
 from gradscope.diagnosis_rows import join_rows, make_rows, one_row
 from gradscope.drivers import regress_norms
 from gradscope.errors import InputError
-from gradscope.gains import LAYER, LOGITS, PARAMETERS
-from gradscope.group_gradients import gram
 from gradscope.influence import influence, moved_against
 from gradscope.intervals import interval_labels
 from gradscope.models import Policy
-from gradscope.norm_estimates import SUMS
 from gradscope.step_settings import SGD
 from gradscope.token_table import measure
 from gradscope.updates import apply_update, movement_table
-
-FEW_PROMPTS = 8
-"""Below so many, an interval over prompts is a rough guess, and a note says so."""
 
 
 def diagnose(
@@ -64,7 +59,7 @@ def diagnose(
     if table is None:
         sample = {"tokens_per_interval": settings.tokens_per_interval, "seed": settings.seed, "loss": settings.loss}
         table = measure(policy, batch, edges=settings.edges, progress=progress, **sample)
-    _check_table(table, batch, settings)
+    check_table(table, batch, settings)
     work = _Work(policy, batch, table, settings, optimizer_state, progress)
     work.describe_tokens()
     work.sum_gradients()
@@ -111,39 +106,9 @@ class _Work:
         else:
             self.metric = state
         self.counts = np.bincount(self.table["interval"], minlength=len(self.labels))
-        self.weighted = bool(self.table["weight"].notna().all()) and bool((self.table["weight"] != 0).any())
-        self._note_limits()
-
-    def _note_limits(self) -> None:
-        weights, size = self.table["weight"], len(self.table)
-        if unknown := int(weights.isna().sum()):
-            self.notes.append(
-                f"Advantages are unknown at {unknown:,} of {size:,} tokens, so nothing weighted is computed: no shares "
-                "of gradients, no index, no steps."
-            )
-        elif not self.weighted:
-            self.notes.append(
-                "Every weight of the loss is 0 (equal rewards in each group, or all clipped): no gradient."
-            )
-        prompts = self.table["group"].nunique()
-        if prompts == 1:
-            self.notes.append("All responses are to one prompt: no interval over prompts, no signal against noise.")
-        elif prompts < FEW_PROMPTS:
-            self.notes.append(f"Intervals rest on {prompts} prompts: they are rough.")
-        for label, count in zip(self.labels, self.counts, strict=True):
-            if not count:
-                self.notes.append(f"No token has π in {label}: its numbers are NaN.")
-        if (measured := int(self.table[PARAMETERS].notna().sum())) < size:
-            self.notes.append(
-                f"The norms of {measured:,} of {size:,} tokens are known: sums over an interval are its count times "
-                "the mean of those."
-            )
-        if SUMS[1] in self.table:
-            self.notes.append("Norms are estimates by random numbers, not exact.")
-        if self.metric is None:
-            self.notes.append("No optimizer state: nothing is measured in the metric of the AdamW update.")
-        elif self.saved is None:
-            self.notes.append("Of the optimizer, second moments alone are given: steps are not the run's own.")
+        self.weighted = has_gradient(self.table)
+        given = (self.metric is not None, self.saved is not None)
+        self.notes += note_limits(self.table, self.labels, second_moments=given[0], whole_state=given[1])
 
     def describe_tokens(self) -> None:
         """What the table alone says."""
@@ -202,8 +167,7 @@ class _Work:
             self.rows.append(found[kept].assign(metric="adamw"))
 
     def _add_gradients(self, vectors: torch.Tensor, counts: np.ndarray, metric: str) -> None:
-        flat = gram(vectors.flatten(0, 1)).numpy()
-        products = flat.reshape(len(counts), len(self.labels), len(counts), len(self.labels))
+        products = gradients.block_products(vectors)
         more = {"rng": self._rng(2), "resamples": self.settings.resamples}
         self.rows.append(gradients.gradient_rows(products, counts, self.labels, metric=metric, **more))
         self.parts["cosines" if metric == "raw" else "adamw_cosines"] = gradients.cosine_matrix(products)
@@ -312,19 +276,3 @@ class _Work:
 
     def _generator(self, part: int) -> torch.Generator:
         return torch.Generator().manual_seed(self.settings.seed * 64 + part)
-
-
-def _check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSettings) -> None:
-    """InputError for a table that is not of this batch or has other intervals."""
-    needed = ["response", "group", "position", "token_id", "interval", "weight", LOGITS, PARAMETERS, f"{LAYER}0"]
-    if missing := [name for name in needed if name not in table]:
-        raise InputError(f"the table has no column {', '.join(missing)}; give the token table of `measure`")
-    ids = batch.input_ids[batch.response_mask].numpy()
-    if len(table) != len(ids) or not (table["token_id"].to_numpy() == ids).all():
-        raise InputError(
-            f"the table's {len(table):,} tokens are not the batch's {len(ids):,}, in its order; give the table that "
-            "was measured on these rollouts"
-        )
-    highest = int(table["interval"].max())
-    if highest >= (count := len(settings.edges) - 1):
-        raise InputError(f"the table has interval {highest}, the edges make 0 to {count - 1}; give the table's edges")

@@ -22,16 +22,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from scipy.stats import norm, t
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from gradscope.batch import TokenBatch
 from gradscope.diagnosis_rows import join_rows, make_rows
+from gradscope.group_gradients import gram
 from gradscope.weighted_gradients import weighted_gradients, zero_vectors
 
 Gram = Float[np.ndarray, "n A n A"]
+
+SLICE = 1 << 24
+"""Numbers that are widened to float64 at a time."""
 
 
 def deal_prompts(
@@ -63,6 +67,14 @@ def block_gradients(
     return vectors
 
 
+def block_products(vectors: Float[Tensor, "n A P"]) -> Gram:
+    """⟨g_{p,a}, g_{q,b}⟩ in float64, in slices of the parameters that are small beside the vectors."""
+    n, size, length = vectors.shape
+    width = max(1, min(length, SLICE // (n * size)))
+    found = sum(gram(part) for part in vectors.flatten(0, 1).split(width, dim=1))
+    return found.numpy().reshape(n, size, n, size)
+
+
 def signed_squares(
     model: nn.Module,
     batch: TokenBatch,
@@ -91,7 +103,7 @@ def signed_squares(
 
 
 def gradient_rows(
-    gram: Gram,
+    pairs: Gram,
     tokens: Float[np.ndarray, "n A"],
     labels: Sequence[str],
     *,
@@ -107,20 +119,8 @@ def gradient_rows(
     tokens: counts by block and interval. NaN where an interval has no token or no gradient, bounds with one block.
     """
     size = len(labels)
-
-    def evaluate(weights: np.ndarray) -> np.ndarray:
-        products = _products(gram, weights.astype(np.float64))
-        squares, whole = np.einsum("raa->ra", products), products.sum((1, 2))[:, None]
-        along, counts = products.sum(2), weights @ tokens
-        with np.errstate(invalid="ignore", divide="ignore"):  # no gradient, no token
-            ratio = np.sqrt(squares / whole)
-            cosine = along / np.sqrt(squares * whole)
-            index = np.log2(squares / squares.sum(1, keepdims=True) / (counts / counts.sum(1, keepdims=True)))
-            parts = [along / whole, ratio, cosine, index]
-        return np.where(np.isfinite(np.hstack(parts)), np.hstack(parts), np.nan)
-
     settings = {"rng": rng, "confidence": confidence, "resamples": resamples}
-    found = centred_bootstrap(evaluate, len(gram), **settings).reshape(3, 4, size)
+    found = centred_bootstrap(lambda draws: _ratios(pairs, tokens, draws), len(pairs), **settings).reshape(3, 4, size)
     found[:, 1], found[:, 2] = np.maximum(found[:, 1], 0.0), np.clip(found[:, 2], -1.0, 1.0)
     counts = tokens.sum(0)
     found = np.where(counts > 0, found, np.nan)
@@ -132,7 +132,7 @@ def gradient_rows(
         make_rows("gradient_index", found[:, 3], counts, unit="bits", **common),
     ]
     everything = {"metric": metric, "intervals": [*labels, "all"]}
-    numbers = signal_and_noise(np.concatenate([_own_blocks(gram), gram.sum((1, 3))[None]]), confidence=confidence)
+    numbers = signal_and_noise(np.concatenate([_own_blocks(pairs), pairs.sum((1, 3))[None]]), confidence=confidence)
     counts = np.append(counts, counts.sum())
     for name, unit in (("gradient_norm", "norm"), ("signal", "squared"), ("noise", "squared")):
         parts.append(make_rows(name, np.where(counts > 0, numbers[name], np.nan), counts, unit=unit, **everything))
@@ -196,24 +196,41 @@ def signal_and_noise(
     return out
 
 
-def cosine_matrix(gram: Gram) -> pd.DataFrame:
+def cosine_matrix(pairs: Gram) -> pd.DataFrame:
     """Cosines between the G_a, a row and a column per interval, NaN where there is no gradient."""
-    products = gram.sum((0, 2))
+    products = pairs.sum((0, 2))
     norms = np.sqrt(np.diag(products))
     with np.errstate(invalid="ignore", divide="ignore"):
         return pd.DataFrame(products / np.outer(norms, norms))
 
 
-def _products(gram: Gram, weights: Float[np.ndarray, "r n"]) -> Float[np.ndarray, "r A A"]:
+def _ratios(
+    pairs: Gram, tokens: Float[np.ndarray, "n A"], draws: Float[np.ndarray, "r n"] | Int[np.ndarray, "r n"]
+) -> Float[np.ndarray, "r A4"]:
+    """Share, norm ratio, cosine and index of each interval in each draw of prompts."""
+    weights = draws.astype(np.float64)
+    products, counts = _products(pairs, weights), weights @ tokens
+    squares, whole, along = np.einsum("raa->ra", products), products.sum((1, 2))[:, None], products.sum(2)
+    with np.errstate(invalid="ignore", divide="ignore"):  # no gradient, no token
+        parts = [
+            along / whole,
+            np.sqrt(squares / whole),
+            along / np.sqrt(squares * whole),
+            np.log2(squares / squares.sum(1, keepdims=True) / (counts / counts.sum(1, keepdims=True))),
+        ]
+    return np.where(np.isfinite(np.hstack(parts)), np.hstack(parts), np.nan)
+
+
+def _products(pairs: Gram, weights: Float[np.ndarray, "r n"]) -> Float[np.ndarray, "r A A"]:
     """⟨G_a, G_b⟩ of each draw of prompts."""
-    size = gram.shape[1]
+    size = pairs.shape[1]
     out = np.empty((len(weights), size, size))
     for a in range(size):
         for b in range(a, size):
-            out[:, a, b] = out[:, b, a] = ((weights @ gram[:, a, :, b]) * weights).sum(1)
+            out[:, a, b] = out[:, b, a] = ((weights @ pairs[:, a, :, b]) * weights).sum(1)
     return out
 
 
-def _own_blocks(gram: Gram) -> Float[np.ndarray, "A n n"]:
+def _own_blocks(pairs: Gram) -> Float[np.ndarray, "A n n"]:
     """⟨g_{p,a}, g_{q,a}⟩ of each interval."""
-    return np.einsum("paqa->apq", gram)
+    return np.einsum("paqa->apq", pairs)

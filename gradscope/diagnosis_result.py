@@ -31,7 +31,7 @@ class DiagnosisSettings:
     """Bins of position and of entropy."""
     top: int = 20
     """Tokens shown of the largest ‖w·g‖, and of those that move farthest against their advantage."""
-    gradient_memory: int = 4 << 30
+    gradient_memory: int = 2 << 30
     """Bytes for the gradients of prompts and intervals; prompts are put into blocks where it is too little for each."""
     sign_passes: int | None = 2
     """Passes of random signs for Σ‖w·g‖² in AdamW's metric; None: not computed. Used with an optimizer state alone."""

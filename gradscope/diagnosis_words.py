@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isnan
+from math import inf, isnan, nan
 
 import pandas as pd
 
 from gradscope.diagnosis_definitions import DEFINITIONS
-from gradscope.diagnosis_format import bits_words, number_words, percent, share_words, short_number, step_words
+from gradscope.diagnosis_format import Finding, bits_words, number_words, percent, share_words, short_number
 from gradscope.diagnosis_result import Diagnosis
-from gradscope.gains import PARAMETERS
+from gradscope.diagnosis_step_words import bound_words, direction_words, influence_words, lag_words, setting_words
+from gradscope.gains import LAYER, PARAMETERS
 
 __all__ = ["DEFINITIONS", "Finding", "findings"]
-
-ROUNDING = 1e-3
-"""Largest |Δ log π| of any token, nats, that float32 and another order of its sums explain."""
-
-Finding = tuple[str, str, str]
-"""Statement, detail, and tone: plain, good, warn or bad."""
 
 
 def findings(diagnosis: Diagnosis) -> list[Finding]:
     """The sentences, the most telling first; a part that was not computed has none."""
     makers: tuple[Callable[[Diagnosis], list[Finding]], ...] = (
-        _dominance, _added, _summed, _signal, _influence, _directions, _where, _driver, _spikes, _lag, _bounds, _try,
+        _dominance, _added, _norms, _summed, _signal, influence_words, direction_words,
+        _where, _driver, _spikes, lag_words, bound_words, setting_words,
     )  # fmt: skip
     return [finding for make in makers for finding in make(diagnosis)]
 
@@ -86,9 +82,40 @@ def _added(d: Diagnosis) -> list[Finding]:
     return [(f"The weight of tokens with π in {low} cannot be told from what 1−π alone predicts.", detail, "plain")]
 
 
+def _norms(d: Diagnosis) -> list[Finding]:
+    """Of tokens one by one, without their weights."""
+    if d.layers is None:
+        return []
+    means = d.layers.pivot(index="quantity", columns="interval", values="value")
+    ratios = (means[0] / means[len(d.labels) - 1]).replace(inf, nan).dropna()
+    if PARAMETERS not in ratios:
+        return []
+    rows = d.layers[d.layers["quantity"] == PARAMETERS].iloc[[0, -1]]
+    low, top = (number_words(row, ".3g") for _, row in rows.iterrows())
+    times = short_number(ratios[PARAMETERS])
+    statement = (
+        f"One by one, without weights, a token with π in {d.labels[0]} has {times} times the gradient norm of one with "
+        f"π in {d.labels[-1]} on average: {low} against {top}, over all parameters."
+    )
+    layers = ratios[[name.startswith(LAYER) for name in ratios.index]]
+    if layers.empty:
+        return [(statement, "", "plain")]
+    least, most = (_place(name) for name in (layers.idxmin(), layers.idxmax()))
+    detail = f"By layer, from {short_number(layers.min())} times ({least}) to {short_number(layers.max())} ({most})."
+    return [(statement, detail, "plain")]
+
+
+def _place(quantity: str) -> str:
+    number = quantity.removeprefix(LAYER)
+    return "input of block 1" if number == "0" else f"output of block {number}"
+
+
 def _summed(d: Diagnosis) -> list[Finding]:
     found = []
-    for metric, words in (("raw", "this batch's summed gradient"), ("adamw", "the same in AdamW's metric")):
+    for metric, words in (
+        ("raw", "this batch's summed gradient"),
+        ("adamw", "this batch's summed gradient in AdamW's metric"),
+    ):
         low = d.labels[0]
         share, index = d.pick("gradient_share", metric, low), d.pick("gradient_index", metric, low)
         cosine, tokens = d.pick("cosine_with_all", metric, low), d.pick("token_share", "none", low)
@@ -126,43 +153,6 @@ def _signal(d: Diagnosis) -> list[Finding]:
     missing = low not in clear and low in dict(known)
     statement += f"; for π in {low} it cannot be told from noise." if missing else "."
     return [(statement, detail, "warn" if missing else "plain")]
-
-
-def _influence(d: Diagnosis) -> list[Finding]:
-    low, top = d.labels[0], d.labels[-1]
-    share, own = d.pick("low_to_high_share", "none", top), d.pick("high_to_high_share", "none", top)
-    if share is None or isnan(share["value"]):
-        return []
-    statement = (
-        f"In one {step_words(d)} step, to first order, tokens with π in {low} cause {share_words(share)} of how tokens "
-        f"with π in {top} move."
-    )
-    detail = f"Of the variance of their predicted Δ log π, over {share['n']:,} tokens; their own interval causes "
-    more = share["lower"] > own["upper"]
-    return [(statement, f"{detail}{share_words(own)}.", "warn" if more else "plain")]
-
-
-def _directions(d: Diagnosis) -> list[Finding]:
-    found = []
-    for sign, word, way in (("positive", "Â > 0", "rose"), ("negative", "Â < 0", "fell")):
-        kind = "actual" if d.pick(f"right_direction_{sign}_actual", "none", "all") is not None else "predicted"
-        name = f"right_direction_{sign}_{kind}"
-        row = d.pick(name, "none", "all")
-        if row is None or isnan(row["value"]):
-            continue
-        done = f"In one {step_words(d)} step on this batch" if kind == "actual" else "In one predicted step"
-        statement = f"{done}, {share_words(row)} of the {row['n']:,} tokens with {word} that moved {way}"
-        each = [(label, d.pick(name, "none", label)) for label in d.labels]
-        parts = ", ".join(f"{label} {share_words(r)} of {r['n']:,}" for label, r in each if not isnan(r["value"]))
-        tone, end = "plain", ": not to be told from one half."
-        if row["lower"] > 0.5:
-            tone, end = "good", ", more than half."
-        elif row["upper"] < 0.5:
-            tone, end = "bad", ", less than half."
-        elif isnan(row["lower"]):
-            end = "."
-        found.append((statement + end, f"By interval of π before the step: {parts}.", tone))
-    return found
 
 
 def _where(d: Diagnosis) -> list[Finding]:
@@ -228,56 +218,3 @@ def _spikes(d: Diagnosis) -> list[Finding]:
     where = f"token {first['token']!r} at position {first['position']} of response {first['response']}"
     detail = f"The largest: {where}, π {first['prob']:.2g}, weight {first['weight']:+.2g}, with "
     return [(statement, f"{detail}{percent(first['squared_share'])} %. A fact of this batch, not of others.", "plain")]
-
-
-def _lag(d: Diagnosis) -> list[Finding]:
-    mean, worst = d.pick("logprob_difference_mean"), d.pick("logprob_difference_max")
-    if mean is None:
-        return []
-    low, high, dual = (d.pick(f"clip_{name}") for name in ("low", "high", "dual"))
-    numbers = f"mean |Δ log π| {number_words(mean, '.2g')} nats, at most {worst['value']:.2g}".replace("-", "−")
-    statement = f"The policy has moved away from the one that sampled: {numbers}."
-    if worst["value"] < ROUNDING:
-        statement = f"The policy is the one that sampled, up to rounding: {numbers}."
-    if isnan(low["value"]):
-        return [(statement, f"Over {mean['n']:,} tokens.", "plain")]
-    detail = (
-        f"Of {low['n']:,} tokens, clipped low {share_words(low)}, clipped high {share_words(high)}, by the dual clip "
-    )
-    return [(statement, f"{detail}{share_words(dual)}.", "plain")]
-
-
-def _bounds(d: Diagnosis) -> list[Finding]:
-    if d.bounds is None or not d.bounds.num_tokens:
-        return []
-    b = d.bounds
-    detail = (
-        f"Smallest distance of a norm from the lower bound {b.lower_margin:.1e}, from the upper {b.upper_margin:.1e}, "
-        f"relative; rounding is granted {b.tolerance:.0e} at most."
-    ).replace("-", "−")
-    if b.violations:
-        words = f"The bounds of Prop. 4.2 break on {b.violations:,} of {b.num_tokens:,} tokens: do not trust this."
-        return [(words, detail, "bad")]
-    return [(f"The bounds of Prop. 4.2 hold at the logits of all {b.num_tokens:,} tokens.", detail, "good")]
-
-
-def _try(d: Diagnosis) -> list[Finding]:
-    if (best := d.recommendation) is None:
-        return []
-    detail = (
-        f"One {step_words(d)} step predicted to first order on {best.num_batches} batches of "
-        f"{min(best.prompts_per_batch)} to {max(best.prompts_per_batch)} prompts, {len(best.settings)} settings."
-    )
-    if not best.eta_judged:
-        detail += " η is not judged: to first order its two steps are plain's one."
-    if best.setting == "plain":
-        return [("No α or η has a better predicted right-direction score than the plain loss: nothing to try.", detail,
-                 "plain")]  # fmt: skip
-    row = pd.Series({"value": best.difference, "lower": best.lower, "upper": best.upper})
-    points = f"{100 * best.difference:+.2f} points [{100 * row['lower']:+.2f}, {100 * row['upper']:+.2f}]"
-    words = f"{best.setting} scores {points} against the plain loss on held-out prompts".replace("-", "−")
-    end = {
-        "better": ": worth a run.", "worse": ": no reason for a run.",
-        "no difference": ": no difference can be told.", "undecided": ": too few batches for a verdict.",
-    }[best.verdict]  # fmt: skip
-    return [(words + end, detail, "good" if best.verdict == "better" else "plain")]

@@ -17,7 +17,7 @@ from gradscope.adamw_state import AdamWState
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import LossSettings
 from gradscope.diagnosis import Diagnosis, DiagnosisSettings, diagnose, trend
-from gradscope.diagnosis_gradients import deal_prompts, signed_squares
+from gradscope.diagnosis_gradients import block_products, deal_prompts, signed_squares
 from gradscope.diagnosis_rows import COLUMNS
 from gradscope.diagnosis_steps import recommend, seeds_of, state_step
 from gradscope.errors import InputError
@@ -441,3 +441,16 @@ def test_a_trend_is_the_statistics_by_step(policy, batch, table, whole):
     pd.testing.assert_frame_equal(frame, trend([(20, whole), (4, other)]))
     with pytest.raises(InputError, match="no diagnosis"):
         trend({})
+
+
+def test_products_in_small_slices_are_those_of_the_whole_vectors(monkeypatch):
+    vectors = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
+    expected = np.einsum("pai,qbi->paqb", vectors.double().numpy(), vectors.double().numpy())
+    monkeypatch.setattr("gradscope.diagnosis_gradients.SLICE", 12 * 7)
+    assert block_products(vectors) == pytest.approx(expected, rel=1e-12)
+
+
+def test_prompts_without_weight_are_counted_in_a_note(policy, batch):
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.5, 0.0])
+    diagnosis = diagnose(policy, replace(batch, rewards=rewards, ref_logprobs=None), settings=QUICK)
+    assert any(note.startswith("1 of 3 prompts have no weight") for note in diagnosis.notes)

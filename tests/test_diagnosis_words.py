@@ -60,12 +60,15 @@ PLANTED = {
 }
 
 
+INFLUENCE = pd.DataFrame({"source": [0, 1], "target": [3, 3], "share": [0.5, 0.2]})
+
+
 def plant(change: dict[str, pd.DataFrame | None] | None = None, **fields) -> Diagnosis:
     """A diagnosis of these rows; a change to None leaves them out."""
     parts = PLANTED | (change or {})
     table = pd.DataFrame({"param_grad_norm": [1.0, 2.0, np.nan]})
     known = {"statistics": join_rows([part for part in parts.values() if part is not None]), "notes": ("a note",)}
-    known |= {"table": table, "labels": LABELS, "num_prompts": 12, "num_responses": 96}
+    known |= {"influence": INFLUENCE, "table": table, "labels": LABELS, "num_prompts": 12, "num_responses": 96}
     return Diagnosis(**(known | {"settings": DiagnosisSettings(), "step": SGD} | fields))
 
 
@@ -139,7 +142,7 @@ def test_adamws_metric_has_sentences_of_its_own():
         "squared_share", "dominance_index", "gradient_share", "gradient_index", "cosine_with_all",
     )}  # fmt: skip
     said = [statement for statement, _, _ in findings(plant(more)) if "AdamW's metric" in statement]
-    assert len(said) == 2
+    assert len(said) == 2 and "hold 50 % [45, 55]" in said[0] and "make 60 % [40, 80]" in said[1]
     assert not [statement for statement, _, _ in findings(plant()) if "AdamW" in statement]
 
 
@@ -163,7 +166,7 @@ def test_who_moves_whom_names_the_moved_tokens_and_the_step():
 
 def test_right_directions_are_compared_with_one_half():
     statement, detail, tone = sentence(plant(), "Â > 0")
-    assert "42 % [37, 47] of the 100 tokens" in statement and statement.endswith("less than half.") and tone == "bad"
+    assert "42 % [37, 47] of the 100 tokens" in statement and statement.endswith("less than half.") and tone == "warn"
     assert f"{LOW} 60 % [55, 65] of 100" in detail
     assert sentence(plant(), "Â < 0")[2] == "good"
     level = rows("right_direction_positive_actual", [0.5] * 5)
@@ -322,3 +325,22 @@ def test_pictures_of_nothing_are_refused():
             plot_dominance(statistics, LABELS)
     with pytest.raises(InputError, match="none of the numbers"):
         plot_trend(none.assign(step=1), LABELS)
+
+
+def test_single_norms_are_compared_between_the_lowest_and_the_highest_interval():
+    parts, norms = [], {"logit_grad_norm": 9, "act_grad_norm.0": 4, "act_grad_norm.1": 5, "param_grad_norm": 7}
+    for name, scale in norms.items():
+        values = np.array([scale, 3.0, 2.0, 1.0])
+        bounds = {"value": values, "lower": values - 0.5, "upper": values + 0.5}
+        parts.append(pd.DataFrame({"quantity": name, "interval": range(4)} | bounds))
+    layers = pd.concat(parts, ignore_index=True)
+    statement, detail, _ = sentence(plant(layers=layers), "One by one")
+    assert f"π in {LOW} has 7 times" in statement and "7 [6.5, 7.5] against 1 [0.5, 1.5]" in statement
+    assert detail == "By layer, from 4 times (input of block 1) to 5 (output of block 1)."
+
+
+def test_the_momentum_has_its_share_said():
+    table = pd.DataFrame({"source": [0, "momentum", "momentum"], "target": [3, 3, "all"], "share": [0.5, 0.3, 0.9]})
+    table = table.assign(share_lower=table["share"] - 0.1, share_upper=table["share"] + 0.1)
+    _, detail, _ = sentence(plant(influence=table), "cause")
+    assert detail.endswith("the momentum of earlier steps 30 % [20, 40].")

@@ -26,8 +26,8 @@ FLOORS = {
     "tuning": 5, "tuning_counts": 5, "tuning_screen": 5, "tuning_report": 5,
     "plots": 6, "plot_layers": 6, "plot_style": 6, "plot_updates": 6, "plot_tuning": 6,
     "diagnosis": 6, "diagnosis_rows": 6, "diagnosis_result": 6, "diagnosis_tokens": 6, "diagnosis_gradients": 6,
-    "diagnosis_steps": 6, "diagnosis_words": 6, "diagnosis_format": 6, "diagnosis_definitions": 6, "plot_diagnosis": 6,
-    "report": 6, "summary": 6, "__main__": 6,
+    "diagnosis_steps": 6, "diagnosis_words": 6, "diagnosis_format": 6, "diagnosis_definitions": 6,
+    "diagnosis_step_words": 6, "diagnosis_notes": 6, "plot_diagnosis": 6, "report": 6, "summary": 6, "__main__": 6,
     "cli": 6, "cli_train": 6, "cli_evaluate": 6, "cli_tune": 6, "cli_shared": 6,
 }  # fmt: skip
 
