@@ -11,6 +11,7 @@ from gradscope.batch import TokenBatch
 from gradscope.diagnosis_result import DiagnosisSettings
 from gradscope.errors import InputError
 from gradscope.gains import LAYER, LOGITS, PARAMETERS
+from gradscope.intervals import assign_intervals
 from gradscope.norm_estimates import SUMS
 
 FEW_PROMPTS = 8
@@ -39,9 +40,10 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
         notes.append("All responses are to one prompt: no interval over prompts, no signal against noise.")
     elif prompts < FEW_PROMPTS:
         notes.append(f"Intervals rest on {prompts} prompts: they are rough.")
-    if weighted and (idle := prompts - table.loc[weights != 0, "group"].nunique()):
+    if weighted and (idle := prompts - table.loc[table["advantage"] != 0, "group"].nunique()):
         notes.append(
-            f"{idle} of {prompts} prompts have no weight (equal rewards): their tokens count, without a gradient."
+            f"{idle} of {prompts} prompts have advantage 0 throughout (equal rewards): their tokens count, but without "
+            "a gradient, that of KL apart."
         )
     for label, count in zip(labels, counts, strict=True):
         if not count:
@@ -62,7 +64,8 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
 
 def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSettings) -> None:
     """InputError for a table that is not of this batch or has other intervals."""
-    needed = ["response", "group", "position", "token_id", "interval", "weight", LOGITS, PARAMETERS, f"{LAYER}0"]
+    needed = ["response", "group", "position", "token_id", "prob", "interval", "weight"]
+    needed += [LOGITS, PARAMETERS, f"{LAYER}0"]
     if missing := [name for name in needed if name not in table]:
         raise InputError(f"the table has no column {', '.join(missing)}; give the token table of `measure`")
     ids = batch.input_ids[batch.response_mask].numpy()
@@ -71,6 +74,9 @@ def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSetti
             f"the table's {len(table):,} tokens are not the batch's {len(ids):,}, in its order; give the table that "
             "was measured on these rollouts"
         )
-    highest = int(table["interval"].max())
-    if highest >= (count := len(settings.edges) - 1):
-        raise InputError(f"the table has interval {highest}, the edges make 0 to {count - 1}; give the table's edges")
+    own = assign_intervals(table["prob"], settings.edges)
+    if wrong := int((own != table["interval"].to_numpy()).sum()):
+        raise InputError(
+            f"{wrong:,} of the table's {len(table):,} tokens are not in the interval that the edges give their π; give "
+            "the edges that the table was measured with"
+        )
