@@ -42,8 +42,8 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
         notes.append(f"Intervals rest on {prompts} prompts: they are rough.")
     if weighted and (idle := prompts - table.loc[table["advantage"] != 0, "group"].nunique()):
         notes.append(
-            f"{idle} of {prompts} prompts have advantage 0 throughout (equal rewards): their tokens count, but without "
-            "a gradient, that of KL apart."
+            f"Advantage 0 throughout (equal rewards): {idle} of {prompts} prompts; their tokens count, but have no "
+            "gradient, that of KL apart."
         )
     for label, count in zip(labels, counts, strict=True):
         if not count:

@@ -215,6 +215,7 @@ def _spikes(d: Diagnosis) -> list[Finding]:
     first, measured = d.spikes.iloc[0], int(d.table[PARAMETERS].notna().sum())
     together = percent(d.spikes["squared_share"].sum())
     statement = f"The {len(d.spikes)} largest of the {measured:,} measured tokens hold {together} % of their Σ‖w·g‖²."
+    weight = f"{first['weight']:+.2g}".replace("-", "−")
     where = f"token {first['token']!r} at position {first['position']} of response {first['response']}"
-    detail = f"The largest: {where}, π {first['prob']:.2g}, weight {first['weight']:+.2g}, with "
+    detail = f"The largest: {where}, π {first['prob']:.2g}, weight {weight}, with "
     return [(statement, f"{detail}{percent(first['squared_share'])} %. A fact of this batch, not of others.", "plain")]
