@@ -53,16 +53,17 @@ class LossSettings:
 PAPER = LossSettings()
 
 
-def resolve_advantages(batch: TokenBatch) -> Float[Tensor, "B S"]:
+def resolve_advantages(batch: TokenBatch, *, eps: Number = 1e-6) -> Float[Tensor, "B S"]:
     """The batch's advantages or, where it has none, GRPO's from its rewards within each group, spread over the tokens.
 
+    eps: what `objective.grpo_advantages` adds to the group's standard deviation; the paper's code has 1e-6, TRL 1e-4.
     Given advantages are returned as they are, NaN included. Raises InputError with neither.
     """
     if batch.advantages is not None:
         return batch.advantages
     if batch.rewards is None:
         raise InputError("weights need advantages or rewards; the batch has neither; add one to the rollouts")
-    return batch.token_weighted(grpo_advantages(batch.rewards, batch.group_ids))
+    return batch.token_weighted(grpo_advantages(batch.rewards, batch.group_ids, eps=eps))
 
 
 def own_where_unknown(known: Float[Tensor, "B S"] | None, logprobs: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:

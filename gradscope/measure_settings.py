@@ -35,6 +35,8 @@ class MeasureSettings:
     pass."""
     loss: LossSettings = PAPER
     """The objective behind the weights."""
+    advantage_eps: Number = 1e-6
+    """Added to the standard deviation of a group's rewards where advantages are made of them; TRL adds 1e-4."""
     seed: int = 0
     """Draws the subset, and the tokens of the self-check."""
     per_module: bool = False
@@ -60,6 +62,8 @@ def check_settings(settings: MeasureSettings) -> None:
     wanted = settings.tokens_per_interval
     if wanted not in (None, "auto") and (isinstance(wanted, str) or wanted < 1):
         raise InputError(f"tokens_per_interval is {wanted!r}; give 1 or more, auto, or none to measure every token")
+    if not 0 <= settings.advantage_eps < inf:
+        raise InputError(f"advantage_eps is {settings.advantage_eps}; give a finite number, 0 or more")
     if settings.seed < 0:
         raise InputError(f"seed is {settings.seed}; give 0 or more")
     if settings.norms not in ("exact", "estimate"):

@@ -72,7 +72,7 @@ class TableMeasurement:
         _check_tokens(tokens, batch.num_tokens)
         self.batch = batch
         self.num_tokens = batch.num_tokens
-        self._advantages = _known_advantages(batch)
+        self._advantages = _known_advantages(batch, settings.advantage_eps)
         self._tokens, self._chunks = tokens, {"rows": chunk_rows, "memory": chunk_memory}
         self.check: SelfCheck | None = None
         """What the self-check found; None before entering, and where it was switched off."""
@@ -274,9 +274,9 @@ def measure(
 ) -> pd.DataFrame:
     """Measure every response token's own gradient: the token table, a row per token that response_mask keeps.
 
-    settings: the fields of MeasureSettings (`temperature`, `tokens_per_interval`, `loss`, `seed`, `per_module`, `fast`,
-    `self_check`, `norms`, `passes`, `draws`). tokens: indices into the kept tokens in the table's order; only these get
-    a backward pass.
+    settings: the fields of MeasureSettings (`temperature`, `tokens_per_interval`, `loss`, `advantage_eps`, `seed`,
+    `per_module`, `fast`, `self_check`, `norms`, `passes`, `draws`). tokens: indices into the kept tokens in the table's
+    order; only these get a backward pass.
     edges: of the intervals of π. chunk_rows, chunk_memory: how much one batched backward carries (positions × tokens,
     bytes); they change speed and rounding only.
 
@@ -322,10 +322,10 @@ def _check_tokens(tokens: Tensor | None, count: int) -> None:
         )
 
 
-def _known_advantages(batch: TokenBatch) -> Tensor:
+def _known_advantages(batch: TokenBatch, eps: Number) -> Tensor:
     if batch.advantages is None and batch.rewards is None:
         return torch.full(batch.input_ids.shape, float("nan"))
-    return resolve_advantages(batch).float()
+    return resolve_advantages(batch, eps=eps).float()
 
 
 def _draw_stratified(intervals: np.ndarray, wanted: int, count: int, generator: np.random.Generator) -> np.ndarray:

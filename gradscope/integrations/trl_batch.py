@@ -1,0 +1,182 @@
+"""What TRL trains on, in gradscope's words: its batch as a TokenBatch, its loss as Eq. 1 with TRL's denominators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from gradscope.batch import TokenBatch
+from gradscope.batch_loss import LossSettings
+from gradscope.errors import InputError
+
+Number = int | float
+Inputs = Mapping[str, Any]
+"""What GRPOTrainer's `_prepare_inputs` returns: prompt_ids [B, P], completion_ids [B, C], their masks, advantages, …"""
+
+LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo")
+"""TRL's loss types whose terms are those of Eq. 1; they differ in what a response's terms are divided by."""
+
+
+@dataclass(frozen=True)
+class TRLSettings:
+    """A GRPOConfig in gradscope's words."""
+
+    loss: LossSettings
+    advantage_eps: float
+    """What TRL adds to the standard deviation of a group's rewards."""
+    temperature: float
+
+
+def trl_settings(config: Any) -> TRLSettings:
+    """Translate a GRPOConfig: clips, KL and what makes advantages of rewards. Denominators: `response_denominators`.
+
+    TRL's `delta` caps the ratio at any sign of Â. Where it is at least 1 + epsilon_high it is the dual clip; where it is
+    lower, it is the upper clip of Â > 0, and the dual clip is at 1 + epsilon_high. Advantages that are made of rewards
+    by gradscope are TRL's for scale_rewards="group" alone; those that TRL gives are used as they are.
+
+    Raises InputError for a loss that Eq. 1 is not: loss types other than LOSS_TYPES, ratios of whole sequences, entropy
+    bonus, high-entropy and off-policy masks, the corrected KL, an auxiliary loss.
+    """
+    if reason := _no_counterpart(config):
+        raise InputError(f"{reason}: gradscope's weights (Eq. 2) are not those of that loss; switch it off to measure")
+    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    dual = config.delta
+    if dual is not None:
+        if not dual > 1:
+            raise InputError(f"delta is {dual}, which clips every ratio around 1; give a number above 1, or None")
+        high, dual = min(high, dual - 1), max(dual, 1 + high)
+    loss = LossSettings(config.epsilon, high, dual, config.beta, None)
+    loss.check()
+    return TRLSettings(loss, 1e-4, float(config.temperature))
+
+
+def _no_counterpart(config: Any) -> str | None:
+    """The first setting that makes TRL's loss another one than Eq. 1."""
+    if config.loss_type not in LOSS_TYPES:
+        return f"loss_type is {config.loss_type!r}, and known are {', '.join(LOSS_TYPES)}"
+    if config.importance_sampling_level != "token":
+        return f"importance_sampling_level is {config.importance_sampling_level!r}"
+    if config.entropy_coef != 0 or config.use_adaptive_entropy:
+        return "the loss has an entropy bonus"
+    if config.top_entropy_quantile < 1:
+        return f"top_entropy_quantile is {config.top_entropy_quantile}"
+    if config.off_policy_mask_threshold is not None:
+        return f"off_policy_mask_threshold is {config.off_policy_mask_threshold}"
+    if config.use_bias_correction_kl and config.beta != 0:
+        return "use_bias_correction_kl is on"
+    if config.router_aux_loss_coef:
+        return f"router_aux_loss_coef is {config.router_aux_loss_coef}"
+    return None
+
+
+def response_denominators(
+    config: Any, micro_batches: Sequence[Inputs], *, num_processes: int = 1
+) -> Float[Tensor, " B"]:
+    """What TRL divides each response's terms by, in one optimizer step over these micro-batches (all of one step).
+
+    The gradient of TRL's loss is −Σ_i 1/D_i Σ_t w_t · ∇ log π_t with w_t of Eq. 2; −num_tokens · ∂loss/∂logprob_t is
+    thus w_t · num_tokens / D_i. dapo: the generation batch's tokens, per step of it; bnpo: those of the response's
+    micro-batch; grpo: the response's own, times the step's responses; dr_grpo: max_completion_length in their place;
+    luspo: the step's responses. Of several processes it is what the gradient of this one's loss is made with, before
+    they are averaged. Raises InputError for another loss type.
+    """
+    parts, steps = [], len(micro_batches)
+    for inputs in micro_batches:
+        lengths = _kept(inputs).sum(1).clamp(min=1).cpu().float()
+        if config.loss_type == "dapo":
+            items = inputs["num_items_in_batch"].clamp(min=1).cpu() / num_processes
+            denominator = items * steps / config.steps_per_generation
+        elif config.loss_type == "bnpo":
+            denominator = _kept(inputs).sum().clamp(min=1).cpu() * steps
+        elif config.loss_type == "grpo":
+            denominator = lengths * len(lengths) * steps
+        elif config.loss_type == "dr_grpo":
+            denominator = torch.tensor(len(lengths) * steps * config.max_completion_length)
+        elif config.loss_type == "luspo":
+            denominator = torch.tensor(len(lengths) * steps)
+        else:
+            raise InputError(f"loss_type is {config.loss_type!r}; known are {', '.join(LOSS_TYPES)}; use one of them")
+        parts.append(denominator.float().expand(len(lengths)))
+    return torch.cat(parts)
+
+
+def batch_from_trl(inputs: Inputs | Sequence[Inputs], temperature: Number) -> TokenBatch:
+    """What TRL trains on, or several micro-batches of it one after the other, as a TokenBatch on the CPU.
+
+    inputs: what GRPOTrainer's `_prepare_inputs` (or `_generate_and_score_completions`) returns: prompts padded on the
+    left, completions on the right. temperature: the GRPOConfig's. Responses to equal prompts are one group, also those
+    of two rows of the dataset. Log-probabilities and advantages that TRL does not keep are unknown: without
+    `old_per_token_logps` it was on-policy. `tool_mask` drops tokens of tools, as in TRL's loss. Advantages are multiplied
+    by the `importance_sampling_ratio` that corrects for vLLM, where there is one, which is what TRL's loss does with it.
+
+    Raises InputError for a batch without these tensors, and for images, which no TokenBatch holds.
+    """
+    parts = [inputs] if isinstance(inputs, Mapping) else list(inputs)
+    for part in parts:
+        _check(part)
+    # Micro-batches of several generations are padded to different widths.
+    before = max(part["prompt_ids"].shape[1] for part in parts)
+    after = max(part["completion_ids"].shape[1] for part in parts)
+
+    def join(prompt: str | None, completion: str | Any, fill: Number) -> Tensor:
+        pieces = []
+        for part in parts:
+            right = completion(part) if callable(completion) else part[completion]
+            shape = part["prompt_ids"].shape
+            left = torch.full(shape, fill, device=right.device, dtype=right.dtype) if prompt is None else part[prompt]
+            pads = (before - shape[1], after - right.shape[1])
+            pieces.append(F.pad(torch.cat([left.to(right.dtype), right], 1), pads, value=fill).detach().cpu())
+        return torch.cat(pieces)
+
+    def known(name: str) -> Tensor | None:
+        return join(None, lambda part: part[name].float(), float("nan")) if name in parts[0] else None
+
+    input_ids, real = join("prompt_ids", "completion_ids", 0).long(), join("prompt_mask", "completion_mask", 0).bool()
+    return TokenBatch(
+        input_ids=input_ids,
+        attention_mask=real,
+        response_mask=join(None, _kept, 0).bool(),
+        response_start=torch.full((len(input_ids),), before),
+        group_ids=_groups(input_ids[:, :before].masked_fill(~real[:, :before], -1)),
+        temperature=torch.full((len(input_ids),), float(temperature)),
+        advantages=join(None, _per_token_advantages, float("nan")),
+        old_logprobs=known("old_per_token_logps"),
+        ref_logprobs=known("ref_per_token_logps"),
+    )
+
+
+def _kept(inputs: Inputs) -> Int[Tensor, "B C"]:
+    """1 on completion tokens that are in the loss."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def _per_token_advantages(inputs: Inputs) -> Float[Tensor, "B C"]:
+    advantages = inputs["advantages"].float()
+    advantages = advantages if advantages.dim() == 2 else advantages[:, None]
+    if "importance_sampling_ratio" in inputs:  # [B, C], or [B, 1] of whole sequences
+        advantages = advantages * inputs["importance_sampling_ratio"]
+    return advantages.expand(inputs["completion_ids"].shape)
+
+
+def _groups(prompts: Int[Tensor, "B P"]) -> Int[Tensor, " B"]:
+    """The same number for equal prompts, from 0 on in order of appearance."""
+    numbers: dict[tuple[int, ...], int] = {}
+    return torch.tensor([numbers.setdefault(tuple(row), len(numbers)) for row in prompts.tolist()])
+
+
+def _check(inputs: Inputs) -> None:
+    wanted = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+    if missing := [name for name in wanted if name not in inputs]:
+        raise InputError(
+            f"the inputs have no {', '.join(missing)}, only {', '.join(inputs)}; give what GRPOTrainer._prepare_inputs "
+            "returns"
+        )
+    if "pixel_values" in inputs or inputs.get("num_images") is not None:
+        raise InputError("the inputs hold images, and a TokenBatch holds tokens alone; measure a text-only policy")

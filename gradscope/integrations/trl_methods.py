@@ -1,0 +1,209 @@
+"""Advantage Reweighting (Eq. 4) and Lopti (Alg. 1, arXiv:2505.12929) inside TRL's GRPOTrainer, by overriding methods."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.objective import check_eta, lopti_split, reweight
+
+Number = int | float
+Order = Literal["low-first", "high-first"]
+ORDERS = {"low-first": ("low", "high"), "high-first": ("high", "low")}
+
+_ADDITIVE = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+"""Metrics of TRL that are means over all tokens of what a pass has for its own tokens and 0 for the others."""
+
+
+class ReweightLoptiMixin:
+    """Put before GRPOTrainer, or before your own subclass of it: `class Mine(ReweightLoptiMixin, GRPOTrainer)`.
+
+    reweight_alpha: α of Reweight; None: off. Â becomes [α·π_old + 1 − α]·Â by token, with TRL's own
+    `old_per_token_logps` or, where TRL keeps none because the batch is on-policy, the current log-probabilities.
+    lopti_eta: η of Lopti; None: off. Each optimizer step of TRL becomes two: all micro-batches with the tokens of
+    π_old < η, clip, step; then all of them again with the others, clip, step. Both go by the same π_old, tokens outside a
+    pass have neither a policy nor a KL gradient in it, and each pass keeps the loss's own denominators, which count all
+    tokens. lopti_order "high-first" turns the passes around. With both None every update is GRPOTrainer's, bit for bit.
+
+    With Lopti a step trains its two groups before the next step comes: L1 H1 L2 H2, the reading of the paper's text, not
+    the authors' sweep L1 L2 H1 H2. The two steps of a pair have one learning rate: the schedule advances, and global_step
+    counts, once per pair. A pass without any token takes no step. Callbacks see on_pre_optimizer_step and
+    on_optimizer_step for each; `grad_norm` in the log is the last pass's, `lopti/grad_norm_low` (or `_high`) the first's,
+    before clipping; `lopti/tokens_low`, `lopti/tokens_high` count tokens per step, and `loss` is the sum of both passes.
+    `kl` and the means of `clip_ratio` are of all tokens, as in TRL. `total_flos` does not count the second pass.
+    Evaluation splits nothing.
+
+    Refused with InputError: for both, ratios of whole sequences (importance_sampling_level="sequence") and loss_type
+    "vespo"; for Lopti further DeepSpeed, FSDP, fp16, LOMO, several processes, the entropy bonus and an auxiliary loss
+    (they would count twice), top_entropy_quantile and off_policy_mask_threshold (their tokens change between passes).
+    vLLM, with its importance weights, LoRA, gradient accumulation and num_iterations > 1 work. `use_liger_kernel` is not
+    refused: in TRL 1.16 it changes layers and not the loss.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        reweight_alpha: Number | None = None,
+        lopti_eta: Number | None = None,
+        lopti_order: Order = "low-first",
+        **keywords: Any,
+    ) -> None:
+        if reweight_alpha is not None and not 0 <= reweight_alpha <= 1:
+            raise InputError(f"reweight_alpha is {reweight_alpha}; give a number from 0 to 1, or None: off")
+        if lopti_eta is not None:
+            check_eta(lopti_eta)
+        if lopti_order not in ORDERS:
+            raise InputError(f"lopti_order is {lopti_order!r}; known are {', '.join(ORDERS)}; give one of them")
+        self.reweight_alpha, self.lopti_eta, self.lopti_order = reweight_alpha, lopti_eta, lopti_order
+        self._lopti_pass: str | None = None
+        self._lopti_window: list[dict[str, Any]] = []
+        self._lopti_counts: list[Tensor] = []
+        self._lopti_replays = False
+        self._on_logprobs: Callable[[Tensor], None] | None = None
+        super().__init__(*args, **keywords)
+        _refuse_unsupported(self)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """TRL's; with Lopti the first pass's backward and, on the last micro-batch, the step and the second pass."""
+        if self.lopti_eta is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        first, second = ORDERS[self.lopti_order]
+        try:
+            self._lopti_pass = first
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            if self.accelerator.sync_gradients:
+                started, self._lopti_pass = time.perf_counter(), second
+                loss = loss + self._finish_pair(model, num_items_in_batch, first, second)
+                self._metrics["train"]["step_time"][-1] += time.perf_counter() - started
+        finally:
+            self._lopti_pass = None
+        return loss
+
+    def _finish_pair(self, model: Any, num_items_in_batch: Any, first: str, second: str) -> Tensor:
+        """Step on the first pass's gradient and put the second pass's in its place; its loss."""
+        window, counts = self._lopti_window, torch.stack(self._lopti_counts).sum(0).tolist()
+        self._lopti_window, self._lopti_counts = [], []
+        count = dict(zip(("low", "high"), counts, strict=True))
+        metrics = self._metrics["train"]
+        for name in ("low", "high"):
+            metrics[f"lopti/tokens_{name}"].append(float(count[name]))
+        loss = torch.zeros((), device=self.accelerator.device)
+        if not count[first]:
+            model.zero_grad()  # None, not 0: an optimizer steps on a gradient of 0, and decays and coasts
+        if not count[second]:
+            for name in _ADDITIVE:
+                metrics[name] += [0.0] * (len(window) if name in metrics else 0)
+            return loss
+        if count[first]:
+            self._step_first(model, first)
+        self._lopti_replays = True
+        try:
+            for index, inputs in enumerate(window):
+                with nullcontext() if index == len(window) - 1 else self.accelerator.no_sync(model=model):
+                    loss = loss + self._backward_again(model, inputs, num_items_in_batch)
+        finally:
+            self._lopti_replays = False
+        return loss
+
+    def _step_first(self, model: Any, name: str) -> None:
+        """What Trainer's loop does between the last micro-batch and the next step, its schedule and counters left out."""
+        norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
+        norm = self._get_grad_norm(model, grad_norm=norm)
+        self._metrics["train"][f"lopti/grad_norm_{name}"].append(float(norm))
+        self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
+        self.optimizer.step()
+        self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
+        model.zero_grad()
+
+    def _backward_again(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
+        """Trainer's own training step: that of GRPOTrainer counts micro-batches, and these are no new ones."""
+        from transformers import Trainer
+
+        return Trainer.training_step(self, model, inputs, num_items_in_batch)
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        return generation_batch if self._lopti_replays else super()._prepare_inputs(generation_batch)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """TRL's loss, of inputs whose advantages (and, in a pass of Lopti, reference) have been changed by token."""
+        if self.reweight_alpha is None and self._lopti_pass is None:
+            return super()._compute_loss(model, inputs)
+        # π_old may be known only from the loss's own forward pass, so that the advantages come after it. If a release of
+        # TRL looked at them before, the loss would be NaN.
+        changed = inputs | {"advantages": torch.full_like(inputs["advantages"], float("nan"))}
+        self._on_logprobs = lambda logprobs: self._change(inputs, changed, logprobs)
+        loss = super()._compute_loss(model, changed)
+        if self._on_logprobs is not None:
+            self._on_logprobs = None
+            raise RuntimeError("TRL's loss asked for no log-probabilities; this integration is made for trl 1.16")
+        if self._lopti_pass is not None:
+            metrics = self._metrics["train"]
+            for name in _ADDITIVE:
+                if metrics.get(name):
+                    metrics[name][-1] *= 2  # the log's mean over both passes is then the sum of their parts
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **keywords: Any) -> tuple:
+        found = super()._get_per_token_logps_and_entropies(*args, **keywords)
+        if (tell := self._on_logprobs) is not None:
+            self._on_logprobs = None
+            tell(found[0].detach())
+        return found
+
+    def _change(self, inputs: dict[str, Any], changed: dict[str, Any], logprobs: Float[Tensor, "B C"]) -> None:
+        """Fill in the advantages of Reweight and of the pass at hand, by π_old."""
+        old = inputs.get("old_per_token_logps", logprobs)
+        advantages = inputs["advantages"]
+        advantages = advantages if advantages.dim() == 2 else advantages[:, None].expand(logprobs.shape)
+        if self.reweight_alpha is not None:
+            advantages = reweight(advantages, old, alpha=self.reweight_alpha)
+        if self._lopti_pass is not None:
+            chosen = self._choose(inputs, old)
+            advantages = advantages.masked_fill(~chosen, 0.0)
+            if "ref_per_token_logps" in inputs:  # a token that is its own reference has no KL and no gradient of it
+                changed["ref_per_token_logps"] = torch.where(chosen, inputs["ref_per_token_logps"], logprobs)
+        changed["advantages"], changed["old_per_token_logps"] = advantages, old
+
+    def _choose(self, inputs: dict[str, Any], old: Float[Tensor, "B C"]) -> Bool[Tensor, "B C"]:
+        """The tokens of the pass; in the first one, the micro-batch is kept for the second."""
+        mask = inputs["completion_mask"]
+        mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+        low, high = lopti_split(old, mask, eta=self.lopti_eta)
+        if not self._lopti_replays:
+            self._lopti_window.append(inputs | {"old_per_token_logps": old})
+            self._lopti_counts.append(torch.stack([low.sum(), high.sum()]))
+        return low if self._lopti_pass == "low" else high
+
+
+def _refuse_unsupported(trainer: Any) -> None:
+    """InputError for settings with which the methods would not be what they are called."""
+    args, methods = trainer.args, {"reweight_alpha": trainer.reweight_alpha, "lopti_eta": trainer.lopti_eta}
+    given = [name for name, value in methods.items() if value is not None]
+    if not given:
+        return
+    reasons = {
+        f"importance_sampling_level={args.importance_sampling_level!r}": args.importance_sampling_level != "token",
+        "loss_type='vespo'": args.loss_type == "vespo",
+    }
+    if trainer.lopti_eta is not None:
+        given = ["lopti_eta"]
+        reasons |= {
+            "DeepSpeed": trainer.is_deepspeed_enabled,
+            "FSDP": trainer.is_fsdp_enabled,
+            "several processes": trainer.accelerator.num_processes > 1,
+            "fp16": args.fp16,
+            f"optim={str(args.optim)!r}": "lomo" in str(args.optim).lower(),
+            "an entropy bonus": trainer._entropy_bonus_enabled,
+            "an auxiliary loss (router_aux_loss_coef)": trainer.aux_loss_enabled,
+            "top_entropy_quantile < 1": args.top_entropy_quantile < 1,
+            "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
+        }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise InputError(f"{given[0]} does not work with {found[0]}; switch one of the two off")
