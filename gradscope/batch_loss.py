@@ -39,6 +39,8 @@ class LossSettings:
     """β of the k3 penalty. A token whose ref_logprobs are unknown has none: the policy is its own reference there."""
     reweight_alpha: Number | None = None
     """α of Advantage Reweighting (Eq. 4); None: off."""
+    kl_corrected: bool = False
+    """Multiply k3 by π_θ/π_old, as TRL does unless told otherwise (use_bias_correction_kl)."""
 
     def check(self) -> None:
         """Raise InputError for numbers that make no loss."""
@@ -116,5 +118,6 @@ def _arguments(logprobs: Tensor, batch: TokenBatch, settings: LossSettings, num_
         "clip_ratio_c": settings.clip_ratio_c,
         "ref_logprobs": own_where_unknown(batch.ref_logprobs, logprobs),
         "kl_coef": settings.kl_coef,
+        "kl_corrected": settings.kl_corrected,
         "num_tokens": num_tokens,
     }

@@ -131,6 +131,7 @@ def policy_loss(
     clip_ratio_c: Number | None = None,
     ref_logprobs: Float[Tensor, "B T"] | None = None,
     kl_coef: Number = 0.0,
+    kl_corrected: bool = False,
     num_tokens: Number,
 ) -> Float[Tensor, ""]:
     """The negative of Eq. 1, a scalar to minimise: −Σ_kept [min(r·Â, clip(r)·Â) − kl_coef·k3] / num_tokens.
@@ -138,14 +139,16 @@ def policy_loss(
     With `clip_ratio_c` the surrogate of a negative Â is at least c·Â (dual clip). `num_tokens` is the count of response
     tokens of the whole mini-batch, so the losses of its micro-batches, or of Lopti's two masks, add up to its own.
     Exactly at a clip's edge a token is not clipped and its gradient is that of r·Â: I_trust's inequalities are strict.
-    At `kl_coef` 0, `ref_logprobs` is not used. Gradients flow into `logprobs` alone.
+    At `kl_coef` 0, `ref_logprobs` is not used. Gradients flow into `logprobs` alone. `kl_corrected` multiplies k3 by the
+    ratio r, unclipped, which makes the term's gradient that of KL(π ‖ π_ref) itself; TRL has it on, the paper off.
     """
     _check_settings(clip_ratio_low, clip_ratio_high, clip_ratio_c, kl_coef, ref_logprobs, num_tokens)
     new, old, advantage = _kept(response_mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     objective, _ = _clipped_surrogate(new, old, advantage, clip_ratio_low, clip_ratio_high, clip_ratio_c)
     if kl_coef != 0:
         (ref,) = _kept(response_mask, ref_logprobs=ref_logprobs)
-        objective = objective - kl_coef * kl_k3(new, ref)
+        kl = kl_k3(new, ref)
+        objective = objective - kl_coef * (kl * (new - old).exp() if kl_corrected else kl)
     return -objective.sum() / num_tokens
 
 
@@ -156,7 +159,7 @@ class TokenWeights:
     policy: Float[Tensor, "B T"]
     """r · Â · I_trust; carries no 1/num_tokens."""
     kl: Float[Tensor, "B T"]
-    """kl_coef · (π_ref/π − 1), the pull back to the reference."""
+    """kl_coef · (π_ref/π − 1), the pull back to the reference; with kl_corrected kl_coef · r · log(π_ref/π)."""
     clipped: Bool[Tensor, "B T"]
     """True where I_trust is 0: the policy part is clipped away."""
 
@@ -178,6 +181,7 @@ def token_weight_parts(
     clip_ratio_c: Number | None = None,
     ref_logprobs: Float[Tensor, "B T"] | None = None,
     kl_coef: Number = 0.0,
+    kl_corrected: bool = False,
     num_tokens: Number,
 ) -> TokenWeights:
     """Eq. 2's weights in closed form: −num_tokens · ∂policy_loss/∂logprob of every token, by policy and KL part.
@@ -190,7 +194,8 @@ def token_weight_parts(
     kl = torch.zeros_like(new)
     if kl_coef != 0:
         (ref,) = _kept(response_mask, ref_logprobs=ref_logprobs)
-        kl = kl_coef * torch.expm1(ref - new)
+        # d(r·k3)/d log π = r·k3 + r·(1 − π_ref/π) = −r·log(π_ref/π)
+        kl = kl_coef * ((ref - new) * (new - old).exp() if kl_corrected else torch.expm1(ref - new))
     # Where it is not clipped, r·Â is its own derivative with respect to log π.
     return TokenWeights(surrogate.masked_fill(clipped, 0.0), kl, clipped)
 

@@ -41,7 +41,7 @@ def trl_settings(config: Any) -> TRLSettings:
     by gradscope are TRL's for scale_rewards="group" alone; those that TRL gives are used as they are.
 
     Raises InputError for a loss that Eq. 1 is not: loss types other than LOSS_TYPES, ratios of whole sequences, entropy
-    bonus, high-entropy and off-policy masks, the corrected KL, an auxiliary loss.
+    bonus, high-entropy and off-policy masks, an auxiliary loss.
     """
     if reason := _no_counterpart(config):
         raise InputError(f"{reason}: gradscope's weights (Eq. 2) are not those of that loss; switch it off to measure")
@@ -51,7 +51,7 @@ def trl_settings(config: Any) -> TRLSettings:
         if not dual > 1:
             raise InputError(f"delta is {dual}, which clips every ratio around 1; give a number above 1, or None")
         high, dual = min(high, dual - 1), max(dual, 1 + high)
-    loss = LossSettings(config.epsilon, high, dual, config.beta, None)
+    loss = LossSettings(config.epsilon, high, dual, config.beta, None, bool(config.use_bias_correction_kl))
     loss.check()
     return TRLSettings(loss, 1e-4, float(config.temperature))
 
@@ -68,8 +68,6 @@ def _no_counterpart(config: Any) -> str | None:
         return f"top_entropy_quantile is {config.top_entropy_quantile}"
     if config.off_policy_mask_threshold is not None:
         return f"off_policy_mask_threshold is {config.off_policy_mask_threshold}"
-    if config.use_bias_correction_kl and config.beta != 0:
-        return "use_bias_correction_kl is on"
     if config.router_aux_loss_coef:
         return f"router_aux_loss_coef is {config.router_aux_loss_coef}"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -15,7 +15,6 @@ from gradscope.errors import InputError
 from gradscope.objective import check_eta, lopti_split, reweight
 
 Number = int | float
-Order = Literal["low-first", "high-first"]
 ORDERS = {"low-first": ("low", "high"), "high-first": ("high", "low")}
 
 _ADDITIVE = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
@@ -52,7 +51,7 @@ class ReweightLoptiMixin:
         *args: Any,
         reweight_alpha: Number | None = None,
         lopti_eta: Number | None = None,
-        lopti_order: Order = "low-first",
+        lopti_order: str = "low-first",
         **keywords: Any,
     ) -> None:
         if reweight_alpha is not None and not 0 <= reweight_alpha <= 1:
@@ -199,7 +198,7 @@ def _refuse_unsupported(trainer: Any) -> None:
             "FSDP": trainer.is_fsdp_enabled,
             "several processes": trainer.accelerator.num_processes > 1,
             "fp16": args.fp16,
-            f"optim={str(args.optim)!r}": "lomo" in str(args.optim).lower(),
+            f"optim={str(args.optim.value)!r}": "lomo" in args.optim.value,
             "an entropy bonus": trainer._entropy_bonus_enabled,
             "an auxiliary loss (router_aux_loss_coef)": trainer.aux_loss_enabled,
             "top_entropy_quantile < 1": args.top_entropy_quantile < 1,
