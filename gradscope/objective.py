@@ -139,8 +139,8 @@ def policy_loss(
     With `clip_ratio_c` the surrogate of a negative Â is at least c·Â (dual clip). `num_tokens` is the count of response
     tokens of the whole mini-batch, so the losses of its micro-batches, or of Lopti's two masks, add up to its own.
     Exactly at a clip's edge a token is not clipped and its gradient is that of r·Â: I_trust's inequalities are strict.
-    At `kl_coef` 0, `ref_logprobs` is not used. Gradients flow into `logprobs` alone. `kl_corrected` multiplies k3 by the
-    ratio r, unclipped, which makes the term's gradient that of KL(π ‖ π_ref) itself; TRL has it on, the paper off.
+    At `kl_coef` 0, `ref_logprobs` is not used. Gradients flow into `logprobs` alone. `kl_corrected` multiplies k3 by
+    the ratio r, unclipped, which makes the term's gradient that of KL(π ‖ π_ref) itself; TRL has it on, the paper off.
     """
     _check_settings(clip_ratio_low, clip_ratio_high, clip_ratio_c, kl_coef, ref_logprobs, num_tokens)
     new, old, advantage = _kept(response_mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)

@@ -223,6 +223,20 @@ def test_settings_outside_the_unit_interval_and_unknown_probabilities_are_refuse
 # ---- loss and weights
 
 
+@pytest.mark.parametrize("corrected", [False, True])
+def test_the_corrected_kl_is_k3_times_the_ratio_and_its_weight_the_logarithm_of_the_ratio_to_the_reference(corrected):
+    batch, ref = clipped_batch()
+    batch["advantages"] = torch.zeros_like(batch["advantages"])
+    settings = CLIPS | {"kl_coef": 0.05, "ref_logprobs": ref, "num_tokens": 61, "kl_corrected": corrected}
+    keep, new = batch["response_mask"], batch["logprobs"]
+    ratio, log_ratio = (new - batch["old_logprobs"]).exp(), ref - new
+    terms = (log_ratio.exp() - log_ratio - 1) * (ratio if corrected else 1)
+    expected = torch.where(keep, 0.05 * (ratio * log_ratio if corrected else log_ratio.exp() - 1), 0.0)
+    assert policy_loss(**batch, **settings).item() == pytest.approx(0.05 * terms[keep].sum().item() / 61, rel=1e-12)
+    assert torch.allclose(token_weights(**batch, **settings), expected, rtol=1e-12, atol=1e-15)
+    assert torch.allclose(weights_by_autograd(batch, **settings), expected, rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.parametrize("dual", [None, 10.0])
 @pytest.mark.parametrize("kl_coef", [0.0, 0.05])
 def test_loss_and_weights_equal_a_double_loop_and_autograd_with_every_clip_active(dual, kl_coef):

@@ -141,6 +141,14 @@ def test_weights_are_the_losss_derivatives_by_autograd(policy, batch, loss):
     assert (table["clipped"] == clipped_away).all() and (loss == LossSettings() or clipped_away.any())
 
 
+def test_the_advantages_eps_is_added_to_the_deviation_of_the_rewards(policy, batch):
+    table = measure(policy, batch, advantage_eps=0.5, self_check=False)
+    wanted = grpo_advantages(batch.rewards, batch.group_ids, eps=0.5)
+    np.testing.assert_array_equal(table["advantage"], wanted[table["response"].tolist()])
+    ratio = table["advantage"] / measure(policy, batch, self_check=False)["advantage"]
+    assert (ratio.dropna() < 0.9).all()
+
+
 def advantages_of(batch: TokenBatch) -> list[float]:
     """GRPO's, group by group, in plain Python."""
     out = []
@@ -397,6 +405,7 @@ def refusal(policy: Policy, batch: TokenBatch, **settings) -> str:
         ({"tokens_per_interval": 0}, "tokens_per_interval is 0"),
         ({"tokens_per_interval": -2}, "tokens_per_interval is -2"),
         ({"seed": -1}, "seed is -1"),
+        ({"advantage_eps": -1.0}, "advantage_eps is -1"),
         ({"chunk_rows": 0}, "chunk_rows is 0"),
         ({"loss": LossSettings(kl_coef=float("nan"))}, "kl_coef is nan"),
         ({"loss": LossSettings(clip_ratio_low=-0.1)}, "clip_ratio_low is -0.1"),

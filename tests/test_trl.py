@@ -53,7 +53,7 @@ def test_a_batch_of_trl_is_the_batch_of_its_responses():
         "advantages": torch.tensor([[1.0, 2.0, 3.0]]),
         "old_per_token_logps": torch.tensor([[-0.6, -0.7, -0.8]]),
     }
-    found, columns = batch_from_trl([inputs, wide], 0.7).left_aligned()
+    found, _ = batch_from_trl([inputs, wide], 0.7).left_aligned()
     wanted = collate(
         [
             Response([5, 6], [10, 11], 0, 0.7, None, 0.5, [-0.1, -0.2], None, [True, False]),
@@ -269,13 +269,17 @@ def test_the_numbers_of_a_step_are_those_of_interval_gradients_and_of_a_count(ch
                 prob = old.logprob.exp()
                 inside = batch.response_mask & (prob >= interval / 4) & ((prob < interval / 4 + 0.25) | (interval == 3))
                 for sign, asked in (("positive", batch.advantages > 0), ("negative", batch.advantages < 0)):
-                    moved = (new.logprob - new.log_one_minus_prob - old.logprob + old.log_one_minus_prob)[inside & asked]
+                    moved = (log_odds(new) - log_odds(old))[inside & asked]
                     right = moved > 0 if sign == "positive" else moved < 0
                     share = right.float().sum() / (moved != 0).sum()
                     close(row[f"right_direction_{sign}_{interval}"], float(share))
         for a, b in combinations(range(4), 2):
             close(row[f"interval_cosine_{a}_{b}"], wanted.cosines[b][a])
         assert row["num_tokens"] == batch.num_tokens
+
+
+def log_odds(statistics):
+    return statistics.logprob - statistics.log_one_minus_prob
 
 
 def close(found, wanted):

@@ -83,6 +83,7 @@ def test_the_gradient_of_each_pass_is_that_of_gradscopes_trainer(checkpoint, tmp
         reweight_alpha=alpha, lopti_eta=eta, lopti_order=order, clip_ratio_low=loss.clip_ratio_low,
         clip_ratio_high=loss.clip_ratio_high, clip_ratio_c=loss.clip_ratio_c, kl_coef=loss.kl_coef,
     )  # fmt: skip
+    clipped = 0
     for first, second in zip(recorder.steps[::2], recorder.steps[1::2], strict=True):
         batch = batch_from_trl(first["window"], TEMPERATURE)
         model.load_state_dict(first["weights"], strict=False)
@@ -95,11 +96,11 @@ def test_the_gradient_of_each_pass_is_that_of_gradscopes_trainer(checkpoint, tmp
             model.load_state_dict(recorded["weights"], strict=False)
             model.zero_grad()
             updater = Updater(model, None, CPU, micro_batch_size=3)
-            _, *clipped = updater.accumulate(part, update.settings)
+            clipped += sum(updater.accumulate(part, update.settings)[1:])
             assert part.batch.num_tokens > 5
             assert distance(recorded["gradient"], gradients(model)) < SUMS
     # The later steps of the last setting are off-policy: there clipping is part of what was compared.
-    assert "epsilon" not in settings or sum(clipped) > 0
+    assert "epsilon" not in settings or clipped > 0
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo"])
@@ -120,7 +121,7 @@ def test_the_passes_add_up_to_the_whole_loss_of_every_type_with_everything_in_it
 
     low, high, reweighted = gradient("low"), gradient("high"), gradient(None)
     assert distance({name: low[name] + high[name] for name in low}, reweighted) < SUMS
-    assert all(0.05 < distance(part, reweighted) for part in (low, high))
+    assert all(distance(part, reweighted) > 0.05 for part in (low, high))
     trainer.reweight_alpha = None
     factor = 0.4 * inputs["old_per_token_logps"].exp() + 0.6
     inputs["advantages"] = inputs["advantages"][:, None] * factor
@@ -160,7 +161,8 @@ def test_a_pair_of_steps_has_one_learning_rate_and_counts_once(checkpoint, tmp_p
     trainer = make_trainer(checkpoint, tmp_path, kind=ours, methods={"lopti_eta": 0.5}, **settings)
     recorder = Recorder(trainer)
     train(trainer)
-    assert [step["rate"] for step in recorder.steps] == pytest.approx([1e-2, 1e-2, 7.5e-3, 7.5e-3, 5e-3, 5e-3, 2.5e-3, 2.5e-3])
+    falling = [1e-2, 1e-2, 7.5e-3, 7.5e-3, 5e-3, 5e-3, 2.5e-3, 2.5e-3]
+    assert [step["rate"] for step in recorder.steps] == pytest.approx(falling)
     assert [step["global_step"] for step in recorder.steps] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert trainer.state.global_step == 4
 

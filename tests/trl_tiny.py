@@ -54,6 +54,7 @@ def make_trainer(
     settings: of GRPOConfig.
     """
     from datasets import Dataset
+
     trl = import_trl()
     defaults = {
         "per_device_train_batch_size": 8,

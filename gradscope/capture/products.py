@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 Product = Callable[..., Tensor]
-"""multiply(left, right, into=None): (…, a, b) times (…, b, c) in the first one's dtype; added to `into`, if it is given,
-in its place."""
+"""multiply(left, right, into=None): (…, a, b) times (…, b, c) in the first one's dtype; added to `into`, in its place,
+if that is given."""
 Precision = Literal["exact", "bfloat16", "tf32"]
 
 

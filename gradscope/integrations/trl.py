@@ -16,7 +16,7 @@ from gradscope.integrations.trl_batch import TRLSettings, batch_from_trl, respon
 from gradscope.integrations.trl_callback import GradScopeCallback
 from gradscope.integrations.trl_methods import ReweightLoptiMixin
 
-__all__ = [
+__all__ = [  # noqa: F822 (made on first use)
     "GradScopeCallback",
     "GradScopeGRPOTrainer",
     "ReweightLoptiMixin",

@@ -36,9 +36,9 @@ class TRLSettings:
 def trl_settings(config: Any) -> TRLSettings:
     """Translate a GRPOConfig: clips, KL and what makes advantages of rewards. Denominators: `response_denominators`.
 
-    TRL's `delta` caps the ratio at any sign of Â. Where it is at least 1 + epsilon_high it is the dual clip; where it is
-    lower, it is the upper clip of Â > 0, and the dual clip is at 1 + epsilon_high. Advantages that are made of rewards
-    by gradscope are TRL's for scale_rewards="group" alone; those that TRL gives are used as they are.
+    TRL's `delta` caps the ratio at any sign of Â. Where it is at least 1 + epsilon_high it is the dual clip; where it
+    is lower, it is the upper clip of Â > 0, and the dual clip is at 1 + epsilon_high. Advantages that are made of
+    rewards by gradscope are TRL's for scale_rewards="group" alone; those that TRL gives are used as they are.
 
     Raises InputError for a loss that Eq. 1 is not: loss types other than LOSS_TYPES, ratios of whole sequences, entropy
     bonus, high-entropy and off-policy masks, an auxiliary loss.
@@ -110,8 +110,9 @@ def batch_from_trl(inputs: Inputs | Sequence[Inputs], temperature: Number) -> To
     inputs: what GRPOTrainer's `_prepare_inputs` (or `_generate_and_score_completions`) returns: prompts padded on the
     left, completions on the right. temperature: the GRPOConfig's. Responses to equal prompts are one group, also those
     of two rows of the dataset. Log-probabilities and advantages that TRL does not keep are unknown: without
-    `old_per_token_logps` it was on-policy. `tool_mask` drops tokens of tools, as in TRL's loss. Advantages are multiplied
-    by the `importance_sampling_ratio` that corrects for vLLM, where there is one, which is what TRL's loss does with it.
+    `old_per_token_logps` it was on-policy. `tool_mask` drops tokens of tools, as in TRL's loss. Advantages are
+    multiplied by the `importance_sampling_ratio` that corrects for vLLM, where there is one, which is what TRL's loss
+    does with it.
 
     Raises InputError for a batch without these tensors, and for images, which no TokenBatch holds.
     """

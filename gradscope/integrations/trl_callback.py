@@ -1,4 +1,4 @@
-"""While TRL trains: whom its gradient serves, and who then moves the right way, every few steps, on the step's batch."""
+"""While TRL trains: whom its gradient serves, and who then moves the right way, every few steps."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ class GradScopeCallback(TrainerCallback):
         trainer.add_callback(GradScopeCallback(trainer, every=10))
 
     Logged beside TRL's own metrics, with the prefix gradscope/, and a row of `OUTPUT_DIR/gradscope/metrics.parquet`
-    (with the column `step`). Intervals of π_old are numbered from 0; G_a is the part of the gradient of TRL's loss, with
-    its denominators and before clipping, that the tokens of interval a have, over all weights that are trained:
+    (with the column `step`). Intervals of π_old are numbered from 0; G_a is the part of the gradient of TRL's loss,
+    with its denominators and before clipping, that the tokens of interval a have, over all weights that are trained:
     interval_norm_a, interval_norm_all: ‖G_a‖, ‖G‖ for G = Σ G_a; interval_share_a: ⟨G_a, G⟩/‖G‖², adds up to 1;
     interval_cosine_a_b, interval_cosine_a_all: of G_a with G_b, and with G; token_share_a: share of the tokens;
     right_direction_positive_a, right_direction_negative_a: of the tokens with such an advantage, the share whose
-    probability the whole step (both of Lopti's) moved that way; num_tokens; seconds: what measuring cost.
-    What is undefined (an interval without tokens) is left out of the log and NaN in the file.
+    probability the whole step (both of Lopti's) moved that way; num_tokens; seconds: what measuring cost. What is
+    undefined (an interval without tokens) is left out of the log and NaN in the file.
 
-    With a trainer that has a `reweight_alpha`, it is in the weights. A cost of every measured step: three forward passes
-    and a backward pass per interval; memory: a vector as long as the weights per interval, one more with LoRA. Nothing
-    about the training changes. How much time it took is printed at the end. A new run in the same folder starts the file
-    anew, a resumed one goes on with it. Of several processes the main one measures its own responses; the others wait.
+    With a trainer that has a `reweight_alpha`, it is in the weights. A cost of every measured step: three forward
+    passes and a backward pass per interval; memory: a vector as long as the weights per interval, one more with LoRA.
+    Nothing about the training changes. How much time it took is printed at the end. A new run in the same folder starts
+    the file anew, a resumed one goes on with it. Of several processes the main one measures its own responses; the
+    others wait.
 
-    edges: of the intervals. micro_batch_size: most responses in one forward pass. Raises InputError for a trainer that is
-    not GRPOTrainer, losses that `trl_settings` refuses, weights in shards (DeepSpeed, FSDP), and numbers below 1.
+    edges: of the intervals. micro_batch_size: most responses in one forward pass. Raises InputError for a trainer that
+    is not GRPOTrainer, losses that `trl_settings` refuses, weights in shards (DeepSpeed, FSDP), and numbers below 1.
     """
 
     def __init__(

@@ -62,9 +62,7 @@ def measure_step(
     intervals = old_intervals(batch, edges)
     masks = torch.stack([intervals == a for a in range(len(edges) - 1)])
     trained = _trained_columns(model)
-    sums = weighted_gradients(
-        model, batch, -weights / denominators[:, None] * masks, micro_batch_size=micro_batch_size
-    )
+    sums = weighted_gradients(model, batch, -weights / denominators[:, None] * masks, micro_batch_size=micro_batch_size)
     products = gram(sums if trained is None else sums[:, trained]).numpy()
     numbers = {f"token_share_{a}": int(mask.sum()) / batch.num_tokens for a, mask in enumerate(masks)}
     return StepMeasurement(batch, before, edges, numbers | _geometry(products, masks.flatten(1).any(1).numpy()))

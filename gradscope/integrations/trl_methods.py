@@ -1,4 +1,4 @@
-"""Advantage Reweighting (Eq. 4) and Lopti (Alg. 1, arXiv:2505.12929) inside TRL's GRPOTrainer, by overriding methods."""
+"""Advantage Reweighting (Eq. 4) and Lopti (Alg. 1, arXiv:2505.12929) inside TRL's GRPOTrainer, by overriding."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class ReweightLoptiMixin:
 
     reweight_alpha: α of Reweight; None: off. Â becomes [α·π_old + 1 − α]·Â by token, with TRL's own
     `old_per_token_logps` or, where TRL keeps none because the batch is on-policy, the current log-probabilities.
-    lopti_eta: η of Lopti; None: off. Each optimizer step of TRL becomes two: all micro-batches with the tokens of
-    π_old < η, clip, step; then all of them again with the others, clip, step. Both go by the same π_old, tokens outside a
+    lopti_eta: η of Lopti; None: off. Each optimizer step of TRL becomes two: all micro-batches with the tokens of π_old
+    < η, clip, step; then all of them again with the others, clip, step. Both go by the same π_old, tokens outside a
     pass have neither a policy nor a KL gradient in it, and each pass keeps the loss's own denominators, which count all
     tokens. lopti_order "high-first" turns the passes around. With both None every update is GRPOTrainer's, bit for bit.
 
-    With Lopti a step trains its two groups before the next step comes: L1 H1 L2 H2, the reading of the paper's text, not
-    the authors' sweep L1 L2 H1 H2. The two steps of a pair have one learning rate: the schedule advances, and global_step
-    counts, once per pair. A pass without any token takes no step. Callbacks see on_pre_optimizer_step and
-    on_optimizer_step for each; `grad_norm` in the log is the last pass's, `lopti/grad_norm_low` (or `_high`) the first's,
-    before clipping; `lopti/tokens_low`, `lopti/tokens_high` count tokens per step, and `loss` is the sum of both passes.
-    `kl` and the means of `clip_ratio` are of all tokens, as in TRL. `total_flos` does not count the second pass.
-    Evaluation splits nothing.
+    With Lopti a step trains its two groups before the next step comes: L1 H1 L2 H2, the reading of the paper's text,
+    not the authors' sweep L1 L2 H1 H2. The two steps of a pair have one learning rate: the schedule advances, and
+    global_step counts, once per pair. A pass without any token takes no step. Callbacks see on_pre_optimizer_step and
+    on_optimizer_step for each; `grad_norm` in the log is the last pass's, `lopti/grad_norm_low` (or `_high`) the
+    first's, before clipping; `lopti/tokens_low`, `lopti/tokens_high` count tokens per step, and `loss` is the sum of
+    both passes. `kl` and the means of `clip_ratio` are of all tokens, as in TRL. `total_flos` does not count the second
+    pass. Evaluation splits nothing.
 
     Refused with InputError: for both, ratios of whole sequences (importance_sampling_level="sequence") and loss_type
     "vespo"; for Lopti further DeepSpeed, FSDP, fp16, LOMO, several processes, the entropy bonus and an auxiliary loss
     (they would count twice), top_entropy_quantile and off_policy_mask_threshold (their tokens change between passes).
-    vLLM, with its importance weights, LoRA, gradient accumulation and num_iterations > 1 work. `use_liger_kernel` is not
-    refused: in TRL 1.16 it changes layers and not the loss.
+    vLLM's importance weights multiply the changed advantages, as they do TRL's own. `use_liger_kernel` is not refused:
+    in TRL 1.16 it changes layers and not the loss.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ReweightLoptiMixin:
         return loss
 
     def _step_first(self, model: Any, name: str) -> None:
-        """What Trainer's loop does between the last micro-batch and the next step, its schedule and counters left out."""
+        """What Trainer's loop does between the last micro-batch and the next step, without schedule and counters."""
         norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
         norm = self._get_grad_norm(model, grad_norm=norm)
         self._metrics["train"][f"lopti/grad_norm_{name}"].append(float(norm))
@@ -134,8 +134,8 @@ class ReweightLoptiMixin:
         """TRL's loss, of inputs whose advantages (and, in a pass of Lopti, reference) have been changed by token."""
         if self.reweight_alpha is None and self._lopti_pass is None:
             return super()._compute_loss(model, inputs)
-        # π_old may be known only from the loss's own forward pass, so that the advantages come after it. If a release of
-        # TRL looked at them before, the loss would be NaN.
+        # π_old may be known only from the loss's own forward pass, so that the advantages come after it. If a release
+        # of TRL looked at them before, the loss would be NaN.
         changed = inputs | {"advantages": torch.full_like(inputs["advantages"], float("nan"))}
         self._on_logprobs = lambda logprobs: self._change(inputs, changed, logprobs)
         loss = super()._compute_loss(model, changed)
