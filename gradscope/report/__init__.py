@@ -1,0 +1,22 @@
+"""One HTML file that fetches nothing: findings, sections with figures and tables, and a viewer of tokens."""
+
+from gradscope.report.page import Block, Definition, Figure, Finding, Formula, Page, Paragraph, Section, Table
+from gradscope.report.render import write_page
+from gradscope.report.viewer import QUANTITIES, Quantity, Viewer, prompt_texts
+
+__all__ = [
+    "QUANTITIES",
+    "Block",
+    "Definition",
+    "Figure",
+    "Finding",
+    "Formula",
+    "Page",
+    "Paragraph",
+    "Quantity",
+    "Section",
+    "Table",
+    "Viewer",
+    "prompt_texts",
+    "write_page",
+]
