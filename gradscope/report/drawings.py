@@ -30,10 +30,9 @@ def inline_svg(drawing: object, prefix: str) -> str:
         raise InputError(f"a figure's source is a {_plain(root.tag)!r} element; an SVG is wanted")
     _clean(root, prefix)
     width, height = (_points(root.attrib.pop(side, "")) for side in ("width", "height"))
-    if "viewBox" not in root.attrib:
-        root.set("viewBox", f"0 0 {width or 400:g} {height or 300:g}")
-    width = width or float(root.get("viewBox", "0 0 400 300").split()[2])
-    root.set("style", f"--natural: {width:g}pt")
+    # Without a viewBox, the units inside are pixels of ¾ point.
+    box = root.attrib.setdefault("viewBox", f"0 0 {(width or 300) / 0.75:g} {(height or 225) / 0.75:g}")
+    root.set("style", f"--natural: {width or 0.75 * float(box.split()[2]):g}pt")
     root.attrib.pop("version", None)
     return ElementTree.tostring(root, encoding="unicode")
 

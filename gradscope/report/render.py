@@ -48,7 +48,8 @@ def render(page: Page) -> str:
         lstrip_blocks=True,
     )
     drawn = iter(range(1, 10_000))
-    script = _template("page.js") + (_template("viewer.js") if page.viewer is not None else "")
+    # The viewer's first: on paper it puts every response on the page, and then all that is folded unfolds.
+    script = "".join(_template(name) for name in (["viewer.js"] if page.viewer is not None else []) + ["page.js"])
     html = environment.get_template("page.html.jinja").render(
         page=page,
         viewer=None if page.viewer is None else (data := viewer_data(page.viewer)),

@@ -1,7 +1,6 @@
-"use strict";
-
 // On paper nothing can be opened: what is folded unfolds while printing, and folds again afterwards.
 (() => {
+  "use strict";
   const paper = matchMedia("print");
   let opened = [];
   const unfold = () => {

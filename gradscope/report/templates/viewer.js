@@ -1,6 +1,6 @@
-
 // The token viewer. Text from models only ever goes through textContent.
 (() => {
+  "use strict";
   const data = JSON.parse(document.getElementById("viewer-data").textContent);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const paper = matchMedia("print");
@@ -20,7 +20,7 @@
             diverging: ["#ffb26b", "#b9651c", "#5a3413", "#15181c", "#173f63", "#2f7fbd", "#9fd2f5"] },
   };
   const toRgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-  const inks = (scale) => INKS[dark.matches && !paper.matches ? "dark" : "light"][scale === "diverging" ? scale : "sequential"];
+  const inks = (scale) => INKS[dark.matches && !state.printing ? "dark" : "light"][scale === "diverging" ? scale : "sequential"];
 
   function mix(stops, fraction) {
     const at = Math.min(Math.max(fraction, 0), 1) * (stops.length - 1);
@@ -79,7 +79,7 @@
     };
   });
 
-  const state = { quantity: 0, sorted: responses, current: responses[0] };
+  const state = { quantity: 0, sorted: responses, current: responses[0], printing: paper.matches };
 
   // ---- one response ----
 
@@ -99,15 +99,21 @@
 
   function makeToken(response, index) {
     const text = data.tokens[response.tokens[index]];
-    const span = make("span", "token", visible(text));
+    const span = make("span", "token");
+    for (const piece of text.split(/([\n\r\t])/)) {
+      if (!(piece in MARKS)) {
+        span.append(visible(piece));
+        continue;
+      }
+      const mark = make("span", "", piece);
+      mark.dataset.mark = MARKS[piece];
+      span.append(mark);
+    }
+    if (text === "") span.dataset.mark = "∅";
+    if (!text.trim()) span.setAttribute("aria-label", spelled(text));
     span.dataset.index = index;
     span.tabIndex = index ? -1 : 0;
     span.setAttribute("role", "option");
-    if (/^[\s]*$/.test(text)) {
-      span.setAttribute("aria-label", text === "" ? "empty token" : /\n/.test(text) ? "line break" : "white space");
-      span.dataset.mark = text === "" ? "∅" : text.replace(/[^\n\r\t]/g, "").replace(/./gs, (character) => MARKS[character]) || "␣";
-      span.classList.add(/[\n\r\t]/.test(text) || text === "" ? "mark" : "blank");
-    }
     return span;
   }
 
@@ -137,7 +143,6 @@
     if (response.prompt !== undefined) {
       const prompt = make("details", "prompt");
       prompt.append(make("summary", "", "Prompt"), make("pre", "", visible(data.prompts[response.prompt])));
-      prompt.open = paper.matches;
       article.append(prompt);
     }
     article.append(makeTokens(response));
@@ -163,7 +168,7 @@
   // ---- all of them ----
 
   function showResponses() {
-    const shown = paper.matches ? state.sorted : [state.current];
+    const shown = state.printing ? state.sorted : [state.current];
     element("responses").replaceChildren(...shown.map(open));
     shown.forEach(shade);
     const at = state.sorted.indexOf(state.current);
@@ -255,6 +260,7 @@
     for (const earlier of document.querySelectorAll("[aria-describedby=tooltip]")) earlier.removeAttribute("aria-describedby");
     span.setAttribute("aria-describedby", "tooltip");
     tooltip.hidden = false;
+    tooltip.style.left = "0"; // how wide it may be depends on where it stands
     const box = span.getClientRects()[span.getClientRects().length - 1];
     const { offsetWidth: width, offsetHeight: height } = tooltip;
     const below = box.bottom + 8 + height < innerHeight || box.top < height + 8;
@@ -351,14 +357,17 @@
       goTo(state.sorted[0]);
     });
   }
-  const repaint = () => {
+  const repaint = (printing) => {
+    state.printing = printing;
     showLegend();
     showResponses();
   };
-  for (const media of [dark, paper]) media.addEventListener("change", repaint);
+  for (const media of [dark, paper]) media.addEventListener("change", () => repaint(paper.matches));
+  addEventListener("beforeprint", () => repaint(true));
+  addEventListener("afterprint", () => repaint(false));
 
   data.orders.forEach(({ label }, number) => element("order").append(new Option(label, number)));
   element("viewer").hidden = false;
   showList();
-  repaint();
+  repaint(paper.matches);
 })();
