@@ -118,13 +118,26 @@ def test_as_many_responses_are_shown_as_the_budget_allows_and_at_least_one():
     assert half.tokens == (table["response"] < half.shown).sum()
     assert len(json.loads(half.json)["responses"]) == half.shown
     assert viewer_data(Viewer(table, budget=0)).shown == 1
-    page = render(Page("t", viewer=Viewer(table, budget=len(whole.json) // 2)))
-    assert f"{half.shown} of 20 responses are shown, in the order of the rollouts" in page
 
 
 def test_a_response_that_was_chosen_comes_in_its_place():
     data = json.loads(viewer_data(Viewer(token_table(), responses=[2, 0])).json)
     assert [response["response"] for response in data["responses"]] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "All 3 responses, 11 tokens."),
+        ({"responses": [2, 0], "chosen": "by lot"}, "2 of 3 responses, by lot: 7 tokens."),
+        (
+            {"budget": 0},
+            "1 of 3 responses, in the order of the rollouts: 3 tokens; more would make this page too large.",
+        ),
+    ],
+)
+def test_the_page_says_how_many_responses_it_shows_of_how_many(settings, words):
+    assert words in render(Page("t", viewer=Viewer(token_table(), **settings)))
 
 
 def test_prompts_are_stored_once_each():

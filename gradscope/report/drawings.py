@@ -12,7 +12,8 @@ _DROPPED = {"metadata", "style", "title", "script", "foreignObject", "a", "anima
 _REFERENCE = re.compile(r"url\(#([^)]+)\)")
 _DOTS = 200
 """Per inch, of what is drawn as an image inside the SVG, such as a scatter of thousands of tokens."""
-_FONTS = "DejaVu Sans, Verdana, Geneva, sans-serif"
+_FONTS = ["DejaVu Sans", "Verdana", "Geneva"]
+"""What letters are drawn with where the page is read: the font they were laid out in, or one as wide."""
 
 
 def inline_svg(drawing: object, prefix: str) -> str:
@@ -51,7 +52,7 @@ def draw_svg(drawing: object) -> str:
         raise InputError(f"a figure's drawing is a {type(drawing).__name__}; a matplotlib Figure or Axes is wanted")
     target = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with paper_style(), mpl.rc_context({"svg.fonttype": "none"}):
+    with paper_style(), mpl.rc_context({"svg.fonttype": "none", "font.sans-serif": _FONTS}):
         drawing.savefig(target, format="svg", transparent=True, dpi=_DOTS, metadata=nothing)
     return target.getvalue()
 
@@ -71,10 +72,7 @@ def _clean(element: ElementTree.Element, prefix: str) -> None:
             value = f"#{prefix}-{value[1:]}" if value.startswith("#") else value
         elif name.startswith("on"):
             continue
-        value = _REFERENCE.sub(rf"url(#{prefix}-\1)", value)
-        if name == "style":
-            value = value.replace("'DejaVu Sans'", _FONTS)
-        element.set(name, value)
+        element.set(name, _REFERENCE.sub(rf"url(#{prefix}-\1)", value))
     for child in list(element):
         if not isinstance(child.tag, str) or _plain(child.tag) in _DROPPED:
             element.remove(child)

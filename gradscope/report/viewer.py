@@ -32,7 +32,7 @@ class Quantity:
     definition: str = ""
     reverse: bool = False
     """Shade small values strongly, not large ones; for linear and log."""
-    limits: tuple[float, float] | None = None
+    limits: tuple[int | float, int | float] | None = None
     """Ends of the scale; None: from the table."""
     missing: str = "not measured"
     """What is said where the column is NaN."""
@@ -79,7 +79,7 @@ class Viewer:
     """A token table, with any further columns that `quantities` names."""
     prompts: Sequence[str] | None = None
     """The prompt of each row of the rollouts (the table's `response` counts them), as `prompt_texts` gives them."""
-    rewards: Sequence[float] | None = None
+    rewards: Sequence[int | float] | None = None
     """The reward of each row of the rollouts."""
     quantities: tuple[Quantity, ...] = QUANTITIES
     """Those whose column is absent, or NaN throughout, are left out."""
@@ -99,11 +99,20 @@ class ViewerData:
     """For a script element: holds no <, > or &, and only ASCII."""
     quantities: tuple[Quantity, ...]
     shown: int
-    """Responses in `json`."""
+    """Responses in `json`: the first of those that are wanted."""
+    wanted: int
+    """Responses that the viewer was asked to show."""
     responses: int
     """Responses in the table."""
     tokens: int
     """Tokens in `json`."""
+
+    def sentence(self, chosen: str) -> str:
+        """How many responses are shown of how many, and why not more."""
+        if self.shown == self.responses:
+            return f"All {self.shown:,} responses, {self.tokens:,} tokens."
+        more = "; more would make this page too large" if self.shown < self.wanted else ""
+        return f"{self.shown:,} of {self.responses:,} responses, {chosen}: {self.tokens:,} tokens{more}."
 
 
 @dataclass
@@ -149,7 +158,7 @@ def viewer_data(viewer: Viewer) -> ViewerData:
     }
     text = f'{json.dumps(head)[:-1]}, "responses": [{", ".join(shown)}]}}'
     count = sum(len(parts[response]) for response in wanted[: len(shown)])
-    return ViewerData(_for_script(text), quantities, len(shown), len(parts), count)
+    return ViewerData(_for_script(text), quantities, len(shown), len(wanted), len(parts), count)
 
 
 def prompt_texts(batch: TokenBatch, tokenizer: Any) -> list[str]:

@@ -315,9 +315,11 @@
     if (next) {
       event.preventDefault();
       next.focus();
-    } else if (event.key === "Escape") hide();
-    else if (event.key === "n" || event.key === "p") step(event.key === "n" ? 1 : -1, { focus: Boolean(span) });
+    } else if (event.key === "n" || event.key === "p") step(event.key === "n" ? 1 : -1, { focus: Boolean(span) });
     else if (/^[1-9]$/.test(event.key) && event.key <= data.quantities.length) shadeBy(event.key - 1);
+  });
+  addEventListener("keydown", (event) => {
+    if (event.key === "Escape") hide();
   });
   element("responses").addEventListener("focusin", (event) => {
     const span = event.target.closest(".token");
