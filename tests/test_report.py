@@ -174,7 +174,9 @@ def test_a_column_of_ones_own_can_shade():
 @pytest.mark.parametrize(
     ("scale", "values", "ends"),
     [
-        ("linear", [0.0, 1.0, 4.0], (0, 4)),
+        ("linear", [1.0, 2.0, 4.0], (0, 4)),
+        ("linear", [-3.0, -1.0], (-3, 0)),
+        ("linear", [0.0, 0.0], (0, 1)),
         ("diverging", [-1.0, 0.5, 3.0], (-3, 3)),
         ("diverging", [0.0, 0.0], (-1, 1)),
         ("log", [0.0, 0.5, 8.0], (0.5, 8)),
@@ -182,7 +184,7 @@ def test_a_column_of_ones_own_can_shade():
         ("log", [2.0, 2.0], (1, 2)),
     ],
 )
-def test_a_scale_spans_its_values_and_a_logarithmic_one_four_decades_at_most(scale, values, ends):
+def test_a_scale_spans_its_values_a_linear_one_0_too_and_a_logarithmic_one_four_decades_at_most(scale, values, ends):
     table = token_table((len(values),)).assign(x=values)
     data = json.loads(viewer_data(Viewer(table, quantities=(Quantity("x", "x", scale),))).json)
     found = data["quantities"][0]

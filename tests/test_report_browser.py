@@ -330,6 +330,18 @@ def test_responses_are_sorted_by_what_is_asked_for(opened):
     assert listed(opened) == [3, 2, 1, 0]
 
 
+def test_a_response_says_what_it_may_be_sorted_by(opened):
+    rows = TABLE[TABLE["response"] == 0]
+    said = opened.find_element(By.CSS_SELECTOR, "#responses .summary").text.split(" · ")
+    names, numbers = zip(*(text.removesuffix(" %").removesuffix(" nats").rsplit(" ", 1) for text in said), strict=True)
+    assert names == (
+        "reward", "advantage", "mean gradient norm", "largest share of Σ‖w g‖²", "mean entropy", "length",
+    )  # fmt: skip
+    wanted = [1, 0.5, rows["param_grad_norm"].mean(), rows["squared_share"].max(), rows["entropy"].mean(), len(rows)]
+    assert [float(number) for number in numbers] == pytest.approx(wanted, rel=5e-3)  # three digits
+    assert said[3].endswith(" %") and said[4].endswith(" nats")
+
+
 def listed(driver):
     texts = driver.execute_script("return [...document.querySelectorAll('#list button')].map((b) => b.firstChild.data)")
     return [int(text.removeprefix("Response ")) for text in texts]

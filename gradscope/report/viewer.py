@@ -226,7 +226,10 @@ def _describe(quantity: Quantity, column: pd.Series) -> dict[str, Any]:
 
 
 def _limits(quantity: Quantity, values: np.ndarray) -> tuple[float, float]:
-    """Ends of a scale from the values, beyond which at most a share EXTREME of the tokens lies (and tiny ones)."""
+    """Ends of a scale from the values, beyond which at most a share EXTREME of the tokens lies (and tiny ones).
+
+    A linear scale holds 0.
+    """
     values = values[np.isfinite(values)]
     if quantity.scale == "diverging":
         reach = float(np.quantile(np.abs(values), 1 - EXTREME, method="higher")) or 1.0
@@ -235,20 +238,24 @@ def _limits(quantity: Quantity, values: np.ndarray) -> tuple[float, float]:
         values = values[values > 0] if (values > 0).any() else np.ones(1)
         high = float(np.quantile(values, 1 - EXTREME, method="higher"))
         return min(max(float(values.min()), high * 10.0**-DECADES), high / 2), high
-    low, high = np.quantile(values, [EXTREME, 1 - EXTREME])
-    return (float(low), float(high)) if low < high else (float(low), float(low) + 1)
+    low, high = map(float, np.quantile(values, [EXTREME, 1 - EXTREME]))
+    low, high = min(low, 0.0), max(high, 0.0)
+    return low, high if low < high else 1.0
 
 
 def _orders(viewer: Viewer, quantities: Sequence[Quantity]) -> list[dict[str, Any]]:
-    """Ways to sort the responses: `by` is "place", "reward", "length", or how to sum up the quantity of that number."""
+    """Ways to sort the responses: `by` is "place", "reward", "length", or how to sum up a quantity."""
     names = [quantity.column for quantity in quantities]
-    orders = [{"label": "as in the rollouts", "by": "place"}]
+    orders: list[dict[str, Any]] = [{"label": "as in the rollouts", "by": "place"}]
     if viewer.rewards is not None:
         orders.append({"label": "reward", "by": "reward"})
     size = next((name for name in ("param_grad_norm", "logit_grad_norm") if name in names), None)
     summed = [("advantage", "mean", "advantage"), (size, "mean", "mean gradient norm"),
               ("squared_share", "max", "largest share of Σ‖w g‖²"), ("entropy", "mean", "mean entropy")]  # fmt: skip
-    orders += [{"label": label, "by": by, "quantity": names.index(n)} for n, by, label in summed if n in names]
+    for name, by, label in summed:
+        if name in names:
+            number = names.index(name)
+            orders.append({"label": label, "by": by, "quantity": number, "unit": quantities[number].unit})
     return [*orders, {"label": "length", "by": "length"}]
 
 

@@ -49,6 +49,8 @@
     return text.replaceAll("-", "−");
   }
 
+  const withUnit = (value, unit, digits) => (unit ? `${show(value, digits)} ${unit}` : show(value, digits));
+
   // Characters that would show nothing, or rearrange what stands around them, by a visible name.
   const NAMES = { 0x200b: "ZWSP", 0x200e: "LRM", 0x200f: "RLM", 0x2028: "LS", 0x2029: "PS", 0x202a: "LRE", 0x202b: "RLE", 0x202c: "PDF", 0x202d: "LRO", 0x202e: "RLO",
     0x2060: "WJ", 0x2066: "LRI", 0x2067: "RLI", 0x2068: "FSI", 0x2069: "PDI", 0x61c: "ALM", 0xfeff: "BOM" };
@@ -94,7 +96,7 @@
 
   function describe(response) {
     const parts = data.orders.filter(({ by }) => by !== "place").map((order) => [order, summarize(response, order)]);
-    return parts.filter(([, value]) => !Number.isNaN(value)).map(([{ label }, value]) => `${label} ${show(value, 3)}`).join(" · ");
+    return parts.filter(([, value]) => !Number.isNaN(value)).map(([{ label, unit }, value]) => `${label} ${withUnit(value, unit, 3)}`).join(" · ");
   }
 
   function makeToken(response, index) {
@@ -197,7 +199,7 @@
     element("list").replaceChildren(...state.sorted.map((response) => {
       const item = make("li");
       const button = make("button", "", `Response ${response.response}`);
-      const key = order.by === "place" ? `${response.tokens.length} tokens` : Number.isNaN(keys.get(response)) ? "–" : show(keys.get(response), 3);
+      const key = order.by === "place" ? `${response.tokens.length} tokens` : Number.isNaN(keys.get(response)) ? "–" : withUnit(keys.get(response), order.unit, 3);
       button.type = "button";
       button.dataset.place = response.place;
       button.append(make("span", "key", key));
@@ -249,7 +251,7 @@
     data.quantities.forEach((quantity, number) => {
       const row = make("tr", number === state.quantity ? "chosen" : "");
       const value = response.values[number][index];
-      const text = Number.isNaN(value) ? quantity.missing : `${show(value)}${quantity.unit ? ` ${quantity.unit}` : ""}`;
+      const text = Number.isNaN(value) ? quantity.missing : withUnit(value, quantity.unit);
       const cell = make("td", "", text);
       cell.dataset.column = quantity.column;
       row.append(make("th", "", quantity.label), cell);
