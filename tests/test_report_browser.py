@@ -272,6 +272,14 @@ def backgrounds(driver):
     )
 
 
+def test_improbable_tokens_are_shaded_and_certain_ones_hardly(opened):
+    opened.execute_script("document.querySelectorAll('#list button')[2].click()")
+    select(opened, "quantity", "probability π")
+    shades = np.array([luminance(rgb) for rgb in backgrounds(opened)])
+    order = TABLE.loc[TABLE["response"] == 2, "prob"].to_numpy().argsort()
+    assert (np.diff(shades[order]) >= -1e-9).all() and shades[order[-1]] > shades[order[0]] + 0.3
+
+
 def test_signs_have_opposite_colours(opened):
     select(opened, "quantity", "advantage")
     means = {}
@@ -385,6 +393,7 @@ def test_all_text_has_a_contrast_of_four_and_a_half(opened, dark):
 
 
 def test_on_paper_everything_is_there_on_white_even_in_dark_mode(opened):
+    on_screen = backgrounds(opened)
     emulate(opened, dark=True, media="print")
     WebDriverWait(opened, 10).until(lambda driver: len(tokens(driver)) == len(TABLE))
     shown = opened.find_elements(By.CSS_SELECTOR, "#responses article")
@@ -394,10 +403,8 @@ def test_on_paper_everything_is_there_on_white_even_in_dark_mode(opened):
     assert not opened.find_element(By.CSS_SELECTOR, ".tools").is_displayed()
     for text, ink, behind in inks(opened, "main *:not(svg *)"):
         assert contrast(ink[:3], behind[:3]) >= 4.5, (text, ink, behind)
-    assert (
-        luminance(backgrounds(opened)[-1]) > 0
-        and opened.execute_script("return getComputedStyle(document.querySelector('.drawing svg')).filter") == "none"
-    )
+    assert backgrounds(opened)[: LENGTHS[0]] == on_screen
+    assert opened.execute_script("return getComputedStyle(document.querySelector('.drawing svg')).filter") == "none"
     emulate(opened, dark=True)
     WebDriverWait(opened, 10).until(lambda driver: len(tokens(driver)) == LENGTHS[0])
     assert not opened.execute_script("return [...document.querySelectorAll('details')].some((d) => d.open)")
@@ -420,12 +427,14 @@ def test_what_is_printed_holds_all_responses_and_the_page_comes_back_as_it_was(o
 def test_a_narrow_screen_scrolls_in_one_direction_only(opened):
     emulate(opened, width=400)
     assert opened.execute_script("return document.documentElement.scrollWidth <= innerWidth")
-    opened.execute_script("document.querySelectorAll('#responses .token')[1].focus()")
-    token, box = opened.execute_script(
-        "return [document.activeElement, tooltip].map((element) => element.getBoundingClientRect().toJSON())"
-    )
-    assert box["left"] >= 0 and box["right"] <= 400
-    assert box["top"] - token["bottom"] == pytest.approx(8) or token["top"] - box["bottom"] == pytest.approx(8)
+    opened.execute_script("document.querySelectorAll('#list button')[2].click()")
+    for place in (np.argmax, np.argmin):  # the tokens furthest right and left
+        opened.execute_script("arguments[0].focus()", tokens(opened)[place([t.rect["x"] for t in tokens(opened)])])
+        token, box = opened.execute_script(
+            "return [document.activeElement, tooltip].map((element) => element.getBoundingClientRect().toJSON())"
+        )
+        assert box["left"] >= 0 and box["right"] <= 400
+        assert box["top"] - token["bottom"] == pytest.approx(8) or token["top"] - box["bottom"] == pytest.approx(8)
 
 
 def test_headings_landmarks_and_names_are_there(opened):

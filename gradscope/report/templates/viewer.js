@@ -262,7 +262,6 @@
     for (const earlier of document.querySelectorAll("[aria-describedby=tooltip]")) earlier.removeAttribute("aria-describedby");
     span.setAttribute("aria-describedby", "tooltip");
     tooltip.hidden = false;
-    tooltip.style.left = "0"; // how wide it may be depends on where it stands
     const box = span.getClientRects()[span.getClientRects().length - 1];
     const { offsetWidth: width, offsetHeight: height } = tooltip;
     const below = box.bottom + 8 + height < innerHeight || box.top < height + 8;
