@@ -6,6 +6,7 @@ import base64
 import hashlib
 import os
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -47,7 +48,7 @@ def render(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    drawn = iter(range(1, 10_000))
+    number = count(1)
     # The viewer's first: on paper it puts every response on the page, and then all that is folded unfolds.
     script = "".join(_template(name) for name in (["viewer.js"] if page.viewer is not None else []) + ["page.js"])
     html = environment.get_template("page.html.jinja").render(
@@ -59,7 +60,7 @@ def render(page: Page) -> str:
         script=Markup(script),
         tones=TONES,
         kind=lambda block: type(block).__name__,
-        svg=lambda figure: Markup(inline_svg(figure.drawing, f"f{next(drawn)}")),
+        svg=lambda figure: Markup(inline_svg(figure.drawing, f"f{next(number)}")),
         cells=table_cells,
         link=lambda figure: quote(figure.csv),
     )

@@ -52,8 +52,11 @@
   const withUnit = (value, unit, digits) => (unit ? `${show(value, digits)} ${unit}` : show(value, digits));
 
   // Characters that would show nothing, or rearrange what stands around them, by a visible name.
-  const NAMES = { 0x200b: "ZWSP", 0x200e: "LRM", 0x200f: "RLM", 0x2028: "LS", 0x2029: "PS", 0x202a: "LRE", 0x202b: "RLE", 0x202c: "PDF", 0x202d: "LRO", 0x202e: "RLO",
-    0x2060: "WJ", 0x2066: "LRI", 0x2067: "RLI", 0x2068: "FSI", 0x2069: "PDI", 0x61c: "ALM", 0xfeff: "BOM" };
+  const NAMES = {
+    0x61c: "ALM", 0x200b: "ZWSP", 0x200e: "LRM", 0x200f: "RLM", 0x2028: "LS", 0x2029: "PS", 0x2060: "WJ", 0xfeff: "BOM",
+    0x202a: "LRE", 0x202b: "RLE", 0x202c: "PDF", 0x202d: "LRO", 0x202e: "RLO",
+    0x2066: "LRI", 0x2067: "RLI", 0x2068: "FSI", 0x2069: "PDI",
+  };
   const visible = (text) => Array.from(text, (character) => {
     const code = character.codePointAt(0);
     if (code < 32 && code !== 9 && code !== 10 && code !== 13) return String.fromCharCode(0x2400 + code);
@@ -182,8 +185,9 @@
       button.setAttribute("aria-current", String(here));
       if (here) {
         const list = element("list");
-        const top = button.parentElement.offsetTop - list.offsetTop;
-        if (top < list.scrollTop || top + button.offsetHeight > list.scrollTop + list.clientHeight) list.scrollTop = top - list.clientHeight / 2;
+        const top = button.parentElement.offsetTop;
+        const outside = top < list.scrollTop || top + button.offsetHeight > list.scrollTop + list.clientHeight;
+        if (outside) list.scrollTop = top - list.clientHeight / 2;
       }
     }
     hide();
@@ -199,7 +203,8 @@
     element("list").replaceChildren(...state.sorted.map((response) => {
       const item = make("li");
       const button = make("button", "", `Response ${response.response}`);
-      const key = order.by === "place" ? `${response.tokens.length} tokens` : Number.isNaN(keys.get(response)) ? "–" : withUnit(keys.get(response), order.unit, 3);
+      const value = keys.get(response);
+      const key = order.by === "place" ? `${response.tokens.length} tokens` : Number.isNaN(value) ? "–" : withUnit(value, order.unit, 3);
       button.type = "button";
       button.dataset.place = response.place;
       button.append(make("span", "key", key));
@@ -225,8 +230,8 @@
     const some = responses.some((response) => response.values[state.quantity].some(Number.isNaN));
     element("legend").replaceChildren(caption, bar, ticks, ...(some ? [unknown] : []));
     element("meaning").textContent = quantity.definition;
-    const values = responses.flatMap((response) => Array.from(response.values[state.quantity].filter((value) => value < low || value > high)));
-    if (values.length) element("meaning").textContent += ` ${values.length.toLocaleString("en")} tokens beyond an end of the scale have its colour.`;
+    const beyond = responses.flatMap(({ values }) => Array.from(values[state.quantity].filter((value) => value < low || value > high)));
+    if (beyond.length) element("meaning").textContent += ` Tokens beyond an end of the scale, which have its colour: ${beyond.length.toLocaleString("en")}.`;
   }
 
   function ticksOf({ low, high, scale }) {
@@ -258,7 +263,8 @@
       row.firstChild.scope = "row";
       rows.append(row);
     });
-    tooltip.replaceChildren(make("p", "name", spelled(data.tokens[id])), make("p", "where", `position ${response.positions[index]} of response ${response.response}`), rows);
+    const where = `position ${response.positions[index]} of response ${response.response}`;
+    tooltip.replaceChildren(make("p", "name", spelled(data.tokens[id])), make("p", "where", where), rows);
     for (const earlier of document.querySelectorAll("[aria-describedby=tooltip]")) earlier.removeAttribute("aria-describedby");
     span.setAttribute("aria-describedby", "tooltip");
     tooltip.hidden = false;
