@@ -273,7 +273,7 @@ def write_figures(
         shown = [f"{LAYER}{layer}" for layer in sorted({0, depth // 2, depth})]
         powers = summary.theory.powers
         draw["figure_2"] = lambda: plots.plot_figure_2(
-            table, _cones(summary.theory, shown), vocab_size=policy.vocab_size
+            table, measured_cones(summary.theory, shown), vocab_size=policy.vocab_size
         )
         draw["norm_against_one_minus_prob"] = lambda: plots.plot_norm_against_one_minus_prob(
             table, powers[powers["quantity"].isin([*shown, PARAMETERS])]
@@ -283,7 +283,7 @@ def write_figures(
     write_text(folder / "summary.txt", f"{summary}\n")
 
 
-def _cones(theory: TheoryReport, layers: list[str]) -> pd.DataFrame:
+def measured_cones(theory: TheoryReport, layers: list[str]) -> pd.DataFrame:
     """The measured gains of these layers as cones of Fig. 2."""
     gains = theory.gains[theory.gains["quantity"].isin(layers)]
     return pd.DataFrame(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -51,6 +51,28 @@ class Dump:
     """What the sampler said of the same tokens, nats: against `logprobs` it shows the mismatch of the two engines."""
     clipped: Bool[Tensor, "B S"] | None = None
     """True on tokens whose policy term the trainer itself left out of its loss (prime-rl's is_masked)."""
+
+
+def keep_own_step(dump: Dump, checkpoint: int | None) -> Dump:
+    """Of a dump of several training steps, the one whose responses a checkpoint sampled: that after its own step.
+
+    checkpoint: how many steps it had taken. Where the dump lacks that step, the nearest one; a note says which was
+    taken. The whole dump, where it holds one step or none is known.
+    """
+    known = [] if dump.steps is None else dump.steps.unique().tolist()
+    if len(known) < 2:
+        return dump
+    span = f"the dump holds {len(known)} training steps, {known[0]} to {known[-1]}"
+    if checkpoint is None:
+        return replace(dump, notes=(*dump.notes, f"{span}; of which one this checkpoint is, is unknown: all are taken"))
+    own = min(known, key=lambda step: (abs(step - checkpoint - 1), step))
+    why = "the first after this checkpoint" if own == checkpoint + 1 else f"the nearest to step {checkpoint + 1}"
+    rows = (dump.steps == own).nonzero()[:, 0]
+    tensors = ("steps", "entropy", "logprobs", "sampler_logprobs", "clipped")
+    kept = {name: value[rows] for name in tensors if (value := getattr(dump, name)) is not None}
+    return replace(
+        dump, batch=dump.batch.select(rows), notes=(*dump.notes, f"{span}; step {own} is taken, {why}"), **kept
+    )
 
 
 def make_dump(

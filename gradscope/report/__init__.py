@@ -1,6 +1,6 @@
 """One HTML file that fetches nothing: findings, sections with figures and tables, and a viewer of tokens."""
 
-from gradscope.report.page import Block, Definition, Figure, Finding, Formula, Page, Paragraph, Section, Table
+from gradscope.report.page import Block, Definition, Figure, Finding, Formula, Links, Page, Paragraph, Section, Table
 from gradscope.report.render import write_page
 from gradscope.report.viewer import QUANTITIES, Quantity, Viewer, prompt_texts
 
@@ -11,6 +11,7 @@ __all__ = [
     "Figure",
     "Finding",
     "Formula",
+    "Links",
     "Page",
     "Paragraph",
     "Quantity",

@@ -15,6 +15,12 @@ RESERVED = ("verdict", "tokens", "made")
 """Ids of the page's own sections."""
 
 
+def _check_beside(file: str) -> None:
+    strange = not file or file.startswith("/") or {":", "\\"} & {*file}
+    if strange or ".." in file.split("/"):
+        raise InputError(f"a link is to {file!r}; the name of a file beside the page is wanted")
+
+
 @dataclass(frozen=True)
 class Finding:
     """One sentence of the verdict, at the top of the page."""
@@ -56,9 +62,8 @@ class Figure:
     """The file with the numbers that are drawn, relative to the page."""
 
     def __post_init__(self) -> None:
-        strange = self.csv is not None and (not self.csv or self.csv.startswith("/") or {":", "\\"} & {*self.csv})
-        if strange or ".." in (self.csv or "").split("/"):
-            raise InputError(f"csv is {self.csv!r}; the name of a file beside the page is wanted, or None")
+        if self.csv is not None:
+            _check_beside(self.csv)
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,19 @@ class Table:
             raise InputError(f"formats names {unknown[0]!r}, which the table has not; it has {columns}")
 
 
-Block = Paragraph | Figure | Table | Definition | Formula
+@dataclass(frozen=True)
+class Links:
+    """Other pages beside this one."""
+
+    items: tuple[tuple[str, str], ...]
+    """(words, file relative to the page)."""
+
+    def __post_init__(self) -> None:
+        for _, file in self.items:
+            _check_beside(file)
+
+
+Block = Paragraph | Figure | Table | Definition | Formula | Links
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,359 @@
+"""`gradscope diagnose`: checkpoints, or a trainer's dump alone, as a page to read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pandas as pd
+import tyro
+
+from gradscope import __version__
+from gradscope.adamw_state import AdamWState
+from gradscope.cli_measure import Measure, Measured
+from gradscope.cli_sample import Sample
+from gradscope.cli_shared import DeviceFlag, DtypeFlag, FormatFlag, check_no_machine, print_notes
+from gradscope.diagnosis_result import Diagnosis, DiagnosisSettings
+from gradscope.diagnosis_steps import state_step
+from gradscope.errors import InputError
+from gradscope.measure_settings import MeasureSettings
+from gradscope.models import Policy, checkpoint_step
+from gradscope.readers import Dump, read_dump
+from gradscope.readers.dump import keep_own_step
+from gradscope.run_folder import RunFolder, check_is_folder, file_hash, library_versions, write_parquet
+from gradscope.saved_optimizer import find_optimizer_file, read_optimizer_file
+from gradscope.step_settings import SGD, StepSettings
+
+PAGE = "report.html"
+RESULTS = ("tokens.parquet", "figures", PAGE, "data")
+STATISTICS = "data/statistics.csv"
+
+
+@dataclass(frozen=True)
+class MeasureOwn(Measure):
+    """Of a dump of several training steps, what the checkpoint itself sampled."""
+
+    def read(self, policy: Policy) -> Dump:
+        dump = super().read(policy)
+        return dump if self.step is not None else keep_own_step(dump, checkpoint_step(self.model))
+
+
+@dataclass(frozen=True)
+class Diagnose:
+    """Which tokens does the update of your checkpoints serve? One HTML page each, with what it is made of beside it."""
+
+    model: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = ()
+    """Checkpoint folders, or "embedded"; several: a page for each, and one of the trend over their training steps. None:
+    what the rollouts alone say, without any policy."""
+    out: Path | None = None
+    """Folder for report.html, tokens.parquet, data/ and manifest.json; of several checkpoints, a folder each in it.
+    An interrupted run is taken up again. Needed unless --plan."""
+    rollouts: tuple[Path, ...] = ()
+    """Rollouts or a trainer's dump: one for all checkpoints, or one for each in their order. None: they are sampled from
+    each checkpoint, with --task or --prompts."""
+    step: int | None = None
+    """Only the responses of this training step; none: of a dump that holds several, those that this checkpoint sampled:
+    of the step after its own, or the nearest one."""
+    format: FormatFlag = None
+    """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
+    task: str | None = None
+    """Without rollouts: the task whose questions are answered (see `gradscope sample`)."""
+    prompts: Path | None = None
+    """Without rollouts: prompts in place of a task; without a reward nothing has a weight."""
+    data: tuple[str, ...] = ()
+    """Files of the task's questions (see `gradscope sample`)."""
+    questions: int = 16
+    """How many questions of the task."""
+    n: int = 8
+    """Responses per question."""
+    max_new_tokens: int = 512
+    """Longest response that is sampled."""
+    engine: Literal["hf", "vllm"] = "hf"
+    """What samples: transformers or vLLM."""
+    settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
+    )
+    params: Literal["all", "adapter"] = "all"
+    """Parameters whose gradients are measured: all, an adapter merged into its base; or those of the adapter alone."""
+    base: str | None = None
+    """An adapter's base model, where its adapter_config.json does not name a folder that is here."""
+    trust_remote_code: bool = False
+    """Run the Python files of a checkpoint that brings its own."""
+    device_map: str | None = None
+    """Spread one policy over several devices, in place of --device: auto, balanced, or what else transformers knows."""
+    blocks: str | None = None
+    """Name of the ModuleList of blocks, where it is not found by itself."""
+    optimizer_state: Path | None = None
+    """AdamW's state_dict, saved by torch; none: optimizer.pt in the checkpoint's folder, if it is there and fits."""
+    max_grad_norm: float | None = 1.0
+    """The run's clipping of the gradient's norm; none: it was not clipped."""
+    actual_step: bool = True
+    """Take one step with the whole batch, look, and take it back."""
+    influence_tokens: int | None = DiagnosisSettings.influence_tokens
+    """Tokens of the step whose movement is split by source; none: leave that out."""
+    recommend: bool = True
+    """Screen α and η by predicted steps: the longest part."""
+    dtype: DtypeFlag = None
+    """Precision of the weights and of all that is computed."""
+    device: DeviceFlag = None
+    """A device of torch: cpu, cuda, cuda:1, …"""
+    overwrite: bool = False
+    """Replace a run with other arguments in the same folder."""
+    plan: bool = False
+    """Only print what the measuring would take: FLOPs, seconds, memory; nothing is written."""
+    machine: str | None = None
+    """With --plan: seconds on a GPU that is not here, h200, h100 or a100; none: on this machine, tried for a second."""
+
+    def run(self) -> None:
+        self._check()
+        if self.plan:
+            for model, rollouts in self._pairs():
+                self._measure(model, rollouts, None).run()
+            return
+        check_no_machine(self.machine)
+        if not self.model:
+            diagnose_dump(self)
+            return
+        folders = name_folders(self.model, self.out)
+        done = [self._diagnose(*pair, folder) for pair, folder in zip(self._pairs(), folders, strict=True)]
+        if len(done) > 1 and all(done):
+            write_trend(self, folders)
+
+    def _check(self) -> None:
+        """What no other file looks at."""
+        if self.out is None and not self.plan:
+            raise InputError("--out is missing; give the folder of the report")
+        if self.out is not None:
+            check_is_folder(self.out)
+        if not self.model and not self.rollouts:
+            raise InputError("neither a checkpoint nor --rollouts is given; give one of the two, or both")
+        if self.rollouts and len(self.rollouts) not in (1, max(1, len(self.model))):
+            raise InputError(
+                f"--rollouts names {len(self.rollouts)} files for {len(self.model)} checkpoints; give one for all, or "
+                "one for each"
+            )
+        if self.rollouts and (self.task is not None or self.prompts is not None):
+            raise InputError("--rollouts is given, and --task or --prompts too; leave one out")
+        if not self.rollouts and (self.task is None) == (self.prompts is None):
+            raise InputError("no --rollouts; give them, or one of --task NAME and --prompts FILE to sample some")
+        if self.plan and (not self.model or not self.rollouts):
+            raise InputError("a plan is of checkpoints and their --rollouts; give both")
+        if not self.rollouts and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError("several processes measure given rollouts; sample first, and give them with --rollouts")
+        if not self.model and self.params == "adapter":
+            raise InputError("--params adapter is of a checkpoint, and none is given; leave it out")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise InputError(f"--max-grad-norm is {self.max_grad_norm}; give a number above 0, or none")
+        self._diagnosis_settings().check()
+
+    def _pairs(self) -> list[tuple[str, Path | None]]:
+        """Each checkpoint with its rollouts; None: to be sampled."""
+        given = self.rollouts or (None,)
+        return list(zip(self.model, given * (len(self.model) // len(given)), strict=True))
+
+    def _diagnose(self, model: str, rollouts: Path | None, folder: Path) -> bool:
+        """Whether this process holds the page of this checkpoint; of several, one does."""
+        if rollouts is None:
+            rollouts = self._sample(model, folder)
+        measured = self._measure(model, rollouts, folder).measure()
+        if not measured.is_main:
+            return False
+        drawn = self._drawn(measured)
+        if measured.folder.manifest.get("diagnosis") == drawn and (folder / PAGE).is_file():
+            print(f"already diagnosed with these arguments: {folder / PAGE}")
+        else:
+            self._write(model, measured, drawn)
+        return True
+
+    def _sample(self, model: str, folder: Path) -> Path:
+        """Rollouts in the run's folder, under a name of their own for every way to sample them."""
+        names = ("task", "prompts", "data", "questions", "n", "max_new_tokens", "engine", "dtype", "device")
+        wanted = {name: getattr(self, name) for name in names} | {"seed": self.settings.seed}
+        wanted["temperature"] = 1.0 if self.settings.temperature is None else self.settings.temperature
+        told = json.dumps({**wanted, "model": model}, default=str, sort_keys=True)
+        path = folder / f"rollouts-{hashlib.sha256(told.encode()).hexdigest()[:8]}.jsonl"
+        if not path.is_file():
+            load = {"base": self.base, "trust_remote_code": self.trust_remote_code}
+            Sample(model=model, out=path, **wanted, **load).run()
+        return path
+
+    def _measure(self, model: str, rollouts: Path, folder: Path | None) -> Measure:
+        names = ("settings", "params", "base", "trust_remote_code", "device_map", "blocks", "dtype", "device")
+        names += ("overwrite", "plan", "machine", "format", "step")
+        return MeasureOwn(model, rollouts, folder, **{name: getattr(self, name) for name in names})
+
+    def _diagnosis_settings(self) -> DiagnosisSettings:
+        sizes = {} if self.recommend else {"recommend_batches": None}
+        return DiagnosisSettings(
+            loss=self.settings.loss,
+            seed=self.settings.seed,
+            actual_step=self.actual_step,
+            influence_tokens=self.influence_tokens,
+            **sizes,
+        )
+
+    def _drawn(self, measured: Measured) -> dict[str, Any]:
+        """All that changes the page beside the table: what the manifest remembers of it."""
+        settings = asdict(self._diagnosis_settings())
+        state = self._find_state(measured.policy)
+        return {
+            "settings": {name: value for name, value in settings.items() if name != "loss"},
+            "optimizer_state": None if state is None else file_hash(state),
+            "max_grad_norm": self.max_grad_norm,
+        }
+
+    def _find_state(self, policy: Policy) -> Path | None:
+        """The optimizer's file; one that was not asked for is left alone where it cannot be of these parameters."""
+        if self.optimizer_state is not None:
+            if not self.optimizer_state.is_file():
+                raise InputError(f"{self.optimizer_state} is not there; give the file of an AdamW state_dict")
+            return self.optimizer_state
+        merged = policy.base is not None and policy.params == "all"
+        return None if merged else find_optimizer_file(policy.path)
+
+    def _write(self, model: str, measured: Measured, drawn: dict[str, Any]) -> None:
+        from gradscope.diagnosis import diagnose
+        from gradscope.report.contents import make_report, write_report
+
+        folder, policy, batch = measured.folder, measured.policy, measured.measurement.batch
+        state, step, notes = self._read_state(policy)
+        found = diagnose(
+            policy,
+            batch,
+            measured.read_table(),
+            settings=replace(self._diagnosis_settings(), step=step),
+            optimizer_state=state,
+            progress=sys.stderr.isatty(),
+        )
+        facts = make_facts(model, measured) | {"optimizer state": "none" if state is None else "AdamW's, saved"}
+        said = (*measured.dump.notes, *notes)
+        report = make_report(found, policy, batch, title=f"gradscope diagnosis: {model}", facts=facts, notes=said)
+        with folder.writing():
+            folder.stage()
+            write_report(folder.staged, report)
+            folder.close(folder.manifest | {"diagnosis": drawn})
+        print(f"{folder.folder / PAGE}\n\n{in_words(found)}\n")
+
+    def _read_state(self, policy: Policy) -> tuple[dict[str, Any] | None, StepSettings | None, list[str]]:
+        """(AdamW's state, the step that goes on from it, what a reader must know of the two)."""
+        path = self._find_state(policy)
+        if path is None:
+            return None, None, []
+        state = read_optimizer_file(path)
+        try:
+            AdamWState.from_state_dict(policy.model, state)
+            step = replace(state_step(state), max_grad_norm=self.max_grad_norm)
+        except InputError as error:
+            if self.optimizer_state is not None:
+                raise InputError(f"{path}: {error}") from error
+            return None, None, [f"{path.name} beside the checkpoint is left out: {error}"]
+        if step.learning_rate > 0:
+            return state, step, []
+        # A schedule has come to its end: the step is shown at the rate that it began with.
+        first = float(state["param_groups"][0].get("initial_lr", 0.0)) or SGD.learning_rate
+        told = f"the optimizer's learning rate is 0 (the end of its schedule): steps here are taken at {first:g}"
+        return state, replace(step, learning_rate=first), [told]
+
+
+def name_folders(models: Sequence[str], out: Path) -> list[Path]:
+    """The folder itself for one checkpoint; of several one in it for each, by the checkpoints' names."""
+    if len(models) == 1:
+        return [out]
+    names = [Path(model).name or "checkpoint" for model in models]
+    if len(set(names)) < len(names):
+        names = [f"{place:02d}-{name}" for place, name in enumerate(names)]
+    return [out / name for name in names]
+
+
+def make_facts(model: str, measured: Measured) -> dict[str, str]:
+    """How the numbers were made, for the end of the page."""
+    manifest = measured.folder.manifest
+    sample, rollouts = manifest["sample"], manifest["rollouts"]
+    check = manifest["self_check"]
+    return {
+        "checkpoint": f"{model} ({manifest['model']['class']}), weights sha256 {manifest['model']['sha256'][:16]}",
+        "training step": str(checkpoint_step(model) if checkpoint_step(model) is not None else "unknown"),
+        "parameters": manifest["params"],
+        "rollouts": f"{rollouts['path']} ({rollouts['format']}), sha256 {rollouts['sha256'][:16]}",
+        "tokens measured": sample if isinstance(sample, str) else f"{sample['tokens_per_interval']:,} of each interval",
+        "norms": manifest["norms"],
+        "precision, device": f"{manifest['dtype']}, {manifest['device']}",
+        "self-check": check if isinstance(check, str) else ", ".join(f"{k} {v}" for k, v in check.items()),
+        "gradscope": manifest["gradscope"],
+        "libraries": ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()),
+    }
+
+
+def in_words(diagnosis: Diagnosis) -> str:
+    """The findings, a line each."""
+    from gradscope.diagnosis_words import findings
+
+    return "\n".join(f"- {statement}" for statement, _, _ in findings(diagnosis))
+
+
+def write_trend(command: Diagnose, folders: Sequence[Path]) -> None:
+    """The page of several checkpoints, from the statistics of each."""
+    from gradscope.report.contents import write_report
+    from gradscope.report.trend import make_trend_report
+
+    steps, notes = name_steps(command.model)
+    frames = [pd.read_csv(folder / STATISTICS).assign(step=step) for folder, step in zip(folders, steps, strict=True)]
+    trend = pd.concat(frames, ignore_index=True).sort_values("step", kind="stable", ignore_index=True)
+    run = RunFolder(
+        command.out, {"gradscope": __version__, "pages": [file_hash(f / PAGE) for f in folders]}, results=RESULTS
+    )
+    links = [
+        (f"{folder.name}: step {step}", f"{folder.name}/{PAGE}") for folder, step in zip(folders, steps, strict=True)
+    ]
+    report = make_trend_report(trend, links=links, notes=notes, facts={"gradscope": __version__})
+    # Pages are made anew at no cost: what an earlier set of checkpoints left is replaced.
+    with run.writing():
+        run.open(overwrite=True)
+        write_report(run.staged, report)
+        run.close({"gradscope": __version__, "versions": library_versions(), "checkpoints": list(command.model)})
+    print(f"the trend over {len(folders)} checkpoints: {command.out / PAGE}")
+
+
+def name_steps(models: Sequence[str]) -> tuple[list[int], list[str]]:
+    """(the training step of each checkpoint, or its place among them where these are not known, a note that says so)."""
+    steps = [checkpoint_step(model) for model in models]
+    if None in steps or len(set(steps)) < len(steps):
+        return list(range(len(models))), ["the checkpoints' training steps are not known: they are counted 0, 1, 2, …"]
+    return steps, []
+
+
+def diagnose_dump(command: Diagnose) -> None:
+    """What the rollouts say without any policy."""
+    from gradscope.logit_diagnosis import logit_notes, logit_shares, logit_table
+    from gradscope.readers.files import rollouts_hash
+    from gradscope.report.contents import make_logit_report, write_report
+
+    (path,) = command.rollouts
+    settings = command.settings
+    key = {"gradscope": __version__, "rollouts": rollouts_hash(path), "format": command.format, "step": command.step}
+    key |= {"policy": None, "loss": asdict(settings.loss), "seed": settings.seed}
+    folder = RunFolder(command.out, key, results=RESULTS)
+    if folder.look(overwrite=command.overwrite) == "finished":
+        print(f"already diagnosed with these arguments: {command.out / PAGE}")
+        return
+    dump = read_dump(path, format=command.format, step=command.step)
+    table = logit_table(dump, loss=settings.loss)
+    notes = (*dump.notes, *logit_notes(table))
+    print_notes(notes)
+    shares = logit_shares(table, rng=np.random.default_rng(settings.seed))
+    facts = {"rollouts": f"{path} ({dump.format})", "policy": "none", "gradscope": __version__}
+    report = make_logit_report(table, shares, facts=facts, notes=notes)
+    with folder.writing():
+        folder.open(overwrite=command.overwrite)
+        write_parquet(folder.staged / "tokens.parquet", table)
+        write_report(folder.staged, report)
+        rollouts = {"path": str(path), "sha256": key["rollouts"], "format": dump.format, "notes": list(notes)}
+        folder.close(key | {"versions": library_versions(), "rollouts": rollouts, "tokens": len(table)})
+    print(f"{len(table):,} tokens at the logits, without a policy and so without a verdict: {command.out / PAGE}")
