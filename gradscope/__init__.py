@@ -18,16 +18,22 @@ _DEFINED_IN = {
     "apply_updates": "updates",
     "capture_activations": "capture",
     "capture_gradients": "capture",
+    "checkpoint_step": "models",
+    "diagnose": "diagnosis",
     "interval_gradients": "group_gradients",
     "load_policy": "models",
+    "make_report": "report.contents",
     "measure": "token_table",
     "movement_table": "updates",
+    "read_adamw_state": "saved_optimizer",
     "read_dump": "readers",
     "read_rollouts": "readers",
+    "write_report": "report.contents",
 }
 _SUBMODULES = (
-    "bounds", "capture", "directions", "drivers", "gains", "group_gradients", "influence", "intervals", "jacobians",
-    "logit_diagnosis", "norm_estimates", "objective", "plot_updates", "plots", "tasks", "theory", "tuning", "updates",
+    "bounds", "capture", "diagnosis", "diagnosis_words", "directions", "drivers", "gains", "group_gradients", "influence",
+    "intervals", "jacobians", "logit_diagnosis", "norm_estimates", "objective", "plot_diagnosis", "plot_updates", "plots",
+    "report", "tasks", "theory", "tuning", "updates",
 )  # fmt: skip
 
 __all__ = ["__version__", *_DEFINED_IN, *_SUBMODULES]

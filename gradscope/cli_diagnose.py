@@ -6,34 +6,24 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
-import pandas as pd
 import tyro
 
-from gradscope import __version__
-from gradscope.adamw_state import AdamWState
+from gradscope.cli_diagnose_pages import PAGE, diagnose_dump, in_words, make_facts, name_folders, read_step, write_trend
 from gradscope.cli_measure import Measure, Measured
 from gradscope.cli_sample import Sample
-from gradscope.cli_shared import DeviceFlag, DtypeFlag, FormatFlag, check_no_machine, print_notes
-from gradscope.diagnosis_result import Diagnosis, DiagnosisSettings
-from gradscope.diagnosis_steps import state_step
+from gradscope.cli_shared import DeviceFlag, DtypeFlag, FormatFlag, check_no_machine
+from gradscope.diagnosis_result import DiagnosisSettings
 from gradscope.errors import InputError
 from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy, checkpoint_step
-from gradscope.readers import Dump, read_dump
+from gradscope.readers import Dump
 from gradscope.readers.dump import keep_own_step
-from gradscope.run_folder import RunFolder, check_is_folder, file_hash, library_versions, write_parquet
-from gradscope.saved_optimizer import find_optimizer_file, read_optimizer_file
-from gradscope.step_settings import SGD, StepSettings
-
-PAGE = "report.html"
-RESULTS = ("tokens.parquet", "figures", PAGE, "data")
-STATISTICS = "data/statistics.csv"
+from gradscope.run_folder import check_is_folder, file_hash
+from gradscope.saved_optimizer import find_optimizer_file
 
 
 @dataclass(frozen=True)
@@ -50,14 +40,14 @@ class Diagnose:
     """Which tokens does the update of your checkpoints serve? One HTML page each, with what it is made of beside it."""
 
     model: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = ()
-    """Checkpoint folders, or "embedded"; several: a page for each, and one of the trend over their training steps. None:
-    what the rollouts alone say, without any policy."""
+    """Checkpoint folders, or "embedded"; several: a page for each, and one of the trend over their training steps.
+    None: what the rollouts alone say, without any policy."""
     out: Path | None = None
     """Folder for report.html, tokens.parquet, data/ and manifest.json; of several checkpoints, a folder each in it.
     An interrupted run is taken up again. Needed unless --plan."""
     rollouts: tuple[Path, ...] = ()
-    """Rollouts or a trainer's dump: one for all checkpoints, or one for each in their order. None: they are sampled from
-    each checkpoint, with --task or --prompts."""
+    """Rollouts or a trainer's dump: one for all checkpoints, or one for each in their order. None: they are sampled
+    from each checkpoint, with --task or --prompts."""
     step: int | None = None
     """Only the responses of this training step; none: of a dump that holds several, those that this checkpoint sampled:
     of the step after its own, or the nearest one."""
@@ -119,12 +109,12 @@ class Diagnose:
             return
         check_no_machine(self.machine)
         if not self.model:
-            diagnose_dump(self)
+            self._diagnose_dump()
             return
         folders = name_folders(self.model, self.out)
         done = [self._diagnose(*pair, folder) for pair, folder in zip(self._pairs(), folders, strict=True)]
         if len(done) > 1 and all(done):
-            write_trend(self, folders)
+            write_trend(self.model, folders, self.out)
 
     def _check(self) -> None:
         """What no other file looks at."""
@@ -223,7 +213,9 @@ class Diagnose:
         from gradscope.report.contents import make_report, write_report
 
         folder, policy, batch = measured.folder, measured.policy, measured.measurement.batch
-        state, step, notes = self._read_state(policy)
+        state, step, notes = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
+        if step is not None:
+            step = replace(step, max_grad_norm=self.max_grad_norm)
         found = diagnose(
             policy,
             batch,
@@ -241,119 +233,8 @@ class Diagnose:
             folder.close(folder.manifest | {"diagnosis": drawn})
         print(f"{folder.folder / PAGE}\n\n{in_words(found)}\n")
 
-    def _read_state(self, policy: Policy) -> tuple[dict[str, Any] | None, StepSettings | None, list[str]]:
-        """(AdamW's state, the step that goes on from it, what a reader must know of the two)."""
-        path = self._find_state(policy)
-        if path is None:
-            return None, None, []
-        state = read_optimizer_file(path)
-        try:
-            AdamWState.from_state_dict(policy.model, state)
-            step = replace(state_step(state), max_grad_norm=self.max_grad_norm)
-        except InputError as error:
-            if self.optimizer_state is not None:
-                raise InputError(f"{path}: {error}") from error
-            return None, None, [f"{path.name} beside the checkpoint is left out: {error}"]
-        if step.learning_rate > 0:
-            return state, step, []
-        # A schedule has come to its end: the step is shown at the rate that it began with.
-        first = float(state["param_groups"][0].get("initial_lr", 0.0)) or SGD.learning_rate
-        told = f"the optimizer's learning rate is 0 (the end of its schedule): steps here are taken at {first:g}"
-        return state, replace(step, learning_rate=first), [told]
-
-
-def name_folders(models: Sequence[str], out: Path) -> list[Path]:
-    """The folder itself for one checkpoint; of several one in it for each, by the checkpoints' names."""
-    if len(models) == 1:
-        return [out]
-    names = [Path(model).name or "checkpoint" for model in models]
-    if len(set(names)) < len(names):
-        names = [f"{place:02d}-{name}" for place, name in enumerate(names)]
-    return [out / name for name in names]
-
-
-def make_facts(model: str, measured: Measured) -> dict[str, str]:
-    """How the numbers were made, for the end of the page."""
-    manifest = measured.folder.manifest
-    sample, rollouts = manifest["sample"], manifest["rollouts"]
-    check = manifest["self_check"]
-    return {
-        "checkpoint": f"{model} ({manifest['model']['class']}), weights sha256 {manifest['model']['sha256'][:16]}",
-        "training step": str(checkpoint_step(model) if checkpoint_step(model) is not None else "unknown"),
-        "parameters": manifest["params"],
-        "rollouts": f"{rollouts['path']} ({rollouts['format']}), sha256 {rollouts['sha256'][:16]}",
-        "tokens measured": sample if isinstance(sample, str) else f"{sample['tokens_per_interval']:,} of each interval",
-        "norms": manifest["norms"],
-        "precision, device": f"{manifest['dtype']}, {manifest['device']}",
-        "self-check": check if isinstance(check, str) else ", ".join(f"{k} {v}" for k, v in check.items()),
-        "gradscope": manifest["gradscope"],
-        "libraries": ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()),
-    }
-
-
-def in_words(diagnosis: Diagnosis) -> str:
-    """The findings, a line each."""
-    from gradscope.diagnosis_words import findings
-
-    return "\n".join(f"- {statement}" for statement, _, _ in findings(diagnosis))
-
-
-def write_trend(command: Diagnose, folders: Sequence[Path]) -> None:
-    """The page of several checkpoints, from the statistics of each."""
-    from gradscope.report.contents import write_report
-    from gradscope.report.trend import make_trend_report
-
-    steps, notes = name_steps(command.model)
-    frames = [pd.read_csv(folder / STATISTICS).assign(step=step) for folder, step in zip(folders, steps, strict=True)]
-    trend = pd.concat(frames, ignore_index=True).sort_values("step", kind="stable", ignore_index=True)
-    run = RunFolder(
-        command.out, {"gradscope": __version__, "pages": [file_hash(f / PAGE) for f in folders]}, results=RESULTS
-    )
-    links = [
-        (f"{folder.name}: step {step}", f"{folder.name}/{PAGE}") for folder, step in zip(folders, steps, strict=True)
-    ]
-    report = make_trend_report(trend, links=links, notes=notes, facts={"gradscope": __version__})
-    # Pages are made anew at no cost: what an earlier set of checkpoints left is replaced.
-    with run.writing():
-        run.open(overwrite=True)
-        write_report(run.staged, report)
-        run.close({"gradscope": __version__, "versions": library_versions(), "checkpoints": list(command.model)})
-    print(f"the trend over {len(folders)} checkpoints: {command.out / PAGE}")
-
-
-def name_steps(models: Sequence[str]) -> tuple[list[int], list[str]]:
-    """(the training step of each checkpoint, or its place among them where these are not known, a note that says so)."""
-    steps = [checkpoint_step(model) for model in models]
-    if None in steps or len(set(steps)) < len(steps):
-        return list(range(len(models))), ["the checkpoints' training steps are not known: they are counted 0, 1, 2, …"]
-    return steps, []
-
-
-def diagnose_dump(command: Diagnose) -> None:
-    """What the rollouts say without any policy."""
-    from gradscope.logit_diagnosis import logit_notes, logit_shares, logit_table
-    from gradscope.readers.files import rollouts_hash
-    from gradscope.report.contents import make_logit_report, write_report
-
-    (path,) = command.rollouts
-    settings = command.settings
-    key = {"gradscope": __version__, "rollouts": rollouts_hash(path), "format": command.format, "step": command.step}
-    key |= {"policy": None, "loss": asdict(settings.loss), "seed": settings.seed}
-    folder = RunFolder(command.out, key, results=RESULTS)
-    if folder.look(overwrite=command.overwrite) == "finished":
-        print(f"already diagnosed with these arguments: {command.out / PAGE}")
-        return
-    dump = read_dump(path, format=command.format, step=command.step)
-    table = logit_table(dump, loss=settings.loss)
-    notes = (*dump.notes, *logit_notes(table))
-    print_notes(notes)
-    shares = logit_shares(table, rng=np.random.default_rng(settings.seed))
-    facts = {"rollouts": f"{path} ({dump.format})", "policy": "none", "gradscope": __version__}
-    report = make_logit_report(table, shares, facts=facts, notes=notes)
-    with folder.writing():
-        folder.open(overwrite=command.overwrite)
-        write_parquet(folder.staged / "tokens.parquet", table)
-        write_report(folder.staged, report)
-        rollouts = {"path": str(path), "sha256": key["rollouts"], "format": dump.format, "notes": list(notes)}
-        folder.close(key | {"versions": library_versions(), "rollouts": rollouts, "tokens": len(table)})
-    print(f"{len(table):,} tokens at the logits, without a policy and so without a verdict: {command.out / PAGE}")
+    def _diagnose_dump(self) -> None:
+        """What the rollouts say without any policy."""
+        (path,) = self.rollouts
+        given = {name: getattr(self, name) for name in ("format", "step", "overwrite")}
+        diagnose_dump(path, self.out, loss=self.settings.loss, seed=self.settings.seed, **given)

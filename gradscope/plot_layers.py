@@ -98,7 +98,7 @@ def _draw_cones(table: pd.DataFrame, cones: pd.DataFrame, vocab_size: int, ax: A
     ax.set(xlim=(-0.01, 1.01), ylim=(0, top * (1.1 + 0.085 * len(cones))))
     ax.set(xticks=EDGES, xticklabels=edge_names())
     ax.set(xlabel="token probability π", ylabel=f"{symbol} of token gradient, unit weight")
-    words = f"Eq. 3, {count_tokens(len(measured))}{tell_drawn(points, len(measured))}"
+    words = f"{count_tokens(len(measured))}{tell_drawn(points, len(measured))}"
     _legend(ax, words, loc="upper right", alignment="right")
     points = points[["prob", "interval", column]].rename(columns={column: "norm"}).assign(layer=layer)
     return finish(ax, pd.concat([*parts, points], ignore_index=True))

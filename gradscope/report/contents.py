@@ -13,7 +13,6 @@ from gradscope.batch import TokenBatch
 from gradscope.diagnosis_result import Diagnosis
 from gradscope.diagnosis_words import findings
 from gradscope.models import Policy
-from gradscope.readers.dump import Dump
 from gradscope.report.page import Finding, Page, Paragraph, Section
 from gradscope.report.render import write_page
 from gradscope.report.sections import Sheets, make_sections
@@ -45,9 +44,8 @@ def make_report(
     title: str = "gradscope diagnosis",
     facts: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
-    trend: pd.DataFrame | None = None,
 ) -> Report:
-    """The page of one checkpoint's diagnosis; with `trend` (of `diagnosis.trend`), how its numbers came about, too.
+    """The page of one checkpoint's diagnosis.
 
     policy, batch: those that were diagnosed; the viewer shows their prompts. facts: how the results were made; notes:
     what has to be known beside what the diagnosis says itself, such as how the rollouts were read.
@@ -58,7 +56,7 @@ def make_report(
         title=title,
         subtitle=f"{len(d.table):,} response tokens, {d.num_responses:,} responses to {d.num_prompts:,} prompts",
         findings=tuple(Finding(*sentence) for sentence in findings(d)),
-        sections=make_sections(d, policy, sheets, trend),
+        sections=make_sections(d, policy, sheets),
         viewer=_make_viewer(d, policy, batch),
         facts=dict(facts or {}),
         notes=(*notes, *d.notes),
@@ -78,15 +76,16 @@ def make_logit_report(
     sheets = Sheets()
     blocks = (
         Paragraph(
-            "For every token 1 − π ≤ ‖e − π‖ ≤ √2·(1 − π), whatever the vocabulary (Prop. 4.2). With the weights of the "
-            "loss (Eq. 2) this bounds each interval's share of the sums below. For what the parameters feel, measure "
-            "with the policy at hand: gradscope diagnose MODEL --rollouts FILE --out DIR."
+            "For every token 1 − π ≤ ‖e − π‖ ≤ √2·(1 − π), whatever the vocabulary (Prop. 4.2). With the weights "
+            "of the loss (Eq. 2) this bounds each interval's share of the sums below. For what the parameters feel, "
+            "measure with the policy at hand: gradscope diagnose MODEL --rollouts FILE --out DIR."
         ),
         sheets.figure(
             "logit_shares_drawn",
             lambda: plot_diagnosis.plot_logit_shares(shares),
-            "Share of each interval of π in the tokens and in Σ|w|, and the range that its share of Σ|w|·‖e − π‖ and of "
-            "Σ(w·‖e − π‖)² can have by the bounds (thick); thin lines reach over the 95 % interval of redrawn prompts.",
+            "Share of each interval of π in the tokens and in Σ|w|, and the range that its share of Σ|w|·‖e − π‖ "
+            "and of Σ(w·‖e − π‖)² can have by the bounds (thick); thin lines reach over the 95 % interval of redrawn "
+            "prompts.",
         ),
         sheets.table("logit_shares", shares, "All shares, also among the tokens of each sign of the advantage."),
     )
@@ -114,8 +113,3 @@ def _make_viewer(d: Diagnosis, policy: Policy, batch: TokenBatch) -> Viewer:
     prompts = None if policy.tokenizer is None else prompt_texts(batch, policy.tokenizer)
     rewards = None if batch.rewards is None else batch.rewards.tolist()
     return Viewer(table, prompts=prompts, rewards=rewards)
-
-
-def is_made_of(dump: Dump) -> str:
-    """The dump in a few words, for a page's facts."""
-    return f"{len(dump.batch):,} responses, format {dump.format}"

@@ -20,12 +20,12 @@ from gradscope.summary import measured_cones
 
 DATA = "data"
 """Folder, beside the page, of the CSV files."""
-PERCENT, SHORT = "{:.1%}", "{:.3g}"
-SHARES = {name: PERCENT for name in ("share", "token_share", "squared_share", "prob")}
+PERCENT = "{:.1%}"
+SHARES = ("share", "token_share", "squared_share")
 
 
 class Sheets:
-    """Blocks that show numbers; each leaves them in `tables`, by the name of the CSV file that travels with the page."""
+    """Blocks that show numbers; each leaves them in `tables`, by the name of the CSV file beside the page."""
 
     def __init__(self) -> None:
         self.tables: dict[str, pd.DataFrame] = {}
@@ -39,16 +39,15 @@ class Sheets:
         self.tables[f"{DATA}/{name}.csv"] = drawn_numbers(drawing)
         return Figure(drawing, caption, f"{DATA}/{name}.csv")
 
-    def table(self, name: str, frame: pd.DataFrame, caption: str, formats: dict[str, str] | None = None) -> Table:
+    def table(self, name: str, frame: pd.DataFrame, caption: str) -> Table:
         self.tables[f"{DATA}/{name}.csv"] = frame
-        formats = SHARES | (formats or {})
-        return Table(frame, caption, {column: form for column, form in formats.items() if column in frame})
+        shares = {column: PERCENT for column in frame if column in SHARES or str(column).startswith("% of")}
+        return Table(frame, caption, shares)
 
 
-def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets, trend: pd.DataFrame | None) -> tuple[Section, ...]:
+def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets) -> tuple[Section, ...]:
     """Those that this diagnosis has numbers for, in the order of the page."""
     made = (
-        ("trend", "Over training", [] if trend is None else _trend(d, sheets, trend)),
         ("dominance", "Whom the update serves", _dominance(d, sheets)),
         ("figure-1", "Tokens, advantages, summed gradients", _figure_1(d, sheets)),
         ("theory", "Norms against 1 − π", _theory(d, policy, sheets)),
@@ -66,19 +65,6 @@ def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets, trend: pd.DataFr
 
 def _define(*terms: str) -> list[Block]:
     return [Definition(term, DEFINITIONS[term]) for term in terms]
-
-
-def _trend(d: Diagnosis, sheets: Sheets, trend: pd.DataFrame) -> list[Block]:
-    sheets.tables[f"{DATA}/trend.csv"] = trend
-    steps = sorted(trend["step"].unique())
-    return [
-        sheets.figure(
-            "trend_drawn",
-            lambda: plot_diagnosis.plot_trend(trend, d.labels),
-            f"Headline numbers at {len(steps)} checkpoints, steps {steps[0]} to {steps[-1]}, with 95 % bands. All else "
-            f"on this page is of step {steps[-1]}.",
-        )
-    ]
 
 
 def _dominance(d: Diagnosis, sheets: Sheets) -> list[Block]:
@@ -113,14 +99,14 @@ def _interval_row(d: Diagnosis, place: int) -> dict[str, object]:
     return {
         "π in": label,
         "tokens": int(value("tokens")),
-        "token_share": value("token_share"),
+        "% of tokens": value("token_share"),
         "mean ‖g‖": np.nan if of_norms is None else float(of_norms["value"].iloc[place]),
-        "squared_share": value("squared_share", "raw"),
-        "gradient_share": value("gradient_share", "raw"),
-        "dominance index (bits)": value("dominance_index", "raw"),
-        "(1−π) predicts (bits)": value("predicted_index"),
-        "squared_share, AdamW": value("squared_share", "adamw"),
-        "gradient_share, AdamW": value("gradient_share", "adamw"),
+        "% of Σ‖w·g‖²": value("squared_share", "raw"),
+        "% of summed gradient": value("gradient_share", "raw"),
+        "index (bits)": value("dominance_index", "raw"),
+        "1 − π predicts (bits)": value("predicted_index"),
+        "% of Σ‖w·g‖², AdamW": value("squared_share", "adamw"),
+        "% of summed gradient, AdamW": value("gradient_share", "adamw"),
     }
 
 
@@ -163,7 +149,7 @@ def _theory(d: Diagnosis, policy: Policy, sheets: Sheets) -> list[Block]:
         sheets.figure(
             "norm_against_one_minus_prob",
             lambda: plots.plot_norm_against_one_minus_prob(d.table, powers),
-            "Norms against 1 − π with the fitted power s: 1 is the theory's, measured by layer and over all parameters.",
+            "Norms against 1 − π with the fitted power s (the theory's is 1), by layer and over all parameters.",
         ),
     ]
     return blocks + _define("bounds of Prop. 4.2")
@@ -226,8 +212,8 @@ def _directions(d: Diagnosis, sheets: Sheets) -> list[Block]:
             sheets.figure(
                 "movement",
                 lambda: plot_updates.plot_movement(d.movement, "all", edges=d.settings.edges),
-                "Fig. 1 (c) of the paper on this batch: how far one step moves the tokens of each interval, by the sign "
-                "of their advantage; weights are as before afterwards.",
+                "Fig. 1 (c) of the paper on this batch: how far one step moves the tokens of each interval, by the "
+                "sign of their advantage; weights are as before afterwards.",
             )
         )
     blocks.append(
@@ -266,7 +252,7 @@ def _drivers(d: Diagnosis, sheets: Sheets) -> list[Block]:
         sheets.figure(
             "drivers",
             lambda: plot_updates.plot_norm_drivers(d.drivers),
-            "What the norm of a token follows: standardised coefficients of its logarithm on log(1 − π) and on entropy, "
+            "What the norm of a token follows: standardised coefficients of its logarithm on log(1 − π) and entropy, "
             "fitted together, at each place in the network. Bars: 95 % over redrawn prompts.",
         )
     ]

@@ -1,4 +1,4 @@
-"""Several checkpoints as one page: how their headline numbers went over training, and the way to each one's own page."""
+"""Several checkpoints as one page: how their headline numbers went over training, and a way to each one's own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def make_trend_report(
     facts: Mapping[str, str] | None = None,
     title: str = "gradscope: over training",
 ) -> Report:
-    """trend: of `diagnosis.trend`; links: (words, file) of the checkpoints' own pages. InputError for one checkpoint."""
+    """The page of several checkpoints; InputError for one.
+
+    trend: of `diagnosis.trend`. links: words and file, relative to this page, of each checkpoint's own page.
+    """
     steps = sorted(trend["step"].unique().tolist())
     if len(steps) < 2:
         raise InputError(f"the trend has {len(steps)} checkpoint; give two or more")

@@ -1,0 +1,149 @@
+"""What `gradscope diagnose` writes beside a checkpoint's own page: the trend, a dump alone, and how all was made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from gradscope import __version__
+from gradscope.adamw_state import AdamWState
+from gradscope.batch_loss import LossSettings
+from gradscope.cli_measure import Measured
+from gradscope.cli_shared import print_notes
+from gradscope.diagnosis_result import Diagnosis
+from gradscope.diagnosis_steps import state_step
+from gradscope.errors import InputError
+from gradscope.models import Policy, checkpoint_step
+from gradscope.readers import read_dump
+from gradscope.run_folder import RunFolder, file_hash, library_versions, write_parquet
+from gradscope.saved_optimizer import read_optimizer_file
+from gradscope.step_settings import SGD, StepSettings
+
+PAGE = "report.html"
+RESULTS = ("tokens.parquet", "figures", PAGE, "data")
+STATISTICS = "data/statistics.csv"
+
+
+def name_folders(models: Sequence[str], out: Path) -> list[Path]:
+    """The folder itself for one checkpoint; of several one in it for each, by the checkpoints' names."""
+    if len(models) == 1:
+        return [out]
+    names = [Path(model).name or "checkpoint" for model in models]
+    if len(set(names)) < len(names):
+        names = [f"{place:02d}-{name}" for place, name in enumerate(names)]
+    return [out / name for name in names]
+
+
+def make_facts(model: str, measured: Measured) -> dict[str, str]:
+    """How the numbers were made, for the end of the page."""
+    manifest = measured.folder.manifest
+    sample, rollouts = manifest["sample"], manifest["rollouts"]
+    check = manifest["self_check"]
+    return {
+        "checkpoint": f"{model} ({manifest['model']['class']}), weights sha256 {manifest['model']['sha256'][:16]}",
+        "training step": str(checkpoint_step(model) if checkpoint_step(model) is not None else "unknown"),
+        "parameters": manifest["params"],
+        "rollouts": f"{rollouts['path']} ({rollouts['format']}), sha256 {rollouts['sha256'][:16]}",
+        "tokens measured": sample if isinstance(sample, str) else f"{sample['tokens_per_interval']:,} of each interval",
+        "norms": manifest["norms"],
+        "precision, device": f"{manifest['dtype']}, {manifest['device']}",
+        "self-check": check if isinstance(check, str) else ", ".join(f"{k} {v}" for k, v in check.items()),
+        "gradscope": manifest["gradscope"],
+        "libraries": ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()),
+    }
+
+
+def in_words(diagnosis: Diagnosis) -> str:
+    """The findings, a line each."""
+    from gradscope.diagnosis_words import findings
+
+    return "\n".join(f"- {statement}" for statement, _, _ in findings(diagnosis))
+
+
+def write_trend(models: Sequence[str], folders: Sequence[Path], out: Path) -> None:
+    """The page of several checkpoints, from the statistics of each."""
+    from gradscope.report.contents import write_report
+    from gradscope.report.trend import make_trend_report
+
+    steps, notes = name_steps(models)
+    frames = [pd.read_csv(folder / STATISTICS).assign(step=step) for folder, step in zip(folders, steps, strict=True)]
+    trend = pd.concat(frames, ignore_index=True).sort_values("step", kind="stable", ignore_index=True)
+    run = RunFolder(out, {"gradscope": __version__, "pages": [file_hash(f / PAGE) for f in folders]}, results=RESULTS)
+    links = [
+        (f"{folder.name}: step {step}", f"{folder.name}/{PAGE}") for folder, step in zip(folders, steps, strict=True)
+    ]
+    report = make_trend_report(trend, links=links, notes=notes, facts={"gradscope": __version__})
+    # Pages are made anew at no cost: what an earlier set of checkpoints left is replaced.
+    with run.writing():
+        run.open(overwrite=True)
+        write_report(run.staged, report)
+        run.close({"gradscope": __version__, "versions": library_versions(), "checkpoints": list(models)})
+    print(f"the trend over {len(folders)} checkpoints: {out / PAGE}")
+
+
+def name_steps(models: Sequence[str]) -> tuple[list[int], list[str]]:
+    """(the training step of each checkpoint, or its place among them where these are not known; a note on that)."""
+    steps = [checkpoint_step(model) for model in models]
+    if None in steps or len(set(steps)) < len(steps):
+        return list(range(len(models))), ["the checkpoints' training steps are not known: they are counted 0, 1, 2, …"]
+    return steps, []
+
+
+def diagnose_dump(
+    path: Path, out: Path, *, format: str | None, step: int | None, loss: LossSettings, seed: int, overwrite: bool
+) -> None:
+    """What the rollouts say without any policy."""
+    from gradscope.logit_diagnosis import logit_notes, logit_shares, logit_table
+    from gradscope.readers.files import rollouts_hash
+    from gradscope.report.contents import make_logit_report, write_report
+
+    key = {"gradscope": __version__, "rollouts": rollouts_hash(path), "format": format, "step": step, "policy": None}
+    folder = RunFolder(out, key | {"loss": asdict(loss), "seed": seed}, results=RESULTS)
+    if folder.look(overwrite=overwrite) == "finished":
+        print(f"already diagnosed with these arguments: {out / PAGE}")
+        return
+    dump = read_dump(path, format=format, step=step)
+    table = logit_table(dump, loss=loss)
+    notes = (*dump.notes, *logit_notes(table))
+    print_notes(notes)
+    shares = logit_shares(table, rng=np.random.default_rng(seed))
+    facts = {"rollouts": f"{path} ({dump.format})", "policy": "none", "gradscope": __version__}
+    report = make_logit_report(table, shares, facts=facts, notes=notes)
+    with folder.writing():
+        folder.open(overwrite=overwrite)
+        write_parquet(folder.staged / "tokens.parquet", table)
+        write_report(folder.staged, report)
+        rollouts = {"path": str(path), "sha256": key["rollouts"], "format": dump.format, "notes": list(notes)}
+        told = {"gradscope": __version__, "versions": library_versions(), "policy": None}
+        folder.close(told | {"rollouts": rollouts, "tokens": len(table)})
+    print(f"{len(table):,} tokens at the logits, without a policy and so without a verdict: {out / PAGE}")
+
+
+def read_step(
+    policy: Policy, path: Path | None, *, asked: bool
+) -> tuple[dict[str, Any] | None, StepSettings | None, list[str]]:
+    """(AdamW's state in the file, the step that goes on from it, what a reader must know of the two).
+
+    asked: the user named the file. InputError where it does not fit the policy; another one is then left out.
+    """
+    if path is None:
+        return None, None, []
+    try:
+        state = read_optimizer_file(path)
+        AdamWState.from_state_dict(policy.model, state)
+        step = state_step(state)
+    except InputError as error:
+        if asked:
+            raise
+        return None, None, [f"{path.name} beside the checkpoint is left out: {error}"]
+    if step.learning_rate > 0:
+        return state, step, []
+    # A schedule has come to its end: the step is shown at the rate that it began with.
+    first = float(state["param_groups"][0].get("initial_lr", 0.0)) or SGD.learning_rate
+    told = f"the optimizer's learning rate is 0 (the end of its schedule): steps here are taken at {first:g}"
+    return state, replace(step, learning_rate=first), [told]
