@@ -31,9 +31,9 @@ _DEFINED_IN = {
     "write_report": "report.contents",
 }
 _SUBMODULES = (
-    "bounds", "capture", "diagnosis", "diagnosis_words", "directions", "drivers", "gains", "group_gradients", "influence",
-    "intervals", "jacobians", "logit_diagnosis", "norm_estimates", "objective", "plot_diagnosis", "plot_updates", "plots",
-    "report", "tasks", "theory", "tuning", "updates",
+    "bounds", "capture", "diagnosis", "diagnosis_words", "directions", "drivers", "gains", "group_gradients",
+    "influence", "intervals", "jacobians", "logit_diagnosis", "norm_estimates", "objective", "plot_diagnosis",
+    "plot_updates", "plots", "report", "tasks", "theory", "tuning", "updates",
 )  # fmt: skip
 
 __all__ = ["__version__", *_DEFINED_IN, *_SUBMODULES]
