@@ -73,6 +73,8 @@ class Table:
     caption: str
     formats: dict[str, str] = field(default_factory=dict)
     """Column → how `str.format` writes its numbers, as "{:.1%}"; other floats are written with three digits."""
+    folded: bool = False
+    """Shown only when its caption is opened."""
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.formats if name not in self.frame.columns]:

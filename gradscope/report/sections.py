@@ -39,10 +39,10 @@ class Sheets:
         self.tables[f"{DATA}/{name}.csv"] = drawn_numbers(drawing)
         return Figure(drawing, caption, f"{DATA}/{name}.csv")
 
-    def table(self, name: str, frame: pd.DataFrame, caption: str) -> Table:
+    def table(self, name: str, frame: pd.DataFrame, caption: str, *, folded: bool = False) -> Table:
         self.tables[f"{DATA}/{name}.csv"] = frame
         shares = {column: PERCENT for column in frame if column in SHARES or str(column).startswith("% of")}
-        return Table(frame, caption, shares)
+        return Table(frame, caption, shares, folded)
 
 
 def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets) -> tuple[Section, ...]:
@@ -158,16 +158,26 @@ def _theory(d: Diagnosis, policy: Policy, sheets: Sheets) -> list[Block]:
 def _layers(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if d.layers is None or not d.layers["quantity"].str.startswith(LAYER).any():
         return []
-    names = ["quantity", "label", "value", "lower", "upper", "num_measured"]
     sheets.tables[f"{DATA}/layer_norms.csv"] = d.layers
+    told = d.layers.assign(told=[f"{_number(row)}" for _, row in d.layers.iterrows()])
+    wide = told.pivot(index="quantity", columns="label", values="told").loc[[*dict.fromkeys(d.layers["quantity"])]]
+    wide = wide[list(d.labels)].rename_axis("mean norm").rename_axis(None, axis=1).reset_index()
     return [
         sheets.figure(
             "layers_by_interval",
             lambda: plots.plot_layers_by_interval(d.table, edges=d.settings.edges),
             "Median norm of the token gradients (unit weight) by layer and interval of π.",
         ),
-        Table(d.layers[[n for n in names if n in d.layers]], "Mean norms (data/layer_norms.csv).", {}),
+        Table(wide, "Mean norms with 95 % intervals (data/layer_norms.csv)."),
     ]
+
+
+def _number(row: pd.Series) -> str:
+    """A value with its interval, three digits each."""
+    if np.isnan(row["value"]):
+        return "–"
+    bounds = "" if np.isnan(row["lower"]) else f" [{row['lower']:.3g}, {row['upper']:.3g}]"
+    return f"{row['value']:.3g}{bounds}"
 
 
 def _where(d: Diagnosis, sheets: Sheets) -> list[Block]:
@@ -240,8 +250,11 @@ def _influence(d: Diagnosis, sheets: Sheets) -> list[Block]:
         )
     ]
     if d.against is not None and len(d.against):
-        caption = "Tokens predicted to move farthest against their advantage."
-        blocks.append(sheets.table("against", _readable(d.against), caption))
+        caption = "Tokens predicted to move farthest against their advantage; Δ log π in nats, in all and by source."
+        told = d.against.merge(d.table[["response", "position", "token"]], on=["response", "position"], how="left")
+        causes = [name for name in told if str(name).startswith("by.")]
+        shown = ["response", "position", "token", "prob", "advantage", "weight", "predicted", *causes]
+        blocks.append(sheets.table("against", _readable(told[[name for name in shown if name in told]]), caption))
     return blocks + _define("who moves whom")
 
 
@@ -267,7 +280,7 @@ def _settings(d: Diagnosis, sheets: Sheets) -> list[Block]:
 
 def _numbers(d: Diagnosis, sheets: Sheets) -> list[Block]:
     caption = "Every headline number with its 95 % interval; n is the number of tokens that it rests on."
-    return [sheets.table("statistics", d.statistics, caption)]
+    return [sheets.table("statistics", d.statistics, caption, folded=True)]
 
 
 def _readable(tokens: pd.DataFrame) -> pd.DataFrame:

@@ -48,12 +48,12 @@ def make_trend_report(
         f"Headline numbers at {len(steps)} checkpoints, steps {steps[0]} to {steps[-1]}; bands are 95 % over redrawn "
         "prompts of each checkpoint's own rollouts.",
     )
-    shown = trend.drop(columns=["n"])
+    numbers = sheets.table("trend", trend.drop(columns=["n"]), "Every number at every checkpoint.", folded=True)
     terms = ("dominance index", "share of Σ‖w·g‖²", "share of the summed gradient", "signal fraction", "95 % interval")
     sections = (
         Section("trend", "Over training", (drawn, *(Definition(term, DEFINITIONS[term]) for term in terms))),
         Section("checkpoints", "Each checkpoint", (Links(tuple(links)),)),
-        Section("numbers", "All numbers", (sheets.table("trend", shown, "Every number at every checkpoint."),)),
+        Section("numbers", "All numbers", (numbers,)),
     )
     page = Page(
         title=title,
