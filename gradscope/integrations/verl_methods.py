@@ -1,0 +1,98 @@
+"""Advantage Reweighting (Eq. 4) and Lopti's passes (Alg. 1, arXiv:2505.12929) as changes to verl's own functions.
+
+Nothing here imports verl: its functions and configuration come in as arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.objective import check_eta, lopti_split, reweight
+
+ORDERS = {"low-first": ("low", "high"), "high-first": ("high", "low")}
+
+RUNNING_PASS: ContextVar[str | None] = ContextVar("RUNNING_PASS", default=None)
+"""Name of the pass that the engine is taking; None outside Lopti's two."""
+
+
+def check_methods(settings: Any) -> None:
+    """InputError for settings (fields `reweight_alpha`, `lopti_eta`, `lopti_pass`, `lopti_order`) that mean nothing."""
+    if settings.reweight_alpha is not None and not 0 <= settings.reweight_alpha <= 1:
+        raise InputError(f"reweight_alpha is {settings.reweight_alpha}; give a number from 0 to 1, or null: off")
+    if settings.lopti_eta is not None:
+        check_eta(settings.lopti_eta)
+    if settings.lopti_order not in ORDERS:
+        raise InputError(f"lopti_order is {settings.lopti_order!r}; give one of {', '.join(ORDERS)}")
+    if settings.lopti_pass not in (None, "low", "high"):
+        raise InputError(f"lopti_pass is {settings.lopti_pass!r}; give low or high for that group alone, or null: both")
+    if settings.lopti_pass is not None and settings.lopti_eta is None:
+        raise InputError(f"lopti_pass is {settings.lopti_pass} without lopti_eta, which parts the groups; give both")
+
+
+def changed_policy_loss(
+    vanilla: Callable[..., tuple[Tensor, dict[str, Any]]],
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """`vanilla`, a policy loss of verl, at the advantages that `config.policy_loss` asks for; tensors are [B, T].
+
+    With `reweight_alpha`, Â becomes [α·π_old + 1 − α]·Â. With `lopti_pass` "low" only tokens of π_old < `lopti_eta`
+    keep their advantage, with "high" only the others: a token of advantage 0 has no gradient and is still counted, so
+    the denominator of every `loss_agg_mode` stays. Without either, vanilla gets what it would have got. Raises
+    InputError for a `lopti_eta` without `lopti_pass` where no engine takes the passes.
+    """
+    settings = config.policy_loss
+    alpha, eta, only = settings.reweight_alpha, settings.lopti_eta, settings.lopti_pass
+    if eta is not None and only is None and RUNNING_PASS.get() is None:
+        raise InputError(
+            f"lopti_eta is {eta}, and verl's engine takes one pass; start verl with VERL_ENGINE_VENDOR=gradscope and "
+            "VERL_USE_EXTERNAL_MODULES=gradscope.integrations.verl,gradscope.integrations.verl_engine"
+        )
+    if alpha is not None:
+        advantages = reweight(advantages, old_log_prob, alpha=alpha)
+    if only is not None:
+        advantages = advantages.masked_fill(~pass_mask(old_log_prob, response_mask, eta=eta, name=only), 0.0)
+    return vanilla(
+        old_log_prob=old_log_prob,
+        log_prob=log_prob,
+        advantages=advantages,
+        response_mask=response_mask,
+        loss_agg_mode=loss_agg_mode,
+        config=config,
+        rollout_is_weights=rollout_is_weights,
+    )
+
+
+def pass_mask(old_log_prob: Tensor, response_mask: Tensor, *, eta: int | float, name: str) -> Tensor:
+    """The tokens of pass `name`, by `lopti_split`; tensors [B, T], or nested with the same lengths of rows."""
+    if not response_mask.is_nested:
+        low, high = lopti_split(old_log_prob, response_mask.bool(), eta=eta)
+        return low if name == "low" else high
+    flat = pass_mask(old_log_prob.values()[None], response_mask.values()[None], eta=eta, name=name)[0]
+    chosen = response_mask.clone()  # a clone pads to the same length as verl's own mask; a new nested tensor may not
+    chosen.values().copy_(flat)
+    return chosen
+
+
+def pass_loss(loss_function: Callable[..., Any], *, eta: int | float, name: str) -> Callable[..., Any]:
+    """verl's loss of a micro-batch, of whose response tokens only those of pass `name` are left.
+
+    Policy, KL and entropy term are all of these tokens, and divided by counts that verl took of the whole mini-batch.
+    """
+
+    def loss(*, model_output: Any, data: Any, **keywords: Any) -> Any:
+        data = data.copy()
+        data["response_mask"] = pass_mask(data["old_log_probs"], data["response_mask"], eta=eta, name=name)
+        return loss_function(model_output=model_output, data=data, **keywords)
+
+    return loss
