@@ -1,0 +1,86 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # Your own checkpoint
+#
+# A checkpoint folder of transformers and the rollouts that your trainer wrote down are enough to ask: do rare tokens
+# dominate my updates, where, and what would a step do? Put your two paths here. As it stands, the notebook makes itself
+# a small dump with the policy of gradscope, in the native format.
+
+# %%
+import tempfile
+from pathlib import Path
+
+import gradscope
+from gradscope.readers import write_rollouts
+from gradscope.sampling.rollouts import rollout_rows
+from gradscope.tasks import draw_questions, get_task
+
+OUT = Path(tempfile.mkdtemp(prefix="gradscope-"))
+CHECKPOINT = "embedded"  # "runs/grpo/checkpoints/step-000020", "my-trl-run/checkpoint-500", …
+ROLLOUTS = OUT / "rollouts.jsonl"  # "my-trl-run/completions", "rollout_data_dir", …
+
+policy = gradscope.load_policy(CHECKPOINT)
+if not ROLLOUTS.exists():
+    task = get_task("knights-knaves-compact")
+    questions = draw_questions(task, 6, seed=3)
+    rows = rollout_rows(policy, questions, task=task, n=4, temperature=0.7, max_new_tokens=128, seed=3)
+    write_rollouts(ROLLOUTS, rows)
+
+# %% [markdown]
+# ## Read the dump
+#
+# The trainer's format is told by its columns. What a dump does not carry is said, not guessed in silence: read the
+# notes.
+
+# %%
+dump = gradscope.read_dump(ROLLOUTS, policy)
+batch = dump.batch
+print(f"{dump.format}: {len(batch)} responses, {batch.num_tokens} response tokens", *dump.notes, sep="\n")
+
+# %% [markdown]
+# ## Diagnose
+#
+# `tokens_per_interval` measures a stratified sample of tokens, which is what a long rollout wants. Steps are AdamW's
+# from your optimizer state if you give one (`optimizer_state=torch.load(…, weights_only=True)`), else the paper's SGD.
+
+# %%
+from gradscope.diagnosis import diagnose
+from gradscope.diagnosis_result import DiagnosisSettings
+from gradscope.diagnosis_words import findings
+
+settings = DiagnosisSettings(tokens_per_interval=100, recommend_batches=None, resamples=200)
+diagnosis = diagnose(policy, batch, settings=settings)
+for sentence, details, _ in findings(diagnosis):
+    print(f"- {sentence}\n    {details}")
+
+# %% [markdown]
+# Every number behind a sentence is a row of `statistics`, with its interval over prompts.
+
+# %%
+diagnosis.statistics.head(12)
+
+# %%
+print(*diagnosis.notes, sep="\n")
+
+# %% [markdown]
+# ## Pictures
+
+# %%
+from gradscope.plot_diagnosis import plot_dominance
+from gradscope.plots import save_figure
+
+save_figure(plot_dominance(diagnosis.statistics, diagnosis.labels), OUT / "dominance.png")
+
+# %% [markdown]
+# `diagnosis.table` is the token table: keep it, and ask your own questions of it later.
+
+# %%
+diagnosis.table.to_parquet(OUT / "tokens.parquet")
+sorted(path.name for path in OUT.iterdir())
