@@ -55,7 +55,8 @@ def changed_policy_loss(
     alpha, eta, only = settings.reweight_alpha, settings.lopti_eta, settings.lopti_pass
     if eta is not None and only is None and RUNNING_PASS.get() is None:
         raise InputError(
-            f"lopti_eta is {eta}, and verl's engine takes one pass; start verl with VERL_ENGINE_VENDOR=gradscope and "
+            f"lopti_eta is {eta}, and verl's engine takes one pass; use strategy fsdp or fsdp2 and start verl with "
+            "VERL_ENGINE_VENDOR=gradscope and "
             "VERL_USE_EXTERNAL_MODULES=gradscope.integrations.verl,gradscope.integrations.verl_engine"
         )
     if alpha is not None:
