@@ -79,6 +79,16 @@ from gradscope.plots import save_figure
 save_figure(plot_dominance(diagnosis.statistics, diagnosis.labels), OUT / "dominance.png")
 
 # %% [markdown]
+# ## The page
+#
+# All of it as one HTML file, with a viewer of the tokens; open it in a browser, or send it to somebody.
+
+# %%
+report = gradscope.make_report(diagnosis, policy, batch, title=f"Diagnosis of {CHECKPOINT}", notes=dump.notes)
+page = gradscope.write_report(OUT / "report", report)
+print(f"{page.stat().st_size / 1e6:.1f} MB: {page}")
+
+# %% [markdown]
 # `diagnosis.table` is the token table: keep it, and ask your own questions of it later.
 
 # %%
