@@ -12,7 +12,16 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradscope.cli_diagnose_pages import PAGE, diagnose_dump, in_words, make_facts, name_folders, read_step, write_trend
+from gradscope.cli_diagnose_pages import (
+    PAGE,
+    describe_step,
+    diagnose_dump,
+    in_words,
+    make_facts,
+    name_folders,
+    read_step,
+    write_trend,
+)
 from gradscope.cli_measure import Measure, Measured
 from gradscope.cli_sample import Sample
 from gradscope.cli_shared import DeviceFlag, DtypeFlag, FormatFlag, check_no_machine
@@ -22,6 +31,7 @@ from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy, checkpoint_step
 from gradscope.readers import Dump
 from gradscope.readers.dump import keep_own_step
+from gradscope.readers.formats import ON_POLICY
 from gradscope.run_folder import check_is_folder, file_hash
 from gradscope.saved_optimizer import find_optimizer_file
 
@@ -225,7 +235,8 @@ class Diagnose:
             progress=sys.stderr.isatty(),
         )
         facts = make_facts(model, measured) | {"optimizer state": "none" if state is None else "AdamW's, saved"}
-        said = (*measured.dump.notes, *notes)
+        facts |= {"step that is shown": describe_step(found.step)}
+        said = (*(note for note in measured.dump.notes if note != ON_POLICY), *notes)
         report = make_report(found, policy, batch, title=f"gradscope diagnosis: {model}", facts=facts, notes=said)
         with folder.writing():
             folder.stage()

@@ -49,6 +49,8 @@ def make_facts(model: str, measured: Measured) -> dict[str, str]:
         "training step": str(checkpoint_step(model) if checkpoint_step(model) is not None else "unknown"),
         "parameters": manifest["params"],
         "rollouts": f"{rollouts['path']} ({rollouts['format']}), sha256 {rollouts['sha256'][:16]}",
+        "temperature": ", ".join(f"{value:g}" for value in measured.measurement.batch.temperature.unique().tolist()),
+        "loss": describe_loss(manifest["settings"]["loss"]),
         "tokens measured": sample if isinstance(sample, str) else f"{sample['tokens_per_interval']:,} of each interval",
         "norms": manifest["norms"],
         "precision, device": f"{manifest['dtype']}, {manifest['device']}",
@@ -56,6 +58,28 @@ def make_facts(model: str, measured: Measured) -> dict[str, str]:
         "gradscope": manifest["gradscope"],
         "libraries": ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()),
     }
+
+
+def describe_loss(loss: dict[str, Any]) -> str:
+    """All that the weights were made with.
+
+    >>> describe_loss({"clip_ratio_c": None, "kl_coef": 0.001, "kl_corrected": False})
+    'clip_ratio_c off, kl_coef 0.001, kl_corrected no'
+    """
+    return ", ".join(f"{name} {_in_a_word(value)}" for name, value in loss.items())
+
+
+def _in_a_word(value: bool | int | float | None) -> str:
+    if value is None:
+        return "off"
+    return ("no", "yes")[value] if isinstance(value, bool) else f"{value:g}"
+
+
+def describe_step(step: StepSettings) -> str:
+    """The optimizer step of the page's pictures and sentences."""
+    clip = "not clipped" if step.max_grad_norm is None else f"gradient clipped to {step.max_grad_norm:g}"
+    name = {"adamw": "AdamW", "sgd": "SGD"}[step.optimizer]
+    return f"{name}, learning rate {step.learning_rate:g}, weight decay {step.weight_decay:g}, {clip}"
 
 
 def in_words(diagnosis: Diagnosis) -> str:

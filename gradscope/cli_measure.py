@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,6 +29,7 @@ from gradscope.measure_settings import BUDGET, MeasureSettings
 from gradscope.models import Policy
 from gradscope.norm_estimates import interval_norms
 from gradscope.readers import Dump
+from gradscope.readers.formats import NO_TEMPERATURE
 from gradscope.run_folder import RunFolder, library_versions, write_parquet, write_text
 from gradscope.token_table import TableMeasurement, join_responses
 
@@ -144,7 +145,10 @@ class Measure:
         """The rollouts that are measured."""
         from gradscope.readers import read_dump
 
-        return read_dump(self.rollouts, policy, format=self.format, step=self.step)
+        dump = read_dump(self.rollouts, policy, format=self.format, step=self.step)
+        if self.settings.temperature is None:
+            return dump
+        return replace(dump, notes=tuple(note for note in dump.notes if note != NO_TEMPERATURE))
 
     def _check_constants(self) -> None:
         if self.constants < 0:

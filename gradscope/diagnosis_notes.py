@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from gradscope.batch import TokenBatch
-from gradscope.diagnosis_result import DiagnosisSettings
+from gradscope.diagnosis_result import VERDICT_PROMPTS, DiagnosisSettings
 from gradscope.errors import InputError
 from gradscope.gains import LAYER, LOGITS, PARAMETERS
 from gradscope.intervals import assign_intervals
@@ -39,7 +39,8 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
     if prompts == 1:
         notes.append("All responses are to one prompt: no interval over prompts, no signal against noise.")
     elif prompts < FEW_PROMPTS:
-        notes.append(f"Intervals rest on {prompts} prompts: they are rough.")
+        end = "they are rough." if prompts >= VERDICT_PROMPTS else "they are too rough for verdicts."
+        notes.append(f"Intervals rest on {prompts} prompts: {end}")
     if weighted and (idle := prompts - table.loc[table["advantage"] != 0, "group"].nunique()):
         notes.append(
             f"Advantage 0 throughout (equal rewards): {idle} of {prompts} prompts; their tokens count, but have no "

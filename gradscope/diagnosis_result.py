@@ -16,6 +16,10 @@ from gradscope.step_settings import StepSettings
 
 Number = int | float
 
+VERDICT_PROMPTS = 6
+"""Below so many, bounds are no ground of a verdict: those of a bootstrap lie within what the prompts' own numbers span,
+and n draws all lie on one side of the median with probability 2·2⁻ⁿ, more than 5 % of the time for n < 6."""
+
 
 @dataclass(frozen=True)
 class DiagnosisSettings:
@@ -107,6 +111,11 @@ class Diagnosis:
     """`updates.movement_table` of the actual step, whose columns end with .all; it joins `table` by response and
     position."""
     recommendation: Recommendation | None = None
+
+    @property
+    def judges(self) -> bool:
+        """Whether there are prompts enough for a verdict."""
+        return self.num_prompts >= VERDICT_PROMPTS
 
     def pick(self, statistic: str, metric: str = "none", interval: str = "") -> pd.Series | None:
         """The row of `statistics` of that name; None where it was not computed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isnan
 
 import pandas as pd
@@ -29,7 +30,7 @@ def influence_words(d: Diagnosis) -> list[Finding]:
     if len(rows):
         bounds = {"share": "value", "share_lower": "lower", "share_upper": "upper"}
         detail += f", the momentum of earlier steps {share_words(rows.iloc[0][list(bounds)].rename(bounds))}"
-    more = share["lower"] > own["upper"]
+    more = d.judges and share["lower"] > own["upper"]
     return [(statement, f"{detail}.", "warn" if more else "plain")]
 
 
@@ -47,12 +48,12 @@ def direction_words(d: Diagnosis) -> list[Finding]:
         each = [(label, d.pick(name, "none", label)) for label in d.labels]
         parts = ", ".join(f"{label} {share_words(r)} of {r['n']:,}" for label, r in each if not isnan(r["value"]))
         tone, end = "plain", ": not to be told from one half."
-        if row["lower"] > 0.5:
+        if isnan(row["lower"]) or not d.judges:
+            end = "."
+        elif row["lower"] > 0.5:
             tone, end = "good", ", more than half."
         elif row["upper"] < 0.5:
             tone, end = "warn", ", less than half."
-        elif isnan(row["lower"]):
-            end = "."
         found.append((statement + end, f"By interval of π before the step: {parts}.", tone))
     return found
 
@@ -96,7 +97,7 @@ def setting_words(d: Diagnosis) -> list[Finding]:
         return []
     detail = (
         f"One {step_words(d)} step predicted to first order on {best.num_batches} batches of "
-        f"{min(best.prompts_per_batch)} to {max(best.prompts_per_batch)} prompts, {len(best.settings)} settings."
+        f"{_span(best.prompts_per_batch)}, {len(best.settings)} settings."
     )
     if not best.eta_judged:
         detail += " η is not judged: to first order its two steps are plain's one."
@@ -104,10 +105,17 @@ def setting_words(d: Diagnosis) -> list[Finding]:
         return [("No α or η has a better predicted right-direction score than the plain loss: nothing to try.", detail,
                  "plain")]  # fmt: skip
     row = pd.Series({"value": best.difference, "lower": best.lower, "upper": best.upper})
-    points = f"{100 * best.difference:+.2f} points [{100 * row['lower']:+.2f}, {100 * row['upper']:+.2f}]"
-    words = f"{best.setting} scores {points.replace('-', '−')} against the plain loss on held-out prompts"
+    bounds = "" if isnan(row["lower"]) else f" [{100 * row['lower']:+.2f}, {100 * row['upper']:+.2f}]"
+    points = f"{100 * best.difference:+.2f} points{bounds}".replace("-", "−")
+    words = f"{best.setting} scores {points} against the plain loss on held-out prompts"
     end = {
         "better": ": worth a run.", "worse": ": no reason for a run.",
         "no difference": ": no difference can be told.", "undecided": ": too few batches for a verdict.",
     }[best.verdict]  # fmt: skip
     return [(words + end, detail, "good" if best.verdict == "better" else "plain")]
+
+
+def _span(prompts: Sequence[int]) -> str:
+    """How many prompts batches have: 1 prompt, or 2 to 3 prompts."""
+    least, most = min(prompts), max(prompts)
+    return f"{least if least == most else f'{least} to {most}'} prompt{'' if most == 1 else 's'}"

@@ -55,6 +55,8 @@ def _dominance_in(d: Diagnosis, metric: str, words: str) -> Finding:
     largest = share["value"] >= max(row["value"] for row in shares if not isnan(row["value"]))
     if isnan(index["lower"]):
         return (f"Tokens with π in {low}: {holds}; one prompt gives no interval, so no verdict.", detail, "plain")
+    if not d.judges:
+        return (f"Tokens with π in {low}: {holds}; {d.num_prompts} prompts are too few for a verdict.", detail, "plain")
     if index["lower"] > 0 and largest:
         return (f"Low-probability tokens (π in {low}) dominate{words}: {holds}.", detail, "warn")
     if index["lower"] > 0:
@@ -75,9 +77,9 @@ def _added(d: Diagnosis) -> list[Finding]:
     if added is None or isnan(added["lower"]):
         return []
     detail = f"(1−π) alone predicts an index of {bits_words(alone)}; measured minus predicted: {bits_words(added)}."
-    if added["lower"] > 0:
+    if added["lower"] > 0 and d.judges:
         return [(f"The network makes tokens with π in {low} weigh more than 1−π alone would.", detail, "plain")]
-    if added["upper"] < 0:
+    if added["upper"] < 0 and d.judges:
         return [(f"The network makes tokens with π in {low} weigh less than 1−π alone would.", detail, "plain")]
     return [(f"The weight of tokens with π in {low} cannot be told from what 1−π alone predicts.", detail, "plain")]
 
@@ -164,7 +166,7 @@ def _where(d: Diagnosis) -> list[Finding]:
         if len(rows) < 2:
             continue
         each = ", ".join(f"{r['value']} {_squared(r)} ({_tokens(r)} of the tokens)" for _, r in rows.iterrows())
-        over = rows[rows["squared_lower"] > rows["token_upper"]]
+        over = rows[(rows["squared_lower"] > rows["token_upper"]) & d.judges]
         names = ", ".join(f"{r['value']} ({_squared(r)} against {_tokens(r)})" for _, r in over.iterrows())
         statement = f"Σ‖w·g‖² {words}: no value's share can be told to be above its share of the tokens."
         if len(over):
@@ -202,9 +204,9 @@ def _driver(d: Diagnosis) -> list[Finding]:
     detail = f"Standardised coefficients of the log norm over all parameters, {row['tokens']:,} tokens that are not "
     detail += f"nearly certain: {fits}; R² of both {row['r2']:.2f}."
     words = "cannot be told to follow probability or entropy more"
-    if row["lower"] > 0:
+    if row["lower"] > 0 and d.judges:
         words = "follow probability more than entropy"
-    elif row["upper"] < 0:
+    elif row["upper"] < 0 and d.judges:
         words = "follow entropy more than probability"
     return [(f"Norms of single tokens {words}.", detail, "plain")]
 

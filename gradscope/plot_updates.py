@@ -156,7 +156,7 @@ def plot_influence(
     for (row, column), number in np.ndenumerate(numbers):
         ink = "white" if abs(number) > 0.6 * limit else "black"
         words = f"{round(number, 2) + 0.0:.2f}" if statistic == "share" else short_number(number)  # no −0.00
-        ax.text(column, row, words, ha="center", va="center", color=ink)
+        ax.text(column, row, words.replace("-", "−"), ha="center", va="center", color=ink)
     ax.set_xticks(range(wide.shape[1]), [labels.get(name, str(name)).replace(", ", ",") for name in wide.columns])
     ax.set_yticks(range(wide.shape[0]), [labels.get(name, str(name)).replace(", ", ",") for name in wide.index])
     ax.set(xlabel="tokens that are moved, by $π_{old}$", ylabel="whose gradient moves them")
@@ -172,8 +172,8 @@ def plot_norm_drivers(fits: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     Reads quantity, driver, coefficient, lower, upper: what `drivers.regress_norms` returns.
     """
     require(fits, ["quantity", "driver", "coefficient", "lower", "upper"], what="the table of fits")
-    ax = new_axes(ax)
     quantities = [name for name in dict.fromkeys(fits["quantity"]) if name != "layers"]
+    ax = new_axes(ax, width=max(3.2, 0.62 * len(quantities)))
     inks = {"log_one_minus_prob": (interval_colors()[0], "log(1−π)"), "entropy": (interval_colors()[2], "entropy")}
     for shift, (driver, (ink, label)) in zip((-0.1, 0.1), inks.items(), strict=True):
         rows = (

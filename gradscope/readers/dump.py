@@ -66,13 +66,13 @@ def keep_own_step(dump: Dump, checkpoint: int | None) -> Dump:
     if checkpoint is None:
         return replace(dump, notes=(*dump.notes, f"{span}; of which one this checkpoint is, is unknown: all are taken"))
     own = min(known, key=lambda step: (abs(step - checkpoint - 1), step))
-    why = "the first after this checkpoint" if own == checkpoint + 1 else f"the nearest to step {checkpoint + 1}"
+    taken = f"step {own} is taken, which this checkpoint sampled"
+    if own != checkpoint + 1:
+        taken = f"step {own} is taken, another policy's: step {checkpoint + 1}, this one's, is not there"
     rows = (dump.steps == own).nonzero()[:, 0]
     tensors = ("steps", "entropy", "logprobs", "sampler_logprobs", "clipped")
     kept = {name: value[rows] for name in tensors if (value := getattr(dump, name)) is not None}
-    return replace(
-        dump, batch=dump.batch.select(rows), notes=(*dump.notes, f"{span}; step {own} is taken, {why}"), **kept
-    )
+    return replace(dump, batch=dump.batch.select(rows), notes=(*dump.notes, f"{span}; {taken}"), **kept)
 
 
 def make_dump(

@@ -15,12 +15,11 @@ from gradscope.diagnosis_words import findings
 from gradscope.models import Policy
 from gradscope.report.page import Finding, Page, Paragraph, Section
 from gradscope.report.render import write_page
-from gradscope.report.sections import Sheets, make_sections
+from gradscope.report.sections import KEYS, Sheets, make_sections
 from gradscope.report.viewer import Viewer, prompt_texts
 from gradscope.run_folder import write_text
 
 PAGE = "report.html"
-KEYS = ["response", "position"]
 NO_VERDICT = (
     "No verdict: this is from the dump alone. It is exact at the logits and assumes that gradients below them go as "
     "1 − π, which nobody measured here."
@@ -59,7 +58,7 @@ def make_report(
         sections=make_sections(d, policy, sheets),
         viewer=_make_viewer(d, policy, batch),
         facts=dict(facts or {}),
-        notes=(*notes, *d.notes),
+        notes=tuple(map(as_sentence, (*notes, *d.notes))),
     )
     return Report(page, sheets.tables)
 
@@ -91,8 +90,9 @@ def make_logit_report(
     )
     subtitle = f"{len(table):,} response tokens, {table['response'].nunique():,} responses"
     sections = (Section("logits", "Bounds at the logits", blocks),)
+    notes = tuple(map(as_sentence, notes))
     finding = Finding(NO_VERDICT, f"{subtitle}, read in the precision of the dump.", "warn")
-    return Report(Page(title, subtitle, (finding,), sections, None, dict(facts or {}), tuple(notes)), sheets.tables)
+    return Report(Page(title, subtitle, (finding,), sections, None, dict(facts or {}), notes), sheets.tables)
 
 
 def write_report(folder: str | Path, report: Report) -> Path:
@@ -102,6 +102,13 @@ def write_report(folder: str | Path, report: Report) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_text(folder / name, frame.to_csv(index=False))
     return write_page(folder / PAGE, report.page)
+
+
+def as_sentence(note: str) -> str:
+    """What the command line prints after "note:", with a capital, unless it begins with a name, and a full stop."""
+    first = note.split(" ", 1)[0]
+    start = note[:1].upper() + note[1:] if first.isalpha() and first.islower() else note
+    return start if start.endswith((".", "!", "?")) else f"{start}."
 
 
 def _make_viewer(d: Diagnosis, policy: Policy, batch: TokenBatch) -> Viewer:

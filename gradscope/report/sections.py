@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -18,10 +18,11 @@ from gradscope.plot_style import drawn_numbers
 from gradscope.report.page import Block, Definition, Figure, Paragraph, Section, Table
 from gradscope.summary import measured_cones
 
+KEYS = ["response", "position"]
 DATA = "data"
 """Folder, beside the page, of the CSV files."""
 PERCENT = "{:.1%}"
-SHARES = ("share", "token_share", "squared_share")
+SHARES = ("share", "token_share", "squared_share", "prob", "old_prob", "predicted_score", "predicted_held_out")
 
 
 class Sheets:
@@ -30,17 +31,28 @@ class Sheets:
     def __init__(self) -> None:
         self.tables: dict[str, pd.DataFrame] = {}
 
-    def figure(self, name: str, draw: Callable[[], object], caption: str) -> Block:
-        """What `draw` returns; its complaint, where these tokens do not suffice for it."""
+    def figure(self, name: str, draw: Callable[[], object], caption: str, *, token_column: str | None = None) -> Block:
+        """What `draw` returns; its complaint, where these tokens do not suffice for it.
+
+        token_column: known in the rows of single tokens alone, which tokens.parquet has: the CSV leaves them out.
+        """
         try:
             drawing = draw()
         except InputError as error:
             return Paragraph(f"Not drawn: {caption.split('.')[0]} ({error}).")
-        self.tables[f"{DATA}/{name}.csv"] = drawn_numbers(drawing)
+        numbers = drawn_numbers(drawing)
+        if token_column is not None:
+            numbers = numbers[numbers[token_column].isna()].dropna(axis=1, how="all")
+            caption += " Single tokens are in tokens.parquet."
+        self.tables[f"{DATA}/{name}.csv"] = numbers
         return Figure(drawing, caption, f"{DATA}/{name}.csv")
 
-    def table(self, name: str, frame: pd.DataFrame, caption: str, *, folded: bool = False) -> Table:
+    def table(
+        self, name: str, frame: pd.DataFrame, caption: str, columns: Sequence[str] | None = None, *, folded: bool = False
+    ) -> Table:
+        """columns: those that the page shows, None: all; the file has all."""
         self.tables[f"{DATA}/{name}.csv"] = frame
+        frame = frame if columns is None else frame[[column for column in columns if column in frame]]
         shares = {column: PERCENT for column in frame if column in SHARES or str(column).startswith("% of")}
         return Table(frame, caption, shares, folded)
 
@@ -145,11 +157,13 @@ def _theory(d: Diagnosis, policy: Policy, sheets: Sheets) -> list[Block]:
             lambda: plots.plot_figure_2(d.table, measured_cones(theory, shown), vocab_size=policy.vocab_size),
             "Fig. 2 of the paper: at the logits the feasible cone of Prop. 4.2, which is a theorem; below them the "
             "span of the measured gains of these same tokens, which they lie in by construction.",
+            token_column="norm",
         ),
         sheets.figure(
             "norm_against_one_minus_prob",
             lambda: plots.plot_norm_against_one_minus_prob(d.table, powers),
-            "Norms against 1 − π with the fitted power s (the theory's is 1), by layer and over all parameters.",
+            "Norms against 1 − π with the fitted power, the slope (the theory's is 1), by layer and for all parameters.",
+            token_column="norm",
         ),
     ]
     return blocks + _define("bounds of Prop. 4.2")
@@ -250,11 +264,15 @@ def _influence(d: Diagnosis, sheets: Sheets) -> list[Block]:
         )
     ]
     if d.against is not None and len(d.against):
-        caption = "Tokens predicted to move farthest against their advantage; Δ log π in nats, in all and by source."
-        told = d.against.merge(d.table[["response", "position", "token"]], on=["response", "position"], how="left")
-        causes = [name for name in told if str(name).startswith("by.")]
-        shown = ["response", "position", "token", "prob", "advantage", "weight", "predicted", *causes]
-        blocks.append(sheets.table("against", _readable(told[[name for name in shown if name in told]]), caption))
+        caption = (
+            "Tokens predicted to move farthest against their advantage: their change of log π, and of it the part of "
+            "the source that pushed most that way (nats)."
+        )
+        shown = ["response", "position", "token", "old_prob", "advantage", "predicted", "mover", "mover_change"]
+        against = d.against.merge(d.table[[*KEYS, "token"]], on=KEYS, how="left") if "token" in d.table else d.against
+        labels = {str(place): label for place, label in enumerate(d.labels)}
+        against = against.assign(mover=against["mover"].replace(labels))
+        blocks.append(sheets.table("against", _readable(against), caption, shown))
     return blocks + _define("who moves whom")
 
 
@@ -274,8 +292,14 @@ def _drivers(d: Diagnosis, sheets: Sheets) -> list[Block]:
 def _settings(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if d.recommendation is None:
         return []
-    caption = "Settings by the share of the tokens that one predicted step moves the right way (see α and η)."
-    return [sheets.table("settings", d.recommendation.settings, caption), *_define("α and η")]
+    caption = (
+        "Settings by the share of the tokens that one predicted step moves the right way: predicted_score on the "
+        "batches that select, predicted_held_out on the others, there with the difference from the plain loss's."
+    )
+    shown = ["setting", "predicted_score", "predicted_held_out", "difference", "lower", "upper", "verdict", "steps"]
+    # Here the prediction stands in the place of the actual score.
+    settings = d.recommendation.settings.drop(columns="actual_score")
+    return [sheets.table("settings", settings, caption, shown), *_define("α and η")]
 
 
 def _numbers(d: Diagnosis, sheets: Sheets) -> list[Block]:

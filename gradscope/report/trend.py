@@ -11,7 +11,7 @@ from gradscope import plot_diagnosis
 from gradscope.diagnosis_format import bits_words, share_words
 from gradscope.diagnosis_words import DEFINITIONS
 from gradscope.errors import InputError
-from gradscope.report.contents import Report
+from gradscope.report.contents import Report, as_sentence
 from gradscope.report.page import Definition, Finding, Links, Page, Section
 from gradscope.report.sections import Sheets
 
@@ -61,7 +61,7 @@ def make_trend_report(
         findings=tuple(_follow(trend, labels[0], steps)),
         sections=sections if links else sections[::2],
         facts=dict(facts or {}),
-        notes=tuple(notes),
+        notes=tuple(map(as_sentence, notes)),
     )
     return Report(page, sheets.tables)
 
