@@ -20,7 +20,7 @@ from gradscope.diagnosis_steps import state_step
 from gradscope.errors import InputError
 from gradscope.models import Policy, checkpoint_step
 from gradscope.readers import read_dump
-from gradscope.run_folder import RunFolder, file_hash, library_versions, write_parquet
+from gradscope.run_folder import MANIFEST, RunFolder, file_hash, library_versions, read_json, write_parquet
 from gradscope.saved_optimizer import read_optimizer_file
 from gradscope.step_settings import SGD, StepSettings
 
@@ -101,13 +101,24 @@ def write_trend(models: Sequence[str], folders: Sequence[Path], out: Path) -> No
     links = [
         (f"{folder.name}: step {step}", f"{folder.name}/{PAGE}") for folder, step in zip(folders, steps, strict=True)
     ]
-    report = make_trend_report(trend, links=links, notes=notes, facts={"gradscope": __version__})
+    manifests = [read_json(folder / MANIFEST) for folder in folders]
+    if len({manifest["diagnosis"]["optimizer_state"] is None for manifest in manifests}) > 1:
+        notes = [*notes, "only some checkpoints have an optimizer state: the steps of the others are SGD's"]
+    facts = {f"step {step}": describe_rollouts(manifest) for step, manifest in zip(steps, manifests, strict=True)}
+    report = make_trend_report(trend, links=links, notes=notes, facts=facts | {"gradscope": __version__})
     # Pages are made anew at no cost: what an earlier set of checkpoints left is replaced.
     with run.writing():
         run.open(overwrite=True)
         write_report(run.staged, report)
         run.close({"gradscope": __version__, "versions": library_versions(), "checkpoints": list(models)})
     print(f"the trend over {len(folders)} checkpoints: {out / PAGE}")
+
+
+def describe_rollouts(manifest: dict[str, Any]) -> str:
+    """What a checkpoint's own page was made of, and which step of a dump."""
+    rollouts = manifest["rollouts"]
+    taken = [note for note in rollouts["notes"] if "training steps" in note]
+    return "; ".join([f"{manifest['tokens']:,} tokens of {rollouts['path']}", *taken])
 
 
 def name_steps(models: Sequence[str]) -> tuple[list[int], list[str]]:

@@ -125,6 +125,7 @@ class _Work:
             found[0] = self.counts / self.counts.sum()
             self.rows.append(make_rows("token_share", found, self.counts, unit="share", intervals=self.labels))
         self.rows.append(self._count_rows())
+        self.rows.append(one_row("prompts", float(self.table["group"].nunique()), len(self.table), unit="prompts"))
         self.parts["layers"] = tokens.layer_norms(self.table, self.settings.edges, rng=rng, **resamples)
         self._keep("drivers", lambda: regress_norms(self.table, rng=rng, **resamples), "probability against entropy")
         self.rows.append(self._bound_rows())

@@ -14,7 +14,7 @@ from gradscope.intervals import Column
 COLUMNS = ["statistic", "metric", "interval", "value", "lower", "upper", "n", "unit"]
 """metric: "raw" or "adamw" for a gradient, "none" for what is none; interval: a label such as "[0, ¼)", "all", or "";
 n: the tokens that the number rests on, measured ones where norms are meant; unit: share, bits, nats, ratio, cosine,
-squared (the unit of a squared gradient norm), norm, tokens."""
+squared (the unit of a squared gradient norm), norm, tokens, prompts."""
 
 
 def make_rows(

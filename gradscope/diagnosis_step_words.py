@@ -101,6 +101,9 @@ def setting_words(d: Diagnosis) -> list[Finding]:
     )
     if not best.eta_judged:
         detail += " η is not judged: to first order its two steps are plain's one."
+    if best.setting == "plain" and best.verdict == "undecided":
+        return [("No α or η has a better predicted right-direction score than the plain loss on these prompts: too few "
+                 "batches for a verdict.", detail, "plain")]  # fmt: skip
     if best.setting == "plain":
         return [("No α or η has a better predicted right-direction score than the plain loss: nothing to try.", detail,
                  "plain")]  # fmt: skip

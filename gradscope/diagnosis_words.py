@@ -45,7 +45,8 @@ def _dominance_in(d: Diagnosis, metric: str, words: str) -> Finding:
     )
     if isnan(index["value"]):
         return (f"How much of Σ‖w·g‖²{words} tokens with π in {low} hold is not known.", "", "plain")
-    holds = f"they are {share_words(tokens)} of the tokens and hold {share_words(share)} of Σ‖w·g‖²{words}"
+    are = f"are {share_words(tokens)} of the tokens and hold {share_words(share)} of Σ‖w·g‖²{words}"
+    holds = f"they {are}"
     shares = [d.pick("squared_share", metric, label) for label in d.labels]
     each = ", ".join(
         f"{label} {share_words(row)}" for label, row in zip(d.labels, shares, strict=True) if not isnan(row["value"])
@@ -56,7 +57,8 @@ def _dominance_in(d: Diagnosis, metric: str, words: str) -> Finding:
     if isnan(index["lower"]):
         return (f"Tokens with π in {low}: {holds}; one prompt gives no interval, so no verdict.", detail, "plain")
     if not d.judges:
-        return (f"Tokens with π in {low}: {holds}; {d.num_prompts} prompts are too few for a verdict.", detail, "plain")
+        few = f"{d.num_prompts} prompts are too few for a verdict"
+        return (f"Tokens with π in {low} {are}; {few}.", detail, "plain")
     if index["lower"] > 0 and largest:
         return (f"Low-probability tokens (π in {low}) dominate{words}: {holds}.", detail, "warn")
     if index["lower"] > 0:
@@ -131,8 +133,8 @@ def _summed(d: Diagnosis) -> list[Finding]:
         shares = ", ".join(f"{label} {share_words(row)}" for label, row in each if not isnan(row["value"]))
         detail = f"All intervals: {shares}. Index of the summed gradients {bits_words(index)}; cosine of G_a with G "
         detail += f"{number_words(cosine)}."
-        more = share["lower"] > tokens["upper"]
-        if not (more or share["upper"] < tokens["lower"]):
+        more = d.judges and share["lower"] > tokens["upper"]
+        if not (more or (d.judges and share["upper"] < tokens["lower"])):
             statement += " Whether that is more than their number, this batch cannot tell."
         found.append((statement, detail, "warn" if more else "plain"))
     return found

@@ -75,7 +75,10 @@ def plot_movement(
     means = [rows[2 * i]["mean_abs_of_all"] for i in range(len(labels))]
     words = [tick.get_text() for tick in ax.get_xticklabels()]
     ax.set_xticklabels(
-        [f"{word}\n{short_number(mean) if mean == mean else '–'}" for word, mean in zip(words, means, strict=True)],
+        [
+            f"{word}\n{short_number(float(mean)) if mean == mean else '–'}"
+            for word, mean in zip(words, means, strict=True)
+        ],
         linespacing=1.3,
     )
     ax.set_xlabel(f"$π_{{old}}$ before the step; beneath: mean |{_WORDS[value].split(' (')[0]}|")
@@ -173,7 +176,7 @@ def plot_norm_drivers(fits: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """
     require(fits, ["quantity", "driver", "coefficient", "lower", "upper"], what="the table of fits")
     quantities = [name for name in dict.fromkeys(fits["quantity"]) if name != "layers"]
-    ax = new_axes(ax, width=max(3.2, 0.62 * len(quantities)))
+    ax = new_axes(ax, width=max(3.4, 0.78 * len(quantities)))
     inks = {"log_one_minus_prob": (interval_colors()[0], "log(1−π)"), "entropy": (interval_colors()[2], "entropy")}
     for shift, (driver, (ink, label)) in zip((-0.1, 0.1), inks.items(), strict=True):
         rows = (

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 
 from gradscope import plot_diagnosis, plot_updates, plots
 from gradscope.bounds import theory_report
@@ -40,6 +42,8 @@ class Sheets:
             drawing = draw()
         except InputError as error:
             return Paragraph(f"Not drawn: {caption.split('.')[0]} ({error}).")
+        # pyplot forgets it: a page has more figures than pyplot cares to keep.
+        plt.close(drawing.figure if isinstance(drawing, Axes) else drawing)
         numbers = drawn_numbers(drawing)
         if token_column is not None:
             numbers = numbers[numbers[token_column].isna()].dropna(axis=1, how="all")
@@ -162,7 +166,7 @@ def _theory(d: Diagnosis, policy: Policy, sheets: Sheets) -> list[Block]:
         sheets.figure(
             "norm_against_one_minus_prob",
             lambda: plots.plot_norm_against_one_minus_prob(d.table, powers),
-            "Norms against 1 − π with the fitted power, the slope (the theory's is 1), by layer and for all parameters.",
+            "Norms against 1 − π with the fitted power, the slope (the theory's is 1), by layer and of all parameters.",
             token_column="norm",
         ),
     ]

@@ -9,6 +9,7 @@ import pandas as pd
 
 from gradscope import plot_diagnosis
 from gradscope.diagnosis_format import bits_words, share_words
+from gradscope.diagnosis_result import VERDICT_PROMPTS
 from gradscope.diagnosis_words import DEFINITIONS
 from gradscope.errors import InputError
 from gradscope.report.contents import Report, as_sentence
@@ -68,7 +69,8 @@ def make_trend_report(
 
 def _follow(trend: pd.DataFrame, label: str, steps: Sequence[int]) -> list[Finding]:
     """A sentence for each number that is known at the first and at the last checkpoint."""
-    found = []
+    prompts = trend[(trend["statistic"] == "prompts") & trend["step"].isin([steps[0], steps[-1]])]
+    judges, found = bool((prompts["value"] >= VERDICT_PROMPTS).all()), []
     for statistic, metric, words in FOLLOWED:
         same = (trend["statistic"] == statistic) & (trend["metric"] == metric) & (trend["interval"] == label)
         rows = trend[same & trend["value"].notna()].set_index("step")
@@ -77,7 +79,8 @@ def _follow(trend: pd.DataFrame, label: str, steps: Sequence[int]) -> list[Findi
         first, last = rows.loc[steps[0]], rows.loc[steps[-1]]
         write = bits_words if first["unit"] == "bits" else share_words
         told = f"{write(first)} at step {steps[0]}, {write(last)} at step {steps[-1]}"
-        found.append(Finding(f"{words.format(label)} {_change(first, last)}: {told}."))
+        change = _change(first, last) if judges else "cannot be judged by so few prompts"
+        found.append(Finding(f"{words.format(label)} {change}: {told}."))
     return found
 
 
