@@ -52,7 +52,13 @@ class Sheets:
         return Figure(drawing, caption, f"{DATA}/{name}.csv")
 
     def table(
-        self, name: str, frame: pd.DataFrame, caption: str, columns: Sequence[str] | None = None, *, folded: bool = False
+        self,
+        name: str,
+        frame: pd.DataFrame,
+        caption: str,
+        columns: Sequence[str] | None = None,
+        *,
+        folded: bool = False,
     ) -> Table:
         """columns: those that the page shows, None: all; the file has all."""
         self.tables[f"{DATA}/{name}.csv"] = frame
