@@ -4,9 +4,9 @@
 
 At each checkpoint 8 responses to the same 10 puzzles of 2 to 4 people, at the run's temperature of 0.7; the puzzles are
 drawn by a seed that the run does not use. Then `gradscope diagnose` with the optimizer's saved state: the last
-checkpoint with every token measured and α and η screened, the earlier ones by 500 tokens of each interval, influence
-by 5,000 tokens, and without the screening. OUT gets the page of the trend, and the last checkpoint's own page with its tables; what else
-was made stays in RUN/report.
+checkpoint with every token measured and α and η screened; the earlier ones by 500 tokens of each interval, with a step
+on 5,000 tokens split by source, and without the screening. OUT gets the page of the trend, and the last checkpoint's
+own page with its tables; what else was made stays in RUN/report.
 
 Differs from what the run trained on: the batch is 10 × 8 responses in one optimizer step, the run's are 16 × 8 in two;
 log π of the reference is not in the rollouts, so that the KL term's part of the weights is 0. The untrained policy is

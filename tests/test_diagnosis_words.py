@@ -87,6 +87,19 @@ def test_dominance_names_both_denominators_with_their_intervals():
     assert "+4.6 bits [+4.1, +5.1]" in detail and "24 times" in detail and tone == "warn"
 
 
+def test_no_verdict_by_fewer_than_six_prompts():
+    for prompts, told in ((5, False), (6, True)):
+        found = findings(plant(num_prompts=prompts))
+        # The noise of a summed gradient has an interval by Student's t, which holds for few prompts too.
+        tones = {tone for statement, _, tone in found if "signal that" not in statement}
+        assert ("warn" in tones) is told
+        assert any("dominate" in statement for statement, _, _ in found) is told
+        assert any("5 prompts are too few for a verdict" in statement for statement, _, _ in found) is not told
+        assert any("more than half" in statement for statement, _, _ in found) is told
+    statement, _, _ = sentence(plant(num_prompts=2), "too few for a verdict")
+    assert "are 2.0 % [1.0, 3.0] of the tokens and hold 50 % [45, 55] of Σ‖w·g‖²" in statement
+
+
 def one_index(value: float, half: float) -> pd.DataFrame:
     return rows("dominance_index", [value, 0.0, 0.0, 0.0], metric="raw", unit="bits", half=half)
 
@@ -258,8 +271,13 @@ def test_a_setting_is_worth_a_run_only_by_its_verdict(verdict, words, tone):
     statement, detail, found = sentence(plant(recommendation=best), "α=0.3")
     assert "+1.20 points [+0.20, +2.20]" in statement and words in statement and found == tone
     assert "10 settings" in detail and "η is not judged" in detail
+    unknown = replace(best, verdict="undecided", lower=np.nan, upper=np.nan, prompts_per_batch=(1, 1))
+    statement, detail, _ = sentence(plant(recommendation=unknown), "α=0.3")
+    assert "+1.20 points against" in statement and "of 1 prompt, 10 settings" in detail
     plain = replace(best, setting="plain", alpha=None, difference=np.nan, verdict="no difference")
     assert "nothing to try" in sentence(plant(recommendation=plain), "plain loss")[0]
+    undecided = replace(plain, verdict="undecided")
+    assert "too few batches for a verdict" in sentence(plant(recommendation=undecided), "plain loss")[0]
 
 
 def test_no_sentence_holds_a_nan_and_every_tone_is_known():
