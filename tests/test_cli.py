@@ -20,7 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny import CONTEXT, VOCAB, make_policy, make_responses, save_checkpoint, write_jsonl
 
-from gradscope import cli, run_folder
+from gradscope import cli, cli_measure, run_folder
 from gradscope.capture import decoder_block, graph_body, head, rules, token_gradients
 from gradscope.models import load_policy
 from gradscope.norm_estimates import interval_norms
@@ -498,7 +498,7 @@ def test_overwrite_starts_an_unfinished_run_anew(run, model, rollouts, tmp_path,
     out = tmp_path / "out"
     args = ["measure", model, rollouts, "--out", out, *QUICK]
     with monkeypatch.context() as patch:
-        patch.setattr(cli, "join_responses", lambda _frames: (_ for _ in ()).throw(OSError("made up")))
+        patch.setattr(cli_measure, "join_responses", lambda _frames: (_ for _ in ()).throw(OSError("made up")))
         assert_one_line(run(*args), 1, "made up")
     part = out / ".partial" / "part-000000.parquet"
     part.write_bytes(b"not to be read")

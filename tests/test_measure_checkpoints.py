@@ -11,7 +11,7 @@ import pytest
 from test_peft_adapters import save_adapter
 from tiny import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
 
-from gradscope import cli, measure_settings
+from gradscope import cli, cli_measure, measure_settings
 from gradscope.measure_plan import plan_batch
 from gradscope.measure_settings import MeasureSettings, check_settings, settle_sample
 from gradscope.models import load_policy
@@ -129,7 +129,7 @@ def test_the_sample_is_the_one_that_its_number_draws(monkeypatch):
 def test_the_command_says_that_it_took_a_sample_and_how_to_measure_everything(job, tmp_path, capsys, monkeypatch):
     adapter, rollouts = job
     base = adapter.parent / "base"
-    for module in (measure_settings, cli):
+    for module in (measure_settings, cli_measure):
         monkeypatch.setattr(module, "BUDGET", 12)
     run("measure", base, rollouts, "--out", tmp_path / "sample", *QUICK)
     table, manifest = read(tmp_path / "sample")
