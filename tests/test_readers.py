@@ -75,8 +75,9 @@ def test_text_and_ids_of_the_same_tokens_make_the_same_batch(policy, tmp_path):
 
 
 def test_ids_are_taken_as_they_are_where_text_is_beside_them(policy, tmp_path):
-    batch = read_rollouts(write_jsonl(tmp_path / "r.jsonl", [GOOD | {"prompt": "w9", "response": "w9"}]), policy)
-    assert batch.input_ids.tolist() == [[4, 5, 6, 7, 8]]
+    rows = [GOOD | TEXT, GOOD | {"prompt": "w9", "response": "w9"}]
+    batch = read_rollouts(write_jsonl(tmp_path / "r.jsonl", rows), policy)
+    assert batch.input_ids.tolist() == [[4, 5, 6, 7, 8]] * 2
 
 
 def test_a_chat_goes_through_the_template_and_its_last_assistant_turn_stays_open(policy, tmp_path):

@@ -14,6 +14,7 @@ from torch import Tensor
 from gradscope.batch import Response, TokenBatch, collate
 from gradscope.errors import InputError
 from gradscope.models import Policy
+from gradscope.readers.agreement import Agreement
 from gradscope.readers.formats import EMPTY, EXTRAS, FROM_REWARDS, NO_TEMPERATURE, ON_POLICY, Row
 from gradscope.readers.values import (
     check_sizes,
@@ -116,6 +117,7 @@ class _Reading:
         self._groups: dict[object, int] = {}
         self._seen: Counter[int | None] = Counter()
         self._left_out: Counter[str] = Counter()
+        self._agreement = Agreement(policy)
 
     def take(self, row: Row) -> None:
         self._seen[row.step] += 1
@@ -129,6 +131,7 @@ class _Reading:
             self._left_out[EMPTY] += 1
             return
         check_sizes(row, prompt_ids, response_ids, self._policy)
+        self._agreement.take(row, response_ids)
         self.responses.append(parse_response(row, prompt_ids, response_ids, self._group(row, prompt_ids)))
         self.steps.append(row.step)
         kept = parse_mask(row, len(response_ids))
@@ -147,7 +150,7 @@ class _Reading:
             ) from error
 
     def check(self, path: object) -> None:
-        """InputError where nothing is left, and for a column that only some of the rows have."""
+        """InputError where nothing is left, for text that is not the ids', and a column that only some rows have."""
         if not self._seen:
             raise InputError(f"{path} holds no rows; give at least one response")
         if self._step is not None and self._step not in self._seen:
@@ -155,6 +158,7 @@ class _Reading:
         if not self.responses:
             reasons = "; ".join(self.left_out_notes())
             raise InputError(f"{path} leaves no response to measure ({reasons}); give a dump with responses")
+        self._agreement.check()
         for name in ALL_OR_NONE:
             having = [name in names for _, names, _ in self._rows]
             if any(having) and not all(having):

@@ -26,6 +26,7 @@ NAMES = {
     "sampler_logprobs": "rollout_log_probs",
     "group": "group_index",
     "reward": "reward",
+    "response": "response",
 }
 UNTRAINED = "no train data has them, though there is train data of other samples"
 TWICE = "another rank's train data has the same sample"
