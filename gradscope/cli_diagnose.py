@@ -20,6 +20,7 @@ from gradscope.cli_diagnose_pages import (
     make_facts,
     name_folders,
     read_step,
+    trend_folder,
     write_trend,
 )
 from gradscope.cli_measure import Measure, Measured
@@ -28,11 +29,12 @@ from gradscope.cli_shared import DeviceFlag, DtypeFlag, FormatFlag, check_no_mac
 from gradscope.diagnosis_result import DiagnosisSettings
 from gradscope.errors import InputError
 from gradscope.measure_settings import MeasureSettings
-from gradscope.models import Policy, checkpoint_step
+from gradscope.models import EMBEDDED, Policy, checkpoint_step, weights_hash
 from gradscope.readers import Dump
 from gradscope.readers.dump import keep_own_step
+from gradscope.readers.files import list_files
 from gradscope.readers.formats import ON_POLICY
-from gradscope.run_folder import check_is_folder, file_hash
+from gradscope.run_folder import check_is_folder, file_hash, plain_json
 from gradscope.saved_optimizer import find_optimizer_file
 
 
@@ -122,9 +124,11 @@ class Diagnose:
             self._diagnose_dump()
             return
         folders = name_folders(self.model, self.out)
+        if len(folders) > 1:
+            trend_folder(self.out, [], overwrite=self.overwrite)  # before anything is measured
         done = [self._diagnose(*pair, folder) for pair, folder in zip(self._pairs(), folders, strict=True)]
         if len(done) > 1 and all(done):
-            write_trend(self.model, folders, self.out)
+            write_trend(self.model, folders, self.out, overwrite=self.overwrite)
 
     def _check(self) -> None:
         """What no other file looks at."""
@@ -149,9 +153,31 @@ class Diagnose:
             raise InputError("several processes measure given rollouts; sample first, and give them with --rollouts")
         if not self.model and self.params == "adapter":
             raise InputError("--params adapter is of a checkpoint, and none is given; leave it out")
+        self._check_files()
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise InputError(f"--max-grad-norm is {self.max_grad_norm}; give a number above 0, or none")
         self._diagnosis_settings().check()
+
+    def _check_files(self) -> None:
+        """What would otherwise come to light when much is measured already."""
+        for model in self.model:
+            if model != "embedded" and not os.path.isdir(model):
+                raise InputError(f"{model} is no folder here; give the folder of a checkpoint, or 'embedded'")
+        for path in self.rollouts:
+            list_files(path)
+        if not self.rollouts and (self.format is not None or self.step is not None):
+            raise InputError("--format and --step are of rollouts that are given; leave them out, or give --rollouts")
+        if not self.model and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError("several processes measure with a checkpoint, and none is given; start one process")
+        if self.optimizer_state is None:
+            return
+        if len(self.model) != 1:
+            raise InputError(
+                f"--optimizer-state is of one checkpoint, and {len(self.model)} are given; leave it out: optimizer.pt "
+                "in each one's folder is found by itself"
+            )
+        if not self.optimizer_state.is_file():
+            raise InputError(f"{self.optimizer_state} is not there; give the file of an AdamW state_dict")
 
     def _pairs(self) -> list[tuple[str, Path | None]]:
         """Each checkpoint with its rollouts; None: to be sampled."""
@@ -177,7 +203,10 @@ class Diagnose:
         names = ("task", "prompts", "data", "questions", "n", "max_new_tokens", "engine", "dtype", "device")
         wanted = {name: getattr(self, name) for name in names} | {"seed": self.settings.seed}
         wanted["temperature"] = 1.0 if self.settings.temperature is None else self.settings.temperature
-        told = json.dumps({**wanted, "model": model}, default=str, sort_keys=True)
+        files = {"weights": weights_hash(EMBEDDED if model == "embedded" else model)}
+        if self.prompts is not None and self.prompts.is_file():
+            files["asked"] = file_hash(self.prompts)
+        told = json.dumps({**wanted, **files, "model": model}, default=str, sort_keys=True)
         path = folder / f"rollouts-{hashlib.sha256(told.encode()).hexdigest()[:8]}.jsonl"
         if not path.is_file():
             load = {"base": self.base, "trust_remote_code": self.trust_remote_code}
@@ -200,20 +229,19 @@ class Diagnose:
         )
 
     def _drawn(self, measured: Measured) -> dict[str, Any]:
-        """All that changes the page beside the table: what the manifest remembers of it."""
+        """All that changes the page beside the table, as the manifest remembers it."""
         settings = asdict(self._diagnosis_settings())
         state = self._find_state(measured.policy)
-        return {
+        drawn = {
             "settings": {name: value for name, value in settings.items() if name != "loss"},
             "optimizer_state": None if state is None else file_hash(state),
             "max_grad_norm": self.max_grad_norm,
         }
+        return plain_json(drawn)
 
     def _find_state(self, policy: Policy) -> Path | None:
         """The optimizer's file; one that was not asked for is left alone where it cannot be of these parameters."""
         if self.optimizer_state is not None:
-            if not self.optimizer_state.is_file():
-                raise InputError(f"{self.optimizer_state} is not there; give the file of an AdamW state_dict")
             return self.optimizer_state
         merged = policy.base is not None and policy.params == "all"
         return None if merged else find_optimizer_file(policy.path)

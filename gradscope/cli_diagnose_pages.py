@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,8 +34,8 @@ def name_folders(models: Sequence[str], out: Path) -> list[Path]:
     """The folder itself for one checkpoint; of several one in it for each, by the checkpoints' names."""
     if len(models) == 1:
         return [out]
-    names = [Path(model).name or "checkpoint" for model in models]
-    if len(set(names)) < len(names):
+    names = [Path(os.path.abspath(model)).name or "checkpoint" for model in models]  # "." and ".." have names, too
+    if len(set(names)) < len(names) or {*names} & {*RESULTS}:
         names = [f"{place:02d}-{name}" for place, name in enumerate(names)]
     return [out / name for name in names]
 
@@ -89,7 +90,19 @@ def in_words(diagnosis: Diagnosis) -> str:
     return "\n".join(f"- {statement}" for statement, _, _ in findings(diagnosis))
 
 
-def write_trend(models: Sequence[str], folders: Sequence[Path], out: Path) -> None:
+def trend_folder(out: Path, folders: Sequence[Path], *, overwrite: bool) -> RunFolder:
+    """Where the trend over these folders' pages goes; InputError where results of another kind are.
+
+    An earlier trend's page is replaced, whichever checkpoints it was of: it is made anew at no cost.
+    """
+    key = {"gradscope": __version__, "pages": [file_hash(folder / PAGE) for folder in folders]}
+    run = RunFolder(out, key, results=RESULTS)
+    earlier = (run.manifest or {}).get("key")
+    run.look(overwrite=overwrite or (isinstance(earlier, dict) and "pages" in earlier))
+    return run
+
+
+def write_trend(models: Sequence[str], folders: Sequence[Path], out: Path, *, overwrite: bool) -> None:
     """The page of several checkpoints, from the statistics of each."""
     from gradscope.report.contents import write_report
     from gradscope.report.trend import make_trend_report
@@ -97,7 +110,7 @@ def write_trend(models: Sequence[str], folders: Sequence[Path], out: Path) -> No
     steps, notes = name_steps(models)
     frames = [pd.read_csv(folder / STATISTICS).assign(step=step) for folder, step in zip(folders, steps, strict=True)]
     trend = pd.concat(frames, ignore_index=True).sort_values("step", kind="stable", ignore_index=True)
-    run = RunFolder(out, {"gradscope": __version__, "pages": [file_hash(f / PAGE) for f in folders]}, results=RESULTS)
+    run = trend_folder(out, folders, overwrite=overwrite)
     links = [
         (f"{folder.name}: step {step}", f"{folder.name}/{PAGE}") for folder, step in zip(folders, steps, strict=True)
     ]
@@ -106,7 +119,6 @@ def write_trend(models: Sequence[str], folders: Sequence[Path], out: Path) -> No
         notes = [*notes, "only some checkpoints have an optimizer state: the steps of the others are SGD's"]
     facts = {f"step {step}": describe_rollouts(manifest) for step, manifest in zip(steps, manifests, strict=True)}
     report = make_trend_report(trend, links=links, notes=notes, facts=facts | {"gradscope": __version__})
-    # Pages are made anew at no cost: what an earlier set of checkpoints left is replaced.
     with run.writing():
         run.open(overwrite=True)
         write_report(run.staged, report)
@@ -173,9 +185,10 @@ def read_step(
         AdamWState.from_state_dict(policy.model, state)
         step = state_step(state)
     except InputError as error:
+        told = str(error).removeprefix(f"{path}: ")
         if asked:
-            raise
-        return None, None, [f"{path.name} beside the checkpoint is left out: {error}"]
+            raise InputError(f"{path}: {told}") from error
+        return None, None, [f"{path.name} beside the checkpoint is left out: {told}"]
     if step.learning_rate > 0:
         return state, step, []
     # A schedule has come to its end: the step is shown at the rate that it began with.

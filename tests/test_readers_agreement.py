@@ -1,4 +1,4 @@
-"""Ids beside their own text: another tokenizer's are refused, a few that differ are not, and of steps the own is kept."""
+"""Ids beside their own text: another tokenizer's are refused, few that differ are not; and a checkpoint's own step."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_special_tokens_blanks_and_what_was_cut_are_no_difference(policy, tmp_pa
 def test_half_of_the_texts_may_differ_and_no_more(policy, tmp_path):
     right, wrong = ["w7 w8 w9"], ["w7 w9"]
     assert len(read(tmp_path, policy, rows(*right * 2, *wrong * 2))) == 4
-    with pytest.raises(InputError, match="row 2 .* in 3 of the first 5 rows with both"):
+    with pytest.raises(InputError, match=r"row 2 .* in 3 of the first 5 rows with both"):
         read(tmp_path, policy, rows(*right * 2, *wrong * 3))
 
 

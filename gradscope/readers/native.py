@@ -67,8 +67,8 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 
 
 NATIVE = Format("native", needs=frozenset(), knows=" ".join(COLUMNS), rows=_rows)
-"""A row holds `prompt_ids` + `response_ids` (taken as they are; text beside most of which they are not is refused) or
-`prompt` + `response` (encoded by the policy; a chat goes through its template), then any of COLUMNS. null is "not given".
+"""A row holds `prompt_ids` + `response_ids` (taken as they are; refused where most rows' text says something else) or
+`prompt` + `response` (encoded by the policy; a chat goes through its template), then any of COLUMNS; null is none.
 Within `old_logprobs`, `ref_logprobs` and a list of `advantage`, null and NaN may stand where `response_mask` drops the
 token. Without `group`, identical prompts share one."""
 

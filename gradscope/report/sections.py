@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 
 from gradscope import plot_diagnosis, plot_updates, plots
 from gradscope.bounds import theory_report
@@ -38,12 +37,14 @@ class Sheets:
 
         token_column: known in the rows of single tokens alone, which tokens.parquet has: the CSV leaves them out.
         """
+        before = {*plt.get_fignums()}
         try:
             drawing = draw()
         except InputError as error:
             return Paragraph(f"Not drawn: {caption.split('.')[0]} ({error}).")
-        # pyplot forgets it: a page has more figures than pyplot cares to keep.
-        plt.close(drawing.figure if isinstance(drawing, Axes) else drawing)
+        finally:  # pyplot forgets it: a page has many, and they are freed with it
+            for number in {*plt.get_fignums()} - before:
+                plt.close(number)
         numbers = drawn_numbers(drawing)
         if token_column is not None:
             numbers = numbers[numbers[token_column].isna()].dropna(axis=1, how="all")
