@@ -235,6 +235,7 @@ class Diagnose:
         drawn = {
             "settings": {name: value for name, value in settings.items() if name != "loss"},
             "optimizer_state": None if state is None else file_hash(state),
+            "optimizer_state_asked_for": self.optimizer_state is not None,  # one that was not may be left out
             "max_grad_norm": self.max_grad_norm,
         }
         return plain_json(drawn)

@@ -1,0 +1,76 @@
+"""Checkpoints and rollouts for the tests of `gradscope diagnose`, and what a finished page must hold."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from tiny import make_policy, make_responses, write_jsonl
+
+from gradscope import cli
+
+COLUMNS = ("prompt_ids", "response_ids", "group", "reward", "old_logprobs", "response_mask")
+BRIEF = ("--no-recommend", "--no-actual-step", "--influence-tokens", "none", "--no-self-check", "--device", "cpu")
+"""Without the parts that take longest."""
+
+
+def native_rows(**changes: object) -> list[dict]:
+    """Six responses of tiny's qwen2 to three prompts; changes: columns of every row."""
+    responses = make_responses(make_policy("qwen2"))
+    return [{name: getattr(r, name) for name in COLUMNS} | changes for r in responses]
+
+
+def write_rows(path: Path, rows: list[dict] | None = None, **changes: object) -> Path:
+    return write_jsonl(path, native_rows(**changes) if rows is None else rows)
+
+
+def run(*arguments: object) -> None:
+    cli.main([str(argument) for argument in arguments])
+
+
+def refusal(capsys, *arguments: object) -> str:
+    """What `diagnose` says of arguments that it refuses: one line, exit status 2, no word before it."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        run("diagnose", *arguments)
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and re.fullmatch(r"gradscope: [^\n]+\n", printed.err), printed.err
+    return printed.err
+
+
+class Reader(HTMLParser):
+    """Tags, attributes and visible text of a page, as a browser would see them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words: list[str] = []
+        self.feed(page)
+        self.close()
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        if not self.tags or self.tags[-1] not in ("script", "style"):
+            self.words.append(data)
+
+
+def read_page(out: Path) -> Reader:
+    return Reader((out / "report.html").read_text(encoding="utf-8"))
+
+
+def read_statistics(out: Path) -> pd.DataFrame:
+    return pd.read_csv(out / "data" / "statistics.csv", keep_default_na=False, na_values={"value": "", "lower": ""})
+
+
+def value(statistics: pd.DataFrame, statistic: str, metric: str = "raw") -> list[float]:
+    """Of each interval, in their order."""
+    own = statistics[(statistics["statistic"] == statistic) & (statistics["metric"] == metric)]
+    return own.loc[own["interval"] != "all", "value"].astype(float).tolist()

@@ -1,0 +1,383 @@
+"""`gradscope diagnose` from end to end: its files are what the functions give, it resumes, and it refuses in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import dumps
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from diagnosed import BRIEF, Reader, native_rows, read_page, read_statistics, refusal, run, value, write_rows
+from test_peft_adapters import save_adapter
+from test_saved_optimizer import train
+from tiny import make_model, make_tokenizer, save_checkpoint, write_jsonl
+
+import gradscope.diagnosis
+from gradscope.cli_diagnose_pages import name_folders, read_step
+from gradscope.diagnosis import diagnose
+from gradscope.diagnosis_result import DiagnosisSettings
+from gradscope.logit_diagnosis import logit_table
+from gradscope.models import load_policy
+from gradscope.readers import read_dump, read_rollouts
+from gradscope.saved_optimizer import read_optimizer_file
+from gradscope.step_settings import StepSettings
+from gradscope.token_table import measure
+
+# torch itself calls torch.jit.script the first time that forward mode is used.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+KEYS = ["statistic", "metric", "interval"]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Path:
+    """Checkpoints of one training, an adapter, and rollouts."""
+    folder = tmp_path_factory.mktemp("job")
+    for step, seed in ((3, 0), (20, 1)):  # the first is the one that sampled
+        save_checkpoint(folder / f"checkpoint-{step}", "qwen2", seed=seed)
+    save_adapter(folder / "adapter", folder / "checkpoint-3", r=2, target_modules=["q_proj", "up_proj"])
+    write_rows(folder / "rollouts.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """checkpoint-3 of transformers' Trainer, whose schedule ended there; AdamW's state has its two groups."""
+    out = tmp_path_factory.mktemp("trained")
+    train(make_model("qwen2"), out)
+    make_tokenizer().save_pretrained(out / "checkpoint-3")
+    return out / "checkpoint-3"
+
+
+@pytest.fixture(scope="module")
+def single(job, tmp_path_factory) -> Path:
+    """One checkpoint, the brief way; tests copy it before they write there."""
+    out = tmp_path_factory.mktemp("single") / "out"
+    run("diagnose", job / "checkpoint-3", "--rollouts", job / "rollouts.jsonl", "--out", out, *BRIEF)
+    return out
+
+
+# One checkpoint.
+
+
+def test_the_files_are_what_the_functions_give_and_steps_go_on_from_the_optimizer(job, trained, tmp_path, capsys):
+    rollouts, out = job / "rollouts.jsonl", tmp_path / "out"
+    run("diagnose", trained, "--rollouts", rollouts, "--out", out, "--device", "cpu", "--no-recommend")
+    printed = capsys.readouterr().out
+    policy = load_policy(trained)
+    batch = read_rollouts(rollouts, policy)
+    table = measure(policy, batch)
+    pd.testing.assert_frame_equal(pd.read_parquet(out / "tokens.parquet"), table)
+
+    # The schedule's last rate is 0: the one that it began with is taken, Trainer's default, clipped at 1.
+    state = read_optimizer_file(trained / "optimizer.pt")
+    assert [group["lr"] for group in state["param_groups"]] == [0, 0]
+    step = StepSettings("adamw", 5e-5, 0.1, (0.9, 0.999), 1e-8, max_grad_norm=1.0)
+    settings = DiagnosisSettings(recommend_batches=None, step=step)
+    wanted = diagnose(policy, batch, table, settings=settings, optimizer_state=state)
+    found = read_statistics(out)
+    assert found[KEYS].to_dict("list") == wanted.statistics[KEYS].to_dict("list")
+    # The same numbers in the same order; a CSV holds them to the last digit.
+    np.testing.assert_allclose(found["value"].astype(float), wanted.statistics["value"], rtol=1e-6)
+    assert {"adamw", "raw", "none"} == {*found["metric"]}
+    assert any(name.endswith("_actual") for name in found["statistic"])
+
+    page = read_page(out)
+    assert "learning rate is 0 (the end of its schedule): steps here are taken at 5e-05" in page.text
+    assert f"gradscope diagnosis: {trained}" in page.text and "AdamW's, saved" in page.text
+    assert "training step" in page.text and "PartialState" not in page.text
+    first = printed.splitlines()[printed.splitlines().index(str(out / "report.html")) + 2]
+    assert first.startswith("- ") and " ".join(first[2:].split()) in page.text
+    for note in wanted.notes:
+        assert " ".join(note.split()) in page.text
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["diagnosis"]["max_grad_norm"] == 1.0 and len(manifest["diagnosis"]["optimizer_state"]) == 64
+    assert all((out / name).is_file() for name in manifest["files"]) and "data/statistics.csv" in manifest["files"]
+    assert not (out / ".partial").exists()
+
+
+def test_the_same_arguments_are_recognised_and_other_ones_of_the_page_leave_the_table(job, single, tmp_path, capsys):
+    out = Path(shutil.copytree(single, tmp_path / "out"))
+    command = ("diagnose", job / "checkpoint-3", "--rollouts", job / "rollouts.jsonl", "--out", out, *BRIEF)
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()}
+    run(*command)
+    printed = capsys.readouterr().out
+    assert "already measured" in printed and "already diagnosed with these arguments" in printed
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == before
+    run(*command, "--actual-step")
+    printed = capsys.readouterr().out
+    assert "already measured" in printed and "already diagnosed" not in printed
+    assert (out / "tokens.parquet").stat().st_mtime_ns == before[out / "tokens.parquet"]
+    assert "right_direction_positive_actual" in {*read_statistics(out)["statistic"]}
+
+
+def test_killed_between_table_and_page_it_goes_on_with_the_page(job, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    command = ("diagnose", job / "checkpoint-3", "--rollouts", job / "rollouts.jsonl", "--out", out, *BRIEF)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr(gradscope.diagnosis, "diagnose", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(*command)
+    assert stopped.value.code == 1
+    table = (out / "tokens.parquet").stat().st_mtime_ns
+    assert not (out / "report.html").exists() and not (out / "data").exists()
+    assert "temperature None, not 0.5" in refusal(capsys, *command[1:], "--temperature", "0.5")
+    assert "(model " in refusal(capsys, job / "adapter", *command[2:], "--params", "adapter")
+    assert not (out / "report.html").exists() and (out / "tokens.parquet").stat().st_mtime_ns == table
+    run(*command)
+    assert "already measured" in capsys.readouterr().out
+    assert (out / "report.html").is_file() and (out / "tokens.parquet").stat().st_mtime_ns == table
+
+
+def test_of_an_adapter_alone_all_shares_are_of_its_own_parameters(job, tmp_path):
+    rollouts, out = job / "rollouts.jsonl", tmp_path / "out"
+    run("diagnose", job / "adapter", "--rollouts", rollouts, "--out", out, "--params", "adapter", *BRIEF)
+    table, statistics = pd.read_parquet(out / "tokens.parquet"), read_statistics(out)
+    squares = (table["weight"].astype(float) * table["param_grad_norm"]) ** 2
+    shares = [squares[table["interval"] == i].sum() / squares.sum() for i in range(4)]
+    assert value(statistics, "squared_share") == pytest.approx(shares, rel=1e-5)
+
+    # The summed gradients: one backward pass per interval, in float64, over what the adapter trains.
+    policy = load_policy(job / "adapter", params="adapter", dtype="float64")
+    batch = read_rollouts(rollouts, policy)
+    parameters = [p for name, p in policy.model.named_parameters() if "lora_" in name]
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    logits = policy.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long()).logits
+    logprobs = torch.log_softmax(logits[:, :-1], -1).gather(2, batch.input_ids[:, 1:, None])[..., 0]
+    chosen = logprobs[batch.response_mask[:, 1:]]
+    weights, interval = torch.tensor(table["weight"].to_numpy()).double(), torch.tensor(table["interval"].to_numpy())
+    sums = []
+    for i in range(4):
+        loss = (chosen * weights * (interval == i)).sum()
+        sums.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters, retain_graph=True)]))
+    whole = sum(sums)
+    # Float32 gradients against float64: 1e-4 of the largest.
+    assert value(statistics, "gradient_share") == pytest.approx(
+        [float(g @ whole / whole.square().sum()) for g in sums], abs=1e-4
+    )
+    assert "adapter" in read_page(out).text
+
+
+def test_an_optimizer_of_something_else_is_left_out_beside_the_checkpoint_and_refused_where_it_is_named(
+    job, tmp_path, capsys
+):
+    model = Path(shutil.copytree(job / "checkpoint-3", tmp_path / "checkpoint-3"))
+    other = torch.nn.Linear(3, 2)
+    torch.save(torch.optim.AdamW(other.parameters()).state_dict(), model / "optimizer.pt")
+    command = (model, "--rollouts", job / "rollouts.jsonl", "--out", tmp_path / "out", *BRIEF)
+    run("diagnose", *command)
+    assert (
+        "optimizer.pt beside the checkpoint is left out: the optimizer state is of 2 parameters"
+        in read_page(tmp_path / "out").text
+    )
+    assert {*read_statistics(tmp_path / "out")["metric"]} == {"raw", "none"}
+    named = (*command[: -len(BRIEF) - 1], tmp_path / "out", *BRIEF, "--optimizer-state")
+    assert "is of 2 parameters" in (said := refusal(capsys, *named, model / "optimizer.pt"))
+    assert said.count(str(model / "optimizer.pt")) == 1
+    sgd = torch.optim.SGD(other.parameters(), momentum=0.9)
+    for write in (lambda path: torch.save(sgd.state_dict(), path), lambda path: path.write_text("no tensor")):
+        write(model / "optimizer.pt")
+        assert refusal(capsys, *named, model / "optimizer.pt").count(str(model / "optimizer.pt")) == 1
+        state, step, notes = read_step(load_policy(model), model / "optimizer.pt", asked=False)
+        assert state is step is None and len(notes) == 1
+        assert notes[0].startswith("optimizer.pt beside the checkpoint is left out: ") and str(model) not in notes[0]
+
+
+def test_of_a_dump_of_several_steps_each_checkpoint_gets_what_it_sampled(job, tmp_path, capsys):
+    for step in (3, 4, 5):
+        dumps.write_prime_rl(tmp_path, step=step)
+    command = (job / "checkpoint-3", "--rollouts", tmp_path / "token_exports", *BRIEF)
+    run("diagnose", *command, "--out", tmp_path / "own")
+    told = "the dump holds 3 training steps, 3 to 5; step 4 is taken, the first after this checkpoint"
+    assert f"note: {told}" in capsys.readouterr().out and told in read_page(tmp_path / "own").text
+    assert told in json.loads((tmp_path / "own" / "manifest.json").read_text())["rollouts"]["notes"]
+    table = pd.read_parquet(tmp_path / "own" / "tokens.parquet")
+    policy = load_policy(job / "checkpoint-3")
+    wanted = measure(policy, read_dump(tmp_path / "token_exports", policy, step=4).batch, self_check=False)
+    assert table["response"].nunique() == len(dumps.SAMPLES)
+    pd.testing.assert_frame_equal(table.drop(columns="group"), wanted.drop(columns="group"))
+    assert "has no step 9" in refusal(capsys, *command, "--out", tmp_path / "none", "--step", "9")
+    assert not (tmp_path / "none").exists()
+
+
+# Several checkpoints.
+
+
+def test_several_checkpoints_have_a_page_each_and_one_of_the_trend_with_their_very_numbers(
+    job, single, tmp_path, capsys
+):
+    out, rollouts = tmp_path / "out", job / "rollouts.jsonl"
+    shutil.copytree(single, out / "checkpoint-3")  # as an interrupted run of both leaves it
+    models = (job / "checkpoint-20", job / "checkpoint-3")
+    run("diagnose", *models, "--rollouts", rollouts, "--out", out, *BRIEF)
+    assert "the trend over 2 checkpoints" in capsys.readouterr().out
+    parts = [read_statistics(out / f"checkpoint-{step}").assign(step=str(step)) for step in (3, 20)]
+    trend = pd.read_csv(out / "data" / "trend.csv", keep_default_na=False, dtype=str)
+    wanted = pd.concat(parts, ignore_index=True)
+    assert trend[[*KEYS, "step"]].to_dict("list") == wanted[[*KEYS, "step"]].to_dict("list")
+    found = pd.to_numeric(trend["value"]), wanted["value"].astype(float)
+    np.testing.assert_allclose(*found, rtol=1e-6)
+    assert not np.allclose(*(part["value"].astype(float).fillna(0) for part in parts))  # two checkpoints, two answers
+    page = read_page(out)
+    links = [href for name, href in page.attributes if name == "href" and href.endswith("report.html")]
+    assert links == ["checkpoint-20/report.html", "checkpoint-3/report.html"]
+    assert all((out / link).is_file() for link in links) and "steps 3 to 20" in page.text
+
+    run("diagnose", *models[::-1], "--rollouts", rollouts, rollouts, "--out", out, *BRIEF)
+    assert capsys.readouterr().out.count("already diagnosed") == 2
+    again = pd.read_csv(out / "data" / "trend.csv", keep_default_na=False, dtype=str)
+    pd.testing.assert_frame_equal(again, trend)
+    # A page of one checkpoint has no place where the trend's is, nor the reverse.
+    to = ("--rollouts", rollouts, "--out", out, *BRIEF)
+    assert "give another --out, or --overwrite" in refusal(capsys, models[0], *to)
+    assert (out / "data" / "trend.csv").is_file()
+
+
+def test_a_trend_does_not_replace_a_page_of_another_kind_and_says_so_before_it_measures(job, single, tmp_path, capsys):
+    out = Path(shutil.copytree(single, tmp_path / "out"))
+    models = (job / "checkpoint-3", job / "checkpoint-20")
+    assert "give another --out, or --overwrite" in refusal(
+        capsys, *models, "--rollouts", job / "rollouts.jsonl", "--out", out, *BRIEF
+    )
+    assert (out / "tokens.parquet").is_file() and not (out / "checkpoint-20").exists()
+
+
+# Without a policy.
+
+
+@pytest.mark.parametrize("write", [dumps.write_prime_rl, dumps.write_open_instruct])
+def test_without_a_policy_the_page_is_of_the_logits_alone_and_gives_no_verdict(write, tmp_path, capsys):
+    path, out = write(tmp_path / "dump"), tmp_path / "out"
+    run("diagnose", "--rollouts", path, "--out", out)
+    assert "without a verdict" in capsys.readouterr().out
+    table = logit_table(read_dump(path))
+    pd.testing.assert_frame_equal(pd.read_parquet(out / "tokens.parquet"), table)
+    shares = pd.read_csv(out / "data" / "logit_shares.csv")
+    own = shares[(shares["sign"] == "all") & (shares["quantity"] == "tokens")].sort_values("interval")
+    assert own["least"].tolist() == pytest.approx([float((table["interval"] == i).mean()) for i in range(4)])
+    page = read_page(out)
+    assert "No verdict: this is from the dump alone." in page.text
+    for words in ("dominate:", "dominate the", "dominance index", "nearly no", "do not dominate"):
+        assert words not in page.text.replace("low-probability tokens dominate the update", ""), words
+    assert not (out / "data" / "statistics.csv").exists()
+    run("diagnose", "--rollouts", path, "--out", out)
+    assert "already diagnosed" in capsys.readouterr().out
+    assert "seed 0, not 5" in refusal(capsys, "--rollouts", path, "--out", out, "--seed", "5")
+
+
+def test_a_dump_without_log_probabilities_needs_a_policy(tmp_path, capsys):
+    given = ("--rollouts", dumps.write_open_instruct(tmp_path / "dump"), "--out", tmp_path / "out")
+    rows = [{"prompt_ids": [4, 5], "response_ids": [6], "reward": 1.0}]
+    assert "without log-probabilities" in refusal(
+        capsys, "--rollouts", write_jsonl(tmp_path / "r.jsonl", rows), *given[2:]
+    )
+    rows = [{"prompt_ids": [4, 5], "response_ids": [6], "old_logprobs": [-1.0]}]
+    assert "neither advantages nor rewards" in refusal(
+        capsys, "--rollouts", write_jsonl(tmp_path / "r.jsonl", rows), *given[2:]
+    )
+    assert not (tmp_path / "out").exists()
+
+
+# Refused before anything is written.
+
+
+def bad_arguments(job: Path, folder: Path) -> dict[str, tuple[tuple[object, ...], str]]:
+    model, rollouts = job / "checkpoint-3", job / "rollouts.jsonl"
+    given, to = ("--rollouts", rollouts), ("--out", folder / "out")
+    (folder / "file").write_text("")
+    return {
+        "no out": ((model, *given), "--out is missing"),
+        "nothing": (to, "neither a checkpoint nor --rollouts"),
+        "rollouts and a task": ((model, *given, "--task", "knights-knaves", *to), "leave one out"),
+        "neither": ((model, *to), "--task NAME and --prompts FILE"),
+        "both": ((model, "--task", "math", "--prompts", rollouts, *to), "--task NAME and --prompts FILE"),
+        "counts": ((model, model, model, "--rollouts", rollouts, rollouts, *to), "2 files for 3 checkpoints"),
+        "counts alone": (("--rollouts", rollouts, rollouts, *to), "2 files for 0 checkpoints"),
+        "format": ((model, *given, "--format", "vlre", *to), "'vlre' is not known"),
+        "format of none": ((model, "--task", "math", "--format", "trl", *to), "of rollouts that are given"),
+        "missing model": ((model, folder / "nowhere", *given, *to), "nowhere is no folder"),
+        "no model in it": ((model.parent, *given, *to), "folder of a training run"),
+        "missing rollouts": ((model, "--rollouts", folder / "r.jsonl", *to), "r.jsonl is not there"),
+        "missing prompts": ((model, "--prompts", folder / "p.txt", *to), "p.txt is not there"),
+        "unknown task": ((model, "--task", "chess", *to), "no task is called 'chess'"),
+        "a file as out": ((model, *given, "--out", folder / "file"), "is a file"),
+        "below a file": ((model, *given, "--out", folder / "file" / "out"), "is a file"),
+        "clipping": ((model, *given, "--max-grad-norm", "0", *to), "--max-grad-norm is 0"),
+        "influence": ((model, *given, "--influence-tokens", "0", *to), "influence_tokens is 0"),
+        "adapter": ((model, *given, "--params", "adapter", *to), "holds no adapter"),
+        "adapter of none": ((*given, "--params", "adapter", *to), "is of a checkpoint, and none"),
+        "state": ((model, *given, "--optimizer-state", folder / "o.pt", *to), "o.pt is not there"),
+        "state of two": ((model, model, *given, "--optimizer-state", rollouts, *to), "2 are given"),
+        "state of none": ((*given, "--optimizer-state", rollouts, *to), "0 are given"),
+        "machine": ((model, *given, "--machine", "h200", *to), "add --plan"),
+        "plan of none": (("--plan", *given), "a plan is of checkpoints"),
+        "tokens": ((model, *given, "--tokens-per-interval", "0", *to), "tokens_per_interval"),
+        "temperature": ((model, *given, "--temperature", "0", *to), "temperature"),
+    }
+
+
+def test_arguments_that_cannot_be_met_are_one_line_and_leave_nothing_behind(job, tmp_path, capsys, monkeypatch):
+    for name, (arguments, words) in bad_arguments(job, tmp_path).items():
+        said = refusal(capsys, *arguments, "--device", "cpu")
+        assert words in said.replace("--tokens-per-interval", "tokens_per_interval"), (name, said)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["file"], name
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    to = ("--out", tmp_path / "out", "--device", "cpu")
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    assert "sample first" in refusal(capsys, job / "checkpoint-3", "--task", "math", *to)
+    assert "start one process" in refusal(capsys, "--rollouts", job / "rollouts.jsonl", *to)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_is_printed_for_each_checkpoint_and_nothing_is_written(job, tmp_path, capsys):
+    command = (job / "checkpoint-3", job / "checkpoint-20", "--rollouts", job / "rollouts.jsonl")
+    run("diagnose", *command, "--plan", "--machine", "h200", "--out", tmp_path / "out")
+    assert capsys.readouterr().out.count("FLOP") >= 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_folders_of_one_name_and_names_of_a_pages_files_stay_apart(tmp_path, monkeypatch):
+    def names(*models: str) -> list[str]:
+        return [folder.name for folder in name_folders(models, tmp_path)]
+
+    monkeypatch.chdir(tmp_path)
+    assert name_folders(["a/b"], tmp_path) == [tmp_path]
+    assert names("run/step-1", "run/step-2/") == ["step-1", "step-2"]
+    assert names("x/last", "y/last") == ["00-last", "01-last"] and names("x/data", "y") == ["00-data", "01-y"]
+    assert names(".", "..") == [tmp_path.name, tmp_path.parent.name]  # none of them above --out
+
+
+# What a model wrote stays text.
+
+
+HOSTILE = "</script><script>broken()</script><img/src=x/onerror=broken()>{{7*7}}"
+
+
+def test_tokens_prompts_and_paths_that_look_like_html_stay_text(job, tmp_path):
+    # Of this tokenizer w7 is hostile; blanks would be split.
+    model = Path(shutil.copytree(job / "checkpoint-3", tmp_path / "<img src=x onerror=broken()>"))
+    content = (model / "tokenizer.json").read_text(encoding="utf-8")
+    assert '"w7"' in content
+    (model / "tokenizer.json").write_text(content.replace('"w7"', json.dumps(HOSTILE)), encoding="utf-8")
+    rows = native_rows(prompt_ids=[4, 7, 5])
+    rows[0]["response_ids"][0] = 7
+    rollouts = write_rows(tmp_path / "r<b>.jsonl", [row | {"group": n // 2} for n, row in enumerate(rows)])
+    out = tmp_path / "out"
+    run("diagnose", model, "--rollouts", rollouts, "--out", out, *BRIEF)
+    assert HOSTILE in {*pd.read_parquet(out / "tokens.parquet")["token"]}
+    page, plain = read_page(out), (out / "report.html").read_text(encoding="utf-8")
+    assert "<img src=x onerror=broken()>" in page.text and "r<b>.jsonl" in page.text  # shown, as text
+    assert HOSTILE.replace("</", "\\u003c/").count("script") and "<script>broken()" not in plain and "<img" not in plain
+    assert "img" not in page.tags and "b" not in page.tags
+    assert page.tags.count("script") == 2  # the viewer's data and the page's own
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert "49" not in [word for word in page.text.split() if "{{" in word]
+
+
+def test_the_reader_of_these_tests_sees_what_runs():
+    page = Reader("<p>a &lt;b&gt;</p><img src=x onerror='f()'><script>f('<b>')</script>")
+    assert page.tags == ["p", "img", "script"] and ("onerror", "f()") in page.attributes and page.text == "a <b>"
