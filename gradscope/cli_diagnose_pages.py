@@ -185,7 +185,7 @@ def read_step(
         AdamWState.from_state_dict(policy.model, state)
         step = state_step(state)
     except InputError as error:
-        told = str(error).removeprefix(f"{path}: ")
+        told = str(error).removeprefix(str(path)).removeprefix(":").strip()  # where it is named, it is so first
         if asked:
             raise InputError(f"{path}: {told}") from error
         return None, None, [f"{path.name} beside the checkpoint is left out: {told}"]

@@ -72,13 +72,10 @@ def plot_movement(
     ax.axhline(0, color=NEUTRAL, lw=0.6, zorder=0)
     ax.set_xticks(range(len(labels)))
     name_intervals(ax, labels)
-    means = [rows[2 * i]["mean_abs_of_all"] for i in range(len(labels))]
+    means = [float(rows[2 * i]["mean_abs_of_all"]) for i in range(len(labels))]
     words = [tick.get_text() for tick in ax.get_xticklabels()]
     ax.set_xticklabels(
-        [
-            f"{word}\n{short_number(float(mean)) if mean == mean else '–'}"
-            for word, mean in zip(words, means, strict=True)
-        ],
+        [f"{word}\n{short_number(mean) if mean == mean else '–'}" for word, mean in zip(words, means, strict=True)],
         linespacing=1.3,
     )
     ax.set_xlabel(f"$π_{{old}}$ before the step; beneath: mean |{_WORDS[value].split(' (')[0]}|")

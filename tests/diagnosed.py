@@ -49,6 +49,7 @@ class Reader(HTMLParser):
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str | None]] = []
         self.words: list[str] = []
+        self.scripts: list[str] = []
         self.feed(page)
         self.close()
         self.text = " ".join(" ".join(self.words).split())
@@ -58,7 +59,9 @@ class Reader(HTMLParser):
         self.attributes += attrs
 
     def handle_data(self, data):
-        if not self.tags or self.tags[-1] not in ("script", "style"):
+        if self.tags and self.tags[-1] in ("script", "style"):
+            self.scripts += [data] if self.tags[-1] == "script" else []
+        else:
             self.words.append(data)
 
 

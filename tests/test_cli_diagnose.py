@@ -1,4 +1,4 @@
-"""`gradscope diagnose` from end to end: its files are what the functions give, it resumes, and it refuses in one line."""
+"""`gradscope diagnose` end to end: its files are what the functions give, it resumes, and it refuses in one line."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ import json
 import shutil
 from pathlib import Path
 
-import dumps
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from diagnosed import BRIEF, Reader, native_rows, read_page, read_statistics, refusal, run, value, write_rows
+from diagnosed import BRIEF, read_page, read_statistics, refusal, run, value, write_rows
 from test_peft_adapters import save_adapter
 from test_saved_optimizer import train
-from tiny import make_model, make_tokenizer, save_checkpoint, write_jsonl
+from tiny import make_model, make_tokenizer, save_checkpoint
 
 import gradscope.diagnosis
 from gradscope.cli_diagnose_pages import name_folders, read_step
 from gradscope.diagnosis import diagnose
 from gradscope.diagnosis_result import DiagnosisSettings
-from gradscope.logit_diagnosis import logit_table
 from gradscope.models import load_policy
-from gradscope.readers import read_dump, read_rollouts
+from gradscope.readers import read_rollouts
 from gradscope.saved_optimizer import read_optimizer_file
 from gradscope.step_settings import StepSettings
 from gradscope.token_table import measure
@@ -187,23 +185,6 @@ def test_an_optimizer_of_something_else_is_left_out_beside_the_checkpoint_and_re
         assert notes[0].startswith("optimizer.pt beside the checkpoint is left out: ") and str(model) not in notes[0]
 
 
-def test_of_a_dump_of_several_steps_each_checkpoint_gets_what_it_sampled(job, tmp_path, capsys):
-    for step in (3, 4, 5):
-        dumps.write_prime_rl(tmp_path, step=step)
-    command = (job / "checkpoint-3", "--rollouts", tmp_path / "token_exports", *BRIEF)
-    run("diagnose", *command, "--out", tmp_path / "own")
-    told = "the dump holds 3 training steps, 3 to 5; step 4 is taken, the first after this checkpoint"
-    assert f"note: {told}" in capsys.readouterr().out and told in read_page(tmp_path / "own").text
-    assert told in json.loads((tmp_path / "own" / "manifest.json").read_text())["rollouts"]["notes"]
-    table = pd.read_parquet(tmp_path / "own" / "tokens.parquet")
-    policy = load_policy(job / "checkpoint-3")
-    wanted = measure(policy, read_dump(tmp_path / "token_exports", policy, step=4).batch, self_check=False)
-    assert table["response"].nunique() == len(dumps.SAMPLES)
-    pd.testing.assert_frame_equal(table.drop(columns="group"), wanted.drop(columns="group"))
-    assert "has no step 9" in refusal(capsys, *command, "--out", tmp_path / "none", "--step", "9")
-    assert not (tmp_path / "none").exists()
-
-
 # Several checkpoints.
 
 
@@ -244,42 +225,6 @@ def test_a_trend_does_not_replace_a_page_of_another_kind_and_says_so_before_it_m
         capsys, *models, "--rollouts", job / "rollouts.jsonl", "--out", out, *BRIEF
     )
     assert (out / "tokens.parquet").is_file() and not (out / "checkpoint-20").exists()
-
-
-# Without a policy.
-
-
-@pytest.mark.parametrize("write", [dumps.write_prime_rl, dumps.write_open_instruct])
-def test_without_a_policy_the_page_is_of_the_logits_alone_and_gives_no_verdict(write, tmp_path, capsys):
-    path, out = write(tmp_path / "dump"), tmp_path / "out"
-    run("diagnose", "--rollouts", path, "--out", out)
-    assert "without a verdict" in capsys.readouterr().out
-    table = logit_table(read_dump(path))
-    pd.testing.assert_frame_equal(pd.read_parquet(out / "tokens.parquet"), table)
-    shares = pd.read_csv(out / "data" / "logit_shares.csv")
-    own = shares[(shares["sign"] == "all") & (shares["quantity"] == "tokens")].sort_values("interval")
-    assert own["least"].tolist() == pytest.approx([float((table["interval"] == i).mean()) for i in range(4)])
-    page = read_page(out)
-    assert "No verdict: this is from the dump alone." in page.text
-    for words in ("dominate:", "dominate the", "dominance index", "nearly no", "do not dominate"):
-        assert words not in page.text.replace("low-probability tokens dominate the update", ""), words
-    assert not (out / "data" / "statistics.csv").exists()
-    run("diagnose", "--rollouts", path, "--out", out)
-    assert "already diagnosed" in capsys.readouterr().out
-    assert "seed 0, not 5" in refusal(capsys, "--rollouts", path, "--out", out, "--seed", "5")
-
-
-def test_a_dump_without_log_probabilities_needs_a_policy(tmp_path, capsys):
-    given = ("--rollouts", dumps.write_open_instruct(tmp_path / "dump"), "--out", tmp_path / "out")
-    rows = [{"prompt_ids": [4, 5], "response_ids": [6], "reward": 1.0}]
-    assert "without log-probabilities" in refusal(
-        capsys, "--rollouts", write_jsonl(tmp_path / "r.jsonl", rows), *given[2:]
-    )
-    rows = [{"prompt_ids": [4, 5], "response_ids": [6], "old_logprobs": [-1.0]}]
-    assert "neither advantages nor rewards" in refusal(
-        capsys, "--rollouts", write_jsonl(tmp_path / "r.jsonl", rows), *given[2:]
-    )
-    assert not (tmp_path / "out").exists()
 
 
 # Refused before anything is written.
@@ -349,35 +294,3 @@ def test_two_folders_of_one_name_and_names_of_a_pages_files_stay_apart(tmp_path,
     assert names("run/step-1", "run/step-2/") == ["step-1", "step-2"]
     assert names("x/last", "y/last") == ["00-last", "01-last"] and names("x/data", "y") == ["00-data", "01-y"]
     assert names(".", "..") == [tmp_path.name, tmp_path.parent.name]  # none of them above --out
-
-
-# What a model wrote stays text.
-
-
-HOSTILE = "</script><script>broken()</script><img/src=x/onerror=broken()>{{7*7}}"
-
-
-def test_tokens_prompts_and_paths_that_look_like_html_stay_text(job, tmp_path):
-    # Of this tokenizer w7 is hostile; blanks would be split.
-    model = Path(shutil.copytree(job / "checkpoint-3", tmp_path / "<img src=x onerror=broken()>"))
-    content = (model / "tokenizer.json").read_text(encoding="utf-8")
-    assert '"w7"' in content
-    (model / "tokenizer.json").write_text(content.replace('"w7"', json.dumps(HOSTILE)), encoding="utf-8")
-    rows = native_rows(prompt_ids=[4, 7, 5])
-    rows[0]["response_ids"][0] = 7
-    rollouts = write_rows(tmp_path / "r<b>.jsonl", [row | {"group": n // 2} for n, row in enumerate(rows)])
-    out = tmp_path / "out"
-    run("diagnose", model, "--rollouts", rollouts, "--out", out, *BRIEF)
-    assert HOSTILE in {*pd.read_parquet(out / "tokens.parquet")["token"]}
-    page, plain = read_page(out), (out / "report.html").read_text(encoding="utf-8")
-    assert "<img src=x onerror=broken()>" in page.text and "r<b>.jsonl" in page.text  # shown, as text
-    assert HOSTILE.replace("</", "\\u003c/").count("script") and "<script>broken()" not in plain and "<img" not in plain
-    assert "img" not in page.tags and "b" not in page.tags
-    assert page.tags.count("script") == 2  # the viewer's data and the page's own
-    assert not [name for name, _ in page.attributes if name.startswith("on")]
-    assert "49" not in [word for word in page.text.split() if "{{" in word]
-
-
-def test_the_reader_of_these_tests_sees_what_runs():
-    page = Reader("<p>a &lt;b&gt;</p><img src=x onerror='f()'><script>f('<b>')</script>")
-    assert page.tags == ["p", "img", "script"] and ("onerror", "f()") in page.attributes and page.text == "a <b>"
