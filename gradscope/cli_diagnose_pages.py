@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,7 +35,8 @@ def name_folders(models: Sequence[str], out: Path) -> list[Path]:
     """The folder itself for one checkpoint; of several one in it for each, by the checkpoints' names."""
     if len(models) == 1:
         return [out]
-    names = [Path(os.path.abspath(model)).name or "checkpoint" for model in models]  # "." and ".." have names, too
+    # "." and ".." have names, too; and no link of a page may hold what makes an address of a file's name.
+    names = [re.sub(r"[:\\]", "_", Path(os.path.abspath(model)).name) or "checkpoint" for model in models]
     if len(set(names)) < len(names) or {*names} & {*RESULTS}:
         names = [f"{place:02d}-{name}" for place, name in enumerate(names)]
     return [out / name for name in names]

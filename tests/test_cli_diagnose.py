@@ -293,4 +293,5 @@ def test_two_folders_of_one_name_and_names_of_a_pages_files_stay_apart(tmp_path,
     assert name_folders(["a/b"], tmp_path) == [tmp_path]
     assert names("run/step-1", "run/step-2/") == ["step-1", "step-2"]
     assert names("x/last", "y/last") == ["00-last", "01-last"] and names("x/data", "y") == ["00-data", "01-y"]
+    assert names("run/epoch:3", "run/a\\b") == ["epoch_3", "a_b"]  # no address, in a link
     assert names(".", "..") == [tmp_path.name, tmp_path.parent.name]  # none of them above --out

@@ -17,6 +17,7 @@ from matplotlib.text import Text
 from gradscope import plot_style
 from gradscope.errors import InputError
 from gradscope.intervals import interval_labels
+from gradscope.plot_diagnosis import plot_logit_shares, plot_right_directions
 from gradscope.plot_style import drawn_numbers, norm_column, paper_style
 from gradscope.plots import (
     plot_advantages,
@@ -474,3 +475,51 @@ def test_a_file_carries_neither_date_nor_version(tmp_path):
         if path.suffix != ".csv":
             content = path.read_bytes()
             assert mpl.__version__.encode() not in content and b"Date" not in content and b"Software" not in content
+
+
+def test_shares_of_a_step_are_drawn_by_kind_of_step_and_sign_with_their_bars():
+    labels = interval_labels()
+    shares = pd.DataFrame(
+        [
+            {"kind": kind, "sign": sign, "interval": label, "share": share, "lower": share - 0.1, "upper": share + 0.2}
+            for kind, shift in (("predicted", 0.0), ("actual", 0.05))
+            for sign, start in (("positive", 0.4), ("negative", 0.6))
+            for label, share in zip([*labels[:3], "all"], np.array([0.0, 0.05, 0.1, 0.02]) + start + shift, strict=True)
+        ]
+    )
+    figure = plot_right_directions(shares, labels)
+    for ax, start in zip(figure.axes, (0.4, 0.6), strict=True):
+        assert [bars.get_label() for bars in ax.containers] == ["predicted step", "actual step"]
+        for bars, shift in zip(ax.containers, (0.0, 0.05), strict=True):
+            points, _, (segments,) = bars
+            expected = 100 * (
+                start + shift + np.array([0.0, 0.05, 0.1, np.nan])
+            )  # of the last interval nothing is known
+            np.testing.assert_allclose(points.get_ydata(), expected)
+            ends = np.array([segment[:, 1] for segment in segments.get_segments()[:3]])
+            np.testing.assert_allclose(ends, np.stack([expected[:3] - 10, expected[:3] + 20], 1))
+    assert len(drawn_numbers(figure)) == len(shares)
+    one = plot_right_directions(shares[shares["kind"] == "actual"], labels)
+    assert [bars.get_label() for bars in one.axes[0].containers] == ["actual step"]
+
+
+def test_ranges_of_a_dump_alone_reach_from_the_least_share_to_the_most():
+    labels, rows = interval_labels(), []
+    for sign in ("all", "positive"):
+        for place, quantity in enumerate(
+            ("tokens", "weight", "squared_weight", "weighted_norm", "squared_weighted_norm")
+        ):
+            for i, label in enumerate(labels):
+                least, most = 0.1 * i + 0.01 * place, 0.1 * i + 0.03 * place + (sign == "positive")
+                ends = {"least": least, "most": most, "lower": least - 0.01, "upper": most + 0.02}
+                rows.append({"sign": sign, "quantity": quantity, "label": label} | ends)
+    rows[0] |= {"least": np.nan, "most": np.nan}
+    shares = pd.DataFrame(rows)
+    ax = plot_logit_shares(shares)
+    drawn = shares[(shares["sign"] == "all") & (shares["quantity"] != "squared_weight")]
+    thin, thick = ax.collections[::2], ax.collections[1::2]
+    for lines, low, high in ((thin, "lower", "upper"), (thick, "least", "most")):
+        found = np.array([segment[:, 1] for one in lines for segment in one.get_segments()])
+        np.testing.assert_allclose(found, 100 * drawn[[low, high]].to_numpy())
+    assert drawn_numbers(ax)["sign"].eq("all").all()
+    plt.close(root(ax))
