@@ -121,15 +121,15 @@ def test_a_checkpoints_page_holds_its_statistics_and_its_notes(tmp_path):
     settings = DiagnosisSettings(influence_tokens=None, actual_step=False, recommend_batches=None, resamples=50)
     found = diagnose(policy, batch, settings=settings)
     before = plt.get_fignums()
-    report = make_report(found, policy, batch, notes=["of <mine>"])
+    report = make_report(found, policy, batch, notes=["Of <mine>."])
     assert plt.get_fignums() == before
     titles = [section.title for section in report.page.sections]
     assert titles[0] == "Whom the update serves" and titles[-1] == "All numbers"
     # No step, no influence, no screening: no empty sections of them.
     assert not {"What a step really does", "Who moves whom", "What to try"} & {*titles}
-    assert report.page.notes == ("of <mine>", *found.notes)
+    assert report.page.notes == ("Of <mine>.", *found.notes)
     page = Reader(write_report(tmp_path, report).read_text(encoding="utf-8"))
-    assert "of <mine>" in page.text
+    assert "Of <mine>." in page.text
     for name, frame in report.tables.items():
         assert len(pd.read_csv(tmp_path / name)) == len(frame)
     pd.testing.assert_frame_equal(report.tables["data/statistics.csv"], found.statistics)
