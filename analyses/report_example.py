@@ -2,13 +2,13 @@
 
     python -m analyses.report_example [--out figures/report-example] [--run runs/in_training]
 
-At each checkpoint 8 responses to the same 10 puzzles of 2 to 4 people, at the run's temperature of 0.7; the puzzles are
+At each checkpoint 8 responses to the same 16 puzzles of 2 to 4 people, at the run's temperature of 0.7; the puzzles are
 drawn by a seed that the run does not use. Then `gradscope diagnose` with the optimizer's saved state: the last
 checkpoint with every token measured and α and η screened; the earlier ones by 500 tokens of each interval, with a step
 on 5,000 tokens split by source, and without the screening. OUT gets the page of the trend, and the last checkpoint's
 own page with its tables; what else was made stays in RUN/report.
 
-Differs from what the run trained on: the batch is 10 × 8 responses in one optimizer step, the run's are 16 × 8 in two;
+Differs from what the run trained on: the batch is 16 × 8 responses in one optimizer step, the run's are 16 × 8 in two;
 log π of the reference is not in the rollouts, so that the KL term's part of the weights is 0. The untrained policy is
 left out, for it has no optimizer state, and its steps would be another optimizer's.
 """
@@ -24,14 +24,16 @@ import torch
 import tyro
 
 from analyses.in_training import FRESH, RUN, moments
+from gradscope import __version__
 from gradscope.cli import main as gradscope
-from gradscope.cli_diagnose_pages import STATISTICS
+from gradscope.cli_diagnose_pages import STATISTICS, describe_rollouts
 from gradscope.report.contents import write_report
 from gradscope.report.trend import make_trend_report
+from gradscope.run_folder import MANIFEST, read_json
 from gradscope.trainer.checkpoints import checkpoint_step, list_checkpoints
 
 STEPS = (4, 12, 20, 28, 40)
-SAMPLE = ["--questions", "10", "--n", "8", "--people", "2", "3", "4", "--temperature", "0.7"]
+SAMPLE = ["--questions", "16", "--n", "8", "--people", "2", "3", "4", "--temperature", "0.7"]
 SAMPLE += ["--task", "knights-knaves-compact", "--max-new-tokens", "400", "--seed", str(FRESH)]
 EARLIER = ["--tokens-per-interval", "500", "--influence-tokens", "5000", "--no-recommend"]
 KEPT = ("report.html", "manifest.json", "data")
@@ -63,7 +65,10 @@ def write_pages(folders: dict[int, Path], out: Path) -> None:
     last = folders[max(folders)]
     notes = ["The pages of the earlier checkpoints are not beside this one, for their size."]
     links = [(f"step {max(folders)}", f"{last.name}/{KEPT[0]}")]
-    write_report(out, make_trend_report(pd.concat(frames, ignore_index=True), links=links, notes=notes))
+    facts = {f"step {step}": describe_rollouts(read_json(folder / MANIFEST)) for step, folder in folders.items()}
+    facts |= {"gradscope": __version__, "made by": "python -m analyses.report_example"}
+    trend = pd.concat(frames, ignore_index=True)
+    write_report(out, make_trend_report(trend, links=links, notes=notes, facts=facts))
     shutil.rmtree(out / last.name, ignore_errors=True)
     (out / last.name).mkdir()
     for name in KEPT:

@@ -21,7 +21,7 @@ from gradscope import diagnosis_tokens as tokens
 from gradscope.adamw_state import AdamWState
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import resolve_advantages
-from gradscope.diagnosis_notes import check_table, has_gradient, note_limits
+from gradscope.diagnosis_notes import check_table, has_gradient, note_limits, telling_prompts
 from gradscope.diagnosis_result import Diagnosis, DiagnosisSettings
 from gradscope.diagnosis_rows import join_rows, make_rows, one_row
 from gradscope.drivers import regress_norms
@@ -125,13 +125,16 @@ class _Work:
             found[0] = self.counts / self.counts.sum()
             self.rows.append(make_rows("token_share", found, self.counts, unit="share", intervals=self.labels))
         self.rows.append(self._count_rows())
-        self.rows.append(one_row("prompts", float(self.table["group"].nunique()), len(self.table), unit="prompts"))
+        self.rows.append(one_row("prompts", float(telling_prompts(self.table)), len(self.table), unit="prompts"))
         self.parts["layers"] = tokens.layer_norms(self.table, self.settings.edges, rng=rng, **resamples)
         self._keep("drivers", lambda: regress_norms(self.table, rng=rng, **resamples), "probability against entropy")
         self.rows.append(self._bound_rows())
         self.rows.append(steps.lag_rows(self.table, self.settings.loss, rng=rng, **resamples))
         if self.table["old_logprob"].isna().any():
             self.notes.append("Some or all old log-probabilities are unknown: these tokens are taken as on-policy.")
+
+        if self.weighted and self.settings.loss.kl_coef and self.table["ref_logprob"].isna().any():
+            self.notes.append("Some or all reference log-probabilities are unknown: these tokens have no KL part.")
 
     def sum_gradients(self) -> None:
         """The intervals' summed gradients, prompt by prompt."""
@@ -193,7 +196,7 @@ class _Work:
         if len(rows) < len(self.batch):
             self.notes.append(
                 f"Who moves whom is of a step on {batch.num_tokens:,} of {len(self.table):,} tokens (whole prompts "
-                f"within influence_tokens = {budget:,})."
+                f"within influence_tokens = {budget:,}, those with an advantage first)."
             )
         keywords = {"settings": self.settings.loss, "step": self.step, "optimizer_state": self.saved}
         found = influence(self.policy, batch, edges=self.settings.edges, progress=self.progress, **keywords)
@@ -245,6 +248,7 @@ class _Work:
             labels=tuple(self.labels),
             num_prompts=self.table["group"].nunique(),
             num_responses=responses,
+            num_served=telling_prompts(self.table),
             settings=self.settings,
             step=self.step,
             **self.parts,

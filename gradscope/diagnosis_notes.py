@@ -23,6 +23,12 @@ def has_gradient(table: pd.DataFrame) -> bool:
     return bool(table["weight"].notna().all()) and bool((table["weight"] != 0).any())
 
 
+def telling_prompts(table: pd.DataFrame) -> int:
+    """How many prompts the numbers rest on: those with an advantage other than 0, or all where nothing is weighted."""
+    own = table[table["advantage"] != 0] if has_gradient(table) else table
+    return own["group"].nunique()
+
+
 def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: bool, whole_state: bool) -> list[str]:
     """What of the numbers is missing, sampled or rough: of the tokens, and of the optimizer's state that was given."""
     notes: list[str] = []
@@ -35,13 +41,13 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
         )
     elif not weighted:
         notes.append("Every weight of the loss is 0 (equal rewards in each group, or all clipped): no gradient.")
-    prompts = table["group"].nunique()
+    prompts, telling = table["group"].nunique(), telling_prompts(table)
     if prompts == 1:
         notes.append("All responses are to one prompt: no interval over prompts, no signal against noise.")
-    elif prompts < FEW_PROMPTS:
-        end = "they are rough." if prompts >= VERDICT_PROMPTS else "they are too rough for verdicts."
-        notes.append(f"Intervals rest on {prompts} prompts: {end}")
-    if weighted and (idle := prompts - table.loc[table["advantage"] != 0, "group"].nunique()):
+    elif telling < FEW_PROMPTS:
+        end = "they are rough." if telling >= VERDICT_PROMPTS else "they are too rough for verdicts."
+        notes.append(f"Intervals rest on {telling} prompt{'s' if telling != 1 else ''}: {end}")
+    if idle := prompts - telling:
         notes.append(
             f"Advantage 0 throughout (equal rewards): {idle} of {prompts} prompts; their tokens count, but have no "
             "gradient, that of KL apart."

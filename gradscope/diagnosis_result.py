@@ -89,6 +89,8 @@ class Diagnosis:
     settings: DiagnosisSettings
     step: StepSettings
     """The one that was used for steps, predicted or taken."""
+    num_served: int | None = None
+    """Prompts with an advantage other than 0, on which all that is said of gradients rests; None: all."""
     bounds: BoundMargins | None = None
     layers: pd.DataFrame | None = None
     """Mean norms by place and interval: `diagnosis_tokens.layer_norms`."""
@@ -115,7 +117,12 @@ class Diagnosis:
     @property
     def judges(self) -> bool:
         """Whether there are prompts enough for a verdict."""
-        return self.num_prompts >= VERDICT_PROMPTS
+        return self.num_telling >= VERDICT_PROMPTS
+
+    @property
+    def num_telling(self) -> int:
+        """Prompts that intervals rest on."""
+        return self.num_prompts if self.num_served is None else self.num_served
 
     def pick(self, statistic: str, metric: str = "none", interval: str = "") -> pd.Series | None:
         """The row of `statistics` of that name; None where it was not computed."""

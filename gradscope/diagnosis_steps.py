@@ -17,7 +17,7 @@ from gradscope.batch_loss import LossSettings, resolve_advantages
 from gradscope.diagnosis_rows import join_rows, make_rows, one_row
 from gradscope.directions import SIGNS, prompt_clusters, right_direction_shares
 from gradscope.errors import InputError
-from gradscope.influence import influence_table
+from gradscope.influence import BY, influence_table
 from gradscope.intervals import summarize_cells
 from gradscope.models import Policy
 from gradscope.step_settings import SGD, StepSettings
@@ -41,9 +41,14 @@ def state_step(state: dict[str, Any]) -> StepSettings:
 
 
 def within_budget(batch: TokenBatch, tokens: int, *, generator: torch.Generator) -> Int[Tensor, " b"]:
-    """Rows of whole prompts, in random order until the next one would exceed so many tokens; one prompt at least."""
+    """Rows of whole prompts, in random order until the next one would exceed so many tokens; one prompt at least.
+
+    Those with an advantage come first: a step on the others alone would show momentum and decay.
+    """
     prompts = batch.group_ids[batch.response_mask.any(1)].unique()
     prompts = prompts[torch.randperm(len(prompts), generator=generator)]
+    served = _served_prompts(batch)
+    prompts = torch.cat([prompts[torch.isin(prompts, served)], prompts[~torch.isin(prompts, served)]])
     counts = torch.stack([batch.response_mask[batch.group_ids == prompt].sum() for prompt in prompts])
     taken = max(1, int((counts.cumsum(0) <= tokens).sum()))
     return torch.isin(batch.group_ids, prompts[:taken]).nonzero()[:, 0]
@@ -55,7 +60,7 @@ def influence_rows(
     """(rows, influence_table): rows of low_to_high_share and high_to_high_share.
 
     low_to_high_share: the share of the predicted movement of the highest interval's tokens that the lowest interval's
-    gradient causes, Cov(c, Δ)/Var(Δ); negative where it counteracts. high_to_high_share: that the highest
+    gradient causes, Cov(c, Δ)/Var(Δ); negative where it counteracts, NaN where it has no gradient. high_to_high_share: that the highest
     interval's own gradient causes. Shares of all sources (KL, momentum and decay too) add up to 1.
     """
     table = influence_table(contributions, rng=rng, resamples=resamples)
@@ -64,6 +69,8 @@ def influence_rows(
     for name, source in (("low_to_high_share", 0), ("high_to_high_share", top)):
         row = table[(table["source"] == source) & (table["target"] == top)].iloc[0]
         found = row[["share", "share_lower", "share_upper"]].to_numpy(np.float64)[:, None]
+        if not contributions[f"{BY}{source}"].any():
+            found = np.full((3, 1), np.nan)
         parts.append(make_rows(name, found, row["num_tokens"], unit="share", intervals=[labels[top]]))
     return join_rows(parts), table
 
@@ -198,8 +205,7 @@ def recommend(
 
 def _deal(batch: TokenBatch, count: int, generator: torch.Generator) -> list[TokenBatch]:
     """Batches of whole prompts that have an advantage, of sizes that differ by one at most."""
-    batch = replace(batch, advantages=resolve_advantages(batch))
-    served = batch.group_ids[((batch.advantages != 0) & batch.response_mask).any(1)].unique()
+    served = _served_prompts(batch)
     if len(served) < 2:
         raise InputError(
             f"{len(served)} prompts have an advantage; one has to select a setting and another to confirm it; give "
@@ -207,7 +213,14 @@ def _deal(batch: TokenBatch, count: int, generator: torch.Generator) -> list[Tok
         )
     served = served[torch.randperm(len(served), generator=generator)]
     parts = served.tensor_split(min(count, len(served)))
+    batch = replace(batch, advantages=resolve_advantages(batch))
     return [batch.select(torch.isin(batch.group_ids, part).nonzero()[:, 0]) for part in parts]
+
+
+def _served_prompts(batch: TokenBatch) -> Int[Tensor, " p"]:
+    """Groups with a token whose advantage is not 0."""
+    advantages = resolve_advantages(batch)
+    return batch.group_ids[((advantages != 0) & batch.response_mask).any(1)].unique()
 
 
 def predicted_movement(contributions: pd.DataFrame) -> pd.DataFrame:

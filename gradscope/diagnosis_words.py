@@ -57,7 +57,7 @@ def _dominance_in(d: Diagnosis, metric: str, words: str) -> Finding:
     if isnan(index["lower"]):
         return (f"Tokens with π in {low}: {holds}; one prompt gives no interval, so no verdict.", detail, "plain")
     if not d.judges:
-        few = f"{d.num_prompts} prompts are too few for a verdict"
+        few = f"{d.num_telling} prompt{'s are' if d.num_telling != 1 else ' is'} too few for a verdict"
         return (f"Tokens with π in {low} {are}; {few}.", detail, "plain")
     if index["lower"] > 0 and largest:
         return (f"Low-probability tokens (π in {low}) dominate{words}: {holds}.", detail, "warn")
