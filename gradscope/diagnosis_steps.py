@@ -47,7 +47,8 @@ def within_budget(batch: TokenBatch, tokens: int, *, generator: torch.Generator)
     """
     prompts = batch.group_ids[batch.response_mask.any(1)].unique()
     prompts = prompts[torch.randperm(len(prompts), generator=generator)]
-    served = _served_prompts(batch)
+    known = batch.advantages is not None or batch.rewards is not None
+    served = _served_prompts(batch) if known else prompts
     prompts = torch.cat([prompts[torch.isin(prompts, served)], prompts[~torch.isin(prompts, served)]])
     counts = torch.stack([batch.response_mask[batch.group_ids == prompt].sum() for prompt in prompts])
     taken = max(1, int((counts.cumsum(0) <= tokens).sum()))
@@ -60,8 +61,9 @@ def influence_rows(
     """(rows, influence_table): rows of low_to_high_share and high_to_high_share.
 
     low_to_high_share: the share of the predicted movement of the highest interval's tokens that the lowest interval's
-    gradient causes, Cov(c, Δ)/Var(Δ); negative where it counteracts, NaN where it has no gradient. high_to_high_share: that the highest
-    interval's own gradient causes. Shares of all sources (KL, momentum and decay too) add up to 1.
+    gradient causes, Cov(c, Δ)/Var(Δ); negative where it counteracts. high_to_high_share: that the highest interval's
+    own gradient causes. NaN where that interval has no gradient. Shares of all sources (KL, momentum and decay too) add
+    up to 1.
     """
     table = influence_table(contributions, rng=rng, resamples=resamples)
     top = len(labels) - 1

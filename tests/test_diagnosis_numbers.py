@@ -428,6 +428,10 @@ def test_influence_rows_are_covariances_with_the_whole_predicted_change():
         expected = np.cov(top[f"by.{source}"], top["predicted"])[0, 1] / top["predicted"].var()
         assert row["value"] == pytest.approx(expected, rel=1e-10)
         assert row["lower"] < expected < row["upper"] and row["n"] == len(top)
+    # A source without a gradient causes nothing that could be told: it is not there.
+    rows, _ = influence_rows(table.assign(**{"by.0": 0.0}), LABELS, rng=np.random.default_rng(0))
+    assert np.isnan(pick_row(rows, "low_to_high_share", interval=LABELS[3])["value"])
+    assert np.isfinite(pick_row(rows, "high_to_high_share", interval=LABELS[3])["value"])
 
 
 def test_right_directions_are_counted_among_the_tokens_that_moved():
@@ -456,6 +460,16 @@ def test_a_budget_of_tokens_takes_whole_prompts_and_at_least_one():
         rows = within_budget(batch, budget, generator=torch.Generator().manual_seed(0))
         chosen = batch.group_ids[rows]
         assert len(chosen.unique()) == prompts and len(rows) == 2 * prompts
+
+
+def test_a_budget_of_tokens_takes_prompts_with_an_advantage_first():
+    responses = [Response([5], [6] * 3, group=group, advantage=float(group in (1, 4))) for group in range(6)]
+    batch = collate(responses)
+    for seed in range(5):
+        for budget, wanted in ((3, 1), (6, 2), (9, 3)):
+            rows = within_budget(batch, budget, generator=torch.Generator().manual_seed(seed))
+            groups = set(batch.group_ids[rows].tolist())
+            assert len(groups) == wanted and len(groups & {1, 4}) == min(wanted, 2)
 
 
 def test_rows_are_tidy_and_a_name_is_found_once():

@@ -96,6 +96,7 @@ def test_no_verdict_by_fewer_than_six_prompts():
         assert any("dominate" in statement for statement, _, _ in found) is told
         assert any("5 prompts are too few for a verdict" in statement for statement, _, _ in found) is not told
         assert any("more than half" in statement for statement, _, _ in found) is told
+    assert sentence(plant(num_prompts=12, num_served=5), "too few for a verdict")
     statement, _, _ = sentence(plant(num_prompts=2), "too few for a verdict")
     assert "are 2.0 % [1.0, 3.0] of the tokens and hold 50 % [45, 55] of Σ‖w·g‖²" in statement
 
