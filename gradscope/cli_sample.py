@@ -118,6 +118,3 @@ def _parse_prompt(place: str, line: str) -> str | list[dict[str, str]]:
         raise InputError(f'{place}: not a JSON object with a field "prompt"; write {{"prompt": "…"}}') from error
     check_prompt(prompt, place)
     return prompt
-
-
-REGISTRY = tyro.constructors.ConstructorRegistry()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -18,13 +17,13 @@ import tyro
 from tqdm import tqdm
 
 from gradscope import __version__
-from gradscope.adamw_state import check_structure
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import PAPER, LossSettings, resolve_advantages
 from gradscope.cli_shared import DeviceFlag, Dtype, FormatFlag, load_quietly, print_notes
 from gradscope.errors import InputError
 from gradscope.models import Policy
 from gradscope.run_folder import RunFolder, file_hash, library_versions, write_text
+from gradscope.saved_optimizer import find_optimizer_file, find_policy_state, read_optimizer_file
 from gradscope.step_settings import SGD, StepSettings
 from gradscope.tuning import Setting, make_grid
 from gradscope.tuning_counts import count_tokens, tune_batch
@@ -33,8 +32,6 @@ from gradscope.tuning_screen import MIN_TOKENS, Screening, is_held_out, screen
 from gradscope.weighted_gradients import refuse_narrow_weights
 
 SETTINGS, BY_INTERVAL, SUMMARY, FIGURE = "settings.csv", "by_interval.csv", "summary.txt", "figures/tuning.png"
-STATE = "optimizer.pt"
-"""Where a checkpoint of the trainer keeps its optimizer's state."""
 Optimizer = Literal["sgd", "adamw"]
 FRESH = "fresh: its first step is a sign step, of which the prediction says little"
 
@@ -108,7 +105,7 @@ class Tune:
         batches = self._read_batches(policy)
         check_batches(batches, self.min_tokens)
         optimizer, state = self._find_optimizer(policy)
-        settings = self._settings(optimizer, None if state is None else read_state(state))
+        settings = self._settings(optimizer, None if state is None else read_optimizer_file(state))
         key = self._key(policy, grid, settings, state)
         folder = RunFolder(self.out, key, results=(SETTINGS, BY_INTERVAL, SUMMARY, "figures"))
         if folder.look(overwrite=self.overwrite) == "finished":
@@ -159,8 +156,9 @@ class Tune:
             if self.optimizer_state is not None:
                 raise InputError("--optimizer-state is of AdamW; leave out --optimizer sgd")
             return "sgd", None
-        beside = Path(policy.path) / STATE
-        state = self.optimizer_state or (beside if beside.is_file() else None)
+        state = find_policy_state(policy) if self.optimizer_state is None else find_optimizer_file(self.optimizer_state)
+        if state is None and self.optimizer_state is not None:
+            raise InputError(f"{self.optimizer_state} is not there; give the file of an AdamW state_dict")
         return self.optimizer or ("sgd" if state is None else "adamw"), state
 
     def _settings(self, optimizer: Optimizer, state: dict[str, Any] | None) -> dict[str, Any]:
@@ -187,14 +185,13 @@ class Tune:
     def _key(
         self, policy: Policy, grid: Sequence[Setting], settings: dict[str, Any], state: Path | None
     ) -> dict[str, Any]:
-        from gradscope.models import configuration_hash, weights_hash
+        from gradscope.models import policy_hashes
         from gradscope.readers.files import rollouts_hash
 
         step = {name: value for name, value in asdict(settings["step"]).items() if name != "micro_batch_size"}
         return {
             "gradscope": __version__,
-            "model": weights_hash(policy.path),
-            "configuration": configuration_hash(policy.path),
+            **policy_hashes(policy),
             "rollouts": [rollouts_hash(path) for path in self.rollouts],
             "format": self.format,
             "batches": self.batches if len(self.rollouts) == 1 else len(self.rollouts),
@@ -336,22 +333,6 @@ def check_batches(batches: Sequence[TokenBatch], min_tokens: int) -> None:
             f"{np.min(counts, axis=0).max()}; equal rewards to a prompt give no advantage); give more rollouts, fewer "
             "--batches or a smaller --min-tokens"
         )
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """What `torch.save(optimizer.state_dict(), path)` wrote."""
-    if not path.is_file():
-        raise InputError(f"{path} is not there; give the file of an AdamW state_dict, as a checkpoint's {STATE}")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, ValueError, TypeError, OSError) as error:
-        words = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{path} is no file of torch.save that can be read ({words}); give one") from error
-    try:
-        check_structure(state)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
-    return state
 
 
 def describe_step(keywords: dict[str, Any]) -> str:

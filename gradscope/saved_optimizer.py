@@ -31,13 +31,13 @@ def read_adamw_state(
     Raises InputError for a path that is not there, a file that cannot be read or is another optimizer's, and a state
     that does not fit the policy.
     """
-    file = find_optimizer_file(policy.path if path is None else path) if path is not None or policy.path else None
+    file = find_policy_state(policy) if path is None else find_optimizer_file(path)
     if file is None:
         if path is not None:
             raise InputError(f"{path} is no file and holds no {OPTIMIZER}; give the file of an AdamW state_dict")
         return None
     state = read_optimizer_file(file)
-    if path is None and policy.params == "all" and _is_of_an_adapter(policy, state):
+    if path is None and policy.params == "all" and _is_of_an_adapter(state):
         return None
     try:
         return AdamWState.from_state_dict(policy.model, state, max_grad_norm=max_grad_norm)
@@ -51,6 +51,12 @@ def find_optimizer_file(path: str | Path) -> Path | None:
     if path.is_file():
         return path
     return next((home / OPTIMIZER for home in checkpoint_homes(path) if (home / OPTIMIZER).is_file()), None)
+
+
+def find_policy_state(policy: Policy) -> Path | None:
+    """The file that was saved with a policy; None for an adapter that was merged, whose parameters are gone."""
+    merged = policy.base is not None and policy.params == "all"
+    return None if merged or not policy.path else find_optimizer_file(policy.path)
 
 
 def read_optimizer_file(path: Path) -> dict[str, Any]:
@@ -70,6 +76,6 @@ def read_optimizer_file(path: Path) -> dict[str, Any]:
     return state
 
 
-def _is_of_an_adapter(policy: Policy, state: dict[str, Any]) -> bool:
+def _is_of_an_adapter(state: dict[str, Any]) -> bool:
     names = [name for group in state["param_groups"] for name in group.get("param_names", ())]
-    return policy.base is not None or any(".lora_" in name for name in names)
+    return any(".lora_" in name for name in names)
