@@ -35,8 +35,6 @@ from gradscope.token_table import TableMeasurement, join_responses
 
 SUMMARY = "figures/summary.txt"
 """Where in its folder a run keeps the summary that it prints."""
-
-
 TABLE = "tokens.parquet"
 
 
@@ -159,15 +157,16 @@ class Measure:
             )
 
     def _plan(self) -> None:
-        from gradscope.measure_plan import plan_measurement
+        from gradscope.measure_plan import outline_policy, plan_batch
         from gradscope.peft_adapters import find_whole
 
         quiet_transformers()
         if self.params == "adapter":
             raise InputError("a plan is of all parameters; leave out --params adapter, or --plan")
-        names = ("dtype", "device", "machine", "blocks", "chunk_rows", "chunk_memory", "format")
+        names = ("dtype", "device", "machine", "chunk_rows", "chunk_memory")
         given = {name: getattr(self, name) for name in names}
-        print(plan_measurement(find_whole(self.model, self.base), self.rollouts, self.settings, **given))
+        policy = outline_policy(find_whole(self.model, self.base), self.blocks)
+        print(plan_batch(policy, self.read(policy).batch, self.settings, **given))
 
     def _key(self, policy: Policy, settings: MeasureSettings) -> dict[str, Any]:
         from gradscope.models import policy_hashes
@@ -284,8 +283,8 @@ class Measure:
         """Which tokens have norms, and who said so."""
         if (each := measurement.settings.tokens_per_interval) is None:
             return "every token"
-        asked = "the default above" if self.settings.tokens_per_interval == "auto" else "asked for"
-        return {"tokens_per_interval": each, "why": f"{asked} {BUDGET:,} tokens" if "above" in asked else asked}
+        asked = self.settings.tokens_per_interval != "auto"
+        return {"tokens_per_interval": each, "why": "asked for" if asked else f"the default above {BUDGET:,} tokens"}
 
     def _norms(self, measurement: TableMeasurement, table: pd.DataFrame) -> dict[str, Any]:
         """What the manifest says of the norms: how many tokens have one, and how it was come by."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ from gradscope.measure_settings import (
     settle_sample,
 )
 from gradscope.models import DTYPES, EMBEDDED, Policy, find_blocks, find_device, load_tokenizer
-from gradscope.readers import read_rollouts
 
 Number = int | float
 
@@ -38,7 +36,7 @@ TABLE_COLUMNS = 22
 
 @dataclass(frozen=True)
 class MeasurePlan:
-    """What `plan_measurement` found; printed, a table with its assumptions."""
+    """What `plan_batch` found; printed, a table with its assumptions."""
 
     model: str
     shape: ModelShape
@@ -83,26 +81,6 @@ class MeasurePlan:
         return "\n".join((*_describe_tokens(self), "", *_describe_work(self), "", *_describe_memory(self)))
 
 
-def plan_measurement(
-    model: str,
-    rollouts: Path,
-    settings: MeasureSettings,
-    *,
-    blocks: str | None = None,
-    format: str | None = None,
-    **how: Any,
-) -> MeasurePlan:
-    """What measuring these rollouts takes, without figures and summary.
-
-    model: a folder with config.json, "embedded", or a model of the presets; rollouts as text need its tokenizer.
-    format: of the rollouts, as in `read_rollouts`.
-    how: the keywords of `plan_batch`. Raises InputError for what `measure` would refuse, as far as it can be seen
-    without weights.
-    """
-    policy = outline_policy(model, blocks)
-    return plan_batch(policy, read_rollouts(rollouts, policy, format=format), settings, **how)
-
-
 def plan_batch(
     policy: Policy,
     batch: TokenBatch,
@@ -115,10 +93,10 @@ def plan_batch(
     chunk_rows: int = 1536,
     chunk_memory: int = 1 << 30,
 ) -> MeasurePlan:
-    """What measuring this batch takes; the policy may be without weights.
+    """What measuring this batch takes, without figures and summary; the policy may be without weights.
 
     machine: a name of machine_speed.GPUS; None: this machine's device, measured in about a second unless its speeds
-    are given.
+    are given. Raises InputError for what `measure` would refuse, as far as it can be seen without weights.
     """
     check_settings(settings)
     if settings.norms != "exact":
@@ -202,7 +180,10 @@ def _find_speeds(shape: ModelShape, products: _Products, *, device: str, rows: i
 
 
 def outline_policy(model: str, blocks: str | None = None) -> Policy:
-    """The policy without memory for weights: its configuration, its tokenizer and its modules on the meta device."""
+    """The policy without memory for weights: its configuration, its tokenizer and its modules on the meta device.
+
+    model: a folder with config.json, "embedded", or a model of the presets.
+    """
     from transformers import AutoModelForCausalLM
 
     config = config_of(model)

@@ -87,6 +87,19 @@ def test_a_plan_of_an_adapter_is_of_its_base_and_of_all_parameters(job, tmp_path
     )
 
 
+def test_a_plan_is_of_the_training_step_that_would_be_measured(job, tmp_path, capsys):
+    base = job[0].parent / "base"
+    rows = [
+        {"prompt_tokens": [1, 2], "response_tokens": [3] * length, "step": step, "advantage": 1.0}
+        for step, length in ((4, 5), (5, 7))
+    ]
+    dump = write_jsonl(tmp_path / "run_rollouts_000000.jsonl", rows)
+    for step, tokens in ((("--step", "4"), 5), (("--step", "5"), 7), ((), 12)):
+        run("measure", base, dump, "--plan", "--machine", "h200", *step)
+        assert f"{tokens} response tokens" in capsys.readouterr().out
+    assert "has no step 6" in refusal(capsys, "measure", base, dump, "--plan", "--machine", "h200", "--step", "6")
+
+
 def test_flags_that_do_not_go_with_the_checkpoint_are_refused(job, tmp_path, capsys, monkeypatch):
     adapter, rollouts = job
     to = ("--out", tmp_path / "out", *QUICK)

@@ -11,8 +11,9 @@ from gradscope.capture.products import PRODUCTS
 from gradscope.cost_measure import GRAPH
 from gradscope.errors import InputError
 from gradscope.machine_speed import Speeds, gpu_speeds
-from gradscope.measure_plan import choose_tokens, follows_rules, outline_policy, plan_batch, plan_measurement
+from gradscope.measure_plan import choose_tokens, follows_rules, outline_policy, plan_batch
 from gradscope.measure_settings import MeasureSettings
+from gradscope.readers import read_rollouts
 from gradscope.token_table import measure
 from tests.tiny import CAUSAL, RULED, UNRULED
 
@@ -120,7 +121,8 @@ def test_the_printed_parts_add_up_and_name_what_was_assumed(tmp_path):
     names = ("prompt_ids", "response_ids", "group", "reward")
     rows = [{n: getattr(r, n) for n in names} for r in make_responses(make_policy("gpt2"))]
     rollouts = write_jsonl(tmp_path / "rollouts.jsonl", rows)
-    plan = plan_measurement(str(folder), rollouts, MeasureSettings(tokens_per_interval=3), machine="h200")
+    policy = outline_policy(str(folder))
+    plan = plan_batch(policy, read_rollouts(rollouts, policy), MeasureSettings(tokens_per_interval=3), machine="h200")
     assert plan.engine is GRAPH and plan.measured <= 12
     text = str(plan)
     _, work, memory = text.split("\n\n")
