@@ -251,6 +251,7 @@ class _Work:
             num_served=telling_prompts(self.table),
             settings=self.settings,
             step=self.step,
+            parameters=self.policy.parameters_in_words,
             **self.parts,
         )
 

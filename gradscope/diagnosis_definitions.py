@@ -11,7 +11,8 @@ DEFINITIONS = {
         "plus the KL term's part. A token whose group has equal rewards has weight 0 there."
     ),
     "share of Σ‖w·g‖²": (
-        "g is the gradient of one token's own log π over all parameters. The squares of ‖w·g‖ are added up over an "
+        "g is the gradient of one token's own log π over all parameters, or over those of an adapter that is measured "
+        "by itself. The squares of ‖w·g‖ are added up over an "
         "interval's tokens and divided by the sum over all tokens. It asks how large tokens' gradients are one by one; "
         "it knows nothing of gradients that cancel."
     ),

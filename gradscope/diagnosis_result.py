@@ -89,6 +89,8 @@ class Diagnosis:
     settings: DiagnosisSettings
     step: StepSettings
     """The one that was used for steps, predicted or taken."""
+    parameters: str = "all parameters"
+    """What ‖g‖ and G_a are over, in words."""
     num_served: int | None = None
     """Prompts with an advantage other than 0, on which all that is said of gradients rests; None: all."""
     bounds: BoundMargins | None = None

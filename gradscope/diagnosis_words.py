@@ -43,6 +43,12 @@ def _dominance_in(d: Diagnosis, metric: str, words: str) -> Finding:
     tokens, index, share = (
         d.pick(*key, low) for key in (("token_share", "none"), ("dominance_index", metric), ("squared_share", metric))
     )
+    if share["value"] == 0:
+        return (
+            f"Tokens with π in {low} hold nothing of Σ‖w·g‖²{words}: none that was measured has a weight.",
+            "",
+            "plain",
+        )
     if isnan(index["value"]):
         return (f"How much of Σ‖w·g‖²{words} tokens with π in {low} hold is not known.", "", "plain")
     are = f"are {share_words(tokens)} of the tokens and hold {share_words(share)} of Σ‖w·g‖²{words}"
@@ -55,7 +61,11 @@ def _dominance_in(d: Diagnosis, metric: str, words: str) -> Finding:
     detail = f"Dominance index {bits_words(index)}: their mean ‖w·g‖² is {times}. Of Σ‖w·g‖²: {each}."
     largest = share["value"] >= max(row["value"] for row in shares if not isnan(row["value"]))
     if isnan(index["lower"]):
-        return (f"Tokens with π in {low}: {holds}; one prompt gives no interval, so no verdict.", detail, "plain")
+        return (
+            f"Tokens with π in {low}: {holds}; the tokens of one prompt give no interval, so no verdict.",
+            detail,
+            "plain",
+        )
     if not d.judges:
         few = f"{d.num_telling} prompt{'s are' if d.num_telling != 1 else ' is'} too few for a verdict"
         return (f"Tokens with π in {low} {are}; {few}.", detail, "plain")
@@ -99,7 +109,7 @@ def _norms(d: Diagnosis) -> list[Finding]:
     times = short_number(ratios[PARAMETERS])
     statement = (
         f"One by one, without weights, a token with π in {d.labels[0]} has {times} times the gradient norm of one with "
-        f"π in {d.labels[-1]} on average: {low} against {top}, over all parameters."
+        f"π in {d.labels[-1]} on average: {low} against {top}, over {d.parameters}."
     )
     layers = ratios[[name.startswith(LAYER) for name in ratios.index]]
     if layers.empty:
@@ -203,7 +213,7 @@ def _driver(d: Diagnosis) -> list[Finding]:
         f"{word} {number_words(rows.loc[name].rename({'coefficient': 'value'}))}"
         for name, word in zip(names, ("log(1−π)", "entropy"), strict=True)
     )
-    detail = f"Standardised coefficients of the log norm over all parameters, {row['tokens']:,} tokens that are not "
+    detail = f"Standardised coefficients of the log norm over {d.parameters}, {row['tokens']:,} tokens that are not "
     detail += f"nearly certain: {fits}; R² of both {row['r2']:.2f}."
     words = "cannot be told to follow probability or entropy more"
     if row["lower"] > 0 and d.judges:

@@ -136,11 +136,18 @@ def _legend(ax: Axes, title: str | None, **settings) -> None:
 
 
 @paper_style()
-def plot_layers_by_interval(table: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: Axes | None = None) -> Axes:
+def plot_layers_by_interval(
+    table: pd.DataFrame,
+    *,
+    edges: Sequence[float] = EDGES,
+    parameters: str = "all parameters",
+    ax: Axes | None = None,
+) -> Axes:
     """Heat map: median norm of the token gradients (unit weight, log colours) by layer and interval.
 
-    Rows run from the logits down to the first block's input, then all parameters. All rows are over the same tokens,
-    those measured everywhere; their count is under each interval. A layer where no token was measured stays empty.
+    Rows run from the logits down to the first block's input, then ‖g‖, over the parameters so called. All rows are over
+    the same tokens, those measured everywhere; their count is under each interval. A layer where no token was measured
+    stays empty.
     """
     layers = sorted(int(c.rpartition(".")[2]) for c in table.columns if c.startswith("act_grad_norm."))
     rows = ["logits", *reversed(layers), "parameters"]
@@ -156,7 +163,7 @@ def plot_layers_by_interval(table: pd.DataFrame, *, edges: Sequence[float] = EDG
     numbers = range(len(edges) - 1)
     medians = measured.groupby("interval")[columns].median().reindex(numbers).T.to_numpy(dtype=float)
     counts = measured["interval"].value_counts().reindex(numbers, fill_value=0)
-    names = [norm_words(row)[0] for row in rows]
+    names = [norm_words(row, parameters)[0] for row in rows]
     ax = new_axes(ax, width=2.2 + 0.6 * len(counts), height=1.1 + 0.24 * len(rows))
     _draw_log_heatmap(ax, pd.DataFrame(medians, names))
     name_intervals(ax, interval_labels(edges), counts.tolist())
@@ -182,24 +189,27 @@ def _draw_log_heatmap(ax: Axes, medians: pd.DataFrame) -> None:
 
 
 @paper_style()
-def plot_norm_against_one_minus_prob(table: pd.DataFrame, fits: pd.DataFrame, *, floor: float = 1e-3) -> Figure:
+def plot_norm_against_one_minus_prob(
+    table: pd.DataFrame, fits: pd.DataFrame, *, floor: float = 1e-3, parameters: str = "all parameters"
+) -> Figure:
     """‖δ_ℓ‖ and ‖g‖ of token gradients against 1 − π, log-log, with the fitted power, the theory's 1 and the √ law's ½.
 
     `fits`, a row per panel: `quantity` ("logits", a block number, "parameters" or a column of the table), `slope`,
     `slope_lower`, `slope_upper`, and `intercept`: log norm = intercept + slope · log(1−π), natural logarithms;
-    optionally `floor`, the smallest 1−π fitted. The reference lines cross the fit in the middle of the fitted range.
-    At most 1,000 points per interval are drawn; tokens of norm 0 have no logarithm and are counted in the panel.
+    optionally `floor`, the smallest 1−π fitted. parameters: those that ‖g‖ is over, in words. The reference lines cross
+    the fit in the middle of the fitted range. At most 1,000 points per interval are drawn; tokens of norm 0 have no
+    logarithm and are counted in the panel.
     """
     require(fits, ["quantity", "slope", "slope_lower", "slope_upper", "intercept"], what="the table of fits")
     fits = fits if "floor" in fits else fits.assign(floor=floor)
     figure, panels = new_panels(len(fits), width=2.4, height=2.6)
     for ax, fit in zip(panels, fits.itertuples(index=False), strict=True):
-        _draw_power(table, fit, ax)
+        _draw_power(table, fit, norm_words(str(fit.quantity), parameters), ax)
     return figure
 
 
-def _draw_power(table: pd.DataFrame, fit, ax: Axes) -> None:
-    column, symbol = norm_column(str(fit.quantity)), norm_words(str(fit.quantity))[1]
+def _draw_power(table: pd.DataFrame, fit, words: tuple[str, str], ax: Axes) -> None:
+    column, (place, symbol) = norm_column(str(fit.quantity)), words
     require(table, ["log_one_minus_prob", "interval", column])
     require_intervals(table)
     measured = table[np.isfinite(table[column])]
@@ -213,15 +223,15 @@ def _draw_power(table: pd.DataFrame, fit, ax: Axes) -> None:
     low, high = float(points[column].min()), float(points[column].max())
     ax.set(xscale="log", yscale="log", xlim=(left, 1.4), ylim=(low / 2, 2 * high * (high / low) ** 0.1))
     lost = len(measured) - len(positive)
-    words = count_tokens(len(measured)) + (f",\n{lost:,} of norm 0" if lost else "")
-    words += tell_drawn(points, len(positive))
-    ax.text(0.97, 0.03, words, transform=ax.transAxes, ha="right", va="bottom")
+    counted = count_tokens(len(measured)) + (f",\n{lost:,} of norm 0" if lost else "")
+    counted += tell_drawn(points, len(positive))
+    ax.text(0.97, 0.03, counted, transform=ax.transAxes, ha="right", va="bottom")
     ax.set(xlabel="1 − π (grey: not fitted)", ylabel=f"{symbol} of token gradient, unit weight")
     if np.isfinite(fit.slope):
         _legend(ax, None, loc="upper left")
     between = f" [{fit.slope_lower:.2f}, {fit.slope_upper:.2f}]" if np.isfinite(fit.slope_lower) else ""
     slope = f"slope {fit.slope:.2f}{between}" if np.isfinite(fit.slope) else "too few tokens to fit"
-    ax.set_title(f"{norm_words(str(fit.quantity))[0]}\n{slope}", loc="left")
+    ax.set_title(f"{place}\n{slope}", loc="left")
     drawn = points[["one_minus_prob", "interval", column]].rename(columns={column: "norm"})
     finish(ax, pd.concat([pd.DataFrame([fit]), drawn.assign(quantity=fit.quantity)], ignore_index=True))
 

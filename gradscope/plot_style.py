@@ -173,8 +173,8 @@ def norm_column(layer: int | str) -> str:
     return named.get(word, f"act_grad_norm.{word}" if word.isdecimal() else word)
 
 
-def norm_words(layer: int | str) -> tuple[str, str]:
-    """A layer's place in words and its token gradient's norm as a symbol.
+def norm_words(layer: int | str, parameters: str = "all parameters") -> tuple[str, str]:
+    """A layer's place in words and its token gradient's norm as a symbol; parameters: what ‖g‖ is over.
 
     >>> norm_words("logits")[0], norm_words("act_grad_norm.0")[0], norm_words(3)
     ('logits', 'input of block 1', ('output of block 3', '‖$δ_{3}$‖'))
@@ -183,7 +183,7 @@ def norm_words(layer: int | str) -> tuple[str, str]:
     if column in ("logit_grad_norm", "param_grad_norm"):
         return {
             "logit_grad_norm": ("logits", r"‖$δ_{\mathrm{logits}}$‖"),
-            "param_grad_norm": ("all parameters", "‖$g$‖"),
+            "param_grad_norm": (parameters, "‖$g$‖"),
         }[column]
     number = column.removeprefix("act_grad_norm.")
     return ("input of block 1" if number == "0" else f"output of block {number}"), f"‖$δ_{{{number}}}$‖"

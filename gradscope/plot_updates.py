@@ -166,10 +166,11 @@ def plot_influence(
 
 
 @paper_style()
-def plot_norm_drivers(fits: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+def plot_norm_drivers(fits: pd.DataFrame, *, parameters: str = "all parameters", ax: Axes | None = None) -> Axes:
     """Probability or entropy: standardised coefficients of log norm on both, per place in the network, with intervals.
 
     Reads quantity, driver, coefficient, lower, upper: what `drivers.regress_norms` returns.
+    parameters: those that ‖g‖ is over, in words.
     """
     require(fits, ["quantity", "driver", "coefficient", "lower", "upper"], what="the table of fits")
     quantities = [name for name in dict.fromkeys(fits["quantity"]) if name != "layers"]
@@ -183,7 +184,8 @@ def plot_norm_drivers(fits: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         places = np.arange(len(rows)) + shift
         ax.errorbar(places, rows["coefficient"], bounds, color=ink, fmt="o", ms=3.5, elinewidth=0.9, label=label)
     ax.axhline(0, color=NEUTRAL, lw=0.6, zorder=0)
-    names = [norm_words(name)[0].replace(" of block ", "\nof block ").replace("all ", "all\n") for name in quantities]
+    names = [norm_words(name, parameters)[0].replace(" of block ", "\nof block ") for name in quantities]
+    names = [name.replace(" parameters", "\nparameters") for name in names]
     ax.set_xticks(range(len(quantities)), names)
     ax.set_ylabel("standardised coefficient of log norm")
     ax.legend()

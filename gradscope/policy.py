@@ -33,6 +33,11 @@ class Policy:
     """Where the base model of an adapter was loaded from; None: the checkpoint was a whole model."""
 
     @property
+    def parameters_in_words(self) -> str:
+        """What norms and sums over parameters are over."""
+        return "all parameters" if self.params == "all" else "the adapter's parameters"
+
+    @property
     def blocks(self) -> nn.ModuleList:
         return self.model.get_submodule(self.blocks_name)
 

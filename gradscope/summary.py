@@ -160,8 +160,7 @@ def summarize_measurement(
     it was measured at. contexts: compute the constants of Eq. 3 at so many tokens' contexts
     (`jacobians.layer_constants`; its time grows fast with model and context).
     """
-    over = "all parameters" if policy.params == "all" else "the adapter's parameters"
-    gradients = None
+    over, gradients = policy.parameters_in_words, None
     if table["weight"].notna().all():
         # The table's own intervals, by π: shares of tokens and of the gradient are of the same tokens.
         intervals = torch.zeros(batch.input_ids.shape, dtype=torch.long)
@@ -261,7 +260,8 @@ def write_figures(
     from gradscope import plots
 
     folder.mkdir(parents=True, exist_ok=True)
-    draw = {} if summary.estimated else {"layers_by_interval": lambda: plots.plot_layers_by_interval(table)}
+    over = {"parameters": summary.parameters}
+    draw = {} if summary.estimated else {"layers_by_interval": lambda: plots.plot_layers_by_interval(table, **over)}
     if summary.gradients is not None:
         norms = summary.gradients.table.assign(paper=PAPER_NORMS)
         draw["figure_1"] = lambda: plots.plot_figure_1(table, norms)
@@ -276,7 +276,7 @@ def write_figures(
             table, measured_cones(summary.theory, shown), vocab_size=policy.vocab_size
         )
         draw["norm_against_one_minus_prob"] = lambda: plots.plot_norm_against_one_minus_prob(
-            table, powers[powers["quantity"].isin([*shown, PARAMETERS])]
+            table, powers[powers["quantity"].isin([*shown, PARAMETERS])], **over
         )
     for name, make in tqdm(draw.items(), desc="figures", disable=not progress or None):
         plots.save_figure(make(), folder / f"{name}.png")

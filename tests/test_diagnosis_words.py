@@ -135,6 +135,13 @@ def test_without_weights_without_low_tokens_and_without_norms_nothing_is_said_of
     assert "is not known" in findings(plant({"dominance_index": unknown}))[0][0]
 
 
+def test_where_no_low_token_has_a_weight_their_share_is_known_to_be_nothing():
+    parts = {"dominance_index": rows("dominance_index", [np.nan, 1.0, 1.0, 1.0], metric="raw", unit="bits")}
+    parts["squared_share"] = rows("squared_share", [0.0, 0.3, 0.3, 0.4], metric="raw")
+    statement, _, tone = findings(plant(parts))[0]
+    assert statement.startswith(f"Tokens with π in {LOW} hold nothing of Σ‖w·g‖²") and tone == "plain"
+
+
 @pytest.mark.parametrize(
     ("added", "words"), [(0.6, "weigh more than 1−π"), (-0.6, "weigh less than 1−π"), (0.1, "cannot be told from what")]
 )
@@ -356,6 +363,9 @@ def test_single_norms_are_compared_between_the_lowest_and_the_highest_interval()
     statement, detail, _ = sentence(plant(layers=layers), "One by one")
     assert f"π in {LOW} has 7 times" in statement and "7 [6.5, 7.5] against 1 [0.5, 1.5]" in statement
     assert detail == "By layer, from 4 times (input of block 1) to 5 (output of block 1)."
+    assert statement.endswith("over all parameters.")
+    statement, _, _ = sentence(plant(layers=layers, parameters="the adapter's parameters"), "One by one")
+    assert statement.endswith("over the adapter's parameters.")
 
 
 def test_the_momentum_has_its_share_said():

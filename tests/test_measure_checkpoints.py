@@ -73,6 +73,8 @@ def test_figures_and_summary_of_an_adapter_are_drawn(job, tmp_path, capsys):
     run("measure", adapter, rollouts, "--out", tmp_path, "--params", "adapter", "--device", "cpu")
     assert "the adapter's parameters, unit weight" in capsys.readouterr().out
     assert (tmp_path / "figures" / "summary.txt").is_file()
+    drawn = pd.read_csv(tmp_path / "figures" / "layers_by_interval.csv")
+    assert "the adapter's parameters" in {*drawn["layer"]} and "all parameters" not in {*drawn["layer"]}
     assert read(tmp_path)[1]["self_check"]["largest_difference"] < 1e-3
 
 

@@ -45,7 +45,8 @@ QUANTITIES = (
     ),
     Quantity(
         "param_grad_norm", "gradient norm ‖g‖", "log",
-        definition="L2 norm of the gradient of this one token's log π with respect to all parameters, for weight 1.",
+        definition="L2 norm of the gradient of this one token's log π with respect to all parameters, or to those of "
+        "an adapter that is measured by itself; for weight 1.",
     ),
     Quantity(
         "weighted_norm", "size of its term |w|·‖g‖", "log",
