@@ -24,12 +24,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from gradscope.adamw_state import float_parameters
 from gradscope.batch import TokenBatch
 from gradscope.capture.self_check import FLOOR, TOLERANCES, SelfCheck
 from gradscope.errors import InputError, SelfCheckError
 from gradscope.logprobs import logit_gradient
 from gradscope.norm_estimates import EstimateCounts, relative_norm_error, signed_square_norms, squared_changes
+from gradscope.parameters import float_parameters
 from gradscope.weighted_gradients import differentiable, predict_changes, zero_vectors
 
 Number = int | float

@@ -23,7 +23,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from gradscope.adamw_state import flat_slices, float_parameters
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import PAPER, LossSettings, batch_weights
 from gradscope.directions import prompt_clusters
@@ -31,6 +30,7 @@ from gradscope.errors import InputError
 from gradscope.intervals import EDGES, bootstrap, interval_labels
 from gradscope.logprobs import TokenStatistics
 from gradscope.models import Policy
+from gradscope.parameters import flat_slices, float_parameters
 from gradscope.step_settings import SGD, Moments, StepSettings, read_moments
 from gradscope.steps import clip_scale
 from gradscope.updates import Movement, measure_start, movement_table

@@ -26,11 +26,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from gradscope.adamw_state import float_parameters
 from gradscope.batch import TokenBatch
 from gradscope.batch_logprobs import kept_logprobs, micro_batches
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, interval_labels
+from gradscope.parameters import float_parameters
 from gradscope.weighted_gradients import differentiable, predict_changes, zero_vectors
 
 Number = int | float

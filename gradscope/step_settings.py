@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gradscope.adamw_state import AdamWState, float_parameters
+from gradscope.adamw_state import AdamWState
 from gradscope.errors import InputError
+from gradscope.parameters import float_parameters
 
 Number = int | float
 

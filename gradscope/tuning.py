@@ -25,7 +25,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from gradscope.adamw_state import flat_slices, float_parameters
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import PAPER, LossSettings, batch_weights
 from gradscope.errors import InputError
@@ -33,6 +32,7 @@ from gradscope.group_gradients import gram
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.models import Policy
 from gradscope.objective import check_eta, lopti_split
+from gradscope.parameters import flat_slices, float_parameters
 from gradscope.step_settings import SGD, Moments, StepSettings, read_moments
 from gradscope.steps import clip_scale
 from gradscope.updates import measure_start

@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from gradscope.adamw_state import float_parameters
 from gradscope.batch import TokenBatch
 from gradscope.batch_logprobs import batch_statistics
 from gradscope.batch_loss import PAPER, LossSettings, batch_weights, own_where_unknown, resolve_advantages
@@ -24,6 +23,7 @@ from gradscope.intervals import EDGES, interval_labels
 from gradscope.logprobs import TokenStatistics
 from gradscope.measure_settings import check_batch
 from gradscope.models import Policy
+from gradscope.parameters import float_parameters
 from gradscope.rewind import rewound
 from gradscope.step_settings import SGD, StepSettings, make_optimizer, read_moments
 from gradscope.steps import StepResult, Updater

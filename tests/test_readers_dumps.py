@@ -351,6 +351,8 @@ HOSTILE = {
     "no prompt": ({"loss_mask": [True] * 5}, "the prompt is empty"),
     "mask of twos": ({"loss_mask": [0, 0, 0, 1, 2]}, "`loss_mask` is .*true/false"),
     "step that is text": ({"step": "three"}, "`step` is 'three'"),
+    "step that is a superscript": ({"step": "³"}, "`step` is '³'"),
+    "step beyond 64 bits": ({"step": 2**63}, "`step` is 9223372036854775808"),
     "no ids": ({"token_ids": None}, "no `token_ids`"),
     "longer than the context": (
         {

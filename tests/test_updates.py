@@ -19,13 +19,13 @@ from tiny import make_batch, make_policy, pad_both_sides
 from torch import Tensor, nn
 
 from gradscope import updates
-from gradscope.adamw_state import float_parameters
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import LossSettings
 from gradscope.errors import InputError
 from gradscope.logprobs import TokenStatistics, token_statistics
 from gradscope.models import Policy
 from gradscope.objective import grpo_advantages, policy_loss
+from gradscope.parameters import float_parameters
 from gradscope.step_settings import StepSettings
 from gradscope.steps import Updater
 from gradscope.trainer.algorithm import plan_update

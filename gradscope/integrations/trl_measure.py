@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gradscope.adamw_state import flat_slices, float_parameters
 from gradscope.batch import TokenBatch
 from gradscope.batch_logprobs import batch_statistics
 from gradscope.batch_loss import LossSettings, batch_weights, own_where_unknown
@@ -19,6 +18,7 @@ from gradscope.capture import measuring
 from gradscope.directions import batch_direction_shares
 from gradscope.group_gradients import gram
 from gradscope.logprobs import TokenStatistics
+from gradscope.parameters import flat_slices, float_parameters
 from gradscope.variants import old_intervals
 from gradscope.weighted_gradients import weighted_gradients
 

@@ -66,7 +66,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 def _natural_key(path: Path) -> list[Any]:
     """step_2 before step_10: split at numbers, which compare as such."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", str(path))]
+    return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", str(path)))]
 
 
 def _check_suffix(path: Path) -> None:

@@ -114,8 +114,8 @@ def need(record: Record, name: str) -> Any:
 def whole_number(record: Record, name: str) -> int | None:
     """A count such as the training step; a string of digits is one too. None where the record has none."""
     value = record.columns.get(name)
-    if isinstance(value, str) and value.isdigit():
+    if isinstance(value, str) and value.isdecimal():
         value = int(value)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63):
         return value
-    raise InputError(f"{record.place}: `{name}` is {value!r:.40}; wanted is a whole number")
+    raise InputError(f"{record.place}: `{name}` is {value!r:.40}; wanted is a whole number of 64 bits")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,9 @@ ID_COLUMNS = ("prompt_ids", "response_ids", "prompt", "response")
 
 ROUNDING = 1e-3
 """Nats by which a log-probability may exceed 0: half-precision trainers write such numbers; they are read as 0."""
+
+LARGEST = float(np.finfo(np.float32).max)
+"""A TokenBatch is float32: what is beyond would be infinite in it."""
 
 LARGEST_ID = 2**31
 """No vocabulary is that large; an id beyond is none."""
@@ -141,12 +143,12 @@ def parse_per_token(row: Row, name: str, kept: np.ndarray, *, holes: bool = Fals
         numbers = np.array(values, dtype=np.float64)  # None becomes NaN
     except OverflowError as error:
         raise InputError(f"{row.place}: `{label}` holds a number beyond 1e308; give finite ones") from error
-    wrong = np.isinf(numbers) | (np.isnan(numbers) & kept & (not holes))
+    wrong = (np.abs(numbers) > LARGEST) | (np.isnan(numbers) & kept & (not holes))
     if wrong.any():
         position = int(wrong.argmax())
         raise InputError(
-            f"{row.place}: `{label}` holds {numbers[position]} at position {position}; give a finite number, or drop "
-            "the token with `response_mask`"
+            f"{row.place}: `{label}` holds {numbers[position]} at position {position}; give a finite number of "
+            "float32, or drop the token with `response_mask`"
         )
     return numbers.tolist()
 
@@ -161,8 +163,8 @@ def _check_length(row: Row, name: str, values: list, length: int) -> None:
 
 def _number(row: Row, name: str) -> float:
     value = row.columns[name]
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InputError(f"{row.place}: `{row.label(name)}` is {show(value)}; give a finite number")
+    if not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
+        raise InputError(f"{row.place}: `{row.label(name)}` is {show(value)}; give a finite number of float32")
     return float(value)
 
 
