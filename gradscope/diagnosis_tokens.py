@@ -46,6 +46,11 @@ class PromptSums:
     """Σ(w·(1−π))² over all."""
 
 
+def weighted_norms(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
+    """‖w·g‖ of each token in float64; NaN where weight or norm is unknown."""
+    return np.abs(table["weight"].to_numpy(np.float64)) * table[PARAMETERS].to_numpy(np.float64)
+
+
 def sum_by_prompt(table: pd.DataFrame, num_intervals: int) -> PromptSums:
     """The sums of a token table whose weights are known; estimates (norms="estimate") count every token as measured."""
     cell = prompt_clusters(table) * num_intervals + table["interval"].to_numpy(np.int64)
@@ -62,7 +67,7 @@ def sum_by_prompt(table: pd.DataFrame, num_intervals: int) -> PromptSums:
         first = ~table.duplicated(["response", "interval"]).to_numpy()
         squares = total(table.loc[first, SUMS[1]].to_numpy(np.float64), cell[first])
         return PromptSums(tokens, tokens, squares, predicted)
-    squares = (weight * table[PARAMETERS].to_numpy(np.float64)) ** 2
+    squares = weighted_norms(table) ** 2
     known = ~np.isnan(squares)
     return PromptSums(tokens, total(known.astype(float)), total(np.where(known, squares, 0.0)), predicted)
 
@@ -169,7 +174,7 @@ def scaled_squares(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
     Its sum over any choice of tokens estimates that of Σ‖w·g‖² without bias, where the measured ones are a random
     sample of each interval.
     """
-    squares = (table["weight"].to_numpy(np.float64) * table[PARAMETERS].to_numpy(np.float64)) ** 2
+    squares = weighted_norms(table) ** 2
     interval = table["interval"].to_numpy(np.int64)
     counts = np.bincount(interval)
     measured = np.bincount(interval, ~np.isnan(squares), minlength=len(counts))
@@ -182,10 +187,10 @@ def largest_tokens(table: pd.DataFrame, n: int) -> pd.DataFrame:
 
     Columns of the table, then weighted_norm, ‖w·g‖, and squared_share, of Σ‖w·g‖² over the measured tokens.
     """
-    norm = (table["weight"].abs() * table[PARAMETERS]).astype(np.float64)
+    norm = weighted_norms(table)
     columns = ["response", "position", "token", "prob", "entropy", "advantage", "weight", "interval", PARAMETERS]
     chosen = table[[c for c in columns if c in table]].assign(
-        weighted_norm=norm, squared_share=norm**2 / (norm**2).sum()
+        weighted_norm=norm, squared_share=norm**2 / np.nansum(norm**2)
     )
     return chosen[norm > 0].nlargest(n, "weighted_norm").reset_index(drop=True)
 

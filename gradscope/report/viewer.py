@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from gradscope.batch import TokenBatch
+from gradscope.diagnosis_tokens import weighted_norms
 from gradscope.errors import InputError
 
 DECADES = 4
@@ -191,8 +192,8 @@ def _with_products(table: pd.DataFrame) -> pd.DataFrame:
     """The table with the size of each token's term, and its share of the sum of squares."""
     if not {"weight", "param_grad_norm"} <= {*table.columns}:
         return table
-    size = (table["weight"].abs() * table["param_grad_norm"]).astype(np.float64)
-    total = float((size**2).sum())
+    size = weighted_norms(table)
+    total = float(np.nansum(size**2))
     products = {"weighted_norm": size, "squared_share": 100 * size**2 / total if total > 0 else size * np.nan}
     return table.assign(**{name: values for name, values in products.items() if name not in table})
 
