@@ -8,7 +8,7 @@ that a page can quote, in `diagnosis_words.DEFINITIONS`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from gradscope import diagnosis_steps as steps
 from gradscope import diagnosis_tokens as tokens
 from gradscope.adamw_state import AdamWState
 from gradscope.batch import TokenBatch
-from gradscope.batch_loss import resolve_advantages
 from gradscope.diagnosis_notes import check_table, has_gradient, note_limits, telling_prompts
 from gradscope.diagnosis_result import Diagnosis, DiagnosisSettings
 from gradscope.diagnosis_rows import join_rows, make_rows, one_row
@@ -60,7 +59,7 @@ def diagnose(
         sample = {"tokens_per_interval": settings.tokens_per_interval, "seed": settings.seed, "loss": settings.loss}
         table = measure(policy, batch, edges=settings.edges, progress=progress, **sample)
     check_table(table, batch, settings)
-    work = _Work(policy, batch, table, settings, optimizer_state, progress)
+    work = _Work(policy, steps.with_advantages(batch, table), table, settings, optimizer_state, progress)
     work.describe_tokens()
     work.sum_gradients()
     work.take_steps()
@@ -192,7 +191,7 @@ class _Work:
     def _predict(self) -> pd.DataFrame:
         budget = self.settings.influence_tokens
         rows = steps.within_budget(self.batch, budget, generator=self._generator(4))
-        batch = replace(self.batch, advantages=resolve_advantages(self.batch)).select(rows)
+        batch = self.batch.select(rows)
         if len(rows) < len(self.batch):
             self.notes.append(
                 f"Who moves whom is of a step on {batch.num_tokens:,} of {len(self.table):,} tokens (whole prompts "

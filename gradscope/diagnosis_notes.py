@@ -71,7 +71,7 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
 
 def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSettings) -> None:
     """InputError for a table that is not of this batch or has other intervals."""
-    needed = ["response", "group", "position", "token_id", "prob", "interval", "weight"]
+    needed = ["response", "group", "position", "token_id", "prob", "interval", "advantage", "weight"]
     needed += [LOGITS, PARAMETERS, f"{LAYER}0"]
     if missing := [name for name in needed if name not in table]:
         raise InputError(f"the table has no column {', '.join(missing)}; give the token table of `measure`")

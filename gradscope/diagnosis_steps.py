@@ -40,6 +40,15 @@ def state_step(state: dict[str, Any]) -> StepSettings:
     )
 
 
+def with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
+    """The batch with the table's advantages, where it has rewards alone: steps are then of the weights in the table."""
+    if batch.advantages is not None or batch.rewards is None:
+        return batch
+    advantages = torch.full(batch.input_ids.shape, float("nan"))
+    advantages[batch.response_mask] = torch.tensor(table["advantage"].to_numpy(np.float32))
+    return replace(batch, advantages=advantages)
+
+
 def within_budget(batch: TokenBatch, tokens: int, *, generator: torch.Generator) -> Int[Tensor, " b"]:
     """Rows of whole prompts, in random order until the next one would exceed so many tokens; one prompt at least.
 

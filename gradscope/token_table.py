@@ -70,9 +70,12 @@ class TableMeasurement:
             batch = replace(batch, temperature=torch.full((len(batch),), float(settings.temperature)))
         check_batch(policy, batch)
         _check_tokens(tokens, batch.num_tokens)
+        if batch.advantages is None and batch.rewards is not None:
+            batch = replace(batch, advantages=resolve_advantages(batch, eps=settings.advantage_eps))
         self.batch = batch
+        """At the temperatures and with the advantages that are measured with."""
         self.num_tokens = batch.num_tokens
-        self._advantages = _known_advantages(batch, settings.advantage_eps)
+        self._advantages = _known_advantages(batch)
         self._tokens, self._chunks = tokens, {"rows": chunk_rows, "memory": chunk_memory}
         self.check: SelfCheck | None = None
         """What the self-check found; None before entering, and where it was switched off."""
@@ -322,10 +325,9 @@ def _check_tokens(tokens: Tensor | None, count: int) -> None:
         )
 
 
-def _known_advantages(batch: TokenBatch, eps: Number) -> Tensor:
-    if batch.advantages is None and batch.rewards is None:
-        return torch.full(batch.input_ids.shape, float("nan"))
-    return resolve_advantages(batch, eps=eps).float()
+def _known_advantages(batch: TokenBatch) -> Tensor:
+    unknown = batch.advantages is None
+    return torch.full(batch.input_ids.shape, float("nan")) if unknown else batch.advantages.float()
 
 
 def _draw_stratified(intervals: np.ndarray, wanted: int, count: int, generator: np.random.Generator) -> np.ndarray:

@@ -25,11 +25,11 @@ from gradscope.influence import influence
 from gradscope.intervals import interval_labels
 from gradscope.models import Policy
 from gradscope.objective import grpo_advantages
-from gradscope.step_settings import StepSettings
+from gradscope.step_settings import SGD, StepSettings
 from gradscope.token_table import measure
 from gradscope.tuning import make_grid
 from gradscope.tuning_counts import tune_batch
-from gradscope.updates import apply_update
+from gradscope.updates import apply_update, movement_table
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -228,6 +228,25 @@ def test_who_moves_whom_and_both_kinds_of_directions_are_those_of_the_parts_them
     assert set(whole.directions["kind"]) == {"actual", "predicted"}
     assert whole.movement["delta_logprob.all"].to_numpy() == pytest.approx(risen, abs=1e-12)
     assert len(whole.movement) == len(whole.table) and 0 < len(whole.against) <= 4
+
+
+def test_steps_are_of_the_advantages_that_the_table_was_measured_with(policy, batch):
+    table = measure(policy, batch, loss=NARROW, advantage_eps=1.0)
+    settings = replace(QUICK, influence_tokens=1000, actual_step=True)
+    found = diagnose(policy, batch, table, settings=settings)
+    # (r − mean) / (sd + 1) in the place of (r − mean) / (sd + 1e-6), by hand.
+    advantages = torch.zeros(6)
+    for group in range(3):
+        own = batch.rewards[batch.group_ids == group]
+        advantages[batch.group_ids == group] = (own - own.mean()) / (own.std() + 1.0)
+    given = replace(batch, advantages=advantages[:, None].expand(batch.input_ids.shape))
+    expected = movement_table([apply_update(policy, given, settings=NARROW, step=SGD)])
+    np.testing.assert_allclose(found.movement["delta_logprob.all"], expected["delta_logprob.all"], rtol=1e-6)
+    plain = movement_table([apply_update(policy, batch, settings=NARROW, step=SGD)])
+    assert not np.allclose(found.movement["delta_logprob.all"], plain["delta_logprob.all"], rtol=0.01)
+    by_hand = influence(policy, given, settings=NARROW, step=SGD).contributions
+    share = np.cov(*by_hand.loc[by_hand["interval"] == 3, ["by.0", "predicted"]].to_numpy().T)
+    assert value(found, "low_to_high_share", "none", LABELS[3]) == pytest.approx(share[0, 1] / share[1, 1], rel=1e-6)
 
 
 def test_a_budget_splits_the_step_of_whole_prompts_and_says_so(policy, batch, table):
