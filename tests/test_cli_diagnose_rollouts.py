@@ -28,8 +28,8 @@ def test_of_a_dump_of_several_steps_each_checkpoint_gets_what_it_sampled(model, 
         dumps.write_prime_rl(tmp_path, step=step)
     command = (model, "--rollouts", tmp_path / "token_exports", *BRIEF)
     run("diagnose", *command, "--out", tmp_path / "own")
-    told = "the dump holds 3 training steps, 3 to 5; step 4 is taken, the first after this checkpoint"
-    assert f"note: {told}" in capsys.readouterr().out and told in read_page(tmp_path / "own").text
+    told = "the dump holds 3 training steps, 3 to 5; step 4 is taken, which this checkpoint sampled"
+    assert f"note: {told}" in capsys.readouterr().out and told[1:] in read_page(tmp_path / "own").text
     assert told in json.loads((tmp_path / "own" / "manifest.json").read_text())["rollouts"]["notes"]
     table = pd.read_parquet(tmp_path / "own" / "tokens.parquet")
     policy = load_policy(model)

@@ -112,13 +112,13 @@ def make_dump(tmp_path, steps: list[int]) -> Dump:
 @pytest.mark.parametrize(
     ("steps", "checkpoint", "own", "why"),
     [
-        ([1, 2, 3], 1, 2, "the first after this checkpoint"),
-        ([1, 2, 3], 0, 1, "the first after this checkpoint"),
-        ([10, 20, 30], 12, 10, "the nearest to step 13"),
-        ([10, 20, 30], 16, 20, "the nearest to step 17"),
-        ([10, 20, 30], 14, 10, "the nearest to step 15"),  # as near as 20
-        ([1, 2, 3], 3, 3, "the nearest to step 4"),
-        ([2, 10, 9], 100, 10, "the nearest to step 101"),
+        ([1, 2, 3], 1, 2, "which this checkpoint sampled"),
+        ([1, 2, 3], 0, 1, "which this checkpoint sampled"),
+        ([10, 20, 30], 12, 10, "another policy's: step 13, this one's, is not there"),
+        ([10, 20, 30], 16, 20, "another policy's: step 17, this one's, is not there"),
+        ([10, 20, 30], 14, 10, "another policy's: step 15, this one's, is not there"),  # as near as 20
+        ([1, 2, 3], 3, 3, "another policy's: step 4, this one's, is not there"),
+        ([2, 10, 9], 100, 10, "another policy's: step 101, this one's, is not there"),
     ],
 )
 def test_the_step_after_a_checkpoint_is_its_own_or_the_nearest(tmp_path, steps, checkpoint, own, why):
