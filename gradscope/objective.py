@@ -91,6 +91,10 @@ def reweight(advantages: Advantages, old_logprobs: Float[Tensor, "B T"], *, alph
     return (alpha * old_logprobs.exp() + (1 - alpha)) * _per_token(advantages)
 
 
+LOPTI_ORDERS = {"low-first": ("low", "high"), "high-first": ("high", "low")}
+"""Orders of Lopti's two passes, by name: the paper's, and its ablation."""
+
+
 def lopti_split(
     old_logprobs: Float[Tensor, "B T"], response_mask: Bool[Tensor, "B T"], *, eta: Number
 ) -> tuple[Bool[Tensor, "B T"], Bool[Tensor, "B T"]]:

@@ -12,10 +12,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.objective import check_eta, lopti_split, reweight
+from gradscope.objective import LOPTI_ORDERS, check_eta, lopti_split, reweight
 
 Number = int | float
-ORDERS = {"low-first": ("low", "high"), "high-first": ("high", "low")}
 
 _ADDITIVE = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
 """Metrics of TRL that are means over all tokens of what a pass has for its own tokens and 0 for the others."""
@@ -58,8 +57,8 @@ class ReweightLoptiMixin:
             raise InputError(f"reweight_alpha is {reweight_alpha}; give a number from 0 to 1, or None: off")
         if lopti_eta is not None:
             check_eta(lopti_eta)
-        if lopti_order not in ORDERS:
-            raise InputError(f"lopti_order is {lopti_order!r}; known are {', '.join(ORDERS)}; give one of them")
+        if lopti_order not in LOPTI_ORDERS:
+            raise InputError(f"lopti_order is {lopti_order!r}; known are {', '.join(LOPTI_ORDERS)}; give one of them")
         self.reweight_alpha, self.lopti_eta, self.lopti_order = reweight_alpha, lopti_eta, lopti_order
         self._lopti_pass: str | None = None
         self._lopti_window: list[dict[str, Any]] = []
@@ -73,7 +72,7 @@ class ReweightLoptiMixin:
         """TRL's; with Lopti the first pass's backward and, on the last micro-batch, the step and the second pass."""
         if self.lopti_eta is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        first, second = ORDERS[self.lopti_order]
+        first, second = LOPTI_ORDERS[self.lopti_order]
         try:
             self._lopti_pass = first
             loss = super().training_step(model, inputs, num_items_in_batch)

@@ -12,9 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.objective import check_eta, lopti_split, reweight
-
-ORDERS = {"low-first": ("low", "high"), "high-first": ("high", "low")}
+from gradscope.objective import LOPTI_ORDERS, check_eta, lopti_split, reweight
 
 RUNNING_PASS: ContextVar[str | None] = ContextVar("RUNNING_PASS", default=None)
 """Name of the pass that the engine is taking; None outside Lopti's two."""
@@ -26,8 +24,8 @@ def check_methods(settings: Any) -> None:
         raise InputError(f"reweight_alpha is {settings.reweight_alpha}; give a number from 0 to 1, or null: off")
     if settings.lopti_eta is not None:
         check_eta(settings.lopti_eta)
-    if settings.lopti_order not in ORDERS:
-        raise InputError(f"lopti_order is {settings.lopti_order!r}; give one of {', '.join(ORDERS)}")
+    if settings.lopti_order not in LOPTI_ORDERS:
+        raise InputError(f"lopti_order is {settings.lopti_order!r}; give one of {', '.join(LOPTI_ORDERS)}")
     if settings.lopti_pass not in (None, "low", "high"):
         raise InputError(f"lopti_pass is {settings.lopti_pass!r}; give low or high for that group alone, or null: both")
     if settings.lopti_pass is not None and settings.lopti_eta is None:
