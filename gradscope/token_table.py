@@ -16,8 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gradscope.batch import TokenBatch
-from gradscope.batch_loss import batch_weights, resolve_advantages
-from gradscope.capture import SelfCheck, TokenGradientMeter, TokenGradients, check_engine, measuring
+from gradscope.batch_loss import resolve_advantages
+from gradscope.capture import SelfCheck, TokenGradientMeter, check_engine, measuring
 from gradscope.errors import InputError
 from gradscope.estimate_plan import EstimatePlan, check_estimates, plan_estimate
 from gradscope.intervals import EDGES, assign_intervals
@@ -33,6 +33,7 @@ from gradscope.measure_settings import (
 from gradscope.models import Policy
 from gradscope.norm_estimates import estimate_response
 from gradscope.processes import ALONE, Processes, deal_by_cost
+from gradscope.token_columns import describe_tokens, identify_tokens, known_advantages, to_column
 
 Number = int | float
 
@@ -75,7 +76,6 @@ class TableMeasurement:
         self.batch = batch
         """At the temperatures and with the advantages that are measured with."""
         self.num_tokens = batch.num_tokens
-        self._advantages = _known_advantages(batch)
         self._tokens, self._chunks = tokens, {"rows": chunk_rows, "memory": chunk_memory}
         self.check: SelfCheck | None = None
         """What the self-check found; None before entering, and where it was switched off."""
@@ -122,7 +122,9 @@ class TableMeasurement:
         mine = slice(*self._bounds[row : row + 2])
         measured = torch.from_numpy(self._measured[mine].nonzero()[0]).to(ids.device)
         gradients = self.meter.measure(ids, targets, measured, temperature=float(self.batch.temperature[row]))
-        frame = self._identify(row, ids[targets].tolist()) | self._describe(row, gradients)
+        one = self.batch.select([row])
+        frame = identify_tokens(self.policy, one, row)
+        frame |= describe_tokens(one, gradients.statistics, self.settings.loss, num_tokens=self.num_tokens)
         frame["interval"] = self._intervals[mine]
         frame |= {"logit_grad_norm": gradients.logit_grad_norm}
         frame |= {f"act_grad_norm.{layer}": norms for layer, norms in enumerate(gradients.act_grad_norm.T)}
@@ -133,7 +135,7 @@ class TableMeasurement:
             unused = torch.where(gradients.param_grad_norm.isnan(), gradients.param_grad_norm, 0.0)
             norms = gradients.module_grad_norm
             frame |= {f"param_grad_norm.{name}": norms.get(name, unused) for name in self._module_names()}
-        return pd.DataFrame({name: _column(values) for name, values in frame.items()})
+        return pd.DataFrame({name: to_column(values) for name, values in frame.items()})
 
     def _plan_estimate(self) -> EstimatePlan:
         if self._tokens is not None:
@@ -144,7 +146,7 @@ class TableMeasurement:
             passes=self.settings.passes,
             draws=self.settings.draws,
             intervals=len(self.edges) - 1,
-            weighted=not bool(self._advantages[self.batch.response_mask].isnan().all()),
+            weighted=not bool(known_advantages(self.batch)[self.batch.response_mask].isnan().all()),
         )
 
     def _estimate(self, row: int, weights: Tensor) -> dict[str, Tensor]:
@@ -163,44 +165,6 @@ class TableMeasurement:
         """Modules that own parameters; of two that share a table, the embedding."""
         claims = self.meter.claims
         return sorted({*claims.rules, *claims.general.values()} - set(claims.tied[1:] if claims.tied else ()))
-
-    def _identify(self, row: int, token_ids: list[int]) -> dict[str, object]:
-        positions = self.batch.positions()[row][self.batch.response_mask[row]]
-        return {
-            "response": np.full(len(token_ids), row, dtype=np.int32),
-            "group": np.full(len(token_ids), int(self.batch.group_ids[row]), dtype=np.int64),
-            "position": positions.numpy().astype(np.int32),
-            "token_id": np.array(token_ids, dtype=np.int32),
-            "token": [self.policy.decode([i]) for i in token_ids],
-        }
-
-    def _describe(self, row: int, gradients: TokenGradients) -> dict[str, object]:
-        """What is known of the tokens without a backward pass: probabilities, advantages, weights."""
-        statistics, kept = gradients.statistics, self.batch.response_mask[row]
-        logprob = statistics.logprob.float().cpu()
-        unknown = torch.full_like(logprob, float("nan"))
-        old, ref = self.batch.old_logprobs, self.batch.ref_logprobs
-        out = {
-            "logprob": logprob,
-            "prob": logprob.exp(),
-            "log_one_minus_prob": statistics.log_one_minus_prob,
-            "entropy": statistics.entropy,
-            "old_logprob": unknown if old is None else old[row][kept],
-            "ref_logprob": unknown if ref is None else ref[row][kept],
-            "advantage": self._advantages[row][kept],
-        }
-        return out | self._weigh(row, logprob)
-
-    def _weigh(self, row: int, logprob: Tensor) -> dict[str, Tensor]:
-        """Eq. 2's weights of one response's tokens; NaN where the advantage is unknown."""
-        batch, kept = self.batch.select([row]), self.batch.response_mask[row]
-        known = ~self._advantages[row].isnan()
-        batch = replace(batch, advantages=torch.where(known, self._advantages[row], 0.0)[None])
-        spread = torch.zeros(batch.input_ids.shape).masked_scatter_(kept[None], logprob)
-        parts = batch_weights(spread, batch, self.settings.loss, num_tokens=self.num_tokens)
-        weights = {"policy_weight": parts.policy, "kl_weight": parts.kl, "weight": parts.total}
-        out = {name: torch.where(known, w[0], float("nan"))[kept] for name, w in weights.items()}
-        return out | {"clipped": (parts.clipped[0] & known)[kept]}
 
     def _sequence(self, row: int) -> tuple[Tensor, Tensor]:
         ids, targets = self.batch.sequence(row)
@@ -325,11 +289,6 @@ def _check_tokens(tokens: Tensor | None, count: int) -> None:
         )
 
 
-def _known_advantages(batch: TokenBatch) -> Tensor:
-    unknown = batch.advantages is None
-    return torch.full(batch.input_ids.shape, float("nan")) if unknown else batch.advantages.float()
-
-
 def _draw_stratified(intervals: np.ndarray, wanted: int, count: int, generator: np.random.Generator) -> np.ndarray:
     """True for `wanted` random entries of each interval, or for all of one that has fewer."""
     chosen = np.zeros(len(intervals), dtype=bool)
@@ -337,11 +296,3 @@ def _draw_stratified(intervals: np.ndarray, wanted: int, count: int, generator: 
         members = (intervals == interval).nonzero()[0]
         chosen[generator.choice(members, min(wanted, len(members)), replace=False)] = True
     return chosen
-
-
-def _column(values: object) -> object:
-    """float32 for floating tensors, the rest as it is."""
-    if isinstance(values, Tensor):
-        values = values.detach().cpu()
-        return (values.float() if values.is_floating_point() else values).numpy()
-    return values

@@ -17,6 +17,7 @@ FLOORS = {
     "batch_loss": 1, "batch_logprobs": 1, "shared_prompts": 1, "trained_logprobs": 1, "adamw_state": 1,
     "capture": 2, "tasks": 2, "readers": 2,
     "logit_diagnosis": 3,
+    "token_columns": 3,
     "measure_settings": 3, "token_table": 3, "group_gradients": 3, "sampling": 3, "steps": 3, "weighted_gradients": 3,
     "cost_measure": 3, "measure_plan": 3,
     "norm_estimates": 3, "estimate_plan": 3,

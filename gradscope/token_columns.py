@@ -1,0 +1,76 @@
+"""Columns of the token table that take no backward pass: who a token is, how probable it was, what its weight is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gradscope.batch import TokenBatch
+from gradscope.batch_loss import LossSettings, batch_weights
+from gradscope.logprobs import TokenStatistics
+from gradscope.models import Policy
+
+
+def identify_tokens(policy: Policy, one: TokenBatch, row: int) -> dict[str, object]:
+    """Place, id and text of the kept tokens of a batch of one response, which is row `row` of the rollouts."""
+    kept = one.response_mask[0]
+    positions, ids = one.positions()[0][kept], one.input_ids[0][kept].tolist()
+    return {
+        "response": np.full(len(ids), row, dtype=np.int32),
+        "group": np.full(len(ids), int(one.group_ids[0]), dtype=np.int64),
+        "position": positions.numpy().astype(np.int32),
+        "token_id": np.array(ids, dtype=np.int32),
+        "token": [policy.decode([i]) for i in ids],
+    }
+
+
+def describe_tokens(
+    one: TokenBatch, statistics: TokenStatistics, loss: LossSettings, *, num_tokens: int
+) -> dict[str, object]:
+    """Probabilities, advantage and Eq. 2's weights of the kept tokens of a batch of one response.
+
+    statistics: of these tokens, [k]. num_tokens: of the whole batch.
+    """
+    kept, logprob = one.response_mask[0], statistics.logprob.float().cpu()
+    unknown = torch.full_like(logprob, float("nan"))
+    old, ref = one.old_logprobs, one.ref_logprobs
+    out = {
+        "logprob": logprob,
+        "prob": logprob.exp(),
+        "log_one_minus_prob": statistics.log_one_minus_prob,
+        "entropy": statistics.entropy,
+        "old_logprob": unknown if old is None else old[0][kept],
+        "ref_logprob": unknown if ref is None else ref[0][kept],
+        "advantage": known_advantages(one)[0][kept],
+    }
+    return out | _weigh(one, logprob, loss, num_tokens)
+
+
+def _weigh(one: TokenBatch, logprob: Float[Tensor, " k"], loss: LossSettings, num_tokens: int) -> dict[str, Tensor]:
+    """Eq. 2's weights; NaN where the advantage is unknown."""
+    kept, advantages = one.response_mask, known_advantages(one)
+    known = ~advantages.isnan()
+    one = replace(one, advantages=torch.where(known, advantages, 0.0))
+    spread = torch.zeros(one.input_ids.shape).masked_scatter_(kept, logprob)
+    parts = batch_weights(spread, one, loss, num_tokens=num_tokens)
+    weights = {"policy_weight": parts.policy, "kl_weight": parts.kl, "weight": parts.total}
+    out = {name: torch.where(known, w, float("nan"))[kept] for name, w in weights.items()}
+    return out | {"clipped": (parts.clipped & known)[kept]}
+
+
+def known_advantages(batch: TokenBatch) -> Float[Tensor, "B S"]:
+    """The batch's advantages, NaN throughout where it has none."""
+    unknown = batch.advantages is None
+    return torch.full(batch.input_ids.shape, float("nan")) if unknown else batch.advantages.float()
+
+
+def to_column(values: object) -> object:
+    """float32 for floating tensors, the rest as it is."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        return (values.float() if values.is_floating_point() else values).numpy()
+    return values
