@@ -68,13 +68,18 @@ def diagnose(
 
 
 def trend(diagnoses: Mapping[int, Diagnosis] | Iterable[tuple[int, Diagnosis]]) -> pd.DataFrame:
-    """The statistics of several checkpoints, one below the other by training step, with a column `step` in front."""
-    pairs = dict(diagnoses)
+    """The statistics of several checkpoints, one below the other by training step, with a column `step` in front.
+
+    Raises InputError for none, and for two of one step.
+    """
+    pairs = list(diagnoses.items() if isinstance(diagnoses, Mapping) else diagnoses)
+    by_step = dict(pairs)
     if not pairs:
         raise InputError("no diagnosis to put side by side; give at least one with its training step")
-    return pd.concat([pairs[step].statistics.assign(step=step) for step in sorted(pairs)], ignore_index=True)[
-        ["step", *next(iter(pairs.values())).statistics.columns]
-    ]
+    if len(by_step) < len(pairs):
+        raise InputError(f"{len(pairs)} diagnoses are of {len(by_step)} training steps; give one of each step")
+    frame = pd.concat([by_step[step].statistics.assign(step=step) for step in sorted(by_step)], ignore_index=True)
+    return frame[["step", *frame.columns.drop("step")]]
 
 
 @dataclass

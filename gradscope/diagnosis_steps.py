@@ -29,7 +29,10 @@ Number = int | float
 
 
 def state_step(state: dict[str, Any]) -> StepSettings:
-    """The step that a saved AdamW goes on with: learning rate, decay, betas and eps of its first parameter group."""
+    """The step that a saved AdamW goes on with: learning rate, decay, betas and eps of its first parameter group.
+
+    No state tells how the run clipped its gradient: that is the default of StepSettings, unless it is replaced.
+    """
     group = state["param_groups"][0]
     return StepSettings(
         "adamw",

@@ -460,6 +460,8 @@ def test_a_trend_is_the_statistics_by_step(policy, batch, table, whole):
     pd.testing.assert_frame_equal(frame, trend([(20, whole), (4, other)]))
     with pytest.raises(InputError, match="no diagnosis"):
         trend({})
+    with pytest.raises(InputError, match="2 diagnoses are of 1 training steps"):
+        trend([(4, whole), (4, other)])
 
 
 def test_products_in_small_slices_are_those_of_the_whole_vectors(monkeypatch):
