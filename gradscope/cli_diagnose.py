@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,7 +35,7 @@ from gradscope.readers.dump import keep_own_step
 from gradscope.readers.files import list_files
 from gradscope.readers.formats import ON_POLICY
 from gradscope.run_folder import check_is_folder, file_hash, plain_json
-from gradscope.saved_optimizer import find_optimizer_file
+from gradscope.saved_optimizer import find_policy_state
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,23 @@ class Diagnose:
             raise InputError("a plan is of checkpoints and their --rollouts; give both")
         if not self.rollouts and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InputError("several processes measure given rollouts; sample first, and give them with --rollouts")
-        if not self.model and self.params == "adapter":
-            raise InputError("--params adapter is of a checkpoint, and none is given; leave it out")
+        if not self.model:
+            self._check_no_checkpoint()
         self._check_files()
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise InputError(f"--max-grad-norm is {self.max_grad_norm}; give a number above 0, or none")
         self._diagnosis_settings().check()
+
+    def _check_no_checkpoint(self) -> None:
+        """Without a policy nothing is measured: InputError for a flag that would change nothing."""
+        plain = Diagnose()
+        names = ("params", "base", "device_map", "optimizer_state", "actual_step", "influence_tokens", "recommend")
+        given = [name for name in names if getattr(self, name) != getattr(plain, name)]
+        settings = replace(self.settings, loss=plain.settings.loss, seed=plain.settings.seed)
+        given += [f.name for f in fields(settings) if getattr(settings, f.name) != getattr(plain.settings, f.name)]
+        if given:
+            flag = given[0].replace("_", "-")
+            raise InputError(f"--{flag} is of a checkpoint, and none is given; leave it out, or give the checkpoint")
 
     def _check_files(self) -> None:
         """What would otherwise come to light when much is measured already."""
@@ -242,10 +253,7 @@ class Diagnose:
 
     def _find_state(self, policy: Policy) -> Path | None:
         """The optimizer's file; one that was not asked for is left alone where it cannot be of these parameters."""
-        if self.optimizer_state is not None:
-            return self.optimizer_state
-        merged = policy.base is not None and policy.params == "all"
-        return None if merged else find_optimizer_file(policy.path)
+        return self.optimizer_state or find_policy_state(policy)
 
     def _write(self, model: str, measured: Measured, drawn: dict[str, Any]) -> None:
         from gradscope.diagnosis import diagnose

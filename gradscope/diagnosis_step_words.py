@@ -55,6 +55,10 @@ def direction_words(d: Diagnosis) -> list[Finding]:
         elif row["upper"] < 0.5:
             tone, end = "warn", ", less than half."
         found.append((statement + end, f"By interval of π before the step: {parts}.", tone))
+    if {tone for _, _, tone in found} == {"good", "warn"}:
+        # One sign gains what the other loses: tokens of both move alike, which is neither's success.
+        words = " Tokens of both signs mostly move the same way."
+        found = [(statement + words, detail, "warn") for statement, detail, _ in found]
     return found
 
 

@@ -172,7 +172,7 @@ def _theory(d: Diagnosis, policy: Policy, sheets: Sheets) -> list[Block]:
         ),
         sheets.figure(
             "norm_against_one_minus_prob",
-            lambda: plots.plot_norm_against_one_minus_prob(d.table, powers),
+            lambda: plots.plot_norm_against_one_minus_prob(d.table, powers, parameters=d.parameters),
             "Norms against 1 − π with the fitted power, the slope (the theory's is 1), by layer and of all parameters.",
             token_column="norm",
         ),
@@ -190,7 +190,7 @@ def _layers(d: Diagnosis, sheets: Sheets) -> list[Block]:
     return [
         sheets.figure(
             "layers_by_interval",
-            lambda: plots.plot_layers_by_interval(d.table, edges=d.settings.edges),
+            lambda: plots.plot_layers_by_interval(d.table, edges=d.settings.edges, parameters=d.parameters),
             "Median norm of the token gradients (unit weight) by layer and interval of π.",
         ),
         Table(wide, "Mean norms with 95 % intervals (data/layer_norms.csv)."),
@@ -293,7 +293,7 @@ def _drivers(d: Diagnosis, sheets: Sheets) -> list[Block]:
     return [
         sheets.figure(
             "drivers",
-            lambda: plot_updates.plot_norm_drivers(d.drivers),
+            lambda: plot_updates.plot_norm_drivers(d.drivers, parameters=d.parameters),
             "What the norm of a token follows: standardised coefficients of its logarithm on log(1 − π) and entropy, "
             "fitted together, at each place in the network. Bars: 95 % over redrawn prompts.",
         )
