@@ -66,6 +66,14 @@ class TokenBatch:
         rows = torch.as_tensor(rows)
         return replace(self, **{name: value[rows] for name, value in self._tensors().items()})
 
+    def at_temperature(self, temperature: int | float) -> TokenBatch:
+        """The same responses, taken as sampled at this temperature.
+
+        >>> collate([Response([5], [7]), Response([5], [7, 8])]).at_temperature(0.5).temperature.tolist()
+        [0.5, 0.5]
+        """
+        return replace(self, temperature=torch.full((len(self),), float(temperature)))
+
     def micro_batches(self, size: int) -> Iterator[TokenBatch]:
         """Consecutive batches of at most `size` responses."""
         for start in range(0, len(self), size):

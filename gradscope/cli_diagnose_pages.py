@@ -119,6 +119,8 @@ def write_trend(models: Sequence[str], folders: Sequence[Path], out: Path, *, ov
     manifests = [read_json(folder / MANIFEST) for folder in folders]
     if len({manifest["diagnosis"]["optimizer_state"] is None for manifest in manifests}) > 1:
         notes = [*notes, "only some checkpoints have an optimizer state: the steps of the others are SGD's"]
+    told = (note for manifest in manifests for note in manifest["rollouts"]["notes"] if "training steps" not in note)
+    notes = [*notes, *dict.fromkeys(told)]
     facts = {f"step {step}": describe_rollouts(manifest) for step, manifest in zip(steps, manifests, strict=True)}
     report = make_trend_report(trend, links=links, notes=notes, facts=facts | {"gradscope": __version__})
     with run.writing():

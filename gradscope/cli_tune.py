@@ -146,8 +146,7 @@ class Tune:
         print_notes(list(dict.fromkeys(note for dump in dumps for note in dump.notes)))
         batches = [dump.batch for dump in dumps]
         if self.temperature is not None:
-            t = float(self.temperature)
-            batches = [replace(batch, temperature=torch.full_like(batch.temperature, t)) for batch in batches]
+            batches = [batch.at_temperature(self.temperature) for batch in batches]
         return batches if len(batches) > 1 else split_prompts(batches[0], self.batches, seed=self.seed)
 
     def _find_optimizer(self, policy: Policy) -> tuple[Optimizer, Path | None]:

@@ -51,11 +51,13 @@ def direction_words(d: Diagnosis) -> list[Finding]:
         if isnan(row["lower"]) or not d.judges:
             end = "."
         elif row["lower"] > 0.5:
-            tone, end = "good", ", more than half."
+            end = ", more than half."
         elif row["upper"] < 0.5:
             tone, end = "warn", ", less than half."
         found.append((statement + end, f"By interval of π before the step: {parts}.", tone))
-    if {tone for _, _, tone in found} == {"good", "warn"}:
+    if [statement.endswith(("more than half.", "less than half.")) for statement, _, _ in found] == [True, True] and (
+        {tone for _, _, tone in found} == {"plain", "warn"}
+    ):
         # One sign gains what the other loses: tokens of both move alike, which is neither's success.
         words = " Tokens of both signs mostly move the same way."
         found = [(statement + words, detail, "warn") for statement, detail, _ in found]

@@ -180,7 +180,8 @@ def _where(d: Diagnosis) -> list[Finding]:
         each = ", ".join(f"{r['value']} {_squared(r)} ({_tokens(r)} of the tokens)" for _, r in rows.iterrows())
         over = rows[(rows["squared_lower"] > rows["token_upper"]) & d.judges]
         names = ", ".join(f"{r['value']} ({_squared(r)} against {_tokens(r)})" for _, r in over.iterrows())
-        statement = f"Σ‖w·g‖² {words}: no value's share can be told to be above its share of the tokens."
+        statement = f"Σ‖w·g‖² {words}: no value's share can be told to be above its share of the tokens"
+        statement += "." if d.judges else f" by {d.num_telling} prompts: too few for a verdict."
         if len(over):
             statement = f"Σ‖w·g‖² {words}: more than their share of the tokens have {names}."
         found.append((statement, f"Of Σ‖w·g‖²: {each}.", "plain"))
@@ -216,6 +217,7 @@ def _driver(d: Diagnosis) -> list[Finding]:
     detail = f"Standardised coefficients of the log norm over {d.parameters}, {row['tokens']:,} tokens that are not "
     detail += f"nearly certain: {fits}; R² of both {row['r2']:.2f}."
     words = "cannot be told to follow probability or entropy more"
+    words += "" if d.judges else f" by {d.num_telling} prompts, too few for a verdict"
     if row["lower"] > 0 and d.judges:
         words = "follow probability more than entropy"
     elif row["upper"] < 0 and d.judges:

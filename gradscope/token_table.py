@@ -68,7 +68,7 @@ class TableMeasurement:
         self.settings = settle_sample(settings, batch.num_tokens, intervals=len(self.edges) - 1)
         """Those that are measured with: a number or None where "auto" was given."""
         if settings.temperature is not None:
-            batch = replace(batch, temperature=torch.full((len(batch),), float(settings.temperature)))
+            batch = batch.at_temperature(settings.temperature)
         check_batch(policy, batch)
         _check_tokens(tokens, batch.num_tokens)
         if batch.advantages is None and batch.rewards is not None:

@@ -194,8 +194,8 @@ def test_right_directions_are_compared_with_one_half():
     assert sentence(plant(), "Â < 0")[2] == "warn"
     right = rows("right_direction_positive_actual", [0.6] * 5)
     assert [sentence(plant({"right_direction_positive_actual": right}), word)[2] for word in ("Â > 0", "Â < 0")] == [
-        "good",
-        "good",
+        "plain",
+        "plain",
     ]
     level = rows("right_direction_positive_actual", [0.5] * 5)
     assert "not to be told from one half" in sentence(plant({"right_direction_positive_actual": level}), "Â > 0")[0]

@@ -40,7 +40,6 @@ def list_files(path: Path) -> list[Path]:
         _check_suffix(path)
         return [path]
     if not path.is_dir():
-        _check_suffix(path)
         raise InputError(f"{path} is not there; give a file of rollouts, or a folder of dumps")
     for pattern in ("*", "step_*/*"):
         files = [f for f in path.glob(pattern) if f.is_file() and f.suffix in IN_FOLDERS and f.name[0] != "."]

@@ -100,8 +100,8 @@ def _dominance(d: Diagnosis, sheets: Sheets) -> list[Block]:
                 "dominance",
                 lambda: plot_diagnosis.plot_dominance(d.statistics, d.labels),
                 "Left: each interval's share of the tokens, of what 1 − π alone predicts, of Σ‖w·g‖² (tokens one by "
-                "one) and of the summed gradient (what is left after they cancel). Right: the same as log₂ of the "
-                "share over the share of the tokens. Bars: 95 % over redrawn prompts.",
+                "one) and of the summed gradient (what is left after they cancel). Right: log₂ of a share over the "
+                "share of the tokens; of summed gradients, the share of Σ_a ‖G_a‖². Bars: 95 % over redrawn prompts.",
             )
         )
     blocks.append(sheets.table("intervals", frame, "Each interval of π in numbers; brackets are in the table below."))
@@ -304,8 +304,9 @@ def _settings(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if d.recommendation is None:
         return []
     caption = (
-        "Settings by the share of the tokens that one predicted step moves the right way: predicted_score on the "
-        "batches that select, predicted_held_out on the others, there with the difference from the plain loss's."
+        "Settings by their score, the mean over intervals and signs of Â of the share of tokens that one predicted "
+        "step moves the right way: predicted_score on the batches that select, predicted_held_out on the others, "
+        "there with the difference from the plain loss's."
     )
     shown = ["setting", "predicted_score", "predicted_held_out", "difference", "lower", "upper", "verdict", "steps"]
     # Here the prediction stands in the place of the actual score.
