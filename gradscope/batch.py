@@ -11,6 +11,9 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 
+LARGEST = 1e12
+"""Rewards, advantages, log-probabilities and temperatures are at most so large: squares of float32 do not overflow."""
+
 
 @dataclass(frozen=True)
 class TokenBatch:

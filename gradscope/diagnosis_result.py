@@ -16,6 +16,8 @@ from gradscope.step_settings import StepSettings
 
 Number = int | float
 
+LARGEST_SEED = 2**57
+"""torch takes seeds of 63 bits, and each part of a diagnosis has its own of the 64 that are made of one."""
 VERDICT_PROMPTS = 6
 """Below so many, bounds are no ground of a verdict: those of a bootstrap lie within what the prompts' own numbers span,
 and n draws all lie on one side of the median with probability 2·2⁻ⁿ, more than 5 % of the time for n < 6."""
@@ -68,8 +70,10 @@ class DiagnosisSettings:
                 raise InputError(f"{name} is {value}; give 1 or more")
         if self.recommend_batches is not None and self.recommend_batches < 2:
             raise InputError(f"recommend_batches is {self.recommend_batches}; give 2 or more, or None to skip it")
-        if self.resamples < 1 or self.seed < 0:
-            raise InputError(f"resamples is {self.resamples} and seed {self.seed}; give 1 or more, and 0 or more")
+        if self.resamples < 1 or not 0 <= self.seed < LARGEST_SEED:
+            raise InputError(
+                f"resamples is {self.resamples} and seed {self.seed}; give 1 or more, and 0 or more (below 2**57)"
+            )
 
 
 @dataclass(frozen=True, repr=False, eq=False)

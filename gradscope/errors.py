@@ -17,6 +17,17 @@ class DivergedError(RuntimeError):
     """Training has no finite gradient any more; the checkpoints are kept (the CLI exits with 1)."""
 
 
+def unpickling_reason(error: Exception) -> str:
+    """What torch.load with weights_only refused, on one line, without its advice to load the file with all it runs.
+
+    >>> unpickling_reason(ValueError("Weights only load failed. Re-run with False.\\n\\nUnsupported operand 149\\n"))
+    'Unsupported operand 149'
+    """
+    lines = [line.strip() for line in str(error).splitlines()]
+    named = [line for line in lines if "unsupported" in line.lower()]
+    return (named or [first_line(error)])[0][:160]
+
+
 def first_line(error: Exception) -> str:
     """The first line of what an error says, to be quoted within a line; its kind where it says nothing.
 

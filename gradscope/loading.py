@@ -13,7 +13,7 @@ from torch import nn
 
 from gradscope.checkpoint_files import is_adapter, is_checkpoint_of_a_run, refuse_training_run
 from gradscope.devices import find_device, parse_dtype
-from gradscope.errors import InputError, first_line
+from gradscope.errors import InputError, first_line, unpickling_reason
 from gradscope.parameters import measure_only
 from gradscope.peft_adapters import attach_adapter, find_base
 from gradscope.policy import Policy, find_blocks
@@ -114,7 +114,7 @@ def _load_model(
         advice = "save the model there with save_pretrained"
         if device_map is not None:
             advice += f", or give another map than {device_map!r:.40}"
-        raise InputError(f"no usable weights in {folder} ({first_line(error)}); {advice}") from error
+        raise InputError(f"no usable weights in {folder} ({unpickling_reason(error)}); {advice}") from error
     _check_weights(folder, info)
     if offloaded := next((name for name, p in model.named_parameters() if p.device.type == "meta"), None):
         raise InputError(
@@ -224,4 +224,5 @@ def _check_finite(model: nn.Module, folder: Path) -> None:
                 "checkpoint or --dtype"
             )
     if not model(input_ids=torch.tensor([[0, 0]], device=model.device)).logits.isfinite().all():
-        raise InputError(f"{folder}: the logits are not finite in {model.dtype}; give --dtype float32")
+        wider = "another checkpoint" if model.dtype in (torch.float32, torch.float64) else "--dtype float32"
+        raise InputError(f"{folder}: the logits are not finite in {model.dtype}; give {wider}")

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from gradscope.batch import TokenBatch
+from gradscope.batch import LARGEST, TokenBatch
 from gradscope.batch_loss import PAPER, LossSettings
 from gradscope.capture import Precision
 from gradscope.errors import InputError
@@ -57,7 +57,7 @@ class MeasureSettings:
 
 def check_settings(settings: MeasureSettings) -> None:
     """InputError for a number that no measurement can be made with."""
-    if settings.temperature is not None and not 0 < settings.temperature < inf:
+    if settings.temperature is not None and not 1 / LARGEST <= settings.temperature <= LARGEST:
         raise InputError(f"temperature is {settings.temperature}; give a positive number (0, greedy, has no gradient)")
     wanted = settings.tokens_per_interval
     if wanted not in (None, "auto") and (isinstance(wanted, str) or wanted < 1):

@@ -10,7 +10,7 @@ import torch
 
 from gradscope.adamw_state import AdamWState, check_structure
 from gradscope.checkpoint_files import checkpoint_homes
-from gradscope.errors import InputError, first_line
+from gradscope.errors import InputError, unpickling_reason
 from gradscope.policy import Policy
 
 OPTIMIZER = "optimizer.pt"
@@ -65,7 +65,8 @@ def read_optimizer_file(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, ValueError, TypeError, OSError) as error:
         raise InputError(
-            f"{path} is no file of torch.save that can be read safely ({first_line(error)}); give an AdamW state_dict"
+            f"{path} is no file of torch.save that can be read safely ({unpickling_reason(error)}); give an AdamW "
+            "state_dict"
         ) from error
     try:
         check_structure(state)

@@ -411,6 +411,7 @@ def test_a_table_of_other_rollouts_or_intervals_is_refused(policy, batch, table)
         ({"sign_passes": 0}, "sign_passes is 0"),
         ({"recommend_batches": 1}, "recommend_batches is 1"),
         ({"seed": -1}, "seed -1"),
+        ({"seed": 2**57}, r"below 2\*\*57"),
         ({"edges": (0.0,)}, "edges are"),
         ({"step": StepSettings("adamw", -1)}, "learning_rate is -1"),
     ],

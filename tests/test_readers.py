@@ -111,9 +111,10 @@ def test_unknown_columns_and_blank_lines_are_ignored_and_null_is_not_given(tmp_p
 
 def test_dropped_tokens_may_have_unknown_logprobs(tmp_path):
     row = GOOD | {"response_mask": [0, 1], "old_logprobs": [None, -0.25], "advantage": [None, 2]}
-    batch = read_rollouts(write_jsonl(tmp_path / "r.jsonl", [row]))
-    assert batch.old_logprobs[batch.response_mask].tolist() == [-0.25]
-    assert batch.advantages[batch.response_mask].tolist() == [2.0]
+    batch = read_rollouts(write_jsonl(tmp_path / "r.jsonl", [row, row | {"old_logprobs": [-inf, -0.25]}]))
+    assert batch.old_logprobs[batch.response_mask].tolist() == [-0.25, -0.25]
+    assert batch.advantages[batch.response_mask].tolist() == [2.0, 2.0]
+    assert not batch.old_logprobs.isinf().any()
 
 
 def test_a_logprob_above_zero_by_rounding_is_zero(tmp_path):
@@ -202,6 +203,11 @@ BAD_ROWS = {
     "mask that keeps nothing": (GOOD | {"response_mask": [0, 0]}, "keeps no token"),
     "mask of other numbers": (GOOD | {"response_mask": [0, 2]}, "true/false"),
     "temperature 0": (GOOD | {"temperature": 0.0}, "`temperature` is 0; give a positive one"),
+    "temperature that overflows": (GOOD | {"temperature": 1e-30}, "`temperature` is 1e-30; give a positive one, 1e-12"),
+    "reward beyond float64": (GOOD | {"reward": 10**400}, "`reward` is 1000.*give a finite number within"),
+    "reward beyond float32": (GOOD | {"reward": 1e308}, r"`reward` is 1e\+308; give a finite number within"),
+    "advantage beyond float32": (GOOD | {"advantage": -1e300}, r"`advantage` is -1e\+300; give a finite number within"),
+    "old_logprobs beyond float32": (GOOD | {"old_logprobs": [-1.0, -1e308]}, r"holds -1e\+308 at position 1"),
     "temperature NaN": (GOOD | {"temperature": nan}, "`temperature` is NaN"),
     "group that is a list": (GOOD | {"group": [1, 2]}, r"`group` is \[1, 2\]"),
 }

@@ -414,7 +414,7 @@ def test_nothing_in_a_pickle_is_run(tmp_path):
     for name in ("rollout_0.pt", "plain.pt"):
         with pytest.raises(InputError, match=rf"{name} cannot be read as tensors .* nothing in it was run") as caught:
             read_dump(tmp_path / name)
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(caught.value) and "weights_only" not in str(caught.value)  # no advice to run it
     assert not witness.exists()
     torch.load(tmp_path / "rollout_0.pt", weights_only=False)
     assert witness.exists()  # the file was dangerous indeed
@@ -424,6 +424,23 @@ def test_nothing_in_a_pickle_is_run(tmp_path):
 def test_tensors_of_another_kind_are_refused(tmp_path, content):
     torch.save(content, tmp_path / "r.pt")
     with pytest.raises(InputError, match=r"r\.pt holds no list `samples`"):
+        read_dump(tmp_path / "r.pt")
+
+
+DAMAGED = {
+    "a mask that is a number": ({"loss_mask": 3}, "`loss_mask` is 3; give a list"),
+    "a tensor without numbers": ({"tokens": torch.empty(5, device="meta")}, "`tokens` is a tensor without"),
+    "a sparse tensor": ({"loss_mask": torch.eye(2).to_sparse()}, "`loss_mask` is a tensor without plain numbers"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize(("columns", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_a_value_of_a_sample_that_is_no_list_is_named_with_its_sample(tmp_path, columns, message):
+    samples = dumps.slime_rollout_samples()
+    samples[1] |= columns
+    torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "r.pt")
+    with pytest.raises(InputError, match=rf"r\.pt, sample 1: {message}"):
         read_dump(tmp_path / "r.pt")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, unpickling_reason
 from gradscope.models import BROKEN_FILE
 from gradscope.run_folder import file_hash
 
@@ -113,8 +113,8 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except BROKEN_FILE as error:  # UnpicklingError for whatever is more than numbers, strings and containers
         raise InputError(
-            f"{path} cannot be read as tensors and plain values ({_reason(error)}); nothing in it was run; give a "
-            "sound dump without pickled objects"
+            f"{path} cannot be read as tensors and plain values ({unpickling_reason(error)}); nothing in it was run; "
+            "give a sound dump without pickled objects"
         ) from error
     samples = content.get("samples") if isinstance(content, dict) else None
     if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
@@ -122,11 +122,16 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise InputError(f"{path} holds no list `samples` but {keys:.80}; give slime's debug rollout or train data")
     shared = {"rollout_id": content.get("rollout_id")}
     for index, sample in enumerate(samples):
-        plain = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in sample.items()}
-        yield f"{path}, sample {index}", shared | {name: v for name, v in plain.items() if v is not None}
+        place = f"{path}, sample {index}"
+        plain = {name: _plain(place, name, v) for name, v in sample.items()}
+        yield place, shared | {name: v for name, v in plain.items() if v is not None}
 
 
-def _reason(error: Exception) -> str:
-    """What weights_only found, without torch's advice to switch it off."""
-    lines = [line.strip() for line in str(error).splitlines() if "WeightsUnpickler" in line or "Unsupported" in line]
-    return (lines or str(error).splitlines() or [type(error).__name__])[0][:160]
+def _plain(place: str, name: str, value: Any) -> Any:
+    """The numbers of a tensor; all else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    try:
+        return value.tolist()
+    except BROKEN_FILE as error:  # a sparse one, or one whose numbers were not saved
+        raise InputError(f"{place}: `{name}` is a tensor without plain numbers; save it dense, on the CPU") from error

@@ -77,7 +77,7 @@ def _row(record: Record) -> Row:
         return Row(record.place, {}, step, left_out=EMPTY)
     row: dict[str, Any] = {"prompt_ids": tokens[:-length], "response_ids": tokens[-length:]} | pick(record, NAMES)
     labels = {"prompt_ids": "tokens", "response_ids": "tokens"} | NAMES
-    if not any(row.get("response_mask", [1])):
+    if isinstance(mask := row.get("response_mask"), list) and not any(mask):
         return Row(record.place, {}, step, left_out=MASKED_OUT)
     if "old_logprobs" not in row and "sampler_logprobs" in row:
         row["old_logprobs"], labels["old_logprobs"] = row.pop("sampler_logprobs"), "rollout_log_probs"

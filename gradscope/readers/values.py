@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gradscope.batch import Response
+from gradscope.batch import LARGEST, Response
 from gradscope.errors import InputError
 from gradscope.models import Policy, check_prompt
 from gradscope.readers.formats import Row
@@ -86,10 +86,10 @@ def parse_response(row: Row, prompt_ids: list[int], response_ids: list[int], gro
         per_token = isinstance(advantage, list)
         advantage = parse_per_token(row, "advantage", kept) if per_token else _number(row, "advantage")
     temperature = _number(row, "temperature") if "temperature" in row.columns else 1.0
-    if temperature <= 0:
+    if temperature < 1 / LARGEST:
         raise InputError(
-            f"{row.place}: `{row.label('temperature')}` is {temperature:g}; give a positive one (0, greedy, has no "
-            "gradient)"
+            f"{row.place}: `{row.label('temperature')}` is {temperature:g}; give a positive one, {1 / LARGEST:g} or "
+            "more (0, greedy, has no gradient)"
         )
     return Response(
         prompt_ids=prompt_ids,
@@ -143,12 +143,14 @@ def parse_per_token(row: Row, name: str, kept: np.ndarray, *, holes: bool = Fals
         numbers = np.array(values, dtype=np.float64)  # None becomes NaN
     except OverflowError as error:
         raise InputError(f"{row.place}: `{label}` holds a number beyond 1e308; give finite ones") from error
-    wrong = (np.abs(numbers) > LARGEST) | (np.isnan(numbers) & kept & (not holes))
+    beyond = np.abs(numbers) > LARGEST  # False for NaN
+    numbers[beyond & ~kept] = np.nan  # such as -inf for a token that was not sampled
+    wrong = (beyond | (np.isnan(numbers) & (not holes))) & kept
     if wrong.any():
         position = int(wrong.argmax())
         raise InputError(
-            f"{row.place}: `{label}` holds {numbers[position]} at position {position}; give a finite number of "
-            "float32, or drop the token with `response_mask`"
+            f"{row.place}: `{label}` holds {numbers[position]} at position {position}; give a finite number within "
+            f"±{LARGEST:g}, or drop the token with `response_mask`"
         )
     return numbers.tolist()
 
@@ -163,8 +165,8 @@ def _check_length(row: Row, name: str, values: list, length: int) -> None:
 
 def _number(row: Row, name: str) -> float:
     value = row.columns[name]
-    if not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
-        raise InputError(f"{row.place}: `{row.label(name)}` is {show(value)}; give a finite number of float32")
+    if not isinstance(value, (int, float)) or not abs(value) <= LARGEST:  # NaN is not, either
+        raise InputError(f"{row.place}: `{row.label(name)}` is {show(value)}; give a finite number within ±{LARGEST:g}")
     return float(value)
 
 
