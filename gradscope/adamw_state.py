@@ -98,8 +98,11 @@ class AdamWState:
                     f"exp_avg_sq of {name} has shape {tuple(moments[name].shape)}, the parameter "
                     f"{tuple(parameters[name].shape)}; give the names in the order in which the optimizer got them"
                 )
-            if not (moments[name] >= 0).all():
-                raise InputError(f"exp_avg_sq of {name} is negative or NaN; give the state of a run that is sound")
+            if not ((moments[name] >= 0) & moments[name].isfinite()).all() or steps[name] < 0:
+                raise InputError(
+                    f"exp_avg_sq of {name} is negative, infinite or NaN, or its step count negative; give the state of "
+                    "a run that is sound"
+                )
         return cls(moments, steps, float(groups[0]["betas"][1]), float(groups[0]["eps"]), max_grad_norm)
 
     def scale(self, model: nn.Module, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
@@ -151,13 +154,15 @@ def check_structure(state_dict: Any) -> None:
     """InputError unless this is built as AdamW's `state_dict()` is."""
     try:
         for group in state_dict["param_groups"]:
-            _ = [float(value) for value in (group["lr"], group["eps"], *group["betas"])], list(group["params"])
+            _ = [float(value) for value in (group["lr"], group["eps"], *group["betas"])], dict.fromkeys(group["params"])
+            _ = [float(group.get(name, 0.0)) for name in ("weight_decay", "initial_lr")]
+            _ = [name.removeprefix("") for name in group.get("param_names", ())]
             _ = dict(enumerate(group["betas"]))[1]
         for moments in state_dict["state"].values():
             _ = int(moments["step"]), moments["exp_avg"].shape, moments["exp_avg_sq"].shape
         if not state_dict["param_groups"]:
             raise LookupError("param_groups is empty")
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise InputError(
             f"the optimizer state is not AdamW's ({type(error).__name__}: {error}); give what its state_dict() returned"
         ) from error

@@ -72,7 +72,7 @@ def checkpoint_step(path: str | Path) -> int | None:
     for home in checkpoint_homes(folder):
         try:
             state = json.loads((home / STATE).read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue  # there is none, or none that can be read: the name may tell
         steps = [state.get(name) for name in ("global_step", "step")] if isinstance(state, dict) else []
         if found := [step for step in steps if isinstance(step, int) and not isinstance(step, bool)]:

@@ -120,7 +120,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _stop(error: Exception, status: int) -> None:
     if status == 1 or os.environ.get("RANK", "0") == "0":  # all processes see a mistake of the user: one tells it
-        print(f"gradscope: {' '.join(str(error).split())}", file=sys.stderr)
+        # A file's text may hold what steers a terminal.
+        words = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(str(error).split()))
+        print(f"gradscope: {words}", file=sys.stderr)
     elif status == 2:
         time.sleep(3)  # the launcher ends all processes with the first: the one that tells it needs its moment
     raise SystemExit(status)

@@ -14,6 +14,7 @@ import tyro
 
 from gradscope.cli_diagnose_pages import (
     PAGE,
+    RESULTS,
     describe_step,
     diagnose_dump,
     in_words,
@@ -34,7 +35,7 @@ from gradscope.readers import Dump
 from gradscope.readers.dump import keep_own_step
 from gradscope.readers.files import list_files
 from gradscope.readers.formats import ON_POLICY
-from gradscope.run_folder import check_is_folder, file_hash, plain_json
+from gradscope.run_folder import check_is_folder, check_results, file_hash, plain_json
 from gradscope.saved_optimizer import find_policy_state
 
 
@@ -42,7 +43,11 @@ from gradscope.saved_optimizer import find_policy_state
 class MeasureOwn(Measure):
     """Of a dump of several training steps, what the checkpoint itself sampled."""
 
+    optimizer_state: Path | None = None
+    """An optimizer's file that must be of this policy."""
+
     def read(self, policy: Policy) -> Dump:
+        read_step(policy, self.optimizer_state, asked=True)  # refused here, not when all is measured
         dump = super().read(policy)
         return dump if self.step is not None else keep_own_step(dump, checkpoint_step(self.model))
 
@@ -120,6 +125,8 @@ class Diagnose:
                 self._measure(model, rollouts, None).run()
             return
         check_no_machine(self.machine)
+        for folder in name_folders(self.model, self.out) if self.model else [self.out]:
+            check_results(folder, RESULTS)
         if not self.model:
             self._diagnose_dump()
             return
@@ -226,7 +233,7 @@ class Diagnose:
 
     def _measure(self, model: str, rollouts: Path, folder: Path | None) -> Measure:
         names = ("settings", "params", "base", "trust_remote_code", "device_map", "blocks", "dtype", "device")
-        names += ("overwrite", "plan", "machine", "format", "step")
+        names += ("overwrite", "plan", "machine", "format", "step", "optimizer_state")
         return MeasureOwn(model, rollouts, folder, **{name: getattr(self, name) for name in names})
 
     def _diagnosis_settings(self) -> DiagnosisSettings:

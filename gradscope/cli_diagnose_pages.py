@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 
 from gradscope import __version__
-from gradscope.adamw_state import AdamWState
 from gradscope.batch_loss import LossSettings
 from gradscope.cli_measure import Measured
 from gradscope.cli_shared import print_notes
@@ -24,7 +23,7 @@ from gradscope.models import Policy, checkpoint_step
 from gradscope.readers import read_dump
 from gradscope.run_folder import MANIFEST, RunFolder, file_hash, library_versions, read_json, write_parquet
 from gradscope.saved_optimizer import read_optimizer_file
-from gradscope.step_settings import SGD, StepSettings
+from gradscope.step_settings import SGD, StepSettings, read_moments
 
 PAGE = "report.html"
 RESULTS = ("tokens.parquet", "figures", PAGE, "data")
@@ -186,8 +185,9 @@ def read_step(
         return None, None, []
     try:
         state = read_optimizer_file(path)
-        AdamWState.from_state_dict(policy.model, state)
         step = state_step(state)
+        step.check()
+        read_moments(policy.model, step, state)
     except InputError as error:
         told = str(error).removeprefix(str(path)).removeprefix(":").strip()  # where it is named, it is so first
         if asked:
@@ -196,6 +196,7 @@ def read_step(
     if step.learning_rate > 0:
         return state, step, []
     # A schedule has come to its end: the step is shown at the rate that it began with.
-    first = float(state["param_groups"][0].get("initial_lr", 0.0)) or SGD.learning_rate
+    first = float(state["param_groups"][0].get("initial_lr", 0.0))
+    first = first if 0 < first < float("inf") else SGD.learning_rate
     told = f"the optimizer's learning rate is 0 (the end of its schedule): steps here are taken at {first:g}"
     return state, replace(step, learning_rate=first), [told]

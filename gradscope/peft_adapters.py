@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ from gradscope.errors import InputError, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MISFITS = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ImportError)
+MISFITS = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ImportError, re.error)
 """What peft raises where an adapter and a model have other layers, shapes or settings."""
 KEY = "base_model_name_or_path"
 
@@ -32,7 +34,7 @@ def find_base(folder: Path, base: str | Path | None = None) -> Path:
     if not name:
         raise InputError(f"{folder / ADAPTER_CONFIG} names no base model ({KEY}); give its folder with --base")
     for place in ([folder / name] if base is None else []) + [Path(name)]:
-        if place.is_dir():
+        if os.path.isdir(place):  # of a name that is too long, Path raises
             return place
     if (cached := _find_in_cache(name, config.get("revision") if base is None else None)) is not None:
         return cached
@@ -54,7 +56,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / ADAPTER_CONFIG).read_bytes())
         kind = config.get("peft_type")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{folder / ADAPTER_CONFIG} cannot be read ({first_line(error)}); save the adapter there anew"
         ) from error

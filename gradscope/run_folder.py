@@ -55,6 +55,7 @@ class RunFolder:
         only if it is no folder, or has a manifest that is not a run's.
         """
         check_is_folder(self.partial)
+        check_results(self.folder, (MANIFEST, *self.results))
         manifest, unfinished = self.manifest, read_json(self.partial / KEY) if self._has_parts() else None
         if manifest is not None and not _is_of_a_run(manifest):
             raise InputError(f"{self.folder / MANIFEST} is not of a run of gradscope; give another --out")
@@ -177,10 +178,25 @@ class RunFolder:
 
 
 def check_is_folder(path: Path) -> None:
-    """InputError if a file stands where this folder is, or would be made."""
+    """InputError if a file stands where this folder is, or would be made, or if its name is no text."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:  # parquet files are not written there
+        raise InputError(f"{path} is a name that is not UTF-8; give another --out") from error
     with _refused(path):
-        if blocked := next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), None):
-            raise InputError(f"{blocked} is a file; give another folder for the results")
+        if blocked := next((p for p in (path, *path.parents) if not p.is_dir() and os.path.lexists(p)), None):
+            kind = "a link that leads to no folder" if blocked.is_symlink() else "a file"
+            raise InputError(f"{blocked} is {kind}; give another folder for the results")
+
+
+def check_results(folder: Path, names: Sequence[str]) -> None:
+    """InputError if a folder stands where one of these files would be written, or a file in the place of a folder."""
+    for path in (folder / name for name in names):
+        if path.is_dir() if path.suffix else os.path.lexists(path) and not path.is_dir():
+            raise InputError(
+                f"{path} is {'no folder' if not path.suffix else 'a folder'}, unlike what is written there; give "
+                "another --out"
+            )
 
 
 def check_writable(path: Path) -> None:
@@ -261,7 +277,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -176,6 +176,9 @@ def test_an_optimizer_of_something_else_is_left_out_beside_the_checkpoint_and_re
     named = (*command[: -len(BRIEF) - 1], tmp_path / "out", *BRIEF, "--optimizer-state")
     assert "is of 2 parameters" in (said := refusal(capsys, *named, model / "optimizer.pt"))
     assert said.count(str(model / "optimizer.pt")) == 1
+    fresh = (*command[: -len(BRIEF) - 1], tmp_path / "fresh", *BRIEF, "--optimizer-state")
+    assert "is of 2 parameters" in refusal(capsys, *fresh, model / "optimizer.pt")
+    assert not (tmp_path / "fresh").exists()  # before anything is measured
     sgd = torch.optim.SGD(other.parameters(), momentum=0.9)
     for write in (lambda path: torch.save(sgd.state_dict(), path), lambda path: path.write_text("no tensor")):
         write(model / "optimizer.pt")
@@ -183,6 +186,30 @@ def test_an_optimizer_of_something_else_is_left_out_beside_the_checkpoint_and_re
         state, step, notes = read_step(load_policy(model), model / "optimizer.pt", asked=False)
         assert state is step is None and len(notes) == 1
         assert notes[0].startswith("optimizer.pt beside the checkpoint is left out: ") and str(model) not in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "wrong", "words"),
+    [
+        ("state", "exp_avg", torch.tensor([torch.nan]), "exp_avg of"),
+        ("state", "exp_avg_sq", torch.tensor([torch.inf]), "infinite or NaN"),
+        ("state", "step", torch.tensor(-5.0), "its step count negative"),
+        ("state", "step", torch.tensor(torch.inf), "is not AdamW's"),
+        ("state", "step", torch.ones(2), "is not AdamW's"),
+        ("param_groups", "lr", -1.0, "learning_rate is -1.0"),
+        ("param_groups", "betas", (0.9, 1.0), "betas are"),
+        ("param_groups", "weight_decay", "x", "is not AdamW's"),
+        ("param_groups", "param_names", 5, "is not AdamW's"),
+    ],
+)
+def test_a_damaged_optimizer_beside_the_checkpoint_is_left_out(trained, where, name, wrong, words, tmp_path):
+    policy = load_policy(trained)
+    state = torch.load(trained / "optimizer.pt")
+    held = state[where][0]
+    held[name] = wrong.expand_as(held[name]) if name.startswith("exp_avg") else wrong
+    torch.save(state, tmp_path / "optimizer.pt")
+    found, step, notes = read_step(policy, tmp_path / "optimizer.pt", asked=False)
+    assert found is step is None and len(notes) == 1 and words in notes[0]
 
 
 # Several checkpoints.
@@ -234,6 +261,10 @@ def bad_arguments(job: Path, folder: Path) -> dict[str, tuple[tuple[object, ...]
     model, rollouts = job / "checkpoint-3", job / "rollouts.jsonl"
     given, to = ("--rollouts", rollouts), ("--out", folder / "out")
     (folder / "file").write_text("")
+    (folder / "loop").symlink_to(folder / "loop")
+    (folder / "odd" / "report.html").mkdir(parents=True)
+    (folder / "even").mkdir()
+    (folder / "even" / "data").write_text("")
     return {
         "no out": ((model, *given), "--out is missing"),
         "nothing": (to, "neither a checkpoint nor --rollouts"),
@@ -251,6 +282,10 @@ def bad_arguments(job: Path, folder: Path) -> dict[str, tuple[tuple[object, ...]
         "unknown task": ((model, "--task", "chess", *to), "no task is called 'chess'"),
         "a file as out": ((model, *given, "--out", folder / "file"), "is a file"),
         "below a file": ((model, *given, "--out", folder / "file" / "out"), "is a file"),
+        "a loop": ((model, *given, "--out", folder / "loop" / "out"), "is a link that leads to no folder"),
+        "a name of bytes": ((model, *given, "--out", folder / "\udcff"), "is a name that is not UTF-8"),
+        "a folder as page": ((model, *given, "--out", folder / "odd", "--overwrite"), "report.html is a folder, unlike"),
+        "a file as data": ((model, *given, "--out", folder / "even", "--overwrite"), "data is no folder, unlike"),
         "clipping": ((model, *given, "--max-grad-norm", "0", *to), "--max-grad-norm is 0"),
         "influence": ((model, *given, "--influence-tokens", "0", *to), "influence_tokens is 0"),
         "adapter": ((model, *given, "--params", "adapter", *to), "holds no adapter"),
@@ -266,10 +301,12 @@ def bad_arguments(job: Path, folder: Path) -> dict[str, tuple[tuple[object, ...]
 
 
 def test_arguments_that_cannot_be_met_are_one_line_and_leave_nothing_behind(job, tmp_path, capsys, monkeypatch):
-    for name, (arguments, words) in bad_arguments(job, tmp_path).items():
+    cases = bad_arguments(job, tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    for name, (arguments, words) in cases.items():
         said = refusal(capsys, *arguments, "--device", "cpu")
         assert words in said.replace("--tokens-per-interval", "tokens_per_interval"), (name, said)
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["file"], name
+        assert sorted(tmp_path.rglob("*")) == before, name
     monkeypatch.setenv("WORLD_SIZE", "2")
     to = ("--out", tmp_path / "out", "--device", "cpu")
     monkeypatch.setattr("time.sleep", lambda _: None)

@@ -188,6 +188,13 @@ def test_a_tokenizer_that_loses_text_is_refused(checkpoint):
     assert "does not give back the text" in refusal(checkpoint)
 
 
+@pytest.mark.parametrize("text", ["5", '{"added_tokens": [], "model": {"type": "none"}}', "[" * 100_000])
+def test_a_tokenizers_file_that_makes_no_sense_is_refused(checkpoint, text):
+    (checkpoint / "tokenizer.json").write_text(text)
+    with pytest.raises(InputError, match=r"the tokenizer in .* cannot be used"):
+        load_policy(checkpoint)
+
+
 def test_a_folder_without_a_tokenizer_gives_none(tmp_path):
     assert load_tokenizer(tmp_path) is None
 

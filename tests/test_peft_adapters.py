@@ -256,8 +256,13 @@ def test_adapters_that_do_not_fit_are_refused(broken, tmp_path):
     assert "lacks base_model" in refusal(broken)
     change_config(broken, peft_type="PREFIX_TUNING")
     assert "kind 'PREFIX_TUNING'" in refusal(broken)
-    (broken / "adapter_config.json").write_text("{")
-    assert "cannot be read" in refusal(broken)
+    change_config(broken, peft_type="LORA", target_modules="(")
+    assert "does not fit its base model" in refusal(broken)
+    change_config(broken, base_model_name_or_path="x" * 5000)
+    assert "is no folder here" in refusal(broken)
+    for text in ("{", "[" * 100_000):
+        (broken / "adapter_config.json").write_text(text)
+        assert "cannot be read" in refusal(broken)
 
 
 def test_damaged_and_doubtful_adapters_are_refused(broken):

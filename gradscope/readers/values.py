@@ -17,9 +17,6 @@ ID_COLUMNS = ("prompt_ids", "response_ids", "prompt", "response")
 ROUNDING = 1e-3
 """Nats by which a log-probability may exceed 0: half-precision trainers write such numbers; they are read as 0."""
 
-LARGEST = float(np.finfo(np.float32).max)
-"""A TokenBatch is float32: what is beyond would be infinite in it."""
-
 LARGEST_ID = 2**31
 """No vocabulary is that large; an id beyond is none."""
 
