@@ -284,7 +284,7 @@ def bad_arguments(job: Path, folder: Path) -> dict[str, tuple[tuple[object, ...]
         "below a file": ((model, *given, "--out", folder / "file" / "out"), "is a file"),
         "a loop": ((model, *given, "--out", folder / "loop" / "out"), "is a link that leads to no folder"),
         "a name of bytes": ((model, *given, "--out", folder / "\udcff"), "is a name that is not UTF-8"),
-        "a folder as page": ((model, *given, "--out", folder / "odd", "--overwrite"), "report.html is a folder, unlike"),
+        "a folder as page": ((model, *given, "--out", folder / "odd", "--overwrite"), "report.html is a folder"),
         "a file as data": ((model, *given, "--out", folder / "even", "--overwrite"), "data is no folder, unlike"),
         "clipping": ((model, *given, "--max-grad-norm", "0", *to), "--max-grad-norm is 0"),
         "influence": ((model, *given, "--influence-tokens", "0", *to), "influence_tokens is 0"),
