@@ -24,8 +24,12 @@ def influence_words(d: Diagnosis) -> list[Finding]:
         f"In one {step_words(d)} step, to first order, tokens with π in {low} cause {share_words(share)} of how tokens "
         f"with π in {top} move."
     )
-    detail = f"Of the variance of their predicted Δ log π, over {share['n']:,} tokens; their own interval causes "
-    detail += share_words(own)
+    if share["value"] < 0:
+        statement += " Below 0: they move them against the rest."
+    detail = (
+        f"Of the variance of their predicted Δ log π, over {share['n']:,} tokens; the shares of all sources add up to "
+    )
+    detail += f"100 %, that of one against the rest is below 0. Their own interval causes {share_words(own)}"
     rows = d.influence[(d.influence["source"] == "momentum") & (d.influence["target"] == len(d.labels) - 1)]
     if len(rows):
         bounds = {"share": "value", "share_lower": "lower", "share_upper": "upper"}
@@ -94,7 +98,7 @@ def bound_words(d: Diagnosis) -> list[Finding]:
     if b.violations:
         words = f"The bounds of Prop. 4.2 break on {b.violations:,} of {b.num_tokens:,} tokens: do not trust this."
         return [(words, detail, "bad")]
-    return [(f"The bounds of Prop. 4.2 hold at the logits of all {b.num_tokens:,} tokens.", detail, "good")]
+    return [(f"The bounds of Prop. 4.2 hold at the logits of all {b.num_tokens:,} tokens.", detail, "plain")]
 
 
 def setting_words(d: Diagnosis) -> list[Finding]:

@@ -72,7 +72,7 @@ def _dominance_in(d: Diagnosis, metric: str, words: str) -> Finding:
     if index["lower"] > 0 and largest:
         return (f"Low-probability tokens (π in {low}) dominate{words}: {holds}.", detail, "warn")
     if index["lower"] > 0:
-        return (f"Tokens with π in {low} weigh more than their number, but another interval holds more: {holds}.",
+        return (f"Tokens with π in {low} hold more than their number, but another interval holds the most: {holds}.",
                 detail, "plain")  # fmt: skip
     if index["upper"] < 0:
         return (
@@ -89,11 +89,12 @@ def _added(d: Diagnosis) -> list[Finding]:
     if added is None or isnan(added["lower"]):
         return []
     detail = f"(1−π) alone predicts an index of {bits_words(alone)}; measured minus predicted: {bits_words(added)}."
+    words = "cannot be told from what 1−π alone predicts."
     if added["lower"] > 0 and d.judges:
-        return [(f"The network makes tokens with π in {low} weigh more than 1−π alone would.", detail, "plain")]
-    if added["upper"] < 0 and d.judges:
-        return [(f"The network makes tokens with π in {low} weigh less than 1−π alone would.", detail, "plain")]
-    return [(f"The weight of tokens with π in {low} cannot be told from what 1−π alone predicts.", detail, "plain")]
+        words = "is more than 1−π alone predicts: the network adds to it."
+    elif added["upper"] < 0 and d.judges:
+        words = "is less than 1−π alone predicts: the network takes from it."
+    return [(f"What tokens with π in {low} hold of Σ‖w·g‖² {words}", detail, "plain")]
 
 
 def _norms(d: Diagnosis) -> list[Finding]:

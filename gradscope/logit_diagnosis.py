@@ -29,8 +29,8 @@ WITH_LOGPROBS = "prime_rl, nemo_rl, open_instruct, slime, and native rows with o
 WITH_ADVANTAGES = "trl, prime_rl, nemo_rl, open_instruct, slime's train data, ms_swift, and native rows with advantage"
 
 ASSUMES = (
-    "from the dump alone: bounds at the logits, on the assumption that gradients go as 1 − π; nothing below the logits "
-    "was measured, so this says nothing on whether low-probability tokens dominate the update"
+    "from the dump alone: the bounds are exact at the logits; that gradients of parameters go as 1 − π is assumed, not "
+    "measured, so this says nothing on whether low-probability tokens dominate the update"
 )
 
 QUANTITIES = ("tokens", "weight", "squared_weight", "weighted_norm", "squared_weighted_norm")

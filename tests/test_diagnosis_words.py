@@ -123,7 +123,7 @@ def test_dominance_is_said_only_where_the_interval_of_the_index_excludes_zero(in
 def test_more_than_their_number_is_no_dominance_where_another_interval_holds_more():
     shares = rows("squared_share", [0.1, 0.2, 0.3, 0.4], metric="raw")
     statement, _, tone = findings(plant({"squared_share": shares}))[0]
-    assert "weigh more than their number, but another interval holds more" in statement and tone == "plain"
+    assert "hold more than their number, but another interval holds the most" in statement and tone == "plain"
 
 
 def test_without_weights_without_low_tokens_and_without_norms_nothing_is_said_of_dominance():
@@ -143,7 +143,8 @@ def test_where_no_low_token_has_a_weight_their_share_is_known_to_be_nothing():
 
 
 @pytest.mark.parametrize(
-    ("added", "words"), [(0.6, "weigh more than 1−π"), (-0.6, "weigh less than 1−π"), (0.1, "cannot be told from what")]
+    ("added", "words"),
+    [(0.6, "the network adds to it"), (-0.6, "the network takes from it"), (0.1, "cannot be told from what")],
 )
 def test_what_the_network_adds_is_said_only_where_its_interval_excludes_zero(added, words):
     change = rows("added_index", [added, 0, 0, 0], metric="raw", unit="bits", half=0.3)
@@ -244,7 +245,7 @@ def test_spikes_bounds_and_lag_are_facts_with_their_counts():
     assert statement == "The 2 largest of the 2 measured tokens hold 40 % of their Σ‖w·g‖²."
     assert "token '\\n<b>' at position 3 of response 1" in detail and "30 %" in detail
     good = BoundMargins(70, 0, 0.01, 0.002, 2e-5)
-    assert sentence(plant(bounds=good), "Prop. 4.2")[2] == "good"
+    assert sentence(plant(bounds=good), "Prop. 4.2")[2] == "plain"
     bad = sentence(plant(bounds=replace(good, violations=3)), "Prop. 4.2")
     assert "break on 3 of 70" in bad[0] and bad[2] == "bad"
     lag = {
