@@ -506,6 +506,12 @@ def test_overwrite_starts_an_unfinished_run_anew(run, model, rollouts, tmp_path,
     assert outcome.status == 0 and "taking up" not in outcome.out
 
 
+def test_what_a_file_says_does_not_steer_the_terminal(run, model, tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps({"\x1b[2Jcleared\u202e": 1}) + "\n")
+    assert_one_line(run("measure", model, path, "--out", tmp_path / "out", *QUICK), 2, r"\x1b[2Jcleared\u202e")
+
+
 def test_a_real_process_prints_one_line_of_error_and_no_traceback(checkpoints, rollouts, tmp_path):
     folder = spoil(checkpoints, tmp_path / "spoiled", lambda d: configure(d, num_hidden_layers=4))
     command = [sys.executable, "-m", "gradscope.cli", "measure", folder, rollouts, "--out", tmp_path / "out"]

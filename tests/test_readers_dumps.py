@@ -350,9 +350,10 @@ HOSTILE = {
     "null id": ({"token_ids": [4, 5, 6, 7, None]}, "`token_ids` is .*whole numbers"),
     "no prompt": ({"loss_mask": [True] * 5}, "the prompt is empty"),
     "mask of twos": ({"loss_mask": [0, 0, 0, 1, 2]}, "`loss_mask` is .*true/false"),
+    "step beyond 64 bits": ({"step": 2**63}, "`step` is 9223372036854775808; wanted is a whole number"),
+    "step of an odd digit": ({"step": "²"}, "`step` is '²'"),
     "step that is text": ({"step": "three"}, "`step` is 'three'"),
     "step that is a superscript": ({"step": "³"}, "`step` is '³'"),
-    "step beyond 64 bits": ({"step": 2**63}, "`step` is 9223372036854775808"),
     "no ids": ({"token_ids": None}, "no `token_ids`"),
     "longer than the context": (
         {

@@ -114,7 +114,7 @@ def need(record: Record, name: str) -> Any:
 def whole_number(record: Record, name: str) -> int | None:
     """A count such as the training step; a string of digits is one too. None where the record has none."""
     value = record.columns.get(name)
-    if isinstance(value, str) and value.isdecimal():
+    if isinstance(value, str) and value.isdecimal() and len(value) < 20:
         value = int(value)
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63):
         return value
