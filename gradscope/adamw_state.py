@@ -100,8 +100,8 @@ class AdamWState:
                 )
             if not ((moments[name] >= 0) & moments[name].isfinite()).all() or steps[name] < 0:
                 raise InputError(
-                    f"exp_avg_sq of {name} is negative, infinite or NaN, or its step count negative; give the state of "
-                    "a run that is sound"
+                    f"exp_avg_sq of {name} is negative or NaN, infinite, or of a negative step; give the state of a "
+                    "run that is sound"
                 )
         return cls(moments, steps, float(groups[0]["betas"][1]), float(groups[0]["eps"]), max_grad_norm)
 

@@ -192,8 +192,8 @@ def test_an_optimizer_of_something_else_is_left_out_beside_the_checkpoint_and_re
     ("where", "name", "wrong", "words"),
     [
         ("state", "exp_avg", torch.tensor([torch.nan]), "exp_avg of"),
-        ("state", "exp_avg_sq", torch.tensor([torch.inf]), "infinite or NaN"),
-        ("state", "step", torch.tensor(-5.0), "its step count negative"),
+        ("state", "exp_avg_sq", torch.tensor([torch.inf]), "is negative or NaN, infinite"),
+        ("state", "step", torch.tensor(-5.0), "of a negative step"),
         ("state", "step", torch.tensor(torch.inf), "is not AdamW's"),
         ("state", "step", torch.ones(2), "is not AdamW's"),
         ("param_groups", "lr", -1.0, "learning_rate is -1.0"),
