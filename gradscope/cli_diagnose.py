@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from gradscope.checkpoint_files import ADAPTER_CONFIG, refuse_training_run
 from gradscope.cli_diagnose_pages import (
     PAGE,
     RESULTS,
@@ -181,6 +182,11 @@ class Diagnose:
         for model in self.model:
             if model != "embedded" and not os.path.isdir(model):
                 raise InputError(f"{model} is no folder here; give the folder of a checkpoint, or 'embedded'")
+            refuse_training_run(Path(model))
+            if model != "embedded" and not any(
+                (Path(model) / name).is_file() for name in ("config.json", ADAPTER_CONFIG)
+            ):
+                raise InputError(f"{model} holds no config.json; give the folder of a checkpoint, or 'embedded'")
         for path in self.rollouts:
             list_files(path)
         if not self.rollouts and (self.format is not None or self.step is not None):

@@ -63,7 +63,7 @@ def within_budget(batch: TokenBatch, tokens: int, *, generator: torch.Generator)
     served = _served_prompts(batch) if known else prompts
     prompts = torch.cat([prompts[torch.isin(prompts, served)], prompts[~torch.isin(prompts, served)]])
     counts = torch.stack([batch.response_mask[batch.group_ids == prompt].sum() for prompt in prompts])
-    taken = max(1, int((counts.cumsum(0) <= tokens).sum()))
+    taken = max(1, int((counts.cumsum(0) <= min(tokens, int(counts.sum()))).sum()))  # a number beyond 64 bits serves
     return torch.isin(batch.group_ids, prompts[:taken]).nonzero()[:, 0]
 
 

@@ -160,12 +160,13 @@ class RunFolder:
         return any(self.partial.glob("part-*.parquet"))
 
     def _clear(self) -> None:
-        """Empty `.partial`; the lock stays."""
-        for path in self.partial.glob("*"):
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != LOCK:
-                path.unlink()
+        """Drop from `.partial` what a run writes there; the lock stays, and what is not ours."""
+        for pattern in (self.staged.name, KEY, "part-*.parquet", ".*.tmp"):
+            for path in self.partial.glob(pattern):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
 
     def _difference(self, found: dict[str, Any]) -> str:
         """In words, what was run there that is not asked for now."""

@@ -276,6 +276,7 @@ def bad_arguments(job: Path, folder: Path) -> dict[str, tuple[tuple[object, ...]
         "format": ((model, *given, "--format", "vlre", *to), "'vlre' is not known"),
         "format of none": ((model, "--task", "math", "--format", "trl", *to), "of rollouts that are given"),
         "missing model": ((model, folder / "nowhere", *given, *to), "nowhere is no folder"),
+        "no model in the second": ((model, folder / "even", *given, *to), "even holds no config.json"),
         "no model in it": ((model.parent, *given, *to), "folder of a training run"),
         "missing rollouts": ((model, "--rollouts", folder / "r.jsonl", *to), "r.jsonl is not there"),
         "missing prompts": ((model, "--prompts", folder / "p.txt", *to), "p.txt is not there"),

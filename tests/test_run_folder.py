@@ -50,6 +50,17 @@ def refusal(folder: RunFolder, **settings) -> str:
     return str(caught.value)
 
 
+def test_what_is_not_of_a_run_stays_in_its_hidden_folder(tmp_path):
+    mine = tmp_path / ".partial" / "mine" / "thesis.tex"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("x")
+    folder = RunFolder(tmp_path, KEY)
+    folder.open(overwrite=True)
+    folder.write_part(0, pd.DataFrame({"a": [1]}))
+    folder.close({})
+    assert mine.read_text() == "x" and sorted(p.name for p in (tmp_path / ".partial").iterdir()) == ["mine"]
+
+
 def test_looking_writes_nothing_and_opening_makes_an_unfinished_run(tmp_path):
     folder = RunFolder(tmp_path / "a" / "b", KEY)
     assert folder.look() == "nothing" and not (tmp_path / "a").exists()
