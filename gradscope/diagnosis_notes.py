@@ -87,3 +87,10 @@ def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSetti
             f"{wrong:,} of the table's {len(table):,} tokens are not in the interval that the edges give their π; give "
             "the edges that the table was measured with"
         )
+    if (endless := np.isinf(table["weight"].to_numpy())).any():
+        row = table.iloc[int(endless.argmax())]
+        raise InputError(
+            f"the weight of the token at position {row['position']} of response {row['response']} is {row['weight']}: "
+            f"its ratio, the exponential of log π {row['logprob']:.4g} − log π_old {row['old_logprob']:.4g}, has no "
+            "bound without dual clip; are old_logprobs of this policy? Give rollouts of it, or --clip-ratio-c"
+        )

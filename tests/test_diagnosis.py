@@ -476,3 +476,11 @@ def test_prompts_without_weight_are_counted_in_a_note(policy, batch):
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.5, 0.0])
     diagnosis = diagnose(policy, replace(batch, rewards=rewards, ref_logprobs=None), settings=QUICK)
     assert any("equal rewards): 1 of 3 prompts" in note for note in diagnosis.notes)
+
+
+def test_a_weight_without_bound_is_refused_by_its_token(policy, batch, table):
+    endless = table.copy()
+    endless.loc[3, "weight"] = -np.inf
+    where = f"position {endless.at[3, 'position']} of response {endless.at[3, 'response']} is -inf"
+    with pytest.raises(InputError, match=where):
+        diagnose(policy, batch, endless)
