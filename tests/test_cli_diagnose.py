@@ -293,7 +293,7 @@ def bad_arguments(job: Path, folder: Path) -> dict[str, tuple[tuple[object, ...]
         "adapter of none": ((*given, "--params", "adapter", *to), "is of a checkpoint, and none"),
         "state": ((model, *given, "--optimizer-state", folder / "o.pt", *to), "o.pt is not there"),
         "state of two": ((model, model, *given, "--optimizer-state", rollouts, *to), "2 are given"),
-        "state of none": ((*given, "--optimizer-state", rollouts, *to), "0 are given"),
+        "state of none": ((*given, "--optimizer-state", rollouts, *to), "is of a checkpoint, and none"),
         "machine": ((model, *given, "--machine", "h200", *to), "add --plan"),
         "plan of none": (("--plan", *given), "a plan is of checkpoints"),
         "tokens": ((model, *given, "--tokens-per-interval", "0", *to), "tokens_per_interval"),

@@ -178,4 +178,4 @@ def test_your_checkpoint_is_diagnosed_on_the_dump_that_was_read(executed):
     share = diagnosis.pick("token_share", interval="[0, ¼)")["value"]
     # The dump keeps the sampler's π, the table its own: a token may lie on the other side of ¼ by a rounding.
     assert share == pytest.approx(np.mean(probs < 0.25), abs=1.5 / len(probs))
-    assert "tokens (π in [0, ¼))" in found["printed"]
+    assert "Tokens with π in [0, ¼)" in found["printed"]
