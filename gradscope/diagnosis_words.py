@@ -29,7 +29,8 @@ def _dominance(d: Diagnosis) -> list[Finding]:
     low = d.labels[0]
     tokens, index = d.pick("token_share", "none", low), d.pick("dominance_index", "raw", low)
     if index is None:
-        return [("Dominance is not known: the rollouts give no weights.", " ".join(d.notes), "plain")]
+        why = "some weights are unknown" if d.table["weight"].isna().any() else "every weight is 0"
+        return [(f"Dominance is not known: {why}.", " ".join(d.notes), "plain")]
     if not tokens["n"]:
         return [(f"No token has π in {low}, so there is nothing that could dominate.", "", "plain")]
     found = [_dominance_in(d, "raw", "")]

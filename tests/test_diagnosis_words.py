@@ -66,7 +66,7 @@ INFLUENCE = pd.DataFrame({"source": [0, 1], "target": [3, 3], "share": [0.5, 0.2
 def plant(change: dict[str, pd.DataFrame | None] | None = None, **fields) -> Diagnosis:
     """A diagnosis of these rows; a change to None leaves them out."""
     parts = PLANTED | (change or {})
-    table = pd.DataFrame({"param_grad_norm": [1.0, 2.0, np.nan]})
+    table = pd.DataFrame({"param_grad_norm": [1.0, 2.0, np.nan], "weight": [1.0, -1.0, 0.0]})
     known = {"statistics": join_rows([part for part in parts.values() if part is not None]), "notes": ("a note",)}
     known |= {"influence": INFLUENCE, "table": table, "labels": LABELS, "num_prompts": 12, "num_responses": 96}
     return Diagnosis(**(known | {"settings": DiagnosisSettings(), "step": SGD} | fields))
@@ -128,7 +128,7 @@ def test_more_than_their_number_is_no_dominance_where_another_interval_holds_mor
 
 def test_without_weights_without_low_tokens_and_without_norms_nothing_is_said_of_dominance():
     statement, detail, _ = findings(plant({"dominance_index": None, "squared_share": None}))[0]
-    assert statement.startswith("Dominance is not known") and detail == "a note"
+    assert statement == "Dominance is not known: every weight is 0." and detail == "a note"
     nothing = make_rows("token_share", np.full((3, 4), np.nan), [0, 5, 5, 5], unit="share", intervals=LABELS)
     assert findings(plant({"token_share": nothing}))[0][0].startswith(f"No token has π in {LOW}")
     unknown = rows("dominance_index", [np.nan] * 4, metric="raw", unit="bits")
