@@ -1,4 +1,4 @@
-# make setup | demo | test | vllm | lint | format | clean.  PYTHON= picks the interpreter, PIP_ARGS= is passed on to every pip install,
+# make setup | demo | figures | test | vllm | lint | format | clean.  PYTHON= picks the interpreter, PIP_ARGS= is passed on to every pip install,
 # JOBS= is how many test processes run side by side.
 PYTHON ?= python3.11
 PIP_ARGS ?=
@@ -13,9 +13,9 @@ INSTALL := $(BIN)/python -m pip install $(PIP_ARGS) --constraint $(CONSTRAINTS)
 
 # Threads that spin while they wait slow each other down on a busy machine; the small policies here gain nothing from many.
 export OMP_WAIT_POLICY ?= PASSIVE
-test demo: export OMP_NUM_THREADS ?= 1
+test demo figures: export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test vllm lint format clean
+.PHONY: setup demo figures test vllm lint format clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,11 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 
 demo: setup
 	$(BIN)/gradscope demo --out demo-out
+
+# Every figure and table, from the runs that the repository carries.
+figures: setup
+	$(BIN)/python -m analyses.figures
+	$(BIN)/python -m analyses.paper_repro
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile

@@ -18,7 +18,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +28,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from analyses.case_analysis import write_response
+from analyses.puzzles import named_prompt
 from gradscope.tasks import Question, get_task
 from gradscope.tasks.knights_knaves import compact_prompt, draw_statements
-from gradscope.tasks.knights_knaves_wording import COMPACT_NAMES
+from gradscope.tasks.knights_knaves_wording import COMPACT_NAMES, Statement
 
 PEOPLE = (2, 3, 4, 5)
 TEMPERATURE = 0.7
@@ -69,11 +70,11 @@ STAGES = (
 )
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(names: Sequence[str] = COMPACT_NAMES) -> PreTrainedTokenizerFast:
     """Names and phrases as single tokens and every printable ASCII character, so that any ASCII text comes back."""
-    words = [*COMPACT_NAMES, *PHRASES, "\n", *map(chr, range(32, 127))]
+    words = [*names, *PHRASES, "\n", *map(chr, range(32, 127))]
     vocabulary = {word: i for i, word in enumerate([EOS, PAD, UNKNOWN, *words])}
-    longest_first = sorted((*COMPACT_NAMES, *PHRASES), key=len, reverse=True)
+    longest_first = sorted((*names, *PHRASES), key=len, reverse=True)
     pattern = "|".join(phrase.replace("\n", r"\n").replace(".", r"\.") for phrase in longest_first) + r"|[\s\S]"
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
@@ -89,15 +90,17 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """The untrained policy."""
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, *, hidden: int = 128, layers: int = 4, heads: int = 4
+) -> Qwen2ForCausalLM:
+    """The untrained policy; half as many heads of keys as of queries, an MLP three times as wide as the stream."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=384,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        intermediate_size=3 * hidden,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -108,20 +111,28 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 def examples(
-    tokenizer: PreTrainedTokenizerFast, stage: Stage, rng: random.Random, held_out: set[str]
+    tokenizer: PreTrainedTokenizerFast,
+    stage: Stage,
+    rng: random.Random,
+    is_held_out: Callable[[tuple[Statement, ...]], bool],
+    *,
+    people: Sequence[int] = PEOPLE,
+    names: Sequence[str] | None = None,
+    longest: int = MAX_NEW_TOKENS,
 ) -> Iterator[tuple[list[int], int]]:
-    """Endless (ids of prompt and response, length of the prompt)."""
+    """Endless (ids of prompt and response, length of the prompt); responses of at most `longest` tokens.
+
+    names: of these each puzzle's are drawn; None: the canonical ones.
+    """
     while True:
-        statements = draw_statements(rng.choice(PEOPLE), rng)
-        prompt = compact_prompt(statements)
-        if prompt in held_out:
+        statements = draw_statements(rng.choice(people), rng)
+        if is_held_out(statements):
             continue
-        response = write_response(
-            statements, COMPACT_NAMES, rng=rng, noise=stage.noise, check=stage.check, free=stage.free
-        )
-        prompt_ids = tokenizer.encode(prompt)
+        called = COMPACT_NAMES if names is None else rng.sample(names, len(statements))
+        response = write_response(statements, called, rng=rng, noise=stage.noise, check=stage.check, free=stage.free)
+        prompt_ids = tokenizer.encode(named_prompt(statements, called))
         response_ids = [*tokenizer.encode(response), tokenizer.eos_token_id]
-        if len(response_ids) <= MAX_NEW_TOKENS:
+        if len(response_ids) <= longest:
             yield prompt_ids + response_ids, len(prompt_ids)
 
 
@@ -147,32 +158,49 @@ def _pad(rows: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
     return input_ids, labels
 
 
+def make_optimizer(model: Qwen2ForCausalLM, stage: Stage) -> torch.optim.AdamW:
+    """A fresh one for every stage."""
+    return torch.optim.AdamW(model.parameters(), lr=stage.lr[0], betas=(0.9, 0.98), weight_decay=0.01)
+
+
 def train(
     model: Qwen2ForCausalLM,
     stage: Stage,
     stream: Iterator[tuple[Tensor, Tensor]],
     log: Callable[..., None],
+    *,
+    optimizer: torch.optim.AdamW | None = None,
+    done: int = 0,
+    on_step: Callable[[int], None] | None = None,
 ) -> None:
-    """Supervised training on the response tokens; a fresh AdamW for every stage."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=stage.lr[0], betas=(0.9, 0.98), weight_decay=0.01)
+    """Supervised training on the response tokens; products in bfloat16 on a GPU.
+
+    optimizer, done: of a stage that was interrupted after so many steps. on_step: called after each with its number.
+    """
+    optimizer = make_optimizer(model, stage) if optimizer is None else optimizer
+    device = model.device
     model.train()
     tokens, losses = 0, []
-    for step in range(stage.steps):
+    for step in range(done, stage.steps):
         for group in optimizer.param_groups:
             group["lr"] = _learning_rate(stage, step)
-        input_ids, labels = next(stream)
+        input_ids, labels = (part.to(device, non_blocking=True) for part in next(stream))
         # Without an attention mask: padding is on the right, where a causal model never looks.
-        logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        tokens += int((labels != -100).sum())
-        losses.append(loss.item())
+        tokens += (labels != -100).sum()
+        losses.append(loss.detach())
         if (step + 1) % 100 == 0 or step + 1 == stage.steps:
-            log(stage=stage.name, step=step + 1, response_tokens=tokens, loss=round(sum(losses) / len(losses), 4))
+            mean = round(torch.stack(losses).double().mean().item(), 4)
+            log(stage=stage.name, step=step + 1, response_tokens=int(tokens), loss=mean)
             losses.clear()
+        if on_step is not None:
+            on_step(step + 1)
 
 
 def _learning_rate(stage: Stage, step: int, warmup: int = 50) -> float:
@@ -183,14 +211,19 @@ def _learning_rate(stage: Stage, step: int, warmup: int = 50) -> float:
 
 @torch.no_grad()
 def sample(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], *, greedy: bool
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: list[str],
+    *,
+    greedy: bool,
+    longest: int = MAX_NEW_TOKENS,
 ) -> tuple[list[str], list[Tensor]]:
     """Each prompt's response as text, and the probability that each of its tokens had at the temperature."""
-    encoded = tokenizer(prompts, return_tensors="pt", padding=True)
+    encoded = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
     out = model.generate(
         input_ids=encoded.input_ids,
         attention_mask=encoded.attention_mask,
-        max_new_tokens=MAX_NEW_TOKENS,
+        max_new_tokens=longest,
         do_sample=not greedy,
         temperature=None if greedy else TEMPERATURE,
         top_k=None if greedy else 0,
@@ -215,9 +248,10 @@ def evaluate(
     *,
     greedy: bool = False,
     batch: int = 100,
+    longest: int = MAX_NEW_TOKENS,
 ) -> dict[str, object]:
     """Accuracy by people, share of well-formed responses, mean length, and how sure the sampled tokens were."""
-    task = get_task("knights-knaves-compact")
+    task = get_task("knights-knaves-compact")  # whose reward goes by each question's own names
     model.eval()
     torch.manual_seed(EVALUATION_SEED)  # the same draws, whatever was evaluated before
     right: dict[int, list[bool]] = {}
@@ -225,13 +259,13 @@ def evaluate(
     ordered = sorted(questions, key=lambda question: question.level)
     for start in range(0, len(ordered), batch):
         part = ordered[start : start + batch]
-        responses, token_probs = sample(model, tokenizer, [q.prompt for q in part], greedy=greedy)
+        responses, token_probs = sample(model, tokenizer, [q.prompt for q in part], greedy=greedy, longest=longest)
         rewards = [task.reward(response, q) for response, q in zip(responses, part, strict=True)]
         for question, earned in zip(part, rewards, strict=True):
             right.setdefault(question.level, []).append(earned == 3.0)
             formed.append(earned > -3.0)
         probs += token_probs
-    all_probs = torch.cat(probs)
+    all_probs = torch.cat(probs).cpu()
     counts = torch.histc(all_probs, bins=4, min=0.0, max=1.0)
     everything = [value for values in right.values() for value in values]
     return {
@@ -249,7 +283,7 @@ def main() -> None:
     arguments = _parse_arguments()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
-    log = _open_log(arguments.log, append=arguments.start_after is not None)
+    log = open_log(arguments.log, append=arguments.start_after is not None)
     tokenizer = build_tokenizer()
     model, stages = build_model(tokenizer), list(STAGES)
     if arguments.start_after:
@@ -262,7 +296,8 @@ def main() -> None:
     log(event="start", after=arguments.start_after, seed=arguments.seed, threads=arguments.threads, **size)
     for stage in stages:
         rng = random.Random(f"{arguments.seed} {stage.name}")
-        train(model, stage, batches(examples(tokenizer, stage, rng, held_out), stage.batch, rng), log)
+        stream = examples(tokenizer, stage, rng, lambda statements: compact_prompt(statements) in held_out)
+        train(model, stage, batches(stream, stage.batch, rng), log)
         if arguments.keep_stages:
             model.save_pretrained(_kept(arguments.keep_stages, stage))
         log(event=f"after {stage.name}", temperature=TEMPERATURE, **evaluate(model, tokenizer, questions))
@@ -289,7 +324,7 @@ def _parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def _open_log(file: Path, *, append: bool) -> Callable[..., None]:
+def open_log(file: Path, *, append: bool) -> Callable[..., None]:
     began = time.perf_counter()
     file.parent.mkdir(parents=True, exist_ok=True)
     if not append:

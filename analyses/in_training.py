@@ -1,7 +1,8 @@
-"""A policy in training, which the scripts about updates share: 40 GRPO steps of the embedded one, with checkpoints.
+"""A policy in training, which the measurements of updates share: 40 GRPO steps of the embedded one, with checkpoints.
 
-The run is made once, with the preset kk-embedded, and lies in a folder that the repository does not keep; started
-again, it goes on where it was. Each checkpoint has its optimizer's state: a step is taken as the run would have.
+The run is the track in-training of analyses/runs.toml. It is made once and lies in a folder that the repository does
+not keep; started again, it goes on where it was. Each checkpoint has its optimizer's state: a step is taken as the run
+would have.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from analyses.experiments import WORK, configure
 from gradscope import load_policy
 from gradscope.batch import TokenBatch
 from gradscope.batch_logprobs import batch_statistics
@@ -25,10 +27,10 @@ from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer.checkpoints import OPTIMIZER, checkpoint_step, list_checkpoints
 from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.loop import train
-from gradscope.trainer.presets import get_preset
 
-RUN = Path("runs/in_training")
-STEPS, EVERY = 40, 4
+PLACE = ("cpu", "in-training", "grpo")
+"""Scale, track and variant."""
+RUN = WORK.joinpath(*PLACE, "seed0")
 FRESH = 10_000
 """Seeds from here on draw batches that the run was not trained on."""
 
@@ -78,8 +80,11 @@ class Moment:
 
 def moments(run: Path = RUN, *, last: int | None = None) -> list[Moment]:
     """The run's checkpoints, oldest first, or only the `last` ones; trains first where they are not there yet."""
-    config = replace(get_preset("kk-embedded"), steps=STEPS, save_every=EVERY, trackers=())
-    train(config, run, resume=True)
+    config = configure(*PLACE)
+    there = list_checkpoints(run)
+    # A finished run is not opened again: that would lock it, and measurements read it side by side.
+    if not there or checkpoint_step(there[-1]) < config.steps:
+        train(config, run, resume=True)
     reference = load_policy(config.model)
     return [
         Moment(

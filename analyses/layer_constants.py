@@ -2,38 +2,29 @@
 
     python -m analyses.layer_constants [--out figures]
 
-Measures the embedded policy in float64 on responses that it samples to two-person puzzles (the shortest contexts it
-meets). At some tokens' contexts the singular values of every block's Jacobian are computed over the whole context:
-by an exact SVD at the first response tokens (*certified*), by Lanczos further on (*estimated*). Writes
-layer_constants.png with its .csv, layer_constants_by_context.csv and the theory report layer_constants.txt. About two
-minutes on one core.
+Drawn from the measurement `layer_constants` (analyses/measure_layer_constants.py): the embedded policy in float64 on
+responses to two-person puzzles, singular values of every block's Jacobian at eight contexts, *certified* by an exact
+SVD or *estimated* by Lanczos. Writes layer_constants.png with its .csv, the theory report layer_constants.txt, and what
+is in it as layer_constants_theory.csv, _spreads.csv and _bounds.csv.
 
 Not in the paper, which assumes the constants (Assumption 4.1) and does not measure them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
-import torch
 import tyro
 from matplotlib.axes import Axes
 
-from gradscope import load_policy, measure
-from gradscope.batch import TokenBatch
+from analyses.base_policy import tabulate
+from analyses.measurements import read_facts, read_table
+from analyses.script import Options, exit_with
 from gradscope.bounds import TheoryReport, theory_report
-from gradscope.jacobians import layer_constants, token_contexts
-from gradscope.models import Policy
 from gradscope.plot_style import finish, new_axes
 from gradscope.plots import paper_style, save_figure
 from gradscope.run_folder import write_text
-from gradscope.sampling.rollouts import batch_rows, rollout_rows
-from gradscope.tasks import get_task
 
-TEMPERATURE = 0.7
 COLORS = {
     "gains of real tokens, anywhere": "#222222",
     "reach over the vocabulary": "#35818e",
@@ -41,56 +32,12 @@ COLORS = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """Settings of the script."""
-
-    out: Path = Path("figures")
-    prompts: int = 24
-    certified: int = 4
-    """Contexts whose Jacobians get an exact SVD: the first response token of as many prompts."""
-    estimated: int = 4
-    """Contexts, of at most 60 tokens, that get Lanczos."""
-    seed: int = 0
-
-
-def sample_batch(policy: Policy, options: Options) -> TokenBatch:
-    """Two responses to each of some two-person puzzles."""
-    task = get_task("knights-knaves-compact")
-    questions = task.questions(options.prompts, seed=options.seed, people=(2,))
-    settings = {"n": 2, "temperature": TEMPERATURE, "max_new_tokens": 256, "seed": options.seed}
-    return batch_rows(rollout_rows(policy, questions, task=task, **settings))
-
-
-def choose_tokens(tokens: pd.DataFrame, batch: TokenBatch, options: Options) -> pd.DataFrame:
-    """The uncertain tokens at which constants are computed: the earliest for the SVD, later ones for Lanczos."""
-    starts = batch.response_start - batch.attention_mask.int().argmax(1)
-    context = tokens["position"] + starts.numpy()[tokens["response"]]
-    uncertain = tokens.assign(length=context)[tokens["log_one_minus_prob"] > np.log(1e-3)]
-    uncertain = uncertain.drop_duplicates(["group", "length"]).sort_values("length", kind="stable")
-    first = uncertain.drop_duplicates("group").head(options.certified)
-    later = uncertain[uncertain["length"].between(30, 60) & ~uncertain["group"].isin(first["group"])]
-    return pd.concat([first, later.drop_duplicates("group").head(options.estimated)])
-
-
 def table(options: Options) -> TheoryReport:
-    """Measure the tokens, compute the constants at the chosen ones, hold Eq. 3 against them."""
-    policy = load_policy("embedded", dtype="float64")
-    batch = sample_batch(policy, options)
-    tokens = measure(policy, batch, progress=True)
-    chosen = choose_tokens(tokens, batch, options)
-    contexts = token_contexts(batch, chosen)
-    exact = contexts[: options.certified]
-    limit = max(len(ids) for ids in exact) * policy.config.hidden_size
-    parts = []
-    for index, ids in enumerate(contexts):
-        largest = limit if index < options.certified else 1
-        parts.append(layer_constants(policy, [ids], temperature=TEMPERATURE, max_exact=largest).assign(context=index))
-        print(f"context {index + 1} of {len(contexts)}: {len(ids)} tokens", flush=True)
-    numbers = pd.Series(np.arange(len(chosen), dtype=float), index=chosen.index)
-    tokens = tokens.assign(context=numbers.reindex(tokens.index))
-    rng = np.random.default_rng(options.seed)
-    return theory_report(tokens, pd.concat(parts, ignore_index=True), vocab_size=policy.vocab_size, rng=rng)
+    """Eq. 3 held against the measured tokens and constants."""
+    names = ("tokens.parquet", "constants.csv")
+    tokens, constants = (read_table("layer_constants", name, scale=options.scale) for name in names)
+    vocab_size = read_facts("layer_constants", scale=options.scale)["vocab_size"]
+    return theory_report(tokens, constants, vocab_size=vocab_size, rng=np.random.default_rng(0))
 
 
 def spans(report: TheoryReport) -> pd.DataFrame:
@@ -133,14 +80,14 @@ def draw(report: TheoryReport, ax: Axes | None = None) -> Axes:
 
 
 def main(options: Options) -> None:
-    torch.set_num_threads(1)
     report = table(options)
     print(report)
-    options.out.mkdir(parents=True, exist_ok=True)
     save_figure(draw(report), options.out / "layer_constants.png")
-    report.constants.to_csv(options.out / "layer_constants_by_context.csv", index=False)
     write_text(options.out / "layer_constants.txt", f"{report}\n")
+    tables = {"theory": tabulate(report), "spreads": report.spreads, "bounds": report.layer_bounds}
+    for name, numbers in tables.items():
+        numbers.to_csv(options.out / f"layer_constants_{name}.csv", index=False, lineterminator="\n")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))

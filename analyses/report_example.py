@@ -1,6 +1,6 @@
 """The report of a run, as a user would have it: the embedded policy at five checkpoints of 40 GRPO steps.
 
-    python -m analyses.report_example [--out figures/report-example] [--run runs/in_training]
+    python -m analyses.report_example [--out figures/report-example] [--run runs/cpu/in-training/grpo/seed0]
 
 At each checkpoint 8 responses to the same 16 puzzles of 2 to 4 people, at the run's temperature of 0.7; the puzzles are
 drawn by a seed that the run does not use. Then `gradscope diagnose` with the optimizer's saved state: the last
@@ -24,6 +24,7 @@ import torch
 import tyro
 
 from analyses.in_training import FRESH, RUN, moments
+from analyses.script import exit_with
 from gradscope import __version__
 from gradscope.cli import main as gradscope
 from gradscope.cli_diagnose_pages import STATISTICS, describe_rollouts
@@ -86,4 +87,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))

@@ -3,7 +3,7 @@
 Numbers come in, ink goes out, as in `plots`: tables of `updates`, `directions`, `influence` and `drivers`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -110,19 +110,29 @@ def _density(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
 
 @paper_style()
 def plot_directions(
-    shares: pd.DataFrame, *, sign: str = "positive", edges: Sequence[float] = EDGES, ax: Axes | None = None
+    shares: pd.DataFrame,
+    *,
+    sign: str = "positive",
+    edges: Sequence[float] = EDGES,
+    colors: Mapping[str, str] | None = None,
+    ax: Axes | None = None,
 ) -> Axes:
     """Fig. 3: of the tokens with that sign of advantage, the share that moved the right way, per interval and method.
 
     Reads method, interval, sign, mean, sd: means over steps and their standard deviation (bars), as
-    `directions.over_batches` makes them.
+    `directions.over_batches` makes them. colors: method → colour, which also orders the methods; None: a palette, in
+    the order of the table.
     """
     require(shares, ["method", "interval", "sign", "mean", "sd"], what="the table of shares")
     ax = new_axes(ax)
     chosen = shares[shares["sign"] == sign]
     methods = list(dict.fromkeys(chosen["method"]))
-    colors = sns.color_palette("colorblind", len(methods))
-    for place, (method, color) in enumerate(zip(methods, colors, strict=True)):
+    if colors is None:
+        colors = dict(zip(methods, sns.color_palette("colorblind", len(methods)), strict=True))
+    if uncolored := [method for method in methods if method not in colors]:
+        raise InputError(f"colors has none for {', '.join(map(str, uncolored))}; give every method of the table one")
+    methods = [method for method in colors if method in methods]
+    for place, (method, color) in enumerate((method, colors[method]) for method in methods):
         rows = chosen[chosen["method"] == method].sort_values("interval")
         x = rows["interval"] + 0.13 * (place - (len(methods) - 1) / 2)
         ax.errorbar(x, rows["mean"], rows["sd"], color=color, fmt="o-", ms=3, lw=0.8, elinewidth=0.8, label=method)

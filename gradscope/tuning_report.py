@@ -14,7 +14,7 @@ tokens of these batches, no more. It can be a reason to try a setting; it is no 
 FIRST_ORDER = """Predictions are first order: all gradients, also that of Lopti's second pass, are taken before the
 first step, and AdamW's denominator is that of the plain step. Each batch is one mini-batch.
 A setting with η takes two optimizer steps where plain takes one: under AdamW its momentum and decay act twice; a random
-split of the same sizes (analyses.fig3_directions) is the control."""
+split of the same sizes (analyses.fig3) is the control."""
 NO_ETA = """η is not judged by the prediction here (no gradient is clipped, so to first order its two steps are
 plain's one)"""
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
 
-from analyses.cost_growth import gpu_table
+from analyses.measure_cost_growth import gpu_table
 from gradscope import measure_plan
 from gradscope.capture.products import PRODUCTS
 from gradscope.cost_measure import GRAPH

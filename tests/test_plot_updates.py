@@ -79,6 +79,11 @@ def test_directions_are_means_with_their_deviations(tokens):
         np.testing.assert_allclose(line.get_ydata().astype(float), rows["mean"])
         ends = np.array([segment[:, 1] for segment in bars.get_segments()])
         np.testing.assert_allclose((ends[:, 1] - ends[:, 0]).astype(float), 2 * rows["sd"])
+    colors = {"lopti": "#ff0000", "not there": "#00ff00", "all": "#0000ff"}
+    lines = [container[0] for container in plot_directions(means, colors=colors).containers]
+    assert [(line.get_color(), line.get_xdata()[0] < 0) for line in lines] == [("#ff0000", True), ("#0000ff", False)]
+    with pytest.raises(InputError, match="colors has none for lopti"):
+        plot_directions(means, colors={"all": "#0000ff"})
 
 
 def test_the_influence_map_shows_every_share_and_leaves_out_sources_that_do_nothing(tokens):

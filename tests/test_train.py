@@ -705,7 +705,7 @@ def test_what_needs_the_whole_batchs_probabilities_before_the_update_has_them(ch
 
 
 def test_training_raises_sampled_accuracy_on_puzzles_it_has_not_seen(tmp_path):
-    """A dozen steps on puzzles for two; all methods and seeds are compared by analyses/learning_curves.py."""
+    """A dozen steps on puzzles for two; analyses/reproduce.py makes the runs that compare methods."""
     config = replace(SMALL, steps=12, questions_per_step=8, group_size=8, mini_batch_size=32, save_every=12)
     last = train(config, tmp_path / "run", progress=False)
     task = get_task("knights-knaves-compact")

@@ -13,22 +13,31 @@ import pytest
 import torch
 from scipy import stats
 
-from analyses import drivers, fig1_updates, fig3_directions, in_training, influence
+from analyses import (
+    drivers,
+    fig1,
+    fig3,
+    in_training,
+    influence,
+    measure_directions,
+    measure_drivers,
+    measure_influence,
+    measure_updates,
+    measurements,
+)
+from analyses.experiments import configure
 from gradscope import load_policy, read_rollouts
 from gradscope.adamw_state import AdamWState
 from gradscope.batch_logprobs import batch_statistics
-from gradscope.batch_loss import LossSettings
 from gradscope.directions import over_batches
-from gradscope.group_gradients import IntervalGradients
 from gradscope.influence import influence_table
 from gradscope.intervals import interval_labels
 from gradscope.plot_style import drawn_numbers
 from gradscope.trainer import loop
-from gradscope.trainer.presets import get_preset
 from gradscope.updates import apply_update
 
 TINY = {"questions_per_step": 2, "group_size": 4, "mini_batch_size": 8, "max_new_tokens": 150, "save_rollouts": True}
-TINY["weight_decay"] = 5.0  # large enough to be seen in one step
+TINY["save_every"], TINY["weight_decay"] = 1, 5.0  # large enough to be seen in one step
 WRITTEN = ("metrics.jsonl", "checkpoints/*/*", "rollouts/*")
 
 
@@ -43,12 +52,10 @@ def made(tmp_path_factory):
     """A run of two steps, made in two starts: its folder, its moments, and what was logged by the first start."""
     run = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_training, "get_preset", lambda name: replace(get_preset(name), **TINY))
-        patch.setattr(in_training, "EVERY", 1)
-        patch.setattr(in_training, "STEPS", 1)
+        patch.setattr(in_training, "configure", lambda *place: replace(configure(*place), **TINY, steps=1))
         in_training.moments(run)
         first = (run / "metrics.jsonl").read_text()
-        patch.setattr(in_training, "STEPS", 2)
+        patch.setattr(in_training, "configure", lambda *place: replace(configure(*place), **TINY, steps=2))
         yield SimpleNamespace(run=run, moments=in_training.moments(run), first=first)
 
 
@@ -130,6 +137,35 @@ def test_a_sample_is_a_function_of_its_seed(made, batch):
     assert other.input_ids.shape != batch.input_ids.shape or not torch.equal(other.input_ids, batch.input_ids)
 
 
+# torch itself calls torch.jit.script the first time that forward mode is used.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_what_is_measured_at_the_run_is_kept_and_drawn(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(measurements, "RUNS", tmp_path)
+    sizes = {"run": made.run, "questions": 1}
+    measure_directions.measure(measurements.folder("directions"), **sizes)
+    measure_updates.measure(measurements.folder("updates"), batches=2, **sizes)
+    measure_influence.measure(measurements.folder("influence"), batches=1, **sizes)
+    for script in (fig1, fig3, influence):
+        script.main(script.Options(out=tmp_path / "figures"))
+    tokens = measurements.read_table("updates", "tokens.parquet")
+    samples = [made.moments[1].sample(1, seed=in_training.FRESH + i) for i in (0, 1)]
+    assert tokens["batch"].value_counts(sort=False).tolist() == [sample.num_tokens for sample in samples]
+    own = np.concatenate([sample.old_logprobs[sample.response_mask].exp().numpy() for sample in samples])
+    np.testing.assert_allclose(tokens["prob"], own, rtol=0, atol=1e-5)  # padded otherwise, float32
+    found = pd.read_csv(tmp_path / "figures" / "fig1_movements.csv")
+    found = found[(found["of"] == "delta_prob") & (found["update"] == "only-3") & (found["sign"] == "positive")]
+    for row in found[found["num_tokens"] > 0].itertuples():
+        chosen = tokens[(tokens["interval"] == row.interval) & (tokens["advantage"] > 0)]
+        assert row.mean_abs == pytest.approx(chosen["delta_prob.only-3"].abs().mean(), rel=1e-3)  # four digits
+    shares = measurements.read_table("directions", "shares.csv")
+    assert sorted(shares["batch"].unique()) == [1, 2] and len(shares) == 2 * 2 * 5 * 2 * 4 * 2
+    columns = pd.read_csv(tmp_path / "figures" / "influence.csv").groupby(["optimizer", "target"])["share"]
+    columns = columns.sum(min_count=1)
+    np.testing.assert_allclose(columns.dropna(), 1, atol=1e-6)
+    errors = measurements.read_table("influence", "errors.csv").groupby("optimizer")["relative_error"].max()
+    assert 0 < errors["sgd"] < 0.1  # a step of 1e-3 is nearly its first order
+
+
 def test_pooled_tables_lie_one_below_the_other_with_their_numbers():
     pooled = in_training.pool([pd.DataFrame({"x": [1, 2]}, index=[5, 6]), pd.DataFrame({"x": [3]}, index=[5])])
     pd.testing.assert_frame_equal(pooled, pd.DataFrame({"x": [1, 2, 3], "batch": [0, 0, 1]}))
@@ -154,7 +190,7 @@ def moved():
 
 
 def test_likeness_is_the_correlation_outside_the_updated_interval(moved):
-    found = fig1_updates.compare(moved)
+    found = measure_updates.compare(moved)
     assert list(zip(found["update"], found["batch"], strict=True)) == [
         (name, batch) for name in ("only-0", "only-3") for batch in (0, 1, 2, "all")
     ]
@@ -173,14 +209,14 @@ def test_likeness_is_the_correlation_outside_the_updated_interval(moved):
 def test_figure_1_draws_the_numbers_of_its_tables(moved):
     norms = pd.DataFrame({"interval": [0, 1, 2, 3, "all"], "label": [*interval_labels(), "all"]})
     norms["norm"] = [5.0, 4.0, 3.0, 2.0, 6.0]
-    gradients = IntervalGradients(norms, pd.DataFrame(np.eye(4)), num_prompts=18, settings=LossSettings())
-    similar = fig1_updates.compare(moved).assign(optimizer="sgd")
+    similar = measure_updates.compare(moved).assign(optimizer="sgd")
     other = similar.assign(optimizer="adamw", correlation=-0.5, lower=-0.6, upper=-0.4)
-    figure = fig1_updates.draw(moved, gradients, pd.concat([other, similar]))
+    figure = fig1.draw(measure_updates.slim(moved), norms, pd.concat([other, similar]))
     drawn = drawn_numbers(figure)
     panels = {title[:3]: own for title, own in drawn.groupby("panel", sort=False)}
     assert list(panels) == ["(a)", "(b)", "(c)", "(d)", "(e)", "(f)"]
     assert panels["(a)"]["tokens"].head(4).tolist() == moved["interval"].value_counts().sort_index().tolist()
+    assert panels["(a)"]["paper_percent"].head(4).tolist() == [19.22, 10.15, 10.09, 60.54]
     assert panels["(d)"]["norm"].tolist() == norms["norm"].tolist()
     for panel, name in zip(("(c)", "(e)", "(f)"), ("all", "only-0", "only-3"), strict=True):
         means = moved[f"delta_prob.{name}"].abs().groupby(moved["interval"]).mean()
@@ -201,7 +237,7 @@ def shares():
     values = (
         ("adamw", "sgd"),
         ("advantage", "net_weight"),
-        fig3_directions.METHODS,
+        measure_directions.METHODS,
         range(4),
         ("positive", "negative"),
     )
@@ -215,8 +251,8 @@ def shares():
 
 @pytest.mark.parametrize("baseline", ["GRPO", "random split"])
 def test_differences_of_methods_are_paired_by_step(shares, baseline):
-    found = fig3_directions.compare(shares, baseline)
-    assert sorted(found["method"].unique()) == sorted(set(fig3_directions.METHODS) - {baseline})
+    found = fig3.compare(shares, baseline)
+    assert sorted(found["method"].unique()) == sorted(set(measure_directions.METHODS) - {baseline})
     assert len(found) == 4 * 2 * 2 * 4 * 2
     seen = {}
     for row in found.itertuples():
@@ -246,7 +282,7 @@ def test_differences_of_methods_are_paired_by_step(shares, baseline):
 def test_figure_3_draws_the_means_of_both_signs_and_optimizers(shares):
     means = over_batches(shares.dropna(), keys=("optimizer", "against", "method", "interval", "sign"))
     means = means[means["against"] == "advantage"].fillna({"sd": 0.0})
-    drawn = drawn_numbers(fig3_directions.draw(means))
+    drawn = drawn_numbers(fig3.draw(means))
     assert drawn["panel"].nunique() == 4
     words = {"adamw": "the run's AdamW", "sgd": "SGD, 1e-3"}
     titles = {"positive": "Â > 0", "negative": "Â < 0"}
@@ -276,10 +312,11 @@ def test_drivers_share_out_tokens_and_weighted_norms():
     rng = np.random.default_rng(3)
     columns = {name: rng.random(200) for name in ("param_grad_norm", "prob")}
     tokens = pd.DataFrame(columns | {"weight": rng.normal(size=200)}, index=rng.permutation(200) + 50)
-    for driver in drivers.BY:
+    for driver in measure_drivers.BY:
         tokens[driver] = pd.Categorical(rng.choice(["a", "b", "c"], 200), ["c", "unused", "a", "b"])
-    found = drivers.by_driver(tokens)
-    assert [tuple(row) for row in found[["driver", "value"]].to_numpy()] == [(d, v) for d in drivers.BY for v in "cab"]
+    found = measure_drivers.by_driver(tokens)
+    expected = [(driver, value) for driver in measure_drivers.BY for value in "cab"]
+    assert [tuple(row) for row in found[["driver", "value"]].to_numpy()] == expected
     whole = sum(abs(token.weight) * token.param_grad_norm for token in tokens.itertuples())
     for row in found.itertuples():
         own = [token for token in tokens.itertuples() if getattr(token, row.driver) == row.value]

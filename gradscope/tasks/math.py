@@ -44,6 +44,17 @@ def agrees(answer: str, truths: tuple[str, ...]) -> bool:
     return bool(answer) and (answer in truths or is_equal(answer, truths))
 
 
+def verifies(truth: str) -> bool:
+    """Whether math-verify reads a truth as mathematics and finds it equal to itself. Of one that it cannot, nothing but
+    the same text is right.
+
+    >>> verifies(r"\\frac{1}{2}"), verifies("]")
+    (True, False)
+    """
+    text = _plain(truth)
+    return is_equal(text, (text,), as_text=False)
+
+
 def _plain(text: str) -> str:
     """Without dollars and needless spaces; 4.5e33, in which math-verify sees Euler's number, as a power of ten."""
     text = " ".join(text.replace(r"\$", "").replace("$", "").split())

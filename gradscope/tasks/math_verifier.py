@@ -27,9 +27,12 @@ mean and 3.7 s at most."""
 
 
 @functools.lru_cache(maxsize=10_000)
-def is_equal(answer: str, truths: tuple[str, ...]) -> bool:
-    """Whether the answer equals one of the truths; False where math-verify raises, dies or takes SECONDS of CPU."""
-    return _verifier.ask(answer, truths)
+def is_equal(answer: str, truths: tuple[str, ...], *, as_text: bool = True) -> bool:
+    """Whether the answer equals one of the truths; False where math-verify raises, dies or takes SECONDS of CPU.
+
+    as_text: whether the same text is enough; else both must have been read as mathematics.
+    """
+    return _verifier.ask(answer, truths, as_text)
 
 
 class _Verifier:
@@ -41,14 +44,14 @@ class _Verifier:
         self._lock = threading.Lock()
         atexit.register(self._stop)
 
-    def ask(self, answer: str, truths: Sequence[str]) -> bool:
+    def ask(self, answer: str, truths: Sequence[str], as_text: bool) -> bool:
         with self._lock:
             reply = b""
             try:
                 # A forked process must not share the pipes: it would read the other's replies.
                 if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
                     self._start()
-                self._process.stdin.write(json.dumps([SECONDS, answer, truths]).encode() + b"\n")
+                self._process.stdin.write(json.dumps([SECONDS, answer, truths, as_text]).encode() + b"\n")
                 reply = self._process.stdout.readline()
             finally:
                 if not reply:  # it has ended or, after Ctrl-C, would still reply to this question when asked the next
@@ -85,7 +88,8 @@ _verifier = _Verifier()
 
 
 def serve() -> None:
-    """Answer the questions on stdin, a line each: seconds, answer and truths as JSON; True or False on stdout."""
+    """Answer the questions on stdin, a line each: the arguments of `ask` after the seconds, as JSON; True or False on
+    stdout."""
     replies, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no reply
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     try:
@@ -96,10 +100,10 @@ def serve() -> None:
         return
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
-        seconds, answer, truths = json.loads(line)
+        seconds, answer, truths, as_text = json.loads(line)
         seed(0)  # sympy compares at random points: the same question gets the same reply
         _limit_cpu(seconds)
-        right = any(_verify(truth, answer) for truth in truths)
+        right = any(_verify(truth, answer, as_text) for truth in truths)
         _limit_cpu(0)
         print(right, file=replies, flush=True)
 
@@ -110,11 +114,11 @@ def _limit_cpu(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def _verify(truth: str, answer: str) -> bool:
+def _verify(truth: str, answer: str, as_text: bool) -> bool:
     from math_verify import verify
 
-    gold = _parse(truth)
-    return verify(gold, _parse(answer), timeout_seconds=None, **_precision(gold))
+    gold, given = ([one for one in _parse(text) if as_text or not isinstance(one, str)] for text in (truth, answer))
+    return verify(gold, given, timeout_seconds=None, **_precision(gold))
 
 
 @functools.lru_cache(maxsize=1000)

@@ -1,0 +1,100 @@
+"""What runs of several seeds can tell: means with t intervals, paired differences, Holm's correction for many of them.
+
+The seed is the unit: two variants at one seed start from the same weights and see the same questions, so they are
+compared seed by seed. A difference is claimed where its p, corrected over all claims of a figure, is below .05.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+from statsmodels.stats.multitest import multipletests
+
+LEVEL = 0.95
+
+
+def mean_interval(values: Sequence[float] | pd.Series | np.ndarray) -> tuple[float, float, float]:
+    """Mean and the 95 % t interval of it over seeds; the interval is NaN for one seed, and where all seeds are alike.
+
+    >>> mean_interval([1.0, 2.0, 3.0])
+    (2.0, -0.484..., 4.484...)
+    """
+    values = np.asarray(values, dtype=float)
+    if not vary(values):
+        return float(values.mean()), np.nan, np.nan
+    interval = stats.ttest_1samp(values, 0.0).confidence_interval(LEVEL)
+    return float(values.mean()), float(interval.low), float(interval.high)
+
+
+def vary(values: Sequence[float] | pd.Series | np.ndarray) -> bool:
+    """Whether there are several values that differ beyond rounding: else a t test knows no spread, and p would be 0.
+
+    >>> vary([0.98, 0.98]), vary([0.5]), vary([0.98, 0.96])
+    (False, False, True)
+    """
+    values = np.asarray(values, dtype=float)
+    return len(values) > 1 and bool(np.ptp(values) > 1e-9 * np.abs(values).max())
+
+
+def summarize(table: pd.DataFrame, value: str, by: Sequence[str] = ("variant", "label")) -> pd.DataFrame:
+    """A row per group of `by`, in order of appearance: seeds, mean, lower, upper of `value` over its rows."""
+    rows = []
+    for key, group in table.groupby(list(by), sort=False):
+        mean, lower, upper = mean_interval(group[value])
+        rows.append(
+            dict(zip(by, key, strict=True)) | {"seeds": len(group), "mean": mean, "lower": lower, "upper": upper}
+        )
+    return pd.DataFrame(rows, columns=[*by, "seeds", "mean", "lower", "upper"])
+
+
+def compare(table: pd.DataFrame, value: str, pairs: Sequence[tuple[str, str]]) -> pd.DataFrame:
+    """`differences` with Holm's correction over all pairs given: p_holm, and differs (p_holm below .05)."""
+    return holm(differences(table, value, pairs))
+
+
+def differences(table: pd.DataFrame, value: str, pairs: Sequence[tuple[str, str]]) -> pd.DataFrame:
+    """Paired differences of `value` over seeds: a row per pair (variant, baseline).
+
+    table: a row per variant and seed. Columns: variant, baseline, seeds (that both have), difference (mean), lower,
+    upper (95 % t interval, for this pair alone), p (two-sided paired t test). Below two seeds, and where the difference
+    is the same at every seed, there is no interval and no p.
+    """
+    wide = table.pivot(index="seed", columns="variant", values=value)
+    rows = []
+    for variant, baseline in pairs:
+        known = variant in wide and baseline in wide
+        values = (wide[variant] - wide[baseline]).dropna() if known else pd.Series(dtype=float)
+        # What rounding leaves of equal numbers is no difference.
+        values = values.where(values.abs() > 1e-12 * wide.abs().max().max(), 0.0)
+        mean, lower, upper = mean_interval(values) if len(values) else (np.nan, np.nan, np.nan)
+        p = float(stats.ttest_1samp(values, 0.0).pvalue) if vary(values) else np.nan
+        row = {"variant": variant, "baseline": baseline, "seeds": len(values), "difference": mean}
+        rows.append(row | {"lower": lower, "upper": upper, "p": p})
+    names = ["variant", "baseline", "seeds", "difference", "lower", "upper", "p"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def holm(claims: pd.DataFrame) -> pd.DataFrame:
+    """The claims with p_holm and differs, from their column p; a p that is NaN is no claim and corrects nothing.
+
+    Correct many rows at once: statsmodels collects garbage in each call, which takes longer than all the rest.
+    """
+    known = claims["p"].notna()
+    corrected = pd.Series(np.nan, index=claims.index)
+    if known.any():
+        corrected[known] = multipletests(claims.loc[known, "p"], alpha=1 - LEVEL, method="holm")[1]
+    return claims.assign(p_holm=corrected, differs=corrected < 1 - LEVEL)
+
+
+def tell_seeds(seeds: Iterable[int]) -> str:
+    """How many seeds several numbers rest on; a number without any is left out.
+
+    >>> tell_seeds([6, 3, 0]), tell_seeds([3, 3]), tell_seeds([1])
+    ('3 to 6 seeds', '3 seeds', '1 seed')
+    """
+    counts = sorted({int(count) for count in seeds if count}) or [0]
+    words = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{words} seed{'' if counts == [1] else 's'}"

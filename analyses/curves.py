@@ -1,0 +1,43 @@
+"""Training curves of several seeds: smoothed as in the paper, averaged over seeds, drawn in the variants' colours."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from analyses.colors import COLORS, LINES
+from gradscope.plot_style import finish
+
+EMA = 0.95
+"""The paper's (Fig. 4): an exponential mean keeps so much of what was at each step."""
+BAND = f"exponential means ({EMA}); line: mean over seeds, band: ± 1 standard deviation over seeds"
+"""What a figure of such curves must say."""
+
+
+def smooth(metrics: pd.DataFrame, value: str, *, ema: float = EMA) -> pd.DataFrame:
+    """The exponential mean of each run's `value` over its steps, then mean and standard deviation over seeds.
+
+    metrics: of `read_metrics`, or any with the columns variant, label, seed, step. Returns a row per variant and step:
+    variant, label, step, seeds (that reached it), mean, sd (NaN for one seed). The weights of a step and those before
+    it are normalised: the first steps are not drawn towards 0.
+    """
+    frames = []
+    for (variant, label), runs in metrics.groupby(["variant", "label"], sort=False):
+        logged = runs.pivot(index="step", columns="seed", values=value)
+        # Beyond the last step of a run that ended early, ewm repeats its last mean.
+        wide = logged.ewm(alpha=1 - ema, adjust=True).mean().where(logged.notna())
+        columns = {"seeds": wide.notna().sum(axis=1), "mean": wide.mean(axis=1), "sd": wide.std(axis=1)}
+        frames.append(pd.DataFrame(columns).reset_index().assign(variant=variant, label=label))
+    return pd.concat(frames, ignore_index=True)[["variant", "label", "step", "seeds", "mean", "sd"]]
+
+
+def draw_curves(ax: Axes, curves: pd.DataFrame, *, ylabel: str) -> Axes:
+    """A line with its band per variant of `smooth`'s table, named with its seeds; the axes keep the numbers."""
+    for variant, own in curves.groupby("variant", sort=False):
+        color, seeds = COLORS[variant], own["seeds"].max()
+        name = f"{own['label'].iloc[0]} ({seeds} seed{'s' if seeds > 1 else ''})"
+        ax.plot(own["step"], own["mean"], color=color, linestyle=LINES[variant], label=name)
+        low, high = own["mean"] - own["sd"], own["mean"] + own["sd"]
+        ax.fill_between(own["step"], low, high, color=color, alpha=0.12, linewidth=0)
+    ax.set(xlabel="step", ylabel=ylabel)
+    return finish(ax, curves)

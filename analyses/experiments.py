@@ -1,0 +1,150 @@
+"""The runs that analyses/runs.toml lists: which there are, with which settings, and which a figure needs."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gradscope.errors import InputError
+from gradscope.trainer.config import TrainConfig
+from gradscope.trainer.presets import get_preset
+
+FILE = Path(__file__).with_name("runs.toml")
+RUNS = Path(os.environ.get("GRADSCOPE_RUNS") or Path(__file__).with_name("runs"))
+"""What is kept of the runs, and what figures are drawn from: the repository's, or one's own."""
+WORK = Path("runs")
+"""Where runs are made, whole: with checkpoints and optimizer states."""
+
+
+@dataclass(frozen=True)
+class Test:
+    """How a checkpoint is judged: greedily and by samples, on questions that no training draws."""
+
+    task: str
+    temperature: float
+    max_new_tokens: int
+    checkpoints: int
+    """The newest so many are judged."""
+    questions: int | None = None
+    """How many; None: all that the files of `data` hold."""
+    samples: int = 0
+    """Sampled responses to each question; one more is greedy."""
+    people: tuple[int, ...] = ()
+    data: tuple[str, ...] = ()
+    benchmarks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Name → what is different of the above: several sets of questions, each a level of the results under its name."""
+
+    def parts(self) -> dict[str | None, Test]:
+        """What is asked together: each benchmark by its name, or the whole test under None."""
+        whole = replace(self, benchmarks={})
+        parts = {name: replace(whole, **_tuples(changes)) for name, changes in self.benchmarks.items()}
+        return parts or {None: whole}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: a variant of a track at a seed."""
+
+    scale: str
+    track: str
+    variant: str
+    seed: int
+    config: TrainConfig
+    test: Test
+
+    @property
+    def place(self) -> Path:
+        """Its folder, below RUNS and below WORK alike."""
+        return Path(self.scale) / self.track / self.variant / f"seed{self.seed}"
+
+
+@cache
+def read() -> dict[str, Any]:
+    """The file, as it is."""
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+
+
+def labels() -> dict[str, str]:
+    """Variant → its name in figures, in the order in which figures show them."""
+    return {name: variant["label"] for name, variant in read()["variants"].items()}
+
+
+def list_runs(scale: str) -> list[Run]:
+    """The scale's runs, in the order in which they are made. Raises InputError for an unknown scale."""
+    scales = read()["scales"]
+    if scale not in scales:
+        raise InputError(f"no scale is called {scale!r}; give one of {', '.join(scales)}")
+    return [run for track in scales[scale]["tracks"] for run in _runs_of(scale, track)]
+
+
+def needs(figure: str, scale: str) -> list[tuple[str, str]]:
+    """The (track, variant) pairs of a scale that a figure, or what is measured for it, is made from.
+
+    Raises InputError for a scale or a figure that is unknown.
+    """
+    figures, scales = read()["figures"], read()["scales"]
+    measured = [entry for entry in read().get("measurements", {}).values() if scale in entry["scales"]]
+    if scale not in scales:
+        raise InputError(f"no scale is called {scale!r}; give one of {', '.join(scales)}")
+    known = dict.fromkeys([*figures, *(name for entry in measured for name in entry["figures"])])
+    if figure not in known:
+        raise InputError(f"no figure is called {figure!r}; give one of {', '.join(known)}")
+    wanted = figures.get(figure, {}).items()
+    pairs = [(track, variant) for kind, names in wanted for track in tracks_of(kind, scale) for variant in names]
+    places = [place.split("/") for entry in measured if figure in entry["figures"] for place in entry["after"]]
+    return list(dict.fromkeys(pairs + [(track, variant) for track, variant in places]))
+
+
+def launch_of(scale: str) -> dict[str, Any]:
+    """On what the scale's runs are made, where the file says: processes of each, sharded or not, GiB of a GPU."""
+    return read()["scales"][scale].get("launch", {})
+
+
+def of_the_paper(scale: str, track: str) -> dict[str, int]:
+    """What the paper says of its own run of this track: about how many steps, and optimizer steps of a batch."""
+    return _track(scale, track).get("paper", {})
+
+
+def tracks_of(kind: str, scale: str) -> list[str]:
+    """The scale's tracks that have this name, or are of this kind."""
+    return [track for track in read()["scales"][scale]["tracks"] if kind in (track, _track(scale, track).get("kind"))]
+
+
+def _track(scale: str, track: str) -> dict[str, Any]:
+    """A track's table, filled up from the one that it is `like`."""
+    tracks = read()["scales"][scale]["tracks"]
+    table = tracks[track]
+    return _track(scale, table["like"]) | table if "like" in table else table
+
+
+def _runs_of(scale: str, track: str) -> Iterator[Run]:
+    table = _track(scale, track)
+    test = Test(**_tuples(table["test"]))
+    for stage in table["stages"]:
+        for seed in stage["seeds"]:
+            for variant in stage["variants"]:
+                yield Run(scale, track, variant, seed, replace(configure(scale, track, variant), seed=seed), test)
+
+
+def configure(scale: str, track: str, variant: str) -> TrainConfig:
+    """The settings of a variant in a track: the preset, the track's settings, the variant's, and the track's own of it.
+
+    Raises InputError for a variant or track that the file does not have.
+    """
+    tracks, variants = read()["scales"][scale]["tracks"], read()["variants"]
+    if track not in tracks or variant not in variants:
+        raise InputError(f"{FILE.name} has no {track}/{variant} at scale {scale}; give a track and a variant of it")
+    table = _track(scale, track)
+    settings = table["settings"] | variants[variant] | table.get("variants", {}).get(variant, {})
+    settings.pop("label")
+    return replace(get_preset(table["preset"]), **_tuples(settings))
+
+
+def _tuples(table: dict[str, Any]) -> dict[str, Any]:
+    """TOML has lists where settings have tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}

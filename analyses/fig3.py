@@ -1,0 +1,120 @@
+"""Fig. 3 of the paper on a policy in training: which share of tokens moves the way its advantage asks, by method.
+
+    python -m analyses.fig3 [--out figures]
+
+Drawn from the measurement `directions` (analyses/measure_directions.py): at each of ten checkpoints of a run, one
+update of each method from the same weights, by the run's own AdamW and by SGD. Means ± standard deviations over the ten
+steps; paired differences to GRPO, and to the random split that the paper lacks, with t-intervals over them.
+
+A token's direction is judged by log π − log(1−π). Beside the advantage's sign stands that of the net weight: a token
+that occurs after the same words in a good and in a bad response of a group must move both ways at once, so part of
+"wrong" is mechanical.
+
+Differs from the paper: the policy, its puzzles, ten steps of one run; all methods start from GRPO's checkpoints, and a
+mini-batch is 128 responses, the run's 64. The paper's shares are of positive tokens only. The table of differences has
+hundreds of intervals, from checkpoints of one run: some exclude 0 by chance.
+"""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy import stats
+
+from analyses.colors import COLORS
+from analyses.measurements import read_table
+from analyses.script import Options, exit_with
+from gradscope.directions import over_batches
+from gradscope.plot_style import drawn_numbers, finish, paper_style, save_figure
+from gradscope.plot_updates import plot_directions
+
+VARIANTS = {
+    "GRPO": "grpo",
+    "Reweight": "reweight",
+    "Lopti": "lopti",
+    "both": "both",
+    "random split": "random-split",
+}
+"""Words of the figure → whose colour they have."""
+BASELINES = ("GRPO", "random split")
+"""The second takes two steps, as Lopti does: under AdamW momentum and decay act twice in both."""
+OPTIMIZERS = {"adamw": "the run's AdamW", "sgd": "SGD, 1e-3"}
+PAPER = {
+    "GRPO": (0.530, 0.514, 0.501, 0.497),
+    "Reweight": (0.520, 0.525, 0.530, 0.526),
+    "Lopti": (0.524, 0.517, 0.512, 0.534),
+}
+"""Fig. 3 of the paper: shares of the positive tokens of each interval."""
+
+
+def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Means over the checkpoints; paired differences."""
+    shares = read_table("directions", "shares.csv", scale=options.scale)
+    means = over_batches(shares, keys=("optimizer", "against", "method", "interval", "sign"))
+    return means, pd.concat(compare(shares, baseline).assign(baseline=baseline) for baseline in BASELINES)
+
+
+def compare(shares: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    """Each method's paired difference to the baseline, mean over the checkpoints with a 95 % t-interval."""
+    keys = ["optimizer", "against", "interval", "sign"]
+    wide = shares.pivot(index=[*keys, "batch"], columns="method", values="share")
+    rows = []
+    for method in wide.columns.drop(baseline):
+        for key, values in (wide[method] - wide[baseline]).groupby(keys):
+            values = values.dropna()
+            half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values) if len(values) > 1 else np.nan
+            row = dict(zip(keys, key, strict=True)) | {
+                "method": method,
+                "steps": len(values),
+                "difference": values.mean(),
+            }
+            rows.append(row | {"lower": values.mean() - half, "upper": values.mean() + half})
+    return pd.DataFrame(rows)
+
+
+@paper_style()
+def draw(means: pd.DataFrame) -> Figure:
+    """Positive tokens (the paper's figure) and negative ones; both optimizers."""
+    figure, axes = plt.subplots(2, 2, figsize=(7.3, 5.2), layout="constrained", sharey="row")
+    colors = {method: COLORS[variant] for method, variant in VARIANTS.items()}
+    for row, sign in zip(axes, ("positive", "negative"), strict=True):
+        for ax, (optimizer, words) in zip(row, OPTIMIZERS.items(), strict=True):
+            plot_directions(means[means["optimizer"] == optimizer], sign=sign, colors=colors, ax=ax)
+            ax.set_title(f"{words}; {'Â > 0' if sign == 'positive' else 'Â < 0'}", loc="left")
+            if sign == "positive":
+                add_paper(ax)
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=len(names))
+    figure.supxlabel(f"mean ± standard deviation over {means['num_batches'].max()} checkpoints", fontsize=8)
+    return figure
+
+
+def add_paper(ax: Axes) -> Axes:
+    """The paper's shares as marks in the methods' colours."""
+    for place, (method, shares) in enumerate(PAPER.items()):
+        label = "the paper's" if method == "GRPO" else None
+        x = np.arange(len(shares)) + 0.13 * (place - (len(VARIANTS) - 1) / 2)
+        ax.plot(x, shares, "D", ms=3.5, mfc="white", mec=COLORS[VARIANTS[method]], mew=0.8, label=label, zorder=5)
+    drawn = drawn_numbers(ax)
+    keys = zip(drawn["method"], drawn["interval"], strict=True)
+    return finish(ax, drawn.assign(paper=[PAPER[m][i] if m in PAPER else np.nan for m, i in keys]))
+
+
+def main(options: Options) -> None:
+    means, differences = table(options)
+    save_figure(draw(means[means["against"] == "advantage"]), options.out / "fig3.png")
+    means.to_csv(options.out / "fig3_means.csv", index=False, float_format="%.4f", lineterminator="\n")
+    differences.to_csv(options.out / "fig3_differences.csv", index=False, float_format="%.4f", lineterminator="\n")
+    shown = means[means["sign"] == "positive"].pivot(
+        index=["optimizer", "against", "method"], columns="interval", values="mean"
+    )
+    print(shown.to_string(float_format="{:.3f}".format))
+    print("paper (positive tokens):", PAPER)
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))

@@ -1,0 +1,77 @@
+"""All figures and tables, redrawn from what the repository keeps of runs and measurements.
+
+    python -m analyses.figures [--out figures] [--scale cpu] [--only fig4 fig6]
+
+Trains nothing, loads no policy, and needs no network. What each of them is, and how it differs from the paper, is said
+at the top of its script; `python -m analyses.NAME` draws one alone and prints its numbers. One whose runs are not there
+is left out and named at the end, with exit status 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+import tyro
+
+from analyses.script import exit_with
+from gradscope.errors import InputError, first_line
+
+SCRIPTS = (
+    *("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7_8", "fig9_10", "fig11_12"),
+    *("table1", "tables2_4", "words", "table6"),
+    *("controls", "sharpening", "over_training", "dominance_adamw", "drivers", "influence"),
+    *("base_policy", "layer_constants", "cost_growth"),
+)
+"""Modules of analyses with Options(out, scale) and main(options), in the order in which they are drawn."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the script."""
+
+    out: Path = Path("figures")
+    scale: str = "cpu"
+    """The scale of analyses/runs.toml whose runs are drawn."""
+    only: tuple[str, ...] = ()
+    """Scripts to run; none: all."""
+
+
+def draw_one(name: str, options: Options) -> str | None:
+    """Run a script without its prints; the line of its complaint where what it draws is not there."""
+    script = importlib.import_module(f"analyses.{name}")
+    try:
+        with matplotlib.rc_context(), contextlib.redirect_stdout(io.StringIO()):
+            script.main(script.Options(out=options.out, scale=options.scale))
+    except InputError as error:
+        return first_line(error)
+    finally:
+        plt.close("all")
+    return None
+
+
+def main(options: Options) -> int:
+    """Run the scripts; 2 if some found nothing to draw, else 0."""
+    if unknown := [name for name in options.only if name not in SCRIPTS]:
+        raise InputError(f"no figure is called {unknown[0]!r}; give some of {', '.join(SCRIPTS)}")
+    matplotlib.use("agg")
+    missing = []
+    for name in options.only or SCRIPTS:
+        start = time.perf_counter()
+        if complaint := draw_one(name, options):
+            missing.append(f"{name}: {complaint}")
+        print(f"{name}: {'not drawn' if complaint else f'{time.perf_counter() - start:.1f} s'}", flush=True)
+    for line in missing:
+        print(line, file=sys.stderr)
+    return 2 if missing else 0
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))

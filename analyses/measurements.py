@@ -1,0 +1,163 @@
+"""Measurements: what is asked of a policy once, and kept in slim tables that figures are drawn from.
+
+    python -m analyses.measurements [NAME ...] [--scale cpu]
+
+makes those of analyses/runs.toml that are not there yet (all of them, if none is named), one after the other on one
+thread. A module that measures has a function ``measure(out)``, which leaves its tables in the folder `out`; a script
+that draws reads them with `read_table` and loads no policy. One that was interrupted goes on after its last finished
+part when it is started again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import tyro
+
+from analyses.experiments import RUNS, read
+from analyses.script import exit_with
+from gradscope.errors import InputError
+from gradscope.run_folder import MANIFEST, library_versions, read_json, write_text
+
+MEASURED = "measured"
+"""Beside a scale's tracks, below RUNS."""
+PARTS = ".parts"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """An entry of [measurements]."""
+
+    name: str
+    module: str
+    """Has `measure(out: Path)`, with a keyword `scale` where it is for several."""
+    after: tuple[str, ...]
+    """TRACK/VARIANT of the runs whose checkpoints it reads."""
+    figures: tuple[str, ...]
+    """What is drawn from it."""
+    scales: tuple[str, ...]
+
+
+def list_measurements(scale: str = "cpu") -> list[Measurement]:
+    """Those of a scale, in the file's order."""
+    entries = read().get("measurements", {})
+    found = [
+        Measurement(name, entry["module"], *(tuple(entry[key]) for key in ("after", "figures", "scales")))
+        for name, entry in entries.items()
+    ]
+    return [measurement for measurement in found if scale in measurement.scales]
+
+
+def make_measurement(measurement: Measurement, scale: str = "cpu") -> None:
+    """Measure, or go on, and keep the tables."""
+    measure = importlib.import_module(measurement.module).measure
+    settings = {"scale": scale} if len(measurement.scales) > 1 else {}
+    measure(folder(measurement.name, scale), **settings)
+
+
+def folder(name: str, scale: str = "cpu") -> Path:
+    """Where a measurement's tables lie."""
+    return RUNS / scale / MEASURED / name
+
+
+def is_measured(name: str, scale: str = "cpu") -> bool:
+    """Whether all of its tables are there."""
+    return (folder(name, scale) / MANIFEST).is_file()
+
+
+def part(out: Path, name: str, make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+    """A part of a measurement: made, or read where an interrupted measurement has made it.
+
+    A name stands for one table: what is asked for under it must not change before the measurement is finished.
+    """
+    file = out / PARTS / f"{name}.parquet"
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        make().to_parquet(beside := file.with_suffix(".partial"))
+        os.replace(beside, file)
+    return pd.read_parquet(file)
+
+
+def keep(out: Path, tables: Mapping[str, pd.DataFrame], **facts: Any) -> None:
+    """Write tables under their names (.csv, or .parquet for many rows), then manifest.json: what made them, and facts.
+
+    CSVs have all digits. A folder with a manifest is whole; its parts are removed.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MANIFEST).unlink(missing_ok=True)
+    for name, table in tables.items():
+        beside = out / f".{name}"
+        if beside.suffix == ".parquet":
+            floats = [str(column) for column in table.columns if table[column].dtype.kind == "f"]
+            others = [str(column) for column in table.columns if table[column].dtype.kind != "f"]
+            few = [column for column in floats if table[column].nunique() < len(table) / 50]
+            split = [column for column in floats if column not in few]
+            how = {"use_dictionary": [*others, *few], "use_byte_stream_split": split, "compression_level": 12}
+            table.to_parquet(beside, index=False, compression="zstd", **how)
+        else:
+            table.to_csv(beside, index=False, lineterminator="\n")
+        os.replace(beside, out / name)
+    write_text(out / MANIFEST, json.dumps(describe_machine() | facts, indent=2) + "\n")
+    shutil.rmtree(out / PARTS, ignore_errors=True)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Versions, commit and processor of a measurement made now."""
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.is_file() else None
+    command, here = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
+    commit = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    processor = found[1] if found else platform.processor()
+    return {"versions": library_versions(), "commit": commit.stdout.strip(), "processor": processor}
+
+
+def read_table(name: str, table: str, *, scale: str = "cpu") -> pd.DataFrame:
+    """A table of a measurement. Raises InputError where it is not there, with the command that makes it."""
+    file = folder(name, scale) / table
+    if not file.is_file():
+        raise InputError(f"{file} is not there; measure it: {_command(name, scale)}")
+    if file.suffix == ".parquet":
+        return pd.read_parquet(file)
+    return pd.read_csv(file)
+
+
+def _command(name: str, scale: str) -> str:
+    return f"python -m analyses.measurements {name}" + ("" if scale == "cpu" else f" --scale {scale}")
+
+
+def read_facts(name: str, *, scale: str = "cpu") -> dict[str, Any]:
+    """The manifest of a measurement. Raises InputError where it is not there."""
+    facts = read_json(folder(name, scale) / MANIFEST)
+    if facts is None:
+        raise InputError(f"{folder(name, scale)} has no {MANIFEST}; measure it: {_command(name, scale)}")
+    return facts
+
+
+def main(names: Annotated[tuple[str, ...], tyro.conf.Positional] = (), scale: str = "cpu") -> None:
+    known = {measurement.name: measurement for measurement in list_measurements(scale)}
+    if unknown := [name for name in names if name not in known]:
+        raise InputError(f"no measurement is called {unknown[0]!r}; give some of {', '.join(known)}")
+    import torch
+
+    torch.set_num_threads(1)
+    for name in names or known:
+        if is_measured(name, scale):
+            print(f"{name}: is there")
+            continue
+        print(f"{name}: {known[name].module}", flush=True)
+        make_measurement(known[name], scale)
+
+
+if __name__ == "__main__":
+    exit_with(lambda: tyro.cli(main, description=__doc__))

@@ -1,0 +1,172 @@
+"""paper_repro.md from its text and the figures' CSVs: numbers of runs are looked up, not typed.
+
+    python -m analyses.paper_repro [--figures figures] [--out paper_repro.md]
+
+The text is paper_repro.md.jinja beside this file. In it {{ number("fig4_accuracy", "sampled", variant="grpo") }} is one
+cell of figures/fig4_accuracy.csv, `interval` a mean with its interval, `contrast` a difference with its interval, its p
+and its seeds. A lookup that finds no row, or several, is an error: a number has one place.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import tyro
+
+from analyses.script import exit_with
+from gradscope.errors import InputError
+from gradscope.run_folder import write_text
+
+TEMPLATE = Path(__file__).with_name("paper_repro.md.jinja")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the script."""
+
+    figures: Path = Path("figures")
+    """Folder of the CSVs."""
+    out: Path = Path("paper_repro.md")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the text calls: cells of the CSVs in a folder, as words."""
+
+    folder: Path
+
+    @cached_property
+    def _tables(self) -> dict[str, pd.DataFrame]:
+        return {}
+
+    def row(self, file: str, /, **where: Any) -> pd.Series:
+        """The only row of file.csv whose columns have these values. Raises InputError for none or several."""
+        path = self.folder / f"{file}.csv"
+        if file not in self._tables:
+            if not path.is_file():
+                raise InputError(f"{path} is not there, and the text quotes it; run make figures first")
+            self._tables[file] = pd.read_csv(path)
+        table = self._tables[file]
+        if unknown := [name for name in where if name not in table]:
+            raise InputError(f"{path} has no column {unknown[0]!r}; it has {', '.join(table)}")
+        for name, value in where.items():
+            table = table[table[name].astype(str) == str(value)]
+        if len(table) != 1:
+            raise InputError(f"{path} has {len(table)} rows with {where}; the text needs exactly one")
+        return table.iloc[0]
+
+    def value(self, file: str, column: str, /, **where: Any) -> float:
+        """One cell, as a number."""
+        row = self.row(file, **where)
+        if column not in row:
+            raise InputError(f"{self.folder / file}.csv has no column {column!r}; it has {', '.join(row.index)}")
+        return float(row[column])
+
+    def number(self, file: str, column: str, /, *, digits: int = 2, **where: Any) -> str:
+        """One cell to `digits` decimals."""
+        return decimal(self.value(file, column, **where), digits)
+
+    def percent(self, file: str, column: str, /, *, digits: int = 1, **where: Any) -> str:
+        """One cell, a share, in per cent."""
+        return decimal(100 * self.value(file, column, **where), digits)
+
+    def count(self, file: str, column: str, /, **where: Any) -> str:
+        """One cell, a whole number, with commas."""
+        return f"{round(self.value(file, column, **where)):,}"
+
+    def interval(
+        self,
+        file: str,
+        columns: tuple[str, str, str] = ("mean", "lower", "upper"),
+        /,
+        *,
+        digits: int = 2,
+        signed: bool = False,
+        **where: Any,
+    ) -> str:
+        """A mean with its interval, or the mean alone where there is none (one seed)."""
+        mean, lower, upper = (self.value(file, column, **where) for column in columns)
+        return with_interval(mean, lower, upper, digits, signed=signed)
+
+    def contrast(self, file: str, variant: str, baseline: str, *, digits: int = 3, **where: Any) -> str:
+        """A paired difference: `+.031 [−.012, .074], p = .21, 6 seeds`; p is Holm's."""
+        row = self.row(file, variant=variant, baseline=baseline, **where)
+        seeds = int(row["seeds"])
+        if not seeds:
+            return "not run"
+        words = with_interval(row["difference"], row["lower"], row["upper"], digits, signed=True)
+        if math.isnan(row["p_holm"]):
+            return f"{words}, {seeds} seed" + ("s" if seeds > 1 else "")
+        return f"{words}, {p_words(row['p_holm'])}, {seeds} seeds"
+
+    def p(self, file: str, /, **where: Any) -> str:
+        """Holm's p of a row: `p = .21`."""
+        return p_words(self.value(file, "p_holm", **where))
+
+    def verdict(self, file: str, variant: str, baseline: str, **where: Any) -> str:
+        """What the difference allows to say: higher, lower, no difference shown, or that one seed shows nothing."""
+        row = self.row(file, variant=variant, baseline=baseline, **where)
+        if int(row["seeds"]) < 2:
+            return "one seed decides nothing" if int(row["seeds"]) else "not run"
+        if not row["differs"]:
+            return "no difference shown"
+        return "higher" if row["difference"] > 0 else "lower"
+
+
+def decimal(value: float, digits: int) -> str:
+    """As the text writes numbers: no zero before the point, a true minus.
+
+    >>> decimal(0.391, 2), decimal(-0.0312, 3), decimal(12.25, 1), decimal(-0.001, 2)
+    ('.39', '−.031', '12.2', '.00')
+    """
+    text = f"{value:.{digits}f}"
+    sign, size = ("−", text[1:]) if text.startswith("-") else ("", text)
+    if float(text) == 0:
+        sign = ""
+    return sign + (size[1:] if size.startswith("0.") else size)
+
+
+def p_words(p: float) -> str:
+    """As the text writes a p; no claim was made where it is NaN.
+
+    >>> p_words(0.2134), p_words(0.0421), p_words(0.0004), p_words(float("nan"))
+    ('p = .21', 'p = .042', 'p < .001', 'no claim')
+    """
+    if math.isnan(p):
+        return "no claim"
+    return "p < .001" if p < 0.001 else f"p = {decimal(p, 3 if p < 0.1 else 2)}"
+
+
+def with_interval(mean: float, lower: float, upper: float, digits: int, *, signed: bool) -> str:
+    """`.53 [.47, .58]`; signed: with a plus before what is above 0.
+
+    >>> with_interval(0.031, -0.012, 0.074, 3, signed=True)
+    '+.031 [−.012, .074]'
+    """
+    words = ("+" if signed and mean > 0 else "") + decimal(mean, digits)
+    return words if math.isnan(lower) else f"{words} [{decimal(lower, digits)}, {decimal(upper, digits)}]"
+
+
+def render(figures: Path, template: Path = TEMPLATE) -> str:
+    """The page. Raises InputError where the text asks for a number that is not there."""
+    import jinja2
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
+    numbers = Numbers(figures)
+    names = ("number", "percent", "count", "interval", "contrast", "verdict", "value", "p")
+    functions = {name: getattr(numbers, name) for name in names}
+    return environment.from_string(template.read_text(encoding="utf-8")).render(functions | {"decimal": decimal})
+
+
+def main(options: Options) -> None:
+    """Write the page."""
+    write_text(options.out, render(options.figures))
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))

@@ -1,0 +1,132 @@
+"""Make the runs that the paper's figures are drawn from; `make figures` then draws them.
+
+    python -m analyses.reproduce --scale cpu|gpu|paper [--only fig4 ...] [--jobs N] [--dry-run]
+
+analyses/runs.toml lists the runs. Each is a process of one thread, N side by side; what a run leaves for the figures
+goes to analyses/runs, the rest stays below runs/. Start it again whenever it has been stopped: finished runs are passed
+over, the others go on from their newest checkpoint, and so do runs that failed. The repository holds the runs of scale
+cpu: to make them anew, and to draw figures from one's own, set GRADSCOPE_RUNS to another folder, for both commands.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+
+import tyro
+from tqdm import tqdm
+
+from analyses import dry_run
+from analyses.experiments import Run, list_runs, needs
+from analyses.make_run import is_finished, make
+from analyses.measurements import Measurement, is_measured, list_measurements, make_measurement
+from analyses.script import exit_with
+from gradscope.errors import DivergedError, InputError, SyncError, first_line
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the script."""
+
+    scale: str = "cpu"
+    """One of the scales of analyses/runs.toml."""
+    only: tuple[str, ...] = ()
+    """Figures or tables, such as fig4: only the runs that they are drawn from; none: all runs."""
+    jobs: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Runs side by side; by default one for each core."""
+    dry_run: bool = False
+    """Make nothing: say which runs there are and which are finished, and whether settings, data, reference answers,
+    batches and memory are in order (analyses/dry_run.py)."""
+
+
+def choose(options: Options) -> list[Run]:
+    """The runs that are asked for, in the order in which they are made; a figure may need measurements alone."""
+    runs = list_runs(options.scale)
+    if options.only:
+        wanted = {pair for figure in options.only for pair in needs(figure, options.scale)}
+        runs = [run for run in runs if (run.track, run.variant) in wanted]
+    return runs
+
+
+def choose_measurements(options: Options) -> list[Measurement]:
+    """What is asked for and not measured yet. Of one whose runs are not finished, there is nothing to measure."""
+    unfinished = {f"{run.track}/{run.variant}" for run in list_runs(options.scale) if not is_finished(run)}
+    return [
+        measurement
+        for measurement in list_measurements(options.scale)
+        if not is_measured(measurement.name, options.scale)
+        and (not options.only or set(options.only) & set(measurement.figures))
+        and not unfinished & set(measurement.after)
+    ]
+
+
+def make_all(todo: Mapping[str, Callable[[], object]], jobs: int, unit: str) -> list[str]:
+    """Do what has a name side by side; a line for each that failed. One that fails holds up no other."""
+    failed = []
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (os.getpid(),)) as pool:
+        names = {pool.submit(do): name for name, do in todo.items()}
+        try:
+            for job in tqdm(as_completed(names), f"{unit}s", total=len(names), unit=unit):
+                if complaint := _complaint(job):
+                    failed.append(f"{names[job]}: {complaint}")
+                tqdm.write(failed[-1] if complaint else f"{names[job]}: finished")
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return failed
+
+
+def _complaint(job: Future) -> str | None:
+    """The line of an error that the machine or the input can cause; any other is a bug and flies."""
+    try:
+        job.result()
+    except (InputError, DivergedError, SyncError, OSError) as error:
+        return first_line(error)
+    return None
+
+
+def _begin(parent: int) -> None:
+    """A worker has one thread, draws no bars, and ends when its parent is gone, even by kill -9: nobody else would
+    end it, and it would hold its run's lock."""
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def main(options: Options) -> int:
+    runs = choose(options)
+    left = [run for run in runs if not is_finished(run)]
+    print(f"scale {options.scale}: {len(runs)} runs, {len(runs) - len(left)} finished", flush=True)
+    if options.dry_run:
+        for run in runs:
+            print(f"  {run.place}" + ("" if run in left else ", finished"))
+        if runs:
+            dry_run.main(dry_run.Options(options.scale, options.only))
+        return 0
+    failed = make_all({str(run.place): partial(make, run) for run in left}, options.jobs, "run")
+    measurements = choose_measurements(options)
+    todo = {found.name: partial(make_measurement, found, options.scale) for found in measurements}
+    failed += make_all(todo, options.jobs, "measurement")
+    for line in failed:
+        print(line, file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))
