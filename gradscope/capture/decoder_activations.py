@@ -91,12 +91,9 @@ class BlockActivations:
 
     def factor(self, matrix: Matrix, n: int) -> Float[Tensor, "n r"]:
         """Lower triangular factor of the module's inputs at the first n positions, with ones for a bias."""
-        block, bias = self.block, matrix.module.bias is not None
-        # Queries, keys and values have one input; gate and up, which have one too, go together.
-        shared = {block.key.name: block.query.name, block.value.name: block.query.name}
-        key = shared.get(matrix.name, matrix.name), bias
+        key = self.block.inputs[matrix.name]
         if key not in self._factors:
-            self._factors[key] = prefix_factor(self.inputs(matrix), bias=bias)
+            self._factors[key] = prefix_factor(self.inputs(matrix), bias=key[1])
         made = self._factors[key]
         return made[:n, : min(n, made.shape[1])]
 

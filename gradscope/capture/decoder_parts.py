@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -65,6 +66,12 @@ class DecoderBlock:
     def heads(self) -> int:
         """Of queries."""
         return self.query.module.out_features // self.head_dim
+
+    @cached_property
+    def inputs(self) -> dict[str, tuple[str, bool]]:
+        """Matrix → (another that has the same input, or itself; whether it has a bias): one factor serves both."""
+        same = {self.key.name: self.query.name, self.value.name: self.query.name, self.up.name: self.gate.name}
+        return {m.name: (same.get(m.name, m.name), m.module.bias is not None) for m in self.matrices}
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

@@ -19,12 +19,15 @@ def forward_hooks(module: nn.Module, names: Iterable[str], hook: ForwardHook) ->
     """Call `hook` after the forward of each named submodule ("" is the module itself); removed whatever happens."""
     if isinstance(names, str):
         raise InputError(f"names is the string {names!r}; give a list of names, [{names!r}]")
-    named = {name: _submodule(module, name) for name in names}
+    names = list(dict.fromkeys(names))
+    modules = dict(module.named_modules(remove_duplicate=False))  # a get_submodule for each takes far longer
+    if unknown := [name for name in names if name not in modules]:
+        raise InputError(f"{type(module).__name__} has no submodule {unknown[0]!r}; see dict(module.named_modules())")
     handles = []
     try:
-        for name, submodule in named.items():
+        for name in names:
             handles.append(
-                submodule.register_forward_hook(
+                modules[name].register_forward_hook(
                     lambda m, args, kwargs, output, name=name: hook(name, m, args, kwargs, output), with_kwargs=True
                 )
             )
@@ -32,15 +35,6 @@ def forward_hooks(module: nn.Module, names: Iterable[str], hook: ForwardHook) ->
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _submodule(module: nn.Module, name: str) -> nn.Module:
-    try:
-        return module.get_submodule(name)
-    except AttributeError as error:
-        raise InputError(
-            f"{type(module).__name__} has no submodule {name!r}; see dict(module.named_modules())"
-        ) from error
 
 
 def first_tensor(output: Any) -> Tensor | None:
