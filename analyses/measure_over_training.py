@@ -34,15 +34,14 @@ from analyses.batch_gradients import Tables, measure_batch
 from analyses.experiments import WORK, Run, list_runs
 from analyses.in_training import FRESH, Moment
 from analyses.make_run import write
-from analyses.measurements import describe_machine
+from analyses.measurements import describe_machine, list_measurements
 from gradscope import load_policy
 from gradscope.adamw_state import AdamWState
 from gradscope.errors import InputError
 from gradscope.run_folder import MANIFEST, write_text
 from gradscope.trainer.checkpoints import OPTIMIZER, checkpoint_step, list_checkpoints
 
-NAME, TRACK = "over_training", "puzzles"
-VARIANTS, SEEDS = ("grpo", "reweight", "lopti"), (0, 1, 2)
+NAME = "over_training"
 STEP, QUESTIONS, RESPONSES = 100, 32, 8
 TABLES = ("gradients", "cosines", "tokens", "batches")
 
@@ -52,16 +51,16 @@ def measure(out: Path, *, scale: str = "cpu") -> None:
 
     Raises InputError where no run is there at all.
     """
-    runs = [run for run in list_runs(scale) if run.track == TRACK and run.variant in VARIANTS and run.seed in SEEDS]
-    parts, missing = [], []
-    for run in sorted(runs, key=lambda run: (VARIANTS.index(run.variant), run.seed)):
+    runs, parts, missing = runs_to_measure(scale), [], []
+    for run in runs:
         found = list(_measure_run(run, WORK / scale / "measured" / NAME))
         parts += found
         if not found or found[-1][1] < run.config.steps:
             missing.append(run.place.as_posix())
     if not parts:
-        words = f"no checkpoint of {', '.join(VARIANTS)}; make them: python -m analyses.reproduce --scale {scale}"
-        raise InputError(f"{WORK / scale / TRACK} has {words}")
+        names = ", ".join(dict.fromkeys(f"{run.track}/{run.variant}" for run in runs))
+        words = f"no checkpoint of {names}; make them: python -m analyses.reproduce --scale {scale}"
+        raise InputError(f"{WORK / scale} has {words}")
     out.mkdir(parents=True, exist_ok=True)
     (out / MANIFEST).unlink(missing_ok=True)
     for name in TABLES:
@@ -72,6 +71,13 @@ def measure(out: Path, *, scale: str = "cpu") -> None:
         return
     facts = {"questions": QUESTIONS, "responses": RESPONSES, "batches": len(parts)}
     write_text(out / MANIFEST, json.dumps(describe_machine() | facts, indent=2) + "\n")
+
+
+def runs_to_measure(scale: str) -> list[Run]:
+    """Those that analyses/runs.toml names for this measurement, variant by variant."""
+    [mine] = [measurement for measurement in list_measurements(scale) if measurement.name == NAME]
+    runs = {(f"{run.track}/{run.variant}", run.seed): run for run in list_runs(scale)}
+    return [runs[place, seed] for place in mine.after for seed in mine.seeds]
 
 
 def measure_checkpoint(run: Run, step: int, checkpoint: Path | None) -> Tables:

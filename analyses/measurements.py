@@ -47,13 +47,20 @@ class Measurement:
     figures: tuple[str, ...]
     """What is drawn from it."""
     scales: tuple[str, ...]
+    seeds: tuple[int, ...] = ()
+    """Of the runs whose checkpoints it reads; none: it says so itself."""
 
 
 def list_measurements(scale: str = "cpu") -> list[Measurement]:
     """Those of a scale, in the file's order."""
     entries = read().get("measurements", {})
     found = [
-        Measurement(name, entry["module"], *(tuple(entry[key]) for key in ("after", "figures", "scales")))
+        Measurement(
+            name,
+            entry["module"],
+            *(tuple(entry[key]) for key in ("after", "figures", "scales")),
+            seeds=tuple(entry.get("seeds", {}).get(scale, ())),
+        )
         for name, entry in entries.items()
     ]
     return [measurement for measurement in found if scale in measurement.scales]

@@ -11,7 +11,6 @@ import pytest
 from scipy import stats
 
 from analyses import dominance_adamw, measure_over_training, measurements, over_training
-from analyses.experiments import list_runs
 from gradscope.errors import InputError
 from gradscope.intervals import interval_labels
 
@@ -46,8 +45,7 @@ def add_checkpoints(tmp_path, run, steps):
 
 
 def runs_of(*variants):
-    wanted = [(variant, seed) for variant in variants for seed in measure_over_training.SEEDS]
-    return [run for run in list_runs("cpu") if run.track == "puzzles" and (run.variant, run.seed) in wanted]
+    return [run for run in measure_over_training.runs_to_measure("cpu") if not variants or run.variant in variants]
 
 
 def test_only_new_checkpoints_are_measured_and_all_are_in_the_tables(work):
@@ -55,16 +53,17 @@ def test_only_new_checkpoints_are_measured_and_all_are_in_the_tables(work):
     [first, *_] = runs_of("grpo")
     add_checkpoints(tmp_path, first, [100])
     measure_over_training.measure(tmp_path / "out")
-    assert done == [("grpo", 0, 0), ("grpo", 0, 100)]
+    seed = first.seed
+    assert done == [("grpo", seed, 0), ("grpo", seed, 100)]
     # A folder that was being written when the process died is none.
-    (tmp_path / "runs/cpu/measured/over_training/grpo/seed0/.step-000150").mkdir()
+    (tmp_path / f"runs/cpu/measured/over_training/grpo/seed{seed}/.step-000150").mkdir()
     add_checkpoints(tmp_path, first, [125, 150])
     measure_over_training.measure(tmp_path / "out")
-    assert done == [("grpo", 0, 0), ("grpo", 0, 100), ("grpo", 0, 150)]
+    assert done == [("grpo", seed, 0), ("grpo", seed, 100), ("grpo", seed, 150)]
     table = pd.read_csv(tmp_path / "out/cosines.csv")
     assert table["step"].tolist() == [0, 0, 100, 100, 150, 150]
     assert table["interval"].tolist() == ["0", "all"] * 3
-    assert table["number"].tolist() == [0, 0, 1, 1, 1.5, 1.5]
+    assert table["number"].tolist() == [seed, seed, seed + 1, seed + 1, seed + 1.5, seed + 1.5]
 
 
 def test_a_measured_run_stays_in_the_tables_when_its_checkpoints_are_gone(work):
@@ -75,14 +74,15 @@ def test_a_measured_run_stays_in_the_tables_when_its_checkpoints_are_gone(work):
     (tmp_path / "runs" / first.place / "checkpoints/step-000100").rmdir()
     add_checkpoints(tmp_path, second, [100])
     measure_over_training.measure(tmp_path / "out")
-    assert [key for key in done if key[1] == 0] == [("grpo", 0, 0), ("grpo", 0, 100)]
+    a, b = first.seed, second.seed
+    assert [key for key in done if key[1] == a] == [("grpo", a, 0), ("grpo", a, 100)]
     table = pd.read_csv(tmp_path / "out/tokens.csv")
-    assert list(zip(table["seed"], table["step"], strict=True))[::2] == [(0, 0), (0, 100), (1, 0), (1, 100)]
+    assert list(zip(table["seed"], table["step"], strict=True))[::2] == [(a, 0), (a, 100), (b, 0), (b, 100)]
 
 
 def test_the_manifest_is_written_when_every_run_is_there_to_its_end(work, capsys):
     tmp_path, _ = work
-    runs = runs_of(*measure_over_training.VARIANTS)
+    runs = runs_of()
     for run in runs[:-1]:
         add_checkpoints(tmp_path, run, [run.config.steps])
     add_checkpoints(tmp_path, runs[-1], [50])
@@ -92,6 +92,13 @@ def test_the_manifest_is_written_when_every_run_is_there_to_its_end(work, capsys
     add_checkpoints(tmp_path, runs[-1], [runs[-1].config.steps])
     measure_over_training.measure(tmp_path / "out")
     assert (tmp_path / "out/manifest.json").is_file()
+
+
+def test_the_runs_are_those_that_the_file_names():
+    runs = measure_over_training.runs_to_measure("cpu")
+    assert [str(run.place) for run in runs[:3]] == [f"cpu/puzzles/grpo/seed{seed}" for seed in (3, 4, 5)]
+    assert {run.variant for run in runs} == {"grpo", "reweight", "lopti"} and len(runs) == 9
+    assert {run.seed for run in measure_over_training.runs_to_measure("gpu")} == {0, 1, 2}
 
 
 def test_without_any_run_one_line_says_how_to_make_them(work):
