@@ -7,7 +7,8 @@
         test.csv            a row per judged checkpoint and level: the table of `evaluate`
         responses.parquet   the last checkpoint's answers to the test's questions
 
-A part of the work is done where its file is; a run whose responses.parquet is there is finished.
+A part of the work is done where its file is; a run whose responses.parquet is there is finished. Where the scale's
+`launch` says several processes, `accelerate launch` starts this module in each of them to train.
 """
 
 from __future__ import annotations
@@ -15,21 +16,29 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import psutil
 import torch
 
 import analyses.puzzles
 import analyses.sums  # noqa: F401  (both register their tasks)
-from analyses.experiments import RUNS, WORK, Run, Test
+from analyses.experiments import RUNS, WORK, Run, Test, launch_of
 from analyses.measurements import describe_machine
+from analyses.script import COMPLAINT, exit_with
 from gradscope import load_policy
-from gradscope.errors import DivergedError, first_line
+from gradscope.errors import DivergedError, InputError, first_line
 from gradscope.evaluation import Evaluation, evaluate
 from gradscope.models import Policy
 from gradscope.run_folder import write_text
@@ -37,10 +46,16 @@ from gradscope.sampling import Sampler
 from gradscope.sampling.engines import make_sampler
 from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer.checkpoints import checkpoint_step, list_checkpoints
+from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.loop import train
 from gradscope.trainer.metrics import scalars
 
 LAST = "responses.parquet"
+CONFIG, ENDED = "config.json", "ended.txt"
+"""Between `train_launched` and its processes: what to train, and how it ended."""
+SHARDED = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+ALONE = ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")
+"""Of `accelerate launch`, which guesses with a warning what is not said; precision is the configuration's."""
 KEPT = ["group", "level", "response", "reward", "correct", "format_ok", "finished", "greedy"]
 """Columns of responses.parquet, beside tokens and logprob."""
 
@@ -51,18 +66,11 @@ def is_finished(run: Run) -> bool:
 
 
 def make(run: Run) -> Run:
-    """Train, or go on, judge the newest checkpoints, and keep what figures need.
-
-    A run that diverges is a result: its checkpoints up to there are judged, and manifest.json says how it ended.
-    """
+    """Train, or go on, judge the newest checkpoints, and keep what figures need."""
     work, kept = WORK / run.place, RUNS / run.place
-    try:
-        train(run.config, work, resume=True, progress=False)
-        ended = "as planned"
-    except DivergedError as error:
-        if not list_checkpoints(work):
-            raise
-        ended = first_line(error)
+    launch = launch_of(run.scale)
+    several = launch.get("processes", 1) > 1
+    ended = train_launched(run.config, work, **launch) if several else train_here(run.config, work)
     kept.mkdir(parents=True, exist_ok=True)
     shutil.copy(work / "config.json", kept / "config.json")
     write_text(kept / "manifest.json", json.dumps(describe(work) | {"ended": ended}, indent=2) + "\n")
@@ -74,6 +82,54 @@ def make(run: Run) -> Run:
     write(pd.concat(tables, ignore_index=True), kept / "test.csv")
     write(keep_responses(result.responses), kept / LAST)
     return run
+
+
+def train_here(config: TrainConfig, work: Path) -> str:
+    """Train, or go on, and say how it ended.
+
+    A run that diverges is a result: its checkpoints up to there are judged, and manifest.json says how it ended.
+    """
+    try:
+        train(config, work, resume=True, progress=False)
+    except DivergedError as error:
+        if not list_checkpoints(work):
+            raise
+        return first_line(error)
+    return "as planned"
+
+
+def train_launched(config: TrainConfig, work: Path, *, processes: int, sharded: bool, **_about: Any) -> str:
+    """The same in so many processes, each with its GPU: shards of the weights (FSDP 2) or all of them in each (DDP).
+
+    Raises InputError with the first complaint of a process.
+    """
+    kind = SHARDED if sharded else ("--multi_gpu",)
+    with TemporaryDirectory() as folder:
+        write_text(Path(folder, CONFIG), json.dumps(asdict(config)))
+        called = [*kind, "--num_processes", str(processes), *ALONE, "-m", "analyses.make_run"]
+        command = [sys.executable, "-m", "accelerate.commands.launch", *called, work, folder, os.getpid()]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return Path(folder, ENDED).read_text(encoding="utf-8")
+    lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+    complaint = next((line for line in lines if line.startswith(COMPLAINT)), lines[-1])
+    raise InputError(f"{processes} processes under accelerate launch: {complaint.removeprefix(COMPLAINT)}")
+
+
+def be_launched(work: str, folder: str, parent: str) -> None:
+    """What each process of `train_launched` does. It ends with its parent, which nobody else would tell it."""
+    threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
+    settings = json.loads(Path(folder, CONFIG).read_text(encoding="utf-8"))
+    config = TrainConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()})
+    ended = train_here(config, Path(work))
+    if os.environ["RANK"] == "0":
+        write_text(Path(folder, ENDED), ended)
+
+
+def _end_with(parent: int) -> None:
+    while psutil.pid_exists(parent):
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def describe(work: Path) -> dict[str, Any]:
@@ -137,3 +193,7 @@ def write(table: pd.DataFrame, file: Path) -> None:
     else:
         table.to_csv(beside, index=False, float_format="%.6g")
     os.replace(beside, file)
+
+
+if __name__ == "__main__":
+    exit_with(lambda: be_launched(*sys.argv[1:]))

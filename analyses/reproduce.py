@@ -2,10 +2,11 @@
 
     python -m analyses.reproduce --scale cpu|gpu|paper [--only fig4 ...] [--jobs N] [--dry-run]
 
-analyses/runs.toml lists the runs. Each is a process of one thread, N side by side; what a run leaves for the figures
-goes to analyses/runs, the rest stays below runs/. Start it again whenever it has been stopped: finished runs are passed
-over, the others go on from their newest checkpoint, and so do runs that failed. The repository holds the runs of scale
-cpu: to make them anew, and to draw figures from one's own, set GRADSCOPE_RUNS to another folder, for both commands.
+analyses/runs.toml lists the runs. Each is a process of one thread, N side by side, or several that `accelerate launch`
+starts, where the scale's `launch` says so (paper: four GPUs). What a run leaves for the figures goes to analyses/runs,
+the rest stays below runs/. Start it again whenever it has been stopped: finished runs are passed over, the others go on
+from their newest checkpoint, and so do runs that failed. The repository holds the runs of scale cpu: to make them anew,
+and to draw figures from one's own, set GRADSCOPE_RUNS to another folder, for both commands.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import tyro
 from tqdm import tqdm
 
 from analyses import dry_run
-from analyses.experiments import Run, list_runs, needs
+from analyses.experiments import Run, launch_of, list_runs, needs
 from analyses.make_run import is_finished, make
 from analyses.measurements import Measurement, is_measured, list_measurements, make_measurement
 from analyses.script import exit_with
@@ -39,11 +40,20 @@ class Options:
     """One of the scales of analyses/runs.toml."""
     only: tuple[str, ...] = ()
     """Figures or tables, such as fig4: only the runs that they are drawn from; none: all runs."""
-    jobs: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    """Runs side by side; by default one for each core."""
+    jobs: int | None = None
+    """Runs side by side; none: one for each core, or one at a time where each takes several processes."""
     dry_run: bool = False
     """Make nothing: say which runs there are and which are finished, and whether settings, data, reference answers,
     batches and memory are in order (analyses/dry_run.py)."""
+
+
+def count_jobs(options: Options) -> int:
+    """How many runs go side by side."""
+    if options.jobs is not None:
+        return options.jobs
+    if launch_of(options.scale).get("processes", 1) > 1:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose(options: Options) -> list[Run]:
@@ -119,10 +129,11 @@ def main(options: Options) -> int:
         if runs:
             dry_run.main(dry_run.Options(options.scale, options.only))
         return 0
-    failed = make_all({str(run.place): partial(make, run) for run in left}, options.jobs, "run")
+    jobs = count_jobs(options)
+    failed = make_all({str(run.place): partial(make, run) for run in left}, jobs, "run")
     measurements = choose_measurements(options)
     todo = {found.name: partial(make_measurement, found, options.scale) for found in measurements}
-    failed += make_all(todo, options.jobs, "measurement")
+    failed += make_all(todo, jobs, "measurement")
     for line in failed:
         print(line, file=sys.stderr)
     return 1 if failed else 0

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from gradscope.errors import InputError
 
+COMPLAINT = "error: "
+"""Before the line that says what is at fault."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -25,6 +28,6 @@ def exit_with(call: Callable[[], int | None]) -> None:
     try:
         status = call()
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{COMPLAINT}{error}", file=sys.stderr)
         status = 2
     sys.exit(status)

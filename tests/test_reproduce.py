@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pandas as pd
@@ -194,3 +195,46 @@ def test_no_question_of_the_test_is_trained_on():
     test = {question.prompt for question in TEST.questions(60, seed=0, people=(2, 3))}
     train = {question.prompt for question in TRAIN.questions(60, seed=1, people=(2, 3))}
     assert len(test) == len(train) == 60 and not test & train
+
+
+@pytest.fixture
+def several(tiny, tmp_path, monkeypatch):
+    """The tiny scale, with two processes for each run."""
+    tiny.write_text(TINY + "[scales.tiny.launch]\nprocesses = 2\nsharded = false\ngpu_gib = 1\n", encoding="utf-8")
+    experiments.read.cache_clear()
+    for module, name in ((make_run, "WORK"), (make_run, "RUNS")):
+        monkeypatch.setattr(module, name, tmp_path / name.lower())
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    return tmp_path
+
+
+def test_where_the_scale_says_so_a_run_is_several_processes_with_its_own_settings(several):
+    [run, *_] = list_runs("tiny")
+    make_run.make(run)
+    kept = several / "runs" / run.place
+    manifest = json.loads((kept / "manifest.json").read_text())
+    assert manifest["processes"] == 2 and manifest["ended"] == "as planned"
+    assert pd.read_csv(kept / "metrics.csv")["step"].tolist() == [1, 2, 3, 4]
+    assert json.loads((kept / "config.json").read_text()) == json.loads(json.dumps(asdict(run.config)))
+    assert reproduce.count_jobs(reproduce.Options(scale="tiny")) == 1
+    assert reproduce.count_jobs(reproduce.Options(scale="tiny", jobs=3)) == 3
+
+
+def test_what_one_of_several_processes_complains_of_is_one_line(several):
+    run = list_runs("tiny")[0]
+    with pytest.raises(InputError) as found:
+        make_run.train_launched(
+            replace(run.config, model="no/such/folder"), several / "work", processes=2, sharded=False
+        )
+    assert str(found.value).startswith("2 processes under accelerate launch: ") and "no/such/folder" in str(found.value)
+    assert "\n" not in str(found.value) and not list((several / "work").glob("checkpoints/*"))
+
+
+def test_a_launched_process_ends_with_the_one_that_asked_for_it(several, monkeypatch):
+    """By its number: another than its own parent, which is accelerate's launcher."""
+    ended = []
+    monkeypatch.setattr(make_run.os, "_exit", ended.append)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    make_run._end_with(gone.pid)
+    assert ended == [1]
