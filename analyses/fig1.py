@@ -56,7 +56,8 @@ def draw(tokens: pd.DataFrame, norms: pd.DataFrame, similar: pd.DataFrame) -> Fi
         plot_movement(tokens, name, ax=axes[panel])
         if name in of_all.index:
             found = of_all.loc[name]
-            title += f"; r = {found.correlation:.2f} [{found.lower:.2f}, {found.upper:.2f}]"
+            words = f"r = {found.correlation:.2f} [{found.lower:.2f}, {found.upper:.2f}]"
+            axes[panel].set_title(words, loc="right")
         axes[panel].set_title(title, loc="left")
     bottoms, tops = zip(*(axes[panel].get_ylim() for panel in "cef"), strict=True)
     for panel in "cef":

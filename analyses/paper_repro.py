@@ -10,9 +10,11 @@ and its seeds. A lookup that finds no row, or several, is an error: a number has
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -20,6 +22,7 @@ import tyro
 
 from analyses.script import exit_with
 from gradscope.errors import InputError
+from gradscope.intervals import interval_labels
 from gradscope.run_folder import write_text
 
 TEMPLATE = Path(__file__).with_name("paper_repro.md.jinja")
@@ -44,8 +47,8 @@ class Numbers:
     def _tables(self) -> dict[str, pd.DataFrame]:
         return {}
 
-    def row(self, file: str, /, **where: Any) -> pd.Series:
-        """The only row of file.csv whose columns have these values. Raises InputError for none or several."""
+    def rows(self, file: str, /, **where: Any) -> pd.DataFrame:
+        """The rows of file.csv whose columns have these values. Raises InputError for an unknown file or column."""
         path = self.folder / f"{file}.csv"
         if file not in self._tables:
             if not path.is_file():
@@ -56,8 +59,13 @@ class Numbers:
             raise InputError(f"{path} has no column {unknown[0]!r}; it has {', '.join(table)}")
         for name, value in where.items():
             table = table[table[name].astype(str) == str(value)]
+        return table
+
+    def row(self, file: str, /, **where: Any) -> pd.Series:
+        """The only one. Raises InputError for none or several."""
+        table = self.rows(file, **where)
         if len(table) != 1:
-            raise InputError(f"{path} has {len(table)} rows with {where}; the text needs exactly one")
+            raise InputError(f"{self.folder / file}.csv has {len(table)} rows with {where}; the text needs exactly one")
         return table.iloc[0]
 
     def value(self, file: str, column: str, /, **where: Any) -> float:
@@ -78,6 +86,26 @@ class Numbers:
     def count(self, file: str, column: str, /, **where: Any) -> str:
         """One cell, a whole number, with commas."""
         return f"{round(self.value(file, column, **where)):,}"
+
+    def scientific(self, file: str, column: str, /, **where: Any) -> str:
+        """One cell of any size to two digits: 8.7e-5."""
+        digits, power = f"{self.value(file, column, **where):.1e}".split("e")
+        return f"{digits}e{int(power)}"
+
+    def each(self, form: Callable[..., str], file: str, column: str, /, **where: Any) -> str:
+        """One cell of each interval of π, from [0, ¼) to [¾, 1], with slashes between."""
+        known = set(self.rows(file)["interval"].astype(str))
+        labels = interval_labels() if interval_labels()[0] in known else range(len(interval_labels()))
+        return " / ".join(form(file, column, interval=label, **where) for label in labels)
+
+    def extremes(
+        self, file: str, column: str, /, *, without: Mapping[str, Any] = MappingProxyType({}), **where: Any
+    ) -> str:
+        """The least and the largest of some cells; `without`: but those of these rows."""
+        table = self.rows(file, **where)
+        for name, value in without.items():
+            table = table[table[name].astype(str) != str(value)]
+        return f"{decimal(table[column].min(), 2)} to {decimal(table[column].max(), 2)}"
 
     def interval(
         self,
@@ -158,7 +186,8 @@ def render(figures: Path, template: Path = TEMPLATE) -> str:
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     numbers = Numbers(figures)
-    names = ("number", "percent", "count", "interval", "contrast", "verdict", "value", "p")
+    names = ("number", "percent", "count", "scientific", "each", "extremes", "interval")
+    names += ("contrast", "verdict", "value", "p")
     functions = {name: getattr(numbers, name) for name in names}
     return environment.from_string(template.read_text(encoding="utf-8")).render(functions | {"decimal": decimal})
 

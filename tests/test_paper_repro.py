@@ -8,6 +8,7 @@ import pytest
 
 from analyses.paper_repro import Numbers, render
 from gradscope.errors import InputError
+from gradscope.intervals import interval_labels
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -38,6 +39,20 @@ def test_a_contrast_says_difference_interval_corrected_p_and_seeds(numbers):
     assert numbers.contrast("made", "lopti", "grpo", level="all") == "+.031 [−.012, .074], p = .21, 6 seeds"
     assert numbers.contrast("made", "both", "grpo", level="all") == "−.050 [−.060, −.040], p < .001, 3 seeds"
     assert numbers.contrast("made", "both", "grpo", level=2) == "+.200, 1 seed"
+
+
+def test_the_four_intervals_are_told_in_a_row_whether_by_number_or_by_label(tmp_path):
+    values = [0.1, 2e-4, 0.333, 0.4]
+    for name, intervals in (("numbers", [0, 1, 2, 3]), ("labels", interval_labels())):
+        columns = {"interval": [*intervals, "all"], "norm": [*values, 9], "batch": ["a", "a", "b", "b", "all"]}
+        pd.DataFrame(columns).to_csv(tmp_path / f"{name}.csv", index=False)
+    numbers = Numbers(tmp_path)
+    for name in ("numbers", "labels"):
+        assert numbers.each(numbers.number, name, "norm", digits=1) == ".1 / .0 / .3 / .4"
+        assert numbers.each(numbers.scientific, name, "norm") == "1.0e-1 / 2.0e-4 / 3.3e-1 / 4.0e-1"
+    assert numbers.extremes("numbers", "norm") == ".00 to 9.00"
+    assert numbers.extremes("numbers", "norm", without={"batch": "all"}) == ".00 to .40"
+    assert numbers.extremes("numbers", "norm", batch="b") == ".33 to .40"
 
 
 def test_a_verdict_claims_no_more_than_the_corrected_test(numbers):
