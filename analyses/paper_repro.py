@@ -20,6 +20,7 @@ from typing import Any
 import pandas as pd
 import tyro
 
+from analyses.contrasts import seeds_to_tell
 from analyses.script import exit_with
 from gradscope.errors import InputError
 from gradscope.intervals import interval_labels
@@ -132,6 +133,11 @@ class Numbers:
             return f"{words}, {seeds} seed" + ("s" if seeds > 1 else "")
         return f"{words}, {p_words(row['p_holm'])}, {seeds} seeds"
 
+    def seeds_needed(self, file: str, variant: str, baseline: str, /, effect: float, claims: int, **where: Any) -> str:
+        """How many seeds would tell a true difference of this size from 0, by the spread of those that there are."""
+        seeds = seeds_to_tell(effect, self.row(file, variant=variant, baseline=baseline, **where), claims=claims)
+        return "not known" if math.isnan(seeds) else f"{seeds:,.0f}"
+
     def p(self, file: str, /, **where: Any) -> str:
         """Holm's p of a row: `p = .21`."""
         return p_words(self.value(file, "p_holm", **where))
@@ -187,7 +193,7 @@ def render(figures: Path, template: Path = TEMPLATE) -> str:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     numbers = Numbers(figures)
     names = ("number", "percent", "count", "scientific", "each", "extremes", "interval")
-    names += ("contrast", "verdict", "value", "p")
+    names += ("contrast", "seeds_needed", "verdict", "value", "p")
     functions = {name: getattr(numbers, name) for name in names}
     return environment.from_string(template.read_text(encoding="utf-8")).render(functions | {"decimal": decimal})
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from analyses.contrasts import compare, holm, mean_interval, summarize
+from analyses.contrasts import compare, differences, holm, mean_interval, seeds_to_tell, summarize
 
 
 def runs(**values):
@@ -86,3 +86,20 @@ def test_what_rounding_leaves_of_equal_numbers_is_no_difference():
 def test_no_rows_make_a_summary_of_no_rows():
     found = summarize(runs(grpo=[1.0]).iloc[:0], "accuracy")
     assert found.empty and list(found) == ["variant", "label", "seeds", "mean", "lower", "upper"]
+
+
+@pytest.mark.parametrize("claims", [1, 2])
+def test_so_many_seeds_tell_a_difference_four_times_in_five_and_one_fewer_does_not(claims):
+    """Power by the noncentral t distribution: of a t with n − 1 degrees of freedom around √n · difference / spread."""
+    draws = np.random.default_rng(0).normal(0.02, 0.05, 6)
+    table = pd.DataFrame({"variant": ["a"] * 6 + ["b"] * 6, "seed": [*range(6)] * 2, "x": [*draws, *np.zeros(6)]})
+    row = differences(table, "x", [("a", "b")]).iloc[0]
+    needed = int(seeds_to_tell(0.03, row, claims=claims))
+
+    def power(n):
+        bar = stats.t.ppf(1 - 0.025 / claims, n - 1)
+        shift = np.sqrt(n) * 0.03 / draws.std(ddof=1)
+        return stats.nct.sf(bar, n - 1, shift) + stats.nct.cdf(-bar, n - 1, shift)
+
+    assert power(needed) >= 0.8 > power(needed - 1)
+    assert np.isnan(seeds_to_tell(0.03, dict(row) | {"seeds": 1, "lower": np.nan, "upper": np.nan}))
