@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 
 from analyses.measurements import read_facts, read_table
 from analyses.script import Options, exit_with
+from analyses.tables import write_csv
 from gradscope.batch_loss import PAPER
 from gradscope.bounds import TheoryReport, theory_report
 from gradscope.gains import LAYER, PARAMETERS
@@ -84,7 +85,7 @@ def main(options: Options) -> None:
     write_text(options.out / "base_policy.txt", f"{summary}\n")
     tables = {"intervals": summary.intervals, "gradients": summary.gradients.table, "theory": tabulate(summary.theory)}
     for name, numbers in tables.items():
-        numbers.to_csv(options.out / f"base_policy_{name}.csv", index=False, lineterminator="\n")
+        write_csv(numbers, options.out / f"base_policy_{name}.csv")
     print(summary)
 
 

@@ -28,6 +28,7 @@ from analyses.curves import BAND, draw_curves, smooth
 from analyses.experiments import labels
 from analyses.read_runs import pages, read_metrics, read_tests
 from analyses.script import Options, exit_with
+from analyses.tables import write_csv
 from gradscope.plot_style import NEUTRAL, finish, paper_style, save_figure
 
 NAMED, LOPTI, REWEIGHT = "named beforehand", "Lopti", "Reweight"
@@ -106,7 +107,9 @@ def draw_differences(ax: Axes, contrasts: pd.DataFrame) -> Axes:
         REWEIGHT: REWEIGHT,
     }
     for block, pairs in PAIRS.items():
-        ax.text(0.0, place, headings[block], transform=across, fontsize=7.5, weight="bold", va="center")
+        # On white, or the line at 0 would run through the words.
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        ax.text(0.0, place, headings[block], transform=across, fontsize=7.5, weight="bold", va="center", bbox=box)
         for variant, baseline in pairs:
             place += 1
             ticks[place] = f"{words[variant]}\n− {words[baseline]}"
@@ -148,7 +151,7 @@ def main(options: Options) -> None:
     for name, track, variants in pages("controls", options.scale):
         curves, contrasts = table(options.scale, track, variants)
         save_figure(draw(curves, contrasts), options.out / f"{name}.png")
-        contrasts.to_csv(options.out / f"{name}_contrasts.csv", index=False, float_format="%.6g", lineterminator="\n")
+        write_csv(contrasts, options.out / f"{name}_contrasts.csv", float_format="%.6g")
         deciding = contrasts[contrasts["decides"]].drop(columns=["kind", "level", "family", "decides"])
         print(deciding.to_string(index=False, float_format="{:.3f}".format, na_rep="–"))
 

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from analyses.measurements import read_table
 from analyses.script import Options, exit_with
+from analyses.tables import write_csv
 from gradscope.plot_style import NEUTRAL, finish, new_panels, paper_style, save_figure
 
 NAMES = {
@@ -56,7 +57,7 @@ def draw(table: pd.DataFrame) -> Figure:
 def main(options: Options) -> None:
     growth, gpu = table(options)
     save_figure(draw(growth), options.out / "cost_growth.png", growth)
-    gpu.to_csv(options.out / "cost_growth_gpu.csv", index=False, lineterminator="\n")
+    write_csv(gpu, options.out / "cost_growth_gpu.csv")
     print(growth.to_string(index=False))
     print(gpu.to_string(index=False))
 

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 from analyses.measurements import read_table
 from analyses.script import Options, exit_with
+from analyses.tables import write_csv
 from gradscope.plot_style import paper_style, save_figure
 from gradscope.plot_updates import plot_norm_drivers
 
@@ -40,7 +41,7 @@ def draw(fits: pd.DataFrame) -> Figure:
 def main(options: Options) -> None:
     fits, shares = table(options)
     save_figure(draw(fits), options.out / "drivers.png")
-    shares.to_csv(options.out / "drivers_by_value.csv", index=False, float_format="%.4g", lineterminator="\n")
+    write_csv(shares, options.out / "drivers_by_value.csv", float_format="%.4g")
     print(fits.to_string(index=False, float_format="{:.3f}".format))
     print(shares.to_string(index=False, float_format="{:.3g}".format))
 

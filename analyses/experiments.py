@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,8 +65,17 @@ class Run:
 
 @cache
 def read() -> dict[str, Any]:
-    """The file, as it is."""
-    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+    """The file, as it is. Raises InputError if it is no TOML."""
+    try:
+        return tomllib.loads(FILE.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{FILE} is no TOML: {error}") from error
+
+
+def check_scale(scale: str) -> None:
+    """Raises InputError for an unknown scale."""
+    if scale not in (scales := read()["scales"]):
+        raise InputError(f"no scale is called {scale!r}; give one of {', '.join(scales)}")
 
 
 def labels() -> dict[str, str]:
@@ -76,10 +85,8 @@ def labels() -> dict[str, str]:
 
 def list_runs(scale: str) -> list[Run]:
     """The scale's runs, in the order in which they are made. Raises InputError for an unknown scale."""
-    scales = read()["scales"]
-    if scale not in scales:
-        raise InputError(f"no scale is called {scale!r}; give one of {', '.join(scales)}")
-    return [run for track in scales[scale]["tracks"] for run in _runs_of(scale, track)]
+    check_scale(scale)
+    return [run for track in read()["scales"][scale]["tracks"] for run in _runs_of(scale, track)]
 
 
 def needs(figure: str, scale: str) -> list[tuple[str, str]]:
@@ -87,15 +94,16 @@ def needs(figure: str, scale: str) -> list[tuple[str, str]]:
 
     Raises InputError for a scale or a figure that is unknown.
     """
-    figures, scales = read()["figures"], read()["scales"]
+    check_scale(scale)
+    figures = read()["figures"]
     measured = [entry for entry in read().get("measurements", {}).values() if scale in entry["scales"]]
-    if scale not in scales:
-        raise InputError(f"no scale is called {scale!r}; give one of {', '.join(scales)}")
     known = dict.fromkeys([*figures, *(name for entry in measured for name in entry["figures"])])
     if figure not in known:
         raise InputError(f"no figure is called {figure!r}; give one of {', '.join(known)}")
     wanted = figures.get(figure, {}).items()
     pairs = [(track, variant) for kind, names in wanted for track in tracks_of(kind, scale) for variant in names]
+    if unknown := [variant for _, variant in pairs if variant not in labels()]:
+        raise InputError(f"{FILE}, {figure}: no variant is called {unknown[0]!r}; give some of {', '.join(labels())}")
     places = [place.split("/") for entry in measured if figure in entry["figures"] for place in entry["after"]]
     return list(dict.fromkeys(pairs + [(track, variant) for track, variant in places]))
 
@@ -116,15 +124,17 @@ def tracks_of(kind: str, scale: str) -> list[str]:
 
 
 def _track(scale: str, track: str) -> dict[str, Any]:
-    """A track's table, filled up from the one that it is `like`."""
-    tracks = read()["scales"][scale]["tracks"]
-    table = tracks[track]
-    return _track(scale, table["like"]) | table if "like" in table else table
+    """A track's table, filled up from the one that it is `like`. Raises InputError where something lacks."""
+    table = read()["scales"][scale]["tracks"][track]
+    table = _track(scale, table["like"]) | table if "like" in table else table
+    if absent := [name for name in ("preset", "settings", "stages", "test") if name not in table]:
+        raise InputError(f"{FILE}: track {track} of scale {scale} has no {absent[0]!r}")
+    return table
 
 
 def _runs_of(scale: str, track: str) -> Iterator[Run]:
     table = _track(scale, track)
-    test = Test(**_tuples(table["test"]))
+    test = Test(**_arguments(Test, table["test"], f"the test of {scale}/{track}"))
     for stage in table["stages"]:
         for seed in stage["seeds"]:
             for variant in stage["variants"]:
@@ -134,7 +144,7 @@ def _runs_of(scale: str, track: str) -> Iterator[Run]:
 def configure(scale: str, track: str, variant: str) -> TrainConfig:
     """The settings of a variant in a track: the preset, the track's settings, the variant's, and the track's own of it.
 
-    Raises InputError for a variant or track that the file does not have.
+    Raises InputError for a variant, a track or a setting that there is not.
     """
     tracks, variants = read()["scales"][scale]["tracks"], read()["variants"]
     if track not in tracks or variant not in variants:
@@ -142,7 +152,15 @@ def configure(scale: str, track: str, variant: str) -> TrainConfig:
     table = _track(scale, track)
     settings = table["settings"] | variants[variant] | table.get("variants", {}).get(variant, {})
     settings.pop("label")
-    return replace(get_preset(table["preset"]), **_tuples(settings))
+    return replace(get_preset(table["preset"]), **_arguments(TrainConfig, settings, f"{scale}/{track}/{variant}"))
+
+
+def _arguments(kind: type, table: dict[str, Any], place: str) -> dict[str, Any]:
+    """The table as arguments of a dataclass. Raises InputError for a name that it does not have."""
+    known = [each.name for each in fields(kind)]
+    if unknown := [name for name in table if name not in known]:
+        raise InputError(f"{FILE}, {place}: {unknown[0]!r} is no setting; give some of {', '.join(known)}")
+    return _tuples(table)
 
 
 def _tuples(table: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 
 from analyses.measurements import read_table
 from analyses.script import Options, exit_with
+from analyses.tables import write_csv
 from gradscope.plot_style import drawn_numbers, finish, paper_style, save_figure
 from gradscope.plot_updates import plot_movement
 from gradscope.plots import plot_advantages, plot_interval_gradient_norms, plot_token_shares
@@ -79,9 +80,9 @@ def add_paper_shares(ax: Axes) -> Axes:
 def main(options: Options) -> None:
     tokens, norms, similar, movements = table(options)
     save_figure(draw(tokens, norms, similar), options.out / "fig1.png")
-    similar.to_csv(options.out / "fig1_similarity.csv", index=False, lineterminator="\n")
-    movements.to_csv(options.out / "fig1_movements.csv", index=False, float_format="%.4g", lineterminator="\n")
-    norms.to_csv(options.out / "fig1_gradients.csv", index=False, lineterminator="\n")
+    write_csv(similar, options.out / "fig1_similarity.csv")
+    write_csv(movements, options.out / "fig1_movements.csv", float_format="%.4g")
+    write_csv(norms, options.out / "fig1_gradients.csv")
     print(similar.to_string(index=False, float_format="{:.3f}".format))
     print(norms.to_string(index=False, float_format="{:.3g}".format))
 

@@ -28,6 +28,7 @@ from scipy import stats
 from analyses.colors import COLORS
 from analyses.measurements import read_table
 from analyses.script import Options, exit_with
+from analyses.tables import write_csv
 from gradscope.directions import over_batches
 from gradscope.plot_style import drawn_numbers, finish, paper_style, save_figure
 from gradscope.plot_updates import plot_directions
@@ -107,8 +108,8 @@ def add_paper(ax: Axes) -> Axes:
 def main(options: Options) -> None:
     means, differences = table(options)
     save_figure(draw(means[means["against"] == "advantage"]), options.out / "fig3.png")
-    means.to_csv(options.out / "fig3_means.csv", index=False, float_format="%.4f", lineterminator="\n")
-    differences.to_csv(options.out / "fig3_differences.csv", index=False, float_format="%.4f", lineterminator="\n")
+    write_csv(means, options.out / "fig3_means.csv", float_format="%.4f")
+    write_csv(differences, options.out / "fig3_differences.csv", float_format="%.4f")
     shown = means[means["sign"] == "positive"].pivot(
         index=["optimizer", "against", "method"], columns="interval", values="mean"
     )

@@ -75,7 +75,8 @@ def draw(curves: pd.DataFrame, accuracies: pd.DataFrame, shown: pd.DataFrame) ->
     panels["people"].set_title("(b) Accuracy, sampled; mean and 95 % interval", loc="left")
     draw_layout(panels["table"], shown)
     panels["table"].set_title("(c) The same beside the paper's (Fig. 4); ± half of the 95 % interval", loc="left")
-    figure.supxlabel(f"(a): {BAND}", fontsize=7)
+    said = f"(a): {BAND}\n(b): dotted: untrained. (c): gain over GRPO's average; here at the seeds that both have"
+    figure.supxlabel(said, fontsize=7)
     return figure
 
 

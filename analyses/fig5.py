@@ -41,6 +41,7 @@ from analyses.colors import COLORS
 from analyses.contrasts import differences, holm, summarize, tell_seeds
 from analyses.read_runs import pages, read_responses
 from analyses.script import Options, exit_with
+from analyses.tables import write_csv
 from analyses.words import CATEGORIES, count_categories, embedded_categories
 from gradscope.errors import InputError
 from gradscope.intervals import bootstrap
@@ -255,9 +256,7 @@ def main(options: Options) -> None:
         save_figure(draw(tables), options.out / f"{name}.png")
         for field in fields(tables):
             found = getattr(tables, field.name)
-            found.to_csv(
-                options.out / f"{name}_{field.name}.csv", index=False, float_format="%.6g", lineterminator="\n"
-            )
+            write_csv(found, options.out / f"{name}_{field.name}.csv", float_format="%.6g")
         claims = tables.correlations[tables.correlations["scope"].isin(SCOPES)]
         for found in (claims, tables.contrasts):
             print(found.to_string(index=False, float_format="{:.3f}".format, na_rep="–"), end="\n\n")

@@ -27,6 +27,7 @@ from analyses.curves import BAND, draw_curves, smooth
 from analyses.experiments import configure
 from analyses.read_runs import pages, read_metrics, read_tests
 from analyses.script import Options, exit_with
+from analyses.tables import write_csv
 from gradscope.plot_style import NEUTRAL, finish, new_panels, paper_style, save_figure
 
 BASELINE = "grpo"
@@ -156,9 +157,7 @@ def main(options: Options) -> None:
     for name, track, variants in pages("fig6", options.scale):
         tables = table(options.scale, track, variants)
         save_figure(draw(tables), options.out / f"{name}.png")
-        tables.contrasts.to_csv(
-            options.out / f"{name}_contrasts.csv", index=False, float_format="%.6g", lineterminator="\n"
-        )
+        write_csv(tables.contrasts, options.out / f"{name}_contrasts.csv", float_format="%.6g")
         print(summarize(tables.accuracy, "sampled").to_string(index=False, float_format="{:.3f}".format), end="\n\n")
         print(tables.contrasts.to_string(index=False, float_format="{:.3f}".format, na_rep="–"))
 

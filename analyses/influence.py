@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from analyses.measurements import read_table
 from analyses.script import Options, exit_with
+from analyses.tables import write_csv
 from gradscope.plot_style import paper_style, save_figure
 from gradscope.plot_updates import plot_influence
 
@@ -57,7 +58,7 @@ def draw(shares: pd.DataFrame, errors: pd.DataFrame) -> Figure:
 def main(options: Options) -> None:
     shares, errors = table(options)
     save_figure(draw(shares, errors), options.out / "influence.png")
-    errors.to_csv(options.out / "influence_errors.csv", index=False, float_format="%.5g", lineterminator="\n")
+    write_csv(errors, options.out / "influence_errors.csv", float_format="%.5g")
     wide = shares.pivot(index=["optimizer", "source"], columns="target", values="share")
     print(wide.to_string(float_format="{:.3f}".format))
     print(errors.groupby("optimizer")["relative_error"].agg(["mean", "max"]))

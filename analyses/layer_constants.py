@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from analyses.base_policy import tabulate
 from analyses.measurements import read_facts, read_table
 from analyses.script import Options, exit_with
+from analyses.tables import write_csv
 from gradscope.bounds import TheoryReport, theory_report
 from gradscope.plot_style import finish, new_axes
 from gradscope.plots import paper_style, save_figure
@@ -86,7 +87,7 @@ def main(options: Options) -> None:
     write_text(options.out / "layer_constants.txt", f"{report}\n")
     tables = {"theory": tabulate(report), "spreads": report.spreads, "bounds": report.layer_bounds}
     for name, numbers in tables.items():
-        numbers.to_csv(options.out / f"layer_constants_{name}.csv", index=False, lineterminator="\n")
+        write_csv(numbers, options.out / f"layer_constants_{name}.csv")
 
 
 if __name__ == "__main__":

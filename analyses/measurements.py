@@ -25,8 +25,9 @@ from typing import Annotated, Any
 import pandas as pd
 import tyro
 
-from analyses.experiments import RUNS, read
+from analyses.experiments import RUNS, check_scale, read
 from analyses.script import exit_with
+from analyses.tables import read_whole
 from gradscope.errors import InputError
 from gradscope.run_folder import MANIFEST, library_versions, read_json, write_text
 
@@ -52,7 +53,8 @@ class Measurement:
 
 
 def list_measurements(scale: str = "cpu") -> list[Measurement]:
-    """Those of a scale, in the file's order."""
+    """Those of a scale, in the file's order. Raises InputError for an unknown scale."""
+    check_scale(scale)
     entries = read().get("measurements", {})
     found = [
         Measurement(
@@ -130,24 +132,28 @@ def describe_machine() -> dict[str, Any]:
 
 
 def read_table(name: str, table: str, *, scale: str = "cpu") -> pd.DataFrame:
-    """A table of a measurement. Raises InputError where it is not there, with the command that makes it."""
+    """A table of a measurement. Raises InputError where it is damaged or not there, with the command that makes it."""
     file = folder(name, scale) / table
     if not file.is_file():
-        raise InputError(f"{file} is not there; measure it: {_command(name, scale)}")
-    if file.suffix == ".parquet":
-        return pd.read_parquet(file)
-    return pd.read_csv(file)
+        raise InputError(f"{file} is not there; {_remedy(name, scale)}")
+    return read_whole(file, _remedy(name, scale))
 
 
-def _command(name: str, scale: str) -> str:
-    return f"python -m analyses.measurements {name}" + ("" if scale == "cpu" else f" --scale {scale}")
+def _remedy(name: str, scale: str) -> str:
+    """How to get its tables. One with a manifest passes for measured, and must go first."""
+    scales = read()["measurements"][name]["scales"]
+    if scale not in scales:
+        return f"{name} is measured at scale {' and '.join(scales)} alone"
+    whole = is_measured(name, scale)
+    first = f"restore {folder(name, scale)}, or remove it and measure again" if whole else "measure it"
+    return f"{first}: python -m analyses.measurements {name}" + ("" if scale == "cpu" else f" --scale {scale}")
 
 
 def read_facts(name: str, *, scale: str = "cpu") -> dict[str, Any]:
-    """The manifest of a measurement. Raises InputError where it is not there."""
+    """The manifest of a measurement. Raises InputError where it is damaged or not there."""
     facts = read_json(folder(name, scale) / MANIFEST)
-    if facts is None:
-        raise InputError(f"{folder(name, scale)} has no {MANIFEST}; measure it: {_command(name, scale)}")
+    if not facts:
+        raise InputError(f"{folder(name, scale)} has no {MANIFEST} that can be read; {_remedy(name, scale)}")
     return facts
 
 

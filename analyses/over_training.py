@@ -29,6 +29,7 @@ from analyses.contrasts import compare, mean_interval, tell_seeds
 from analyses.experiments import labels
 from analyses.measurements import read_table
 from analyses.script import Options, exit_with
+from analyses.tables import write_csv
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.plot_style import NEUTRAL, interval_colors, paper_style, save_figure
@@ -197,7 +198,7 @@ def _pair_names(rows: pd.DataFrame) -> list[str]:
 def write(figure: Figure, drawn: pd.DataFrame, compared: pd.DataFrame, path: Path) -> None:
     """The picture, what it shows, and its contrasts beside it; what is said of the steps after 0 is printed."""
     save_figure(figure, path, drawn)
-    compared.to_csv(path.with_name(f"{path.stem}_contrasts.csv"), index=False, float_format="%.6g")
+    write_csv(compared, path.with_name(f"{path.stem}_contrasts.csv"), float_format="%.6g")
     print(drawn[drawn["step"] == "after 0"].drop(columns="step").to_string(index=False, float_format="{:.3f}".format))
     print(compared.to_string(index=False, float_format="{:.3g}".format))
 

@@ -22,6 +22,7 @@ import tyro
 
 from analyses.contrasts import seeds_to_tell
 from analyses.script import exit_with
+from analyses.tables import read_whole
 from gradscope.errors import InputError
 from gradscope.intervals import interval_labels
 from gradscope.run_folder import write_text
@@ -54,7 +55,7 @@ class Numbers:
         if file not in self._tables:
             if not path.is_file():
                 raise InputError(f"{path} is not there, and the text quotes it; run make figures first")
-            self._tables[file] = pd.read_csv(path)
+            self._tables[file] = read_whole(path, "run make figures again")
         table = self._tables[file]
         if unknown := [name for name in where if name not in table]:
             raise InputError(f"{path} has no column {unknown[0]!r}; it has {', '.join(table)}")

@@ -6,31 +6,47 @@ figure rests on is counted from what was read, and said in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from analyses.experiments import RUNS, labels, needs
+from analyses.tables import read_whole
 from gradscope.errors import InputError
 
+SEED = re.compile(r"seed(0|[1-9]\d*)")
+"""A run's folder; others beside it, such as copies, are none."""
 UNTRAINED = Path("measured", "untrained", "untrained.csv")
 """Of a scale's folder: what its policy answers before training."""
+ANSWERS = ("group", "level", "response", "reward", "correct", "greedy", "tokens", "logprob")
+"""Columns that figures need of every response."""
 
 
 def read_metrics(variants: Sequence[str], *, scale: str = "cpu", track: str = "puzzles") -> pd.DataFrame:
     """A row per run and step: what the trainer logs (README's table of metrics), lists by their mean."""
-    return _read(variants, scale, track, "metrics.csv", pd.read_csv)
+    return _read(variants, scale, track, "metrics.csv", ["step", "reward_mean"])
 
 
 def read_tests(variants: Sequence[str], *, scale: str = "cpu", track: str = "puzzles") -> pd.DataFrame:
-    """A row per run, judged checkpoint (`step`) and level ("all" too): `evaluate`'s table."""
-    return _read(variants, scale, track, "test.csv", lambda file: pd.read_csv(file, dtype={"level": str}))
+    """A row per run, judged checkpoint (`step`) and level ("all" too): `evaluate`'s table.
+
+    Raises InputError where a checkpoint was judged at fewer levels than others.
+    """
+    tests = _read(variants, scale, track, "test.csv", ["level", "greedy_accuracy", "step"])
+    levels = tests.groupby(["variant", "seed", "step"])["level"].nunique()
+    if levels.nunique() > 1:
+        variant, seed, step = levels.idxmin()
+        folder = RUNS / scale / track / variant / f"seed{seed}"
+        found = f"{levels.min()} levels at step {step}, others {levels.max()}"
+        raise InputError(f"{folder / 'test.csv'} has {found}; {_again(folder, scale)}")
+    return tests
 
 
 def read_responses(variants: Sequence[str], *, scale: str = "cpu", track: str = "puzzles") -> pd.DataFrame:
     """A row per run and answer of its last checkpoint to the test's questions (see analyses/make_run.py)."""
-    return _read(variants, scale, track, "responses.parquet", pd.read_parquet)
+    return _read(variants, scale, track, "responses.parquet", ANSWERS)
 
 
 def read_untrained(scale: str = "cpu") -> pd.DataFrame:
@@ -39,9 +55,11 @@ def read_untrained(scale: str = "cpu") -> pd.DataFrame:
     Raises InputError where it was not measured.
     """
     file = RUNS / scale / UNTRAINED
+    command = f"python -m analyses.measurements untrained --scale {scale}"
     if not has_untrained(scale):
-        raise InputError(f"{file} is not there; measure it: python -m analyses.measurements untrained --scale {scale}")
-    return pd.read_csv(file, dtype={"level": str})
+        raise InputError(f"{file} is not there; measure it: {command}")
+    columns = ("temperature", "level", "entropy", "sampled", "greedy")
+    return read_whole(file, f"restore {file.parent}, or remove it and measure again: {command}", columns=columns)
 
 
 def has_untrained(scale: str) -> bool:
@@ -65,7 +83,8 @@ def pages(figure: str, scale: str) -> list[tuple[str, str, list[str]]]:
     ]
     if not found:
         raise InputError(
-            f"{RUNS / scale} has none of the runs of {figure}; make them: python -m analyses.reproduce --scale {scale}"
+            f"{RUNS / scale} has none of the runs of {figure}; make them: "
+            f"python -m analyses.reproduce --scale {scale} --only {figure}"
         )
     return found
 
@@ -76,21 +95,25 @@ def last_checkpoints(tests: pd.DataFrame) -> pd.DataFrame:
     return tests.drop(columns="step").groupby(keys, sort=False).mean(numeric_only=True).reset_index()
 
 
-def _read(
-    variants: Sequence[str], scale: str, track: str, name: str, read: Callable[[Path], pd.DataFrame]
-) -> pd.DataFrame:
+def _read(variants: Sequence[str], scale: str, track: str, name: str, columns: Sequence[str]) -> pd.DataFrame:
     frames, words = [], labels()
     for variant in variants:
-        files = sorted((RUNS / scale / track / variant).glob(f"seed*/{name}"), key=lambda file: _seed(file.parent))
-        for file in files:
-            named = {"track": track, "variant": variant, "label": words[variant], "seed": _seed(file.parent)}
-            frames.append(read(file).assign(**named))
+        folders = [path for path in (RUNS / scale / track / variant).glob("seed*") if SEED.fullmatch(path.name)]
+        for folder in sorted(folders, key=_seed):
+            if (folder / name).is_file():
+                table = read_whole(folder / name, _again(folder, scale), columns=columns)
+                named = {"track": track, "variant": variant, "label": words[variant], "seed": _seed(folder)}
+                frames.append(table.assign(**named))
     if not frames:
         raise InputError(
             f"{RUNS / scale / track} has no run of {', '.join(variants)}; make them: "
             f"python -m analyses.reproduce --scale {scale}"
         )
     return pd.concat(frames, ignore_index=True)
+
+
+def _again(folder: Path, scale: str) -> str:
+    return f"restore {folder}, or remove it and make the run again: python -m analyses.reproduce --scale {scale}"
 
 
 def _seed(folder: Path) -> int:

@@ -210,7 +210,7 @@ def test_an_accuracy_is_the_mean_of_the_judged_checkpoints(runs, tmp_path):
 
 def responses(texts, rewards, groups, levels, greedy=False, tokens=10):
     columns = {"group": groups, "level": levels, "response": texts, "reward": rewards, "greedy": greedy}
-    return pd.DataFrame(columns | {"tokens": tokens})
+    return pd.DataFrame(columns | {"tokens": tokens, "correct": False, "logprob": -1.0})
 
 
 def correlate_by_loops(x, y, strata):
@@ -353,7 +353,7 @@ def test_fig_5_without_a_run_of_grpo_is_refused_in_one_line(runs, tmp_path):
 
 @pytest.mark.parametrize("figure", [fig5, fig6, controls])
 def test_a_figure_without_any_run_says_in_one_line_what_to_do(runs, tmp_path, figure):
-    with pytest.raises(InputError, match=r"^[^\n]*python -m analyses\.reproduce --scale cpu$"):
+    with pytest.raises(InputError, match=r"^[^\n]*python -m analyses\.reproduce --scale cpu --only \w+$"):
         figure.main(figure.Options(out=tmp_path))
     with pytest.raises(InputError, match=r"^[^\n]*$"):
         figure.main(figure.Options(out=tmp_path, scale="moon"))

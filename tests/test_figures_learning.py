@@ -1,6 +1,7 @@
 """Figures of learning from kept runs: their numbers against loops on made-up runs, and what they do where runs lack."""
 
 import math
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -42,7 +43,13 @@ def make_run(folder, seed, shift, lopti):
             tests.append({"level": level, "avg@2": accuracy, "greedy_accuracy": accuracy + 0.1, "step": judged})
     pd.DataFrame(tests).to_csv(folder / "test.csv", index=False)
     number = np.arange(120)
-    answers = {"group": number // 3, "level": number // 30 + 2, "greedy": number % 3 == 0}
+    answers = {
+        "group": number // 3,
+        "level": number // 30 + 2,
+        "greedy": number % 3 == 0,
+        "response": "",
+        "reward": 0.0,
+    }
     answers |= {"correct": rng.random(120) < 0.8, "tokens": rng.integers(5, 50, 120)}
     answers["logprob"] = -rng.uniform(0.01, 0.05, 120) * answers["tokens"]
     pd.DataFrame(answers).to_parquet(folder / "responses.parquet")
@@ -391,3 +398,53 @@ def test_the_page_of_another_track_has_a_name_of_its_own(runs, monkeypatch):
         ("fig4", "puzzles", ["lopti"]),
         ("fig4_puzzles-3b", "puzzles-3b", ["grpo"]),
     ]
+
+
+# --- damaged runs -------------------------------------------------------------------------------------------------
+
+READERS = {
+    "metrics.csv": read_runs.read_metrics,
+    "test.csv": read_runs.read_tests,
+    "responses.parquet": read_runs.read_responses,
+}
+
+
+# A metrics.csv that ends with a whole line may be that of a run that diverged.
+@pytest.mark.parametrize(
+    ("name", "left"), [("metrics.csv", 0), ("test.csv", 0), ("test.csv", 0.5), ("responses.parquet", 0.5)]
+)
+def test_a_file_of_a_run_that_is_cut_short_is_named_with_what_to_do(runs, name, left):
+    file = runs / "cpu" / "puzzles" / "grpo" / "seed1" / name
+    file.write_bytes(file.read_bytes()[: int(left * file.stat().st_size)])
+    with pytest.raises(
+        InputError, match=rf"^[^\n]*seed1/{name} .*; restore .*seed1, or remove it and make the run again"
+    ):
+        READERS[name](["grpo"])
+
+
+@pytest.mark.parametrize(
+    ("name", "column"), [("metrics.csv", "reward_mean"), ("test.csv", "level"), ("responses.parquet", "logprob")]
+)
+def test_a_table_of_a_run_without_a_column_is_not_passed_over(runs, name, column):
+    file = runs / "cpu" / "puzzles" / "grpo" / "seed1" / name
+    if file.suffix == ".csv":
+        pd.read_csv(file).drop(columns=column).to_csv(file, index=False)
+    else:
+        pd.read_parquet(file).drop(columns=column).to_parquet(file)
+    with pytest.raises(InputError, match=f"{name} has no '{column}'"):
+        READERS[name](["grpo"])
+
+
+def test_a_checkpoint_that_lacks_a_level_is_named(runs):
+    file = runs / "cpu" / "puzzles" / "grpo" / "seed1" / "test.csv"
+    table = pd.read_csv(file)
+    table[(table["level"] != "3") | (table["step"] != 40)].to_csv(file, index=False)
+    with pytest.raises(InputError, match=r"grpo/seed1/test\.csv has 4 levels at step 40, others 5; restore"):
+        read_runs.read_tests(["grpo", "reweight"])
+
+
+def test_a_folder_beside_the_seeds_is_no_run(runs):
+    variant = runs / "cpu" / "puzzles" / "grpo"
+    for name in ("seed1.bak", "seed01", "seeds"):
+        shutil.copytree(variant / "seed1", variant / name)
+    assert read_runs.read_metrics(["grpo"])["seed"].unique().tolist() == [0, 1, 2]

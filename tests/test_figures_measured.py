@@ -58,20 +58,20 @@ def test_what_is_kept_comes_back_with_every_digit(runs):
     numbers = rng.normal(size=500) * 10.0 ** rng.uniform(-30, 20, 500)
     table = pd.DataFrame({"few": np.float32(0.1), "number": numbers, "single": numbers.astype(np.float32) / 3})
     table = table.assign(unknown=np.where(numbers > 0, numbers, np.nan), count=np.arange(500), word="π, ½")
-    out = measurements.folder("some")
+    out = measurements.folder("drivers")
     measurements.keep(out, {"a.csv": table, "b.parquet": table}, batches=2)
-    pd.testing.assert_frame_equal(measurements.read_table("some", "b.parquet"), table)
-    text = measurements.read_table("some", "a.csv")
+    pd.testing.assert_frame_equal(measurements.read_table("drivers", "b.parquet"), table)
+    text = measurements.read_table("drivers", "a.csv")
     for column in table:
         # A float32 is written with the digits that tell it from other float32s.
         back = text[column].astype(table[column].dtype)
         pd.testing.assert_series_equal(back, table[column], rtol=0, atol=0)
-    assert measurements.read_facts("some")["batches"] == 2
+    assert measurements.read_facts("drivers")["batches"] == 2
     assert sorted(file.name for file in out.iterdir()) == ["a.csv", "b.parquet", "manifest.json"]
 
 
 def test_a_part_is_made_once_and_goes_when_the_measurement_is_finished(runs):
-    out, made = measurements.folder("some"), []
+    out, made = measurements.folder("drivers"), []
 
     def make(number: int) -> pd.DataFrame:
         made.append(number)
@@ -84,13 +84,13 @@ def test_a_part_is_made_once_and_goes_when_the_measurement_is_finished(runs):
 
     with pytest.raises(KeyboardInterrupt):
         measure()
-    assert not measurements.is_measured("some")
+    assert not measurements.is_measured("drivers")
     whole = measure()
     assert made == [1, 2, 2, 3]
     assert whole["x"].dropna().tolist() == [0.1, 0.2, 0.1 * 3]
-    assert not measurements.is_measured("some")
+    assert not measurements.is_measured("drivers")
     measurements.keep(out, {"x.csv": whole})
-    assert measurements.is_measured("some") and not (out / measurements.PARTS).exists()
+    assert measurements.is_measured("drivers") and not (out / measurements.PARTS).exists()
 
 
 def test_measurements_are_made_where_they_are_not_there_yet(runs, monkeypatch, capsys):
@@ -143,8 +143,22 @@ def test_the_run_in_training_is_that_of_the_file():
 def test_a_measurement_that_is_not_there_is_named_with_its_command(runs):
     with pytest.raises(InputError, match=r"errors\.csv is not there; measure it: python -m .*measurements influence$"):
         measurements.read_table("influence", "errors.csv")
-    with pytest.raises(InputError, match=r"has no manifest\.json; measure it: python -m analyses\.measurements some$"):
-        measurements.read_facts("some")
+    with pytest.raises(InputError, match=r"has no manifest\.json .*; measure it: python -m .*measurements drivers$"):
+        measurements.read_facts("drivers")
+    with pytest.raises(InputError, match=r"fits\.csv is not there; drivers is measured at scale cpu alone$"):
+        measurements.read_table("drivers", "fits.csv", scale="gpu")
+    with pytest.raises(InputError, match="no scale is called 'moon'; give one of cpu, gpu, paper"):
+        measurements.list_measurements("moon")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "b.parquet", "manifest.json"])
+def test_a_measurement_that_is_damaged_is_named_and_not_taken_for_measured(runs, name):
+    table = pd.DataFrame({"number": [1.0, 2.0]})
+    out = measurements.folder("drivers")
+    measurements.keep(out, {"a.csv": table, "b.parquet": table})
+    (out / name).write_bytes(b"")
+    with pytest.raises(InputError, match=rf"{name}.* restore .*drivers, or remove it and measure again: python"):
+        measurements.read_facts("drivers") if name == "manifest.json" else measurements.read_table("drivers", name)
 
 
 def test_figure_2_is_drawn_from_the_kept_tokens(runs, tokens, tmp_path, capsys):
