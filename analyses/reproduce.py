@@ -120,6 +120,8 @@ def _end_with(parent: int) -> None:
 
 
 def main(options: Options) -> int:
+    if options.jobs is not None and options.jobs < 1:
+        raise InputError(f"--jobs is {options.jobs}; give at least 1")
     runs = choose(options)
     left = [run for run in runs if not is_finished(run)]
     print(f"scale {options.scale}: {len(runs)} runs, {len(runs) - len(left)} finished", flush=True)

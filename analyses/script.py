@@ -24,10 +24,13 @@ class Options:
 
 
 def exit_with(call: Callable[[], int | None]) -> None:
-    """Exit with the status that `call` returns (None: 0); where it raises InputError, with 2 and its line on stderr."""
+    """Exit with the status that `call` returns (None: 0); where the input or a file is at fault, with 2 and its line.
+
+    A file is at fault that cannot be written, such as below an `--out` that is no folder.
+    """
     try:
         status = call()
-    except InputError as error:
+    except (InputError, OSError) as error:
         print(f"{COMPLAINT}{error}", file=sys.stderr)
         status = 2
     sys.exit(status)

@@ -115,6 +115,36 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(tiny, options, wor
         reproduce.choose(reproduce.Options(**({"scale": "tiny"} | options)))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("[figures]", "[figures", r"tiny\.toml is no TOML: .* line "),
+        ("steps = 4", "stepps = 4", r"tiny/puzzles/grpo: 'stepps' is no setting; give some of model, "),
+        (
+            "checkpoints = 2",
+            "checkpoint = 2",
+            "the test of tiny/puzzles: 'checkpoint' is no setting; give some of task, ",
+        ),
+        ("puzzles.test]", "puzzles.tests]", "track puzzles of scale tiny has no 'test'"),
+        (
+            'fig4 = { puzzles = ["grpo"',
+            'fig4 = { puzzles = ["gripo"',
+            "fig4: no variant is called 'gripo'; give some of",
+        ),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_one_line(tiny, old, new, words):
+    tiny.write_text(TINY.replace(old, new), encoding="utf-8")
+    with pytest.raises(InputError, match=words):
+        reproduce.choose(reproduce.Options(scale="tiny", only=("fig4",)))
+
+
+@pytest.mark.parametrize("jobs", [0, -1])
+def test_less_than_one_run_at_a_time_is_refused(tiny, jobs):
+    with pytest.raises(InputError, match=f"--jobs is {jobs}; give at least 1"):
+        reproduce.main(reproduce.Options(scale="tiny", jobs=jobs))
+
+
 def test_a_figure_that_is_drawn_from_measurements_needs_their_runs(tiny):
     tiny.write_text(TINY + MEASURED, encoding="utf-8")
     experiments.read.cache_clear()

@@ -1,8 +1,10 @@
 """Scripts end with one line where the input is at fault."""
 
+import pandas as pd
 import pytest
 
 from analyses.script import exit_with
+from analyses.tables import write_csv
 from gradscope.errors import InputError
 
 
@@ -21,6 +23,15 @@ def test_an_input_at_fault_is_one_line_and_status_2(capsys):
         exit_with(refuse)
     assert ended.value.code == 2
     assert capsys.readouterr().err == "error: no scale is called 'nano'; give one of cpu, gpu\n"
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_and_status_2(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        exit_with(lambda: write_csv(pd.DataFrame({"a": [1]}), tmp_path / "file" / "table.csv"))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and str(tmp_path / "file") in said and said.count("\n") == 1
 
 
 def test_any_other_error_flies():
