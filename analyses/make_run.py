@@ -36,6 +36,7 @@ import analyses.puzzles
 import analyses.sums  # noqa: F401  (both register their tasks)
 from analyses.experiments import RUNS, WORK, Run, Test, launch_of
 from analyses.measurements import describe_machine
+from analyses.read_runs import PLANNED
 from analyses.script import COMPLAINT, exit_with
 from gradscope import load_policy
 from gradscope.errors import DivergedError, InputError, first_line
@@ -95,7 +96,7 @@ def train_here(config: TrainConfig, work: Path) -> str:
         if not list_checkpoints(work):
             raise
         return first_line(error)
-    return "as planned"
+    return PLANNED
 
 
 def train_launched(config: TrainConfig, work: Path, *, processes: int, sharded: bool, **_about: Any) -> str:

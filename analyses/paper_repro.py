@@ -131,7 +131,7 @@ class Numbers:
             return "not run"
         words = with_interval(row["difference"], row["lower"], row["upper"], digits, signed=True)
         if math.isnan(row["p_holm"]):
-            return f"{words}, {seeds} seed" + ("s" if seeds > 1 else "")
+            return f"{words}, " + ("1 seed, which decides nothing" if seeds == 1 else f"{seeds} seeds")
         return f"{words}, {p_words(row['p_holm'])}, {seeds} seeds"
 
     def seeds_needed(self, file: str, variant: str, baseline: str, /, effect: float, claims: int, **where: Any) -> str:

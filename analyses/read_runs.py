@@ -15,18 +15,31 @@ import pandas as pd
 from analyses.experiments import RUNS, labels, needs
 from analyses.tables import read_whole
 from gradscope.errors import InputError
+from gradscope.run_folder import read_json
 
 SEED = re.compile(r"seed(0|[1-9]\d*)")
 """A run's folder; others beside it, such as copies, are none."""
 UNTRAINED = Path("measured", "untrained", "untrained.csv")
 """Of a scale's folder: what its policy answers before training."""
+PLANNED = "as planned"
+"""How a run ended that did not diverge, in its manifest."""
 ANSWERS = ("group", "level", "response", "reward", "correct", "greedy", "tokens", "logprob")
 """Columns that figures need of every response."""
 
 
 def read_metrics(variants: Sequence[str], *, scale: str = "cpu", track: str = "puzzles") -> pd.DataFrame:
-    """A row per run and step: what the trainer logs (README's table of metrics), lists by their mean."""
-    return _read(variants, scale, track, "metrics.csv", ["step", "reward_mean"])
+    """A row per run and step: what the trainer logs (README's table of metrics), lists by their mean.
+
+    Raises InputError for a run whose steps end before its last one, unless it is said to have diverged there.
+    """
+    metrics = _read(variants, scale, track, "metrics.csv", ["step", "reward_mean"])
+    for (variant, seed), last in metrics.groupby(["variant", "seed"])["step"].max().items():
+        folder = RUNS / scale / track / variant / f"seed{seed}"
+        config, manifest = (read_json(folder / name) or {} for name in ("config.json", "manifest.json"))
+        if last < (config.get("steps") or 0) and manifest.get("ended", PLANNED) == PLANNED:
+            found = f"ends at step {last} of {config['steps']}"
+            raise InputError(f"{folder / 'metrics.csv'} {found}; {_again(folder, scale)}")
+    return metrics
 
 
 def read_tests(variants: Sequence[str], *, scale: str = "cpu", track: str = "puzzles") -> pd.DataFrame:

@@ -107,6 +107,17 @@ def test_a_curve_is_the_normalised_exponential_mean_of_each_run_averaged_over_se
         assert row.sd == pytest.approx(np.std(means, ddof=1), abs=1e-12)
 
 
+def test_steps_that_are_missing_at_the_end_are_refused_unless_the_run_diverged(runs):
+    folder = runs / "cpu/puzzles/grpo/seed1"
+    (folder / "config.json").write_text('{"steps": 60}')
+    assert len(read_runs.read_metrics(["grpo"])) == 180
+    (folder / "config.json").write_text('{"steps": 90}')
+    with pytest.raises(InputError, match=r"seed1/metrics\.csv ends at step 60 of 90; restore .*seed1, or remove it"):
+        read_runs.read_metrics(["grpo"])
+    (folder / "manifest.json").write_text('{"ended": "no finite gradient in three steps in a row"}')
+    assert len(read_runs.read_metrics(["grpo"])) == 180
+
+
 def test_a_run_that_ended_early_is_not_carried_on():
     rows = [
         {"variant": "grpo", "label": "GRPO", "seed": seed, "step": step, "x": float(10 * seed)}

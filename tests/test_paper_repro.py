@@ -38,7 +38,7 @@ def test_a_cell_is_written_as_the_text_writes_numbers(numbers):
 def test_a_contrast_says_difference_interval_corrected_p_and_seeds(numbers):
     assert numbers.contrast("made", "lopti", "grpo", level="all") == "+.031 [−.012, .074], p = .21, 6 seeds"
     assert numbers.contrast("made", "both", "grpo", level="all") == "−.050 [−.060, −.040], p < .001, 3 seeds"
-    assert numbers.contrast("made", "both", "grpo", level=2) == "+.200, 1 seed"
+    assert numbers.contrast("made", "both", "grpo", level=2) == "+.200, 1 seed, which decides nothing"
 
 
 def test_the_four_intervals_are_told_in_a_row_whether_by_number_or_by_label(tmp_path):
