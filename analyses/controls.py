@@ -103,7 +103,7 @@ def draw_differences(ax: Axes, contrasts: pd.DataFrame) -> Axes:
     across = ax.get_yaxis_transform()
     headings = {
         NAMED: f"{NAMED.capitalize()}: Holm over two",
-        LOPTI: "Lopti: Holm with those below",
+        LOPTI: f"{LOPTI}: Holm over these and the next block",
         REWEIGHT: REWEIGHT,
     }
     for block, pairs in PAIRS.items():

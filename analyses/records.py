@@ -78,12 +78,15 @@ def draw_records(curves: pd.DataFrame, accuracy: pd.DataFrame) -> Figure:
         draw_checkpoints(panel, accuracy[accuracy["level"] == level])
         people = "all puzzles" if level == "all" else f"{level} people"
         panel.set_title(f"Test accuracy, {people}", loc="left")
+    bottoms, tops = zip(*(panel.get_ylim() for panel in below[: len(levels)]), strict=True)
+    for panel in below[: len(levels)]:  # one scale, lest a point of accuracy look like a swing
+        panel.set_ylim(min(bottoms), max(tops))
     for unused in [*panels[len(records) : len(panels) - len(below)], *below[len(levels) :]]:
         unused.axis("off")
     handles, names = panels[0].get_legend_handles_labels()
     fits = sum(map(len, names)) < 80
     figure.legend(handles, names, loc="outside upper center", ncols=len(names) if fits else 2)
-    figure.supxlabel(f"Training: {BAND}.\nTest: sampled answers; mean and 95 % interval over seeds.", fontsize=7)
+    figure.supxlabel(f"Training: {BAND}.\nTest: sampled answers; mean and 95 % interval over seeds (of several).", fontsize=7)
     return figure
 
 
