@@ -86,7 +86,7 @@ def draw_records(curves: pd.DataFrame, accuracy: pd.DataFrame) -> Figure:
     handles, names = panels[0].get_legend_handles_labels()
     fits = sum(map(len, names)) < 80
     figure.legend(handles, names, loc="outside upper center", ncols=len(names) if fits else 2)
-    figure.supxlabel(f"Training: {BAND}.\nTest: sampled answers; mean and 95 % interval over seeds (of several).", fontsize=7)
+    figure.supxlabel(f"Training: {BAND}.\nTest: sampled answers; mean, 95 % interval over several seeds.", fontsize=7)
     return figure
 
 
