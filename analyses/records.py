@@ -80,7 +80,7 @@ def draw_records(curves: pd.DataFrame, accuracy: pd.DataFrame) -> Figure:
         panel.set_title(f"Test accuracy, {people}", loc="left")
     bottoms, tops = zip(*(panel.get_ylim() for panel in below[: len(levels)]), strict=True)
     for panel in below[: len(levels)]:  # one scale, lest a point of accuracy look like a swing
-        panel.set_ylim(min(bottoms), max(tops))
+        panel.set_ylim(min(bottoms) - 0.02, max(tops) + 0.02)
     for unused in [*panels[len(records) : len(panels) - len(below)], *below[len(levels) :]]:
         unused.axis("off")
     handles, names = panels[0].get_legend_handles_labels()
