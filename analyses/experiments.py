@@ -56,6 +56,8 @@ class Run:
     seed: int
     config: TrainConfig
     test: Test
+    launch: Mapping[str, Any] = field(default_factory=dict)
+    """The scale's, see `launch_of`."""
 
     @property
     def place(self) -> Path:
@@ -138,7 +140,8 @@ def _runs_of(scale: str, track: str) -> Iterator[Run]:
     for stage in table["stages"]:
         for seed in stage["seeds"]:
             for variant in stage["variants"]:
-                yield Run(scale, track, variant, seed, replace(configure(scale, track, variant), seed=seed), test)
+                config = replace(configure(scale, track, variant), seed=seed)
+                yield Run(scale, track, variant, seed, config, test, launch_of(scale))
 
 
 def configure(scale: str, track: str, variant: str) -> TrainConfig:

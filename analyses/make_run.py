@@ -34,7 +34,7 @@ import torch
 
 import analyses.puzzles
 import analyses.sums  # noqa: F401  (both register their tasks)
-from analyses.experiments import RUNS, WORK, Run, Test, launch_of
+from analyses.experiments import RUNS, WORK, Run, Test
 from analyses.measurements import describe_machine
 from analyses.read_runs import PLANNED
 from analyses.script import COMPLAINT, exit_with
@@ -69,9 +69,8 @@ def is_finished(run: Run) -> bool:
 def make(run: Run) -> Run:
     """Train, or go on, judge the newest checkpoints, and keep what figures need."""
     work, kept = WORK / run.place, RUNS / run.place
-    launch = launch_of(run.scale)
-    several = launch.get("processes", 1) > 1
-    ended = train_launched(run.config, work, **launch) if several else train_here(run.config, work)
+    several = run.launch.get("processes", 1) > 1
+    ended = train_launched(run.config, work, **run.launch) if several else train_here(run.config, work)
     kept.mkdir(parents=True, exist_ok=True)
     shutil.copy(work / "config.json", kept / "config.json")
     write_text(kept / "manifest.json", json.dumps(describe(work) | {"ended": ended}, indent=2) + "\n")

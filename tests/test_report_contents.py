@@ -36,6 +36,7 @@ def test_pyplot_keeps_no_figure_of_a_page_not_even_one_that_was_given_up():
         plt.subplots()
         raise InputError("too few tokens")
 
+    plt.close("all")
     mine, sheets = plt.figure(), Sheets()
     try:
         block = sheets.figure("line", draw_line, "A line. And more.")

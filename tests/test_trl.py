@@ -156,7 +156,7 @@ def test_a_loss_types_denominators_are_those_of_trls_loss(checkpoint, tmp_path, 
     slopes = torch.cat([slopes_of_trl(trainer, inputs) for inputs in step["window"]])
     wanted = slopes[torch.cat([inputs["completion_mask"] for inputs in step["window"]]).bool()].numpy()
     found = table["weight"] / denominators.numpy()[table["response"]]
-    np.testing.assert_allclose(found, wanted, atol=FLOAT32 * np.abs(wanted).max())
+    np.testing.assert_allclose(found, wanted, atol=3 * FLOAT32 * np.abs(wanted).max())
 
 
 def test_advantages_made_of_rewards_with_trls_eps_are_trls(checkpoint, tmp_path):

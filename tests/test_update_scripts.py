@@ -222,9 +222,9 @@ def test_figure_1_draws_the_numbers_of_its_tables(moved):
         means = moved[f"delta_prob.{name}"].abs().groupby(moved["interval"]).mean()
         np.testing.assert_allclose(panels[panel]["mean_abs_of_all"].astype(float), np.repeat(means, 2))
         row = similar[(similar["update"] == name) & (similar["batch"] == "all")]
-        [title] = panels[panel]["panel"].unique()
+        [ax] = [ax for ax in figure.axes if ax.get_title(loc="left").startswith(panel)]
         for value in row[["correlation", "lower", "upper"]].to_numpy().ravel():
-            assert f"{value:.2f}" in title
+            assert f"{value:.2f}" in ax.get_title(loc="right")
     movements = [ax for ax in figure.axes if ax.get_title(loc="left")[:3] in ("(c)", "(e)", "(f)")]
     assert len({ax.get_ylim() for ax in movements}) == 1
 
