@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
@@ -32,11 +33,19 @@ def smooth(metrics: pd.DataFrame, value: str, *, ema: float = EMA) -> pd.DataFra
 
 
 def draw_curves(ax: Axes, curves: pd.DataFrame, *, ylabel: str) -> Axes:
-    """A line with its band per variant of `smooth`'s table, named with its seeds; the axes keep the numbers."""
-    for variant, own in curves.groupby("variant", sort=False):
-        color, seeds = COLORS[variant], own["seeds"].max()
-        name = f"{own['label'].iloc[0]} ({seeds} seed{'s' if seeds > 1 else ''})"
-        ax.plot(own["step"], own["mean"], color=color, linestyle=LINES[variant], label=name)
+    """A line with its band per variant of `smooth`'s table, named with its seeds; the axes keep the numbers.
+
+    A line that lies under another one shows at its edges: the first is the broadest. Where runs diverged, the name says
+    how many reached the last step.
+    """
+    widths = np.linspace(2.4, 1.0, curves["variant"].nunique())
+    for (variant, own), width in zip(curves.groupby("variant", sort=False), widths, strict=True):
+        color, seeds, ended = COLORS[variant], own["seeds"].max(), own["seeds"].iloc[-1]
+        if own["step"].iloc[-1] < curves["step"].max():
+            ended = 0
+        to_the_end = "" if ended == seeds else f", {ended} to the end"
+        name = f"{own['label'].iloc[0]} ({seeds} seed{'s' if seeds > 1 else ''}{to_the_end})"
+        ax.plot(own["step"], own["mean"], color=color, linestyle=LINES[variant], linewidth=width, label=name)
         low, high = own["mean"] - own["sd"], own["mean"] + own["sd"]
         ax.fill_between(own["step"], low, high, color=color, alpha=0.12, linewidth=0)
     ax.set(xlabel="step", ylabel=ylabel)

@@ -82,7 +82,7 @@ def check_scale(scale: str) -> None:
 
 def labels() -> dict[str, str]:
     """Variant → its name in figures, in the order in which figures show them."""
-    return {name: variant["label"] for name, variant in read()["variants"].items()}
+    return {name: _has(variant, f"variant {name}", "label")["label"] for name, variant in read()["variants"].items()}
 
 
 def list_runs(scale: str) -> list[Run]:
@@ -94,10 +94,11 @@ def list_runs(scale: str) -> list[Run]:
 def needs(figure: str, scale: str) -> list[tuple[str, str]]:
     """The (track, variant) pairs of a scale that a figure, or what is measured for it, is made from.
 
-    Raises InputError for a scale or a figure that is unknown.
+    A page's own name does for that of what draws it: fig7 for fig7_8. Raises InputError for a scale or a figure that
+    is unknown.
     """
     check_scale(scale)
-    figures = read()["figures"]
+    figure, figures = drawn_as(figure), read()["figures"]
     measured = [entry for entry in read().get("measurements", {}).values() if scale in entry["scales"]]
     known = dict.fromkeys([*figures, *(name for entry in measured for name in entry["figures"])])
     if figure not in known:
@@ -108,6 +109,11 @@ def needs(figure: str, scale: str) -> list[tuple[str, str]]:
         raise InputError(f"{FILE}, {figure}: no variant is called {unknown[0]!r}; give some of {', '.join(labels())}")
     places = [place.split("/") for entry in measured if figure in entry["figures"] for place in entry["after"]]
     return list(dict.fromkeys(pairs + [(track, variant) for track, variant in places]))
+
+
+def drawn_as(page: str) -> str:
+    """The name under which a page of the paper is drawn: fig7 is a part of fig7_8."""
+    return next((name for name, drawn in read().get("pages", {}).items() if page in drawn), page)
 
 
 def launch_of(scale: str) -> dict[str, Any]:
@@ -129,8 +135,13 @@ def _track(scale: str, track: str) -> dict[str, Any]:
     """A track's table, filled up from the one that it is `like`. Raises InputError where something lacks."""
     table = read()["scales"][scale]["tracks"][track]
     table = _track(scale, table["like"]) | table if "like" in table else table
-    if absent := [name for name in ("preset", "settings", "stages", "test") if name not in table]:
-        raise InputError(f"{FILE}: track {track} of scale {scale} has no {absent[0]!r}")
+    return _has(table, f"track {track} of scale {scale}", "preset", "settings", "stages", "test")
+
+
+def _has(table: dict[str, Any], place: str, *names: str) -> dict[str, Any]:
+    """The table. Raises InputError where it lacks one of the names."""
+    if absent := [name for name in names if name not in table]:
+        raise InputError(f"{FILE}: {place} has no {absent[0]!r}")
     return table
 
 
@@ -138,6 +149,7 @@ def _runs_of(scale: str, track: str) -> Iterator[Run]:
     table = _track(scale, track)
     test = Test(**_arguments(Test, table["test"], f"the test of {scale}/{track}"))
     for stage in table["stages"]:
+        _has(stage, f"a stage of {scale}/{track}", "variants", "seeds")
         for seed in stage["seeds"]:
             for variant in stage["variants"]:
                 config = replace(configure(scale, track, variant), seed=seed)

@@ -21,6 +21,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import tyro
 
+from analyses.experiments import drawn_as
 from analyses.script import exit_with
 from gradscope.errors import InputError, first_line
 
@@ -41,7 +42,7 @@ class Options:
     scale: str = "cpu"
     """The scale of analyses/runs.toml whose runs are drawn."""
     only: tuple[str, ...] = ()
-    """Scripts to run; none: all."""
+    """Scripts to run, or pages of the paper such as fig7 or table3; none: all."""
 
 
 def draw_one(name: str, options: Options) -> str | None:
@@ -59,11 +60,12 @@ def draw_one(name: str, options: Options) -> str | None:
 
 def main(options: Options) -> int:
     """Run the scripts; 2 if some found nothing to draw, else 0."""
-    if unknown := [name for name in options.only if name not in SCRIPTS]:
+    wanted = tuple(dict.fromkeys(map(drawn_as, options.only)))
+    if unknown := [name for name in wanted if name not in SCRIPTS]:
         raise InputError(f"no figure is called {unknown[0]!r}; give some of {', '.join(SCRIPTS)}")
     matplotlib.use("agg")
     missing = []
-    for name in options.only or SCRIPTS:
+    for name in wanted or SCRIPTS:
         start = time.perf_counter()
         if complaint := draw_one(name, options):
             missing.append(f"{name}: {complaint}")

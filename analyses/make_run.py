@@ -18,8 +18,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict
@@ -29,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import psutil
 import torch
 
 import analyses.puzzles
@@ -37,7 +34,7 @@ import analyses.sums  # noqa: F401  (both register their tasks)
 from analyses.experiments import RUNS, WORK, Run, Test
 from analyses.measurements import describe_machine
 from analyses.read_runs import PLANNED
-from analyses.script import COMPLAINT, exit_with
+from analyses.script import COMPLAINT, end_with, exit_with
 from gradscope import load_policy
 from gradscope.errors import DivergedError, InputError, first_line
 from gradscope.evaluation import Evaluation, evaluate
@@ -117,19 +114,13 @@ def train_launched(config: TrainConfig, work: Path, *, processes: int, sharded: 
 
 
 def be_launched(work: str, folder: str, parent: str) -> None:
-    """What each process of `train_launched` does. It ends with its parent, which nobody else would tell it."""
-    threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
+    """What each process of `train_launched` does. It ends with its parent."""
+    end_with(int(parent))
     settings = json.loads(Path(folder, CONFIG).read_text(encoding="utf-8"))
     config = TrainConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()})
     ended = train_here(config, Path(work))
     if os.environ["RANK"] == "0":
         write_text(Path(folder, ENDED), ended)
-
-
-def _end_with(parent: int) -> None:
-    while psutil.pid_exists(parent):
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def describe(work: Path) -> dict[str, Any]:

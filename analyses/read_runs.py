@@ -115,6 +115,8 @@ def _read(variants: Sequence[str], scale: str, track: str, name: str, columns: S
         for folder in sorted(folders, key=_seed):
             if (folder / name).is_file():
                 table = read_whole(folder / name, _again(folder, scale), columns=columns)
+                if name.endswith(".csv"):
+                    _check_numbers(table, folder / name, _again(folder, scale))
                 named = {"track": track, "variant": variant, "label": words[variant], "seed": _seed(folder)}
                 frames.append(table.assign(**named))
     if not frames:
@@ -123,6 +125,14 @@ def _read(variants: Sequence[str], scale: str, track: str, name: str, columns: S
             f"python -m analyses.reproduce --scale {scale}"
         )
     return pd.concat(frames, ignore_index=True)
+
+
+def _check_numbers(table: pd.DataFrame, file: Path, remedy: str) -> None:
+    """All columns but the level are numbers. Raises InputError otherwise."""
+    for column in table.columns.drop("level", errors="ignore"):
+        if not pd.api.types.is_numeric_dtype(table[column]):
+            [value, *_] = table[column][pd.to_numeric(table[column], errors="coerce").isna()].dropna()
+            raise InputError(f"{file} has {value!r} for a number in {column!r}; {remedy}")
 
 
 def _again(folder: Path, scale: str) -> str:

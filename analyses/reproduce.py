@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -25,10 +23,10 @@ import tyro
 from tqdm import tqdm
 
 from analyses import dry_run
-from analyses.experiments import Run, launch_of, list_runs, needs
+from analyses.experiments import Run, drawn_as, launch_of, list_runs, needs
 from analyses.make_run import is_finished, make
 from analyses.measurements import Measurement, is_measured, list_measurements, make_measurement
-from analyses.script import exit_with
+from analyses.script import end_with, exit_with
 from gradscope.errors import DivergedError, InputError, SyncError, first_line
 
 
@@ -67,12 +65,13 @@ def choose(options: Options) -> list[Run]:
 
 def choose_measurements(options: Options) -> list[Measurement]:
     """What is asked for and not measured yet. Of one whose runs are not finished, there is nothing to measure."""
+    wanted = set(map(drawn_as, options.only))
     unfinished = {f"{run.track}/{run.variant}" for run in list_runs(options.scale) if not is_finished(run)}
     return [
         measurement
         for measurement in list_measurements(options.scale)
         if not is_measured(measurement.name, options.scale)
-        and (not options.only or set(options.only) & set(measurement.figures))
+        and (not wanted or wanted & set(measurement.figures))
         and not unfinished & set(measurement.after)
     ]
 
@@ -103,20 +102,13 @@ def _complaint(job: Future) -> str | None:
 
 
 def _begin(parent: int) -> None:
-    """A worker has one thread, draws no bars, and ends when its parent is gone, even by kill -9: nobody else would
-    end it, and it would hold its run's lock."""
+    """A worker has one thread, draws no bars, and ends with its parent."""
     import torch
     from transformers.utils import logging
 
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
+    end_with(parent)
 
 
 def main(options: Options) -> int:

@@ -4,6 +4,7 @@ import math
 import shutil
 from types import SimpleNamespace
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,7 +13,7 @@ from scipy import stats
 from analyses import fig4, fig7_8, fig11_12, measure_untrained, read_runs, sharpening, table6
 from analyses.accuracy import accuracy_by_people, average, beside_paper, compare_by_people, lay_out, slopes
 from analyses.colors import COLORS, LINES
-from analyses.curves import smooth
+from analyses.curves import draw_curves, smooth
 from analyses.experiments import labels, read
 from analyses.records import compare_late, late_means
 from analyses.tables import to_markdown, write_table
@@ -128,6 +129,14 @@ def test_a_run_that_ended_early_is_not_carried_on():
     assert found["seeds"].tolist() == [2, 2, 1]
     assert found["mean"].tolist() == pytest.approx([5.0, 5.0, 10.0])
     assert math.isnan(found["sd"].iloc[2])
+    other = found.assign(variant="lopti", label="Lopti", seeds=2)
+    diverged = found.iloc[:2].assign(variant="reweight", label="Reweight")
+    figure, ax = plt.subplots()
+    draw_curves(ax, pd.concat([found, other, diverged]), ylabel="x")
+    plt.close(figure)
+    names = ["GRPO (2 seeds, 1 to the end)", "Lopti (2 seeds)", "Reweight (2 seeds, 0 to the end)"]
+    assert [line.get_label() for line in ax.lines] == names
+    assert [line.get_linewidth() for line in ax.lines] == [2.4, 1.7, 1.0]
 
 
 def test_a_table_is_written_as_csv_and_as_markdown(tmp_path):
@@ -443,6 +452,16 @@ def test_a_table_of_a_run_without_a_column_is_not_passed_over(runs, name, column
     else:
         pd.read_parquet(file).drop(columns=column).to_parquet(file)
     with pytest.raises(InputError, match=f"{name} has no '{column}'"):
+        READERS[name](["grpo"])
+
+
+@pytest.mark.parametrize(("name", "column"), [("metrics.csv", "entropy"), ("test.csv", "avg@2")])
+def test_a_word_for_a_number_is_named(runs, name, column):
+    file = runs / "cpu" / "puzzles" / "grpo" / "seed1" / name
+    table = pd.read_csv(file, dtype={column: object})
+    table.loc[3, column] = "much"
+    table.to_csv(file, index=False)
+    with pytest.raises(InputError, match=rf"grpo/seed1/{name} has 'much' for a number in '{column}'; restore .*seed1"):
         READERS[name](["grpo"])
 
 

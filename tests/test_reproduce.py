@@ -126,6 +126,8 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(tiny, options, wor
             "the test of tiny/puzzles: 'checkpoint' is no setting; give some of task, ",
         ),
         ("puzzles.test]", "puzzles.tests]", "track puzzles of scale tiny has no 'test'"),
+        ("seeds = [0, 1]", "seed = [0, 1]", "a stage of tiny/puzzles has no 'seeds'"),
+        ('label = "GRPO"', 'name = "GRPO"', "variant grpo has no 'label'"),
         (
             'fig4 = { puzzles = ["grpo"',
             'fig4 = { puzzles = ["gripo"',
@@ -258,13 +260,3 @@ def test_what_one_of_several_processes_complains_of_is_one_line(several):
         )
     assert str(found.value).startswith("2 processes under accelerate launch: ") and "no/such/folder" in str(found.value)
     assert "\n" not in str(found.value) and not list((several / "work").glob("checkpoints/*"))
-
-
-def test_a_launched_process_ends_with_the_one_that_asked_for_it(several, monkeypatch):
-    """By its number: another than its own parent, which is accelerate's launcher."""
-    ended = []
-    monkeypatch.setattr(make_run.os, "_exit", ended.append)
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    make_run._end_with(gone.pid)
-    assert ended == [1]

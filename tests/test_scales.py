@@ -7,7 +7,8 @@ import pytest
 
 import analyses.puzzles  # noqa: F401  (registers its tasks)
 from analyses import experiments
-from analyses.experiments import configure, list_runs, tracks_of
+from analyses.experiments import configure, drawn_as, list_runs, needs, tracks_of
+from analyses.figures import SCRIPTS
 from analyses.make_run import judge
 from gradscope import load_policy
 from gradscope.evaluation import evaluate
@@ -61,6 +62,14 @@ def test_every_figure_of_the_papers_puzzles_has_its_variants_in_the_scales_gpu_a
             made = {run.variant for run in list_runs(scale) if run.track == track}
             for name, variants in wanted.items():
                 assert set(variants) <= made or (name in only_3b and track == "puzzles-7b"), (name, track)
+
+
+def test_what_can_be_drawn_can_be_asked_of_reproduce_by_the_same_name_and_by_its_pages():
+    for name in SCRIPTS:
+        assert all(len(pair) == 2 for pair in needs(name, "cpu"))
+    for page, name in {"fig7": "fig7_8", "fig12": "fig11_12", "table7": "fig11_12", "table3": "tables2_4"}.items():
+        assert drawn_as(page) == name and needs(page, "cpu") == needs(name, "cpu")
+    assert set(experiments.read()["pages"]) <= set(SCRIPTS) and drawn_as("fig4") == "fig4"
 
 
 def test_tracks_are_found_by_their_name_or_their_kind():

@@ -1,11 +1,17 @@
 """Scripts end with one line where the input is at fault."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pandas as pd
 import pytest
 
 from analyses.script import exit_with
 from analyses.tables import write_csv
 from gradscope.errors import InputError
+
+REPOSITORY = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(("status", "code"), [(None, None), (0, 0), (2, 2)])
@@ -37,3 +43,31 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_status_2(tmp_path, caps
 def test_any_other_error_flies():
     with pytest.raises(ZeroDivisionError):
         exit_with(lambda: 1 // 0)
+
+
+WAITS = """
+import sys, time
+from analyses.script import end_with
+end_with(int(sys.argv[1]))
+print("waits", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("reaped", [True, False])
+def test_a_process_ends_with_the_one_it_is_to_end_with(reaped):
+    """By its number, another than its own parent's; one that was killed and that nobody has asked after is gone too."""
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", WAITS, str(other.pid)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert waiting.stdout.readline() == "waits\n" and waiting.poll() is None
+        other.kill()
+        if reaped:
+            other.wait()
+        assert waiting.wait(timeout=60) == 1
+    finally:
+        for process in (other, waiting):
+            process.kill()
+            process.communicate()
