@@ -20,7 +20,7 @@ import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analyses.accuracy import accuracy_by_people
+from analyses.accuracy import accuracy_by_people, within_shares
 from analyses.colors import COLORS
 from analyses.contrasts import compare, summarize, tell_seeds
 from analyses.curves import BAND, draw_curves, smooth
@@ -119,11 +119,13 @@ def draw(tables: Tables) -> Figure:
     draw_baseline(eta, tables.accuracy)
     draw_sweep(eta, tables.accuracy, roles.eta, shaded=RECOMMENDED["eta"])
     eta.set(title="(d) η of Lopti", xlabel="η")
-    eta.legend(loc="best", fontsize=7)
+    eta.legend(loc="lower left", fontsize=7)
+    within_shares(eta)  # alpha's too: they share it
     swept = tables.accuracy[tables.accuracy["variant"].isin([BASELINE, *roles.alpha, *roles.eta])]
     figure.supxlabel(
         f"(a), (b): {BAND}\n(c), (d): last three checkpoints; mean and 95 % t interval over "
-        f"{tell_seeds(swept.groupby('variant')['seed'].nunique())} (pale dots); shaded: the paper's advice",
+        f"{tell_seeds(swept.groupby('variant')['seed'].nunique())} (pale dots), cut at 0 and 1; "
+        "shaded: the paper's advice",
         fontsize=7,
     )
     return figure

@@ -110,6 +110,9 @@ def test_the_sweep_of_alpha_begins_with_grpo_at_0_and_keeps_each_variants_own_se
     assert alpha.loc[0.0, ["lower", "upper"]].tolist() == pytest.approx([0.6 - half, 0.6 + half])
     eta = drawn[drawn["panel"].str.startswith("(d)")]
     assert (eta["setting"].tolist(), eta["mean"].tolist()) == ([0.3], pytest.approx([0.4]))
+    variants = read()["figures"]["fig6"]["puzzles"]
+    panel = fig6.draw(fig6.table("cpu", "puzzles", variants)).axes[2]
+    assert drawn.loc[drawn["setting"] == 0.3, "lower"].min() < 0 and panel.get_ylim()[0] >= -0.02
 
 
 def test_reward_curves_are_exponential_means_of_095(runs, tmp_path):
