@@ -165,7 +165,8 @@ def configure(scale: str, track: str, variant: str) -> TrainConfig:
     if track not in tracks or variant not in variants:
         raise InputError(f"{FILE.name} has no {track}/{variant} at scale {scale}; give a track and a variant of it")
     table = _track(scale, track)
-    settings = table["settings"] | variants[variant] | table.get("variants", {}).get(variant, {})
+    changes = _has(variants[variant], f"variant {variant}", "label")
+    settings = table["settings"] | changes | table.get("variants", {}).get(variant, {})
     settings.pop("label")
     return replace(get_preset(table["preset"]), **_arguments(TrainConfig, settings, f"{scale}/{track}/{variant}"))
 
