@@ -3,13 +3,14 @@
 import time
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from analyses.benchmarks.lopti_time import SHARES, compare_lopti
-from analyses.benchmarks.token_gradients import METHODS, Options, benchmark, describe
+from analyses.benchmarks.token_gradients import METHODS, OUTSIDE, Options, benchmark, describe
 from analyses.benchmarks.trainer import OURS, compare_trainers, time_parts
 from analyses.benchmarks.trainer_loops import Size, finishing, random_workload
 from analyses.benchmarks.turns import Turns
@@ -111,3 +112,18 @@ def test_lopti_computes_the_blocks_twice_and_the_head_once_for_every_token():
         assert row["gflop_head"] == plain["gflop_head"]
         # A pass stops at its last token, so it may compute a little less than everything.
         assert 1.5 < row["gflop_blocks"] / plain["gflop_blocks"] <= 2
+
+
+def test_the_readmes_speeds_are_those_of_its_csv():
+    root = Path(__file__).parents[1]
+    measured = pd.read_csv(root / "figures" / "benchmark_token_gradients_xeon.csv")
+    lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.strip("| ").replace("*", "").split(" | ") for line in lines if line.startswith(("| S, ", "| M, "))]
+    assert len(rows) == 6
+    for name, *cells in rows:
+        size, length = name.split(", ")
+        own = measured[(measured["size"] == size) & (measured["length"] == int(length))].set_index("method")
+        wanted = [*own["ms_per_token"].reindex(METHODS), own.reindex(OUTSIDE)["ratio"].min(), own["ratio"]["graph"]]
+        wanted += [own["fraction_of_floor"]["gradscope"]]
+        found = [float(cell.rstrip("×").replace("–", "nan")) for cell in cells]
+        np.testing.assert_allclose(found, wanted, rtol=0.006, atol=0.005)  # three digits, two after the point
