@@ -142,7 +142,7 @@ def draw(drawn: pd.DataFrame) -> Figure:
     for panel, words in zip(panels[-1], ("step", "step", "mean over the steps after 0"), strict=True):
         panel.set_xlabel(words)
     panels[0, 1].set_title("Signal in an interval's gradient")
-    panels[0, 2].set_title("● cosine   ◇ its signal part")
+    panels[0, 2].set_title("● cosine   ◇ its signal part", fontsize="medium")
     figure.legend(*panels[0, 1].get_legend_handles_labels(), loc="outside upper center", ncols=len(INTERVAL_COLORS))
     figure.supxlabel(WORDS, fontsize=7)
     return figure
