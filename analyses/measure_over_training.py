@@ -19,7 +19,6 @@ measured. manifest.json is written when all runs are in.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -34,11 +33,11 @@ from analyses.batch_gradients import Tables, measure_batch
 from analyses.experiments import WORK, Run, list_runs
 from analyses.in_training import FRESH, Moment
 from analyses.make_run import write
-from analyses.measurements import describe_machine, list_measurements
+from analyses.measurements import list_measurements, write_manifest
 from gradscope import load_policy
 from gradscope.adamw_state import AdamWState
 from gradscope.errors import InputError
-from gradscope.run_folder import MANIFEST, write_text
+from gradscope.run_folder import MANIFEST
 from gradscope.trainer.checkpoints import OPTIMIZER, checkpoint_step, list_checkpoints
 
 NAME = "over_training"
@@ -63,14 +62,15 @@ def measure(out: Path, *, scale: str = "cpu") -> None:
         raise InputError(f"{WORK / scale} has {words}")
     out.mkdir(parents=True, exist_ok=True)
     (out / MANIFEST).unlink(missing_ok=True)
+    columns = {}
     for name in TABLES:
-        tables = [_read(part / f"{name}.csv", run, step) for run, step, part in parts]
-        write(pd.concat(tables, ignore_index=True), out / f"{name}.csv")
+        table = pd.concat([_read(part / f"{name}.csv", run, step) for run, step, part in parts], ignore_index=True)
+        write(table, out / f"{name}.csv")
+        columns[f"{name}.csv"] = table.columns
     if missing:
         print(f"left out, not made to their end yet: {', '.join(missing)}")
         return
-    facts = {"questions": QUESTIONS, "responses": RESPONSES, "batches": len(parts)}
-    write_text(out / MANIFEST, json.dumps(describe_machine() | facts, indent=2) + "\n")
+    write_manifest(out, columns, questions=QUESTIONS, responses=RESPONSES, batches=len(parts))
 
 
 def runs_to_measure(scale: str) -> list[Run]:

@@ -17,7 +17,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -117,8 +117,14 @@ def keep(out: Path, tables: Mapping[str, pd.DataFrame], **facts: Any) -> None:
         else:
             table.to_csv(beside, index=False, lineterminator="\n")
         os.replace(beside, out / name)
-    write_text(out / MANIFEST, json.dumps(describe_machine() | facts, indent=2) + "\n")
+    write_manifest(out, {name: table.columns for name, table in tables.items()}, **facts)
     shutil.rmtree(out / PARTS, ignore_errors=True)
+
+
+def write_manifest(out: Path, columns: Mapping[str, Iterable[str]], **facts: Any) -> None:
+    """Say that a measurement is whole: what made it, facts, and the columns of its tables, by the tables' names."""
+    facts["columns"] = {name: [str(column) for column in of_table] for name, of_table in columns.items()}
+    write_text(out / MANIFEST, json.dumps(describe_machine() | facts, indent=2) + "\n")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -136,7 +142,11 @@ def read_table(name: str, table: str, *, scale: str = "cpu") -> pd.DataFrame:
     file = folder(name, scale) / table
     if not file.is_file():
         raise InputError(f"{file} is not there; {_remedy(name, scale)}")
-    return read_whole(file, _remedy(name, scale))
+    found = read_whole(file, _remedy(name, scale))
+    columns = (read_json(file.with_name(MANIFEST)) or {}).get("columns", {}).get(table, [])
+    if absent := [column for column in columns if column not in found]:
+        raise InputError(f"{file} has no column {absent[0]!r}; {_remedy(name, scale)}")
+    return found
 
 
 def _remedy(name: str, scale: str) -> str:

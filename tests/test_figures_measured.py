@@ -161,6 +161,15 @@ def test_a_measurement_that_is_damaged_is_named_and_not_taken_for_measured(runs,
         measurements.read_facts("drivers") if name == "manifest.json" else measurements.read_table("drivers", name)
 
 
+def test_a_measured_table_without_one_of_its_columns_is_named_with_the_remedy(runs):
+    out = measurements.folder("drivers")
+    measurements.keep(out, {"a.csv": pd.DataFrame({"level": ["1"], "r2": [0.5]})})
+    assert measurements.read_facts("drivers")["columns"] == {"a.csv": ["level", "r2"]}
+    pd.DataFrame({"level": ["1"], "R2": [0.5]}).to_csv(out / "a.csv", index=False)
+    with pytest.raises(InputError, match=r"a\.csv has no column 'r2'; restore .*drivers, or remove it"):
+        measurements.read_table("drivers", "a.csv")
+
+
 def test_figure_2_is_drawn_from_the_kept_tokens(runs, tokens, tmp_path, capsys):
     keep_base_policy(tokens)
     fig2.main(fig2.Options(out=tmp_path))
