@@ -120,11 +120,10 @@ def attention_backward_at(
     In the last block that is all there is, so its queries, output projection and MLP cost one position a token.
     """
     groups = keys.shape[1]
-    d, o, q = (
-        t.unflatten(1, (groups, -1)).permute(1, 0, 2, 3) for t in (delta, attended[positions], queries[positions])
-    )
+    d, o, q = (t.unflatten(1, (groups, -1)).transpose(0, 1) for t in (delta, attended[positions], queries[positions]))
     p = probs[:, positions].unflatten(0, (groups, -1)).transpose(1, 2)  # [G, K, share, n]
-    k, v = keys.permute(1, 0, 2)[:, None], values.permute(1, 0, 2)[:, None]  # [G, 1, n, c]
-    s = scaling * p * (d @ v.mT - (d * o).sum(-1, keepdim=True))
-    back_q = (s @ k).permute(1, 0, 2, 3).flatten(1, 2)
+    k, v = keys.transpose(0, 1), values.transpose(0, 1)
+    flow = (d * o).sum(-1, keepdim=True)
+    s = scaling * p * ((d.flatten(1, 2) @ v.mT).view(p.shape) - flow)
+    back_q = (s.flatten(1, 2) @ k).view(d.shape).transpose(0, 1).flatten(1, 2)
     return back_q, (s.mT @ q).permute(2, 1, 0, 3), (p.mT @ d).permute(2, 1, 0, 3)
