@@ -158,7 +158,7 @@ def test_an_embedding_sums_what_flows_back_to_each_id(ids):
     table, ids = nn.Embedding(7, 6).double(), torch.tensor(ids)
     delta = random(TOKENS, len(ids), 6)
     expected = square_norms_by_autograd(table, [(ids, delta)])
-    torch.testing.assert_close(embedding_square_norms(delta, ids), expected, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(embedding_square_norms(delta.transpose(0, 1), ids), expected, rtol=1e-12, atol=0.0)
 
 
 def test_a_tied_table_has_both_squares_and_twice_their_product():
@@ -167,9 +167,10 @@ def test_a_tied_table_has_both_squares_and_twice_their_product():
     for k in range(TOKENS):
         score = (functional.embedding(ids, table) * delta[k]).sum() + (head_input[k] @ table.T) @ head_delta[k]
         expected = torch.autograd.grad(score, table)[0].square().sum()
+        flow = delta[k][:, None]
         ours = (
-            embedding_square_norms(delta[k : k + 1], ids)
+            embedding_square_norms(flow, ids)
             + outer_square_norms(head_delta[k : k + 1], head_input[k : k + 1], bias=False)
-            + tied_cross_terms(delta[k : k + 1], ids, head_delta[k : k + 1], head_input[k : k + 1])
+            + tied_cross_terms(flow, ids, head_delta[k : k + 1], head_input[k : k + 1])
         )
         torch.testing.assert_close(ours[0], expected, rtol=1e-12, atol=0.0)

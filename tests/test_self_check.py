@@ -117,7 +117,7 @@ def test_a_tied_tables_missing_cross_term_is_caught(monkeypatch):
     policy = make_policy("qwen2")
     with torch.no_grad():  # a token that points against what it sees, so that both uses of its row agree
         policy.model.model.embed_tokens.weight.mul_(3)
-    replace_rule(monkeypatch, "tied_cross_terms", lambda delta, *_: delta.new_zeros(len(delta)))
+    replace_rule(monkeypatch, "tied_cross_terms", lambda delta, *_: delta.new_zeros(delta.shape[1]))
     assert "module model.embed_tokens" in failure(policy)
 
 

@@ -133,7 +133,5 @@ class DecoderSequence:
             squares |= backward.squares
             layers.append(square_norms(delta).sqrt())
         module = body.model.get_submodule(body.table)
-        squares[body.table] = table_square_norms(
-            body.claims, body.table, module, self.ids[:n], delta.transpose(0, 1), self.head, picks
-        )
+        squares[body.table] = table_square_norms(body.claims, body.table, module, self.ids[:n], delta, self.head, picks)
         return torch.stack(layers[::-1], 1), squares

@@ -80,14 +80,13 @@ def attention_backward(
     """Through o = P v, P = softmax(scaling · q kᵀ) with causal zeros: (∂/∂q, ∂/∂k, ∂/∂v).
 
     ∂/∂v = Pᵀ δ,  S = scaling · P ∘ (δ vᵀ − δ·o),  ∂/∂q = S k,  ∂/∂k = Sᵀ q. Queries go in strips, each with the keys up
-    to its own end: what is later has no probability.
+    to its own end: what is later has no probability. The last comes first, as its keys are all.
     """
     n, tokens, heads, width = delta.shape
     groups, share = keys.shape[1], heads // keys.shape[1]
-    back_q = torch.empty_like(delta)
-    back_k, back_v = (delta.new_zeros(n, tokens, groups, width) for _ in range(2))
+    back_q, back_k, back_v = torch.empty_like(delta), None, None
     k, v, q = (t.transpose(0, 1) for t in (keys, values, queries))
-    for start, end in strips(n, NARROWEST_QUERIES):
+    for start, end in reversed([*strips(n, NARROWEST_QUERIES)]):
         rows = (end - start) * share
         d = delta[start:end].permute(2, 0, 1, 3).contiguous()
         p = probs[:, start:end, :end]
@@ -98,10 +97,18 @@ def attention_backward(
         back = multiply(s.view(groups, rows * tokens, end), k[:, :end]).view(heads, end - start, tokens, width)
         back_q[start:end] = back.permute(1, 2, 0, 3)
         back = multiply(s.view(groups, rows, tokens * end).mT, q[:, start:end].reshape(groups, rows, width))
-        back_k[:end] += back.view(groups, tokens, end, width).permute(2, 1, 0, 3)
+        back_k = _add_prefix(back_k, back.view(groups, tokens, end, width).permute(2, 1, 0, 3))
         back = multiply(p.reshape(groups, rows, end).mT, d.view(groups, rows, tokens * width))
-        back_v[:end] += back.view(groups, end, tokens, width).permute(1, 2, 0, 3)
+        back_v = _add_prefix(back_v, back.view(groups, end, tokens, width).permute(1, 2, 0, 3))
     return back_q, back_k, back_v
+
+
+def _add_prefix(total: Tensor | None, part: Tensor) -> Tensor:
+    """Add to the first positions; None: the part has all of them, and is what others are added to."""
+    if total is None:
+        return part.contiguous()
+    total[: len(part)] += part
+    return total
 
 
 def attention_backward_at(

@@ -15,7 +15,7 @@ def table_square_norms(
     name: str,
     module: nn.Embedding,
     ids: Int[Tensor, " n"],
-    delta: Float[Tensor, "K n d"],
+    delta: Float[Tensor, "n K d"],
     head: HeadPass,
     picks: Int[Tensor, " K"],
 ) -> Float[Tensor, " K"]:
@@ -24,9 +24,10 @@ def table_square_norms(
     For a table that is the head's too, with the cross term 2 ⟨head's gradient, embedding's gradient⟩ of the picked
     rows; the head's own square is not in it.
     """
-    delta = delta * claims.embedding_scale[name]
+    if (scale := claims.embedding_scale[name]) != 1:
+        delta = delta * scale
     if module.padding_idx is not None:
-        delta = delta * (ids != module.padding_idx)[:, None]
+        delta = delta * (ids != module.padding_idx)[:, None, None]
     square = embedding_square_norms(delta, ids)
     if claims.tied and name == claims.tied[0]:
         _, head_delta, head_input = head.local[claims.tied[1]]

@@ -113,9 +113,8 @@ class GraphSequence:
             slopes = zip(*(self.factors.slopes(call) for call, _ in flow), strict=True)
             return sum(_diagonal_over_calls(flow, parameter) for parameter in slopes)
         call, delta = flow[0]
-        return table_square_norms(
-            claims, name, call.module, call.inputs.flatten(), delta.flatten(1, -2), self.head, picks
-        )
+        delta = delta.flatten(1, -2).transpose(0, 1)
+        return table_square_norms(claims, name, call.module, call.inputs.flatten(), delta, self.head, picks)
 
 
 def _diagonal_over_calls(flow: list[tuple[Call, Tensor]], slopes: tuple[Tensor, ...]) -> Tensor:

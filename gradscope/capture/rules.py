@@ -2,7 +2,7 @@
 
 Notation: K tokens are measured at once over a prefix of n positions. delta is the gradient of each token's log π with
 respect to the module's output at every position of the prefix, [K, n, …], and zero after the token's own; for linear
-modules, where one matrix product serves all tokens, positions come first, [n, K, …].
+modules and embeddings, where one operation serves all tokens at a position, positions come first, [n, K, …].
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ def linear_square_norms(
     if not factor.shape[1]:  # a module that was called on no row, such as an expert without tokens
         return delta.new_zeros(tokens)
     parts = [multiply(factor[start:, start:end].T, rows[start:]) for start, end in strips(factor.shape[1])]
-    norms = torch.cat([torch.linalg.vector_norm(part.view(-1, width), dim=1) for part in parts])
-    return torch.linalg.vector_norm(norms.view(-1, tokens), dim=0).square()
+    return sum(square_norms(part.view(-1, tokens, width)) for part in parts)
 
 
 def square_norms(values: Float[Tensor, "n K *rest"]) -> Float[Tensor, " K"]:
@@ -90,18 +89,17 @@ def diagonal_square_norms(
     return terms.sum(1).square().sum(1)
 
 
-def embedding_square_norms(delta: Float[Tensor, "K n d"], ids: Int[Tensor, " n"]) -> Float[Tensor, " K"]:
+def embedding_square_norms(delta: Float[Tensor, "n K d"], ids: Int[Tensor, " n"]) -> Float[Tensor, " K"]:
     """Squared norm of an embedding table's gradient: what flows back is summed where an id occurs again."""
     distinct, row = ids.unique(return_inverse=True)
-    table = delta.new_zeros(delta.shape[0], len(distinct), delta.shape[2])
-    return table.index_add_(1, row, delta).square().sum((1, 2))
+    return square_norms(delta.new_zeros(len(distinct), *delta.shape[1:]).index_add_(0, row, delta))
 
 
 def tied_cross_terms(
-    delta: Float[Tensor, "K n d"],
+    delta: Float[Tensor, "n K d"],
     ids: Int[Tensor, " n"],
     head_delta: Float[Tensor, "K vocab"],
     head_input: Float[Tensor, "K d"],
 ) -> Float[Tensor, " K"]:
     """2 ⟨head's gradient, embedding's gradient⟩ of one shared table: 2 Σ_s head_delta[id_s] · ⟨head_input, δ_s⟩."""
-    return 2 * (head_delta[:, ids] * torch.einsum("knd,kd->kn", delta, head_input)).sum(1)
+    return 2 * (head_delta[:, ids] * torch.einsum("nkd,kd->kn", delta, head_input)).sum(1)
