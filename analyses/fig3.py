@@ -4,7 +4,8 @@
 
 Drawn from the measurement `directions` (analyses/measure_directions.py): at each of ten checkpoints of a run, one
 update of each method from the same weights, by the run's own AdamW and by SGD. Means ± standard deviations over the ten
-steps; paired differences to GRPO, and to the random split that the paper lacks, with t-intervals over them.
+steps; paired differences to GRPO, and to the random split that the paper lacks, and of the most certain tokens to those
+of the intervals below, with t-intervals over them.
 
 A token's direction is judged by log π − log(1−π). Beside the advantage's sign stands that of the net weight: a token
 that occurs after the same words in a good and in a bad response of a group must move both ways at once, so part of
@@ -52,28 +53,36 @@ PAPER = {
 """Fig. 3 of the paper: shares of the positive tokens of each interval."""
 
 
-def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Means over the checkpoints; paired differences."""
+def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Means over the checkpoints; paired differences of methods; paired differences of intervals."""
     shares = read_table("directions", "shares.csv", scale=options.scale)
     means = over_batches(shares, keys=("optimizer", "against", "method", "interval", "sign"))
-    return means, pd.concat(compare(shares, baseline).assign(baseline=baseline) for baseline in BASELINES)
+    methods = pd.concat(compare(shares, baseline).assign(baseline=baseline) for baseline in BASELINES)
+    return means, methods, compare_intervals(shares)
 
 
 def compare(shares: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """Each method's paired difference to the baseline, mean over the checkpoints with a 95 % t-interval."""
-    keys = ["optimizer", "against", "interval", "sign"]
-    wide = shares.pivot(index=[*keys, "batch"], columns="method", values="share")
+    wide = shares.pivot(index=["optimizer", "against", "interval", "sign", "batch"], columns="method", values="share")
+    others = wide.columns.drop(baseline)
+    return pd.concat(_over_checkpoints(wide[method] - wide[baseline]).assign(method=method) for method in others)
+
+
+def compare_intervals(shares: pd.DataFrame) -> pd.DataFrame:
+    """The highest interval's paired difference to each one below it, the same way; `interval` is the one below."""
+    wide = shares.pivot(index=["optimizer", "against", "method", "sign", "batch"], columns="interval", values="share")
+    *below, highest = wide.columns
+    return pd.concat(_over_checkpoints(wide[highest] - wide[one]).assign(interval=one) for one in below)
+
+
+def _over_checkpoints(differences: pd.Series) -> pd.DataFrame:
+    """Their mean over the index's last level, the checkpoints; NaN where a checkpoint has no share."""
     rows = []
-    for method in wide.columns.drop(baseline):
-        for key, values in (wide[method] - wide[baseline]).groupby(keys):
-            values = values.dropna()
-            half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values) if len(values) > 1 else np.nan
-            row = dict(zip(keys, key, strict=True)) | {
-                "method": method,
-                "steps": len(values),
-                "difference": values.mean(),
-            }
-            rows.append(row | {"lower": values.mean() - half, "upper": values.mean() + half})
+    levels = differences.index.names[:-1]
+    for key, values in differences.dropna().groupby(levels):
+        half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values) if len(values) > 1 else np.nan
+        row = dict(zip(levels, key, strict=True)) | {"steps": len(values), "difference": values.mean()}
+        rows.append(row | {"lower": values.mean() - half, "upper": values.mean() + half})
     return pd.DataFrame(rows)
 
 
@@ -106,10 +115,11 @@ def add_paper(ax: Axes) -> Axes:
 
 
 def main(options: Options) -> None:
-    means, differences = table(options)
+    means, differences, intervals = table(options)
     save_figure(draw(means[means["against"] == "advantage"]), options.out / "fig3.png")
     write_csv(means, options.out / "fig3_means.csv", float_format="%.4f")
     write_csv(differences, options.out / "fig3_differences.csv", float_format="%.4f")
+    write_csv(intervals, options.out / "fig3_intervals.csv", float_format="%.4f")
     shown = means[means["sign"] == "positive"].pivot(
         index=["optimizer", "against", "method"], columns="interval", values="mean"
     )

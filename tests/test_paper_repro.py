@@ -55,6 +55,11 @@ def test_the_four_intervals_are_told_in_a_row_whether_by_number_or_by_label(tmp_
     assert numbers.extremes("numbers", "norm", batch="b") == ".33 to .40"
 
 
+def test_intervals_that_leave_0_out_are_counted(numbers):
+    assert numbers.telling("made") == "1 of 3"
+    assert numbers.telling("made", variant="lopti") == "0 of 1"
+
+
 def test_a_verdict_claims_no_more_than_the_corrected_test(numbers):
     assert numbers.verdict("made", "lopti", "grpo", level="all") == "no difference shown"
     assert numbers.verdict("made", "both", "grpo", level="all") == "lower"

@@ -279,6 +279,21 @@ def test_differences_of_methods_are_paired_by_step(shares, baseline):
     assert set(seen) == {1, 5, 6}
 
 
+def test_the_most_certain_tokens_are_compared_with_others_of_the_same_checkpoint(shares):
+    found = fig3.compare_intervals(shares)
+    assert len(found) == 2 * 2 * 5 * 2 * 3 and sorted(found["interval"].unique()) == [0, 1, 2]
+    for row in found.itertuples():
+        own = shares.query("optimizer == @row.optimizer and against == @row.against and method == @row.method")
+        own = own[own["sign"] == row.sign]
+        below, highest = (own[own["interval"] == i].set_index("batch")["share"] for i in (row.interval, 3))
+        batches = below.dropna().index
+        assert row.steps == len(batches)
+        assert row.difference == pytest.approx(highest[batches].mean() - below[batches].mean())
+        if len(batches) > 1:
+            bounds = stats.ttest_rel(highest[batches], below[batches]).confidence_interval(0.95)
+            assert (row.lower, row.upper) == pytest.approx((bounds.low, bounds.high))
+
+
 def test_figure_3_draws_the_means_of_both_signs_and_optimizers(shares):
     means = over_batches(shares.dropna(), keys=("optimizer", "against", "method", "interval", "sign"))
     means = means[means["against"] == "advantage"].fillna({"sd": 0.0})
