@@ -57,8 +57,10 @@ def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """Means over the checkpoints; paired differences of methods; paired differences of intervals."""
     shares = read_table("directions", "shares.csv", scale=options.scale)
     means = over_batches(shares, keys=("optimizer", "against", "method", "interval", "sign"))
-    methods = pd.concat(compare(shares, baseline).assign(baseline=baseline) for baseline in BASELINES)
-    return means, methods, compare_intervals(shares)
+    plain, split = BASELINES
+    others = shares[shares["method"] != plain]  # the split has been compared with it, from the other side
+    methods = [compare(shares, plain).assign(baseline=plain), compare(others, split).assign(baseline=split)]
+    return means, pd.concat(methods), compare_intervals(shares)
 
 
 def compare(shares: pd.DataFrame, baseline: str) -> pd.DataFrame:
@@ -76,7 +78,7 @@ def compare_intervals(shares: pd.DataFrame) -> pd.DataFrame:
 
 
 def _over_checkpoints(differences: pd.Series) -> pd.DataFrame:
-    """Their mean over the index's last level, the checkpoints; NaN where a checkpoint has no share."""
+    """Their mean over the index's last level, the checkpoints that have one; the bounds of a single one are NaN."""
     rows = []
     levels = differences.index.names[:-1]
     for key, values in differences.dropna().groupby(levels):

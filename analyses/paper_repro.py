@@ -123,8 +123,8 @@ class Numbers:
         mean, lower, upper = (self.value(file, column, **where) for column in columns)
         return with_interval(mean, lower, upper, digits, signed=signed)
 
-    def telling(self, file: str, /, **where: Any) -> str:
-        """How many of the rows have an interval that leaves 0 out: `50 of 256`."""
+    def told(self, file: str, /, **where: Any) -> str:
+        """How many of the rows are told from 0 by their interval; one without an interval is not: `50 of 256`."""
         rows = self.rows(file, **where)
         return f"{((rows['lower'] > 0) | (rows['upper'] < 0)).sum()} of {len(rows)}"
 
@@ -199,7 +199,7 @@ def render(figures: Path, template: Path = TEMPLATE) -> str:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     numbers = Numbers(figures)
     names = ("number", "percent", "count", "scientific", "each", "extremes", "interval")
-    names += ("telling", "contrast", "seeds_needed", "verdict", "value", "p")
+    names += ("told", "contrast", "seeds_needed", "verdict", "value", "p")
     functions = {name: getattr(numbers, name) for name in names}
     return environment.from_string(template.read_text(encoding="utf-8")).render(functions | {"decimal": decimal})
 

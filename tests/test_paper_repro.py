@@ -22,6 +22,8 @@ def numbers(tmp_path):
         | {"upper": -0.04, "p_holm": 0.0004, "differs": True},
         {"variant": "both", "baseline": "grpo", "level": "2", "seeds": 1, "difference": 0.2, "lower": None}
         | {"upper": None, "p_holm": None, "differs": False},
+        {"variant": "both", "baseline": "grpo", "level": "3", "seeds": 3, "difference": 0.05, "lower": 0.04}
+        | {"upper": 0.06, "p_holm": 0.5, "differs": False},
     ]
     pd.DataFrame(rows).to_csv(tmp_path / "made.csv", index=False)
     return Numbers(tmp_path)
@@ -55,9 +57,9 @@ def test_the_four_intervals_are_told_in_a_row_whether_by_number_or_by_label(tmp_
     assert numbers.extremes("numbers", "norm", batch="b") == ".33 to .40"
 
 
-def test_intervals_that_leave_0_out_are_counted(numbers):
-    assert numbers.telling("made") == "1 of 3"
-    assert numbers.telling("made", variant="lopti") == "0 of 1"
+def test_rows_that_are_told_from_0_are_counted(numbers):
+    assert numbers.told("made") == "2 of 4"
+    assert numbers.told("made", variant="lopti") == numbers.told("made", level="2") == "0 of 1"
 
 
 def test_a_verdict_claims_no_more_than_the_corrected_test(numbers):

@@ -164,13 +164,13 @@ def test_an_embedding_sums_what_flows_back_to_each_id(ids):
 def test_a_tied_table_has_both_squares_and_twice_their_product():
     table, ids = random(7, 6).requires_grad_(True), torch.tensor([2, 5, 2, 0])
     delta, head_delta, head_input = random(TOKENS, 4, 6), random(TOKENS, 7, seed=1), random(TOKENS, 6, seed=2)
+    flowing = delta.transpose(0, 1)
+    ours = (
+        embedding_square_norms(flowing, ids)
+        + outer_square_norms(head_delta, head_input, bias=False)
+        + tied_cross_terms(flowing, ids, head_delta, head_input)
+    )
     for k in range(TOKENS):
         score = (functional.embedding(ids, table) * delta[k]).sum() + (head_input[k] @ table.T) @ head_delta[k]
         expected = torch.autograd.grad(score, table)[0].square().sum()
-        flow = delta[k][:, None]
-        ours = (
-            embedding_square_norms(flow, ids)
-            + outer_square_norms(head_delta[k : k + 1], head_input[k : k + 1], bias=False)
-            + tied_cross_terms(flow, ids, head_delta[k : k + 1], head_input[k : k + 1])
-        )
-        torch.testing.assert_close(ours[0], expected, rtol=1e-12, atol=0.0)
+        torch.testing.assert_close(ours[k], expected, rtol=1e-12, atol=0.0)

@@ -103,8 +103,8 @@ def attention_backward(
     return back_q, back_k, back_v
 
 
-def _add_prefix(total: Tensor | None, part: Tensor) -> Tensor:
-    """Add to the first positions; None: the part has all of them, and is what others are added to."""
+def _add_prefix(total: Float[Tensor, "n K G c"] | None, part: Float[Tensor, "m K G c"]) -> Float[Tensor, "n K G c"]:
+    """Add to the first m positions, in place; None: the part has all of them, and is what others are added to."""
     if total is None:
         return part.contiguous()
     total[: len(part)] += part
