@@ -71,7 +71,7 @@ def test_a_verdict_claims_no_more_than_the_corrected_test(numbers):
 @pytest.mark.parametrize(
     ("file", "where", "words"),
     [
-        ("made", {"variant": "both"}, "has 2 rows with"),
+        ("made", {"variant": "both"}, "has 3 rows with"),
         ("made", {"variant": "none"}, "has 0 rows with"),
         ("made", {"method": "both"}, "has no column 'method'; it has variant, baseline"),
         ("lost", {}, "lost.csv is not there"),
