@@ -61,7 +61,8 @@ def linear_square_norms(
     if not factor.shape[1]:  # a module that was called on no row, such as an expert without tokens
         return delta.new_zeros(tokens)
     parts = [multiply(factor[start:, start:end].T, rows[start:]) for start, end in strips(factor.shape[1])]
-    return sum(square_norms(part.view(-1, tokens, width)) for part in parts)
+    norms = torch.cat([torch.linalg.vector_norm(part.view(-1, width), dim=1) for part in parts])
+    return torch.linalg.vector_norm(norms.view(-1, tokens), dim=0).square()
 
 
 def square_norms(values: Float[Tensor, "n K *rest"]) -> Float[Tensor, " K"]:
