@@ -22,7 +22,7 @@ from tqdm import tqdm
 from gradscope.batch import TokenBatch
 from gradscope.batch_logprobs import kept_logprobs, micro_batches
 from gradscope.capture import measuring
-from gradscope.errors import InputError
+from gradscope.errors import InputError, first_line
 from gradscope.parameters import flat_slices, float_parameters
 
 Vectors = dict[str, Tensor]
@@ -98,7 +98,7 @@ def predict_changes(
             raise
         # What has no forward mode raises either; a model that does not run at all will raise again.
         except (NotImplementedError, RuntimeError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             warnings.warn(f"no forward mode ({reason}); changes are central differences instead", stacklevel=2)
             return _changes(_central_differences, *arguments), "central differences"
 

@@ -14,6 +14,7 @@ import torch
 
 from gradscope.batch import TokenBatch
 from gradscope.errors import InputError
+from gradscope.plot_style import new_axes, paper_style
 from gradscope.report import (
     Definition,
     Figure,
@@ -240,6 +241,17 @@ def test_two_drawings_on_a_page_share_no_id_and_all_their_references_lead_somewh
 def test_the_same_figure_gives_the_same_svg_and_stays_open():
     figure = drawing()
     assert inline_svg(figure, "f") == inline_svg(figure.axes[0], "f") == inline_svg(drawing(), "f")
+
+
+def test_a_label_stays_within_the_drawing_where_smaller_axes_have_wider_ticks():
+    with paper_style():
+        axes = new_axes(None)
+        axes.set(xlabel="x", ylabel="signal", ylim=(-0.78, 1.08))
+        axes.plot([0], [0], label="raw")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    text = inline_svg(axes, "f")
+    baseline = float(re.search(r"rotate\(-90 (-?[\d.]+) [-\d.]+\)[^<]*>signal<", text)[1])
+    assert baseline >= axes.yaxis.label.get_size()  # points, from the left edge; letters rise to it
 
 
 def test_a_drawings_words_stay_words():

@@ -279,6 +279,13 @@ def test_differences_of_methods_are_paired_by_step(shares, baseline):
     assert set(seen) == {1, 5, 6}
 
 
+def test_no_two_methods_are_compared_twice(shares, monkeypatch):
+    monkeypatch.setattr(fig3, "read_table", lambda *_, **__: shares)
+    _, methods, _ = fig3.table(fig3.Options())
+    pairs = [frozenset(pair) for pair in methods[["method", "baseline"]].drop_duplicates().itertuples(index=False)]
+    assert len(pairs) == len(set(pairs)) == 4 + 3
+
+
 def test_the_most_certain_tokens_are_compared_with_others_of_the_same_checkpoint(shares):
     found = fig3.compare_intervals(shares)
     assert len(found) == 2 * 2 * 5 * 2 * 3 and sorted(found["interval"].unique()) == [0, 1, 2]

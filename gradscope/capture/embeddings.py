@@ -24,7 +24,7 @@ def table_square_norms(
     For a table that is the head's too, with the cross term 2 ⟨head's gradient, embedding's gradient⟩ of the picked
     rows; the head's own square is not in it.
     """
-    if (scale := claims.embedding_scale[name]) != 1:  # a copy of all that flows back
+    if (scale := claims.embedding_scale[name]) != 1:  # else a copy of all that flows back is spared
         delta = delta * scale
     if module.padding_idx is not None:
         delta = delta * (ids != module.padding_idx)[:, None, None]

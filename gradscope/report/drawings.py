@@ -53,6 +53,7 @@ def draw_svg(drawing: object) -> str:
     target = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with paper_style(), mpl.rc_context({"svg.fonttype": "none", "font.sans-serif": _FONTS}):
+        drawing.draw_without_rendering()  # axes that the layout has made smaller may have wider ticks: once more
         drawing.savefig(target, format="svg", transparent=True, dpi=_DOTS, metadata=nothing)
     return target.getvalue()
 
