@@ -95,8 +95,8 @@ def run(case: Case) -> dict[str, float]:
     plan = plan_batch(policy, batch, settings)
     start = time.process_time()
     with TableMeasurement(policy, batch, settings) as measurement:
-        for row in range(len(batch)):
-            measurement.measure_response(row)
+        for group in measurement.groups:
+            measurement.measure_responses(group)
     seconds = time.process_time() - start
     predicted = sum(plan.seconds.values())
     each = {"measured_ms": 1e3 * seconds / batch.num_tokens, "predicted_ms": 1e3 * predicted / batch.num_tokens}

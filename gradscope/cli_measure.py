@@ -218,14 +218,17 @@ class Measure:
     def _measure_share(self, measurement: TableMeasurement, folder: RunFolder, left: list[int]) -> None:
         """Write the parts that are left and this process's; of several, the main one shows its own share."""
         counts = measurement.batch.response_mask.sum(1).tolist()
-        mine, processes = measurement.share(left), measurement.processes
+        mine, processes, left = measurement.share(left), measurement.processes, set(left)
         show = None if processes.is_main else True
-        total = sum(counts) if processes.count == 1 else sum(counts[row] for row in mine)
-        with tqdm(total=total, desc="measuring", unit="token", disable=show) as bar:
-            bar.update(total - sum(counts[row] for row in mine))
-            for row in mine:
-                folder.write_part(row, measurement.measure_response(row))
-                bar.update(counts[row])
+        ours = sum(counts[row] for group in mine for row in group if row in left)
+        total = sum(counts) if processes.count == 1 else ours
+        with tqdm(total=total, initial=total - ours, desc="measuring", unit="token", disable=show) as bar:
+            for group in mine:
+                # All of an unfinished group, as before it was interrupted: its numbers are the same then.
+                for row, frame in zip(group, measurement.measure_responses(group), strict=True):
+                    if row in left:
+                        folder.write_part(row, frame)
+                        bar.update(counts[row])
 
     def _draw(self, measured: Measured) -> None:
         """Add figures and summary to a finished run, unless they are there: the table is safe by then."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gradscope.capture.chunks import neighbours
-from gradscope.capture.decoder_body import probs_bytes, row_bytes, spare_rows
+from gradscope.capture.chunks import Run, group_sequences, neighbours
+from gradscope.capture.decoder_body import kept_bytes, most_sequences, probs_bytes, row_bytes, spare_rows
 from gradscope.capture.decoder_rules import NARROWEST_QUERIES
-from gradscope.capture.head import LOGIT_BYTES
+from gradscope.capture.head import LOGIT_BYTES, logit_rows
 from gradscope.capture.rules import WIDEST, strip_width
 from gradscope.cost import ModelShape, Piece, block_activation_bytes
 from gradscope.cost_train import forward_work
@@ -56,18 +56,18 @@ class Engine:
     token_operations: Number
     """And for each of its tokens."""
     by_rules: bool
-    """Whether it goes by backward rules: then one forward pass serves a response, the last block is nearly free, and
-    each strip of queries has the keys up to its end. Else every chunk has a forward pass, and all is dense but for
+    """Whether it goes by backward rules: then one forward pass serves a few responses, the last block is nearly free,
+    and each strip of queries has the keys up to its end. Else every chunk has a forward pass, and all is dense but for
     what follows the last block's attention."""
 
 
-RULES = Engine(68, 8.5, 5.1, 107, 0.3, by_rules=True)
+RULES = Engine(69, 8.4, 4.9, 109, 0.2, by_rules=True)
 """Backward rules, of a common decoder's block."""
-GRAPH = Engine(97, 11, 8.8, 232, 2.9, by_rules=False)
+GRAPH = Engine(96, 11, 8.9, 235, 2.5, by_rules=False)
 """The model's own graph, whatever its blocks are."""
 
 LOGIT_PASSES, HEAD_OPERATIONS = 30, 200
-"""Arrays of logits that statistics, e − π and the head's gradients read and write, and operations for each response."""
+"""Arrays of logits that statistics, e − π and the head's gradients read and write, and operations for each pass."""
 PREPARATION_PASSES, CHECK_PASSES = 6, 6
 """Forward passes that take as long as finding the structure on the longest response, and as the self-check of a token:
 measured."""
@@ -104,37 +104,64 @@ def measure_work(
 ) -> dict[str, Work]:
     """What measuring these responses takes, by part. rows, memory: chunk_rows and chunk_memory of `measure`."""
     work = {name: [] for name in ("preparation", "forward", "head", "factors", "backward", "norms")}
+    cut = {"engine": engine, "rows": rows, "memory": memory, "device": device}
     longest = forward_work(shape, Piece(1, max(response.length for response in responses), 0))
     checked = min(CHECKED, sum(len(response.prefixes) for response in responses)) if self_check else 0
     work["preparation"].append(longest * (PREPARATION_PASSES + CHECK_PASSES * checked))
-    for response in responses:
-        cut = {"engine": engine, "rows": rows, "memory": memory, "device": device}
-        chunks = list(split_chunks(shape, response.prefixes, **cut))
+    for group in group_responses(shape, responses, **cut):
+        runs, length = list(split_chunks(shape, group, **cut)), max(response.length for response in group)
         # For the statistics, which find the intervals; for the head, which the rules share; along the graph each chunk.
-        lengths = [response.length, response.length, *([] if engine.by_rules else [n for _, n in chunks])]
-        work["forward"] += [forward_work(shape, Piece(1, n, 0)) for n in lengths]
-        work["head"].append(_head_work(shape, response))
-        work["factors"].append(_factor_work(shape, response.length if chunks else 0))
-        work["backward"] += [_chunk_work(shape, engine, tokens, n) for tokens, n in chunks]
-        if engine.by_rules and chunks:
-            # Once for the whole response, to try what its blocks did; if these are not kept, for each chunk again.
-            made = [response.length] + ([] if _keeps_probs(shape, response, memory) else [n for _, n in chunks])
-            work["backward"] += [_probs_work(shape, n) for n in made]
-        norms = [k * _norms(shape, n, last_is_free=engine.by_rules, cut=True) for k, n in chunks]
+        pieces = [Piece(1, response.length, 0) for response in group] + [Piece(len(group), length, 0)]
+        pieces += [] if engine.by_rules else [Piece(1, run.length, 0) for run in runs]
+        work["forward"] += [forward_work(shape, piece) for piece in pieces]
+        work["head"].append(_head_work(shape, group))
+        work["factors"].append(_factor_work(shape, len(group), length if runs else 0))
+        work["backward"] += [_chunk_work(shape, engine, run) for run in runs]
+        if engine.by_rules and runs:
+            # Once for whole responses, to try what their blocks did; if these are not kept, for each chunk again.
+            made = [length] + ([] if _keeps_probs(shape, group, memory) else [run.length for run in runs])
+            work["backward"] += [_probs_work(shape, len(group), n) for n in made]
+        each = [_norms(shape, run.length, last_is_free=engine.by_rules, cut=True) for run in runs]
+        norms = (places * norm for places, norm in zip(map(_places, runs), each, strict=True))
         work["norms"].append(Work(products=sum(norms)))
     return {name: total(parts) for name, parts in work.items()}
 
 
+def group_responses(
+    shape: ModelShape, responses: Sequence[Response], *, engine: Engine, rows: int, memory: int, device: str
+) -> list[list[Response]]:
+    """Those that the engine measures together, in the order that it takes them in."""
+    lengths = [response.prefixes for response in responses]
+    groups = [[index] for index, prefixes in enumerate(lengths) if not prefixes]
+
+    def most(length: int) -> int:
+        kept = _kept_bytes(shape, engine, length, keeps_probs=True)
+        return most_sequences(length, kept, rows=limits["rows"], logits=logit_rows(shape.vocab, memory), memory=memory)
+
+    limits = _limits(shape, engine=engine, rows=rows, memory=memory, device=device)
+    groups += group_sequences(lengths, **limits, most=most)
+    return [[responses[index] for index in group] for group in groups]
+
+
 def split_chunks(
-    shape: ModelShape, prefixes: Sequence[int], *, engine: Engine, rows: int, memory: int, device: str
-) -> Iterator[tuple[int, int]]:
-    """(tokens, positions) of each chunk, as the engine cuts them."""
+    shape: ModelShape, group: Sequence[Response], *, engine: Engine, rows: int, memory: int, device: str
+) -> Iterator[Run]:
+    """The chunks of responses that are measured together, as the engine cuts them."""
+    limits = _limits(shape, engine=engine, rows=rows, memory=memory, device=device)
+    return neighbours([response.prefixes for response in group], **limits)
+
+
+def _limits(shape: ModelShape, *, engine: Engine, rows: int, memory: int, device: str) -> dict[str, int | None]:
+    """rows and spare of `neighbours`."""
     spare, row = None, int(_row_bytes(shape, engine))
     if engine.by_rules:
         spare = spare_rows(shape.active / shape.layers, device)
-    rows = min(rows, max(1, memory // (row if engine.by_rules else 2 * row)))
-    for part in neighbours(list(prefixes), rows=rows, spare=spare):
-        yield part.stop - part.start, prefixes[part.stop - 1]
+    return {"rows": min(rows, max(1, memory // (row if engine.by_rules else 2 * row))), "spare": spare}
+
+
+def _places(run: Run) -> int:
+    """For a token each."""
+    return len(run.tokens) * run.width
 
 
 def _linear_layers(shape: ModelShape) -> tuple[tuple[Number, Number], ...]:
@@ -182,25 +209,27 @@ def _contract(out: Number, inside: Number, n: Number, *, cut: bool) -> Number:
     return out * columns * (2 * n - columns + (strip_width(columns) if cut else 1))
 
 
-def _head_work(shape: ModelShape, response: Response) -> Work:
+def _head_work(shape: ModelShape, group: Sequence[Response]) -> Work:
     """Logits of all targets twice, for the statistics and for the gradient, which goes back through the last MLP."""
-    logits = 2 * shape.hidden * shape.vocab * response.targets
+    targets, length = sum(response.targets for response in group), max(response.length for response in group)
+    logits = 2 * shape.hidden * shape.vocab * targets
     local = 2 * (shape.active / shape.layers - shape.hidden * (2 * shape.kv_width + shape.query_width))
     return Work(
-        products=3 * logits + local * response.length,
-        logits=LOGIT_PASSES * 4 * shape.vocab * response.targets,
+        products=3 * logits + local * len(group) * length,
+        logits=LOGIT_PASSES * 4 * shape.vocab * targets,
         operations=HEAD_OPERATIONS,
     )
 
 
-def _factor_work(shape: ModelShape, length: int) -> Work:
+def _factor_work(shape: ModelShape, batch: int, length: int) -> Work:
     """QR factorisations of the inputs of every block's linear layers."""
-    each = [2 * length * inside * min(length, inside) for _, inside in _linear_layers(shape)]
+    each = [2 * batch * length * inside * min(length, inside) for _, inside in _linear_layers(shape)]
     return Work(products=QR_SLOWNESS * shape.layers * sum(each), operations=10 * shape.layers)
 
 
-def _chunk_work(shape: ModelShape, engine: Engine, tokens: int, n: int) -> Work:
+def _chunk_work(shape: ModelShape, engine: Engine, run: Run) -> Work:
     """A chunk's way back through all blocks."""
+    tokens, n = _places(run), run.length
     keys = (n + strip_width(n, NARROWEST_QUERIES)) / 2 if engine.by_rules else n
     each = _backward(shape, n, keys=keys, last_is_free=engine.by_rules)
     dense = shape.layers - engine.by_rules
@@ -212,16 +241,17 @@ def _chunk_work(shape: ModelShape, engine: Engine, tokens: int, n: int) -> Work:
     return each * tokens + beside
 
 
-def _keeps_probs(shape: ModelShape, response: Response, memory: int) -> bool:
+def _keeps_probs(shape: ModelShape, group: Sequence[Response], memory: int) -> bool:
     """Whether attention's probabilities stay from one chunk to the next, as `DecoderBody.keeps_probs` has it."""
-    return probs_bytes(shape.layers * shape.heads, response.length + 1) <= memory
+    longest = max(response.length for response in group)
+    return len(group) * probs_bytes(shape.layers * shape.heads, longest) <= memory
 
 
-def _probs_work(shape: ModelShape, n: int) -> Work:
+def _probs_work(shape: ModelShape, batch: int, n: int) -> Work:
     """Attention's probabilities of n positions, in all blocks."""
     return Work(
-        attention=2 * shape.layers * shape.query_width * n**2,
-        moved=PROBS_PASSES * probs_bytes(shape.layers * shape.heads, n),
+        attention=2 * shape.layers * shape.query_width * batch * n**2,
+        moved=PROBS_PASSES * batch * probs_bytes(shape.layers * shape.heads, n),
         operations=PROBS_OPERATIONS * shape.layers,
     )
 
@@ -239,11 +269,16 @@ def measure_bytes(
     """What lies in memory at most, by moment and part; weight_bytes: of one parameter."""
     weights = {"weights": weight_bytes * shape.parameters}
     longest = max(response.length for response in responses)
-    most = min(max(response.targets for response in responses), max(1, memory // (LOGIT_BYTES * shape.vocab)))
-    kept = max(_kept_bytes(shape, engine, r.length, keeps_probs=_keeps_probs(shape, r, memory)) for r in responses)
     cut = {"engine": engine, "rows": rows, "memory": memory, "device": device}
-    chunks = (chunk for r in responses for chunk in split_chunks(shape, r.prefixes, **cut))
-    carried = (tokens * n * _row_bytes(shape, engine, strip_width(n, NARROWEST_QUERIES)) for tokens, n in chunks)
+    groups = group_responses(shape, responses, **cut)
+    most = min(max(sum(r.targets for r in group) for group in groups), logit_rows(shape.vocab, memory))
+    kept = max(
+        len(group)
+        * _kept_bytes(shape, engine, max(r.length for r in group), keeps_probs=_keeps_probs(shape, group, memory))
+        for group in groups
+    )
+    runs = (run for group in groups for run in split_chunks(shape, group, **cut))
+    carried = (run.rows * _row_bytes(shape, engine, strip_width(run.length, NARROWEST_QUERIES)) for run in runs)
     chunk = {"response": kept, "chunk": max(carried, default=0)}
     if not engine.by_rules:
         scores = GRAPH_SCORES * shape.heads * longest**2
@@ -253,15 +288,14 @@ def measure_bytes(
 
 def _kept_bytes(shape: ModelShape, engine: Engine, length: int, *, keeps_probs: bool) -> Number:
     """Of one response while it is measured: inputs and outputs of linear layers, what is made of them, factors."""
-    factors = length * sum(min(length, inside) for inside in (shape.hidden, *(d for _, d in _linear_layers(shape))))
     if not engine.by_rules:
         inputs = 3 * shape.hidden + shape.query_width + shape.mlp_width
-        return 4 * shape.layers * (length * inputs + factors)
-    seen = 6 * shape.hidden + 2 * shape.query_width + 2 * shape.kv_width + 3 * shape.mlp_width
-    made = 2 * shape.hidden + shape.query_width + shape.kv_width + 2 * shape.mlp_width
+        factors = sum(min(length, inside) for inside in (shape.hidden, *(d for _, d in _linear_layers(shape))))
+        return 4 * shape.layers * length * (inputs + factors)
     # One block's are made and, while they are, its scores.
     probs = probs_bytes((shape.layers if keeps_probs else 2) * shape.heads, length)
-    return 4 * shape.layers * (length * (seen + made) + factors) + probs
+    widths = shape.hidden, shape.query_width, shape.kv_width, shape.mlp_width
+    return shape.layers * kept_bytes(*widths, length) + probs
 
 
 def _row_bytes(shape: ModelShape, engine: Engine, strip: int = WIDEST) -> Number:

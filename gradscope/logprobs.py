@@ -61,7 +61,10 @@ def token_statistics(
 
 @torch.no_grad()
 def logit_gradient(
-    logits: Float[Tensor, "*tokens vocab"], token_ids: Int[Tensor, "*tokens"], *, temperature: Number = 1.0
+    logits: Float[Tensor, "*tokens vocab"],
+    token_ids: Int[Tensor, "*tokens"],
+    *,
+    temperature: Number | Float[Tensor, "*#tokens"] = 1.0,
 ) -> Float[Tensor, "*tokens vocab"]:
     """e − π: the gradient of each token's log π with respect to logits / temperature, uncancelled.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from math import inf
 
@@ -17,10 +17,18 @@ from tqdm import tqdm
 
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import resolve_advantages
-from gradscope.capture import SelfCheck, TokenGradientMeter, check_engine, measuring
+from gradscope.capture import (
+    SelfCheck,
+    SequenceTokens,
+    TokenGradientMeter,
+    TokenGradients,
+    check_engine,
+    measuring,
+)
 from gradscope.errors import InputError
 from gradscope.estimate_plan import EstimatePlan, check_estimates, plan_estimate
 from gradscope.intervals import EDGES, assign_intervals
+from gradscope.logprobs import TokenStatistics
 from gradscope.measure_settings import (
     CHECKED_EACH,
     MeasureSettings,
@@ -39,13 +47,13 @@ Number = int | float
 
 
 class TableMeasurement:
-    """A measurement that is going on: enter it, ask for the responses one by one, leave it.
+    """A measurement that is going on: enter it, ask for the responses group by group, leave it.
 
     Entering freezes the model, finds the rules for its modules, runs the self-check and draws the subset; leaving puts
     everything back. `measure` does all of it in one call; this class is for those who store results as they come.
 
-    processes: of several, each holds the policy and the whole batch, all enter together, and each may ask for what it
-    likes: a response's rows do not depend on who measures it.
+    processes: of several, each holds the policy and the whole batch, all enter together, and each may ask for the
+    groups that it likes: a response's rows do not depend on who measures it.
     """
 
     def __init__(
@@ -81,6 +89,8 @@ class TableMeasurement:
         """What the self-check found; None before entering, and where it was switched off."""
         self.estimate_plan = self._plan_estimate() if settings.norms == "estimate" else None
         """What is estimated, and why; None for exact norms."""
+        self.groups: list[list[int]] = []
+        """Rows of the batch that are measured together; none before entering."""
 
     def __enter__(self) -> TableMeasurement:
         with ExitStack() as stack:  # everything comes back if the model or the self-check refuses
@@ -94,10 +104,13 @@ class TableMeasurement:
             if self.settings.fast and self.meter.precision is None:
                 raise no_fast_mode(self.policy)
             self._bounds = np.cumsum([0, *self.batch.response_mask.sum(1).tolist()])
-            prob = torch.cat(self._all_probabilities())
+            self._statistics = self._all_statistics()
+            prob = torch.cat([statistics.logprob.float().exp() for statistics in self._statistics])
             self._intervals = assign_intervals(prob.numpy(), self.edges).astype(np.int16)
             generator = np.random.default_rng(self.settings.seed)
             self._measured = self._draw_measured(generator)
+            lengths = [self._measured_targets(row).tolist() for row in range(len(self.batch))]
+            self.groups = sorted(self.meter.group(lengths), key=min)
             if self.settings.self_check:
                 self.check = self._self_check(generator)
             self._stack = stack.pop_all()
@@ -106,25 +119,36 @@ class TableMeasurement:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def share(self, rows: Sequence[int]) -> list[int]:
-        """Those of the rows that this process measures, ascending: the shares cost about the same, and are everyone's.
+    def share(self, rows: Sequence[int]) -> list[list[int]]:
+        """The groups with any of these rows that this process measures: shares cost about the same, and are everyone's.
 
         Inside the context alone. A response is taken to cost what its measured tokens have before them, in tokens.
         """
-        costs = [float(self._measured_targets(row).sum()) for row in rows]
-        return deal_by_cost(rows, costs, self.processes.count)[self.processes.rank]
+        wanted = set(rows)
+        indices = [index for index, group in enumerate(self.groups) if wanted & set(group)]
+        costs = [float(sum(self._measured_targets(row).sum() for row in self.groups[index])) for index in indices]
+        mine = deal_by_cost(indices, costs, self.processes.count)[self.processes.rank]
+        return [self.groups[index] for index in mine]
 
-    def measure_response(self, row: int) -> pd.DataFrame:
-        """The table's rows of one response; none if its response_mask keeps nothing."""
+    def measure_responses(self, group: Sequence[int]) -> list[pd.DataFrame]:
+        """The table's rows of each response of one of the groups; none of one whose response_mask keeps nothing.
+
+        Of other rows together the numbers are the same but for rounding.
+        """
+        filled = [row for row in group if len(self._sequence(row)[1])]
+        gradients = self.meter.measure_together([self._tokens_of(row) for row in filled]) if filled else []
+        frames = {row: self._frame(row, found) for row, found in zip(filled, gradients, strict=True)}
+        return [frames.get(row, pd.DataFrame()) for row in group]
+
+    def _tokens_of(self, row: int) -> SequenceTokens:
         ids, targets = self._sequence(row)
-        if not len(targets):
-            return pd.DataFrame()
-        mine = slice(*self._bounds[row : row + 2])
-        measured = torch.from_numpy(self._measured[mine].nonzero()[0]).to(ids.device)
-        gradients = self.meter.measure(ids, targets, measured, temperature=float(self.batch.temperature[row]))
-        one = self.batch.select([row])
+        measured = torch.from_numpy(self._measured[slice(*self._bounds[row : row + 2])].nonzero()[0])
+        return SequenceTokens(ids, targets, measured.to(ids.device), float(self.batch.temperature[row]))
+
+    def _frame(self, row: int, gradients: TokenGradients) -> pd.DataFrame:
+        mine, one = slice(*self._bounds[row : row + 2]), self.batch.select([row])
         frame = identify_tokens(self.policy, one, row)
-        frame |= describe_tokens(one, gradients.statistics, self.settings.loss, num_tokens=self.num_tokens)
+        frame |= describe_tokens(one, self._statistics[row], self.settings.loss, num_tokens=self.num_tokens)
         frame["interval"] = self._intervals[mine]
         frame |= {"logit_grad_norm": gradients.logit_grad_norm}
         frame |= {f"act_grad_norm.{layer}": norms for layer, norms in enumerate(gradients.act_grad_norm.T)}
@@ -174,18 +198,18 @@ class TableMeasurement:
         """Indices in the sequence, which are lengths of prefixes, of one response's tokens that get a backward pass."""
         return self.batch.sequence(row)[1].cpu().numpy()[self._measured[slice(*self._bounds[row : row + 2])]]
 
-    def _all_probabilities(self) -> list[Tensor]:
-        """`_probabilities` of every response, each found by one of the processes."""
+    def _all_statistics(self) -> list[TokenStatistics]:
+        """`_find_statistics` of every response, each found by one of the processes."""
         with self.processes.together():
             mine = range(self.processes.rank, len(self.batch), self.processes.count)
-            found = [(row, self._probabilities(row)) for row in mine]
-        return [prob for _, prob in sorted(self.processes.gather(found), key=lambda pair: pair[0])]
+            found = [(row, self._find_statistics(row)) for row in mine]
+        return [statistics for _, statistics in sorted(self.processes.gather(found), key=lambda pair: pair[0])]
 
-    def _probabilities(self, row: int) -> Tensor:
-        """π of one response's tokens, as the column `prob` will have it."""
+    def _find_statistics(self, row: int) -> TokenStatistics:
+        """Of one response's tokens, on the CPU: from a pass of its own, so that π decides on the interval alone."""
         ids, targets = self._sequence(row)
         if not len(targets):
-            return torch.zeros(0)
+            return TokenStatistics(*torch.zeros(3, 0))
         statistics = self.meter.statistics(ids, targets, temperature=float(self.batch.temperature[row]))
         if not statistics.entropy.isfinite().all():
             raise InputError(
@@ -197,7 +221,7 @@ class TableMeasurement:
                 f"response {row} has a token at position {position} that the policy cannot produce (π is exactly 0); "
                 "was it sampled by another policy? Drop the token by response_mask, or the response"
             )
-        return statistics.logprob.float().cpu().exp()
+        return TokenStatistics(*(getattr(statistics, f.name).cpu() for f in fields(statistics)))
 
     def _draw_measured(self, generator: np.random.Generator) -> np.ndarray:
         """Which of the kept tokens, in the table's order, get a backward pass."""
@@ -219,13 +243,13 @@ class TableMeasurement:
             return check_estimates(
                 self.policy.model, self.batch, picks, self.estimate_plan.counts, seed=self.settings.seed
             )
-        sequences, temperatures = [], []
+        sequences = []
         for row, mine in enumerate(pairwise(self._bounds)):
             picks = torch.from_numpy(chosen[slice(*mine)].nonzero()[0])
             if len(picks):
-                sequences.append((*self._sequence(row), picks.to(self.policy.device)))
-                temperatures.append(float(self.batch.temperature[row]))
-        return check_engine(self.meter, sequences, temperature=temperatures)
+                temperature = float(self.batch.temperature[row])
+                sequences.append(SequenceTokens(*self._sequence(row), picks.to(self.policy.device), temperature))
+        return check_engine(self.meter, sequences)
 
 
 def measure(
@@ -269,11 +293,11 @@ def measure(
         chunk_memory=chunk_memory,
     )
     with measurement, tqdm(total=batch.num_tokens, desc="measuring", unit="token", disable=not progress or None) as bar:
-        frames = []
-        for row in range(len(batch)):
-            frames.append(measurement.measure_response(row))
-            bar.update(len(frames[-1]))
-    return join_responses(frames)
+        frames: dict[int, pd.DataFrame] = {}
+        for group in measurement.groups:
+            frames |= zip(group, measurement.measure_responses(group), strict=True)
+            bar.update(sum(len(frames[row]) for row in group))
+    return join_responses([frames[row] for row in range(len(batch))])
 
 
 def join_responses(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:

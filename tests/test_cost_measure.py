@@ -106,7 +106,7 @@ def test_products_of_the_engine_are_those_that_torch_counts(name, rules, ids):
     work = measure_work(shape, [WHOLE], engine=engine, self_check=False)
     statistics = work["forward"].flops / (2 if engine is RULES else 1)
     if engine is GRAPH:
-        lengths = [WHOLE.length, *(n for _, n in chunks(shape, engine))]
+        lengths = [WHOLE.length, *(run.length for run in chunks(shape, engine))]
         statistics = work["forward"].flops * WHOLE.length / (WHOLE.length + sum(lengths))
     # The statistics' forward pass and its logits are another call; factors are no products.
     expected = sum(part.flops for key, part in work.items() if key not in ("preparation", "factors"))
@@ -117,7 +117,7 @@ def test_products_of_the_engine_are_those_that_torch_counts(name, rules, ids):
 
 def chunks(shape, engine, rows=1536):
     settings = {"engine": engine, "rows": rows, "memory": 1 << 30, "device": "cpu"}
-    return list(split_chunks(shape, WHOLE.prefixes, **settings))
+    return list(split_chunks(shape, [WHOLE], **settings))
 
 
 @pytest.mark.parametrize(("rules", "rows"), [(True, 1536), (True, 200), (False, 1536), (False, 200)])
@@ -125,8 +125,7 @@ def test_chunks_are_those_that_the_engine_cuts(rules, rows, ids, shape):
     policy = make_policy("qwen2")
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, ids, rows=rows, rules=rules)
-        picks = list(meter._chunks(meter.decoder or meter.graph, TARGETS, torch.arange(len(TARGETS))))
-    cut = [(len(part), int(TARGETS[part[-1]])) for part in picks]
+        cut = list(meter._runs(meter.decoder or meter.graph, [WHOLE.prefixes]))
     assert chunks(shape, RULES if rules else GRAPH, rows) == cut
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers.models.llama import modeling_llama
 
 from gradscope import measure
-from gradscope.capture import TokenGradientMeter, check_engine, measuring
+from gradscope.capture import SequenceTokens, TokenGradientMeter, check_engine, measuring
+from gradscope.capture.stack import Stack
 from gradscope.models import Policy
 
 COMMON = ("qwen2", "qwen3", "llama")
@@ -157,21 +158,23 @@ def test_activations_that_follow_from_no_others_are_not_accounted_for():
     ids, targets = text()
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, ids)
+        stack = Stack.of([SequenceTokens(ids, targets, targets)], torch.float64)
         with meter.decoder.recording() as seen:
-            head = meter.head.measure(ids, targets, temperature=1.0)
-        assert meter.decoder.follow(ids, head, seen) is not None
+            head = meter.head.measure(stack)
+        assert meter.decoder.follow(stack, head, seen) is not None
         block = meter.decoder.blocks[1]
         for part in (block.query, block.output, block.mlp_norm, block.gate, block.down):
             recorded = seen[1].inputs[part.name]
             seen[1].inputs[part.name] = recorded.clone()
-            seen[1].inputs[part.name][20] *= 1.01
-            assert meter.decoder.follow(ids, head, seen) is None
-            seen[1].inputs[part.name][20] = torch.nan
-            assert meter.decoder.follow(ids, head, seen) is None
+            seen[1].inputs[part.name][0, 20] *= 1.01
+            assert meter.decoder.follow(stack, head, seen) is None
+            seen[1].inputs[part.name][0, 20] = torch.nan
+            assert meter.decoder.follow(stack, head, seen) is None
             seen[1].inputs[part.name] = recorded
-        for mask in (SimpleNamespace(), torch.ones(1, len(ids)), torch.ones(1, 1, 3, 3)):
+        n = stack.ids.shape[1]
+        for mask in (SimpleNamespace(), torch.ones(1, n), torch.ones(1, 1, 3, 3), torch.ones(2, 1, n, n)):
             seen[1].mask = mask
-            assert meter.decoder.follow(ids, head, seen) is None
+            assert meter.decoder.follow(stack, head, seen) is None
 
 
 def normalize_all_heads_together(attention: modeling_llama.LlamaAttention, q: Tensor) -> Tensor:
@@ -253,9 +256,9 @@ def test_probabilities_made_anew_for_every_chunk_change_nothing(name):
         meter = TokenGradientMeter(policy, ids, rows=100)
         everything = torch.arange(len(targets))
         kept = meter.measure(ids, targets, everything, temperature=1.0)
-        assert meter.decoder.keeps_probs(len(ids))
+        assert meter.decoder.keeps_probs(1, len(ids))
         meter.decoder.memory = 0
-        assert not meter.decoder.keeps_probs(len(ids))
+        assert not meter.decoder.keeps_probs(1, len(ids))
         assert_same(meter.measure(ids, targets, everything, temperature=1.0), kept)
 
 
@@ -305,10 +308,11 @@ def test_a_bfloat16_policy_goes_by_rules_and_passes_the_self_check(name):
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, ids)
         assert meter.decoder is not None
+        stack = Stack.of([SequenceTokens(ids, targets, targets)])
         with meter.decoder.recording() as seen:
-            head = meter.head.measure(ids, targets, temperature=1.0)
-        assert meter.decoder.follow(ids[: targets[-1] + 1], head, seen) is not None
-        assert check_engine(meter, [(ids, targets, torch.tensor([0, 5, 10]))], temperature=[1.0]).tokens == 3
+            head = meter.head.measure(stack)
+        assert meter.decoder.follow(stack, head, seen) is not None
+        assert check_engine(meter, [SequenceTokens(ids, targets, torch.tensor([0, 5, 10]))]).tokens == 3
 
 
 @pytest.mark.parametrize("name", COMMON)

@@ -261,7 +261,9 @@ def test_padding_and_the_order_of_the_responses_change_nothing(policy, batch):
     pd.testing.assert_frame_equal(estimate(policy, pad_both_sides(batch, 3, 2), **settings), table)
     wanted = MeasureSettings(norms="estimate", self_check=False, **settings)
     with TableMeasurement(policy, batch, wanted) as measurement:
-        frames = {row: measurement.measure_response(row) for row in reversed(range(len(batch)))}
+        frames = {}
+        for group in reversed(measurement.groups):
+            frames |= zip(group, measurement.measure_responses(group), strict=True)
     pd.testing.assert_frame_equal(join_responses([frames[row] for row in range(len(batch))]), table)
 
 

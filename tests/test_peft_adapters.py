@@ -143,17 +143,18 @@ def test_a_merged_adapter_computes_what_peft_computes(adapter):
 
 def test_the_self_check_sees_a_wrong_norm_of_an_adapter(simple, monkeypatch):
     policy = load_policy(simple, params="adapter")
-    right = TokenGradientMeter.measure
+    right = TokenGradientMeter.measure_together
 
-    def wrong(*args: Any, **settings: Any) -> TokenGradients:
-        found = right(*args, **settings)
-        found.param_grad_norm.mul_(1.01)
+    def wrong(*args: Any) -> list[TokenGradients]:
+        found = right(*args)
+        for gradients in found:
+            gradients.param_grad_norm.mul_(1.01)
         return found
 
     batch = make_batch(policy, lengths=(4, 4), prompt_lengths=(3, 3))
     with TableMeasurement(policy, batch, MeasureSettings()) as measurement:
         assert measurement.check.tokens > 0 and measurement.check.largest_difference < 1e-4
-    monkeypatch.setattr(TokenGradientMeter, "measure", wrong)
+    monkeypatch.setattr(TokenGradientMeter, "measure_together", wrong)
     with pytest.raises(SelfCheckError, match="self-check failed"), TableMeasurement(policy, batch, MeasureSettings()):
         pass
 

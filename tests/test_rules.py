@@ -39,12 +39,17 @@ def square_norms_by_autograd(module: nn.Module, calls: list[tuple[Tensor, Tensor
     return torch.stack(norms).detach()
 
 
+def of_one(delta: Tensor, factor: Tensor) -> Tensor:
+    """Of one sequence: delta [K, n, out], factor [n, r]."""
+    return linear_square_norms(delta.transpose(0, 1)[None], factor[None])[0]
+
+
 @pytest.mark.parametrize("n, d", [(1, 5), (7, 30), (30, 30), (59, 30), (60, 30), (95, 30)])
 @pytest.mark.parametrize("kind, bias", [("linear", False), ("linear", True), ("conv1d", True)])
 def test_a_linear_module_has_the_norm_of_its_weight_and_bias_together(kind, bias, n, d):
     module = (nn.Linear(d, 6, bias=bias) if kind == "linear" else Conv1D(6, d)).double()
     inputs, delta = random(n, d), random(TOKENS, n, 6, seed=1)
-    ours = linear_square_norms(delta.transpose(0, 1), prefix_factor(inputs, bias=bias))
+    ours = of_one(delta, prefix_factor(inputs, bias=bias))
     torch.testing.assert_close(ours, square_norms_by_autograd(module, [(inputs, delta)]), rtol=1e-12, atol=0.0)
 
 
@@ -52,7 +57,7 @@ def test_the_calls_of_one_linear_module_add_up_before_the_norm():
     module = nn.Linear(8, 6).double()
     calls = [(random(n, 8, seed=n), random(TOKENS, n, 6, seed=n + 1)) for n in (3, 9, 5)]
     factor = prefix_factor(torch.cat([a for a, _ in calls]), bias=True)
-    ours = linear_square_norms(torch.cat([delta for _, delta in calls], 1).transpose(0, 1), factor)
+    ours = of_one(torch.cat([delta for _, delta in calls], 1), factor)
     torch.testing.assert_close(ours, square_norms_by_autograd(module, calls), rtol=1e-12, atol=0.0)
 
 
@@ -61,13 +66,13 @@ def test_the_calls_of_one_linear_module_add_up_before_the_norm():
 def test_strips_of_a_factor_leave_nothing_out(n, d):
     inputs, delta = random(n, d), random(2, n, 3, seed=1)
     expected = torch.einsum("kno,nd->kod", delta, inputs).square().sum((1, 2))
-    ours = linear_square_norms(delta.transpose(0, 1), prefix_factor(inputs, bias=False))
+    ours = of_one(delta, prefix_factor(inputs, bias=False))
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=0.0)
 
 
 def test_a_module_that_was_called_on_no_row_has_no_gradient():
     factor = prefix_factor(random(0, 5), bias=False)
-    assert linear_square_norms(random(0, 3, 4), factor).tolist() == [0.0] * 3
+    assert of_one(random(3, 0, 4), factor).tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("n, d", [(97, 60), (130, 60), (200, 64)])
@@ -76,7 +81,7 @@ def test_a_first_input_of_zeros_does_not_make_a_factor_triangular(n, d):
     inputs, delta = random(n, d), random(2, n, 3, seed=1)
     inputs[0] = 0
     expected = torch.einsum("kno,nd->kod", delta, inputs).square().sum((1, 2))
-    ours = linear_square_norms(delta.transpose(0, 1), prefix_factor(inputs, bias=False))
+    ours = of_one(delta, prefix_factor(inputs, bias=False))
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=0.0)
 
 
@@ -96,7 +101,7 @@ def test_a_factor_keeps_the_digits_that_cancel_in_a_gram_matrix():
     inputs[1] += 1e-6 * random(50, seed=2)
     delta = torch.tensor([[[1.0], [-1.0]]], dtype=torch.float64)
     expected = (inputs[0] - inputs[1]).square().sum()
-    ours = linear_square_norms(delta.transpose(0, 1), prefix_factor(inputs, bias=False))[0]
+    ours = of_one(delta, prefix_factor(inputs, bias=False))[0]
     assert ours.item() == pytest.approx(expected.item(), rel=1e-8)
 
 
@@ -153,24 +158,29 @@ def test_a_diagonal_module_whose_tokens_have_inputs_of_their_own():
     torch.testing.assert_close(ours, torch.cat(expected), rtol=1e-12, atol=0.0)
 
 
-@pytest.mark.parametrize("ids", [[3, 1, 4], [5, 5, 5, 5], [1, 2, 1, 2, 1]], ids=str)
-def test_an_embedding_sums_what_flows_back_to_each_id(ids):
+@pytest.mark.parametrize(
+    "ids", [[[3, 1, 4]], [[5, 5, 5, 5]], [[1, 2, 1, 2, 1]], [[1, 2, 2], [2, 1, 0], [2, 2, 2]]], ids=str
+)
+def test_an_embedding_sums_what_flows_back_to_each_id_of_a_sequence(ids):
     table, ids = nn.Embedding(7, 6).double(), torch.tensor(ids)
-    delta = random(TOKENS, len(ids), 6)
-    expected = square_norms_by_autograd(table, [(ids, delta)])
-    torch.testing.assert_close(embedding_square_norms(delta.transpose(0, 1), ids), expected, rtol=1e-12, atol=0.0)
+    delta = random(len(ids), TOKENS, ids.shape[1], 6)
+    expected = [square_norms_by_autograd(table, [(row, of_row)]) for row, of_row in zip(ids, delta, strict=True)]
+    ours = embedding_square_norms(delta.transpose(1, 2), ids)
+    torch.testing.assert_close(ours, torch.stack(expected), rtol=1e-12, atol=0.0)
 
 
 def test_a_tied_table_has_both_squares_and_twice_their_product():
-    table, ids = random(7, 6).requires_grad_(True), torch.tensor([2, 5, 2, 0])
-    delta, head_delta, head_input = random(TOKENS, 4, 6), random(TOKENS, 7, seed=1), random(TOKENS, 6, seed=2)
-    flowing = delta.transpose(0, 1)
+    table, ids = random(7, 6).requires_grad_(True), torch.tensor([[2, 5, 2, 0], [5, 5, 1, 2]])
+    delta, head_delta = random(2, TOKENS, 4, 6), random(2, TOKENS, 7, seed=1)
+    head_input = random(2, TOKENS, 6, seed=2)
+    flowing = delta.transpose(1, 2)
     ours = (
         embedding_square_norms(flowing, ids)
         + outer_square_norms(head_delta, head_input, bias=False)
         + tied_cross_terms(flowing, ids, head_delta, head_input)
     )
-    for k in range(TOKENS):
-        score = (functional.embedding(ids, table) * delta[k]).sum() + (head_input[k] @ table.T) @ head_delta[k]
+    for b, k in ((b, k) for b in range(2) for k in range(TOKENS)):
+        score = (functional.embedding(ids[b], table) * delta[b, k]).sum()
+        score = score + (head_input[b, k] @ table.T) @ head_delta[b, k]
         expected = torch.autograd.grad(score, table)[0].square().sum()
-        torch.testing.assert_close(ours[k], expected, rtol=1e-12, atol=0.0)
+        torch.testing.assert_close(ours[b, k], expected, rtol=1e-12, atol=0.0)

@@ -117,20 +117,21 @@ def test_a_tied_tables_missing_cross_term_is_caught(monkeypatch):
     policy = make_policy("qwen2")
     with torch.no_grad():  # a token that points against what it sees, so that both uses of its row agree
         policy.model.model.embed_tokens.weight.mul_(3)
-    replace_rule(monkeypatch, "tied_cross_terms", lambda delta, *_: delta.new_zeros(delta.shape[1]))
+    replace_rule(monkeypatch, "tied_cross_terms", lambda delta, *_: delta.new_zeros(len(delta), delta.shape[2]))
     assert "module model.embed_tokens" in failure(policy)
 
 
 @pytest.mark.parametrize("layer", range(LAYERS + 1))
 def test_a_layers_activations_that_are_wrong_by_one_percent_are_named(monkeypatch, layer):
-    right = TokenGradientMeter.measure
+    right = TokenGradientMeter.measure_together
 
-    def wrong(self, *args, **settings):
-        gradients = right(self, *args, **settings)
-        gradients.act_grad_norm[:, layer] *= 1.01
-        return gradients
+    def wrong(self, sequences):
+        found = right(self, sequences)
+        for gradients in found:
+            gradients.act_grad_norm[:, layer] *= 1.01
+        return found
 
-    monkeypatch.setattr(TokenGradientMeter, "measure", wrong)
+    monkeypatch.setattr(TokenGradientMeter, "measure_together", wrong)
     assert f"activations of layer {layer} differs" in failure(make_policy("llama"))
 
 
@@ -150,7 +151,7 @@ def test_a_mistake_that_shows_only_beside_another_token_is_caught(monkeypatch):
     right = rules.linear_square_norms
 
     def wrong(delta, *args, **settings):
-        return right(delta.mean(1, keepdim=True).expand_as(delta), *args, **settings)
+        return right(delta.mean(2, keepdim=True).expand_as(delta), *args, **settings)
 
     replace_rule(monkeypatch, "linear_square_norms", wrong)
     failure(make_policy("llama"))
@@ -161,13 +162,13 @@ def test_some_tokens_of_every_interval_are_compared(monkeypatch):
     batch = make_batch(policy)
     seen = []
 
-    def record(meter, sequences, *, temperature):
+    def record(meter, sequences):
         seen.extend(sequences)
-        return check_engine(meter, sequences, temperature=temperature)
+        return check_engine(meter, sequences)
 
     monkeypatch.setattr(token_table, "check_engine", record)
     table = measure(policy, batch)
-    compared = [(tuple(ids.tolist()), int(targets[k])) for ids, targets, picks in seen for k in picks]
+    compared = [(tuple(s.ids.tolist()), int(s.targets[k])) for s in seen for k in s.measured]
     counts = dict.fromkeys(range(4), 0)
     for line in table.itertuples():
         ids, targets = batch.sequence(line.response)

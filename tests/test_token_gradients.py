@@ -13,7 +13,7 @@ from tiny import CAUSAL, VOCAB, make_batch, make_policy, pad_both_sides
 from torch import Tensor
 
 from gradscope.batch import TokenBatch
-from gradscope.capture import TokenGradientMeter, TokenGradients, check_engine, measuring
+from gradscope.capture import SequenceTokens, TokenGradientMeter, TokenGradients, check_engine, measuring
 from gradscope.errors import InputError, SelfCheckError
 from gradscope.models import Policy
 
@@ -260,7 +260,7 @@ def measure_like_a_table(policy: Policy, ids: Tensor, targets: Tensor, *, rows: 
     some = torch.tensor([0, len(targets) // 2, len(targets) - 1]).unique()
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, ids, rows=rows)
-        check_engine(meter, [(ids, targets, some)], temperature=[1.0])
+        check_engine(meter, [SequenceTokens(ids, targets, some)])
         return meter.measure(ids, targets, torch.arange(len(targets)), temperature=1.0)
 
 

@@ -379,9 +379,11 @@ def test_it_measures_where_the_caller_switched_gradients_off(name, mode):
     pd.testing.assert_frame_equal(table, expected)
 
 
-def test_the_responses_may_be_measured_one_by_one_in_any_order(policy, batch, table):
+def test_the_groups_may_be_measured_in_any_order(policy, batch, table):
     with TableMeasurement(policy, batch, MeasureSettings()) as measurement:
-        frames = {row: measurement.measure_response(row) for row in reversed(range(len(batch)))}
+        frames = {}
+        for group in reversed(measurement.groups):
+            frames |= zip(group, measurement.measure_responses(group), strict=True)
     pd.testing.assert_frame_equal(join_responses([frames[row] for row in range(len(batch))]), table)
     assert measurement.check.tokens == 8 and measurement.check.largest_difference < measurement.check.tolerance
 

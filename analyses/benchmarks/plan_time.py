@@ -91,8 +91,8 @@ def time_measurement(policy: Policy, batch: TokenBatch) -> float:
     """CPU seconds of the whole measurement."""
     start = time.process_time()
     with TableMeasurement(policy, batch, MeasureSettings()) as measurement:
-        for row in range(len(batch)):
-            measurement.measure_response(row)
+        for group in measurement.groups:
+            measurement.measure_responses(group)
     return time.process_time() - start
 
 

@@ -2,8 +2,9 @@
 
     python -m analyses.benchmarks.token_gradients --out figures/benchmark_token_gradients.csv
 
-CPU time (of one thread) per response token; medians over rounds in which every method measures the same sequences in
-turn, in one process. Ratios are medians of the rounds' own. Policies come from a configuration with random weights: S =
+CPU time (of one thread) per response token; medians over rounds in which the methods measure sequences in turn, in one
+process: gradscope eight together, the others the first few of these, one after the other, as none of them gains by
+more. Ratios are medians of the rounds' own. Policies come from a configuration with random weights: S =
 Qwen2, hidden 128, 4 layers, vocabulary 512, tied; M = hidden 512, 8 layers, vocabulary 8000, tied. Sequences of T
 tokens, the first quarter of each the prompt. Methods:
 
@@ -12,13 +13,14 @@ tokens, the first quarter of each the prompt. Methods:
     vmap            torch.func.vmap(grad) over 8 tokens of a sequence, parameters as inputs
     opacus          Opacus' ghost norms, a token a sample (refuses tied weights: run on an untied twin)
     graph           TokenGradientMeter along the model's own graph, as it measures any architecture
-    gradscope       TokenGradientMeter by backward rules; both yield every layer's activation gradient as well
+    gradscope       TokenGradientMeter by backward rules, in the groups that it makes itself; both yield every layer's
+                    activation gradient as well
 
 The floor is the least that an exact norm takes (`gradscope.cost_measure.floor_flops`: the activation gradients'
 backward pass over each token's prefix, and the contractions to norms) at the speed of a large float32 matrix product,
 measured in every round. A meter is made once for a policy, before the rounds (`setup_s`, for any number of sequences).
 Every method's norms are held against the sequence loop's. Peak memory is what a method allocates at most beside
-the policy on one sequence (the batch loop: a few tokens of eight), by the profiler's records.
+the policy on one sequence (gradscope and the batch loop: some tokens of each of eight), by the profiler's records.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from analyses.benchmarks.plan_memory import allocated_peak
-from gradscope.capture import TokenGradientMeter, measuring
+from gradscope.capture import SequenceTokens, TokenGradientMeter, measuring
 from gradscope.cost import ModelShape
 from gradscope.cost_measure import floor_flops
 from gradscope.models import Policy, find_blocks
@@ -72,8 +74,8 @@ class Options:
     sizes: tuple[str, ...] = ("S", "M")
     lengths: tuple[int, ...] = (64, 128, 256)
     rounds: int = 3
-    sequences: int = 4
-    """That each method measures in a round; at size M a quarter of them."""
+    sequences: int = 8
+    """That gradscope measures in a round; the others measure half of them, at size M one."""
     methods: tuple[str, ...] = METHODS
     memory: bool = True
     """Also measure peak memory."""
@@ -149,9 +151,13 @@ def opacus_ghost(policy: Policy, ids: Tensor, targets: Tensor) -> Tensor:
 
 
 def measure_with(meter: TokenGradientMeter, ids: Tensor, targets: Tensor) -> Tensor:
-    everything = torch.arange(len(targets))
+    sequences = [SequenceTokens(row, targets, torch.arange(len(targets))) for row in ids]
+    norms: dict[int, Tensor] = {}
     with measuring(meter.model):
-        return torch.cat([meter.measure(row, targets, everything, temperature=1.0).param_grad_norm for row in ids])
+        for group in meter.group([s.lengths for s in sequences]):
+            found = meter.measure_together([sequences[i] for i in group])
+            norms |= {i: gradients.param_grad_norm for i, gradients in zip(group, found, strict=True)}
+    return torch.cat([norms[i] for i in range(len(ids))])
 
 
 @dataclass(frozen=True)
@@ -187,18 +193,19 @@ def draw_sequences(size: str, length: int, count: int) -> tuple[Tensor, Tensor]:
     return ids[:count], torch.arange(length // 4, length)
 
 
-def work_of(name: str, size: str, length: int, count: int) -> tuple[Tensor, Tensor]:
+def work_of(name: str, size: str, length: int, sequences: int) -> tuple[Tensor, Tensor]:
     """What a method measures in a round."""
-    ids, targets = draw_sequences(size, length, 8 if name == "batch loop" else count)
+    few = 1 if size == "M" else max(1, sequences // 2)
+    ids, targets = draw_sequences(size, length, {"batch loop": 8, "gradscope": sequences}.get(name, few))
     return ids, targets[:: len(targets) // LOOP_TOKENS] if name == "batch loop" else targets
 
 
 def peak_memory(name: str, size: str, length: int) -> float:
     """MB that a method holds at most beside the policy, by the records of every allocation.
 
-    Of one sequence, at most its first and last eight tokens: what is held grows with the prefix, not with the number.
+    Of at most the first and last eight tokens: what is held grows with the prefix, not with the number of tokens.
     """
-    ids, targets = work_of(name, size, length, 1)
+    ids, targets = work_of(name, size, length, 8 if name == "gradscope" else 1)
     if name != "batch loop":
         targets = torch.cat([targets[:8], targets[-8:]])
     method = make_method(name, size, ids[0])
@@ -218,8 +225,7 @@ def product_speed() -> float:
 
 def benchmark(size: str, length: int, options: Options) -> pd.DataFrame:
     """One row per method: ms per token (median), spread, ratio to gradscope, floor, MB, largest relative error."""
-    count = max(1, options.sequences // (4 if size == "M" else 1))
-    work = {name: work_of(name, size, length, count) for name in options.methods}
+    work = {name: work_of(name, size, length, options.sequences) for name in options.methods}
     methods = {name: make_method(name, size, work[name][0][0]) for name in options.methods}
     times, norms, speeds = {name: [] for name in methods}, {}, []
     for _ in range(options.rounds):

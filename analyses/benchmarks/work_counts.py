@@ -78,10 +78,8 @@ def count(rules: bool) -> tuple[dict[str, float], dict[str, float]]:
             everything = torch.arange(len(targets))
             with Counted() as counted:
                 meter.measure(ids, targets, everything, temperature=1.0)
-            chunks = [
-                (len(part), int(targets[part[-1]]))
-                for part in meter._chunks(meter.decoder or meter.graph, targets, everything)
-            ]
+            runs = meter._runs(meter.decoder or meter.graph, [targets.tolist()])
+            chunks = [(run.width, run.length) for run in runs]
         passes = [int(targets[-1]), *([] if rules else [n for _, n in chunks])]
         forward = sum(n * (FORWARD_STREAMS * hidden + FORWARD_GATES * mlp + FORWARD_SCORES * heads * n) for n in passes)
         cells = sum(k * n for k, n in chunks)

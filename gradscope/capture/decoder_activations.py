@@ -19,23 +19,23 @@ from gradscope.capture.rules import prefix_factor
 
 @dataclass
 class Seen:
-    """One block's forward pass over a sequence of n positions, without the batch's axis."""
+    """One block's forward pass over B sequences of n positions."""
 
     hidden: Tensor | None = None
-    """[n, d]: the block's input."""
+    """[B, n, d]: the block's input."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     """By module."""
     rotary: tuple[Tensor, ...] = ()
-    """(cos, sin), [n, c] each."""
+    """(cos, sin), [1 or B, n, c] each."""
     mask: Any = None
-    """Attention's, [1, 1 or H, n, n]: added to the scores, or True where a key is seen; None: causal. Or a thing of
-    another kind, which is not understood."""
+    """Attention's, [1 or B, 1 or H, n, n]: added to the scores, or True where a key is seen; None: causal. Or a thing
+    of another kind, which is not understood."""
 
 
 @contextmanager
 def record_blocks(model: nn.Module, blocks: list[DecoderBlock]) -> Iterator[list[Seen]]:
-    """Record a forward pass of one sequence through the blocks."""
+    """Record a forward pass through the blocks."""
     seen = [Seen() for _ in blocks]
     owner = {part.name: s for b, s in zip(blocks, seen, strict=True) for part in (*b.matrices, *b.norms)}
     by_block = {b.name: s for b, s in zip(blocks, seen, strict=True)}
@@ -43,25 +43,25 @@ def record_blocks(model: nn.Module, blocks: list[DecoderBlock]) -> Iterator[list
 
     def leave(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if name in by_block:
-            by_block[name].hidden = block_input(args, kwargs).detach()[0]
+            by_block[name].hidden = block_input(args, kwargs).detach()
         elif name in by_attention:
             angles = kwargs.get("position_embeddings")
             angles = angles if isinstance(angles, (tuple, list)) else ()
-            by_attention[name].rotary = tuple(a.detach()[0] for a in angles if isinstance(a, Tensor) and a.ndim)
+            by_attention[name].rotary = tuple(a.detach() for a in angles if isinstance(a, Tensor))
             by_attention[name].mask = kwargs.get("attention_mask")
         elif name not in owner[name].inputs:  # A norm of the head is called again, with other weights, for its slopes.
-            owner[name].inputs[name], owner[name].outputs[name] = args[0].detach()[0], output.detach()[0]
+            owner[name].inputs[name], owner[name].outputs[name] = args[0].detach(), output.detach()
 
     with forward_hooks(model, [*owner, *by_block, *by_attention], leave):
         yield seen
 
 
 class BlockActivations:
-    """One block's activations over a sequence, with all that its prefixes share of a backward pass.
+    """One block's activations over B sequences, with all that their prefixes share of a backward pass.
 
-    Tensors are [n, …] over the whole sequence, so that a prefix is a slice, with an axis [n, 1, …] for tokens where
-    they meet what flows back; float32, or float64 of such a policy.
-    keep_probs: hold attention's probabilities, H · n² numbers, instead of making them for every chunk of tokens.
+    Tensors are [B, n, …] over the whole sequences, with an axis [B, n, 1, …] for tokens where they meet what flows
+    back; float32, or float64 of such a policy.
+    keep_probs: hold attention's probabilities, B · H · n² numbers, instead of making them for every chunk of tokens.
     """
 
     def __init__(self, block: DecoderBlock, seen: Seen, *, keep_probs: bool) -> None:
@@ -71,7 +71,8 @@ class BlockActivations:
         self.hidden = seen.hidden.to(self.dtype)
         self.attention_norm = block.attention_norm.normalize(self.hidden)
         self.mlp_norm = block.mlp_norm.normalize(self.inputs(block.mlp_norm))
-        self.cos, self.sin = (angle.to(self.dtype)[:, None, None] for angle in seen.rotary)
+        angles = (angle.to(self.dtype).expand(len(self.hidden), -1, -1) for angle in seen.rotary)
+        self.cos, self.sin = (angle[:, :, None, None] for angle in angles)
         self.query_norm, self.queries = self._rotated_heads(block.query, block.query_norm)
         self.key_norm, self.keys = self._rotated_heads(block.key, block.key_norm)
         self.values = self._heads(self.outputs(block.value))
@@ -80,50 +81,50 @@ class BlockActivations:
         with torch.enable_grad():
             activated = block.activation(gate)
         slope = torch.autograd.grad(activated, gate, torch.ones_like(activated))[0]
-        self.mlp_slopes = torch.stack([slope * self.outputs(block.up), activated.detach()], 1)[:, None]
-        """Of activation(gate) ∘ up by gate and by up, [n, 1, 2, width of the MLP]."""
+        self.mlp_slopes = torch.stack([slope * self.outputs(block.up), activated.detach()], 2)[:, :, None]
+        """Of activation(gate) ∘ up by gate and by up, [B, n, 1, 2, width of the MLP]."""
         self._factors: dict[tuple[str, bool], Tensor] = {}
-        self._probs = self._attend(len(self.queries)) if keep_probs else None
+        self._probs = self._attend(self.queries.shape[1]) if keep_probs else None
 
-    def probs(self, n: int) -> Float[Tensor, "H n n"]:
+    def probs(self, n: int) -> Float[Tensor, "B H n n"]:
         """Attention's probabilities within the first n positions."""
-        return self._attend(n) if self._probs is None else self._probs[:, :n, :n]
+        return self._attend(n) if self._probs is None else self._probs[:, :, :n, :n]
 
-    def factor(self, matrix: Matrix, n: int) -> Float[Tensor, "n r"]:
+    def factor(self, matrix: Matrix, n: int) -> Float[Tensor, "B n r"]:
         """Lower triangular factor of the module's inputs at the first n positions, with ones for a bias."""
         key = self.block.inputs[matrix.name]
         if key not in self._factors:
             self._factors[key] = prefix_factor(self.inputs(matrix), bias=key[1])
         made = self._factors[key]
-        return made[:n, : min(n, made.shape[1])]
+        return made[:, :n, : min(n, made.shape[2])]
 
-    def inputs(self, part: Matrix | Norm) -> Float[Tensor, "n *width"]:
+    def inputs(self, part: Matrix | Norm) -> Float[Tensor, "B n *width"]:
         """What the module was called with."""
         return self._seen.inputs[part.name].to(self.dtype)
 
-    def outputs(self, part: Matrix | Norm) -> Float[Tensor, "n *width"]:
+    def outputs(self, part: Matrix | Norm) -> Float[Tensor, "B n *width"]:
         """What the module returned."""
         return self._seen.outputs[part.name].to(self.dtype)
 
     def _attend(self, n: int) -> Tensor:
-        groups = self.keys.shape[1]
-        queries = self.queries[:n].unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
-        scores = self.block.scaling * (queries @ self.keys[:n].permute(1, 2, 0)[:, None]).flatten(0, 1)
+        groups = self.keys.shape[2]
+        queries = self.queries[:, :n].unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+        scores = self.block.scaling * (queries @ self.keys[:, :n].permute(0, 2, 3, 1)[:, :, None]).flatten(1, 2)
         mask = self._seen.mask
         causal = torch.ones(n, n, dtype=torch.bool, device=scores.device).tril()
-        mask = causal if mask is None else mask[0, :, :n, :n]
+        mask = causal if mask is None else mask[:, :, :n, :n]
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         return scores.softmax(-1)
 
     def _rotated_heads(self, matrix: Matrix, norm: Norm | None) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
-        """(normalised input and inverse rms of the norm over each head, if there is one; [n, heads, c])."""
+        """(normalised input and inverse rms of the norm over each head, if there is one; [B, n, heads, c])."""
         if norm is None:
             normalized, heads = None, self._heads(self.outputs(matrix))
         else:
             normalized, heads = norm.normalize(self.inputs(norm)), self._heads(self.outputs(norm))
         first, second = heads.chunk(2, -1)
         turned = torch.cat([-second, first], -1)
-        return normalized, heads * self.cos[:, 0] + turned * self.sin[:, 0]
+        return normalized, heads * self.cos[:, :, 0] + turned * self.sin[:, :, 0]
 
     def _heads(self, values: Tensor) -> Tensor:
-        return values.reshape(len(values), -1, self.block.head_dim)
+        return values.reshape(*values.shape[:2], -1, self.block.head_dim)

@@ -1,4 +1,4 @@
-"""The body of a common decoder, measured by backward rules instead of autograd: one forward pass serves a sequence.
+"""The body of a common decoder, by backward rules instead of autograd: one forward pass serves a few sequences.
 
 A body is common if its blocks are those of `decoder_parts` and if, on a short sequence, the rules give the norms that
 its graph gives; any other goes by `graph_body`, and so does a sequence on which `decoder_check` finds a difference.
@@ -11,9 +11,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from gradscope.capture.chunks import Chunk
 from gradscope.capture.claims import Claims
 from gradscope.capture.decoder_activations import BlockActivations, Seen, record_blocks
 from gradscope.capture.decoder_block import BlockBackward
@@ -23,6 +24,7 @@ from gradscope.capture.embeddings import table_square_norms
 from gradscope.capture.head import HeadPass
 from gradscope.capture.products import Product, multiply_exactly
 from gradscope.capture.rules import WIDEST, Squares, square_norms
+from gradscope.capture.stack import Stack
 from gradscope.models import Policy
 
 OVERHEAD = {"cpu": 3e7, "cuda": 2e10}
@@ -50,11 +52,31 @@ def probs_bytes(heads: int, length: int) -> int:
     return 4 * heads * length**2
 
 
+def kept_bytes(hidden: int, query: int | float, key: int | float, mlp: int | float, length: int) -> int | float:
+    """What a block leaves of a sequence: inputs and outputs of its modules, what is made of them, and factors.
+
+    query, key: widths of all queries, of all keys; attention's probabilities are not in it.
+    """
+    seen = 6 * hidden + 2 * query + 2 * key + 3 * mlp
+    made = 2 * hidden + query + key + 2 * mlp
+    factors = sum(min(length, inside) for inside in (hidden, hidden, query, mlp))
+    return 4 * length * (seen + made + factors)
+
+
+def most_sequences(length: int, kept: int | float, *, rows: int, logits: int, memory: int) -> int:
+    """Of a length, that may be measured together: one token of each fits the rows, all their logits and what they leave
+    the memory.
+
+    kept: bytes that one leaves; logits: positions whose logits fit.
+    """
+    return int(min(rows // length, logits // length, memory // kept))
+
+
 class DecoderBody:
     """Measures the body of a common decoder; `find` makes it.
 
-    table: name of the embedding. memory: bytes that attention's probabilities of a sequence may take if they are to be
-    kept from one chunk of tokens to the next.
+    table: name of the embedding. memory: bytes that attention's probabilities may take if they are to be kept from one
+    chunk of tokens to the next, and that sequences beside one another may leave.
     """
 
     def __init__(self, policy: Policy, claims: Claims, blocks: list[DecoderBlock], table: str, memory: int) -> None:
@@ -73,12 +95,12 @@ class DecoderBody:
             return None
         return cls(policy, claims, blocks, tables[0], memory)
 
-    def follow(self, ids: Int[Tensor, " n"], head: HeadPass, seen: list[Seen]) -> DecoderSequence | None:
-        """A sequence after the head's pass over it; None if its blocks did anything that the rules do not know."""
+    def follow(self, stack: Stack, head: HeadPass, seen: list[Seen]) -> DecoderStack | None:
+        """Sequences after the head's pass over them; None if the blocks did anything that the rules do not know."""
         if not all(map(is_complete, self.blocks, seen)):
             return None
-        sequence = DecoderSequence(self, ids, head, seen)
-        return sequence if account_for(sequence.activations) else None
+        followed = DecoderStack(self, stack, head, seen)
+        return followed if account_for(followed.activations) else None
 
     def recording(self) -> AbstractContextManager[list[Seen]]:
         """A context in which the head's pass leaves the blocks' activations."""
@@ -95,43 +117,47 @@ class DecoderBody:
         mlp = max(block.down.module.in_features for block in self.blocks)
         return row_bytes(hidden, mlp, max(block.heads for block in self.blocks))
 
-    def keeps_probs(self, length: int) -> bool:
-        return probs_bytes(sum(block.heads for block in self.blocks), length) <= self.memory
+    def keeps_probs(self, batch: int, length: int) -> bool:
+        return batch * probs_bytes(sum(block.heads for block in self.blocks), length) <= self.memory
+
+    def most_sequences(self, length: int, *, rows: int, logits: int) -> int:
+        """Of this length, that may be measured together; see the function of this name."""
+        block = self.blocks[0]
+        widths = block.gate.module.weight.shape, block.query.module.out_features, block.key.module.out_features
+        (mlp, hidden), query, key = widths
+        kept = len(self.blocks) * kept_bytes(hidden, query, key, mlp, length)
+        kept += probs_bytes(sum(block.heads for block in self.blocks), length)
+        return most_sequences(length, kept, rows=rows, logits=logits, memory=self.memory)
 
 
 @dataclass
-class DecoderSequence:
-    """One sequence on its way through a DecoderBody."""
+class DecoderStack:
+    """Sequences on their way through a DecoderBody."""
 
     body: DecoderBody
-    ids: Int[Tensor, " n"]
+    stack: Stack
     head: HeadPass
     seen: list[Seen]
 
     def __post_init__(self) -> None:
-        keep = self.body.keeps_probs(len(self.ids))
+        keep = self.body.keeps_probs(*self.stack.ids.shape)
         blocks = zip(self.body.blocks, self.seen, strict=True)
         self.activations = [BlockActivations(block, seen, keep_probs=keep) for block, seen in blocks]
 
     @torch.no_grad()
-    def measure(
-        self, picks: Int[Tensor, " K"], positions: Int[Tensor, " K"]
-    ) -> tuple[Float[Tensor, "K layers"], Squares]:
-        """(‖δ_ℓ‖ for ℓ = 0 … L − 1, squared gradient norms by module).
-
-        picks: rows of the head's pass; positions: where each token's logits stand, ascending.
-        """
-        body, squares, layers = self.body, {}, []
+    def measure(self, chunk: Chunk) -> tuple[Float[Tensor, "B K layers"], Squares]:
+        """(‖δ_ℓ‖ for ℓ = 0 … L − 1, squared gradient norms by module); anything where a place holds no token."""
+        body, picks, squares, layers = self.body, chunk.picks, {}, []
         residual, attended = (rows[picks] for rows in self.head.joint_deltas)
-        n, delta = int(positions[-1]) + 1, None
+        batch, delta = len(picks), None
         for activations in reversed(self.activations):
-            backward = BlockBackward(activations, n, body.multiply)
+            backward = BlockBackward(activations, batch, chunk.length, body.multiply)
             if delta is None:
-                delta = backward.through_attention_at(residual, attended, positions)
+                delta = backward.through_attention_at(residual, attended, chunk.positions)
             else:
                 delta = backward.through_block(delta)
             squares |= backward.squares
             layers.append(square_norms(delta).sqrt())
-        module = body.model.get_submodule(body.table)
-        squares[body.table] = table_square_norms(body.claims, body.table, module, self.ids[:n], delta, self.head, picks)
-        return torch.stack(layers[::-1], 1), squares
+        ids, table = self.stack.ids[:batch, : chunk.length], body.model.get_submodule(body.table)
+        squares[body.table] = table_square_norms(body.claims, body.table, table, ids, delta, self.head, picks)
+        return torch.stack(layers[::-1], 2), squares

@@ -25,12 +25,17 @@ def is_complete(block: DecoderBlock, seen: Seen) -> bool:
     parts = {part.name for part in (*block.matrices, *block.norms)}
     if seen.hidden is None or seen.inputs.keys() != parts:
         return False
-    n, mask = len(seen.hidden), seen.mask
-    heads = [seen.inputs[norm.name].shape[2:] for norm in (block.query_norm, block.key_norm) if norm is not None]
-    if any(len(x) != n for x in seen.inputs.values()) or any(shape != (block.head_dim,) for shape in heads):
+    (batch, n), mask = seen.hidden.shape[:2], seen.mask
+    heads = [seen.inputs[norm.name].shape[3:] for norm in (block.query_norm, block.key_norm) if norm is not None]
+    rows = all(x.shape[:2] == (batch, n) for x in seen.inputs.values())
+    if not rows or any(shape != (block.head_dim,) for shape in heads):
         return False
-    angles = [angle.shape for angle in seen.rotary] == [(n, block.head_dim)] * 2
-    masked = mask is None or (isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-2:] == (n, n))
+    angles = len(seen.rotary) == 2 and all(
+        angle.ndim == 3 and len(angle) in (1, batch) and angle.shape[1:] == (n, block.head_dim) for angle in seen.rotary
+    )
+    masked = mask is None or (
+        isinstance(mask, Tensor) and mask.ndim == 4 and len(mask) in (1, batch) and mask.shape[-2:] == (n, n)
+    )
     return angles and masked
 
 
@@ -58,22 +63,22 @@ def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tens
     seen = [(block.attention_norm, a.attention_norm), (block.mlp_norm, a.mlp_norm)]
     seen += [(norm, at) for norm, at in ((block.query_norm, a.query_norm), (block.key_norm, a.key_norm)) if norm]
     for norm, (normalized, _) in seen:
-        yield normalized[:, 0] * norm.scale, a.outputs(norm)
+        yield normalized[:, :, 0] * norm.scale, a.outputs(norm)
     for matrix in (block.query, block.key, block.value):
         yield a.outputs(block.attention_norm), a.inputs(matrix)
     for matrix in (block.gate, block.up):
         yield a.outputs(block.mlp_norm), a.inputs(matrix)
-    groups = a.keys.shape[1]
-    probs = a.probs(len(a.queries)).unflatten(0, (groups, -1))
-    yield (probs @ a.values.transpose(0, 1)[:, None]).flatten(0, 1).transpose(0, 1), a.attended
+    _, n, groups, _ = a.keys.shape
+    probs = a.probs(n).unflatten(1, (groups, -1))
+    yield (probs @ a.values.transpose(1, 2)[:, :, None]).flatten(1, 2).transpose(1, 2), a.attended
     yield a.hidden + a.outputs(block.output), a.inputs(block.mlp_norm)
-    yield a.mlp_slopes[:, 0, 1] * a.outputs(block.up), a.inputs(block.down)
+    yield a.mlp_slopes[:, :, 0, 1] * a.outputs(block.up), a.inputs(block.down)
     if following is not None:
         yield a.inputs(block.mlp_norm) + a.outputs(block.down), following
 
 
 def _are_close(ours: Tensor, theirs: Tensor, tolerance: float) -> Tensor:
-    """Whether all pairs agree at every position, [pairs, n, …]; never where one is not a number."""
-    size = torch.linalg.vector_norm(theirs.flatten(2), dim=2)
-    difference = torch.linalg.vector_norm((ours - theirs).flatten(2), dim=2)
-    return (difference <= tolerance * (size + size.mean(1, keepdim=True))).all()
+    """Whether all pairs agree at every position, [pairs, B, n, …]; never where one is not a number."""
+    size = torch.linalg.vector_norm(theirs.flatten(3), dim=3)
+    difference = torch.linalg.vector_norm((ours - theirs).flatten(3), dim=3)
+    return (difference <= tolerance * (size + size.mean(2, keepdim=True))).all()

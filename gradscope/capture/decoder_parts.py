@@ -22,10 +22,10 @@ class Norm:
     """What the normalised input is multiplied by: the weight, or 1 + weight in some families."""
     eps: float
 
-    def normalize(self, x: Float[Tensor, "n *heads d"]) -> tuple[Tensor, Tensor]:
-        """(x̂, 1/√(mean(x²) + eps)) with an axis for tokens: [n, 1, *heads, d], [n, 1, *heads, 1]."""
+    def normalize(self, x: Float[Tensor, "B n *heads d"]) -> tuple[Tensor, Tensor]:
+        """(x̂, 1/√(mean(x²) + eps)) with an axis for tokens: [B, n, 1, *heads, d], [B, n, 1, *heads, 1]."""
         inverse_rms = (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return (x * inverse_rms).unsqueeze(1), inverse_rms.unsqueeze(1)
+        return (x * inverse_rms).unsqueeze(2), inverse_rms.unsqueeze(2)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _find_norm(owner: nn.Module, prefix: str, role: str) -> Norm | None:
     x = torch.randn(1, 2, len(weight), generator=generator).to(weight)
     with torch.no_grad():
         wide = torch.promote_types(weight.dtype, torch.float32)
-        normalized = Norm(role, weight, eps).normalize(x[0].to(wide))[0][:, 0]
+        normalized = Norm(role, weight, eps).normalize(x.to(wide))[0][0, :, 0]
         # Largest entries tell the scale of each channel with the fewest roundings.
         outputs = module(x)[0].to(wide)
         scale = (outputs * normalized).sum(0) / normalized.square().sum(0)

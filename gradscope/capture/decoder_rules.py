@@ -1,8 +1,8 @@
 """Backward rules that carry the gradients of K tokens through a decoder's block at once, tensors to tensors.
 
-Notation: delta[s, k] is the gradient of token k's log π at position s of a prefix of n positions. Positions come first,
-so that whatever the tokens share (weights, activations, attention's probabilities) is one factor of one large matrix
-product, and a shorter prefix is a slice. H query heads share G heads of keys and values, c numbers in each.
+Notation: delta[b, s, k] is the gradient of the log π of token k of sequence b at position s of a prefix of n positions.
+Positions come before tokens, so that whatever the tokens share (weights, activations, attention's probabilities) is one
+factor of one large matrix product. H query heads share G heads of keys and values, c numbers in each.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ NARROWEST_QUERIES = 56
 
 
 def linear_backward(
-    delta: Float[Tensor, "n K out"],
+    delta: Float[Tensor, "B n K out"],
     weight: Float[Tensor, "out in"],
     *,
-    into: Float[Tensor, "n K in"] | None = None,
+    into: Float[Tensor, "B n K in"] | None = None,
     multiply: Product = multiply_exactly,
-) -> Float[Tensor, "n K in"]:
+) -> Float[Tensor, "B n K in"]:
     """Through y = W x + b: ∂/∂x = Wᵀ δ, one product for all positions and tokens.
 
     into: what flows back to x on other ways; the product is added to it, in its place.
     """
-    into = None if into is None else into.flatten(0, 1)
-    return multiply(delta.flatten(0, 1), weight, into).unflatten(0, delta.shape[:2])
+    into = None if into is None else into.flatten(0, 2)
+    return multiply(delta.flatten(0, 2), weight, into).view(*delta.shape[:3], -1)
 
 
 def rms_norm_backward(
-    delta: Float[Tensor, "n K *heads d"],
-    normalized: Float[Tensor, "n #K *heads d"],
+    delta: Float[Tensor, "B n K *heads d"],
+    normalized: Float[Tensor, "B n #K *heads d"],
     scale: Float[Tensor, " d"],
-    inverse_rms: Float[Tensor, "n #K *heads 1"],
+    inverse_rms: Float[Tensor, "B n #K *heads 1"],
     *,
-    residual: Float[Tensor, "n K *heads d"] | None = None,
-) -> tuple[Float[Tensor, "n K *heads d"], Float[Tensor, "K d"]]:
+    residual: Float[Tensor, "B n K *heads d"] | None = None,
+) -> tuple[Float[Tensor, "B n K *heads d"], Float[Tensor, "B K d"]]:
     """Through y = scale ∘ x̂, x̂ = x · inverse_rms: (∂/∂x, gradient of the scale).
 
     ∂/∂x = inverse_rms · (scale ∘ δ − x̂ · mean(x̂ ∘ scale ∘ δ)); ∂/∂scale = Σ_s δ_s ∘ x̂_s.
@@ -51,12 +51,12 @@ def rms_norm_backward(
     slope = scale * inverse_rms
     back = delta * slope if residual is None else torch.addcmul(residual, delta, slope)
     back.addcmul_(mean.mul_(-inverse_rms), normalized)
-    return back, product.transpose(0, 1).flatten(1, -2).sum(1)
+    return back, product.transpose(1, 2).flatten(2, -2).sum(2)
 
 
 def rotary_backward(
-    delta: Float[Tensor, "n K heads c"], cos: Float[Tensor, "n #K 1 c"], sin: Float[Tensor, "n #K 1 c"]
-) -> Float[Tensor, "n K heads c"]:
+    delta: Float[Tensor, "B n K heads c"], cos: Float[Tensor, "B n #K 1 c"], sin: Float[Tensor, "B n #K 1 c"]
+) -> Float[Tensor, "B n K heads c"]:
     """Through y = x ∘ cos + R x ∘ sin, R (a, b) = (−b, a) the quarter turn of the halves, so Rᵀ = −R (RoFormer)."""
     back = delta * cos
     (first, second), (sin_1, sin_2) = delta.chunk(2, -1), sin.chunk(2, -1)
@@ -67,70 +67,73 @@ def rotary_backward(
 
 
 def attention_backward(
-    delta: Float[Tensor, "n K H c"],
-    probs: Float[Tensor, "H n n"],
-    attended: Float[Tensor, "n H c"],
-    queries: Float[Tensor, "n H c"],
-    keys: Float[Tensor, "n G c"],
-    values: Float[Tensor, "n G c"],
+    delta: Float[Tensor, "B n K H c"],
+    probs: Float[Tensor, "B H n n"],
+    attended: Float[Tensor, "B n H c"],
+    queries: Float[Tensor, "B n H c"],
+    keys: Float[Tensor, "B n G c"],
+    values: Float[Tensor, "B n G c"],
     *,
     scaling: float,
     multiply: Product = multiply_exactly,
-) -> tuple[Float[Tensor, "n K H c"], Float[Tensor, "n K G c"], Float[Tensor, "n K G c"]]:
+) -> tuple[Float[Tensor, "B n K H c"], Float[Tensor, "B n K G c"], Float[Tensor, "B n K G c"]]:
     """Through o = P v, P = softmax(scaling · q kᵀ) with causal zeros: (∂/∂q, ∂/∂k, ∂/∂v).
 
     ∂/∂v = Pᵀ δ,  S = scaling · P ∘ (δ vᵀ − δ·o),  ∂/∂q = S k,  ∂/∂k = Sᵀ q. Queries go in strips, each with the keys up
     to its own end: what is later has no probability. The last comes first, as its keys are all.
     """
-    n, tokens, heads, width = delta.shape
-    groups, share = keys.shape[1], heads // keys.shape[1]
+    batch, n, tokens, heads, width = delta.shape
+    groups = batch * keys.shape[2]
+    share = batch * heads // groups
     back_q, back_k, back_v = torch.empty_like(delta), None, None
-    k, v, q = (t.transpose(0, 1) for t in (keys, values, queries))
+    k, v = (t.transpose(1, 2).reshape(groups, n, width) for t in (keys, values))
     for start, end in reversed([*strips(n, NARROWEST_QUERIES)]):
-        rows = (end - start) * share
-        d = delta[start:end].permute(2, 0, 1, 3).contiguous()
-        p = probs[:, start:end, :end]
-        o = attended[start:end].transpose(0, 1)
-        flow = (d * o[:, :, None]).sum(-1, keepdim=True)
-        s = multiply(d.view(groups, rows * tokens, width), v[:, :end].mT).view(heads, end - start, tokens, end)
-        s = s.sub_(flow).mul_((scaling * p)[:, :, None])
-        back = multiply(s.view(groups, rows * tokens, end), k[:, :end]).view(heads, end - start, tokens, width)
-        back_q[start:end] = back.permute(1, 2, 0, 3)
-        back = multiply(s.view(groups, rows, tokens * end).mT, q[:, start:end].reshape(groups, rows, width))
-        back_k = _add_prefix(back_k, back.view(groups, tokens, end, width).permute(2, 1, 0, 3))
+        wide = end - start
+        rows = wide * share
+        d = delta[:, start:end].permute(0, 3, 1, 2, 4).contiguous()  # [B, H, positions, K, c]
+        p = probs[:, :, start:end, :end]
+        o, q = (t[:, start:end].transpose(1, 2) for t in (attended, queries))
+        flow = (d * o[:, :, :, None]).sum(-1, keepdim=True)
+        s = multiply(d.view(groups, rows * tokens, width), v[:, :end].mT).view(batch, heads, wide, tokens, end)
+        s = s.sub_(flow).mul_((scaling * p)[:, :, :, None])
+        back = multiply(s.view(groups, rows * tokens, end), k[:, :end]).view(batch, heads, wide, tokens, width)
+        back_q[:, start:end] = back.permute(0, 2, 3, 1, 4)
+        back = multiply(s.view(groups, rows, tokens * end).mT, q.reshape(groups, rows, width))
+        back_k = _add_prefix(back_k, back.view(batch, -1, tokens, end, width).permute(0, 3, 2, 1, 4))
         back = multiply(p.reshape(groups, rows, end).mT, d.view(groups, rows, tokens * width))
-        back_v = _add_prefix(back_v, back.view(groups, end, tokens, width).permute(1, 2, 0, 3))
+        back_v = _add_prefix(back_v, back.view(batch, -1, end, tokens, width).permute(0, 2, 3, 1, 4))
     return back_q, back_k, back_v
 
 
-def _add_prefix(total: Float[Tensor, "n K G c"] | None, part: Float[Tensor, "m K G c"]) -> Float[Tensor, "n K G c"]:
+def _add_prefix(total: Float[Tensor, "B n K G c"] | None, part: Float[Tensor, "B m K G c"]) -> Tensor:
     """Add to the first m positions, in place; None: the part has all of them, and is what others are added to."""
     if total is None:
         return part.contiguous()
-    total[: len(part)] += part
+    total[:, : part.shape[1]] += part
     return total
 
 
 def attention_backward_at(
-    delta: Float[Tensor, "K H c"],
-    positions: Int[Tensor, " K"],
-    probs: Float[Tensor, "H n n"],
-    attended: Float[Tensor, "n H c"],
-    queries: Float[Tensor, "n H c"],
-    keys: Float[Tensor, "n G c"],
-    values: Float[Tensor, "n G c"],
+    delta: Float[Tensor, "B K H c"],
+    positions: Int[Tensor, "B K"],
+    probs: Float[Tensor, "B H n n"],
+    attended: Float[Tensor, "B n H c"],
+    queries: Float[Tensor, "B n H c"],
+    keys: Float[Tensor, "B n G c"],
+    values: Float[Tensor, "B n G c"],
     *,
     scaling: float,
-) -> tuple[Float[Tensor, "K H c"], Float[Tensor, "n K G c"], Float[Tensor, "n K G c"]]:
+) -> tuple[Float[Tensor, "B K H c"], Float[Tensor, "B n K G c"], Float[Tensor, "B n K G c"]]:
     """The same where each token's δ lies at one position: ∂/∂q there, ∂/∂k and ∂/∂v over the prefix.
 
     In the last block that is all there is, so its queries, output projection and MLP cost one position a token.
     """
-    groups = keys.shape[1]
-    d, o, q = (t.unflatten(1, (groups, -1)).transpose(0, 1) for t in (delta, attended[positions], queries[positions]))
-    p = probs[:, positions].unflatten(0, (groups, -1)).transpose(1, 2)  # [G, K, share, n]
-    k, v = keys.transpose(0, 1), values.transpose(0, 1)
+    groups, sequence = keys.shape[2], torch.arange(len(delta), device=delta.device)[:, None]
+    at = sequence, positions
+    d, o, q = (t.unflatten(2, (groups, -1)).transpose(1, 2) for t in (delta, attended[at], queries[at]))
+    p = probs[sequence, :, positions].unflatten(2, (groups, -1)).transpose(1, 2)  # [B, G, K, share, n]
+    k, v = keys.transpose(1, 2), values.transpose(1, 2)
     flow = (d * o).sum(-1, keepdim=True)
-    s = scaling * p * ((d.flatten(1, 2) @ v.mT).view(p.shape) - flow)
-    back_q = (s.flatten(1, 2) @ k).view(d.shape).transpose(0, 1).flatten(1, 2)
-    return back_q, (s.mT @ q).permute(2, 1, 0, 3), (p.mT @ d).permute(2, 1, 0, 3)
+    s = scaling * p * ((d.flatten(2, 3) @ v.mT).view(p.shape) - flow)
+    back_q = (s.flatten(2, 3) @ k).view(d.shape).transpose(1, 2).flatten(2, 3)
+    return back_q, (s.mT @ q).permute(0, 3, 2, 1, 4), (p.mT @ d).permute(0, 3, 2, 1, 4)

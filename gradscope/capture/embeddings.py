@@ -14,11 +14,11 @@ def table_square_norms(
     claims: Claims,
     name: str,
     module: nn.Embedding,
-    ids: Int[Tensor, " n"],
-    delta: Float[Tensor, "n K d"],
+    ids: Int[Tensor, "B n"],
+    delta: Float[Tensor, "B n K d"],
     head: HeadPass,
-    picks: Int[Tensor, " K"],
-) -> Float[Tensor, " K"]:
+    picks: Int[Tensor, "B K"],
+) -> Float[Tensor, "B K"]:
     """Squared norm over the ids that were looked up, from what flows back to the embedding's output.
 
     For a table that is the head's too, with the cross term 2 ⟨head's gradient, embedding's gradient⟩ of the picked
@@ -27,7 +27,7 @@ def table_square_norms(
     if (scale := claims.embedding_scale[name]) != 1:  # else a copy of all that flows back is spared
         delta = delta * scale
     if module.padding_idx is not None:
-        delta = delta * (ids != module.padding_idx)[:, None, None]
+        delta = delta * (ids != module.padding_idx)[:, :, None, None]
     square = embedding_square_norms(delta, ids)
     if claims.tied and name == claims.tied[0]:
         _, head_delta, head_input = head.local[claims.tied[1]]

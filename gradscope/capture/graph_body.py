@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from gradscope.capture.chunks import Chunk
 from gradscope.capture.claims import Claims
 from gradscope.capture.embeddings import table_square_norms
 from gradscope.capture.factors import Factors, join
@@ -73,13 +74,9 @@ class GraphSequence:
     head: HeadPass
     factors: Factors
 
-    def measure(
-        self, picks: Int[Tensor, " K"], positions: Int[Tensor, " K"]
-    ) -> tuple[Float[Tensor, "K layers"], Squares]:
-        """(‖δ_ℓ‖ for ℓ = 0 … L − 1, squared gradient norms by module).
-
-        picks: rows of the head's pass; positions: where each token's logits stand, ascending.
-        """
+    def measure(self, chunk: Chunk) -> tuple[Float[Tensor, "1 K layers"], Squares]:
+        """(‖δ_ℓ‖ for ℓ = 0 … L − 1, squared gradient norms by module)."""
+        picks, positions = chunk.picks[0], chunk.positions[0]
         recorder = self.body.record(self.ids[: int(positions[-1]) + 1])
         # Of a policy over several devices, what flows back lies where its module does; norms come together in the end.
         token, last = torch.arange(len(picks)), self.head.last_norm
@@ -100,7 +97,7 @@ class GraphSequence:
                     delta[token, 0, place] += rows.reshape(len(picks), *delta.shape[3:]).to(delta)
                 by_module[call.name].append((call, delta))
         squares = {name: self._square_norms(name, flow, picks) for name, flow in by_module.items()}
-        return act, {name: values.to(last.device) for name, values in squares.items()}
+        return act[None], {name: values.to(last.device)[None] for name, values in squares.items()}
 
     def _square_norms(self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor) -> Tensor:
         """Squared gradient norm [K] of one module, from all of its calls."""
@@ -108,13 +105,13 @@ class GraphSequence:
         rule = claims.rules[name]
         if rule in ("linear", "conv1d"):
             deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
-            return linear_square_norms(deltas.transpose(0, 1), self.factors.factor(flow))
+            return linear_square_norms(deltas.transpose(0, 1)[None], self.factors.factor(flow)[None])[0]
         if rule == "diagonal":
             slopes = zip(*(self.factors.slopes(call) for call, _ in flow), strict=True)
             return sum(_diagonal_over_calls(flow, parameter) for parameter in slopes)
         call, delta = flow[0]
-        delta = delta.flatten(1, -2).transpose(0, 1)
-        return table_square_norms(claims, name, call.module, call.inputs.flatten(), delta, self.head, picks)
+        ids, delta = call.inputs.flatten()[None], delta.flatten(1, -2).transpose(0, 1)[None]
+        return table_square_norms(claims, name, call.module, ids, delta, self.head, picks[None])[0]
 
 
 def _diagonal_over_calls(flow: list[tuple[Call, Tensor]], slopes: tuple[Tensor, ...]) -> Tensor:

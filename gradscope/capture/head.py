@@ -1,4 +1,4 @@
-"""The head: all that acts on each position by itself, so that one backward pass serves every token of a sequence."""
+"""The head: all that acts on each position by itself, so that one backward pass serves every token of its sequences."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from gradscope.capture.claims import Claims, parameter_slopes
 from gradscope.capture.recording import Call, Recorder
 from gradscope.capture.rules import diagonal_square_norms, outer_square_norms
+from gradscope.capture.stack import Stack
 from gradscope.logprobs import TokenStatistics, logit_gradient, token_statistics
 from gradscope.models import Policy
 
@@ -21,7 +22,7 @@ LOGIT_BYTES = 8 * 4
 
 @dataclass(frozen=True)
 class HeadPass:
-    """What the pass over the head leaves for the body; rows are targets."""
+    """What the pass over the head leaves for the body; rows are targets, of all sequences one after the other."""
 
     statistics: TokenStatistics
     size: Float[Tensor, " m"]
@@ -34,7 +35,7 @@ class HeadPass:
     local: dict[str, tuple[Call, Tensor, Tensor]]
     """Module → (call, gradient at its output, its input), both at the target's own position, [m, width]."""
     calls: list[Call]
-    """Of every claimed module, over the whole prefix of the last target."""
+    """Of every claimed module, over the whole stack."""
 
 
 class Head:
@@ -46,12 +47,13 @@ class Head:
     def __init__(self, policy: Policy, claims: Claims, joint: str | None, memory: int) -> None:
         self.model, self.blocks, self.claims, self.joint = policy.model, policy.blocks, claims, joint
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
-        self._rows = max(1, memory // (LOGIT_BYTES * policy.vocab_size))
+        self.rows = logit_rows(policy.vocab_size, memory)
+        """Positions whose logits fit the memory."""
 
-    def measure(self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float) -> HeadPass:
+    def measure(self, stack: Stack) -> HeadPass:
         """One pass for all targets, or several where their logits would not fit the memory."""
-        prefix, split = ids[: targets[-1]], targets.split(self._rows)
-        parts = [self._measure_part(prefix, ids[part], part - 1, temperature) for part in split]
+        everything = torch.arange(len(stack.positions), device=stack.ids.device)
+        parts = [self._measure_part(stack, part) for part in everything.split(max(1, self.rows // len(stack.ids)))]
         if len(parts) == 1:
             return parts[0]
         return HeadPass(
@@ -73,7 +75,7 @@ class Head:
         prefix = ids[: targets[-1]]
         parts = [
             token_statistics(self.logits(prefix, part - 1), ids[part], temperature=temperature)
-            for part in targets.split(self._rows)
+            for part in targets.split(self.rows)
         ]
         return join_statistics(parts)
 
@@ -83,7 +85,7 @@ class Head:
     ) -> tuple[TokenStatistics, Float[Tensor, " m"]]:
         """What needs no backward pass: the same, and ‖e − π‖."""
         prefix, statistics, norms = ids[: targets[-1]], [], []
-        for part in targets.split(self._rows):
+        for part in targets.split(self.rows):
             logits = self.logits(prefix, part - 1)
             statistics.append(token_statistics(logits, ids[part], temperature=temperature))
             norms.append(logit_gradient(logits, ids[part], temperature=temperature).norm(dim=1))
@@ -104,44 +106,70 @@ class Head:
             return sum(diagonal_square_norms(delta.reshape(s.shape), s) for s in slopes)
         return outer_square_norms(delta, inputs, bias=call.module.bias is not None)
 
-    def _measure_part(self, ids: Tensor, token_ids: Tensor, positions: Tensor, temperature: float) -> HeadPass:
-        """ids: the prefix of the last target; positions: where each token's logits stand, one before the token."""
+    def _measure_part(self, stack: Stack, part: Int[Tensor, " k"]) -> HeadPass:
+        """part: which of the stack's targets."""
+        sequences, positions, token_ids, temperature = (
+            values[part] for values in (stack.sequences, stack.positions, stack.token_ids, stack.temperature)
+        )
+        places = _Places(sequences, positions, length=stack.ids.shape[1])
         with Recorder(self.model, self.blocks, self.claims, self.joint, "head") as recorder:
-            logits = self.logits(ids, positions)
+            logits = places.rows(self._logits_of_all(stack.ids, places.kept))
         statistics = token_statistics(logits, token_ids, temperature=temperature)
         seeds, size = unit_errors(logits, token_ids, temperature)
         calls = [call for call in recorder.calls if call.edge is not None]
         edges = [*recorder.joints, recorder.block_edges[0], *(call.edge for call in calls)]
-        deltas = torch.autograd.grad([logits], edges, [(seeds / temperature).to(logits.dtype)], allow_unused=True)
-        rows = [None if d is None else _rows_at(d, positions).to(seeds) for d in deltas]
+        seed = (seeds / temperature[:, None]).to(logits.dtype)
+        deltas = torch.autograd.grad([logits], edges, [seed], allow_unused=True)
+        rows = [None if d is None else places.rows(d).to(seeds) for d in deltas]
         joints = len(recorder.joints)
         local = {
-            call.name: (call, row, self._local_inputs(call, positions).to(seeds))
+            call.name: (call, row, self._local_inputs(call, places).to(seeds))
             for call, row in zip(calls, rows[joints + 1 :], strict=True)
             if row is not None
         }
         last = rows[joints].norm(dim=1)
         return HeadPass(statistics, size, size * seeds.norm(dim=1), last, rows[:joints], local, recorder.calls)
 
-    def _local_inputs(self, call: Call, positions: Tensor) -> Tensor:
+    def _logits_of_all(self, ids: Int[Tensor, "B n"], positions: Int[Tensor, " u"]) -> Tensor:
+        """Logits of every sequence, at least at these positions: [B, u or n, vocab]."""
+        kept = {"logits_to_keep": positions} if self._keeps_logits else {}
+        return self.model(input_ids=ids, use_cache=False, **kept).logits
+
+    def _local_inputs(self, call: Call, places: _Places) -> Tensor:
         """Of a module of the head: its inputs [m, width]; for a diagonal one its slopes [m, parameters, width]."""
         if self.claims.rules[call.name] != "diagonal":
-            return _rows_at(call.inputs, positions)
-        return torch.stack([_rows_at(s, positions) for s in parameter_slopes(call.module, call.inputs)], 1)
+            return places.rows(call.inputs)
+        return torch.stack([places.rows(s) for s in parameter_slopes(call.module, call.inputs)], 1)
+
+
+class _Places:
+    """Where the targets' logits stand in a stack of this length."""
+
+    def __init__(self, sequences: Int[Tensor, " m"], positions: Int[Tensor, " m"], *, length: int) -> None:
+        self._sequences, self._positions, self._length = sequences, positions, length
+        self.kept, self._columns = positions.unique(return_inverse=True)
+        """Positions at which some sequence has a target, ascending."""
+
+    def rows(self, values: Tensor) -> Float[Tensor, "m width"]:
+        """Rows of [B, n, …], or of [B, u, …] that holds only the kept positions; of one sequence its axis may lack."""
+        rows = values.flatten(2) if values.ndim > 2 else values[None]
+        columns = self._positions if rows.shape[1] == self._length else self._columns
+        if rows.shape[0] * rows.shape[1] == len(columns):  # every row, in order
+            return rows.flatten(0, 1)
+        return rows[self._sequences.to(rows.device), columns.to(rows.device)]
+
+
+def logit_rows(vocab: int, memory: int) -> int:
+    """Positions whose logits fit the memory, with the copies that their gradient needs."""
+    return max(1, memory // (LOGIT_BYTES * vocab))
 
 
 def join_statistics(parts: list[TokenStatistics]) -> TokenStatistics:
     return TokenStatistics(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(TokenStatistics)))
 
 
-def unit_errors(logits: Tensor, token_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def unit_errors(logits: Tensor, token_ids: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
     """(e − π divided by its largest entry [m, vocab], that entry [m])."""
     errors = logit_gradient(logits, token_ids, temperature=temperature)
     size = errors.abs().amax(1)
     return errors / size.clamp(min=torch.finfo(size.dtype).tiny)[:, None], size
-
-
-def _rows_at(values: Tensor, positions: Tensor) -> Tensor:
-    """Rows [m, width] of [1, n, …] at the positions; [1, m, …] holds only them already."""
-    rows = values.flatten(2)[0] if values.ndim > 2 else values
-    return rows if len(rows) == len(positions) else rows[positions.to(rows.device)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradscope.capture.hooks import first_tensor
 from gradscope.capture.recording import block_input
+from gradscope.capture.stack import SequenceTokens
 from gradscope.capture.token_gradients import TokenGradientMeter, TokenGradients
 from gradscope.errors import SelfCheckError
 from gradscope.logprobs import logit_gradient
@@ -55,24 +56,23 @@ class SelfCheck:
 
 def check_engine(
     meter: TokenGradientMeter,
-    sequences: list[tuple[Tensor, Tensor, Tensor]],
+    sequences: list[SequenceTokens],
     *,
-    temperature: list[float],
     tolerance: float | None = None,
 ) -> SelfCheck:
     """Compare the engine with plain autograd on some tokens; call it inside `measuring(policy.model)`.
 
-    sequences: (unpadded ids [n], indices of the response tokens in them [m], which of these to compare [k]); the engine
-    measures each with the response token before it, as it will later. temperature: one a sequence.
+    sequences: with the tokens to compare as those to measure; the engine measures each with the response token before
+    it, and several sequences together, as it will later.
     Raises SelfCheckError that names the layer or the module that differs most.
     """
     if tolerance is None:
         tolerance = max(TOLERANCES[meter.model.dtype], FAST_TOLERANCES.get(meter.precision, 0.0))
     count, largest = 0, 0.0
-    for (ids, targets, picks), t in zip(sequences, temperature, strict=True):
-        ours = meter.measure(ids, targets, torch.cat([picks, picks - 1]).clamp(min=0).unique(), temperature=t)
-        for k in picks.tolist():
-            oracle = measure_plainly(meter, ids, int(targets[k]), temperature=t)
+    for sequence, ours in zip(sequences, _measure_in_groups(meter, sequences), strict=True):
+        ids, targets = sequence.ids, sequence.targets
+        for k in sequence.measured.tolist():
+            oracle = measure_plainly(meter, ids, int(targets[k]), temperature=sequence.temperature)
             differences = _compare(ours, k, oracle)
             worst = max(differences, key=differences.__getitem__)
             if not differences[worst] <= tolerance:
@@ -83,6 +83,15 @@ def check_engine(
                 )
             count, largest = count + 1, max(largest, differences[worst])
     return SelfCheck(count, largest, tolerance)
+
+
+def _measure_in_groups(meter: TokenGradientMeter, sequences: list[SequenceTokens]) -> list[TokenGradients]:
+    """Each sequence's tokens and those before them, a few sequences at once."""
+    wider = [replace(s, measured=torch.cat([s.measured, s.measured - 1]).clamp(min=0).unique()) for s in sequences]
+    found: dict[int, TokenGradients] = {}
+    for group in meter.group([s.lengths for s in wider]):
+        found |= zip(group, meter.measure_together([wider[i] for i in group]), strict=True)
+    return [found[i] for i in range(len(sequences))]
 
 
 def _compare(ours: TokenGradients, k: int, oracle: CheckedToken) -> dict[str, float]:

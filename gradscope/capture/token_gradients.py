@@ -1,31 +1,33 @@
 """Exact norms of every token's own gradient, at each layer's activations and over all parameters.
 
-One sequence at a time, without padding, in two passes. The head acts on each position by itself, so one
-vector-Jacobian product of the uncancelled e − π serves every token at once. The body mixes positions, so tokens go in
-chunks over their common prefix: by the backward rules of a common decoder, or along the model's own graph. What no
-rule knows is measured by one autograd gradient a token.
+In two passes. The head acts on each position by itself, so one vector-Jacobian product of the uncancelled e − π serves
+every token at once. The body mixes positions, so tokens go in chunks over their longest prefix: by the backward rules
+of a common decoder, which take a few sequences together, or along the model's own graph, one sequence at a time. What
+no rule knows is measured by one autograd gradient a token.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gradscope.capture.chunks import neighbours
+from gradscope.capture.chunks import Chunk, Run, group_sequences, neighbours
 from gradscope.capture.claims import Claims, check_prefixes, claim_parameters
-from gradscope.capture.decoder_body import DecoderBody, DecoderSequence
+from gradscope.capture.decoder_body import DecoderBody, DecoderStack
 from gradscope.capture.factors import Factors
 from gradscope.capture.graph_body import GraphBody, GraphSequence
 from gradscope.capture.head import Head, HeadPass, unit_errors
 from gradscope.capture.products import PRODUCTS, Precision
 from gradscope.capture.recording import find_joint
 from gradscope.capture.rules import outer_square_norms
+from gradscope.capture.stack import SequenceTokens, Stack
 from gradscope.logprobs import TokenStatistics
 from gradscope.models import Policy
 
@@ -95,50 +97,92 @@ class TokenGradientMeter:
         ids: the sequence. targets: indices in it of the response tokens, ascending, none 0. measured: which of the
         targets (indices into `targets`, ascending) get the norms that need a backward pass; the rest get NaN there.
         """
-        if not len(measured):
-            return self._measure_cheaply(ids, targets, temperature)
-        head, sequence = self._start(ids[: targets[-1] + 1], targets, temperature)
-        act = head.last_norm.new_full((len(targets), len(self.blocks) + 1), float("nan"))
-        act[measured, -1] = head.last_norm[measured]
-        # A module that a prefix does not call has no gradient there; a token that is not measured has no number.
-        nothing = torch.full_like(head.last_norm, float("nan"))
-        nothing[measured] = 0.0
-        square: dict[str, Tensor] = defaultdict(nothing.clone)
-        for picks in self._chunks(sequence.body, targets, measured):
-            layers, by_module = sequence.measure(picks, targets[picks] - 1)
-            act[picks, :-1] = layers
-            by_module |= self._measure_general(ids, targets, picks, temperature)
-            for name, values in by_module.items():
-                square[name][picks] = values.to(act)
-        self._add_head(square, head, measured)
-        if not square:  # of an adapter that these tokens do not pass
-            square[""] = nothing
-        norms = {name: head.size * values.clamp(min=0).sqrt() for name, values in square.items()}
-        total = head.size * torch.stack(list(square.values())).sum(0).clamp(min=0).sqrt()
-        return TokenGradients(head.statistics, head.logit_grad_norm, head.size[:, None] * act, total, norms)
+        return self.measure_together([SequenceTokens(ids, targets, measured, temperature)])[0]
+
+    def measure_together(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
+        """The same of several sequences. Each has its own numbers, up to rounding; see `group` for which go well."""
+        together = self._together and all(len(s.measured) for s in sequences)
+        if len(sequences) > 1 and not together:
+            return [self.measure_together([s])[0] for s in sequences]
+        if not together and not len(sequences[0].measured):
+            return [self._measure_cheaply(sequences[0])]
+        order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i].measured))
+        found = dict(zip(order, self._measure_stack([sequences[i] for i in order]), strict=True))
+        return [found[i] for i in range(len(sequences))]
+
+    def group(self, lengths: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Indices of sequences that are best measured together; one without measured tokens is alone.
+
+        lengths: of the prefixes of each one's measured tokens, ascending.
+        """
+        alone = [[index] for index, tokens in enumerate(lengths) if not (tokens and self._together)]
+        if not self._together:
+            return alone
+        decoder, rows = self.decoder, self._most_rows(self.decoder)
+
+        def most(length: int) -> int:
+            return decoder.most_sequences(length, rows=rows, logits=self.head.rows)
+
+        return alone + group_sequences(lengths, rows=rows, spare=decoder.spare_rows, most=most)
 
     def statistics(self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float) -> TokenStatistics:
         """log π, log(1−π) and entropy of the targets, without any gradient."""
         return self.head.statistics(ids, targets, temperature=temperature)
 
-    def _measure_cheaply(self, ids: Tensor, targets: Tensor, temperature: float) -> TokenGradients:
+    @property
+    def _together(self) -> bool:
+        """Whether several sequences may share their passes."""
+        return self.decoder is not None and not self.claims.general
+
+    def _measure_cheaply(self, sequence: SequenceTokens) -> TokenGradients:
         """What needs no backward pass, NaN for the rest."""
-        statistics, norms = self.head.measure_cheaply(ids, targets, temperature=temperature)
+        statistics, norms = self.head.measure_cheaply(sequence.ids, sequence.targets, temperature=sequence.temperature)
         unknown = torch.full_like(norms, float("nan"))
         act = unknown[:, None].expand(-1, len(self.blocks) + 1).clone()
         return TokenGradients(statistics, norms, act, unknown, {})
 
-    def _start(
-        self, ids: Tensor, targets: Tensor, temperature: float, *, rules: bool = True
-    ) -> tuple[HeadPass, DecoderSequence | GraphSequence]:
-        """The head's pass, and what the body is to measure with it."""
+    def _measure_stack(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
+        """Of sequences that all have measured tokens, those with more of them first."""
+        stack = Stack.of(sequences, torch.promote_types(self.model.dtype, torch.float32))
+        head, body = self._start(stack)
+        if body is None:
+            return [self._measure_stack([sequence])[0] for sequence in sequences]
+        starts = [0, *accumulate(len(s.targets) for s in sequences)]
+        picks = [start + s.measured for start, s in zip(starts[:-1], sequences, strict=True)]
+        measured = torch.cat(picks)
+        act = head.last_norm.new_full((len(stack.positions), len(self.blocks) + 1), float("nan"))
+        act[measured, -1] = head.last_norm[measured]
+        # A module that a prefix does not call has no gradient there; a token that is not measured has no number.
+        nothing = torch.full_like(head.last_norm, float("nan"))
+        nothing[measured] = 0.0
+        square: dict[str, Tensor] = defaultdict(nothing.clone)
+        for run in self._runs(body.body, [s.lengths for s in sequences]):
+            chunk = Chunk.of(run, picks, stack.positions)
+            layers, by_module = body.measure(chunk)
+            tokens = chunk.values(chunk.picks)
+            act[tokens, :-1] = chunk.values(layers)
+            for name, values in by_module.items():
+                square[name][tokens] = chunk.values(values).to(act)
+            for name, values in self._measure_general(sequences[0], tokens).items():
+                square[name][tokens] = values.to(act)
+        self._add_head(square, head, measured)
+        if not square:  # of an adapter that these tokens do not pass
+            square[""] = nothing
+        norms = {name: head.size * values.clamp(min=0).sqrt() for name, values in square.items()}
+        total = head.size * torch.stack(list(square.values())).sum(0).clamp(min=0).sqrt()
+        found = TokenGradients(head.statistics, head.logit_grad_norm, head.size[:, None] * act, total, norms)
+        return [_some(found, slice(*ends)) for ends in pairwise(starts)]
+
+    def _start(self, stack: Stack, *, rules: bool = True) -> tuple[HeadPass, DecoderStack | GraphSequence | None]:
+        """The head's pass, and what the body is to measure with it: None if the sequences must be taken one by one."""
         decoder = self.decoder if rules else None
         with nullcontext() if decoder is None else decoder.recording() as seen:
-            head = self.head.measure(ids, targets, temperature=temperature)
-        sequence = None if decoder is None else decoder.follow(ids, head, seen)
-        if sequence is not None:
-            return head, sequence
-        factors = Factors(len(ids) - 1)
+            head = self.head.measure(stack)
+        followed = None if decoder is None else decoder.follow(stack, head, seen)
+        if followed is not None or len(stack.ids) > 1:
+            return head, followed
+        (ids,) = stack.ids
+        factors = Factors(len(ids))
         factors.remember(head.calls)
         return head, GraphSequence(self.graph, ids, head, factors)
 
@@ -153,18 +197,20 @@ class TokenGradientMeter:
             elif name not in square:
                 square[name][measured] = self.head.square_norms(head, name)[measured]
 
-    def _chunks(self, body: DecoderBody | GraphBody, targets: Tensor, measured: Tensor) -> Iterator[Tensor]:
-        """Neighbouring tokens, as many as fill the rows and fit the memory over their common prefix."""
-        rows = min(self.rows, max(1, self.memory // body.bytes_per_row))
-        for part in neighbours(targets[measured].tolist(), rows=rows, spare=body.spare_rows):
-            yield measured[part]
+    def _runs(self, body: DecoderBody | GraphBody, lengths: Sequence[Sequence[int]]) -> Iterator[Run]:
+        """Neighbouring tokens, as many as fill the rows and fit the memory over their longest prefix."""
+        return neighbours(lengths, rows=self._most_rows(body), spare=body.spare_rows)
+
+    def _most_rows(self, body: DecoderBody | GraphBody) -> int:
+        return min(self.rows, max(1, self.memory // body.bytes_per_row))
 
     # What no rule claims: one autograd gradient a token.
 
-    def _measure_general(self, ids: Tensor, targets: Tensor, picks: Tensor, temperature: float) -> dict[str, Tensor]:
-        """Squared gradient norms [K] by module, of parameters that no rule claims."""
+    def _measure_general(self, sequence: SequenceTokens, picks: Tensor) -> dict[str, Tensor]:
+        """Squared gradient norms [K] by module, of parameters that no rule claims; picks: some of the targets."""
         if not self.claims.general:
             return {}
+        ids, targets, temperature = sequence.ids, sequence.targets, sequence.temperature
         parameters = [self.model.get_parameter(name) for name in self.claims.general]
         for parameter in parameters:
             parameter.requires_grad_(True)
@@ -190,15 +236,18 @@ class TokenGradientMeter:
         """Whether the rules give what the graph gives for some tokens of a short sequence."""
         targets = torch.arange(len(ids) // 2, len(ids), device=ids.device)
         everything = torch.arange(len(targets), device=ids.device)
+        sequence = SequenceTokens(ids, targets, everything)
+        stack = Stack.of([sequence], torch.promote_types(self.model.dtype, torch.float32))
+        chunk = Chunk(everything[None], stack.positions[None], None, int(targets[-1]))
         tolerance = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 0.15
         found = []
         for rules in (True, False):
-            head, sequence = self._start(ids, targets, 1.0, rules=rules)
-            if rules and not isinstance(sequence, DecoderSequence):
+            head, body = self._start(stack, rules=rules)
+            if rules and not isinstance(body, DecoderStack):
                 return False
-            layers, by_module = sequence.measure(everything, targets - 1)
+            layers, by_module = body.measure(chunk)
             square: dict[str, Tensor] = defaultdict(lambda n=head.last_norm: torch.zeros_like(n))
-            square |= by_module
+            square |= {name: values[0] for name, values in by_module.items()}
             self._add_head(square, head, everything)
             found.append((layers, {name: values.clamp(min=0).sqrt() for name, values in square.items()}))
         (layers, norms), (expected_layers, expected) = found
@@ -213,3 +262,15 @@ class TokenGradientMeter:
                 for name, norm in expected.items()
             )
         )
+
+
+def _some(gradients: TokenGradients, tokens: slice) -> TokenGradients:
+    """Of some of the tokens."""
+    statistics = TokenStatistics(*(getattr(gradients.statistics, f.name)[tokens] for f in fields(TokenStatistics)))
+    return TokenGradients(
+        statistics,
+        gradients.logit_grad_norm[tokens],
+        gradients.act_grad_norm[tokens],
+        gradients.param_grad_norm[tokens],
+        {name: norms[tokens] for name, norms in gradients.module_grad_norm.items()},
+    )

@@ -1,0 +1,60 @@
+"""Response tokens of sequences, and sequences laid side by side so that one pass serves them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SequenceTokens:
+    """Response tokens of one unpadded sequence, and which of them are to be measured."""
+
+    ids: Int[Tensor, " n"]
+    targets: Int[Tensor, " m"]
+    """Indices in the sequence of the response tokens, ascending, none 0."""
+    measured: Int[Tensor, " k"]
+    """Which of the targets (indices into `targets`, ascending) get the norms that need a backward pass."""
+    temperature: float = 1.0
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the prefix of each measured token."""
+        return self.targets[self.measured].tolist()
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Sequences side by side, each up to its last target's prefix; targets are one after the other, m in all.
+
+    Shorter sequences are filled up on the right with their own last id: in a causal model nothing on the left sees it.
+    """
+
+    ids: Int[Tensor, "B n"]
+    sequences: Int[Tensor, " m"]
+    """Which sequence each target belongs to."""
+    positions: Int[Tensor, " m"]
+    """Where each target's logits stand, one before the token."""
+    token_ids: Int[Tensor, " m"]
+    temperature: Float[Tensor, " m"]
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceTokens], dtype: torch.dtype = torch.float32) -> Stack:
+        """dtype: of the temperatures."""
+        lengths = [int(s.targets[-1]) for s in sequences]
+        prefixes = [s.ids[:length] for s, length in zip(sequences, lengths, strict=True)]
+        filled = [torch.cat([ids, ids[-1:].expand(max(lengths) - len(ids))]) for ids in prefixes]
+        counts = torch.tensor([len(s.targets) for s in sequences])
+        return cls(
+            torch.stack(filled),
+            torch.arange(len(sequences)).repeat_interleave(counts).to(filled[0].device),
+            torch.cat([s.targets - 1 for s in sequences]),
+            torch.cat([s.ids[s.targets] for s in sequences]),
+            torch.tensor([s.temperature for s in sequences], dtype=dtype)
+            .repeat_interleave(counts)
+            .to(filled[0].device),
+        )
