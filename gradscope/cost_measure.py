@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gradscope.capture.chunks import Run, group_sequences, neighbours
-from gradscope.capture.decoder_body import kept_bytes, most_sequences, probs_bytes, row_bytes, spare_rows
+from gradscope.capture.decoder_body import kept_bytes, most_sequences, probs_bytes, row_bytes, seen_bytes, spare_rows
 from gradscope.capture.decoder_rules import NARROWEST_QUERIES
 from gradscope.capture.head import LOGIT_BYTES, logit_rows
 from gradscope.capture.rules import WIDEST, strip_width
@@ -135,7 +135,7 @@ def group_responses(
     groups = [[index] for index, prefixes in enumerate(lengths) if not prefixes]
 
     def most(length: int) -> int:
-        kept = _kept_bytes(shape, engine, length, keeps_probs=True)
+        kept = _seen_bytes(shape, engine, length) + probs_bytes(shape.layers * shape.heads, length)
         return most_sequences(length, kept, rows=limits["rows"], logits=logit_rows(shape.vocab, memory), memory=memory)
 
     limits = _limits(shape, engine=engine, rows=rows, memory=memory, device=device)
@@ -283,19 +283,30 @@ def measure_bytes(
     if not engine.by_rules:
         scores = GRAPH_SCORES * shape.heads * longest**2
         chunk["graph"] = shape.layers * (block_activation_bytes(shape, "float32") * longest + 4 * scores)
-    return {"head": weights | {"logits": LOGIT_BYTES * shape.vocab * most, "response": kept}, "chunk": weights | chunk}
+    seen = max(len(group) * _seen_bytes(shape, engine, max(r.length for r in group)) for group in groups)
+    return {"head": weights | {"logits": LOGIT_BYTES * shape.vocab * most, "response": seen}, "chunk": weights | chunk}
+
+
+def _seen_bytes(shape: ModelShape, engine: Engine, length: int) -> Number:
+    """What a forward pass leaves of one response: inputs of linear layers and, for the rules, their outputs."""
+    if not engine.by_rules:
+        return 4 * shape.layers * length * (3 * shape.hidden + shape.query_width + shape.mlp_width)
+    return shape.layers * seen_bytes(*_widths(shape), length)
 
 
 def _kept_bytes(shape: ModelShape, engine: Engine, length: int, *, keeps_probs: bool) -> Number:
-    """Of one response while it is measured: inputs and outputs of linear layers, what is made of them, factors."""
+    """What of it is kept while its tokens are measured, and what is made of it."""
     if not engine.by_rules:
-        inputs = 3 * shape.hidden + shape.query_width + shape.mlp_width
         factors = sum(min(length, inside) for inside in (shape.hidden, *(d for _, d in _linear_layers(shape))))
-        return 4 * shape.layers * length * (inputs + factors)
+        return _seen_bytes(shape, engine, length) + 4 * shape.layers * length * factors
     # One block's are made and, while they are, its scores.
     probs = probs_bytes((shape.layers if keeps_probs else 2) * shape.heads, length)
-    widths = shape.hidden, shape.query_width, shape.kv_width, shape.mlp_width
-    return shape.layers * kept_bytes(*widths, length) + probs
+    return shape.layers * kept_bytes(*_widths(shape), length) + probs
+
+
+def _widths(shape: ModelShape) -> tuple[Number, Number, Number, Number]:
+    """Of the stream, of all queries, of all keys and of the MLP."""
+    return shape.hidden, shape.query_width, shape.kv_width, shape.mlp_width
 
 
 def _row_bytes(shape: ModelShape, engine: Engine, strip: int = WIDEST) -> Number:

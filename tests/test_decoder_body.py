@@ -161,20 +161,20 @@ def test_activations_that_follow_from_no_others_are_not_accounted_for():
         stack = Stack.of([SequenceTokens(ids, targets, targets)], torch.float64)
         with meter.decoder.recording() as seen:
             head = meter.head.measure(stack)
-        assert meter.decoder.follow(stack, head, seen) is not None
+        assert meter.decoder.follow(stack, head, [*seen]) is not None
         block = meter.decoder.blocks[1]
         for part in (block.query, block.output, block.mlp_norm, block.gate, block.down):
             recorded = seen[1].inputs[part.name]
             seen[1].inputs[part.name] = recorded.clone()
             seen[1].inputs[part.name][0, 20] *= 1.01
-            assert meter.decoder.follow(stack, head, seen) is None
+            assert meter.decoder.follow(stack, head, [*seen]) is None
             seen[1].inputs[part.name][0, 20] = torch.nan
-            assert meter.decoder.follow(stack, head, seen) is None
+            assert meter.decoder.follow(stack, head, [*seen]) is None
             seen[1].inputs[part.name] = recorded
         n = stack.ids.shape[1]
         for mask in (SimpleNamespace(), torch.ones(1, n), torch.ones(1, 1, 3, 3), torch.ones(2, 1, n, n)):
             seen[1].mask = mask
-            assert meter.decoder.follow(stack, head, seen) is None
+            assert meter.decoder.follow(stack, head, [*seen]) is None
 
 
 def normalize_all_heads_together(attention: modeling_llama.LlamaAttention, q: Tensor) -> Tensor:
@@ -311,7 +311,7 @@ def test_a_bfloat16_policy_goes_by_rules_and_passes_the_self_check(name):
         stack = Stack.of([SequenceTokens(ids, targets, targets)])
         with meter.decoder.recording() as seen:
             head = meter.head.measure(stack)
-        assert meter.decoder.follow(stack, head, seen) is not None
+        assert meter.decoder.follow(stack, head, [*seen]) is not None
         assert check_engine(meter, [SequenceTokens(ids, targets, torch.tensor([0, 5, 10]))]).tokens == 3
 
 

@@ -86,6 +86,15 @@ class BlockActivations:
         self._factors: dict[tuple[str, bool], Tensor] = {}
         self._probs = self._attend(self.queries.shape[1]) if keep_probs else None
 
+    def settle(self, *, last: bool) -> None:
+        """Make what is still needed of the pass, and let the rest go; last: of the blocks, where only keys and values
+        have gradients all over the prefix."""
+        for matrix in (self.block.key,) if last else self.block.matrices:
+            self.factor(matrix, 1)
+        query = self.block.query.name
+        self._seen = Seen(inputs={query: self._seen.inputs[query]} if last else {}, mask=self._seen.mask)
+        del self.hidden
+
     def probs(self, n: int) -> Float[Tensor, "B H n n"]:
         """Attention's probabilities within the first n positions."""
         return self._attend(n) if self._probs is None else self._probs[:, :, :n, :n]

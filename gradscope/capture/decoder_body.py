@@ -52,15 +52,21 @@ def probs_bytes(heads: int, length: int) -> int:
     return 4 * heads * length**2
 
 
-def kept_bytes(hidden: int, query: int | float, key: int | float, mlp: int | float, length: int) -> int | float:
-    """What a block leaves of a sequence: inputs and outputs of its modules, what is made of them, and factors.
+def seen_bytes(hidden: int, query: int | float, key: int | float, mlp: int | float, length: int) -> int | float:
+    """What the forward pass leaves of a sequence in a block: inputs and outputs of its modules.
 
-    query, key: widths of all queries, of all keys; attention's probabilities are not in it.
+    query, key: widths of all queries, of all keys.
     """
-    seen = 6 * hidden + 2 * query + 2 * key + 3 * mlp
-    made = 2 * hidden + query + key + 2 * mlp
+    return 4 * length * (6 * hidden + 2 * query + 2 * key + 3 * mlp)
+
+
+def kept_bytes(hidden: int, query: int | float, key: int | float, mlp: int | float, length: int) -> int | float:
+    """What of it is kept for the way back: activations as the rules need them, and factors.
+
+    Attention's probabilities are not in it.
+    """
     factors = sum(min(length, inside) for inside in (hidden, hidden, query, mlp))
-    return 4 * length * (seen + made + factors)
+    return 4 * length * (2 * (hidden + query + key + mlp) + factors)
 
 
 def most_sequences(length: int, kept: int | float, *, rows: int, logits: int, memory: int) -> int:
@@ -96,11 +102,19 @@ class DecoderBody:
         return cls(policy, claims, blocks, tables[0], memory)
 
     def follow(self, stack: Stack, head: HeadPass, seen: list[Seen]) -> DecoderStack | None:
-        """Sequences after the head's pass over them; None if the blocks did anything that the rules do not know."""
+        """Sequences after the head's pass over them; None if the blocks did anything that the rules do not know.
+
+        Takes from `seen` block by block, so that what is not needed any more does not stay.
+        """
         if not all(map(is_complete, self.blocks, seen)):
             return None
-        followed = DecoderStack(self, stack, head, seen)
-        return followed if account_for(followed.activations) else None
+        keep, activations, right = self.keeps_probs(*stack.ids.shape), [], []
+        for block in self.blocks:
+            one = BlockActivations(block, seen.pop(0), keep_probs=keep)
+            right.append(account_for(one, seen[0].hidden.to(one.dtype) if seen else None))
+            one.settle(last=not seen)
+            activations.append(one)
+        return DecoderStack(self, stack, head, activations) if bool(torch.stack(right).all()) else None
 
     def recording(self) -> AbstractContextManager[list[Seen]]:
         """A context in which the head's pass leaves the blocks' activations."""
@@ -125,24 +139,19 @@ class DecoderBody:
         block = self.blocks[0]
         widths = block.gate.module.weight.shape, block.query.module.out_features, block.key.module.out_features
         (mlp, hidden), query, key = widths
-        kept = len(self.blocks) * kept_bytes(hidden, query, key, mlp, length)
+        kept = len(self.blocks) * seen_bytes(hidden, query, key, mlp, length)
         kept += probs_bytes(sum(block.heads for block in self.blocks), length)
         return most_sequences(length, kept, rows=rows, logits=logits, memory=self.memory)
 
 
-@dataclass
+@dataclass(frozen=True)
 class DecoderStack:
     """Sequences on their way through a DecoderBody."""
 
     body: DecoderBody
     stack: Stack
     head: HeadPass
-    seen: list[Seen]
-
-    def __post_init__(self) -> None:
-        keep = self.body.keeps_probs(*self.stack.ids.shape)
-        blocks = zip(self.body.blocks, self.seen, strict=True)
-        self.activations = [BlockActivations(block, seen, keep_probs=keep) for block, seen in blocks]
+    activations: list[BlockActivations]
 
     @torch.no_grad()
     def measure(self, chunk: Chunk) -> tuple[Float[Tensor, "B K layers"], Squares]:

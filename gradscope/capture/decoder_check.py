@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gradscope.capture.decoder_activations import BlockActivations, Seen
@@ -40,13 +41,15 @@ def is_complete(block: DecoderBlock, seen: Seen) -> bool:
 
 
 @torch.no_grad()
-def account_for(activations: list[BlockActivations]) -> bool:
-    """Whether every block's activations follow from those before them as the rules assume."""
-    followers = [*(a.hidden for a in activations[1:]), None]
-    pairs = [pair for a, b in zip(activations, followers, strict=True) for pair in _pairs(a, b)]
+def account_for(activations: BlockActivations, following: Float[Tensor, "B n d"] | None) -> Bool[Tensor, ""]:
+    """Whether a block's activations follow from one another as the rules assume.
+
+    following: the next block's input; None: this is the last block.
+    """
+    pairs = list(_pairs(activations, following))
     if any(ours.shape != theirs.shape for ours, theirs in pairs):
-        return False
-    wide = activations[0].model_dtype in (torch.float32, torch.float64)
+        return torch.tensor(False, device=activations.hidden.device)
+    wide = activations.model_dtype in (torch.float32, torch.float64)
     tolerance = TOLERANCE if wide else HALF_TOLERANCE
     by_shape = defaultdict(list)
     for ours, theirs in pairs:
@@ -54,7 +57,7 @@ def account_for(activations: list[BlockActivations]) -> bool:
             by_shape[ours.shape].append((ours, theirs))
     # Stacked: a few operations instead of several for each pair, which would take longer than the numbers do.
     close = [_are_close(*map(torch.stack, zip(*same, strict=True)), tolerance) for same in by_shape.values()]
-    return bool(torch.stack(close).all())
+    return torch.stack(close).all()
 
 
 def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -77,7 +80,7 @@ def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tens
         yield a.inputs(block.mlp_norm) + a.outputs(block.down), following
 
 
-def _are_close(ours: Tensor, theirs: Tensor, tolerance: float) -> Tensor:
+def _are_close(ours: Tensor, theirs: Tensor, tolerance: float) -> Bool[Tensor, ""]:
     """Whether all pairs agree at every position, [pairs, B, n, …]; never where one is not a number."""
     size = torch.linalg.vector_norm(theirs.flatten(3), dim=3)
     difference = torch.linalg.vector_norm((ours - theirs).flatten(3), dim=3)

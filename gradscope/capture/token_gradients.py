@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -175,13 +174,14 @@ class TokenGradientMeter:
 
     def _start(self, stack: Stack, *, rules: bool = True) -> tuple[HeadPass, DecoderStack | GraphSequence | None]:
         """The head's pass, and what the body is to measure with it: None if the sequences must be taken one by one."""
-        decoder = self.decoder if rules else None
-        with nullcontext() if decoder is None else decoder.recording() as seen:
-            head = self.head.measure(stack)
-        followed = None if decoder is None else decoder.follow(stack, head, seen)
-        if followed is not None or len(stack.ids) > 1:
-            return head, followed
-        (ids,) = stack.ids
+        if rules and self.decoder is not None:
+            with self.decoder.recording() as seen:
+                # Without the calls, whose inputs would lie in memory for nothing.
+                head = replace(self.head.measure(stack), calls=[])
+            followed = self.decoder.follow(stack, head, seen)
+            if followed is not None or len(stack.ids) > 1:
+                return head, followed
+        head, (ids,) = self.head.measure(stack), stack.ids
         factors = Factors(len(ids))
         factors.remember(head.calls)
         return head, GraphSequence(self.graph, ids, head, factors)
