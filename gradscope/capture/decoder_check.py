@@ -6,7 +6,6 @@ some position on, clip what is large, or attend within a window of which no mask
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -46,17 +45,13 @@ def account_for(activations: BlockActivations, following: Float[Tensor, "B n d"]
 
     following: the next block's input; None: this is the last block.
     """
-    pairs = list(_pairs(activations, following))
-    if any(ours.shape != theirs.shape for ours, theirs in pairs):
-        return torch.tensor(False, device=activations.hidden.device)
     wide = activations.model_dtype in (torch.float32, torch.float64)
-    tolerance = TOLERANCE if wide else HALF_TOLERANCE
-    by_shape = defaultdict(list)
-    for ours, theirs in pairs:
+    tolerance, close = TOLERANCE if wide else HALF_TOLERANCE, []
+    for ours, theirs in _pairs(activations, following):
+        if ours.shape != theirs.shape:
+            return torch.tensor(False, device=theirs.device)
         if ours.data_ptr() != theirs.data_ptr():
-            by_shape[ours.shape].append((ours, theirs))
-    # Stacked: a few operations instead of several for each pair, which would take longer than the numbers do.
-    close = [_are_close(*map(torch.stack, zip(*same, strict=True)), tolerance) for same in by_shape.values()]
+            close.append(_are_close(ours, theirs, tolerance))
     return torch.stack(close).all()
 
 
@@ -81,7 +76,7 @@ def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tens
 
 
 def _are_close(ours: Tensor, theirs: Tensor, tolerance: float) -> Bool[Tensor, ""]:
-    """Whether all pairs agree at every position, [pairs, B, n, …]; never where one is not a number."""
-    size = torch.linalg.vector_norm(theirs.flatten(3), dim=3)
-    difference = torch.linalg.vector_norm((ours - theirs).flatten(3), dim=3)
-    return (difference <= tolerance * (size + size.mean(2, keepdim=True))).all()
+    """Whether both agree at every position, [B, n, …]; never where one is not a number."""
+    size = torch.linalg.vector_norm(theirs.flatten(2), dim=2)
+    difference = torch.linalg.vector_norm((ours - theirs).flatten(2), dim=2)
+    return (difference <= tolerance * (size + size.mean(1, keepdim=True))).all()
