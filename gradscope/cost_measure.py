@@ -12,8 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gradscope.capture.chunks import Run, group_sequences, neighbours
-from gradscope.capture.decoder_body import kept_bytes, most_sequences, probs_bytes, row_bytes, seen_bytes, spare_rows
+from gradscope.capture.chunks import Limits, Run, group_sequences, neighbours
+from gradscope.capture.decoder_body import (
+    chunk_limits,
+    kept_bytes,
+    most_sequences,
+    probs_bytes,
+    row_bytes,
+    seen_bytes,
+)
 from gradscope.capture.decoder_rules import NARROWEST_QUERIES
 from gradscope.capture.head import LOGIT_BYTES, logit_rows
 from gradscope.capture.rules import WIDEST, strip_width
@@ -61,12 +68,12 @@ class Engine:
     what follows the last block's attention."""
 
 
-RULES = Engine(69, 8.4, 4.9, 109, 0.2, by_rules=True)
+RULES = Engine(68, 8.6, 5.2, 118, 0, by_rules=True)
 """Backward rules, of a common decoder's block."""
 GRAPH = Engine(96, 11, 8.9, 235, 2.5, by_rules=False)
 """The model's own graph, whatever its blocks are."""
 
-LOGIT_PASSES, HEAD_OPERATIONS = 30, 200
+LOGIT_PASSES, HEAD_OPERATIONS = 23, 200
 """Arrays of logits that statistics, e − π and the head's gradients read and write, and operations for each pass."""
 PREPARATION_PASSES, CHECK_PASSES = 6, 6
 """Forward passes that take as long as finding the structure on the longest response, and as the self-check of a token:
@@ -134,12 +141,13 @@ def group_responses(
     lengths = [response.prefixes for response in responses]
     groups = [[index] for index, prefixes in enumerate(lengths) if not prefixes]
 
+    limits = _limits(shape, engine=engine, rows=rows, memory=memory, device=device)
+
     def most(length: int) -> int:
         kept = _seen_bytes(shape, engine, length) + probs_bytes(shape.layers * shape.heads, length)
-        return most_sequences(length, kept, rows=limits["rows"], logits=logit_rows(shape.vocab, memory), memory=memory)
+        return most_sequences(length, kept, rows=limits.rows, logits=logit_rows(shape.vocab, memory), memory=memory)
 
-    limits = _limits(shape, engine=engine, rows=rows, memory=memory, device=device)
-    groups += group_sequences(lengths, **limits, most=most)
+    groups += group_sequences(lengths, limits, most=most)
     return [[responses[index] for index in group] for group in groups]
 
 
@@ -148,15 +156,15 @@ def split_chunks(
 ) -> Iterator[Run]:
     """The chunks of responses that are measured together, as the engine cuts them."""
     limits = _limits(shape, engine=engine, rows=rows, memory=memory, device=device)
-    return neighbours([response.prefixes for response in group], **limits)
+    return neighbours([response.prefixes for response in group], limits)
 
 
-def _limits(shape: ModelShape, *, engine: Engine, rows: int, memory: int, device: str) -> dict[str, int | None]:
-    """rows and spare of `neighbours`."""
-    spare, row = None, int(_row_bytes(shape, engine))
-    if engine.by_rules:
-        spare = spare_rows(shape.active / shape.layers, device)
-    return {"rows": min(rows, max(1, memory // (row if engine.by_rules else 2 * row))), "spare": spare}
+def _limits(shape: ModelShape, *, engine: Engine, rows: int, memory: int, device: str) -> Limits:
+    row = int(_row_bytes(shape, engine))
+    if not engine.by_rules:
+        return Limits(min(rows, max(1, memory // (2 * row))), start=None)
+    rows = min(rows, max(1, memory // row))
+    return chunk_limits(shape.active / shape.layers, *_widths(shape), device=device, rows=rows)
 
 
 def _places(run: Run) -> int:

@@ -11,6 +11,7 @@ from analyses.benchmarks import work_counts
 from analyses.benchmarks.plan_memory import allocated_peak
 from analyses.benchmarks.work_counts import Counted
 from gradscope.capture import TokenGradientMeter, measuring
+from gradscope.capture.chunks import neighbours
 from gradscope.cost import ModelShape
 from gradscope.cost_measure import (
     GRAPH,
@@ -125,7 +126,7 @@ def test_chunks_are_those_that_the_engine_cuts(rules, rows, ids, shape):
     policy = make_policy("qwen2")
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, ids, rows=rows, rules=rules)
-        cut = list(meter._runs(meter.decoder or meter.graph, [WHOLE.prefixes]))
+        cut = list(neighbours([WHOLE.prefixes], meter._limits(meter.decoder or meter.graph)))
     assert chunks(shape, RULES if rules else GRAPH, rows) == cut
 
 

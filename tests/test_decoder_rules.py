@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradscope.capture.chunks import MOST_SEQUENCES, Chunk, Run, group_sequences, neighbours
+from gradscope.capture.chunks import MOST_SEQUENCES, Chunk, Limits, Run, group_sequences, neighbours
 from gradscope.capture.decoder_rules import (
     attention_backward,
     attention_backward_at,
@@ -165,7 +165,7 @@ def test_a_sequence_longer_than_its_width_has_the_norm_of_the_whole_sum(n, d):
 # Runs of tokens.
 
 
-def runs_by_a_double_loop(lengths: list[list[int]], rows: int, spare: int | None) -> list[Run]:
+def runs_by_a_double_loop(lengths: list[list[int]], limits: Limits) -> list[Run]:
     """Each run as long as it may be, from the last tokens on, everything counted again for every token."""
     runs, start = [], 0
     while start < max(map(len, lengths)):
@@ -175,11 +175,12 @@ def runs_by_a_double_loop(lengths: list[list[int]], rows: int, spare: int | None
         while size < len(parts[0]):
             run = [part[-size - 1 :] for part in parts]
             places = len(parts) * (size + 1)
-            if spare is None:
+            if limits.start is None:
                 far = longest > max(run[0][0] + 16, run[0][0] * 5 // 4)
             else:
-                far = longest * places - sum(map(sum, run)) > spare
-            if far or longest * places > rows:
+                fixed = limits.start + limits.shared * len(parts) * longest
+                far = longest * places - sum(map(sum, run)) > fixed
+            if far or longest * places > limits.rows:
                 break
             size += 1
         runs.append(Run(tuple(slice(max(0, len(part) - size), len(part)) for part in parts), longest))
@@ -202,10 +203,11 @@ def some_lengths(dice: chance.Random, most: int) -> list[list[int]]:
 def test_every_token_is_in_one_run_and_runs_are_as_long_as_their_limits_allow(seed):
     dice = chance.Random(seed)
     for _ in range(10):
-        rows, spare = dice.choice([1, 50, 400, 10**6]), dice.choice([None, 0, 1, 30, 10**6])
-        lengths = some_lengths(dice, 1 if spare is None else 4)
-        runs = list(neighbours(lengths, rows=rows, spare=spare))
-        assert runs == runs_by_a_double_loop(lengths, rows, spare)
+        rows, start = dice.choice([1, 50, 400, 10**6]), dice.choice([None, 0, 1, 30, 10**6])
+        limits = Limits(rows, start, dice.choice([0.0, 0.5]))
+        lengths = some_lengths(dice, 1 if start is None else 4)
+        runs = list(neighbours(lengths, limits))
+        assert runs == runs_by_a_double_loop(lengths, limits)
         for b, tokens in enumerate(lengths):
             mine = [run.tokens[b] for run in runs if len(run.tokens) > b]
             assert [i for part in reversed(mine) for i in range(part.start, part.stop)] == list(range(len(tokens)))
@@ -213,23 +215,25 @@ def test_every_token_is_in_one_run_and_runs_are_as_long_as_their_limits_allow(se
             parts = [tokens[part] for tokens, part in zip(lengths, run.tokens, strict=False)]
             assert run.rows == len(parts) * max(map(len, parts)) * max(map(max, parts))
             assert run.width == 1 or run.rows <= rows
-            assert spare is None or run.width == 1 or run.rows - sum(map(sum, parts)) <= spare
+            wasted, fixed = run.rows - sum(map(sum, parts)), (start or 0) + limits.shared * len(parts) * run.length
+            assert start is None or run.width == 1 or wasted <= fixed
 
 
 def test_no_tokens_make_no_run():
-    assert list(neighbours([[]], rows=10)) == []
+    assert list(neighbours([[]], Limits(rows=10, start=5))) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_sequences_are_together_only_where_that_costs_less(seed):
     def cost(group):
         lengths = sorted((every[i] for i in group), key=len, reverse=True)
-        return sum(run.rows + spare for run in runs_by_a_double_loop(lengths, rows, spare))
+        runs = runs_by_a_double_loop(lengths, limits)
+        return sum(run.rows + limits.start + limits.shared * len(run.tokens) * run.length for run in runs)
 
     dice = chance.Random(seed)
     every = [tokens for _ in range(6) for tokens in some_lengths(dice, 4)]
-    rows, spare, most = dice.choice([100, 1000]), dice.choice([0, 20, 200]), dice.choice([1, 3, 100])
-    groups = group_sequences(every, rows=rows, spare=spare, most=lambda _length: most)
+    limits, most = Limits(dice.choice([100, 1000]), dice.choice([0, 20, 200]), 0.3), dice.choice([1, 3, 100])
+    groups = group_sequences(every, limits, most=lambda _length: most)
     assert sorted(i for group in groups for i in group) == list(range(len(every)))
     for group in groups:
         assert len(group) <= min(most, MOST_SEQUENCES)
@@ -239,13 +243,22 @@ def test_sequences_are_together_only_where_that_costs_less(seed):
 
 
 def test_like_sequences_are_together_and_unlike_ones_are_not():
-    settings = {"rows": 1536, "spare": 80, "most": lambda _length: 100}
-    alike = [list(range(16, 48))] * 10
-    assert sorted(map(len, group_sequences(alike, **settings))) == [2, MOST_SEQUENCES]
-    unlike = [list(range(16, 48)), list(range(400, 432))]
-    assert sorted(group_sequences(unlike, **settings)) == [[0], [1]]
-    assert group_sequences(alike[:2], rows=1536, spare=None, most=settings["most"]) == [[0], [1]]
-    assert group_sequences([[], [5]], **settings) == [[1]]
+    limits = Limits(1536, 150, 0.5)
+
+    def group(lengths: list[list[int]], limits: Limits = limits) -> list[list[int]]:
+        return sorted(group_sequences(lengths, limits, most=lambda _length: 100))
+
+    alike, unlike = [list(range(16, 48))] * 10, [list(range(16, 48)), list(range(400, 432))]
+    assert sorted(map(len, group(alike))) == [2, MOST_SEQUENCES]
+    assert group(unlike) == [[0], [1]]
+    assert group(alike[:2], Limits(1536, None)) == [[0], [1]]
+    assert group([[], [5]]) == [[1]]
+
+
+def test_long_sequences_that_fill_their_chunks_alone_are_alone():
+    # Two of them would have half as many tokens in each chunk, and fetch what these share for half as many.
+    limits, long = Limits(1536, 150, 0.5), [list(range(64, 256))] * 2
+    assert sorted(group_sequences(long, limits, most=lambda _length: 100)) == [[0], [1]]
 
 
 def test_a_chunk_holds_the_tokens_of_its_run_on_the_right():

@@ -1,6 +1,7 @@
 """Log-probabilities without cancellation, against sums in plain Python floats and autograd in float64."""
 
 import math
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from gradscope.logprobs import (
     gather_logprobs,
     logit_gradient,
     sequence_logprobs,
+    statistics_and_gradient,
     token_statistics,
     token_statistics_from_head,
 )
@@ -113,6 +115,20 @@ def test_the_logit_gradient_is_one_hot_minus_probabilities_to_relative_precision
             others = math.fsum(x for k, x in enumerate(exps) if k != token)
             expected = (others if j == token else -e) / math.fsum(exps)
             assert gradient[i, j].item() == pytest.approx(expected, rel=tolerance, abs=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, torch.linspace(0.5, 2.0, 6)])
+def test_statistics_and_gradient_together_are_what_each_is_alone(temperature):
+    logits = 30 * torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    logits[1, 3] = -torch.inf
+    token_ids = torch.tensor([int(logits[0].argmax()), 7, 0, 49, 3, 3])
+    before = logits.clone()
+    statistics, gradient = statistics_and_gradient(logits, token_ids, temperature=temperature)
+    assert torch.equal(logits, before)
+    assert torch.equal(gradient, logit_gradient(logits, token_ids, temperature=temperature))
+    alone = token_statistics(logits, token_ids, temperature=temperature)
+    for field in fields(statistics):
+        assert torch.equal(getattr(statistics, field.name), getattr(alone, field.name))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from gradscope.capture import TokenGradientMeter, measuring
+from gradscope.capture.chunks import neighbours
 from gradscope.capture.decoder_rules import NARROWEST_QUERIES
 from gradscope.capture.rules import strip_width
 from gradscope.cost_train import FORWARD_GATES, FORWARD_STREAMS
@@ -78,8 +79,8 @@ def count(rules: bool) -> tuple[dict[str, float], dict[str, float]]:
             everything = torch.arange(len(targets))
             with Counted() as counted:
                 meter.measure(ids, targets, everything, temperature=1.0)
-            runs = meter._runs(meter.decoder or meter.graph, [targets.tolist()])
-            chunks = [(run.width, run.length) for run in runs]
+            limits = meter._limits(meter.decoder or meter.graph)
+            chunks = [(run.width, run.length) for run in neighbours([targets.tolist()], limits)]
         passes = [int(targets[-1]), *([] if rules else [n for _, n in chunks])]
         forward = sum(n * (FORWARD_STREAMS * hidden + FORWARD_GATES * mlp + FORWARD_SCORES * heads * n) for n in passes)
         cells = sum(k * n for k, n in chunks)
@@ -87,7 +88,8 @@ def count(rules: bool) -> tuple[dict[str, float], dict[str, float]]:
         dense = layers - rules
         widths.append([dense * cells * hidden, dense * cells * mlp, dense * scores * heads])
         numbers.append(counted.numbers - layers * forward)
-        kinds.append([layers * len(chunks), layers * len(targets), layers, 1])
+        # The rules do nothing token by token: a column of zeros has no part in the fit.
+        kinds.append([layers * len(chunks), 0 if rules else layers * len(targets), layers, 1])
         operations.append(counted.operations.total())
     found = zip(("streams", "gates", "scores"), _fit(widths, numbers), strict=True)
     names = ("operations", "token_operations", "of a response's block", "of a response")

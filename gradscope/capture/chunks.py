@@ -65,16 +65,32 @@ class Chunk:
         return tokens.flatten(0, 1) if self.held is None else tokens[self.held]
 
 
-def neighbours(lengths: Sequence[Sequence[int]], *, rows: int, spare: int | None = None) -> Iterator[Run]:
+@dataclass(frozen=True)
+class Limits:
+    """How far a run may go, in positions × tokens, which are rows of its matrix products."""
+
+    rows: int
+    """Most of a run; a single token of each sequence may have more."""
+    start: int | None
+    """What takes as long as starting a run; None: runs end at wide gaps alone, of more than 16 positions and a quarter
+    of the shortest prefix."""
+    shared: float = 0.0
+    """And as fetching what the tokens of a run share at one position of a sequence."""
+
+    def fixed(self, batch: int, length: int) -> float:
+        """Cost of a run before it carries any token."""
+        return (self.start or 0) + self.shared * batch * length
+
+
+def neighbours(lengths: Sequence[Sequence[int]], limits: Limits) -> Iterator[Run]:
     """Runs of tokens with ascending prefix lengths, from the last ones on; each is carried over its longest prefix.
 
-    lengths: of each sequence of a group, those with more tokens first. rows: most positions × tokens of a run; a single
-    token of each sequence may have more. spare: most positions × tokens that a run may carry in vain, after its shorter
-    tokens' own ends; None: only a wide gap, of more than 16 positions and a quarter of the shortest prefix, ends a run.
+    A run goes on until what it carries in vain, after its shorter tokens' own ends, would cost more than another run.
+    lengths: of each sequence of a group, those with more tokens first.
 
-    >>> [(run.tokens, run.length) for run in neighbours([[10, 11, 12, 40]], rows=1000)]
+    >>> [(run.tokens, run.length) for run in neighbours([[10, 11, 12, 40]], Limits(rows=1000, start=None))]
     [((slice(3, 4, None),), 40), ((slice(0, 3, None),), 12)]
-    >>> [(run.tokens, run.length) for run in neighbours([[10, 11], [9]], rows=1000, spare=2)]
+    >>> [(run.tokens, run.length) for run in neighbours([[10, 11], [9]], Limits(rows=1000, start=2))]
     [((slice(1, 2, None), slice(0, 1, None)), 11), ((slice(0, 1, None),), 10)]
     """
     end = 0  # tokens that are dealt with, counted from the last
@@ -84,29 +100,34 @@ def neighbours(lengths: Sequence[Sequence[int]], *, rows: int, spare: int | None
         while end < len(lengths[0]):
             column = [tokens[-1 - end] if len(tokens) > end else 0 for tokens in lengths[:batch]]
             wasted += sum(longest - length for length in column)
-            too_far = longest > max(column[0] + 16, column[0] * 5 // 4) if spare is None else wasted > spare
-            if end > start and (too_far or longest * batch * (end - start + 1) > rows):
+            if limits.start is None:
+                too_far = longest > max(column[0] + 16, column[0] * 5 // 4)
+            else:
+                too_far = wasted > limits.fixed(batch, longest)
+            if end > start and (too_far or longest * batch * (end - start + 1) > limits.rows):
                 break
             end += 1
         parts = (slice(max(0, len(tokens) - end), len(tokens) - start) for tokens in lengths[:batch])
         yield Run(tuple(parts), longest)
 
 
-def group_sequences(
-    lengths: Sequence[Sequence[int]], *, rows: int, spare: int | None, most: Callable[[int], int]
-) -> list[list[int]]:
+def group_sequences(lengths: Sequence[Sequence[int]], limits: Limits, *, most: Callable[[int], int]) -> list[list[int]]:
     """Indices of sequences that are measured together, in the order that `neighbours` wants; sequences of like length.
 
-    A sequence joins where that makes fewer runs, each of which costs `spare` rows to start; spare None: each is alone.
+    A sequence joins a group where their runs cost less together; without a price of starting, each is alone.
     lengths: as of `neighbours`, in any order. most: of sequences of this length that may lie in memory together.
     """
     groups: list[list[int]] = []
-    cost = 0
+    cost = 0.0
     for index in sorted((i for i, tokens in enumerate(lengths) if tokens), key=lambda i: -lengths[i][-1]):
-        alone = _cost(lengths, [index], rows, spare)
-        if groups and len(groups[-1]) < min(MOST_SEQUENCES, most(lengths[groups[-1][0]][-1])) and spare is not None:
+        alone = _cost(lengths, [index], limits)
+        if (
+            groups
+            and limits.start is not None
+            and len(groups[-1]) < min(MOST_SEQUENCES, most(lengths[groups[-1][0]][-1]))
+        ):
             together = sorted([*groups[-1], index], key=lambda i: (-len(lengths[i]), i))
-            joined = _cost(lengths, together, rows, spare)
+            joined = _cost(lengths, together, limits)
             if joined <= cost + (1 - WORTHWHILE) * alone:
                 groups[-1], cost = together, joined
                 continue
@@ -115,6 +136,6 @@ def group_sequences(
     return groups
 
 
-def _cost(lengths: Sequence[Sequence[int]], group: list[int], rows: int, spare: int | None) -> int:
-    """Positions × tokens of a group's runs, with those that starting them would make up for."""
-    return sum(run.rows + (spare or 0) for run in neighbours([lengths[i] for i in group], rows=rows, spare=spare))
+def _cost(lengths: Sequence[Sequence[int]], group: list[int], limits: Limits) -> float:
+    runs = neighbours([lengths[i] for i in group], limits)
+    return sum(run.rows + limits.fixed(len(run.tokens), run.length) for run in runs)

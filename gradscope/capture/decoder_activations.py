@@ -81,8 +81,8 @@ class BlockActivations:
         with torch.enable_grad():
             activated = block.activation(gate)
         slope = torch.autograd.grad(activated, gate, torch.ones_like(activated))[0]
-        self.mlp_slopes = torch.stack([slope * self.outputs(block.up), activated.detach()], 2)[:, :, None]
-        """Of activation(gate) ∘ up by gate and by up, [B, n, 1, 2, width of the MLP]."""
+        self.gate_slope, self.activated = (slope * self.outputs(block.up))[:, :, None], activated.detach()[:, :, None]
+        """Slopes of activation(gate) ∘ up: by gate, and by up, which is activation(gate); [B, n, 1, MLP's width]."""
         self._factors: dict[tuple[str, bool], Tensor] = {}
         self._probs = self._attend(self.queries.shape[1]) if keep_probs else None
 

@@ -65,13 +65,9 @@ class BlockBackward:
     def _through_mlp(self, delta: Delta) -> Delta:
         """x + mlp(y), y = norm(x): gate and up of y; activation(gate) ∘ up; down."""
         block, a = self.block, self.a
-        hidden = self._linear(delta, block.down)[:, :, :, None] * self._first(a.mlp_slopes)
-        # Gate and up have one input: each token counts twice in one contraction.
-        both = linear_square_norms(hidden.flatten(2, 3), self._factor(block.gate), multiply=self.multiply)
-        self.squares[block.gate.name], self.squares[block.up.name] = both.unflatten(1, (-1, 2)).unbind(2)
-        back = None
-        for part, matrix in zip(hidden.unbind(3), (block.gate, block.up), strict=True):
-            back = linear_backward(part, matrix.module.weight, into=back, multiply=self.multiply)
+        hidden = self._linear(delta, block.down)
+        back = self._linear(hidden * self._first(a.activated), block.up)
+        back = self._linear(hidden.mul_(self._first(a.gate_slope)), block.gate, into=back)
         return self._norm(back, block.mlp_norm, self._prefix(a.mlp_norm), residual=delta)
 
     def _through_attention(self, delta: Delta) -> Delta:

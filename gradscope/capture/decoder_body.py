@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gradscope.capture.chunks import Chunk
+from gradscope.capture.chunks import Chunk, Limits
 from gradscope.capture.claims import Claims
 from gradscope.capture.decoder_activations import BlockActivations, Seen, record_blocks
 from gradscope.capture.decoder_block import BlockBackward
@@ -27,19 +27,25 @@ from gradscope.capture.rules import WIDEST, Squares, square_norms
 from gradscope.capture.stack import Stack
 from gradscope.models import Policy
 
-OVERHEAD = {"cpu": 3e7, "cuda": 2e10}
+OVERHEAD = {"cpu": 6e7, "cuda": 2e10}
 """FLOPs that a device could do in the time that the operations of a block's backward pass take to start. cpu: of some
 values the fastest at S and M of analyses/benchmarks/token_gradients.py; cuda: assumed, see analyses/gpu/QUEUE.md."""
-WEIGHT_ROWS = 8
+WEIGHT_ROWS = 16
 """Rows of a product that are assumed to take as long as reading its weights; half or twice as many cost the same."""
+FETCHING = 140
+"""FLOPs that a device could do in the time in which it fetches a number that tokens share: at S, sequences of 256
+tokens are slower by a quarter if eight are together with one token each, and those of 64 faster by a quarter."""
 
 
-def spare_rows(weights: int | float, device: str) -> int:
-    """Positions × tokens that a chunk may carry in vain to have more tokens: as many as its own start costs.
+def chunk_limits(
+    weights: int | float, hidden: int, query: int | float, key: int | float, mlp: int | float, *, device: str, rows: int
+) -> Limits:
+    """Of chunks through blocks with so many weights that a token is multiplied by, and with these widths.
 
-    weights: of a block that a token is multiplied by.
+    query, key: of all queries, of all keys. rows: most positions × tokens.
     """
-    return math.ceil(OVERHEAD.get(device, OVERHEAD["cuda"]) / (2 * weights)) + WEIGHT_ROWS
+    start = math.ceil(OVERHEAD.get(device, OVERHEAD["cuda"]) / (2 * weights)) + WEIGHT_ROWS
+    return Limits(rows, start, FETCHING * 2 * (hidden + query + key + mlp) / (2 * weights))
 
 
 def row_bytes(hidden: int, mlp: int | float, heads: int, *, strip: int = WIDEST) -> int | float:
@@ -120,10 +126,17 @@ class DecoderBody:
         """A context in which the head's pass leaves the blocks' activations."""
         return record_blocks(self.model, self.blocks)
 
-    @property
-    def spare_rows(self) -> int:
+    def limits(self, rows: int) -> Limits:
+        """Of chunks; rows: most positions × tokens."""
         weights = max(sum(matrix.module.weight.numel() for matrix in block.matrices) for block in self.blocks)
-        return spare_rows(weights, self.model.device.type)
+        return chunk_limits(weights, *self._widths, device=self.model.device.type, rows=rows)
+
+    @property
+    def _widths(self) -> tuple[int, int, int, int]:
+        """Of the stream, of all queries, of all keys and of the MLP."""
+        block = self.blocks[0]
+        mlp, hidden = block.gate.module.weight.shape
+        return hidden, block.query.module.out_features, block.key.module.out_features, mlp
 
     @property
     def bytes_per_row(self) -> int:
@@ -136,10 +149,7 @@ class DecoderBody:
 
     def most_sequences(self, length: int, *, rows: int, logits: int) -> int:
         """Of this length, that may be measured together; see the function of this name."""
-        block = self.blocks[0]
-        widths = block.gate.module.weight.shape, block.query.module.out_features, block.key.module.out_features
-        (mlp, hidden), query, key = widths
-        kept = len(self.blocks) * seen_bytes(hidden, query, key, mlp, length)
+        kept = len(self.blocks) * seen_bytes(*self._widths, length)
         kept += probs_bytes(sum(block.heads for block in self.blocks), length)
         return most_sequences(length, kept, rows=rows, logits=logits, memory=self.memory)
 

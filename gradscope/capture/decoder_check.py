@@ -70,7 +70,7 @@ def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tens
     probs = a.probs(n).unflatten(1, (groups, -1))
     yield (probs @ a.values.transpose(1, 2)[:, :, None]).flatten(1, 2).transpose(1, 2), a.attended
     yield a.hidden + a.outputs(block.output), a.inputs(block.mlp_norm)
-    yield a.mlp_slopes[:, :, 0, 1] * a.outputs(block.up), a.inputs(block.down)
+    yield a.activated[:, :, 0] * a.outputs(block.up), a.inputs(block.down)
     if following is not None:
         yield a.inputs(block.mlp_norm) + a.outputs(block.down), following
 

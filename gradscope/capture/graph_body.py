@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from gradscope.capture.chunks import Chunk
+from gradscope.capture.chunks import Chunk, Limits
 from gradscope.capture.claims import Claims
 from gradscope.capture.embeddings import table_square_norms
 from gradscope.capture.factors import Factors, join
@@ -36,8 +36,9 @@ class GraphBody:
         self.batched, self.bytes_per_row = self._probe(probe_ids)
         """Bytes that flow back for one token at one position."""
 
-    spare_rows = None
-    """Chunks end at wide gaps alone: each pays for a forward pass."""
+    def limits(self, rows: int) -> Limits:
+        """Of chunks, which end at wide gaps alone: each pays for a forward pass. rows: most positions × tokens."""
+        return Limits(rows, start=None)
 
     def record(self, ids: Int[Tensor, " n"]) -> Recorder:
         """The body's forward pass."""

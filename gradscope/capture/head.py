@@ -13,7 +13,7 @@ from gradscope.capture.claims import Claims, parameter_slopes
 from gradscope.capture.recording import Call, Recorder
 from gradscope.capture.rules import diagonal_square_norms, outer_square_norms
 from gradscope.capture.stack import Stack
-from gradscope.logprobs import TokenStatistics, logit_gradient, token_statistics
+from gradscope.logprobs import TokenStatistics, logit_gradient, statistics_and_gradient, token_statistics
 from gradscope.models import Policy
 
 LOGIT_BYTES = 8 * 4
@@ -114,11 +114,12 @@ class Head:
         places = _Places(sequences, positions, length=stack.ids.shape[1])
         with Recorder(self.model, self.blocks, self.claims, self.joint, "head") as recorder:
             logits = places.rows(self._logits_of_all(stack.ids, places.kept))
-        statistics = token_statistics(logits, token_ids, temperature=temperature)
-        seeds, size = unit_errors(logits, token_ids, temperature)
+        statistics, errors = statistics_and_gradient(logits, token_ids, temperature=temperature)
+        seeds, size = unit_errors(errors)
+        logit_norm = size * torch.linalg.vector_norm(seeds, dim=1)
         calls = [call for call in recorder.calls if call.edge is not None]
         edges = [*recorder.joints, recorder.block_edges[0], *(call.edge for call in calls)]
-        seed = (seeds / temperature[:, None]).to(logits.dtype)
+        seed = seeds.div_(temperature[:, None]).to(logits.dtype)
         deltas = torch.autograd.grad([logits], edges, [seed], allow_unused=True)
         rows = [None if d is None else places.rows(d).to(seeds) for d in deltas]
         joints = len(recorder.joints)
@@ -128,7 +129,7 @@ class Head:
             if row is not None
         }
         last = rows[joints].norm(dim=1)
-        return HeadPass(statistics, size, size * seeds.norm(dim=1), last, rows[:joints], local, recorder.calls)
+        return HeadPass(statistics, size, logit_norm, last, rows[:joints], local, recorder.calls)
 
     def _logits_of_all(self, ids: Int[Tensor, "B n"], positions: Int[Tensor, " u"]) -> Tensor:
         """Logits of every sequence, at least at these positions: [B, u or n, vocab]."""
@@ -168,8 +169,7 @@ def join_statistics(parts: list[TokenStatistics]) -> TokenStatistics:
     return TokenStatistics(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(TokenStatistics)))
 
 
-def unit_errors(logits: Tensor, token_ids: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
-    """(e − π divided by its largest entry [m, vocab], that entry [m])."""
-    errors = logit_gradient(logits, token_ids, temperature=temperature)
-    size = errors.abs().amax(1)
-    return errors / size.clamp(min=torch.finfo(size.dtype).tiny)[:, None], size
+def unit_errors(errors: Float[Tensor, "m vocab"]) -> tuple[Float[Tensor, "m vocab"], Float[Tensor, " m"]]:
+    """(e − π divided by its largest entry, in its place; that entry)."""
+    size = torch.linalg.vector_norm(errors, torch.inf, dim=1)
+    return errors.div_(size.clamp(min=torch.finfo(size.dtype).tiny)[:, None]), size

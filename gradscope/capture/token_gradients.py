@@ -9,7 +9,7 @@ no rule knows is measured by one autograd gradient a token.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gradscope.capture.chunks import Chunk, Run, group_sequences, neighbours
+from gradscope.capture.chunks import Chunk, Limits, group_sequences, neighbours
 from gradscope.capture.claims import Claims, check_prefixes, claim_parameters
 from gradscope.capture.decoder_body import DecoderBody, DecoderStack
 from gradscope.capture.factors import Factors
@@ -27,7 +27,7 @@ from gradscope.capture.products import PRODUCTS, Precision
 from gradscope.capture.recording import find_joint
 from gradscope.capture.rules import outer_square_norms
 from gradscope.capture.stack import SequenceTokens, Stack
-from gradscope.logprobs import TokenStatistics
+from gradscope.logprobs import TokenStatistics, logit_gradient
 from gradscope.models import Policy
 
 
@@ -118,12 +118,12 @@ class TokenGradientMeter:
         alone = [[index] for index, tokens in enumerate(lengths) if not (tokens and self._together)]
         if not self._together:
             return alone
-        decoder, rows = self.decoder, self._most_rows(self.decoder)
+        limits = self._limits(self.decoder)
 
         def most(length: int) -> int:
-            return decoder.most_sequences(length, rows=rows, logits=self.head.rows)
+            return self.decoder.most_sequences(length, rows=limits.rows, logits=self.head.rows)
 
-        return alone + group_sequences(lengths, rows=rows, spare=decoder.spare_rows, most=most)
+        return alone + group_sequences(lengths, limits, most=most)
 
     def statistics(self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float) -> TokenStatistics:
         """log π, log(1−π) and entropy of the targets, without any gradient."""
@@ -156,7 +156,7 @@ class TokenGradientMeter:
         nothing = torch.full_like(head.last_norm, float("nan"))
         nothing[measured] = 0.0
         square: dict[str, Tensor] = defaultdict(nothing.clone)
-        for run in self._runs(body.body, [s.lengths for s in sequences]):
+        for run in neighbours([s.lengths for s in sequences], self._limits(body.body)):
             chunk = Chunk.of(run, picks, stack.positions)
             layers, by_module = body.measure(chunk)
             tokens = chunk.values(chunk.picks)
@@ -198,12 +198,9 @@ class TokenGradientMeter:
             elif name not in square:
                 square[name][measured] = self.head.square_norms(head, name)[measured]
 
-    def _runs(self, body: DecoderBody | GraphBody, lengths: Sequence[Sequence[int]]) -> Iterator[Run]:
-        """Neighbouring tokens, as many as fill the rows and fit the memory over their longest prefix."""
-        return neighbours(lengths, rows=self._most_rows(body), spare=body.spare_rows)
-
-    def _most_rows(self, body: DecoderBody | GraphBody) -> int:
-        return min(self.rows, max(1, self.memory // body.bytes_per_row))
+    def _limits(self, body: DecoderBody | GraphBody) -> Limits:
+        """Of chunks: neighbouring tokens, as many as fill the rows and fit the memory."""
+        return body.limits(min(self.rows, max(1, self.memory // body.bytes_per_row)))
 
     # What no rule claims: one autograd gradient a token.
 
@@ -219,7 +216,8 @@ class TokenGradientMeter:
             with torch.enable_grad():
                 logits = self.head.logits(ids[: targets[picks[-1]]], targets[picks] - 1)
                 each = logits.unbind()
-            seeds = unit_errors(logits, ids[targets[picks]], temperature)[0] / temperature
+            errors = logit_gradient(logits, ids[targets[picks]], temperature=temperature)
+            seeds = unit_errors(errors)[0] / temperature
             square: dict[str, Tensor] = defaultdict(lambda: seeds.new_zeros(len(picks)))
             for k in range(len(picks) if logits.requires_grad else 0):  # This prefix may not use them at all.
                 gradients = torch.autograd.grad(
