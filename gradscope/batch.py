@@ -21,7 +21,7 @@ class TokenBatch:
 
     Padding may stand left, right or on both sides; no number depends on where. Column 0 of a sequence (its first
     real token) has nothing before it and is never a response token. The tensors stay on the CPU;
-    what measures them moves one sequence at a time.
+    what measures them moves a few sequences at a time.
     """
 
     input_ids: Int[Tensor, "B S"]

@@ -87,7 +87,8 @@ class Measure:
     chunk_rows: int = 1536
     """Positions × tokens of one batched backward; changes speed and memory only."""
     chunk_memory: int = 1 << 30
-    """Bytes that one batched backward may take; changes speed and memory only."""
+    """Bytes that one batched backward may take, or what responses measured together leave; changes speed and memory
+    only."""
     constants: int = 0
     """For the summary, compute the constants of Eq. 3 at the contexts of this many measured tokens, the shortest ones:
     certified by an exact SVD up to 1,024 activations in a context, estimated by Lanczos beyond."""
@@ -218,15 +219,15 @@ class Measure:
     def _measure_share(self, measurement: TableMeasurement, folder: RunFolder, left: list[int]) -> None:
         """Write the parts that are left and this process's; of several, the main one shows its own share."""
         counts = measurement.batch.response_mask.sum(1).tolist()
-        mine, processes, left = measurement.share(left), measurement.processes, set(left)
+        mine, processes, missing = measurement.share(left), measurement.processes, set(left)
         show = None if processes.is_main else True
-        ours = sum(counts[row] for group in mine for row in group if row in left)
+        ours = sum(counts[row] for group in mine for row in group if row in missing)
         total = sum(counts) if processes.count == 1 else ours
         with tqdm(total=total, initial=total - ours, desc="measuring", unit="token", disable=show) as bar:
             for group in mine:
                 # All of an unfinished group, as before it was interrupted: its numbers are the same then.
                 for row, frame in zip(group, measurement.measure_responses(group), strict=True):
-                    if row in left:
+                    if row in missing:
                         folder.write_part(row, frame)
                         bar.update(counts[row])
 

@@ -68,7 +68,7 @@ class Engine:
     what follows the last block's attention."""
 
 
-RULES = Engine(68, 8.6, 5.2, 118, 0, by_rules=True)
+RULES = Engine(59, 7.5, 5.2, 118, 0, by_rules=True)
 """Backward rules, of a common decoder's block."""
 GRAPH = Engine(96, 11, 8.9, 235, 2.5, by_rules=False)
 """The model's own graph, whatever its blocks are."""
@@ -126,10 +126,9 @@ def measure_work(
         work["backward"] += [_chunk_work(shape, engine, run) for run in runs]
         if engine.by_rules and runs:
             # Once for whole responses, to try what their blocks did; if these are not kept, for each chunk again.
-            made = [length] + ([] if _keeps_probs(shape, group, memory) else [run.length for run in runs])
-            work["backward"] += [_probs_work(shape, len(group), n) for n in made]
-        each = [_norms(shape, run.length, last_is_free=engine.by_rules, cut=True) for run in runs]
-        norms = (places * norm for places, norm in zip(map(_places, runs), each, strict=True))
+            anew = [] if _keeps_probs(shape, group, memory) else [(len(run.tokens), run.length) for run in runs]
+            work["backward"] += [_probs_work(shape, *made) for made in [(len(group), length), *anew]]
+        norms = (run.places * _norms(shape, run.length, last_is_free=engine.by_rules, cut=True) for run in runs)
         work["norms"].append(Work(products=sum(norms)))
     return {name: total(parts) for name, parts in work.items()}
 
@@ -138,16 +137,14 @@ def group_responses(
     shape: ModelShape, responses: Sequence[Response], *, engine: Engine, rows: int, memory: int, device: str
 ) -> list[list[Response]]:
     """Those that the engine measures together, in the order that it takes them in."""
-    lengths = [response.prefixes for response in responses]
-    groups = [[index] for index, prefixes in enumerate(lengths) if not prefixes]
-
     limits = _limits(shape, engine=engine, rows=rows, memory=memory, device=device)
 
     def most(length: int) -> int:
         kept = _seen_bytes(shape, engine, length) + probs_bytes(shape.layers * shape.heads, length)
         return most_sequences(length, kept, rows=limits.rows, logits=logit_rows(shape.vocab, memory), memory=memory)
 
-    groups += group_sequences(lengths, limits, most=most)
+    lengths, reaches = [response.prefixes for response in responses], [response.length for response in responses]
+    groups = group_sequences(lengths, reaches, limits, most=most)
     return [[responses[index] for index in group] for group in groups]
 
 
@@ -165,11 +162,6 @@ def _limits(shape: ModelShape, *, engine: Engine, rows: int, memory: int, device
         return Limits(min(rows, max(1, memory // (2 * row))), start=None)
     rows = min(rows, max(1, memory // row))
     return chunk_limits(shape.active / shape.layers, *_widths(shape), device=device, rows=rows)
-
-
-def _places(run: Run) -> int:
-    """For a token each."""
-    return len(run.tokens) * run.width
 
 
 def _linear_layers(shape: ModelShape) -> tuple[tuple[Number, Number], ...]:
@@ -237,7 +229,7 @@ def _factor_work(shape: ModelShape, batch: int, length: int) -> Work:
 
 def _chunk_work(shape: ModelShape, engine: Engine, run: Run) -> Work:
     """A chunk's way back through all blocks."""
-    tokens, n = _places(run), run.length
+    tokens, n = run.places, run.length
     keys = (n + strip_width(n, NARROWEST_QUERIES)) / 2 if engine.by_rules else n
     each = _backward(shape, n, keys=keys, last_is_free=engine.by_rules)
     dense = shape.layers - engine.by_rules

@@ -104,13 +104,15 @@ class TableMeasurement:
             if self.settings.fast and self.meter.precision is None:
                 raise no_fast_mode(self.policy)
             self._bounds = np.cumsum([0, *self.batch.response_mask.sum(1).tolist()])
-            self._statistics = self._all_statistics()
-            prob = torch.cat([statistics.logprob.float().exp() for statistics in self._statistics])
+            self._known = self._all_known()
+            prob = torch.cat([statistics.logprob.float().exp() for statistics, _ in self._known])
             self._intervals = assign_intervals(prob.numpy(), self.edges).astype(np.int16)
             generator = np.random.default_rng(self.settings.seed)
             self._measured = self._draw_measured(generator)
-            lengths = [self._measured_targets(row).tolist() for row in range(len(self.batch))]
-            self.groups = sorted(self.meter.group(lengths), key=min)
+            filled = [row for row in range(len(self.batch)) if len(self._known[row][1])]
+            groups = self.meter.group([self._tokens_of(row) for row in filled])
+            empty = [[row] for row in range(len(self.batch)) if row not in set(filled)]
+            self.groups = sorted([*empty, *([filled[i] for i in group] for group in groups)], key=min)
             if self.settings.self_check:
                 self.check = self._self_check(generator)
             self._stack = stack.pop_all()
@@ -120,9 +122,10 @@ class TableMeasurement:
         self._stack.close()
 
     def share(self, rows: Sequence[int]) -> list[list[int]]:
-        """The groups with any of these rows that this process measures: shares cost about the same, and are everyone's.
+        """The groups with any of these rows that this process measures: shares are everyone's.
 
-        Inside the context alone. A response is taken to cost what its measured tokens have before them, in tokens.
+        They cost about the same, as far as whole groups allow. Inside the context alone. A response is taken to cost
+        what its measured tokens have before them, in tokens.
         """
         wanted = set(rows)
         indices = [index for index, group in enumerate(self.groups) if wanted & set(group)]
@@ -135,10 +138,10 @@ class TableMeasurement:
 
         Of other rows together the numbers are the same but for rounding.
         """
-        filled = [row for row in group if len(self._sequence(row)[1])]
-        gradients = self.meter.measure_together([self._tokens_of(row) for row in filled]) if filled else []
-        frames = {row: self._frame(row, found) for row, found in zip(filled, gradients, strict=True)}
-        return [frames.get(row, pd.DataFrame()) for row in group]
+        if not any(len(self._known[row][1]) for row in group):
+            return [pd.DataFrame() for _ in group]
+        gradients = self.meter.measure_together([self._tokens_of(row) for row in group])
+        return [self._frame(row, found) for row, found in zip(group, gradients, strict=True)]
 
     def _tokens_of(self, row: int) -> SequenceTokens:
         ids, targets = self._sequence(row)
@@ -148,9 +151,10 @@ class TableMeasurement:
     def _frame(self, row: int, gradients: TokenGradients) -> pd.DataFrame:
         mine, one = slice(*self._bounds[row : row + 2]), self.batch.select([row])
         frame = identify_tokens(self.policy, one, row)
-        frame |= describe_tokens(one, self._statistics[row], self.settings.loss, num_tokens=self.num_tokens)
+        statistics, logit_grad_norm = self._known[row]
+        frame |= describe_tokens(one, statistics, self.settings.loss, num_tokens=self.num_tokens)
         frame["interval"] = self._intervals[mine]
-        frame |= {"logit_grad_norm": gradients.logit_grad_norm}
+        frame |= {"logit_grad_norm": logit_grad_norm}
         frame |= {f"act_grad_norm.{layer}": norms for layer, norms in enumerate(gradients.act_grad_norm.T)}
         frame["param_grad_norm"] = gradients.param_grad_norm
         if self.estimate_plan is not None:
@@ -198,19 +202,22 @@ class TableMeasurement:
         """Indices in the sequence, which are lengths of prefixes, of one response's tokens that get a backward pass."""
         return self.batch.sequence(row)[1].cpu().numpy()[self._measured[slice(*self._bounds[row : row + 2])]]
 
-    def _all_statistics(self) -> list[TokenStatistics]:
-        """`_find_statistics` of every response, each found by one of the processes."""
+    def _all_known(self) -> list[tuple[TokenStatistics, Tensor]]:
+        """`_find_known` of every response, each found by one of the processes."""
         with self.processes.together():
             mine = range(self.processes.rank, len(self.batch), self.processes.count)
-            found = [(row, self._find_statistics(row)) for row in mine]
-        return [statistics for _, statistics in sorted(self.processes.gather(found), key=lambda pair: pair[0])]
+            found = [(row, self._find_known(row)) for row in mine]
+        return [known for _, known in sorted(self.processes.gather(found), key=lambda pair: pair[0])]
 
-    def _find_statistics(self, row: int) -> TokenStatistics:
-        """Of one response's tokens, on the CPU: from a pass of its own, so that π decides on the interval alone."""
+    def _find_known(self, row: int) -> tuple[TokenStatistics, Tensor]:
+        """What of one response's tokens takes no backward pass, on the CPU: its statistics and ‖e − π‖.
+
+        From a pass of its own: whatever is measured beside it, π has the same digits in every column.
+        """
         ids, targets = self._sequence(row)
         if not len(targets):
-            return TokenStatistics(*torch.zeros(3, 0))
-        statistics = self.meter.statistics(ids, targets, temperature=float(self.batch.temperature[row]))
+            return TokenStatistics(*torch.zeros(3, 0)), torch.zeros(0)
+        statistics, norms = self.meter.measure_cheaply(ids, targets, temperature=float(self.batch.temperature[row]))
         if not statistics.entropy.isfinite().all():
             raise InputError(
                 f"the policy's logits are NaN on response {row}; load a sound checkpoint, or another --dtype"
@@ -221,7 +228,7 @@ class TableMeasurement:
                 f"response {row} has a token at position {position} that the policy cannot produce (π is exactly 0); "
                 "was it sampled by another policy? Drop the token by response_mask, or the response"
             )
-        return TokenStatistics(*(getattr(statistics, f.name).cpu() for f in fields(statistics)))
+        return TokenStatistics(*(getattr(statistics, f.name).cpu() for f in fields(statistics))), norms.cpu()
 
     def _draw_measured(self, generator: np.random.Generator) -> np.ndarray:
         """Which of the kept tokens, in the table's order, get a backward pass."""

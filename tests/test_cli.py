@@ -25,7 +25,7 @@ from gradscope.capture import decoder_block, graph_body, head, rules, token_grad
 from gradscope.models import load_policy
 from gradscope.norm_estimates import interval_norms
 from gradscope.readers import read_rollouts
-from gradscope.token_table import measure
+from gradscope.token_table import TableMeasurement, measure
 
 ROW = {"prompt_ids": [4, 5, 6], "response_ids": [7, 8, 9], "reward": 1.0, "group": 0}
 QUICK = ("--no-figures", "--no-self-check")
@@ -366,7 +366,7 @@ def test_a_full_disk_is_one_line_and_the_run_can_be_taken_up(run, model, rollout
     right = run_folder.write_parquet
 
     def write(path, frame):
-        if path.name == "part-000002.parquet":
+        if path.name.startswith("part-") and any(path.parent.glob("part-*")):
             raise OSError(28, "No space left on device")
         right(path, frame)
 
@@ -492,6 +492,36 @@ def test_killed_in_the_middle_a_run_is_taken_up_where_it_was(run, model, tmp_pat
     assert run(*args, whole).status == 0
     assert (killed / "tokens.parquet").read_bytes() == (whole / "tokens.parquet").read_bytes()
     assert set(os.listdir(killed)) == set(os.listdir(whole)) == {"tokens.parquet", "manifest.json"}
+
+
+def test_stopped_within_a_group_a_run_finishes_to_the_same_table(run, model, tmp_path):
+    ids = torch.randint(4, VOCAB, (12, 25), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [{"prompt_ids": row[:5], "response_ids": row[5:]} for row in ids]
+    rollouts = write_jsonl(tmp_path / "rollouts.jsonl", rows)
+    args, stopped, whole = ["measure", model, rollouts, *QUICK, "--out"], tmp_path / "stopped", tmp_path / "whole"
+    written, right, sizes = [], run_folder.RunFolder.write_part, []
+    measure_group = TableMeasurement.measure_responses
+
+    def count(measurement, group):
+        sizes.append(len(group))
+        return measure_group(measurement, group)
+
+    def write(folder, row, frame):
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        written.append(row)
+        right(folder, row, frame)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_folder.RunFolder, "write_part", write)
+        patch.setattr(
+            TableMeasurement, "measure_responses", lambda m, g: (sizes.append(len(g)), measure_group(m, g))[1]
+        )
+        assert_one_line(run(*args, stopped), 1, "No space left on device")
+    assert sizes[0] > 3 and len(written) == 3  # within the first group
+    assert "taking up the unfinished run" in run(*args, stopped).out
+    assert run(*args, whole).status == 0
+    assert (stopped / "tokens.parquet").read_bytes() == (whole / "tokens.parquet").read_bytes()
 
 
 def test_overwrite_starts_an_unfinished_run_anew(run, model, rollouts, tmp_path, monkeypatch):

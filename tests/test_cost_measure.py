@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from analyses.benchmarks import work_counts
 from analyses.benchmarks.plan_memory import allocated_peak
 from analyses.benchmarks.work_counts import Counted
-from gradscope.capture import TokenGradientMeter, measuring
+from gradscope.capture import SequenceTokens, TokenGradientMeter, measuring
 from gradscope.capture.chunks import neighbours
-from gradscope.cost import ModelShape
+from gradscope.cost import ModelShape, Piece
 from gradscope.cost_measure import (
     GRAPH,
     PROBS_OPERATIONS,
@@ -24,6 +23,7 @@ from gradscope.cost_measure import (
     measure_work,
     split_chunks,
 )
+from gradscope.cost_train import forward_work
 from tests.tiny import CONTEXT, HIDDEN, LAYERS, VOCAB, make_config, make_policy
 
 TARGETS = torch.arange(16, 48)
@@ -49,7 +49,7 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        if formula := flop_registry.get(function._overloadpacket):
+        if formula := work_counts.product_formula(function):
             self.flops += formula(*args, **(kwargs or {}), out_val=out)
         return out
 
@@ -114,6 +114,25 @@ def test_products_of_the_engine_are_those_that_torch_counts(name, rules, ids):
     expected -= statistics + 2 * HIDDEN * VOCAB * len(TARGETS)
     # Triangles are whole squares within a strip; GPT-2's MLP is counted as a gated one's.
     assert expected == pytest.approx(counted, rel=0.2)
+
+
+def test_products_of_a_group_are_those_that_torch_counts():
+    policy, generator = make_policy("qwen2"), torch.Generator().manual_seed(0)
+    shape = ModelShape.from_config(policy.model.config)
+    ids = torch.randint(4, VOCAB, (3, 20), generator=generator)
+    targets = [torch.arange(start, end) for start, end in ((8, 20), (8, 18), (10, 20))]
+    sequences = [SequenceTokens(row, t, torch.arange(len(t))) for row, t in zip(ids, targets, strict=True)]
+    with measuring(policy.model):
+        meter = TokenGradientMeter(policy, ids[0])
+        assert len(meter.group(sequences)) == 1
+        with Products() as counted:
+            meter.measure_together(sequences)
+    responses = [Response(len(t), tuple(t.tolist()), int(t[-1])) for t in targets]
+    work = measure_work(shape, responses, engine=RULES, self_check=False)
+    expected = sum(part.flops for key, part in work.items() if key not in ("preparation", "factors"))
+    # The statistics' pass over each response and its logits are other calls.
+    statistics = sum(forward_work(shape, Piece(1, r.length, r.targets)).flops for r in responses)
+    assert expected - statistics == pytest.approx(counted.flops, rel=0.2)
 
 
 def chunks(shape, engine, rows=1536):

@@ -158,7 +158,7 @@ def test_activations_that_follow_from_no_others_are_not_accounted_for():
     ids, targets = text()
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, ids)
-        stack = Stack.of([SequenceTokens(ids, targets, targets)], torch.float64)
+        stack = Stack.of([SequenceTokens(ids, targets, torch.arange(len(targets)))], torch.float64)
         with meter.decoder.recording() as seen:
             head = meter.head.measure(stack)
         assert meter.decoder.follow(stack, head, [*seen]) is not None
@@ -308,7 +308,7 @@ def test_a_bfloat16_policy_goes_by_rules_and_passes_the_self_check(name):
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, ids)
         assert meter.decoder is not None
-        stack = Stack.of([SequenceTokens(ids, targets, targets)])
+        stack = Stack.of([SequenceTokens(ids, targets, torch.arange(len(targets)))])
         with meter.decoder.recording() as seen:
             head = meter.head.measure(stack)
         assert meter.decoder.follow(stack, head, [*seen]) is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradscope.capture.chunks import MOST_SEQUENCES, Chunk, Limits, Run, group_sequences, neighbours
+from gradscope.capture.chunks import MOST_SEQUENCES, POSITION_COST, Chunk, Limits, Run, group_sequences, neighbours
 from gradscope.capture.decoder_rules import (
     attention_backward,
     attention_backward_at,
@@ -233,32 +233,38 @@ def test_sequences_are_together_only_where_that_costs_less(seed):
     dice = chance.Random(seed)
     every = [tokens for _ in range(6) for tokens in some_lengths(dice, 4)]
     limits, most = Limits(dice.choice([100, 1000]), dice.choice([0, 20, 200]), 0.3), dice.choice([1, 3, 100])
-    groups = group_sequences(every, limits, most=lambda _length: most)
+    reaches = [tokens[-1] + dice.choice([0, 0, 200]) for tokens in every]
+    groups = group_sequences(every, reaches, limits, most=lambda _length: most)
     assert sorted(i for group in groups for i in group) == list(range(len(every)))
     for group in groups:
         assert len(group) <= min(most, MOST_SEQUENCES)
         counts = [len(every[i]) for i in group]
         assert counts == sorted(counts, reverse=True)
-        assert cost(group) <= sum(cost([i]) for i in group)
+        longest = max(reaches[i] for i in group)
+        apart = sum(cost([i]) + POSITION_COST * reaches[i] for i in group)
+        assert cost(group) + POSITION_COST * longest * len(group) <= apart
 
 
 def test_like_sequences_are_together_and_unlike_ones_are_not():
     limits = Limits(1536, 150, 0.5)
 
     def group(lengths: list[list[int]], limits: Limits = limits) -> list[list[int]]:
-        return sorted(group_sequences(lengths, limits, most=lambda _length: 100))
+        reaches = [max(tokens, default=9) for tokens in lengths]
+        return sorted(group_sequences(lengths, reaches, limits, most=lambda _length: 100))
 
     alike, unlike = [list(range(16, 48))] * 10, [list(range(16, 48)), list(range(400, 432))]
     assert sorted(map(len, group(alike))) == [2, MOST_SEQUENCES]
     assert group(unlike) == [[0], [1]]
     assert group(alike[:2], Limits(1536, None)) == [[0], [1]]
-    assert group([[], [5]]) == [[1]]
+    assert group([[], [5]]) == [[0], [1]]
+    # A long one whose early tokens alone are measured would draw the others' passes out.
+    assert sorted(group_sequences([[20, 21], [20, 21]], [22, 2000], limits, most=lambda _length: 100)) == [[0], [1]]
 
 
 def test_long_sequences_that_fill_their_chunks_alone_are_alone():
     # Two of them would have half as many tokens in each chunk, and fetch what these share for half as many.
     limits, long = Limits(1536, 150, 0.5), [list(range(64, 256))] * 2
-    assert sorted(group_sequences(long, limits, most=lambda _length: 100)) == [[0], [1]]
+    assert sorted(group_sequences(long, [255, 255], limits, most=lambda _length: 100)) == [[0], [1]]
 
 
 def test_a_chunk_holds_the_tokens_of_its_run_on_the_right():

@@ -86,11 +86,15 @@ def test_shares_are_everyones_alike_and_cost_about_the_same():
 def test_a_response_costs_what_its_measured_tokens_look_back_on():
     policy = make_policy("llama")
     batch = make_batch(policy, holes=False)
-    measurement = TableMeasurement(policy, batch, MeasureSettings(self_check=False), processes=ALONE)
+    measurement = TableMeasurement(policy, batch, MeasureSettings(self_check=False), processes=ALONE, chunk_rows=1)
     with measurement:
-        groups = [group for group in measurement.groups if {1, 3} & set(group)]
-        assert sorted(measurement.share([3, 1])) == sorted(groups)
-        assert sorted(row for group in measurement.groups for row in group) == list(range(len(batch)))
+        assert measurement.groups == [[row] for row in range(len(batch))]  # with rows for one token at a time
+        assert measurement.share([3, 1]) == [[1], [3]]
+        costs = [sum(measurement._measured_targets(row).tolist()) for row in range(len(batch))]
+        for rank, rows in enumerate(deal_by_cost(range(len(batch)), costs, 2)):
+            measurement.processes = Processes(rank, 2)
+            assert measurement.share(range(len(batch))) == [[row] for row in rows]
+        measurement.processes = ALONE
         for row in range(len(batch)):
             _, targets = batch.sequence(row)
             assert measurement._measured_targets(row).tolist() == targets.tolist()

@@ -7,18 +7,19 @@ from itertools import product
 
 import pytest
 import torch
-from oracle import TrueFloat64, brute_force, largest_error
+from oracle import TrueFloat64, as_policy, brute_force, largest_error
 from test_decoder_body import COMMON, LATE, attend_eagerly, windowed
 from test_token_gradients import FLOAT32, TRUE_FLOAT64, assert_same, cached_policy, random_ids
-from tiny import HIDDEN, LAYERS, RULED, make_batch, make_policy
+from tiny import HIDDEN, LAYERS, RULED, make_batch, make_model, make_policy
 from transformers.models.llama import modeling_llama
 
 from gradscope import measure
-from gradscope.capture import SequenceTokens, TokenGradientMeter, TokenGradients, measuring
+from gradscope.capture import SequenceTokens, TokenGradientMeter, TokenGradients, decoder_block, measuring, rules
 from gradscope.capture.chunks import MOST_SEQUENCES
 from gradscope.capture.stack import Stack
 from gradscope.cost import ModelShape
 from gradscope.cost_measure import GRAPH, RULES, Response, group_responses
+from gradscope.errors import SelfCheckError
 from gradscope.logprobs import TokenStatistics
 from gradscope.models import Policy
 from gradscope.token_table import MeasureSettings, TableMeasurement
@@ -87,7 +88,7 @@ def test_what_goes_along_its_graph_is_measured_one_by_one(name):
         for s, ours in zip(TOGETHER["samples"], together, strict=True):
             alone = meter.measure(s.ids, s.targets, s.measured, temperature=s.temperature)
             assert_same(measured_part(ours, s.measured), measured_part(alone, s.measured))
-        assert sorted(meter.group([s.lengths for s in TOGETHER["alike"]])) == [[0], [1], [2]]
+        assert sorted(meter.group(TOGETHER["alike"])) == [[0], [1], [2]]
 
 
 def test_a_sequence_that_the_rules_do_not_fit_spoils_no_others(monkeypatch):
@@ -97,8 +98,51 @@ def test_a_sequence_that_the_rules_do_not_fit_spoils_no_others(monkeypatch):
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", attend)
     # The window shows in the longer one alone, and in whatever is filled up to its length.
     sequences = [sequence(LATE - 2, range(4, LATE - 2)), sequence(LATE + 8, range(4, LATE + 8))]
+    policy, ways, start = make_policy("llama", torch.float64), [], TokenGradientMeter._start
+
+    def watch(meter, stack, **settings):
+        head, body = start(meter, stack, **settings)
+        ways.append((stack.ids.shape[1], type(body).__name__))
+        return head, body
+
+    with TrueFloat64(), monkeypatch.context() as patch:
+        patch.setattr(TokenGradientMeter, "_start", watch)
+        assert max(errors(policy, sequences)) < TRUE_FLOAT64
+    assert ways[-3:] == [(LATE + 7, "NoneType"), (LATE + 7, "GraphSequence"), (LATE - 3, "DecoderStack")]
+
+
+def test_a_mistake_that_shows_only_beside_another_sequence_is_caught_by_the_self_check(monkeypatch):
+    right = rules.linear_square_norms
+
+    def wrong(delta, *args, **settings):
+        return right(delta.mean(0, keepdim=True).expand_as(delta), *args, **settings)
+
+    policy = make_policy("llama")
+    batch = make_batch(policy, lengths=(8, 8, 8), prompt_lengths=(5, 5, 5))
+    measure(policy, batch)
+    monkeypatch.setattr(decoder_block, "linear_square_norms", wrong)
+    with pytest.raises(SelfCheckError):
+        measure(policy, batch)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_in_bfloat16_sequences_together_are_near_the_same_alone(fast):
+    policy = make_policy("qwen2", torch.float32 if fast else torch.bfloat16)
+    with measuring(policy.model):
+        meter = TokenGradientMeter(policy, random_ids(20), precision="bfloat16" if fast else "exact")
+        together = meter.measure_together(TOGETHER["alike"])
+        for s, ours in zip(TOGETHER["alike"], together, strict=True):
+            alone = meter.measure(s.ids, s.targets, s.measured, temperature=s.temperature)
+            # Eight bits, through a few layers.
+            torch.testing.assert_close(ours.param_grad_norm, alone.param_grad_norm, rtol=0.05, atol=0.0)
+
+
+def test_paddings_id_within_the_text_counts_for_no_sequence():
+    model = make_model("qwen2", dtype=torch.float64)
+    model.get_input_embeddings().padding_idx = 9  # which the sequences have at every fifth place
+    policy = as_policy(model)
     with TrueFloat64():
-        assert max(errors(make_policy("llama", torch.float64), sequences)) < TRUE_FLOAT64
+        assert max(errors(policy, TOGETHER["unlike"])) < TRUE_FLOAT64
 
 
 def test_a_sequence_without_measured_tokens_has_what_takes_no_backward_pass():
@@ -108,7 +152,7 @@ def test_a_sequence_without_measured_tokens_has_what_takes_no_backward_pass():
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, random_ids(20))
         found = meter.measure_together([nothing, some])
-        assert sorted(meter.group([[], *[[5, 6]] * 2])) == [[0], [1, 2]]
+        assert sorted(meter.group([nothing, some, some])) == [[0], [1, 2]]
     assert found[0].param_grad_norm.isnan().all() and not found[1].param_grad_norm.isnan().any()
     torch.testing.assert_close(found[0].logit_grad_norm, found[1].logit_grad_norm)
 
@@ -129,18 +173,20 @@ def test_the_cost_model_groups_as_the_engine_does(rules, memory):
     policy = make_policy("qwen2")
     generator = torch.Generator().manual_seed(0)
     starts, counts = (torch.randint(2, 20, (30,), generator=generator).tolist() for _ in range(2))
-    lengths = [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
+    sequences = [sequence(40, range(start, start + n)) for start, n in zip(starts, counts, strict=True)]
+    # Of every third one the last tokens are not measured: it takes as much memory as if they were.
+    sequences[::3] = [replace(s, measured=s.measured[:1]) for s in sequences[::3]]
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, random_ids(20), rules=rules, memory=memory)
-        groups = meter.group(lengths)
-    responses = [Response(len(tokens), tuple(tokens), tokens[-1]) for tokens in lengths]
+        groups = meter.group(sequences)
+    responses = [Response(len(s.targets), tuple(s.lengths), s.reach) for s in sequences]
     cut = {"engine": RULES if rules else GRAPH, "rows": 1536, "memory": memory, "device": "cpu"}
     found = group_responses(ModelShape.from_config(policy.model.config), responses, **cut)
     expected = [[responses[index] for index in group] for group in groups]
     assert sorted(found, key=str) == sorted(expected, key=str)
     assert max(map(len, groups)) == 1 if not rules else 1 < max(map(len, groups)) <= MOST_SEQUENCES
     for group in groups if rules else []:
-        longest = max(lengths[index][-1] for index in group)
+        longest = max(int(sequences[index].targets[-1]) for index in group)
         # 4 bytes of what each linear layer and norm of each block takes in and gives out.
         left = len(group) * longest * LAYERS * 4 * (6 * HIDDEN + 3 * policy.model.config.intermediate_size)
         assert len(group) == 1 or left <= memory

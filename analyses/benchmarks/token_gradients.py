@@ -154,7 +154,7 @@ def measure_with(meter: TokenGradientMeter, ids: Tensor, targets: Tensor) -> Ten
     sequences = [SequenceTokens(row, targets, torch.arange(len(targets))) for row in ids]
     norms: dict[int, Tensor] = {}
     with measuring(meter.model):
-        for group in meter.group([s.lengths for s in sequences]):
+        for group in meter.group(sequences):
             found = meter.measure_together([sequences[i] for i in group])
             norms |= {i: gradients.param_grad_norm for i, gradients in zip(group, found, strict=True)}
     return torch.cat([norms[i] for i in range(len(ids))])

@@ -10,7 +10,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 MOST_SEQUENCES = 8
-"""In a group; more gained little at S and M of analyses/benchmarks/token_gradients.py."""
+"""In a group: eight are a third faster than one at S and T = 64 of analyses/benchmarks/token_gradients.py, as four."""
+POSITION_COST = 3
+"""Positions × tokens that take as long as the forward pass, the head and the factors of a position: 2 to 4 at M, S."""
 WORTHWHILE = 0.02
 """Part of its own cost that a sequence must save to join a group, as each holds its activations meanwhile."""
 
@@ -31,8 +33,13 @@ class Run:
 
     @property
     def rows(self) -> int:
-        """Positions × places."""
-        return len(self.tokens) * self.width * self.length
+        """Positions × places for a token."""
+        return self.places * self.length
+
+    @property
+    def places(self) -> int:
+        """For a token each: as many for every sequence."""
+        return len(self.tokens) * self.width
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Limits:
     """What takes as long as starting a run; None: runs end at wide gaps alone, of more than 16 positions and a quarter
     of the shortest prefix."""
     shared: float = 0.0
-    """And as fetching what the tokens of a run share at one position of a sequence."""
+    """What takes as long as fetching what the tokens of a run share, at one position of one sequence."""
 
     def fixed(self, batch: int, length: int) -> float:
         """Cost of a run before it carries any token."""
@@ -111,31 +118,31 @@ def neighbours(lengths: Sequence[Sequence[int]], limits: Limits) -> Iterator[Run
         yield Run(tuple(parts), longest)
 
 
-def group_sequences(lengths: Sequence[Sequence[int]], limits: Limits, *, most: Callable[[int], int]) -> list[list[int]]:
+def group_sequences(
+    lengths: Sequence[Sequence[int]], reaches: Sequence[int], limits: Limits, *, most: Callable[[int], int]
+) -> list[list[int]]:
     """Indices of sequences that are measured together, in the order that `neighbours` wants; sequences of like length.
 
-    A sequence joins a group where their runs cost less together; without a price of starting, each is alone.
-    lengths: as of `neighbours`, in any order. most: of sequences of this length that may lie in memory together.
+    A sequence joins a group where they cost less together; without a price of starting a run, each is alone, as is one
+    without tokens. lengths: as of `neighbours`, in any order. reaches: how long each sequence is, which is more where
+    its last tokens are not measured. most: of sequences so long that may lie in memory together.
     """
-    groups: list[list[int]] = []
-    cost = 0.0
-    for index in sorted((i for i, tokens in enumerate(lengths) if tokens), key=lambda i: -lengths[i][-1]):
-        alone = _cost(lengths, [index], limits)
-        if (
-            groups
-            and limits.start is not None
-            and len(groups[-1]) < min(MOST_SEQUENCES, most(lengths[groups[-1][0]][-1]))
-        ):
-            together = sorted([*groups[-1], index], key=lambda i: (-len(lengths[i]), i))
-            joined = _cost(lengths, together, limits)
+    groups = [[index] for index, tokens in enumerate(lengths) if not tokens]
+    reach, cost, open_group = 0, 0.0, None
+    for index in sorted((i for i, tokens in enumerate(lengths) if tokens), key=lambda i: -reaches[i]):
+        alone = _cost(lengths, [index], limits) + POSITION_COST * reaches[index]
+        if open_group is not None and len(open_group) < min(MOST_SEQUENCES, most(reach)):
+            together = sorted([*open_group, index], key=lambda i: (-len(lengths[i]), i))
+            joined = _cost(lengths, together, limits) + POSITION_COST * reach * len(together)
             if joined <= cost + (1 - WORTHWHILE) * alone:
-                groups[-1], cost = together, joined
+                open_group[:], cost = together, joined
                 continue
         groups.append([index])
-        cost = alone
+        reach, cost, open_group = reaches[index], alone, groups[-1] if limits.start is not None else None
     return groups
 
 
 def _cost(lengths: Sequence[Sequence[int]], group: list[int], limits: Limits) -> float:
+    """Of a group's runs."""
     runs = neighbours([lengths[i] for i in group], limits)
     return sum(run.rows + limits.fixed(len(run.tokens), run.length) for run in runs)

@@ -84,20 +84,22 @@ class BlockActivations:
         self.gate_slope, self.activated = (slope * self.outputs(block.up))[:, :, None], activated.detach()[:, :, None]
         """Slopes of activation(gate) ∘ up: by gate, and by up, which is activation(gate); [B, n, 1, MLP's width]."""
         self._factors: dict[tuple[str, bool], Tensor] = {}
-        self._probs = self._attend(self.queries.shape[1]) if keep_probs else None
+        self._probs = self._attend(*self.queries.shape[:2]) if keep_probs else None
 
     def settle(self, *, last: bool) -> None:
         """Make what is still needed of the pass, and let the rest go; last: of the blocks, where only keys and values
         have gradients all over the prefix."""
-        for matrix in (self.block.key,) if last else self.block.matrices:
+        for matrix in (self.block.key, self.block.value) if last else self.block.matrices:
             self.factor(matrix, 1)
         query = self.block.query.name
         self._seen = Seen(inputs={query: self._seen.inputs[query]} if last else {}, mask=self._seen.mask)
         del self.hidden
+        if last:
+            del self.mlp_norm, self.gate_slope, self.activated
 
-    def probs(self, n: int) -> Float[Tensor, "B H n n"]:
-        """Attention's probabilities within the first n positions."""
-        return self._attend(n) if self._probs is None else self._probs[:, :, :n, :n]
+    def probs(self, batch: int, n: int) -> Float[Tensor, "b H n n"]:
+        """Attention's probabilities within the first n positions of the first sequences, as many as `batch` says."""
+        return self._attend(batch, n) if self._probs is None else self._probs[:batch, :, :n, :n]
 
     def factor(self, matrix: Matrix, n: int) -> Float[Tensor, "B n r"]:
         """Lower triangular factor of the module's inputs at the first n positions, with ones for a bias."""
@@ -115,13 +117,13 @@ class BlockActivations:
         """What the module returned."""
         return self._seen.outputs[part.name].to(self.dtype)
 
-    def _attend(self, n: int) -> Tensor:
-        groups = self.keys.shape[2]
-        queries = self.queries[:, :n].unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
-        scores = self.block.scaling * (queries @ self.keys[:, :n].permute(0, 2, 3, 1)[:, :, None]).flatten(1, 2)
+    def _attend(self, batch: int, n: int) -> Tensor:
+        groups, keys = self.keys.shape[2], self.keys[:batch, :n].permute(0, 2, 3, 1)
+        queries = self.queries[:batch, :n].unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+        scores = self.block.scaling * (queries @ keys[:, :, None]).flatten(1, 2)
         mask = self._seen.mask
         causal = torch.ones(n, n, dtype=torch.bool, device=scores.device).tril()
-        mask = causal if mask is None else mask[:, :, :n, :n]
+        mask = causal if mask is None else mask[:batch, :, :n, :n]
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         return scores.softmax(-1)
 

@@ -109,7 +109,7 @@ class BlockBackward:
 
     def _attention(self) -> list[Tensor]:
         a = self.a
-        return [a.probs(self.n)[: self.batch], *map(self._first, (a.attended, a.queries, a.keys, a.values))]
+        return [a.probs(self.batch, self.n), *map(self._first, (a.attended, a.queries, a.keys, a.values))]
 
     def _prefix(self, seen: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return self._first(seen[0]), self._first(seen[1])

@@ -34,7 +34,8 @@ WEIGHT_ROWS = 16
 """Rows of a product that are assumed to take as long as reading its weights; half or twice as many cost the same."""
 FETCHING = 140
 """FLOPs that a device could do in the time in which it fetches a number that tokens share: at S, sequences of 256
-tokens are slower by a quarter if eight are together with one token each, and those of 64 faster by a quarter."""
+tokens are slower by a quarter if eight are together with one token each, and those of 64 faster by a quarter. Of a GPU
+it is assumed."""
 
 
 def chunk_limits(
@@ -45,7 +46,9 @@ def chunk_limits(
     query, key: of all queries, of all keys. rows: most positions × tokens.
     """
     start = math.ceil(OVERHEAD.get(device, OVERHEAD["cuda"]) / (2 * weights)) + WEIGHT_ROWS
-    return Limits(rows, start, FETCHING * 2 * (hidden + query + key + mlp) / (2 * weights))
+    # Activations and slopes of each kind at a position, in parts of the FLOPs that a row takes.
+    shared = FETCHING * 2 * (hidden + query + key + mlp) / (2 * weights)
+    return Limits(rows, start, shared)
 
 
 def row_bytes(hidden: int, mlp: int | float, heads: int, *, strip: int = WIDEST) -> int | float:

@@ -66,8 +66,8 @@ def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tens
         yield a.outputs(block.attention_norm), a.inputs(matrix)
     for matrix in (block.gate, block.up):
         yield a.outputs(block.mlp_norm), a.inputs(matrix)
-    _, n, groups, _ = a.keys.shape
-    probs = a.probs(n).unflatten(1, (groups, -1))
+    batch, n, groups, _ = a.keys.shape
+    probs = a.probs(batch, n).unflatten(1, (groups, -1))
     yield (probs @ a.values.transpose(1, 2)[:, :, None]).flatten(1, 2).transpose(1, 2), a.attended
     yield a.hidden + a.outputs(block.output), a.inputs(block.mlp_norm)
     yield a.activated[:, :, 0] * a.outputs(block.up), a.inputs(block.down)

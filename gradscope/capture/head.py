@@ -13,7 +13,7 @@ from gradscope.capture.claims import Claims, parameter_slopes
 from gradscope.capture.recording import Call, Recorder
 from gradscope.capture.rules import diagonal_square_norms, outer_square_norms
 from gradscope.capture.stack import Stack
-from gradscope.logprobs import TokenStatistics, logit_gradient, statistics_and_gradient, token_statistics
+from gradscope.logprobs import TokenStatistics, statistics_and_gradient
 from gradscope.models import Policy
 
 LOGIT_BYTES = 8 * 4
@@ -53,7 +53,9 @@ class Head:
     def measure(self, stack: Stack) -> HeadPass:
         """One pass for all targets, or several where their logits would not fit the memory."""
         everything = torch.arange(len(stack.positions), device=stack.ids.device)
-        parts = [self._measure_part(stack, part) for part in everything.split(max(1, self.rows // len(stack.ids)))]
+        fits = stack.ids.numel() <= self.rows
+        split = [everything] if fits else everything.split(max(1, self.rows // len(stack.ids)))
+        parts = [self._measure_part(stack, part) for part in split]
         if len(parts) == 1:
             return parts[0]
         return HeadPass(
@@ -70,25 +72,15 @@ class Head:
         )
 
     @torch.no_grad()
-    def statistics(self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float) -> TokenStatistics:
-        """log π, log(1−π) and entropy of the targets, without any gradient."""
-        prefix = ids[: targets[-1]]
-        parts = [
-            token_statistics(self.logits(prefix, part - 1), ids[part], temperature=temperature)
-            for part in targets.split(self.rows)
-        ]
-        return join_statistics(parts)
-
-    @torch.no_grad()
     def measure_cheaply(
         self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float
     ) -> tuple[TokenStatistics, Float[Tensor, " m"]]:
-        """What needs no backward pass: the same, and ‖e − π‖."""
+        """What needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
         prefix, statistics, norms = ids[: targets[-1]], [], []
         for part in targets.split(self.rows):
-            logits = self.logits(prefix, part - 1)
-            statistics.append(token_statistics(logits, ids[part], temperature=temperature))
-            norms.append(logit_gradient(logits, ids[part], temperature=temperature).norm(dim=1))
+            found, errors = statistics_and_gradient(self.logits(prefix, part - 1), ids[part], temperature=temperature)
+            statistics.append(found)
+            norms.append(_norms(*unit_errors(errors)))
         return join_statistics(statistics), torch.cat(norms)
 
     def logits(self, ids: Int[Tensor, " n"], positions: Int[Tensor, " m"]) -> Float[Tensor, "m vocab"]:
@@ -111,20 +103,20 @@ class Head:
         sequences, positions, token_ids, temperature = (
             values[part] for values in (stack.sequences, stack.positions, stack.token_ids, stack.temperature)
         )
-        places = _Places(sequences, positions, length=stack.ids.shape[1])
+        targets_at = _TargetRows(sequences, positions, length=stack.ids.shape[1])
         with Recorder(self.model, self.blocks, self.claims, self.joint, "head") as recorder:
-            logits = places.rows(self._logits_of_all(stack.ids, places.kept))
+            logits = targets_at.rows(self._logits_of_all(stack.ids, targets_at.kept))
         statistics, errors = statistics_and_gradient(logits, token_ids, temperature=temperature)
         seeds, size = unit_errors(errors)
-        logit_norm = size * torch.linalg.vector_norm(seeds, dim=1)
+        logit_norm = _norms(seeds, size)
         calls = [call for call in recorder.calls if call.edge is not None]
         edges = [*recorder.joints, recorder.block_edges[0], *(call.edge for call in calls)]
         seed = seeds.div_(temperature[:, None]).to(logits.dtype)
         deltas = torch.autograd.grad([logits], edges, [seed], allow_unused=True)
-        rows = [None if d is None else places.rows(d).to(seeds) for d in deltas]
+        rows = [None if d is None else targets_at.rows(d).to(seeds) for d in deltas]
         joints = len(recorder.joints)
         local = {
-            call.name: (call, row, self._local_inputs(call, places).to(seeds))
+            call.name: (call, row, self._local_inputs(call, targets_at).to(seeds))
             for call, row in zip(calls, rows[joints + 1 :], strict=True)
             if row is not None
         }
@@ -136,14 +128,14 @@ class Head:
         kept = {"logits_to_keep": positions} if self._keeps_logits else {}
         return self.model(input_ids=ids, use_cache=False, **kept).logits
 
-    def _local_inputs(self, call: Call, places: _Places) -> Tensor:
+    def _local_inputs(self, call: Call, targets_at: _TargetRows) -> Tensor:
         """Of a module of the head: its inputs [m, width]; for a diagonal one its slopes [m, parameters, width]."""
         if self.claims.rules[call.name] != "diagonal":
-            return places.rows(call.inputs)
-        return torch.stack([places.rows(s) for s in parameter_slopes(call.module, call.inputs)], 1)
+            return targets_at.rows(call.inputs)
+        return torch.stack([targets_at.rows(s) for s in parameter_slopes(call.module, call.inputs)], 1)
 
 
-class _Places:
+class _TargetRows:
     """Where the targets' logits stand in a stack of this length."""
 
     def __init__(self, sequences: Int[Tensor, " m"], positions: Int[Tensor, " m"], *, length: int) -> None:
@@ -173,3 +165,8 @@ def unit_errors(errors: Float[Tensor, "m vocab"]) -> tuple[Float[Tensor, "m voca
     """(e − π divided by its largest entry, in its place; that entry)."""
     size = torch.linalg.vector_norm(errors, torch.inf, dim=1)
     return errors.div_(size.clamp(min=torch.finfo(size.dtype).tiny)[:, None]), size
+
+
+def _norms(unit: Float[Tensor, "m vocab"], size: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
+    """‖e − π‖ of `unit_errors`, whose squares do not underflow."""
+    return size * torch.linalg.vector_norm(unit, dim=1)

@@ -63,13 +63,13 @@ def check_engine(
     """Compare the engine with plain autograd on some tokens; call it inside `measuring(policy.model)`.
 
     sequences: with the tokens to compare as those to measure; the engine measures each with the response token before
-    it, and several sequences together, as it will later.
+    it, and two sequences of like length together, as it will later.
     Raises SelfCheckError that names the layer or the module that differs most.
     """
     if tolerance is None:
         tolerance = max(TOLERANCES[meter.model.dtype], FAST_TOLERANCES.get(meter.precision, 0.0))
     count, largest = 0, 0.0
-    for sequence, ours in zip(sequences, _measure_in_groups(meter, sequences), strict=True):
+    for sequence, ours in zip(sequences, _measure_together(meter, sequences), strict=True):
         ids, targets = sequence.ids, sequence.targets
         for k in sequence.measured.tolist():
             oracle = measure_plainly(meter, ids, int(targets[k]), temperature=sequence.temperature)
@@ -85,12 +85,14 @@ def check_engine(
     return SelfCheck(count, largest, tolerance)
 
 
-def _measure_in_groups(meter: TokenGradientMeter, sequences: list[SequenceTokens]) -> list[TokenGradients]:
-    """Each sequence's tokens and those before them, a few sequences at once."""
+def _measure_together(meter: TokenGradientMeter, sequences: list[SequenceTokens]) -> list[TokenGradients]:
+    """Each sequence's tokens and those before them; neighbours in length together, two at once."""
     wider = [replace(s, measured=torch.cat([s.measured, s.measured - 1]).clamp(min=0).unique()) for s in sequences]
+    order = sorted(range(len(wider)), key=lambda i: wider[i].reach)
     found: dict[int, TokenGradients] = {}
-    for group in meter.group([s.lengths for s in wider]):
-        found |= zip(group, meter.measure_together([wider[i] for i in group]), strict=True)
+    for start in range(0, len(order), 2):
+        pair = order[start : start + 2]
+        found |= zip(pair, meter.measure_together([wider[i] for i in pair]), strict=True)
     return [found[i] for i in range(len(sequences))]
 
 

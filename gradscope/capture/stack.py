@@ -26,6 +26,11 @@ class SequenceTokens:
         """Of the prefix of each measured token."""
         return self.targets[self.measured].tolist()
 
+    @property
+    def reach(self) -> int:
+        """Length of the prefix of the last target."""
+        return int(self.targets[-1])
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -45,9 +50,8 @@ class Stack:
     @classmethod
     def of(cls, sequences: Sequence[SequenceTokens], dtype: torch.dtype = torch.float32) -> Stack:
         """dtype: of the temperatures."""
-        lengths = [int(s.targets[-1]) for s in sequences]
-        prefixes = [s.ids[:length] for s, length in zip(sequences, lengths, strict=True)]
-        filled = [torch.cat([ids, ids[-1:].expand(max(lengths) - len(ids))]) for ids in prefixes]
+        prefixes, longest = [s.ids[: s.reach] for s in sequences], max(s.reach for s in sequences)
+        filled = [torch.cat([ids, ids[-1:].expand(longest - len(ids))]) for ids in prefixes]
         counts = torch.tensor([len(s.targets) for s in sequences])
         return cls(
             torch.stack(filled),

@@ -52,7 +52,8 @@ class TokenGradientMeter:
 
     probe_ids: a sequence to learn the model's structure from; the longest there is.
     rows: most positions × tokens that one chunk carries (the rows of its matrix products).
-    memory: bytes that what flows back may take; a chunk is made smaller where it would take more.
+    memory: bytes that what flows back may take, and so may logits, attention's probabilities and what the forward pass
+    leaves of sequences that are measured together; chunks and groups are smaller where it would be more.
     rules: whether a common decoder may go by backward rules; False sends every model along its graph.
     precision: of the rules' matrix products; the graph's are always exact.
     """
@@ -100,43 +101,41 @@ class TokenGradientMeter:
         return self.measure_together([SequenceTokens(ids, targets, measured, temperature)])[0]
 
     def measure_together(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
-        """The same of several sequences. Each has its own numbers, up to rounding; see `group` for which go well."""
-        together = self._together and all(len(s.measured) for s in sequences)
-        if len(sequences) > 1 and not together:
+        """The same of several sequences. Each has its own numbers, up to rounding; `group` says which go well."""
+        every = all(len(s.measured) for s in sequences)
+        if len(sequences) > 1 and not (every and self._together):
             return [self.measure_together([s])[0] for s in sequences]
-        if not together and not len(sequences[0].measured):
-            return [self._measure_cheaply(sequences[0])]
+        if not every:
+            return [self._measure_nothing(sequences[0])]
         order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i].measured))
         found = dict(zip(order, self._measure_stack([sequences[i] for i in order]), strict=True))
         return [found[i] for i in range(len(sequences))]
 
-    def group(self, lengths: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Indices of sequences that are best measured together; one without measured tokens is alone.
-
-        lengths: of the prefixes of each one's measured tokens, ascending.
-        """
-        alone = [[index] for index, tokens in enumerate(lengths) if not (tokens and self._together)]
+    def group(self, sequences: Sequence[SequenceTokens]) -> list[list[int]]:
+        """Indices of sequences that are best measured together; one without measured tokens is alone."""
         if not self._together:
-            return alone
+            return [[index] for index in range(len(sequences))]
         limits = self._limits(self.decoder)
 
         def most(length: int) -> int:
             return self.decoder.most_sequences(length, rows=limits.rows, logits=self.head.rows)
 
-        return alone + group_sequences(lengths, limits, most=most)
+        return group_sequences([s.lengths for s in sequences], [s.reach for s in sequences], limits, most=most)
 
-    def statistics(self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float) -> TokenStatistics:
-        """log π, log(1−π) and entropy of the targets, without any gradient."""
-        return self.head.statistics(ids, targets, temperature=temperature)
+    def measure_cheaply(
+        self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float
+    ) -> tuple[TokenStatistics, Float[Tensor, " m"]]:
+        """What needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
+        return self.head.measure_cheaply(ids, targets, temperature=temperature)
 
     @property
     def _together(self) -> bool:
         """Whether several sequences may share their passes."""
         return self.decoder is not None and not self.claims.general
 
-    def _measure_cheaply(self, sequence: SequenceTokens) -> TokenGradients:
+    def _measure_nothing(self, sequence: SequenceTokens) -> TokenGradients:
         """What needs no backward pass, NaN for the rest."""
-        statistics, norms = self.head.measure_cheaply(sequence.ids, sequence.targets, temperature=sequence.temperature)
+        statistics, norms = self.measure_cheaply(sequence.ids, sequence.targets, temperature=sequence.temperature)
         unknown = torch.full_like(norms, float("nan"))
         act = unknown[:, None].expand(-1, len(self.blocks) + 1).clone()
         return TokenGradients(statistics, norms, act, unknown, {})
@@ -146,6 +145,7 @@ class TokenGradientMeter:
         stack = Stack.of(sequences, torch.promote_types(self.model.dtype, torch.float32))
         head, body = self._start(stack)
         if body is None:
+            del head
             return [self._measure_stack([sequence])[0] for sequence in sequences]
         starts = [0, *accumulate(len(s.targets) for s in sequences)]
         picks = [start + s.measured for start, s in zip(starts[:-1], sequences, strict=True)]
@@ -264,12 +264,12 @@ class TokenGradientMeter:
 
 
 def _keep_freed_memory() -> None:
-    """Let the C library keep what is freed for the next array of the size.
+    """Let the C library keep what is freed, up to 64 MiB of it, for the next array of the size.
 
     glibc gives large blocks back at once and fetches them page by page again, a fifth of the time of small policies;
-    what is large it learns from the largest block that was freed so, up to 32 MiB (mallopt(3)).
+    what is large it learns from the largest block that was freed so, up to 32 MiB (mallopt(3)). It stays so.
     """
-    torch.empty(31 << 20, dtype=torch.uint8)
+    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
 def _some(gradients: TokenGradients, tokens: slice) -> TokenGradients:
