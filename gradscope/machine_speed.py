@@ -156,16 +156,25 @@ are more than the 32 MB from which an allocator on Linux asks for fresh pages ea
 as memory that it has."""
 
 
+MIXED = 1.6
+"""A pass in a whole network, over arrays of many sizes, takes so much longer than the probe's: fitted to measured times
+of training small policies on a CPU (analyses/benchmarks/plan_time.py)."""
+MIXED_WITH_KEPT_MEMORY = 1.2
+"""The same where memory that was freed is kept for the next array, as when token gradients are measured."""
+
+
 def measure_speeds(
     sizes: Sizes,
     *,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
+    mixed: Number = MIXED,
 ) -> Speeds:
     """Measure this machine on arrays like the job's, with as many threads as torch has now.
 
-    dtype: of the arrays; multiply: how the job's products are made of them, which may round them first.
+    dtype: of the arrays; multiply: how the job's products are made of them, which may round them first; mixed: how much
+    longer an elementwise pass takes in the job than here.
     The rate of elementwise passes is that of a whole block, forward and backward, beyond its products: alone, a pass
     over arrays that lie in a cache already is several times as fast.
     """
@@ -186,15 +195,11 @@ def measure_speeds(
         products=products,
         thin=thin,
         attention=scores,
-        moved=blocks.moved / beside / MIXED,
+        moved=blocks.moved / beside / mixed,
         logits=LOGIT_PROBE_PASSES * logits.nbytes / _time(device, lambda: (logits - 1).exp().sum(1)),
         operation=_time(device, tiny.run) / (tiny.depth * BLOCK_OPERATIONS),
     )
 
-
-MIXED = 1.6
-"""A pass in a whole network, over arrays of many sizes, takes so much longer than the probe's: fitted to measured times
-of training and of measuring small policies on a CPU (analyses/benchmarks/plan_time.py)."""
 
 LOGIT_PROBE_PASSES = 5
 """Arrays of logits that the probe reads and writes: two in and two out, and the sum's."""

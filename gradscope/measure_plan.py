@@ -13,11 +13,20 @@ from torch import nn
 from gradscope.architectures import config_of
 from gradscope.batch import TokenBatch
 from gradscope.capture.products import PRODUCTS, Precision
+from gradscope.capture.token_gradients import keep_freed_memory
 from gradscope.cost import ModelShape
 from gradscope.cost_measure import GRAPH, RULES, Engine, Response, floor_flops, measure_bytes, measure_work
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals
-from gradscope.machine_speed import Sizes, Speeds, Work, describe_seconds, gpu_speeds, measure_speeds
+from gradscope.machine_speed import (
+    MIXED_WITH_KEPT_MEMORY,
+    Sizes,
+    Speeds,
+    Work,
+    describe_seconds,
+    gpu_speeds,
+    measure_speeds,
+)
 from gradscope.measure_settings import (
     MeasureSettings,
     check_batch,
@@ -175,8 +184,14 @@ def _find_speeds(shape: ModelShape, products: _Products, *, device: str, rows: i
         vocab=shape.vocab,
         logit_rows=longest,
     )
-    multiply = PRODUCTS[products.precision]
-    return measure_speeds(sizes, device=torch.device(device), dtype=products.dtype, multiply=multiply)
+    keep_freed_memory()  # as what measures does
+    return measure_speeds(
+        sizes,
+        device=torch.device(device),
+        dtype=products.dtype,
+        multiply=PRODUCTS[products.precision],
+        mixed=MIXED_WITH_KEPT_MEMORY,
+    )
 
 
 def outline_policy(model: str, blocks: str | None = None) -> Policy:

@@ -83,7 +83,7 @@ class TokenGradientMeter:
             self.decoder = None
         if self.decoder is not None:
             self.decoder.multiply = PRODUCTS[precision]
-        _keep_freed_memory()
+        keep_freed_memory()
 
     @property
     def precision(self) -> Precision | None:
@@ -263,7 +263,7 @@ class TokenGradientMeter:
         )
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let the C library keep what is freed, up to 64 MiB of it, for the next array of the size.
 
     glibc gives large blocks back at once and fetches them page by page again, a fifth of the time of small policies;
