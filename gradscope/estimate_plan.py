@@ -6,8 +6,8 @@ Costs are in forward passes over the batch, every position once:
     random signs    1 + 2 · passes · sums                       one forward, a backward pass per sum, at most
     forward mode    5 · draws                                   drawing v; values and tangents of every token at once
 
-The prices are rounded from CPU time of one thread (analyses/benchmarks/estimates.py): exact norms took .84 to .93 of
-that sum by backward rules and 1.08 to 1.57 along the graph, a draw 4.8 to 5.0, a pass 1.8 to 2.0.
+The prices are rounded from CPU time of one thread, a response at a time (analyses/benchmarks/estimates.py): exact norms
+took .84 to .93 of that sum by backward rules and 1.08 to 1.57 along the graph, a draw 4.8 to 5.0, a pass 1.8 to 2.0.
 
 A sum is one interval's Σ‖g_t‖² or, where weights are known, its Σ‖w_t g_t‖². The rule, where neither passes nor draws
 are given: always 4 passes for the sums, whose variance lacks the Σ‖g_t‖⁴ that draws have; 32 draws besides, for every
