@@ -52,6 +52,17 @@ def test_a_common_decoder_goes_by_rules_and_is_exact(name, attention):
     assert ruled and error < TRUE_FLOAT64
 
 
+def test_a_bias_of_the_values_alone_is_exact():
+    model = make_model("llama", dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    for layer in model.model.layers:
+        bias = torch.randn(layer.self_attn.v_proj.out_features, dtype=torch.float64, generator=generator)
+        layer.self_attn.v_proj.bias = torch.nn.Parameter(bias)
+    with TrueFloat64():
+        error, ruled = error_and_path(as_policy(model), *text())
+    assert ruled and error < TRUE_FLOAT64
+
+
 @pytest.mark.parametrize("name", UNRULED)
 def test_a_near_relative_goes_along_its_graph_and_is_exact(name):
     with TrueFloat64():
