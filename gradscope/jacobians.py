@@ -13,7 +13,6 @@ Lanczos on Jacobian products; a converged σ_max is nearly surely the largest, b
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +30,7 @@ from gradscope.capture import forward_hooks, measuring
 from gradscope.capture.hooks import first_tensor
 from gradscope.errors import InputError, SelfCheckError
 from gradscope.logprobs import logit_gradient
-from gradscope.models import Policy
+from gradscope.models import Policy, takes
 from gradscope.theory import logit_grad_norm
 
 ROWS = 4096
@@ -258,7 +257,7 @@ def _run(policy: Policy, ids: Tensor, temperature: float) -> tuple[list[_BlockCa
         return cut if isinstance(output, Tensor) else (cut, *output[1:])
 
     names = [f"{policy.blocks_name}.{i}" for i in range(len(policy.blocks))]
-    few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(policy.model.forward).parameters else {}
+    few = {"logits_to_keep": 1} if takes(policy.model, "logits_to_keep") else {}
     with forward_hooks(policy.model, names, record):
         logits = policy.model(input_ids=ids[None], use_cache=False, **few).logits[0, -1]
     return calls, LocalJacobian(leaf, logits / temperature, len(ids))

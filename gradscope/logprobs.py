@@ -23,6 +23,9 @@ from gradscope.theory import widen
 
 Number = int | float
 
+ARGMAX_PART = 64
+"""Logits whose largest is found at a time: of some values the fastest at vocabularies of 8,000 to 50,000."""
+
 
 @dataclass(frozen=True)
 class TokenStatistics:
@@ -170,7 +173,7 @@ def _normalise(
     """z = (logits − max) / T, the index of the max, log Σ exp z over the others, and log Σ exp z over all."""
     _check_temperature(temperature)
     scale = temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
-    largest = logits.argmax(-1, keepdim=True)
+    largest = _first_largest(logits)
     # Subtract before dividing: the difference of two logits rounds less than the logits / T themselves.
     shifted = (widen(logits) - widen(logits.gather(-1, largest))).div_(scale)
     rest = shifted.scatter(-1, largest, -math.inf).logsumexp(-1)
@@ -188,6 +191,20 @@ def _logprob_and_complement(
     logprob = shifted.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1) - normaliser
     is_largest = token_ids == largest
     return logprob, torch.where(is_largest, rest - normaliser, torch.log1p(-logprob.exp()))
+
+
+def _first_largest(logits: Float[Tensor, "*tokens vocab"]) -> Int[Tensor, "*tokens 1"]:
+    """`argmax`, which a CPU is slow at: among the largest entries of parts of the vocabulary, then within one part."""
+    vocab = logits.shape[-1]
+    if vocab < 4 * ARGMAX_PART:
+        return logits.argmax(-1, keepdim=True)
+    end = vocab - vocab % ARGMAX_PART
+    tops = logits[..., :end].unflatten(-1, (-1, ARGMAX_PART)).amax(-1)
+    if end < vocab:
+        tops = torch.cat([tops, logits[..., end:].amax(-1, keepdim=True)], -1)
+    first = ARGMAX_PART * tops.argmax(-1, keepdim=True)
+    within = (first + torch.arange(ARGMAX_PART, device=logits.device)).clamp(max=vocab - 1)
+    return within.gather(-1, logits.gather(-1, within).argmax(-1, keepdim=True))
 
 
 def _check_temperature(temperature: Number | Tensor) -> None:

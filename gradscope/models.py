@@ -9,7 +9,7 @@ from gradscope.checkpoint_files import (
 )
 from gradscope.devices import DTYPES, find_device
 from gradscope.loading import BROKEN_FILE, EMBEDDED, is_causal, load_policy
-from gradscope.policy import Policy, check_prompt, find_blocks
+from gradscope.policy import Policy, check_prompt, find_blocks, takes
 from gradscope.tokenization import load_tokenizer, round_trips
 
 __all__ = [
@@ -28,5 +28,6 @@ __all__ = [
     "load_tokenizer",
     "policy_hashes",
     "round_trips",
+    "takes",
     "weights_hash",
 ]

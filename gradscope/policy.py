@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -137,6 +139,17 @@ def find_blocks(model: nn.Module, name: str | None = None) -> str:
             f"({', '.join(found) or 'no ModuleList'}); name the right one with --blocks"
         )
     return found[0]
+
+
+def takes(model: nn.Module, argument: str) -> bool:
+    """Whether the model's forward has an argument of this name."""
+    return argument in _arguments(type(model))
+
+
+@lru_cache
+def _arguments(model: type[nn.Module]) -> frozenset[str]:
+    """Looked up once: decoding asks in every step."""
+    return frozenset(inspect.signature(model.forward).parameters)
 
 
 def check_prompt(prompt: Any, place: str | None = None) -> None:

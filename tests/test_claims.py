@@ -54,6 +54,14 @@ def test_every_parameter_is_claimed_once_and_only_the_unknown_goes_the_general_w
     assert all(any(p.endswith(e) for p in claims.general) for e in endings)
 
 
+def test_claiming_takes_no_logits_of_a_whole_sequence():
+    policy, rows = make_policy("qwen2"), []
+    policy.model.lm_head.register_forward_hook(lambda _module, args, _output: rows.append(args[0].shape[1]))
+    claim(policy)
+    assert rows
+    assert max(rows) < 16
+
+
 @pytest.mark.parametrize("name", handmade.EXACT | handmade.REFUSED)
 def test_every_parameter_of_a_handmade_decoder_is_claimed_once(name):
     policy = as_policy(handmade.make(name))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.logprobs import (
+    ARGMAX_PART,
     gather_logprobs,
     logit_gradient,
     sequence_logprobs,
@@ -62,6 +63,29 @@ def test_statistics_equal_exact_sums_for_every_token(temperature, dtype, toleran
             # of some, exp(z) of a rounded z down to −90, whose relative error is ε·|z|: hence the factor.
             rel = tolerance if abs(expected) > 1 else 20 * tolerance
             assert actual.item() == pytest.approx(expected, rel=rel, abs=0)
+
+
+@pytest.mark.parametrize("vocab", [4 * ARGMAX_PART - 1, 4 * ARGMAX_PART, 4 * ARGMAX_PART + 1, 5 * ARGMAX_PART + 63])
+def test_statistics_of_a_vocabulary_that_is_searched_in_parts_equal_exact_sums(vocab):
+    draw = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(8, vocab, generator=draw, dtype=torch.float64)
+    for row, place in enumerate((0, 63, 64, 200, vocab - 1)):
+        logits[row, place] = 30.0  # the largest by far, at an edge of a part
+    logits[5, [3, 70, vocab - 1]] = 5.0  # three largest ones
+    logits[6, : vocab - 3] = -math.inf  # all but the last part impossible
+    token_ids = logits.argmax(-1)
+    stats = token_statistics(logits, token_ids)
+    for i, (row, token) in enumerate(zip(logits.tolist(), token_ids.tolist(), strict=True)):
+        measured = stats.logprob[i], stats.log_one_minus_prob[i], stats.entropy[i]
+        for actual, expected in zip(measured, statistics_by_loop(row, token, 1.0), strict=True):
+            assert actual.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_logits_that_are_nan_give_statistics_that_are_nan():
+    logits = torch.zeros(2, 4 * ARGMAX_PART)
+    logits[1, 100] = math.nan
+    for values in vars(token_statistics(logits, torch.tensor([0, 0]))).values():
+        assert values[0].isfinite() and values[1].isnan()
 
 
 def test_float32_log_one_minus_prob_is_finite_where_the_probability_rounds_to_one():

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from gradscope.capture.hooks import first_tensor, forward_hooks
 from gradscope.errors import InputError
-from gradscope.models import Policy
+from gradscope.models import Policy, takes
 from gradscope.parameters import float_parameters
 
 Rule = Literal["linear", "conv1d", "diagonal", "embedding"]
@@ -162,10 +162,12 @@ def _probe(model: nn.Module, blocks: nn.ModuleList, input_ids: Tensor) -> dict[s
             seen.version = seen.output._version if seen.output is not None else 0
         past_blocks |= name == last_block
 
+    # Logits of a long sequence could fill the memory, and the head is called on rows of two as it is on all.
+    few = {"logits_to_keep": 2} if takes(model, "logits_to_keep") else {}
     handle = blocks[-1].register_forward_pre_hook(enter_last)
     try:
         with torch.no_grad(), forward_hooks(model, dict.fromkeys([*names, last_block]), record):
-            model(input_ids=input_ids[None], use_cache=False)
+            model(input_ids=input_ids[None], use_cache=False, **few)
     finally:
         handle.remove()
     return visits

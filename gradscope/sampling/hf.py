@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -16,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.models import Policy
+from gradscope.models import Policy, takes
 from gradscope.sampling import Sample
 
 Draw = Callable[[Float[Tensor, "B N"], list[int], int], tuple[Int[Tensor, " B"], Float[Tensor, " B"]]]
@@ -228,15 +226,9 @@ def _forward(policy: Policy, ids: Int[Tensor, "B s"], mask: Bool[Tensor, "B S"],
     """Logits of the last column, which is real in every row: padding is on the left."""
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     extra = {"position_ids": positions, "logits_to_keep": 1}
-    extra = {name: value for name, value in extra.items() if name in _parameters(type(policy.model))}
+    extra = {name: value for name, value in extra.items() if takes(policy.model, name)}
     out = policy.model(input_ids=ids, attention_mask=mask.long(), past_key_values=cache, use_cache=True, **extra)
     return out.logits[:, -1]
-
-
-@lru_cache
-def _parameters(model: type) -> frozenset[str]:
-    """Names that the model's forward takes; looked up once, not in every step."""
-    return frozenset(inspect.signature(model.forward).parameters)
 
 
 def check_settings(n: int, temperature: float, max_new_tokens: int) -> None:
