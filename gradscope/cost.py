@@ -22,8 +22,9 @@ Precision = Literal["float32", "bfloat16"]
 BYTES = {"float32": 4, "bfloat16": 2}
 """Of one number that a matrix multiplication reads."""
 
-LOSS_LOGIT_BYTES = {"float32": 8, "bfloat16": 4}
-"""Of one logit in the backward pass of `trained_logprobs`: itself and its gradient."""
+LOSS_LOGIT_BYTES = {"float32": 4, "bfloat16": 2}
+"""Of one logit in the backward pass of `trained_logprobs`, whose gradient takes its place; where something comes after
+the head's product (a soft cap), twice as much."""
 
 STATISTICS_LOGIT_BYTES = 12
 """Of one logit in `token_statistics`, beside itself: three float32 arrays."""

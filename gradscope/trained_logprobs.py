@@ -33,8 +33,9 @@ def trained_logprobs(
 ) -> Float[Tensor, " K"]:
     """log π of each token under softmax(logits / temperature), in nats: float32 at least.
 
-    For one backward pass; who differentiates forward, or twice, takes `gather_logprobs`. Until then it keeps the
-    logits, and in it their gradient comes beside them.
+    For one backward pass; who differentiates forward, or twice, takes `gather_logprobs`. It keeps the logits until
+    then. Of a matrix product's logits, the gradient takes their place: fresh memory for it would take longer to get
+    than to fill. What else made them might need them for its own gradient, which then comes beside them.
     """
     return _TrainedLogprobs.apply(logits, token_ids, temperatures)
 
@@ -52,13 +53,14 @@ class _TrainedLogprobs(torch.autograd.Function):
             own[part], rest[part] = level.exp(), powers.sum(-1, keepdim=True)
             logprobs[part] = F.logsigmoid(level - rest[part].log())
         ctx.save_for_backward(logits, index, scale, largest, own, rest)
+        ctx.in_place = _is_product(logits)
         return logprobs[:, 0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         logits, index, scale, largest, own, rest = ctx.saved_tensors
-        out = torch.empty_like(logits)
+        out = logits if ctx.in_place else torch.empty_like(logits)
         factor = gradient[:, None] / (scale * (own + rest))
         for part in _parts(logits):
             # A slice of `out` where that is wide enough, else a tensor that is copied into it.
@@ -68,6 +70,14 @@ class _TrainedLogprobs(torch.autograd.Function):
             if room is None:
                 out[part] = slopes
         return out, None, None
+
+
+def _is_product(logits: Tensor) -> bool:
+    """Whether autograd sees a matrix product's output, or a view of one: its gradient needs its inputs alone."""
+    node = logits.grad_fn
+    while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
+        node = node.next_functions[0][0]
+    return node is not None and node.name() in ("MmBackward0", "AddmmBackward0")
 
 
 def _powers(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradscope import trained_logprobs as module
 from gradscope.trained_logprobs import trained_logprobs
@@ -79,3 +79,41 @@ def test_a_nan_among_the_logits_is_a_nan_of_that_token_alone():
     logits, ids, temperatures = make_logits(3, 5)
     logits[1, 2] = torch.nan
     assert trained_logprobs(logits, ids, temperatures).isnan().tolist() == [False, True, False]
+
+
+def head_and_inputs(*, bias: bool) -> tuple[nn.Linear, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return nn.Linear(8, 37, bias=bias), torch.randn(1, 5, 8, requires_grad=True), torch.arange(5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_takes_the_place_of_a_products_logits_and_is_the_one_that_it_was(dtype, bias):
+    head, hidden, ids = head_and_inputs(bias=bias)
+    head, hidden = head.to(dtype), hidden.detach().to(dtype).requires_grad_(True)
+    logits = head(hidden).flatten(0, 1)
+    wanted = expected(logits.detach(), ids, torch.ones(5), torch.ones(5))[1].to(dtype)
+    trained_logprobs(logits, ids, torch.ones(5)).sum().backward()
+    torch.testing.assert_close(logits.detach(), wanted)
+    torch.testing.assert_close(head.weight.grad, wanted.mT @ hidden.detach()[0])
+    torch.testing.assert_close(hidden.grad[0], wanted @ head.weight.detach())
+
+
+def test_a_second_backward_pass_is_an_error_where_the_first_took_the_logits():
+    head, hidden, ids = head_and_inputs(bias=False)
+    total = trained_logprobs(head(hidden).flatten(0, 1), ids, torch.ones(5)).sum()
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def test_logits_that_their_own_gradient_needs_stay_as_they_are():
+    head, hidden, ids = head_and_inputs(bias=False)
+    logits = head(hidden)[0].tanh()
+    before = logits.detach().clone()
+    trained_logprobs(logits, ids, torch.ones(5)).sum().backward()
+    assert torch.equal(logits, before)
+    leaf = hidden.detach().double().requires_grad_(True)
+    log_softmax = (leaf[0] @ head.weight.detach().double().mT).tanh().log_softmax(-1)
+    wanted = torch.autograd.grad(log_softmax.gather(-1, ids[:, None]).sum(), leaf)[0]
+    torch.testing.assert_close(hidden.grad.double(), wanted, rtol=1e-5, atol=1e-6)

@@ -134,7 +134,7 @@ def stop_ids(policy: Policy) -> set[int]:
 
 def _log_softmax(logits: Float[Tensor, "B N"], temperature: float) -> Float[Tensor, "B N"]:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    logprobs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
     if logprobs[:, 0].isnan().any():  # one NaN makes a whole row NaN
         if logits.isfinite().all():
             raise InputError(f"temperature is {temperature}: logits divided by it overflow; give a higher one")
