@@ -17,16 +17,13 @@ from torch import Tensor, nn
 
 from gradscope.batch import TokenBatch
 from gradscope.errors import InputError
-from gradscope.logprobs import TokenStatistics, gather_logprobs, token_statistics
+from gradscope.logprobs import TokenStatistics, gather_logprobs, rows_at_once, token_statistics
 from gradscope.processes import ALONE, Processes
 from gradscope.shared_prompts import attending, can_pack, packed_inputs, packing_for
 from gradscope.trained_logprobs import trained_logprobs
 
 Piece = tuple[Int[Tensor, " b"], TokenBatch]
 """Rows of a batch, and the micro-batch that they make."""
-
-CHUNK = 64
-"""Tokens whose statistics are computed at a time: a large vocabulary's logits then stay in a processor's cache."""
 
 Choose = Callable[[Float[Tensor, "b n"], Bool[Tensor, "b n"]], Bool[Tensor, "b n"]]
 """Which of the kept tokens a loss takes, by their log π and the response_mask."""
@@ -133,7 +130,8 @@ def tabulate(
 def _statistics(
     logits: Float[Tensor, "K N"], ids: Int[Tensor, " K"], temperatures: Float[Tensor, " K"]
 ) -> TokenStatistics:
-    chunks = zip(*(t.split(CHUNK) for t in (logits, ids, temperatures)), strict=True)
+    size = rows_at_once(logits.shape[-1], logits.device.type)
+    chunks = zip(*(t.split(size) for t in (logits, ids, temperatures)), strict=True)
     stats = [token_statistics(z, i, temperature=t) for z, i, t in chunks]
     return TokenStatistics(*(torch.cat([getattr(s, f.name) for s in stats]) for f in fields(TokenStatistics)))
 

@@ -24,6 +24,7 @@ from gradscope.capture.decoder_body import (
 from gradscope.capture.decoder_rules import NARROWEST_QUERIES
 from gradscope.capture.head import LOGIT_BYTES, logit_rows
 from gradscope.capture.rules import WIDEST, strip_width
+from gradscope.capture.token_gradients import TRIAL
 from gradscope.cost import ModelShape, Piece, block_activation_bytes
 from gradscope.cost_train import forward_work
 from gradscope.intervals import EDGES
@@ -62,22 +63,28 @@ class Engine:
     """Operations for each chunk."""
     token_operations: Number
     """And for each of its tokens."""
+    trials: Number
+    """Forward passes over a trial sequence that take as long as trying the model's structure on it: fitted to times."""
     by_rules: bool
     """Whether it goes by backward rules: then one forward pass serves a few responses, the last block is nearly free,
     and each strip of queries has the keys up to its end. Else every chunk has a forward pass, and all is dense but for
     what follows the last block's attention."""
 
 
-RULES = Engine(59, 7.5, 5.2, 118, 0, by_rules=True)
+RULES = Engine(59, 7.5, 5.2, 118, 0, trials=38, by_rules=True)
 """Backward rules, of a common decoder's block."""
-GRAPH = Engine(96, 11, 8.9, 235, 2.5, by_rules=False)
+GRAPH = Engine(96, 11, 8.9, 235, 2.5, trials=15, by_rules=False)
 """The model's own graph, whatever its blocks are."""
 
-LOGIT_PASSES, HEAD_OPERATIONS = 23, 200
-"""Arrays of logits that statistics, e − π and the head's gradients read and write, and operations for each pass."""
-PREPARATION_PASSES, CHECK_PASSES = 6, 6
-"""Forward passes that take as long as finding the structure on the longest response, and as the self-check of a token:
-measured."""
+LOGIT_PASSES, HEAD_OPERATIONS = 78, 510
+"""Arrays of logits that statistics and e − π, twice, and the head's gradients read and write, and operations for each
+pass: counted, but of operations four times as many, as Python does more around them here than in the probe."""
+SETTLED_STREAMS, SETTLED_GATES, SETTLED_SCORES, SETTLED_OPERATIONS = 103, 23.5, 8.3, 390
+"""The same for a block whose activations are made of a pass and tried, for the rules: arrays of hidden and of the MLP's
+width at each position, of its scores, operations."""
+WHOLE_PASSES, CHECK_PASSES = 3, 6
+"""Forward passes over the longest response that finding the structure makes, and that take as long as the self-check of
+a token: measured."""
 CHECKED = CHECKED_EACH * (len(EDGES) - 1)
 """Tokens of the self-check at most."""
 PROBS_PASSES, PROBS_OPERATIONS = 6, 6
@@ -112,9 +119,11 @@ def measure_work(
     """What measuring these responses takes, by part. rows, memory: chunk_rows and chunk_memory of `measure`."""
     work = {name: [] for name in ("preparation", "forward", "head", "factors", "backward", "norms")}
     cut = {"engine": engine, "rows": rows, "memory": memory, "device": device}
-    longest = forward_work(shape, Piece(1, max(response.length for response in responses), 0))
+    length = max(response.length for response in responses)
+    longest, trial = forward_work(shape, Piece(1, length, 0)), min(TRIAL, length)
     checked = min(CHECKED, sum(len(response.prefixes) for response in responses)) if self_check else 0
-    work["preparation"].append(longest * (PREPARATION_PASSES + CHECK_PASSES * checked))
+    work["preparation"].append(longest * (WHOLE_PASSES + CHECK_PASSES * checked))
+    work["preparation"].append(forward_work(shape, Piece(1, trial, trial)) * engine.trials)
     for group in group_responses(shape, responses, **cut):
         runs, length = list(split_chunks(shape, group, **cut)), max(response.length for response in group)
         # For the statistics, which find the intervals; for the head, which the rules share; along the graph each chunk.
@@ -122,12 +131,13 @@ def measure_work(
         pieces += [] if engine.by_rules else [Piece(1, run.length, 0) for run in runs]
         work["forward"] += [forward_work(shape, piece) for piece in pieces]
         work["head"].append(_head_work(shape, group))
-        work["factors"].append(_factor_work(shape, len(group), length if runs else 0))
+        if runs:
+            work["factors"].append(_factor_work(shape, len(group), length))
         work["backward"] += [_chunk_work(shape, engine, run) for run in runs]
         if engine.by_rules and runs:
-            # Once for whole responses, to try what their blocks did; if these are not kept, for each chunk again.
-            anew = [] if _keeps_probs(shape, group, memory) else [(len(run.tokens), run.length) for run in runs]
-            work["backward"] += [_probs_work(shape, *made) for made in [(len(group), length), *anew]]
+            work["factors"].append(_settled_work(shape, len(group), length))
+            if not _keeps_probs(shape, group, memory):
+                work["backward"] += [_probs_work(shape, len(run.tokens), run.length) for run in runs]
         norms = (run.places * _norms(shape, run.length, last_is_free=engine.by_rules, cut=True) for run in runs)
         work["norms"].append(Work(products=sum(norms)))
     return {name: total(parts) for name, parts in work.items()}
@@ -227,6 +237,16 @@ def _factor_work(shape: ModelShape, batch: int, length: int) -> Work:
     return Work(products=QR_SLOWNESS * shape.layers * sum(each), operations=10 * shape.layers)
 
 
+def _settled_work(shape: ModelShape, batch: int, length: int) -> Work:
+    """Activations as the rules need them, attention's probabilities among them, and whether they are the block's."""
+    widths = SETTLED_STREAMS * shape.hidden + SETTLED_GATES * shape.mlp_width + SETTLED_SCORES * shape.heads * length
+    return Work(
+        attention=2 * shape.layers * shape.query_width * batch * length**2,
+        moved=4 * shape.layers * batch * length * widths,
+        operations=SETTLED_OPERATIONS * shape.layers,
+    )
+
+
 def _chunk_work(shape: ModelShape, engine: Engine, run: Run) -> Work:
     """A chunk's way back through all blocks."""
     tokens, n = run.places, run.length
@@ -271,7 +291,7 @@ def measure_bytes(
     longest = max(response.length for response in responses)
     cut = {"engine": engine, "rows": rows, "memory": memory, "device": device}
     groups = group_responses(shape, responses, **cut)
-    most = min(max(sum(r.targets for r in group) for group in groups), logit_rows(shape.vocab, memory))
+    most = min(max(map(_logit_positions, groups)), logit_rows(shape.vocab, memory))
     kept = max(
         len(group)
         * _kept_bytes(shape, engine, max(r.length for r in group), keeps_probs=_keeps_probs(shape, group, memory))
@@ -285,6 +305,11 @@ def measure_bytes(
         chunk["graph"] = shape.layers * (block_activation_bytes(shape, "float32") * longest + 4 * scores)
     seen = max(len(group) * _seen_bytes(shape, engine, max(r.length for r in group)) for group in groups)
     return {"head": weights | {"logits": LOGIT_BYTES * shape.vocab * most, "response": seen}, "chunk": weights | chunk}
+
+
+def _logit_positions(group: Sequence[Response]) -> int:
+    """Positions of all responses from the first on that predicts a target of one of them."""
+    return len(group) * (max(r.length for r in group) - min(r.length - r.targets for r in group))
 
 
 def _seen_bytes(shape: ModelShape, engine: Engine, length: int) -> Number:

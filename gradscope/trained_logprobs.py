@@ -12,7 +12,6 @@ Nothing cancels near π = 1, as in `gather_logprobs`, whose numbers these are to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,12 +19,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from gradscope.logprobs import parts_at_once
 from gradscope.theory import widen
-
-CACHED = 2**18
-"""Logits that a CPU's core works on at a time."""
-LAUNCHED = 2**26
-"""The same on a GPU, which is slowed by small pieces."""
 
 
 def trained_logprobs(
@@ -46,7 +41,7 @@ class _TrainedLogprobs(torch.autograd.Function):
         dtype = torch.promote_types(logits.dtype, torch.float32)
         logprobs, largest, own, rest = (logits.new_empty(len(logits), 1, dtype=dtype) for _ in range(4))
         index, scale = token_ids[:, None], temperatures[:, None].to(dtype)
-        for part in _parts(logits):
+        for part in parts_at_once(logits):
             largest[part] = widen(logits[part].amax(-1, keepdim=True))
             level = (widen(logits[part].gather(-1, index[part])) - largest[part]) / scale[part]
             powers = _powers(logits[part], largest[part], scale[part]).scatter_(-1, index[part], 0.0)
@@ -62,7 +57,7 @@ class _TrainedLogprobs(torch.autograd.Function):
         logits, index, scale, largest, own, rest = ctx.saved_tensors
         out = logits if ctx.in_place else torch.empty_like(logits)
         factor = gradient[:, None] / (scale * (own + rest))
-        for part in _parts(logits):
+        for part in parts_at_once(logits):
             # A slice of `out` where that is wide enough, else a tensor that is copied into it.
             room = out[part] if out.dtype == factor.dtype else None
             slopes = _powers(logits[part], largest[part], scale[part], out=room).mul_(-factor[part])
@@ -88,8 +83,3 @@ def _powers(
 ) -> Float[Tensor, "k N"]:
     """exp((z − max z) / T)."""
     return torch.sub(widen(logits), largest, out=out).div_(scale).exp_()
-
-
-def _parts(logits: Float[Tensor, "K N"]) -> Iterator[slice]:
-    size = max(1, (LAUNCHED if logits.is_cuda else CACHED) // logits.shape[-1])
-    yield from (slice(start, start + size) for start in range(0, len(logits), size))

@@ -11,7 +11,7 @@ from oracle import TrueFloat64
 from tiny import CAUSAL, HIDDEN, PAD, Share, make_batch, make_policy, make_responses, pad_both_sides
 from torch import Tensor, nn
 
-from gradscope import batch_logprobs
+from gradscope import logprobs
 from gradscope.batch import Response, TokenBatch, collate
 from gradscope.batch_logprobs import (
     batch_statistics,
@@ -230,7 +230,7 @@ def test_statistics_are_those_of_the_full_logits_token_by_token_and_zero_elsewhe
             alone = token_statistics(logits, torch.tensor(token))
             expected[:, row, column] = torch.stack([getattr(alone, n) for n in NAMES])
         for chunk, size in [(2048, 4), (1, 1), (3, 4), (7, len(batch))]:
-            monkeypatch.setattr(batch_logprobs, "CHUNK", chunk)
+            monkeypatch.setattr(logprobs, "CACHED", chunk * policy.vocab_size)
             found = batch_statistics(policy.model, batch, micro_batch_size=size, device=CPU)
             for index, field in enumerate(NAMES):
                 # log(1−π) of a likely token is the log of a small number: its own digits are those of the logits.

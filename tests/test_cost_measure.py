@@ -14,9 +14,15 @@ from gradscope.capture.chunks import neighbours
 from gradscope.cost import ModelShape, Piece
 from gradscope.cost_measure import (
     GRAPH,
+    HEAD_OPERATIONS,
+    LOGIT_PASSES,
     PROBS_OPERATIONS,
     PROBS_PASSES,
     RULES,
+    SETTLED_GATES,
+    SETTLED_OPERATIONS,
+    SETTLED_SCORES,
+    SETTLED_STREAMS,
     Response,
     floor_flops,
     measure_bytes,
@@ -207,3 +213,13 @@ def test_the_engines_counts_are_those_that_a_dispatch_mode_takes(engine, rules):
         assert arrays[name] == pytest.approx(getattr(engine, name), rel=0.05)  # rounded to two digits
     assert operations["operations"] == pytest.approx(engine.operations, rel=0.02)
     assert operations["token_operations"] == pytest.approx(engine.token_operations, abs=0.1)
+
+
+def test_what_is_made_of_a_pass_is_counted_too():
+    settling = work_counts.count_settling()
+    assert settling["streams"] == pytest.approx(SETTLED_STREAMS, rel=0.02)
+    assert settling["gates"] == pytest.approx(SETTLED_GATES, rel=0.03)
+    assert settling["scores"] == pytest.approx(SETTLED_SCORES, rel=0.03)
+    assert 4 * settling["operations"] == pytest.approx(SETTLED_OPERATIONS, rel=0.02)
+    assert 4 * settling["of a pass"] == pytest.approx(HEAD_OPERATIONS, rel=0.02)
+    assert work_counts.count_logits() == pytest.approx(LOGIT_PASSES, rel=0.02)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradscope import trained_logprobs as module
+from gradscope import logprobs
 from gradscope.trained_logprobs import trained_logprobs
 
 
@@ -34,7 +34,7 @@ def found(logits: Tensor, ids: Tensor, temperatures: Tensor, seeds: Tensor) -> t
 
 @pytest.mark.parametrize("cached", [1, 100, 2**18])
 def test_logprobs_and_gradients_are_those_of_log_softmax_however_many_rows_are_taken_at_once(cached, monkeypatch):
-    monkeypatch.setattr(module, "CACHED", cached)
+    monkeypatch.setattr(logprobs, "CACHED", cached)
     logits, ids, temperatures = make_logits()
     seeds = torch.linspace(-2, 3, len(ids), dtype=torch.float64)
     for dtype, tolerance in [(torch.float64, 1e-13), (torch.float32, 1e-5)]:  # of logits of size 10 to 20

@@ -184,6 +184,7 @@ def predicted_peaks(case: Case) -> dict[str, float]:
         precision=case.precision,
         gradient_checkpointing=case.checkpointing,
         lora_rank=case.lora_rank,
+        device="cpu",
     )
     sampled = replace(config, questions_per_step=PROMPTS, group_size=GROUP, max_new_tokens=SAMPLED_TOKENS)
     plan = plan_training(config, shape, prompt_tokens=case.length - case.response_length)

@@ -1,4 +1,4 @@
-"""What the engine does beside its products, counted: the constants of RULES and GRAPH in gradscope.cost_measure.
+"""What the engine does beside its products, counted: the constants of gradscope.cost_measure.
 
     python -m analyses.benchmarks.work_counts
 
@@ -23,6 +23,7 @@ from gradscope.capture import TokenGradientMeter, measuring
 from gradscope.capture.chunks import neighbours
 from gradscope.capture.decoder_rules import NARROWEST_QUERIES
 from gradscope.capture.rules import strip_width
+from gradscope.capture.stack import SequenceTokens, Stack
 from gradscope.cost_train import FORWARD_GATES, FORWARD_STREAMS
 from gradscope.models import Policy, find_blocks
 
@@ -103,7 +104,44 @@ def count(rules: bool) -> tuple[dict[str, float], dict[str, float]]:
     return dict(found), dict(zip(names, _fit(kinds, operations), strict=True))
 
 
-def _policy(hidden: int, mlp: int, heads: int, layers: int) -> Policy:
+def count_settling() -> dict[str, float]:
+    """What making the rules' activations of a forward pass, and the head's way back, add to it: arrays by width at each
+    position, operations of a block and of the pass."""
+    widths, numbers, kinds, operations = [], [], [], []
+    for hidden, mlp, heads, layers, length, _ in SHAPES:
+        policy = _policy(hidden, mlp, heads, layers)
+        ids, targets = torch.arange(length) % 32, torch.arange(length // 4, length)
+        with measuring(policy.model):
+            meter = TokenGradientMeter(policy, ids)
+            stack = Stack.of([SequenceTokens(ids, targets, torch.arange(len(targets)))])
+            with Counted() as forward, torch.no_grad():
+                policy.model(input_ids=stack.ids, use_cache=False)
+            with Counted() as both:
+                meter._start(stack)
+        n = stack.ids.shape[1]
+        widths.append([layers * n * hidden, layers * n * mlp, layers * heads * n**2])
+        numbers.append(both.numbers - forward.numbers)
+        kinds.append([layers, 1])
+        operations.append(both.operations.total() - forward.operations.total())
+    found = zip(("streams", "gates", "scores"), _fit(widths, numbers), strict=True)
+    return dict(found) | dict(zip(("operations", "of a pass"), _fit(kinds, operations), strict=True))
+
+
+def count_logits() -> float:
+    """Arrays of logits that a measured response's passes read and write: that of its statistics, and the head's."""
+    numbers, vocabularies, targets = [], (2048, 8192), torch.arange(12, 48)
+    for vocab in vocabularies:
+        policy, ids = _policy(64, 128, 2, 2, vocab), torch.arange(48)
+        with measuring(policy.model):
+            meter = TokenGradientMeter(policy, ids)
+            with Counted() as counted:
+                meter.measure_cheaply(ids, targets, temperature=1.0)
+                meter.measure(ids, targets, torch.arange(len(targets)), temperature=1.0)
+        numbers.append(counted.numbers)
+    return (numbers[1] - numbers[0]) / (vocabularies[1] - vocabularies[0]) / len(targets)
+
+
+def _policy(hidden: int, mlp: int, heads: int, layers: int, vocab: int = 32) -> Policy:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -112,7 +150,7 @@ def _policy(hidden: int, mlp: int, heads: int, layers: int) -> Policy:
         num_attention_heads=heads,
         num_key_value_heads=max(1, heads // 2),
         num_hidden_layers=layers,
-        vocab_size=32,
+        vocab_size=vocab,
         tie_word_embeddings=True,
         attn_implementation="eager",
         bos_token_id=None,
@@ -132,6 +170,8 @@ def main() -> None:
     for name, rules in (("RULES", True), ("GRAPH", False)):
         for found in count(rules):
             print(name, {key: round(value, 1) for key, value in found.items()})
+    print("settling", {key: round(value, 1) for key, value in count_settling().items()})
+    print("logits", round(count_logits(), 1))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from gradscope.capture.claims import Claims, parameter_slopes
 from gradscope.capture.recording import Call, Recorder
 from gradscope.capture.rules import diagonal_square_norms, outer_square_norms
 from gradscope.capture.stack import Stack
-from gradscope.logprobs import TokenStatistics, statistics_and_gradient
+from gradscope.logprobs import TokenStatistics, parts_at_once, statistics_and_gradient
 from gradscope.models import Policy, takes
 
-LOGIT_BYTES = 8 * 4
-"""Of one logit in the pass: itself and what its gradient needs, eight float32 arrays."""
+LOGIT_BYTES = 4 * 4
+"""Of one logit in the pass: itself and what its gradient needs, four float32 arrays where targets are laid out anew."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,11 @@ class Head:
         """What needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
         prefix, statistics, norms = ids[: targets[-1]], [], []
         for part in targets.split(self.rows):
-            found, errors = statistics_and_gradient(self.logits(prefix, part - 1), ids[part], temperature=temperature)
-            statistics.append(found)
-            norms.append(_norms(*unit_errors(errors)))
+            logits = self.logits(prefix, part - 1)
+            for rows in parts_at_once(logits):
+                found, errors = statistics_and_gradient(logits[rows], ids[part][rows], temperature=temperature)
+                statistics.append(found)
+                norms.append(_norms(*unit_errors(errors)))
         return join_statistics(statistics), torch.cat(norms)
 
     def logits(self, ids: Int[Tensor, " n"], positions: Int[Tensor, " m"]) -> Float[Tensor, "m vocab"]:
@@ -105,17 +107,22 @@ class Head:
         targets_at = _TargetRows(sequences, positions, length=stack.ids.shape[1])
         with Recorder(self.model, self.blocks, self.claims, self.joint, "head") as recorder:
             logits = targets_at.rows(self._logits_of_all(stack.ids, targets_at.kept))
-        statistics, errors = statistics_and_gradient(logits, token_ids, temperature=temperature)
-        seeds, size = unit_errors(errors)
-        logit_norm = _norms(seeds, size)
+        seeds, found, sizes, norms = torch.empty_like(logits, requires_grad=False), [], [], []
+        for rows in parts_at_once(logits):
+            statistics, errors = statistics_and_gradient(logits[rows], token_ids[rows], temperature=temperature[rows])
+            unit, size = unit_errors(errors)
+            found.append(statistics)
+            sizes.append(size)
+            norms.append(_norms(unit, size))
+            seeds[rows] = unit.div_(temperature[rows, None])
+        statistics, size, logit_norm = join_statistics(found), torch.cat(sizes), torch.cat(norms)
         calls = [call for call in recorder.calls if call.edge is not None]
         edges = [*recorder.joints, recorder.block_edges[0], *(call.edge for call in calls)]
-        seed = seeds.div_(temperature[:, None]).to(logits.dtype)
-        deltas = torch.autograd.grad([logits], edges, [seed], allow_unused=True)
-        rows = [None if d is None else targets_at.rows(d).to(seeds) for d in deltas]
+        deltas = torch.autograd.grad([logits], edges, [seeds], allow_unused=True)
+        rows = [None if d is None else targets_at.rows(d).to(size) for d in deltas]
         joints = len(recorder.joints)
         local = {
-            call.name: (call, row, self._local_inputs(call, targets_at).to(seeds))
+            call.name: (call, row, self._local_inputs(call, targets_at).to(size))
             for call, row in zip(calls, rows[joints + 1 :], strict=True)
             if row is not None
         }

@@ -30,6 +30,9 @@ from gradscope.capture.stack import SequenceTokens, Stack
 from gradscope.logprobs import TokenStatistics, logit_gradient
 from gradscope.models import Policy
 
+TRIAL = 16
+"""Tokens of the sequence on which a model's structure is tried, at most."""
+
 
 @dataclass(frozen=True)
 class TokenGradients:
@@ -72,7 +75,7 @@ class TokenGradientMeter:
         self.rows, self.memory, self._precision = rows, memory, precision
         check_prefixes(policy, probe_ids)
         self.claims: Claims = claim_parameters(self.model, self.blocks, probe_ids)
-        short = probe_ids[:16]
+        short = probe_ids[:TRIAL]
         self.joint = find_joint(self.model, self.blocks, self.claims, short) if len(short) > 2 else None
         self.head = Head(policy, self.claims, self.joint, memory)
         self.graph = GraphBody(policy, self.claims, self.joint, short)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from gradscope.batch_logprobs import CHUNK
 from gradscope.cost import (
     BYTES,
     ModelShape,
@@ -19,6 +18,7 @@ from gradscope.cost import (
     trained_parameters,
     working_weights_bytes,
 )
+from gradscope.logprobs import rows_at_once
 from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.plan_work import Lengths
 
@@ -36,6 +36,7 @@ def step_memory(
     resident = state | _beside(config, shape, processes, shards, device_memory)
     without_gradients = {name: size for name, size in resident.items() if name != "gradients"}
     length, precision = lengths.prompt + lengths.longest, config.precision
+    chunk = rows_at_once(shape.vocab, "cpu" if config.device == "cpu" else "cuda")
     piece = Piece(min(config.micro_batch_size, config.mini_batch_size), length, lengths.longest)
     working = working_weights_bytes(shape, precision, shards=shards)
     # Autocast keeps copies of the weights that are trained; those of frozen ones stay only where a graph holds them.
@@ -48,7 +49,7 @@ def step_memory(
         training.append(recompute_bytes(shape, piece, precision))
     moments = {
         "sampling": without_gradients,
-        "scoring": without_gradients | kept | scoring_bytes(shape, piece, precision, chunk=CHUNK),
+        "scoring": without_gradients | kept | scoring_bytes(shape, piece, precision, chunk=chunk),
         "training": resident | graph | max(training, key=lambda parts: sum(parts.values())),
         "optimizer step": resident | kept | optimizer_bytes(shape, lora_rank=config.lora_rank, shards=shards),
     }
