@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,10 +74,7 @@ class Ended:
 
 def launch(*command: str | Path, count: int = 2) -> list[Ended]:
     """Run a command in that many processes at once, with the environment that torchrun gives them."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
-    shared = os.environ | {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    shared = os.environ | {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     started = [
         subprocess.Popen(
             [sys.executable, *map(str, command)],
@@ -92,6 +91,15 @@ def launch(*command: str | Path, count: int = 2) -> list[Ended]:
         for process in started:
             process.kill()
     return [Ended(process.returncode, stderr) for process, stderr in zip(started, errors, strict=True)]
+
+
+def free_port() -> int:
+    """Below those that Linux gives to outgoing connections, lest one takes it before it is listened on."""
+    while True:
+        port = 20_000 + secrets.randbelow(10_000)
+        with suppress(OSError), socket.socket() as listener:
+            listener.bind(("localhost", port))
+            return port
 
 
 @pytest.fixture(scope="module")
