@@ -22,9 +22,9 @@ Precision = Literal["float32", "bfloat16"]
 BYTES = {"float32": 4, "bfloat16": 2}
 """Of one number that a matrix multiplication reads."""
 
-LOSS_LOGIT_BYTES = {"float32": 4, "bfloat16": 2}
-"""Of one logit in the backward pass of `trained_logprobs`, whose gradient takes its place; where something comes after
-the head's product (a soft cap), twice as much."""
+CAPPED_LOGITS = 3
+"""Arrays of logits in the backward pass of `trained_logprobs` where they are capped: the cap's, themselves and their
+gradient, which otherwise takes the place of a product's logits."""
 
 STATISTICS_LOGIT_BYTES = 12
 """Of one logit in `token_statistics`, beside itself: three float32 arrays."""
@@ -62,6 +62,8 @@ class ModelShape:
     """Those that one token is multiplied by: all, unless the blocks have experts."""
     sides: int
     """Rows plus columns of the blocks' linear layers, summed: the parameters of adapters of rank 1."""
+    capped: bool
+    """Whether logits are the head's product through a soft cap."""
 
     @classmethod
     def from_config(cls, config: Any) -> ModelShape:
@@ -94,6 +96,7 @@ class ModelShape:
             matrices=sum(p.numel() for p in flat + experts),
             active=sum(p.numel() for p in flat) + sum(p[0].numel() * (visited or len(p)) for p in experts),
             sides=sum(sum(p.shape) for p in flat),
+            capped=bool(getattr(text, "final_logit_softcapping", None)),
         )
 
     @property
@@ -206,11 +209,12 @@ def loss_bytes(
     inputs = 4 * shape.hidden * piece.tokens
     block = inputs if checkpointing else block_activation_bytes(shape, precision) * piece.tokens
     last_norm = 2 * inputs + BYTES[precision] * shape.hidden * piece.logits
-    logits = LOSS_LOGIT_BYTES[precision] * piece.logits
+    logits = BYTES[precision] * piece.logits
     if lora_rank is None:
-        # When the logits are gone, their gradient makes the head's: of autocast's copy first, then of the weight.
-        head = (4 if precision == "float32" else 4 + BYTES[precision]) * shape.hidden
-        logits = max(logits, BYTES[precision] * piece.logits + head)
+        # The gradient of the logits makes the head's: of autocast's copy first, then of the weight.
+        logits += (4 if precision == "float32" else 4 + BYTES[precision]) * shape.hidden
+    if shape.capped:
+        logits = max(logits, CAPPED_LOGITS * BYTES[precision] * piece.logits)
     return {"activations": block * shape.layers + last_norm, "logits": shape.vocab * logits}
 
 

@@ -25,8 +25,8 @@ Number = int | float
 
 CACHED = 2**18
 """Logits that a CPU's core works on at a time."""
-LAUNCHED = 2**22
-"""The same on a GPU, which is slowed by small pieces."""
+LAUNCHED = 2**24
+"""The same on a GPU, which small parts would keep waiting for operations to start; assumed."""
 
 ARGMAX_PART = 64
 """Logits whose largest is found at a time: of some values the fastest at vocabularies of 8,000 to 50,000."""

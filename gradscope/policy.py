@@ -142,14 +142,15 @@ def find_blocks(model: nn.Module, name: str | None = None) -> str:
 
 
 def takes(model: nn.Module, argument: str) -> bool:
-    """Whether the model's forward has an argument of this name."""
-    return argument in _arguments(type(model))
+    """Whether the model's forward has an argument of this name: its class's, or the one that took its place."""
+    own = vars(model).get("forward")
+    return argument in (_arguments(type(model)) if own is None else inspect.signature(own).parameters)
 
 
 @lru_cache
-def _arguments(model: type[nn.Module]) -> frozenset[str]:
-    """Looked up once: decoding asks in every step."""
-    return frozenset(inspect.signature(model.forward).parameters)
+def _arguments(kind: type[nn.Module]) -> frozenset[str]:
+    """Of a class's forward, looked up once: decoding asks in every step."""
+    return frozenset(inspect.signature(kind.forward).parameters)
 
 
 def check_prompt(prompt: Any, place: str | None = None) -> None:

@@ -29,8 +29,9 @@ def trained_logprobs(
     """log π of each token under softmax(logits / temperature), in nats: float32 at least.
 
     For one backward pass; who differentiates forward, or twice, takes `gather_logprobs`. It keeps the logits until
-    then. Of a matrix product's logits, the gradient takes their place: fresh memory for it would take longer to get
-    than to fill. What else made them might need them for its own gradient, which then comes beside them.
+    then. Of a matrix product's logits, which nobody else may use then, the gradient takes the place: fresh memory for
+    it would take longer to get than to fill. What else made them might need them for its own gradient; beside such
+    logits it gets memory of its own.
     """
     return _TrainedLogprobs.apply(logits, token_ids, temperatures)
 
@@ -55,7 +56,7 @@ class _TrainedLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         logits, index, scale, largest, own, rest = ctx.saved_tensors
-        out = logits if ctx.in_place else torch.empty_like(logits)
+        out = logits.detach() if ctx.in_place else torch.empty_like(logits)
         factor = gradient[:, None] / (scale * (own + rest))
         for part in parts_at_once(logits):
             # A slice of `out` where that is wide enough, else a tensor that is copied into it.

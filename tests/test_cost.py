@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from analyses.benchmarks.plan_memory import Case, compare, make_batch, make_policy
+from analyses.benchmarks.plan_memory import Case, allocated_peak, compare, make_batch, make_policy
 from gradscope import cost
 from gradscope.cost import ModelShape, Piece
+from gradscope.trained_logprobs import trained_logprobs
 from tests.tiny import CAUSAL, HIDDEN, LAYERS, VOCAB, make_config, make_model
 
 SMALL = Case(hidden=128, layers=4, vocab=1024, responses=2, length=64)
@@ -163,3 +164,17 @@ def test_a_batch_of_the_benchmark_is_as_long_as_its_case_says():
     batch = make_batch(SMALL)
     assert batch.input_ids.shape == (2, 64)
     assert batch.num_tokens == 2 * SMALL.response_length == 96
+
+
+def test_logits_that_are_capped_take_three_arrays_and_others_one():
+    """Beside them: the head's gradient [vocab, 8], and parts of 2**18 logits."""
+    head, states = torch.nn.Linear(8, 2**15, bias=False), torch.randn(64, 8)
+    ids, ones = torch.zeros(64, dtype=torch.long), torch.ones(64)
+
+    def train(cap):
+        trained_logprobs(cap(head(states)), ids, ones).sum().backward()
+
+    train(lambda logits: logits)  # makes the gradient
+    sizes = [allocated_peak(lambda cap=cap: train(cap)) for cap in (lambda z: z, lambda z: 30 * (z / 30).tanh())]
+    assert [size / (4 * 64 * 2**15) for size in sizes] == pytest.approx([1, cost.CAPPED_LOGITS], abs=0.5)
+    assert [ModelShape.from_config(make_config(name)).capped for name in ("qwen2", "gemma2")] == [False, True]

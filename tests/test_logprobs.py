@@ -11,6 +11,7 @@ from torch import Tensor
 from gradscope.errors import InputError
 from gradscope.logprobs import (
     ARGMAX_PART,
+    _first_largest,
     gather_logprobs,
     logit_gradient,
     sequence_logprobs,
@@ -72,7 +73,7 @@ def test_statistics_of_a_vocabulary_that_is_searched_in_parts_equal_exact_sums(v
     for row, place in enumerate((0, 63, 64, 200, vocab - 1)):
         logits[row, place] = 30.0  # the largest by far, at an edge of a part
     logits[5, [3, 70, vocab - 1]] = 5.0  # three largest ones
-    logits[6, : vocab - 3] = -math.inf  # all but the last part impossible
+    logits[6, : vocab - 3] = -math.inf  # three possible tokens
     token_ids = logits.argmax(-1)
     stats = token_statistics(logits, token_ids)
     for i, (row, token) in enumerate(zip(logits.tolist(), token_ids.tolist(), strict=True)):
@@ -81,11 +82,13 @@ def test_statistics_of_a_vocabulary_that_is_searched_in_parts_equal_exact_sums(v
             assert actual.item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_logits_that_are_nan_give_statistics_that_are_nan():
-    logits = torch.zeros(2, 4 * ARGMAX_PART)
-    logits[1, 100] = math.nan
-    for values in vars(token_statistics(logits, torch.tensor([0, 0]))).values():
-        assert values[0].isfinite() and values[1].isnan()
+@pytest.mark.parametrize("vocab", [4 * ARGMAX_PART, 4 * ARGMAX_PART + 1, 5 * ARGMAX_PART + 63])
+def test_the_first_of_the_largest_logits_is_found_in_parts(vocab):
+    logits = torch.randint(3, (200, vocab), generator=torch.Generator().manual_seed(0)).float()
+    logits[::7, 100] = logits[::5, vocab - 1] = 5.0
+    logits[::11, 130] = logits[::11, 70] = math.nan
+    logits[::13] = -math.inf
+    assert torch.equal(_first_largest(logits), logits.argmax(-1, keepdim=True))
 
 
 def test_float32_log_one_minus_prob_is_finite_where_the_probability_rounds_to_one():

@@ -32,6 +32,7 @@ from gradscope.models import (
     load_policy,
     load_tokenizer,
     round_trips,
+    takes,
     weights_hash,
 )
 
@@ -282,3 +283,10 @@ def test_the_repr_says_what_was_loaded(checkpoints):
     text = repr(load_policy(checkpoints / "llama", device="cpu"))
     assert text.startswith("Policy(LlamaForCausalLM, ") and "3 blocks at 'model.layers'" in text
     assert f"vocabulary {VOCAB}, float32 on cpu)" in text
+
+
+def test_what_a_model_takes_is_asked_of_the_forward_that_it_has():
+    model = make_policy("llama").model
+    assert takes(model, "logits_to_keep") and not takes(model, "colour")
+    model.forward = lambda input_ids, colour: None
+    assert takes(model, "colour") and not takes(model, "logits_to_keep")

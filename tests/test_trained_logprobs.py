@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny import make_batch, make_policy
 from torch import Tensor, nn
 
 from gradscope import logprobs
+from gradscope.batch_logprobs import loss_logprobs, micro_batches
 from gradscope.trained_logprobs import trained_logprobs
 
 
@@ -97,6 +99,27 @@ def test_the_gradient_takes_the_place_of_a_products_logits_and_is_the_one_that_i
     torch.testing.assert_close(logits.detach(), wanted)
     torch.testing.assert_close(head.weight.grad, wanted.mT @ hidden.detach()[0])
     torch.testing.assert_close(hidden.grad[0], wanted @ head.weight.detach())
+    if bias:
+        torch.testing.assert_close(head.bias.grad, wanted.sum(0))
+
+
+def test_a_policys_logits_give_their_place_away():
+    policy, logits = make_policy("qwen2"), []
+    batch = make_batch(policy)
+    policy.model.lm_head.register_forward_hook(lambda _module, _args, output: logits.append(output))
+    _, piece = micro_batches(batch, 4)[0]
+    total = loss_logprobs(policy.model, piece).sum()
+    before = logits[-1].detach().clone()
+    total.backward()
+    assert not torch.equal(logits[-1], before)
+
+
+def test_the_gradient_cannot_be_differentiated():
+    head, hidden, ids = head_and_inputs(bias=False)
+    logprobs = trained_logprobs(head(hidden.detach()).flatten(0, 1), ids, torch.ones(5))
+    (slope,) = torch.autograd.grad(logprobs.sum(), head.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.autograd.grad(slope.square().sum(), head.weight)
 
 
 def test_a_second_backward_pass_is_an_error_where_the_first_took_the_logits():

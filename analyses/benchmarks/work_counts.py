@@ -1,4 +1,4 @@
-"""What the engine does beside its products, counted: the constants of gradscope.cost_measure.
+"""What the engine does beside its products, counted: constants of gradscope.cost_measure that are said to be.
 
     python -m analyses.benchmarks.work_counts
 
@@ -87,15 +87,18 @@ def count(rules: bool) -> tuple[dict[str, float], dict[str, float]]:
             everything = torch.arange(len(targets))
             with Counted() as counted:
                 meter.measure(ids, targets, everything, temperature=1.0)
+            with Counted() as settled:  # what the rules' activations take is count_settling's
+                if rules:
+                    meter._start(Stack.of([SequenceTokens(ids, targets, everything)]))
             limits = meter._limits(meter.decoder or meter.graph)
             chunks = [(run.width, run.length) for run in neighbours([targets.tolist()], limits)]
-        passes = [int(targets[-1]), *([] if rules else [n for _, n in chunks])]
+        passes = [int(targets[-1]), *(n for _, n in chunks)]  # along the graph
         forward = sum(n * (FORWARD_STREAMS * hidden + FORWARD_GATES * mlp + FORWARD_SCORES * heads * n) for n in passes)
         cells = sum(k * n for k, n in chunks)
         scores = sum(k * n * ((n + strip_width(n, NARROWEST_QUERIES)) / 2 if rules else n) for k, n in chunks)
         dense = layers - rules
         widths.append([dense * cells * hidden, dense * cells * mlp, dense * scores * heads])
-        numbers.append(counted.numbers - layers * forward)
+        numbers.append(counted.numbers - (settled.numbers if rules else layers * forward))
         # The rules do nothing token by token: a column of zeros has no part in the fit.
         kinds.append([layers * len(chunks), 0 if rules else layers * len(targets), layers, 1])
         operations.append(counted.operations.total())

@@ -15,8 +15,9 @@ from gradscope.capture.stack import Stack
 from gradscope.logprobs import TokenStatistics, parts_at_once, statistics_and_gradient
 from gradscope.models import Policy, takes
 
-LOGIT_BYTES = 4 * 4
-"""Of one logit in the pass: itself and what its gradient needs, four float32 arrays where targets are laid out anew."""
+LOGIT_BYTES = 5 * 4
+"""Of one logit in the pass: itself and what its gradient needs, five float32 arrays where it is capped and targets are
+laid out anew."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class Head:
         prefix, statistics, norms = ids[: targets[-1]], [], []
         for part in targets.split(self.rows):
             logits = self.logits(prefix, part - 1)
-            for rows in parts_at_once(logits):
-                found, errors = statistics_and_gradient(logits[rows], ids[part][rows], temperature=temperature)
+            for few in parts_at_once(logits):
+                found, errors = statistics_and_gradient(logits[few], ids[part][few], temperature=temperature)
                 statistics.append(found)
                 norms.append(_norms(*unit_errors(errors)))
         return join_statistics(statistics), torch.cat(norms)
@@ -108,13 +109,13 @@ class Head:
         with Recorder(self.model, self.blocks, self.claims, self.joint, "head") as recorder:
             logits = targets_at.rows(self._logits_of_all(stack.ids, targets_at.kept))
         seeds, found, sizes, norms = torch.empty_like(logits, requires_grad=False), [], [], []
-        for rows in parts_at_once(logits):
-            statistics, errors = statistics_and_gradient(logits[rows], token_ids[rows], temperature=temperature[rows])
+        for few in parts_at_once(logits):
+            statistics, errors = statistics_and_gradient(logits[few], token_ids[few], temperature=temperature[few])
             unit, size = unit_errors(errors)
             found.append(statistics)
             sizes.append(size)
             norms.append(_norms(unit, size))
-            seeds[rows] = unit.div_(temperature[rows, None])
+            seeds[few] = unit.div_(temperature[few, None])
         statistics, size, logit_norm = join_statistics(found), torch.cat(sizes), torch.cat(norms)
         calls = [call for call in recorder.calls if call.edge is not None]
         edges = [*recorder.joints, recorder.block_edges[0], *(call.edge for call in calls)]
@@ -169,7 +170,8 @@ def join_statistics(parts: list[TokenStatistics]) -> TokenStatistics:
 
 def unit_errors(errors: Float[Tensor, "m vocab"]) -> tuple[Float[Tensor, "m vocab"], Float[Tensor, " m"]]:
     """(e − π divided by its largest entry, in its place; that entry)."""
-    size = torch.maximum(errors.amax(1), -errors.amin(1))  # a CPU takes ten times as long for the norm of order inf
+    # A CPU takes ten times as long for the norm of order inf.
+    size = torch.maximum(errors.amax(1), -errors.amin(1)).abs()  # not −0
     return errors.div_(size.clamp(min=torch.finfo(size.dtype).tiny)[:, None]), size
 
 
