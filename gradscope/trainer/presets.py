@@ -55,7 +55,7 @@ _PAPER = TrainConfig(
     # Table 2 calls 64 (questions) ppo_mini_batch_size and 256 ppo_micro_batch_size; in the code, 256 responses make an
     # optimizer step and 32, over four GPUs, a forward pass. The latter changes speed and memory alone: here, what fits.
     mini_batch_size=256,
-    micro_batch_size=4,
+    micro_batch_size=8,
     learning_rate=1e-6,
     # Where its tables are silent, the paper keeps verl's defaults.
     weight_decay=0.01,
