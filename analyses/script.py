@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, stop_printing
 
 COMPLAINT = "error: "
 """Before the line that says what is at fault."""
@@ -31,10 +31,14 @@ class Options:
 def exit_with(call: Callable[[], int | None]) -> None:
     """Exit with the status that `call` returns (None: 0); where the input or a file is at fault, with 2 and its line.
 
-    A file is at fault that cannot be written, such as below an `--out` that is no folder.
+    A file is at fault that cannot be written, such as below an `--out` that is no folder. Whoever has read enough of
+    what is printed (`head`) is no fault, and hears nothing: 1.
     """
     try:
         status = call()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        status = stop_printing()
     except (InputError, OSError) as error:
         print(f"{COMPLAINT}{error}", file=sys.stderr)
         status = 2

@@ -19,7 +19,7 @@ from gradscope.cli_measure import Measure
 from gradscope.cli_sample import Sample
 from gradscope.cli_train import train_with_preset
 from gradscope.cli_tune import Tune
-from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError
+from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError, stop_printing
 from gradscope.measure_settings import MeasureSettings
 from gradscope.run_folder import RunFolder
 
@@ -106,6 +106,9 @@ def main(args: Sequence[str] | None = None) -> None:
             registry=REGISTRY,
         )
         command.run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise SystemExit(stop_printing()) from None
     except InputError as error:
         _stop(error, 2)
     except (SelfCheckError, SyncError, DivergedError, OSError) as error:

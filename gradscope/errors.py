@@ -1,5 +1,8 @@
 """How a command is refused: the input is at fault, or what would come out cannot be trusted."""
 
+import os
+import sys
+
 
 class InputError(ValueError):
     """What the user gave cannot be used; one line that says what, where and what to do (the CLI exits with 2)."""
@@ -15,6 +18,12 @@ class SyncError(RuntimeError):
 
 class DivergedError(RuntimeError):
     """Training has no finite gradient any more; the checkpoints are kept (the CLI exits with 1)."""
+
+
+def stop_printing() -> int:
+    """After a BrokenPipeError, of `head` that has read enough: what is left to print goes nowhere; exit status 1."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 def unpickling_reason(error: Exception) -> str:
