@@ -29,6 +29,9 @@ gradient, which otherwise takes the place of a product's logits."""
 STATISTICS_LOGIT_BYTES = 12
 """Of one logit in `token_statistics`, beside itself: three float32 arrays."""
 
+TRAINED_LOGIT_BYTES = {"float32": 4, "bfloat16": 8}
+"""Of one logit in `trained_logprobs`, beside itself: its power, made of a widened copy."""
+
 SAMPLED_LOGIT_BYTES = 24
 """Of one logit while a token is drawn: four float32 arrays, or two and their cumulative sum in float64."""
 
@@ -175,8 +178,12 @@ def state_bytes(shape: ModelShape, *, lora_rank: int | None = None, shards: int 
     }
 
 
-def working_weights_bytes(shape: ModelShape, precision: Precision, *, shards: int = 1) -> dict[str, Number]:
+def working_weights_bytes(
+    shape: ModelShape, precision: Precision, *, lora_rank: int | None = None, shards: int = 1
+) -> dict[str, Number]:
     """Weights as they are multiplied, beside those that are trained: autocast's copies, or what FSDP has gathered.
+
+    Autocast keeps its copies of weights that are trained; see `frozen_copies_bytes` for the others.
 
     FSDP gathers the embedding, the head and the last norm for the whole pass, and the blocks one by one, the next
     one in advance.
@@ -185,8 +192,17 @@ def working_weights_bytes(shape: ModelShape, precision: Precision, *, shards: in
         root, block = shape.embedding + shape.head + shape.rest, shape.blocks / shape.layers
         return {"gathered weights": BYTES[precision] * (root + 2 * block)}
     if precision == "bfloat16":
-        return {"bfloat16 copies": 2 * (shape.matrices + shape.hidden * shape.vocab)}
+        multiplied = shape.matrices + shape.hidden * shape.vocab
+        return {"bfloat16 copies": 2 * (multiplied if lora_rank is None else trained_parameters(shape, lora_rank))}
     return {}
+
+
+def frozen_copies_bytes(shape: ModelShape, precision: Precision, *, checkpointing: bool) -> dict[str, Number]:
+    """Under adapters: autocast's copies of frozen weights that a graph holds, the head's even with checkpointing."""
+    if precision == "float32":
+        return {}
+    blocks = 0 if checkpointing else shape.matrices
+    return {"bfloat16 copies of frozen weights": 2 * (shape.hidden * shape.vocab + blocks)}
 
 
 def block_activation_bytes(shape: ModelShape, precision: Precision) -> Number:
@@ -203,16 +219,23 @@ def block_activation_bytes(shape: ModelShape, precision: Precision) -> Number:
 
 
 def loss_bytes(
-    shape: ModelShape, piece: Piece, precision: Precision, *, checkpointing: bool, lora_rank: int | None = None
+    shape: ModelShape,
+    piece: Piece,
+    precision: Precision,
+    *,
+    checkpointing: bool,
+    chunk: int,
+    lora_rank: int | None = None,
 ) -> dict[str, Number]:
-    """What lies there when the loss of a piece is computed and its backward pass begins."""
+    """What lies there in the loss of a piece and its backward pass, log π being made of `chunk` tokens at a time."""
     inputs = 4 * shape.hidden * piece.tokens
     block = inputs if checkpointing else block_activation_bytes(shape, precision) * piece.tokens
     last_norm = 2 * inputs + BYTES[precision] * shape.hidden * piece.logits
-    logits = BYTES[precision] * piece.logits
+    beside = TRAINED_LOGIT_BYTES[precision] * min(chunk, piece.logits)
     if lora_rank is None:
         # The gradient of the logits makes the head's: of autocast's copy first, then of the weight.
-        logits += (4 if precision == "float32" else 4 + BYTES[precision]) * shape.hidden
+        beside = max(beside, (4 if precision == "float32" else 4 + BYTES[precision]) * shape.hidden)
+    logits = BYTES[precision] * piece.logits + beside
     if shape.capped:
         logits = max(logits, CAPPED_LOGITS * BYTES[precision] * piece.logits)
     return {"activations": block * shape.layers + last_norm, "logits": shape.vocab * logits}
@@ -237,10 +260,15 @@ def recompute_bytes(shape: ModelShape, piece: Piece, precision: Precision) -> di
     return {"activations": inputs * shape.layers + block_activation_bytes(shape, precision) * piece.tokens + on_the_way}
 
 
-def scoring_bytes(shape: ModelShape, piece: Piece, precision: Precision, *, chunk: int) -> dict[str, Number]:
+def scoring_bytes(
+    shape: ModelShape, piece: Piece, precision: Precision, *, chunk: int, lora_rank: int | None = None
+) -> dict[str, Number]:
     """What a pass without gradient needs, statistics being made of `chunk` tokens' logits at a time."""
     stream = (4 * 4 * shape.hidden + BYTES[precision] * 3 * shape.mlp_width) * piece.tokens
-    logits = BYTES[precision] * piece.logits + STATISTICS_LOGIT_BYTES * min(chunk, piece.logits)
+    beside = STATISTICS_LOGIT_BYTES * min(chunk, piece.logits)
+    if lora_rank is not None and precision == "bfloat16":
+        beside = max(beside, BYTES[precision] * shape.hidden)  # the frozen head's copy, while logits are made
+    logits = BYTES[precision] * piece.logits + beside
     return {"activations": stream} if stream > shape.vocab * logits else {"logits": shape.vocab * logits}
 
 

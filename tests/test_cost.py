@@ -112,12 +112,14 @@ def test_keys_and_values_of_a_token_are_those_of_transformers_cache(name):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("vocab", [256, 4096])
-def test_predicted_peaks_are_the_measured_ones(precision, checkpointing, vocab):
-    case = replace(SMALL, precision=precision, checkpointing=checkpointing, vocab=vocab)
+@pytest.mark.parametrize(("vocab", "lora_rank"), [(256, None), (4096, None), (4096, 4)])
+def test_predicted_peaks_are_the_measured_ones(precision, checkpointing, vocab, lora_rank):
+    if lora_rank is not None:
+        pytest.importorskip("peft")
+    case = replace(SMALL, precision=precision, checkpointing=checkpointing, vocab=vocab, lora_rank=lora_rank)
     table = compare(case, moments=("training", "scoring", "optimizer step")).set_index("moment")
-    # 0.93 to 1.06 over the benchmark's cases (figures/benchmark_plan_memory.csv); in a policy this small, what is
-    # computed beside the blocks, rotary angles and the loss itself, weighs more.
+    # Nearer over the benchmark's cases (figures/benchmark_plan_memory.csv); in a policy this small, what is computed
+    # beside the blocks, rotary angles and the loss itself, weighs more.
     ratio = table.predicted_over_measured
     assert ratio.loc["training"] == pytest.approx(1, abs=0.15)
     assert ratio.loc["scoring"] == pytest.approx(1, abs=0.25)
@@ -129,7 +131,7 @@ def test_other_blocks_keep_about_what_a_gated_one_with_their_weights_would(name)
     config = make_config(name, attention="eager" if name == "gemma2" else "sdpa")
     kept = saved_bytes(make_model(name, attention=config._attn_implementation), torch.arange(64).reshape(2, 32) + 4)
     shape, piece = ModelShape.from_config(config), Piece(2, 32, 32)
-    predicted = cost.loss_bytes(shape, piece, "float32", checkpointing=False)["activations"]
+    predicted = cost.loss_bytes(shape, piece, "float32", checkpointing=False, chunk=8)["activations"]
     assert 0.5 < predicted / kept < 1.5  # 0.53 (gemma2) to 1.44 (opt)
 
 
@@ -137,7 +139,7 @@ def test_activations_grow_with_tokens_and_with_blocks_and_shrink_with_checkpoint
     shape = ModelShape.from_config(SMALL.config)
 
     def activations(piece, checkpointing=False, shape=shape):
-        return cost.loss_bytes(shape, piece, "float32", checkpointing=checkpointing)["activations"]
+        return cost.loss_bytes(shape, piece, "float32", checkpointing=checkpointing, chunk=8)["activations"]
 
     assert activations(Piece(4, 64, 32)) == 2 * activations(Piece(2, 64, 32)) == 2 * activations(Piece(1, 128, 64))
     assert activations(Piece(2, 64, 32), checkpointing=True) < activations(Piece(2, 64, 32)) / 3

@@ -9,6 +9,7 @@ import torch
 from gradscope.architectures import shape_of
 from gradscope.cost import Piece, kv_bytes, loss_bytes
 from gradscope.errors import InputError
+from gradscope.logprobs import rows_at_once
 from gradscope.machine_speed import Speeds
 from gradscope.models import load_policy
 from gradscope.trainer.config import TrainConfig
@@ -44,7 +45,7 @@ def test_the_moments_of_a_small_run_are_the_parts_that_lie_there(tiny):
     assert sum(memory["optimizer step"].values()) == 4 * (1 + 1 + 2 + 1 + 1) * parameters
     assert memory["sampling"]["KV cache"] == kv_bytes(tiny, "float32") * 64 * (50 + 400)
     piece = Piece(16, 450, 400)
-    expected = loss_bytes(tiny, piece, "float32", checkpointing=False)
+    expected = loss_bytes(tiny, piece, "float32", checkpointing=False, chunk=rows_at_once(tiny.vocab, "cuda"))
     assert {name: memory["training"][name] for name in expected} == expected
 
 

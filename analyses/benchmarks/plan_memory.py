@@ -12,10 +12,9 @@ sizes are known exactly. Each policy has random weights; three quarters of each 
     sampling         transformers' cache, every response of full length, attention as on a GPU
     optimizer step   AdamW as it runs on a GPU (foreach)
 
-Predicted over measured, 24 policies: training .97 to 1.09 in float32, .87 (LoRA with checkpointing: too little) to 1.18
-(vocabulary 32,768) in bfloat16; scoring .96 to 1.02, sampling .91 to .95 (the cache keeps up to 64 columns to spare,
-here an eighth of its length), optimizer step 1.00. FSDP's gathered weights, DDP's buckets and
-vLLM's share are not measured here.
+Predicted over measured, 24 policies: training .97 to 1.09 in float32, .99 to 1.18 (vocabulary 32,768) in bfloat16;
+scoring .88 (LoRA in bfloat16) to 1.02, sampling .91 to .95 (the cache keeps up to 64 columns to spare, here an eighth
+of its length), optimizer step 1.00. FSDP's gathered weights, DDP's buckets and vLLM's share are not measured here.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from gradscope.cost import (
     ModelShape,
     Piece,
     embedding_gradient_bytes,
+    frozen_copies_bytes,
     loss_bytes,
     optimizer_bytes,
     recompute_bytes,
@@ -38,18 +39,19 @@ def step_memory(
     length, precision = lengths.prompt + lengths.longest, config.precision
     chunk = rows_at_once(shape.vocab, "cpu" if config.device == "cpu" else "cuda")
     piece = Piece(min(config.micro_batch_size, config.mini_batch_size), length, lengths.longest)
-    working = working_weights_bytes(shape, precision, shards=shards)
-    # Autocast keeps copies of the weights that are trained; those of frozen ones stay only where a graph holds them.
-    kept = working if config.lora_rank is None else {}
-    graph = kept if config.gradient_checkpointing else working
+    kept = working_weights_bytes(shape, precision, lora_rank=config.lora_rank, shards=shards)
+    graph = kept
+    if config.lora_rank is not None:
+        graph = kept | frozen_copies_bytes(shape, precision, checkpointing=config.gradient_checkpointing)
     settings = {"checkpointing": config.gradient_checkpointing, "lora_rank": config.lora_rank}
-    training = [loss_bytes(shape, piece, precision, **settings)]
+    training = [loss_bytes(shape, piece, precision, chunk=chunk, **settings)]
     training.append(embedding_gradient_bytes(shape, precision, lora_rank=config.lora_rank))
     if config.gradient_checkpointing:
         training.append(recompute_bytes(shape, piece, precision))
+    scored = scoring_bytes(shape, piece, precision, chunk=chunk, lora_rank=config.lora_rank)
     moments = {
         "sampling": without_gradients,
-        "scoring": without_gradients | kept | scoring_bytes(shape, piece, precision, chunk=chunk),
+        "scoring": without_gradients | kept | scored,
         "training": resident | graph | max(training, key=lambda parts: sum(parts.values())),
         "optimizer step": resident | kept | optimizer_bytes(shape, lora_rank=config.lora_rank, shards=shards),
     }
