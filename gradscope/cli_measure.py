@@ -84,8 +84,9 @@ class Measure:
     """Precision of the weights and of all that is computed."""
     device: DeviceFlag = None
     """A device of torch: cpu, cuda, cuda:1, …"""
-    chunk_rows: int = 1536
-    """Positions × tokens of one batched backward; changes speed and memory only."""
+    chunk_rows: int | None = None
+    """Positions × tokens of one batched backward, by default 1,536 or, for a small policy, more; changes speed and
+    memory only."""
     chunk_memory: int = 1 << 30
     """Bytes that one batched backward may take, or what responses measured together leave; changes speed and memory
     only."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gradscope.capture.chunks import Limits, Run, group_sequences, neighbours
+from gradscope.capture.chunks import ROWS, Limits, Run, group_sequences, neighbours
 from gradscope.capture.decoder_body import (
     chunk_limits,
     kept_bytes,
@@ -113,7 +113,7 @@ def measure_work(
     responses: Sequence[Response],
     *,
     engine: Engine,
-    rows: int = 1536,
+    rows: int | None = None,
     memory: int = 1 << 30,
     device: str = "cpu",
     self_check: bool = True,
@@ -146,10 +146,10 @@ def measure_work(
 
 
 def group_responses(
-    shape: ModelShape, responses: Sequence[Response], *, engine: Engine, rows: int, memory: int, device: str
+    shape: ModelShape, responses: Sequence[Response], *, engine: Engine, rows: int | None, memory: int, device: str
 ) -> list[list[Response]]:
     """Those that the engine measures together, in the order that it takes them in."""
-    limits = _limits(shape, engine=engine, rows=rows, memory=memory, device=device)
+    limits = find_limits(shape, engine=engine, rows=rows, memory=memory, device=device)
 
     def most(length: int) -> int:
         kept = _seen_bytes(shape, engine, length) + probs_bytes(shape.layers * shape.heads, length)
@@ -161,19 +161,20 @@ def group_responses(
 
 
 def split_chunks(
-    shape: ModelShape, group: Sequence[Response], *, engine: Engine, rows: int, memory: int, device: str
+    shape: ModelShape, group: Sequence[Response], *, engine: Engine, rows: int | None, memory: int, device: str
 ) -> Iterator[Run]:
     """The chunks of responses that are measured together, as the engine cuts them."""
-    limits = _limits(shape, engine=engine, rows=rows, memory=memory, device=device)
+    limits = find_limits(shape, engine=engine, rows=rows, memory=memory, device=device)
     return neighbours([response.prefixes for response in group], limits)
 
 
-def _limits(shape: ModelShape, *, engine: Engine, rows: int, memory: int, device: str) -> Limits:
+def find_limits(shape: ModelShape, *, engine: Engine, rows: int | None, memory: int, device: str) -> Limits:
+    """Of chunks, as the engine has them."""
     row = int(_row_bytes(shape, engine))
     if not engine.by_rules:
-        return Limits(min(rows, max(1, memory // (2 * row))), start=None)
-    rows = min(rows, max(1, memory // row))
-    return chunk_limits(shape.active / shape.layers, *_widths(shape), device=device, rows=rows)
+        return Limits(min(ROWS if rows is None else rows, max(1, memory // (2 * row))), start=None)
+    fit = max(1, memory // row)
+    return chunk_limits(shape.active / shape.layers, *_widths(shape), device=device, rows=rows, fit=fit)
 
 
 def _linear_layers(shape: ModelShape) -> tuple[tuple[Number, Number], ...]:
@@ -283,7 +284,7 @@ def measure_bytes(
     responses: Sequence[Response],
     *,
     engine: Engine,
-    rows: int = 1536,
+    rows: int | None = None,
     memory: int = 1 << 30,
     device: str = "cpu",
     weight_bytes: Number = 4,

@@ -15,7 +15,7 @@ from gradscope.batch import TokenBatch
 from gradscope.capture.products import PRODUCTS, Precision
 from gradscope.capture.token_gradients import keep_freed_memory
 from gradscope.cost import ModelShape
-from gradscope.cost_measure import GRAPH, RULES, Engine, Response, floor_flops, measure_bytes, measure_work
+from gradscope.cost_measure import GRAPH, RULES, Engine, Response, find_limits, floor_flops, measure_bytes, measure_work
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.machine_speed import (
@@ -99,7 +99,7 @@ def plan_batch(
     device: str | None = None,
     machine: str | None = None,
     speeds: Speeds | None = None,
-    chunk_rows: int = 1536,
+    chunk_rows: int | None = None,
     chunk_memory: int = 1 << 30,
 ) -> MeasurePlan:
     """What measuring this batch takes, without figures and summary; the policy may be without weights.
@@ -124,11 +124,12 @@ def plan_batch(
     longest = max(response.length for response in responses)
     engine = RULES if follows_rules(policy) else GRAPH
     products = _find_products(policy, engine, settings, weights, kind)
+    cut = {"engine": engine, "rows": chunk_rows, "memory": chunk_memory, "device": "cpu" if kind == "cpu" else "cuda"}
     if machine is not None:
         speeds = gpu_speeds(machine, products.name)
     elif speeds is None:
-        speeds = _find_speeds(shape, products, device=find_device(device), rows=chunk_rows, longest=longest)
-    cut = {"engine": engine, "rows": chunk_rows, "memory": chunk_memory, "device": "cpu" if kind == "cpu" else "cuda"}
+        rows = find_limits(shape, **cut).rows
+        speeds = _find_speeds(shape, products, device=find_device(device), rows=rows, longest=longest)
     return MeasurePlan(
         policy.path,
         shape,

@@ -64,13 +64,13 @@ class TableMeasurement:
         *,
         edges: Sequence[Number] = EDGES,
         tokens: Int[Tensor, " k"] | None = None,
-        chunk_rows: int = 1536,
+        chunk_rows: int | None = None,
         chunk_memory: int = 1 << 30,
         processes: Processes = ALONE,
     ) -> None:
         check_settings(settings)
         for name, value in (("chunk_rows", chunk_rows), ("chunk_memory", chunk_memory)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise InputError(f"{name} is {value}; give 1 or more")
         self.policy, self.edges, self.processes = policy, [float(e) for e in edges], processes
         self.settings = settle_sample(settings, batch.num_tokens, intervals=len(self.edges) - 1)
@@ -265,7 +265,7 @@ def measure(
     *,
     tokens: Int[Tensor, " k"] | None = None,
     edges: Sequence[Number] = EDGES,
-    chunk_rows: int = 1536,
+    chunk_rows: int | None = None,
     chunk_memory: int = 1 << 30,
     progress: bool = False,
     **settings: object,
@@ -276,7 +276,7 @@ def measure(
     `per_module`, `fast`, `self_check`, `norms`, `passes`, `draws`). tokens: indices into the kept tokens in the table's
     order; only these get a backward pass.
     edges: of the intervals of π. chunk_rows, chunk_memory: how much one batched backward carries (positions × tokens,
-    bytes); they change speed and rounding only.
+    None: as suits the policy; bytes); they change speed and rounding only.
 
     Columns: `response` (row of the batch), `group` (its prompt's), `position` (0-based within the response, dropped
     tokens counted), `token_id`, `token`, `logprob`, `prob`, `log_one_minus_prob`, `entropy` (nats, at the sampling

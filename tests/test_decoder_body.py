@@ -22,6 +22,8 @@ from transformers.models.llama import modeling_llama
 
 from gradscope import measure
 from gradscope.capture import SequenceTokens, TokenGradientMeter, check_engine, measuring
+from gradscope.capture.chunks import ROWS
+from gradscope.capture.decoder_body import chunk_limits
 from gradscope.capture.stack import Stack
 from gradscope.models import Policy
 
@@ -271,6 +273,16 @@ def test_probabilities_made_anew_for_every_chunk_change_nothing(name):
         meter.decoder.memory = 0
         assert not meter.decoder.keeps_probs(1, len(ids))
         assert_same(meter.measure(ids, targets, everything, temperature=1.0), kept)
+
+
+def test_starting_a_chunk_is_a_small_part_of_it_where_nobody_says_how_many_rows_and_memory_suffices():
+    def limits(weights, rows=None, fit=10**6):
+        return chunk_limits(weights, 64, 64, 32, 192, device="cpu", rows=rows, fit=fit)
+
+    small, large = limits(50_000), limits(50_000_000)
+    assert small.start / small.rows == pytest.approx(1 / 18, rel=1e-3) and small.rows > ROWS
+    assert large.rows == ROWS and large.start < ROWS / 18
+    assert limits(50_000, rows=7).rows == limits(50_000_000, rows=7).rows == limits(50_000, fit=7).rows == 7
 
 
 @pytest.mark.parametrize("sharpness", [30.0, 1000.0])

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gradscope.capture.chunks import Chunk, Limits
+from gradscope.capture.chunks import ROWS, START_PART, Chunk, Limits
 from gradscope.capture.claims import Claims
 from gradscope.capture.decoder_activations import BlockActivations, Seen, record_blocks
 from gradscope.capture.decoder_block import BlockBackward
@@ -39,16 +39,26 @@ it is assumed."""
 
 
 def chunk_limits(
-    weights: int | float, hidden: int, query: int | float, key: int | float, mlp: int | float, *, device: str, rows: int
+    weights: int | float,
+    hidden: int,
+    query: int | float,
+    key: int | float,
+    mlp: int | float,
+    *,
+    device: str,
+    rows: int | None,
+    fit: int,
 ) -> Limits:
     """Of chunks through blocks with so many weights that a token is multiplied by, and with these widths.
 
-    query, key: of all queries, of all keys. rows: most positions × tokens.
+    query, key: of all queries, of all keys. rows: most positions × tokens; None: as many as it takes for starting a
+    chunk to be a small part of it. fit: as many fit the memory.
     """
     start = math.ceil(OVERHEAD.get(device, OVERHEAD["cuda"]) / (2 * weights)) + WEIGHT_ROWS
     # Activations and slopes of each kind at a position, in parts of the FLOPs that a row takes.
     shared = FETCHING * 2 * (hidden + query + key + mlp) / (2 * weights)
-    return Limits(rows, start, shared)
+    rows = max(ROWS, int(start / START_PART)) if rows is None else rows
+    return Limits(min(rows, fit), start, shared)
 
 
 def row_bytes(hidden: int, mlp: int | float, heads: int, *, strip: int = WIDEST) -> int | float:
@@ -129,10 +139,11 @@ class DecoderBody:
         """A context in which the head's pass leaves the blocks' activations."""
         return record_blocks(self.model, self.blocks)
 
-    def limits(self, rows: int) -> Limits:
-        """Of chunks; rows: most positions × tokens."""
+    def limits(self, rows: int | None, memory: int) -> Limits:
+        """Of chunks. rows: most positions × tokens, or None, see `chunk_limits`; memory: bytes that they may take."""
         weights = max(sum(matrix.module.weight.numel() for matrix in block.matrices) for block in self.blocks)
-        return chunk_limits(weights, *self._widths, device=self.model.device.type, rows=rows)
+        fit = max(1, memory // self.bytes_per_row)
+        return chunk_limits(weights, *self._widths, device=self.model.device.type, rows=rows, fit=fit)
 
     @property
     def _widths(self) -> tuple[int, int, int, int]:

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from gradscope.capture.chunks import Chunk, Limits
+from gradscope.capture.chunks import ROWS, Chunk, Limits
 from gradscope.capture.claims import Claims
 from gradscope.capture.embeddings import table_square_norms
 from gradscope.capture.factors import Factors, join
@@ -36,9 +36,9 @@ class GraphBody:
         self.batched, self.bytes_per_row = self._probe(probe_ids)
         """Bytes that flow back for one token at one position."""
 
-    def limits(self, rows: int) -> Limits:
+    def limits(self, rows: int | None, memory: int) -> Limits:
         """Of chunks, which end at wide gaps alone: each pays for a forward pass. rows: most positions × tokens."""
-        return Limits(rows, start=None)
+        return Limits(min(ROWS if rows is None else rows, max(1, memory // self.bytes_per_row)), start=None)
 
     def record(self, ids: Int[Tensor, " n"]) -> Recorder:
         """The body's forward pass."""

@@ -54,7 +54,8 @@ class TokenGradientMeter:
     """Measures token gradients of one policy; make and use it inside `measuring(policy.model)`.
 
     probe_ids: a sequence to learn the model's structure from; the longest there is.
-    rows: most positions × tokens that one chunk carries (the rows of its matrix products).
+    rows: most positions × tokens that one chunk carries (the rows of its matrix products); None: 1,536, or more where
+    starting a chunk would take long beside them.
     memory: bytes that what flows back may take, and so may logits, attention's probabilities and what the forward pass
     leaves of sequences that are measured together; chunks and groups are smaller where it would be more.
     rules: whether a common decoder may go by backward rules; False sends every model along its graph.
@@ -66,7 +67,7 @@ class TokenGradientMeter:
         policy: Policy,
         probe_ids: Int[Tensor, " n"],
         *,
-        rows: int = 1536,
+        rows: int | None = None,
         memory: int = 1 << 30,
         rules: bool = True,
         precision: Precision = "exact",
@@ -203,7 +204,7 @@ class TokenGradientMeter:
 
     def _limits(self, body: DecoderBody | GraphBody) -> Limits:
         """Of chunks: neighbouring tokens, as many as fill the rows and fit the memory."""
-        return body.limits(min(self.rows, max(1, self.memory // body.bytes_per_row)))
+        return body.limits(self.rows, self.memory)
 
     # What no rule claims: one autograd gradient a token.
 
