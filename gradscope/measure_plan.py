@@ -30,6 +30,7 @@ from gradscope.machine_speed import (
 from gradscope.measure_settings import (
     MeasureSettings,
     check_batch,
+    check_chunks,
     check_settings,
     fast_precision,
     no_fast_mode,
@@ -108,6 +109,7 @@ def plan_batch(
     are given. Raises InputError for what `measure` would refuse, as far as it can be seen without weights.
     """
     check_settings(settings)
+    check_chunks(chunk_rows, chunk_memory)
     if settings.norms != "exact":
         raise InputError(
             f"a plan is of exact norms, and norms is {settings.norms!r}; a run with that says its own price"

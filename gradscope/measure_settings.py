@@ -55,6 +55,13 @@ class MeasureSettings:
     """Estimates: draws of forward mode, for every token's own norm (32: 12.5 % off, 128: 6.3 %)."""
 
 
+def check_chunks(chunk_rows: int | None, chunk_memory: int) -> None:
+    """InputError for a chunk that nothing fits."""
+    for name, value in (("chunk_rows", chunk_rows), ("chunk_memory", chunk_memory)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}; give 1 or more")
+
+
 def check_settings(settings: MeasureSettings) -> None:
     """InputError for a number that no measurement can be made with."""
     if settings.temperature is not None and not 1 / LARGEST <= settings.temperature <= LARGEST:

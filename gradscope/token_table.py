@@ -33,6 +33,7 @@ from gradscope.measure_settings import (
     CHECKED_EACH,
     MeasureSettings,
     check_batch,
+    check_chunks,
     check_settings,
     fast_precision,
     no_fast_mode,
@@ -69,9 +70,7 @@ class TableMeasurement:
         processes: Processes = ALONE,
     ) -> None:
         check_settings(settings)
-        for name, value in (("chunk_rows", chunk_rows), ("chunk_memory", chunk_memory)):
-            if value is not None and value < 1:
-                raise InputError(f"{name} is {value}; give 1 or more")
+        check_chunks(chunk_rows, chunk_memory)
         self.policy, self.edges, self.processes = policy, [float(e) for e in edges], processes
         self.settings = settle_sample(settings, batch.num_tokens, intervals=len(self.edges) - 1)
         """Those that are measured with: a number or None where "auto" was given."""

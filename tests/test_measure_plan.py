@@ -140,6 +140,9 @@ def test_the_printed_parts_add_up_and_name_what_was_assumed(tmp_path):
 def test_what_measure_would_refuse_is_refused_by_its_plan(policy, batch):
     with pytest.raises(InputError, match="tokens_per_interval is 0"):
         plan_batch(policy, batch, MeasureSettings(tokens_per_interval=0), speeds=SPEEDS)
+    for cut in ({"chunk_rows": 0}, {"chunk_memory": -1}):
+        with pytest.raises(InputError, match=r"chunk_\w+ is (0|-1); give 1 or more"):
+            plan_batch(policy, batch, MeasureSettings(), speeds=SPEEDS, **cut)
     with pytest.raises(InputError, match="no GPU is known as"):
         plan_batch(policy, batch, MeasureSettings(), machine="abacus")
 
