@@ -85,8 +85,8 @@ class Measure:
     device: DeviceFlag = None
     """A device of torch: cpu, cuda, cuda:1, …"""
     chunk_rows: int | None = None
-    """Positions × tokens of one batched backward, by default 1,536 or, for a small policy, more; changes speed and
-    memory only."""
+    """Positions × tokens of one batched backward, by default 1,536 or, for a small policy and on a GPU, more, as far as
+    --chunk-memory goes; changes speed, memory and rounding only."""
     chunk_memory: int = 1 << 30
     """Bytes that one batched backward may take, or what responses measured together leave; changes speed and memory
     only."""

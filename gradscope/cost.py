@@ -183,7 +183,8 @@ def working_weights_bytes(
 ) -> dict[str, Number]:
     """Weights as they are multiplied, beside those that are trained: autocast's copies, or what FSDP has gathered.
 
-    Autocast keeps its copies of weights that are trained; see `frozen_copies_bytes` for the others.
+    Autocast keeps its copies of weights that are trained; see `frozen_copies_bytes` for the others. Adapters never come
+    with shards.
 
     FSDP gathers the embedding, the head and the last norm for the whole pass, and the blocks one by one, the next
     one in advance.
@@ -197,12 +198,12 @@ def working_weights_bytes(
     return {}
 
 
-def frozen_copies_bytes(shape: ModelShape, precision: Precision, *, checkpointing: bool) -> dict[str, Number]:
-    """Under adapters: autocast's copies of frozen weights that a graph holds, the head's even with checkpointing."""
+def frozen_copies_bytes(shape: ModelShape, precision: Precision, *, blocks: int, head: bool) -> dict[str, Number]:
+    """Under adapters: autocast's copies of frozen weights, which stay where a graph holds them: of so many blocks."""
     if precision == "float32":
         return {}
-    blocks = 0 if checkpointing else shape.matrices
-    return {"bfloat16 copies of frozen weights": 2 * (shape.hidden * shape.vocab + blocks)}
+    weights = shape.matrices * blocks / shape.layers + shape.hidden * shape.vocab * head
+    return {"bfloat16 copies of frozen weights": 2 * weights}
 
 
 def block_activation_bytes(shape: ModelShape, precision: Precision) -> Number:
@@ -264,12 +265,15 @@ def scoring_bytes(
     shape: ModelShape, piece: Piece, precision: Precision, *, chunk: int, lora_rank: int | None = None
 ) -> dict[str, Number]:
     """What a pass without gradient needs, statistics being made of `chunk` tokens' logits at a time."""
-    stream = (4 * 4 * shape.hidden + BYTES[precision] * 3 * shape.mlp_width) * piece.tokens
-    beside = STATISTICS_LOGIT_BYTES * min(chunk, piece.logits)
+    wide = 3 if lora_rank is None else 4  # an adapter's product is added to the frozen one
+    stream = (4 * 4 * shape.hidden + BYTES[precision] * wide * shape.mlp_width) * piece.tokens
+    made = BYTES[precision] * shape.vocab * piece.logits
+    logits = made + STATISTICS_LOGIT_BYTES * shape.vocab * min(chunk, piece.logits)
     if lora_rank is not None and precision == "bfloat16":
-        beside = max(beside, BYTES[precision] * shape.hidden)  # the frozen head's copy, while logits are made
-    logits = BYTES[precision] * piece.logits + beside
-    return {"activations": stream} if stream > shape.vocab * logits else {"logits": shape.vocab * logits}
+        # While they are made: the frozen head's copy, the last states, those that are kept, and these rounded.
+        states = shape.hidden * (4 * piece.tokens + (4 + BYTES[precision]) * piece.logits)
+        logits = max(logits, made + BYTES[precision] * shape.hidden * shape.vocab + states)
+    return {"activations": stream} if stream > logits else {"logits": logits}
 
 
 def kv_bytes(shape: ModelShape, precision: Precision) -> int:

@@ -274,8 +274,8 @@ def measure(
     settings: the fields of MeasureSettings (`temperature`, `tokens_per_interval`, `loss`, `advantage_eps`, `seed`,
     `per_module`, `fast`, `self_check`, `norms`, `passes`, `draws`). tokens: indices into the kept tokens in the table's
     order; only these get a backward pass.
-    edges: of the intervals of π. chunk_rows, chunk_memory: how much one batched backward carries (positions × tokens,
-    None: as suits the policy; bytes); they change speed and rounding only.
+    edges: of the intervals of π. chunk_rows (positions × tokens; None: as suits the policy) and chunk_memory (bytes):
+    how much one batched backward carries; they change speed, memory and rounding only.
 
     Columns: `response` (row of the batch), `group` (its prompt's), `position` (0-based within the response, dropped
     tokens counted), `token_id`, `token`, `logprob`, `prob`, `log_one_minus_prob`, `entropy` (nats, at the sampling

@@ -118,8 +118,8 @@ def test_predicted_peaks_are_the_measured_ones(precision, checkpointing, vocab, 
         pytest.importorskip("peft")
     case = replace(SMALL, precision=precision, checkpointing=checkpointing, vocab=vocab, lora_rank=lora_rank)
     table = compare(case, moments=("training", "scoring", "optimizer step")).set_index("moment")
-    # Nearer over the benchmark's cases (figures/benchmark_plan_memory.csv); in a policy this small, what is computed
-    # beside the blocks, rotary angles and the loss itself, weighs more.
+    # In a policy this small, what is computed beside the blocks, rotary angles and the loss itself, weighs more than in
+    # those of the benchmark (figures/benchmark_plan_memory.csv).
     ratio = table.predicted_over_measured
     assert ratio.loc["training"] == pytest.approx(1, abs=0.15)
     assert ratio.loc["scoring"] == pytest.approx(1, abs=0.25)

@@ -40,19 +40,20 @@ def step_memory(
     chunk = rows_at_once(shape.vocab, "cpu" if config.device == "cpu" else "cuda")
     piece = Piece(min(config.micro_batch_size, config.mini_batch_size), length, lengths.longest)
     kept = working_weights_bytes(shape, precision, lora_rank=config.lora_rank, shards=shards)
-    graph = kept
-    if config.lora_rank is not None:
-        graph = kept | frozen_copies_bytes(shape, precision, checkpointing=config.gradient_checkpointing)
     settings = {"checkpointing": config.gradient_checkpointing, "lora_rank": config.lora_rank}
-    training = [loss_bytes(shape, piece, precision, chunk=chunk, **settings)]
+    checkpointing, frozen, frozen_block = config.gradient_checkpointing, {}, {}
+    if config.lora_rank is not None:
+        frozen = frozen_copies_bytes(shape, precision, blocks=0 if checkpointing else shape.layers, head=True)
+        frozen_block = frozen_copies_bytes(shape, precision, blocks=1, head=False)
+    training = [frozen | loss_bytes(shape, piece, precision, chunk=chunk, **settings)]
     training.append(embedding_gradient_bytes(shape, precision, lora_rank=config.lora_rank))
-    if config.gradient_checkpointing:
-        training.append(recompute_bytes(shape, piece, precision))
+    if checkpointing:
+        training.append(frozen_block | recompute_bytes(shape, piece, precision))
     scored = scoring_bytes(shape, piece, precision, chunk=chunk, lora_rank=config.lora_rank)
     moments = {
         "sampling": without_gradients,
         "scoring": without_gradients | kept | scored,
-        "training": resident | graph | max(training, key=lambda parts: sum(parts.values())),
+        "training": resident | kept | max(training, key=lambda parts: sum(parts.values())),
         "optimizer step": resident | kept | optimizer_bytes(shape, lora_rank=config.lora_rank, shards=shards),
     }
     if config.engine == "hf":
