@@ -15,8 +15,6 @@ POSITION_COST = 3
 """Positions × tokens that take as long as the forward pass, the head and the factors of a position: 2 to 4 at M, S."""
 WORTHWHILE = 0.03
 """Part of its own cost that a sequence must save to join a group, as each holds its activations meanwhile."""
-
-
 ROWS = 1536
 """Positions × tokens of a run, unless starting it calls for more."""
 START_PART = 1 / 18
