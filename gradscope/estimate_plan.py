@@ -2,12 +2,13 @@
 
 Costs are in forward passes over the batch, every position once:
 
-    exact           Σ_t (length of t's prefix) / positions      a backward pass over each token's prefix
-    random signs    1 + 2 · passes · sums                       one forward, a backward pass per sum, at most
-    forward mode    5 · draws                                   drawing v; values and tangents of every token at once
+    exact           .7 · Σ_t (length of t's prefix) / positions     a backward pass over each token's prefix
+    random signs    1 + 2 · passes · sums                           one forward, a backward pass per sum
+    forward mode    7 · draws                                       drawing v; values and tangents of all tokens at once
 
-The prices are rounded from CPU time of one thread, a response at a time (analyses/benchmarks/estimates.py): exact norms
-took .84 to .93 of that sum by backward rules and 1.08 to 1.57 along the graph, a draw 4.8 to 5.0, a pass 1.8 to 2.0.
+The prices are rounded from CPU time of one thread of a Xeon (analyses/benchmarks/estimates.py): exact norms took .56 to
+.84 of Σ_t / positions by backward rules, a pass 1.5 to 2.3, a draw 5.9 to 9.4. Along a model's graph, exact
+norms took 1.2 to 1.4, about twice what is said here. Of a GPU nothing is measured.
 
 A sum is one interval's Σ‖g_t‖² or, where weights are known, its Σ‖w_t g_t‖². The rule, where neither passes nor draws
 are given: always 4 passes for the sums, whose variance lacks the Σ‖g_t‖⁴ that draws have; 32 draws besides, for every
@@ -36,7 +37,9 @@ Number = int | float
 
 PASSES, DRAWS = 4, 32
 """What the rule takes."""
-DRAW_COST = 5
+EXACT_COST = 0.7
+"""Of exact norms by backward rules, in forward passes of as many positions as there are in all prefixes."""
+DRAW_COST = 7
 """Of a draw, in forward passes."""
 
 
@@ -86,7 +89,7 @@ def plan_estimate(
         if count is not None and count < 1:
             raise InputError(f"{name} is {count}; give 1 or more, or leave it out")
     positions, prefixes = _lengths(batch)
-    sums, exact = intervals * (2 if weighted else 1), prefixes / positions
+    sums, exact = intervals * (2 if weighted else 1), EXACT_COST * prefixes / positions
     by_rule = passes is None and draws is None
     if by_rule:
         passes, draws = PASSES, DRAWS

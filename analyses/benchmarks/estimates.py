@@ -4,7 +4,8 @@
 
 price    CPU time of one thread in forward passes over one response, medians of interleaved rounds: a draw of forward
          mode, a random-sign pass over one sum, and exact norms, these in units of Σ_t (prefix of t) / positions forward
-         passes, by backward rules and along the graph. S and M of benchmarks.token_gradients, random weights.
+         passes, by backward rules (eight responses, in the groups that these make) and along the graph. S and M of
+         benchmarks.token_gradients, random weights.
 scatter  Relative standard deviation of one sample of an interval's Σ‖g‖² over the responses of a batch: random signs
          and forward mode, on the embedded policy and its own responses, from independent samples; the sums' own
          standard errors come from the same samples.
@@ -29,7 +30,7 @@ import tyro
 from analyses.benchmarks.plan_time import make_sequences
 from analyses.benchmarks.token_gradients import make_policy
 from gradscope.batch import TokenBatch
-from gradscope.capture import TokenGradientMeter, measuring
+from gradscope.capture import SequenceTokens, TokenGradientMeter, measuring
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.models import Policy, load_policy
 from gradscope.norm_estimates import signed_square_norms, squared_changes
@@ -37,12 +38,15 @@ from gradscope.sampling.hf import HFSampler
 from gradscope.sampling.rollouts import batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
 
+SEQUENCES = 8
+"""Responses whose exact norms are measured by backward rules."""
+
 
 @dataclass(frozen=True)
 class Options:
     """Settings of the benchmark."""
 
-    cases: tuple[str, ...] = ("S 128", "S 256", "M 128")
+    cases: tuple[str, ...] = ("S 128", "S 256", "M 128", "M 256")
     """Size and length of the prices."""
     rounds: int = 5
     samples: int = 64
@@ -61,20 +65,26 @@ def prices(case: str, rounds: int) -> pd.DataFrame:
     """A row per way to measure."""
     size, length = case.split()
     policy = make_policy(size)
-    response = make_sequences(policy.vocab_size, 1, int(length))
-    ids, targets = response.sequence(0)
+    responses = make_sequences(policy.vocab_size, SEQUENCES, int(length))
+    response, (ids, targets) = responses.select([0]), responses.sequence(0)
     everything = torch.arange(len(targets))
+    sequences = [SequenceTokens(responses.sequence(row)[0], targets, everything) for row in range(SEQUENCES)]
     ones = torch.ones(1, len(targets), dtype=torch.float64)
     prefixes = float(targets.sum()) / (int(length) - 1)
     with measuring(policy.model):
-        meters = {rules: TokenGradientMeter(policy, ids, rules=rules) for rules in (True, False)}
+        by_rules, by_graph = (TokenGradientMeter(policy, ids, rules=rules) for rules in (True, False))
+        groups = by_rules.group(sequences)
 
         def forward() -> None:
             with torch.no_grad():
                 policy.model(input_ids=ids[None, :-1], use_cache=False)
 
-        def exact(rules: bool) -> None:
-            meters[rules].measure(ids, targets, everything, temperature=1.0)
+        def exact_by_rules() -> None:
+            for group in groups:
+                by_rules.measure_together([sequences[index] for index in group])
+
+        def exact_by_graph() -> None:
+            by_graph.measure(ids, targets, everything, temperature=1.0)
 
         def signs(passes: int) -> None:
             signed_square_norms(policy.model, response, ones, passes, torch.Generator().manual_seed(0))
@@ -86,8 +96,8 @@ def prices(case: str, rounds: int) -> pd.DataFrame:
             "forward pass": (forward, 1.0),
             "random signs, one pass more": (lambda: signs(3), 2.0),
             "forward mode, a draw": (lambda: draws(3), 3.0),
-            "exact, backward rules": (lambda: exact(True), prefixes),
-            "exact, the graph": (lambda: exact(False), prefixes),
+            "exact, backward rules": (exact_by_rules, SEQUENCES * prefixes),
+            "exact, the graph": (exact_by_graph, prefixes),
         }
         for call, _ in work.values():
             call()
