@@ -171,8 +171,8 @@ class TheoryReport:
         lines = [
             f"1. Power of 1−π that norms follow on 1−π > {self.floor:g}: theory 1, √ law ½ ({prompts} prompts).",
             "   lower, upper: 95 %. The logits' slope is near 1 by algebra and shows nothing. carried: share of",
-            "   Var(log norm) that 1−π carries. slack: times that the envelopes C·√2·(1−π) and C·√2·√(1−π), with C",
-            "   from the tokens with π ≤ ½, exceed the median token with π > ½.",
+            "   Var(log norm) that 1−π carries (above 1: the gain works against it). slack: times that the envelopes",
+            "   C·√2·(1−π) and C·√2·√(1−π), with C from the tokens with π ≤ ½, exceed the median token with π > ½.",
             *_lines(shown),
             f"   norms above these envelopes, over all rows: {above['linear']:,} and {above['sqrt']:,}"
             f" of {int(self.envelopes['tokens'].sum()):,}",

@@ -17,7 +17,7 @@ from gradscope.cli_diagnose import Diagnose
 from gradscope.cli_evaluate import Evaluate
 from gradscope.cli_measure import Measure
 from gradscope.cli_sample import Sample
-from gradscope.cli_train import train_with_preset
+from gradscope.cli_train import Train, train_with_preset
 from gradscope.cli_tune import Tune
 from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError, stop_printing
 from gradscope.measure_settings import MeasureSettings
@@ -95,7 +95,7 @@ def _count_or_auto(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructo
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run one command; 0: done, 2: the input or a flag is at fault, 1: no numbers to trust, or the system's word."""
-    args = sys.argv[1:] if args is None else list(args)
+    args, command = sys.argv[1:] if args is None else list(args), None
     try:
         command = tyro.cli(
             Demo | Sample | Measure | Diagnose | Tune | train_with_preset(args) | Evaluate,
@@ -114,8 +114,8 @@ def main(args: Sequence[str] | None = None) -> None:
     except (SelfCheckError, SyncError, DivergedError, OSError) as error:
         _stop(error, 1)
     except KeyboardInterrupt:
-        advice = "`train` goes on with --resume, the others where they were when started again"
-        _stop(RuntimeError(f"interrupted; {advice}"), 1)
+        again = "the same command with --resume" if isinstance(command, Train) else "the same command"
+        _stop(RuntimeError(f"interrupted; {again} goes on where it was"), 1)
     except torch.OutOfMemoryError as error:
         advice = "try a smaller --chunk-memory, --micro-batch-size, --batch-size or --dtype, or --no-figures"
         _stop(RuntimeError(f"out of memory on the device ({str(error).splitlines()[0]}); {advice}"), 1)

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from gradscope.diagnosis_rows import COLUMNS
 from gradscope.errors import InputError
@@ -150,6 +151,7 @@ def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
             ax.axhline(level, color=NEUTRAL, lw=0.6, ls=":", zorder=0)
         ax.set_title(f"{_TITLES[statistic]}\n{'all tokens' if interval == 'all' else f'π in {interval}'}", loc="left")
         ax.set_xlabel("training step")
+        ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         finish(ax, rows.reset_index(drop=True))
     return figure
 

@@ -83,13 +83,14 @@ class Summary:
             lines += self._sums(table)
         if self.theory is not None:
             powers = self.theory.powers
-            slopes = powers.loc[(powers["quantity"] != LOGITS) & (powers["tokens"] >= ENOUGH), "slope"]
-            if len(slopes):
+            fits = powers[(powers["quantity"] != LOGITS) & (powers["tokens"] >= ENOUGH)]
+            if len(fits):
+                least, most = (_power(fits.loc[find()]) for find in (fits["slope"].idxmin, fits["slope"].idxmax))
                 fitted = int(powers["tokens"].max())
                 lines.append(
-                    f"Below the logits, norms grow like (1−π)^s with s from {slopes.min():.2f} to {slopes.max():.2f} "
-                    f"by layer (theory: 1, √ law: ½), fitted on the {fitted:,} tokens that are not nearly certain; "
-                    "Prop. 4.2 bounds norms and does not fix s."
+                    f"Below the logits, norms grow like (1−π)^s with s from {least} to {most} by layer (theory: 1, "
+                    f"√ law: ½; [95 %]), fitted on the {fitted:,} tokens that are not nearly certain; Prop. 4.2 bounds "
+                    "norms and does not fix s."
                 )
         return "\n".join(lines)
 
@@ -125,12 +126,15 @@ class Summary:
         owned = _rows(table, "token_share", "gradient_share")
         if not owned:
             return ["In sum: every weight of the loss is 0 (equal rewards in each group, or all clipped): no gradient."]
-        each = ", ".join(f"{share:.0%} by {tokens:.1%} of the tokens (π in {name})" for name, tokens, share in owned)
+        each = ", ".join(
+            f"{_percent(share)} by {tokens:.1%} of the tokens (π in {name})" for name, tokens, share in owned
+        )
         halves = ", ".join(f"{cosine:.2f}" for _, cosine in _rows(table, "half_cosine"))
         return [
             f"In sum: of this batch's gradient (⟨G_a, G⟩/‖G‖²), {each}.",
-            f"Between two halves of the prompts, G_a has cosines {halves or '–'}: an interval near 0 is mostly noise, "
-            "and its share is another in another batch.",
+            f"Between two halves of the {self.gradients.num_prompts} prompts, G_a has cosines {halves or '–'}: an "
+            "interval near 0 is mostly noise, and its share is another in another batch (one split; "
+            "`gradscope diagnose` gives the signal with an interval).",
         ]
 
     def _repr_html_(self) -> str:
@@ -138,6 +142,17 @@ class Summary:
         parts = [f"<p>{sentences}</p>", self.intervals.to_html(index=False, float_format="{:.3g}".format)]
         parts += [part._repr_html_() for part in (self.gradients, self.theory) if part is not None]
         return "".join(parts)
+
+
+def _power(fit: pd.Series) -> str:
+    """With its interval, where the prompts give one."""
+    between = f" [{fit['slope_lower']:.2f}, {fit['slope_upper']:.2f}]" if np.isfinite(fit["slope_lower"]) else ""
+    return f"{fit['slope']:.2f}{between}"
+
+
+def _percent(share: float) -> str:
+    """Rounded, without the sign of a zero."""
+    return f"{round(share, 2) + 0.0:.0%}"
 
 
 def _rows(table: pd.DataFrame, *columns: str) -> list[tuple]:

@@ -120,6 +120,7 @@ def test_killed_between_table_and_page_it_goes_on_with_the_page(job, tmp_path, m
         patch.setattr(gradscope.diagnosis, "diagnose", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         run(*command)
     assert stopped.value.code == 1
+    assert capsys.readouterr().err.endswith("gradscope: interrupted; the same command goes on where it was\n")
     table = (out / "tokens.parquet").stat().st_mtime_ns
     assert not (out / "report.html").exists() and not (out / "data").exists()
     assert "temperature None, not 0.5" in refusal(capsys, *command[1:], "--temperature", "0.5")

@@ -142,7 +142,11 @@ def test_the_step_after_a_checkpoint_is_its_own_or_the_nearest(tmp_path, steps, 
 
 def test_a_dump_of_one_step_or_of_none_is_whole_and_without_a_checkpoints_step_all_are_taken(tmp_path):
     one = make_dump(tmp_path / "one", [7])
-    assert keep_own_step(one, 3) is one and keep_own_step(one, None) is one
+    assert keep_own_step(one, 6) is one and keep_own_step(one, None) is one
+    for checkpoint in (3, 7):
+        kept = keep_own_step(one, checkpoint)
+        told = "the dump holds training step 7 alone, another policy's: this checkpoint sampled step"
+        assert kept.batch is one.batch and kept.notes == (*one.notes, f"{told} {checkpoint + 1}")
     none = read_dump(write_jsonl(tmp_path / "r.jsonl", rows("w7 w8 w9")))
     assert none.steps is None and keep_own_step(none, 3) is none
     two = make_dump(tmp_path / "two", [7, 8])

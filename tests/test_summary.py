@@ -82,6 +82,15 @@ def test_the_sentences_say_what_the_columns_hold(summary, table):
     assert text.startswith(f"{len(table)} of {len(table)} response tokens were measured.")
     assert text in str(summary) and "Cosines between" in str(summary) and "Prop. 4.2" in str(summary)
     assert "nan" not in text and text.splitlines()[0] in summary._repr_html_()
+    below = summary.theory.powers.query("quantity != 'logit_grad_norm' and tokens >= 30").sort_values("slope")
+    ends = [f"{r.slope:.2f} [{r.slope_lower:.2f}, {r.slope_upper:.2f}]" for r in below.iloc[[0, -1]].itertuples()]
+    assert f"(1−π)^s with s from {ends[0]} to {ends[1]} by layer" in text
+
+
+def test_a_share_that_rounds_to_zero_has_no_sign(summary):
+    shares = summary.intervals.assign(gradient_share=[-0.004, -0.3, 1.304, 0.0])
+    text = replace(summary, intervals=shares).sentences()
+    assert "-0%" not in text and "0% by" in text and "-30% by" in text
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

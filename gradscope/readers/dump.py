@@ -58,11 +58,14 @@ def keep_own_step(dump: Dump, checkpoint: int | None) -> Dump:
     """Of a dump of several training steps, the one whose responses a checkpoint sampled: that after its own step.
 
     checkpoint: how many steps it had taken. Where the dump lacks that step, the nearest one; a note says which was
-    taken. The whole dump, where it holds one step or none is known.
+    taken. The whole dump, where it holds one step or none is known; a note says if that step is another's.
     """
     known = [] if dump.steps is None else dump.steps.unique().tolist()
-    if len(known) < 2:
+    if not known or (len(known) == 1 and checkpoint in (None, known[0] - 1)):
         return dump
+    if len(known) == 1:
+        alone = f"the dump holds training step {known[0]} alone, another policy's: this checkpoint sampled step"
+        return replace(dump, notes=(*dump.notes, f"{alone} {checkpoint + 1}"))
     span = f"the dump holds {len(known)} training steps, {known[0]} to {known[-1]}"
     if checkpoint is None:
         return replace(dump, notes=(*dump.notes, f"{span}; of which one this checkpoint is, is unknown: all are taken"))

@@ -47,7 +47,7 @@ def make_trend_report(
         "trend_drawn",
         lambda: plot_diagnosis.plot_trend(trend, labels),
         f"Headline numbers at {len(steps)} checkpoints, steps {steps[0]} to {steps[-1]}; bands are 95 % over redrawn "
-        "prompts of each checkpoint's own rollouts.",
+        "prompts, of the rollouts that each checkpoint was diagnosed on.",
     )
     numbers = sheets.table("trend", trend.drop(columns=["n"]), "Every number at every checkpoint.", folded=True)
     terms = ("dominance index", "share of Σ‖w·g‖²", "share of the summed gradient", "signal fraction", "95 % interval")
