@@ -60,10 +60,17 @@ class Demo:
 REGISTRY = tyro.constructors.ConstructorRegistry()
 
 
+def _parse_path(given: str) -> Path:
+    if not given:
+        raise ValueError("it is empty; give a path")  # Path("") is the current folder
+    return Path(given)
+
+
 @REGISTRY.primitive_rule
 def _name_value(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
     """One word for the value of a flag in the help, also where it may be "none"."""
-    words = {str: ("NAME", str), int: ("N", int), float: ("X", float), int | float: ("X", float), Path: ("PATH", Path)}
+    words = {str: ("NAME", str), int: ("N", int), float: ("X", float), int | float: ("X", float)}
+    words[Path] = "PATH", _parse_path
     kind = next((kind for kind in words if info.type in (kind, kind | None)), None)
     if kind is None:
         return None
@@ -94,7 +101,10 @@ def _count_or_auto(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructo
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run one command; 0: done, 2: the input or a flag is at fault, 1: no numbers to trust, or the system's word."""
+    """Run one command.
+
+    Status 0: done, 2: the input or a flag is at fault, 1: no numbers to trust, or the system's word, 130: interrupted.
+    """
     args, command = sys.argv[1:] if args is None else list(args), None
     try:
         command = tyro.cli(
@@ -106,7 +116,8 @@ def main(args: Sequence[str] | None = None) -> None:
             registry=REGISTRY,
         )
         command.run()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the shell
+            sys.stdout.flush()
     except BrokenPipeError:
         raise SystemExit(stop_printing()) from None
     except InputError as error:
@@ -114,15 +125,16 @@ def main(args: Sequence[str] | None = None) -> None:
     except (SelfCheckError, SyncError, DivergedError, OSError) as error:
         _stop(error, 1)
     except KeyboardInterrupt:
-        again = "the same command with --resume" if isinstance(command, Train) else "the same command"
-        _stop(RuntimeError(f"interrupted; {again} goes on where it was"), 1)
+        again = {Train: "the same command with --resume goes on where it was", Sample: "nothing of it is kept"}
+        advice = again.get(type(command), "the same command goes on where it was")
+        _stop(RuntimeError(f"interrupted; {advice}"), 130)
     except torch.OutOfMemoryError as error:
         advice = "try a smaller --chunk-memory, --micro-batch-size, --batch-size or --dtype, or --no-figures"
         _stop(RuntimeError(f"out of memory on the device ({str(error).splitlines()[0]}); {advice}"), 1)
 
 
 def _stop(error: Exception, status: int) -> None:
-    if status == 1 or os.environ.get("RANK", "0") == "0":  # all processes see a mistake of the user: one tells it
+    if status != 2 or os.environ.get("RANK", "0") == "0":  # all processes see a mistake of the user: one tells it
         # A file's text may hold what steers a terminal.
         words = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(str(error).split()))
         print(f"gradscope: {words}", file=sys.stderr)

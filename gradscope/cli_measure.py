@@ -30,7 +30,7 @@ from gradscope.models import Policy
 from gradscope.norm_estimates import interval_norms
 from gradscope.readers import Dump
 from gradscope.readers.formats import NO_TEMPERATURE
-from gradscope.run_folder import RunFolder, library_versions, write_parquet, write_text
+from gradscope.run_folder import RunFolder, is_table, library_versions, write_parquet, write_text
 from gradscope.token_table import TableMeasurement, join_responses
 
 SUMMARY = "figures/summary.txt"
@@ -138,6 +138,8 @@ class Measure:
         if processes.gather([found])[0] != "finished":
             self._measure(measured)
         elif processes.is_main:
+            if not is_table(self.out / TABLE):
+                raise InputError(f"{self.out / TABLE} is missing or cannot be read; --overwrite measures again")
             print(f"already measured with these arguments: {self.out / TABLE}")
         return measured
 

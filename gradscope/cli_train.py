@@ -79,7 +79,7 @@ def _count_questions(config: TrainConfig) -> int | None:
 def train_with_preset(args: Sequence[str]) -> Any:
     """The command with the preset's settings as the defaults of its flags; the preset is looked for in `args`."""
     given = None
-    for arg, following in zip(args, [*args[1:], ""], strict=True):
+    for arg, following in zip(args, [*args[1:], ""], strict=False):
         name, equals, value = arg.partition("=")
         if name == "--preset":
             given = value if equals else following

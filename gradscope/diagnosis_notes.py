@@ -13,6 +13,7 @@ from gradscope.errors import InputError
 from gradscope.gains import LAYER, LOGITS, PARAMETERS
 from gradscope.intervals import assign_intervals
 from gradscope.norm_estimates import SUMS
+from gradscope.token_columns import refuse_endless_weights
 
 FEW_PROMPTS = 8
 """Below so many, an interval over prompts is a rough guess, and a note says so."""
@@ -87,10 +88,4 @@ def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSetti
             f"{wrong:,} of the table's {len(table):,} tokens are not in the interval that the edges give their π; give "
             "the edges that the table was measured with"
         )
-    if (endless := np.isinf(table["weight"].to_numpy())).any():
-        row = table.iloc[int(endless.argmax())]
-        raise InputError(
-            f"the weight of the token at position {row['position']} of response {row['response']} is {row['weight']}: "
-            f"its ratio, the exponential of log π {row['logprob']:.4g} − log π_old {row['old_logprob']:.4g}, has no "
-            "bound without dual clip; are old_logprobs of this policy? Give rollouts of it, or --clip-ratio-c"
-        )
+    refuse_endless_weights(table)

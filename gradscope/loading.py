@@ -115,7 +115,7 @@ def _load_model(
         if device_map is not None:
             advice += f", or give another map than {device_map!r:.40}"
         raise InputError(f"no usable weights in {folder} ({unpickling_reason(error)}); {advice}") from error
-    _check_weights(folder, info)
+    _check_weights(folder, info, model)
     if offloaded := next((name for name, p in model.named_parameters() if p.device.type == "meta"), None):
         raise InputError(
             f"device_map leaves {offloaded} on no device (offloaded to the CPU or to disk), where it has no gradient; "
@@ -174,8 +174,8 @@ def _known_types() -> set[str]:
     return set(CONFIG_MAPPING.keys())
 
 
-def _check_weights(folder: Path, info: dict[str, Any]) -> None:
-    """InputError unless the files gave every weight of the model, in its shape."""
+def _check_weights(folder: Path, info: dict[str, Any], model: nn.Module) -> None:
+    """InputError unless the files gave every weight of the model, in its shape, and its layers no other."""
     if mismatched := sorted(info["mismatched_keys"]):
         name, given, wanted = mismatched[0]
         raise InputError(
@@ -185,6 +185,13 @@ def _check_weights(folder: Path, info: dict[str, Any]) -> None:
         raise InputError(
             f"{folder} lacks weights that the model needs ({', '.join(missing[:3])}"
             f"{', …' if len(missing) > 3 else ''}); they would be random numbers. Save the whole model there"
+        )
+    # Others, such as a value head, change nothing in what the policy says.
+    layers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    if left_out := sorted(name for name in info["unexpected_keys"] if name.startswith(layers)):
+        raise InputError(
+            f"{folder} holds weights that config.json makes no use of ({', '.join(left_out[:3])}"
+            f"{', …' if len(left_out) > 3 else ''}), so another model would be measured; save both together"
         )
 
 

@@ -58,8 +58,8 @@ class MeasureSettings:
 def check_chunks(chunk_rows: int | None, chunk_memory: int) -> None:
     """InputError for a chunk that nothing fits."""
     for name, value in (("chunk_rows", chunk_rows), ("chunk_memory", chunk_memory)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}; give 1 or more")
+        if value is not None and not 1 <= value < 2**63:
+            raise InputError(f"{name} is {value}; give 1 or more, and less than 2⁶³")
 
 
 def check_settings(settings: MeasureSettings) -> None:

@@ -116,14 +116,7 @@ class RunFolder:
 
     def has_part(self, index: int) -> bool:
         """Whether part `index` is there; one that cannot be read is to be made again."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            pq.read_metadata(self.part(index))
-        except (pa.ArrowException, OSError):
-            return False
-        return True
+        return is_table(self.part(index))
 
     def part(self, index: int) -> Path:
         """Where part `index` of the run lies until all are there."""
@@ -225,6 +218,18 @@ def _is_of_a_run(manifest: dict[str, Any]) -> bool:
     files = manifest.get("files", [])
     named = isinstance(files, list) and all(isinstance(f, str) and not {"/", ".."} & {*Path(f).parts} for f in files)
     return isinstance(manifest.get("key"), dict) and named
+
+
+def is_table(path: Path) -> bool:
+    """Whether a whole parquet file is there."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        pq.read_metadata(path)
+    except (pa.ArrowException, OSError):
+        return False
+    return True
 
 
 def write_parquet(path: Path, frame: pd.DataFrame) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import LossSettings, batch_weights
+from gradscope.errors import InputError
 from gradscope.logprobs import TokenStatistics
 from gradscope.models import Policy
 
@@ -60,6 +63,30 @@ def _weigh(one: TokenBatch, logprob: Float[Tensor, " k"], loss: LossSettings, nu
     weights = {"policy_weight": parts.policy, "kl_weight": parts.kl, "weight": parts.total}
     out = {name: torch.where(known, w, float("nan"))[kept] for name, w in weights.items()}
     return out | {"clipped": (parts.clipped & known)[kept]}
+
+
+def refuse_endless_weights(columns: Mapping[str, object] | pd.DataFrame) -> None:
+    """InputError if the weight of a token is infinite.
+
+    columns: those of `identify_tokens` and `describe_tokens`, or a token table.
+    """
+    names = ("response", "position", "logprob", "old_logprob", "ref_logprob", "kl_weight", "weight")
+    values = {name: np.asarray(to_column(columns[name])) for name in names if name in columns}
+    endless = np.isinf(values["weight"]).nonzero()[0]
+    if not len(endless):
+        return
+    token = {name: value[endless[0]] for name, value in values.items()}
+    told = f"the weight of the token at position {token['position']} of response {token['response']} is "
+    told, logprob = f"{told}{token['weight']}: ", token["logprob"]
+    if np.isinf(token.get("kl_weight", 0.0)):
+        raise InputError(
+            f"{told}its KL term, of log π {logprob:.4g} and log π_ref {token['ref_logprob']:.4g}, is beyond float32; "
+            "are ref_logprobs of this policy's reference? Give those, or a smaller --kl-coef"
+        )
+    raise InputError(
+        f"{told}its ratio, the exponential of log π {logprob:.4g} − log π_old {token['old_logprob']:.4g}, has no bound "
+        "without dual clip; are old_logprobs of this policy? Give rollouts of it, or --clip-ratio-c"
+    )
 
 
 def known_advantages(batch: TokenBatch) -> Float[Tensor, "B S"]:

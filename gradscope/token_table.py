@@ -42,7 +42,13 @@ from gradscope.measure_settings import (
 from gradscope.models import Policy
 from gradscope.norm_estimates import estimate_response
 from gradscope.processes import ALONE, Processes, deal_by_cost
-from gradscope.token_columns import describe_tokens, identify_tokens, known_advantages, to_column
+from gradscope.token_columns import (
+    describe_tokens,
+    identify_tokens,
+    known_advantages,
+    refuse_endless_weights,
+    to_column,
+)
 
 Number = int | float
 
@@ -227,7 +233,11 @@ class TableMeasurement:
                 f"response {row} has a token at position {position} that the policy cannot produce (π is exactly 0); "
                 "was it sampled by another policy? Drop the token by response_mask, or the response"
             )
-        return TokenStatistics(*(getattr(statistics, f.name).cpu() for f in fields(statistics))), norms.cpu()
+        statistics = TokenStatistics(*(getattr(statistics, f.name).cpu() for f in fields(statistics)))
+        one = self.batch.select([row])
+        described = describe_tokens(one, statistics, self.settings.loss, num_tokens=self.num_tokens)
+        refuse_endless_weights(identify_tokens(self.policy, one, row) | described)
+        return statistics, norms.cpu()
 
     def _draw_measured(self, generator: np.random.Generator) -> np.ndarray:
         """Which of the kept tokens, in the table's order, get a backward pass."""

@@ -240,6 +240,7 @@ BAD_CHECKPOINTS = {
     "an empty .bin": (lambda d: replace_by_bin(d, b""), "no usable weights"),
     "a .bin of rubbish": (lambda d: replace_by_bin(d, b"rubbish"), "no usable weights"),
     "a layer without weights": (lambda d: configure(d, num_hidden_layers=4), "lacks weights that the model needs"),
+    "a layer too many": (lambda d: configure(d, num_hidden_layers=2), "weights that config.json makes no use of"),
     "another vocabulary": (lambda d: configure(d, vocab_size=200), "config.json makes it (200, 32)"),
     "no configuration": (lambda d: (d / "config.json").unlink(), "holds no config.json"),
     "half a configuration": (lambda d: cut(d / "config.json", 50), "config.json"),
@@ -291,6 +292,25 @@ BAD_ROLLOUTS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("logs", "flags", "words"),
+    [
+        ({"old_logprobs": [-200.0] * 3}, ["--clip-ratio-c", "none"], "0 of response 0 is -inf: its ratio, the expon"),
+        ({"ref_logprobs": [0.0] * 3}, ["--kl-coef", "1e38"], "0 of response 0 is inf: its KL term, of log π"),
+    ],
+)
+def test_a_weight_beyond_float32_is_refused_before_anything_is_written(run, model, tmp_path, logs, flags, words):
+    row = {"prompt_ids": [4, 5], "response_ids": [7, 8, 9], "advantage": -1.0} | logs
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    assert_one_line(run("measure", model, path, "--out", tmp_path / "out", *flags), 2, words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_command_alone_shows_what_there_is(run):
+    outcome = run()
+    assert outcome.status == 2 and "gradscope" in outcome.err
+
+
 @pytest.mark.parametrize("what", BAD_ROLLOUTS)
 def test_rollouts_that_cannot_be_used_are_refused_in_one_line(run, model, tmp_path, what):
     rows, words = BAD_ROLLOUTS[what]
@@ -316,6 +336,7 @@ def test_rollouts_that_cannot_be_used_are_refused_in_one_line(run, model, tmp_pa
         (["--norms", "estimate", "--constants", "2"], "--constants is 2, which needs exact norms"),
         (["--reweight-alpha", "2"], "reweight_alpha is 2"),
         (["--chunk-memory", "0"], "chunk_memory is 0"),
+        (["--chunk-memory", "9" * 26], "9; give 1 or more, and less than 2⁶³"),
         (["--constants", "-1"], "--constants is -1"),
         (["--device", "nowhere"], "device 'nowhere' cannot be used"),
         (["--device", "meta"], "device 'meta' cannot be used"),
@@ -333,7 +354,8 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(run, model, rollouts, tm
 
 
 @pytest.mark.parametrize(
-    "args", [["--dtype", "int8"], ["--temperature", "warm"], ["--tokens-per-interval", "1.5"], ["--no-such"]]
+    "args",
+    [["--dtype", "int8"], ["--temperature", "warm"], ["--tokens-per-interval", "1.5"], ["--no-such"], ["--out", ""]],
 )
 def test_flags_that_cannot_be_read_exit_with_2_in_the_parsers_words(run, tmp_path, args):
     outcome = run("measure", "model", "rollouts", "--out", tmp_path / "out", *args)
@@ -418,6 +440,15 @@ def test_a_finished_run_says_so_and_is_left_alone(run, model, rollouts, tmp_path
     after = files(tmp_path / "out")
     assert "figures/figure_1.png" in after and after["tokens.parquet"] == before["tokens.parquet"]
     assert run(*args).out == with_figures.out and files(tmp_path / "out") == after
+
+
+@pytest.mark.parametrize("spoil_table", [Path.unlink, lambda table: cut(table, 100)], ids=["gone", "cut"])
+def test_a_finished_run_whose_table_is_gone_or_broken_says_so(run, model, rollouts, tmp_path, spoil_table):
+    args = ["measure", model, rollouts, "--out", tmp_path / "out", "--no-figures"]
+    assert run(*args).status == 0
+    spoil_table(tmp_path / "out" / "tokens.parquet")
+    assert_one_line(run(*args), 2, "tokens.parquet is missing or cannot be read; --overwrite measures again")
+    assert run(*args, "--overwrite").status == 0 and len(pd.read_parquet(tmp_path / "out" / "tokens.parquet"))
 
 
 def test_other_arguments_are_refused_until_overwrite_is_given(run, model, rollouts, tmp_path):

@@ -119,7 +119,7 @@ def test_killed_between_table_and_page_it_goes_on_with_the_page(job, tmp_path, m
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
         patch.setattr(gradscope.diagnosis, "diagnose", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         run(*command)
-    assert stopped.value.code == 1
+    assert stopped.value.code == 130
     assert capsys.readouterr().err.endswith("gradscope: interrupted; the same command goes on where it was\n")
     table = (out / "tokens.parquet").stat().st_mtime_ns
     assert not (out / "report.html").exists() and not (out / "data").exists()

@@ -126,6 +126,20 @@ def test_weights_that_do_not_fill_the_model_are_refused_by_name(checkpoint):
     assert "lacks weights that the model needs (model.layers.1.mlp.up_proj.weight)" in refusal(checkpoint)
 
 
+def test_weights_of_its_layers_that_the_model_has_no_use_for_are_refused_others_are_not(checkpoint):
+    from safetensors.torch import load_file, save_file
+
+    config = checkpoint / "config.json"
+    given = json.loads(config.read_text())
+    config.write_text(json.dumps(given | {"num_hidden_layers": given["num_hidden_layers"] - 1, "layer_types": None}))
+    last = f"model.layers.{given['num_hidden_layers'] - 1}"
+    assert f"weights that config.json makes no use of ({last}." in refusal(checkpoint)
+    config.write_text(json.dumps(given))
+    weights = load_file(checkpoint / "model.safetensors") | {"v_head.summary.weight": torch.ones(1, 32)}
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    assert "v_head" not in "".join(name for name, _ in load_policy(checkpoint).model.named_parameters())
+
+
 def test_weights_of_another_shape_are_refused(checkpoint):
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
