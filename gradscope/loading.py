@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +29,8 @@ EMBEDDED = Path(__file__).parent / "embedded"
 BROKEN_FILE = (OSError, EOFError, struct.error, pickle.UnpicklingError, RuntimeError)
 BROKEN_FILE += (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ImportError)
 """What the parsers of checkpoint files raise where the content makes no sense."""
+CAUSAL_MASK = re.compile(r"(attn|attention)\.(masked_)?bias$")
+"""Of an older GPT checkpoint: no weight, and the model makes its own."""
 
 
 def load_policy(
@@ -186,9 +189,10 @@ def _check_weights(folder: Path, info: dict[str, Any], model: nn.Module) -> None
             f"{folder} lacks weights that the model needs ({', '.join(missing[:3])}"
             f"{', …' if len(missing) > 3 else ''}); they would be random numbers. Save the whole model there"
         )
-    # Others, such as a value head, change nothing in what the policy says.
+    # Others, such as a value head, change nothing in what the policy says; nor do causal masks of older checkpoints.
     layers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    if left_out := sorted(name for name in info["unexpected_keys"] if name.startswith(layers)):
+    unused = (name for name in info["unexpected_keys"] if not CAUSAL_MASK.search(name))
+    if left_out := sorted(name for name in unused if name.startswith(layers)):
         raise InputError(
             f"{folder} holds weights that config.json makes no use of ({', '.join(left_out[:3])}"
             f"{', …' if len(left_out) > 3 else ''}), so another model would be measured; save both together"

@@ -136,6 +136,8 @@ def test_weights_of_its_layers_that_the_model_has_no_use_for_are_refused_others_
     assert f"weights that config.json makes no use of ({last}." in refusal(checkpoint)
     config.write_text(json.dumps(given))
     weights = load_file(checkpoint / "model.safetensors") | {"v_head.summary.weight": torch.ones(1, 32)}
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()  # as GPT-J's and GPT-Neo's checkpoints hold it
+    weights |= {"model.layers.0.attn.bias": mask, "model.layers.1.attn.attention.masked_bias": mask.clone()}
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
     assert "v_head" not in "".join(name for name, _ in load_policy(checkpoint).model.named_parameters())
 
