@@ -188,7 +188,7 @@ def test_an_interrupted_run_goes_on_to_the_files_of_an_undisturbed_one(run, mode
         return right(*args, **keywords)
 
     monkeypatch.setattr(cli_tune, "tune_batch", stop_at_the_third)
-    assert run(model, rollouts, "--out", stopped, *flags).status == 1
+    assert run(model, rollouts, "--out", stopped, *flags).status == 130
     assert set(contents(stopped)) == {
         ".partial/key.json",
         ".partial/part-000000.parquet",
