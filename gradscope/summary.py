@@ -84,8 +84,9 @@ class Summary:
         if self.theory is not None:
             powers = self.theory.powers
             fits = powers[(powers["quantity"] != LOGITS) & (powers["tokens"] >= ENOUGH)]
+            fits = fits.dropna(subset="slope").sort_values("slope")
             if len(fits):
-                least, most = (_power(fits.loc[find()]) for find in (fits["slope"].idxmin, fits["slope"].idxmax))
+                least, most = _power(fits.iloc[0]), _power(fits.iloc[-1])
                 fitted = int(powers["tokens"].max())
                 lines.append(
                     f"Below the logits, norms grow like (1−π)^s with s from {least} to {most} by layer (theory: 1, "

@@ -68,7 +68,7 @@ def _weigh(one: TokenBatch, logprob: Float[Tensor, " k"], loss: LossSettings, nu
 def refuse_endless_weights(columns: Mapping[str, object] | pd.DataFrame) -> None:
     """InputError if the weight of a token is infinite.
 
-    columns: those of `identify_tokens` and `describe_tokens`, or a token table.
+    columns: `response`, `position` and those of `describe_tokens`, or a token table.
     """
     names = ("response", "position", "logprob", "old_logprob", "ref_logprob", "kl_weight", "weight")
     values = {name: np.asarray(to_column(columns[name])) for name in names if name in columns}

@@ -236,7 +236,8 @@ class TableMeasurement:
         statistics = TokenStatistics(*(getattr(statistics, f.name).cpu() for f in fields(statistics)))
         one = self.batch.select([row])
         described = describe_tokens(one, statistics, self.settings.loss, num_tokens=self.num_tokens)
-        refuse_endless_weights(identify_tokens(self.policy, one, row) | described)
+        positions = one.positions()[0][one.response_mask[0]]
+        refuse_endless_weights(described | {"response": torch.full_like(positions, row), "position": positions})
         return statistics, norms.cpu()
 
     def _draw_measured(self, generator: np.random.Generator) -> np.ndarray:

@@ -87,6 +87,12 @@ def test_the_sentences_say_what_the_columns_hold(summary, table):
     assert f"(1−π)^s with s from {ends[0]} to {ends[1]} by layer" in text
 
 
+def test_without_a_fitted_power_there_is_no_sentence_of_it(summary):
+    unfitted = replace(summary.theory, powers=summary.theory.powers.assign(slope=np.nan))
+    text = replace(summary, theory=unfitted).sentences()
+    assert "norms grow like" not in text and "nan" not in text
+
+
 def test_a_share_that_rounds_to_zero_has_no_sign(summary):
     shares = summary.intervals.assign(gradient_share=[-0.004, -0.3, 1.304, 0.0])
     text = replace(summary, intervals=shares).sentences()
