@@ -1,6 +1,6 @@
 """`python -m gradscope`: the command line."""
 
-from gradscope.cli import main
+from gradscope.cli import run_script
 
 if __name__ == "__main__":
-    main()
+    run_script()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -143,5 +144,25 @@ def _stop(error: Exception, status: int) -> None:
     raise SystemExit(status)
 
 
+def run_script() -> None:
+    """The console script: `main`, and the end of the process with its status.
+
+    One of several processes ends here and now: threads of torch's process group may still free a tensor of the last
+    exchange, and abort a Python that takes itself apart meanwhile.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        main()
+        return
+    try:
+        main()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code or 0
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    main()
+    run_script()

@@ -72,7 +72,7 @@ class Ended:
     stderr: str
 
 
-def launch(*command: str | Path, count: int = 2) -> list[Ended]:
+def launch(*command: str | Path, count: int = 2, timeout: float = TIMEOUT) -> list[Ended]:
     """Run a command in that many processes at once, with the environment that torchrun gives them."""
     shared = os.environ | {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     started = [
@@ -86,7 +86,7 @@ def launch(*command: str | Path, count: int = 2) -> list[Ended]:
         for rank in range(count)
     ]
     try:
-        errors = [process.communicate(timeout=TIMEOUT)[1] for process in started]
+        errors = [process.communicate(timeout=timeout)[1] for process in started]
     finally:
         for process in started:
             process.kill()
@@ -295,6 +295,57 @@ def test_a_run_of_two_processes_resumes_to_the_same_numbers_and_an_error_of_one_
     assert numbers(out) == numbers(run / "whole")  # the second step anew; the third has raised
     last = "checkpoints/step-000002/model.safetensors"
     assert (out / last).read_bytes() == (run / "whole" / last).read_bytes()
+
+
+ENDING = """
+import atexit, os, sys
+from gradscope import cli
+file = os.open(sys.argv.pop(1), os.O_CREAT | os.O_WRONLY)
+class Last:
+    def __del__(self, write=os.write, file=file):
+        write(file, b"taken apart ")
+last = Last()
+atexit.register(lambda: os.write(file, b"at exit "))
+cli.run_script()
+"""
+"""Notes what happens at the end of a process that runs a command."""
+
+
+@pytest.mark.parametrize(("command", "status"), [(("measure", "--help"), 0), (("measure", "gone", "gone"), 2)])
+def test_of_several_processes_none_takes_python_apart_while_threads_free_tensors(
+    command, status, tmp_path, monkeypatch
+):
+    done = subprocess.run([sys.executable, "-c", ENDING, tmp_path / "alone", *command], capture_output=True, text=True)
+    assert done.returncode == status and (tmp_path / "alone").read_text() == "at exit taken apart "
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = subprocess.run([sys.executable, "-c", ENDING, tmp_path / "one", *command], capture_output=True, text=True)
+    assert words.returncode == status and (tmp_path / "one").read_text() == "at exit "
+    assert (words.stdout, words.stderr) == (done.stdout, done.stderr)
+
+
+ENDS = """
+import os, sys, torch, torch.distributed.nn
+from pathlib import Path
+from gradscope.trainer.config import TrainConfig
+from gradscope.trainer.launch import make_accelerator
+for turn in range(10):
+    store = torch.distributed.FileStore(f"{sys.argv[1]}-{turn}", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+    accelerator = make_accelerator(TrainConfig(device="cpu", trackers=()), Path("."))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+    for _ in range(3):
+        torch.distributed.all_gather_object([None, None], "x" * 100)
+    accelerator.end_training()
+    del model
+    accelerator.state._reset_state(True)
+os._exit(0)
+"""
+"""Processes that train nothing, ten times, and let go of the model right after they have exchanged something."""
+
+
+def test_the_end_of_training_does_not_wait_for_a_thread_that_waits_for_it(tmp_path):
+    ended = launch("-c", ENDS, tmp_path / "store", timeout=120)
+    assert [process.status for process in ended] == [0, 0], ended[0].stderr + ended[1].stderr
 
 
 def test_a_process_without_questions_samples_nothing():

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 PATIENCE = timedelta(hours=4)
 """For the slowest of several processes: one may sample or measure for long while the others wait."""
 
+GROUPS: list[torch.distributed.ProcessGroup] = []
+"""Process groups of this process, kept: if the reducer of DDP were the last that has one, it would end its threads,
+holding the interpreter's lock for which one that still frees a tensor may wait, and so wait for ever."""
+
 
 def make_accelerator(config: TrainConfig, out: Path) -> Accelerator:
     """Accelerate's view of device, processes and trackers."""
@@ -42,13 +46,16 @@ def make_accelerator(config: TrainConfig, out: Path) -> Accelerator:
     on_cpu = device is not None and device.type == "cpu"
     if device is not None and not on_cpu:
         torch.cuda.set_device(device)
-    return Accelerator(
+    accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision="no",  # the configuration's own precision decides
         log_with=list(config.trackers) or None,
         project_dir=str(out),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
+    if accelerator.num_processes > 1:
+        GROUPS.append(torch.distributed.group.WORLD)
+    return accelerator
 
 
 def check_launch(config: TrainConfig, accelerator: Accelerator) -> None:
