@@ -39,6 +39,7 @@ from gradscope import load_policy
 from gradscope.errors import DivergedError, InputError, first_line
 from gradscope.evaluation import Evaluation, evaluate
 from gradscope.models import Policy
+from gradscope.processes import end_at_once
 from gradscope.run_folder import write_text
 from gradscope.sampling import Sampler
 from gradscope.sampling.engines import make_sampler
@@ -187,4 +188,4 @@ def write(table: pd.DataFrame, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    exit_with(lambda: be_launched(*sys.argv[1:]))
+    end_at_once(lambda: exit_with(lambda: be_launched(*sys.argv[1:])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import time
@@ -22,6 +21,7 @@ from gradscope.cli_train import Train, train_with_preset
 from gradscope.cli_tune import Tune
 from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError, stop_printing
 from gradscope.measure_settings import MeasureSettings
+from gradscope.processes import end_at_once
 from gradscope.run_folder import RunFolder
 
 
@@ -145,23 +145,8 @@ def _stop(error: Exception, status: int) -> None:
 
 
 def run_script() -> None:
-    """The console script: `main`, and the end of the process with its status.
-
-    One of several processes ends here and now: threads of torch's process group may still free a tensor of the last
-    exchange, and abort a Python that takes itself apart meanwhile.
-    """
-    if "WORLD_SIZE" not in os.environ:
-        main()
-        return
-    try:
-        main()
-        status = 0
-    except SystemExit as ended:
-        status = ended.code or 0
-    atexit._run_exitfuncs()
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
-    os._exit(status)
+    """The console script."""
+    end_at_once(main)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from gradscope.cli_diagnose_pages import (
 )
 from gradscope.cli_measure import Measure, Measured
 from gradscope.cli_sample import Sample
-from gradscope.cli_shared import DeviceFlag, DtypeFlag, FormatFlag, check_no_machine
+from gradscope.cli_shared import DeviceFlag, DtypeFlag, FormatFlag, check_no_plan
 from gradscope.diagnosis_result import DiagnosisSettings
 from gradscope.errors import InputError
 from gradscope.measure_settings import MeasureSettings
@@ -125,7 +125,7 @@ class Diagnose:
             for model, rollouts in self._pairs():
                 self._measure(model, rollouts, None).run()
             return
-        check_no_machine(self.machine)
+        check_no_plan(machine=self.machine)
         for folder in name_folders(self.model, self.out) if self.model else [self.out]:
             check_results(folder, RESULTS)
         if not self.model:

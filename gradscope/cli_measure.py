@@ -18,7 +18,7 @@ from gradscope.cli_shared import (
     DeviceFlag,
     DtypeFlag,
     FormatFlag,
-    check_no_machine,
+    check_no_plan,
     load_quietly,
     print_notes,
     quiet_transformers,
@@ -110,7 +110,7 @@ class Measure:
         if self.plan:
             self._plan()
             return
-        check_no_machine(self.machine)
+        check_no_plan(machine=self.machine)
         self._check_constants()
         measured = self.measure()
         if self.figures and measured.is_main:

@@ -57,7 +57,9 @@ def quiet_transformers() -> None:
     logging.set_verbosity_error()
 
 
-def check_no_machine(machine: str | None) -> None:
-    """InputError for a GPU that is named without a plan: nothing else is made for a machine that is not here."""
-    if machine is not None:
-        raise InputError(f"--machine is {machine}, which only a plan is made for; add --plan, or leave it out")
+def check_no_plan(**given: str | float | None) -> None:
+    """InputError for what says something of a plan, by the names of its flags, where none is asked for."""
+    for name, value in given.items():
+        if value is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} is {value}, which only a plan is made for; add --plan, or leave it out")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from gradscope.cli_shared import check_no_machine, quiet_transformers
+from gradscope.cli_shared import check_no_plan, quiet_transformers
 from gradscope.errors import InputError
 from gradscope.tasks import get_task
 from gradscope.trainer.config import TrainConfig
@@ -35,8 +35,8 @@ class Train:
     """Replace a run in OUT."""
     plan: bool = False
     """Only print the memory, tokens, FLOPs and seconds of a step; no weights are loaded, nothing is written."""
-    device_memory: float = 80.0
-    """With --plan: memory of one GPU in GiB."""
+    device_memory: float | None = None
+    """With --plan: memory of one GPU in GiB, by default 80."""
     machine: str | None = None
     """With --plan: seconds on a GPU that is not here, h200, h100 or a100; none: on this machine, tried for a second."""
 
@@ -44,7 +44,7 @@ class Train:
         if self.plan:
             self._plan()
             return
-        check_no_machine(self.machine)
+        check_no_plan(machine=self.machine, device_memory=self.device_memory)
         if self.out is None:
             raise InputError("--out is missing; give the folder of the run")
         from gradscope.trainer.loop import train
@@ -59,11 +59,12 @@ class Train:
         from gradscope.trainer.plan import find_lengths, plan_training
         from gradscope.trainer.plan_work import step_speeds
 
-        if not 0 < self.device_memory < float("inf"):
-            raise InputError(f"--device-memory is {self.device_memory}; give the GiB of one GPU")
+        memory = 80.0 if self.device_memory is None else self.device_memory
+        if not 0 < memory < float("inf"):
+            raise InputError(f"--device-memory is {memory}; give the GiB of one GPU")
         shape, questions = shape_of(self.config.model), _count_questions(self.config)
         speeds = step_speeds(self.config, shape, find_lengths(self.config, shape), self.machine)
-        print(plan_training(self.config, shape, device_memory=self.device_memory, questions=questions, speeds=speeds))
+        print(plan_training(self.config, shape, device_memory=memory, questions=questions, speeds=speeds))
 
 
 def _count_questions(config: TrainConfig) -> int | None:

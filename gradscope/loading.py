@@ -114,6 +114,7 @@ def _load_model(
             attn_implementation="eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None,
         )
     except (*BROKEN_FILE, SafetensorError, AssertionError) as error:
+        _check_buildable(folder, config, trust_remote_code=trust_remote_code)
         advice = "save the model there with save_pretrained"
         if device_map is not None:
             advice += f", or give another map than {device_map!r:.40}"
@@ -158,7 +159,8 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
         raise
     except (*BROKEN_FILE, StrictDataclassError) as error:
         raise InputError(
-            f"{folder}/config.json is not one that transformers reads ({first_line(error)}); save it anew"
+            f"{folder}/config.json is not one that transformers reads ({first_line(error.__cause__ or error)}); save "
+            "it anew"
         ) from error
     known = type(config) in AutoModelForCausalLM._model_mapping
     known |= trust_remote_code and "AutoModelForCausalLM" in own
@@ -168,6 +170,19 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
             "AutoModelForCausalLM loads"
         )
     return config
+
+
+def _check_buildable(folder: Path, config: Any, *, trust_remote_code: bool) -> None:
+    """InputError where the configuration makes no model even without weights, as with the name of no activation."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (*BROKEN_FILE, AssertionError) as error:
+        raise InputError(
+            f"{folder}/config.json makes no model ({type(error).__name__}: {first_line(error)}); save it anew"
+        ) from error
 
 
 def _known_types() -> set[str]:

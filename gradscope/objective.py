@@ -234,10 +234,11 @@ def _clipped_surrogate(
     """Eq. 1's min(r·Â, clip(r)·Â), at least dual·Â where Â < 0, and where it is clipped (I_trust = 0)."""
     ratio = (logprobs.detach() - old_logprobs).exp()
     clipped = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
-    edge = ratio.clamp(1 - low, 1 + high)
+    largest = torch.finfo(ratio.dtype).max  # torch takes no bound beyond its dtype, and none is reached there
+    edge = ratio.clamp(1 - low, min(1 + high, largest))
     if dual is not None:
         beyond = (advantages < 0) & (ratio > dual)
-        clipped, edge = clipped | beyond, edge.masked_fill(beyond, dual)
+        clipped, edge = clipped | beyond, edge.masked_fill(beyond, min(dual, largest))
     # Mask the log ratio, not only the product: the gradient of a clipped ratio that overflows would be 0 · inf = NaN.
     trusted = torch.where(clipped, 0.0, logprobs - old_logprobs).exp() * advantages
     return torch.where(clipped, edge * advantages, trusted), clipped

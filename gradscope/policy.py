@@ -94,9 +94,24 @@ class Policy:
             ) from error
 
     def encode_response(self, response: str) -> list[int]:
-        """Ids of a response's text; no special token and no EOS is added."""
+        """Ids of a response's text; no special token and no EOS is added.
+
+        Raises InputError for text that the tokenizer has no tokens for: nobody has sampled what stands for it.
+        """
         _check_text(response, "the response")
-        return list(self._need_tokenizer()(response, add_special_tokens=False).input_ids)
+        tokenizer = self._need_tokenizer()
+        ids = list(tokenizer(response, add_special_tokens=False).input_ids)
+        if self.knows_not(response, ids):
+            raise InputError(
+                f"the tokenizer has no tokens for some of the response {response[:60]!r} and would take "
+                f"{tokenizer.unk_token!r} for it; give the checkpoint that sampled it, or the ids"
+            )
+        return ids
+
+    def knows_not(self, text: object, ids: list[int]) -> bool:
+        """Whether ids of a text, or of a chat, hold the token for whatever the tokenizer does not know."""
+        tokenizer = self._need_tokenizer()
+        return tokenizer.unk_token_id in ids and tokenizer.unk_token not in str(text)
 
     def decode(self, ids: list[int]) -> str:
         """Text of the ids; `<id>` where there is no tokenizer."""

@@ -5,7 +5,6 @@ python distributed_worker.py MODEL OUT, with the environment that torchrun gives
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from tiny import make_batch, make_policy
 from gradscope.batch_loss import LossSettings, resolve_advantages
 from gradscope.errors import InputError
 from gradscope.objective import lopti_split
-from gradscope.processes import whole
+from gradscope.processes import end_at_once, whole
 from gradscope.sampling.hf import HFSampler
 from gradscope.steps import Pass, split_passes, whole_passes
 from gradscope.trainer.checkpoints import restore_checkpoint, save_checkpoint
@@ -174,5 +173,4 @@ def main(folder: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
-    os._exit(0)  # as gradscope.cli.run_script: threads of the process group may abort a Python that ends by itself
+    end_at_once(lambda: main(Path(sys.argv[1]), Path(sys.argv[2])))

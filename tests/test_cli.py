@@ -244,7 +244,9 @@ BAD_CHECKPOINTS = {
     "another vocabulary": (lambda d: configure(d, vocab_size=200), "config.json makes it (200, 32)"),
     "no configuration": (lambda d: (d / "config.json").unlink(), "holds no config.json"),
     "half a configuration": (lambda d: cut(d / "config.json", 50), "config.json"),
-    "a width in words": (lambda d: configure(d, hidden_size="wide"), "config.json"),
+    "a width in words": (lambda d: configure(d, hidden_size="wide"), "config.json is not one that transformers reads"),
+    "heads of no width": (lambda d: configure(d, num_attention_heads=3), "not a multiple of the number of attention"),
+    "no activation": (lambda d: configure(d, hidden_act="soft"), "config.json makes no model (KeyError: 'soft')"),
     "no heads": (lambda d: configure(d, num_attention_heads=0), "config.json"),
     "an unknown type": (lambda d: configure(d, model_type="nobody's"), "config.json"),
     "weights that are NaN": (lambda d: spoil_weight(d, float("nan")), "model.norm.weight is not finite"),
@@ -740,11 +742,18 @@ def test_a_plan_is_made_for_gpus_of_any_size(run):
         assert_one_line(run(*plan, size), 2, "--device-memory is")
 
 
-@pytest.mark.parametrize("command", [("measure", "embedded", "rollouts.jsonl"), ("train", "--preset", "kk-embedded")])
-def test_a_machine_without_a_plan_is_refused(run, tmp_path, command):
+@pytest.mark.parametrize(
+    ("command", "flag", "value"),
+    [
+        (("measure", "embedded", "rollouts.jsonl"), "--machine", "h200"),
+        (("train", "--preset", "kk-embedded"), "--machine", "h200"),
+        (("train", "--preset", "kk-embedded"), "--device-memory", "40.0"),
+    ],
+)
+def test_what_is_of_a_plan_is_refused_without_one(run, tmp_path, command, flag, value):
     out = tmp_path / "out"
-    outcome = run(*command, "--out", out, "--machine", "h200")
-    assert_one_line(outcome, 2, "--machine is h200, which only a plan is made for; add --plan, or leave it out")
+    outcome = run(*command, "--out", out, flag, value)
+    assert_one_line(outcome, 2, f"{flag} is {value}, which only a plan is made for; add --plan, or leave it out")
     assert not out.exists()
 
 

@@ -379,6 +379,16 @@ def test_a_clipped_ratio_that_overflows_leaves_loss_and_gradient_finite():
     assert token_weights(**batch, **settings).tolist() == [[0.0, 0.0]]
 
 
+def test_a_clip_beyond_the_dtype_is_none():
+    batch, _ = clipped_batch()
+    batch |= {"logprobs": batch["logprobs"].float(), "old_logprobs": batch["old_logprobs"].float()}
+    found, expected = (
+        policy_loss(**batch, clip_ratio_low=0.2, clip_ratio_high=high, clip_ratio_c=c, num_tokens=61)
+        for high, c in ((1e300, 1e300), (math.inf, None))
+    )
+    assert torch.equal(found, expected)
+
+
 def test_no_gradient_flows_into_old_or_reference_logprobs_or_advantages():
     batch, ref = clipped_batch()
     leaves = {k: v.clone().requires_grad_() for k, v in batch.items() if k != "response_mask"} | {"ref": ref}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tiny import CONTEXT, VOCAB, make_policy, make_responses, make_tokenizer, write_jsonl
@@ -12,7 +14,7 @@ from tiny import CONTEXT, VOCAB, make_policy, make_responses, make_tokenizer, wr
 from gradscope.batch import TokenBatch, collate
 from gradscope.errors import InputError
 from gradscope.models import Policy
-from gradscope.readers import read_rollouts, write_rollouts
+from gradscope.readers import read_dump, read_rollouts, write_rollouts
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +248,15 @@ def test_text_needs_a_policy_with_a_tokenizer_and_a_chat_a_template(tmp_path):
         read_rollouts(chat, make_policy("llama", tokenizer=True))
 
 
+def test_text_that_the_tokenizer_has_no_tokens_for_is_refused_in_a_response_and_told_in_a_prompt(policy, tmp_path):
+    path = write_jsonl(tmp_path / "response.jsonl", [{"prompt": "w4", "response": "w7 é"}])
+    with pytest.raises(InputError, match=r"row 0.*no tokens for some of the response 'w7 é' and would take '<unk>'"):
+        read_dump(path, policy)
+    rows = [{"prompt": prompt, "response": "w7"} for prompt in ("w4 é", "w4", "w4 <unk>")]
+    [note] = read_dump(write_jsonl(tmp_path / "prompt.jsonl", rows), policy).notes
+    assert note == "the tokenizer has no tokens for some of 1 of 3 prompts: '<unk>' is there"
+
+
 def test_files_that_are_missing_empty_broken_or_of_another_kind_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "broken.jsonl").write_text(json.dumps(GOOD) + '\n{"prompt_ids": [4,\n')
@@ -253,6 +264,9 @@ def test_files_that_are_missing_empty_broken_or_of_another_kind_are_refused(tmp_
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 not at all PAR1")
     (tmp_path / "rollouts.txt").write_text("")
+    (tmp_path / "twice.jsonl").write_text('{"prompt_ids": [4], "response_ids": [5], "prompt_ids": [6]}\n')
+    columns = [pa.array([[4]]), pa.array([[5]]), pa.array([[6]])]
+    pq.write_table(pa.table(columns, ["prompt_ids", "response_ids", "prompt_ids"]), tmp_path / "twice.parquet")
     (tmp_path / "folder.jsonl").mkdir()
     cases = {
         "none.jsonl": "is not there",
@@ -263,6 +277,8 @@ def test_files_that_are_missing_empty_broken_or_of_another_kind_are_refused(tmp_
         "latin.jsonl": "not JSON",
         "broken.parquet": "cannot be read as parquet",
         "rollouts.txt": r"ends in '.txt'",
+        "twice.jsonl": r"row 0 \(line 1\): not JSON \('prompt_ids' stands there twice\)",
+        "twice.parquet": "has the column 'prompt_ids' twice",
     }
     for name, message in cases.items():
         with pytest.raises(InputError, match=message) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import MethodType
 
 import numpy as np
@@ -27,7 +28,7 @@ from gradscope.capture import (
     token_gradients,
 )
 from gradscope.capture.self_check import TOLERANCES, CheckedToken, _compare, check_engine, measure_plainly
-from gradscope.errors import SelfCheckError
+from gradscope.errors import InputError, SelfCheckError
 from gradscope.logprobs import TokenStatistics
 from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy
@@ -61,6 +62,18 @@ def test_an_engine_that_is_right_is_far_below_the_tolerance_in_float32(name):
 def test_every_dtype_has_a_tolerance_that_rounding_keeps(name, dtype, seen):
     found = check(make_policy(name, dtype), exact=make_policy(name))
     assert found.largest_difference < seen < found.tolerance == TOLERANCES[dtype]
+
+
+def test_a_gradient_that_float16_cannot_hold_is_not_blamed_on_the_architecture():
+    batch = make_batch(make_policy("llama"), temperature=1e-6)
+    batch = replace(batch, old_logprobs=None, ref_logprobs=None)
+    with (
+        pytest.raises(InputError, match="beyond float16's 65504 at temperature 1e-06; give --dtype bfloat16 or"),
+        TableMeasurement(make_policy("llama", torch.float16), batch, MeasureSettings()),
+    ):
+        pass
+    with TableMeasurement(make_policy("llama", torch.bfloat16), batch, MeasureSettings()) as measurement:
+        assert measurement.check.tokens
 
 
 def test_what_it_compares_with_is_brute_force_module_by_module():

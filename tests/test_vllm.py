@@ -37,6 +37,7 @@ CONTEXT = 128
 PROMPTS = [list(range(4, 74)), [11], [12, 13, 14]]  # the first fills two blocks of 32 tokens of the prefix cache
 STOPS = [EOS, *range(40, 46)]
 WORKER = """
+import os
 from contextlib import closing
 import torch
 from accelerate import Accelerator
@@ -58,7 +59,8 @@ total = torch.ones(1)
 torch.distributed.all_reduce(total)
 assert total.item() == 2
 accelerator.end_training()
-print(rank)
+print(rank, flush=True)
+os._exit(0)  # threads of the process group may abort a Python that ends by itself
 """
 
 

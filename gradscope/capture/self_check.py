@@ -17,7 +17,7 @@ from gradscope.capture.hooks import first_tensor
 from gradscope.capture.recording import block_input
 from gradscope.capture.stack import SequenceTokens
 from gradscope.capture.token_gradients import TokenGradientMeter, TokenGradients
-from gradscope.errors import SelfCheckError
+from gradscope.errors import InputError, SelfCheckError
 from gradscope.logprobs import logit_gradient
 from gradscope.parameters import float_parameters
 
@@ -64,7 +64,8 @@ def check_engine(
 
     sequences: with the tokens to compare as those to measure; the engine measures each with the response token before
     it, and two sequences of like length together, as it will later.
-    Raises SelfCheckError that names the layer or the module that differs most.
+    Raises SelfCheckError that names the layer or the module that differs most; InputError for a gradient that float16
+    cannot hold.
     """
     if tolerance is None:
         tolerance = max(TOLERANCES[meter.model.dtype], FAST_TOLERANCES.get(meter.precision, 0.0))
@@ -75,6 +76,12 @@ def check_engine(
             oracle = measure_plainly(meter, ids, int(targets[k]), temperature=sequence.temperature)
             differences = _compare(ours, k, oracle)
             worst = max(differences, key=differences.__getitem__)
+            if meter.model.dtype == torch.float16 and not ours.param_grad_norm[k].isfinite():
+                raise InputError(
+                    f"the gradient of token {int(targets[k])} of a sequence of {len(ids)} is beyond float16's "
+                    f"{torch.finfo(torch.float16).max:g} at temperature {sequence.temperature:g}; give --dtype "
+                    "bfloat16 or float32"
+                )
             if not differences[worst] <= tolerance:
                 raise SelfCheckError(
                     f"self-check failed at token {int(targets[k])} of a sequence of {len(ids)}: the gradient of "

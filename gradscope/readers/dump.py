@@ -105,7 +105,7 @@ def make_dump(
         extras["clipped"] = extras["clipped"] == 1
     steps = None if None in reading.steps else torch.tensor(reading.steps)
     unknown = _name_unknown(batch, reading) if is_dump else []
-    return Dump(batch, format, (*notes, *unknown, *reading.left_out_notes()), steps, **extras)
+    return Dump(batch, format, (*notes, *unknown, *reading.unknown_notes(), *reading.left_out_notes()), steps, **extras)
 
 
 class _Reading:
@@ -120,6 +120,7 @@ class _Reading:
         self._groups: dict[object, int] = {}
         self._seen: Counter[int | None] = Counter()
         self._left_out: Counter[str] = Counter()
+        self._unknown = 0
         self._agreement = Agreement(policy)
 
     def take(self, row: Row) -> None:
@@ -135,6 +136,9 @@ class _Reading:
             return
         check_sizes(row, prompt_ids, response_ids, self._policy)
         self._agreement.take(row, response_ids)
+        is_text = not {"prompt_ids", "response_ids"} <= set(row.columns)
+        if is_text and self._policy.knows_not(row.columns["prompt"], prompt_ids):
+            self._unknown += 1
         self.responses.append(parse_response(row, prompt_ids, response_ids, self._group(row, prompt_ids)))
         self.steps.append(row.step)
         kept = parse_mask(row, len(response_ids))
@@ -174,6 +178,12 @@ class _Reading:
     def has(self, name: str) -> bool:
         """Whether the rows have this column."""
         return any(name in names for _, names, _ in self._rows)
+
+    def unknown_notes(self) -> tuple[str, ...]:
+        if not self._unknown:
+            return ()
+        share = f"{self._unknown} of {len(self.responses)} prompts"
+        return (f"the tokenizer has no tokens for some of {share}: {self._policy.tokenizer.unk_token!r} is there",)
 
     def left_out_notes(self) -> tuple[str, ...]:
         total = len(self.responses) + self._left_out.total()

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             place = f"{path}, row {index} (line {number})"
             try:
-                row = json.loads(line)
+                row = json.loads(line, object_pairs_hook=_object)
             except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError too
                 raise InputError(f"{place}: not JSON ({error}); write one object per line") from error
             if not isinstance(row, dict):
@@ -91,13 +92,26 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             index += 1
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError for a name that stands there twice, where json would take the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
+        raise ValueError(f"{name!r:.60} stands there twice")
+    return found
+
+
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     index = 0
     try:
-        for batch in pq.ParquetFile(path).iter_batches(batch_size=256):
+        file = pq.ParquetFile(path)
+        names = file.schema_arrow.names
+        if twice := [name for name, n in Counter(names).items() if n > 1]:
+            raise InputError(f"{path} has the column {twice[0]!r:.60} twice; write it again with one of them")
+        for batch in file.iter_batches(batch_size=256):
             for row in batch.to_pylist():  # plain lists and None, where pandas gives arrays and NaN
                 yield f"{path}, row {index}", row
                 index += 1
