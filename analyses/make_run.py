@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 import analyses.puzzles
 import analyses.sums  # noqa: F401  (both register their tasks)
@@ -128,7 +127,7 @@ def describe(work: Path) -> dict[str, Any]:
     """The trainer's manifest without the machine's paths, and the machine."""
     manifest = json.loads((work / "manifest.json").read_text(encoding="utf-8"))
     del manifest["model"]
-    return manifest | describe_machine() | {"threads": torch.get_num_threads()}
+    return manifest | describe_machine()
 
 
 def judge(model: str | Path, test: Test, *, engine: str = "hf", dtype: str | None = None) -> Evaluation:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pandas as pd
+import torch
 import tyro
 from tqdm import tqdm
 
@@ -273,6 +274,7 @@ class Measure:
             "device": str(policy.device),
             "device_map": getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None,
             "processes": measurement.processes.count,
+            "threads": torch.get_num_threads(),
             "self_check": "off" if check is None else asdict(check),
             "engine": {
                 "blocks": policy.blocks_name,

@@ -109,6 +109,7 @@ def test_measure_writes_the_table_that_the_function_returns_and_a_manifest(run, 
     assert re.fullmatch("[0-9a-f]{64}", manifest["model"]["sha256"])
     assert manifest["versions"]["torch"] == torch.__version__ and manifest["versions"]["python"]
     assert (manifest["seed"], manifest["dtype"], manifest["device"]) == (0, "float32", "cpu")
+    assert manifest["threads"] == torch.get_num_threads()
     assert manifest["settings"]["loss"]["kl_coef"] == 0.001
     assert 0 < manifest["self_check"]["largest_difference"] < manifest["self_check"]["tolerance"] == 1e-3
     assert manifest["tokens"] == manifest["tokens_measured"] == len(expected)

@@ -97,7 +97,8 @@ def test_a_run_writes_a_line_per_step_its_settings_and_checkpoints(run):
     assert [record["step"] for record in records(run)] == [1, 2, 3]
     assert json.loads((run / "config.json").read_text())["learning_rate"] == 2e-4
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
-    assert json.loads((run / "manifest.json").read_text())["processes"] == 1
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert (manifest["processes"], manifest["threads"]) == (1, torch.get_num_threads())
     assert list((run / "trackers").rglob("events.*"))
 
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from gradscope import __version__
 from gradscope.errors import InputError
 from gradscope.models import EMBEDDED, fetch_policy, weights_hash
@@ -142,6 +144,7 @@ def write_description(
         "trained_parameters": sum(p.numel() for p in learner.policy.model.parameters() if p.requires_grad),
         "device": str(learner.updater.device),
         "processes": learner.processes.count,
+        "threads": torch.get_num_threads(),
     }
     earlier = read_json(out / MANIFEST) if resumed else None
     if earlier is not None:
