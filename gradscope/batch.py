@@ -14,6 +14,9 @@ from gradscope.errors import InputError
 LARGEST = 1e12
 """Rewards, advantages, log-probabilities and temperatures are at most so large: squares of float32 do not overflow."""
 
+ROUNDING = 1e-3
+"""Nats by which a log-probability may exceed 0: half-precision trainers write such numbers; they are read as 0."""
+
 
 @dataclass(frozen=True)
 class TokenBatch:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from gradscope.batch import LARGEST, TokenBatch
+from gradscope.batch import LARGEST, ROUNDING, TokenBatch
 from gradscope.batch_loss import PAPER, LossSettings
 from gradscope.capture import Precision
 from gradscope.errors import InputError
@@ -128,6 +128,21 @@ def check_batch(policy: Policy, batch: TokenBatch) -> None:
         raise InputError(
             f"response {int(alone.int().argmax())} has no prompt: nothing predicts its first token; give at least one "
             "prompt token"
+        )
+    for name in ("old_logprobs", "ref_logprobs"):
+        _check_logprobs(batch, name)
+
+
+def _check_logprobs(batch: TokenBatch, name: str) -> None:
+    """InputError for what no log-probability of a kept token is; NaN, where it is unknown, makes a weight unknown."""
+    if (values := getattr(batch, name)) is None:
+        return
+    strange = ((values > ROUNDING) | values.isinf()) & batch.response_mask
+    if strange.any():
+        row, column = strange.nonzero()[0].tolist()
+        raise InputError(
+            f"{name} is {float(values[row, column]):g} at position {int(batch.positions()[row, column])} of response "
+            f"{row}; a log-probability is finite and at most 0 (natural logarithm; are these probabilities?)"
         )
 
 

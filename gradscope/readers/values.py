@@ -7,15 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from gradscope.batch import LARGEST, Response
+from gradscope.batch import LARGEST, ROUNDING, Response
 from gradscope.errors import InputError
 from gradscope.models import Policy, check_prompt
 from gradscope.readers.formats import Row
 
 ID_COLUMNS = ("prompt_ids", "response_ids", "prompt", "response")
-
-ROUNDING = 1e-3
-"""Nats by which a log-probability may exceed 0: half-precision trainers write such numbers; they are read as 0."""
 
 LARGEST_ID = 2**31
 """No vocabulary is that large; an id beyond is none."""
