@@ -109,9 +109,15 @@ class Policy:
         return ids
 
     def knows_not(self, text: object, ids: list[int]) -> bool:
-        """Whether ids of a text, or of a chat, hold the token for whatever the tokenizer does not know."""
+        """Whether ids of a text, or of a chat, hold the token for whatever the tokenizer does not know.
+
+        False where that token has another use too (GPT-2, OPT): their tokenizers know every byte.
+        """
         tokenizer = self._need_tokenizer()
-        return tokenizer.unk_token_id in ids and tokenizer.unk_token not in str(text)
+        unknown = tokenizer.unk_token_id
+        if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+            return False
+        return unknown in ids and tokenizer.unk_token not in str(text)
 
     def decode(self, ids: list[int]) -> str:
         """Text of the ids; `<id>` where there is no tokenizer."""

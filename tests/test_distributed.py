@@ -344,7 +344,7 @@ os._exit(0)
 
 
 def test_the_end_of_training_does_not_wait_for_a_thread_that_waits_for_it(tmp_path):
-    ended = launch("-c", ENDS, tmp_path / "store", timeout=120)
+    ended = launch("-c", ENDS, tmp_path / "store", timeout=300)
     assert [process.status for process in ended] == [0, 0], ended[0].stderr + ended[1].stderr
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -255,6 +256,9 @@ def test_text_that_the_tokenizer_has_no_tokens_for_is_refused_in_a_response_and_
     rows = [{"prompt": prompt, "response": "w7"} for prompt in ("w4 é", "w4", "w4 <unk>")]
     [note] = read_dump(write_jsonl(tmp_path / "prompt.jsonl", rows), policy).notes
     assert note == "the tokenizer has no tokens for some of 1 of 3 prompts: '<unk>' is there"
+    other = make_tokenizer()
+    other.bos_token = other.unk_token  # as OPT's, which begins every prompt with it
+    assert not replace(policy, tokenizer=other).knows_not("w4", [other.unk_token_id, 4])
 
 
 def test_files_that_are_missing_empty_broken_or_of_another_kind_are_refused(tmp_path):
