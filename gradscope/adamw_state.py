@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from gradscope.errors import InputError
 from gradscope.parameters import flat_slices, float_parameters
 
 Number = int | float
+
+PART = 1 << 24
+"""Numbers of a vector that are worked on at a time, so that no temporary is as long as a large parameter."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class AdamWState:
     """
 
     exp_avg_sq: dict[str, Tensor]
-    """v by parameter name, before the step, a copy; a parameter that is not here is not updated: its part of Δ is 0."""
+    """v by parameter name, before the step; a parameter that is not here is not updated: its part of Δ is 0."""
     step: dict[str, int]
     """Steps taken so far, by parameter name."""
     beta2: float
@@ -44,7 +48,10 @@ class AdamWState:
     def from_optimizer(
         cls, model: nn.Module, optimizer: torch.optim.Optimizer, *, max_grad_norm: Number | None = None
     ) -> AdamWState:
-        """The state of an optimizer over (some of) the model's parameters; one that never stepped counts as v = 0."""
+        """The state of an optimizer over (some of) the model's parameters; one that never stepped counts as v = 0.
+
+        Its moments are copied: the optimizer's own next step does not change them.
+        """
         if not isinstance(optimizer, torch.optim.AdamW):
             raise InputError(
                 f"the optimizer is {type(optimizer).__name__}; only AdamW's metric is known; give an AdamW"
@@ -54,7 +61,8 @@ class AdamWState:
         if not all(i in by_id for i in held):
             raise InputError("the optimizer holds parameters that are not the model's; give the one that trains it")
         names = [by_id[i] for i in held]
-        return cls.from_state_dict(model, optimizer.state_dict(), names=names, max_grad_norm=max_grad_norm)
+        state = cls.from_state_dict(model, optimizer.state_dict(), names=names, max_grad_norm=max_grad_norm)
+        return replace(state, exp_avg_sq={name: moment.clone() for name, moment in state.exp_avg_sq.items()})
 
     @classmethod
     def from_state_dict(
@@ -65,7 +73,7 @@ class AdamWState:
         names: Sequence[str] | None = None,
         max_grad_norm: Number | None = None,
     ) -> AdamWState:
-        """The state saved by `optimizer.state_dict()`.
+        """The state saved by `optimizer.state_dict()`: views of its tensors, which may be mapped from a file.
 
         names: of the parameters in the order in which the optimizer was given them; None: what `optimizer_names` finds.
         Raises InputError for parameter groups that differ in lr, betas or eps (they may in weight decay, which is none
@@ -91,14 +99,16 @@ class AdamWState:
         moments, steps = {}, {}
         for name, index in zip(names, indices, strict=True):
             state = state_dict["state"].get(index, {})
-            moments[name] = state.get("exp_avg_sq", torch.zeros_like(parameters[name])).detach().clone()
+            unknown = parameters[name].new_zeros(()).expand(parameters[name].shape)
+            moments[name] = state.get("exp_avg_sq", unknown).detach()
             steps[name] = int(state.get("step", 0))
             if moments[name].shape != parameters[name].shape:
                 raise InputError(
                     f"exp_avg_sq of {name} has shape {tuple(moments[name].shape)}, the parameter "
                     f"{tuple(parameters[name].shape)}; give the names in the order in which the optimizer got them"
                 )
-            if not ((moments[name] >= 0) & moments[name].isfinite()).all() or steps[name] < 0:
+            lowest, highest = value_range(moments[name])
+            if not 0 <= lowest <= highest < math.inf or steps[name] < 0:
                 raise InputError(
                     f"exp_avg_sq of {name} is negative or NaN, infinite, or of a negative step; give the state of a "
                     "run that is sound"
@@ -108,14 +118,46 @@ class AdamWState:
     def scale(self, model: nn.Module, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
         """k ⊘ (√v̂ + eps) for the whole step's gradient G, flat in the order of `float_parameters`."""
         scale, slices = torch.zeros_like(gradient), flat_slices(model)
-        square_norm = sum(gradient[slices[name]].double().square().sum().item() for name in self.exp_avg_sq)
-        clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (square_norm**0.5 + 1e-6))
-        for name, moment in self.exp_avg_sq.items():
-            part = slices[name]
-            new = self.beta2 * moment.flatten().to(gradient) + (1 - self.beta2) * (clip * gradient[part]).square()
-            corrected = new / (1 - self.beta2 ** (self.step[name] + 1))
-            scale[part] = clip / (corrected.sqrt() + self.eps)
+        clip = self.clip_factor(sum(square_norm(gradient[slices[name]]) for name in self.exp_avg_sq))
+        for name in self.exp_avg_sq:
+            scale[slices[name]] = self.scale_part(name, gradient[slices[name]], clip)
         return scale
+
+    def clip_factor(self, square_norm: float) -> float:
+        """k, from ‖G‖² over all parameters that are here."""
+        return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (square_norm**0.5 + 1e-6))
+
+    def scale_part(
+        self, name: str, gradient: Float[Tensor, " p"], clip: float, rows: slice | None = None
+    ) -> Float[Tensor, " p"]:
+        """k ⊘ (√v̂ + eps) for a part of one parameter; zeros for a parameter that is not here.
+
+        gradient: those entries of the whole step's G. clip: k, of `clip_factor`. rows: which entries they are of the
+        parameter laid flat; None: all.
+        """
+        scale = torch.zeros_like(gradient)
+        if name not in self.exp_avg_sq:
+            return scale
+        moment = self.exp_avg_sq[name].flatten()
+        parts = (t.split(PART) for t in (scale, gradient, moment if rows is None else moment[rows]))
+        for out, own, old in zip(*parts, strict=True):
+            new = self.beta2 * old.to(own) + (1 - self.beta2) * (clip * own).square()
+            corrected = new / (1 - self.beta2 ** (self.step[name] + 1))
+            out.copy_(clip / (corrected.sqrt() + self.eps))
+        return scale
+
+
+def square_norm(vector: Float[Tensor, " n"]) -> float:
+    """‖vector‖² in float64, of which only a part is there at a time."""
+    return sum(part.double().square().sum().item() for part in vector.split(PART))
+
+
+def value_range(tensor: Tensor) -> tuple[float, float]:
+    """Smallest and largest entry, both NaN where one is NaN, in one walk without a temporary; (0, 0) of none."""
+    if not tensor.numel():
+        return 0.0, 0.0
+    lowest, highest = tensor.aminmax()
+    return lowest.item(), highest.item()
 
 
 def optimizer_names(model: nn.Module, state_dict: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,13 @@ def find_policy_state(policy: Policy) -> Path | None:
 
 
 def read_optimizer_file(path: Path) -> dict[str, Any]:
-    """What `torch.save(optimizer.state_dict(), path)` wrote, for AdamW; nothing in it is executed."""
+    """What `torch.save(optimizer.state_dict(), path)` wrote, for AdamW; nothing in it is executed.
+
+    The tensors stay in the file, mapped: memory holds of them what is being read. Only torch's old format, which cannot
+    be mapped, is read as a whole. Who writes into them changes a copy of his own, never the file.
+    """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, ValueError, TypeError, OSError) as error:
         raise InputError(
             f"{path} is no file of torch.save that can be read safely ({unpickling_reason(error)}); give an AdamW "

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gradscope.adamw_state import AdamWState
+from gradscope.adamw_state import AdamWState, value_range
 from gradscope.errors import InputError
 from gradscope.parameters import float_parameters
 
@@ -87,7 +87,7 @@ def read_moments(model: nn.Module, step: StepSettings, state: dict[str, Any] | N
         whole = {"step", "exp_avg", "exp_avg_sq"} <= held.keys()
         if not whole or held["exp_avg"].shape != second.exp_avg_sq[name].shape:
             raise InputError(f"the optimizer state of {name} holds no AdamW moments of its shape; give AdamW's state")
-        if not held["exp_avg"].isfinite().all():
+        if not all(map(math.isfinite, value_range(held["exp_avg"]))):
             raise InputError(f"exp_avg of {name} is not finite; give the state of a run that is sound")
         first[name] = held["exp_avg"]
     return Moments(second, first)

@@ -10,6 +10,7 @@ import torch
 from tiny import make_batch, make_policy, pad_both_sides
 from torch import Tensor
 
+from gradscope import adamw_state
 from gradscope.adamw_state import AdamWState
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import LossSettings
@@ -17,6 +18,7 @@ from gradscope.errors import InputError
 from gradscope.group_gradients import interval_gradients, interval_gradients_over
 from gradscope.models import Policy
 from gradscope.objective import grpo_advantages
+from gradscope.parameters import flat_slices
 
 # Old log-probabilities of the batches drift by about 0.1: narrow clips are active on both sides, and so is the KL.
 NARROW = LossSettings(clip_ratio_low=0.05, clip_ratio_high=0.04, clip_ratio_c=1.1, kl_coef=0.2)
@@ -376,6 +378,34 @@ def real_step(policy: Policy, optimizer: torch.optim.AdamW, gradient: Tensor, ma
             parameter.copy_(value)
             parameter.grad = None
     return moved
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.01])
+def test_the_scale_of_any_part_is_the_closed_form_and_that_part_of_the_whole(policy, monkeypatch, max_grad_norm):
+    _, state = warm_state(policy, max_grad_norm=max_grad_norm)
+    held = dict(list(state.exp_avg_sq.items())[2:])  # the first two are not trained
+    state = AdamWState(held, state.step, state.beta2, state.eps, max_grad_norm)
+    slices = flat_slices(policy.model)
+    gradient = torch.randn(sum(p.numel() for p in policy.model.parameters()))
+    norm = torch.cat([gradient[slices[name]] for name in held]).double().norm().item()
+    clip = 1.0 if max_grad_norm is None else max_grad_norm / (norm + 1e-6)
+    assert state.clip_factor(norm**2) == pytest.approx(clip, rel=1e-12)
+    whole = state.scale(policy.model, gradient)
+    monkeypatch.setattr(adamw_state, "PART", 7)
+    for name, place in slices.items():
+        own = gradient[place]
+        for rows in (None, slice(3, 20), slice(0, 1), slice(5, 5)):
+            found = state.scale_part(name, own if rows is None else own[rows], clip, rows)
+            assert torch.equal(found, whole[place] if rows is None else whole[place][rows])
+        if name not in held:
+            assert not whole[place].any()
+            continue
+        second = (state.beta2 * held[name].flatten().double() + (1 - state.beta2) * (clip * own.double()) ** 2) / (
+            1 - state.beta2**8
+        )
+        torch.testing.assert_close(whole[place].double(), clip / (second.sqrt() + state.eps), rtol=1e-5, atol=0)
+    # The norm is summed in parts then, which rounds in float64.
+    torch.testing.assert_close(state.scale(policy.model, gradient), whole, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.01, 100.0])

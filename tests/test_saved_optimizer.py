@@ -75,6 +75,29 @@ def test_the_moments_of_transformers_trainer_come_back_by_name(run):
     assert sorted(names) == sorted(live) and names != list(live)
 
 
+def test_the_moments_stay_in_the_file_and_nothing_writes_there(run, tmp_path):
+    folder, live = run
+    file = Path(shutil.copy(folder / "optimizer.pt", tmp_path))
+    written = file.read_bytes()
+    state, policy = read_optimizer_file(file), load_policy(folder)
+    if (maps := Path("/proc/self/maps")).exists():
+        assert str(file) in maps.read_text()
+    found = AdamWState.from_state_dict(policy.model, state)
+    places = {moments["exp_avg_sq"].data_ptr() for moments in state["state"].values()}
+    assert {moment.data_ptr() for moment in found.exp_avg_sq.values()} == places  # no copy
+    apply_update(policy, make_batch(policy), step=StepSettings("adamw", 1e-2), optimizer_state=state)
+    check_equal(found, live)
+    state["state"][0]["exp_avg_sq"].add_(1.0)
+    assert file.read_bytes() == written
+
+
+def test_torchs_old_format_which_cannot_be_mapped_is_read_as_well(run, tmp_path):
+    folder, live = run
+    state = torch.load(folder / "optimizer.pt")
+    torch.save(state, tmp_path / "optimizer.pt", _use_new_zipfile_serialization=False)
+    check_equal(read_adamw_state(load_policy(folder), tmp_path), live)
+
+
 def test_the_moments_of_an_adapter_come_back_under_its_names(adapter_run):
     folder, live = adapter_run
     check_equal(read_adamw_state(load_policy(folder, params="adapter")), live)
