@@ -95,7 +95,7 @@ def has_plain_head(model: nn.Module) -> bool:
     """Whether the model's logits are its head's output, not scaled or capped; tried on a few tokens."""
     seen: list[Tensor] = []
     ids = torch.arange(4, device=_device(model))[None]
-    with torch.autocast(ids.device.type, enabled=False), _choosing(model, ids[0], seen):
+    with torch.autocast(ids.device.type, enabled=False), choosing_places(model, ids[0], seen):
         logits = model(input_ids=ids, use_cache=False).logits[0]
     with torch.autocast(ids.device.type, enabled=False):
         return torch.equal(logits, model.get_output_embeddings()(seen[0][None])[0])
@@ -155,7 +155,10 @@ def _kept_logits(
         inputs, places = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, row * width + source
     else:
         inputs, places = packed_inputs(packing, device), packing.places(row, source)
-    with _choosing(model, places.to(device), seen), nullcontext() if packing is None else attending(model, packing):
+    with (
+        choosing_places(model, places.to(device), seen),
+        nullcontext() if packing is None else attending(model, packing),
+    ):
         logits = model(**inputs, use_cache=False).logits
     kept = (piece.input_ids[row, column], piece.temperature[row])
     # Not logits[0], whose backward pass would copy the gradient into zeros.
@@ -163,7 +166,7 @@ def _kept_logits(
 
 
 @contextmanager
-def _choosing(model: nn.Module, places: Int[Tensor, " K"], seen: list[Tensor] | None) -> Iterator[None]:
+def choosing_places(model: nn.Module, places: Int[Tensor, " K"], seen: list[Tensor] | None) -> Iterator[None]:
     """Show the head only the hidden states at these places of all [b, n, hidden], as one row [1, K, hidden].
 
     seen: gets them [K, hidden]; from the head on there is no graph then.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import psutil
 import torch
 
 from gradscope.errors import InputError, first_line
 
+GRADIENT_SHARE = 1 / 6
+"""Of the memory that is free: the budget of summed gradients, unless one is given."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -29,3 +32,13 @@ def parse_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | s
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     return DTYPES[dtype]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a GPU, or on the machine."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def gradient_budget(device: torch.device) -> int:
+    """Bytes that summed gradients may take, where nobody says how many."""
+    return int(GRADIENT_SHARE * free_memory(device))

@@ -8,9 +8,9 @@ The loss is a sum over tokens, so one forward pass serves every interval, and ea
 the batch. It is made prompt by prompt, which costs the same and gives the g_{p,a}: the noise, and any split by prompts.
 Every number of the table is an inner product of those sums over all parameters (a tied one counts once).
 
-Memory besides the model and its activations: 3 × intervals vectors as long as the parameters (the sums of two halves
-of the batch, and one prompt's), in float32 at least: 48 bytes per parameter for four intervals. An optimizer state adds
-intervals + 1 more and a copy of its moments, 24 bytes per parameter. All lie on the policy's device.
+Memory besides the model and its activations: 3 × intervals vectors (the sums of two halves of the batch, and one
+prompt's), in float32 at least, as long as the parameters or, where that is over the budget, as a slice of them or as
+their sketches: see `prompt_gradients`. An optimizer state adds a vector as long as the parameters and a second pass.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import Tensor
 
-from gradscope.adamw_state import AdamWState
+from gradscope.adamw_state import AdamWState, square_norm
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import PAPER, LossSettings, batch_loss, own_where_unknown, resolve_advantages
+from gradscope.devices import gradient_budget
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
-from gradscope.logprobs import sequence_logprobs
 from gradscope.models import Policy
-from gradscope.weighted_gradients import add_gradients, differentiable, zero_vectors
+from gradscope.prompt_gradients import Index, PromptGradients, SumsPlan, Way
+from gradscope.sketches import BLOCKS, jackknife_error
+from gradscope.weighted_gradients import zero_vectors
 
 Number = int | float
 
@@ -56,6 +57,8 @@ class IntervalGradients:
     """Cosine between G_a (row) and G_b (column)."""
     num_prompts: int
     settings: LossSettings
+    plan: SumsPlan | None = None
+    """How the gradients were made; of sketches each number of the tables has its standard error, NAME_error."""
     adamw_table: pd.DataFrame | None = None
     """The same columns in the metric of the AdamW update (see AdamWState); None without an optimizer state."""
     adamw_cosines: pd.DataFrame | None = None
@@ -87,6 +90,8 @@ def interval_gradients(
     micro_batch_size: int = 8,
     generator: torch.Generator | None = None,
     optimizer_state: AdamWState | None = None,
+    memory: int | None = None,
+    way: Way | None = None,
     progress: bool = False,
 ) -> IntervalGradients:
     """Measure the summed gradient of each interval's tokens, and of all, over all parameters, frozen ones too.
@@ -96,6 +101,8 @@ def interval_gradients(
     micro_batch_size: most responses in one forward pass; responses to different prompts never share one.
     generator: splits the prompts into two halves of equal count (to one); None: seeded with 0.
     optimizer_state: adds the same in the metric of the AdamW update.
+    memory: bytes for gradients, which decides whether they are made whole, in slices or as sketches
+    (`prompt_gradients`); None: a sixth of what is free. way: one of these, whatever it costs.
 
     The model measures in eval mode; flags, modes and `.grad` are left as they were. Raises InputError for a batch
     without response tokens, without advantages and rewards, or with a NaN advantage.
@@ -104,23 +111,29 @@ def interval_gradients(
     _check(batch, intervals, edges, micro_batch_size)
     batch = replace(batch, advantages=resolve_advantages(batch))
     generator = generator or torch.Generator().manual_seed(0)
-    sums = _Sums(policy.model, len(edges) - 1, squares=optimizer_state is not None)
-    with differentiable(policy.model):
-        prompts = batch.group_ids.unique()
-        halves = torch.randperm(len(prompts), generator=generator) * 2 // len(prompts)
-        pairs = zip(prompts.tolist(), halves.tolist(), strict=True)
-        for prompt, half in tqdm(pairs, "prompts", len(prompts), disable=not progress):
-            for rows in (batch.group_ids == prompt).nonzero()[:, 0].split(micro_batch_size):
-                chunk, columns = batch.select(rows).left_aligned()
-                given = None if intervals is None else intervals[rows].gather(1, columns).to(policy.device)
-                _add_gradients(policy.model, chunk.to(policy.device), given, settings, edges, batch.num_tokens, sums)
-            sums.close_prompt(half)
-    table, cosines = _statistics(gram(sums.halves.flatten(0, 1)), sums.square_norms, sums, edges)
-    result = IntervalGradients(table, cosines, len(prompts), settings)
+    size, counts = len(edges) - 1, {}
+    memory = gradient_budget(policy.device) if memory is None else memory
+
+    def seeds(index: Index, piece: TokenBatch, logprobs: Float[Tensor, " K"]) -> Float[Tensor, "A K"]:
+        slopes, cells = _slopes(index, piece, logprobs, batch.num_tokens, settings, intervals, edges)
+        inside = cells == torch.arange(size, device=cells.device)[:, None]
+        counts[tuple(index[0].unique().tolist())] = inside.sum(1).cpu()
+        return slopes * inside
+
+    prompts = batch.group_ids.unique()
+    halves = torch.randperm(len(prompts), generator=generator) * 2 // len(prompts)
+    own = [(batch.group_ids == prompt).nonzero()[:, 0] for prompt in prompts]
+    passes = {"micro_batch_size": micro_batch_size, "progress": progress}
+    source = PromptGradients(policy, batch, own, seeds, rows=size, held=2 * size, memory=memory, way=way, **passes)
+    total = None if optimizer_state is None else zero_vectors(policy.model)
+    raw = _Products.of(source, halves, total=total)
+    num_tokens = torch.stack(list(counts.values())).sum(0)
+    table, cosines = raw.tabulate(num_tokens, edges)
+    result = IntervalGradients(table, cosines, len(prompts), settings, plan=source.plan)
     if optimizer_state is None:
         return result
-    scale = optimizer_state.scale(policy.model, sums.halves.sum((0, 1)))
-    table, cosines = _statistics(gram(sums.halves.mul_(scale).flatten(0, 1)), sums.square_norms_in(scale), sums, edges)
+    scale = optimizer_state.scale(policy.model, total)
+    table, cosines = _Products.of(source, halves, scale=scale).tabulate(num_tokens, edges)
     return replace(result, adamw_table=table, adamw_cosines=cosines)
 
 
@@ -145,84 +158,95 @@ def interval_gradients_over(policy: Policy, batches: Iterable[TokenBatch], **key
     return replace(results[0], num_prompts=sum(result.num_prompts for result in results), **means)
 
 
-class _Sums:
-    """What adds up over the batch; vectors are flat over the parameters, in the order of named_parameters()."""
-
-    def __init__(self, model: nn.Module, num_intervals: int, *, squares: bool) -> None:
-        # [2, A, P]: G_a of each half of the prompts; [A, P]: g_{p,a} of the prompt at hand.
-        self.halves = zero_vectors(model, 2, num_intervals)
-        self.prompt = zero_vectors(model, num_intervals)
-        # [A + 1], all tokens last: Σ_p ‖g_{p,a}‖², and [A + 1, P]: the same before the sum over parameters, which is
-        # the noise in a metric that is known only at the end.
-        self.square_norms = torch.zeros(num_intervals + 1, dtype=torch.float64)
-        self.squares = zero_vectors(model, num_intervals + 1) if squares else None
-        self.num_tokens = torch.zeros(num_intervals, dtype=torch.long)
-        self.num_prompts = 0
-
-    def close_prompt(self, half: int) -> None:
-        """Add the prompt's gradients to its half and to the squares, and start the next one."""
-        self.halves[half] += self.prompt
-        for row, gradient in enumerate((*self.prompt, self.prompt.sum(0))):
-            self.square_norms[row] += gram(gradient[None])[0, 0]
-            if self.squares is not None:
-                self.squares[row] += gradient.square()
-        self.prompt.zero_()
-        self.num_prompts += 1
-
-    def square_norms_in(self, scale: Float[Tensor, " P"]) -> Float[Tensor, " A1"]:
-        """Σ_p ‖scale ∘ g_{p,a}‖² in float64."""
-        parts = zip(self.squares.split(1 << 20, dim=1), scale.split(1 << 20), strict=True)
-        return sum(squares.double() @ factor.double().square() for squares, factor in parts).cpu()
-
-
-def _add_gradients(
-    model: nn.Module,
-    chunk: TokenBatch,
-    intervals: Int[Tensor, "b n"] | None,
-    settings: LossSettings,
-    edges: Sequence[float],
+def _slopes(
+    index: Index,
+    piece: TokenBatch,
+    logprobs: Float[Tensor, " K"],
     num_tokens: int,
-    sums: _Sums,
-) -> None:
-    """One forward pass of the chunk and a backward pass for each interval that has a gradient in it."""
-    # Padding comes last, where causal attention hides it from every token. A mask would leave rows without any key
-    # (sliding windows), and eager attention in float64 makes those NaN.
-    everything = torch.ones_like(chunk.attention_mask)
-    logprobs = sequence_logprobs(model, chunk.input_ids, everything, temperature=chunk.temperature)
-    if intervals is None:
-        old = own_where_unknown(chunk.old_logprobs, logprobs)
-        # A log-probability that a sampler rounded to just above 0 is a probability of 1.
-        prob = torch.where(chunk.response_mask, old, 0.0).double().exp().clamp(max=1.0)
-        intervals = torch.from_numpy(assign_intervals(prob.cpu().numpy(), edges)).to(prob.device)
-    masks = [chunk.response_mask & (intervals == a) for a in range(len(edges) - 1)]
-    sums.num_tokens += torch.tensor([int(mask.sum()) for mask in masks])
-    own = logprobs.detach().requires_grad_(True)
-    (slopes,) = torch.autograd.grad(batch_loss(own, chunk, settings, num_tokens=num_tokens), own)
+    settings: LossSettings,
+    intervals: Int[Tensor, "B S"] | None,
+    edges: Sequence[float],
+) -> tuple[Float[Tensor, " K"], Int[Tensor, " K"]]:
+    """∂loss/∂log π of a piece's kept tokens, and the interval of each."""
+    piece, mask = piece.to(logprobs.device), piece.response_mask.to(logprobs.device)
+    spread = logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs).requires_grad_(True)
+    with torch.enable_grad():
+        loss = batch_loss(spread, piece, settings, num_tokens=num_tokens)
     # All weights of an interval may be 0: equal rewards in the group, every token clipped.
-    add_gradients(model, logprobs, torch.stack([slopes * mask for mask in masks]), sums.prompt)
+    (slopes,) = torch.autograd.grad(loss, spread)
+    if intervals is not None:
+        return slopes[mask], intervals[index].to(mask.device)
+    # A log-probability that a sampler rounded to just above 0 is a probability of 1.
+    prob = own_where_unknown(piece.old_logprobs, spread.detach())[mask].double().exp().clamp(max=1.0)
+    return slopes[mask], torch.from_numpy(assign_intervals(prob.cpu().numpy(), edges)).to(mask.device)
+
+
+@dataclass(frozen=True)
+class _Products:
+    """Inner products over the parameters, in float64; of sketches a part for each block of their coordinates."""
+
+    halves: Float[np.ndarray, "M 2 A 2 A"]
+    """Of the G_a of both halves of the prompts."""
+    squares: Float[np.ndarray, "M A1"]
+    """Σ_p ‖g_{p,a}‖² and, last, Σ_p ‖Σ_a g_{p,a}‖²."""
+    num_prompts: int
+
+    @classmethod
+    def of(cls, source: PromptGradients, halves: Int[Tensor, " n"], **scaled: Tensor | None) -> _Products:
+        """Both from vectors that come part by part."""
+        size = source.rows
+        blocks = 1 if source.plan.sketch_size is None else BLOCKS
+        products, squares = np.zeros((blocks, 2 * size, 2 * size)), np.zeros((blocks, size + 1))
+        for part, vectors in source.parts(**scaled):
+            sums = zero_vectors(source.model, 0).new_zeros(2, size, part.size)
+            for prompt, found in vectors:
+                sums[halves[prompt]] += found
+                every = torch.cat([found, found.sum(0, keepdim=True)])
+                squares += [[square_norm(v) for v in block] for block in every.chunk(blocks, dim=1)]
+            products += np.stack([gram(block).numpy() for block in sums.flatten(0, 1).chunk(blocks, dim=1)])
+        return cls(products.reshape(blocks, 2, size, 2, size), squares, len(halves))
+
+    def tabulate(self, num_tokens: Int[Tensor, " A"], edges: Sequence[float]) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """The table and the cosines; of sketches, with a standard error of each number as a column NAME_error."""
+        shapes = self.halves.shape[1:], self.squares.shape[1:]
+        cut = int(np.prod(shapes[0]))
+
+        def statistics(products: Float[np.ndarray, " N"]) -> tuple[pd.DataFrame, pd.DataFrame]:
+            halves, squares = products[:cut].reshape(shapes[0]), products[cut:].reshape(shapes[1])
+            return _statistics(halves, squares, self.num_prompts, num_tokens.numpy(), edges)
+
+        flat = np.hstack([self.halves.reshape(len(self.halves), -1), self.squares])
+        table, cosines = statistics(flat.sum(0))
+        if len(flat) > 1:
+            numbers = table.columns.drop(["interval", "label", "num_tokens"])
+            error = jackknife_error(lambda products: statistics(products)[0][numbers].to_numpy(), flat)
+            table = table.assign(**{f"{name}_error": error[:, i] for i, name in enumerate(numbers)})
+        return table, cosines
 
 
 def _statistics(
-    gram: Float[Tensor, "A2 A2"], square_norms: Float[Tensor, " A1"], sums: _Sums, edges: Sequence[float]
+    halves: Float[np.ndarray, "2 A 2 A"],
+    square_norms: Float[np.ndarray, " A1"],
+    n: int,
+    num_tokens: Int[np.ndarray, " A"],
+    edges: Sequence[float],
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The table and the cosines from the inner products of both halves' G_a and from Σ_p ‖g_{p,a}‖²."""
-    n, size = sums.num_prompts, len(edges) - 1
+    size = len(edges) - 1
     per_freedom = n / (n - 1) if n > 1 else np.nan
     add_all = np.vstack([np.eye(size), np.ones(size)])  # the last row sums over the intervals
-    blocks = gram.numpy().reshape(2, size, 2, size)
-    halves = {(h, k): add_all @ blocks[h, :, k] @ add_all.T for h in (0, 1) for k in (0, 1)}
-    products, squares = sum(halves.values()), np.diag(sum(halves.values()))
-    spread = square_norms.numpy()
-    counts = np.append(sums.num_tokens.numpy(), sums.num_tokens.sum().item())
+    blocks = {(h, k): add_all @ halves[h, :, k] @ add_all.T for h in (0, 1) for k in (0, 1)}
+    products, squares = sum(blocks.values()), np.diag(sum(blocks.values()))
+    counts = np.append(num_tokens, num_tokens.sum())
     with np.errstate(invalid="ignore", divide="ignore"):  # 0/0 where a gradient is zero
         cosines = products / np.sqrt(np.outer(squares, squares))
         columns = {
             "norm": np.sqrt(squares),
             "share": products[:, -1] / squares[-1],
             "cosine_with_all": cosines[:, -1],
-            "half_cosine": np.diag(halves[0, 1]) / np.sqrt(np.diag(halves[0, 0]) * np.diag(halves[1, 1])),
-            "signal": per_freedom * (squares - spread),
-            "noise": per_freedom * (n * spread - squares),
+            "half_cosine": np.diag(blocks[0, 1]) / np.sqrt(np.diag(blocks[0, 0]) * np.diag(blocks[1, 1])),
+            "signal": per_freedom * (squares - square_norms),
+            "noise": per_freedom * (n * square_norms - squares),
         }
         columns["signal_to_noise"] = columns["signal"] / columns["noise"]
     columns = {name: np.where(counts > 0, values, np.nan) for name, values in columns.items()}

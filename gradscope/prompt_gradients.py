@@ -1,0 +1,456 @@
+"""Summed gradients of each prompt's tokens, in as much memory as there is.
+
+What is asked of them are inner products over all parameters, and these add up over parts of the parameters. So the
+vectors come part by part (`PromptGradients.parts`), and what uses them reduces each part before the next is made.
+
+- **whole**: all parameters at once, by one forward pass and a backward pass per vector.
+- **slices**: a few parameters at a time, exactly as well. The network is differentiated one block after the other
+  (`sweep`), so that any number of slices costs one more forward pass; where a slice is less than a block, that block's
+  own passes are made again. What each block starts from lies in memory meanwhile.
+- **sketches**: one part of `sketch_size` random projections of the gradients (`sketches`), made parameter by parameter
+  as the backward pass goes: inner products are unbiased, with a known error, whatever the number of prompts.
+
+The way is chosen by `plan_sums`, from one budget of memory and from what each way costs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from gradscope.batch import TokenBatch
+from gradscope.batch_logprobs import kept_logprobs, micro_batches
+from gradscope.errors import InputError
+from gradscope.models import Policy
+from gradscope.parameters import flat_slices, float_parameters
+from gradscope.sketches import Sketcher
+from gradscope.sweep import OUTER, Passed, Sweep
+from gradscope.weighted_gradients import add_gradients, differentiable, zero_vectors
+
+Way = Literal["whole", "slices", "sketches"]
+Index = tuple[Int[Tensor, " K"], Int[Tensor, " K"]]
+"""Rows and columns in the batch of a piece's kept tokens."""
+Seeds = Callable[[Index, TokenBatch, Float[Tensor, " K"]], Float[Tensor, "R K"]]
+"""∂loss/∂log π of a piece's kept tokens, a row for each vector, from where they stand in the batch and their log π."""
+Wanted = tuple[str, int, int, int]
+"""A parameter, its first entry that is wanted and one past the last, and where these stand in a part."""
+
+SKETCH = 1 << 16
+"""Numbers of a sketch: errors of inner products are 1/256 of the norms' product."""
+LEAST_SKETCH = 1 << 10
+MOST_SLICES = 1 << 12
+"""Of the parameters: smaller slices are made of overhead."""
+DEAREST = 2.0
+"""Times the cost of sketches, up to which exact slices are taken."""
+LOGITS = 1 << 29
+"""Bytes that the logits of a forward pass may take where a piece is more than one response."""
+SEED = 5929
+"""Of the random projections: the same in every run, as nothing else decides which they are."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the cost of summed gradients depends on."""
+
+    parameters: int
+    """Measured ones."""
+    segments: tuple[int, ...]
+    """Parameters of each block, and of all that is in none, last."""
+    largest: int
+    """Numbers of the largest parameter."""
+    hidden: int
+    """Width of the residual stream."""
+    positions: int
+    """Of all responses with their prompts."""
+    prompts: int
+    width: int = 4
+    """Bytes of a number: 4, or 8 in float64."""
+
+    @classmethod
+    def of(cls, policy: Policy, batch: TokenBatch) -> Sizes:
+        named = float_parameters(policy.model)
+        within = [{id(p) for p in block.parameters()} for block in policy.blocks]
+        sizes = [sum(p.numel() for _, p in named if id(p) in ids) for ids in within]
+        total = sum(p.numel() for _, p in named)
+        served = batch.response_mask.any(1)
+        return cls(
+            total,
+            (*sizes, total - sum(sizes)),
+            max(p.numel() for _, p in named),
+            policy.config.hidden_size,
+            int(batch.attention_mask[served].sum()),
+            len(batch.group_ids[served].unique()),
+            torch.finfo(torch.promote_types(policy.dtype, torch.float32)).bits // 8,
+        )
+
+
+@dataclass(frozen=True)
+class SumsPlan:
+    """How summed gradients are made, and what that costs."""
+
+    way: Way
+    memory: int
+    """Budget, bytes."""
+    slice_width: int
+    """Numbers of a part of each vector; of a sketch its size."""
+    parts: int
+    forward_passes: float
+    """What making the vectors once costs, in forward passes over the batch (a backward pass counts as two)."""
+
+    @property
+    def sketch_size(self) -> int | None:
+        return self.slice_width if self.way == "sketches" else None
+
+    def __str__(self) -> str:
+        cost = f"about {self.forward_passes:.0f} forward passes over the batch"
+        if self.way == "whole":
+            return f"summed gradients: exact, all parameters at once, {cost}"
+        if self.way == "slices":
+            return f"summed gradients: exact, in {self.parts} slices of the parameters, {cost}"
+        return (
+            f"summed gradients: sketches of {self.slice_width:,} numbers, one pass, {cost}; inner products err by "
+            f"{self.slice_width**-0.5:.1%} of the norms' product (one standard deviation)"
+        )
+
+
+def plan_sums(sizes: Sizes, *, rows: int, held: int, memory: int, way: Way | None = None) -> SumsPlan:
+    """The way to make `rows` vectors for each prompt, of which `held` are kept at a time by what uses them.
+
+    held: vectors in memory until all prompts are done, `rows` × prompts if each is kept. memory: bytes for vectors, for
+    what lies between the passes and for sketches. way: this one, in place of the cheapest exact one up to DEAREST times
+    as dear as sketches, and then those. Raises InputError where the budget does not hold it.
+    """
+    vectors, width = held + rows, sizes.width
+    backward = 1.0 + 2 * rows
+    whole = SumsPlan("whole", memory, sizes.parameters, 1, backward)
+    room = memory - slices_memory(sizes, rows=rows, held=held, width=0)
+    slice_width = min(sizes.parameters, max(0, room) // (vectors * width))
+    # A block that is cut is run again for each of its slices.
+    cuts = [max(1.0, size / slice_width) if slice_width else float("inf") for size in sizes.segments]
+    dear = sum(c * s for c, s in zip(cuts, sizes.segments, strict=True)) / max(1, sizes.parameters)
+    # Inner products of all pairs, in float64, beside two operations for each parameter and position of a forward pass.
+    pairs = 4 * held**2 / max(1, sizes.positions)
+    slices = SumsPlan("slices", memory, slice_width, _count(sizes, slice_width), 2 + rows + (1 + rows) * dear + pairs)
+    transient, kept = sizes.largest * width, (sizes.prompts + 1) * rows * width
+    size = SKETCH
+    while size > LEAST_SKETCH and kept * size > memory - transient:
+        size //= 2
+    sketches = SumsPlan("sketches", memory, size, 1, backward)
+    enough = {
+        "whole": vectors * sizes.parameters * width,
+        "slices": slices_memory(sizes, rows=rows, held=held, width=max(1, sizes.parameters // MOST_SLICES)),
+        "sketches": transient + kept * size,
+    }
+    plans = {"whole": whole, "slices": slices, "sketches": sketches}
+    fits = [name for name in plans if enough[name] <= memory]
+    if way is None and "slices" in fits and "sketches" in fits and slices.forward_passes > DEAREST * backward:
+        fits.remove("slices")
+    if way is not None:
+        fits = [way] if way in fits else []
+    if not fits:
+        least = min(enough.values()) if way is None else enough[way]
+        raise InputError(
+            f"summed gradients need {_gigabytes(least)} at least and the budget is {_gigabytes(memory)}; give "
+            f"--gradient-memory {least} or more, or fewer responses"
+        )
+    return plans[fits[0]]
+
+
+def slices_memory(sizes: Sizes, *, rows: int, held: int, width: int) -> int:
+    """Bytes that slices of this width take: vectors, one gradient of the largest parameter, states between blocks."""
+    states = (len(sizes.segments) + rows) * sizes.positions * sizes.hidden
+    return sizes.width * (sizes.largest + states + (held + rows) * width)
+
+
+def _count(sizes: Sizes, width: int) -> int:
+    return 1 if width == 0 else len(_cut([(str(i), n) for i, n in enumerate(sizes.segments)], width))
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some entries of vectors that are flat over the parameters, or a sketch of all."""
+
+    ranges: tuple[tuple[str, int, int], ...]
+    """(parameter, first, one past the last entry of its own), one after the other; empty for a sketch."""
+    size: int
+
+    def take(self, vector: Float[Tensor, " P"], slices: dict[str, slice]) -> Float[Tensor, " size"]:
+        """These entries of a vector that is flat over all parameters."""
+        return torch.cat([vector[slices[n].start + first : slices[n].start + last] for n, first, last in self.ranges])
+
+    def add(self, values: Float[Tensor, " size"], vector: Float[Tensor, " P"], slices: dict[str, slice]) -> None:
+        """Add to these entries of a vector that is flat over all parameters."""
+        for (name, first, last), found in zip(
+            self.ranges, values.split([b - a for _, a, b in self.ranges]), strict=True
+        ):
+            start = slices[name].start
+            vector[start + first : start + last] += found.to(vector)
+
+
+class PromptGradients:
+    """The vectors Σ_t seeds[r, t]·∇ log π_t of each prompt, over all measured parameters, part by part.
+
+    prompts: each prompt's rows of the batch. seeds: R rows for the kept tokens. The model measures in eval mode; flags,
+    modes and `.grad` stay as they were.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        batch: TokenBatch,
+        prompts: Sequence[Int[Tensor, " b"]],
+        seeds: Seeds,
+        *,
+        rows: int,
+        held: int,
+        memory: int,
+        way: Way | None = None,
+        micro_batch_size: int = 8,
+        sketch_seed: int = SEED,
+        progress: bool = False,
+    ) -> None:
+        self.model, self.rows, self._seeds, self._progress = policy.model, rows, seeds, progress
+        self._sketch_seed = sketch_seed
+        longest = int(batch.response_mask.sum(1).max())
+        fits = max(1, LOGITS // (4 * policy.vocab_size * longest))
+        self._pieces = [_make_pieces(batch, own, min(micro_batch_size, fits)) for own in prompts]
+        self._sweep = Sweep(policy.model, policy.blocks)
+        self._slices = flat_slices(policy.model)
+        sizes = Sizes.of(policy, batch)
+        self.plan = plan_sums(sizes, rows=rows, held=held, memory=memory, way=way)
+        """How they are made."""
+        if self.plan.way == "slices":
+            with differentiable(self.model):
+                holds = self._sweep.holds(next(p for pieces in self._pieces for _, p in pieces))
+            if not holds:
+                if way is not None:
+                    raise InputError(
+                        f"{type(self.model).__name__} cannot be differentiated block by block; give more memory"
+                    )
+                self.plan = plan_sums(sizes, rows=rows, held=held, memory=memory, way="sketches")
+
+    def parts(
+        self, scale: Float[Tensor, " P"] | None = None, total: Float[Tensor, " P"] | None = None
+    ) -> Iterator[tuple[Part, Iterator[tuple[int, Float[Tensor, "R size"]]]]]:
+        """(part, its vectors): for each part, the prompts' numbers and vectors, which the next one overwrites.
+
+        scale: what each entry is multiplied by. total: gets the sum of all vectors, before it is scaled. What is said
+        of one part has to be read to its end before the next.
+        """
+        make = {"whole": self._whole, "slices": self._in_slices, "sketches": self._sketched}
+        with differentiable(self.model):
+            yield from make[self.plan.way](scale, total)
+
+    def _whole(self, scale: Tensor | None, total: Tensor | None) -> Iterator:
+        part = Part(tuple((n, 0, s.stop - s.start) for n, s in self._slices.items()), sum(self._sizes().values()))
+
+        def vectors() -> Iterator[tuple[int, Tensor]]:
+            for prompt, pieces in self._counted():
+                found = zero_vectors(self.model, self.rows)
+                for index, piece in pieces:
+                    logprobs = self._logprobs(piece)
+                    add_gradients(self.model, logprobs, self._seeds(index, piece, logprobs.detach()), found)
+                if total is not None:
+                    total.add_(found.sum(0))
+                yield prompt, found if scale is None else found.mul_(scale)
+
+        yield part, vectors()
+
+    def _sketched(self, scale: Tensor | None, total: Tensor | None) -> Iterator:
+        sketcher = Sketcher(self.plan.slice_width, seed=self._sketch_seed)
+
+        def vectors() -> Iterator[tuple[int, Tensor]]:
+            for prompt, pieces in self._counted():
+                found = zero_vectors(self.model, 0).new_zeros(self.rows, sketcher.size)
+                for index, piece in pieces:
+                    logprobs = self._logprobs(piece)
+                    seeds = self._seeds(index, piece, logprobs.detach())
+                    active = [r for r, seed in enumerate(seeds) if seed.any()]
+                    for r in active:
+                        with self._as_they_come(sketcher, found[r], scale, total):
+                            logprobs.backward(seeds[r], retain_graph=r != active[-1])
+                yield prompt, found
+
+        yield Part((), sketcher.size), vectors()
+
+    @contextmanager
+    def _as_they_come(
+        self, sketcher: Sketcher, into: Tensor, scale: Tensor | None, total: Tensor | None
+    ) -> Iterator[None]:
+        """While inside, a gradient that a backward pass has made goes into the sketch, and is gone."""
+        handles, before = [], []
+
+        def take(number: int, name: str, parameter: nn.Parameter) -> None:
+            gradient, parameter.grad = parameter.grad.detach().flatten().to(into.dtype), None
+            part = self._slices[name]
+            if total is not None:
+                total[part] += gradient.to(total)
+            if scale is not None:
+                gradient = gradient * scale[part].to(gradient)
+            sketcher.add(gradient, number, into)
+
+        try:
+            for number, (name, parameter) in enumerate(float_parameters(self.model)):
+                before.append((parameter, parameter.grad))
+                parameter.grad = None
+                handles.append(
+                    parameter.register_post_accumulate_grad_hook(lambda p, i=number, name=name: take(i, name, p))
+                )
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for parameter, gradient in before:
+                parameter.grad = gradient
+
+    def _in_slices(self, scale: Tensor | None, total: Tensor | None) -> Iterator:
+        segments, sizes = self._sweep.segments(), self._sizes()
+        inside = sorted((index for index in segments if index != OUTER), reverse=True)
+        home = {name: index for index, names in segments.items() for name in names}
+        parts = _cut([(n, sizes[n]) for i in (*inside, OUTER) for n in segments[i]], self.plan.slice_width)
+        states = [[self._start(*piece) for piece in pieces] for _, pieces in self._counted()]
+        bar = tqdm(total=len(parts), desc="slices of the gradients", disable=not self._progress)
+        for ranges, following in zip(parts, [*parts[1:], None], strict=True):
+            part = Part(tuple(ranges), sum(last - first for _, first, last in ranges))
+            # The segment that the next part begins in, which this part must not go past.
+            end = OUTER if following is None else home[following[0][0]]
+            yield part, self._slice_vectors(part, home, end, states, scale, total)
+            bar.update()
+        bar.close()
+
+    def _slice_vectors(
+        self,
+        part: Part,
+        home: dict[str, int],
+        end: int,
+        states: list[list[_State]],
+        scale: Tensor | None,
+        total: Tensor | None,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """One part's vectors of each prompt; its states go on to the segment `end`."""
+        wanted: dict[int, list[tuple[str, int, int, int]]] = defaultdict(list)
+        at = 0
+        for name, first, last in part.ranges:
+            wanted[home[name]].append((name, first, last, at))
+            at += last - first
+        for prompt, own in enumerate(states):
+            found = zero_vectors(self.model, 0).new_zeros(self.rows, part.size)
+            for state in own:
+                while state.block > end:
+                    self._pass_block(state, wanted[state.block], found, stay=False)
+                if end == OUTER:
+                    self._pass_outer(state, wanted[OUTER], found)
+                elif wanted[end]:
+                    self._pass_block(state, wanted[end], found, stay=True)
+            if total is not None:
+                part.add(found.sum(0), total, self._slices)
+            yield prompt, found if scale is None else found.mul_(part.take(scale, self._slices).to(found))
+
+    def _start(self, index: Index, piece: TokenBatch) -> _State:
+        """After one forward pass, and from the logits back to the last block's output."""
+        passed, logprobs = self._sweep.record(piece)
+        seeds = self._seeds(index, piece, logprobs)
+        leaf, logprobs = self._sweep.run_tail(passed)
+        deltas = {}
+        for row in (active := [r for r, seed in enumerate(seeds) if seed.any()]):
+            (deltas[row],) = torch.autograd.grad(logprobs, leaf, seeds[row], retain_graph=row != active[-1])
+        return _State(passed, seeds, deltas, len(passed.calls) - 1)
+
+    def _pass_block(self, state: _State, wanted: list[Wanted], found: Tensor, *, stay: bool) -> None:
+        """From the output of the state's block to the gradients that are wanted and, unless it stays, to its input."""
+        if state.deltas:
+            leaf, out = self._sweep.run_block(state.passed, state.block)
+            to = [] if stay else [leaf]
+            deltas = self._differentiate(out, state.deltas, to, wanted, found)
+            state.deltas = state.deltas if stay else {row: delta for row, (delta,) in deltas.items()}
+        if not stay:
+            state.passed.hidden[state.block] = None
+            state.block -= 1
+
+    def _pass_outer(self, state: _State, wanted: list[Wanted], found: Tensor) -> None:
+        """What is in no block: before the first one, and after the last."""
+        if not (wanted and state.deltas):
+            return
+        _, logprobs = self._sweep.run_tail(state.passed)
+        self._differentiate(logprobs, {row: state.seeds[row] for row in state.deltas}, [], wanted, found)
+        hidden = self._sweep.run_embedding(state.passed)
+        if hidden.requires_grad:
+            self._differentiate(hidden, state.deltas, [], wanted, found)
+
+    def _differentiate(
+        self, out: Tensor, cotangents: dict[int, Tensor], to: list[Tensor], wanted: list[Wanted], found: Tensor
+    ) -> dict[int, list[Tensor]]:
+        """Add to the wanted entries of each row; gradients with respect to the tensors of `to`, by row."""
+        names = list(dict.fromkeys(name for name, _, _, _ in wanted))
+        inputs, gradients = [*to, *(self.model.get_parameter(name) for name in names)], {}
+        for row, cotangent in cotangents.items() if inputs else ():
+            last = row == next(reversed(cotangents))
+            made = torch.autograd.grad(out, inputs, cotangent, retain_graph=not last, allow_unused=True)
+            by_name = dict(zip(names, made[len(to) :], strict=True))
+            for name, first, past, at in wanted:
+                if by_name[name] is not None:
+                    found[row, at : at + past - first] += by_name[name].flatten()[first:past].to(found)
+            gradients[row] = list(made[: len(to)])
+        return gradients
+
+    def _counted(self) -> Iterator[tuple[int, list[tuple[Index, TokenBatch]]]]:
+        yield from enumerate(tqdm(self._pieces, "gradients of prompts", disable=not self._progress))
+
+    def _logprobs(self, piece: TokenBatch) -> Float[Tensor, " K"]:
+        found = kept_logprobs(self.model, piece)
+        return found[piece.response_mask.to(found.device)]
+
+    def _sizes(self) -> dict[str, int]:
+        return {name: part.stop - part.start for name, part in self._slices.items()}
+
+
+@dataclass
+class _State:
+    """How far a piece has gone backward."""
+
+    passed: Passed
+    seeds: Float[Tensor, "R K"]
+    deltas: dict[int, Float[Tensor, "b n hidden"]]
+    """Of each vector that has a seed here: its gradient at the output of `block`; behind them all, at their input."""
+    block: int
+
+
+def _make_pieces(batch: TokenBatch, own: Int[Tensor, " b"], size: int) -> list[tuple[Index, TokenBatch]]:
+    """Micro-batches of some rows, each with where its kept tokens stand in the batch."""
+    start, found = batch.attention_mask.int().argmax(1), []
+    for rows, piece in micro_batches(batch.select(own), size):
+        row, column = piece.response_mask.nonzero().unbind(1)
+        rows = own[rows[row]]
+        found.append(((rows, start[rows] + column), piece))
+    return found
+
+
+def _cut(named: Sequence[tuple[str, int]], width: int) -> list[list[tuple[str, int, int]]]:
+    """(name, first, one past the last) of consecutive entries, in lists of `width` entries.
+
+    >>> _cut([("a", 3), ("b", 2)], 4)
+    [[('a', 0, 3), ('b', 0, 1)], [('b', 1, 2)]]
+    """
+    parts, room = [], 0
+    for name, size in named:
+        at = 0
+        while at < size:
+            if not room:
+                parts.append([])
+                room = width
+            taken = min(room, size - at)
+            parts[-1].append((name, at, at + taken))
+            at, room = at + taken, room - taken
+    return parts

@@ -1,0 +1,58 @@
+"""Random projections of gradients, whose inner products are those of the gradients up to a known error.
+
+A CountSketch (Charikar, Chen and Farach-Colton, 2002) with a hash that needs no table of indices: the gradient of a
+parameter, cut into rows of k numbers, is multiplied by random signs, each row is turned round by a shift of its own,
+and all rows are added up. For vectors a and b, over the random signs and shifts,
+
+    E⟨Sa, Sb⟩ = ⟨a, b⟩,    Var⟨Sa, Sb⟩ ≈ (‖a‖²‖b‖² + ⟨a, b⟩²) / k.
+
+Sketches are linear: those of prompts add up to that of the batch. The k coordinates are alike, so that leaving out
+blocks of them in turn (`jackknife_error`) shows how far any smooth statistic of the inner products is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+BLOCKS = 32
+"""Of coordinates, which the jackknife leaves out in turn."""
+
+
+class Sketcher:
+    """Projects gradients to `size` numbers; the same seed makes the same projection, for each parameter another."""
+
+    def __init__(self, size: int, *, seed: int) -> None:
+        self.size, self._seed = size, seed
+
+    def add(self, gradient: Float[Tensor, " p"], parameter: int, into: Float[Tensor, " k"]) -> None:
+        """Add the sketch of one parameter's flat gradient, the parameter's number being its place in the model."""
+        draw = np.random.default_rng([self._seed, parameter])
+        signs = torch.from_numpy(2 * draw.integers(0, 2, self.size, dtype=np.int8) - 1).to(into)
+        rows = ceil(len(gradient) / self.size)
+        # Shifts that differ, as far as there are: rows of one shift and much alike would add what no sign takes off.
+        shifts = np.resize(draw.permutation(self.size)[:rows], rows).tolist()
+        turned = (2 * draw.integers(0, 2, rows) - 1).tolist()
+        for row, shift, sign in zip(gradient.split(self.size), shifts, turned, strict=True):
+            # One sign for each place in a row, besides the row's own: rows of equal sign would meet in every shift.
+            values = row.to(into) * signs[: len(row)]
+            fits = min(len(values), self.size - shift)
+            into[shift : shift + fits].add_(values[:fits], alpha=sign)
+            into[: len(values) - fits].add_(values[fits:], alpha=sign)
+
+
+def jackknife_error(
+    statistic: Callable[[np.ndarray], np.ndarray], blocks: Sequence[Float[np.ndarray, "*shape"]]
+) -> Float[np.ndarray, " s"]:
+    """Standard error of `statistic(sum of the blocks)` that the blocks of a sketch's coordinates show.
+
+    blocks: each block's part of the inner products, which add up over the coordinates. NaN where the statistic is.
+    """
+    whole, count = sum(blocks), len(blocks)
+    left = np.stack([statistic((whole - block) * (count / (count - 1))) for block in blocks])
+    return np.sqrt((count - 1) / count * ((left - left.mean(0)) ** 2).sum(0))

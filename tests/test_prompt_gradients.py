@@ -1,0 +1,182 @@
+"""Summed gradients whole, in slices and as sketches: against one autograd call per prompt and row, and each other."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_peft_adapters import save_adapter
+from tiny import make_batch, make_policy, save_checkpoint
+from torch import Tensor
+
+from gradscope.batch import TokenBatch
+from gradscope.batch_logprobs import micro_batches
+from gradscope.errors import InputError
+from gradscope.models import Policy, load_policy
+from gradscope.parameters import flat_slices, float_parameters
+from gradscope.prompt_gradients import PromptGradients, Sizes, Way, slices_memory
+from gradscope.sweep import Sweep
+from gradscope.weighted_gradients import differentiable, zero_vectors
+
+ROWS = 3
+ARCHITECTURES = ("llama", "qwen2", "gpt2", "gemma2", "mixtral", "phi", "opt", "gpt_neox")
+
+
+def make_seeds(batch: TokenBatch) -> Tensor:
+    """ROWS rows of random numbers, each 0 on some tokens, the last on all of the first prompt."""
+    generator = torch.Generator().manual_seed(3)
+    seeds = torch.randn(ROWS, *batch.input_ids.shape, generator=generator, dtype=torch.float64)
+    seeds *= torch.rand(seeds.shape, generator=generator) < 0.6
+    seeds[-1, batch.group_ids == 0] = 0.0
+    return seeds
+
+
+def own_rows(batch: TokenBatch) -> list[Tensor]:
+    return [(batch.group_ids == prompt).nonzero()[:, 0] for prompt in batch.group_ids.unique()]
+
+
+def make_source(policy: Policy, batch: TokenBatch, way: Way, *, width: int | None = None, **more) -> PromptGradients:
+    """width: of a slice."""
+    seeds, prompts = make_seeds(batch), own_rows(batch)
+    held = ROWS * len(prompts)
+    memory = 1 << 34
+    if width is not None:
+        memory = slices_memory(Sizes.of(policy, batch), rows=ROWS, held=held, width=width)
+    return PromptGradients(
+        policy,
+        batch,
+        prompts,
+        lambda index, piece, logprobs: seeds[:, index[0], index[1]].to(logprobs),
+        rows=ROWS,
+        held=held,
+        memory=memory,
+        way=way,
+        micro_batch_size=1,
+        **more,
+    )
+
+
+def collect(source: PromptGradients, prompts: int = 3, **scaled: Tensor) -> Tensor:
+    """All vectors [n, R, P], from parts that together hold each entry once."""
+    slices, found, seen = flat_slices(source.model), None, torch.zeros_like(zero_vectors(source.model))
+    for part, vectors in source.parts(**scaled):
+        part.add(torch.ones(part.size), seen, slices)
+        for prompt, values in vectors:
+            if found is None:
+                found = zero_vectors(source.model, prompts, ROWS)
+            for vector, row in zip(found[prompt], values, strict=True):
+                part.add(row, vector, slices)
+    assert (seen == 1).all()
+    return found
+
+
+def brute_force(policy: Policy, batch: TokenBatch) -> Tensor:
+    """[n, R, P]: one autograd call for each prompt and row, over each response alone."""
+    seeds, prompts = make_seeds(batch), own_rows(batch)
+    out = torch.zeros(len(prompts), ROWS, zero_vectors(policy.model).numel(), dtype=torch.float64)
+    parameters = [p for _, p in float_parameters(policy.model)]
+    with differentiable(policy.model):
+        for n, rows in enumerate(prompts):
+            for response in rows.tolist():
+                ids, kept = batch.sequence(response)
+                first = int(batch.attention_mask[response].nonzero()[0])
+                logits = policy.model(input_ids=ids[None], use_cache=False).logits[0].double()
+                logits = logits[kept - 1] / batch.temperature[response]
+                logprobs = torch.log_softmax(logits, -1).gather(1, ids[kept][:, None])[:, 0]
+                for r in range(ROWS):
+                    scalar = (seeds[r, response, first + kept] * logprobs).sum()
+                    made = torch.autograd.grad(scalar, parameters, retain_graph=True, allow_unused=True)
+                    flat = [torch.zeros_like(p) if g is None else g for g, p in zip(made, parameters, strict=True)]
+                    out[n, r] += torch.cat([g.flatten() for g in flat])
+    return out
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 2e-6), (torch.float32, 2e-5)])
+def test_slices_of_any_width_are_the_whole_and_those_of_single_autograd_calls(name, dtype, tolerance):
+    policy = make_policy(name, dtype)
+    batch = make_batch(policy)
+    expected = brute_force(policy, batch)
+    whole = collect(make_source(policy, batch, "whole"))
+    assert distance(whole, expected) < tolerance
+    sizes = Sizes.of(policy, batch)
+    # One block and more, a third of one, all at once, and entries of one parameter at a time.
+    for width in (sizes.segments[0] * 3 // 2, sizes.segments[0] // 3, sizes.parameters, 1000):
+        source = make_source(policy, batch, "slices", width=width)
+        assert source.plan.slice_width == min(width, sizes.parameters)
+        assert distance(collect(source), whole) < (1e-9 if dtype == torch.float64 else 1e-5)
+
+
+def test_only_an_adapters_parameters_are_summed_in_slices_too(tmp_path):
+    save_checkpoint(tmp_path / "base", "llama")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", r=3, target_modules=["q_proj", "down_proj"])
+    policy = load_policy(adapter, params="adapter", dtype="float64")
+    batch = make_batch(policy)
+    whole = collect(make_source(policy, batch, "whole"))
+    assert distance(whole, brute_force(policy, batch)) < 2e-6
+    for width in (100, 700):
+        assert distance(collect(make_source(policy, batch, "slices", width=width)), whole) < 1e-9
+
+
+def test_a_model_whose_blocks_share_a_parameter_or_hear_of_each_other_is_not_swept():
+    policy = make_policy("llama")
+    batch = make_batch(policy)
+    piece = micro_batches(batch, 2)[0][1]
+
+    def holds() -> bool:
+        with differentiable(policy.model):
+            return Sweep(policy.model, policy.blocks).holds(piece)
+
+    assert holds()
+    attention = policy.blocks[2].self_attn
+    first, seen = policy.blocks[0], []
+    handles = [
+        first.register_forward_hook(lambda _m, _a, out: seen.append(out[0] if isinstance(out, tuple) else out)),
+        attention.register_forward_hook(lambda _m, _a, out: (out[0] + 0.1 * seen[-1], *out[1:])),
+    ]
+    assert not holds()
+    for handle in handles:
+        handle.remove()
+    assert holds()
+    attention.q_proj.weight = policy.blocks[1].self_attn.q_proj.weight
+    assert not holds()
+    with pytest.raises(InputError, match="block by block"):
+        make_source(policy, batch, "slices", width=1000)
+
+
+@pytest.mark.parametrize("way", ["whole", "slices", "sketches"])
+def test_the_total_is_the_sum_of_all_vectors_and_a_scale_multiplies_each_entry(way):
+    policy = make_policy("qwen2", torch.float64)
+    batch = make_batch(policy)
+    whole = collect(make_source(policy, batch, "whole"))
+    source = make_source(policy, batch, way, width=1000 if way == "slices" else None)
+    total, scale = zero_vectors(policy.model), torch.linspace(0.5, 2.0, whole.shape[-1], dtype=torch.float64)
+    for _, vectors in source.parts(total=total):
+        assert len(list(vectors)) == 3
+    assert distance(total, whole.sum((0, 1))) < 1e-9
+    if way != "sketches":
+        assert distance(collect(source, scale=scale), whole * scale) < 1e-9
+
+
+def test_sketched_inner_products_are_unbiased_and_err_as_they_say():
+    policy = make_policy("qwen2", torch.float64)
+    batch = make_batch(policy)
+    whole = collect(make_source(policy, batch, "whole")).flatten(0, 1)
+    expected = whole @ whole.T
+    norms = expected.diagonal().sqrt()
+    sd = ((norms[:, None] * norms) ** 2 + expected**2).sqrt() / 32
+    found = []
+    for seed in range(200):
+        source = make_source(policy, batch, "sketches", sketch_seed=seed)
+        source.plan = replace(source.plan, slice_width=1024)
+        sketches = torch.cat([v.clone() for _, vectors in source.parts() for _, v in vectors])
+        found.append(sketches @ sketches.T)
+    found = torch.stack(found)
+    active = norms > 0
+    z = ((found - expected) / sd)[:, active][:, :, active]
+    assert z.mean().abs() < 0.1
+    assert z.mean(0).abs().max() < 4 / 200**0.5 * 1.2
+    assert 0.85 < z.square().mean().sqrt() < 1.15
