@@ -19,7 +19,15 @@ from gradscope.adamw_state import AdamWState
 from gradscope.batch import TokenBatch
 from gradscope.batch_logprobs import batch_statistics
 from gradscope.batch_loss import LossSettings, batch_weights
-from gradscope.diagnosis_gradients import Gram, block_gradients, block_products, cosine_matrix, gradient_rows
+from gradscope.diagnosis_gradients import (
+    Gram,
+    Products,
+    block_products,
+    cosine_matrix,
+    gradient_rows,
+    own_rows,
+    prompt_vectors,
+)
 from gradscope.diagnosis_tokens import PromptSums, token_shares
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.models import Policy
@@ -50,22 +58,22 @@ def measure_batch(
     found = batch_statistics(policy.model, batch, device=policy.device, **passes)
     weight = batch_weights(found.logprob, batch, loss, num_tokens=batch.num_tokens).total.double()
     inside = old_intervals(batch) == torch.arange(len(LABELS))[:, None, None]
-    blocks = [(batch.group_ids == prompt).nonzero()[:, 0] for prompt in batch.group_ids.unique()]
+    blocks = own_rows(batch)
     counts, certainty = _sum_blocks(inside, blocks), found.log_one_minus_prob.double().exp()
     predicted = _sum_blocks(inside * (weight * certainty).square(), blocks)
     seeds = -weight / batch.num_tokens * inside
     signs = 2.0 * torch.randint(2, weight.shape, generator=generator) - 1
-    vectors = block_gradients(policy.model, batch, torch.cat([seeds, seeds * signs]), blocks, **passes)
+    vectors = prompt_vectors(policy, batch, torch.cat([seeds, seeds * signs]), **passes)
     gradients, cosines = [], []
     for name in ("raw",) if metric is None else ("raw", "adamw"):
         summed, signed = vectors.split(len(LABELS), dim=1)
         if name == "adamw":
             vectors *= metric.scale(policy.model, summed.sum((0, 1)))
-        pairs = block_products(summed)
+        products = Products(block_products(summed))
         squares = signed.norm(dim=2, dtype=torch.float64).square().numpy()
         sums = PromptSums(counts, counts, squares, predicted)
-        gradients.append(gradient_table(pairs, sums).assign(metric=name))
-        cosines.append(cosine_table(pairs).assign(metric=name))
+        gradients.append(gradient_table(products, sums).assign(metric=name))
+        cosines.append(cosine_table(products.pairs).assign(metric=name))
     return {
         "gradients": pd.concat(gradients, ignore_index=True),
         "cosines": pd.concat(cosines, ignore_index=True),
@@ -74,17 +82,17 @@ def measure_batch(
     }
 
 
-def gradient_table(pairs: Gram, sums: PromptSums) -> pd.DataFrame:
+def gradient_table(products: Products, sums: PromptSums) -> pd.DataFrame:
     """A row per interval (0, …) and for "all", in one metric; NaN where undefined.
 
     gradient_norm, ‖G_a‖; gradient_share, ⟨G_a, G⟩/‖G‖²; norm_ratio; cosine_with_all; gradient_index; signal and noise,
     which add up to ‖G_a‖²; signal_fraction, signal/‖G_a‖²; signal_to_noise, that of ONE prompt (the prompts' number
     times smaller than signal/noise of the sum); squared_share, of Σ‖w·g‖², and dominance_index.
     """
-    rows = _widen(gradient_rows(pairs, sums.tokens, LABELS, metric="raw", rng=None))
+    rows = _widen(gradient_rows(products, sums.tokens, LABELS, metric="raw", rng=None))
     shares = _widen(token_shares(sums, LABELS, rng=None))[["squared_share", "dominance_index"]]
     table = rows.join(shares)
-    table["signal_to_noise"] = table["signal"] / table["noise"] / len(pairs)
+    table["signal_to_noise"] = table["signal"] / table["noise"] / len(products.pairs)
     return table.rename_axis("interval").reset_index()
 
 

@@ -20,6 +20,7 @@ from gradscope import diagnosis_steps as steps
 from gradscope import diagnosis_tokens as tokens
 from gradscope.adamw_state import AdamWState
 from gradscope.batch import TokenBatch
+from gradscope.devices import gradient_budget
 from gradscope.diagnosis_notes import check_table, has_gradient, note_limits, telling_prompts
 from gradscope.diagnosis_result import Diagnosis, DiagnosisSettings
 from gradscope.diagnosis_rows import join_rows, make_rows, one_row
@@ -144,41 +145,35 @@ class _Work:
         """The intervals' summed gradients, prompt by prompt."""
         if not self.weighted:
             return
-        s, model, generator = self.settings, self.policy.model, self._generator(1)
-        seeds = steps.seeds_of(self.table, self.batch, len(self.labels))
-        blocks = gradients.deal_prompts(
-            self.batch, model, len(self.labels), memory=s.gradient_memory, generator=generator
+        s, size = self.settings, len(self.labels)
+        found = gradients.sum_gradients(
+            self.policy,
+            self.batch,
+            steps.seeds_of(self.table, self.batch, size),
+            metric=self.metric,
+            sign_passes=s.sign_passes,
+            memory=gradient_budget(self.policy.device) if s.gradient_memory is None else s.gradient_memory,
+            way=s.gradient_way,
+            micro_batch_size=s.micro_batch_size,
+            generator=self._generator(1),
+            progress=self.progress,
         )
-        prompts = self.table["group"].nunique()
-        if len(blocks) < prompts:
-            self.notes.append(
-                f"{prompts} prompts are dealt into {len(blocks)} blocks, for gradient_memory is {s.gradient_memory:,} "
-                "bytes: intervals and noise of the summed gradients are over blocks."
-            )
-        passes = {"micro_batch_size": s.micro_batch_size, "progress": self.progress}
-        counts = np.zeros((len(blocks), len(self.labels)))
-        for block, rows in enumerate(blocks):
-            own = self.table["response"].isin(rows.tolist())
-            counts[block] = np.bincount(self.table["interval"][own], minlength=len(self.labels))
-        vectors = gradients.block_gradients(model, self.batch, seeds, blocks, **passes)
-        self._add_gradients(vectors, counts, "raw")
-        if self.metric is None:
-            return
-        scale = self.metric.scale(model, vectors.sum((0, 1)))
-        self._add_gradients(vectors.mul_(scale), counts, "adamw")
-        del vectors
-        if s.sign_passes is not None:
-            more = {"passes": s.sign_passes, "generator": generator}
-            squares = gradients.signed_squares(model, self.batch, seeds, blocks, scale, **more, **passes)
-            found = self._sums_with(squares, counts)
-            kept = found["statistic"].isin(["squared_share", "dominance_index"])
-            self.rows.append(found[kept].assign(metric="adamw"))
+        if found.plan.way != "whole":
+            self.notes.append(f"{str(found.plan).capitalize()}.")
+        by_prompt = self.table.groupby("group")["interval"].value_counts().unstack(fill_value=0)
+        counts = by_prompt.reindex(columns=range(size), fill_value=0).to_numpy(np.float64)
+        for products, metric in ((found.raw, "raw"), (found.adamw, "adamw")):
+            if products is not None:
+                self._add_gradients(products, counts, metric)
+        if found.squares is not None:
+            squares = self._sums_with(found.squares, counts)
+            kept = squares["statistic"].isin(["squared_share", "dominance_index"])
+            self.rows.append(squares[kept].assign(metric="adamw"))
 
-    def _add_gradients(self, vectors: torch.Tensor, counts: np.ndarray, metric: str) -> None:
-        products = gradients.block_products(vectors)
+    def _add_gradients(self, products: gradients.Products, counts: np.ndarray, metric: str) -> None:
         more = {"rng": self._rng(2), "resamples": self.settings.resamples}
         self.rows.append(gradients.gradient_rows(products, counts, self.labels, metric=metric, **more))
-        self.parts["cosines" if metric == "raw" else "adamw_cosines"] = gradients.cosine_matrix(products)
+        self.parts["cosines" if metric == "raw" else "adamw_cosines"] = gradients.cosine_matrix(products.pairs)
 
     def _sums_with(self, squares: np.ndarray, counts: np.ndarray) -> pd.DataFrame:
         sums = tokens.PromptSums(counts, counts, squares, np.ones_like(counts))

@@ -2,8 +2,8 @@
 
 g_{p,a} is prompt p's part of G_a, the gradient of the loss over the tokens of interval a; G = Σ_a G_a. All numbers are
 inner products ⟨g_{p,a}, g_{q,b}⟩, one matrix [n·A, n·A], so that prompts can be redrawn without another backward pass.
-Memory besides the model: n·A vectors as long as the parameters. Where that is over the budget, prompts are dealt into
-as many blocks as fit, two at least, and blocks take the place of prompts throughout.
+Memory besides the model: n·A vectors as long as the parameters or, where that is over the budget, as a slice of them or
+as their sketches (`prompt_gradients`). What sketches add to the error of a number is in its bounds.
 
 **Shares, cosines and indices** have bounds from redrawn prompts. A redrawn batch has about twice the noise, which lifts
 squared norms and pulls shares towards those of the noise: so the percentiles are moved by the bootstrap's own bias, and
@@ -18,19 +18,24 @@ biases a squared norm); the fraction's are signal's over this batch's ‖G_a‖�
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from scipy.stats import norm, t
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import Tensor
 
+from gradscope.adamw_state import AdamWState, square_norm
 from gradscope.batch import TokenBatch
 from gradscope.diagnosis_rows import join_rows, make_rows
 from gradscope.group_gradients import gram
-from gradscope.weighted_gradients import weighted_gradients, zero_vectors
+from gradscope.models import Policy
+from gradscope.prompt_gradients import Index, PromptGradients, SumsPlan, Way
+from gradscope.sketches import BLOCKS, jackknife_error
+from gradscope.weighted_gradients import zero_vectors
 
 Gram = Float[np.ndarray, "n A n A"]
 
@@ -38,33 +43,117 @@ SLICE = 1 << 24
 """Numbers that are widened to float64 at a time."""
 
 
-def deal_prompts(
-    batch: TokenBatch, model: nn.Module, num_intervals: int, *, memory: int, generator: torch.Generator
-) -> list[Tensor]:
-    """Rows of the batch in as many blocks of whole prompts as there are, or as `memory` bytes of gradients allow."""
-    # Without a token there is no gradient, and no prompt.
+@dataclass(frozen=True)
+class Products:
+    """Inner products of all g_{p,a}, in float64."""
+
+    pairs: Gram
+    blocks: tuple[Gram, ...] = ()
+    """Of sketches: what each block of their coordinates adds to the pairs."""
+
+    def error(self, statistic: Callable[[Gram], Float[np.ndarray, "*shape"]]) -> Float[np.ndarray, "*shape"]:
+        """Standard error that sketches give a statistic of the pairs; 0 of exact ones."""
+        return jackknife_error(statistic, self.blocks) if self.blocks else np.zeros_like(statistic(self.pairs))
+
+
+@dataclass(frozen=True)
+class SummedGradients:
+    """What the vectors g_{p,a} of one batch say."""
+
+    raw: Products
+    plan: SumsPlan
+    """How they were made."""
+    adamw: Products | None = None
+    squares: Float[np.ndarray, "n A"] | None = None
+    """Σ_t ‖w_t g_t‖² of each prompt and interval in AdamW's metric, estimated by random signs."""
+
+
+def own_rows(batch: TokenBatch) -> list[Int[Tensor, " b"]]:
+    """Rows of the batch by prompt; without a token there is no gradient, and no prompt."""
     prompts = batch.group_ids[batch.response_mask.any(1)].unique()
-    size = zero_vectors(model, 0)
-    most = max(2, memory // (num_intervals * size.shape[1] * size.element_size()))
-    if len(prompts) > most:
-        prompts = prompts[torch.randperm(len(prompts), generator=generator)]
-    return [torch.isin(batch.group_ids, part).nonzero()[:, 0] for part in prompts.tensor_split(min(most, len(prompts)))]
+    return [(batch.group_ids == prompt).nonzero()[:, 0] for prompt in prompts]
 
 
-def block_gradients(
-    model: nn.Module,
+def sum_gradients(
+    policy: Policy,
     batch: TokenBatch,
     seeds: Float[Tensor, "A B S"],
-    blocks: Sequence[Tensor],
     *,
+    metric: AdamWState | None = None,
+    sign_passes: int | None = None,
+    memory: int,
+    way: Way | None = None,
     micro_batch_size: int,
+    generator: torch.Generator,
     progress: bool = False,
+) -> SummedGradients:
+    """All inner products of g_{p,a} = Σ_t seeds[a, t]·∇ log π_t over prompt p's tokens; raw and in AdamW's metric.
+
+    sign_passes: passes for Σ_t ‖w_t g_t‖² in AdamW's metric, ‖Σ_t z_t·w_t·g_t‖² with random signs z_t = ±1, which has
+    that mean; None: it is not estimated. memory, way: see `prompt_gradients`. The policy is as it was.
+    """
+    prompts, size = own_rows(batch), len(seeds)
+    passes = {"memory": memory, "way": way, "micro_batch_size": micro_batch_size, "progress": progress}
+
+    def make(seeds: Float[Tensor, "A B S"], held: int) -> PromptGradients:
+        own = partial(_pick, seeds)
+        return PromptGradients(policy, batch, prompts, own, rows=size, held=held, **passes)
+
+    source = make(seeds, len(prompts) * size)
+    total = None if metric is None else zero_vectors(policy.model)
+    raw, vectors = _multiply(source, len(prompts), total=total)
+    if metric is None:
+        return SummedGradients(raw, source.plan)
+    scale = metric.scale(policy.model, total)
+    del total
+    if source.plan.way == "whole":
+        adamw = Products(block_products(vectors.mul_(scale)))
+    else:
+        adamw, _ = _multiply(source, len(prompts), scale=scale)
+    del vectors
+    if sign_passes is None:
+        return SummedGradients(raw, source.plan, adamw)
+    signs = torch.zeros(sign_passes, *seeds.shape[1:], dtype=seeds.dtype)
+    for rows in prompts:
+        for draw in signs:
+            draw[rows] = (2.0 * torch.randint(2, seeds[0, rows].shape, generator=generator) - 1).to(draw)
+    squares = np.zeros((len(prompts), size))
+    for draw in signs:
+        for _, found in make(seeds * draw, 0).parts(scale=scale):
+            for prompt, signed in found:
+                squares[prompt] += [square_norm(vector) / sign_passes for vector in signed]
+    return SummedGradients(raw, source.plan, adamw, squares)
+
+
+def prompt_vectors(
+    policy: Policy, batch: TokenBatch, seeds: Float[Tensor, "A B S"], *, micro_batch_size: int
 ) -> Float[Tensor, "n A P"]:
-    """g_{p,a} of each block, the rows of some prompts: Σ_t seeds[a, t]·∇ log π_t over its tokens."""
-    vectors = zero_vectors(model, len(blocks), len(seeds))
-    for vector, rows in zip(vectors, tqdm(blocks, "gradients", disable=not progress or None), strict=True):
-        vector.copy_(weighted_gradients(model, batch.select(rows), seeds[:, rows], micro_batch_size=micro_batch_size))
-    return vectors
+    """All g_{p,a} of a small policy themselves."""
+    prompts, everything = own_rows(batch), {"held": 0, "memory": 1 << 62, "way": "whole"}
+    own = partial(_pick, seeds)
+    source = PromptGradients(
+        policy, batch, prompts, own, rows=len(seeds), micro_batch_size=micro_batch_size, **everything
+    )
+    return torch.stack([found for _, vectors in source.parts() for _, found in vectors])
+
+
+def _pick(seeds: Float[Tensor, "A B S"], index: Index, _: TokenBatch, logprobs: Tensor) -> Float[Tensor, "A K"]:
+    return seeds[:, index[0], index[1]].to(logprobs)
+
+
+def _multiply(source: PromptGradients, n: int, **scaled: Tensor | None) -> tuple[Products, Tensor]:
+    """The inner products, and the vectors of the last part."""
+    pairs, blocks = 0.0, ()
+    for part, vectors in source.parts(**scaled):
+        kept = zero_vectors(source.model, 0).new_empty(n, source.rows, part.size)
+        for prompt, found in vectors:
+            kept[prompt] = found
+        if source.plan.sketch_size is not None:
+            blocks = tuple(block_products(block) for block in kept.chunk(BLOCKS, dim=2))
+            pairs = sum(blocks)
+        else:
+            pairs = pairs + block_products(kept)
+    return Products(pairs, blocks), kept
 
 
 def block_products(vectors: Float[Tensor, "n A P"]) -> Gram:
@@ -75,35 +164,8 @@ def block_products(vectors: Float[Tensor, "n A P"]) -> Gram:
     return found.numpy().reshape(n, size, n, size)
 
 
-def signed_squares(
-    model: nn.Module,
-    batch: TokenBatch,
-    seeds: Float[Tensor, "A B S"],
-    blocks: Sequence[Tensor],
-    scale: Float[Tensor, " P"],
-    *,
-    passes: int,
-    micro_batch_size: int,
-    generator: torch.Generator,
-    progress: bool = False,
-) -> Float[np.ndarray, "n A"]:
-    """Σ_t ‖scale ∘ w_t g_t‖² of each block and interval, estimated without bias from passes of random signs.
-
-    ‖Σ_t z_t·w_t·g_t‖² with z_t = ±1 has that mean; each pass costs a backward pass per interval.
-    """
-    out = np.zeros((len(blocks), len(seeds)))
-    for block, rows in enumerate(tqdm(blocks, "random signs", disable=not progress or None)):
-        for _ in range(passes):
-            signs = 2.0 * torch.randint(2, seeds[0, rows].shape, generator=generator) - 1
-            settings = {"micro_batch_size": micro_batch_size}
-            found = weighted_gradients(model, batch.select(rows), seeds[:, rows] * signs, **settings)
-            for a, vector in enumerate(found.mul_(scale)):
-                out[block, a] += sum(p.double().square().sum().item() for p in vector.split(1 << 20)) / passes
-    return out
-
-
 def gradient_rows(
-    pairs: Gram,
+    products: Products,
     tokens: Float[np.ndarray, "n A"],
     labels: Sequence[str],
     *,
@@ -118,9 +180,11 @@ def gradient_rows(
     G; gradient_index, log₂ of its share of Σ_b ‖G_b‖² over its share of the tokens; signal, noise, signal_fraction.
     tokens: counts by block and interval. NaN where an interval has no token or no gradient, bounds with one block.
     """
-    size = len(labels)
+    size, pairs, everyone = len(labels), products.pairs, np.ones((1, len(tokens)))
     settings = {"rng": rng, "confidence": confidence, "resamples": resamples}
-    found = centred_bootstrap(lambda draws: _ratios(pairs, tokens, draws), len(pairs), **settings).reshape(3, 4, size)
+    found = centred_bootstrap(lambda draws: _ratios(pairs, tokens, draws), len(pairs), **settings)
+    error = products.error(lambda pairs: _ratios(pairs, tokens, everyone)[0])
+    found = _widen(found, error, confidence).reshape(3, 4, size)
     found[:, 1], found[:, 2] = np.maximum(found[:, 1], 0.0), np.clip(found[:, 2], -1.0, 1.0)
     counts = tokens.sum(0)
     found = np.where(counts > 0, found, np.nan)
@@ -132,7 +196,9 @@ def gradient_rows(
         make_rows("gradient_index", found[:, 3], counts, unit="bits", **common),
     ]
     everything = {"metric": metric, "intervals": [*labels, "all"]}
-    numbers = signal_and_noise(np.concatenate([_own_blocks(pairs), pairs.sum((1, 3))[None]]), confidence=confidence)
+    numbers = signal_and_noise(_own_blocks(pairs), confidence=confidence)
+    error = products.error(lambda pairs: signal_and_noise(_own_blocks(pairs))["signal"][0])
+    numbers["signal"] = _widen(numbers["signal"], error, confidence)
     counts = np.append(counts, counts.sum())
     for name, unit in (("gradient_norm", "norm"), ("signal", "squared"), ("noise", "squared")):
         parts.append(make_rows(name, np.where(counts > 0, numbers[name], np.nan), counts, unit=unit, **everything))
@@ -231,6 +297,15 @@ def _products(pairs: Gram, weights: Float[np.ndarray, "r n"]) -> Float[np.ndarra
     return out
 
 
-def _own_blocks(pairs: Gram) -> Float[np.ndarray, "A n n"]:
-    """⟨g_{p,a}, g_{q,a}⟩ of each interval."""
-    return np.einsum("paqa->apq", pairs)
+def _own_blocks(pairs: Gram) -> Float[np.ndarray, "A1 n n"]:
+    """⟨g_{p,a}, g_{q,a}⟩ of each interval and, last, of all together."""
+    return np.concatenate([np.einsum("paqa->apq", pairs), pairs.sum((1, 3))[None]])
+
+
+def _widen(
+    found: Float[np.ndarray, "3 k"], error: Float[np.ndarray, " k"], confidence: float
+) -> Float[np.ndarray, "3 k"]:
+    """Value and bounds, those farther out by an error that is independent of what they are for."""
+    value, reach = found[0], norm.ppf((1 + confidence) / 2) * error
+    lower, upper = (np.hypot(found[side] - value, reach) for side in (1, 2))
+    return np.stack([value, value - lower, value + upper]) if error.any() else found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import pandas as pd
 
@@ -37,8 +38,11 @@ class DiagnosisSettings:
     """Bins of position and of entropy."""
     top: int = 20
     """Tokens shown of the largest ‖w·g‖, and of those that move farthest against their advantage."""
-    gradient_memory: int = 2 << 30
-    """Bytes for the gradients of prompts and intervals; prompts are put into blocks where it is too little for each."""
+    gradient_memory: int | None = None
+    """Bytes for the gradients of prompts and intervals, which decide whether they are made whole, in slices or as
+    sketches (`prompt_gradients`); None: a sixth of what is free."""
+    gradient_way: Literal["whole", "slices", "sketches"] | None = None
+    """This one, whatever it costs."""
     sign_passes: int | None = 2
     """Passes of random signs for Σ‖w·g‖² in AdamW's metric; None: not computed. Used with an optimizer state alone."""
     influence_tokens: int | None = 16_000

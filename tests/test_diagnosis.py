@@ -17,7 +17,7 @@ from gradscope.adamw_state import AdamWState
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import LossSettings
 from gradscope.diagnosis import Diagnosis, DiagnosisSettings, diagnose, trend
-from gradscope.diagnosis_gradients import block_products, deal_prompts, signed_squares
+from gradscope.diagnosis_gradients import block_products, sum_gradients
 from gradscope.diagnosis_rows import COLUMNS
 from gradscope.diagnosis_steps import recommend, seeds_of, state_step
 from gradscope.errors import InputError
@@ -182,28 +182,42 @@ def test_in_adamws_metric_each_gradient_is_divided_by_the_root_of_the_second_mom
     assert diagnosis.step.optimizer == ("adamw" if given == "state_dict" else "sgd")
 
 
-def test_random_signs_estimate_the_squares_in_a_metric_without_bias(policy, batch, table, brute):
-    model, generator = policy.model, torch.Generator().manual_seed(0)
-    blocks = deal_prompts(batch, model, 4, memory=1 << 30, generator=generator)
-    scale = torch.linspace(0.5, 2.0, brute.jacobian.shape[1], dtype=torch.float64)
-    settings = {"passes": 1, "micro_batch_size": 8, "generator": generator}
-    arguments = (model, batch, seeds_of(table, batch, 4), blocks, scale)
-    draws = np.stack([signed_squares(*arguments, **settings).sum(0) for _ in range(40)])
+@pytest.mark.parametrize("way", ["whole", "slices"])
+def test_random_signs_estimate_the_squares_in_a_metric_without_bias(policy, batch, table, brute, way):
+    generator = torch.Generator().manual_seed(0)
+    state = AdamWState.from_state_dict(policy.model, warm_state(policy))
+    scale = state.scale(policy.model, torch.from_numpy(brute.sums().sum(0).sum(0)))
+    settings = {"metric": state, "sign_passes": 1, "micro_batch_size": 8, "generator": generator, "way": way}
+    memory, repeats = 1 << 24, 40 if way == "whole" else 8
+    seeds = seeds_of(table, batch, 4)
+    found = [sum_gradients(policy, batch, seeds, memory=memory, **settings) for _ in range(repeats)]
+    assert {one.plan.way for one in found} == {way}
+    draws = np.stack([one.squares.sum(0) for one in found])
     squares = (brute.weight / len(brute.weight)) ** 2 * (brute.jacobian * scale).square().sum(1).numpy()
     for a in range(4):
-        expected, error = squares[brute.interval == a].sum(), draws[:, a].std(ddof=1) / math.sqrt(40)
+        expected, error = squares[brute.interval == a].sum(), draws[:, a].std(ddof=1) / math.sqrt(repeats)
         # Four standard errors, and float32 weights where an interval has one token a prompt and no randomness.
         assert abs(draws[:, a].mean() - expected) < 4 * error + 1e-5 * expected
 
 
-def test_a_small_memory_deals_prompts_into_two_blocks_and_says_so(policy, batch, table, brute):
-    diagnosis = diagnose(policy, batch, table, settings=replace(QUICK, gradient_memory=1))
-    assert any("2 blocks" in note for note in diagnosis.notes)
-    parts = brute.sums().sum(0)
-    assert value(diagnosis, "gradient_norm", "raw", LABELS[1]) == pytest.approx(np.linalg.norm(parts[1]), rel=1e-5)
-    generator = torch.Generator().manual_seed(0)
-    blocks = deal_prompts(batch, policy.model, 4, memory=1, generator=generator)
-    assert sorted(row for rows in blocks for row in rows.tolist()) == list(range(6))
+@pytest.mark.parametrize("way", ["slices", "sketches"])
+def test_a_small_memory_keeps_every_prompt_apart_and_the_page_says_how(policy, batch, table, whole, way):
+    state = warm_state(policy)
+    for held in state["state"].values():
+        held["step"] = torch.tensor(7.0)
+    settings = replace(whole.settings, gradient_way=way, gradient_memory=1 << 20, recommend_batches=None)
+    settings = replace(settings, influence_tokens=None, actual_step=False)
+    diagnosis = diagnose(policy, batch, table, settings=settings, optimizer_state=state)
+    assert any(("slices" if way == "slices" else "sketches of") in note for note in diagnosis.notes)
+    for metric in ("raw", "adamw"):
+        for interval in (*LABELS, "all"):
+            for name in ("gradient_norm", "signal", "noise"):
+                expected = value(whole, name, metric, interval)
+                found = value(diagnosis, name, metric, interval)
+                if way == "slices":
+                    assert found == pytest.approx(expected, rel=1e-6, abs=1e-12)
+                elif name == "gradient_norm":
+                    assert found == pytest.approx(expected, rel=0.2)
 
 
 def test_who_moves_whom_and_both_kinds_of_directions_are_those_of_the_parts_themselves(policy, batch, whole):
