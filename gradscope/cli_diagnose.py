@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -27,7 +27,7 @@ from gradscope.cli_diagnose_pages import (
 )
 from gradscope.cli_measure import Measure, Measured
 from gradscope.cli_sample import Sample
-from gradscope.cli_shared import DeviceFlag, DtypeFlag, FormatFlag, check_no_plan
+from gradscope.cli_shared import DeviceFlag, DtypeFlag, FormatFlag, MemoryFlag, check_no_plan
 from gradscope.diagnosis_result import DiagnosisSettings
 from gradscope.errors import InputError
 from gradscope.measure_settings import MeasureSettings
@@ -44,6 +44,7 @@ from gradscope.saved_optimizer import find_policy_state
 class MeasureOwn(Measure):
     """Of a dump of several training steps, what the checkpoint itself sampled."""
 
+    keeps_prompts: ClassVar[bool] = True
     optimizer_state: Path | None = None
     """An optimizer's file that must be of this policy."""
 
@@ -102,6 +103,9 @@ class Diagnose:
     """AdamW's state_dict, saved by torch; none: optimizer.pt in the checkpoint's folder, if it is there and fits."""
     max_grad_norm: float | None = 1.0
     """The run's clipping of the gradient's norm; none: it was not clipped."""
+    gradient_memory: MemoryFlag = None
+    """Bytes for summed gradients (of intervals, of prompts): they decide whether these are made all at once, in slices
+    of the parameters, which are as exact, or as sketches, whose error is in the intervals."""
     actual_step: bool = True
     """Take one step with the whole batch, look, and take it back."""
     influence_tokens: int | None = DiagnosisSettings.influence_tokens
@@ -170,6 +174,7 @@ class Diagnose:
         """Without a policy nothing is measured: InputError for a flag that would change nothing."""
         plain = Diagnose()
         names = ("params", "base", "device_map", "optimizer_state", "actual_step", "influence_tokens", "recommend")
+        names += ("gradient_memory",)
         given = [name for name in names if getattr(self, name) != getattr(plain, name)]
         settings = replace(self.settings, loss=plain.settings.loss, seed=plain.settings.seed)
         given += [f.name for f in fields(settings) if getattr(settings, f.name) != getattr(plain.settings, f.name)]
@@ -239,7 +244,7 @@ class Diagnose:
 
     def _measure(self, model: str, rollouts: Path, folder: Path | None) -> Measure:
         names = ("settings", "params", "base", "trust_remote_code", "device_map", "blocks", "dtype", "device")
-        names += ("overwrite", "plan", "machine", "format", "step", "optimizer_state")
+        names += ("overwrite", "plan", "machine", "format", "step", "optimizer_state", "gradient_memory")
         return MeasureOwn(model, rollouts, folder, **{name: getattr(self, name) for name in names})
 
     def _diagnosis_settings(self) -> DiagnosisSettings:
@@ -247,6 +252,7 @@ class Diagnose:
         return DiagnosisSettings(
             loss=self.settings.loss,
             seed=self.settings.seed,
+            gradient_memory=self.gradient_memory,
             actual_step=self.actual_step,
             influence_tokens=self.influence_tokens,
             **sizes,

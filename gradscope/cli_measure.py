@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pandas as pd
 import torch
@@ -15,20 +15,25 @@ import tyro
 from tqdm import tqdm
 
 from gradscope import __version__
+from gradscope.batch import TokenBatch
 from gradscope.cli_shared import (
     DeviceFlag,
     DtypeFlag,
     FormatFlag,
+    MemoryFlag,
     check_no_plan,
     load_quietly,
     print_notes,
     quiet_transformers,
 )
+from gradscope.devices import gradient_budget
 from gradscope.errors import InputError
+from gradscope.intervals import EDGES
 from gradscope.launched import join_launch
 from gradscope.measure_settings import BUDGET, MeasureSettings
 from gradscope.models import Policy
 from gradscope.norm_estimates import interval_norms
+from gradscope.prompt_gradients import Sizes, SumsPlan, plan_sums
 from gradscope.readers import Dump
 from gradscope.readers.formats import NO_TEMPERATURE
 from gradscope.run_folder import RunFolder, is_table, library_versions, write_parquet, write_text
@@ -91,6 +96,9 @@ class Measure:
     chunk_memory: int = 1 << 30
     """Bytes that one batched backward may take, or what responses measured together leave; changes speed and memory
     only."""
+    gradient_memory: MemoryFlag = None
+    """Bytes for summed gradients (of intervals, of prompts): they decide whether these are made all at once, in slices
+    of the parameters, which are as exact, or as sketches, whose error is said."""
     constants: int = 0
     """For the summary, compute the constants of Eq. 3 at the contexts of this many measured tokens, the shortest ones:
     certified by an exact SVD up to 1,024 activations in a context, estimated by Lanczos beyond."""
@@ -106,6 +114,9 @@ class Measure:
     """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
     step: int | None = None
     """Only the responses of this training step, where a dump holds several."""
+
+    keeps_prompts: ClassVar[bool] = False
+    """Whether the summed gradients are kept of each prompt, or of two halves of them."""
 
     def run(self) -> None:
         if self.plan:
@@ -131,11 +142,14 @@ class Measure:
             dump = self.read(policy)
             cut = {"chunk_rows": self.chunk_rows, "chunk_memory": self.chunk_memory}
             measurement = TableMeasurement(policy, dump.batch, self.settings, processes=processes, **cut)
+            sums = self.plan_sums(policy, measurement.batch)
             folder = RunFolder(self.out, self._key(policy, measurement.settings))
             found = folder.look(overwrite=self.overwrite) if processes.is_main else None
         measured = Measured(policy, dump, measurement, folder)
         if processes.is_main:
             print_notes(dump.notes)
+            if sums is not None and sums.way != "whole":
+                print(sums)
         if processes.gather([found])[0] != "finished":
             self._measure(measured)
         elif processes.is_main:
@@ -152,6 +166,18 @@ class Measure:
         if self.settings.temperature is None:
             return dump
         return replace(dump, notes=tuple(note for note in dump.notes if note != NO_TEMPERATURE))
+
+    def plan_sums(self, policy: Policy, batch: TokenBatch) -> SumsPlan | None:
+        """How the summed gradients will be made; None if there are none. InputError where they do not fit."""
+        if not self.figures or (batch.advantages is None and batch.rewards is None):
+            return None
+        sizes, rows = Sizes.of(policy, batch), len(EDGES) - 1
+        held = rows * (sizes.prompts if self.keeps_prompts else 2)
+        return plan_sums(sizes, rows=rows, held=held, memory=self.budget(policy))
+
+    def budget(self, policy: Policy) -> int:
+        """Bytes for summed gradients."""
+        return gradient_budget(policy.device) if self.gradient_memory is None else self.gradient_memory
 
     def _check_constants(self) -> None:
         if self.constants < 0:
@@ -240,17 +266,24 @@ class Measure:
         from gradscope.summary import summarize_measurement, write_figures
 
         folder, policy, measurement = measured.folder, measured.policy, measured.measurement
-        drawn = {"constants": self.constants}
+        drawn = {"constants": self.constants, "gradient_memory": self.gradient_memory}
         if folder.manifest.get("figures") == drawn and (self.out / SUMMARY).is_file():
             return
         table, progress = measured.read_table(), sys.stderr.isatty()
         with folder.writing():
             folder.stage()
             summary = summarize_measurement(
-                policy, measurement.batch, table, measurement.settings, contexts=self.constants, progress=progress
+                policy,
+                measurement.batch,
+                table,
+                measurement.settings,
+                contexts=self.constants,
+                memory=self.budget(policy),
+                progress=progress,
             )
             write_figures(folder.staged / "figures", policy, table, summary, progress=progress)
-            folder.close(folder.manifest | {"figures": drawn})
+            told = {} if summary.gradients is None else {"summed_gradients": asdict(summary.gradients.plan)}
+            folder.close(folder.manifest | {"figures": drawn, **told})
 
     def _manifest(self, measured: Measured, table: pd.DataFrame) -> dict[str, Any]:
         policy, measurement, key = measured.policy, measured.measurement, measured.folder.key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,36 @@ DtypeFlag = Annotated[
 DeviceFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: a GPU where there is one)")]
 
 FormatFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: told by the columns)")]
+
+
+def parse_memory(given: str) -> int | None:
+    """Bytes from a number with or without a unit; "none": none.
+
+    >>> parse_memory("2GiB"), parse_memory("500 MB"), parse_memory("1e9")
+    (2147483648, 500000000, 1000000000)
+    """
+    if given.lower() == "none":
+        return None
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*(?:([kmgt]?)(i?)b?)?", given.strip().lower())
+    try:
+        number, unit, binary = float(found[1]), found[2] or "", 1024 if found[3] else 1000
+        size = int(number * binary ** " kmgt".index(unit or " "))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{given!r} is no number of bytes; give one such as 2GiB") from error
+    return size
+
+
+MemoryFlag = Annotated[
+    int | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="BYTES",
+        instance_from_str=lambda given: parse_memory(given[0]),
+        is_instance=lambda value: value is None or isinstance(value, int),
+        str_from_instance=lambda value: [str(value).lower()],
+    ),
+    tyro.conf.arg(help_behavior_hint="(default: a sixth of what is free; for instance 4GiB)"),
+]
 
 
 def print_notes(notes: Sequence[str]) -> None:

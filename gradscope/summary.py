@@ -64,6 +64,8 @@ class Summary:
             legend += "; mean_norm: of ‖g‖, with a 95 % interval over prompts"
         parts = [self.sentences(), f"{table}\n{legend}"]
         if self.gradients is not None:
+            if self.gradients.plan.way != "whole":
+                parts.append(f"{self.gradients.plan}.")
             matrix = self.gradients.cosines.set_axis(interval_labels(), axis=0).set_axis(interval_labels(), axis=1)
             parts += [
                 "Cosines between the intervals' summed gradients:",
@@ -168,20 +170,24 @@ def summarize_measurement(
     settings: MeasureSettings,
     *,
     contexts: int = 0,
+    memory: int | None = None,
     progress: bool = False,
 ) -> Summary:
     """Ask the network for the sums over tokens that the table cannot give, and put everything side by side.
 
     table: what `measure(policy, batch, …)` gave; settings: those that it was made with; batch: at the temperatures that
     it was measured at. contexts: compute the constants of Eq. 3 at so many tokens' contexts
-    (`jacobians.layer_constants`; its time grows fast with model and context).
+    (`jacobians.layer_constants`; its time grows fast with model and context). memory: bytes for the summed gradients;
+    None: a sixth of what is free.
     """
     over, gradients = policy.parameters_in_words, None
     if table["weight"].notna().all():
         # The table's own intervals, by π: shares of tokens and of the gradient are of the same tokens.
         intervals = torch.zeros(batch.input_ids.shape, dtype=torch.long)
         intervals[batch.response_mask] = torch.tensor(table["interval"].tolist())
-        gradients = interval_gradients(policy, batch, settings=settings.loss, intervals=intervals, progress=progress)
+        gradients = interval_gradients(
+            policy, batch, settings=settings.loss, intervals=intervals, memory=memory, progress=progress
+        )
     rng = np.random.default_rng(settings.seed)
     constants = None
     if contexts:
@@ -266,6 +272,8 @@ def _mean_norms(table: pd.DataFrame, rng: np.random.Generator) -> pd.DataFrame:
 def _gradient_columns(gradients: IntervalGradients) -> pd.DataFrame:
     sums = gradients.table.iloc[:-1]
     columns = {"gradient_norm": sums["norm"] / gradients.table["norm"].iloc[-1], "gradient_share": sums["share"]}
+    if "share_error" in sums:
+        columns["gradient_share_error"] = sums["share_error"]
     return pd.DataFrame(columns | {"half_cosine": sums["half_cosine"]})
 
 
