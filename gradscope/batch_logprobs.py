@@ -25,6 +25,9 @@ from gradscope.trained_logprobs import trained_logprobs
 Piece = tuple[Int[Tensor, " b"], TokenBatch]
 """Rows of a batch, and the micro-batch that they make."""
 
+LOGITS = {"cpu": 1 << 30, "cuda": 8 << 30}
+"""Bytes that a micro-batch's logits may take on a device, with all that is made of them and is as large."""
+
 Choose = Callable[[Float[Tensor, "b n"], Bool[Tensor, "b n"]], Bool[Tensor, "b n"]]
 """Which of the kept tokens a loss takes, by their log π and the response_mask."""
 
@@ -44,6 +47,18 @@ def micro_batches(batch: TokenBatch, size: int, *, by_group: bool = False) -> li
         order = order[longest[order].argsort(descending=True, stable=True)]
     kept = order[ends[order] > 0]
     return [(rows, aligned.select(rows).narrow(int(ends[rows].max()))) for rows in kept.split(size) if len(rows)]
+
+
+def fitting_size(model: nn.Module, batch: TokenBatch, size: int, *, copies: int) -> int:
+    """Most responses to take together: `size`, or as many as LOGITS allows; one at least.
+
+    copies: how many tensors as large as the logits of all kept tokens exist at once. At a vocabulary of 150,000, the
+    logits of a thousand tokens are 0.6 GB in float32.
+    """
+    head = getattr(model, "module", model).get_output_embeddings()
+    longest = int(batch.response_mask.sum(1).max())
+    one = copies * longest * getattr(head, "out_features", 0) * max(4, next(model.parameters()).element_size())
+    return max(1, min(size, LOGITS.get(_device(model).type, size * one) // max(1, one)))
 
 
 def empty_piece(batch: TokenBatch) -> Piece:

@@ -13,6 +13,7 @@ the terms share. Against the actual Δ log π the prediction errs by a share tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from gradscope.adamw_state import PART
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import PAPER, LossSettings, batch_weights
 from gradscope.directions import prompt_clusters
@@ -30,12 +32,18 @@ from gradscope.errors import InputError
 from gradscope.intervals import EDGES, bootstrap, interval_labels
 from gradscope.logprobs import TokenStatistics
 from gradscope.models import Policy
-from gradscope.parameters import flat_slices, float_parameters
+from gradscope.parameters import flat_slices, flat_spans, float_parameters
 from gradscope.step_settings import SGD, Moments, StepSettings, read_moments
 from gradscope.steps import clip_scale
 from gradscope.updates import Movement, measure_start, movement_table
 from gradscope.variants import old_intervals
-from gradscope.weighted_gradients import Method, predict_changes, weighted_gradients
+from gradscope.weighted_gradients import (
+    Method,
+    predict_changes,
+    vector_bytes,
+    vectors_within,
+    weighted_gradients,
+)
 
 Number = int | float
 
@@ -74,6 +82,7 @@ def influence(
     step: StepSettings = SGD,
     optimizer_state: dict[str, Any] | None = None,
     edges: Sequence[Number] = EDGES,
+    memory: int | None = None,
     progress: bool = False,
 ) -> Influence:
     """Predict what `apply_update(policy, batch, "all", …)` does to log π of each token, by source; no step is taken.
@@ -88,21 +97,25 @@ def influence(
     Costs a forward pass, a forward and backward pass per source, and two forward passes per source in forward mode; see
     `predict_changes` for models without it, of which a UserWarning and `method` tell. The policy is as it was, bit for
     bit, also if the call raises. Memory besides the model, its activations and the given state: a vector as long as the
-    parameters for each source (SGD: intervals + 2; AdamW: intervals + 3), and 1 more, under AdamW 3.
+    parameters for each source (SGD: intervals + 2; AdamW: intervals + 3), and 1 more. Where that is over `memory` bytes
+    (None: any amount is there), each source's gradient is made by itself, with a forward pass for each and both passes
+    of the whole gradient more; two vectors are needed then, which lie in a scratch file where they exceed `memory` as
+    well, and beside them a parameter's gradient at a time.
 
     Raises InputError for weights below float32, for a batch without response tokens or advantages, for an optimizer
-    state that does not fit, and for a gradient that is not finite, with which no step is taken.
+    state that does not fit, for a gradient that is not finite, with which no step is taken, and where a scratch file
+    finds no room.
     """
     step.check()
     settings.check()
     moments = read_moments(policy.model, step, optimizer_state)
     batch, before = measure_start(policy, batch, step)
     seeds = _seeds(batch, before, settings, step, edges)
-    passes = {"micro_batch_size": step.micro_batch_size, "progress": progress}
-    directions = weighted_gradients(policy.model, batch, torch.stack(list(seeds.values())), **passes)
-    clip_factor = _make_directions(policy.model, list(seeds), directions, step, moments)
-    update_norm = directions.sum(0).norm().item()
-    changes, method = predict_changes(policy.model, batch, directions, **passes)
+    sources = _Sources(
+        policy, batch, seeds, step, moments, {"micro_batch_size": step.micro_batch_size, "progress": progress}
+    )
+    fits = memory is None or (len(seeds) + 1) * vector_bytes(policy.model) <= memory
+    changes, method, clip_factor, update_norm = sources.all_at_once() if fits else sources.one_by_one(memory)
     found = changes[:, batch.response_mask].double().numpy()
     parts = pd.DataFrame({f"{BY}{name}": values for name, values in zip(seeds, found, strict=True)})
     keys = _keys(batch, before, settings, edges)
@@ -167,43 +180,109 @@ def _seeds(
     return seeds | {name: torch.zeros_like(kl) for name in others}
 
 
-def _make_directions(
-    model: nn.Module, names: list[str], rows: Float[Tensor, "C P"], step: StepSettings, moments: Moments | None
-) -> float:
-    """Turn the gradient of each source into its part of Δθ, in place; the clip factor."""
-    slices, parameters = flat_slices(model), dict(float_parameters(model))
-    held = slices if moments is None else {name: slices[name] for name in moments.second.exp_avg_sq}
-    for name in slices.keys() - held.keys():
-        rows[:, slices[name]] = 0.0
-    whole = rows.sum(0)
-    clip_factor = clip_scale(whole.norm().item(), step.max_grad_norm)
-    rows.mul_(clip_factor)
-    if moments is not None:
-        _precondition(rows, rows[names.index("momentum")], held, step, moments, model, whole.mul_(clip_factor))
-    for name, part in held.items():
-        rows[names.index("decay"), part] = step.weight_decay * parameters[name].detach().flatten()
-    rows.mul_(-step.learning_rate)
-    return clip_factor
+@dataclass(frozen=True)
+class _Sources:
+    """The sources of a step, and how their gradients become their parts of Δθ."""
+
+    policy: Policy
+    batch: TokenBatch
+    seeds: dict[str, Float[Tensor, "B S"]]
+    """By source, see `_seeds`."""
+    step: StepSettings
+    moments: Moments | None
+    passes: dict[str, Any]
+    """Keywords of `weighted_gradients` and `predict_changes`."""
+
+    def all_at_once(self) -> tuple[Float[Tensor, "C B S"], Method, float, float]:
+        """What each source does to each token, how that was found, the clip factor, and the norm of Δθ."""
+        model, seeds = self.policy.model, torch.stack(list(self.seeds.values()))
+        rows = weighted_gradients(model, self.batch, seeds, **self.passes)
+        self._keep_held(rows)
+        clip_factor = clip_scale(_norm_of_sum(model, rows), self.step.max_grad_norm)
+        for span, crossed in flat_spans(model, PART):
+            self._shape(rows[:, span], list(self.seeds), rows[:, span].sum(0), clip_factor, crossed)
+        changes, method = predict_changes(model, self.batch, rows, **self.passes)
+        return changes, method, clip_factor, _norm_of_sum(model, rows)
+
+    def one_by_one(self, memory: int) -> tuple[Float[Tensor, "C B S"], Method, float, float]:
+        """The same with two vectors: the whole gradient is made first, then one source's at a time."""
+        model = self.policy.model
+        room = vectors_within(model, 2, memory)
+        whole, row = room[:1], room[1:]
+        self._gradient(sum(self.seeds.values()), whole)
+        clip_factor = clip_scale(_norm_of_sum(model, whole), self.step.max_grad_norm)
+        changes, methods = [], []
+        for name, seeds in self.seeds.items():
+            self._gradient(seeds, row.zero_())
+            for span, crossed in flat_spans(model, PART):
+                self._shape(row[:, span], [name], whole[0, span], clip_factor, crossed)
+            change, method = predict_changes(model, self.batch, row, **self.passes)
+            changes.append(change[0])
+            methods.append(method)
+        # Of a source that does not move anything no derivative was taken.
+        method = "central differences" if "central differences" in methods else "forward mode"
+        return torch.stack(changes), method, clip_factor, self._update_norm(whole[0], clip_factor)
+
+    def _gradient(self, seeds: Float[Tensor, "B S"], out: Float[Tensor, "1 P"]) -> None:
+        if seeds.any():
+            weighted_gradients(self.policy.model, self.batch, seeds[None], out=out, **self.passes)
+            self._keep_held(out)
+
+    def _keep_held(self, rows: Float[Tensor, "C P"]) -> None:
+        """Set to 0 what the optimizer does not hold."""
+        for name, part in flat_slices(self.policy.model).items():
+            if self.moments is not None and name not in self.moments.second.exp_avg_sq:
+                rows[:, part] = 0.0
+
+    def _shape(
+        self,
+        rows: Float[Tensor, "C p"],
+        names: list[str],
+        whole: Float[Tensor, " p"],
+        clip_factor: float,
+        crossed: list[tuple[str, slice, slice]],
+    ) -> None:
+        """Turn the gradients of these sources into their parts of Δθ, in place, in a span that crosses parameters.
+
+        whole: the gradient of all sources there, before clipping.
+        """
+        step, moments, parameters = self.step, self.moments, dict(float_parameters(self.policy.model))
+        rows.mul_(clip_factor)
+        clipped = None if moments is None else whole * clip_factor
+        for name, place, own in crossed:
+            if moments is not None and name not in moments.second.exp_avg_sq:
+                continue
+            if moments is not None:
+                self._precondition(rows[:, place], names, name, own, clipped[place])
+            if "decay" in names:
+                rows[names.index("decay"), place] = step.weight_decay * parameters[name].detach().flatten()[own]
+        rows.mul_(-step.learning_rate)
+
+    def _precondition(
+        self, rows: Float[Tensor, "C p"], names: list[str], name: str, own: slice, clipped: Float[Tensor, " p"]
+    ) -> None:
+        """(1 − β₁)/(1 − β₁ⁿ) · G ⊘ D in each row, β₁/(1 − β₁ⁿ) · m ⊘ D in momentum's; D is the whole gradient's."""
+        moments, beta = self.moments, self.step.betas[0]
+        inverse = moments.second.scale_part(name, clipped, 1.0, own)
+        correction = 1 - beta ** (moments.second.step[name] + 1)
+        rows.mul_(inverse)
+        rows *= (1 - beta) / correction
+        if "momentum" in names and name in moments.first:
+            m = moments.first[name].flatten()[own].to(inverse)
+            rows[names.index("momentum")] = beta / correction * m * inverse
+
+    def _update_norm(self, whole: Float[Tensor, " P"], clip_factor: float) -> float:
+        """‖Δθ‖: the whole gradient's own part, with those of momentum and decay."""
+        names, norms = ["gradient", "momentum", "decay"], []
+        for span, crossed in flat_spans(self.policy.model, PART):
+            rows = nn.functional.pad(whole[None, span], (0, 0, 0, len(names) - 1))
+            self._shape(rows, names, whole[span], clip_factor, crossed)
+            norms.append(rows.sum(0).norm().item())
+        return math.hypot(*norms)
 
 
-def _precondition(
-    rows: Float[Tensor, "C P"],
-    momentum: Float[Tensor, " P"],
-    held: dict[str, slice],
-    step: StepSettings,
-    moments: Moments,
-    model: nn.Module,
-    whole: Float[Tensor, " P"],
-) -> None:
-    """(1 − β₁)/(1 − β₁ⁿ) · G ⊘ D in each row, β₁/(1 − β₁ⁿ) · m ⊘ D in that of momentum; D is the whole gradient's."""
-    inverse = moments.second.scale(model, whole)
-    rows.mul_(inverse)
-    for name, part in held.items():
-        correction = 1 - step.betas[0] ** (moments.second.step[name] + 1)
-        rows[:, part] *= (1 - step.betas[0]) / correction
-        if name in moments.first:
-            m = moments.first[name].flatten().to(inverse)
-            momentum[part] = step.betas[0] / correction * m * inverse[part]
+def _norm_of_sum(model: nn.Module, rows: Float[Tensor, "C P"]) -> float:
+    return math.hypot(*(rows[:, span].sum(0).norm().item() for span, _ in flat_spans(model, PART)))
 
 
 def _keys(batch: TokenBatch, before: TokenStatistics, settings: LossSettings, edges: Sequence[Number]) -> pd.DataFrame:

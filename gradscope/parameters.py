@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
 
 from torch import nn
@@ -47,3 +47,24 @@ def flat_slices(model: nn.Module) -> dict[str, slice]:
     named = float_parameters(model)
     ends = accumulate((p.numel() for _, p in named), initial=0)
     return {name: slice(*pair) for (name, _), pair in zip(named, pairwise(ends), strict=True)}
+
+
+def flat_spans(model: nn.Module, size: int) -> Iterator[tuple[slice, list[tuple[str, slice, slice]]]]:
+    """Such a vector in spans of at most `size` numbers, each with the parameters that it crosses.
+
+    Of each parameter: its name, where its part lies within the span, and which of its own numbers that part is.
+
+    >>> list(flat_spans(nn.Linear(3, 2), 7))[1]
+    (slice(7, 8, None), [('bias', slice(0, 1, None), slice(1, 2, None))])
+    """
+    slices = flat_slices(model)
+    end = max((part.stop for part in slices.values()), default=0)
+    for start in range(0, end, size):
+        span = slice(start, min(start + size, end))
+        crossed = []
+        for name, part in slices.items():
+            low, high = max(part.start, span.start), min(part.stop, span.stop)
+            if low < high:
+                within = slice(low - span.start, high - span.start)
+                crossed.append((name, within, slice(low - part.start, high - part.start)))
+        yield span, crossed

@@ -11,23 +11,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradscope.scratch import check_room, scratch_zeros
+
 
 @contextmanager
-def rewound(model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
+def rewound(model: nn.Module, *, memory: int | None = None) -> Iterator[Mapping[str, Tensor]]:
     """Anything may be done to the model inside; behind it, raised or not, model and random states are as they were.
 
     Yields the parameters' values on entry by name, of which every `.grad` starts out as None. What comes back: values
     of parameters and buffers in the very same tensors, which module holds which, `.grad`, requires_grad, training
     modes, and the random states of torch (of each GPU too, once CUDA is in use), numpy and Python.
-    Memory: a copy of the model.
+    Memory: a copy of the model; where it is over `memory` bytes (None: any amount is there), in scratch files on the
+    host. Raises InputError where these find no room.
     """
+    copy = torch.clone
+    if memory is not None and model_bytes(model) > memory:
+        check_room(model_bytes(model))
+        copy = _copy_to_scratch
     states = _random_states()
     modules = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
     parameters = [(p, p.requires_grad, p.grad) for p in model.parameters()]
-    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    values = {name: copy(p.detach()) for name, p in model.named_parameters()}
     pairs = zip(model.parameters(), values.values(), strict=True)
     tensors = [(p, p.data, value) for p, value in pairs]
-    tensors += [(b, b.data, b.detach().clone()) for b in model.buffers()]
+    tensors += [(b, b.data, copy(b.detach())) for b in model.buffers()]
     try:
         for parameter, _, _ in parameters:
             parameter.grad = None
@@ -47,9 +54,18 @@ def rewound(model: nn.Module) -> Iterator[Mapping[str, Tensor]]:
         _set_random_states(states)
 
 
+def model_bytes(model: nn.Module) -> int:
+    """Of parameters, tied ones once, and buffers."""
+    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+
+
 def _refill(mapping: dict[str, Tensor | None], content: dict[str, Tensor | None]) -> None:
     mapping.clear()
     mapping.update(content)
+
+
+def _copy_to_scratch(tensor: Tensor) -> Tensor:
+    return scratch_zeros(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gradscope.adamw_state import AdamWState, value_range
+from gradscope.adamw_state import PART, AdamWState, value_range
 from gradscope.errors import InputError
 from gradscope.parameters import float_parameters
+from gradscope.scratch import scratch_zeros
 
 Number = int | float
 
@@ -62,6 +63,63 @@ class Moments:
     """m; a parameter that has none never stepped: 0."""
 
 
+class SlicedOptimizer:
+    """torch's SGD or AdamW, a slice of a parameter after the other, so that next to nothing lies beside the gradient.
+
+    Each slice takes up its moments where they were saved. What they became is kept, in scratch files, only if another
+    step is to come. The steps are those of the whole optimizer, for neither looks beyond a number's own gradient.
+    """
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], step: StepSettings, moments: Moments | None, num_steps: int
+    ) -> None:
+        self._parameters, self._settings, self._steps_to_come = parameters, step, num_steps
+        self._saved: dict[str, dict[str, Tensor]] = {}
+        for name, first in ({} if moments is None else moments.first).items():
+            count = torch.tensor(float(moments.second.step[name]))
+            self._saved[name] = {"step": count, "exp_avg": first, "exp_avg_sq": moments.second.exp_avg_sq[name]}
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def step(self) -> None:
+        self._steps_to_come -= 1
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self._step_one(name, parameter)
+
+    @torch.no_grad()
+    def _step_one(self, name: str, parameter: nn.Parameter) -> None:
+        values = parameter.data.view(-1) if parameter.is_contiguous() else parameter.data
+        gradient, saved = parameter.grad.reshape(values.shape), self._saved.get(name, {})
+        kept: dict[str, Tensor] = {}
+        if self._steps_to_come > 0 and self._settings.optimizer == "adamw":
+            kept = {key: scratch_zeros(*values.shape, dtype=values.dtype) for key in ("exp_avg", "exp_avg_sq")}
+        length = max(1, PART // max(1, values[:1].numel()))
+        for start in range(0, len(values), length):
+            own = slice(start, start + length)
+            part = nn.Parameter(values[own])
+            part.grad = gradient[own]
+            optimizer = _make([part], self._settings)
+            for key, value in saved.items():
+                value = value if key == "step" else value.reshape(values.shape)[own].to(part)
+                optimizer.state[part][key] = value.clone()
+            optimizer.step()
+            for key, whole in kept.items():
+                whole[own] = optimizer.state[part][key]
+        if kept:
+            self._saved[name] = {"step": optimizer.state[part]["step"], **kept}
+
+
+def _make(parameters: list[nn.Parameter], step: StepSettings) -> torch.optim.Optimizer:
+    """A fresh one."""
+    if step.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=step.learning_rate, weight_decay=step.weight_decay)
+    settings = {"betas": step.betas, "eps": step.eps, "weight_decay": step.weight_decay}
+    return torch.optim.AdamW(parameters, lr=step.learning_rate, **settings)
+
+
 def read_moments(model: nn.Module, step: StepSettings, state: dict[str, Any] | None) -> Moments | None:
     """What AdamW's `state_dict()` saved, or nothing yet, for all float parameters; None under SGD.
 
@@ -93,17 +151,23 @@ def read_moments(model: nn.Module, step: StepSettings, state: dict[str, Any] | N
     return Moments(second, first)
 
 
-def make_optimizer(model: nn.Module, step: StepSettings, moments: Moments | None) -> torch.optim.Optimizer:
-    """Over the parameters of the moments (SGD: over all), which alone get gradients from here on."""
+def make_optimizer(
+    model: nn.Module, step: StepSettings, moments: Moments | None, *, sliced_for: int | None = None
+) -> torch.optim.Optimizer | SlicedOptimizer:
+    """Over the parameters of the moments (SGD: over all), which alone get gradients from here on.
+
+    sliced_for: of so many steps, without moments of its own in memory; see `SlicedOptimizer`.
+    """
     parameters = dict(float_parameters(model))
     names = list(parameters if moments is None else moments.second.exp_avg_sq)
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in names)
+    if sliced_for is not None:
+        return SlicedOptimizer({name: parameters[name] for name in names}, step, moments, sliced_for)
     trained = [parameters[name] for name in names]
+    optimizer = _make(trained, step)
     if moments is None:
-        return torch.optim.SGD(trained, lr=step.learning_rate, weight_decay=step.weight_decay)
-    settings = {"lr": step.learning_rate, "betas": step.betas, "eps": step.eps, "weight_decay": step.weight_decay}
-    optimizer = torch.optim.AdamW(trained, **settings)
+        return optimizer
     saved = optimizer.state_dict()
     for place, name in enumerate(names):
         if name in moments.first:

@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from gradscope.adamw_state import PART
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import PAPER, LossSettings, batch_weights
 from gradscope.errors import InputError
@@ -32,12 +33,18 @@ from gradscope.group_gradients import gram
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.models import Policy
 from gradscope.objective import check_eta, lopti_split
-from gradscope.parameters import flat_slices, float_parameters
+from gradscope.parameters import flat_slices, flat_spans, float_parameters
 from gradscope.step_settings import SGD, Moments, StepSettings, read_moments
 from gradscope.steps import clip_scale
 from gradscope.updates import measure_start
 from gradscope.variants import old_intervals
-from gradscope.weighted_gradients import Method, predict_changes, weighted_gradients
+from gradscope.weighted_gradients import (
+    Method,
+    predict_changes,
+    vector_bytes,
+    vectors_within,
+    weighted_gradients,
+)
 
 Number = int | float
 
@@ -214,6 +221,7 @@ def linearise(
     step: StepSettings = SGD,
     optimizer_state: dict[str, Any] | None = None,
     edges: Sequence[Number] = EDGES,
+    memory: int | None = None,
     progress: bool = False,
 ) -> Linearisation:
     """Take a batch's gradients by cell and every token's response to them; no step is taken.
@@ -224,9 +232,11 @@ def linearise(
 
     A gradient costs a backward pass and two forward passes in forward mode; there are two per cell, and three with KL.
     Responses without an advantage are left out where they change nothing. Memory besides the model, its activations and
-    the given state: a vector as long as the parameters for each of three gradients per cell, and a few more. The policy
-    is as it was, bit for bit. Raises InputError for weights below float32, advantages that are unknown, NaN or all 0, a
-    state that does not fit, and a gradient that is not finite.
+    the given state: a vector as long as the parameters for each of three gradients per cell, and three more. Where that
+    is over `memory` bytes (None: any amount is there), they lie in a scratch file, and each gradient takes a forward
+    pass of its own. The policy is as it was, bit for bit. Raises InputError for weights below float32, advantages that
+    are unknown, NaN or all 0, a state that does not fit, a gradient that is not finite, and where the scratch file
+    finds no room.
     """
     step.check()
     settings.check()
@@ -241,12 +251,26 @@ def linearise(
     trained = trained_rows(batch, settings)
     # Two rows more, without a seed: for momentum and weights.
     seeds = nn.functional.pad(seeds[:, trained], (0, 0, 0, 0, 0, 2))
-    rows = weighted_gradients(policy.model, batch.select(trained), seeds, **passes)
+    rows = _make_gradients(policy.model, batch.select(trained), seeds, memory, passes)
     gram = _make_directions(policy.model, rows, len(cells.interval), step, moments)
     judged = batch.select(_rows_with_advantage(batch))
     responses, method = predict_changes(policy.model, judged, rows, **passes)
     kept = responses[:, judged.response_mask].double().numpy()
     return Linearisation(batch, judged, cells, gram, kept, step, steps_taken, method, len(interval_labels(edges)))
+
+
+def _make_gradients(
+    model: nn.Module, batch: TokenBatch, seeds: Float[Tensor, "Q B S"], memory: int | None, passes: dict[str, Any]
+) -> Float[Tensor, "Q P"]:
+    """Weighted gradients, in a scratch file where they exceed `memory` bytes."""
+    if memory is None or (len(seeds) + 1) * vector_bytes(model) <= memory:
+        return weighted_gradients(model, batch, seeds, **passes)
+    rows = vectors_within(model, len(seeds), 0)
+    for row, own in zip(rows, seeds, strict=True):
+        # Each with its own forward passes, so that one row at a time is written to.
+        if own.any():
+            weighted_gradients(model, batch, own[None], out=row[None], **passes)
+    return rows
 
 
 def trained_rows(batch: TokenBatch, settings: LossSettings) -> Int[Tensor, " b"]:
@@ -279,22 +303,25 @@ def _make_directions(
     model: nn.Module, rows: Float[Tensor, "Q P"], num_cells: int, step: StepSettings, moments: Moments | None
 ) -> Float[np.ndarray, "Q-2 Q-2"]:
     """The gradients' Gram matrix; then, in place, precondition them and fill in momentum and weights, the last two."""
-    slices, gradients = flat_slices(model), rows[:-2]
-    held = slices if moments is None else {name: slices[name] for name in moments.second.exp_avg_sq}
+    slices, parameters = flat_slices(model), dict(float_parameters(model))
+    held = parameters if moments is None else moments.second.exp_avg_sq
     for name in slices.keys() - held.keys():
         rows[:, slices[name]] = 0.0
-    products = gram(gradients).numpy()
+    products = gram(rows[:-2]).numpy()
     whole = np.repeat([1.0, 0.0, 1.0], num_cells)
     clip_factor = clip_scale(_norm(whole, products), step.max_grad_norm)
-    if moments is not None:
-        for name, moment in moments.first.items():
-            rows[-2, held[name]] = moment.flatten().to(rows)
-        plain = clip_factor * (torch.from_numpy(whole).to(rows) @ gradients)
-        rows.mul_(moments.second.scale(model, plain))
-    if step.weight_decay:
-        parameters = dict(float_parameters(model))
-        for name, part in held.items():
-            rows[-1, part] = parameters[name].detach().flatten().to(rows)
+    for span, crossed in flat_spans(model, PART):
+        part = rows[:, span]
+        plain = None if moments is None else clip_factor * (torch.from_numpy(whole).to(rows) @ part[:-2])
+        for name, place, own in crossed:
+            if name not in held:
+                continue
+            if moments is not None:
+                if name in moments.first:
+                    part[-2, place] = moments.first[name].flatten()[own].to(rows)
+                part[:, place] *= moments.second.scale_part(name, plain[place], 1.0, own)
+            if step.weight_decay:
+                part[-1, place] = parameters[name].detach().flatten()[own].to(rows)
     return products
 
 

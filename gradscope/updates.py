@@ -10,11 +10,12 @@ from typing import Any
 import pandas as pd
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
+from gradscope.adamw_state import PART, square_norm
 from gradscope.batch import TokenBatch
-from gradscope.batch_logprobs import batch_statistics
+from gradscope.batch_logprobs import batch_statistics, fitting_size
 from gradscope.batch_loss import PAPER, LossSettings, batch_weights, own_where_unknown, resolve_advantages
 from gradscope.capture import measuring
 from gradscope.directions import log_odds_change
@@ -24,7 +25,7 @@ from gradscope.logprobs import TokenStatistics
 from gradscope.measure_settings import check_batch
 from gradscope.models import Policy
 from gradscope.parameters import float_parameters
-from gradscope.rewind import rewound
+from gradscope.rewind import model_bytes, rewound
 from gradscope.step_settings import SGD, StepSettings, make_optimizer, read_moments
 from gradscope.steps import StepResult, Updater
 from gradscope.variants import Variant, make_variant, old_intervals
@@ -69,6 +70,7 @@ def apply_update(
     optimizer_state: dict[str, Any] | None = None,
     before: TokenStatistics | None = None,
     edges: Sequence[Number] = EDGES,
+    memory: int | None = None,
     **choices: Any,
 ) -> Movement:
     """Take a variant's optimizer steps with the trainer's own code, look at every token, and rewind the policy.
@@ -81,16 +83,20 @@ def apply_update(
 
     The model works in eval mode, with its own attention. Afterwards weights, buffers, `.grad`, flags, modes and random
     states are as they were, bit for bit, also if the call raises. Memory: one more copy of the weights, beside
-    gradients and moments. Raises InputError for weights below float32, for advantages that are unknown and for an
-    optimizer state that does not fit.
+    gradients and moments. Where these are over `memory` bytes (None: any amount is there), the copy lies in scratch
+    files and the moments stay where they were saved, so that only the gradient is left. Raises InputError for weights
+    below float32, for advantages that are unknown, for an optimizer state that does not fit, where `memory` is too
+    little for a gradient, and where the scratch files find no room.
     """
     step.check()
     interval_labels(edges)  # refuses what is no edges
     refuse_narrow_weights(policy.model)
     check_batch(policy, batch)
     moments = read_moments(policy.model, step, optimizer_state)
+    fits = _fits(policy.model, step, memory)
+    step = replace(step, micro_batch_size=fitting_size(policy.model, batch, step.micro_batch_size, copies=2))
     # Gradients flow, whatever the caller switched off.
-    with torch.inference_mode(False), torch.enable_grad(), rewound(policy.model) as start:
+    with torch.inference_mode(False), torch.enable_grad(), rewound(policy.model, memory=None if fits else 0) as start:
         policy.model.eval()
         if before is None:
             before = _statistics(policy, batch, step)
@@ -98,12 +104,12 @@ def apply_update(
         if isinstance(variant, str):
             keywords = {"settings": settings, "entropy": before.entropy, "edges": edges}
             variant = make_variant(variant, batch, **keywords, **choices)
-        optimizer = make_optimizer(policy.model, step, moments)
+        sliced_for = None if fits else len(variant.passes)
+        optimizer = make_optimizer(policy.model, step, moments, sliced_for=sliced_for)
         updater = Updater(policy.model, optimizer, policy.device, step.micro_batch_size, step.max_grad_norm)
         results = [updater.step(part, variant.settings) for part in variant.passes]
         after = _statistics(policy, batch, step)
-        moved = {name: p.detach() - start[name] for name, p in float_parameters(policy.model)}
-        square = sum(change.double().square().sum().item() for change in moved.values())
+        square = sum(_square_change(p.detach(), start[name]) for name, p in float_parameters(policy.model))
     return Movement(variant.name, batch, before, after, results, math.sqrt(square), settings, edges)
 
 
@@ -125,6 +131,25 @@ def apply_updates(
         movements.append(apply_update(policy, batch, variant, before=before, **keywords))
         before = movements[0].before
     return movements
+
+
+def _fits(model: nn.Module, step: StepSettings, memory: int | None) -> bool:
+    """Whether a copy of the model, the gradient and AdamW's two moments do; InputError where the gradient does not."""
+    if memory is None:
+        return True
+    gradient = sum(p.numel() * p.element_size() for _, p in float_parameters(model))
+    if gradient > memory:
+        raise InputError(
+            f"the gradient of a real step takes {gradient / 1e9:.3g} GB, and {memory / 1e9:.3g} GB are given; give "
+            "more (--gradient-memory), or leave the step out (--no-actual-step)"
+        )
+    return model_bytes(model) + gradient * (3 if step.optimizer == "adamw" else 1) <= memory
+
+
+def _square_change(after: Tensor, before: Tensor) -> float:
+    """‖after − before‖², without a temporary as large as they are."""
+    pairs = zip(after.flatten().split(PART), before.flatten().split(PART), strict=True)
+    return sum(square_norm(new - old.to(new)) for new, old in pairs)
 
 
 def movement_table(movements: Sequence[Movement], *, edges: Sequence[Number] | None = None) -> pd.DataFrame:
@@ -184,7 +209,8 @@ def measure_start(policy: Policy, batch: TokenBatch, step: StepSettings) -> tupl
 
 
 def _statistics(policy: Policy, batch: TokenBatch, step: StepSettings) -> TokenStatistics:
-    return batch_statistics(policy.model, batch, micro_batch_size=step.micro_batch_size, device=policy.device)
+    size = fitting_size(policy.model, batch, step.micro_batch_size, copies=2)
+    return batch_statistics(policy.model, batch, micro_batch_size=size, device=policy.device)
 
 
 def _resolve(batch: TokenBatch, before: TokenStatistics) -> TokenBatch:

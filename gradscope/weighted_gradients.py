@@ -20,10 +20,11 @@ from torch.func import functional_call
 from tqdm import tqdm
 
 from gradscope.batch import TokenBatch
-from gradscope.batch_logprobs import kept_logprobs, micro_batches
+from gradscope.batch_logprobs import fitting_size, kept_logprobs, micro_batches
 from gradscope.capture import measuring
 from gradscope.errors import InputError, first_line
 from gradscope.parameters import flat_slices, float_parameters
+from gradscope.scratch import scratch_zeros
 
 Vectors = dict[str, Tensor]
 """A tensor of each parameter's shape, by its name in _KeptLogprobs."""
@@ -43,15 +44,19 @@ def weighted_gradients(
     *,
     micro_batch_size: int,
     progress: bool = False,
+    out: Float[Tensor, "C P"] | None = None,
 ) -> Float[Tensor, "C P"]:
     """Row c is Σ_t seeds[c, t] · ∇ log π_t over all parameters, frozen ones too; seeds are read on kept tokens only.
 
     With seeds −w_t / num_tokens (Eq. 2) it is the gradient of the loss. log π is at each response's temperature, in
     nats. micro_batch_size: most responses in one forward pass, which serves every row; each row costs a backward pass,
-    where it has a seed in the piece. The model measures in eval mode; flags, modes and `.grad` stay as they were.
+    where it has a seed in the piece. Of a large vocabulary, fewer responses go together (see `fitting_size`).
+    The model measures in eval mode; flags, modes and `.grad` stay as they were.
 
     Memory besides the model and its activations: C + 1 vectors as long as the parameters, in float32 at least, on the
-    model's device. Raises InputError for seeds that do not fit the batch, and for a batch without kept tokens.
+    model's device. out: zeros to add to, of `vectors_within`; then no other vector is needed, for each parameter's
+    gradient goes there as soon as it is made. The numbers are the same. Raises InputError for seeds that do not fit the
+    batch, and for a batch without kept tokens.
     """
     _check(batch, micro_batch_size)
     if tuple(seeds.shape[1:]) != (wanted := tuple(batch.input_ids.shape)):
@@ -59,8 +64,12 @@ def weighted_gradients(
             f"seeds have shape {tuple(seeds.shape)}, the batch {wanted}; give rows with one number per column of it"
         )
     with differentiable(model):
+        if out is not None:
+            for piece, (row, column) in _pieces(model, batch, micro_batch_size, progress, copies=4):
+                _stream_gradients(model, piece, seeds[:, row, column], out)
+            return out
         sums = zero_vectors(model, len(seeds))
-        for piece, (row, column) in _pieces(model, batch, micro_batch_size, progress):
+        for piece, (row, column) in _pieces(model, batch, micro_batch_size, progress, copies=4):
             logprobs = kept_logprobs(model, piece)[piece.response_mask]
             add_gradients(model, logprobs, seeds[:, row, column].to(logprobs), sums)
     return sums
@@ -146,6 +155,23 @@ def differentiable(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def vectors_within(model: nn.Module, count: int, memory: int | None) -> Float[Tensor, "count P"]:
+    """`zero_vectors(model, count)`, in a scratch file on the host where they take more than `memory` bytes; None: any.
+
+    Raises InputError where there is no room for the file.
+    """
+    if memory is None or count * vector_bytes(model) <= memory:
+        return zero_vectors(model, count)
+    one = zero_vectors(model, 0)
+    return scratch_zeros(count, one.shape[1], dtype=one.dtype)
+
+
+def vector_bytes(model: nn.Module) -> int:
+    """Bytes of one vector as long as the parameters."""
+    one = zero_vectors(model, 0)
+    return one.shape[1] * one.element_size()
+
+
 def add_gradients(
     model: nn.Module, logprobs: Float[Tensor, "*tokens"], seeds: Float[Tensor, "C *tokens"], sums: Float[Tensor, "C P"]
 ) -> None:
@@ -158,6 +184,27 @@ def add_gradients(
         for part, gradient in zip(slices, gradients, strict=True):
             if gradient is not None:
                 sums[c, part] += gradient.flatten().to(sums)
+
+
+def _stream_gradients(
+    model: nn.Module, piece: TokenBatch, seeds: Float[Tensor, "C K"], sums: Float[Tensor, "C P"]
+) -> None:
+    """`add_gradients` of a piece, a parameter at a time: no gradient waits until the backward pass is through."""
+    # Leaves of our own on the same memory: no hook of another's runs, and no `.grad` of the model is touched.
+    leaves = {f"model.{name}": p.detach().requires_grad_() for name, p in float_parameters(model)}
+    row = 0
+
+    def take(part: slice, leaf: Tensor) -> None:
+        sums[row, part] += leaf.grad.flatten().to(sums)
+        leaf.grad = None
+
+    for part, leaf in zip(flat_slices(model).values(), leaves.values(), strict=True):
+        leaf.register_post_accumulate_grad_hook(partial(take, part))
+    logprobs = _logprobs_at(_KeptLogprobs(model), piece, leaves)
+    seeds = seeds.to(logprobs)
+    active = [c for c, seed in enumerate(seeds) if seed.any()]
+    for row in active:  # which `take` reads
+        logprobs.backward(seeds[row], retain_graph=row != active[-1], inputs=list(leaves.values()))
 
 
 class _KeptLogprobs(nn.Module):
@@ -184,13 +231,22 @@ def _changes(
     parameters = {f"model.{name}": p for name, p in float_parameters(model)}
     slices = {f"model.{name}": part for name, part in flat_slices(model).items()}
     changes = torch.zeros(len(directions), *batch.input_ids.shape, dtype=directions.dtype)
-    for piece, (row, column) in _pieces(model, batch, micro_batch_size, progress):
-        logprobs = partial(_logprobs_at, module, piece)
-        for c, direction in enumerate(directions):
-            if direction.any():
-                tangents = {name: direction[slices[name]].view(p.shape).to(p) for name, p in parameters.items()}
-                changes[c, row, column] = differentiate(logprobs, parameters, tangents).to(changes)
+    for c, direction in enumerate(directions):
+        if not direction.any():
+            continue
+        # A tangent with an offset in its memory would be copied: each has to begin where its memory does.
+        parts = {name: _alone(direction[part]) for name, part in slices.items()}
+        tangents = {name: parts[name].view(p.shape).to(p) for name, p in parameters.items()}
+        for piece, (row, column) in _pieces(model, batch, micro_batch_size, progress, copies=6):
+            logprobs = partial(_logprobs_at, module, piece)
+            changes[c, row, column] = differentiate(logprobs, parameters, tangents).to(changes)
     return changes
+
+
+def _alone(part: Float[Tensor, " p"]) -> Float[Tensor, " p"]:
+    """The same numbers as the only ones of their memory, not copied where that can be."""
+    part = part.detach()
+    return torch.from_dlpack(part) if part.device.type in ("cpu", "cuda") else part.clone()
 
 
 def _logprobs_at(module: _KeptLogprobs, piece: TokenBatch, parameters: Vectors) -> Float[Tensor, " K"]:
@@ -225,9 +281,13 @@ def _central_differences(
 
 
 def _pieces(
-    model: nn.Module, batch: TokenBatch, micro_batch_size: int, progress: bool
+    model: nn.Module, batch: TokenBatch, micro_batch_size: int, progress: bool, *, copies: int
 ) -> Iterator[tuple[TokenBatch, tuple[Tensor, Tensor]]]:
-    """Micro-batches on the model's device, each with the rows and columns of its kept tokens in the batch."""
+    """Micro-batches on the model's device, each with the rows and columns of its kept tokens in the batch.
+
+    copies: of the logits, see `fitting_size`.
+    """
+    micro_batch_size = fitting_size(model, batch, micro_batch_size, copies=copies)
     device, start = next(model.parameters()).device, batch.attention_mask.int().argmax(1)
     for rows, piece in tqdm(micro_batches(batch, micro_batch_size), "micro-batches", disable=not progress):
         row, column = piece.response_mask.nonzero().unbind(1)

@@ -9,7 +9,7 @@ import gradscope
 # A module, or a folder with all that is in it → its floor. A new file gets its entry here.
 FLOORS = {
     "__init__": 0, "errors": 0, "batch": 0, "intervals": 0, "theory": 0, "processes": 0,
-    "run_folder": 0, "folder_lock": 0,
+    "run_folder": 0, "folder_lock": 0, "scratch": 0,
     "logprobs": 1, "objective": 1, "models": 1, "cost": 1, "rewind": 1,
     "machine_speed": 1, "cost_train": 1, "architectures": 1,
     "parameters": 0, "policy": 1, "loading": 1, "tokenization": 1, "checkpoint_files": 1, "devices": 1,
