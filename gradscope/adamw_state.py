@@ -117,11 +117,15 @@ class AdamWState:
 
     def scale(self, model: nn.Module, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
         """k ⊘ (√v̂ + eps) for the whole step's gradient G, flat in the order of `float_parameters`."""
-        scale, slices = torch.zeros_like(gradient), flat_slices(model)
+        return self.turn_into_scale(model, gradient.clone())
+
+    def turn_into_scale(self, model: nn.Module, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+        """`scale` in the gradient's place, with as much memory besides as one parameter takes."""
+        slices = flat_slices(model)
         clip = self.clip_factor(sum(square_norm(gradient[slices[name]]) for name in self.exp_avg_sq))
-        for name in self.exp_avg_sq:
-            scale[slices[name]] = self.scale_part(name, gradient[slices[name]], clip)
-        return scale
+        for name, part in slices.items():
+            gradient[part] = self.scale_part(name, gradient[part], clip)
+        return gradient
 
     def clip_factor(self, square_norm: float) -> float:
         """k, from ‖G‖² over all parameters that are here."""

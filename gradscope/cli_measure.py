@@ -28,12 +28,11 @@ from gradscope.cli_shared import (
 )
 from gradscope.devices import gradient_budget
 from gradscope.errors import InputError
-from gradscope.intervals import EDGES
 from gradscope.launched import join_launch
 from gradscope.measure_settings import BUDGET, MeasureSettings
 from gradscope.models import Policy
 from gradscope.norm_estimates import interval_norms
-from gradscope.prompt_gradients import Sizes, SumsPlan, plan_sums
+from gradscope.prompt_gradients import SumsPlan, plan_batch_sums
 from gradscope.readers import Dump
 from gradscope.readers.formats import NO_TEMPERATURE
 from gradscope.run_folder import RunFolder, is_table, library_versions, write_parquet, write_text
@@ -171,9 +170,7 @@ class Measure:
         """How the summed gradients will be made; None if there are none. InputError where they do not fit."""
         if not self.figures or (batch.advantages is None and batch.rewards is None):
             return None
-        sizes, rows = Sizes.of(policy, batch), len(EDGES) - 1
-        held = rows * (sizes.prompts if self.keeps_prompts else 2)
-        return plan_sums(sizes, rows=rows, held=held, memory=self.budget(policy))
+        return plan_batch_sums(policy, batch, memory=self.budget(policy), keeps_prompts=self.keeps_prompts)
 
     def budget(self, policy: Policy) -> int:
         """Bytes for summed gradients."""
@@ -194,7 +191,7 @@ class Measure:
         quiet_transformers()
         if self.params == "adapter":
             raise InputError("a plan is of all parameters; leave out --params adapter, or --plan")
-        names = ("dtype", "device", "machine", "chunk_rows", "chunk_memory")
+        names = ("dtype", "device", "machine", "chunk_rows", "chunk_memory", "gradient_memory", "keeps_prompts")
         given = {name: getattr(self, name) for name in names}
         policy = outline_policy(find_whole(self.model, self.base), self.blocks)
         print(plan_batch(policy, self.read(policy).batch, self.settings, **given))

@@ -35,7 +35,7 @@ from gradscope.group_gradients import gram
 from gradscope.models import Policy
 from gradscope.prompt_gradients import Index, PromptGradients, SumsPlan, Way
 from gradscope.sketches import BLOCKS, jackknife_error
-from gradscope.weighted_gradients import zero_vectors
+from gradscope.weighted_gradients import vectors_within, zero_vectors
 
 Gram = Float[np.ndarray, "n A n A"]
 
@@ -100,14 +100,13 @@ def sum_gradients(
         return PromptGradients(policy, batch, prompts, own, rows=size, held=held, **passes)
 
     source = make(seeds, len(prompts) * size)
-    total = None if metric is None else zero_vectors(policy.model)
+    total = None if metric is None else vectors_within(policy.model, 1, memory)[0]
     raw, vectors = _multiply(source, len(prompts), total=total)
     if metric is None:
         return SummedGradients(raw, source.plan)
-    scale = metric.scale(policy.model, total)
-    del total
+    scale = metric.turn_into_scale(policy.model, total)
     if source.plan.way == "whole":
-        adamw = Products(block_products(vectors.mul_(scale)))
+        adamw = Products(block_products(vectors.mul_(scale.to(vectors))))
     else:
         adamw, _ = _multiply(source, len(prompts), scale=scale)
     del vectors

@@ -34,7 +34,7 @@ from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.models import Policy
 from gradscope.prompt_gradients import Index, PromptGradients, SumsPlan, Way
 from gradscope.sketches import BLOCKS, jackknife_error
-from gradscope.weighted_gradients import zero_vectors
+from gradscope.weighted_gradients import vectors_within, zero_vectors
 
 Number = int | float
 
@@ -125,14 +125,14 @@ def interval_gradients(
     own = [(batch.group_ids == prompt).nonzero()[:, 0] for prompt in prompts]
     passes = {"micro_batch_size": micro_batch_size, "progress": progress}
     source = PromptGradients(policy, batch, own, seeds, rows=size, held=2 * size, memory=memory, way=way, **passes)
-    total = None if optimizer_state is None else zero_vectors(policy.model)
+    total = None if optimizer_state is None else vectors_within(policy.model, 1, memory)[0]
     raw = _Products.of(source, halves, total=total)
     num_tokens = torch.stack(list(counts.values())).sum(0)
     table, cosines = raw.tabulate(num_tokens, edges)
     result = IntervalGradients(table, cosines, len(prompts), settings, plan=source.plan)
     if optimizer_state is None:
         return result
-    scale = optimizer_state.scale(policy.model, total)
+    scale = optimizer_state.turn_into_scale(policy.model, total)
     table, cosines = _Products.of(source, halves, scale=scale).tabulate(num_tokens, edges)
     return replace(result, adamw_table=table, adamw_cosines=cosines)
 

@@ -88,6 +88,8 @@ class Gpu:
     """Dense FLOP/s of the datasheet by precision."""
     bandwidth: Number
     """Bytes/s of its memory, by the datasheet."""
+    memory: Number
+    """Bytes, by the datasheet."""
 
 
 ASSUMED_PRODUCTS, ASSUMED_ATTENTION, ASSUMED_BANDWIDTH, ASSUMED_OPERATION = 0.6, 0.15, 0.7, 3e-6
@@ -97,9 +99,9 @@ and elementwise passes reach, and the seconds that Python needs to launch an ope
 _HOPPER = {"bfloat16": 989e12, "float16": 989e12, "tf32": 494e12, "float32": 67e12}
 _AMPERE = {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12}
 GPUS = {
-    "h200": Gpu("NVIDIA H200 (SXM)", _HOPPER, 4.8e12),
-    "h100": Gpu("NVIDIA H100 (SXM)", _HOPPER, 3.35e12),
-    "a100": Gpu("NVIDIA A100 (80 GB, SXM)", _AMPERE, 2.04e12),
+    "h200": Gpu("NVIDIA H200 (SXM)", _HOPPER, 4.8e12, 141e9),
+    "h100": Gpu("NVIDIA H100 (SXM)", _HOPPER, 3.35e12, 80e9),
+    "a100": Gpu("NVIDIA A100 (80 GB, SXM)", _AMPERE, 2.04e12, 80e9),
 }
 """NVIDIA's datasheets, without sparsity; float32 without tensor cores."""
 

@@ -16,9 +16,11 @@ from gradscope.capture.products import PRODUCTS, Precision
 from gradscope.capture.token_gradients import keep_freed_memory
 from gradscope.cost import ModelShape
 from gradscope.cost_measure import GRAPH, RULES, Engine, Response, find_limits, floor_flops, measure_bytes, measure_work
+from gradscope.devices import GRADIENT_SHARE, gradient_budget
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.machine_speed import (
+    GPUS,
     MIXED_WITH_KEPT_MEMORY,
     Sizes,
     Speeds,
@@ -37,6 +39,7 @@ from gradscope.measure_settings import (
     settle_sample,
 )
 from gradscope.models import DTYPES, EMBEDDED, Policy, find_blocks, find_device, load_tokenizer
+from gradscope.prompt_gradients import SumsPlan, plan_batch_sums
 
 Number = int | float
 
@@ -71,6 +74,10 @@ class MeasurePlan:
     """Precision of the products of what flows back."""
     draw: str
     """How the measured tokens were drawn."""
+    sums: SumsPlan | None
+    """How the summed gradients of figures, summary or diagnosis are made; None where the rollouts have no weights."""
+    sums_work: Work
+    """That of making them once: `work` is without it."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -102,8 +109,13 @@ def plan_batch(
     speeds: Speeds | None = None,
     chunk_rows: int | None = None,
     chunk_memory: int = 1 << 30,
+    gradient_memory: int | None = None,
+    keeps_prompts: bool = False,
 ) -> MeasurePlan:
-    """What measuring this batch takes, without figures and summary; the policy may be without weights.
+    """What measuring this batch takes, and apart from it its summed gradients; the policy may be without weights.
+
+    gradient_memory: bytes for the summed gradients; None: a sixth of what the machine has beside the weights.
+    keeps_prompts: whether these are kept of each prompt, as a diagnosis does, or of two halves.
 
     machine: a name of machine_speed.GPUS; None: this machine's device, measured in about a second unless its speeds
     are given. Raises InputError for what `measure` would refuse, as far as it can be seen without weights.
@@ -132,6 +144,13 @@ def plan_batch(
     elif speeds is None:
         rows = find_limits(shape, **cut).rows
         speeds = _find_speeds(shape, products, device=find_device(device), rows=rows, longest=longest)
+    if gradient_memory is None and machine is not None:
+        gradient_memory = int(GRADIENT_SHARE * (GPUS[machine].memory - weights.itemsize * shape.parameters))
+    elif gradient_memory is None:
+        gradient_memory = gradient_budget(torch.device(find_device(device)))
+    sums = None
+    if batch.advantages is not None or batch.rewards is not None:
+        sums = plan_batch_sums(policy, batch, memory=gradient_memory, keeps_prompts=keeps_prompts)
     return MeasurePlan(
         policy.path,
         shape,
@@ -147,7 +166,17 @@ def plan_batch(
         memory=measure_bytes(shape, responses, weight_bytes=weights.itemsize, **cut),
         products_in=products.name,
         draw=draw,
+        sums=sums,
+        sums_work=Work() if sums is None else _forward_work(shape, batch) * sums.forward_passes,
     )
+
+
+def _forward_work(shape: ModelShape, batch: TokenBatch) -> Work:
+    """One forward pass over the batch, with logits of the response tokens."""
+    lengths = batch.attention_mask.sum(1).double()
+    products = shape.active * lengths.sum().item() + shape.hidden * shape.vocab * batch.num_tokens
+    pairs = lengths.square().sum().item() / 2
+    return Work(products=2 * products, attention=4 * pairs * shape.layers * shape.query_width)
 
 
 @dataclass(frozen=True)
@@ -281,6 +310,9 @@ def _describe_work(plan: MeasurePlan) -> Iterator[str]:
         yield f"{name:16}{work.flops:12.3g}{seconds[name]:12.3g}"
     yield f"{'total':16}{sum(work.flops for work in plan.work.values()):12.3g}{sum(seconds.values()):12.3g}"
     yield f"on {plan.speeds.device}: {describe_seconds(sum(seconds.values()))}, without figures and summary."
+    if plan.sums is not None:
+        once = describe_seconds(plan.speeds.seconds(plan.sums_work))
+        yield f"{str(plan.sums).capitalize()}: {once}; at most {plan.sums.memory / 2**30:.1f} GiB beside the weights."
     if plan.measured:
         yield (
             f"A measured token: {1e3 * sum(seconds.values()) / plan.measured:,.3g} ms. Its norms need "

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from gradscope.batch import TokenBatch
-from gradscope.batch_logprobs import kept_logprobs, micro_batches
+from gradscope.batch_logprobs import fitting_size, kept_logprobs, micro_batches
 from gradscope.errors import InputError
 from gradscope.models import Policy
 from gradscope.parameters import flat_slices, float_parameters
@@ -50,8 +50,6 @@ MOST_SLICES = 1 << 12
 """Of the parameters: smaller slices are made of overhead."""
 DEAREST = 2.0
 """Times the cost of sketches, up to which exact slices are taken."""
-LOGITS = 1 << 29
-"""Bytes that the logits of a forward pass may take where a piece is more than one response."""
 SEED = 5929
 """Of the random projections: the same in every run, as nothing else decides which they are."""
 
@@ -164,6 +162,14 @@ def plan_sums(sizes: Sizes, *, rows: int, held: int, memory: int, way: Way | Non
     return plans[fits[0]]
 
 
+def plan_batch_sums(
+    policy: Policy, batch: TokenBatch, *, memory: int, keeps_prompts: bool, intervals: int = 4
+) -> SumsPlan:
+    """`plan_sums` for a vector per interval; keeps_prompts: whether each prompt's are kept, or those of two halves."""
+    sizes = Sizes.of(policy, batch)
+    return plan_sums(sizes, rows=intervals, held=intervals * (sizes.prompts if keeps_prompts else 2), memory=memory)
+
+
 def slices_memory(sizes: Sizes, *, rows: int, held: int, width: int) -> int:
     """Bytes that slices of this width take: vectors, one gradient of the largest parameter, states between blocks."""
     states = (len(sizes.segments) + rows) * sizes.positions * sizes.hidden
@@ -223,9 +229,8 @@ class PromptGradients:
     ) -> None:
         self.model, self.rows, self._seeds, self._progress = policy.model, rows, seeds, progress
         self._sketch_seed = sketch_seed
-        longest = int(batch.response_mask.sum(1).max())
-        fits = max(1, LOGITS // (4 * policy.vocab_size * longest))
-        self._pieces = [_make_pieces(batch, own, min(micro_batch_size, fits)) for own in prompts]
+        size = fitting_size(policy.model, batch, micro_batch_size, copies=4)
+        self._pieces = [_make_pieces(batch, own, size) for own in prompts]
         self._sweep = Sweep(policy.model, policy.blocks)
         self._slices = flat_slices(policy.model)
         sizes = Sizes.of(policy, batch)
@@ -263,8 +268,8 @@ class PromptGradients:
                     logprobs = self._logprobs(piece)
                     add_gradients(self.model, logprobs, self._seeds(index, piece, logprobs.detach()), found)
                 if total is not None:
-                    total.add_(found.sum(0))
-                yield prompt, found if scale is None else found.mul_(scale)
+                    total.add_(found.sum(0).to(total))
+                yield prompt, found if scale is None else found.mul_(scale.to(found))
 
         yield part, vectors()
 

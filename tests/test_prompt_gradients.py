@@ -1,19 +1,25 @@
 """Summed gradients whole, in slices and as sketches: against one autograd call per prompt and row, and each other."""
 
+import re
 from dataclasses import replace
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from test_peft_adapters import save_adapter
 from tiny import make_batch, make_policy, save_checkpoint
 from torch import Tensor
 
+from gradscope.adamw_state import AdamWState
 from gradscope.batch import TokenBatch
 from gradscope.batch_logprobs import micro_batches
+from gradscope.diagnosis_gradients import Products, block_products, gradient_rows
 from gradscope.errors import InputError
 from gradscope.models import Policy, load_policy
 from gradscope.parameters import flat_slices, float_parameters
 from gradscope.prompt_gradients import PromptGradients, Sizes, Way, slices_memory
+from gradscope.sketches import BLOCKS, Sketcher
 from gradscope.sweep import Sweep
 from gradscope.weighted_gradients import differentiable, zero_vectors
 
@@ -180,3 +186,101 @@ def test_sketched_inner_products_are_unbiased_and_err_as_they_say():
     assert z.mean().abs() < 0.1
     assert z.mean(0).abs().max() < 4 / 200**0.5 * 1.2
     assert 0.85 < z.square().mean().sqrt() < 1.15
+
+
+def plant_vectors(prompts: int = 8, intervals: int = 4, size: int = 6000) -> np.ndarray:
+    """[n, A, P]: a direction of their own for each interval, and noise."""
+    rng = np.random.default_rng(0)
+    signal = rng.normal(size=(1, intervals, size)) * np.array([3.0, 1.0, 0.5, 2.0])[:, None]
+    return signal / 4 + rng.normal(size=(prompts, intervals, size))
+
+
+def sketch_products(vectors: np.ndarray, seed: int, size: int = 512) -> Products:
+    sketcher, out = Sketcher(size, seed=seed), torch.zeros(*vectors.shape[:2], size, dtype=torch.float64)
+    for prompt, rows in enumerate(vectors):
+        for a, vector in enumerate(rows):
+            sketcher.add(torch.from_numpy(vector), 0, out[prompt, a])
+    blocks = tuple(block_products(block) for block in out.chunk(BLOCKS, dim=2))
+    return Products(sum(blocks), blocks)
+
+
+def test_errors_of_sketched_statistics_are_those_that_other_sketches_show():
+    vectors = plant_vectors()
+    exact = Products(np.einsum("pax,qbx->paqb", vectors, vectors))
+
+    def statistics(pairs: np.ndarray) -> np.ndarray:
+        """Shares, norms over the whole's, and signals."""
+        products, own = pairs.sum((0, 2)), np.einsum("papa->a", pairs)
+        squares, whole = np.diag(products), products.sum()
+        return np.concatenate([products.sum(1) / whole, np.sqrt(squares / whole), 8 / 7 * (squares - own)])
+
+    truth, found, errors = statistics(exact.pairs), [], []
+    for seed in range(200):
+        products = sketch_products(vectors, seed)
+        found.append(statistics(products.pairs))
+        errors.append(products.error(statistics))
+    found, errors = np.stack(found), np.stack(errors)
+    covered = (np.abs(found - truth) < 1.96 * errors).mean()
+    assert 0.93 <= covered <= 0.98
+    np.testing.assert_allclose(np.sqrt((errors**2).mean(0)), found.std(0), rtol=0.2)
+
+
+def test_bounds_are_widened_by_the_sketches_error_and_by_nothing_else():
+    vectors = plant_vectors()
+    products = sketch_products(vectors, 0)
+    plain, wide = (
+        gradient_rows(p, np.ones((8, 4)), ["a", "b", "c", "d"], metric="raw", rng=np.random.default_rng(1))
+        for p in (Products(products.pairs), products)
+    )
+    pd.testing.assert_series_equal(plain["value"], wide["value"])
+    bounded = plain["lower"].notna() & (plain["statistic"] != "signal_fraction")
+    assert bounded.sum() > 8
+    assert (wide["upper"] - wide["lower"] >= plain["upper"] - plain["lower"])[bounded].all()
+    share = products.error(lambda pairs: pairs.sum((0, 2, 3)) / pairs.sum())
+    rows = (wide["statistic"] == "gradient_share").to_numpy()
+    reach = np.hypot((plain["upper"] - plain["value"])[rows], 1.96 * share)
+    np.testing.assert_allclose((wide["upper"] - wide["value"])[rows], reach, rtol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["whole", "slices", "sketches"])
+def test_intervals_gradients_are_the_same_by_every_way_raw_and_in_adamws_metric(way):
+    policy = make_policy("qwen2", torch.float64)
+    batch = make_batch(policy, temperature=0.7)
+    optimizer = torch.optim.AdamW(policy.model.parameters())
+    for parameter in policy.model.parameters():
+        moments = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        optimizer.state[parameter] = {"step": torch.tensor(9.0), "exp_avg": 0 * moments, "exp_avg_sq": 1e-6 * moments}
+    state = AdamWState.from_optimizer(policy.model, optimizer, max_grad_norm=0.5)
+    expected = interval_gradients(policy, batch, optimizer_state=state)
+    found = interval_gradients(policy, batch, optimizer_state=state, way=way, memory=1 << 21)
+    assert expected.plan.way == "whole"
+    assert found.plan.way == way
+    numbers = ["norm", "share", "cosine_with_all", "half_cosine", "signal", "noise"]
+    for ours, theirs in ((found.table, expected.table), (found.adamw_table, expected.adamw_table)):
+        if way == "sketches":
+            away = (ours[numbers] - theirs[numbers]).abs() / ours[[f"{n}_error" for n in numbers]].to_numpy()
+            assert away.max(axis=None) < 5
+            assert (ours["share_error"] < 0.1).all()
+        else:
+            np.testing.assert_allclose(ours[numbers], theirs[numbers], rtol=1e-9, atol=1e-15)
+            assert "share_error" not in ours
+
+
+SIZES = Sizes(500_000_000, (15_000_000,) * 24 + (140_000_000,), 136_000_000, 896, 4_000, prompts=4)
+
+
+def test_the_cheapest_exact_way_that_fits_is_taken_and_sketches_where_there_are_many_prompts():
+    few = {"rows": 4, "held": 16}
+    assert plan_sums(SIZES, memory=1 << 40, **few).way == "whole"
+    assert plan_sums(SIZES, memory=4 << 30, **few).way == "slices"
+    many = replace(SIZES, prompts=64, positions=100_000)
+    plan = plan_sums(many, rows=4, held=256, memory=4 << 30)
+    assert (plan.way, plan.sketch_size) == ("sketches", 1 << 16)
+    assert plan_sums(many, rows=4, held=256, memory=(1 << 30) - (1 << 28), way="sketches").sketch_size < 1 << 16
+
+
+def test_a_budget_that_holds_nothing_is_refused_with_what_is_wanted():
+    with pytest.raises(InputError, match=r"--gradient-memory \d+") as refused:
+        plan_sums(SIZES, rows=4, held=16, memory=1 << 20)
+    wanted = int(re.search(r"--gradient-memory (\d+)", str(refused.value))[1])
+    assert plan_sums(SIZES, rows=4, held=16, memory=wanted).memory == wanted
