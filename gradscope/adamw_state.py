@@ -16,7 +16,7 @@ from gradscope.parameters import flat_slices, float_parameters
 
 Number = int | float
 
-PART = 1 << 24
+PART = 1 << 22
 """Numbers of a vector that are worked on at a time, so that no temporary is as long as a large parameter."""
 
 

@@ -110,8 +110,8 @@ class Diagnose:
     """Take one step with the whole batch, look, and take it back."""
     influence_tokens: int | None = DiagnosisSettings.influence_tokens
     """Tokens of the step whose movement is split by source; none: leave that out."""
-    recommend: bool = True
-    """Screen α and η by predicted steps: the longest part."""
+    recommend: Annotated[bool | None, tyro.conf.arg(constructor=bool)] = None
+    """Screen α and η by predicted steps: the longest part; none: of policies below 100 M parameters."""
     dtype: DtypeFlag = None
     """Precision of the weights and of all that is computed."""
     device: DeviceFlag = None
@@ -248,14 +248,13 @@ class Diagnose:
         return MeasureOwn(model, rollouts, folder, **{name: getattr(self, name) for name in names})
 
     def _diagnosis_settings(self) -> DiagnosisSettings:
-        sizes = {} if self.recommend else {"recommend_batches": None}
         return DiagnosisSettings(
             loss=self.settings.loss,
             seed=self.settings.seed,
             gradient_memory=self.gradient_memory,
             actual_step=self.actual_step,
             influence_tokens=self.influence_tokens,
-            **sizes,
+            recommend=self.recommend,
         )
 
     def _drawn(self, measured: Measured) -> dict[str, Any]:

@@ -7,8 +7,11 @@ that a page can quote, in `diagnosis_words.DEFINITIONS`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -20,18 +23,23 @@ from gradscope import diagnosis_steps as steps
 from gradscope import diagnosis_tokens as tokens
 from gradscope.adamw_state import AdamWState
 from gradscope.batch import TokenBatch
+from gradscope.batch_logprobs import batch_statistics
+from gradscope.capture import measuring
 from gradscope.devices import gradient_budget
 from gradscope.diagnosis_notes import check_table, has_gradient, note_limits, telling_prompts
-from gradscope.diagnosis_result import Diagnosis, DiagnosisSettings
+from gradscope.diagnosis_result import LARGE, Diagnosis, DiagnosisSettings
 from gradscope.diagnosis_rows import join_rows, make_rows, one_row
 from gradscope.drivers import regress_norms
-from gradscope.errors import InputError
-from gradscope.influence import influence, moved_against
+from gradscope.errors import InputError, first_line
+from gradscope.influence import influence, influence_cost, moved_against
 from gradscope.intervals import interval_labels
 from gradscope.models import Policy
+from gradscope.prompt_gradients import plan_batch_sums, sketch_passes
 from gradscope.step_settings import SGD
 from gradscope.token_table import measure
-from gradscope.updates import apply_update, movement_table
+from gradscope.tuning import linearise_cost
+from gradscope.updates import apply_update, movement_table, update_cost
+from gradscope.weighted_gradients import vector_bytes
 
 
 def diagnose(
@@ -96,9 +104,13 @@ class _Work:
     rows: list[pd.DataFrame] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     parts: dict[str, Any] = field(default_factory=dict)
+    spent: float = 0.0
+    """Forward passes over the batch that are planned so far."""
 
     def __post_init__(self) -> None:
         self.labels = interval_labels(self.settings.edges)
+        given = self.settings.gradient_memory
+        self.memory = gradient_budget(self.policy.device) if given is None else given
         state = self.optimizer_state
         self.saved = state if isinstance(state, dict) else None
         self.step = self.settings.step or (steps.state_step(self.saved) if self.saved is not None else SGD)
@@ -146,14 +158,25 @@ class _Work:
         if not self.weighted:
             return
         s, size = self.settings, len(self.labels)
+        plan = plan_batch_sums(
+            self.policy, self.batch, memory=self.memory, keeps_prompts=True, intervals=size, way=s.gradient_way
+        )
+        once, way = plan.forward_passes, s.gradient_way
+        if plan.way == "slices" and way is None and not self._in_time(once * (1 + (self.metric is not None))):
+            once, way = sketch_passes(size), "sketches"
+        self._spend(once)
+        metric = self.metric if self.metric is not None and self._affords("AdamW's metric", once) else None
+        signs = s.sign_passes
+        if metric is not None and signs is not None:
+            signs = signs if self._affords("Σ‖w·g‖² in AdamW's metric", signs * once) else None
         found = gradients.sum_gradients(
             self.policy,
             self.batch,
             steps.seeds_of(self.table, self.batch, size),
-            metric=self.metric,
-            sign_passes=s.sign_passes,
-            memory=gradient_budget(self.policy.device) if s.gradient_memory is None else s.gradient_memory,
-            way=s.gradient_way,
+            metric=metric,
+            sign_passes=signs,
+            memory=self.memory,
+            way=way,
             micro_batch_size=s.micro_batch_size,
             generator=self._generator(1),
             progress=self.progress,
@@ -183,10 +206,12 @@ class _Work:
         """One step, predicted and split by source, and taken."""
         if not self.weighted:
             return
-        if self.settings.influence_tokens is not None:
-            self._keep("influence", self._predict, "who moves whom")
-        if self.settings.actual_step:
+        size, one_by_one = len(self.labels), vector_bytes(self.policy.model) * len(self.labels) > self.memory
+        if self.settings.actual_step and self._affords("the actual step", update_cost()):
             self._keep("movement", self._move, "the actual step")
+        cost = influence_cost(self.step, self.settings.loss, num_intervals=size, one_by_one=one_by_one)
+        if self.settings.influence_tokens is not None and self._affords("who moves whom", cost):
+            self._keep("influence", self._predict, "who moves whom")
 
     def _predict(self) -> pd.DataFrame:
         budget = self.settings.influence_tokens
@@ -197,8 +222,7 @@ class _Work:
                 f"Who moves whom is of a step on {batch.num_tokens:,} of {len(self.table):,} tokens (whole prompts "
                 f"within influence_tokens = {budget:,}, those with an advantage first)."
             )
-        keywords = {"settings": self.settings.loss, "step": self.step, "optimizer_state": self.saved}
-        found = influence(self.policy, batch, edges=self.settings.edges, progress=self.progress, **keywords)
+        found = influence(self.policy, batch, progress=self.progress, **self._step_keywords())
         more = {"rng": self._rng(5), "resamples": self.settings.resamples}
         told, table = steps.influence_rows(found.contributions, self.labels, **more)
         moved = steps.predicted_movement(found.contributions)
@@ -210,8 +234,7 @@ class _Work:
         return table
 
     def _move(self) -> pd.DataFrame:
-        keywords = {"settings": self.settings.loss, "step": self.step, "optimizer_state": self.saved}
-        table = movement_table([apply_update(self.policy, self.batch, edges=self.settings.edges, **keywords)])
+        table = movement_table([apply_update(self.policy, self.batch, **self._step_keywords())])
         more = {"rng": self._rng(6), "resamples": self.settings.resamples}
         shares, frame = steps.direction_rows(table, "actual", self.labels, **more)
         self.rows.append(shares)
@@ -219,13 +242,28 @@ class _Work:
         self.parts["directions"] = pd.concat([*before, frame], ignore_index=True)
         return table
 
+    def _step_keywords(self) -> dict[str, Any]:
+        s = self.settings
+        numbers = {"settings": s.loss, "step": self.step, "optimizer_state": self.saved, "edges": s.edges}
+        return numbers | {"memory": self.memory}
+
     def recommend(self) -> None:
         """Screen α and η at first order."""
         s = self.settings
-        if not self.weighted or s.recommend_batches is None:
+        if not self.weighted or s.recommend_batches is None or s.recommend is False:
+            return
+        size = sum(p.numel() for p in self.policy.model.parameters())
+        if s.recommend is None and size >= LARGE:
+            self.notes.append(
+                f"Left out: α and η (of {size:,} parameters, screening them takes more passes than all the rest; "
+                "--recommend does it all the same)."
+            )
+            return
+        if not self._affords("α and η", linearise_cost(2 * len(self.labels), self.step, s.loss)):
             return
         keywords = {"loss": s.loss, "step": self.step, "optimizer_state": self.saved, "progress": self.progress}
         keywords |= {"rng": self._rng(7), "generator": self._generator(7), "num_batches": s.recommend_batches}
+        keywords |= {"memory": self.memory}
         self._keep(
             "recommendation",
             lambda: steps.recommend(self.policy, self.batch, alphas=s.alphas, etas=s.etas, **keywords),
@@ -254,12 +292,41 @@ class _Work:
             **self.parts,
         )
 
+    def _affords(self, what: str, forward_passes: float) -> bool:
+        """Whether a part of so many forward passes over the batch fits into the minutes; if not, a note says so."""
+        if self._in_time(forward_passes):
+            self._spend(forward_passes)
+            return True
+        wanted = (self.spent + forward_passes) * self.pass_seconds / 60
+        self.notes.append(
+            f"Left out: {what} (about {forward_passes:.0f} forward passes over the batch, of "
+            f"{self.pass_seconds:.3g} s each; with {math.ceil(wanted)} minutes for gradients and steps it is made)."
+        )
+        return False
+
+    def _in_time(self, forward_passes: float) -> bool:
+        if self.settings.minutes is None:
+            return True
+        return (self.spent + forward_passes) * self.pass_seconds <= 60 * self.settings.minutes
+
+    def _spend(self, forward_passes: float) -> None:
+        self.spent += forward_passes
+
+    @cached_property
+    def pass_seconds(self) -> float:
+        """A forward pass over the batch takes, timed once."""
+        start = perf_counter()
+        passes = {"micro_batch_size": self.settings.micro_batch_size, "device": self.policy.device}
+        with measuring(self.policy.model):
+            batch_statistics(self.policy.model, self.batch, **passes)
+        return perf_counter() - start
+
     def _keep(self, name: str, make: Callable[[], Any], what: str) -> None:
         """Make a part that not every policy and batch can give."""
         try:
             self.parts[name] = make()
-        except InputError as error:
-            self.notes.append(f"Left out: {what} ({error}).")
+        except (InputError, torch.OutOfMemoryError) as error:
+            self.notes.append(f"Left out: {what} ({first_line(error)}).")
 
     def _count_rows(self) -> pd.DataFrame:
         found = np.full((3, len(self.labels)), np.nan)

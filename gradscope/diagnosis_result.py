@@ -19,6 +19,8 @@ Number = int | float
 
 LARGEST_SEED = 2**57
 """torch takes seeds of 63 bits, and each part of a diagnosis has its own of the 64 that are made of one."""
+LARGE = 100_000_000
+"""Parameters from which on α and η are screened only on demand: it takes more passes than all the rest."""
 VERDICT_PROMPTS = 6
 """Below so many, bounds are no ground of a verdict: those of a bootstrap lie within what the prompts' own numbers span,
 and n draws all lie on one side of the median with probability 2·2⁻ⁿ, more than 5 % of the time for n < 6."""
@@ -39,16 +41,22 @@ class DiagnosisSettings:
     top: int = 20
     """Tokens shown of the largest ‖w·g‖, and of those that move farthest against their advantage."""
     gradient_memory: int | None = None
-    """Bytes for the gradients of prompts and intervals, which decide whether they are made whole, in slices or as
-    sketches (`prompt_gradients`); None: a sixth of what is free."""
+    """Bytes for gradients: those of prompts and intervals are made whole, in slices or as sketches (`prompt_gradients`);
+    those of steps, predicted and taken, one at a time and in scratch files where they need more. None: a sixth of what
+    is free."""
     gradient_way: Literal["whole", "slices", "sketches"] | None = None
-    """This one, whatever it costs."""
+    """How those of prompts and intervals are made, whatever it costs."""
+    minutes: Number | None = None
+    """For summed gradients and steps, by a forward pass that is timed: exact ones, AdamW's metric, the steps and the
+    screening are left out, with a note, where they would take longer. The plain summed gradients are always made."""
     sign_passes: int | None = 2
     """Passes of random signs for Σ‖w·g‖² in AdamW's metric; None: not computed. Used with an optimizer state alone."""
     influence_tokens: int | None = 16_000
     """Tokens, of whole prompts, of the step whose movement is split by source; None: skipped."""
     actual_step: bool = True
     """Take the whole batch's step, look, and rewind it."""
+    recommend: bool | None = None
+    """Screen α and η; None: of policies below `LARGE` parameters."""
     recommend_batches: int | None = 5
     """Batches for the screening of α and η; None: skipped. A verdict takes 5."""
     alphas: tuple[Number | None, ...] = (None, 0.1, 0.2, 0.3, 0.5)
@@ -68,6 +76,8 @@ class DiagnosisSettings:
         interval_labels(self.edges)
         if self.step is not None:
             self.step.check()
+        if self.minutes is not None and not 0 < self.minutes < float("inf"):
+            raise InputError(f"minutes is {self.minutes}; give a positive number, or None: as long as it takes")
         for name in ("bins", "top", "gradient_memory", "sign_passes", "influence_tokens", "micro_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -181,6 +181,7 @@ def recommend(
     rng: np.random.Generator,
     generator: torch.Generator,
     min_tokens: int = MIN_TOKENS,
+    memory: int | None = None,
     progress: bool = False,
 ) -> Recommendation:
     """Screen a grid by the predicted right-direction score (`tuning`, `tuning_screen`); no step is taken.
@@ -188,11 +189,12 @@ def recommend(
     Prompts with an advantage are dealt into num_batches batches, fewer where there are fewer prompts: every second one
     selects, the others confirm, by the predicted score as well. A verdict takes 3 held-out batches, so 5 in all. That
     the score predicts a run's final accuracy, no one has shown. Raises InputError where fewer than two prompts have an
-    advantage, where no interval and sign has min_tokens tokens in every batch, and as `linearise` does.
+    advantage, where no interval and sign has min_tokens tokens in every batch, and as `linearise` does, whose `memory`
+    it takes.
     """
     grid = make_grid(alphas, etas)
     batches = _deal(batch, num_batches, generator)
-    settings = {"settings": loss, "step": step, "optimizer_state": optimizer_state}
+    settings = {"settings": loss, "step": step, "optimizer_state": optimizer_state, "memory": memory}
     parts = [tune_batch(policy, part, grid, actual=False, progress=progress, **settings) for part in batches]
     methods = sorted({method for part in parts for method in part["method"]})
     # The prediction confirms too, on other prompts than it selected on.

@@ -38,6 +38,8 @@ from gradscope.steps import clip_scale
 from gradscope.updates import Movement, measure_start, movement_table
 from gradscope.variants import old_intervals
 from gradscope.weighted_gradients import (
+    BACKWARD,
+    FORWARD_MODE,
     Method,
     predict_changes,
     vector_bytes,
@@ -121,6 +123,21 @@ def influence(
     keys = _keys(batch, before, settings, edges)
     contributions = pd.concat([keys, parts.assign(predicted=found.sum(0))], axis=1)
     return Influence(contributions, method, clip_factor, update_norm)
+
+
+def influence_cost(
+    step: StepSettings, settings: LossSettings = PAPER, *, num_intervals: int = 4, one_by_one: bool = False
+) -> float:
+    """Forward passes over the batch that take as long as `influence` does; one_by_one: where memory is too little.
+
+    >>> influence_cost(SGD)
+    22.0
+    """
+    gradients = num_intervals + bool(settings.kl_coef)
+    derivatives = gradients + (step.optimizer == "adamw") + bool(step.weight_decay)
+    forward = gradients + 1 if one_by_one else 1  # and the whole gradient's
+    backward = BACKWARD * (gradients + one_by_one)
+    return 1 + forward + backward + FORWARD_MODE * derivatives
 
 
 def influence_table(

@@ -33,7 +33,7 @@ from gradscope.models import Policy
 from gradscope.parameters import flat_slices, float_parameters
 from gradscope.sketches import Sketcher
 from gradscope.sweep import OUTER, Passed, Sweep
-from gradscope.weighted_gradients import add_gradients, differentiable, zero_vectors
+from gradscope.weighted_gradients import BACKWARD, add_gradients, differentiable, zero_vectors
 
 Way = Literal["whole", "slices", "sketches"]
 Index = tuple[Int[Tensor, " K"], Int[Tensor, " K"]]
@@ -127,7 +127,7 @@ def plan_sums(sizes: Sizes, *, rows: int, held: int, memory: int, way: Way | Non
     as dear as sketches, and then those. Raises InputError where the budget does not hold it.
     """
     vectors, width = held + rows, sizes.width
-    backward = 1.0 + 2 * rows
+    backward = sketch_passes(rows)
     whole = SumsPlan("whole", memory, sizes.parameters, 1, backward)
     room = memory - slices_memory(sizes, rows=rows, held=held, width=0)
     slice_width = min(sizes.parameters, max(0, room) // (vectors * width))
@@ -163,11 +163,23 @@ def plan_sums(sizes: Sizes, *, rows: int, held: int, memory: int, way: Way | Non
 
 
 def plan_batch_sums(
-    policy: Policy, batch: TokenBatch, *, memory: int, keeps_prompts: bool, intervals: int = 4
+    policy: Policy,
+    batch: TokenBatch,
+    *,
+    memory: int,
+    keeps_prompts: bool,
+    intervals: int = 4,
+    way: Way | None = None,
 ) -> SumsPlan:
     """`plan_sums` for a vector per interval; keeps_prompts: whether each prompt's are kept, or those of two halves."""
     sizes = Sizes.of(policy, batch)
-    return plan_sums(sizes, rows=intervals, held=intervals * (sizes.prompts if keeps_prompts else 2), memory=memory)
+    held = intervals * (sizes.prompts if keeps_prompts else 2)
+    return plan_sums(sizes, rows=intervals, held=held, memory=memory, way=way)
+
+
+def sketch_passes(rows: int) -> float:
+    """Forward passes over the batch that take as long as sketches, or whole vectors, of so many rows."""
+    return 1.0 + BACKWARD * rows
 
 
 def slices_memory(sizes: Sizes, *, rows: int, held: int, width: int) -> int:

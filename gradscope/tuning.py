@@ -39,6 +39,8 @@ from gradscope.steps import clip_scale
 from gradscope.updates import measure_start
 from gradscope.variants import old_intervals
 from gradscope.weighted_gradients import (
+    BACKWARD,
+    FORWARD_MODE,
     Method,
     predict_changes,
     vector_bytes,
@@ -257,6 +259,15 @@ def linearise(
     responses, method = predict_changes(policy.model, judged, rows, **passes)
     kept = responses[:, judged.response_mask].double().numpy()
     return Linearisation(batch, judged, cells, gram, kept, step, steps_taken, method, len(interval_labels(edges)))
+
+
+def linearise_cost(
+    num_cells: int, step: StepSettings, settings: LossSettings = PAPER, *, one_by_one: bool = False
+) -> float:
+    """Forward passes over the batch that take as long as `linearise` does; one_by_one: where memory is too little."""
+    gradients = num_cells * (KINDS if settings.kl_coef else KINDS - 1)
+    derivatives = gradients + (step.optimizer == "adamw") + bool(step.weight_decay)
+    return 1 + (gradients if one_by_one else 1) + BACKWARD * gradients + FORWARD_MODE * derivatives
 
 
 def _make_gradients(

@@ -37,6 +37,7 @@ def tune_batch(
     step: StepSettings = SGD,
     optimizer_state: dict[str, Any] | None = None,
     actual: bool = True,
+    memory: int | None = None,
     progress: bool = False,
 ) -> pd.DataFrame:
     """Predict each setting's step on one batch, with `actual` also take and rewind it, and count right directions.
@@ -45,9 +46,9 @@ def tune_batch(
     Columns: setting, prompt, interval, sign; num_tokens; predicted_tied, tokens that do not move, and predicted_right,
     those that move the right way; actual_tied, actual_right (NaN without `actual`); and, the same in all rows of a
     setting, steps, adds_up, cosine, gradient_share.0, … (see `tuning.Prediction`) and method. Errors are those of
-    `linearise`.
+    `linearise`. memory: bytes for vectors as long as the parameters; see there and in `apply_update`.
     """
-    numbers = {"settings": settings, "step": step, "optimizer_state": optimizer_state}
+    numbers = {"settings": settings, "step": step, "optimizer_state": optimizer_state, "memory": memory}
     linear = linearise(policy, batch, etas=[setting.eta for setting in grid], progress=progress, **numbers)
     tokens, before, frames = _tokens(linear.judged, linear.batch.group_ids), None, []
     for place, setting in enumerate(tqdm(grid, "settings", disable=not progress, leave=False)):

@@ -29,7 +29,7 @@ from gradscope.rewind import model_bytes, rewound
 from gradscope.step_settings import SGD, StepSettings, make_optimizer, read_moments
 from gradscope.steps import StepResult, Updater
 from gradscope.variants import Variant, make_variant, old_intervals
-from gradscope.weighted_gradients import refuse_narrow_weights
+from gradscope.weighted_gradients import BACKWARD, refuse_narrow_weights
 
 Number = int | float
 
@@ -111,6 +111,11 @@ def apply_update(
         after = _statistics(policy, batch, step)
         square = sum(_square_change(p.detach(), start[name]) for name, p in float_parameters(policy.model))
     return Movement(variant.name, batch, before, after, results, math.sqrt(square), settings, edges)
+
+
+def update_cost(num_passes: int = 1) -> float:
+    """Forward passes over the batch that take as long as `apply_update` with so many steps, each on all its tokens."""
+    return 2 + (1 + BACKWARD) * num_passes
 
 
 def apply_updates(
