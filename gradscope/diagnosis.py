@@ -206,12 +206,14 @@ class _Work:
         """One step, predicted and split by source, and taken."""
         if not self.weighted:
             return
-        size, one_by_one = len(self.labels), vector_bytes(self.policy.model) * len(self.labels) > self.memory
-        if self.settings.actual_step and self._affords("the actual step", update_cost()):
-            self._keep("movement", self._move, "the actual step")
-        cost = influence_cost(self.step, self.settings.loss, num_intervals=size, one_by_one=one_by_one)
-        if self.settings.influence_tokens is not None and self._affords("who moves whom", cost):
+        s, size = self.settings, len(self.labels)
+        one_by_one = vector_bytes(self.policy.model) * size > self.memory
+        cost = influence_cost(self.step, s.loss, num_intervals=size, one_by_one=one_by_one)
+        moves = s.actual_step and self._affords("the actual step", update_cost())
+        if s.influence_tokens is not None and self._affords("who moves whom", cost):
             self._keep("influence", self._predict, "who moves whom")
+        if moves:
+            self._keep("movement", self._move, "the actual step")
 
     def _predict(self) -> pd.DataFrame:
         budget = self.settings.influence_tokens

@@ -41,9 +41,9 @@ class DiagnosisSettings:
     top: int = 20
     """Tokens shown of the largest ‖w·g‖, and of those that move farthest against their advantage."""
     gradient_memory: int | None = None
-    """Bytes for gradients: those of prompts and intervals are made whole, in slices or as sketches (`prompt_gradients`);
-    those of steps, predicted and taken, one at a time and in scratch files where they need more. None: a sixth of what
-    is free."""
+    """Bytes for gradients: those of prompts and intervals are made whole, in slices or as sketches (see
+    `prompt_gradients`); those of steps, predicted and taken, one at a time and in scratch files where they need more.
+    None: a sixth of what is free."""
     gradient_way: Literal["whole", "slices", "sketches"] | None = None
     """How those of prompts and intervals are made, whatever it costs."""
     minutes: Number | None = None
