@@ -16,9 +16,10 @@ from gradscope.batch import TokenBatch
 from gradscope.batch_logprobs import micro_batches
 from gradscope.diagnosis_gradients import Products, block_products, gradient_rows
 from gradscope.errors import InputError
+from gradscope.group_gradients import interval_gradients
 from gradscope.models import Policy, load_policy
 from gradscope.parameters import flat_slices, float_parameters
-from gradscope.prompt_gradients import PromptGradients, Sizes, Way, slices_memory
+from gradscope.prompt_gradients import PromptGradients, Sizes, Way, plan_sums, slices_memory
 from gradscope.sketches import BLOCKS, Sketcher
 from gradscope.sweep import Sweep
 from gradscope.weighted_gradients import differentiable, zero_vectors
