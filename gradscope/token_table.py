@@ -25,6 +25,7 @@ from gradscope.capture import (
     check_engine,
     measuring,
 )
+from gradscope.checked_tokens import lighten_check
 from gradscope.errors import InputError
 from gradscope.estimate_plan import EstimatePlan, check_estimates, plan_estimate
 from gradscope.intervals import EDGES, assign_intervals
@@ -254,12 +255,15 @@ class TableMeasurement:
     def _self_check(self, generator: np.random.Generator, each: int = CHECKED_EACH) -> SelfCheck:
         """Compare some tokens of every interval that has any."""
         chosen = _draw_stratified(self._intervals, each, len(self.edges) - 1, generator)
+        rows = np.repeat(np.arange(len(self.batch)), np.diff(self._bounds))
         if self.estimate_plan is not None:
-            rows = np.repeat(np.arange(len(self.batch)), np.diff(self._bounds))
             picks = [(int(rows[i]), int(i - self._bounds[rows[i]])) for i in chosen.nonzero()[0]]
             return check_estimates(
                 self.policy.model, self.batch, picks, self.estimate_plan.counts, seed=self.settings.seed
             )
+        prefixes = np.concatenate([self.batch.sequence(row)[1].cpu().numpy() for row in range(len(self.batch))])
+        size = sum(p.numel() for p in self.policy.model.parameters())
+        chosen = lighten_check(chosen, self._intervals, rows, prefixes, parameters=size)
         sequences = []
         for row, mine in enumerate(pairwise(self._bounds)):
             picks = torch.from_numpy(chosen[slice(*mine)].nonzero()[0])

@@ -11,7 +11,7 @@ from oracle import as_policy
 from tiny import CAUSAL, VOCAB, make_policy
 from torch import nn
 
-from gradscope.capture.claims import Claims, check_claims, claim_parameters
+from gradscope.capture.claims import Claims, check_claims, claim_parameters, probe_model
 from gradscope.models import Policy
 
 GENERAL = {
@@ -28,7 +28,7 @@ TIED = {"qwen2", "gpt2", "gemma2", "gemma3", "qwen3", "opt"}
 
 def claim(policy: Policy, vocab: int = VOCAB) -> Claims:
     ids = torch.randint(4, vocab, (16,), generator=torch.Generator().manual_seed(0))
-    return claim_parameters(policy.model, policy.blocks, ids)
+    return claim_parameters(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids))
 
 
 def claim_handmade(name: str) -> Claims:

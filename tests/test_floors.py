@@ -19,7 +19,7 @@ FLOORS = {
     "logit_diagnosis": 3,
     "token_columns": 3,
     "measure_settings": 3, "token_table": 3, "group_gradients": 3, "sampling": 3, "steps": 3, "weighted_gradients": 3,
-    "cost_measure": 3, "measure_plan": 3, "prompt_gradients": 3, "sweep": 3, "sketches": 3,
+    "checked_tokens": 3, "cost_measure": 3, "measure_plan": 3, "prompt_gradients": 3, "sweep": 3, "sketches": 3,
     "norm_estimates": 3, "estimate_plan": 3,
     "bounds": 4, "gains": 4, "jacobians": 4, "evaluation": 4,
     "step_settings": 4, "variants": 4, "updates": 4, "directions": 4, "influence": 4, "drivers": 4,

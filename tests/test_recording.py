@@ -10,8 +10,8 @@ from tiny import CAUSAL, LAYERS, VOCAB, make_policy
 from torch import Tensor
 
 from gradscope.capture import measuring
-from gradscope.capture.claims import claim_parameters
-from gradscope.capture.recording import Recorder, find_joint
+from gradscope.capture.claims import claim_parameters, probe_model
+from gradscope.capture.recording import Recorder, find_cut
 from gradscope.models import Policy
 
 JOINTS = {
@@ -37,7 +37,12 @@ def random_ids(vocab: int = VOCAB, length: int = 16) -> Tensor:
 def joint_of(policy: Policy, vocab: int = VOCAB) -> str | None:
     ids = random_ids(vocab)
     with measuring(policy.model):
-        return find_joint(policy.model, policy.blocks, claim_parameters(policy.model, policy.blocks, ids), ids)
+        return find_cut(
+            policy.model,
+            policy.blocks,
+            claim_parameters(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids)),
+            ids,
+        ).joint
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -69,7 +74,7 @@ def test_the_joint_of_a_handmade_decoder(name):
 def test_recording_changes_no_logit_and_leaves_no_hook(name, part):
     policy, ids = make_policy(name, torch.float64), random_ids()
     with measuring(policy.model):
-        claims = claim_parameters(policy.model, policy.blocks, ids)
+        claims = claim_parameters(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids))
         with torch.no_grad():
             expected = policy.model(input_ids=ids[None], use_cache=False).logits
         with Recorder(policy.model, policy.blocks, claims, JOINTS[name], part) as recorder:
@@ -82,7 +87,7 @@ def test_recording_changes_no_logit_and_leaves_no_hook(name, part):
 
 def test_hooks_come_off_when_the_forward_pass_fails():
     policy, ids = make_policy("qwen2"), random_ids()
-    claims = claim_parameters(policy.model, policy.blocks, ids)
+    claims = claim_parameters(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids))
     with pytest.raises(IndexError), Recorder(policy.model, policy.blocks, claims, JOINTS["qwen2"], "body"):
         policy.model(input_ids=ids[None] + VOCAB, use_cache=False)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in policy.model.modules())
@@ -92,7 +97,7 @@ def test_hooks_come_off_when_the_forward_pass_fails():
 def test_gradients_through_both_parts_are_those_of_the_whole(name):
     policy, ids = make_policy(name, torch.float64), random_ids()
     with measuring(policy.model):
-        claims = claim_parameters(policy.model, policy.blocks, ids)
+        claims = claim_parameters(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids))
         with Recorder(policy.model, policy.blocks, claims, JOINTS[name], "head") as head:
             logits = policy.model(input_ids=ids[None], use_cache=False).logits
         seed = torch.randn(logits.shape, dtype=logits.dtype, generator=torch.Generator().manual_seed(1))

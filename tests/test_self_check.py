@@ -83,7 +83,7 @@ def test_what_it_compares_with_is_brute_force_module_by_module():
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, ids)
         for k in (0, len(targets) - 1):
-            plain = measure_plainly(meter, ids, int(targets[k]), temperature=0.7)
+            (plain,) = measure_plainly(meter, ids, targets[k : k + 1], temperature=0.7)
             torch.testing.assert_close(plain.act_grad_norm.double(), truth.layers[k], rtol=1e-5, atol=0)
             assert plain.param_grad_norm == pytest.approx(truth.parameters[k].item(), rel=1e-5)
             assert plain.module_grad_norm == pytest.approx({n: v[k].item() for n, v in truth.modules.items()}, rel=1e-5)
@@ -96,7 +96,7 @@ def test_what_it_compares_with_does_not_underflow_on_a_sure_token():
     sure = int(truth.parameters.argmin())
     assert 0 < truth.parameters[sure] < 1e-20
     with measuring(policy.model):
-        plain = measure_plainly(TokenGradientMeter(policy, ids), ids, int(targets[sure]), temperature=1.0)
+        (plain,) = measure_plainly(TokenGradientMeter(policy, ids), ids, targets[sure : sure + 1], temperature=1.0)
     assert plain.param_grad_norm == pytest.approx(truth.parameters[sure].item(), rel=1e-3, abs=0)
     np.testing.assert_allclose(plain.act_grad_norm, truth.layers[sure], rtol=1e-3)
 

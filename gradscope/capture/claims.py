@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -16,6 +18,9 @@ from gradscope.capture.hooks import first_tensor, forward_hooks
 from gradscope.errors import InputError
 from gradscope.models import Policy, takes
 from gradscope.parameters import float_parameters
+
+SEEN = 64
+"""Positions at which the probe keeps what a norm computed."""
 
 Rule = Literal["linear", "conv1d", "diagonal", "embedding"]
 
@@ -49,22 +54,46 @@ class _Visits:
     in_head: set[bool] = field(default_factory=set)
     late: bool = False
     """Called in the last block or after it."""
-    inputs: list[tuple[Tensor, int]] = field(default_factory=list)
-    output: Tensor | None = None
-    version: int = 0
-    """Of the output as it was returned."""
     simple: bool = True
     """Called with one tensor and nothing else."""
+    by_row: bool = True
+    """Called on rows of vectors, never on one vector."""
+    untouched: bool = True
+    """Neither what it was given nor what it returned was changed in place afterwards."""
+    inputs: Tensor | None = None
+    """Of an embedding or a norm: of the first call; a norm's at the first positions alone."""
+    output: Tensor | None = None
+    """Of such a module: of the last call, at the same."""
+    pending: list[tuple[Tensor, int]] = field(default_factory=list)
+    """Tensors of which `untouched` is not known yet, with their versions at the time."""
+
+    def settle(self) -> None:
+        """Let go of the tensors: what was to happen to them has happened."""
+        self.untouched &= all(tensor._version == version for tensor, version in self.pending)
+        self.pending.clear()
 
 
-def check_prefixes(policy: Policy, ids: Int[Tensor, " n"]) -> None:
+@dataclass(frozen=True)
+class Probe:
+    """What one forward pass over a sequence [n] showed of a model."""
+
+    visits: dict[str, _Visits]
+    """By module that owns parameters."""
+    hidden: Tensor | None
+    """[n, d]: hidden states that the head is called with; None where the model has no body of its own."""
+
+
+def check_prefixes(policy: Policy, ids: Int[Tensor, " n"], whole: Float[Tensor, "n d"] | None = None) -> None:
     """InputError unless a prefix alone gives the hidden states that it gives within the whole sequence ids [n].
 
     That is what "decoder-only" means here, and what lets a token be measured on its prefix.
+    whole: the hidden states of the sequence, if they are known.
     """
     half = max(1, len(ids) // 2)
     with torch.no_grad():
-        whole = policy.model.base_model(input_ids=ids[None], use_cache=False)[0][0, :half].double()
+        if whole is None:
+            whole = policy.model.base_model(input_ids=ids[None], use_cache=False)[0][0]
+        whole = whole[:half].double()
         alone = policy.model.base_model(input_ids=ids[None, :half], use_cache=False)[0][0].double()
     if not (whole.isfinite().all() and alone.isfinite().all()):
         raise InputError(
@@ -81,15 +110,15 @@ def check_prefixes(policy: Policy, ids: Int[Tensor, " n"]) -> None:
         )
 
 
-def claim_parameters(model: nn.Module, blocks: nn.ModuleList, input_ids: Tensor) -> Claims:
-    """Find the rule for every module that owns parameters, by its type and by what one forward on input_ids [n] shows.
+def claim_parameters(model: nn.Module, blocks: nn.ModuleList, probe: Probe) -> Claims:
+    """Find the rule for every module that owns parameters, by its type and by what one forward pass has shown.
 
     Of a model that is measured on some parameters alone (`measure_only`), these are claimed and no others.
 
     A rule is given up, and the parameters go the general way, where a module is not exactly what the rule knows: a
     subclass, a parametrisation, an input that is changed in place after use, a table shared in an unknown manner.
     """
-    visits = _probe(model, blocks, input_ids)
+    visits = probe.visits
     measured = {id(p): name for name, p in float_parameters(model)}
     modules = {name: m for name, m in model.named_modules() if any(id(p) in measured for p in m.parameters(False))}
     # A rule measures all of a module's own parameters at once.
@@ -139,50 +168,77 @@ def check_claims(model: nn.Module, claims: Claims) -> None:
             raise RuntimeError(f"parameter {name} is claimed {counts[id(parameter)]} times, not {wanted}")
 
 
-def _probe(model: nn.Module, blocks: nn.ModuleList, input_ids: Tensor) -> dict[str, _Visits]:
+def probe_model(model: nn.Module, blocks: nn.ModuleList, input_ids: Int[Tensor, " n"]) -> Probe:
+    """One forward pass, of which each block's tensors are let go once the next block is done."""
     visits: dict[str, _Visits] = defaultdict(_Visits)
-    names = [name for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
-    last_block = next(name for name, m in model.named_modules() if m is blocks[-1])
-    past_blocks = within_last = False
+    names = dict.fromkeys(name for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False)))
+    modules = dict(model.named_modules())
+    looked_at = {name for name in names if _has_slopes(modules[name]) or isinstance(modules[name], nn.Embedding)}
+    known = {id(m): name for name, m in modules.items()}
+    in_order = {known[id(block)]: index for index, block in enumerate(blocks)}
+    owners: list[list[str]] = [[] for _ in blocks]
+    """Names of modules by the block that they were called in."""
+    inside, past_blocks, hidden = -1, False, []
 
-    def enter_last(_module: nn.Module, _args: tuple[Any, ...]) -> None:
-        nonlocal within_last
-        within_last = True
+    def first(module: nn.Module, values: Tensor) -> Tensor:
+        if not isinstance(module, nn.Embedding) and values.ndim > 1 and values.shape[:2] == (1, len(input_ids)):
+            values = values[:, :SEEN]
+        return values.clone()
+
+    def enter(_module: nn.Module, _args: tuple[Any, ...], *, index: int) -> None:
+        nonlocal inside
+        inside = index
 
     def record(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         nonlocal past_blocks
         seen = visits[name]
         if name in names:
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
             seen.calls += 1
             seen.in_head.add(past_blocks)
             seen.simple &= len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and isinstance(output, Tensor)
-            seen.inputs += [(a, a._version) for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-            seen.late |= within_last or past_blocks
-            seen.output = first_tensor(output)
-            seen.version = seen.output._version if seen.output is not None else 0
-        past_blocks |= name == last_block
+            seen.by_row &= not any(t.ndim < 2 and t.is_floating_point() for t in tensors)
+            seen.late |= inside == len(blocks) - 1 or past_blocks
+            returned = first_tensor(output)
+            seen.pending += [(t, t._version) for t in (*tensors, *([] if returned is None else [returned]))]
+            if name in looked_at and seen.inputs is None and tensors:
+                seen.inputs = first(modules[name], tensors[0])
+            if name in looked_at and returned is not None:
+                seen.output = first(modules[name], returned)
+            if inside >= 0 and not past_blocks:
+                owners[inside].append(name)
+        if name in in_order:
+            # A residual stream may be added to in place within the next block.
+            for owner in owners[in_order[name] - 1] if in_order[name] else ():
+                visits[owner].settle()
+            past_blocks |= in_order[name] == len(blocks) - 1
 
     # Logits of a long sequence could fill the memory, and the head is called on rows of two as it is on all.
     few = {"logits_to_keep": 2} if takes(model, "logits_to_keep") else {}
-    handle = blocks[-1].register_forward_pre_hook(enter_last)
-    try:
-        with torch.no_grad(), forward_hooks(model, dict.fromkeys([*names, last_block]), record):
-            model(input_ids=input_ids[None], use_cache=False, **few)
-    finally:
-        handle.remove()
-    return visits
+    with ExitStack() as stack:
+        for index, block in enumerate(blocks):
+            stack.callback(block.register_forward_pre_hook(partial(enter, index=index)).remove)
+        if (body := getattr(model, "base_model", model)) is not model:
+            stack.callback(body.register_forward_hook(lambda _m, _args, out: hidden.append(first_tensor(out))).remove)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(forward_hooks(model, [*names, *in_order], record))
+        model(input_ids=input_ids[None], use_cache=False, **few)
+    for seen in visits.values():
+        seen.settle()
+    whole = [h[0] for h in hidden if h is not None and h.shape[:2] == (1, len(input_ids))]
+    return Probe(visits, whole[0] if len(whole) == 1 else None)
+
+
+def _has_slopes(module: nn.Module) -> bool:
+    """Whether all of a module's own parameters are vectors, as those of a norm are."""
+    return all(p.ndim == 1 for p in module.parameters(recurse=False))
 
 
 def _find_rule(module: nn.Module, seen: _Visits) -> Rule | None:
     if hasattr(module, "parametrizations") or len(seen.in_head) > 1 or _is_rewired(module):
         return None
-    if any(tensor._version != version for tensor, version in seen.inputs):
-        return None
     # Changed in place after it was returned: where it stood in the graph may be gone.
-    if seen.output is not None and seen.output._version != seen.version:
-        return None
-    # Called on one vector and not on rows of them.
-    if any(tensor.ndim < 2 and tensor.is_floating_point() for tensor, _ in seen.inputs):
+    if not (seen.untouched and seen.by_row):
         return None
     # The head keeps one call of each module.
     if seen.calls > 1 and seen.late:
@@ -227,9 +283,9 @@ def _is_diagonal(module: nn.Module, seen: _Visits) -> bool:
 
     Seen on the probe's own input: f(v) − f(0) must equal v ∘ (f(1) − f(0)) for a random v.
     """
-    inputs, output = seen.inputs[0][0], seen.output
+    inputs, output = seen.inputs, seen.output
     parameters = dict(module.named_parameters(recurse=False))
-    if output is None or not inputs.is_floating_point():
+    if inputs is None or output is None or not inputs.is_floating_point():
         return False
     if any(p.ndim != 1 or p.shape[0] != output.shape[-1] for p in parameters.values()):
         return False
@@ -250,9 +306,9 @@ def _embedding_scale(module: nn.Embedding, seen: _Visits) -> float | None:
     """c if the module returned c times the rows of its table, for the one c that fits the probe; else None."""
     plain = not (module.scale_grad_by_freq or module.sparse or module.max_norm)
     alone = len(list(module.parameters())) == 1
-    if not (plain and alone and seen.simple and seen.calls == 1) or seen.inputs[0][0].is_floating_point():
+    if not (plain and alone and seen.simple and seen.calls == 1) or seen.inputs.is_floating_point():
         return None
-    rows = nn.functional.embedding(seen.inputs[0][0], module.weight.detach())
+    rows = nn.functional.embedding(seen.inputs, module.weight.detach())
     if seen.output is None or rows.shape != seen.output.shape:
         return None
     scale = ((rows.double() * seen.output.double()).sum() / rows.double().square().sum()).item()

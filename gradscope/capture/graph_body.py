@@ -26,14 +26,22 @@ from gradscope.models import Policy
 
 
 class GraphBody:
-    """Measures the body of a policy by its own graph; probe_ids is a short sequence to try it on.
+    """Measures the body of a policy by its own graph; probe_ids is a short sequence to try it on, `seen` its recorded
+    pass if there is one.
 
     batched: False carries one token at a time; found out where vmap does not know an operation of the model.
     """
 
-    def __init__(self, policy: Policy, claims: Claims, joint: str | None, probe_ids: Int[Tensor, " n"]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        claims: Claims,
+        joint: str | None,
+        probe_ids: Int[Tensor, " n"],
+        seen: Recorder | None = None,
+    ) -> None:
         self.model, self.blocks, self.claims, self.joint = policy.model, policy.blocks, claims, joint
-        self.batched, self.bytes_per_row = self._probe(probe_ids)
+        self.batched, self.bytes_per_row = self._probe(seen or self.record(probe_ids), len(probe_ids))
         """Bytes that flow back for one token at one position."""
 
     def limits(self, rows: int | None, memory: int) -> Limits:
@@ -46,8 +54,7 @@ class GraphBody:
             self.model.base_model(input_ids=ids[None], use_cache=False)
         return recorder
 
-    def _probe(self, ids: Tensor) -> tuple[bool, int]:
-        recorder = self.record(ids)
+    def _probe(self, recorder: Recorder, length: int) -> tuple[bool, int]:
         joints = 1 if self.joint is None else 2
         once = len(recorder.block_edges) == len(self.blocks) and len(recorder.joints) == joints
         if not once or len({id(block) for block in self.blocks}) != len(self.blocks):
@@ -58,9 +65,9 @@ class GraphBody:
         edges = [*recorder.block_edges, *(call.edge for call in recorder.calls)]
         seeds = [torch.stack([torch.ones_like(tensor)] * 2) for tensor in recorder.joints]
         numbers = sum(call.width for call in recorder.calls) + recorder.joints[0].numel() * len(recorder.block_edges)
-        flow = 2 * numbers * max(4, recorder.joints[0].element_size()) // len(ids)
+        flow = 2 * numbers * max(4, recorder.joints[0].element_size()) // length
         try:
-            _vjp(recorder.joints, edges, seeds, batched=True)
+            _vjp(recorder.joints, edges, seeds, batched=True, again=True)
         except RuntimeError:  # An operation that vmap does not know: one gradient after the other gives the same.
             return False, flow
         return True, flow
@@ -74,11 +81,13 @@ class GraphSequence:
     ids: Int[Tensor, " n"]
     head: HeadPass
     factors: Factors
+    seen: Recorder | None = None
+    """The body's pass, where it was made before; it is left as it is."""
 
     def measure(self, chunk: Chunk) -> tuple[Float[Tensor, "1 K layers"], Squares]:
         """(‖δ_ℓ‖ for ℓ = 0 … L − 1, squared gradient norms by module)."""
         picks, positions = chunk.picks[0], chunk.positions[0]
-        recorder = self.body.record(self.ids[: int(positions[-1]) + 1])
+        recorder = self.seen or self.body.record(self.ids[: int(positions[-1]) + 1])
         # Of a policy over several devices, what flows back lies where its module does; norms come together in the end.
         token, last = torch.arange(len(picks)), self.head.last_norm
         place, dtype = positions.cpu(), last.dtype
@@ -86,7 +95,7 @@ class GraphSequence:
         for seed, rows in zip(seeds, self.head.joint_deltas, strict=True):
             seed[token, 0, place] = rows[picks].reshape(len(picks), *seed.shape[3:]).to(seed)
         edges = [*recorder.block_edges, *(call.edge for call in recorder.calls)]
-        deltas = _vjp(recorder.joints, edges, seeds, batched=self.body.batched)
+        deltas = _vjp(recorder.joints, edges, seeds, batched=self.body.batched, again=self.seen is not None)
         depth = len(recorder.block_edges)
         act = torch.stack([delta.flatten(1).to(dtype).norm(dim=1).to(last.device) for delta in deltas[:depth]], 1)
         by_module: dict[str, list[tuple[Call, Tensor]]] = defaultdict(list)
@@ -122,11 +131,17 @@ def _diagonal_over_calls(flow: list[tuple[Call, Tensor]], slopes: tuple[Tensor, 
 
 
 def _vjp(
-    outputs: list[Tensor], edges: list[GradientEdge], seeds: list[Float[Tensor, "K ..."]], *, batched: bool
+    outputs: list[Tensor],
+    edges: list[GradientEdge],
+    seeds: list[Float[Tensor, "K ..."]],
+    *,
+    batched: bool,
+    again: bool = False,
 ) -> list[Tensor | None]:
-    """Vector-Jacobian products of K seeds: [K, *shape] per edge, None where nothing flows."""
+    """Vector-Jacobian products of K seeds: [K, *shape] per edge, None where nothing flows; again: keep the graph."""
     if batched:
-        return list(torch.autograd.grad(outputs, edges, seeds, is_grads_batched=True, allow_unused=True))
+        found = torch.autograd.grad(outputs, edges, seeds, is_grads_batched=True, retain_graph=again, allow_unused=True)
+        return list(found)
     each = [
         torch.autograd.grad(outputs, edges, list(seed), retain_graph=True, allow_unused=True)
         for seed in zip(*seeds, strict=True)

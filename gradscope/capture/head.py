@@ -53,7 +53,8 @@ class Head:
     def measure(self, stack: Stack) -> HeadPass:
         """One pass for all targets, or several where their logits would not fit the memory."""
         everything = torch.arange(len(stack.positions), device=stack.ids.device)
-        fits = stack.ids.numel() <= self.rows
+        places = len(stack.positions.unique()) if self._keeps_logits else stack.ids.shape[1]
+        fits = len(stack.ids) * places <= self.rows
         split = [everything] if fits else everything.split(max(1, self.rows // len(stack.ids)))
         parts = [self._measure_part(stack, part) for part in split]
         if len(parts) == 1:

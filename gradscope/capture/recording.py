@@ -7,6 +7,7 @@ input, which the residual carries past it) is the **joint**. The **body** is the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -152,87 +153,157 @@ def block_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return hidden
 
 
-def find_joint(model: nn.Module, blocks: nn.ModuleList, claims: Claims, input_ids: Tensor) -> str | None:
-    """The first linear module of the last block whose input, cut off, leaves a head that acts position by position.
+@dataclass(frozen=True)
+class Cut:
+    """Where a model falls into head and body."""
+
+    joint: str | None
+    """Name of the module whose input is the joint; None: the joint is the last block's output."""
+    body: Recorder | None
+    """The body's pass over the sequence that it was tried on, with its graph; None where there was no such pass."""
+
+
+def find_cut(model: nn.Module, blocks: nn.ModuleList, claims: Claims, input_ids: Tensor) -> Cut:
+    """The joint is the first linear module of the last block whose input, cut off, leaves a head that acts position by
+    position.
 
     Each candidate is tried on input_ids [n]: a gradient that starts at one position must come back at that position
-    alone, exactly, at every cut and every claimed module. None if there is no such module.
+    alone, exactly, at every cut and every claimed module. No joint if there is no such module.
+    """
+    for joint in _find_candidates(model, blocks, claims, input_ids):
+        if (body := _cut_at(model, blocks, claims, input_ids, joint)) is not None:
+            return Cut(joint, body)
+    return Cut(None, None)
+
+
+def _find_candidates(model: nn.Module, blocks: nn.ModuleList, claims: Claims, input_ids: Tensor) -> list[str]:
+    """Linear modules of the last block, as they are called, with nothing behind them that mixes positions: a gradient
+    that starts at one position, and is stopped at the module's input, comes back at that position alone.
+
+    One forward pass over the sequence tells of all.
     """
     names = {id(m): name for name, m in model.named_modules()}
     inside = names[id(blocks[-1])] + "."
-    if not is_subset(model):
-        with Recorder(model, blocks, claims, None, "body") as recorder:
-            model(input_ids=input_ids[None], use_cache=False)
-        called = dict.fromkeys(c.name for c in recorder.calls if c.name.startswith(inside))
-        candidates = [name for name in called if claims.rules[name] in ("linear", "conv1d")]
+    if is_subset(model):  # frozen ones too; one with an adapter counts as a whole
+        layers = [name for name, m in model.named_modules() if name.startswith(inside) and _is_layer(m)]
+        layers = [name for name in layers if not any(name.startswith(f"{other}.") for other in layers)]
     else:
-        candidates = _called_layers(model, inside, input_ids)
-    return next((name for name in candidates if _cuts_head(model, blocks, claims, input_ids, name)), None)
+        layers = [
+            name for name, rule in claims.rules.items() if rule in ("linear", "conv1d") and name.startswith(inside)
+        ]
+    stopped, start, called = None, [], {}
+
+    def enter_block(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        start.append(leaf := block_input(args, kwargs).detach().requires_grad_(True))
+        return ((leaf, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": leaf})
+
+    def enter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) != 1 or not isinstance(args[0], Tensor) or kwargs:
+            called[name] = None
+            return None
+        if not args[0].requires_grad:
+            return None
+        values = args[0].clone()  # its own: others may have the same input
+
+        def stop(gradient: Tensor) -> Tensor | None:
+            if stopped != name:
+                return None
+            called[name] = gradient
+            return torch.zeros_like(gradient)
+
+        values.register_hook(stop)
+        called.setdefault(name, values)
+        return (values,), kwargs
+
+    with ExitStack() as stack:
+        stack.callback(blocks[-1].register_forward_pre_hook(enter_block, with_kwargs=True).remove)
+        for name in layers:
+            hook = lambda _module, args, kwargs, name=name: enter(name, args, kwargs)  # noqa: E731
+            stack.callback(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True).remove)
+        with torch.enable_grad():
+            logits = model(input_ids=input_ids[None], use_cache=False).logits
+    if len(start) != 1:  # no block is called more than once
+        return []
+    found, position = [], len(input_ids) // 2
+    seed = _slanted(logits, position)
+    for name in [name for name, values in called.items() if values is not None]:
+        stopped, called[name] = name, None
+        (back,) = torch.autograd.grad([logits], start, [seed], retain_graph=True, allow_unused=True)
+        if called[name] is not None and all(_is_local(g, position) for g in (called[name], back) if g is not None):
+            found.append(name)
+    return found
 
 
-def _called_layers(model: nn.Module, inside: str, input_ids: Tensor) -> list[str]:
-    """Linear layers in a block, frozen ones too, as they are called; one with an adapter counts as a whole."""
-    layers = {name: m for name, m in model.named_modules() if name.startswith(inside) and _is_layer(m)}
-    outer = [name for name in layers if not any(name.startswith(f"{other}.") for other in layers)]
-    called: dict[str, bool] = {}
+def _is_local(gradient: Tensor, position: int) -> bool:
+    """Whether it is zero at every other position of its second axis."""
+    if gradient.ndim < 3:
+        return False
+    rows = gradient[0].flatten(1)
+    return not (rows[:position].any() or rows[position + 1 :].any())
 
-    def record(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
-        called[name] = called.get(name, True) and len(args) == 1 and isinstance(args[0], Tensor) and not kwargs
 
-    with torch.no_grad(), forward_hooks(model, outer, record):
-        model(input_ids=input_ids[None], use_cache=False)
-    return [name for name, simple in called.items() if simple]
+def _slanted(logits: Tensor, position: int) -> Tensor:
+    """A gradient at one position: any direction but a constant one, which a norm could send to zero."""
+    seed = torch.zeros_like(logits)
+    seed[0, position] = torch.linspace(-1, 1, logits.shape[-1]).to(logits)
+    return seed
 
 
 def _is_layer(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D" or hasattr(module, "base_layer")
 
 
-def _cuts_head(model: nn.Module, blocks: nn.ModuleList, claims: Claims, input_ids: Tensor, joint: str) -> bool:
+def _cut_at(model: nn.Module, blocks: nn.ModuleList, claims: Claims, input_ids: Tensor, joint: str) -> Recorder | None:
+    """The body's pass, if the head behind this joint acts position by position and all passes the cut; else None."""
     length = len(input_ids)
     with Recorder(model, blocks, claims, joint, "head") as recorder:
         logits = model(input_ids=input_ids[None], use_cache=False).logits
     calls = [call for call in recorder.calls if call.edge is not None]
     if len(recorder.joints) != 2 or recorder.joints[1].ndim < 3 or recorder.joints[1].shape[:2] != (1, length):
-        return False
+        return None
     edges = [*(get_gradient_edge(leaf) for leaf in recorder.joints), *(call.edge for call in calls)]
-    for position in {length // 2, length - 1}:
-        seed = torch.zeros_like(logits)
-        # Any direction but a constant one, which a norm could send to zero.
-        seed[0, position] = torch.linspace(-1, 1, logits.shape[-1]).to(logits)
+    for position in (length // 2, length - 1):
+        seed = _slanted(logits, position)
         deltas = torch.autograd.grad([logits], edges, [seed], retain_graph=True, allow_unused=True)
         if deltas[0] is None or deltas[1] is None:
-            return False
+            return None
         for call, delta in zip([None, None, *calls], deltas, strict=True):
             if delta is None:
                 continue
             if call is not None and not call.by_position(length):
-                return False
+                return None
             rows = delta.reshape(length, -1)
             if rows[:position].any() or rows[position + 1 :].any():
-                return False
+                return None
     names = [call.name for call, delta in zip(calls, deltas[2:], strict=True) if delta is not None]
-    return len(names) == len(set(names)) and _cuts_all(model, blocks, claims, input_ids, joint, set(names))
+    if len(names) != len(set(names)):
+        return None
+    return _follow_cut(model, blocks, claims, input_ids, joint, set(names), seed, deltas[:2])
 
 
-def _cuts_all(
-    model: nn.Module, blocks: nn.ModuleList, claims: Claims, input_ids: Tensor, joint: str | None, local: set[str]
-) -> bool:
-    """Whether all that flows back to the body passes the cut: the same from the logits as from the cut's two sides."""
-    with Recorder(model, blocks, claims, joint, "head") as head:
-        logits = model(input_ids=input_ids[None], use_cache=False).logits
-    seed = torch.zeros_like(logits)
-    seed[0, -1] = torch.linspace(-1, 1, logits.shape[-1]).to(logits)
-    seeds = torch.autograd.grad([logits], head.joints, [seed])
+def _follow_cut(
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    claims: Claims,
+    input_ids: Tensor,
+    joint: str,
+    local: set[str],
+    seed: Tensor,
+    at_cut: Sequence[Tensor],
+) -> Recorder | None:
+    """The body's pass, if all that flows back to it passes the cut: the same from the logits as from the cut's sides.
+
+    local: claimed modules of the head. seed: a gradient of the logits; at_cut: what it comes to at both sides.
+    """
     with Recorder(model, blocks, claims, joint, "body") as body:
         logits = model(input_ids=input_ids[None], use_cache=False).logits
     edges = [*body.block_edges, *(call.edge for call in body.calls if call.name not in local)]
     whole = torch.autograd.grad([logits], edges, [seed], retain_graph=True, allow_unused=True)
-    parts = torch.autograd.grad(body.joints, edges, seeds, allow_unused=True)
+    parts = torch.autograd.grad(body.joints, edges, at_cut, retain_graph=True, allow_unused=True)
     tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 0.1
     for a, b in zip(whole, parts, strict=True):
         if (a is None) != (b is None):
-            return False
+            return None
         if a is not None and (a - b).norm() > tolerance * a.norm():
-            return False
-    return True
+            return None
+    return body

@@ -1,11 +1,12 @@
-"""Before the engine is believed: a few tokens again by plain autograd, one vector-Jacobian product each."""
+"""Before the engine is believed: a few tokens again by plain autograd, one backward pass each."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, isfinite
 from typing import Any
 
@@ -19,6 +20,7 @@ from gradscope.capture.stack import SequenceTokens
 from gradscope.capture.token_gradients import TokenGradientMeter, TokenGradients
 from gradscope.errors import InputError, SelfCheckError
 from gradscope.logprobs import logit_gradient
+from gradscope.models import takes
 from gradscope.parameters import float_parameters
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -28,9 +30,13 @@ transformers' modules; half precisions round every product of a long chain, and 
 FAST_TOLERANCES = {"bfloat16": 0.05, "tf32": 0.01}
 """The same where factors are rounded to 8 or 11 bits before every product of the backward pass."""
 
+PART = 1 << 24
+"""Numbers of a half-precision gradient that are widened at a time."""
 FLOOR = 1e-30
 """A norm below it counts as one of this size: float32 has no digits left there."""
 ALL = "all parameters"
+NEAR = 16
+"""Tokens that are no further apart are taken to be measured in one chunk, where a token could spoil another's norms."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,8 @@ def check_engine(
 ) -> SelfCheck:
     """Compare the engine with plain autograd on some tokens; call it inside `measuring(policy.model)`.
 
-    sequences: with the tokens to compare as those to measure; the engine measures each with the response token before
-    it, and two sequences of like length together, as it will later.
+    sequences: with the tokens to compare as those to measure; the engine measures each with others near it, or else
+    with the response token before it, and two sequences of like length together, as it will later.
     Raises SelfCheckError that names the layer or the module that differs most; InputError for a gradient that float16
     cannot hold.
     """
@@ -71,20 +77,20 @@ def check_engine(
         tolerance = max(TOLERANCES[meter.model.dtype], FAST_TOLERANCES.get(meter.precision, 0.0))
     count, largest = 0, 0.0
     for sequence, ours in zip(sequences, _measure_together(meter, sequences), strict=True):
-        ids, targets = sequence.ids, sequence.targets
-        for k in sequence.measured.tolist():
-            oracle = measure_plainly(meter, ids, int(targets[k]), temperature=sequence.temperature)
+        ids, targets = sequence.ids, sequence.asked.targets
+        plain = measure_plainly(meter, ids, targets, temperature=sequence.temperature)
+        for k, target, oracle in zip(sequence.measured.tolist(), targets.tolist(), plain, strict=True):
             differences = _compare(ours, k, oracle)
             worst = max(differences, key=differences.__getitem__)
             if meter.model.dtype == torch.float16 and not ours.param_grad_norm[k].isfinite():
                 raise InputError(
-                    f"the gradient of token {int(targets[k])} of a sequence of {len(ids)} is beyond float16's "
+                    f"the gradient of token {target} of a sequence of {len(ids)} is beyond float16's "
                     f"{torch.finfo(torch.float16).max:g} at temperature {sequence.temperature:g}; give --dtype "
                     "bfloat16 or float32"
                 )
             if not differences[worst] <= tolerance:
                 raise SelfCheckError(
-                    f"self-check failed at token {int(targets[k])} of a sequence of {len(ids)}: the gradient of "
+                    f"self-check failed at token {target} of a sequence of {len(ids)}: the gradient of "
                     f"{_blame(differences, worst)} differs from plain autograd's by {differences[worst]:.1e} "
                     f"(tolerance {tolerance:.0e}); nothing was measured. Please report the architecture"
                 )
@@ -93,14 +99,22 @@ def check_engine(
 
 
 def _measure_together(meter: TokenGradientMeter, sequences: list[SequenceTokens]) -> list[TokenGradients]:
-    """Each sequence's tokens and those before them; neighbours in length together, two at once."""
-    wider = [replace(s, measured=torch.cat([s.measured, s.measured - 1]).clamp(min=0).unique()) for s in sequences]
-    order = sorted(range(len(wider)), key=lambda i: wider[i].reach)
+    """Each sequence's tokens, none by itself; neighbours in length together, two at once."""
+    wider = [_with_company(s) for s in sequences]
+    order = sorted(range(len(wider)), key=lambda i: max(wider[i].lengths))
     found: dict[int, TokenGradients] = {}
     for start in range(0, len(order), 2):
         pair = order[start : start + 2]
         found |= zip(pair, meter.measure_together([wider[i] for i in pair]), strict=True)
     return [found[i] for i in range(len(sequences))]
+
+
+def _with_company(sequence: SequenceTokens) -> SequenceTokens:
+    """A token that has no other of those to compare near it is measured with the response token before it."""
+    at, measured = torch.tensor(sequence.lengths), sequence.measured
+    near = ((at[:, None] - at).abs() <= NEAR).sum(1) > 1
+    alone = measured[~near.to(measured.device)]
+    return replace(sequence, measured=torch.cat([measured, alone - 1]).clamp(min=0).unique())
 
 
 def _compare(ours: TokenGradients, k: int, oracle: CheckedToken) -> dict[str, float]:
@@ -123,29 +137,60 @@ def _blame(differences: dict[str, float], worst: str) -> str:
     return max(modules, key=differences.__getitem__) if worst == ALL else worst
 
 
-def measure_plainly(meter: TokenGradientMeter, ids: Tensor, target: int, *, temperature: float) -> CheckedToken:
-    """All gradients of one token's log π by one plain backward pass from the uncancelled e − π, with no rule at all."""
+def measure_plainly(
+    meter: TokenGradientMeter, ids: Tensor, targets: Tensor, *, temperature: float
+) -> list[CheckedToken]:
+    """All gradients of each token's log π by a plain backward pass from the uncancelled e − π, with no rule at all.
+
+    The tokens share one forward pass. A gradient is let go as soon as its norm is known: a parameter's at a time.
+    """
     model, parameters = meter.model, dict(float_parameters(meter.model))
+    length, handles, norms = int(targets.max()), [], {}
+
+    def take(name: str, parameter: Tensor) -> None:
+        norms[name], parameter.grad = _norm(parameter.grad), None
+
+    kept = {"logits_to_keep": length - int(targets.min()) + 1} if takes(model, "logits_to_keep") else {}
+    before = {name: parameter.grad for name, parameter in parameters.items()}
     try:
-        for parameter in parameters.values():
+        for name, parameter in parameters.items():
             parameter.requires_grad_(True)
+            parameter.grad = None
+            handles.append(parameter.register_post_accumulate_grad_hook(partial(take, name)))
         with torch.enable_grad(), _layer_edges(meter) as edges:
-            logits = model(input_ids=ids[None, :target], use_cache=False).logits[0, -1]
-            seed = logit_gradient(logits, ids[target], temperature=temperature) / temperature
+            logits = model(input_ids=ids[None, :length], use_cache=False, **kept).logits
+            each = logits[0, targets - 1 - length].unbind()
+        for layer, edge in enumerate(edges):
+            handles.append(edge.node.register_prehook(partial(_take_edge, norms, layer, edge.output_nr)))
+        found = []
+        for k, own in enumerate(each):
+            norms.clear()
+            seed = logit_gradient(own, ids[targets[k]], temperature=temperature) / temperature
             # A seed with largest entry 1: squares of a sure token's would underflow.
             size = seed.abs().max().item() or 1.0
-            gradients = torch.autograd.grad(
-                logits, [*edges, *parameters.values()], (seed / size).to(logits.dtype), allow_unused=True
-            )
+            own.backward((seed / size).to(own.dtype), retain_graph=k + 1 < len(each))
+            found.append(_gather(norms, size, len(edges), parameters))
+        return found
     finally:
-        for parameter in parameters.values():
+        for handle in handles:
+            handle.remove()
+        for name, parameter in parameters.items():
             parameter.requires_grad_(False)
-    norms = [size * _norm(gradient) for gradient in gradients]
+            parameter.grad = before[name]
+
+
+def _take_edge(norms: dict[str | int, float], layer: int, output: int, gradients: tuple[Tensor | None, ...]) -> None:
+    norms[layer] = _norm(gradients[output])
+
+
+def _gather(norms: dict[str | int, float], size: float, layers: int, parameters: Iterable[str]) -> CheckedToken:
+    """norms: by layer and by parameter; of what no gradient came to, none."""
     square: dict[str, float] = defaultdict(float)
-    for name, norm in zip(parameters, norms[len(edges) :], strict=True):
-        square[name.rpartition(".")[0]] += norm**2
+    for name in parameters:
+        square[name.rpartition(".")[0]] += (size * norms.get(name, 0.0)) ** 2
     modules = {name: value**0.5 for name, value in square.items()}
-    return CheckedToken(torch.tensor(norms[: len(edges)]), modules, sum(square.values()) ** 0.5)
+    act = torch.tensor([size * norms.get(layer, 0.0) for layer in range(layers)])
+    return CheckedToken(act, modules, sum(square.values()) ** 0.5)
 
 
 @contextmanager
@@ -172,7 +217,14 @@ def _layer_edges(meter: TokenGradientMeter) -> Iterator[list[GradientEdge]]:
 
 
 def _norm(gradient: Tensor | None) -> float:
-    return 0.0 if gradient is None else gradient.to(torch.promote_types(gradient.dtype, torch.float32)).norm().item()
+    """In float32 at least, a part at a time: no copy of a large gradient is made."""
+    if gradient is None:
+        return 0.0
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    if gradient.dtype == wide:
+        return gradient.norm().item()
+    parts = gradient.flatten().split(PART)
+    return torch.stack([part.to(wide).norm() for part in parts]).norm().item()
 
 
 def _relative(ours: float, reference: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +25,15 @@ class SequenceTokens:
     def lengths(self) -> list[int]:
         """Of the prefix of each measured token."""
         return self.targets[self.measured].tolist()
+
+    @property
+    def asked(self) -> SequenceTokens:
+        """The same with no other targets than those that are measured."""
+        return replace(
+            self,
+            targets=self.targets[self.measured],
+            measured=torch.arange(len(self.measured), device=self.measured.device),
+        )
 
     @property
     def reach(self) -> int:

@@ -9,7 +9,7 @@ no rule knows is measured by one autograd gradient a token.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 
@@ -17,14 +17,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gradscope.capture.chunks import Chunk, Limits, group_sequences, neighbours
-from gradscope.capture.claims import Claims, check_prefixes, claim_parameters
+from gradscope.capture.chunks import Chunk, Limits, Run, group_sequences, neighbours
+from gradscope.capture.claims import Claims, check_prefixes, claim_parameters, probe_model
 from gradscope.capture.decoder_body import DecoderBody, DecoderStack
 from gradscope.capture.factors import Factors
 from gradscope.capture.graph_body import GraphBody, GraphSequence
 from gradscope.capture.head import Head, HeadPass, unit_errors
 from gradscope.capture.products import PRODUCTS, Precision
-from gradscope.capture.recording import find_joint
+from gradscope.capture.recording import Cut, Recorder, find_cut
 from gradscope.capture.rules import outer_square_norms
 from gradscope.capture.stack import SequenceTokens, Stack
 from gradscope.logprobs import TokenStatistics, logit_gradient
@@ -36,16 +36,19 @@ TRIAL = 16
 
 @dataclass(frozen=True)
 class TokenGradients:
-    """What the engine knows of m response tokens of one sequence; norms are L2, of log π for unit weight."""
+    """What the engine knows of m response tokens of one sequence; norms are L2, of log π for unit weight.
+
+    Everything is NaN where it was not asked for.
+    """
 
     statistics: TokenStatistics
     """log π, log(1−π) and entropy at the temperature, [m] each."""
     logit_grad_norm: Float[Tensor, " m"]
     """‖∂ log π / ∂(logits / T)‖ = ‖e − π‖."""
     act_grad_norm: Float[Tensor, "m layers"]
-    """‖δ_ℓ‖ over all positions, ℓ = 0 (input of the first block) … L (output of the last); NaN where not asked for."""
+    """‖δ_ℓ‖ over all positions, ℓ = 0 (input of the first block) … L (output of the last)."""
     param_grad_norm: Float[Tensor, " m"]
-    """‖g‖ over all parameters, shared ones once; NaN where not asked for."""
+    """‖g‖ over all parameters, shared ones once."""
     module_grad_norm: dict[str, Float[Tensor, " m"]]
     """‖g‖ of each module's own parameters; a table that the head shares counts under the embedding's name."""
 
@@ -74,16 +77,19 @@ class TokenGradientMeter:
     ) -> None:
         self.model, self.blocks, self.vocab_size = policy.model, policy.blocks, policy.vocab_size
         self.rows, self.memory, self._precision = rows, memory, precision
-        check_prefixes(policy, probe_ids)
-        self.claims: Claims = claim_parameters(self.model, self.blocks, probe_ids)
+        probe = probe_model(self.model, self.blocks, probe_ids)
+        check_prefixes(policy, probe_ids, probe.hidden)
+        self.claims: Claims = claim_parameters(self.model, self.blocks, probe)
+        del probe
         short = probe_ids[:TRIAL]
-        self.joint = find_joint(self.model, self.blocks, self.claims, short) if len(short) > 2 else None
+        cut = find_cut(self.model, self.blocks, self.claims, short) if len(short) > 2 else Cut(None, None)
+        self.joint = cut.joint
         self.head = Head(policy, self.claims, self.joint, memory)
-        self.graph = GraphBody(policy, self.claims, self.joint, short)
+        self.graph = GraphBody(policy, self.claims, self.joint, short, cut.body)
         """For what goes along the model's own graph."""
         self.decoder = DecoderBody.find(policy, self.claims, self.joint, memory) if rules else None
         """For a common decoder, by backward rules; None: this is none."""
-        if self.decoder is not None and not self._rules_hold(short):
+        if self.decoder is not None and not self._rules_hold(short, cut.body):
             self.decoder = None
         if self.decoder is not None:
             self.decoder.multiply = PRODUCTS[precision]
@@ -100,19 +106,20 @@ class TokenGradientMeter:
         """Token gradients of one unpadded sequence.
 
         ids: the sequence. targets: indices in it of the response tokens, ascending, none 0. measured: which of the
-        targets (indices into `targets`, ascending) get the norms that need a backward pass; the rest get NaN there.
+        targets (indices into `targets`, ascending) are measured; the rest are NaN. What needs no backward pass is known
+        of all by `measure_cheaply`.
         """
         return self.measure_together([SequenceTokens(ids, targets, measured, temperature)])[0]
 
     def measure_together(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
         """The same of several sequences. Each has its own numbers, up to rounding; `group` says which go well."""
-        every = all(len(s.measured) for s in sequences)
-        if len(sequences) > 1 and not (every and self._together):
-            return [self.measure_together([s])[0] for s in sequences]
-        if not every:
-            return [self._measure_nothing(sequences[0])]
-        order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i].measured))
-        found = dict(zip(order, self._measure_stack([sequences[i] for i in order]), strict=True))
+        asked = [i for i, s in enumerate(sequences) if len(s.measured)]
+        order = sorted(asked, key=lambda i: -len(sequences[i].measured))
+        groups = [order] if self._together else [[i] for i in order]
+        found = {i: self._measure_nothing(s) for i, s in enumerate(sequences) if not len(s.measured)}
+        for group in filter(None, groups):
+            parts = self._measure_stack([sequences[i].asked for i in group])
+            found |= {i: _spread(part, sequences[i]) for i, part in zip(group, parts, strict=True)}
         return [found[i] for i in range(len(sequences))]
 
     def group(self, sequences: Sequence[SequenceTokens]) -> list[list[int]]:
@@ -124,7 +131,10 @@ class TokenGradientMeter:
         def most(length: int) -> int:
             return self.decoder.most_sequences(length, rows=limits.rows, logits=self.head.rows)
 
-        return group_sequences([s.lengths for s in sequences], [s.reach for s in sequences], limits, most=most)
+        # Nothing is computed behind the last token that is measured.
+        return group_sequences(
+            [s.lengths for s in sequences], [max(s.lengths, default=0) for s in sequences], limits, most=most
+        )
 
     def measure_cheaply(
         self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float
@@ -138,14 +148,13 @@ class TokenGradientMeter:
         return self.decoder is not None and not self.claims.general
 
     def _measure_nothing(self, sequence: SequenceTokens) -> TokenGradients:
-        """What needs no backward pass, NaN for the rest."""
-        statistics, norms = self.measure_cheaply(sequence.ids, sequence.targets, temperature=sequence.temperature)
-        unknown = torch.full_like(norms, float("nan"))
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
+        unknown = torch.full((len(sequence.targets),), float("nan"), dtype=dtype, device=sequence.ids.device)
         act = unknown[:, None].expand(-1, len(self.blocks) + 1).clone()
-        return TokenGradients(statistics, norms, act, unknown, {})
+        return TokenGradients(TokenStatistics(unknown, unknown, unknown), unknown, act, unknown, {})
 
     def _measure_stack(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
-        """Of sequences that all have measured tokens, those with more of them first."""
+        """Of sequences all of whose targets are measured, those with more of them first."""
         stack = Stack.of(sequences, torch.promote_types(self.model.dtype, torch.float32))
         head, body = self._start(stack)
         if body is None:
@@ -153,13 +162,10 @@ class TokenGradientMeter:
             return [self._measure_stack([sequence])[0] for sequence in sequences]
         starts = [0, *accumulate(len(s.targets) for s in sequences)]
         picks = [start + s.measured for start, s in zip(starts[:-1], sequences, strict=True)]
-        measured = torch.cat(picks)
-        act = head.last_norm.new_full((len(stack.positions), len(self.blocks) + 1), float("nan"))
-        act[measured, -1] = head.last_norm[measured]
-        # A module that a prefix does not call has no gradient there; a token that is not measured has no number.
-        nothing = torch.full_like(head.last_norm, float("nan"))
-        nothing[measured] = 0.0
-        square: dict[str, Tensor] = defaultdict(nothing.clone)
+        act = head.last_norm.new_empty(len(stack.positions), len(self.blocks) + 1)
+        act[:, -1] = head.last_norm
+        # A module that a prefix does not call has no gradient there.
+        square: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(head.last_norm))
         for run in neighbours([s.lengths for s in sequences], self._limits(body.body)):
             chunk = Chunk.of(run, picks, stack.positions)
             layers, by_module = body.measure(chunk)
@@ -169,17 +175,17 @@ class TokenGradientMeter:
                 square[name][tokens] = chunk.values(values).to(act)
             for name, values in self._measure_general(sequences[0], tokens).items():
                 square[name][tokens] = values.to(act)
-        self._add_head(square, head, measured)
+        self._add_head(square, head)
         if not square:  # of an adapter that these tokens do not pass
-            square[""] = nothing
+            square[""] = torch.zeros_like(head.last_norm)
         norms = {name: head.size * values.clamp(min=0).sqrt() for name, values in square.items()}
         total = head.size * torch.stack(list(square.values())).sum(0).clamp(min=0).sqrt()
         found = TokenGradients(head.statistics, head.logit_grad_norm, head.size[:, None] * act, total, norms)
-        return [_some(found, slice(*ends)) for ends in pairwise(starts)]
+        return [_change(found, lambda values, ends=ends: values[slice(*ends)]) for ends in pairwise(starts)]
 
-    def _start(self, stack: Stack, *, rules: bool = True) -> tuple[HeadPass, DecoderStack | GraphSequence | None]:
+    def _start(self, stack: Stack) -> tuple[HeadPass, DecoderStack | GraphSequence | None]:
         """The head's pass, and what the body is to measure with it: None if the sequences must be taken one by one."""
-        if rules and self.decoder is not None:
+        if self.decoder is not None:
             with self.decoder.recording() as seen:
                 # Without the calls, whose inputs would lie in memory for nothing.
                 head = replace(self.head.measure(stack), calls=[])
@@ -191,16 +197,16 @@ class TokenGradientMeter:
         factors.remember(head.calls)
         return head, GraphSequence(self.graph, ids, head, factors)
 
-    def _add_head(self, square: dict[str, Tensor], head: HeadPass, measured: Tensor) -> None:
+    def _add_head(self, square: dict[str, Tensor], head: HeadPass) -> None:
         """Squared gradient norms of the modules that the head alone calls, and the head's part of a shared table."""
         table, tied_head = self.claims.tied or (None, None)
         for name, (call, delta, inputs) in head.local.items():
             if name == tied_head:  # The table counts under the embedding's name, the head's bias under its own.
-                square[table][measured] += outer_square_norms(delta, inputs, bias=False)[measured]
+                square[table] += outer_square_norms(delta, inputs, bias=False)
                 if call.module.bias is not None:
-                    square[name][measured] = delta.square().sum(1)[measured]
+                    square[name] = delta.square().sum(1)
             elif name not in square:
-                square[name][measured] = self.head.square_norms(head, name)[measured]
+                square[name] = self.head.square_norms(head, name)
 
     def _limits(self, body: DecoderBody | GraphBody) -> Limits:
         """Of chunks: neighbouring tokens, as many as fill the rows and fit the memory."""
@@ -235,24 +241,34 @@ class TokenGradientMeter:
             for parameter in parameters:
                 parameter.requires_grad_(False)
 
-    def _rules_hold(self, ids: Int[Tensor, " n"]) -> bool:
-        """Whether the rules give what the graph gives for some tokens of a short sequence."""
-        targets = torch.arange(len(ids) // 2, len(ids), device=ids.device)
-        everything = torch.arange(len(targets), device=ids.device)
-        sequence = SequenceTokens(ids, targets, everything)
-        stack = Stack.of([sequence], torch.promote_types(self.model.dtype, torch.float32))
-        chunk = Chunk(everything[None], stack.positions[None], None, int(targets[-1]))
+    def _rules_hold(self, ids: Int[Tensor, " n"], seen: Recorder | None) -> bool:
+        """Whether the rules give what the graph gives for two tokens each of a short sequence and of its beginning.
+
+        seen: the body's pass over the sequence.
+        """
+        lengths = len(ids), max(2, 3 * len(ids) // 4)
+        targets = [torch.tensor(sorted({n // 2, n - 1}), device=ids.device) for n in lengths]
+        both = [SequenceTokens(ids[:n], at, torch.arange(len(at))) for n, at in zip(lengths, targets, strict=True)]
+        stack = Stack.of(both, torch.promote_types(self.model.dtype, torch.float32))
+        with self.decoder.recording() as recorded:
+            head = self.head.measure(stack)
+        rules = self.decoder.follow(stack, head, recorded)
+        if rules is None:
+            return False
+        # What one sequence begins with, the other is: one graph has all tokens, at the place where each stands.
+        everything = torch.arange(len(stack.positions), device=ids.device)
+        graph = GraphSequence(self.graph, ids, head, Factors(len(ids)), seen or self.graph.record(ids))
+        picks = everything.split([len(at) for at in targets])
+        run = Run(tuple(slice(0, len(at)) for at in targets), stack.ids.shape[1])
+        chunks = Chunk.of(run, picks, stack.positions), Chunk(everything[None], stack.positions[None], None, run.length)
         tolerance = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 0.15
         found = []
-        for rules in (True, False):
-            head, body = self._start(stack, rules=rules)
-            if rules and not isinstance(body, DecoderStack):
-                return False
+        for body, chunk in zip((rules, graph), chunks, strict=True):
             layers, by_module = body.measure(chunk)
-            square: dict[str, Tensor] = defaultdict(lambda n=head.last_norm: torch.zeros_like(n))
-            square |= {name: values[0] for name, values in by_module.items()}
-            self._add_head(square, head, everything)
-            found.append((layers, {name: values.clamp(min=0).sqrt() for name, values in square.items()}))
+            square: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(head.last_norm))
+            square |= {name: chunk.values(values) for name, values in by_module.items()}
+            self._add_head(square, head)
+            found.append((chunk.values(layers), {name: values.clamp(min=0).sqrt() for name, values in square.items()}))
         (layers, norms), (expected_layers, expected) = found
         # A module whose own norm is nearly nothing is rounding.
         slack = torch.stack(list(expected.values())).norm(dim=0) / 100
@@ -276,13 +292,26 @@ def keep_freed_memory() -> None:
     torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
-def _some(gradients: TokenGradients, tokens: slice) -> TokenGradients:
-    """Of some of the tokens."""
-    statistics = TokenStatistics(*(getattr(gradients.statistics, f.name)[tokens] for f in fields(TokenStatistics)))
+def _spread(gradients: TokenGradients, sequence: SequenceTokens) -> TokenGradients:
+    """Of the measured tokens, among all targets."""
+    if len(sequence.measured) == len(sequence.targets):
+        return gradients
+
+    def spread(values: Tensor) -> Tensor:
+        out = values.new_full((len(sequence.targets), *values.shape[1:]), float("nan"))
+        out[sequence.measured] = values
+        return out
+
+    return _change(gradients, spread)
+
+
+def _change(gradients: TokenGradients, change: Callable[[Tensor], Tensor]) -> TokenGradients:
+    """The same of every number."""
+    statistics = (change(getattr(gradients.statistics, f.name)) for f in fields(TokenStatistics))
     return TokenGradients(
-        statistics,
-        gradients.logit_grad_norm[tokens],
-        gradients.act_grad_norm[tokens],
-        gradients.param_grad_norm[tokens],
-        {name: norms[tokens] for name, norms in gradients.module_grad_norm.items()},
+        TokenStatistics(*statistics),
+        change(gradients.logit_grad_norm),
+        change(gradients.act_grad_norm),
+        change(gradients.param_grad_norm),
+        {name: change(norms) for name, norms in gradients.module_grad_norm.items()},
     )

@@ -1,0 +1,34 @@
+"""Which tokens the self-check takes: some of every interval, as they were drawn or, of a large policy, the cheapest."""
+
+from __future__ import annotations
+
+import numpy as np
+
+LIGHT = 2e12
+"""FLOPs that plain backward passes of the tokens as drawn may take, some 20 s of a processor's core; beyond, the check
+is lightened."""
+
+
+def lighten_check(
+    drawn: np.ndarray, intervals: np.ndarray, rows: np.ndarray, prefixes: np.ndarray, *, parameters: int
+) -> np.ndarray:
+    """The tokens as they were drawn, if checking them is cheap; else one of each interval that has any, of few
+    responses and with short prefixes, as tokens of one response share a forward pass.
+
+    All arrays are by token [n]: True for those drawn; the interval of π; the response; the length of the prefix.
+    """
+    if 6 * parameters * int(prefixes[drawn].sum()) <= LIGHT:  # forward 2, backward 4 for each parameter and position
+        return drawn
+    chosen, left = np.zeros_like(drawn), set(np.unique(intervals).tolist())
+    while left:
+        # Of each response and interval, the first token; intervals that were dealt with do not count any more.
+        wanted = np.flatnonzero(np.isin(intervals, list(left)))
+        order = wanted[np.lexsort((prefixes[wanted], intervals[wanted], rows[wanted]))]
+        first = order[np.unique(np.stack([rows[order], intervals[order]]), axis=1, return_index=True)[1]]
+        found, start, count = np.unique(rows[first], return_index=True, return_counts=True)
+        longest = np.maximum.reduceat(prefixes[first], start)
+        best = np.lexsort((longest, -count))[0]
+        picks = first[rows[first] == found[best]]
+        chosen[picks] = True
+        left -= set(intervals[picks].tolist())
+    return chosen
