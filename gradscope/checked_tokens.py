@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-LIGHT = 2e12
-"""FLOPs that plain backward passes of the tokens as drawn may take, some 20 s of a processor's core; beyond, the check
+LIGHT = 2e11
+"""FLOPs that plain backward passes of the tokens as drawn may take, some 3 s of a processor's core; beyond, the check
 is lightened."""
 
 

@@ -6,8 +6,12 @@ import hashlib
 import json
 import os
 import re
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
+
+from tqdm import tqdm
 
 from gradscope.errors import InputError, first_line
 
@@ -19,6 +23,12 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 """Files of weights, in the order in which they are looked for."""
 STATE = "trainer_state.json"
 """Where trainers say of which step a checkpoint is."""
+WORTH_A_THREAD = 1 << 26
+"""Bytes of weights that take a twentieth of a second."""
+
+_State = tuple[tuple[Path, int, int], ...]
+_AHEAD: dict[_State, Future[str]] = {}
+"""Hashes that were begun with, by what the files were then."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -131,7 +141,29 @@ def is_hub_name(name: str) -> bool:
 
 def weights_hash(path: str | Path) -> str:
     """SHA-256 of the weight files of a checkpoint folder, in the order of their names."""
-    return _hash_files(next((files for kind in WEIGHTS if (files := sorted(Path(path).glob(kind)))), []))
+    files = _weight_files(path)
+    ahead = _AHEAD.pop(_state(files), None)
+    return _hash_files(files) if ahead is None else ahead.result()
+
+
+def hash_ahead(path: str | Path) -> None:
+    """Begin with `weights_hash` of a folder in a thread, beside the loading of what it reads; a small one can wait.
+
+    Of what is no checkpoint, nothing: whoever loads it says so.
+    """
+    files = _weight_files(path) if os.path.isdir(path) else []  # of a name that is too long, Path raises
+    if sum(file.stat().st_size for file in files) < WORTH_A_THREAD:
+        return
+    _AHEAD[_state(files)] = found = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(_hash_files(files))
+        except OSError as error:
+            found.set_exception(error)
+
+    # A daemon: a command that fails meanwhile does not wait for it.
+    Thread(target=run, daemon=True).start()
 
 
 def configuration_hash(path: str | Path) -> str:
@@ -150,10 +182,22 @@ def policy_hashes(policy: Policy) -> dict[str, str]:
     return found
 
 
+def _weight_files(path: str | Path) -> list[Path]:
+    return next((files for kind in WEIGHTS if (files := sorted(Path(path).glob(kind)))), [])
+
+
+def _state(files: list[Path]) -> _State:
+    stats = ((file.absolute(), file.stat()) for file in files)
+    return tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+
+
 def _hash_files(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as handle:
-            while chunk := handle.read(1 << 20):
-                digest.update(chunk)
+    digest, size = hashlib.sha256(), sum(file.stat().st_size for file in files)
+    # None: no bar where nobody looks at a terminal.
+    with tqdm(total=size, desc="hashing weights", unit="B", unit_scale=True, delay=2, leave=False, disable=None) as bar:
+        for file in files:
+            with file.open("rb") as handle:
+                while chunk := handle.read(1 << 22):
+                    digest.update(chunk)
+                    bar.update(len(chunk))
     return digest.hexdigest()

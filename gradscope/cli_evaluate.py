@@ -16,7 +16,7 @@ from gradscope import __version__
 from gradscope.cli_shared import DeviceFlag, DtypeFlag, check_prompts, load_quietly
 from gradscope.errors import InputError
 from gradscope.evaluation import Evaluation, Exam, summarize_responses
-from gradscope.models import Policy
+from gradscope.models import Policy, hash_ahead
 from gradscope.run_folder import RunFolder, library_versions, write_parquet, write_text
 from gradscope.sampling.engines import make_sampler
 from gradscope.sampling.rollouts import check_count
@@ -74,6 +74,7 @@ class Evaluate:
         check_count(count or 1, 1 + self.k)
         questions = draw_questions(task, count, seed=self.seed, files=self.data, people=self.people)
         check_prompts(questions, parquet=True)
+        hash_ahead(self.model)
         policy = load_quietly(self.model, dtype=self.dtype, device=self.device)
         settings = {name: getattr(self, name) for name in ("k", "temperature", "max_new_tokens", "seed")}
         folder = RunFolder(self.out, self._key(policy, questions, settings), results=(TABLE, RESPONSES))

@@ -30,7 +30,7 @@ from gradscope.devices import gradient_budget
 from gradscope.errors import InputError
 from gradscope.launched import join_launch
 from gradscope.measure_settings import BUDGET, MeasureSettings
-from gradscope.models import Policy
+from gradscope.models import Policy, hash_ahead
 from gradscope.norm_estimates import interval_norms
 from gradscope.prompt_gradients import SumsPlan, plan_batch_sums
 from gradscope.readers import Dump
@@ -137,6 +137,7 @@ class Measure:
         processes, device = join_launch(self.device)
         names = ("dtype", "blocks", "params", "base", "trust_remote_code", "device_map")
         with processes.together():
+            hash_ahead(self.model)
             policy = load_quietly(self.model, device=device, **{name: getattr(self, name) for name in names})
             dump = self.read(policy)
             cut = {"chunk_rows": self.chunk_rows, "chunk_memory": self.chunk_memory}

@@ -21,7 +21,7 @@ from gradscope.batch import TokenBatch
 from gradscope.batch_loss import PAPER, LossSettings, resolve_advantages
 from gradscope.cli_shared import DeviceFlag, Dtype, FormatFlag, load_quietly, print_notes
 from gradscope.errors import InputError
-from gradscope.models import Policy
+from gradscope.models import Policy, hash_ahead
 from gradscope.run_folder import RunFolder, file_hash, library_versions, write_text
 from gradscope.saved_optimizer import find_optimizer_file, find_policy_state, read_optimizer_file
 from gradscope.step_settings import SGD, StepSettings
@@ -100,6 +100,7 @@ class Tune:
     def run(self) -> None:
         grid = make_grid(self.alphas, self.etas)
         self._check()
+        hash_ahead(self.model)
         policy = load_quietly(self.model, dtype=self.dtype, device=self.device)
         refuse_narrow_weights(policy.model)
         batches = self._read_batches(policy)

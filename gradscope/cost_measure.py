@@ -45,6 +45,11 @@ class Response:
     length: int
     """Tokens before the last target."""
 
+    @property
+    def reach(self) -> int:
+        """Tokens before the last one that gets a backward pass: the engine computes nothing behind it."""
+        return max(self.prefixes, default=0)
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -78,9 +83,9 @@ GRAPH = Engine(96, 11, 8.9, 235, 2.5, trials=15, by_rules=False)
 
 IN_PYTHON = 4
 """An operation of a pass that is recorded takes so many times as long to start as the probe's: fitted to times."""
-LOGIT_PASSES, HEAD_OPERATIONS = 78, 128 * IN_PYTHON
-"""Arrays of logits that statistics and e − π, twice, and the head's gradients read and write, and operations for each
-pass; counted by work_counts, like the next four."""
+STATISTICS_PASSES, LOGIT_PASSES, HEAD_OPERATIONS = 32, 45, 128 * IN_PYTHON
+"""Arrays of logits that a token's statistics read and write, and those that a measured token's head does, and
+operations for each pass; counted by work_counts, like the next four."""
 SETTLED_STREAMS, SETTLED_GATES, SETTLED_SCORES, SETTLED_OPERATIONS = 103, 23.5, 8.3, 98 * IN_PYTHON
 """Of a block whose activations are made of a pass and tried, for the rules: arrays of hidden and of the MLP's width at
 each position, of its scores, operations."""
@@ -127,9 +132,10 @@ def measure_work(
     work["preparation"].append(longest * (WHOLE_PASSES + CHECK_PASSES * checked))
     work["preparation"].append(forward_work(shape, Piece(1, trial, trial)) * engine.trials)
     for group in group_responses(shape, responses, **cut):
-        runs, length = list(split_chunks(shape, group, **cut)), max(response.length for response in group)
+        runs, length = list(split_chunks(shape, group, **cut)), max(response.reach for response in group)
         # For the statistics, which find the intervals; for the head, which the rules share; along the graph each chunk.
-        pieces = [Piece(1, response.length, 0) for response in group] + [Piece(len(group), length, 0)]
+        pieces = [Piece(1, response.length, 0) for response in group]
+        pieces += [Piece(len(group), length, 0)] if runs else []
         pieces += [] if engine.by_rules else [Piece(1, run.length, 0) for run in runs]
         work["forward"] += [forward_work(shape, piece) for piece in pieces]
         work["head"].append(_head_work(shape, group))
@@ -155,7 +161,7 @@ def group_responses(
         kept = _seen_bytes(shape, engine, length) + probs_bytes(shape.layers * shape.heads, length)
         return most_sequences(length, kept, rows=limits.rows, logits=logit_rows(shape.vocab, memory), memory=memory)
 
-    lengths, reaches = [response.prefixes for response in responses], [response.length for response in responses]
+    lengths, reaches = [response.prefixes for response in responses], [response.reach for response in responses]
     groups = group_sequences(lengths, reaches, limits, most=most)
     return [[responses[index] for index in group] for group in groups]
 
@@ -223,13 +229,15 @@ def _contract(out: Number, inside: Number, n: Number, *, cut: bool) -> Number:
 
 
 def _head_work(shape: ModelShape, group: Sequence[Response]) -> Work:
-    """Logits of all targets twice, for the statistics and for the gradient, which goes back through the last MLP."""
-    targets, length = sum(response.targets for response in group), max(response.length for response in group)
-    logits = 2 * shape.hidden * shape.vocab * targets
+    """Logits of all targets for the statistics; of those that are measured once more, with their gradient, which goes
+    back through the last MLP."""
+    targets, length = sum(response.targets for response in group), max(response.reach for response in group)
+    measured = sum(len(response.prefixes) for response in group)
+    logits = 2 * shape.hidden * shape.vocab
     local = 2 * (shape.active / shape.layers - shape.hidden * (2 * shape.kv_width + shape.query_width))
     return Work(
-        products=3 * logits + local * len(group) * length,
-        logits=LOGIT_PASSES * 4 * shape.vocab * targets,
+        products=logits * (targets + 2 * measured) + local * len(group) * length,
+        logits=4 * shape.vocab * (STATISTICS_PASSES * targets + LOGIT_PASSES * measured),
         operations=HEAD_OPERATIONS,
     )
 
@@ -266,7 +274,7 @@ def _chunk_work(shape: ModelShape, engine: Engine, run: Run) -> Work:
 
 def _keeps_probs(shape: ModelShape, group: Sequence[Response], memory: int) -> bool:
     """Whether attention's probabilities stay from one chunk to the next, as `DecoderBody.keeps_probs` has it."""
-    longest = max(response.length for response in group)
+    longest = max(response.reach for response in group)
     return len(group) * probs_bytes(shape.layers * shape.heads, longest) <= memory
 
 
@@ -291,13 +299,13 @@ def measure_bytes(
 ) -> dict[str, dict[str, Number]]:
     """What lies in memory at most, by moment and part; weight_bytes: of one parameter."""
     weights = {"weights": weight_bytes * shape.parameters}
-    longest = max(response.length for response in responses)
+    longest = max(response.reach for response in responses)
     cut = {"engine": engine, "rows": rows, "memory": memory, "device": device}
     groups = group_responses(shape, responses, **cut)
     most = min(max(map(_logit_positions, groups)), logit_rows(shape.vocab, memory))
     kept = max(
         len(group)
-        * _kept_bytes(shape, engine, max(r.length for r in group), keeps_probs=_keeps_probs(shape, group, memory))
+        * _kept_bytes(shape, engine, max(r.reach for r in group), keeps_probs=_keeps_probs(shape, group, memory))
         for group in groups
     )
     runs = (run for group in groups for run in split_chunks(shape, group, **cut))
@@ -306,14 +314,13 @@ def measure_bytes(
     if not engine.by_rules:
         scores = GRAPH_SCORES * shape.heads * longest**2
         chunk["graph"] = shape.layers * (block_activation_bytes(shape, "float32") * longest + 4 * scores)
-    seen = max(len(group) * _seen_bytes(shape, engine, max(r.length for r in group)) for group in groups)
+    seen = max(len(group) * _seen_bytes(shape, engine, max(r.reach for r in group)) for group in groups)
     return {"head": weights | {"logits": LOGIT_BYTES * shape.vocab * most, "response": seen}, "chunk": weights | chunk}
 
 
 def _logit_positions(group: Sequence[Response]) -> int:
-    """Positions of all responses from the first on that predicts a target of one of them."""
-    first = min(min([r.length - r.targets, *(n - 1 for n in r.prefixes[:1])]) for r in group)  # targets may have gaps
-    return len(group) * (max(r.length for r in group) - first)
+    """Of all responses: each position that predicts a measured token of one of them."""
+    return len(group) * len({prefix for response in group for prefix in response.prefixes})
 
 
 def _seen_bytes(shape: ModelShape, engine: Engine, length: int) -> Number:

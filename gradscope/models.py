@@ -4,6 +4,7 @@ from gradscope.checkpoint_files import (
     checkpoint_step,
     configuration_hash,
     fetch_policy,
+    hash_ahead,
     policy_hashes,
     weights_hash,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "fetch_policy",
     "find_blocks",
     "find_device",
+    "hash_ahead",
     "is_causal",
     "load_policy",
     "load_tokenizer",

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import CAUSAL, VOCAB, make_batch, make_model, make_policy, make_tokenizer, save_checkpoint
 
+from gradscope import checkpoint_files
 from gradscope.capture import TokenGradientMeter, measuring
 from gradscope.errors import InputError
-from gradscope.models import checkpoint_step, load_policy, weights_hash
+from gradscope.models import checkpoint_step, hash_ahead, load_policy, weights_hash
 from gradscope.token_table import measure
 
 IDS = torch.arange(4, 24)[None]
@@ -45,6 +48,68 @@ def test_weights_in_shards_are_those_in_one_file(folder, tmp_path):
     assert weights_hash(tmp_path) != before
     shard.unlink()
     assert "no usable weights in" in refusal(tmp_path)
+
+
+def test_a_hash_that_was_begun_beside_loading_is_the_same_and_no_older_than_the_files(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "WORTH_A_THREAD", 0)
+    make_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    plain = weights_hash(tmp_path)
+    hash_ahead(tmp_path)
+    assert len(checkpoint_files._AHEAD) == 1
+    assert weights_hash(tmp_path) == plain and not checkpoint_files._AHEAD
+    hash_ahead(tmp_path)
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes() + b" ")
+    assert weights_hash(tmp_path) not in (plain, checkpoint_files._AHEAD.popitem()[1].result())
+    hash_ahead(tmp_path / "nothing")
+    hash_ahead("x" * 5000)
+
+
+MEMORY = """
+import sys, threading, time
+import torch
+from gradscope.models import load_policy
+
+def resident():
+    with open("/proc/self/status") as lines:
+        return {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.startswith("Rss")}
+
+def watch():
+    while True:
+        peak[0] = max(peak[0], resident()["RssAnon"])
+        time.sleep(0.001)
+
+load_policy(sys.argv[1], dtype="bfloat16", device="cpu")  # what is imported on the way counts for nothing
+peak = [0]
+before = resident()["RssAnon"]
+threading.Thread(target=watch, daemon=True).start()
+model = load_policy(sys.argv[1], dtype=sys.argv[2], device="cpu").model
+peak[0] = max(peak[0], resident()["RssAnon"])
+print(peak[0] - before, sum(p.numel() * p.element_size() for p in model.parameters()))
+"""
+"""Prints what loading takes at most of memory that is not the page cache's, and the size of the weights."""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is Linux's")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_checkpoint_in_shards_is_never_twice_in_memory(dtype, tmp_path):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    settings = {"vocab_size": 20_000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    settings |= {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": True}
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(Qwen2Config(**settings))
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    model.tie_weights()
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.01)
+    model.save_pretrained(tmp_path, max_shard_size="20MB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    command = [sys.executable, "-c", MEMORY, str(tmp_path), dtype]
+    peak, weights = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    assert weights > 60e6
+    # As they are in the files they stay the files' own pages, of the page cache; else they are there once.
+    assert peak < (1.15 * weights if dtype == "float32" else 0.3 * weights) + 16e6
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

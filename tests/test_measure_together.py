@@ -62,7 +62,7 @@ def errors(policy: Policy, sequences: list[SequenceTokens], *, exact: Policy | N
     for s, ours in zip(sequences, found, strict=True):
         others = torch.ones(len(s.targets), dtype=torch.bool)
         others[s.measured] = False
-        assert ours.param_grad_norm[others].isnan().all() and not ours.statistics.entropy.isnan().any()
+        assert ours.param_grad_norm[others].isnan().all() and not ours.statistics.entropy[s.measured].isnan().any()
         with TrueFloat64():
             truth = brute_force(exact or policy, s.ids, s.targets[s.measured], temperature=s.temperature)
         out.append(largest_error(measured_part(ours, s.measured), truth))
@@ -111,7 +111,7 @@ def test_a_sequence_that_the_rules_do_not_fit_spoils_no_others(monkeypatch):
     assert ways[-3:] == [(LATE + 7, "NoneType"), (LATE + 7, "GraphSequence"), (LATE - 3, "DecoderStack")]
 
 
-def test_a_mistake_that_shows_only_beside_another_sequence_is_caught_by_the_self_check(monkeypatch):
+def test_a_mistake_that_shows_only_beside_another_sequence_is_caught_by_the_trial_and_by_the_self_check(monkeypatch):
     right = rules.linear_square_norms
 
     def wrong(delta, *args, **settings):
@@ -119,8 +119,11 @@ def test_a_mistake_that_shows_only_beside_another_sequence_is_caught_by_the_self
 
     policy = make_policy("llama")
     batch = make_batch(policy, lengths=(8, 8, 8), prompt_lengths=(5, 5, 5))
-    measure(policy, batch)
+    right_table = measure(policy, batch)
     monkeypatch.setattr(decoder_block, "linear_square_norms", wrong)
+    along_the_graph = measure(policy, batch)["param_grad_norm"].to_numpy()
+    assert along_the_graph == pytest.approx(right_table["param_grad_norm"].to_numpy(), rel=FLOAT32)
+    monkeypatch.setattr(TokenGradientMeter, "_rules_hold", lambda *_: True)
     with pytest.raises(SelfCheckError):
         measure(policy, batch)
 
@@ -145,16 +148,18 @@ def test_paddings_id_within_the_text_counts_for_no_sequence():
         assert max(errors(policy, TOGETHER["unlike"])) < TRUE_FLOAT64
 
 
-def test_a_sequence_without_measured_tokens_has_what_takes_no_backward_pass():
+def test_a_sequence_without_measured_tokens_costs_no_pass_and_is_nan():
     policy = make_policy("qwen2")
     nothing = replace(sequence(12, range(4, 12)), measured=torch.zeros(0, dtype=torch.long))
     some = sequence(12, range(4, 12))
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, random_ids(20))
         found = meter.measure_together([nothing, some])
+        meter.head = None
+        assert meter.measure_together([nothing])[0].act_grad_norm.isnan().all()
         assert sorted(meter.group([nothing, some, some])) == [[0], [1, 2]]
     assert found[0].param_grad_norm.isnan().all() and not found[1].param_grad_norm.isnan().any()
-    torch.testing.assert_close(found[0].logit_grad_norm, found[1].logit_grad_norm)
+    assert found[0].logit_grad_norm.shape == found[1].logit_grad_norm.shape and found[0].logit_grad_norm.isnan().all()
 
 
 def test_a_stack_is_filled_up_on_the_right():
@@ -174,7 +179,7 @@ def test_the_cost_model_groups_as_the_engine_does(rules, memory):
     generator = torch.Generator().manual_seed(0)
     starts, counts = (torch.randint(2, 20, (30,), generator=generator).tolist() for _ in range(2))
     sequences = [sequence(40, range(start, start + n)) for start, n in zip(starts, counts, strict=True)]
-    # Of every third one the last tokens are not measured: it takes as much memory as if they were.
+    # Of every third one the last tokens are not measured: nothing is computed there.
     sequences[::3] = [replace(s, measured=s.measured[:1]) for s in sequences[::3]]
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, random_ids(20), rules=rules, memory=memory)
@@ -186,7 +191,7 @@ def test_the_cost_model_groups_as_the_engine_does(rules, memory):
     assert sorted(found, key=str) == sorted(expected, key=str)
     assert max(map(len, groups)) == 1 if not rules else 1 < max(map(len, groups)) <= MOST_SEQUENCES
     for group in groups if rules else []:
-        longest = max(int(sequences[index].targets[-1]) for index in group)
+        longest = max(max(sequences[index].lengths) for index in group)
         # 4 bytes of what each linear layer and norm of each block takes in and gives out.
         left = len(group) * longest * LAYERS * 4 * (6 * HIDDEN + 3 * policy.model.config.intermediate_size)
         assert len(group) == 1 or left <= memory

@@ -9,7 +9,7 @@ a chunk and a token come to. No time is measured.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -130,18 +130,21 @@ def count_settling() -> dict[str, float]:
     return dict(found) | dict(zip(("operations", "of a pass"), _fit(kinds, operations), strict=True))
 
 
-def count_logits() -> float:
-    """Arrays of logits that a measured response's passes read and write: that of its statistics, and the head's."""
-    numbers, vocabularies, targets = [], (2048, 8192), torch.arange(12, 48)
+def count_logits() -> dict[str, float]:
+    """Arrays of logits that passes over a response read and write: for its statistics, and to measure its tokens."""
+    numbers, vocabularies, targets = defaultdict(list), (2048, 8192), torch.arange(12, 48)
     for vocab in vocabularies:
         policy, ids = _policy(64, 128, 2, 2, vocab), torch.arange(48)
         with measuring(policy.model):
             meter = TokenGradientMeter(policy, ids)
             with Counted() as counted:
                 meter.measure_cheaply(ids, targets, temperature=1.0)
+            numbers["statistics"].append(counted.numbers)
+            with Counted() as counted:
                 meter.measure(ids, targets, torch.arange(len(targets)), temperature=1.0)
-        numbers.append(counted.numbers)
-    return (numbers[1] - numbers[0]) / (vocabularies[1] - vocabularies[0]) / len(targets)
+            numbers["measured"].append(counted.numbers)
+    each = len(targets) * (vocabularies[1] - vocabularies[0])
+    return {name: (large - small) / each for name, (small, large) in numbers.items()}
 
 
 def _policy(hidden: int, mlp: int, heads: int, layers: int, vocab: int = 32) -> Policy:
@@ -174,7 +177,7 @@ def main() -> None:
         for found in count(rules):
             print(name, {key: round(value, 1) for key, value in found.items()})
     print("settling", {key: round(value, 1) for key, value in count_settling().items()})
-    print("logits", round(count_logits(), 1))
+    print("logits", {key: round(value, 1) for key, value in count_logits().items()})
 
 
 if __name__ == "__main__":
