@@ -25,6 +25,7 @@ from gradscope.capture.decoder_rules import NARROWEST_QUERIES
 from gradscope.capture.head import LOGIT_BYTES, logit_rows
 from gradscope.capture.rules import WIDEST, strip_width
 from gradscope.capture.token_gradients import TRIAL
+from gradscope.checked_tokens import LIGHT
 from gradscope.cost import ModelShape, Piece, block_activation_bytes
 from gradscope.cost_train import forward_work
 from gradscope.intervals import EDGES
@@ -76,9 +77,9 @@ class Engine:
     what follows the last block's attention."""
 
 
-RULES = Engine(55, 6.3, 5, 118, 0, trials=38, by_rules=True)
+RULES = Engine(55, 6.3, 5, 118, 0, trials=20, by_rules=True)
 """Backward rules, of a common decoder's block."""
-GRAPH = Engine(96, 11, 8.9, 235, 2.5, trials=15, by_rules=False)
+GRAPH = Engine(96, 11, 8.9, 235, 2.5, trials=8, by_rules=False)
 """The model's own graph, whatever its blocks are."""
 
 IN_PYTHON = 4
@@ -89,9 +90,11 @@ operations for each pass; counted by work_counts, like the next four."""
 SETTLED_STREAMS, SETTLED_GATES, SETTLED_SCORES, SETTLED_OPERATIONS = 103, 23.5, 8.3, 98 * IN_PYTHON
 """Of a block whose activations are made of a pass and tried, for the rules: arrays of hidden and of the MLP's width at
 each position, of its scores, operations."""
-WHOLE_PASSES, CHECK_PASSES = 2.5, 6
+WHOLE_PASSES, CHECK_PASSES = 1.5, 6
 """Forward passes over the longest response that finding the structure makes; those that take as long as the self-check
 of a token: measured."""
+LIGHT_PASSES, LIGHT_START = 3, 2
+"""The same of a token of a light self-check, over the shortest prefix, and of what its tokens share."""
 CHECKED = CHECKED_EACH * (len(EDGES) - 1)
 """Tokens of the self-check at most."""
 PROBS_PASSES, PROBS_OPERATIONS = 6, 6
@@ -128,8 +131,9 @@ def measure_work(
     cut = {"engine": engine, "rows": rows, "memory": memory, "device": device}
     length = max(response.length for response in responses)
     longest, trial = forward_work(shape, Piece(1, length, 0)), min(TRIAL, length)
-    checked = min(CHECKED, sum(len(response.prefixes) for response in responses)) if self_check else 0
-    work["preparation"].append(longest * (WHOLE_PASSES + CHECK_PASSES * checked))
+    work["preparation"].append(longest * WHOLE_PASSES)
+    if self_check:
+        work["preparation"].append(_check_work(shape, responses, longest))
     work["preparation"].append(forward_work(shape, Piece(1, trial, trial)) * engine.trials)
     for group in group_responses(shape, responses, **cut):
         runs, length = list(split_chunks(shape, group, **cut)), max(response.reach for response in group)
@@ -149,6 +153,16 @@ def measure_work(
         norms = (run.places * _norms(shape, run.length, last_is_free=engine.by_rules, cut=True) for run in runs)
         work["norms"].append(Work(products=sum(norms)))
     return {name: total(parts) for name, parts in work.items()}
+
+
+def _check_work(shape: ModelShape, responses: Sequence[Response], longest: Work) -> Work:
+    """The self-check's, of tokens as drawn or, of a large policy, of few with short prefixes."""
+    prefixes = [prefix for response in responses for prefix in response.prefixes]
+    count = min(CHECKED, len(prefixes))
+    if 6 * shape.parameters * count * sum(prefixes) <= LIGHT * max(1, len(prefixes)):
+        return longest * (CHECK_PASSES * count)
+    shortest = forward_work(shape, Piece(1, min(prefixes), 0))
+    return shortest * (LIGHT_START + LIGHT_PASSES * min(CHECKED // CHECKED_EACH, len(prefixes)))
 
 
 def group_responses(

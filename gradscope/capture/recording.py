@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gradscope.capture.claims import Claims
 from gradscope.capture.hooks import first_tensor, forward_hooks
 from gradscope.errors import InputError
+from gradscope.models import takes
 from gradscope.parameters import is_subset
 
 
@@ -220,12 +221,13 @@ def _find_candidates(model: nn.Module, blocks: nn.ModuleList, claims: Claims, in
         for name in layers:
             hook = lambda _module, args, kwargs, name=name: enter(name, args, kwargs)  # noqa: E731
             stack.callback(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True).remove)
+        position = len(input_ids) // 2
+        alone = {"logits_to_keep": input_ids.new_tensor([position])} if takes(model, "logits_to_keep") else {}
         with torch.enable_grad():
-            logits = model(input_ids=input_ids[None], use_cache=False).logits
+            logits = model(input_ids=input_ids[None], use_cache=False, **alone).logits
     if len(start) != 1:  # no block is called more than once
         return []
-    found, position = [], len(input_ids) // 2
-    seed = _slanted(logits, position)
+    found, seed = [], _slanted(logits, position if logits.shape[1] == len(input_ids) else 0)
     for name in [name for name, values in called.items() if values is not None]:
         stopped, called[name] = name, None
         (back,) = torch.autograd.grad([logits], start, [seed], retain_graph=True, allow_unused=True)
