@@ -39,7 +39,7 @@ from gradscope.weighted_gradients import vectors_within, zero_vectors
 
 Gram = Float[np.ndarray, "n A n A"]
 
-SLICE = 1 << 24
+SLICE = 1 << 21
 """Numbers that are widened to float64 at a time."""
 
 

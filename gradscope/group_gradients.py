@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gradscope.adamw_state import AdamWState, square_norm
+from gradscope.adamw_state import PART, AdamWState, square_norm
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import PAPER, LossSettings, batch_loss, own_where_unknown, resolve_advantages
 from gradscope.devices import gradient_budget
@@ -219,7 +219,7 @@ class _Products:
         table, cosines = statistics(flat.sum(0))
         if len(flat) > 1:
             numbers = table.columns.drop(["interval", "label", "num_tokens"])
-            error = jackknife_error(lambda products: statistics(products)[0][numbers].to_numpy(), flat)
+            error = jackknife_error(lambda products: statistics(products)[0][numbers].to_numpy(), list(flat))
             table = table.assign(**{f"{name}_error": error[:, i] for i, name in enumerate(numbers)})
         return table, cosines
 
@@ -270,7 +270,7 @@ def _mean_matrix(matrices: list[pd.DataFrame]) -> pd.DataFrame:
 
 def gram(vectors: Float[Tensor, "K P"]) -> Float[Tensor, "K K"]:
     """Inner products in float64, a slice of the parameters at a time."""
-    return sum(part @ part.T for part in (p.double() for p in vectors.split(1 << 20, dim=1))).cpu()
+    return sum(part @ part.T for part in (p.double() for p in vectors.split(max(1, PART // len(vectors)), dim=1))).cpu()
 
 
 def _check(

@@ -96,13 +96,13 @@ def influence(
     source counts with its gradient over their sum, without bound. The contributions add up all the same, but they say
     little of who moved whom: give a state that has taken many steps (see AdamWState).
 
-    Costs a forward pass, a forward and backward pass per source, and two forward passes per source in forward mode; see
-    `predict_changes` for models without it, of which a UserWarning and `method` tell. The policy is as it was, bit for
-    bit, also if the call raises. Memory besides the model, its activations and the given state: a vector as long as the
-    parameters for each source (SGD: intervals + 2; AdamW: intervals + 3), and 1 more. Where that is over `memory` bytes
-    (None: any amount is there), each source's gradient is made by itself, with a forward pass for each and both passes
-    of the whole gradient more; two vectors are needed then, which lie in a scratch file where they exceed `memory` as
-    well, and beside them a parameter's gradient at a time.
+    Costs a forward pass, a forward and backward pass per source, and three forward passes per source in forward mode
+    (`influence_cost`); see `predict_changes` for models without it, of which a UserWarning and `method` tell. The
+    policy is as it was, bit for bit, also if the call raises. Memory besides the model, its activations and the given
+    state: a vector as long as the parameters for each source (SGD: intervals + 2; AdamW: intervals + 3), and 1 more.
+    Where that is over `memory` bytes (None: any amount is there), sources are taken one at a time, after the gradient
+    of all: then there are two vectors, which lie in a scratch file where they are over `memory` as well, and a
+    parameter's gradient at a time.
 
     Raises InputError for weights below float32, for a batch without response tokens or advantages, for an optimizer
     state that does not fit, for a gradient that is not finite, with which no step is taken, and where a scratch file
@@ -131,7 +131,7 @@ def influence_cost(
     """Forward passes over the batch that take as long as `influence` does; one_by_one: where memory is too little.
 
     >>> influence_cost(SGD)
-    22.0
+    27.0
     """
     gradients = num_intervals + bool(settings.kl_coef)
     derivatives = gradients + (step.optimizer == "adamw") + bool(step.weight_decay)

@@ -126,7 +126,7 @@ def plan_sums(sizes: Sizes, *, rows: int, held: int, memory: int, way: Way | Non
     what lies between the passes and for sketches. way: this one, in place of the cheapest exact one up to DEAREST times
     as dear as sketches, and then those. Raises InputError where the budget does not hold it.
     """
-    vectors, width = held + rows, sizes.width
+    vectors, width = held + rows + 1, sizes.width  # and the gradients of a part as autograd returns them
     backward = sketch_passes(rows)
     whole = SumsPlan("whole", memory, sizes.parameters, 1, backward)
     room = memory - slices_memory(sizes, rows=rows, held=held, width=0)
@@ -185,7 +185,7 @@ def sketch_passes(rows: int) -> float:
 def slices_memory(sizes: Sizes, *, rows: int, held: int, width: int) -> int:
     """Bytes that slices of this width take: vectors, one gradient of the largest parameter, states between blocks."""
     states = (len(sizes.segments) + rows) * sizes.positions * sizes.hidden
-    return sizes.width * (sizes.largest + states + (held + rows) * width)
+    return sizes.width * (sizes.largest + states + (held + rows + 1) * width)
 
 
 def _count(sizes: Sizes, width: int) -> int:

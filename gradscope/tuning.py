@@ -232,13 +232,13 @@ def linearise(
     `resolve_advantages`; without ref_logprobs there is no KL part. optimizer_state: see `apply_update`; None is a
     fresh AdamW, whose sign step has another denominator under each setting, so that the plain one's predicts little.
 
-    A gradient costs a backward pass and two forward passes in forward mode; there are two per cell, and three with KL.
-    Responses without an advantage are left out where they change nothing. Memory besides the model, its activations and
-    the given state: a vector as long as the parameters for each of three gradients per cell, and three more. Where that
-    is over `memory` bytes (None: any amount is there), they lie in a scratch file, and each gradient takes a forward
-    pass of its own. The policy is as it was, bit for bit. Raises InputError for weights below float32, advantages that
-    are unknown, NaN or all 0, a state that does not fit, a gradient that is not finite, and where the scratch file
-    finds no room.
+    A gradient costs a backward pass, and three forward passes in forward mode; there are two per cell, and three with
+    KL. Responses without an advantage are left out where they change nothing. Memory besides the model, its activations
+    and the given state: a vector as long as the parameters for each of three gradients per cell, and three more. Where
+    that is over `memory` bytes (None: any amount is there), they lie in a scratch file, and each gradient takes a
+    forward pass of its own. The policy is as it was, bit for bit. Raises InputError for weights below float32,
+    advantages that are unknown, NaN or all 0, a state that does not fit, a gradient that is not finite, and where the
+    scratch file finds no room.
     """
     step.check()
     settings.check()
