@@ -253,7 +253,8 @@ def test_intervals_gradients_are_the_same_by_every_way_raw_and_in_adamws_metric(
         optimizer.state[parameter] = {"step": torch.tensor(9.0), "exp_avg": 0 * moments, "exp_avg_sq": 1e-6 * moments}
     state = AdamWState.from_optimizer(policy.model, optimizer, max_grad_norm=0.5)
     expected = interval_gradients(policy, batch, optimizer_state=state)
-    found = interval_gradients(policy, batch, optimizer_state=state, way=way, memory=1 << (22 if way == "whole" else 21))
+    memory = 1 << (22 if way == "whole" else 21)
+    found = interval_gradients(policy, batch, optimizer_state=state, way=way, memory=memory)
     assert expected.plan.way == "whole"
     assert found.plan.way == way
     numbers = ["norm", "share", "cosine_with_all", "half_cosine", "signal", "noise"]
