@@ -27,7 +27,7 @@ from gradscope.cli_diagnose_pages import (
 )
 from gradscope.cli_measure import Measure, Measured
 from gradscope.cli_sample import Sample
-from gradscope.cli_shared import DeviceFlag, DtypeFlag, FormatFlag, MemoryFlag, check_no_plan
+from gradscope.cli_shared import DeviceFlag, FormatFlag, MeasuredDtypeFlag, MemoryFlag, check_no_plan
 from gradscope.diagnosis_result import DiagnosisSettings
 from gradscope.errors import InputError
 from gradscope.measure_settings import MeasureSettings
@@ -112,8 +112,9 @@ class Diagnose:
     """Tokens of the step whose movement is split by source; none: leave that out."""
     recommend: Annotated[bool | None, tyro.conf.arg(constructor=bool)] = None
     """Screen α and η by predicted steps: the longest part; none: of policies below 100 M parameters."""
-    dtype: DtypeFlag = None
-    """Precision of the weights and of all that is computed."""
+    dtype: MeasuredDtypeFlag = None
+    """Precision of the weights and of all that is computed; upcast: the checkpoint's own half-precision weights, each
+    matrix upcast to float32 where it is used: float32's numbers in half of its memory."""
     device: DeviceFlag = None
     """A device of torch: cpu, cuda, cuda:1, …"""
     overwrite: bool = False

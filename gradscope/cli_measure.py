@@ -18,8 +18,8 @@ from gradscope import __version__
 from gradscope.batch import TokenBatch
 from gradscope.cli_shared import (
     DeviceFlag,
-    DtypeFlag,
     FormatFlag,
+    MeasuredDtypeFlag,
     MemoryFlag,
     check_no_plan,
     load_quietly,
@@ -37,6 +37,7 @@ from gradscope.readers import Dump
 from gradscope.readers.formats import NO_TEMPERATURE
 from gradscope.run_folder import RunFolder, is_table, library_versions, write_parquet, write_text
 from gradscope.token_table import TableMeasurement, join_responses
+from gradscope.upcasting import precision_in_words
 
 SUMMARY = "figures/summary.txt"
 """Where in its folder a run keeps the summary that it prints."""
@@ -85,8 +86,9 @@ class Measure:
     """Spread one policy over several devices, in place of --device: auto, balanced, or what else transformers knows."""
     blocks: str | None = None
     """Name of the ModuleList of blocks, where it is not found by itself."""
-    dtype: DtypeFlag = None
-    """Precision of the weights and of all that is computed."""
+    dtype: MeasuredDtypeFlag = None
+    """Precision of the weights and of all that is computed; upcast: the checkpoint's own half-precision weights, each
+    matrix upcast to float32 where it is used: float32's numbers in half of its memory."""
     device: DeviceFlag = None
     """A device of torch: cpu, cuda, cuda:1, …"""
     chunk_rows: int | None = None
@@ -209,7 +211,7 @@ class Measure:
             "step": self.step,
             "settings": asdict(settings),
             "blocks": policy.blocks_name,
-            "dtype": str(policy.dtype).removeprefix("torch."),
+            "dtype": precision_in_words(policy.model),
             "device": policy.device.type,
         }
 

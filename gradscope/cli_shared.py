@@ -13,9 +13,9 @@ from gradscope.models import Policy, check_prompt
 from gradscope.tasks import Question
 
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
-DtypeFlag = Annotated[
-    Dtype | None, tyro.conf.arg(help_behavior_hint="(default: float32 on a CPU, the checkpoint's own on a GPU)")
-]
+_OWN = tyro.conf.arg(help_behavior_hint="(default: float32 on a CPU, the checkpoint's own on a GPU)")
+DtypeFlag = Annotated[Dtype | None, _OWN]
+MeasuredDtypeFlag = Annotated[Dtype | Literal["upcast"] | None, _OWN]
 DeviceFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: a GPU where there is one)")]
 
 FormatFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: told by the columns)")]

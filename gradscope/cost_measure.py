@@ -165,6 +165,27 @@ def _check_work(shape: ModelShape, responses: Sequence[Response], longest: Work)
     return shortest * (LIGHT_START + LIGHT_PASSES * min(CHECKED // CHECKED_EACH, len(prefixes)))
 
 
+def upcast_work(
+    shape: ModelShape,
+    responses: Sequence[Response],
+    *,
+    engine: Engine,
+    rows: int | None,
+    memory: int,
+    device: str,
+    self_check: bool = True,
+) -> Work:
+    """Of upcasting half-precision weights where they are used: once in each pass of `measure_work`, forward or back."""
+    cut = {"engine": engine, "rows": rows, "memory": memory, "device": device}
+    groups = group_responses(shape, responses, **cut)
+    runs = sum(1 for group in groups for _ in split_chunks(shape, group, **cut))
+    checked = min(CHECKED, sum(len(response.prefixes) for response in responses)) if self_check else 0
+    # Twice of a run along the graph, which goes forward, too; of the head's pass both ways.
+    passes = len(responses) + 2 * len(groups) + (1 if engine.by_rules else 2) * runs
+    passes += WHOLE_PASSES + CHECK_PASSES * checked
+    return Work(moved=(2 + 4) * shape.parameters * passes)
+
+
 def group_responses(
     shape: ModelShape, responses: Sequence[Response], *, engine: Engine, rows: int | None, memory: int, device: str
 ) -> list[list[Response]]:

@@ -6,6 +6,7 @@ import psutil
 import torch
 
 from gradscope.errors import InputError, first_line
+from gradscope.upcasting import UPCAST
 
 GRADIENT_SHARE = 1 / 6
 """Of the memory that is free: the budget of summed gradients, unless one is given."""
@@ -24,13 +25,15 @@ def find_device(device: str | None) -> str:
 
 
 def parse_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | str:
-    """The dtype by its name; None: float32 on a CPU, elsewhere "auto", the checkpoint's own."""
+    """The dtype by its name; None: float32 on a CPU, elsewhere "auto", the checkpoint's own; so for what is upcast."""
+    if dtype == UPCAST:
+        return "auto"
     if dtype is None:
         return torch.float32 if torch.device(device).type == "cpu" else "auto"
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
-        raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        raise InputError(f"dtype {dtype!r} is not one of {', '.join((*DTYPES, UPCAST))}")
     return DTYPES[dtype]
 
 

@@ -31,6 +31,7 @@ from gradscope.errors import InputError, SelfCheckError
 from gradscope.logprobs import logit_gradient
 from gradscope.norm_estimates import EstimateCounts, relative_norm_error, signed_square_norms, squared_changes
 from gradscope.parameters import float_parameters
+from gradscope.upcasting import arithmetic_dtype
 from gradscope.weighted_gradients import differentiable, predict_changes, zero_vectors
 
 Number = int | float
@@ -145,7 +146,7 @@ def check_estimates(
     the estimates with norms would have to allow for their spread. Raises SelfCheckError.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    tolerance = TOLERANCES[next(model.parameters()).dtype]
+    tolerance = TOLERANCES[arithmetic_dtype(model)]
     largest = 0.0
     for row, pick in picks:
         response = batch.select([row])

@@ -19,6 +19,7 @@ from gradscope.parameters import measure_only
 from gradscope.peft_adapters import attach_adapter, find_base
 from gradscope.policy import Policy, find_blocks
 from gradscope.tokenization import load_tokenizer
+from gradscope.upcasting import UPCAST, upcast_on_use
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,6 +51,7 @@ def load_policy(
     peft (LoRA), or "embedded" for the policy that comes with gradscope. What a checkpoint of a run lacks of a tokenizer
     is looked for in the run's folder, then beside an adapter's base.
     dtype: "float32" (default on the CPU), "float64", "bfloat16", "float16"; default on a GPU: the checkpoint's own.
+    "upcast": the weights as the checkpoint has them, in half precision, and all arithmetic in float32 (`upcasting`).
     device: a torch device; default "cuda" where there is one, else "cpu".
     blocks: name of the ModuleList of blocks, where it cannot be found by itself.
     params: "all" measures every parameter, an adapter merged into its base; "adapter" keeps it apart (in float32 at
@@ -59,8 +61,9 @@ def load_policy(
     device_map: spreads the policy over devices, as in transformers: "auto", or module → device; not with `device`.
 
     Raises InputError for a folder without configuration or weights, weights that do not fill the model, an
-    architecture that is not a causal language model, a tokenizer that does not round-trip text, an adapter whose base
-    is not here, and a map that leaves parameters on no device (offloaded).
+    architecture that is not a causal language model, or rounds to half precision by itself where weights are to be
+    upcast, a tokenizer that does not round-trip text, an adapter whose base is not here, and a map that leaves
+    parameters on no device (offloaded).
     """
     folder = EMBEDDED if str(path) == "embedded" else Path(path)
     if params not in ("all", "adapter"):
@@ -76,10 +79,17 @@ def load_policy(
             raise InputError(f"{given} and {folder} holds no adapter (adapter_config.json); leave it out")
         model, root = _load_model(folder, **place), None
     else:
+        if dtype == UPCAST and params == "all":
+            raise InputError(
+                f"dtype is {UPCAST!r}, and {folder} is an adapter to be merged, which would round the sum to half "
+                "precision; give float32, or params adapter"
+            )
         root = EMBEDDED if str(base) == "embedded" else find_base(folder, base)
         model, trained = attach_adapter(_load_model(root, **place), folder, merge=params == "all")
         if trained is not None:
             measure_only(model, trained)
+    if dtype == UPCAST:
+        upcast_on_use(model.eval())
     tokenizer = _find_tokenizer(folder, root, trust_remote_code=trust_remote_code)
     name = find_blocks(model, blocks)
     return Policy(model.eval(), tokenizer, name, str(folder), params, None if root is None else str(root))

@@ -15,7 +15,17 @@ from gradscope.batch import TokenBatch
 from gradscope.capture.products import PRODUCTS, Precision
 from gradscope.capture.token_gradients import keep_freed_memory
 from gradscope.cost import ModelShape
-from gradscope.cost_measure import GRAPH, RULES, Engine, Response, find_limits, floor_flops, measure_bytes, measure_work
+from gradscope.cost_measure import (
+    GRAPH,
+    RULES,
+    Engine,
+    Response,
+    find_limits,
+    floor_flops,
+    measure_bytes,
+    measure_work,
+    upcast_work,
+)
 from gradscope.devices import GRADIENT_SHARE, gradient_budget
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals
@@ -40,6 +50,7 @@ from gradscope.measure_settings import (
 )
 from gradscope.models import DTYPES, EMBEDDED, Policy, find_blocks, find_device, load_tokenizer
 from gradscope.prompt_gradients import SumsPlan, plan_batch_sums
+from gradscope.upcasting import UPCAST
 
 Number = int | float
 
@@ -129,21 +140,26 @@ def plan_batch(
     check_batch(policy, batch)
     settings = settle_sample(settings, batch.num_tokens)
     kind = "cuda" if machine is not None else torch.device(find_device(device)).type
-    # A GPU's default is the checkpoint's own precision, mostly bfloat16.
-    weights = DTYPES[dtype or ("float32" if kind == "cpu" else "bfloat16")]
+    weights, computed = _find_dtypes(policy, dtype, kind)
     shape = ModelShape.from_config(policy.model.config)
     chosen, draw = choose_tokens(batch, settings)
     responses = [r for row in range(len(batch)) if (r := _response(batch, row, chosen)) is not None]
     prefixes = [n for response in responses for n in response.prefixes]
     longest = max(response.length for response in responses)
     engine = RULES if follows_rules(policy) else GRAPH
-    products = _find_products(policy, engine, settings, weights, kind)
+    products = _find_products(policy, engine, settings, computed, kind)
     cut = {"engine": engine, "rows": chunk_rows, "memory": chunk_memory, "device": "cpu" if kind == "cpu" else "cuda"}
     if machine is not None:
         speeds = gpu_speeds(machine, products.name)
     elif speeds is None:
         rows = find_limits(shape, **cut).rows
         speeds = _find_speeds(shape, products, device=find_device(device), rows=rows, longest=longest)
+    work = measure_work(shape, responses, self_check=settings.self_check, **cut)
+    memory = measure_bytes(shape, responses, weight_bytes=weights.itemsize, **cut)
+    if weights != computed:
+        work["upcasting"] = upcast_work(shape, responses, self_check=settings.self_check, **cut)
+        for moment, widest in (("head", shape.vocab), ("chunk", shape.mlp_width)):
+            memory[moment]["upcast"] = computed.itemsize * shape.hidden * widest
     if gradient_memory is None and machine is not None:
         gradient_memory = int(GRADIENT_SHARE * (GPUS[machine].memory - weights.itemsize * shape.parameters))
     elif gradient_memory is None:
@@ -160,10 +176,10 @@ def plan_batch(
         mean_prefix=sum(prefixes) / max(1, len(prefixes)),
         longest=longest,
         engine=engine,
-        work=measure_work(shape, responses, self_check=settings.self_check, **cut),
+        work=work,
         floor=sum(floor_flops(shape, prefixes).values()),
         speeds=speeds,
-        memory=measure_bytes(shape, responses, weight_bytes=weights.itemsize, **cut),
+        memory=memory,
         products_in=products.name,
         draw=draw,
         sums=sums,
@@ -190,6 +206,16 @@ class _Products:
     @property
     def name(self) -> str:
         return str(self.dtype).removeprefix("torch.") if self.precision == "exact" else self.precision
+
+
+def _find_dtypes(policy: Policy, dtype: str | None, kind: str) -> tuple[torch.dtype, torch.dtype]:
+    """(of the weights, of what is computed)."""
+    if dtype == UPCAST:
+        own = getattr(policy.model.config, "dtype", None) or torch.bfloat16
+        return own, torch.promote_types(own, torch.float32)
+    # A GPU's default is the checkpoint's own precision, mostly bfloat16.
+    weights = DTYPES[dtype or ("float32" if kind == "cpu" else "bfloat16")]
+    return weights, weights
 
 
 def _find_products(

@@ -13,6 +13,7 @@ from torch import nn
 
 from gradscope.errors import InputError, first_line
 from gradscope.parameters import float_parameters
+from gradscope.upcasting import arithmetic_dtype, precision_in_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -54,7 +55,8 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.dtype
+        """What it computes in: float32 where half-precision weights are upcast."""
+        return arithmetic_dtype(self.model)
 
     @property
     def vocab_size(self) -> int:
@@ -140,7 +142,7 @@ class Policy:
         return (
             f"Policy({type(self.model).__name__}, {size}, {len(self.blocks)} blocks at "
             f"{self.blocks_name!r}, vocabulary {self.vocab_size}, "
-            f"{str(self.dtype).removeprefix('torch.')} on {self.device})"
+            f"{precision_in_words(self.model)} on {self.device})"
         )
 
 

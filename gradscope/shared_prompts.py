@@ -29,6 +29,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gradscope.batch import Response, TokenBatch, collate
+from gradscope.upcasting import arithmetic_dtype
 
 SHARED_PROMPTS = "gradscope_shared_prompts"
 """The name under which transformers knows `_attend`."""
@@ -143,7 +144,7 @@ def _may_pack(model: nn.Module) -> bool:
         return False
     named = getattr(model, "_supports_attention_backend", False)
     attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
-    wide = torch.finfo(next(model.parameters()).dtype).bits >= 32
+    wide = torch.finfo(arithmetic_dtype(model)).bits >= 32
     return named and wide and attention == "sdpa" and not getattr(model, "is_gradient_checkpointing", False)
 
 

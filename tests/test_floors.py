@@ -13,7 +13,7 @@ FLOORS = {
     "logprobs": 1, "objective": 1, "models": 1, "cost": 1, "rewind": 1,
     "machine_speed": 1, "cost_train": 1, "architectures": 1,
     "parameters": 0, "policy": 1, "loading": 1, "tokenization": 1, "checkpoint_files": 1, "devices": 1,
-    "peft_adapters": 1, "saved_optimizer": 1, "launched": 1,
+    "peft_adapters": 1, "upcasting": 1, "saved_optimizer": 1, "launched": 1,
     "batch_loss": 1, "batch_logprobs": 1, "shared_prompts": 1, "trained_logprobs": 1, "adamw_state": 1,
     "capture": 2, "tasks": 2, "readers": 2,
     "logit_diagnosis": 3,

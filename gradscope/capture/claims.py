@@ -18,6 +18,7 @@ from gradscope.capture.hooks import first_tensor, forward_hooks
 from gradscope.errors import InputError
 from gradscope.models import Policy, takes
 from gradscope.parameters import float_parameters
+from gradscope.upcasting import arithmetic_dtype, replaced_forward
 
 SEEN = 64
 """Positions at which the probe keeps what a norm computed."""
@@ -257,8 +258,8 @@ def _find_rule(module: nn.Module, seen: _Visits) -> Rule | None:
 
 
 def _is_rewired(module: nn.Module) -> bool:
-    """Whether its forward is not its class's, but for accelerate's wrapper that brings inputs to its device."""
-    if "forward" not in vars(module):
+    """Whether its forward is not its class's, but for upcasting and accelerate's wrapper that brings inputs along."""
+    if replaced_forward(module) is None:
         return False
     hook = getattr(module, "_hf_hook", None)
     return type(hook).__name__ != "AlignDevicesHook" or hook.offload
@@ -296,7 +297,7 @@ def _is_diagonal(module: nn.Module, seen: _Visits) -> bool:
         moved = functional_call(module, {name: v}, (inputs,)) - zero
         scale = (moved.abs().max() + zero.abs().max()).item()
         # A few roundings of the module's own arithmetic, which transformers does in float32 at best.
-        tolerance = 64 * max(torch.finfo(p.dtype).eps, torch.finfo(torch.float32).eps)
+        tolerance = 64 * max(torch.finfo(arithmetic_dtype(module)).eps, torch.finfo(torch.float32).eps)
         if slope.shape != output.shape or (moved - v * slope).abs().max().item() > tolerance * max(scale, 1.0):
             return False
     return True
@@ -308,7 +309,7 @@ def _embedding_scale(module: nn.Embedding, seen: _Visits) -> float | None:
     alone = len(list(module.parameters())) == 1
     if not (plain and alone and seen.simple and seen.calls == 1) or seen.inputs.is_floating_point():
         return None
-    rows = nn.functional.embedding(seen.inputs, module.weight.detach())
+    rows = nn.functional.embedding(seen.inputs, module.weight.detach()).to(arithmetic_dtype(module))
     if seen.output is None or rows.shape != seen.output.shape:
         return None
     scale = ((rows.double() * seen.output.double()).sum() / rows.double().square().sum()).item()

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gradscope.capture.claims import Claims
+from gradscope.upcasting import arithmetic_dtype
 
 
 @dataclass(frozen=True)
@@ -141,13 +142,14 @@ def _find_norm(owner: nn.Module, prefix: str, role: str) -> Norm | None:
     if eps is None or not isinstance(weight, Tensor) or weight.ndim != 1 or len(list(module.parameters())) != 1:
         return None
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 2, len(weight), generator=generator).to(weight)
+    dtype = arithmetic_dtype(module)
+    x = torch.randn(1, 2, len(weight), generator=generator).to(weight.device, dtype)
     with torch.no_grad():
-        wide = torch.promote_types(weight.dtype, torch.float32)
+        wide = torch.promote_types(dtype, torch.float32)
         normalized = Norm(role, weight, eps).normalize(x.to(wide))[0][0, :, 0]
         # Largest entries tell the scale of each channel with the fewest roundings.
         outputs = module(x)[0].to(wide)
         scale = (outputs * normalized).sum(0) / normalized.square().sum(0)
         error = (outputs - scale * normalized).abs().max() / outputs.abs().max().clamp(min=1e-30)
-    tolerance = 1e-5 if weight.dtype in (torch.float32, torch.float64) else 0.02
+    tolerance = 1e-5 if dtype in (torch.float32, torch.float64) else 0.02
     return Norm(f"{prefix}.{role}", scale, eps) if error <= tolerance else None

@@ -22,6 +22,7 @@ from gradscope.errors import InputError, SelfCheckError
 from gradscope.logprobs import logit_gradient
 from gradscope.models import takes
 from gradscope.parameters import float_parameters
+from gradscope.upcasting import arithmetic_dtype
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Largest relative difference of a norm that rounding explains, by dtype: float64 allows for the float32 casts inside
@@ -74,7 +75,7 @@ def check_engine(
     cannot hold.
     """
     if tolerance is None:
-        tolerance = max(TOLERANCES[meter.model.dtype], FAST_TOLERANCES.get(meter.precision, 0.0))
+        tolerance = max(TOLERANCES[arithmetic_dtype(meter.model)], FAST_TOLERANCES.get(meter.precision, 0.0))
     count, largest = 0, 0.0
     for sequence, ours in zip(sequences, _measure_together(meter, sequences), strict=True):
         ids, targets = sequence.ids, sequence.asked.targets
@@ -82,7 +83,7 @@ def check_engine(
         for k, target, oracle in zip(sequence.measured.tolist(), targets.tolist(), plain, strict=True):
             differences = _compare(ours, k, oracle)
             worst = max(differences, key=differences.__getitem__)
-            if meter.model.dtype == torch.float16 and not ours.param_grad_norm[k].isfinite():
+            if arithmetic_dtype(meter.model) == torch.float16 and not ours.param_grad_norm[k].isfinite():
                 raise InputError(
                     f"the gradient of token {target} of a sequence of {len(ids)} is beyond float16's "
                     f"{torch.finfo(torch.float16).max:g} at temperature {sequence.temperature:g}; give --dtype "

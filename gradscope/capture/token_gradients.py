@@ -29,6 +29,7 @@ from gradscope.capture.rules import outer_square_norms
 from gradscope.capture.stack import SequenceTokens, Stack
 from gradscope.logprobs import TokenStatistics, logit_gradient
 from gradscope.models import Policy
+from gradscope.upcasting import arithmetic_dtype
 
 TRIAL = 16
 """Tokens of the sequence on which a model's structure is tried, at most."""
@@ -261,7 +262,7 @@ class TokenGradientMeter:
         picks = everything.split([len(at) for at in targets])
         run = Run(tuple(slice(0, len(at)) for at in targets), stack.ids.shape[1])
         chunks = Chunk.of(run, picks, stack.positions), Chunk(everything[None], stack.positions[None], None, run.length)
-        tolerance = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 0.15
+        tolerance = 1e-3 if arithmetic_dtype(self.model) in (torch.float32, torch.float64) else 0.15
         found = []
         for body, chunk in zip((rules, graph), chunks, strict=True):
             layers, by_module = body.measure(chunk)

@@ -1,0 +1,228 @@
+"""Weights that stay in memory in half precision while all arithmetic is float32: upcast where they are used.
+
+A module's parameters are replaced, for the time of its forward, by float32 copies, which are exact. What autograd saves
+of a copy for the backward pass is kept as the half-precision weight that it was made of, and upcast once more when it
+is asked for: so there are never more copies than those of the modules that are running, as a rule one. Gradients are
+float32 (`Tensor.grad_dtype`), of parameters as of activations.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gradscope.errors import InputError, first_line
+
+UPCAST = "upcast"
+"""Its name among the dtypes that a policy is loaded in."""
+HALF = (torch.bfloat16, torch.float16)
+_MARK = "_gradscope_upcasts"
+"""Attribute of a model, and of each of its modules, that computes so."""
+
+
+def upcast_on_use(model: nn.Module) -> None:
+    """From here on the model computes in float32, with the half-precision weights that it has; it is tried.
+
+    A model without any is left as it is. Raises InputError for an architecture that would still round to half precision
+    somewhere, or stop where float32 meets half precision.
+    """
+    if not any(p.dtype in HALF for p in model.parameters()):
+        return
+    for module in model.modules():
+        _widen_buffers(model, module)
+    setattr(model, _MARK, True)
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p.dtype in HALF]
+        for parameter in own:
+            parameter.grad_dtype = torch.float32
+        if own:
+            setattr(module, _MARK, True)
+            module.forward = _Upcast(module, module.forward)
+    try:
+        with torch.no_grad(), _NoHalfPrecision():
+            model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+    except _RoundedError as error:
+        raise _refusal(model, f"{error} is in {_name(error.dtype)}") from error
+    except (RuntimeError, TypeError) as error:
+        raise _refusal(model, first_line(error)) from error
+
+
+def arithmetic_dtype(module: nn.Module) -> torch.dtype:
+    """What a model, or a module with parameters, computes in: its weights' dtype, float32 where they are upcast."""
+    if hasattr(module, _MARK):
+        return torch.float32
+    return next(p.dtype for p in module.parameters() if p.is_floating_point())
+
+
+def precision_in_words(model: nn.Module) -> str:
+    """What the model computes in, and what its weights are in where that is another.
+
+    >>> precision_in_words(nn.Linear(1, 1))
+    'float32'
+    """
+    if not hasattr(model, _MARK):
+        return _name(arithmetic_dtype(model))
+    return f"{_name(next(p.dtype for p in model.parameters() if p.dtype in HALF))} upcast to float32"
+
+
+def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """What was put in the place of its class's forward, upcasting aside; None: nothing."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, _Upcast):
+        forward = forward.forward
+    return None if getattr(forward, "__func__", None) is type(module).forward else forward
+
+
+@dataclass(frozen=True)
+class _Upcast:
+    """A module's forward, called with float32 copies in the place of the module's own half-precision parameters."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, own = self.module, self.module._parameters
+        halves = {name: p for name, p in own.items() if p is not None and p.dtype in HALF}
+        if type(module) is nn.Embedding and halves and module.max_norm is None:
+            return _look_up(module, halves["weight"], *args)
+        copies: dict[int, Tensor] = {}  # by where a copy lies, its source
+        try:
+            for name, source in halves.items():
+                own[name] = copy = _to_float32(source)
+                if torch.is_grad_enabled() and copy.stride() == source.stride():
+                    copies[copy.untyped_storage().data_ptr()] = source.detach()
+            if not copies:
+                return self.forward(*args, **kwargs)
+
+            def pack(saved: Tensor) -> Tensor | _Saved:
+                source = copies.get(saved.untyped_storage().data_ptr())
+                return saved if source is None or saved.dtype != torch.float32 else _Saved.of(saved, source)
+
+            with saved_tensors_hooks(pack, _unpack):
+                return self.forward(*args, **kwargs)
+        finally:
+            own.update(halves)
+            copies.clear()  # what is saved holds `pack` and no copy
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What autograd keeps of a copy, or of a part of one: the same part of its source."""
+
+    part: Tensor
+
+    @classmethod
+    def of(cls, saved: Tensor, source: Tensor) -> _Saved:
+        start = source.storage_offset() + saved.storage_offset()
+        return cls(source.as_strided(saved.shape, saved.stride(), start))
+
+
+def _unpack(kept: Tensor | _Saved) -> Tensor:
+    return kept.part.to(torch.float32) if isinstance(kept, _Saved) else kept
+
+
+def _to_float32(source: Tensor) -> Tensor:
+    needs_gradient = source.requires_grad and torch.is_grad_enabled()
+    return _Copy.apply(source) if needs_gradient else source.to(torch.float32)
+
+
+class _Copy(torch.autograd.Function):
+    """A float32 copy, whose gradient stays as it is; that of `.to` would be rounded."""
+
+    @staticmethod
+    def forward(source: Tensor) -> Tensor:
+        return source.to(torch.float32)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _look_up(module: nn.Embedding, weight: Tensor, ids: Tensor) -> Tensor:
+    """Float32 rows of an embedding table, most of which are not looked at: of the rows alone a copy is made."""
+    if weight.requires_grad and torch.is_grad_enabled():
+        return _LookUp.apply(weight, ids, -1 if module.padding_idx is None else module.padding_idx)
+    return F.embedding(ids, weight, module.padding_idx).to(torch.float32)
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(weight: Tensor, ids: Tensor, padding: int) -> Tensor:
+        return F.embedding(ids, weight).to(torch.float32)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+        weight, ids, ctx.padding = inputs
+        ctx.rows = len(weight)
+        ctx.save_for_backward(ids)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (ids,) = ctx.saved_tensors
+        return torch.ops.aten.embedding_dense_backward(gradient, ids, ctx.rows, ctx.padding, False), None, None
+
+
+def _widen_buffers(model: nn.Module, module: nn.Module) -> None:
+    """A checkpoint's are exact; one that the code makes, as Gemma's √hidden, was rounded when it was made in half
+    precision, and is made anew by a stand-in of the module that holds no weights."""
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.dtype not in HALF:
+            continue
+        wide = buffer.to(torch.float32)
+        if name in module._non_persistent_buffers_set:
+            stand_in = copy.copy(module)
+            stand_in._parameters = {n: p if p is None else p.to("meta") for n, p in module._parameters.items()}
+            stand_in._buffers = dict(module._buffers) | {name: torch.full_like(wide, torch.nan)}
+            with torch.no_grad():
+                getattr(model, "_init_weights", lambda _: None)(stand_in)
+            wide = stand_in._buffers[name]
+            if not wide.isfinite().all():
+                raise _refusal(model, f"{type(module).__name__}.{name} is rounded to {_name(buffer.dtype)}")
+        module._buffers[name] = wide
+
+
+class _RoundedError(Exception):
+    def __init__(self, operation: str, dtype: torch.dtype) -> None:
+        super().__init__(operation)
+        self.dtype = dtype
+
+
+class _NoHalfPrecision(TorchDispatchMode):
+    """A context in which an operation raises that returns new numbers in half precision, those of an embedding aside.
+
+    A view of a weight is none, and the rows of an embedding are copies of weights.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.embedding.default:
+            return result
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and made.dtype in HALF and made.untyped_storage().data_ptr() not in known:
+                raise _RoundedError(str(func), made.dtype)
+        return result
+
+
+def _refusal(model: nn.Module, reason: str) -> InputError:
+    return InputError(
+        f"{type(model).__name__} does not compute in float32 with weights that are not ({reason}); give --dtype "
+        "float32, or the weights' own"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,294 @@
+"""Half-precision weights that are upcast where they are used: a whole float32 model's numbers in half of its memory."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import handmade
+import pandas as pd
+import pytest
+import torch
+from oracle import as_policy, measure_all, sequences
+from test_peft_adapters import save_adapter
+from tiny import CAUSAL, VOCAB, make_batch, make_model, make_responses, save_checkpoint, write_jsonl
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.pytorch_utils import Conv1D
+
+from gradscope import cli
+from gradscope.capture import TokenGradientMeter, measuring
+from gradscope.capture.self_check import TOLERANCES
+from gradscope.errors import InputError
+from gradscope.group_gradients import interval_gradients
+from gradscope.measure_plan import outline_policy, plan_batch
+from gradscope.measure_settings import MeasureSettings
+from gradscope.models import Policy, load_policy
+from gradscope.readers import read_rollouts
+from gradscope.token_table import TableMeasurement, measure
+from gradscope.upcasting import arithmetic_dtype, upcast_on_use
+from gradscope.weighted_gradients import predict_changes, weighted_gradients
+
+ROUNDING = 1e-5
+"""Copies are exact, so that the same products are made of the same numbers; only their order could differ."""
+FAMILIES = (*CAUSAL, "gemma", "seed_oss", "llama_biases_tied")
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory) -> Path:
+    """Checkpoints in bfloat16, and one in float16."""
+    folder = tmp_path_factory.mktemp("halves")
+    for name in FAMILIES:
+        make_model(name, dtype=torch.bfloat16).save_pretrained(folder / name)
+    make_model("llama", dtype=torch.float16).save_pretrained(folder / "float16")
+    return folder
+
+
+def both(folder: Path, **settings: object) -> tuple[Policy, Policy]:
+    """The same weights as a whole float32 model, and upcast."""
+    return tuple(load_policy(folder, dtype=dtype, **settings) for dtype in ("float32", "upcast"))
+
+
+def assert_equal_numbers(ours: pd.DataFrame, theirs: pd.DataFrame) -> None:
+    pd.testing.assert_frame_equal(ours, theirs, rtol=ROUNDING, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "float16"])
+def test_every_number_of_the_table_is_the_whole_float32_models(name, halves):
+    whole, upcast = both(halves / name)
+    half = torch.float16 if name == "float16" else torch.bfloat16
+    assert {p.dtype for p in upcast.model.parameters()} == {half} and upcast.dtype == torch.float32
+    batch = make_batch(whole)
+    some = {"tokens": torch.arange(0, batch.num_tokens, 5), "per_module": True, "self_check": False}
+    tables = [measure(policy, batch, **some) for policy in (upcast, whole)]
+    assert_equal_numbers(*tables)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3"])
+def test_a_decoder_goes_by_the_rules_and_along_its_graph_to_the_same_norms(name, halves):
+    whole, upcast = both(halves / name)
+    ids, targets, _ = sequences(make_batch(whole))[2]
+    with measuring(upcast.model):
+        assert TokenGradientMeter(upcast, ids).precision == "exact"
+    for rules in (True, False):
+        ours, theirs = (measure_all(policy, ids, targets, rules=rules) for policy in (upcast, whole))
+        torch.testing.assert_close(ours.param_grad_norm, theirs.param_grad_norm, rtol=ROUNDING, atol=0.0)
+        torch.testing.assert_close(ours.act_grad_norm, theirs.act_grad_norm, rtol=ROUNDING, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "gemma2", "mixtral", "opt", "float16"])
+def test_summed_gradients_are_float32_and_the_whole_models(name, halves):
+    whole, upcast = both(halves / name)
+    batch = make_batch(whole)
+    seeds = torch.randn(2, *batch.input_ids.shape, generator=torch.Generator().manual_seed(4))
+    ours, theirs = (weighted_gradients(p.model, batch, seeds, micro_batch_size=3) for p in (upcast, whole))
+    assert ours.dtype == torch.float32
+    assert (ours - theirs).norm() <= ROUNDING * theirs.norm()
+    # What is rounded to half precision on its way would be off by 1e-3 to 1e-2.
+    assert ((ours - ours.bfloat16().float()).norm() > 1e-3 * ours.norm()).item()
+    found = [interval_gradients(policy, batch).table for policy in (upcast, whole)]
+    pd.testing.assert_frame_equal(*found, rtol=1e-4)  # signal is a small difference of large sums
+
+
+def test_the_self_check_holds_it_to_the_tolerance_of_float32(halves):
+    upcast = load_policy(halves / "qwen2", dtype="upcast")
+    with TableMeasurement(upcast, make_batch(upcast), MeasureSettings()) as measurement:
+        check = measurement.check
+    assert check.tokens and check.tolerance == TOLERANCES[torch.float32] and check.largest_difference < 1e-4
+
+
+@pytest.mark.parametrize(
+    "module, x",
+    [
+        (nn.Linear(6, 5), torch.randn(4, 6)),
+        (Conv1D(5, 6), torch.randn(4, 6)),
+        (nn.LayerNorm(6), torch.randn(4, 6)),
+        (nn.Embedding(9, 6, padding_idx=3), torch.tensor([[1, 3, 1, 8], [1, 1, 3, 0]])),
+        (nn.Embedding(9, 6, max_norm=0.1), torch.tensor([[1, 3, 1, 8]])),
+    ],
+)
+def test_a_modules_output_and_gradients_are_those_of_a_float32_copy(module, x):
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator).bfloat16().float()
+    whole = nn.Sequential(module)
+    model = Wrapped(torch.nn.Sequential(torch.nn.Identity(), copy.deepcopy(module).bfloat16()))
+    upcast_on_use(model)
+    ours, theirs = model.inner(x), whole(x)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    seed = torch.randn(theirs.shape, generator=generator)
+    for used, output in ((model, ours), (whole, theirs)):
+        for parameter, gradient in zip(
+            used.parameters(), torch.autograd.grad(output, list(used.parameters()), seed), strict=True
+        ):
+            parameter.found = gradient
+    for a, b in zip(model.parameters(), whole.parameters(), strict=True):
+        assert a.dtype == torch.bfloat16 and a.found.dtype == torch.float32
+        torch.testing.assert_close(a.found, b.found, rtol=1e-6, atol=1e-6)
+
+
+class Wrapped(nn.Module):
+    """What `upcast_on_use` tries with ids, and does not mind."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> None:
+        return None
+
+
+class Copies(TorchDispatchMode):
+    """Float32 copies of matrices of these shapes: how many are alive."""
+
+    def __init__(self, shapes: set[torch.Size]) -> None:
+        super().__init__()
+        self.shapes, self.seen, self.most = shapes, [], 0
+
+    @property
+    def alive(self) -> int:
+        return sum(not storage.expired() for storage in self.seen)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.bfloat16:
+            made = [t for t in tree_leaves(result) if t.shape in self.shapes or t.shape[::-1] in self.shapes]
+            self.seen += [StorageWeakRef(t.untyped_storage()) for t in made]
+            self.most = max(self.most, self.alive)
+        return result
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_one_copy_of_a_matrix_is_alive_at_a_time_and_none_waits_for_the_backward_pass(name, halves):
+    model = load_policy(halves / name, dtype="upcast").model
+    matrices = {p.shape for p in model.parameters() if p.ndim == 2}
+    ids = torch.randint(4, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    with Copies(matrices) as copies:
+        logits = model(input_ids=ids, use_cache=False).logits
+        assert (copies.most, copies.alive) == (1, 0) and len(copies.seen) >= 12
+        made = len(copies.seen)
+        torch.autograd.grad(logits.sum(), list(model.parameters()))
+        assert len(copies.seen) > made and copies.most <= 2 and not copies.alive
+
+
+def test_weights_come_back_when_a_forward_raises(halves):
+    model = load_policy(halves / "llama", dtype="upcast").model
+    with pytest.raises(RuntimeError):
+        model.lm_head(torch.zeros(2, 3))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert all(isinstance(p, nn.Parameter) for m in model.modules() for p in m._parameters.values() if p is not None)
+
+
+def test_an_adapter_kept_apart_is_measured_on_an_upcast_base(tmp_path):
+    make_model("qwen2", dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", r=2, target_modules=["q_proj", "down_proj"])
+    whole, upcast = both(adapter, params="adapter")
+    batch = make_batch(whole)
+    assert_equal_numbers(measure(upcast, batch), measure(whole, batch))
+    with pytest.raises(InputError, match="an adapter to be merged, which would round the sum to half precision"):
+        load_policy(adapter, dtype="upcast")
+
+
+@pytest.mark.parametrize("name", handmade.EXACT)
+def test_unusual_decoders_have_the_same_norms_or_are_refused(name):
+    models = [handmade.make(name).bfloat16() for _ in range(2)]
+    whole, upcast = models[0].float(), models[1]
+    try:
+        upcast_on_use(upcast)
+    except InputError as error:
+        assert re.fullmatch(r"[^\n]+; give --dtype float32, or the weights' own", str(error))
+        return
+    assert arithmetic_dtype(upcast) == torch.float32
+    ids = torch.randint(0, handmade.VOCAB, (12,), generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(4, 12)
+    ours, theirs = (measure_all(as_policy(model), ids, targets) for model in (upcast, whole))
+    torch.testing.assert_close(ours.param_grad_norm, theirs.param_grad_norm, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(ours.act_grad_norm, theirs.act_grad_norm, rtol=1e-4, atol=0.0)
+
+
+class Rounding(nn.Module):
+    """A layer that rounds what passes it, whatever its weights are in."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.bfloat16().float())
+
+
+def test_a_model_that_rounds_by_itself_is_refused(halves):
+    model = make_model("llama", dtype=torch.bfloat16)
+    model.model.layers[1].mlp.up_proj = Rounding(model.model.layers[1].mlp.up_proj)
+    with pytest.raises(InputError, match=r"_to_copy\.default is in bfloat16"):
+        upcast_on_use(model)
+    model = make_model("llama", dtype=torch.bfloat16)
+    model.model.layers[1].register_buffer("scale", torch.ones(1, dtype=torch.bfloat16), persistent=False)
+    with pytest.raises(InputError, match=r"LlamaDecoderLayer\.scale is rounded to bfloat16"):
+        upcast_on_use(model)
+
+
+def test_a_float32_checkpoint_has_nothing_to_upcast(tmp_path):
+    whole, upcast = both(save_checkpoint(tmp_path, "llama"))
+    assert "forward" not in vars(upcast.model.lm_head) and "float32 on cpu" in repr(upcast)
+    batch = make_batch(whole)
+    pd.testing.assert_frame_equal(measure(upcast, batch), measure(whole, batch))
+
+
+def test_directions_are_refused_as_below_float32(halves):
+    upcast = load_policy(halves / "llama", dtype="upcast")
+    batch = make_batch(upcast)
+    direction = torch.zeros(1, sum(p.numel() for p in upcast.model.parameters()))
+    with pytest.raises(InputError, match="is bfloat16, in which changes are mostly rounding"):
+        predict_changes(upcast.model, batch, direction, micro_batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def job(halves, tmp_path_factory) -> tuple[Path, Path]:
+    """A checkpoint in bfloat16, and rollouts."""
+    names = ("prompt_ids", "response_ids", "group", "reward", "old_logprobs", "response_mask")
+    policy = load_policy(halves / "qwen2", dtype="float32")
+    rows = [{name: getattr(r, name) for name in names} for r in make_responses(policy)]
+    return halves / "qwen2", write_jsonl(tmp_path_factory.mktemp("job") / "rollouts.jsonl", rows)
+
+
+def run(*arguments: object) -> None:
+    cli.main([str(argument) for argument in arguments])
+
+
+def test_the_command_measures_so_and_the_manifest_says_it(job, tmp_path):
+    tables = {}
+    for dtype in ("float32", "upcast", "bfloat16"):
+        settings = ("--dtype", dtype, "--device", "cpu", "--no-figures", "--no-self-check")
+        run("measure", *job, "--out", tmp_path / dtype, *settings)
+        tables[dtype] = pd.read_parquet(tmp_path / dtype / "tokens.parquet")
+    assert_equal_numbers(tables["upcast"], tables["float32"])
+    rounded = (tables["bfloat16"]["param_grad_norm"] / tables["float32"]["param_grad_norm"] - 1).abs()
+    assert rounded.max() > 1e-3
+    assert json.loads((tmp_path / "upcast" / "manifest.json").read_text())["dtype"] == "bfloat16 upcast to float32"
+
+
+def test_a_diagnosis_of_upcast_weights_is_of_their_own_table(job, tmp_path):
+    settings = ("--dtype", "upcast", "--device", "cpu", "--no-recommend", "--no-self-check")
+    run("diagnose", job[0], "--rollouts", job[1], "--out", tmp_path, *settings)
+    assert "bfloat16 upcast to float32, cpu" in (tmp_path / "report.html").read_text()
+
+
+def test_a_plan_has_half_of_the_weights_and_one_copy(job):
+    policy = outline_policy(str(job[0]))
+    plans = {
+        dtype: plan_batch(policy, read_rollouts(job[1], policy), MeasureSettings(), dtype=dtype, machine="h200")
+        for dtype in ("float32", "upcast")
+    }
+    whole, upcast = (plans[dtype].memory["head"] for dtype in ("float32", "upcast"))
+    assert upcast["weights"] == whole["weights"] / 2
+    assert upcast["upcast"] == 4 * policy.config.hidden_size * policy.config.vocab_size
+    assert {**upcast, "weights": whole["weights"]} == {**whole, "upcast": upcast["upcast"]}
+    assert plans["upcast"].products_in == "float32" and plans["upcast"].seconds["upcasting"] > 0
