@@ -1,0 +1,104 @@
+"""`gradscope` with a clock: python -m analyses.benchmarks.real_size_stages EVENTS ARGUMENTS OF GRADSCOPE …
+
+Writes a line of JSON to EVENTS whenever a stage of the work begins or ends: the stage that goes on from then, seconds
+of the system's monotonic clock and of CPU, how many times the network has been run forward so far, and the most memory
+that a GPU held since the line before, in bytes. A stage within another is no part of that one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+STAGES = {
+    "gradscope.cli_measure:load_quietly": "loading",
+    "gradscope.cli_measure:Measure._key": "hashing",
+    "gradscope.token_table:TokenGradientMeter.__init__": "structure",
+    "gradscope.token_table:TableMeasurement._all_known": "statistics",
+    "gradscope.token_table:TableMeasurement._self_check": "self-check",
+    "gradscope.token_table:TableMeasurement.measure_responses": "tokens",
+    "gradscope.summary:summarize_measurement": "summary",
+    "gradscope.summary:write_figures": "figures",
+    "gradscope.diagnosis:_Work.describe_tokens": "diagnosis of tokens",
+    "gradscope.diagnosis:_Work.sum_gradients": "summed gradients",
+    "gradscope.diagnosis:_Work.take_steps": "steps",
+    "gradscope.diagnosis:_Work.recommend": "screening",
+    "gradscope.report.contents:make_report": "report",
+    "gradscope.report.contents:write_report": "report",
+}
+"""Function or method, by its module → the stage that a call of it is."""
+REST = "rest"
+
+
+class Clock:
+    """Writes down which stage is going on."""
+
+    def __init__(self, file: Path) -> None:
+        self._out, self._open, self._passes = file.open("a", encoding="utf-8"), [REST], 0
+        self._write()
+
+    def staged(self, call: Callable[..., Any], stage: str) -> Callable[..., Any]:
+        """The same call, as that stage."""
+
+        @functools.wraps(call)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._open.append(stage)
+            self._write()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._open.pop()
+                self._write()
+
+        return timed
+
+    def count(self, module: Any, _args: Any) -> None:
+        """A hook of all modules: whole networks count."""
+        # Looked up in its class: a module finds its attributes slowly.
+        self._passes += hasattr(type(module), "set_input_embeddings") and module.base_model is module
+
+    def close(self) -> None:
+        self._write()
+        self._out.close()
+
+    def _write(self) -> None:
+        event = {"stage": self._open[-1], "time": time.monotonic(), "cpu": time.process_time(), "passes": self._passes}
+        print(json.dumps(event | {"device_bytes": _most_on_device()}), file=self._out, flush=True)
+
+
+def _most_on_device() -> int:
+    """Bytes that a GPU held at most since this was asked last; 0 without one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    most = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return most
+
+
+def main(events: str, *arguments: str) -> None:
+    clock = Clock(Path(events))
+    try:
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
+        from gradscope.cli import main as gradscope
+
+        for place, stage in STAGES.items():
+            module, _, path = place.partition(":")
+            *owners, name = path.split(".")
+            owner = functools.reduce(getattr, owners, import_module(module))
+            setattr(owner, name, clock.staged(getattr(owner, name), stage))
+        register_module_forward_pre_hook(clock.count)
+        gradscope(list(arguments))
+    finally:
+        clock.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
