@@ -44,6 +44,16 @@ SUMMARY = "figures/summary.txt"
 TABLE = "tokens.parquet"
 
 
+def describe_speedup(speedup: float) -> str:
+    """What the fast mode is worth on this machine.
+
+    >>> describe_speedup(0.5)
+    'fast: rounded products are .5 times as fast as exact ones here; leave --fast out, exact norms take less time'
+    """
+    words = f"fast: rounded products are {speedup:.1f} times as fast as exact ones here".replace(" 0.", " .")
+    return words if speedup > 1 else f"{words}; leave --fast out, exact norms take less time"
+
+
 @dataclass(frozen=True)
 class Measured:
     """What a measurement was made with, once its table is in its folder."""
@@ -240,6 +250,8 @@ class Measure:
             print(f"taking up the unfinished run in {self.out}")
         if measurement.estimate_plan is not None:
             print(measurement.estimate_plan)
+        if self.settings.fast:
+            print(describe_speedup(measurement.meter.speedup))
         if self.settings.tokens_per_interval == "auto" and (each := measurement.settings.tokens_per_interval):
             print(
                 f"measuring a random sample, {each:,} tokens of each interval at most: {measurement.num_tokens:,} "

@@ -16,7 +16,7 @@ from gradscope.capture.decoder_rules import (
     rms_norm_backward,
     rotary_backward,
 )
-from gradscope.capture.products import PRODUCTS, multiply_in_bfloat16
+from gradscope.capture.products import PRODUCTS, measure_speedup, multiply_exactly, multiply_in_bfloat16
 from gradscope.capture.rules import linear_square_norms, prefix_factor
 
 BATCH, TOKENS, WIDTH, SCALING = 2, 3, 6, 0.4
@@ -299,3 +299,14 @@ def test_a_product_in_tf32_leaves_the_setting_as_it_was():
     before = torch.get_float32_matmul_precision()
     PRODUCTS["tf32"](random(2, 2).float(), random(2, 2).float())
     assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_slower_product_is_found_to_be_slower(monkeypatch):
+    def five_times(left, right):
+        return sum(multiply_exactly(left, right) for _ in range(5))
+
+    monkeypatch.setitem(PRODUCTS, "bfloat16", five_times)
+    weight = random(256, 256).float()
+    # Of neighbours on the machine one may be slowed down, hardly all three tries.
+    assert 0.05 < measure_speedup("bfloat16", weight) < 0.7
+    assert 0.3 < measure_speedup("exact", weight) < 3

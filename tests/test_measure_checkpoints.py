@@ -12,6 +12,7 @@ from test_peft_adapters import save_adapter
 from tiny import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
 
 from gradscope import cli, cli_measure, measure_settings
+from gradscope.capture import TokenGradientMeter
 from gradscope.measure_plan import plan_batch
 from gradscope.measure_settings import MeasureSettings, check_settings, settle_sample
 from gradscope.models import load_policy
@@ -169,3 +170,12 @@ def test_a_plan_is_of_the_sample_that_would_be_taken(monkeypatch):
     every = [MeasureSettings(tokens_per_interval=each) for each in ("auto", 3, None)]
     plans = [plan_batch(policy, batch, settings, machine="h200") for settings in every]
     assert plans[0].measured == plans[1].measured < plans[2].measured == batch.num_tokens
+
+
+@pytest.mark.parametrize("speedup, advised", [(0.5, True), (1.6, False)])
+def test_the_fast_mode_says_what_it_is_worth_here(speedup, advised, job, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(TokenGradientMeter, "speedup", speedup)
+    run("measure", *job, "--out", tmp_path, "--fast", *QUICK)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("fast:"))
+    assert ("leave --fast out" in line) == advised
+    assert read(tmp_path)[1]["engine"]["precision"] == "bfloat16"

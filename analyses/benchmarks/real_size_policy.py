@@ -59,22 +59,24 @@ STATE_STEPS = 100
 """That the optimizer has taken."""
 
 
-def make_config(size: Size, dtype: torch.dtype = torch.float32) -> Any:
-    """The configuration, as transformers saves it."""
+def make_config(size: Size, dtype: torch.dtype = torch.float32, **changes: int) -> Any:
+    """The configuration, as transformers saves it; changes: of the size's numbers."""
     from transformers import AutoConfig
 
-    settings = dict(SHAPES[size])
+    settings = SHAPES[size] | changes
     config = AutoConfig.for_model(settings.pop("model_type"), **settings, pad_token_id=0, eos_token_id=None)
     config.dtype = dtype
     return config
 
 
-def write_checkpoint(folder: Path, size: Size, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> None:
+def write_checkpoint(
+    folder: Path, size: Size, dtype: torch.dtype = torch.float32, *, seed: int = 0, **changes: int
+) -> None:
     """A folder that transformers loads, in shards of a block each; without a tokenizer."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = make_config(size, dtype)
+    config = make_config(size, dtype, **changes)
     config.architectures = [type(_outline(config)).__name__]
     config.save_pretrained(folder)
     shards = _shards(_outline(config))

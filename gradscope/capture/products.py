@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Literal
 
@@ -37,6 +38,30 @@ def multiply_in_tf32(left: Tensor, right: Tensor, into: Tensor | None = None) ->
         return multiply_exactly(left, right, into)
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def measure_speedup(precision: Precision, weight: Tensor, *, rows: int = 256) -> float:
+    """How many times as fast as an exact product with this matrix one of that precision is, on this machine.
+
+    Each the best of three, by wall clock; the exact one in float32 at least, as what flows back is.
+    """
+    left = weight.new_ones(rows, len(weight), dtype=torch.promote_types(weight.dtype, torch.float32))
+    seconds = {}
+    for way in ("exact", precision):
+        tries = []
+        for _ in range(4):  # the first warms up
+            _wait(left.device)
+            start = time.perf_counter()
+            PRODUCTS[way](left, weight.detach())
+            _wait(left.device)
+            tries.append(time.perf_counter() - start)
+        seconds[way] = min(tries[1:])
+    return seconds["exact"] / seconds[precision]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 PRODUCTS: dict[Precision, Product] = {
