@@ -9,12 +9,14 @@ float32 (`Tensor.grad_dtype`), of parameters as of activations.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import make_dual
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +29,8 @@ UPCAST = "upcast"
 HALF = (torch.bfloat16, torch.float16)
 _MARK = "_gradscope_upcasts"
 """Attribute of a model, and of each of its modules, that computes so."""
+_TANGENT = "_gradscope_tangent"
+"""Attribute of a parameter that `moving` moves."""
 
 
 def upcast_on_use(model: nn.Module) -> None:
@@ -56,9 +60,30 @@ def upcast_on_use(model: nn.Module) -> None:
         raise _refusal(model, first_line(error)) from error
 
 
+def is_upcast(model: nn.Module) -> bool:
+    """Whether half-precision weights of the model are upcast where they are used."""
+    return hasattr(model, _MARK)
+
+
+@contextmanager
+def moving(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+    """Within a level of forward mode, the copies of these upcast parameters move along float32 tangents of their shape.
+
+    Forward mode itself would want tangents in half precision.
+    """
+    pairs = list(pairs)
+    try:
+        for parameter, tangent in pairs:
+            setattr(parameter, _TANGENT, tangent)
+        yield
+    finally:
+        for parameter, _ in pairs:
+            delattr(parameter, _TANGENT)
+
+
 def arithmetic_dtype(module: nn.Module) -> torch.dtype:
     """What a model, or a module with parameters, computes in: its weights' dtype, float32 where they are upcast."""
-    if hasattr(module, _MARK):
+    if is_upcast(module):
         return torch.float32
     return next(p.dtype for p in module.parameters() if p.is_floating_point())
 
@@ -69,7 +94,7 @@ def precision_in_words(model: nn.Module) -> str:
     >>> precision_in_words(nn.Linear(1, 1))
     'float32'
     """
-    if not hasattr(model, _MARK):
+    if not is_upcast(model):
         return _name(arithmetic_dtype(model))
     return f"{_name(next(p.dtype for p in model.parameters() if p.dtype in HALF))} upcast to float32"
 
@@ -131,6 +156,8 @@ def _unpack(kept: Tensor | _Saved) -> Tensor:
 
 
 def _to_float32(source: Tensor) -> Tensor:
+    if (tangent := getattr(source, _TANGENT, None)) is not None:
+        return make_dual(source.to(torch.float32), tangent)
     needs_gradient = source.requires_grad and torch.is_grad_enabled()
     return _Copy.apply(source) if needs_gradient else source.to(torch.float32)
 
@@ -153,6 +180,8 @@ class _Copy(torch.autograd.Function):
 
 def _look_up(module: nn.Embedding, weight: Tensor, ids: Tensor) -> Tensor:
     """Float32 rows of an embedding table, most of which are not looked at: of the rows alone a copy is made."""
+    if (tangent := getattr(weight, _TANGENT, None)) is not None:
+        return make_dual(F.embedding(ids, weight).to(torch.float32), F.embedding(ids, tangent))
     if weight.requires_grad and torch.is_grad_enabled():
         return _LookUp.apply(weight, ids, -1 if module.padding_idx is None else module.padding_idx)
     return F.embedding(ids, weight, module.padding_idx).to(torch.float32)

@@ -29,7 +29,7 @@ from gradscope.rewind import model_bytes, rewound
 from gradscope.step_settings import SGD, StepSettings, make_optimizer, read_moments
 from gradscope.steps import StepResult, Updater
 from gradscope.variants import Variant, make_variant, old_intervals
-from gradscope.weighted_gradients import BACKWARD, refuse_narrow_weights
+from gradscope.weighted_gradients import BACKWARD, refuse_narrow_arithmetic, refuse_narrow_weights
 
 Number = int | float
 
@@ -203,10 +203,10 @@ def _changes(movement: Movement) -> dict[str, Float[Tensor, "B S"]]:
 def measure_start(policy: Policy, batch: TokenBatch, step: StepSettings) -> tuple[TokenBatch, TokenStatistics]:
     """What a prediction of a step begins with: the batch with advantages and π_old, and its statistics [B, S].
 
-    They are of plain attention, as forward mode has it. Raises InputError for weights below float32 and for a batch
+    They are of plain attention, as forward mode has it. Raises InputError for arithmetic below float32 and for a batch
     that does not fit the policy or has no advantages.
     """
-    refuse_narrow_weights(policy.model)
+    refuse_narrow_arithmetic(policy.model)
     check_batch(policy, batch)
     with measuring(policy.model):
         before = _statistics(policy, batch, step)

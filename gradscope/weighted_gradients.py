@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import functional_call
 from tqdm import tqdm
 
@@ -25,6 +26,7 @@ from gradscope.capture import measuring
 from gradscope.errors import InputError, first_line
 from gradscope.parameters import flat_slices, float_parameters
 from gradscope.scratch import scratch_zeros
+from gradscope.upcasting import is_upcast, moving
 
 Vectors = dict[str, Tensor]
 """A tensor of each parameter's shape, by its name in _KeptLogprobs."""
@@ -95,11 +97,11 @@ def predict_changes(
     and `.grad` stay as they were.
 
     Memory besides the model, its activations and the directions: one vector as long as the parameters for central
-    differences, nothing in forward mode. Raises InputError for directions that do not fit the model, for weights below
+    differences, nothing in forward mode. Raises InputError for directions that do not fit the model, for arithmetic below
     float32, in which a tangent keeps two or three digits, and for a batch without kept tokens.
     """
     _check(batch, micro_batch_size)
-    refuse_narrow_weights(model)
+    refuse_narrow_arithmetic(model)
     if directions.shape[1] != (size := zero_vectors(model, 0).shape[1]):
         raise InputError(f"directions have {directions.shape[1]} entries, the model {size} parameters; give one each")
     arguments = (model, batch, directions, micro_batch_size, progress)
@@ -111,6 +113,11 @@ def predict_changes(
         # What has no forward mode raises either; a model that does not run at all will raise again.
         except (NotImplementedError, RuntimeError) as error:
             reason = first_line(error)
+            if is_upcast(model):  # its weights, a little moved, would be whole float32 copies
+                raise InputError(
+                    f"no forward mode ({reason}), and central differences are not of weights that are upcast; load the "
+                    "policy in float32"
+                ) from error
             warnings.warn(f"no forward mode ({reason}); changes are central differences instead", stacklevel=2)
             return _changes(_central_differences, *arguments), "central differences"
 
@@ -140,6 +147,12 @@ def refuse_narrow_weights(model: nn.Module) -> None:
         if parameter.is_floating_point() and torch.finfo(parameter.dtype).bits < 32:
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise InputError(f"{name} is {dtype}, in which changes are mostly rounding; load the policy in float32")
+
+
+def refuse_narrow_arithmetic(model: nn.Module) -> None:
+    """The same for what predicts a step and takes none: weights that are upcast are as good as float32."""
+    if not is_upcast(model):
+        refuse_narrow_weights(model)
 
 
 def zero_vectors(model: nn.Module, *leading: int) -> Float[Tensor, "*leading P"]:
@@ -239,7 +252,7 @@ def _changes(
             continue
         # A tangent with an offset in its memory would be copied: each has to begin where its memory does.
         parts = {name: _alone(direction[part]) for name, part in slices.items()}
-        tangents = {name: parts[name].view(p.shape).to(p) for name, p in parameters.items()}
+        tangents = {name: _tangent(p, parts[name]) for name, p in parameters.items()}
         for piece, (row, column) in _pieces(model, batch, micro_batch_size, progress, copies=6):
             logprobs = partial(_logprobs_at, module, piece)
             changes[c, row, column] = differentiate(logprobs, parameters, tangents).to(changes)
@@ -256,8 +269,17 @@ def _logprobs_at(module: _KeptLogprobs, piece: TokenBatch, parameters: Vectors) 
     return functional_call(module, parameters, (piece,))
 
 
+def _tangent(parameter: Tensor, direction: Float[Tensor, " n"]) -> Tensor:
+    return direction.view(parameter.shape).to(torch.promote_types(parameter.dtype, torch.float32))
+
+
 def _forward_mode(logprobs: Callable[[Vectors], Tensor], parameters: Vectors, tangents: Vectors) -> Float[Tensor, " K"]:
-    return torch.func.jvp(logprobs, (parameters,), (tangents,))[1]
+    upcast = {name: p for name, p in parameters.items() if p.dtype != tangents[name].dtype}
+    if not upcast:
+        return torch.func.jvp(logprobs, (parameters,), (tangents,))[1]
+    with dual_level(), moving((p, tangents[name]) for name, p in upcast.items()):
+        duals = {name: make_dual(p, tangents[name]) for name, p in parameters.items() if name not in upcast}
+        return unpack_dual(logprobs(duals)).tangent
 
 
 def _central_differences(

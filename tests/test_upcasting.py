@@ -25,13 +25,19 @@ from gradscope.capture import TokenGradientMeter, measuring
 from gradscope.capture.self_check import TOLERANCES
 from gradscope.errors import InputError
 from gradscope.group_gradients import interval_gradients
+from gradscope.influence import influence
 from gradscope.measure_plan import outline_policy, plan_batch
 from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy, load_policy
 from gradscope.readers import read_rollouts
+from gradscope.step_settings import StepSettings
 from gradscope.token_table import TableMeasurement, measure
 from gradscope.upcasting import arithmetic_dtype, upcast_on_use
+from gradscope.updates import apply_update
 from gradscope.weighted_gradients import predict_changes, weighted_gradients
+
+# torch itself calls torch.jit.script the first time that forward mode is used.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 ROUNDING = 1e-5
 """Copies are exact, so that the same products are made of the same numbers; only their order could differ."""
@@ -242,12 +248,28 @@ def test_a_float32_checkpoint_has_nothing_to_upcast(tmp_path):
     pd.testing.assert_frame_equal(measure(upcast, batch), measure(whole, batch))
 
 
-def test_directions_are_refused_as_below_float32(halves):
-    upcast = load_policy(halves / "llama", dtype="upcast")
-    batch = make_batch(upcast)
-    direction = torch.zeros(1, sum(p.numel() for p in upcast.model.parameters()))
-    with pytest.raises(InputError, match="is bfloat16, in which changes are mostly rounding"):
-        predict_changes(upcast.model, batch, direction, micro_batch_size=4)
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "gemma2", "mixtral"])
+def test_predicted_changes_are_the_whole_float32_models(name, halves):
+    whole, upcast = both(halves / name)
+    batch = make_batch(whole)
+    size = sum(p.numel() for p in whole.model.parameters())
+    directions = torch.randn(2, size, generator=torch.Generator().manual_seed(5))
+    found = [predict_changes(policy.model, batch, directions, micro_batch_size=4) for policy in (upcast, whole)]
+    assert [method for _, method in found] == ["forward mode"] * 2
+    (ours, _), (theirs, _) = found
+    assert (ours - theirs).norm() <= ROUNDING * theirs.norm()
+    assert not any(hasattr(p, "_gradscope_tangent") for p in upcast.model.parameters())
+
+
+def test_who_moves_whom_is_the_whole_float32_models_and_a_real_step_is_refused(halves):
+    whole, upcast = both(halves / "qwen2")
+    batch, step = make_batch(whole), StepSettings("adamw", 1e-3, 0.1)
+    ours, theirs = (influence(policy, batch, step=step).contributions for policy in (upcast, whole))
+    moved = ["predicted", *(name for name in theirs if name.startswith("by."))]
+    scale = theirs["predicted"].abs().mean()
+    pd.testing.assert_frame_equal(ours[moved], theirs[moved], rtol=0, atol=1e-3 * scale)
+    with pytest.raises(InputError, match="is bfloat16, in which changes are mostly rounding; load the policy in float"):
+        apply_update(upcast, batch, "all", step=step)
 
 
 @pytest.fixture(scope="module")
