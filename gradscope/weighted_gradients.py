@@ -97,8 +97,8 @@ def predict_changes(
     and `.grad` stay as they were.
 
     Memory besides the model, its activations and the directions: one vector as long as the parameters for central
-    differences, nothing in forward mode. Raises InputError for directions that do not fit the model, for arithmetic below
-    float32, in which a tangent keeps two or three digits, and for a batch without kept tokens.
+    differences, nothing in forward mode. Raises InputError for directions that do not fit the model, for arithmetic
+    below float32, in which a tangent keeps two or three digits, and for a batch without kept tokens.
     """
     _check(batch, micro_batch_size)
     refuse_narrow_arithmetic(model)
