@@ -9,9 +9,11 @@ float32 (`Tensor.grad_dtype`), of parameters as of activations.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +52,7 @@ def upcast_on_use(model: nn.Module) -> None:
             parameter.grad_dtype = torch.float32
         if own:
             setattr(module, _MARK, True)
-            module.forward = _Upcast(module, module.forward)
+            module.forward = _Upcast(weakref.ref(module), vars(module).get("forward"))
     try:
         with torch.no_grad(), _NoHalfPrecision():
             model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
@@ -102,20 +104,24 @@ def precision_in_words(model: nn.Module) -> str:
 def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
     """What was put in the place of its class's forward, upcasting aside; None: nothing."""
     forward = vars(module).get("forward")
-    if isinstance(forward, _Upcast):
-        forward = forward.forward
-    return None if getattr(forward, "__func__", None) is type(module).forward else forward
+    return forward.replaced if isinstance(forward, _Upcast) else forward
 
 
 @dataclass(frozen=True)
 class _Upcast:
     """A module's forward, called with float32 copies in the place of the module's own half-precision parameters."""
 
-    module: nn.Module
-    forward: Callable[..., Any]
+    owner: weakref.ref[nn.Module]
+    """The module, which would never be let go of if it held itself."""
+    replaced: Callable[..., Any] | None
+    """Its forward where that was not its class's already."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Upcast:
+        return _Upcast(weakref.ref(memo[id(self.owner())]), copy.deepcopy(self.replaced, memo))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, own = self.module, self.module._parameters
+        module = self.owner()
+        own, forward = module._parameters, self.replaced or partial(type(module).forward, module)
         halves = {name: p for name, p in own.items() if p is not None and p.dtype in HALF}
         if type(module) is nn.Embedding and halves and module.max_norm is None:
             return _look_up(module, halves["weight"], *args)
@@ -126,14 +132,14 @@ class _Upcast:
                 if torch.is_grad_enabled() and copy.stride() == source.stride():
                     copies[copy.untyped_storage().data_ptr()] = source.detach()
             if not copies:
-                return self.forward(*args, **kwargs)
+                return forward(*args, **kwargs)
 
             def pack(saved: Tensor) -> Tensor | _Saved:
                 source = copies.get(saved.untyped_storage().data_ptr())
                 return saved if source is None or saved.dtype != torch.float32 else _Saved.of(saved, source)
 
             with saved_tensors_hooks(pack, _unpack):
-                return self.forward(*args, **kwargs)
+                return forward(*args, **kwargs)
         finally:
             own.update(halves)
             copies.clear()  # what is saved holds `pack` and no copy

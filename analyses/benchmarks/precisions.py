@@ -3,7 +3,7 @@
     python -m analyses.benchmarks.precisions --out figures/benchmark_precisions.csv
 
 Two checkpoints in bfloat16: the embedded policy, rounded, on its own responses; and four blocks of Qwen2.5-0.5B's shape
-with random weights (`real_size_policy`, vocabulary 32,000) on a sequence of 228 tokens, of which 64 are measured. Each
+with random weights (`real_size_policy`, vocabulary 32,000) on a sequence of 228 tokens, of which 32 are measured. Each
 is measured in these ways, which take turns:
 
     float32           the weights widened as a whole: the reference
@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,7 @@ WAYS = {
 """Name → dtype, whether fast."""
 SMALLER = {"num_hidden_layers": 4, "vocab_size": 32_000}
 """Than Qwen2.5-0.5B, in the second case."""
+CHUNK_MEMORY = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Options:
     rounds: int = 3
     questions: int = 4
     """That the embedded policy answers, once each."""
-    tokens: int = 64
+    tokens: int = 32
     """Measured ones of the larger policy."""
     out: Path | None = None
     """CSV to write."""
@@ -88,21 +90,22 @@ CASES = {"embedded": embedded_case, "4 blocks of 0.5B": blocks_case}
 
 def compare(name: str, options: Options) -> pd.DataFrame:
     """A row for each way to measure one of the cases."""
-    with tempfile.TemporaryDirectory() as scratch:
+    seconds, tables = {way: [] for way in WAYS}, {}
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         batch, tokens = CASES[name](Path(scratch), options)
-        tables, seconds, weights = {}, {way: [] for way in WAYS}, {}
+        policies = {way: load_policy(scratch, dtype=dtype, device="cpu") for way, (dtype, _) in WAYS.items()}
+        weights = {way: sum(p.nbytes for p in policy.model.parameters()) for way, policy in policies.items()}
+        measurements = {}
+        for way, (_, fast) in WAYS.items():
+            settings = MeasureSettings(fast=fast, self_check=False)
+            measurement = TableMeasurement(policies[way], batch, settings, tokens=tokens, chunk_memory=CHUNK_MEMORY)
+            measurements[way] = stack.enter_context(measurement)
         for turn in range(options.rounds + 1):
-            for way, (dtype, fast) in WAYS.items():
-                policy = load_policy(scratch, dtype=dtype, device="cpu")
-                weights[way] = sum(p.nbytes for p in policy.model.parameters())
-                measurement = TableMeasurement(
-                    policy, batch, MeasureSettings(fast=fast, self_check=False), tokens=tokens
-                )
-                with measurement:
-                    start = time.process_time()
-                    parts = [f for group in measurement.groups for f in measurement.measure_responses(group)]
-                    if turn:  # the first warms up
-                        seconds[way].append(time.process_time() - start)
+            for way, measurement in measurements.items():
+                start = time.process_time()
+                parts = [frame for group in measurement.groups for frame in measurement.measure_responses(group)]
+                if turn:  # the first warms up
+                    seconds[way].append(time.process_time() - start)
                 tables[way] = join_responses(parts)
     measured = int(tables["float32"]["param_grad_norm"].notna().sum())
     rows = []
