@@ -14,6 +14,7 @@ from gradscope.gains import LAYER, LOGITS, PARAMETERS
 from gradscope.intervals import assign_intervals
 from gradscope.norm_estimates import SUMS
 from gradscope.token_columns import refuse_endless_weights
+from gradscope.token_sample import sampling_probabilities
 
 FEW_PROMPTS = 8
 """Below so many, an interval over prompts is a rough guess, and a note says so."""
@@ -56,10 +57,11 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
     for label, count in zip(labels, counts, strict=True):
         if not count:
             notes.append(f"No token has π in {label}: its numbers are NaN.")
+    probabilities = sampling_probabilities(table)
     if (measured := int(table[PARAMETERS].notna().sum())) < size:
         notes.append(
             f"The norms of {measured:,} of {size:,} tokens are known: sums over an interval are its count times "
-            "the mean of those."
+            + ("the mean of those." if probabilities is None else "a mean in which each counts for 1 / its chance.")
         )
     if SUMS[1] in table:
         notes.append("Norms are estimates by random numbers, not exact.")

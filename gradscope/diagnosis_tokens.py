@@ -6,7 +6,8 @@ index that (1−π) alone predicts, of Σ(w·(1−π))²: what is left if every 
 (Prop. 4.2 of arXiv:2505.12929 up to a factor √2, at the logits). Their difference is what the network adds.
 
 Σ‖w·g‖², of single tokens, knows no cancellation: it is not the summed gradient, whose shares `diagnosis_gradients` has.
-Where a sample of an interval's tokens was measured, its sum is its count times the mean over the measured ones.
+Where a sample of an interval's tokens was measured, a measured one counts for 1 / p of them, p its sampling probability
+(`token_sample`): with equal chances, the sum is the count of the tokens times the mean over the measured ones.
 Intervals are percentile bootstraps of 95 % that redraw whole prompts, measured tokens with them: they cover the choice
 of prompts and of the tokens that were measured. They are NaN with one prompt.
 """
@@ -27,6 +28,7 @@ from gradscope.gains import LAYER, LOGITS, PARAMETERS
 from gradscope.intervals import bootstrap, interval_shares, summarize
 from gradscope.norm_estimates import SUMS
 from gradscope.theory import logit_grad_bounds, rounding_tolerance
+from gradscope.token_sample import sampling_probabilities
 
 Number = int | float
 Matrix = Float[np.ndarray, "n A"]
@@ -41,9 +43,11 @@ class PromptSums:
     measured: Matrix
     """Of them, those whose norm is known."""
     squares: Matrix
-    """Σ‖w·g‖² over the measured ones."""
+    """Σ‖w·g‖²/p over the measured ones, p their sampling probability, or 1 where all of an interval have the same."""
     predicted: Matrix
     """Σ(w·(1−π))² over all."""
+    expected: Matrix | None = None
+    """Σp over all; None: p is 1."""
 
 
 def weighted_norms(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
@@ -68,8 +72,11 @@ def sum_by_prompt(table: pd.DataFrame, num_intervals: int) -> PromptSums:
         squares = total(table.loc[first, SUMS[1]].to_numpy(np.float64), cell[first])
         return PromptSums(tokens, tokens, squares, predicted)
     squares = weighted_norms(table) ** 2
-    known = ~np.isnan(squares)
-    return PromptSums(tokens, total(known.astype(float)), total(np.where(known, squares, 0.0)), predicted)
+    known, probabilities = ~np.isnan(squares), sampling_probabilities(table)
+    measured, squares = total(known.astype(float)), np.where(known, squares, 0.0)
+    if probabilities is None:
+        return PromptSums(tokens, measured, total(squares), predicted)
+    return PromptSums(tokens, measured, total(squares / probabilities), predicted, total(probabilities))
 
 
 def token_shares(
@@ -87,12 +94,14 @@ def token_shares(
     have measured tokens of the interval.
     """
 
+    each = sums.tokens if sums.expected is None else sums.expected
+
     def evaluate(weights: np.ndarray) -> np.ndarray:
-        tokens, measured, squares, predicted = (
-            weights @ part for part in (sums.tokens, sums.measured, sums.squares, sums.predicted)
+        tokens, expected, measured, squares, predicted = (
+            weights @ part for part in (sums.tokens, each, sums.measured, sums.squares, sums.predicted)
         )
         with np.errstate(invalid="ignore", divide="ignore"):  # an empty interval, weights that are all 0
-            totals = np.where(tokens > 0, tokens * squares / measured, 0.0)
+            totals = np.where(tokens > 0, expected * squares / measured, 0.0)
             shares = [part / part.sum(-1, keepdims=True) for part in (tokens, totals, predicted)]
             shares = [np.where(tokens > 0, share, np.nan) for share in shares]
             indices = [np.log2(share / shares[0]) for share in shares[1:]]
@@ -126,8 +135,11 @@ def layer_norms(
     """
     layers = sorted((c for c in table if c.startswith(LAYER)), key=lambda c: int(c.removeprefix(LAYER)))
     parts, settings = [], {"rng": rng, "resamples": resamples, "edges": edges}
+    drawn = sampling_probabilities(table)
     for name in (LOGITS, *layers, PARAMETERS):
-        part = summarize(table[name], table["interval"], table["group"], **settings)
+        # At the logits every token is measured.
+        own = settings | {"probabilities": None if name == LOGITS else drawn}
+        part = summarize(table[name], table["interval"], table["group"], **own)
         part.insert(0, "quantity", name)
         parts.append(part)
     return pd.concat(parts, ignore_index=True)
@@ -144,8 +156,8 @@ def shares_by(
     """Where Σ‖w·g‖² is: a row per value of each driver of `drivers.add_drivers`.
 
     Columns: driver, value; num_tokens, token_share, token_lower, token_upper; num_measured, squared_share,
-    squared_lower, squared_upper. A measured token counts for all tokens of its interval that it was drawn from. The
-    square columns are NaN where weights or norms are unknown. special: the tokenizer's special tokens, as decoded.
+    squared_lower, squared_upper. A measured token counts for as many as `scaled_squares` says. The square columns are
+    NaN where weights or norms are unknown. special: the tokenizer's special tokens, as decoded.
     """
     squares = scaled_squares(table)
     table = add_drivers(table, bins=bins, special=special)
@@ -169,29 +181,30 @@ def shares_by(
 
 
 def scaled_squares(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
-    """‖w·g‖² of each measured token times (tokens / measured tokens) of its interval, NaN for the others.
+    """‖w·g‖² of each measured token times the number of tokens that it counts for, NaN for the others.
 
-    Its sum over any choice of tokens estimates that of Σ‖w·g‖² without bias, where the measured ones are a random
-    sample of each interval.
+    That is tokens / measured tokens of its interval or, where these had chances p of their own, Σp over the interval /
+    measured tokens / p. The sum over any choice of tokens estimates that of Σ‖w·g‖² without bias.
     """
-    squares = weighted_norms(table) ** 2
+    squares, probabilities = weighted_norms(table) ** 2, sampling_probabilities(table)
     interval = table["interval"].to_numpy(np.int64)
-    counts = np.bincount(interval)
-    measured = np.bincount(interval, ~np.isnan(squares), minlength=len(counts))
+    expected = np.bincount(interval, probabilities).astype(np.float64)
+    measured = np.bincount(interval, ~np.isnan(squares), minlength=len(expected))
     with np.errstate(divide="ignore", invalid="ignore"):  # an interval without tokens, or none measured
-        return squares * (counts / measured)[interval]
+        scaled = squares * (expected / measured)[interval]
+    return scaled if probabilities is None else scaled / probabilities
 
 
 def largest_tokens(table: pd.DataFrame, n: int) -> pd.DataFrame:
     """The n measured tokens of the largest ‖w·g‖, the largest first: where the gradient's norm spikes.
 
-    Columns of the table, then weighted_norm, ‖w·g‖, and squared_share, of Σ‖w·g‖² over the measured tokens.
+    Columns of the table, then weighted_norm, ‖w·g‖, and squared_share, of Σ‖w·g‖² over all tokens, which is estimated
+    where a sample with chances of their own was measured; over the measured tokens where all had the same.
     """
     norm = weighted_norms(table)
+    whole = np.nansum(norm**2 if sampling_probabilities(table) is None else scaled_squares(table))
     columns = ["response", "position", "token", "prob", "entropy", "advantage", "weight", "interval", PARAMETERS]
-    chosen = table[[c for c in columns if c in table]].assign(
-        weighted_norm=norm, squared_share=norm**2 / np.nansum(norm**2)
-    )
+    chosen = table[[c for c in columns if c in table]].assign(weighted_norm=norm, squared_share=norm**2 / whole)
     return chosen[norm > 0].nlargest(n, "weighted_norm").reset_index(drop=True)
 
 

@@ -12,6 +12,7 @@ from gradscope.diagnosis_format import Finding, bits_words, number_words, percen
 from gradscope.diagnosis_result import Diagnosis
 from gradscope.diagnosis_step_words import bound_words, direction_words, influence_words, lag_words, setting_words
 from gradscope.gains import LAYER, PARAMETERS
+from gradscope.token_sample import sampling_probabilities
 
 __all__ = ["DEFINITIONS", "Finding", "findings"]
 
@@ -232,7 +233,8 @@ def _spikes(d: Diagnosis) -> list[Finding]:
         return []
     first, measured = d.spikes.iloc[0], int(d.table[PARAMETERS].notna().sum())
     together = percent(d.spikes["squared_share"].sum())
-    statement = f"The {len(d.spikes)} largest of the {measured:,} measured tokens hold {together} % of their Σ‖w·g‖²."
+    of = "their Σ‖w·g‖²" if sampling_probabilities(d.table) is None else "Σ‖w·g‖², estimated for all tokens"
+    statement = f"The {len(d.spikes)} largest of the {measured:,} measured tokens hold {together} % of {of}."
     weight = f"{first['weight']:+.2g}".replace("-", "−")
     where = f"token {first['token']!r} at position {first['position']} of response {first['response']}"
     detail = f"The largest: {where}, π {first['prob']:.2g}, weight {weight}, with "

@@ -15,6 +15,7 @@ from gradscope.directions import prompt_clusters
 from gradscope.errors import InputError
 from gradscope.gains import FLOOR, PARAMETERS, is_measured, quantities, require_columns
 from gradscope.intervals import assign_intervals, bootstrap, interval_labels
+from gradscope.token_sample import sampling_weights
 
 Number = int | float
 
@@ -76,8 +77,9 @@ def regress_norms(
 ) -> pd.DataFrame:
     """Does a token's norm follow its probability or its entropy? OLS of log norm on log(1−π) and entropy, both in it.
 
-    table: of `measure`, whose tokens with 1−π > floor and a measured norm are taken. A quantity is the activations'
-    norm of a layer, param_grad_norm, or "layers": all layers together, each with an intercept of its own.
+    table: of `measure`, whose tokens with 1−π > floor and a measured norm are taken; each of a sample counts for 1 / p.
+    A quantity is the activations' norm of a layer, param_grad_norm, or "layers": all layers together, each with an
+    intercept of its own.
     Rows per quantity: driver log_one_minus_prob; entropy; difference, how much larger |coefficient| is of the first;
     and, of "layers" only, layer. Columns:
     coefficient: standardised, in standard deviations of log norm per one of the driver, the other driver (and layer)
@@ -93,8 +95,10 @@ def regress_norms(
     layers = [name for name in names if name != PARAMETERS]
     parts = []
     for quantity, columns in [*((name, [name]) for name in names), (POOLED, layers)]:
-        values, layer, prompts = _fitted_tokens(table, columns, floor)
-        fit = _fit(values, layer, prompts, max_vif, {"rng": rng, "confidence": confidence, "resamples": resamples})
+        values, layer, prompts, counts = _fitted_tokens(table, columns, floor)
+        fit = _fit(
+            values, layer, prompts, counts, max_vif, {"rng": rng, "confidence": confidence, "resamples": resamples}
+        )
         fit.insert(0, "quantity", quantity)
         fit = fit.assign(tokens=len(values), prompts=len(np.unique(prompts)))
         parts.append(fit if quantity == POOLED else fit[fit["driver"] != "layer"])
@@ -130,26 +134,29 @@ def _quantile_bins(column: pd.Series, bins: int) -> pd.Categorical:
     return pd.Categorical.from_codes(code, interval_labels(edges), ordered=True)
 
 
-def _fitted_tokens(table: pd.DataFrame, columns: list[str], floor: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """log(1−π), entropy and log norm [n, 3] of the tokens to fit in each of the columns, number of column, prompt."""
+def _fitted_tokens(table: pd.DataFrame, columns: list[str], floor: float) -> tuple[np.ndarray, ...]:
+    """Of the tokens to fit in each of the columns: log(1−π), entropy, log norm [n, 3]; number of column; prompt; 1/p."""
     known, clusters = np.isfinite(table["entropy"].to_numpy(np.float64)), prompt_clusters(table)
-    values, layers, prompts = [], [], []
+    values, layers, prompts, counts, weights = [], [], [], [], sampling_weights(table)
     for layer, name in enumerate(columns):
         keep = is_measured(table, name, floor) & known
         x, norm = table.loc[keep, list(DRIVERS)].to_numpy(np.float64), table.loc[keep, name].to_numpy(np.float64)
         values.append(np.column_stack([x, np.log(norm)]))
         layers.append(np.full(len(x), layer))
         prompts.append(clusters[keep])
-    return np.concatenate(values), np.concatenate(layers), np.concatenate(prompts)
+        counts.append(weights[keep])
+    return tuple(np.concatenate(parts) for parts in (values, layers, prompts, counts))
 
 
-def _fit(values: np.ndarray, layer: np.ndarray, prompts: np.ndarray, max_vif: Number, settings: dict) -> pd.DataFrame:
+def _fit(
+    values: np.ndarray, layer: np.ndarray, prompts: np.ndarray, tokens: np.ndarray, max_vif: Number, settings: dict
+) -> pd.DataFrame:
     """The rows of one quantity, that of the layer last."""
     fit = pd.DataFrame({"driver": [*DRIVERS, "difference", "layer"]})
     if len(values) < _FEWEST:
         unknown = dict.fromkeys(("coefficient", "lower", "upper", "r2_alone", "r2", "vif"), np.nan)
         return fit.assign(**unknown, collinear=False)
-    sums = _cluster_sums(values, layer, prompts)
+    sums = _cluster_sums(values, layer, prompts, tokens)
 
     def evaluate(weights: np.ndarray) -> np.ndarray:
         first, second = _coefficients(*_moments(weights, *sums)).T
@@ -168,17 +175,23 @@ def _fit(values: np.ndarray, layer: np.ndarray, prompts: np.ndarray, max_vif: Nu
 
 
 def _cluster_sums(
-    values: np.ndarray, layer: np.ndarray, prompts: np.ndarray
+    values: np.ndarray, layer: np.ndarray, prompts: np.ndarray, tokens: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the standardised values per prompt: counts [C, L] and sums [C, L, 3] by layer, sums of products [C, 3, 3]."""
-    spread = np.where(np.ptp(values, axis=0) > 0, values.std(0), np.inf)  # what does not vary becomes 0
-    z = ((values - values.mean(0)) / spread).T
+    """Of the standardised values per prompt: counts [C, L] and sums [C, L, 3] by layer, sums of products [C, 3, 3].
+
+    tokens: how many each counts for.
+    """
+    part = (tokens / tokens.mean())[:, None]
+    middle = (part * values).mean(0)
+    deviation = np.sqrt((part * (values - middle) ** 2).mean(0))
+    spread = np.where(np.ptp(values, axis=0) > 0, deviation, np.inf)  # what does not vary becomes 0
+    z = ((values - middle) / spread).T
     labels, cluster = np.unique(prompts, return_inverse=True)
     shape = (len(labels), layer.max() + 1)
     cell = cluster * shape[1] + layer
-    counts = np.bincount(cell, minlength=shape[0] * shape[1]).reshape(shape)
-    sums = np.stack([np.bincount(cell, v, minlength=counts.size).reshape(shape) for v in z], axis=-1)
-    products = np.stack([np.bincount(cluster, v * w) for v in z for w in z], axis=-1)
+    counts = np.bincount(cell, part[:, 0], minlength=shape[0] * shape[1]).reshape(shape)
+    sums = np.stack([np.bincount(cell, part[:, 0] * v, minlength=counts.size).reshape(shape) for v in z], axis=-1)
+    products = np.stack([np.bincount(cluster, part[:, 0] * v * w) for v in z for w in z], axis=-1)
     return counts, sums, products.reshape(-1, 3, 3)
 
 
@@ -191,7 +204,7 @@ def _moments(
     """
     drawn, sums, products = (np.tensordot(weights, part, 1) for part in (counts, sums, products))
     n, whole = drawn.sum(1)[:, None, None], sums.sum(1)
-    between = np.einsum("rli,rlj->rij", sums / np.maximum(drawn, 1)[:, :, None], sums)
+    between = np.einsum("rli,rlj->rij", sums / np.where(drawn > 0, drawn, 1)[:, :, None], sums)
     return (products - between) / n, products / n - (whole / n[:, 0])[:, :, None] * (whole / n[:, 0])[:, None, :]
 
 

@@ -4,7 +4,9 @@ At the logits ‖e − π‖ / (1−π) lies in [1, √2] by algebra: a slope of
 ‖δ_ℓ‖ = gain · ‖e − π‖, and the theory's power 1 (Eq. 3, arXiv:2505.12929) is right exactly as far as the gain does not
 depend on 1−π. All here is measurement, from a token table with a column `group`, the number of the token's prompt.
 Logarithms are natural, tokens whose norm is NaN (not measured) or 0 are left out, and intervals are percentile
-bootstraps of 95 % that redraw whole prompts, for tokens of one prompt are not independent draws.
+bootstraps of 95 % that redraw whole prompts, for tokens of one prompt are not independent draws. Where a sample was
+measured, a token counts for 1 / p in fits and quantiles, p its sampling probability; counts and extremes are of the
+measured tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from gradscope.errors import InputError
+from gradscope.token_sample import sampling_weights, weighted_quantiles
 
 LOGITS, PARAMETERS, LAYER = "logit_grad_norm", "param_grad_norm", "act_grad_norm."
 FLOOR = 1e-3
@@ -30,15 +33,15 @@ def layer_gains(table: pd.DataFrame, *, floor: float = FLOOR) -> pd.DataFrame:
     """
     rows = []
     for name in quantities(table):
-        x, y, _ = _logs(table, name, 0.0)
+        x, y, _, count = _logs(table, name, 0.0)
         gain = y - _logs(table, name, 0.0, of=LOGITS)[1]
-        quantiles = np.exp(np.quantile(gain, [0, 0.05, 0.5, 0.95, 1])) if len(gain) else np.full(5, np.nan)
+        quantiles = np.exp(weighted_quantiles(gain, count, np.array([0, 0.05, 0.5, 0.95, 1])))
         above = x > np.log(floor)
-        [variance, _, covariance] = _moments(x[above], gain[above])
+        [variance, _, covariance] = _moments(x[above], gain[above], count[above])
         rows.append(
             {"quantity": name, "tokens": len(gain)}
             | dict(zip(("min", "q05", "median", "q95", "max"), quantiles, strict=True))
-            | {"ratio": quantiles[-1] / quantiles[0], "log_sd": gain.std(ddof=1) if len(gain) > 1 else np.nan}
+            | {"ratio": quantiles[-1] / quantiles[0], "log_sd": _deviation(gain, count)}
             | {"slope": _divide(covariance, variance) if above.sum() >= FEWEST else np.nan}
         )
     return pd.DataFrame(rows)
@@ -55,13 +58,13 @@ def fit_powers(
     """
     rows = []
     for name in [LOGITS, *quantities(table)]:
-        x, y, groups = _logs(table, name, floor)
+        x, y, groups, count = _logs(table, name, floor)
         row = dict.fromkeys(("slope", "slope_lower", "slope_upper", "intercept", "r2"), np.nan)
         if len(x) >= FEWEST:
-            vx, vy, cxy = _resampled_moments(x, y, groups, resamples, rng)
+            vx, vy, cxy = _resampled_moments(x, y, groups, count, resamples, rng)
             slopes = _divide(cxy, vx)
             lower, upper = _interval(slopes, groups)
-            intercept = y.mean() - slopes[0] * x.mean()
+            intercept = _mean(y, count) - slopes[0] * _mean(x, count)
             r2 = _divide(cxy[0] ** 2, vx[0] * vy[0])
             row = dict(zip(row, (slopes[0], lower, upper, intercept, r2), strict=True))
         counts = {"tokens": len(x), "prompts": len(np.unique(groups))}
@@ -83,7 +86,7 @@ def check_envelopes(table: pd.DataFrame) -> pd.DataFrame:
     """
     rows = []
     for name in quantities(table):
-        x, y, _ = _logs(table, name, 0.0)
+        x, y, _, count = _logs(table, name, 0.0)
         likely = x < np.log(0.5)
         gains = (y - _logs(table, name, 0.0, of=LOGITS)[1])[~likely]
         row = {"quantity": name, "scale": np.nan, "tokens": int(likely.sum())}
@@ -92,7 +95,7 @@ def check_envelopes(table: pd.DataFrame) -> pd.DataFrame:
         for law, power in (("linear", 1.0), ("sqrt", 0.5)):
             room = scale + 0.5 * np.log(2) + power * x[likely] - y[likely]
             row[f"{law}_exceeded"] = int((room < 0).sum())
-            row[f"{law}_slack"] = np.exp(np.median(room)) if len(room) else np.nan
+            row[f"{law}_slack"] = np.exp(weighted_quantiles(room, count[likely], np.array([0.5]))[0])
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -108,10 +111,10 @@ def decompose_variance(
     """
     rows = []
     for name in quantities(table):
-        x, y, groups = _logs(table, name, floor)
+        x, y, groups, count = _logs(table, name, floor)
         shares = [np.nan] * 7
         if len(x) >= FEWEST:
-            vx, vy, cxy = _resampled_moments(x, y, groups, resamples, rng)
+            vx, vy, cxy = _resampled_moments(x, y, groups, count, resamples, rng)
             parts = [vx[0], vx[0] + vy[0] - 2 * cxy[0], 2 * (cxy[0] - vx[0])]
             carried = _divide(cxy, vy)
             shares = [vy[0], *(_divide(p, vy[0]) for p in parts), carried[0], *_interval(carried, groups)]
@@ -144,31 +147,43 @@ def is_measured(table: pd.DataFrame, name: str, floor: float) -> np.ndarray:
 
 def _logs(
     table: pd.DataFrame, name: str, floor: float, *, of: str | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(log(1−π), log norm, prompt) of the tokens with 1−π > floor whose norms, `name` and at the logits, are known.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(log(1−π), log norm, prompt, how many it counts for) of the tokens with 1−π > floor whose norms are known.
 
-    of: the column to take instead, on those same tokens.
+    These are `name` and the one at the logits. of: the column to take instead, on those same tokens.
     """
     keep = is_measured(table, name, floor)
     x, norm = (table[c].to_numpy(np.float64)[keep] for c in ("log_one_minus_prob", of or name))
-    return x, np.log(norm), table["group"].to_numpy()[keep]
+    return x, np.log(norm), table["group"].to_numpy()[keep], sampling_weights(table)[keep]
 
 
-def _moments(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def _mean(values: np.ndarray, count: np.ndarray) -> float:
+    return (count * values).sum() / count.sum()
+
+
+def _deviation(values: np.ndarray, count: np.ndarray) -> float:
+    """Standard deviation, over n − 1."""
+    if len(values) < 2:
+        return np.nan
+    return np.sqrt((count * (values - _mean(values, count)) ** 2).sum() / (count.sum() - count.mean()))
+
+
+def _moments(x: np.ndarray, y: np.ndarray, count: np.ndarray) -> np.ndarray:
     """Var x, Var y, Cov xy, divided by n."""
     if not len(x):
         return np.full(3, np.nan)
-    x, y = x - x.mean(), y - y.mean()
-    return np.array([(x * x).mean(), (y * y).mean(), (x * y).mean()])
+    x, y = x - _mean(x, count), y - _mean(y, count)
+    return np.array([_mean(x * x, count), _mean(y * y, count), _mean(x * y, count)])
 
 
 def _resampled_moments(
-    x: np.ndarray, y: np.ndarray, groups: np.ndarray, resamples: int, rng: np.random.Generator
+    x: np.ndarray, y: np.ndarray, groups: np.ndarray, count: np.ndarray, resamples: int, rng: np.random.Generator
 ) -> np.ndarray:
     """`_moments` of the sample, then of samples of as many prompts drawn with replacement: [3, 1 + resamples]."""
-    x, y = x - x.mean(), y - y.mean()
+    x, y = x - _mean(x, count), y - _mean(y, count)
     labels, cluster = np.unique(groups, return_inverse=True)
-    sums = np.stack([np.bincount(cluster, v) for v in (np.ones_like(x), x, y, x * x, y * y, x * y)], axis=1)
+    parts = (np.ones_like(x), x, y, x * x, y * y, x * y)
+    sums = np.stack([np.bincount(cluster, count * v) for v in parts], axis=1)
     draws = rng.multinomial(len(labels), np.full(len(labels), 1 / len(labels)), size=resamples)
     n, sx, sy, sxx, syy, sxy = (np.vstack([np.ones(len(labels)), draws]) @ sums).T
     return np.stack([sxx / n - (sx / n) ** 2, syy / n - (sy / n) ** 2, sxy / n - sx * sy / n**2])

@@ -272,7 +272,8 @@ class _Sources:
             if moments is not None:
                 self._precondition(rows[:, place], names, name, own, clipped[place])
             if "decay" in names:
-                rows[names.index("decay"), place] = step.weight_decay * parameters[name].detach().flatten()[own].to(rows)
+                weights = parameters[name].detach().flatten()[own].to(rows)
+                rows[names.index("decay"), place] = step.weight_decay * weights
         rows.mul_(-step.learning_rate)
 
     def _precondition(

@@ -82,16 +82,21 @@ def summarize(
     confidence: float = 0.95,
     resamples: int = 1000,
     edges: Column = EDGES,
+    probabilities: Column | None = None,
 ) -> "pd.DataFrame":
     """The "mean", "sum" or "rms" of `values` per interval, a row each, with an interval from resampled clusters.
 
     `values`, `intervals` (from `assign_intervals`) and `clusters` (any labels) hold one entry per token. A NaN value is
     a token that was not measured: it counts in `num_tokens`, not in `num_measured`, and enters no statistic (so a sum
-    is that of the measured tokens). Columns: interval, label, num_tokens, num_measured, value, lower, upper.
+    is that of the measured tokens). probabilities: with which each token was drawn to be measured (`token_sample`), of
+    those that were not, too; a mean is then Σ values/p over the measured · Σ p over all / num_measured / num_tokens, a
+    sum the same without the last division, so that it is of all tokens; None: all of an interval had the same chance.
+    Columns: interval, label, num_tokens, num_measured, value, lower, upper.
     A mean or rms of no token is NaN; its bounds are NaN unless two clusters or more have measured tokens in the
     interval, for one cluster says nothing about the spread between clusters.
     """
     settings = {"statistic": statistic, "confidence": confidence, "resamples": resamples}
+    settings["probabilities"] = probabilities
     return _label(summarize_cells(values, intervals, clusters, len(edges) - 1, rng=rng, **settings), edges)
 
 
@@ -105,6 +110,7 @@ def summarize_cells(
     statistic: str = "mean",
     confidence: float = 0.95,
     resamples: int = 1000,
+    probabilities: Column | None = None,
 ) -> "pd.DataFrame":
     """`summarize` for cells of any kind, numbered from 0 to num_cells − 1: its columns without interval and label.
 
@@ -115,12 +121,20 @@ def summarize_cells(
     values = np.asarray(values, dtype=np.float64)
     measured = ~np.isnan(values)
     amounts = np.where(measured, values**2 if statistic == "rms" else values, 0.0)
-    totals, [sums, counts] = _cluster_totals(cells, clusters, [amounts, measured], num_cells)
+    columns = [amounts, measured]
+    if probabilities is not None:
+        probabilities = np.asarray(probabilities, dtype=np.float64)
+        columns = [amounts / probabilities, measured, probabilities, np.ones(values.shape)]
+    totals, [sums, counts, *expected] = _cluster_totals(cells, clusters, columns, num_cells)
 
     def evaluate(weights: np.ndarray) -> np.ndarray:
+        total = weights @ sums
         with np.errstate(invalid="ignore"):  # 0/0 where no token of the interval was drawn
-            mean = (weights @ sums) / (weights @ counts)
-        return weights @ sums if statistic == "sum" else np.sqrt(mean) if statistic == "rms" else mean
+            mean = total / (weights @ counts)
+            if expected:
+                mean *= (weights @ expected[0]) / (weights @ expected[1])
+                total = mean * (weights @ expected[1])
+        return total if statistic == "sum" else np.sqrt(mean) if statistic == "rms" else mean
 
     table = _table(evaluate, totals, counts, confidence, resamples, rng)
     if statistic != "sum":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -14,11 +14,16 @@ from gradscope.capture import Precision
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES
 from gradscope.models import Policy
+from gradscope.token_sample import Design
 
 Number = int | float
 
 BUDGET = 50_000
 """Response tokens up to which "auto" measures every one."""
+MINUTES = 10
+"""What a diagnosis gives to a large policy's table unless it is told."""
+LARGE = {"cpu": 10**8, "gpu": 3 * 10**9}
+"""Parameters above which a policy is large, by the kind of device."""
 CHECKED_EACH = 2
 """Tokens of each interval, at most, that the self-check recomputes."""
 
@@ -30,9 +35,15 @@ class MeasureSettings:
     temperature: Number | None = None
     """Sampling temperature; None: each response's own, from the rollouts (1.0 if they have none)."""
     tokens_per_interval: int | Literal["auto"] | None = None
-    """Measure a seeded random subset, this many tokens of each probability interval; None: every token; auto: 12,500 if
+    """Measure a seeded random sample, this many tokens of each probability interval; None: every token; auto: 12,500 if
     there are more than 50,000, else every one. The others keep their rows, with NaN in the columns that need a backward
     pass."""
+    minutes: Number | None = None
+    """Measure as large a sample as makes the table take about so many minutes, loading and preparation among them; not
+    together with a number of tokens per interval."""
+    sample: Design = "proportional"
+    """How a sample is drawn. proportional: chances grow with |w|·‖e − π‖ and ‖e − π‖, which are known of every token,
+    and each measured token counts for 1 / its chance; stratified: equal chances within an interval."""
     loss: LossSettings = PAPER
     """The objective behind the weights."""
     advantage_eps: Number = 1e-6
@@ -69,6 +80,7 @@ def check_settings(settings: MeasureSettings) -> None:
     wanted = settings.tokens_per_interval
     if wanted not in (None, "auto") and (isinstance(wanted, str) or wanted < 1):
         raise InputError(f"tokens_per_interval is {wanted!r}; give 1 or more, auto, or none to measure every token")
+    _check_minutes(settings)
     if not 0 <= settings.advantage_eps < inf:
         raise InputError(f"advantage_eps is {settings.advantage_eps}; give a finite number, 0 or more")
     if settings.seed < 0:
@@ -79,12 +91,28 @@ def check_settings(settings: MeasureSettings) -> None:
         given = [f"{name} is {n}" for name in ("passes", "draws") if (n := getattr(settings, name)) is not None]
         if given:
             raise InputError(f"{given[0]}, but norms are exact; leave it out, or give --norms estimate")
-    elif given := [name for name in ("tokens_per_interval", "per_module", "fast") if _is_given(settings, name)]:
+    elif given := [
+        name for name in ("tokens_per_interval", "minutes", "per_module", "fast") if _is_given(settings, name)
+    ]:
         raise InputError(
             f"{given[0]} is given and norms are estimates, which are of every token and of all parameters at once; "
             "leave it out, or give --norms exact"
         )
     settings.loss.check()
+
+
+def _check_minutes(settings: MeasureSettings) -> None:
+    if settings.sample not in get_args(Design):
+        raise InputError(f"sample is {settings.sample!r}; known are {' and '.join(get_args(Design))}; give one of them")
+    if settings.minutes is None:
+        return
+    if not 0 < settings.minutes < inf:
+        raise InputError(f"minutes is {settings.minutes}; give a finite number above 0")
+    if settings.tokens_per_interval not in (None, "auto"):
+        raise InputError(
+            f"minutes is {settings.minutes:g} and tokens_per_interval {settings.tokens_per_interval}, and each says "
+            "how many tokens to measure; give one of the two"
+        )
 
 
 def _is_given(settings: MeasureSettings, name: str) -> bool:
@@ -94,13 +122,27 @@ def _is_given(settings: MeasureSettings, name: str) -> bool:
 def settle_sample(settings: MeasureSettings, num_tokens: int, *, intervals: int = len(EDGES) - 1) -> MeasureSettings:
     """The settings with a number, or None, in the place of "auto": what a batch of so many response tokens makes of it.
 
+    With `minutes`, it is None.
+
     >>> [settle_sample(MeasureSettings(tokens_per_interval="auto"), n).tokens_per_interval for n in (50_000, 50_001)]
     [None, 12500]
     """
     if settings.tokens_per_interval != "auto":
         return settings
-    sampled = settings.norms == "exact" and num_tokens > BUDGET
+    sampled = settings.norms == "exact" and settings.minutes is None and num_tokens > BUDGET
     return replace(settings, tokens_per_interval=BUDGET // intervals if sampled else None)
+
+
+def settle_minutes(settings: MeasureSettings, policy: Policy) -> MeasureSettings:
+    """The settings with MINUTES where tokens_per_interval is "auto" and this policy is large for its device.
+
+    Large is above LARGE parameters: what takes hours to measure as a whole.
+    """
+    if settings.tokens_per_interval != "auto" or settings.minutes is not None or settings.norms != "exact":
+        return settings
+    parameters = sum(parameter.numel() for parameter in policy.model.parameters())
+    large = parameters > LARGE["cpu" if policy.device.type == "cpu" else "gpu"]
+    return replace(settings, minutes=MINUTES) if large else settings
 
 
 def check_batch(policy: Policy, batch: TokenBatch) -> None:

@@ -30,6 +30,7 @@ from gradscope.plot_style import (
     tell_drawn,
 )
 from gradscope.theory import logit_grad_bounds
+from gradscope.token_sample import sampling_probabilities, sampling_weights, weighted_quantiles
 
 _ROUNDING = 1e-5
 """Relative slack before a float32 norm counts as outside the cone."""
@@ -146,8 +147,8 @@ def plot_layers_by_interval(
     """Heat map: median norm of the token gradients (unit weight, log colours) by layer and interval.
 
     Rows run from the logits down to the first block's input, then ‖g‖, over the parameters so called. All rows are over
-    the same tokens, those measured everywhere; their count is under each interval. A layer where no token was measured
-    stays empty.
+    the same tokens, those measured everywhere, which count for 1 / p each where a sample was drawn; their number is
+    under each interval. A layer where no token was measured stays empty.
     """
     layers = sorted(int(c.rpartition(".")[2]) for c in table.columns if c.startswith("act_grad_norm."))
     rows = ["logits", *reversed(layers), "parameters"]
@@ -161,7 +162,7 @@ def plot_layers_by_interval(
             f"no token of {len(table)} has all norms measured; the heat map compares layers on the same tokens"
         )
     numbers = range(len(edges) - 1)
-    medians = measured.groupby("interval")[columns].median().reindex(numbers).T.to_numpy(dtype=float)
+    medians = _medians(measured, columns).reindex(numbers).T.to_numpy(dtype=float)
     counts = measured["interval"].value_counts().reindex(numbers, fill_value=0)
     names = [norm_words(row, parameters)[0] for row in rows]
     ax = new_axes(ax, width=2.2 + 0.6 * len(counts), height=1.1 + 0.24 * len(rows))
@@ -171,6 +172,17 @@ def plot_layers_by_interval(
     drawn = pd.DataFrame(medians, columns=interval_labels(edges)).assign(layer=names)
     drawn = drawn.melt("layer", var_name="interval", value_name="median_norm")
     return finish(ax, drawn.assign(tokens=np.repeat(counts.to_numpy(), len(rows))))
+
+
+def _medians(measured: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """A row per interval; of a sample, a token counts for 1 / p."""
+    if sampling_probabilities(measured) is None:
+        return measured.groupby("interval")[columns].median()
+    parts = {}
+    for interval, part in measured.groupby("interval"):
+        weights = sampling_weights(part)
+        parts[interval] = [weighted_quantiles(part[c].to_numpy(float), weights, np.array([0.5]))[0] for c in columns]
+    return pd.DataFrame.from_dict(parts, orient="index", columns=list(columns))
 
 
 def _draw_log_heatmap(ax: Axes, medians: pd.DataFrame) -> None:

@@ -48,7 +48,7 @@ class Sketcher:
 
 def jackknife_error(
     statistic: Callable[[np.ndarray], np.ndarray], blocks: Sequence[Float[np.ndarray, "*shape"]]
-) -> Float[np.ndarray, " s"]:
+) -> Float[np.ndarray, "*numbers"]:
     """Standard error of `statistic(sum of the blocks)` that the blocks of a sketch's coordinates show.
 
     blocks: each block's part of the inner products, which add up over the coordinates. NaN where the statistic is.

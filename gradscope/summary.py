@@ -22,6 +22,7 @@ from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy
 from gradscope.norm_estimates import interval_norms
 from gradscope.run_folder import write_text
+from gradscope.token_sample import sampling_probabilities
 
 PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
 """Fig. 1 (d) of the paper, read off the image: the four intervals, and all tokens."""
@@ -228,13 +229,15 @@ def interval_summary(
 ) -> pd.DataFrame:
     """A row per interval: tokens, token_share, mean_norm with its 95 % interval over prompts, squared_share, gradient…
 
-    squared_share: share of Σ‖w_t g_t‖², where an interval of which a subset was measured counts by its mean square
-    times its tokens. gradient_norm, gradient_share: ‖G_a‖ over ‖G‖, and ⟨G_a, G⟩/‖G‖²; another quantity altogether.
+    squared_share: share of Σ‖w_t g_t‖². Of an interval that was measured in part, mean_norm and squared_share are
+    estimates for all of its tokens (`intervals.summarize`). gradient_norm, gradient_share: ‖G_a‖ over ‖G‖, and ⟨G_a, G⟩/‖G‖²;
+    another quantity altogether.
     """
     out = _mean_norms(table, rng)
     if gradients is not None:
+        drawn = {"probabilities": sampling_probabilities(table)}
         args = (table["interval"], table["group"])
-        squares = summarize(table["weight"] * table[PARAMETERS], *args, rng=rng, statistic="rms")
+        squares = summarize(table["weight"] * table[PARAMETERS], *args, rng=rng, statistic="rms", **drawn)
         total = squares["value"].fillna(0.0) ** 2 * squares["num_tokens"]
         out["squared_share"] = total / total.sum()
         out = out.join(_gradient_columns(gradients))
@@ -255,7 +258,8 @@ def estimated_summary(
 
 
 def _mean_norms(table: pd.DataFrame, rng: np.random.Generator) -> pd.DataFrame:
-    mean = summarize(table[PARAMETERS], table["interval"], table["group"], rng=rng, statistic="mean")
+    drawn = {"probabilities": sampling_probabilities(table)}
+    mean = summarize(table[PARAMETERS], table["interval"], table["group"], rng=rng, statistic="mean", **drawn)
     return pd.DataFrame(
         {
             "interval": mean["label"],

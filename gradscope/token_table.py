@@ -25,11 +25,13 @@ from gradscope.capture import (
     check_engine,
     measuring,
 )
+from gradscope.capture.chunks import POSITION_COST
 from gradscope.checked_tokens import lighten_check
 from gradscope.errors import InputError
 from gradscope.estimate_plan import EstimatePlan, check_estimates, plan_estimate
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.logprobs import TokenStatistics
+from gradscope.measure_rounds import Stopwatch, join_rounds, measure_rounds
 from gradscope.measure_settings import (
     CHECKED_EACH,
     MeasureSettings,
@@ -50,8 +52,13 @@ from gradscope.token_columns import (
     refuse_endless_weights,
     to_column,
 )
+from gradscope.token_sample import COLUMN, TokenSample, token_sizes
 
 Number = int | float
+
+
+BACKWARD = ("act_grad_norm.", "param_grad_norm.")
+"""Beside param_grad_norm, how the names of columns begin that take a backward pass."""
 
 
 class TableMeasurement:
@@ -78,6 +85,8 @@ class TableMeasurement:
     ) -> None:
         check_settings(settings)
         check_chunks(chunk_rows, chunk_memory)
+        if tokens is not None and settings.minutes is not None:
+            raise InputError("tokens are given and minutes too, and each says what to measure; give one")
         self.policy, self.edges, self.processes = policy, [float(e) for e in edges], processes
         self.settings = settle_sample(settings, batch.num_tokens, intervals=len(self.edges) - 1)
         """Those that are measured with: a number or None where "auto" was given."""
@@ -97,6 +106,8 @@ class TableMeasurement:
         """What is estimated, and why; None for exact norms."""
         self.groups: list[list[int]] = []
         """Rows of the batch that are measured together; none before entering."""
+        self.sample: TokenSample | None = None
+        """What is drawn from where not all tokens are measured, once entered."""
 
     def __enter__(self) -> TableMeasurement:
         with ExitStack() as stack:  # everything comes back if the model or the self-check refuses
@@ -110,15 +121,12 @@ class TableMeasurement:
             if self.settings.fast and self.meter.precision is None:
                 raise no_fast_mode(self.policy)
             self._bounds = np.cumsum([0, *self.batch.response_mask.sum(1).tolist()])
+            self._prefixes = np.concatenate([self.batch.sequence(row)[1].numpy() for row in range(len(self.batch))])
             self._known = self._all_known()
             prob = torch.cat([statistics.logprob.float().exp() for statistics, _ in self._known])
             self._intervals = assign_intervals(prob.numpy(), self.edges).astype(np.int16)
             generator = np.random.default_rng(self.settings.seed)
-            self._measured = self._draw_measured(generator)
-            filled = [row for row in range(len(self.batch)) if len(self._known[row][1])]
-            groups = self.meter.group([self._tokens_of(row) for row in filled])
-            empty = [[row] for row in range(len(self.batch)) if row not in set(filled)]
-            self.groups = sorted([*empty, *([filled[i] for i in group] for group in groups)], key=min)
+            self._draw_measured(generator)
             if self.settings.self_check:
                 self.check = self._self_check(generator)
             self._stack = stack.pop_all()
@@ -135,7 +143,7 @@ class TableMeasurement:
         """
         wanted = set(rows)
         indices = [index for index, group in enumerate(self.groups) if wanted & set(group)]
-        costs = [float(sum(self._measured_targets(row).sum() for row in self.groups[index])) for index in indices]
+        costs = [float(sum(self._prefixes[self._places(row)].sum() for row in self.groups[index])) for index in indices]
         mine = deal_by_cost(indices, costs, self.processes.count)[self.processes.rank]
         return [self.groups[index] for index in mine]
 
@@ -146,13 +154,68 @@ class TableMeasurement:
         """
         if not any(len(self._known[row][1]) for row in group):
             return [pd.DataFrame() for _ in group]
+        if not any(self._is_measured(row) for row in group):
+            return [self._frame(row, self._unmeasured(row)) for row in group]
         gradients = self.meter.measure_together([self._tokens_of(row) for row in group])
         return [self._frame(row, found) for row, found in zip(group, gradients, strict=True)]
+
+    def measure_more(self, previous: int, each: int, *, progress: bool = False) -> pd.DataFrame:
+        """Norms of the tokens that a sample of `each` per interval holds beside one of `previous`: this process's part.
+
+        A row per token, whose index is its place in the table; the columns that take a backward pass.
+        """
+        self._settle(self.sample.take(each) & ~self.sample.take(previous))
+        parts, rows = [], [row for row in range(len(self.batch)) if self._is_measured(row)]
+        for group in tqdm(self.share(rows), f"{each} of each interval", disable=not progress or None):
+            for row, frame in zip(group, self.measure_responses(group), strict=True):
+                places = self._places(row)
+                part = frame[_backward_columns(frame)].iloc[places - self._bounds[row]]
+                parts.append(part.set_index(places))
+        return pd.concat(parts) if parts else pd.DataFrame()
+
+    def cost_of_more(self, previous: int, each: int) -> float:
+        """What the tokens of `measure_more` cost, in all processes: positions × tokens that a backward pass carries."""
+        measured = self.sample.take(each) & ~self.sample.take(previous)
+        rows = np.unique(np.repeat(np.arange(len(self.batch)), np.diff(self._bounds))[measured])
+        reaches = self._prefixes[self._bounds[rows + 1] - 1].sum()
+        return float(self._prefixes[measured].sum() + POSITION_COST * reaches)
+
+    def tabulate(self, norms: pd.DataFrame, each: int) -> pd.DataFrame:
+        """The whole table of a sample of `each` per interval; norms: what `measure_more` gave, of all processes."""
+        self._settle(np.zeros(self.num_tokens, dtype=bool))
+        self._find_probabilities(each)
+        table = join_responses([self.measure_responses([row])[0] for row in range(len(self.batch))])
+        table.loc[norms.index, norms.columns] = norms
+        return table
 
     def _tokens_of(self, row: int) -> SequenceTokens:
         ids, targets = self._sequence(row)
         measured = torch.from_numpy(self._measured[slice(*self._bounds[row : row + 2])].nonzero()[0])
         return SequenceTokens(ids, targets, measured.to(ids.device), float(self.batch.temperature[row]))
+
+    def _settle(self, measured: np.ndarray) -> None:
+        """These of the kept tokens, in the table's order, get a backward pass from now on."""
+        self._measured = measured
+        filled = [row for row in range(len(self.batch)) if len(self._known[row][1])]
+        groups = self.meter.group([self._tokens_of(row) for row in filled])
+        empty = [[row] for row in range(len(self.batch)) if row not in set(filled)]
+        self.groups = sorted([*empty, *([filled[i] for i in group] for group in groups)], key=min)
+
+    def _places(self, row: int) -> np.ndarray:
+        """Of one response's tokens that get a backward pass, among all."""
+        start, end = self._bounds[row : row + 2]
+        return start + self._measured[start:end].nonzero()[0]
+
+    def _is_measured(self, row: int) -> bool:
+        """Whether any token of this response gets a backward pass."""
+        return bool(self._measured[slice(*self._bounds[row : row + 2])].any())
+
+    def _unmeasured(self, row: int) -> TokenGradients:
+        """Of a response, what takes no backward pass, NaN for the rest."""
+        statistics, norms = self._known[row]
+        unknown = torch.full_like(norms, float("nan"))
+        act = unknown[:, None].expand(-1, len(self.policy.blocks) + 1).clone()
+        return TokenGradients(statistics, norms, act, unknown, {})
 
     def _frame(self, row: int, gradients: TokenGradients) -> pd.DataFrame:
         mine, one = slice(*self._bounds[row : row + 2]), self.batch.select([row])
@@ -160,6 +223,8 @@ class TableMeasurement:
         statistics, logit_grad_norm = self._known[row]
         frame |= describe_tokens(one, statistics, self.settings.loss, num_tokens=self.num_tokens)
         frame["interval"] = self._intervals[mine]
+        if self._probabilities is not None:
+            frame[COLUMN] = self._probabilities[mine].astype(np.float32)
         frame |= {"logit_grad_norm": logit_grad_norm}
         frame |= {f"act_grad_norm.{layer}": norms for layer, norms in enumerate(gradients.act_grad_norm.T)}
         frame["param_grad_norm"] = gradients.param_grad_norm
@@ -204,10 +269,6 @@ class TableMeasurement:
         ids, targets = self.batch.sequence(row)
         return ids.to(self.policy.device), targets.to(self.policy.device)
 
-    def _measured_targets(self, row: int) -> np.ndarray:
-        """Indices in the sequence, which are lengths of prefixes, of one response's tokens that get a backward pass."""
-        return self.batch.sequence(row)[1].cpu().numpy()[self._measured[slice(*self._bounds[row : row + 2])]]
-
     def _all_known(self) -> list[tuple[TokenStatistics, Tensor]]:
         """`_find_known` of every response, each found by one of the processes."""
         with self.processes.together():
@@ -241,16 +302,33 @@ class TableMeasurement:
         refuse_endless_weights(described | {"response": torch.full_like(positions, row), "position": positions})
         return statistics, norms.cpu()
 
-    def _draw_measured(self, generator: np.random.Generator) -> np.ndarray:
-        """Which of the kept tokens, in the table's order, get a backward pass."""
+    def _draw_measured(self, generator: np.random.Generator) -> None:
+        """Settle which tokens get a backward pass: none yet where time decides."""
+        self._probabilities = None
+        each = self.settings.tokens_per_interval
         if self._tokens is not None:
-            return np.isin(np.arange(self.num_tokens), self._tokens.cpu().numpy())
-        if self.estimate_plan is not None:
-            return np.zeros(self.num_tokens, dtype=bool)
-        wanted = self.settings.tokens_per_interval
-        if wanted is None:
-            return np.ones(self.num_tokens, dtype=bool)
-        return _draw_stratified(self._intervals, wanted, len(self.edges) - 1, generator)
+            self._settle(np.isin(np.arange(self.num_tokens), self._tokens.cpu().numpy()))
+        elif each is None and self.settings.minutes is None:
+            self._settle(np.full(self.num_tokens, self.estimate_plan is None))
+        else:
+            norms = torch.cat([norms for _, norms in self._known]).numpy()
+            sizes = token_sizes(self.settings.sample, self._intervals, norms, self._all_weights())
+            self.sample = TokenSample(self._intervals, len(self.edges) - 1, sizes, generator)
+            self._settle(self.sample.take(each or 0))
+            if each is not None:
+                self._find_probabilities(each)
+
+    def _find_probabilities(self, each: int) -> None:
+        """Those of a sample of `each` per interval; none where it holds every token."""
+        self._probabilities = self.sample.probabilities(each) if each < self.sample.largest else None
+
+    def _all_weights(self) -> np.ndarray:
+        """w_t of every token, NaN where unknown."""
+        weights = [
+            describe_tokens(self.batch.select([row]), statistics, self.settings.loss, num_tokens=self.num_tokens)
+            for row, (statistics, _) in enumerate(self._known)
+        ]
+        return torch.cat([columns["weight"] for columns in weights]).numpy()
 
     def _self_check(self, generator: np.random.Generator, each: int = CHECKED_EACH) -> SelfCheck:
         """Compare some tokens of every interval that has any."""
@@ -286,24 +364,26 @@ def measure(
 ) -> pd.DataFrame:
     """Measure every response token's own gradient: the token table, a row per token that response_mask keeps.
 
-    settings: the fields of MeasureSettings (`temperature`, `tokens_per_interval`, `loss`, `advantage_eps`, `seed`,
-    `per_module`, `fast`, `self_check`, `norms`, `passes`, `draws`). tokens: indices into the kept tokens in the table's
-    order; only these get a backward pass.
+    settings: the fields of MeasureSettings (`temperature`, `tokens_per_interval`, `minutes`, `sample`, `loss`,
+    `advantage_eps`, `seed`, `per_module`, `fast`, `self_check`, `norms`, `passes`, `draws`). tokens: indices into the
+    kept tokens in the table's order; only these get a backward pass.
     edges: of the intervals of π. chunk_rows (positions × tokens; None: as suits the policy) and chunk_memory (bytes):
     how much one batched backward carries; they change speed, memory and rounding only.
 
     Columns: `response` (row of the batch), `group` (its prompt's), `position` (0-based within the response, dropped
     tokens counted), `token_id`, `token`, `logprob`, `prob`, `log_one_minus_prob`, `entropy` (nats, at the sampling
     temperature), `old_logprob`, `ref_logprob`, `advantage` (NaN if unknown), `policy_weight`, `kl_weight`, `weight`
-    (Eq. 2's w_t, NaN without an advantage), `clipped`, `interval`, and the L2 norms of the token gradient of log π for
-    unit weight: `logit_grad_norm` (with respect to logits / T), `act_grad_norm.0` … `act_grad_norm.L`,
-    `param_grad_norm`. What the token really contributes is `weight · norm`.
+    (Eq. 2's w_t, NaN without an advantage), `clipped`, `interval`, `sampling_probability` (of being measured, where a
+    sample was drawn: see `token_sample`), and the L2 norms of the token gradient of log π for unit weight:
+    `logit_grad_norm` (with respect to logits / T), `act_grad_norm.0` … `act_grad_norm.L`, `param_grad_norm`. What the
+    token really contributes is `weight · norm`.
 
     With norms="estimate" `param_grad_norm` is an unbiased estimate, `act_grad_norm.*` is NaN, and
     `norm_estimates.estimate_response` says what the further columns are; `norm_estimates.interval_norms` sums them up.
 
     Raises InputError for a batch that does not fit the policy, SelfCheckError if the engine cannot be trusted on it.
     """
+    watch = Stopwatch()
     measurement = TableMeasurement(
         policy,
         batch,
@@ -313,6 +393,9 @@ def measure(
         chunk_rows=chunk_rows,
         chunk_memory=chunk_memory,
     )
+    if measurement.settings.minutes is not None:
+        with measurement:
+            return join_rounds(measurement, list(measure_rounds(measurement, watch, progress=progress)))
     with measurement, tqdm(total=batch.num_tokens, desc="measuring", unit="token", disable=not progress or None) as bar:
         frames: dict[int, pd.DataFrame] = {}
         for group in measurement.groups:
@@ -324,6 +407,11 @@ def measure(
 def join_responses(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """The token table from its responses' parts, in their order."""
     return pd.concat([frame for frame in frames if len(frame)], ignore_index=True)
+
+
+def _backward_columns(frame: pd.DataFrame) -> list[str]:
+    """Those that take a backward pass."""
+    return [name for name in frame if name == "param_grad_norm" or name.startswith(BACKWARD)]
 
 
 def _check_tokens(tokens: Tensor | None, count: int) -> None:

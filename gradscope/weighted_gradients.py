@@ -215,6 +215,8 @@ def _stream_gradients(
         leaf.grad = None
 
     for part, leaf in zip(flat_slices(model).values(), leaves.values(), strict=True):
+        if is_upcast(model):
+            leaf.grad_dtype = torch.promote_types(leaf.dtype, torch.float32)
         leaf.register_post_accumulate_grad_hook(partial(take, part))
     logprobs = _logprobs_at(_KeptLogprobs(model), piece, leaves)
     seeds = seeds.to(logprobs)

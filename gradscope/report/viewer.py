@@ -12,8 +12,9 @@ import numpy as np
 import pandas as pd
 
 from gradscope.batch import TokenBatch
-from gradscope.diagnosis_tokens import weighted_norms
+from gradscope.diagnosis_tokens import scaled_squares, weighted_norms
 from gradscope.errors import InputError
+from gradscope.token_sample import sampling_probabilities
 
 DECADES = 4
 """A logarithmic scale reaches at most so many powers of ten below its upper end; what is smaller looks like that."""
@@ -193,7 +194,7 @@ def _with_products(table: pd.DataFrame) -> pd.DataFrame:
     if not {"weight", "param_grad_norm"} <= {*table.columns}:
         return table
     size = weighted_norms(table)
-    total = float(np.nansum(size**2))
+    total = float(np.nansum(size**2 if sampling_probabilities(table) is None else scaled_squares(table)))
     products = {"weighted_norm": size, "squared_share": 100 * size**2 / total if total > 0 else size * np.nan}
     return table.assign(**{name: values for name, values in products.items() if name not in table})
 

@@ -1,0 +1,121 @@
+"""Which tokens are measured where not all are: drawn within each probability interval, with known probabilities.
+
+A token has a size q > 0 and a random number u of its own, uniform on [0, 1); those with the smallest u / q of each
+interval are measured, as many as are asked for. So a larger sample holds every smaller one. Given all other tokens'
+numbers, a token is in the sample exactly if u < q·τ, where τ is the smallest u / q that was not taken: its sampling
+probability is p = min(1, q·τ), and Σ y / p over the sample estimates Σ y over all tokens without bias, whatever y is
+(Horvitz and Thompson; for this rule Duffield, Lund and Thorup, J. ACM 54(6), 2007, and Ohlsson, J. Off. Stat. 14, 1998,
+who calls it sequential Poisson sampling). It stays so where the sample ends because time is up, for the time that a
+sample takes does not depend on the order in which its tokens were drawn.
+
+Statistics take this sum times Σ p over all / number measured, which is 1 on average: as many are measured as was
+fixed, and τ cancels. With equal sizes that is the plain mean of the measured tokens times the number of all.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool, Float, Int
+
+Design = Literal["proportional", "stratified"]
+
+COLUMN = "sampling_probability"
+"""Of the token table, where a sample was drawn."""
+EQUAL_PART = 0.25
+"""Of a token's size, what is the same for all of its interval: no chance is less than this part of equal chances'."""
+
+
+class TokenSample:
+    """A sample of the tokens that may grow; intervals: the index of each token's, of `num_intervals`."""
+
+    def __init__(
+        self,
+        intervals: Int[np.ndarray, " n"],
+        num_intervals: int,
+        sizes: Float[np.ndarray, " n"],
+        generator: np.random.Generator,
+    ) -> None:
+        ranks, self._sizes = generator.random(len(intervals)) / sizes, sizes
+        members = [np.flatnonzero(intervals == interval) for interval in range(num_intervals)]
+        self._members = [own[np.argsort(ranks[own], kind="stable")] for own in members]
+        self._ranks = ranks
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the interval that has most."""
+        return max(map(len, self._members))
+
+    def take(self, each: int) -> Bool[np.ndarray, " n"]:
+        """True for the tokens that are measured where `each` of every interval are, or all of one that has fewer."""
+        taken = np.zeros(len(self._ranks), dtype=bool)
+        for own in self._members:
+            taken[own[:each]] = True
+        return taken
+
+    def probabilities(self, each: int) -> Float[np.ndarray, " n"]:
+        """p of every token, measured or not, in that sample; each / tokens of the interval where sizes are equal."""
+        out = np.ones(len(self._ranks))
+        for own in self._members:
+            if each < len(own):
+                sizes = self._sizes[own]
+                equal = (sizes == sizes[0]).all()
+                out[own] = each / len(own) if equal else np.minimum(1.0, sizes * self._ranks[own[each]])
+        return out
+
+
+def token_sizes(
+    design: Design,
+    intervals: Int[np.ndarray, " n"],
+    logit_grad_norm: Float[np.ndarray, " n"],
+    weight: Float[np.ndarray, " n"],
+) -> Float[np.ndarray, " n"]:
+    """The size q of each token, of mean 1 in each interval; "stratified": 1 for all.
+
+    "proportional": EQUAL_PART, and the rest half by |w|·‖e − π‖, which Σ‖w·g‖² asks for, and half by ‖e − π‖, which
+    mean norms ask for; all of it by ‖e − π‖ in an interval where no weight is known, or one is not.
+    """
+    sizes = np.ones(len(intervals))
+    if design == "stratified":
+        return sizes
+    for interval in np.unique(intervals):
+        own = intervals == interval
+        norms, weights = logit_grad_norm[own].astype(np.float64), np.abs(weight[own].astype(np.float64))
+        proxies = [part / part.mean() for part in (norms, weights * norms) if part.mean() > 0]
+        if proxies:
+            sizes[own] = EQUAL_PART + (1 - EQUAL_PART) * np.mean(proxies, axis=0)
+    return sizes
+
+
+def sampling_probabilities(table: pd.DataFrame) -> Float[np.ndarray, " n"] | None:
+    """Of each token of a token table; None where every measured one has had the same chance within its interval."""
+    return table[COLUMN].to_numpy(np.float64) if COLUMN in table else None
+
+
+def sampling_weights(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
+    """1 / p, how many tokens a measured one counts for in means and fits; 1 where a table does not say."""
+    probabilities = sampling_probabilities(table)
+    return np.ones(len(table)) if probabilities is None else 1.0 / probabilities
+
+
+def weighted_quantiles(
+    values: Float[np.ndarray, " n"], weights: Float[np.ndarray, " n"], levels: Float[np.ndarray, " q"]
+) -> Float[np.ndarray, " q"]:
+    """Quantiles of values that count for `weights` tokens each; those of `np.quantile` where all count alike.
+
+    Between two values it is linear in the weight that lies below their middles.
+
+    >>> weighted_quantiles(np.array([3.0, 1.0, 2.0]), np.array([1.0, 1.0, 2.0]), np.array([0.0, 0.5, 1.0])).tolist()
+    [1.0, 2.0, 3.0]
+    """
+    if len(values) == 0:
+        return np.full(np.shape(levels), np.nan)
+    if (weights == weights[0]).all():
+        return np.quantile(values, levels)
+    order = np.argsort(values, kind="stable")
+    values, weights = values[order], weights[order]
+    middles = np.cumsum(weights) - weights / 2
+    places = (middles - middles[0]) / (middles[-1] - middles[0])
+    return np.interp(levels, places, values)
