@@ -30,7 +30,7 @@ from gradscope.cli_sample import Sample
 from gradscope.cli_shared import DeviceFlag, FormatFlag, MeasuredDtypeFlag, MemoryFlag, check_no_plan
 from gradscope.diagnosis_result import DiagnosisSettings
 from gradscope.errors import InputError
-from gradscope.measure_settings import MeasureSettings
+from gradscope.measure_settings import MeasureSettings, settle_minutes
 from gradscope.models import EMBEDDED, Policy, checkpoint_step, weights_hash
 from gradscope.readers import Dump
 from gradscope.readers.dump import keep_own_step
@@ -47,6 +47,9 @@ class MeasureOwn(Measure):
     keeps_prompts: ClassVar[bool] = True
     optimizer_state: Path | None = None
     """An optimizer's file that must be of this policy."""
+
+    def settle(self, policy: Policy) -> MeasureSettings:
+        return settle_minutes(self.settings, policy)
 
     def read(self, policy: Policy) -> Dump:
         read_step(policy, self.optimizer_state, asked=True)  # refused here, not when all is measured

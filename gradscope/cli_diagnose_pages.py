@@ -53,7 +53,9 @@ def make_facts(model: str, measured: Measured) -> dict[str, str]:
         "rollouts": f"{rollouts['path']} ({rollouts['format']}), sha256 {rollouts['sha256'][:16]}",
         "temperature": ", ".join(f"{value:g}" for value in measured.measurement.batch.temperature.unique().tolist()),
         "loss": describe_loss(manifest["settings"]["loss"]),
-        "tokens measured": sample if isinstance(sample, str) else f"{sample['tokens_per_interval']:,} of each interval",
+        "tokens measured": sample
+        if isinstance(sample, str)
+        else f"{sample['tokens_per_interval']:,} of each interval at most",
         "norms": manifest["norms"],
         "precision, device": f"{manifest['dtype']}, {manifest['device']}",
         "self-check": check if isinstance(check, str) else ", ".join(f"{k} {v}" for k, v in check.items()),

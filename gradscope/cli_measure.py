@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 import pandas as pd
 import torch
 import tyro
@@ -28,7 +29,10 @@ from gradscope.cli_shared import (
 )
 from gradscope.devices import gradient_budget
 from gradscope.errors import InputError
+from gradscope.intervals import interval_labels
 from gradscope.launched import join_launch
+from gradscope.machine_speed import describe_seconds
+from gradscope.measure_rounds import PILOT, Round, Stopwatch, join_rounds, measure_rounds
 from gradscope.measure_settings import BUDGET, MeasureSettings
 from gradscope.models import Policy, hash_ahead
 from gradscope.norm_estimates import interval_norms
@@ -36,6 +40,7 @@ from gradscope.prompt_gradients import SumsPlan, plan_batch_sums
 from gradscope.readers import Dump
 from gradscope.readers.formats import NO_TEMPERATURE
 from gradscope.run_folder import RunFolder, is_table, library_versions, write_parquet, write_text
+from gradscope.sampling_error import sampling_error
 from gradscope.token_table import TableMeasurement, join_responses
 from gradscope.upcasting import precision_in_words
 
@@ -146,14 +151,14 @@ class Measure:
             raise InputError("--out is missing; give the folder of the run")
         if self.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InputError("--device-map spreads one process's policy, and several were launched; leave it out")
-        processes, device = join_launch(self.device)
+        watch, (processes, device) = Stopwatch(), join_launch(self.device)
         names = ("dtype", "blocks", "params", "base", "trust_remote_code", "device_map")
         with processes.together():
             hash_ahead(self.model)
             policy = load_quietly(self.model, device=device, **{name: getattr(self, name) for name in names})
             dump = self.read(policy)
             cut = {"chunk_rows": self.chunk_rows, "chunk_memory": self.chunk_memory}
-            measurement = TableMeasurement(policy, dump.batch, self.settings, processes=processes, **cut)
+            measurement = TableMeasurement(policy, dump.batch, self.settle(policy), processes=processes, **cut)
             sums = self.plan_sums(policy, measurement.batch)
             folder = RunFolder(self.out, self._key(policy, measurement.settings))
             found = folder.look(overwrite=self.overwrite) if processes.is_main else None
@@ -163,12 +168,16 @@ class Measure:
             if sums is not None and sums.way != "whole":
                 print(sums)
         if processes.gather([found])[0] != "finished":
-            self._measure(measured)
+            self._measure(measured, watch)
         elif processes.is_main:
             if not is_table(self.out / TABLE):
                 raise InputError(f"{self.out / TABLE} is missing or cannot be read; --overwrite measures again")
             print(f"already measured with these arguments: {self.out / TABLE}")
         return measured
+
+    def settle(self, policy: Policy) -> MeasureSettings:
+        """The settings for this policy."""
+        return self.settings
 
     def read(self, policy: Policy) -> Dump:
         """The rollouts that are measured."""
@@ -225,7 +234,7 @@ class Measure:
             "device": policy.device.type,
         }
 
-    def _measure(self, measured: Measured) -> None:
+    def _measure(self, measured: Measured, watch: Stopwatch) -> None:
         measurement, folder = measured.measurement, measured.folder
         processes, count = measurement.processes, len(measurement.batch)
         with measurement, ExitStack() as held:  # checks itself, before anything is written
@@ -233,23 +242,36 @@ class Measure:
                 if processes.is_main:
                     held.enter_context(folder.writing())
                     self._announce(measurement, resumed=folder.open(overwrite=self.overwrite))
+            rounds = []
+            if measurement.settings.minutes is not None:
+                rounds = self._measure_rounds(measurement, folder, watch)
+            else:
                 left = [row for row in range(count) if not folder.has_part(row)] if processes.is_main else []
-            with processes.together():
-                self._measure_share(measurement, folder, processes.gather(left))
+                with processes.together():
+                    self._measure_share(measurement, folder, processes.gather(left))
             if not processes.is_main:
                 return
-            table = join_responses(folder.read_parts(count))
+            table = join_rounds(measurement, rounds) if rounds else join_responses(folder.read_parts(count))
             write_parquet(folder.staged / TABLE, table)
             if measurement.estimate_plan is not None:
                 write_text(folder.staged / "interval_norms.csv", interval_norms(table).to_csv(index=False))
-            folder.close(self._manifest(measured, table))
+            sample = self._describe_sample(measurement, table, rounds, watch)
+            folder.close(self._manifest(measured, table) | {"sample": sample})
         print(f"{len(table):,} tokens of {count} responses: {folder.folder / TABLE}")
+        if not isinstance(sample, str) and "error" in sample:
+            print(sample["error"])
 
     def _announce(self, measurement: TableMeasurement, *, resumed: bool) -> None:
         if resumed:
             print(f"taking up the unfinished run in {self.out}")
         if measurement.estimate_plan is not None:
             print(measurement.estimate_plan)
+        if (minutes := measurement.settings.minutes) is not None:
+            print(
+                f"measuring as large a sample of the {measurement.num_tokens:,} tokens as {minutes:g} minutes allow, "
+                "loading and preparation among them"
+                + (" (--tokens-per-interval none measures them all)" if self.settings.minutes is None else "")
+            )
         if self.settings.fast:
             print(describe_speedup(measurement.meter.speedup))
         if self.settings.tokens_per_interval == "auto" and (each := measurement.settings.tokens_per_interval):
@@ -272,6 +294,24 @@ class Measure:
                     if row in missing:
                         folder.write_part(row, frame)
                         bar.update(counts[row])
+
+    def _measure_rounds(self, measurement: TableMeasurement, folder: RunFolder, watch: Stopwatch) -> list[Round]:
+        """All rounds, those of an interrupted run among them; each is written when it has ended."""
+        finished, processes = [], measurement.processes
+        while processes.is_main and folder.has_part(len(finished)):
+            finished.append(Round.of_part(pd.read_parquet(folder.part(len(finished)))))
+        rounds = processes.gather(finished)
+        if not rounds and processes.is_main and watch.seconds() > 60 * measurement.settings.minutes:
+            print(
+                f"preparation alone took {describe_seconds(watch.seconds())}: {PILOT} tokens of each interval are "
+                "measured all the same; give more minutes for more"
+            )
+        show = processes.is_main and sys.stderr.isatty()
+        for done in measure_rounds(measurement, watch, tuple(rounds), progress=show):
+            if processes.is_main:
+                folder.write_part(len(rounds), done.to_part())
+            rounds.append(done)
+        return rounds
 
     def _draw(self, measured: Measured) -> None:
         """Add figures and summary to a finished run, unless they are there: the table is safe by then."""
@@ -313,7 +353,6 @@ class Measure:
                 "notes": list(measured.dump.notes),
             },
             "settings": asdict(measurement.settings),
-            "sample": self._sample(measurement),
             "seed": self.settings.seed,
             "dtype": key["dtype"],
             "device": str(policy.device),
@@ -333,12 +372,36 @@ class Measure:
             "tokens": len(table),
         } | self._norms(measurement, table)
 
-    def _sample(self, measurement: TableMeasurement) -> dict[str, Any] | str:
-        """Which tokens have norms, and who said so."""
-        if (each := measurement.settings.tokens_per_interval) is None:
+    def _describe_sample(
+        self, measurement: TableMeasurement, table: pd.DataFrame, rounds: list[Round], watch: Stopwatch
+    ) -> dict[str, Any] | str:
+        """Which tokens have norms, who said so, and what other tokens would change."""
+        settings, times = measurement.settings, None
+        if (each := settings.tokens_per_interval) is None and not rounds:
             return "every token"
-        asked = self.settings.tokens_per_interval != "auto"
-        return {"tokens_per_interval": each, "why": "asked for" if asked else f"the default above {BUDGET:,} tokens"}
+        if not rounds:
+            asked = self.settings.tokens_per_interval != "auto"
+            why = "asked for" if asked else f"the default above {BUDGET:,} tokens"
+        else:
+            each, measuring = rounds[-1].each, sum(done.seconds for done in rounds)
+            times = {"preparing": watch.seconds() - measuring, "measuring": measuring}
+            why = "minutes" if self.settings.minutes is not None else "minutes, the default of a large policy"
+        sample = {"tokens_per_interval": each, "why": why, "drawn": settings.sample}
+        if times is not None:
+            told = [{"tokens_per_interval": done.each, "seconds": done.seconds} for done in rounds]
+            sample |= {"seconds": times, "rounds": told}
+
+        def seconds(more: float) -> float:
+            """Of a run that measures so many times the tokens."""
+            size = round(min(measurement.sample.largest, more * each))
+            costs = [measurement.cost_of_more(0, end) for end in (size, each)]
+            return times["preparing"] + times["measuring"] * costs[0] / costs[1]
+
+        rng = np.random.default_rng(settings.seed)
+        error = sampling_error(table, interval_labels(measurement.edges), rng=rng)
+        if error is not None:
+            sample["error"] = error.in_words(None if times is None else seconds)
+        return sample
 
     def _norms(self, measurement: TableMeasurement, table: pd.DataFrame) -> dict[str, Any]:
         """What the manifest says of the norms: how many tokens have one, and how it was come by."""

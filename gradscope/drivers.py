@@ -135,7 +135,7 @@ def _quantile_bins(column: pd.Series, bins: int) -> pd.Categorical:
 
 
 def _fitted_tokens(table: pd.DataFrame, columns: list[str], floor: float) -> tuple[np.ndarray, ...]:
-    """Of the tokens to fit in each of the columns: log(1−π), entropy, log norm [n, 3]; number of column; prompt; 1/p."""
+    """Of the tokens to fit in each of the columns: log(1−π), entropy, log norm [n, 3]; column; prompt; 1/p."""
     known, clusters = np.isfinite(table["entropy"].to_numpy(np.float64)), prompt_clusters(table)
     values, layers, prompts, counts, weights = [], [], [], [], sampling_weights(table)
     for layer, name in enumerate(columns):

@@ -230,8 +230,8 @@ def interval_summary(
     """A row per interval: tokens, token_share, mean_norm with its 95 % interval over prompts, squared_share, gradient…
 
     squared_share: share of Σ‖w_t g_t‖². Of an interval that was measured in part, mean_norm and squared_share are
-    estimates for all of its tokens (`intervals.summarize`). gradient_norm, gradient_share: ‖G_a‖ over ‖G‖, and ⟨G_a, G⟩/‖G‖²;
-    another quantity altogether.
+    estimates for all of its tokens (`intervals.summarize`). gradient_norm, gradient_share: ‖G_a‖ over ‖G‖, and
+    ⟨G_a, G⟩/‖G‖²; another quantity altogether.
     """
     out = _mean_norms(table, rng)
     if gradients is not None:

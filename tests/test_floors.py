@@ -31,7 +31,7 @@ FLOORS = {
     "diagnosis_steps": 6, "diagnosis_words": 6, "diagnosis_format": 6, "diagnosis_definitions": 6,
     "diagnosis_step_words": 6, "diagnosis_notes": 6, "plot_diagnosis": 6, "report": 6, "summary": 6, "__main__": 6,
     "cli": 6, "cli_train": 6, "cli_evaluate": 6, "cli_tune": 6, "cli_shared": 6,
-    "cli_sample": 6, "cli_measure": 6, "cli_diagnose": 6, "cli_diagnose_pages": 6,
+    "cli_sample": 6, "sampling_error": 6, "cli_measure": 6, "cli_diagnose": 6, "cli_diagnose_pages": 6,
 }  # fmt: skip
 
 
