@@ -2,8 +2,9 @@
 
 A first round of PILOT tokens of each interval tells how many seconds a unit of cost takes; a unit is a position that a
 backward pass carries for a token, and a sequence's forward pass, head and factors count for as many as in
-`capture.chunks`. Each further round takes at most the part STEP of the time that is left, so that an estimate that is
-far off is mended by the next, and there is none when less than the part ENOUGH of all minutes is left. The sample of a
+`capture.chunks`. Each further round takes at most the part STEP of the time that is left and measures at most GROWTH
+times as many as before, so that an estimate that is far off is mended by the next; there is none when less than the
+part ENOUGH of all minutes is left. The sample of a
 round holds those before it (`token_sample`): nothing is measured twice, and nothing that was measured is dropped.
 """
 
@@ -14,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import pandas as pd
 
@@ -25,6 +26,7 @@ from gradscope.token_sample import TokenSample
 PILOT = 2
 """Tokens of each interval in the first round, which is measured even when time is up."""
 STEP = 2 / 3
+GROWTH = 8
 ENOUGH = 0.15
 
 
@@ -59,6 +61,7 @@ class Stopwatch:
         return self._clock() - self._start
 
 
+@runtime_checkable
 class GrowingMeasurement(Protocol):
     """What of a `TableMeasurement` is needed here, once it was entered."""
 
@@ -113,7 +116,7 @@ def _next_size(measurement: GrowingMeasurement, rounds: Sequence[Round], seconds
     cost = sum(measurement.cost_of_more(*ends) for ends in pairwise(sizes))
     rate = sum(done.seconds for done in rounds) / cost
     for room in (STEP * left, left):
-        candidates = range(previous + 1, largest + 1)
+        candidates = range(previous + 1, min(GROWTH * previous, largest) + 1)
         fitting = bisect_right(candidates, room, key=lambda each: rate * measurement.cost_of_more(previous, each))
         if fitting:
             return candidates[fitting - 1]

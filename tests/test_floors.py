@@ -17,8 +17,7 @@ FLOORS = {
     "batch_loss": 1, "batch_logprobs": 1, "shared_prompts": 1, "trained_logprobs": 1, "adamw_state": 1,
     "capture": 2, "tasks": 2, "readers": 2,
     "logit_diagnosis": 3,
-    "token_columns": 3, "token_sample": 3,
-    "measure_rounds": 3,
+    "token_columns": 3, "token_sample": 3, "measure_rounds": 3,
     "measure_settings": 3, "token_table": 3, "group_gradients": 3, "sampling": 3, "steps": 3, "weighted_gradients": 3,
     "checked_tokens": 3, "cost_measure": 3, "measure_plan": 3, "prompt_gradients": 3, "sweep": 3, "sketches": 3,
     "norm_estimates": 3, "estimate_plan": 3,
@@ -30,8 +29,8 @@ FLOORS = {
     "diagnosis": 6, "diagnosis_rows": 6, "diagnosis_result": 6, "diagnosis_tokens": 6, "diagnosis_gradients": 6,
     "diagnosis_steps": 6, "diagnosis_words": 6, "diagnosis_format": 6, "diagnosis_definitions": 6,
     "diagnosis_step_words": 6, "diagnosis_notes": 6, "plot_diagnosis": 6, "report": 6, "summary": 6, "__main__": 6,
-    "cli": 6, "cli_train": 6, "cli_evaluate": 6, "cli_tune": 6, "cli_shared": 6,
-    "cli_sample": 6, "sampling_error": 6, "cli_measure": 6, "cli_diagnose": 6, "cli_diagnose_pages": 6,
+    "sampling_error": 6, "cli": 6, "cli_train": 6, "cli_evaluate": 6, "cli_tune": 6, "cli_shared": 6,
+    "cli_sample": 6, "cli_measure": 6, "cli_diagnose": 6, "cli_diagnose_pages": 6,
 }  # fmt: skip
 
 

@@ -1,0 +1,264 @@
+"""Which tokens to measure where not all can be: designs compared at equal cost on tables that are known in full.
+
+    python -m analyses.benchmarks.sampling_designs [--out figures --tables FOLDER]
+
+Two small policies answer questions, every token of their responses is measured, and samples are drawn from these
+tables again and again; a larger sample of a draw holds its smaller ones. Cost is what the engine's backward passes
+carry: the sum of the prefixes of the measured tokens. The designs, with as many tokens of each interval:
+
+stratified    equal chances within the interval
+weighted      by |w|·‖e − π‖ alone, with a quarter of the size the same for all
+proportional  half by |w|·‖e − π‖ and half by ‖e − π‖, with the same quarter: the default (gradscope.token_sample)
+
+Of the share of Σ‖w·g‖² by interval, the mean ‖g‖ by interval and the dominance index (bits): bias and root mean square
+error over draws of tokens, the first two relative to the truth, the tokens of the whole table. sampling_designs.csv has
+them by interval; the picture shows the root mean square over intervals. sampling_designs_coverage.csv: prompts are
+redrawn from the table, too, then tokens; how often intervals of 95 % hold the truth, and how wide they are beside the
+spread of the number, with every token measured and with samples.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import tyro
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from analyses import sums
+from analyses.script import exit_with
+from analyses.tables import write_csv
+from gradscope import load_policy, measure
+from gradscope.diagnosis_tokens import sum_by_prompt, token_shares, weighted_norms
+from gradscope.gains import LOGITS, PARAMETERS
+from gradscope.intervals import EDGES, interval_labels, summarize
+from gradscope.plot_style import finish, new_panels, paper_style, save_figure
+from gradscope.sampling.rollouts import batch_rows, rollout_rows
+from gradscope.tasks import draw_questions, get_task
+from gradscope.token_sample import COLUMN, EQUAL_PART, TokenSample, token_sizes
+
+INTERVALS = len(EDGES) - 1
+POLICIES = {
+    "puzzles": ("embedded", "knights-knaves-compact", 0.7),
+    "sums": ("analyses/runs/cpu/arithmetic-policy", sums.TRAIN.name, 1.0),
+}
+"""Checkpoint, task and temperature."""
+COLORS = {"every token": "0.4", "stratified": "#0072b2", "weighted": "#e69f00", "proportional": "#d55e00"}
+STATISTICS = {
+    "squared_share": "share of Σ‖w·g‖², relative",
+    "mean_norm": "mean ‖g‖, relative",
+    "dominance_index": "dominance index, bits",
+}
+"""Of the errors."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the comparison."""
+
+    out: Path = Path("figures")
+    tables: Path | None = None
+    """Folder that keeps the full token tables, puzzles.parquet and sums.parquet; made there where they are missing."""
+    questions: int = 64
+    """Of each policy, with 8 responses each."""
+    draws: int = 2000
+    each: tuple[int, ...] = (5, 10, 20, 40, 80, 160)
+    """Tokens measured of each interval."""
+    redraws: int = 600
+    """Of prompts and tokens, for the coverage."""
+    covered: int = 100
+    """Tokens of each interval there."""
+
+
+def full_table(name: str, options: Options) -> pd.DataFrame:
+    """Every token of a policy's responses, measured, with the length of its prefix."""
+    path = None if options.tables is None else options.tables / f"{name}.parquet"
+    if path is not None and path.is_file():
+        return pd.read_parquet(path)
+    model, task_name, temperature = POLICIES[name]
+    policy, task = load_policy(model, device="cpu"), get_task(task_name)
+    settings = {"n": 8, "temperature": temperature, "max_new_tokens": 512, "seed": 0}
+    batch = batch_rows(rollout_rows(policy, draw_questions(task, options.questions, seed=0), task=task, **settings))
+    table = measure(policy, batch, self_check=False, progress=True)
+    prefixes = np.concatenate([batch.sequence(row)[1].numpy() for row in range(len(batch))])
+    table = table.assign(prefix=prefixes)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table.to_parquet(path, index=False)
+    return table
+
+
+def sizes_of(table: pd.DataFrame) -> dict[str, np.ndarray]:
+    """q of every token by design."""
+    interval = table["interval"].to_numpy(np.int64)
+    norms, weights = table[LOGITS].to_numpy(np.float64), table["weight"].to_numpy(np.float64)
+    sizes = {name: token_sizes(name, interval, norms, weights) for name in ("stratified", "proportional")}
+    proxy = np.abs(weights) * norms
+    means = np.bincount(interval, proxy, minlength=INTERVALS) / np.bincount(interval, minlength=INTERVALS)
+    return sizes | {"weighted": EQUAL_PART + (1 - EQUAL_PART) * proxy / means[interval]}
+
+
+def statistics_of(
+    counts: np.ndarray, totals: Callable[[np.ndarray], np.ndarray], squares: np.ndarray, norms: np.ndarray
+) -> dict[str, np.ndarray]:
+    """By interval; totals: of values of the tokens."""
+    whole = totals(squares)
+    shares = whole / whole.sum()
+    with np.errstate(divide="ignore"):  # no token with a weight was drawn
+        index = np.log2(shares / (counts / counts.sum()))
+    return {"squared_share": shares, "mean_norm": totals(norms) / counts, "dominance_index": index}
+
+
+def compare(table: pd.DataFrame, options: Options) -> pd.DataFrame:
+    """Bias and root mean square error of each statistic: a row per design, size, statistic and interval."""
+    interval = table["interval"].to_numpy(np.int64)
+    counts = np.bincount(interval, minlength=INTERVALS)
+    columns = weighted_norms(table) ** 2, table[PARAMETERS].to_numpy(np.float64)
+    prefix = table["prefix"].to_numpy(np.float64)
+    truth = statistics_of(counts, lambda values: np.bincount(interval, values, minlength=INTERVALS), *columns)
+    rows = []
+    for design, sizes in sizes_of(table).items():
+        found = {(each, name): [] for each in options.each for name in truth}
+        costs = dict.fromkeys(options.each, 0.0)
+        for seed in tqdm(range(options.draws), design):
+            sample = TokenSample(interval, INTERVALS, sizes, np.random.default_rng(seed))
+            for each in options.each:
+                taken, probabilities = sample.take(each), sample.probabilities(each)
+                costs[each] += prefix[taken].sum() / options.draws / prefix.sum()
+                totals = make_totals(interval, taken, probabilities)
+                for name, values in statistics_of(counts, totals, *columns).items():
+                    found[each, name].append(values)
+        for (each, name), values in found.items():
+            values, true = np.array(values), truth[name]
+            errors = values - true if name == "dominance_index" else values / true - 1
+            none = np.isinf(errors).any(1)
+            errors = errors[~none]
+            row = {"design": design, "each": each, "cost": costs[each], "statistic": name, "undefined": none.mean()}
+            for a, label in enumerate(interval_labels()):
+                error = {"bias": errors[:, a].mean(), "error": np.sqrt((errors[:, a] ** 2).mean())}
+                rows.append(row | {"interval": label, "truth": true[a]} | error)
+    return pd.DataFrame(rows)
+
+
+def make_totals(
+    interval: np.ndarray, taken: np.ndarray, probabilities: np.ndarray
+) -> Callable[[np.ndarray], np.ndarray]:
+    """How a sample estimates sums over an interval's tokens: as gradscope.intervals.summarize does."""
+    own, scale = interval[taken], 1.0 / probabilities[taken]
+    factor = np.bincount(interval, probabilities, minlength=INTERVALS) / np.bincount(own, minlength=INTERVALS)
+    return lambda values: factor * np.bincount(own, values[taken] * scale, minlength=INTERVALS)
+
+
+def cover(table: pd.DataFrame, options: Options) -> pd.DataFrame:
+    """How often 95 % intervals hold the truth where the table is the whole world: a row per design and statistic."""
+    truth = estimate(table, None)
+    groups = {group: rows for group, rows in table.reset_index(drop=True).groupby("group").indices.items()}
+    labels, found = list(groups), {design: [] for design in ("every token", "stratified", "proportional")}
+    for seed in tqdm(range(options.redraws), "coverage"):
+        rng = np.random.default_rng([1, seed])
+        drawn = [groups[labels[i]] for i in rng.integers(len(labels), size=len(labels))]
+        world = table.iloc[np.concatenate(drawn)].reset_index(drop=True)
+        world["group"] = np.repeat(np.arange(len(drawn)), [len(rows) for rows in drawn])
+        interval = world["interval"].to_numpy(np.int64)
+        sizes = sizes_of(world)
+        for design, results in found.items():
+            own = world
+            if design != "every token":
+                sample = TokenSample(interval, INTERVALS, sizes[design], rng)
+                own = world.assign(**{COLUMN: sample.probabilities(options.covered)})
+                own[PARAMETERS] = own[PARAMETERS].where(sample.take(options.covered))
+            results.append(estimate(own, rng))
+    rows = []
+    for design, results in found.items():
+        for key, (true, _, _) in truth.items():
+            values, lower, upper = np.array([result[key] for result in results]).T
+            row = {"design": design, "statistic": key[0], "interval": key[1], "truth": true}
+            row |= {"coverage": ((lower <= true) & (true <= upper)).mean()}
+            rows.append(row | {"mean_width": (upper - lower).mean(), "standard_deviation": values.std()})
+    return pd.DataFrame(rows)
+
+
+def estimate(table: pd.DataFrame, rng: np.random.Generator | None) -> dict[tuple[str, str], np.ndarray]:
+    """Value, lower and upper of each statistic and interval, as gradscope reports them."""
+    labels = interval_labels()
+    rows = token_shares(sum_by_prompt(table, INTERVALS), labels, rng=rng, resamples=400)
+    rows = rows[rows["statistic"].isin(["squared_share", "dominance_index"])]
+    out = {(r.statistic, r.interval): np.array([r.value, r.lower, r.upper]) for r in rows.itertuples()}
+    drawn = table.get(COLUMN)
+    args = (table[PARAMETERS], table["interval"], table["group"])
+    means = summarize(*args, rng=rng, resamples=400, probabilities=drawn) if rng is not None else None
+    if means is None:
+        means = pd.DataFrame({"label": labels, "value": table.groupby("interval")[PARAMETERS].mean()})
+        means = means.assign(lower=np.nan, upper=np.nan)
+    return out | {("mean_norm", r.label): np.array([r.value, r.lower, r.upper]) for r in means.itertuples()}
+
+
+def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(errors, coverage), each with a column `policy`."""
+    errors, coverage = {}, {}
+    for name in POLICIES:
+        full = full_table(name, options)
+        errors[name], coverage[name] = compare(full, options), cover(full, options)
+    return tuple(pd.concat(parts, names=["policy", None]).reset_index("policy") for parts in (errors, coverage))
+
+
+@paper_style()
+def draw(errors: pd.DataFrame, coverage: pd.DataFrame) -> Figure:
+    """A row of panels per policy: the error of each statistic against cost, and the coverage."""
+    figure, axes = new_panels(8, width=1.82, height=2.15)
+    panels = iter(axes)
+    for policy in POLICIES:
+        for name, words in STATISTICS.items():
+            ax = next(panels)
+            own = errors[(errors["policy"] == policy) & (errors["statistic"] == name)]
+            drawn = (
+                own.assign(square=own["error"] ** 2)
+                .groupby(["design", "each", "cost"], as_index=False)["square"]
+                .mean()
+            )
+            drawn["error"] = np.sqrt(drawn.pop("square"))
+            for design, part in drawn.groupby("design"):
+                ax.plot(100 * part["cost"], part["error"], "o-", ms=3, color=COLORS[design], label=design)
+            ax.set(xscale="log", yscale="log", xlabel="cost, % of all tokens", ylabel=f"error of {words}")
+            ax.set_title(f"{policy}: {name}", loc="left")
+            finish(ax, drawn.assign(policy=policy, statistic=name))
+        _draw_coverage(next(panels), policy, coverage[coverage["policy"] == policy])
+    axes[0].legend()
+    return figure
+
+
+def _draw_coverage(ax, policy: str, coverage: pd.DataFrame) -> None:
+    """A point per interval and design."""
+    for place, name in enumerate(STATISTICS):
+        for shift, design in enumerate(("every token", "stratified", "proportional")):
+            own = coverage[(coverage["statistic"] == name) & (coverage["design"] == design)]
+            at = np.full(len(own), place + 0.22 * (shift - 1))
+            ax.plot(at, own["coverage"], "_", ms=8, mew=1.5, color=COLORS[design], label=design if not place else None)
+    ax.axhline(0.95, color="0.7", lw=0.8, zorder=0)
+    ax.set(xlim=(-0.5, 2.5), ylim=(None, 1.0), ylabel="coverage of 95 % intervals")
+    ax.set_xticks(range(3), ["share", "mean", "index"])
+    ax.set_title(f"{policy}: coverage", loc="left")
+    ax.legend(loc="lower left")
+    finish(ax, coverage)
+
+
+def main(options: Options) -> None:
+    errors, coverage = table(options)
+    save_figure(draw(errors, coverage), options.out / "sampling_designs.png", errors)
+    write_csv(coverage, options.out / "sampling_designs_coverage.csv")
+    keys: Mapping[str, str] = {"error": "mean", "bias": "mean"}
+    print(errors.groupby(["policy", "statistic", "each", "design"]).agg(keys).to_string(float_format="{:.3f}".format))
+    print(coverage.to_string(index=False, float_format="{:.3f}".format))
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))
