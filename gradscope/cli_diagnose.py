@@ -48,8 +48,8 @@ class MeasureOwn(Measure):
     optimizer_state: Path | None = None
     """An optimizer's file that must be of this policy."""
 
-    def settle(self, policy: Policy) -> MeasureSettings:
-        return settle_minutes(self.settings, policy)
+    def settle(self, policy: Policy, device: str) -> MeasureSettings:
+        return settle_minutes(self.settings, policy, device)
 
     def read(self, policy: Policy) -> Dump:
         read_step(policy, self.optimizer_state, asked=True)  # refused here, not when all is measured

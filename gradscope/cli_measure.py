@@ -34,7 +34,7 @@ from gradscope.launched import join_launch
 from gradscope.machine_speed import describe_seconds
 from gradscope.measure_rounds import PILOT, Round, Stopwatch, join_rounds, measure_rounds
 from gradscope.measure_settings import BUDGET, MeasureSettings
-from gradscope.models import Policy, hash_ahead
+from gradscope.models import Policy, find_device, hash_ahead
 from gradscope.norm_estimates import interval_norms
 from gradscope.prompt_gradients import SumsPlan, plan_batch_sums
 from gradscope.readers import Dump
@@ -158,7 +158,9 @@ class Measure:
             policy = load_quietly(self.model, device=device, **{name: getattr(self, name) for name in names})
             dump = self.read(policy)
             cut = {"chunk_rows": self.chunk_rows, "chunk_memory": self.chunk_memory}
-            measurement = TableMeasurement(policy, dump.batch, self.settle(policy), processes=processes, **cut)
+            measurement = TableMeasurement(
+                policy, dump.batch, self.settle(policy, policy.device.type), processes=processes, **cut
+            )
             sums = self.plan_sums(policy, measurement.batch)
             folder = RunFolder(self.out, self._key(policy, measurement.settings))
             found = folder.look(overwrite=self.overwrite) if processes.is_main else None
@@ -175,8 +177,8 @@ class Measure:
             print(f"already measured with these arguments: {self.out / TABLE}")
         return measured
 
-    def settle(self, policy: Policy) -> MeasureSettings:
-        """The settings for this policy."""
+    def settle(self, policy: Policy, device: str) -> MeasureSettings:
+        """The settings for this policy on a device of this type."""
         return self.settings
 
     def read(self, policy: Policy) -> Dump:
@@ -216,7 +218,8 @@ class Measure:
         names = ("dtype", "device", "machine", "chunk_rows", "chunk_memory", "gradient_memory", "keeps_prompts")
         given = {name: getattr(self, name) for name in names}
         policy = outline_policy(find_whole(self.model, self.base), self.blocks)
-        print(plan_batch(policy, self.read(policy).batch, self.settings, **given))
+        kind = "cuda" if self.machine is not None else torch.device(find_device(self.device)).type
+        print(plan_batch(policy, self.read(policy).batch, self.settle(policy, kind), **given))
 
     def _key(self, policy: Policy, settings: MeasureSettings) -> dict[str, Any]:
         from gradscope.models import policy_hashes

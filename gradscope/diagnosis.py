@@ -53,8 +53,8 @@ def diagnose(
 ) -> Diagnosis:
     """Diagnose one checkpoint by one batch of rollouts; the policy is as it was afterwards.
 
-    table: of `measure(policy, batch, …)` with the settings' loss and edges and the batch's temperatures; it may be a
-    stratified sample or hold estimates; None: measured here. optimizer_state: what AdamW's `state_dict()` saved, which
+    table: of `measure(policy, batch, …)` with the settings' loss and edges and the batch's temperatures; it may be of a
+    sample of tokens or hold estimates; None: measured here. optimizer_state: what AdamW's `state_dict()` saved, which
     gives its metric and is what steps go on from; or an `AdamWState`, which gives the metric alone; None: no numbers in
     AdamW's metric, and steps are `settings.step`, else the paper's SGD.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -139,6 +141,9 @@ def plan_batch(
         )
     check_batch(policy, batch)
     settings = settle_sample(settings, batch.num_tokens)
+    given = {"dtype": dtype, "device": device, "machine": machine, "chunk_rows": chunk_rows}
+    if settings.minutes is not None:
+        return _plan_minutes(policy, batch, settings, speeds=speeds, chunk_memory=chunk_memory, **given)
     kind = "cuda" if machine is not None else torch.device(find_device(device)).type
     weights, computed = _find_dtypes(policy, dtype, kind)
     shape = ModelShape.from_config(policy.model.config)
@@ -193,6 +198,24 @@ def _forward_work(shape: ModelShape, batch: TokenBatch) -> Work:
     products = shape.active * lengths.sum().item() + shape.hidden * shape.vocab * batch.num_tokens
     pairs = lengths.square().sum().item() / 2
     return Work(products=2 * products, attention=4 * pairs * shape.layers * shape.query_width)
+
+
+def _plan_minutes(policy: Policy, batch: TokenBatch, settings: MeasureSettings, **given: Any) -> MeasurePlan:
+    """The plan of the largest sample that takes no longer than the settings' minutes; of one token each at least."""
+    found: dict[int, MeasurePlan] = {}
+
+    def plan(each: int) -> MeasurePlan:
+        if found:  # the machine is tried once
+            given["speeds"] = next(iter(found.values())).speeds
+        if each not in found:
+            asked = replace(settings, minutes=None, tokens_per_interval=each)
+            found[each] = plan_batch(policy, batch, asked, **given)
+        return found[each]
+
+    most, time = batch.num_tokens, 60 * settings.minutes
+    fitting = bisect_right(range(2, most + 1), time, key=lambda each: sum(plan(each).seconds.values()))
+    best = plan(1 + fitting)
+    return replace(best, draw=f"{best.draw}; as many as {settings.minutes:g} min allow by the seconds below")
 
 
 @dataclass(frozen=True)

@@ -133,15 +133,15 @@ def settle_sample(settings: MeasureSettings, num_tokens: int, *, intervals: int 
     return replace(settings, tokens_per_interval=BUDGET // intervals if sampled else None)
 
 
-def settle_minutes(settings: MeasureSettings, policy: Policy) -> MeasureSettings:
-    """The settings with MINUTES where tokens_per_interval is "auto" and this policy is large for its device.
+def settle_minutes(settings: MeasureSettings, policy: Policy, device: str) -> MeasureSettings:
+    """The settings with MINUTES where tokens_per_interval is "auto" and this policy is large for this type of device.
 
     Large is above LARGE parameters: what takes hours to measure as a whole.
     """
     if settings.tokens_per_interval != "auto" or settings.minutes is not None or settings.norms != "exact":
         return settings
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
-    large = parameters > LARGE["cpu" if policy.device.type == "cpu" else "gpu"]
+    large = parameters > LARGE["cpu" if device == "cpu" else "gpu"]
     return replace(settings, minutes=MINUTES) if large else settings
 
 

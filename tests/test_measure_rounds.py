@@ -176,16 +176,17 @@ def test_minutes_take_the_place_of_the_number_that_auto_would_choose():
 
 def test_a_large_policy_gets_minutes_where_nothing_was_asked_for(policy, monkeypatch):
     auto = MeasureSettings(tokens_per_interval="auto")
-    assert settle_minutes(auto, policy) == auto
+    assert settle_minutes(auto, policy, "cpu") == auto
     monkeypatch.setitem(LARGE, "cpu", 1000)
-    assert settle_minutes(auto, policy).minutes == MINUTES == 10
+    assert settle_minutes(auto, policy, "cpu").minutes == MINUTES == 10
+    assert settle_minutes(auto, policy, "cuda") == auto
     for given in (
         MeasureSettings(),  # --tokens-per-interval none
         MeasureSettings(tokens_per_interval=5),
         MeasureSettings(minutes=2, tokens_per_interval="auto"),
         MeasureSettings(tokens_per_interval="auto", norms="estimate"),
     ):
-        assert settle_minutes(given, policy) == given
+        assert settle_minutes(given, policy, "cpu") == given
 
 
 # The command.

@@ -31,6 +31,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import tyro
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -54,11 +56,11 @@ POLICIES = {
 """Checkpoint, task and temperature."""
 COLORS = {"every token": "0.4", "stratified": "#0072b2", "weighted": "#e69f00", "proportional": "#d55e00"}
 STATISTICS = {
-    "squared_share": "share of Σ‖w·g‖², relative",
-    "mean_norm": "mean ‖g‖, relative",
-    "dominance_index": "dominance index, bits",
+    "squared_share": ("share of Σ‖w·g‖²", "relative"),
+    "mean_norm": ("mean ‖g‖", "relative"),
+    "dominance_index": ("dominance index", "bits"),
 }
-"""Of the errors."""
+"""In words, and what their errors are."""
 
 
 @dataclass(frozen=True)
@@ -213,30 +215,37 @@ def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 @paper_style()
 def draw(errors: pd.DataFrame, coverage: pd.DataFrame) -> Figure:
-    """A row of panels per policy: the error of each statistic against cost, and the coverage."""
-    figure, axes = new_panels(8, width=1.82, height=2.15)
+    """A column of panels per policy: the error of each statistic against cost, and the coverage."""
+    figure, axes = new_panels(8, width=3.4, height=1.9)
     panels = iter(axes)
-    for policy in POLICIES:
-        for name, words in STATISTICS.items():
+    for name, words in STATISTICS.items():
+        for policy in POLICIES:
             ax = next(panels)
             own = errors[(errors["policy"] == policy) & (errors["statistic"] == name)]
-            drawn = (
-                own.assign(square=own["error"] ** 2)
-                .groupby(["design", "each", "cost"], as_index=False)["square"]
-                .mean()
-            )
-            drawn["error"] = np.sqrt(drawn.pop("square"))
+            squares = own.assign(square=own["error"] ** 2).groupby(["design", "each", "cost"])["square"].mean()
+            drawn = np.sqrt(squares).rename("error").reset_index()
             for design, part in drawn.groupby("design"):
                 ax.plot(100 * part["cost"], part["error"], "o-", ms=3, color=COLORS[design], label=design)
-            ax.set(xscale="log", yscale="log", xlabel="cost, % of all tokens", ylabel=f"error of {words}")
-            ax.set_title(f"{policy}: {name}", loc="left")
+            ax.set(xscale="log", yscale="log", xlabel="cost, % of all tokens'", ylabel=f"error, {words[1]}")
+            _label_ticks(ax.xaxis, (0.03, 0.1, 0.3, 1, 3))
+            _label_ticks(ax.yaxis, (0.03, 0.1, 0.3, 1, 3, 10))
+            ax.set_title(f"{policy}: {words[0]}", loc="left")
             finish(ax, drawn.assign(policy=policy, statistic=name))
+    for policy in POLICIES:
         _draw_coverage(next(panels), policy, coverage[coverage["policy"] == policy])
     axes[0].legend()
     return figure
 
 
-def _draw_coverage(ax, policy: str, coverage: pd.DataFrame) -> None:
+def _label_ticks(axis: Axis, ticks: tuple[float, ...]) -> None:
+    """Those of these that lie inside, and no others."""
+    low, high = axis.get_view_interval()
+    axis.set_ticks([], minor=True)
+    inside = [tick for tick in ticks if low <= tick <= high]
+    axis.set_ticks(inside, [f"{tick:g}" for tick in inside])
+
+
+def _draw_coverage(ax: Axes, policy: str, coverage: pd.DataFrame) -> None:
     """A point per interval and design."""
     for place, name in enumerate(STATISTICS):
         for shift, design in enumerate(("every token", "stratified", "proportional")):
@@ -246,6 +255,7 @@ def _draw_coverage(ax, policy: str, coverage: pd.DataFrame) -> None:
     ax.axhline(0.95, color="0.7", lw=0.8, zorder=0)
     ax.set(xlim=(-0.5, 2.5), ylim=(None, 1.0), ylabel="coverage of 95 % intervals")
     ax.set_xticks(range(3), ["share", "mean", "index"])
+    ax.set_xlabel("an interval of π each")
     ax.set_title(f"{policy}: coverage", loc="left")
     ax.legend(loc="lower left")
     finish(ax, coverage)

@@ -47,7 +47,7 @@ print(f"{dump.format}: {len(batch)} responses, {batch.num_tokens} response token
 # %% [markdown]
 # ## Diagnose
 #
-# `tokens_per_interval` measures a stratified sample of tokens, which is what a long rollout wants. Steps are AdamW's
+# `tokens_per_interval` measures a random sample of tokens, which is what a long rollout wants. Steps are AdamW's
 # from your optimizer state if you give one (`optimizer_state=torch.load(…, weights_only=True)`), else the paper's SGD.
 
 # %%
