@@ -142,6 +142,7 @@ def plan_batch(
     check_batch(policy, batch)
     settings = settle_sample(settings, batch.num_tokens)
     given = {"dtype": dtype, "device": device, "machine": machine, "chunk_rows": chunk_rows}
+    given |= {"gradient_memory": gradient_memory, "keeps_prompts": keeps_prompts}
     if settings.minutes is not None:
         return _plan_minutes(policy, batch, settings, speeds=speeds, chunk_memory=chunk_memory, **given)
     kind = "cuda" if machine is not None else torch.device(find_device(device)).type
