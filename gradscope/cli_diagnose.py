@@ -25,7 +25,7 @@ from gradscope.cli_diagnose_pages import (
     trend_folder,
     write_trend,
 )
-from gradscope.cli_measure import Measure, Measured
+from gradscope.cli_measure import AFTERWARDS, Measure, Measured
 from gradscope.cli_sample import Sample
 from gradscope.cli_shared import DeviceFlag, FormatFlag, MeasuredDtypeFlag, MemoryFlag, check_no_plan
 from gradscope.diagnosis_result import DiagnosisSettings
@@ -251,8 +251,11 @@ class Diagnose:
         names += ("overwrite", "plan", "machine", "format", "step", "optimizer_state", "gradient_memory")
         return MeasureOwn(model, rollouts, folder, **{name: getattr(self, name) for name in names})
 
-    def _diagnosis_settings(self) -> DiagnosisSettings:
+    def _diagnosis_settings(self, measured: Measured | None = None) -> DiagnosisSettings:
+        """measured: None for a look at the flags alone."""
+        minutes = None if measured is None else measured.measurement.settings.minutes
         return DiagnosisSettings(
+            minutes=None if minutes is None else AFTERWARDS * minutes,
             loss=self.settings.loss,
             seed=self.settings.seed,
             gradient_memory=self.gradient_memory,
@@ -263,7 +266,7 @@ class Diagnose:
 
     def _drawn(self, measured: Measured) -> dict[str, Any]:
         """All that changes the page beside the table, as the manifest remembers it."""
-        settings = asdict(self._diagnosis_settings())
+        settings = asdict(self._diagnosis_settings(measured))
         state = self._find_state(measured.policy)
         drawn = {
             "settings": {name: value for name, value in settings.items() if name != "loss"},
@@ -289,7 +292,7 @@ class Diagnose:
             policy,
             batch,
             measured.read_table(),
-            settings=replace(self._diagnosis_settings(), step=step),
+            settings=replace(self._diagnosis_settings(measured), step=step),
             optimizer_state=state,
             progress=sys.stderr.isatty(),
         )

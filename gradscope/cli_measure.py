@@ -36,7 +36,7 @@ from gradscope.measure_rounds import PILOT, Round, Stopwatch, join_rounds, measu
 from gradscope.measure_settings import BUDGET, MeasureSettings
 from gradscope.models import Policy, find_device, hash_ahead
 from gradscope.norm_estimates import interval_norms
-from gradscope.prompt_gradients import SumsPlan, plan_batch_sums
+from gradscope.prompt_gradients import SumsPlan, Way, plan_batch_sums
 from gradscope.readers import Dump
 from gradscope.readers.formats import NO_TEMPERATURE
 from gradscope.run_folder import RunFolder, is_table, library_versions, write_parquet, write_text
@@ -47,6 +47,8 @@ from gradscope.upcasting import precision_in_words
 SUMMARY = "figures/summary.txt"
 """Where in its folder a run keeps the summary that it prints."""
 TABLE = "tokens.parquet"
+AFTERWARDS = 0.6
+"""Most of --minutes that is kept for what sums gradients once the table is made."""
 
 
 def describe_speedup(speedup: float) -> str:
@@ -196,6 +198,24 @@ class Measure:
             return None
         return plan_batch_sums(policy, batch, memory=self.budget(policy), keeps_prompts=self.keeps_prompts)
 
+    def reserve(self, measurement: TableMeasurement) -> float:
+        """Seconds of the minutes that what follows the table takes."""
+        most, sums = (
+            60 * AFTERWARDS * measurement.settings.minutes,
+            self.plan_sums(measurement.policy, measurement.batch),
+        )
+        if sums is None:
+            return 0.0
+        return most if self.keeps_prompts else min(most, sums.forward_passes * measurement.pass_seconds)
+
+    def sums_way(self, measurement: TableMeasurement) -> Way | None:
+        """Sketches, if exact slices would take longer than the minutes have for them; None: as the budget says."""
+        minutes, seconds = measurement.settings.minutes, measurement.pass_seconds
+        sums = self.plan_sums(measurement.policy, measurement.batch)
+        if None in (minutes, seconds, sums) or sums.way != "slices":
+            return None
+        return "sketches" if sums.forward_passes * seconds > 60 * AFTERWARDS * minutes else None
+
     def budget(self, policy: Policy) -> int:
         """Bytes for summed gradients."""
         return gradient_budget(policy.device) if self.gradient_memory is None else self.gradient_memory
@@ -310,7 +330,8 @@ class Measure:
                 "measured all the same; give more minutes for more"
             )
         show = processes.is_main and sys.stderr.isatty()
-        for done in measure_rounds(measurement, watch, tuple(rounds), progress=show):
+        reserve = self.reserve(measurement)
+        for done in measure_rounds(measurement, watch, tuple(rounds), reserve=reserve, progress=show):
             if processes.is_main:
                 folder.write_part(len(rounds), done.to_part())
             rounds.append(done)
@@ -334,6 +355,7 @@ class Measure:
                 measurement.settings,
                 contexts=self.constants,
                 memory=self.budget(policy),
+                way=self.sums_way(measurement),
                 progress=progress,
             )
             write_figures(folder.staged / "figures", policy, table, summary, progress=progress)

@@ -77,17 +77,23 @@ class GrowingMeasurement(Protocol):
 
 
 def measure_rounds(
-    measurement: GrowingMeasurement, watch: Stopwatch, finished: Sequence[Round] = (), *, progress: bool = False
+    measurement: GrowingMeasurement,
+    watch: Stopwatch,
+    finished: Sequence[Round] = (),
+    *,
+    reserve: float = 0.0,
+    progress: bool = False,
 ) -> Iterator[Round]:
     """The rounds that are left after the finished ones, as they come; all processes go through them together.
 
-    watch: started with the measurement; that of the main process counts.
+    watch: started with the measurement; that of the main process counts. reserve: seconds of the minutes that are for
+    what comes after the table.
     """
     processes, rounds = measurement.processes, list(finished)
     earlier = sum(done.seconds for done in finished)
     while True:
         with processes.together():
-            mine = [_next_size(measurement, rounds, earlier + watch.seconds())] if processes.is_main else []
+            mine = [_next_size(measurement, rounds, earlier + watch.seconds() + reserve)] if processes.is_main else []
         each = processes.gather(mine)[0]
         if each is None:
             return

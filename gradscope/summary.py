@@ -21,6 +21,7 @@ from gradscope.jacobians import layer_constants, token_contexts
 from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy
 from gradscope.norm_estimates import interval_norms
+from gradscope.prompt_gradients import Way
 from gradscope.run_folder import write_text
 from gradscope.token_sample import sampling_probabilities
 
@@ -172,14 +173,15 @@ def summarize_measurement(
     *,
     contexts: int = 0,
     memory: int | None = None,
+    way: Way | None = None,
     progress: bool = False,
 ) -> Summary:
     """Ask the network for the sums over tokens that the table cannot give, and put everything side by side.
 
     table: what `measure(policy, batch, …)` gave; settings: those that it was made with; batch: at the temperatures that
     it was measured at. contexts: compute the constants of Eq. 3 at so many tokens' contexts
-    (`jacobians.layer_constants`; its time grows fast with model and context). memory: bytes for the summed gradients;
-    None: a sixth of what is free.
+    (`jacobians.layer_constants`; its time grows fast with model and context). memory, way: of the summed gradients;
+    see `interval_gradients`.
     """
     over, gradients = policy.parameters_in_words, None
     if table["weight"].notna().all():

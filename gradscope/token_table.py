@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import fields, replace
 from itertools import pairwise
 from math import inf
+from time import perf_counter
 
 import numpy as np
 import pandas as pd
@@ -104,6 +105,8 @@ class TableMeasurement:
         """What the self-check found; None before entering, and where it was switched off."""
         self.estimate_plan = self._plan_estimate() if settings.norms == "estimate" else None
         """What is estimated, and why; None for exact norms."""
+        self.pass_seconds: float | None = None
+        """That a forward pass over the batch took in one process; None before entering."""
         self.groups: list[list[int]] = []
         """Rows of the batch that are measured together; none before entering."""
         self.sample: TokenSample | None = None
@@ -122,7 +125,9 @@ class TableMeasurement:
                 raise no_fast_mode(self.policy)
             self._bounds = np.cumsum([0, *self.batch.response_mask.sum(1).tolist()])
             self._prefixes = np.concatenate([self.batch.sequence(row)[1].numpy() for row in range(len(self.batch))])
+            start = perf_counter()
             self._known = self._all_known()
+            self.pass_seconds = self.processes.count * (perf_counter() - start)
             prob = torch.cat([statistics.logprob.float().exp() for statistics, _ in self._known])
             self._intervals = assign_intervals(prob.numpy(), self.edges).astype(np.int16)
             generator = np.random.default_rng(self.settings.seed)
