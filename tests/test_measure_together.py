@@ -155,9 +155,9 @@ def test_a_sequence_without_measured_tokens_costs_no_pass_and_is_nan():
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, random_ids(20))
         found = meter.measure_together([nothing, some])
+        assert sorted(meter.group([nothing, some, some])) == [[0], [1, 2]]
         meter.head = None
         assert meter.measure_together([nothing])[0].act_grad_norm.isnan().all()
-        assert sorted(meter.group([nothing, some, some])) == [[0], [1, 2]]
     assert found[0].param_grad_norm.isnan().all() and not found[1].param_grad_norm.isnan().any()
     assert found[0].logit_grad_norm.shape == found[1].logit_grad_norm.shape and found[0].logit_grad_norm.isnan().all()
 

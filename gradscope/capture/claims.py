@@ -21,7 +21,7 @@ from gradscope.parameters import float_parameters
 from gradscope.upcasting import arithmetic_dtype, replaced_forward
 
 SEEN = 64
-"""Positions at which the probe keeps what a norm computed."""
+"""Positions at which the probe keeps what a norm computed, and at which a prefix must give what the whole does."""
 
 Rule = Literal["linear", "conv1d", "diagonal", "embedding"]
 
@@ -87,10 +87,10 @@ class Probe:
 def check_prefixes(policy: Policy, ids: Int[Tensor, " n"], whole: Float[Tensor, "n d"] | None = None) -> None:
     """InputError unless a prefix alone gives the hidden states that it gives within the whole sequence ids [n].
 
-    That is what "decoder-only" means here, and what lets a token be measured on its prefix.
-    whole: the hidden states of the sequence, if they are known.
+    That is what "decoder-only" means here, and what lets a token be measured on its prefix: the first half or, of a
+    long sequence, the first positions. whole: the hidden states of the sequence, if they are known.
     """
-    half = max(1, len(ids) // 2)
+    half = max(1, min(len(ids) // 2, SEEN))
     with torch.no_grad():
         if whole is None:
             whole = policy.model.base_model(input_ids=ids[None], use_cache=False)[0][0]
