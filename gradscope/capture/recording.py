@@ -202,9 +202,9 @@ def _find_candidates(model: nn.Module, blocks: nn.ModuleList, claims: Claims, in
         if len(args) != 1 or not isinstance(args[0], Tensor) or kwargs:
             called[name] = None
             return None
-        if not args[0].requires_grad:
-            return None
         values = args[0].clone()  # its own: others may have the same input
+        if not values.requires_grad:
+            return None
 
         def stop(gradient: Tensor) -> Tensor | None:
             if stopped != name:
