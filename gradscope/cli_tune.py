@@ -84,6 +84,9 @@ class Tune:
     """Sampling temperature; none: each response's own, from the rollouts."""
     micro_batch_size: int = 8
     """Responses in one forward pass; changes speed, memory and rounding only."""
+    gradient_memory: int | None = None
+    """Bytes for vectors as long as the parameters; beyond it they lie in scratch files (TMPDIR) and take more passes.
+    none: as many as it takes."""
     jobs: int = 1
     """On a CPU: batches counted side by side, each by a process of its own with one thread."""
     seed: int = 0
@@ -133,6 +136,8 @@ class Tune:
             raise InputError("no rollouts; give one file, which is split, or several, each a batch")
         if self.jobs < 1:
             raise InputError(f"--jobs is {self.jobs}; give 1 or more")
+        if self.gradient_memory is not None and self.gradient_memory < 1:
+            raise InputError(f"--gradient-memory is {self.gradient_memory}; give a number of bytes, 1 or more")
         if self.min_tokens < 1 or self.seed < 0:
             raise InputError(f"--min-tokens is {self.min_tokens} and --seed {self.seed}; give 1 or more, and 0 or more")
         if self.learning_rate is not None and not self.learning_rate > 0:
@@ -180,7 +185,7 @@ class Tune:
         step.check()
         if not step.learning_rate > 0:
             raise InputError(f"the optimizer's state has learning rate {step.learning_rate:g}; give --learning-rate")
-        return {"settings": loss, "step": step, "optimizer_state": state}
+        return {"settings": loss, "step": step, "optimizer_state": state, "memory": self.gradient_memory}
 
     def _key(
         self, policy: Policy, grid: Sequence[Setting], settings: dict[str, Any], state: Path | None

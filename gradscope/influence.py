@@ -33,6 +33,7 @@ from gradscope.intervals import EDGES, bootstrap, interval_labels
 from gradscope.logprobs import TokenStatistics
 from gradscope.models import Policy
 from gradscope.parameters import flat_slices, flat_spans, float_parameters
+from gradscope.scratch import check_room
 from gradscope.step_settings import SGD, Moments, StepSettings, read_moments
 from gradscope.steps import clip_scale
 from gradscope.updates import Movement, measure_start, movement_table
@@ -111,13 +112,15 @@ def influence(
     step.check()
     settings.check()
     moments = read_moments(policy.model, step, optimizer_state)
+    num_sources = len(interval_labels(edges)) + (3 if step.optimizer == "adamw" else 2)
+    at_once = memory is None or (num_sources + 1) * vector_bytes(policy.model) <= memory
+    if not at_once and 2 * vector_bytes(policy.model) > memory:
+        check_room(2 * vector_bytes(policy.model))  # before anything is measured
     batch, before = measure_start(policy, batch, step)
+    passes = {"micro_batch_size": step.micro_batch_size, "progress": progress}
     seeds = _seeds(batch, before, settings, step, edges)
-    sources = _Sources(
-        policy, batch, seeds, step, moments, {"micro_batch_size": step.micro_batch_size, "progress": progress}
-    )
-    fits = memory is None or (len(seeds) + 1) * vector_bytes(policy.model) <= memory
-    changes, method, clip_factor, update_norm = sources.all_at_once() if fits else sources.one_by_one(memory)
+    sources = _Sources(policy, batch, seeds, step, moments, passes)
+    changes, method, clip_factor, update_norm = sources.all_at_once() if at_once else sources.one_by_one(memory)
     found = changes[:, batch.response_mask].double().numpy()
     parts = pd.DataFrame({f"{BY}{name}": values for name, values in zip(seeds, found, strict=True)})
     keys = _keys(batch, before, settings, edges)
