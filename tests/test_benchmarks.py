@@ -148,3 +148,23 @@ def test_precisions_are_compared_on_the_same_weights(monkeypatch):
     # Upcast weights are exact; bfloat16 has 8 bits, of which a sum of rounded products loses fewer than a whole pass.
     assert (errors.loc[["float32", "upcast"]] < 1e-5).all(axis=None)
     assert errors.loc["float32, fast"].between(1e-6, 0.02).all() and errors.loc["bfloat16"].between(1e-3, 0.3).all()
+
+
+def test_the_readmes_precisions_are_those_of_its_csv():
+    root = Path(__file__).parents[1]
+    table = pd.read_csv(root / "figures" / "benchmark_precisions.csv").set_index(["policy", "way"])
+    readme = " ".join((root / "README.md").read_text(encoding="utf-8").split())
+    ms, (small, large) = table["ms_per_token"], ("embedded", "4 blocks of 0.5B")
+    fast = table[table.index.get_level_values("way").str.endswith("fast")]
+    ratios = sorted(ms[policy, "upcast"] / ms[policy, "float32"] for policy in (small, large))
+    own = table.loc[small, "bfloat16"]
+    for words in (
+        f"{ms[large, 'float32, fast']:.0f} ms a token in place of {ms[large, 'float32']:.0f}",
+        f"the embedded policy {ms[small, 'float32, fast']:.1f} in place of {ms[small, 'float32']:.1f}",
+        f"off by {fast['norm_median'].max():.0e} in the median or less, by {fast['layers_largest'].max():.1e} at most",
+        f"{ratios[0]:.2f} to {ratios[1]:.2f} of the time",
+        f"off by {100 * own['norm_median']:.1f} % in the median and {100 * own['norm_largest']:.0f} % at most",
+    ):
+        assert words in readme
+    upcast = table[table.index.get_level_values("way") == "upcast"]
+    assert not upcast.filter(regex="median|largest").any(axis=None)  # bit for bit
