@@ -151,7 +151,9 @@ def test_the_command_says_that_it_took_a_sample_and_how_to_measure_everything(jo
     table, manifest = read(tmp_path / "sample")
     said = capsys.readouterr().out
     assert f"3 tokens of each interval at most: {len(table)} tokens" in said and "--tokens-per-interval none" in said
-    assert manifest["sample"] == {"tokens_per_interval": 3, "why": "the default above 12 tokens"}
+    sample = manifest["sample"]
+    assert sample.pop("error").split(":")[0] in said
+    assert sample == {"tokens_per_interval": 3, "why": "the default above 12 tokens", "drawn": "proportional"}
     assert manifest["settings"]["tokens_per_interval"] == 3
     assert manifest["tokens_measured"] == table["param_grad_norm"].notna().sum() < len(table)
     # Asked for by its number, it is the same run.
