@@ -1,9 +1,10 @@
 """Policies of the sizes that people train, with random weights that have spread probabilities, and what goes with them.
 
 A checkpoint is written shard by shard, a block at a time, so that making one takes no more memory than a block and the
-embeddings. Matrices have a standard deviation of .6/√inputs, which is Qwen2.5-0.5B's .02 at its width; the last norm is
-so large that logits have a standard deviation of 1.6·√(2 log vocabulary): the gaps between the likeliest tokens are
-then of the same size at every vocabulary, and π of a sampled token lies in every interval, in about .4, .2, .2 and .2.
+embeddings. Matrices have a standard deviation of 1/√inputs, with which the blocks drown what a tied table adds of the
+last token itself: at .6/√inputs it is repeated for ever. The last norm is so large that logits have a standard
+deviation of 1.6·√(2 log vocabulary): the gaps between the likeliest tokens are then of the same size at every
+vocabulary, and of the tokens that the policy samples about .4, .2, .2 and .3 have π in the four intervals.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ SHAPES: dict[Size, dict[str, Any]] = {
     },
 }
 """Configurations: Qwen2.5's 0.5B, 1.5B and 7B, Llama-3's 8B, and two of Qwen2's kind for tests."""
-EMBEDDING_SD, BLOCK_SD, SPREAD = 0.02, 0.6, 1.6
+EMBEDDING_SD, BLOCK_SD, SPREAD = 0.02, 1.0, 1.6
 STATE_STEPS = 100
 """That the optimizer has taken."""
 
