@@ -137,7 +137,8 @@ def plan_sums(sizes: Sizes, *, rows: int, held: int, memory: int, way: Way | Non
     # Inner products of all pairs, in float64, beside two operations for each parameter and position of a forward pass.
     pairs = 4 * held**2 / max(1, sizes.positions)
     slices = SumsPlan("slices", memory, slice_width, _count(sizes, slice_width), 2 + rows + (1 + rows) * dear + pairs)
-    transient, kept = sizes.largest * width, (sizes.prompts + 1) * rows * width
+    # Of a table that embedding and head share, both gradients and their sum are there at once.
+    transient, kept = 3 * sizes.largest * width, (sizes.prompts + 1) * rows * width
     size = SKETCH
     while size > LEAST_SKETCH and kept * size > memory - transient:
         size //= 2
@@ -156,7 +157,7 @@ def plan_sums(sizes: Sizes, *, rows: int, held: int, memory: int, way: Way | Non
     if not fits:
         least = min(enough.values()) if way is None else enough[way]
         raise InputError(
-            f"summed gradients need {_gigabytes(least)} at least and the budget is {_gigabytes(memory)}; give "
+            f"summed gradients need {_in_words(least)} at least and the budget is {_in_words(memory)}; give "
             f"--gradient-memory {least} or more, or fewer responses"
         )
     return plans[fits[0]]
@@ -192,8 +193,8 @@ def _count(sizes: Sizes, width: int) -> int:
     return 1 if width == 0 else len(_cut([(str(i), n) for i, n in enumerate(sizes.segments)], width))
 
 
-def _gigabytes(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def _in_words(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 1 << 28 else f"{size:,} bytes"
 
 
 @dataclass(frozen=True)

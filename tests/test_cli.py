@@ -309,6 +309,33 @@ def test_a_weight_beyond_float32_is_refused_before_anything_is_written(run, mode
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("command", ["measure", "diagnose"])
+def test_a_budget_that_holds_no_gradient_is_refused_before_anything_is_measured(
+    run, model, rollouts, tmp_path, command, monkeypatch
+):
+    monkeypatch.setattr(TableMeasurement, "__enter__", None)  # nothing may be measured
+    given = [model, rollouts] if command == "measure" else [model, "--rollouts", rollouts]
+    assert_one_line(run(command, *given, "--out", tmp_path / "out", "--gradient-memory", "10KiB"), 2, "10,240")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("memory", "way"), [("1MiB", "slices"), ("250KiB", "sketches")])
+def test_a_small_budget_changes_how_gradients_are_summed_and_the_run_says_how(
+    run, model, rollouts, tmp_path, memory, way
+):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert run("measure", model, rollouts, "--out", whole).status == 0
+    outcome = run("measure", model, rollouts, "--out", out, "--gradient-memory", memory)
+    assert outcome.status == 0 and way in outcome.out.splitlines()[0]
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (whole, out)]
+    assert [m["summed_gradients"]["way"] for m in manifests] == ["whole", way]
+    numbers = [pd.read_csv(folder / "figures" / "cosines.csv") for folder in (whole, out)]
+    if way == "slices":
+        pd.testing.assert_frame_equal(*numbers, rtol=1e-5)
+    else:
+        assert "gradient_share_error" in (out / "figures" / "summary.txt").read_text()
+
+
 def test_a_command_alone_shows_what_there_is(run):
     outcome = run()
     assert outcome.status == 2 and "gradscope" in outcome.err

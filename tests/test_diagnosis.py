@@ -220,6 +220,22 @@ def test_a_small_memory_keeps_every_prompt_apart_and_the_page_says_how(policy, b
                     assert found == pytest.approx(expected, rel=0.2)
 
 
+def test_what_does_not_fit_into_the_minutes_is_left_out_and_the_rest_is_the_same(policy, batch, table, whole):
+    state = warm_state(policy)
+    for held in state["state"].values():
+        held["step"] = torch.tensor(7.0)
+    settings = replace(whole.settings, minutes=1e-9)
+    short = diagnose(policy, batch, table, settings=settings, optimizer_state=state)
+    for part in ("influence", "movement", "adamw_cosines"):
+        assert getattr(short, part) is None and getattr(whole, part) is not None
+    assert sum(note.startswith("Left out") for note in short.notes) == 4
+    kept = [metric for metric in whole.statistics["metric"].unique() if metric == "raw"]
+    ours, theirs = (d.statistics[d.statistics["metric"].isin(kept)].reset_index(drop=True) for d in (short, whole))
+    pd.testing.assert_frame_equal(ours, theirs)
+    long = diagnose(policy, batch, table, settings=replace(settings, minutes=1e9), optimizer_state=state)
+    pd.testing.assert_frame_equal(long.statistics, whole.statistics)
+
+
 def test_who_moves_whom_and_both_kinds_of_directions_are_those_of_the_parts_themselves(policy, batch, whole):
     state = warm_state(policy)
     for held in state["state"].values():

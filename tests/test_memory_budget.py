@@ -418,10 +418,10 @@ def sums(prompts, vectors, memory, way):
     found = sum_gradients(policy, batch, seeds, memory=memory, micro_batch_size=2, generator=generator, way=way)
     assert found.plan.way == way, found.plan
 
-MEMORY = {"slices": 2 * size, "sketches": size // 2}
-calls = {"warm": lambda: sums(2, 2, 1 << 40, "whole")}
+MEMORY = {"slices": 2 * size, "sketches": 5 * size // 4}
+calls = {"warm": lambda: sums(1, 1, 2 * size, "sketches")}
 for way, memory in MEMORY.items():
-    for prompts, vectors in ((2, 2), (8, 2), (2, 8)):
+    for prompts, vectors in ((2, 2), (6, 5)):
         calls[f"{way} {prompts} {vectors}"] = lambda p=prompts, v=vectors, m=memory, w=way: sums(p, v, m, w)
 """
 
@@ -435,7 +435,7 @@ def test_summed_gradients_keep_to_their_budget_however_many_prompts_and_vectors(
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = {name: float(value) for name, value in (line.split("=") for line in done.stdout.splitlines())}
-    for way, budget in (("slices", 2.0), ("sketches", 0.5)):
-        for case in ("2 2", "8 2", "2 8"):
-            # A whole set of vectors is 4 to 16 in this unit; the passes' own activations are a tenth.
-            assert found[f"{way} {case}"] < budget + 0.25, found
+    for way, budget in (("slices", 2.0), ("sketches", 1.25)):
+        # A whole set of vectors would be 4 and 30 in this unit; the passes' own activations are a tenth or two.
+        assert found[f"{way} 6 5"] < found[f"{way} 2 2"] + 0.4, found
+        assert max(found[f"{way} 6 5"], found[f"{way} 2 2"]) < budget + 0.5, found
