@@ -94,7 +94,9 @@ def greedy_rows() -> list[dict]:
 
 
 def test_of_a_stratified_sample_the_sums_are_scaled_and_the_page_says_how_many_norms_are_known(diagnosed):
-    table, statistics, page = diagnosed(native_rows(), "--tokens-per-interval", "3", "--no-recommend")
+    table, statistics, page = diagnosed(
+        native_rows(), "--tokens-per-interval", "3", "--sample", "stratified", "--no-recommend"
+    )
     known = table[table["param_grad_norm"].notna()]
     assert (known["interval"].value_counts() <= 3).all() and len(known) < len(table)
     assert f"The norms of {len(known)} of {len(table)} tokens are known" in page and "3 of each interval" in page
