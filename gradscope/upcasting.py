@@ -43,6 +43,8 @@ def upcast_on_use(model: nn.Module) -> None:
     """
     if not any(p.dtype in HALF for p in model.parameters()):
         return
+    if not hasattr(Tensor, "grad_dtype"):  # else gradients would be rounded without a word
+        raise _refusal(model, f"torch {torch.__version__} gives half-precision weights no float32 gradients")
     for module in model.modules():
         _widen_buffers(model, module)
     setattr(model, _MARK, True)
@@ -123,14 +125,14 @@ class _Upcast:
         module = self.owner()
         own, forward = module._parameters, self.replaced or partial(type(module).forward, module)
         halves = {name: p for name, p in own.items() if p is not None and p.dtype in HALF}
-        if type(module) is nn.Embedding and halves and module.max_norm is None:
+        if type(module) is nn.Embedding and halves and module.max_norm is None and self.replaced is None:
             return _look_up(module, halves["weight"], *args)
         copies: dict[int, Tensor] = {}  # by where a copy lies, its source
         try:
             for name, source in halves.items():
-                own[name] = copy = _to_float32(source)
-                if torch.is_grad_enabled() and copy.stride() == source.stride():
-                    copies[copy.untyped_storage().data_ptr()] = source.detach()
+                own[name] = wide = _to_float32(source)
+                if torch.is_grad_enabled() and wide.stride() == source.stride():
+                    copies[wide.untyped_storage().data_ptr()] = source.detach()
             if not copies:
                 return forward(*args, **kwargs)
 

@@ -12,6 +12,7 @@ import handmade
 import pandas as pd
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from oracle import as_policy, measure_all, sequences
 from test_peft_adapters import save_adapter
 from tiny import CAUSAL, VOCAB, make_batch, make_model, make_responses, save_checkpoint, write_jsonl
@@ -187,6 +188,22 @@ def test_one_copy_of_a_matrix_is_alive_at_a_time_and_none_waits_for_the_backward
         made = len(copies.seen)
         torch.autograd.grad(logits.sum(), list(model.parameters()))
         assert len(copies.seen) > made and copies.most <= 2 and not copies.alive
+
+
+def test_modules_whose_forward_accelerate_wraps_are_upcast_too(halves):
+    whole, upcast = both(halves / "llama", device_map={"model": "cpu", "lm_head": "cpu"})
+    add_hook_to_module(upcast.model.lm_head, AlignDevicesHook("cpu"))  # one that comes later keeps upcasting inside
+    assert {p.dtype for p in upcast.model.parameters()} == {torch.bfloat16}
+    ids = torch.arange(4, 12)[None]
+    assert torch.equal(upcast.model(input_ids=ids).logits, whole.model(input_ids=ids).logits)
+    wrapped = make_model("llama", dtype=torch.bfloat16)
+    for module in (wrapped.lm_head, wrapped.model.embed_tokens, wrapped.model.layers[0].mlp.up_proj):
+        add_hook_to_module(module, AlignDevicesHook("cpu"))
+    upcast_on_use(wrapped)
+    # Another attention's order of sums.
+    torch.testing.assert_close(wrapped(input_ids=ids).logits, whole.model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+    ours, theirs = (measure_all(as_policy(m), ids[0], torch.arange(4, 8)) for m in (wrapped, whole.model))
+    torch.testing.assert_close(ours.param_grad_norm, theirs.param_grad_norm, rtol=ROUNDING, atol=0.0)
 
 
 def test_weights_come_back_when_a_forward_raises(halves):
