@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+
 import psutil
 import torch
 
@@ -45,3 +48,10 @@ def free_memory(device: torch.device) -> int:
 def gradient_budget(device: torch.device) -> int:
     """Bytes that summed gradients may take, where nobody says how many."""
     return int(GRADIENT_SHARE * free_memory(device))
+
+
+def return_freed_memory() -> None:
+    """Give the system back what the C library keeps of freed memory; nothing where it cannot be asked to (glibc can)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)

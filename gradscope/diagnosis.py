@@ -25,7 +25,7 @@ from gradscope.adamw_state import AdamWState
 from gradscope.batch import TokenBatch
 from gradscope.batch_logprobs import batch_statistics
 from gradscope.capture import measuring
-from gradscope.devices import gradient_budget
+from gradscope.devices import gradient_budget, return_freed_memory
 from gradscope.diagnosis_notes import check_table, has_gradient, note_limits, telling_prompts
 from gradscope.diagnosis_result import LARGE, Diagnosis, DiagnosisSettings
 from gradscope.diagnosis_rows import join_rows, make_rows, one_row
@@ -183,6 +183,7 @@ class _Work:
         )
         if found.plan.way != "whole":
             self.notes.append(f"{str(found.plan).capitalize()}.")
+        return_freed_memory()
         by_prompt = self.table.groupby("group")["interval"].value_counts().unstack(fill_value=0)
         counts = by_prompt.reindex(columns=range(size), fill_value=0).to_numpy(np.float64)
         for products, metric in ((found.raw, "raw"), (found.adamw, "adamw")):
@@ -329,6 +330,7 @@ class _Work:
             self.parts[name] = make()
         except (InputError, torch.OutOfMemoryError) as error:
             self.notes.append(f"Left out: {what} ({first_line(error)}).")
+        return_freed_memory()
 
     def _count_rows(self) -> pd.DataFrame:
         found = np.full((3, len(self.labels)), np.nan)
