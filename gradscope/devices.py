@@ -51,7 +51,7 @@ def gradient_budget(device: torch.device) -> int:
 
 
 def return_freed_memory() -> None:
-    """Give the system back what the C library keeps of freed memory; nothing where it cannot be asked to (glibc can)."""
+    """Give the system back what the C library keeps of freed memory, where it can be asked to, as glibc can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
