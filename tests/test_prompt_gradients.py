@@ -287,3 +287,20 @@ def test_a_budget_that_holds_nothing_is_refused_with_what_is_wanted():
         plan_sums(SIZES, rows=4, held=16, memory=1 << 20)
     wanted = int(re.search(r"--gradient-memory (\d+)", str(refused.value))[1])
     assert plan_sums(SIZES, rows=4, held=16, memory=wanted).memory == wanted
+
+
+@pytest.mark.parametrize("way", ["whole", "slices", "sketches"])
+def test_weights_that_are_upcast_give_the_gradients_of_their_float32_copies(way, tmp_path):
+    make_policy("qwen2", torch.bfloat16).model.save_pretrained(tmp_path)
+    half, whole = (load_policy(tmp_path, dtype=dtype) for dtype in ("upcast", "float32"))
+    batch = make_batch(whole)
+    width = 1000 if way == "slices" else None
+    ours, theirs = (make_source(policy, batch, way, width=width) for policy in (half, whole))
+    if way == "sketches":
+        found, expected = (
+            torch.cat([v.clone() for _, vectors in source.parts() for _, v in vectors]) for source in (ours, theirs)
+        )
+    else:
+        found, expected = collect(ours), collect(theirs)
+    assert found.dtype == torch.float32
+    assert distance(found, expected.double()) < 1e-5
