@@ -211,13 +211,19 @@ class _Work:
         one_by_one = vector_bytes(self.policy.model) * size > self.memory
         cost = influence_cost(self.step, s.loss, num_intervals=size, one_by_one=one_by_one)
         moves = s.actual_step and self._affords("the actual step", update_cost())
-        if s.influence_tokens is not None and self._affords("who moves whom", cost):
-            self._keep("influence", self._predict, "who moves whom")
+        if s.influence_tokens is not None:
+            # A step on fewer prompts, where that on all takes too long.
+            budget, least = self._tokens_in_time(cost), int(self.table["group"].value_counts().min())
+            if budget < min(s.influence_tokens, least):
+                self._leave_out("who moves whom", cost * least / self.batch.num_tokens)
+            else:
+                budget = min(s.influence_tokens, budget)
+                self._spend(cost * min(1.0, budget / self.batch.num_tokens))
+                self._keep("influence", lambda: self._predict(budget), "who moves whom")
         if moves:
             self._keep("movement", self._move, "the actual step")
 
-    def _predict(self) -> pd.DataFrame:
-        budget = self.settings.influence_tokens
+    def _predict(self, budget: int) -> pd.DataFrame:
         rows = steps.within_budget(self.batch, budget, generator=self._generator(4))
         batch = self.batch.select(rows)
         if len(rows) < len(self.batch):
@@ -300,17 +306,27 @@ class _Work:
         if self._in_time(forward_passes):
             self._spend(forward_passes)
             return True
+        self._leave_out(what, forward_passes)
+        return False
+
+    def _leave_out(self, what: str, forward_passes: float) -> None:
         wanted = (self.spent + forward_passes) * self.pass_seconds / 60
         self.notes.append(
             f"Left out: {what} (about {forward_passes:.0f} forward passes over the batch, of "
             f"{self.pass_seconds:.3g} s each; with {math.ceil(wanted)} minutes for gradients and steps it is made)."
         )
-        return False
 
     def _in_time(self, forward_passes: float) -> bool:
         if self.settings.minutes is None:
             return True
         return (self.spent + forward_passes) * self.pass_seconds <= 60 * self.settings.minutes
+
+    def _tokens_in_time(self, forward_passes: float) -> int:
+        """Tokens of a batch that is as much smaller than this one as so many forward passes over it are too many."""
+        if self.settings.minutes is None:
+            return self.settings.influence_tokens
+        left = 60 * self.settings.minutes / self.pass_seconds - self.spent
+        return max(0, int(left / forward_passes * self.batch.num_tokens))
 
     def _spend(self, forward_passes: float) -> None:
         self.spent += forward_passes
