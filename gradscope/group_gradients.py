@@ -201,8 +201,8 @@ class _Products:
             sums = zero_vectors(source.model, 0).new_zeros(2, size, part.size)
             for prompt, found in vectors:
                 sums[halves[prompt]] += found
-                every = torch.cat([found, found.sum(0, keepdim=True)])
-                squares += [[square_norm(v) for v in block] for block in every.chunk(blocks, dim=1)]
+                for row, vector in enumerate((*found, found.sum(0))):
+                    squares[:, row] += [square_norm(block) for block in vector.chunk(blocks)]
             products += np.stack([gram(block).numpy() for block in sums.flatten(0, 1).chunk(blocks, dim=1)])
         return cls(products.reshape(blocks, 2, size, 2, size), squares, len(halves))
 
