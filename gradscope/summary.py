@@ -189,7 +189,7 @@ def summarize_measurement(
         intervals = torch.zeros(batch.input_ids.shape, dtype=torch.long)
         intervals[batch.response_mask] = torch.tensor(table["interval"].tolist())
         gradients = interval_gradients(
-            policy, batch, settings=settings.loss, intervals=intervals, memory=memory, progress=progress
+            policy, batch, settings=settings.loss, intervals=intervals, memory=memory, way=way, progress=progress
         )
     rng = np.random.default_rng(settings.seed)
     constants = None

@@ -319,14 +319,17 @@ def test_a_budget_that_holds_no_gradient_is_refused_before_anything_is_measured(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("memory", "way"), [("1MiB", "slices"), ("250KiB", "sketches")])
+@pytest.mark.parametrize(
+    ("flags", "way"),
+    [(["1MiB"], "slices"), (["250KiB"], "sketches"), (["1MiB", "--minutes", "0.001"], "sketches")],
+)
 def test_a_small_budget_changes_how_gradients_are_summed_and_the_run_says_how(
-    run, model, rollouts, tmp_path, memory, way
+    run, model, rollouts, tmp_path, flags, way
 ):
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert run("measure", model, rollouts, "--out", whole).status == 0
-    outcome = run("measure", model, rollouts, "--out", out, "--gradient-memory", memory)
-    assert outcome.status == 0 and way in outcome.out.splitlines()[0]
+    outcome = run("measure", model, rollouts, "--out", out, "--gradient-memory", *flags)
+    assert outcome.status == 0 and way in outcome.out
     manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (whole, out)]
     assert [m["summed_gradients"]["way"] for m in manifests] == ["whole", way]
     numbers = [pd.read_csv(folder / "figures" / "cosines.csv") for folder in (whole, out)]
