@@ -66,7 +66,7 @@ class Summary:
             legend += "; mean_norm: of ‖g‖, with a 95 % interval over prompts"
         parts = [self.sentences(), f"{table}\n{legend}"]
         if self.gradients is not None:
-            if self.gradients.plan.way != "whole":
+            if self.gradients.plan is not None and self.gradients.plan.way != "whole":
                 parts.append(f"{self.gradients.plan}.")
             matrix = self.gradients.cosines.set_axis(interval_labels(), axis=0).set_axis(interval_labels(), axis=1)
             parts += [
