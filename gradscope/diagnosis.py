@@ -313,7 +313,8 @@ class _Work:
         wanted = (self.spent + forward_passes) * self.pass_seconds / 60
         self.notes.append(
             f"Left out: {what} (about {forward_passes:.0f} forward passes over the batch, of "
-            f"{self.pass_seconds:.3g} s each; with {math.ceil(wanted)} minutes for gradients and steps it is made)."
+            f"{self.pass_seconds:.3g} s each: gradients and steps would take {math.ceil(wanted)} minutes with it, and "
+            f"have {self.settings.minutes:.3g})."
         )
 
     def _in_time(self, forward_passes: float) -> bool:
