@@ -3,7 +3,8 @@
 g_{p,a} is prompt p's part of G_a, the gradient of the loss over the tokens of interval a; G = Σ_a G_a. All numbers are
 inner products ⟨g_{p,a}, g_{q,b}⟩, one matrix [n·A, n·A], so that prompts can be redrawn without another backward pass.
 Memory besides the model: n·A vectors as long as the parameters or, where that is over the budget, as a slice of them or
-as their sketches (`prompt_gradients`). What sketches add to the error of a number is in its bounds.
+as their sketches (`prompt_gradients`). What sketches add to the error of shares, ratios, cosines with G, indices
+and signals is in their bounds; norms, noise and the cosines between intervals have none.
 
 **Shares, cosines and indices** have bounds from redrawn prompts. A redrawn batch has about twice the noise, which lifts
 squared norms and pulls shares towards those of the noise: so the percentiles are moved by the bootstrap's own bias, and
@@ -108,6 +109,7 @@ def sum_gradients(
     if source.plan.way == "whole":
         adamw = Products(block_products(vectors.mul_(scale.to(vectors))))
     else:
+        vectors = None  # the last part's make room
         adamw, _ = _multiply(source, len(prompts), scale=scale)
     del vectors
     if sign_passes is None:

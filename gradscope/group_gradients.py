@@ -58,7 +58,7 @@ class IntervalGradients:
     num_prompts: int
     settings: LossSettings
     plan: SumsPlan | None = None
-    """How the gradients were made; of sketches each number of the tables has its standard error, NAME_error."""
+    """How the gradients were made; of sketches each number of `table` has its standard error, NAME_error."""
     adamw_table: pd.DataFrame | None = None
     """The same columns in the metric of the AdamW update (see AdamWState); None without an optimizer state."""
     adamw_cosines: pd.DataFrame | None = None

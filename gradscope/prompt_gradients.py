@@ -262,7 +262,7 @@ class PromptGradients:
     def parts(
         self, scale: Float[Tensor, " P"] | None = None, total: Float[Tensor, " P"] | None = None
     ) -> Iterator[tuple[Part, Iterator[tuple[int, Float[Tensor, "R size"]]]]]:
-        """(part, its vectors): for each part, the prompts' numbers and vectors, which the next one overwrites.
+        """(part, its vectors): for each part, the prompts' numbers and vectors, to be read once.
 
         scale: what each entry is multiplied by. total: gets the sum of all vectors, before it is scaled. What is said
         of one part has to be read to its end before the next.

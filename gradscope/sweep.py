@@ -92,7 +92,7 @@ class Sweep:
         def enter(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # A copy: a block may add to its input in place.
             passed.hidden.append(block_input(args, kwargs).detach().clone())
-            passed.calls.append((args, kwargs))
+            passed.calls.append(_replace_input(args, kwargs, None))
 
         def leave(_block: nn.Module, _args: Any, output: Any) -> None:
             if len(passed.outputs) == len(self.blocks) - 1:
@@ -221,7 +221,7 @@ def _put_first(output: Any, hidden: Tensor | None) -> Any:
 
 
 def _replace_input(
-    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
