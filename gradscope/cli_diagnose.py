@@ -25,12 +25,12 @@ from gradscope.cli_diagnose_pages import (
     trend_folder,
     write_trend,
 )
-from gradscope.cli_measure import AFTERWARDS, Measure, Measured
+from gradscope.cli_measure import Measure, Measured
 from gradscope.cli_sample import Sample
 from gradscope.cli_shared import DeviceFlag, FormatFlag, MeasuredDtypeFlag, MemoryFlag, check_no_plan
 from gradscope.diagnosis_result import DiagnosisSettings
 from gradscope.errors import InputError
-from gradscope.measure_settings import MeasureSettings, settle_minutes
+from gradscope.measure_settings import AFTERWARDS, MeasureSettings, settle_minutes
 from gradscope.models import EMBEDDED, Policy, checkpoint_step, weights_hash
 from gradscope.readers import Dump
 from gradscope.readers.dump import keep_own_step
@@ -47,6 +47,9 @@ class MeasureOwn(Measure):
     keeps_prompts: ClassVar[bool] = True
     optimizer_state: Path | None = None
     """An optimizer's file that must be of this policy."""
+
+    def has_metric(self, policy: Policy) -> bool:
+        return (self.optimizer_state or find_policy_state(policy)) is not None
 
     def settle(self, policy: Policy, device: str) -> MeasureSettings:
         return settle_minutes(self.settings, policy, device)
@@ -126,6 +129,8 @@ class Diagnose:
     """Only print what the measuring would take: FLOPs, seconds, memory; nothing is written."""
     machine: str | None = None
     """With --plan: seconds on a GPU that is not here, h200, h100 or a100; none: on this machine, tried for a second."""
+    processes: int | None = None
+    """With --plan: of a launch of so many processes, with a device for each."""
 
     def run(self) -> None:
         self._check()
@@ -133,7 +138,7 @@ class Diagnose:
             for model, rollouts in self._pairs():
                 self._measure(model, rollouts, None).run()
             return
-        check_no_plan(machine=self.machine)
+        check_no_plan(machine=self.machine, processes=self.processes)
         for folder in name_folders(self.model, self.out) if self.model else [self.out]:
             check_results(folder, RESULTS)
         if not self.model:
@@ -222,14 +227,13 @@ class Diagnose:
         if rollouts is None:
             rollouts = self._sample(model, folder)
         measured = self._measure(model, rollouts, folder).measure()
-        if not measured.is_main:
-            return False
-        drawn = self._drawn(measured)
-        if measured.folder.manifest.get("diagnosis") == drawn and (folder / PAGE).is_file():
-            print(f"already diagnosed with these arguments: {folder / PAGE}")
-        else:
+        processes, drawn = measured.processes, self._drawn(measured)
+        found = measured.folder.manifest.get("diagnosis") == drawn and (folder / PAGE).is_file()
+        if not processes.gather([found])[0]:
             self._write(model, measured, drawn)
-        return True
+        elif processes.is_main:
+            print(f"already diagnosed with these arguments: {folder / PAGE}")
+        return processes.is_main
 
     def _sample(self, model: str, folder: Path) -> Path:
         """Rollouts in the run's folder, under a name of their own for every way to sample them."""
@@ -248,7 +252,7 @@ class Diagnose:
 
     def _measure(self, model: str, rollouts: Path, folder: Path | None) -> Measure:
         names = ("settings", "params", "base", "trust_remote_code", "device_map", "blocks", "dtype", "device")
-        names += ("overwrite", "plan", "machine", "format", "step", "optimizer_state", "gradient_memory")
+        names += ("overwrite", "plan", "machine", "format", "step", "optimizer_state", "gradient_memory", "processes")
         return MeasureOwn(model, rollouts, folder, **{name: getattr(self, name) for name in names})
 
     def _diagnosis_settings(self, measured: Measured | None = None) -> DiagnosisSettings:
@@ -292,10 +296,13 @@ class Diagnose:
             policy,
             batch,
             measured.read_table(),
-            settings=replace(self._diagnosis_settings(measured), step=step),
+            settings=replace(self._diagnosis_settings(measured), step=step, gradient_memory=measured.gradient_memory),
             optimizer_state=state,
-            progress=sys.stderr.isatty(),
+            processes=measured.processes,
+            progress=measured.processes.is_main and sys.stderr.isatty(),
         )
+        if found is None:
+            return
         facts = make_facts(model, measured) | {"optimizer state": "none" if state is None else "AdamW's, saved"}
         facts |= {"step that is shown": describe_step(found.step)}
         said = (*(note for note in measured.dump.notes if note != ON_POLICY), *notes)

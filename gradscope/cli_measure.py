@@ -33,10 +33,11 @@ from gradscope.intervals import interval_labels
 from gradscope.launched import join_launch
 from gradscope.machine_speed import describe_seconds
 from gradscope.measure_rounds import PILOT, Round, Stopwatch, join_rounds, measure_rounds
-from gradscope.measure_settings import BUDGET, MeasureSettings
+from gradscope.measure_settings import AFTERWARDS, BUDGET, MeasureSettings
 from gradscope.models import Policy, find_device, hash_ahead
 from gradscope.norm_estimates import interval_norms
-from gradscope.prompt_gradients import SumsPlan, Way, plan_batch_sums
+from gradscope.processes import Processes
+from gradscope.prompt_gradients import SumsPlan, Way, own_rows, plan_batch_sums
 from gradscope.readers import Dump
 from gradscope.readers.formats import NO_TEMPERATURE
 from gradscope.run_folder import RunFolder, is_table, library_versions, write_parquet, write_text
@@ -47,8 +48,6 @@ from gradscope.upcasting import precision_in_words
 SUMMARY = "figures/summary.txt"
 """Where in its folder a run keeps the summary that it prints."""
 TABLE = "tokens.parquet"
-AFTERWARDS = 0.6
-"""Most of --minutes that is kept for what sums gradients once the table is made."""
 
 
 def describe_speedup(speedup: float) -> str:
@@ -69,11 +68,17 @@ class Measured:
     dump: Dump
     measurement: TableMeasurement
     folder: RunFolder
+    gradient_memory: int
+    """Bytes for summed gradients, the same in all processes."""
 
     @property
-    def is_main(self) -> bool:
-        """Whether this process is the one that goes on with the table."""
-        return self.measurement.processes.is_main
+    def processes(self) -> Processes:
+        return self.measurement.processes
+
+    @property
+    def pass_seconds(self) -> float | None:
+        """That a forward pass over the batch took in one process, maybe in an earlier run; None: it is not known."""
+        return self.measurement.pass_seconds or (self.folder.manifest or {}).get("pass_seconds")
 
     def read_table(self) -> pd.DataFrame:
         return pd.read_parquet(self.folder.folder / TABLE)
@@ -128,6 +133,8 @@ class Measure:
     """Only print what this would take: FLOPs, seconds, memory; no weights are loaded, nothing is written."""
     machine: str | None = None
     """With --plan: seconds on a GPU that is not here, h200, h100 or a100; none: on this machine, tried for a second."""
+    processes: int | None = None
+    """With --plan: of a launch of so many processes, with a device for each."""
     format: FormatFlag = None
     """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
     step: int | None = None
@@ -140,11 +147,12 @@ class Measure:
         if self.plan:
             self._plan()
             return
-        check_no_plan(machine=self.machine)
+        check_no_plan(machine=self.machine, processes=self.processes)
         self._check_constants()
         measured = self.measure()
-        if self.figures and measured.is_main:
+        if self.figures:
             self._draw(measured)
+        if self.figures and measured.processes.is_main:
             print(f"figures: {self.out / 'figures'}\n\n{(self.out / SUMMARY).read_text(encoding='utf-8').rstrip()}")
 
     def measure(self) -> Measured:
@@ -163,19 +171,25 @@ class Measure:
             measurement = TableMeasurement(
                 policy, dump.batch, self.settle(policy, policy.device.type), processes=processes, **cut
             )
-            sums = self.plan_sums(policy, measurement.batch)
+            # What is free differs by process and by moment; all later looks are at this number.
+            budget = gradient_budget(policy.device, processes.count) if self.gradient_memory is None else None
+            memory = self.gradient_memory if budget is None else min(processes.gather([budget]))
+            sums = self.plan_sums(policy, measurement.batch, memory)
             folder = RunFolder(self.out, self._key(policy, measurement.settings))
             found = folder.look(overwrite=self.overwrite) if processes.is_main else None
-        measured = Measured(policy, dump, measurement, folder)
+        measured = Measured(policy, dump, measurement, folder, memory)
         if processes.is_main:
             print_notes(dump.notes)
             if sums is not None and sums.way != "whole":
                 print(sums)
         if processes.gather([found])[0] != "finished":
             self._measure(measured, watch)
-        elif processes.is_main:
+            processes.gather([None])  # the table is there
+            return measured
+        with processes.together():
             if not is_table(self.out / TABLE):
                 raise InputError(f"{self.out / TABLE} is missing or cannot be read; --overwrite measures again")
+        if processes.is_main:
             print(f"already measured with these arguments: {self.out / TABLE}")
         return measured
 
@@ -192,33 +206,38 @@ class Measure:
             return dump
         return replace(dump, notes=tuple(note for note in dump.notes if note != NO_TEMPERATURE))
 
-    def plan_sums(self, policy: Policy, batch: TokenBatch) -> SumsPlan | None:
+    def has_metric(self, policy: Policy) -> bool:
+        """Whether summed gradients are also made in AdamW's metric."""
+        return False
+
+    def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
         """How the summed gradients will be made; None if there are none. InputError where they do not fit."""
         if not self.figures or (batch.advantages is None and batch.rewards is None):
             return None
-        return plan_batch_sums(policy, batch, memory=self.budget(policy), keeps_prompts=self.keeps_prompts)
+        kept = {"keeps_prompts": self.keeps_prompts, "metric": self.has_metric(policy)}
+        return plan_batch_sums(policy, batch, memory=memory, **kept)
 
-    def reserve(self, measurement: TableMeasurement) -> float:
+    def reserve(self, measured: Measured) -> float:
         """Seconds of the minutes that what follows the table takes."""
-        most, sums = (
-            60 * AFTERWARDS * measurement.settings.minutes,
-            self.plan_sums(measurement.policy, measurement.batch),
-        )
-        if sums is None:
+        most, seconds = 60 * AFTERWARDS * measured.measurement.settings.minutes, self.sums_seconds(measured)
+        if seconds is None:
             return 0.0
-        return most if self.keeps_prompts else min(most, sums.forward_passes * measurement.pass_seconds)
+        return most if self.keeps_prompts else min(most, seconds)
 
-    def sums_way(self, measurement: TableMeasurement) -> Way | None:
-        """Sketches, if exact slices would take longer than the minutes have for them; None: as the budget says."""
-        minutes, seconds = measurement.settings.minutes, measurement.pass_seconds
-        sums = self.plan_sums(measurement.policy, measurement.batch)
-        if None in (minutes, seconds, sums) or sums.way != "slices":
+    def sums_seconds(self, measured: Measured) -> float | None:
+        """That the summed gradients take as the budget says; None where it is not known, or where there are none."""
+        policy, batch = measured.policy, measured.measurement.batch
+        sums = self.plan_sums(policy, batch, measured.gradient_memory)
+        if sums is None or measured.pass_seconds is None:
             return None
-        return "sketches" if sums.forward_passes * seconds > 60 * AFTERWARDS * minutes else None
+        return sums.forward_passes * measured.pass_seconds / min(measured.processes.count, len(own_rows(batch)))
 
-    def budget(self, policy: Policy) -> int:
-        """Bytes for summed gradients."""
-        return gradient_budget(policy.device) if self.gradient_memory is None else self.gradient_memory
+    def sums_way(self, measured: Measured) -> Way | None:
+        """Sketches, if what the budget says would take longer than the minutes have for it; None: as it says."""
+        minutes, seconds = measured.measurement.settings.minutes, self.sums_seconds(measured)
+        if minutes is None or seconds is None or seconds <= 60 * AFTERWARDS * minutes:
+            return None
+        return "sketches"
 
     def _check_constants(self) -> None:
         if self.constants < 0:
@@ -237,6 +256,7 @@ class Measure:
             raise InputError("a plan is of all parameters; leave out --params adapter, or --plan")
         names = ("dtype", "device", "machine", "chunk_rows", "chunk_memory", "gradient_memory", "keeps_prompts")
         given = {name: getattr(self, name) for name in names}
+        given["processes"] = 1 if self.processes is None else self.processes
         policy = outline_policy(find_whole(self.model, self.base), self.blocks)
         kind = "cuda" if self.machine is not None else torch.device(find_device(self.device)).type
         print(plan_batch(policy, self.read(policy).batch, self.settle(policy, kind), **given))
@@ -267,7 +287,7 @@ class Measure:
                     self._announce(measurement, resumed=folder.open(overwrite=self.overwrite))
             rounds = []
             if measurement.settings.minutes is not None:
-                rounds = self._measure_rounds(measurement, folder, watch)
+                rounds = self._measure_rounds(measured, watch)
             else:
                 left = [row for row in range(count) if not folder.has_part(row)] if processes.is_main else []
                 with processes.together():
@@ -318,8 +338,9 @@ class Measure:
                         folder.write_part(row, frame)
                         bar.update(counts[row])
 
-    def _measure_rounds(self, measurement: TableMeasurement, folder: RunFolder, watch: Stopwatch) -> list[Round]:
+    def _measure_rounds(self, measured: Measured, watch: Stopwatch) -> list[Round]:
         """All rounds, those of an interrupted run among them; each is written when it has ended."""
+        measurement, folder = measured.measurement, measured.folder
         finished, processes = [], measurement.processes
         while processes.is_main and folder.has_part(len(finished)):
             finished.append(Round.of_part(pd.read_parquet(folder.part(len(finished)))))
@@ -330,7 +351,7 @@ class Measure:
                 "measured all the same; give more minutes for more"
             )
         show = processes.is_main and sys.stderr.isatty()
-        reserve = self.reserve(measurement)
+        reserve = self.reserve(measured)
         for done in measure_rounds(measurement, watch, tuple(rounds), reserve=reserve, progress=show):
             if processes.is_main:
                 folder.write_part(len(rounds), done.to_part())
@@ -338,26 +359,37 @@ class Measure:
         return rounds
 
     def _draw(self, measured: Measured) -> None:
-        """Add figures and summary to a finished run, unless they are there: the table is safe by then."""
+        """Add figures and summary to a finished run, unless they are there: the table is safe by then.
+
+        Of several processes all sum gradients, and the main one goes on.
+        """
         from gradscope.summary import summarize_measurement, write_figures
 
         folder, policy, measurement = measured.folder, measured.policy, measured.measurement
+        processes, progress = measured.processes, measured.processes.is_main and sys.stderr.isatty()
         drawn = {"constants": self.constants, "gradient_memory": self.gradient_memory}
-        if folder.manifest.get("figures") == drawn and (self.out / SUMMARY).is_file():
+        found = folder.manifest.get("figures") == drawn and (self.out / SUMMARY).is_file()
+        if processes.gather([found])[0]:
             return
-        table, progress = measured.read_table(), sys.stderr.isatty()
-        with folder.writing():
-            folder.stage()
+        with ExitStack() as held:
+            with processes.together():
+                if processes.is_main:
+                    held.enter_context(folder.writing())
+                    folder.stage()
+            table = measured.read_table()
             summary = summarize_measurement(
                 policy,
                 measurement.batch,
                 table,
                 measurement.settings,
-                contexts=self.constants,
-                memory=self.budget(policy),
-                way=self.sums_way(measurement),
+                contexts=self.constants if processes.is_main else 0,
+                memory=measured.gradient_memory,
+                way=self.sums_way(measured),
+                processes=processes,
                 progress=progress,
             )
+            if not processes.is_main:
+                return
             write_figures(folder.staged / "figures", policy, table, summary, progress=progress)
             told = {} if summary.gradients is None else {"summed_gradients": asdict(summary.gradients.plan)}
             folder.close(folder.manifest | {"figures": drawn, **told})
@@ -384,6 +416,7 @@ class Measure:
             "device_map": getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None,
             "processes": measurement.processes.count,
             "threads": torch.get_num_threads(),
+            "pass_seconds": measured.pass_seconds,
             "self_check": "off" if check is None else asdict(check),
             "engine": {
                 "blocks": policy.blocks_name,

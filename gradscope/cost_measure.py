@@ -156,13 +156,19 @@ def measure_work(
 
 
 def _check_work(shape: ModelShape, responses: Sequence[Response], longest: Work) -> Work:
-    """The self-check's, of tokens as drawn or, of a large policy, of few with short prefixes."""
+    """The self-check's."""
+    passes, light = _check_passes(shape, responses)
+    prefixes = [prefix for response in responses for prefix in response.prefixes]
+    return (forward_work(shape, Piece(1, min(prefixes), 0)) if light else longest) * passes
+
+
+def _check_passes(shape: ModelShape, responses: Sequence[Response]) -> tuple[Number, bool]:
+    """Forward passes that the self-check takes, and whether it is light: of few tokens with short prefixes."""
     prefixes = [prefix for response in responses for prefix in response.prefixes]
     count = min(CHECKED, len(prefixes))
     if 6 * shape.parameters * count * sum(prefixes) <= LIGHT * max(1, len(prefixes)):
-        return longest * (CHECK_PASSES * count)
-    shortest = forward_work(shape, Piece(1, min(prefixes), 0))
-    return shortest * (LIGHT_START + LIGHT_PASSES * min(CHECKED // CHECKED_EACH, len(prefixes)))
+        return CHECK_PASSES * count, False
+    return LIGHT_START + LIGHT_PASSES * min(CHECKED // CHECKED_EACH, len(prefixes)), True
 
 
 def upcast_work(
@@ -179,10 +185,9 @@ def upcast_work(
     cut = {"engine": engine, "rows": rows, "memory": memory, "device": device}
     groups = group_responses(shape, responses, **cut)
     runs = sum(1 for group in groups for _ in split_chunks(shape, group, **cut))
-    checked = min(CHECKED, sum(len(response.prefixes) for response in responses)) if self_check else 0
     # Twice of a run along the graph, which goes forward, too; of the head's pass both ways.
     passes = len(responses) + 2 * len(groups) + (1 if engine.by_rules else 2) * runs
-    passes += WHOLE_PASSES + CHECK_PASSES * checked
+    passes += WHOLE_PASSES + (_check_passes(shape, responses)[0] if self_check else 0)
     return Work(moved=(2 + 4) * shape.parameters * passes)
 
 

@@ -45,9 +45,9 @@ def free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
-def gradient_budget(device: torch.device) -> int:
-    """Bytes that summed gradients may take, where nobody says how many."""
-    return int(GRADIENT_SHARE * free_memory(device))
+def gradient_budget(device: torch.device, processes: int = 1) -> int:
+    """Bytes that summed gradients may take in each of so many processes, where nobody says how many."""
+    return int(GRADIENT_SHARE * free_memory(device) / (processes if device.type == "cpu" else 1))
 
 
 def return_freed_memory() -> None:

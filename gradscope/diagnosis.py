@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -31,15 +30,15 @@ from gradscope.diagnosis_result import LARGE, Diagnosis, DiagnosisSettings
 from gradscope.diagnosis_rows import join_rows, make_rows, one_row
 from gradscope.drivers import regress_norms
 from gradscope.errors import InputError, first_line
-from gradscope.influence import influence, influence_cost, moved_against
+from gradscope.influence import fits_at_once, influence, influence_cost, moved_against
 from gradscope.intervals import interval_labels
 from gradscope.models import Policy
-from gradscope.prompt_gradients import plan_batch_sums, sketch_passes
+from gradscope.processes import ALONE, Processes
+from gradscope.prompt_gradients import own_rows, plan_batch_sums, sketch_passes
 from gradscope.step_settings import SGD
 from gradscope.token_table import measure
-from gradscope.tuning import linearise_cost
+from gradscope.tuning import KINDS, linearise_cost
 from gradscope.updates import apply_update, movement_table, update_cost
-from gradscope.weighted_gradients import vector_bytes
 
 
 def diagnose(
@@ -49,14 +48,18 @@ def diagnose(
     *,
     settings: DiagnosisSettings | None = None,
     optimizer_state: AdamWState | dict[str, Any] | None = None,
+    processes: Processes = ALONE,
     progress: bool = False,
-) -> Diagnosis:
+) -> Diagnosis | None:
     """Diagnose one checkpoint by one batch of rollouts; the policy is as it was afterwards.
 
     table: of `measure(policy, batch, …)` with the settings' loss and edges and the batch's temperatures; it may be of a
     sample of tokens or hold estimates; None: measured here. optimizer_state: what AdamW's `state_dict()` saved, which
     gives its metric and is what steps go on from; or an `AdamWState`, which gives the metric alone; None: no numbers in
     AdamW's metric, and steps are `settings.step`, else the paper's SGD.
+
+    processes: each calls this with the same arguments, a table among them; they share the summed gradients, and all but
+    the main one get None.
 
     Without advantages and rewards there are no weights: only what the norms say is left. Intervals of 95 % redraw whole
     prompts, and are NaN with one; see `diagnosis_tokens` and `diagnosis_gradients`. Raises InputError for settings, a
@@ -68,9 +71,13 @@ def diagnose(
         sample = {"tokens_per_interval": settings.tokens_per_interval, "seed": settings.seed, "loss": settings.loss}
         table = measure(policy, batch, edges=settings.edges, progress=progress, **sample)
     check_table(table, batch, settings)
-    work = _Work(policy, steps.with_advantages(batch, table), table, settings, optimizer_state, progress)
-    work.describe_tokens()
+    work = _Work(policy, steps.with_advantages(batch, table), table, settings, optimizer_state, processes, progress)
+    with processes.together():
+        if processes.is_main:
+            work.describe_tokens()
     work.sum_gradients()
+    if not processes.is_main:
+        return None
     work.take_steps()
     work.recommend()
     return work.result()
@@ -100,6 +107,7 @@ class _Work:
     table: pd.DataFrame
     settings: DiagnosisSettings
     optimizer_state: AdamWState | dict[str, Any] | None
+    processes: Processes
     progress: bool
     rows: list[pd.DataFrame] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -109,8 +117,9 @@ class _Work:
 
     def __post_init__(self) -> None:
         self.labels = interval_labels(self.settings.edges)
-        given = self.settings.gradient_memory
-        self.memory = gradient_budget(self.policy.device) if given is None else given
+        if (given := self.settings.gradient_memory) is None:
+            given = min(self.processes.gather([gradient_budget(self.policy.device, self.processes.count)]))
+        self.memory = given
         state = self.optimizer_state
         self.saved = state if isinstance(state, dict) else None
         self.step = self.settings.step or (steps.state_step(self.saved) if self.saved is not None else SGD)
@@ -124,6 +133,10 @@ class _Work:
             self.metric = state
         self.counts = np.bincount(self.table["interval"], minlength=len(self.labels))
         self.weighted = has_gradient(self.table)
+        self.pass_seconds = 0.0
+        """That a forward pass over the batch takes, where there are minutes to keep to."""
+        if self.weighted and self.settings.minutes is not None:
+            (self.pass_seconds,) = self.processes.gather([self._time_pass()] if self.processes.is_main else [])
         given = (self.metric is not None, self.saved is not None)
         self.notes += note_limits(self.table, self.labels, second_moments=given[0], whole_state=given[1])
 
@@ -158,12 +171,13 @@ class _Work:
         if not self.weighted:
             return
         s, size = self.settings, len(self.labels)
-        plan = plan_batch_sums(
-            self.policy, self.batch, memory=self.memory, keeps_prompts=True, intervals=size, way=s.gradient_way
-        )
-        once, way = plan.forward_passes, s.gradient_way
+        asked = {"memory": self.memory, "intervals": size, "micro_batch_size": s.micro_batch_size}
+        asked |= {"metric": self.metric is not None, "way": s.gradient_way}
+        plan = plan_batch_sums(self.policy, self.batch, keeps_prompts=True, **asked)
+        shared = min(self.processes.count, len(own_rows(self.batch)))
+        once, way = plan.forward_passes / shared, s.gradient_way
         if plan.way == "slices" and way is None and not self._in_time(once * (1 + (self.metric is not None))):
-            once, way = sketch_passes(size), "sketches"
+            once, way = sketch_passes(size) / shared, "sketches"
         self._spend(once)
         metric = self.metric if self.metric is not None and self._affords("AdamW's metric", once) else None
         signs = s.sign_passes
@@ -179,6 +193,7 @@ class _Work:
             way=way,
             micro_batch_size=s.micro_batch_size,
             generator=self._generator(1),
+            processes=self.processes,
             progress=self.progress,
         )
         if found.plan.way != "whole":
@@ -208,12 +223,13 @@ class _Work:
         if not self.weighted:
             return
         s, size = self.settings, len(self.labels)
-        one_by_one = vector_bytes(self.policy.model) * size > self.memory
+        one_by_one = not fits_at_once(self.policy, self.step, size, self.memory)
         cost = influence_cost(self.step, s.loss, num_intervals=size, one_by_one=one_by_one)
         moves = s.actual_step and self._affords("the actual step", update_cost())
         if s.influence_tokens is not None:
             # A step on fewer prompts, where that on all takes too long.
-            budget, least = self._tokens_in_time(cost), int(self.table["group"].value_counts().min())
+            # Whole prompts are taken, in random order: it must hold whichever is the first.
+            budget, least = self._tokens_in_time(cost), int(self.table["group"].value_counts().max())
             if budget < min(s.influence_tokens, least):
                 self._leave_out("who moves whom", cost * least / self.batch.num_tokens)
             else:
@@ -268,7 +284,9 @@ class _Work:
                 "--recommend does it all the same)."
             )
             return
-        if not self._affords("α and η", linearise_cost(2 * len(self.labels), self.step, s.loss)):
+        cells = 2 * len(self.labels)
+        one_by_one = not fits_at_once(self.policy, self.step, KINDS * cells, self.memory)
+        if not self._affords("α and η", linearise_cost(cells, self.step, s.loss, one_by_one=one_by_one)):
             return
         keywords = {"loss": s.loss, "step": self.step, "optimizer_state": self.saved, "progress": self.progress}
         keywords |= {"rng": self._rng(7), "generator": self._generator(7), "num_batches": s.recommend_batches}
@@ -332,9 +350,7 @@ class _Work:
     def _spend(self, forward_passes: float) -> None:
         self.spent += forward_passes
 
-    @cached_property
-    def pass_seconds(self) -> float:
-        """A forward pass over the batch takes, timed once."""
+    def _time_pass(self) -> float:
         start = perf_counter()
         passes = {"micro_batch_size": self.settings.micro_batch_size, "device": self.policy.device}
         with measuring(self.policy.model):

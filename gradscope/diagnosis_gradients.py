@@ -34,9 +34,10 @@ from gradscope.batch import TokenBatch
 from gradscope.diagnosis_rows import join_rows, make_rows
 from gradscope.group_gradients import gram
 from gradscope.models import Policy
-from gradscope.prompt_gradients import Index, PromptGradients, SumsPlan, Way
-from gradscope.sketches import BLOCKS, jackknife_error
-from gradscope.weighted_gradients import vectors_within, zero_vectors
+from gradscope.processes import ALONE, Processes
+from gradscope.prompt_gradients import Index, PromptGradients, SumsPlan, Way, own_rows
+from gradscope.sketches import jackknife_error
+from gradscope.weighted_gradients import zero_vectors
 
 Gram = Float[np.ndarray, "n A n A"]
 
@@ -69,12 +70,6 @@ class SummedGradients:
     """Σ_t ‖w_t g_t‖² of each prompt and interval in AdamW's metric, estimated by random signs."""
 
 
-def own_rows(batch: TokenBatch) -> list[Int[Tensor, " b"]]:
-    """Rows of the batch by prompt; without a token there is no gradient, and no prompt."""
-    prompts = batch.group_ids[batch.response_mask.any(1)].unique()
-    return [(batch.group_ids == prompt).nonzero()[:, 0] for prompt in prompts]
-
-
 def sum_gradients(
     policy: Policy,
     batch: TokenBatch,
@@ -86,23 +81,26 @@ def sum_gradients(
     way: Way | None = None,
     micro_batch_size: int,
     generator: torch.Generator,
+    processes: Processes = ALONE,
     progress: bool = False,
 ) -> SummedGradients:
     """All inner products of g_{p,a} = Σ_t seeds[a, t]·∇ log π_t over prompt p's tokens; raw and in AdamW's metric.
 
     sign_passes: passes for Σ_t ‖w_t g_t‖² in AdamW's metric, ‖Σ_t z_t·w_t·g_t‖² with random signs z_t = ±1, which has
-    that mean; None: it is not estimated. memory, way: see `prompt_gradients`. The policy is as it was.
+    that mean; None: it is not estimated. memory, way: see `prompt_gradients`. processes: share the prompts; the result
+    is everybody's. The policy is as it was.
     """
-    prompts, size = own_rows(batch), len(seeds)
-    passes = {"memory": memory, "way": way, "micro_batch_size": micro_batch_size, "progress": progress}
+    size = len(seeds)
+    passes = {"memory": memory, "micro_batch_size": micro_batch_size, "processes": processes, "progress": progress}
+    passes |= {"metric": metric is not None, "rows": size}
 
-    def make(seeds: Float[Tensor, "A B S"], held: int) -> PromptGradients:
-        own = partial(_pick, seeds)
-        return PromptGradients(policy, batch, prompts, own, rows=size, held=held, **passes)
+    def make(seeds: Float[Tensor, "A B S"], held: int, way: Way | None) -> PromptGradients:
+        return PromptGradients(policy, batch, partial(_pick, seeds), held=held, way=way, **passes)
 
-    source = make(seeds, len(prompts) * size)
-    total = None if metric is None else vectors_within(policy.model, 1, memory)[0]
-    raw, vectors = _multiply(source, len(prompts), total=total)
+    prompts = own_rows(batch)
+    source = make(seeds, len(prompts) * size, way)
+    total = None if metric is None else source.new_total()
+    raw, vectors = _multiply(source, total=total)
     if metric is None:
         return SummedGradients(raw, source.plan)
     scale = metric.turn_into_scale(policy.model, total)
@@ -110,7 +108,7 @@ def sum_gradients(
         adamw = Products(block_products(vectors.mul_(scale.to(vectors))))
     else:
         vectors = None  # the last part's make room
-        adamw, _ = _multiply(source, len(prompts), scale=scale)
+        adamw, _ = _multiply(source, scale=scale)
     del vectors
     if sign_passes is None:
         return SummedGradients(raw, source.plan, adamw)
@@ -120,37 +118,37 @@ def sum_gradients(
             draw[rows] = (2.0 * torch.randint(2, seeds[0, rows].shape, generator=generator) - 1).to(draw)
     squares = np.zeros((len(prompts), size))
     for draw in signs:
-        for _, found in make(seeds * draw, 0).parts(scale=scale):
+        for _, found in make(seeds * draw, 0, source.plan.way).parts(scale=scale):
             for prompt, signed in found:
                 squares[prompt] += [square_norm(vector) / sign_passes for vector in signed]
-    return SummedGradients(raw, source.plan, adamw, squares)
+    return SummedGradients(raw, source.plan, adamw, processes.sum(torch.from_numpy(squares)).numpy())
 
 
 def prompt_vectors(
     policy: Policy, batch: TokenBatch, seeds: Float[Tensor, "A B S"], *, micro_batch_size: int
 ) -> Float[Tensor, "n A P"]:
     """All g_{p,a} of a small policy themselves."""
-    prompts, everything = own_rows(batch), {"held": 0, "memory": 1 << 62, "way": "whole"}
+    everything = {"held": 0, "memory": 1 << 62, "way": "whole"}
     own = partial(_pick, seeds)
-    source = PromptGradients(
-        policy, batch, prompts, own, rows=len(seeds), micro_batch_size=micro_batch_size, **everything
-    )
-    return torch.stack([found for _, vectors in source.parts() for _, found in vectors])
+    source = PromptGradients(policy, batch, own, rows=len(seeds), micro_batch_size=micro_batch_size, **everything)
+    return torch.stack([found.clone() for _, vectors in source.parts() for _, found in vectors])
 
 
 def _pick(seeds: Float[Tensor, "A B S"], index: Index, _: TokenBatch, logprobs: Tensor) -> Float[Tensor, "A K"]:
     return seeds[:, index[0], index[1]].to(logprobs)
 
 
-def _multiply(source: PromptGradients, n: int, **scaled: Tensor | None) -> tuple[Products, Tensor]:
+def _multiply(source: PromptGradients, **scaled: Tensor | None) -> tuple[Products, Tensor]:
     """The inner products, and the vectors of the last part."""
-    pairs, blocks = 0.0, ()
+    pairs, blocks, kept = 0.0, (), None
     for part, vectors in source.parts(**scaled):
-        kept = zero_vectors(source.model, 0).new_empty(n, source.rows, part.size)
+        del kept  # before the next part's
+        kept = zero_vectors(source.model, 0).new_zeros(source.num_prompts, source.rows, part.size)
         for prompt, found in vectors:
             kept[prompt] = found
+        source.processes.sum(kept)
         if source.plan.sketch_size is not None:
-            blocks = tuple(block_products(block) for block in kept.chunk(BLOCKS, dim=2))
+            blocks = tuple(block_products(block) for block in kept.chunk(source.plan.blocks, dim=2))
             pairs = sum(blocks)
         else:
             pairs = pairs + block_products(kept)

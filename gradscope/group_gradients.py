@@ -32,9 +32,10 @@ from gradscope.devices import gradient_budget
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.models import Policy
+from gradscope.processes import ALONE, Processes
 from gradscope.prompt_gradients import Index, PromptGradients, SumsPlan, Way
-from gradscope.sketches import BLOCKS, jackknife_error
-from gradscope.weighted_gradients import vectors_within, zero_vectors
+from gradscope.sketches import jackknife_error
+from gradscope.weighted_gradients import zero_vectors
 
 Number = int | float
 
@@ -92,6 +93,7 @@ def interval_gradients(
     optimizer_state: AdamWState | None = None,
     memory: int | None = None,
     way: Way | None = None,
+    processes: Processes = ALONE,
     progress: bool = False,
 ) -> IntervalGradients:
     """Measure the summed gradient of each interval's tokens, and of all, over all parameters, frozen ones too.
@@ -103,6 +105,7 @@ def interval_gradients(
     optimizer_state: adds the same in the metric of the AdamW update.
     memory: bytes for gradients, which decides whether they are made whole, in slices or as sketches
     (`prompt_gradients`); None: a sixth of what is free. way: one of these, whatever it costs.
+    processes: share the prompts; the result is everybody's.
 
     The model measures in eval mode; flags, modes and `.grad` are left as they were. Raises InputError for a batch
     without response tokens, without advantages and rewards, or with a NaN advantage.
@@ -120,16 +123,15 @@ def interval_gradients(
         counts[tuple(index[0].unique().tolist())] = inside.sum(1).cpu()
         return slopes * inside
 
-    prompts = batch.group_ids.unique()
-    halves = torch.randperm(len(prompts), generator=generator) * 2 // len(prompts)
-    own = [(batch.group_ids == prompt).nonzero()[:, 0] for prompt in prompts]
-    passes = {"micro_batch_size": micro_batch_size, "progress": progress}
-    source = PromptGradients(policy, batch, own, seeds, rows=size, held=2 * size, memory=memory, way=way, **passes)
-    total = None if optimizer_state is None else vectors_within(policy.model, 1, memory)[0]
+    passes = {"micro_batch_size": micro_batch_size, "processes": processes, "progress": progress}
+    passes |= {"memory": memory, "way": way, "metric": optimizer_state is not None}
+    source = PromptGradients(policy, batch, seeds, rows=size, held=2 * size, **passes)
+    halves = torch.randperm(source.num_prompts, generator=generator) * 2 // source.num_prompts
+    total = None if optimizer_state is None else source.new_total()
     raw = _Products.of(source, halves, total=total)
-    num_tokens = torch.stack(list(counts.values())).sum(0)
+    num_tokens = processes.sum(sum(counts.values(), torch.zeros(size, dtype=torch.long)))
     table, cosines = raw.tabulate(num_tokens, edges)
-    result = IntervalGradients(table, cosines, len(prompts), settings, plan=source.plan)
+    result = IntervalGradients(table, cosines, source.num_prompts, settings, plan=source.plan)
     if optimizer_state is None:
         return result
     scale = optimizer_state.turn_into_scale(policy.model, total)
@@ -147,7 +149,12 @@ def interval_gradients_over(policy: Policy, batches: Iterable[TokenBatch], **key
     if keywords.get("intervals") is not None:
         raise InputError("intervals are of one batch and several are given; leave them out, or measure batch by batch")
     generator = keywords.pop("generator", None) or torch.Generator().manual_seed(0)
-    results = [interval_gradients(policy, batch, generator=generator, **keywords) for batch in batches]
+    if keywords.get("memory") is None:  # one budget, and so one way, for all
+        keywords["memory"] = gradient_budget(policy.device)
+    results = []
+    for batch in batches:
+        results.append(interval_gradients(policy, batch, generator=generator, **keywords))
+        keywords["way"] = results[0].plan.way
     if not results:
         raise InputError("no batch to measure; give at least one")
     means = {}
@@ -194,16 +201,18 @@ class _Products:
     @classmethod
     def of(cls, source: PromptGradients, halves: Int[Tensor, " n"], **scaled: Tensor | None) -> _Products:
         """Both from vectors that come part by part."""
-        size = source.rows
-        blocks = 1 if source.plan.sketch_size is None else BLOCKS
-        products, squares = np.zeros((blocks, 2 * size, 2 * size)), np.zeros((blocks, size + 1))
+        size, blocks, together = source.rows, source.plan.blocks, source.processes
+        products, squares, sums = np.zeros((blocks, 2 * size, 2 * size)), np.zeros((blocks, size + 1)), None
         for part, vectors in source.parts(**scaled):
+            del sums  # before the next part's
             sums = zero_vectors(source.model, 0).new_zeros(2, size, part.size)
             for prompt, found in vectors:
                 sums[halves[prompt]] += found
                 for row, vector in enumerate((*found, found.sum(0))):
                     squares[:, row] += [square_norm(block) for block in vector.chunk(blocks)]
+            together.sum(sums)
             products += np.stack([gram(block).numpy() for block in sums.flatten(0, 1).chunk(blocks, dim=1)])
+        together.sum(torch.from_numpy(squares))
         return cls(products.reshape(blocks, 2, size, 2, size), squares, len(halves))
 
     def tabulate(self, num_tokens: Int[Tensor, " A"], edges: Sequence[float]) -> tuple[pd.DataFrame, pd.DataFrame]:

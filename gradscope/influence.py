@@ -112,8 +112,7 @@ def influence(
     step.check()
     settings.check()
     moments = read_moments(policy.model, step, optimizer_state)
-    num_sources = len(interval_labels(edges)) + (3 if step.optimizer == "adamw" else 2)
-    at_once = memory is None or (num_sources + 1) * vector_bytes(policy.model) <= memory
+    at_once = fits_at_once(policy, step, len(interval_labels(edges)), memory)
     if not at_once and 2 * vector_bytes(policy.model) > memory:
         check_room(2 * vector_bytes(policy.model))  # before anything is measured
     batch, before = measure_start(policy, batch, step)
@@ -126,6 +125,12 @@ def influence(
     keys = _keys(batch, before, settings, edges)
     contributions = pd.concat([keys, parts.assign(predicted=found.sum(0))], axis=1)
     return Influence(contributions, method, clip_factor, update_norm)
+
+
+def fits_at_once(policy: Policy, step: StepSettings, num_intervals: int, memory: int | None) -> bool:
+    """Whether `memory` bytes hold a vector of each source, and one more; None: any amount is there."""
+    vectors = num_intervals + (3 if step.optimizer == "adamw" else 2) + 1
+    return memory is None or vectors * vector_bytes(policy.model) <= memory
 
 
 def influence_cost(

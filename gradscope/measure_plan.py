@@ -28,7 +28,7 @@ from gradscope.cost_measure import (
     measure_work,
     upcast_work,
 )
-from gradscope.devices import GRADIENT_SHARE, gradient_budget
+from gradscope.devices import GRADIENT_SHARE, free_memory
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.machine_speed import (
@@ -42,6 +42,7 @@ from gradscope.machine_speed import (
     measure_speeds,
 )
 from gradscope.measure_settings import (
+    AFTERWARDS,
     MeasureSettings,
     check_batch,
     check_chunks,
@@ -51,7 +52,7 @@ from gradscope.measure_settings import (
     settle_sample,
 )
 from gradscope.models import DTYPES, EMBEDDED, Policy, find_blocks, find_device, load_tokenizer
-from gradscope.prompt_gradients import SumsPlan, plan_batch_sums
+from gradscope.prompt_gradients import SumsPlan, own_rows, plan_batch_sums
 from gradscope.upcasting import UPCAST
 
 Number = int | float
@@ -91,11 +92,20 @@ class MeasurePlan:
     """How the summed gradients of figures, summary or diagnosis are made; None where the rollouts have no weights."""
     sums_work: Work
     """That of making them once: `work` is without it."""
+    processes: int
+    """That share the responses, each on a device of its own."""
+    prompts: int
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By part."""
-        return {name: self.speeds.seconds(work) for name, work in self.work.items()}
+        """By part, in each process: all prepare alike, and share the rest."""
+        shared = min(self.processes, self.responses)
+        return {n: self.speeds.seconds(w) / (1 if n == "preparation" else shared) for n, w in self.work.items()}
+
+    @property
+    def sums_seconds(self) -> float:
+        """For summed gradients once, in each process, which share the prompts."""
+        return self.speeds.seconds(self.sums_work) / min(self.processes, max(1, self.prompts))
 
     @property
     def peak(self) -> Number:
@@ -124,11 +134,13 @@ def plan_batch(
     chunk_memory: int = 1 << 30,
     gradient_memory: int | None = None,
     keeps_prompts: bool = False,
+    processes: int = 1,
 ) -> MeasurePlan:
     """What measuring this batch takes, and apart from it its summed gradients; the policy may be without weights.
 
     gradient_memory: bytes for the summed gradients; None: a sixth of what the machine has beside the weights.
-    keeps_prompts: whether these are kept of each prompt, as a diagnosis does, or of two halves.
+    keeps_prompts: whether these are kept of each prompt, as a diagnosis does, or of two halves. processes: of a launch,
+    each with a device of its own.
 
     machine: a name of machine_speed.GPUS; None: this machine's device, measured in about a second unless its speeds
     are given. Raises InputError for what `measure` would refuse, as far as it can be seen without weights.
@@ -139,10 +151,12 @@ def plan_batch(
         raise InputError(
             f"a plan is of exact norms, and norms is {settings.norms!r}; a run with that says its own price"
         )
+    if processes < 1:
+        raise InputError(f"processes is {processes}; give 1 or more")
     check_batch(policy, batch)
     settings = settle_sample(settings, batch.num_tokens)
     given = {"dtype": dtype, "device": device, "machine": machine, "chunk_rows": chunk_rows}
-    given |= {"gradient_memory": gradient_memory, "keeps_prompts": keeps_prompts}
+    given |= {"gradient_memory": gradient_memory, "keeps_prompts": keeps_prompts, "processes": processes}
     if settings.minutes is not None:
         return _plan_minutes(policy, batch, settings, speeds=speeds, chunk_memory=chunk_memory, **given)
     kind = "cuda" if machine is not None else torch.device(find_device(device)).type
@@ -166,13 +180,13 @@ def plan_batch(
         work["upcasting"] = upcast_work(shape, responses, self_check=settings.self_check, **cut)
         for moment, widest in (("head", shape.vocab), ("chunk", shape.mlp_width)):
             memory[moment]["upcast"] = computed.itemsize * shape.hidden * widest
-    if gradient_memory is None and machine is not None:
-        gradient_memory = int(GRADIENT_SHARE * (GPUS[machine].memory - weights.itemsize * shape.parameters))
-    elif gradient_memory is None:
-        gradient_memory = gradient_budget(torch.device(find_device(device)))
+    if gradient_memory is None:
+        free = free_memory(torch.device(find_device(device))) if machine is None else GPUS[machine].memory
+        gradient_memory = max(1, int(GRADIENT_SHARE * (free - weights.itemsize * shape.parameters)))
     sums = None
     if batch.advantages is not None or batch.rewards is not None:
-        sums = plan_batch_sums(policy, batch, memory=gradient_memory, keeps_prompts=keeps_prompts)
+        kept = {"keeps_prompts": keeps_prompts, "dtype": computed}
+        sums = plan_batch_sums(policy, batch, memory=gradient_memory, **kept)
     return MeasurePlan(
         policy.path,
         shape,
@@ -190,6 +204,8 @@ def plan_batch(
         draw=draw,
         sums=sums,
         sums_work=Work() if sums is None else _forward_work(shape, batch) * sums.forward_passes,
+        processes=processes,
+        prompts=len(own_rows(batch)),
     )
 
 
@@ -202,7 +218,7 @@ def _forward_work(shape: ModelShape, batch: TokenBatch) -> Work:
 
 
 def _plan_minutes(policy: Policy, batch: TokenBatch, settings: MeasureSettings, **given: Any) -> MeasurePlan:
-    """The plan of the largest sample that takes no longer than the settings' minutes; of one token each at least."""
+    """The plan of the largest sample that leaves of the minutes what summing gradients takes; of one each at least."""
     found: dict[int, MeasurePlan] = {}
 
     def plan(each: int) -> MeasurePlan:
@@ -214,6 +230,9 @@ def _plan_minutes(policy: Policy, batch: TokenBatch, settings: MeasureSettings, 
         return found[each]
 
     most, time = batch.num_tokens, 60 * settings.minutes
+    if plan(1).sums is not None:
+        kept = AFTERWARDS * time
+        time -= kept if given["keeps_prompts"] else min(kept, plan(1).sums_seconds)
     fitting = bisect_right(range(2, most + 1), time, key=lambda each: sum(plan(each).seconds.values()))
     best = plan(1 + fitting)
     return replace(best, draw=f"{best.draw}; as many as {settings.minutes:g} min allow by the seconds below")
@@ -359,10 +378,11 @@ def _describe_work(plan: MeasurePlan) -> Iterator[str]:
     for name, work in plan.work.items():
         yield f"{name:16}{work.flops:12.3g}{seconds[name]:12.3g}"
     yield f"{'total':16}{sum(work.flops for work in plan.work.values()):12.3g}{sum(seconds.values()):12.3g}"
-    yield f"on {plan.speeds.device}: {describe_seconds(sum(seconds.values()))}, without figures and summary."
+    each = "" if plan.processes == 1 else f", each of {plan.processes} processes"
+    yield f"on {plan.speeds.device}{each}: {describe_seconds(sum(seconds.values()))}, without figures and summary."
     if plan.sums is not None:
-        once = describe_seconds(plan.speeds.seconds(plan.sums_work))
-        yield f"{str(plan.sums).capitalize()}: {once}; at most {plan.sums.memory / 2**30:.1f} GiB beside the weights."
+        once, most = describe_seconds(plan.sums_seconds), f"{plan.sums.memory / 2**30:.1f} GiB"
+        yield f"{str(plan.sums).capitalize()}: {once}; at most {most} beside the weights."
     if plan.measured:
         yield (
             f"A measured token: {1e3 * sum(seconds.values()) / plan.measured:,.3g} ms. Its norms need "

@@ -24,6 +24,8 @@ MINUTES = 10
 """What a diagnosis gives to a large policy's table unless it is told."""
 LARGE = {"cpu": 10**8, "gpu": 3 * 10**9}
 """Parameters above which a policy is large, by the kind of device."""
+AFTERWARDS = 0.6
+"""Most of the minutes that is kept for what sums gradients once the table is made."""
 CHECKED_EACH = 2
 """Tokens of each interval, at most, that the self-check recomputes."""
 

@@ -17,6 +17,8 @@ from gradscope.errors import InputError, SelfCheckError
 
 KINDS = (InputError, SelfCheckError, OSError)
 """Errors that one process tells the others of; any other ends it, and the launcher ends the rest."""
+EXCHANGED = 1 << 26
+"""Numbers that GPUs add up at a time of a tensor that does not lie on them."""
 T = TypeVar("T")
 
 
@@ -44,8 +46,15 @@ class Processes:
         return mine + [filler] * (-(-len(items) // self.count) - len(mine))
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes, in each of them; in place."""
-        if self.count > 1:
+        """The sum over all processes, in each of them; in place. GPUs also add up what lies on the host."""
+        if self.count == 1:
+            return tensor
+        if tensor.device.type == "cpu" and dist.get_backend() == dist.Backend.NCCL:
+            for part in tensor.view(-1).split(EXCHANGED):
+                there = part.cuda()
+                dist.all_reduce(there)
+                part.copy_(there)
+        else:
             dist.all_reduce(tensor)
         return tensor
 

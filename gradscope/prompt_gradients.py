@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from gradscope.batch import TokenBatch
@@ -31,15 +31,24 @@ from gradscope.batch_logprobs import fitting_size, kept_logprobs, micro_batches
 from gradscope.errors import InputError
 from gradscope.models import Policy
 from gradscope.parameters import flat_slices, float_parameters
-from gradscope.sketches import Sketcher
+from gradscope.processes import ALONE, Processes, deal_by_cost
+from gradscope.sketches import BLOCKS, Sketcher
 from gradscope.sweep import OUTER, Passed, Sweep
-from gradscope.weighted_gradients import BACKWARD, add_gradients, differentiable, zero_vectors
+from gradscope.weighted_gradients import (
+    BACKWARD,
+    add_gradients,
+    differentiable,
+    stream_gradients,
+    vectors_within,
+    zero_vectors,
+)
 
 Way = Literal["whole", "slices", "sketches"]
 Index = tuple[Int[Tensor, " K"], Int[Tensor, " K"]]
 """Rows and columns in the batch of a piece's kept tokens."""
 Seeds = Callable[[Index, TokenBatch, Float[Tensor, " K"]], Float[Tensor, "R K"]]
 """∂loss/∂log π of a piece's kept tokens, a row for each vector, from where they stand in the batch and their log π."""
+Piece = tuple[Index, TokenBatch]
 Wanted = tuple[str, int, int, int]
 """A parameter, its first entry that is wanted and one past the last, and where these stand in a part."""
 
@@ -67,26 +76,33 @@ class Sizes:
     hidden: int
     """Width of the residual stream."""
     positions: int
-    """Of all responses with their prompts."""
+    """Of all responses with their prompts, padded as they are passed."""
+    masks: int
+    """Numbers of the attention masks that a forward pass makes of them."""
     prompts: int
     width: int = 4
     """Bytes of a number: 4, or 8 in float64."""
 
     @classmethod
-    def of(cls, policy: Policy, batch: TokenBatch) -> Sizes:
+    def of(
+        cls, policy: Policy, batch: TokenBatch, *, micro_batch_size: int = 8, dtype: torch.dtype | None = None
+    ) -> Sizes:
+        prompts = own_rows(batch)
+        cut = _cut_prompts(policy, batch, prompts, micro_batch_size)
+        shapes = [piece.input_ids.shape for pieces in cut for _, piece in pieces]
         named = float_parameters(policy.model)
         within = [{id(p) for p in block.parameters()} for block in policy.blocks]
         sizes = [sum(p.numel() for _, p in named if id(p) in ids) for ids in within]
         total = sum(p.numel() for _, p in named)
-        served = batch.response_mask.any(1)
         return cls(
             total,
             (*sizes, total - sum(sizes)),
             max(p.numel() for _, p in named),
             policy.config.hidden_size,
-            int(batch.attention_mask[served].sum()),
-            len(batch.group_ids[served].unique()),
-            torch.finfo(torch.promote_types(policy.dtype, torch.float32)).bits // 8,
+            sum(b * n for b, n in shapes),
+            sum(b * n**2 for b, n in shapes),
+            len(prompts),
+            torch.finfo(torch.promote_types(dtype or policy.dtype, torch.float32)).bits // 8,
         )
 
 
@@ -100,6 +116,8 @@ class SumsPlan:
     slice_width: int
     """Numbers of a part of each vector; of a sketch its size."""
     parts: int
+    blocks: int
+    """Of a sketch's coordinates, whose inner products are kept apart; 1 of exact vectors."""
     forward_passes: float
     """What making the vectors once costs, in forward passes over the batch (a backward pass counts as two)."""
 
@@ -119,16 +137,19 @@ class SumsPlan:
         )
 
 
-def plan_sums(sizes: Sizes, *, rows: int, held: int, memory: int, way: Way | None = None) -> SumsPlan:
+def plan_sums(
+    sizes: Sizes, *, rows: int, held: int, memory: int, metric: bool = False, way: Way | None = None
+) -> SumsPlan:
     """The way to make `rows` vectors for each prompt, of which `held` are kept at a time by what uses them.
 
     held: vectors in memory until all prompts are done, `rows` × prompts if each is kept. memory: bytes for vectors, for
-    what lies between the passes and for sketches. way: this one, in place of the cheapest exact one up to DEAREST times
-    as dear as sketches, and then those. Raises InputError where the budget does not hold it.
+    what lies between the passes and for sketches. metric: the sum of all vectors is wanted, too, which counts where
+    vectors are whole and else lies in a scratch file. way: this one, in place of the cheapest exact one up to DEAREST
+    times as dear as sketches, and then those. Raises InputError where the budget does not hold it.
     """
     vectors, width = held + rows + 1, sizes.width  # and the gradients of a part as autograd returns them
     backward = sketch_passes(rows)
-    whole = SumsPlan("whole", memory, sizes.parameters, 1, backward)
+    whole = SumsPlan("whole", memory, sizes.parameters, 1, 1, backward)
     room = memory - slices_memory(sizes, rows=rows, held=held, width=0)
     slice_width = min(sizes.parameters, max(0, room) // (vectors * width))
     # A block that is cut is run again for each of its slices.
@@ -136,15 +157,18 @@ def plan_sums(sizes: Sizes, *, rows: int, held: int, memory: int, way: Way | Non
     dear = sum(c * s for c, s in zip(cuts, sizes.segments, strict=True)) / max(1, sizes.parameters)
     # Inner products of all pairs, in float64, beside two operations for each parameter and position of a forward pass.
     pairs = 4 * held**2 / max(1, sizes.positions)
-    slices = SumsPlan("slices", memory, slice_width, _count(sizes, slice_width), 2 + rows + (1 + rows) * dear + pairs)
+    passes = 2 + rows + (1 + rows) * dear + pairs
+    slices = SumsPlan("slices", memory, slice_width, _count(sizes, slice_width), 1, passes)
     # Of a table that embedding and head share, both gradients and their sum are there at once.
-    transient, kept = 3 * sizes.largest * width, (sizes.prompts + 1) * rows * width
+    transient, kept, products = 3 * sizes.largest * width, (sizes.prompts + 1) * rows * width, 8 * held**2
+    blocks = BLOCKS if 4 * (BLOCKS + 1) * products <= memory else BLOCKS // 4
+    transient += (blocks + 1) * products
     size = SKETCH
     while size > LEAST_SKETCH and kept * size > memory - transient:
         size //= 2
-    sketches = SumsPlan("sketches", memory, size, 1, backward)
+    sketches = SumsPlan("sketches", memory, size, 1, blocks, backward)
     enough = {
-        "whole": vectors * sizes.parameters * width,
+        "whole": (vectors + metric) * sizes.parameters * width,
         "slices": slices_memory(sizes, rows=rows, held=held, width=max(1, sizes.parameters // MOST_SLICES)),
         "sketches": transient + kept * size,
     }
@@ -170,12 +194,18 @@ def plan_batch_sums(
     memory: int,
     keeps_prompts: bool,
     intervals: int = 4,
+    metric: bool = False,
     way: Way | None = None,
+    micro_batch_size: int = 8,
+    dtype: torch.dtype | None = None,
 ) -> SumsPlan:
-    """`plan_sums` for a vector per interval; keeps_prompts: whether each prompt's are kept, or those of two halves."""
-    sizes = Sizes.of(policy, batch)
+    """`plan_sums` for a vector per interval; keeps_prompts: whether each prompt's are kept, or those of two halves.
+
+    dtype: of the weights; None: as they are.
+    """
+    sizes = Sizes.of(policy, batch, micro_batch_size=micro_batch_size, dtype=dtype)
     held = intervals * (sizes.prompts if keeps_prompts else 2)
-    return plan_sums(sizes, rows=intervals, held=held, memory=memory, way=way)
+    return plan_sums(sizes, rows=intervals, held=held, memory=memory, metric=metric, way=way)
 
 
 def sketch_passes(rows: int) -> float:
@@ -185,7 +215,7 @@ def sketch_passes(rows: int) -> float:
 
 def slices_memory(sizes: Sizes, *, rows: int, held: int, width: int) -> int:
     """Bytes that slices of this width take: vectors, one gradient of the largest parameter, states between blocks."""
-    states = (len(sizes.segments) + rows) * sizes.positions * sizes.hidden
+    states = (len(sizes.segments) + rows) * sizes.positions * sizes.hidden + sizes.masks
     return sizes.width * (sizes.largest + states + (held + rows + 1) * width)
 
 
@@ -221,43 +251,52 @@ class Part:
 class PromptGradients:
     """The vectors Σ_t seeds[r, t]·∇ log π_t of each prompt, over all measured parameters, part by part.
 
-    prompts: each prompt's rows of the batch. seeds: R rows for the kept tokens. The model measures in eval mode; flags,
-    modes and `.grad` stay as they were.
+    seeds: R rows for the kept tokens. metric: `new_total` is asked for. processes: of several, each makes those of its
+    share of the prompts, and all go through the parts together; what is made of them is for the reader to add up.
+    The model measures in eval mode; flags, modes and `.grad` stay as they were.
     """
 
     def __init__(
         self,
         policy: Policy,
         batch: TokenBatch,
-        prompts: Sequence[Int[Tensor, " b"]],
         seeds: Seeds,
         *,
         rows: int,
         held: int,
         memory: int,
+        metric: bool = False,
         way: Way | None = None,
         micro_batch_size: int = 8,
         sketch_seed: int = SEED,
+        processes: Processes = ALONE,
         progress: bool = False,
     ) -> None:
         self.model, self.rows, self._seeds, self._progress = policy.model, rows, seeds, progress
-        self._sketch_seed = sketch_seed
-        size = fitting_size(policy.model, batch, micro_batch_size, copies=4)
-        self._pieces = [_make_pieces(batch, own, size) for own in prompts]
+        self.processes, self._sketch_seed = processes, sketch_seed
+        self._pieces = _cut_prompts(policy, batch, own_rows(batch), micro_batch_size)
+        self.num_prompts = len(self._pieces)
+        costs = [float(sum(piece.input_ids.numel() for _, piece in pieces)) for pieces in self._pieces]
+        self.prompts = deal_by_cost(range(self.num_prompts), costs, processes.count)[processes.rank]
+        """Numbers of the prompts whose vectors this process makes."""
         self._sweep = Sweep(policy.model, policy.blocks)
         self._slices = flat_slices(policy.model)
-        sizes = Sizes.of(policy, batch)
-        self.plan = plan_sums(sizes, rows=rows, held=held, memory=memory, way=way)
+        sizes = Sizes.of(policy, batch, micro_batch_size=micro_batch_size)
+        self.plan = plan_sums(sizes, rows=rows, held=held, memory=memory, metric=metric, way=way)
         """How they are made."""
         if self.plan.way == "slices":
             with differentiable(self.model):
-                holds = self._sweep.holds(next(p for pieces in self._pieces for _, p in pieces))
+                holds = self._sweep.holds(self._pieces[0][0][1])
             if not holds:
                 if way is not None:
                     raise InputError(
                         f"{type(self.model).__name__} cannot be differentiated block by block; give more memory"
                     )
-                self.plan = plan_sums(sizes, rows=rows, held=held, memory=memory, way="sketches")
+                self.plan = plan_sums(sizes, rows=rows, held=held, memory=memory, metric=metric, way="sketches")
+
+    def new_total(self) -> Float[Tensor, " P"]:
+        """Zeros for the sum of all vectors; in a scratch file, unless those are whole."""
+        return vectors_within(self.model, 1, None if self.plan.way == "whole" else 0)[0]
 
     def parts(
         self, scale: Float[Tensor, " P"] | None = None, total: Float[Tensor, " P"] | None = None
@@ -265,20 +304,23 @@ class PromptGradients:
         """(part, its vectors): for each part, the prompts' numbers and vectors, to be read once.
 
         scale: what each entry is multiplied by. total: gets the sum of all vectors, before it is scaled. What is said
-        of one part has to be read to its end before the next.
+        of one part has to be read to its end before the next, and a prompt's vectors are overwritten by the next one's.
         """
         make = {"whole": self._whole, "slices": self._in_slices, "sketches": self._sketched}
         with differentiable(self.model):
             yield from make[self.plan.way](scale, total)
+        if total is not None:
+            self.processes.sum(total)
 
     def _whole(self, scale: Tensor | None, total: Tensor | None) -> Iterator:
         part = Part(tuple((n, 0, s.stop - s.start) for n, s in self._slices.items()), sum(self._sizes().values()))
 
         def vectors() -> Iterator[tuple[int, Tensor]]:
+            found = zero_vectors(self.model, self.rows)
             for prompt, pieces in self._counted():
-                found = zero_vectors(self.model, self.rows)
+                found.zero_()
                 for index, piece in pieces:
-                    logprobs = self._logprobs(piece)
+                    logprobs = kept_logprobs(self.model, piece)[piece.response_mask]
                     add_gradients(self.model, logprobs, self._seeds(index, piece, logprobs.detach()), found)
                 if total is not None:
                     total.add_(found.sum(0).to(total))
@@ -288,63 +330,40 @@ class PromptGradients:
 
     def _sketched(self, scale: Tensor | None, total: Tensor | None) -> Iterator:
         sketcher = Sketcher(self.plan.slice_width, seed=self._sketch_seed)
+        numbers = {name: number for number, name in enumerate(self._slices)}
 
-        def vectors() -> Iterator[tuple[int, Tensor]]:
-            for prompt, pieces in self._counted():
-                found = zero_vectors(self.model, 0).new_zeros(self.rows, sketcher.size)
-                for index, piece in pieces:
-                    logprobs = self._logprobs(piece)
-                    seeds = self._seeds(index, piece, logprobs.detach())
-                    active = [r for r, seed in enumerate(seeds) if seed.any()]
-                    for r in active:
-                        with self._as_they_come(sketcher, found[r], scale, total):
-                            logprobs.backward(seeds[r], retain_graph=r != active[-1])
-                yield prompt, found
-
-        yield Part((), sketcher.size), vectors()
-
-    @contextmanager
-    def _as_they_come(
-        self, sketcher: Sketcher, into: Tensor, scale: Tensor | None, total: Tensor | None
-    ) -> Iterator[None]:
-        """While inside, a gradient that a backward pass has made goes into the sketch, and is gone."""
-        handles, before = [], []
-
-        def take(number: int, name: str, parameter: nn.Parameter) -> None:
-            gradient, parameter.grad = parameter.grad.detach().flatten().to(into.dtype), None
-            part = self._slices[name]
+        def take(row: int, name: str, gradient: Tensor) -> None:
+            gradient, part = gradient.to(found), self._slices[name]
             if total is not None:
                 total[part] += gradient.to(total)
             if scale is not None:
                 gradient = gradient * scale[part].to(gradient)
-            sketcher.add(gradient, number, into)
+            sketcher.add(gradient, numbers[name], found[row])
 
-        try:
-            for number, (name, parameter) in enumerate(float_parameters(self.model)):
-                before.append((parameter, parameter.grad))
-                parameter.grad = None
-                handles.append(
-                    parameter.register_post_accumulate_grad_hook(lambda p, i=number, name=name: take(i, name, p))
-                )
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for parameter, gradient in before:
-                parameter.grad = gradient
+        found = zero_vectors(self.model, 0).new_zeros(self.rows, sketcher.size)
+
+        def vectors() -> Iterator[tuple[int, Tensor]]:
+            for prompt, pieces in self._counted():
+                found.zero_()
+                for index, piece in pieces:
+                    stream_gradients(self.model, piece, partial(self._seeds, index, piece), take)
+                yield prompt, found
+
+        yield Part((), sketcher.size), vectors()
 
     def _in_slices(self, scale: Tensor | None, total: Tensor | None) -> Iterator:
         segments, sizes = self._sweep.segments(), self._sizes()
         inside = sorted((index for index in segments if index != OUTER), reverse=True)
         home = {name: index for index, names in segments.items() for name in names}
         parts = _cut([(n, sizes[n]) for i in (*inside, OUTER) for n in segments[i]], self.plan.slice_width)
-        states = [[self._start(*piece) for piece in pieces] for _, pieces in self._counted()]
+        states = {prompt: [self._start(*piece) for piece in pieces] for prompt, pieces in self._counted()}
+        room = zero_vectors(self.model, 0).new_zeros(self.rows, self.plan.slice_width)
         bar = tqdm(total=len(parts), desc="slices of the gradients", disable=not self._progress)
         for ranges, following in zip(parts, [*parts[1:], None], strict=True):
             part = Part(tuple(ranges), sum(last - first for _, first, last in ranges))
             # The segment that the next part begins in, which this part must not go past.
             end = OUTER if following is None else home[following[0][0]]
-            yield part, self._slice_vectors(part, home, end, states, scale, total)
+            yield part, self._slice_vectors(part, home, end, states, scale, total, room[:, : part.size])
             bar.update()
         bar.close()
 
@@ -353,18 +372,19 @@ class PromptGradients:
         part: Part,
         home: dict[str, int],
         end: int,
-        states: list[list[_State]],
+        states: dict[int, list[_State]],
         scale: Tensor | None,
         total: Tensor | None,
+        found: Tensor,
     ) -> Iterator[tuple[int, Tensor]]:
-        """One part's vectors of each prompt; its states go on to the segment `end`."""
+        """One part's vectors of each prompt, in the memory of `found`; its states go on to the segment `end`."""
         wanted: dict[int, list[tuple[str, int, int, int]]] = defaultdict(list)
         at = 0
         for name, first, last in part.ranges:
             wanted[home[name]].append((name, first, last, at))
             at += last - first
-        for prompt, own in enumerate(states):
-            found = zero_vectors(self.model, 0).new_zeros(self.rows, part.size)
+        for prompt, own in states.items():
+            found.zero_()
             for state in own:
                 while state.block > end:
                     self._pass_block(state, wanted[state.block], found, stay=False)
@@ -394,7 +414,7 @@ class PromptGradients:
             deltas = self._differentiate(out, state.deltas, to, wanted, found)
             state.deltas = state.deltas if stay else {row: delta for row, (delta,) in deltas.items()}
         if not stay:
-            state.passed.hidden[state.block] = None
+            state.passed.hidden[state.block] = state.passed.calls[state.block] = None
             state.block -= 1
 
     def _pass_outer(self, state: _State, wanted: list[Wanted], found: Tensor) -> None:
@@ -423,12 +443,11 @@ class PromptGradients:
             gradients[row] = list(made[: len(to)])
         return gradients
 
-    def _counted(self) -> Iterator[tuple[int, list[tuple[Index, TokenBatch]]]]:
-        yield from enumerate(tqdm(self._pieces, "gradients of prompts", disable=not self._progress))
-
-    def _logprobs(self, piece: TokenBatch) -> Float[Tensor, " K"]:
-        found = kept_logprobs(self.model, piece)
-        return found[piece.response_mask.to(found.device)]
+    def _counted(self) -> Iterator[tuple[int, list[Piece]]]:
+        """This process's prompts, with their pieces on the model's device."""
+        device = next(self.model.parameters()).device
+        for prompt in tqdm(self.prompts, "gradients of prompts", disable=not self._progress):
+            yield prompt, [(index, piece.to(device)) for index, piece in self._pieces[prompt]]
 
     def _sizes(self) -> dict[str, int]:
         return {name: part.stop - part.start for name, part in self._slices.items()}
@@ -445,7 +464,20 @@ class _State:
     block: int
 
 
-def _make_pieces(batch: TokenBatch, own: Int[Tensor, " b"], size: int) -> list[tuple[Index, TokenBatch]]:
+def own_rows(batch: TokenBatch) -> list[Int[Tensor, " b"]]:
+    """Rows of the batch by prompt; without a token there is no gradient, and no prompt."""
+    prompts = batch.group_ids[batch.response_mask.any(1)].unique()
+    return [(batch.group_ids == prompt).nonzero()[:, 0] for prompt in prompts]
+
+
+def _cut_prompts(
+    policy: Policy, batch: TokenBatch, prompts: Sequence[Int[Tensor, " b"]], micro_batch_size: int
+) -> list[list[Piece]]:
+    size = fitting_size(policy.model, batch, micro_batch_size, copies=4)
+    return [_make_pieces(batch, own, size) for own in prompts]
+
+
+def _make_pieces(batch: TokenBatch, own: Int[Tensor, " b"], size: int) -> list[Piece]:
     """Micro-batches of some rows, each with where its kept tokens stand in the batch."""
     start, found = batch.attention_mask.int().argmax(1), []
     for rows, piece in micro_batches(batch.select(own), size):

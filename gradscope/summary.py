@@ -21,6 +21,7 @@ from gradscope.jacobians import layer_constants, token_contexts
 from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy
 from gradscope.norm_estimates import interval_norms
+from gradscope.processes import ALONE, Processes
 from gradscope.prompt_gradients import Way
 from gradscope.run_folder import write_text
 from gradscope.token_sample import sampling_probabilities
@@ -174,23 +175,23 @@ def summarize_measurement(
     contexts: int = 0,
     memory: int | None = None,
     way: Way | None = None,
+    processes: Processes = ALONE,
     progress: bool = False,
 ) -> Summary:
     """Ask the network for the sums over tokens that the table cannot give, and put everything side by side.
 
     table: what `measure(policy, batch, …)` gave; settings: those that it was made with; batch: at the temperatures that
     it was measured at. contexts: compute the constants of Eq. 3 at so many tokens' contexts
-    (`jacobians.layer_constants`; its time grows fast with model and context). memory, way: of the summed gradients;
-    see `interval_gradients`.
+    (`jacobians.layer_constants`; its time grows fast with model and context). memory, way, processes: of the summed
+    gradients; see `interval_gradients`.
     """
     over, gradients = policy.parameters_in_words, None
     if table["weight"].notna().all():
         # The table's own intervals, by π: shares of tokens and of the gradient are of the same tokens.
         intervals = torch.zeros(batch.input_ids.shape, dtype=torch.long)
         intervals[batch.response_mask] = torch.tensor(table["interval"].tolist())
-        gradients = interval_gradients(
-            policy, batch, settings=settings.loss, intervals=intervals, memory=memory, way=way, progress=progress
-        )
+        made = {"memory": memory, "way": way, "processes": processes, "progress": progress}
+        gradients = interval_gradients(policy, batch, settings=settings.loss, intervals=intervals, **made)
     rng = np.random.default_rng(settings.seed)
     constants = None
     if contexts:

@@ -127,7 +127,8 @@ class TableMeasurement:
             self._prefixes = np.concatenate([self.batch.sequence(row)[1].numpy() for row in range(len(self.batch))])
             start = perf_counter()
             self._known = self._all_known()
-            self.pass_seconds = self.processes.count * (perf_counter() - start)
+            seconds = self.processes.count * (perf_counter() - start)
+            self.pass_seconds = self.processes.gather([seconds])[0]
             prob = torch.cat([statistics.logprob.float().exp() for statistics, _ in self._known])
             self._intervals = assign_intervals(prob.numpy(), self.edges).astype(np.int16)
             generator = np.random.default_rng(self.settings.seed)

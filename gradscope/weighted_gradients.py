@@ -68,10 +68,15 @@ def weighted_gradients(
         raise InputError(
             f"seeds have shape {tuple(seeds.shape)}, the batch {wanted}; give rows with one number per column of it"
         )
+    slices = flat_slices(model)
     with differentiable(model):
         if out is not None:
             for piece, (row, column) in _pieces(model, batch, micro_batch_size, progress, copies=4):
-                _stream_gradients(model, piece, seeds[:, row, column], out)
+
+                def add(c: int, name: str, gradient: Float[Tensor, " p"]) -> None:
+                    out[c, slices[name]] += gradient.to(out)
+
+                stream_gradients(model, piece, lambda logprobs, own=seeds[:, row, column]: own.to(logprobs), add)
             return out
         sums = zero_vectors(model, len(seeds))
         for piece, (row, column) in _pieces(model, batch, micro_batch_size, progress, copies=4):
@@ -202,27 +207,34 @@ def add_gradients(
                 sums[c, part] += gradient.flatten().to(sums)
 
 
-def _stream_gradients(
-    model: nn.Module, piece: TokenBatch, seeds: Float[Tensor, "C K"], sums: Float[Tensor, "C P"]
+def stream_gradients(
+    model: nn.Module,
+    piece: TokenBatch,
+    seeds: Callable[[Float[Tensor, " K"]], Float[Tensor, "C K"]],
+    take: Callable[[int, str, Float[Tensor, " p"]], None],
 ) -> None:
-    """`add_gradients` of a piece, a parameter at a time: no gradient waits until the backward pass is through."""
+    """Σ_t seeds[c, t] · ∇ log π_t of a piece on the model's device, a parameter at a time, after one forward pass.
+
+    seeds: what makes them of the kept tokens' log π. take: called with c, a parameter's name and its flat gradient, as
+    soon as the backward pass has made it: none waits until that is through.
+    """
     # Leaves of our own on the same memory: no hook of another's runs, and no `.grad` of the model is touched.
     leaves = {f"model.{name}": p.detach().requires_grad_() for name, p in float_parameters(model)}
     row = 0
 
-    def take(part: slice, leaf: Tensor) -> None:
-        sums[row, part] += leaf.grad.flatten().to(sums)
-        leaf.grad = None
+    def pass_on(name: str, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad.flatten(), None
+        take(row, name, gradient)
 
-    for part, leaf in zip(flat_slices(model).values(), leaves.values(), strict=True):
+    for name, leaf in leaves.items():
         if is_upcast(model):
             leaf.grad_dtype = torch.promote_types(leaf.dtype, torch.float32)
-        leaf.register_post_accumulate_grad_hook(partial(take, part))
+        leaf.register_post_accumulate_grad_hook(partial(pass_on, name.removeprefix("model.")))
     logprobs = _logprobs_at(_KeptLogprobs(model), piece, leaves)
-    seeds = seeds.to(logprobs)
-    active = [c for c, seed in enumerate(seeds) if seed.any()]
-    for row in active:  # which `take` reads
-        logprobs.backward(seeds[row], retain_graph=row != active[-1], inputs=list(leaves.values()))
+    wanted = seeds(logprobs.detach())
+    active = [c for c, seed in enumerate(wanted) if seed.any()]
+    for row in active:  # which `pass_on` reads
+        logprobs.backward(wanted[row], retain_graph=row != active[-1], inputs=list(leaves.values()))
 
 
 class _KeptLogprobs(nn.Module):

@@ -19,7 +19,7 @@ from gradscope.errors import InputError
 from gradscope.group_gradients import interval_gradients
 from gradscope.models import Policy, load_policy
 from gradscope.parameters import flat_slices, float_parameters
-from gradscope.prompt_gradients import PromptGradients, Sizes, Way, plan_sums, slices_memory
+from gradscope.prompt_gradients import PromptGradients, Sizes, Way, own_rows, plan_sums, slices_memory
 from gradscope.sketches import BLOCKS, Sketcher
 from gradscope.sweep import Sweep
 from gradscope.weighted_gradients import differentiable, zero_vectors
@@ -37,21 +37,15 @@ def make_seeds(batch: TokenBatch) -> Tensor:
     return seeds
 
 
-def own_rows(batch: TokenBatch) -> list[Tensor]:
-    return [(batch.group_ids == prompt).nonzero()[:, 0] for prompt in batch.group_ids.unique()]
-
-
 def make_source(policy: Policy, batch: TokenBatch, way: Way, *, width: int | None = None, **more) -> PromptGradients:
     """width: of a slice."""
-    seeds, prompts = make_seeds(batch), own_rows(batch)
-    held = ROWS * len(prompts)
+    seeds, held = make_seeds(batch), ROWS * len(own_rows(batch))
     memory = 1 << 34
     if width is not None:
-        memory = slices_memory(Sizes.of(policy, batch), rows=ROWS, held=held, width=width)
+        memory = slices_memory(Sizes.of(policy, batch, micro_batch_size=1), rows=ROWS, held=held, width=width)
     return PromptGradients(
         policy,
         batch,
-        prompts,
         lambda index, piece, logprobs: seeds[:, index[0], index[1]].to(logprobs),
         rows=ROWS,
         held=held,
@@ -268,7 +262,7 @@ def test_intervals_gradients_are_the_same_by_every_way_raw_and_in_adamws_metric(
             assert "share_error" not in ours
 
 
-SIZES = Sizes(500_000_000, (15_000_000,) * 24 + (140_000_000,), 136_000_000, 896, 4_000, prompts=4)
+SIZES = Sizes(500_000_000, (15_000_000,) * 24 + (140_000_000,), 136_000_000, 896, 4_000, 1_000_000, prompts=4)
 
 
 def test_the_cheapest_exact_way_that_fits_is_taken_and_sketches_where_there_are_many_prompts():
