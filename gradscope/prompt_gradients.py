@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -399,12 +399,25 @@ class PromptGradients:
     def _start(self, index: Index, piece: TokenBatch) -> _State:
         """After one forward pass, and from the logits back to the last block's output."""
         passed, logprobs = self._sweep.record(piece)
-        seeds = self._seeds(index, piece, logprobs)
-        leaf, logprobs = self._sweep.run_tail(passed)
-        deltas = {}
-        for row in (active := [r for r, seed in enumerate(seeds) if seed.any()]):
-            (deltas[row],) = torch.autograd.grad(logprobs, leaf, seeds[row], retain_graph=row != active[-1])
+        seeds, deltas = self._seeds(index, piece, logprobs), {}
+        for row, leaf, (logprobs, seed) in self._tails(passed, seeds):
+            (deltas[row],) = torch.autograd.grad(logprobs, leaf, seed)
         return _State(passed, seeds, deltas, len(passed.calls) - 1)
+
+    def _tails(
+        self, passed: Passed, seeds: Float[Tensor, "R K"]
+    ) -> Iterator[tuple[int, Tensor, tuple[Float[Tensor, " k"], Float[Tensor, " k"]]]]:
+        """(row, hidden states before the head, log π of the row's own tokens with their seeds), of rows with a seed.
+
+        The head sees each row's tokens alone: rows that share none cost no more than one of all.
+        """
+        for row, seed in enumerate(seeds):
+            kept = seed.nonzero()[:, 0]
+            if len(kept):
+                names = ("places", "token_ids", "temperatures")
+                own = replace(passed, **{name: getattr(passed, name)[kept] for name in names})
+                leaf, logprobs = self._sweep.run_tail(own)
+                yield row, leaf, (logprobs, seed[kept])
 
     def _pass_block(self, state: _State, wanted: list[Wanted], found: Tensor, *, stay: bool) -> None:
         """From the output of the state's block to the gradients that are wanted and, unless it stays, to its input."""
@@ -421,8 +434,8 @@ class PromptGradients:
         """What is in no block: before the first one, and after the last."""
         if not (wanted and state.deltas):
             return
-        _, logprobs = self._sweep.run_tail(state.passed)
-        self._differentiate(logprobs, {row: state.seeds[row] for row in state.deltas}, [], wanted, found)
+        for row, _, (logprobs, seed) in self._tails(state.passed, state.seeds):
+            self._differentiate(logprobs, {row: seed}, [], wanted, found)
         hidden = self._sweep.run_embedding(state.passed)
         if hidden.requires_grad:
             self._differentiate(hidden, state.deltas, [], wanted, found)

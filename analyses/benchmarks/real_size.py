@@ -5,12 +5,12 @@
         measure MODEL ROLLOUTS --out OUT --no-figures --tokens-per-interval 2
     python -m analyses.benchmarks.real_size run work/0.5b --limit 12 -- \
         diagnose MODEL --rollouts ROLLOUTS --optimizer-state STATE --out OUT
-    python -m analyses.benchmarks.real_size plan 7b --dtype bfloat16 --machine h200
+    python -m analyses.benchmarks.real_size plan 7b --dtype bfloat16 --machine h200 --processes 8
 
 `make` writes a policy with random weights (see real_size_policy), responses that it sampled itself and, with --state,
 the AdamW state of its run. `run` starts what stands after `--`, with MODEL, ROLLOUTS, STATE and OUT in the place of
 what was made and of a fresh folder, watches it ten times a second, and kills it above the limit. `plan` writes down
-what `gradscope measure --plan` says of a size that does not fit here. Each replaces its own rows of the table: a row
+what `gradscope diagnose --plan` says of a size that does not fit here. Each replaces its own rows of the table: a row
 per stage, with "whole" for all of them together.
 
     seconds, cpu_seconds, forward_passes    of a stage without the stages within it
@@ -132,12 +132,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """Write down what `gradscope measure --plan` says of a size, without weights."""
+    """Write down what `gradscope diagnose --plan` says of a size, without weights."""
 
     size: Annotated[Size, tyro.conf.Positional]
     dtype: Literal["float32", "bfloat16", "float16", "upcast"] = "bfloat16"
     machine: str | None = "h200"
     """A GPU by its datasheet; none: this machine."""
+    processes: int = 1
+    """Of a launch, a device for each."""
     tokens_per_interval: int | None = None
     """Measured tokens of each interval of π; none: every token."""
     prompts: int = DEFAULT["prompts"]
@@ -163,12 +165,16 @@ class Plan:
             policy = outline_policy(str(folder))
             batch = read_rollouts(folder / "rollouts.jsonl", policy)
             settings = MeasureSettings(tokens_per_interval=self.tokens_per_interval)
-            plan = plan_batch(policy, batch, settings, dtype=self.dtype, machine=self.machine)
+            launch = {"machine": self.machine, "processes": self.processes}
+            plan = plan_batch(policy, batch, settings, dtype=self.dtype, keeps_prompts=True, **launch)
         print(str(plan).replace(str(folder), self.size))
         rows = [{"stage": name, "seconds": seconds} for name, seconds in plan.seconds.items()]
         rows.append({"stage": WHOLE, "seconds": sum(plan.seconds.values()), "planned_gib": plan.peak / GIB})
+        sums = {"stage": f"summed gradients ({plan.sums.way})", "seconds": plan.sums_seconds}
+        rows.append(sums | {"planned_gib": plan.sums.memory / GIB})
         tokens = "every token" if self.tokens_per_interval is None else f"{plan.measured} tokens"
         about = {"size": self.size, "weights": self.dtype, "kind": "plan", "run": f"measure, {tokens}"}
+        about["run"] += "" if self.processes == 1 else f", {self.processes} processes"
         append_rows(self.out, [about | {"machine": plan.speeds.device} | row for row in rows])
 
 

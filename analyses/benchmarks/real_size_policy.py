@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gradscope.models import load_policy
 
-Size = Literal["1m", "30m", "0.5b", "1.5b", "7b", "llama-8b"]
+Size = Literal["1m", "30m", "0.5b", "1.5b", "7b", "32b", "llama-8b"]
 _QWEN = {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
 _QWEN |= {"max_position_embeddings": 32_768, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 SHAPES: dict[Size, dict[str, Any]] = {
@@ -40,6 +40,9 @@ SHAPES: dict[Size, dict[str, Any]] = {
     "7b": _QWEN
     | {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
     | {"intermediate_size": 18_944, "vocab_size": 152_064, "tie_word_embeddings": False},
+    "32b": _QWEN
+    | {"hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8}
+    | {"intermediate_size": 27_648, "vocab_size": 152_064, "tie_word_embeddings": False},
     "llama-8b": {
         "model_type": "llama",
         "hidden_size": 4096,
@@ -54,7 +57,7 @@ SHAPES: dict[Size, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
     },
 }
-"""Configurations: Qwen2.5's 0.5B, 1.5B and 7B, Llama-3's 8B, and two of Qwen2's kind for tests."""
+"""Configurations: Qwen2.5's 0.5B, 1.5B, 7B and 32B, Llama-3's 8B, and two of Qwen2's kind for tests."""
 EMBEDDING_SD, BLOCK_SD, SPREAD = 0.02, 1.0, 1.6
 STATE_STEPS = 100
 """That the optimizer has taken."""

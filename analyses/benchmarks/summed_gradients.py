@@ -1,0 +1,153 @@
+"""Do the ways of summing gradients agree, on policies of the sizes that people train?
+
+    python -m analyses.benchmarks.real_size make 0.5b work/0.5b
+    python -m analyses.benchmarks.summed_gradients budgets work/0.5b --gib 1 2 4
+    python -m analyses.benchmarks.real_size make 30m work/30m --prompts 8
+    python -m analyses.benchmarks.summed_gradients coverage work/30m --sketches 200
+
+`budgets` makes the intervals' gradients of every prompt in slices under each budget, and says how far the inner
+products are apart, relative to the product of the norms. `coverage` makes them whole and then sketches them so many
+times with other random numbers: how often do exact shares, norms, cosines and signals lie within 1.96 of a sketch's own
+standard errors? Each replaces its own rows of the table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import pandas as pd
+import torch
+import tyro
+from torch import Tensor
+from tqdm import trange
+
+from analyses.script import exit_with
+from gradscope.batch import TokenBatch
+from gradscope.batch_logprobs import batch_statistics
+from gradscope.batch_loss import resolve_advantages
+from gradscope.capture import measuring
+from gradscope.diagnosis_gradients import Products, block_products, prompt_vectors, signal_and_noise, sum_gradients
+from gradscope.intervals import EDGES, assign_intervals
+from gradscope.models import Policy, load_policy
+from gradscope.parameters import flat_slices
+from gradscope.readers import read_rollouts
+from gradscope.sketches import BLOCKS, Sketcher
+
+TABLE = Path("figures/benchmark_summed_gradients.csv")
+INTERVALS = len(EDGES) - 1
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Slices under several budgets."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """Of `real_size make`."""
+    gib: tuple[float, ...] = (1.0, 2.0, 4.0)
+    dtype: str | None = None
+    out: Path = TABLE
+
+    def run(self) -> None:
+        policy, batch, seeds = _load(self.folder, self.dtype)
+        rows, first = [], None
+        for gib in self.gib:
+            start = time.perf_counter()
+            found = sum_gradients(
+                policy,
+                batch,
+                seeds,
+                memory=int(gib * 2**30),
+                way="slices",
+                micro_batch_size=8,
+                generator=torch.Generator().manual_seed(0),
+            )
+            seconds, pairs = time.perf_counter() - start, found.raw.pairs
+            first = pairs if first is None else first
+            norms = np.sqrt(np.einsum("papa->pa", first))
+            scale = norms[:, :, None, None] * norms
+            rows.append({"gib": gib, "slices": found.plan.parts, "passes": found.plan.forward_passes})
+            rows[-1] |= {"seconds": round(seconds, 1), "largest_difference": np.max(np.abs(pairs - first) / scale)}
+            print(rows[-1], flush=True)
+        _write(self.out, [{"what": f"budgets {self.folder.name}", "tokens": batch.num_tokens} | row for row in rows])
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Sketches against exact gradients."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """Of `real_size make`."""
+    sketches: int = 200
+    size: int = 4096
+    out: Path = TABLE
+
+    def run(self) -> None:
+        policy, batch, seeds = _load(self.folder, None)
+        vectors = prompt_vectors(policy, batch, seeds, micro_batch_size=8)
+        truth = _statistics(block_products(vectors))
+        inside, found, told = [], [], []
+        for seed in trange(self.sketches, desc="sketches"):
+            products = _sketch(vectors, flat_slices(policy.model), self.size, seed)
+            value, error = _statistics(products.pairs), products.error(_statistics)
+            inside.append(np.abs(value - truth) <= 1.96 * error)
+            found.append(value)
+            told.append(error)
+        spread, mean_error = np.std(found, axis=0), np.sqrt(np.mean(np.square(told), axis=0))
+        row = {"what": f"coverage {self.folder.name}", "tokens": batch.num_tokens, "sketches": self.sketches}
+        row |= {"size": self.size, "statistics": truth.size, "coverage": round(float(np.mean(inside)), 4)}
+        row |= {"least_coverage": np.mean(inside, axis=0).min(), "told_over_spread": np.median(mean_error / spread)}
+        print(row)
+        _write(self.out, [row])
+
+
+def _load(folder: Path, dtype: str | None) -> tuple[Policy, TokenBatch, Tensor]:
+    """Policy, rollouts and −advantage / num_tokens of the tokens of each interval, [A, B, S]."""
+    policy = load_policy(folder / "policy", dtype=dtype)
+    batch = read_rollouts(folder / "rollouts.jsonl", policy)
+    with measuring(policy.model):
+        logprobs = batch_statistics(policy.model, batch, micro_batch_size=4, device=policy.device).logprob
+    intervals = torch.from_numpy(assign_intervals(logprobs.double().exp().clamp(max=1.0).numpy(), list(EDGES)))
+    advantages = torch.as_tensor(resolve_advantages(batch)).double()
+    weights = -(advantages if advantages.dim() == 2 else advantages[:, None]) * batch.response_mask / batch.num_tokens
+    return policy, batch, weights * (intervals == torch.arange(INTERVALS)[:, None, None])
+
+
+def _sketch(vectors: Tensor, slices: dict[str, slice], size: int, seed: int) -> Products:
+    sketcher, out = Sketcher(size, seed=seed), torch.zeros(*vectors.shape[:2], size)
+    for own, into in _pairs(vectors, out):
+        for number, part in enumerate(slices.values()):
+            sketcher.add(own[part], number, into)
+    blocks = tuple(block_products(block) for block in out.chunk(BLOCKS, dim=2))
+    return Products(sum(blocks), blocks)
+
+
+def _pairs(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.flatten(0, 1) for tensor in tensors), strict=True)
+
+
+def _statistics(pairs: np.ndarray) -> np.ndarray:
+    """Shares, norms over the whole's, cosines with it, and signals, of each interval."""
+    products, own = pairs.sum((0, 2)), np.einsum("paqa->apq", pairs)
+    squares, whole, along = np.diag(products), products.sum(), products.sum(1)
+    signals = signal_and_noise(own)["signal"][0]
+    parts = [along / whole, np.sqrt(squares / whole), along / np.sqrt(squares * whole), signals / whole]
+    return np.concatenate(parts)
+
+
+def _write(file: Path, rows: list[dict]) -> None:
+    table = pd.DataFrame(rows).assign(torch=torch.__version__)
+    if file.is_file():
+        known = pd.read_csv(file)
+        table = pd.concat([known[~known["what"].isin(table["what"])], table], ignore_index=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    table.to_csv(file, index=False)
+
+
+if __name__ == "__main__":
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    exit_with(lambda: tyro.cli(Budgets | Coverage, description=__doc__, config=config).run())
