@@ -40,9 +40,9 @@ class Passed:
     """Where the kept tokens' logits stand among all [b · n]."""
     token_ids: Int[Tensor, " K"]
     temperatures: Float[Tensor, " K"]
-    hidden: list[Float[Tensor, "b n hidden"]] = field(default_factory=list)
-    """The input of each block, and the output of the last."""
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    hidden: list[Float[Tensor, "b n hidden"] | None] = field(default_factory=list)
+    """The input of each block, and the output of the last; None where it is no longer needed."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]] | None] = field(default_factory=list)
     """What else each block was called with."""
     outputs: list[Any] = field(default_factory=list)
     """What each block returned beside the hidden states, which stand there as None."""
