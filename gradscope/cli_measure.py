@@ -237,7 +237,8 @@ class Measure:
         minutes, seconds = measured.measurement.settings.minutes, self.sums_seconds(measured)
         if minutes is None or seconds is None or seconds <= 60 * AFTERWARDS * minutes:
             return None
-        return "sketches"
+        sums = self.plan_sums(measured.policy, measured.measurement.batch, measured.gradient_memory)
+        return None if sums.sketched_passes is None else "sketches"
 
     def _check_constants(self) -> None:
         if self.constants < 0:

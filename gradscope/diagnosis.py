@@ -34,7 +34,7 @@ from gradscope.influence import fits_at_once, influence, influence_cost, moved_a
 from gradscope.intervals import interval_labels
 from gradscope.models import Policy
 from gradscope.processes import ALONE, Processes
-from gradscope.prompt_gradients import own_rows, plan_batch_sums, sketch_passes
+from gradscope.prompt_gradients import own_rows, plan_batch_sums
 from gradscope.step_settings import SGD
 from gradscope.token_table import measure
 from gradscope.tuning import KINDS, linearise_cost
@@ -137,6 +137,7 @@ class _Work:
         """That a forward pass over the batch takes, where there are minutes to keep to."""
         if self.weighted and self.settings.minutes is not None:
             (self.pass_seconds,) = self.processes.gather([self._time_pass()] if self.processes.is_main else [])
+            self._spend(1)
         given = (self.metric is not None, self.saved is not None)
         self.notes += note_limits(self.table, self.labels, second_moments=given[0], whole_state=given[1])
 
@@ -176,8 +177,9 @@ class _Work:
         plan = plan_batch_sums(self.policy, self.batch, keeps_prompts=True, **asked)
         shared = min(self.processes.count, len(own_rows(self.batch)))
         once, way = plan.forward_passes / shared, s.gradient_way
-        if plan.way == "slices" and way is None and not self._in_time(once * (1 + (self.metric is not None))):
-            once, way = sketch_passes(size) / shared, "sketches"
+        known = plan.way == "slices" and way is None and plan.sketched_passes is not None
+        if known and not self._in_time(once * (1 + (self.metric is not None))):
+            once, way = plan.sketched_passes / shared, "sketches"
         self._spend(once)
         metric = self.metric if self.metric is not None and self._affords("AdamW's metric", once) else None
         signs = s.sign_passes

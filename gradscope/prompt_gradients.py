@@ -10,7 +10,9 @@ vectors come part by part (`PromptGradients.parts`), and what uses them reduces 
 - **sketches**: one part of `sketch_size` random projections of the gradients (`sketches`), made parameter by parameter
   as the backward pass goes: inner products are unbiased, with a known error, whatever the number of prompts.
 
-The way is chosen by `plan_sums`, from one budget of memory and from what each way costs.
+The way is chosen by `plan_sums`, from one budget of memory and from what each way costs. Inner products of a linear
+layer's gradients could also be had without these, from those of all pairs of positions; with four intervals that takes
+fewer FLOPs only for a batch of fewer positions than about half of the layer's width, and is not done.
 """
 
 from __future__ import annotations
@@ -59,6 +61,9 @@ MOST_SLICES = 1 << 12
 """Of the parameters: smaller slices are made of overhead."""
 DEAREST = 2.0
 """Times the cost of sketches, up to which exact slices are taken."""
+WRITING = 1000.0
+"""FLOPs in whose time a number of a vector is written, scaled, multiplied or sketched, beside the products that make
+it: 900 to 1,200 measured at 0.5 B on two cores."""
 SEED = 5929
 """Of the random projections: the same in every run, as nothing else decides which they are."""
 
@@ -120,6 +125,8 @@ class SumsPlan:
     """Of a sketch's coordinates, whose inner products are kept apart; 1 of exact vectors."""
     forward_passes: float
     """What making the vectors once costs, in forward passes over the batch (a backward pass counts as two)."""
+    sketched_passes: float | None
+    """The same of sketches; None where the budget does not hold them."""
 
     @property
     def sketch_size(self) -> int | None:
@@ -148,17 +155,16 @@ def plan_sums(
     times as dear as sketches, and then those. Raises InputError where the budget does not hold it.
     """
     vectors, width = held + rows + 1, sizes.width  # and the gradients of a part as autograd returns them
-    backward = sketch_passes(rows)
-    whole = SumsPlan("whole", memory, sizes.parameters, 1, 1, backward)
+    # Of a forward pass a parameter and a position take two operations.
+    writing = WRITING * rows * sizes.prompts / (2 * max(1, sizes.positions))
+    backward = 1 + BACKWARD * rows + writing
     room = memory - slices_memory(sizes, rows=rows, held=held, width=0)
     slice_width = min(sizes.parameters, max(0, room) // (vectors * width))
     # A block that is cut is run again for each of its slices.
     cuts = [max(1.0, size / slice_width) if slice_width else float("inf") for size in sizes.segments]
     dear = sum(c * s for c, s in zip(cuts, sizes.segments, strict=True)) / max(1, sizes.parameters)
-    # Inner products of all pairs, in float64, beside two operations for each parameter and position of a forward pass.
-    pairs = 4 * held**2 / max(1, sizes.positions)
-    passes = 2 + rows + (1 + rows) * dear + pairs
-    slices = SumsPlan("slices", memory, slice_width, _count(sizes, slice_width), 1, passes)
+    pairs = 4 * held**2 / max(1, sizes.positions)  # inner products of all, in float64
+    dearer = 2 + rows + (1 + rows) * dear + pairs + writing
     # Of a table that embedding and head share, both gradients and their sum are there at once.
     transient, kept, products = 3 * sizes.largest * width, (sizes.prompts + 1) * rows * width, 8 * held**2
     blocks = BLOCKS if 4 * (BLOCKS + 1) * products <= memory else BLOCKS // 4
@@ -166,15 +172,14 @@ def plan_sums(
     size = SKETCH
     while size > LEAST_SKETCH and kept * size > memory - transient:
         size //= 2
-    sketches = SumsPlan("sketches", memory, size, 1, blocks, backward)
     enough = {
         "whole": (vectors + metric) * sizes.parameters * width,
         "slices": slices_memory(sizes, rows=rows, held=held, width=max(1, sizes.parameters // MOST_SLICES)),
         "sketches": transient + kept * size,
     }
-    plans = {"whole": whole, "slices": slices, "sketches": sketches}
-    fits = [name for name in plans if enough[name] <= memory]
-    if way is None and "slices" in fits and "sketches" in fits and slices.forward_passes > DEAREST * backward:
+    fits = [name for name in enough if enough[name] <= memory]
+    sketched = backward if "sketches" in fits else None
+    if way is None and "slices" in fits and sketched is not None and dearer > DEAREST * sketched:
         fits.remove("slices")
     if way is not None:
         fits = [way] if way in fits else []
@@ -184,7 +189,12 @@ def plan_sums(
             f"summed gradients need {_in_words(least)} at least and the budget is {_in_words(memory)}; give "
             f"--gradient-memory {least} or more, or fewer responses"
         )
-    return plans[fits[0]]
+    made = {
+        "whole": (sizes.parameters, 1, 1, backward),
+        "slices": (slice_width, _count(sizes, slice_width), 1, dearer),
+        "sketches": (size, 1, blocks, backward),
+    }
+    return SumsPlan(fits[0], memory, *made[fits[0]], sketched)
 
 
 def plan_batch_sums(
@@ -206,11 +216,6 @@ def plan_batch_sums(
     sizes = Sizes.of(policy, batch, micro_batch_size=micro_batch_size, dtype=dtype)
     held = intervals * (sizes.prompts if keeps_prompts else 2)
     return plan_sums(sizes, rows=intervals, held=held, memory=memory, metric=metric, way=way)
-
-
-def sketch_passes(rows: int) -> float:
-    """Forward passes over the batch that take as long as sketches, or whole vectors, of so many rows."""
-    return 1.0 + BACKWARD * rows
 
 
 def slices_memory(sizes: Sizes, *, rows: int, held: int, width: int) -> int:

@@ -149,6 +149,20 @@ def test_a_model_whose_blocks_share_a_parameter_or_hear_of_each_other_is_not_swe
 
 
 @pytest.mark.parametrize("way", ["whole", "slices", "sketches"])
+def test_a_policy_that_is_spread_over_devices_has_the_same_sums(way, tmp_path):
+    save_checkpoint(tmp_path, "llama")
+    plain, spread = (load_policy(tmp_path, device_map=places) for places in (None, {"model": "cpu", "lm_head": "cpu"}))
+    assert hasattr(spread.blocks[0], "_hf_hook") or hasattr(spread.model, "_hf_hook")
+    batch, width = make_batch(plain), 1000 if way == "slices" else None
+    found = []
+    for policy in (plain, spread):
+        source = make_source(policy, batch, way, width=width)
+        found.append([vectors.clone() for _, part in source.parts() for _, vectors in part])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("way", ["whole", "slices", "sketches"])
 def test_the_total_is_the_sum_of_all_vectors_and_a_scale_multiplies_each_entry(way):
     policy = make_policy("qwen2", torch.float64)
     batch = make_batch(policy)
