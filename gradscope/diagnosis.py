@@ -137,7 +137,7 @@ class _Work:
         """That a forward pass over the batch takes, where there are minutes to keep to."""
         if self.weighted and self.settings.minutes is not None:
             (self.pass_seconds,) = self.processes.gather([self._time_pass()] if self.processes.is_main else [])
-            self._spend(1)
+            self._spend(1.0)
         given = (self.metric is not None, self.saved is not None)
         self.notes += note_limits(self.table, self.labels, second_moments=given[0], whole_state=given[1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 import pandas as pd
 import torch
@@ -10,7 +11,8 @@ from diagnosed import BRIEF, run, write_rows
 from test_distributed import launch
 from tiny import make_batch, make_policy, save_checkpoint
 
-from gradscope.prompt_gradients import Sizes, slices_memory
+from gradscope.errors import InputError
+from gradscope.prompt_gradients import Sizes, plan_sums
 
 
 def test_two_processes_write_the_numbers_of_one_for_each_of_several_checkpoints(tmp_path):
@@ -25,20 +27,24 @@ def test_two_processes_write_the_numbers_of_one_for_each_of_several_checkpoints(
     assert (tmp_path / "two" / "report.html").is_file()
 
 
-def budget_of(way: str) -> str:
+def budget_of(way: str, held: int) -> str:
     """Bytes in which the summed gradients of these rollouts are made this way."""
     policy = make_policy("qwen2")
     sizes = Sizes.of(policy, make_batch(policy))
-    fifth = slices_memory(sizes, rows=4, held=12, width=sizes.parameters // 5)
-    return str({"slices": fifth, "sketches": fifth // 3}[way])
+
+    def chosen(memory: int) -> str | None:
+        with suppress(InputError):
+            return plan_sums(sizes, rows=4, held=held, memory=memory, metric=held > 8).way
+
+    return str(next(memory for memory in range(50_000, 10**8, 10_000) if chosen(memory) == way))
 
 
 def test_two_processes_share_the_summed_gradients_of_page_and_figures(tmp_path):
     model, rollouts = save_checkpoint(tmp_path / "step-1", "qwen2"), write_rows(tmp_path / "rollouts.jsonl")
     save_state(model / "optimizer.pt")
-    page = ("diagnose", model, "--rollouts", rollouts, *BRIEF, "--gradient-memory", budget_of("slices"))
+    page = ("diagnose", model, "--rollouts", rollouts, *BRIEF, "--gradient-memory", budget_of("slices", 12))
     figures = ("measure", model, rollouts, "--no-self-check", "--device", "cpu")
-    figures = (*figures, "--gradient-memory", budget_of("sketches"))
+    figures = (*figures, "--gradient-memory", budget_of("sketches", 8))
     for command, results in (
         (page, ["data/statistics.csv"]),
         (figures, ["figures/cosines.csv", "figures/figure_1.csv"]),
@@ -50,7 +56,7 @@ def test_two_processes_share_the_summed_gradients_of_page_and_figures(tmp_path):
         for name in results:
             pd.testing.assert_frame_equal(*(pd.read_csv(folder / name) for folder in (one, two)), rtol=1e-4, atol=1e-9)
     assert "adamw" in set(pd.read_csv(tmp_path / "diagnose-two" / "data/statistics.csv")["metric"])
-    assert "in 6 slices" in (tmp_path / "diagnose-two" / "report.html").read_text()
+    assert "slices of the parameters" in (tmp_path / "diagnose-two" / "report.html").read_text()
     assert json.loads((two / "manifest.json").read_text())["summed_gradients"]["way"] == "sketches"
 
 
