@@ -353,10 +353,10 @@ class _Work:
         self.spent += forward_passes
 
     def _time_pass(self) -> float:
+        """Seconds of a forward pass, response by response: as a table's statistics are made, which costs rest on."""
         start = perf_counter()
-        passes = {"micro_batch_size": self.settings.micro_batch_size, "device": self.policy.device}
         with measuring(self.policy.model):
-            batch_statistics(self.policy.model, self.batch, **passes)
+            batch_statistics(self.policy.model, self.batch, micro_batch_size=1, device=self.policy.device)
         return perf_counter() - start
 
     def _keep(self, name: str, make: Callable[[], Any], what: str) -> None:
