@@ -7,8 +7,9 @@ vectors come part by part (`PromptGradients.parts`), and what uses them reduces 
 - **slices**: a few parameters at a time, exactly as well. The network is differentiated one block after the other
   (`sweep`), so that any number of slices costs one more forward pass; where a slice is less than a block, that block's
   own passes are made again. What each block starts from lies in memory meanwhile.
-- **sketches**: one part of `sketch_size` random projections of the gradients (`sketches`), made parameter by parameter
-  as the backward pass goes: inner products are unbiased, with a known error, whatever the number of prompts.
+- **sketches**: one part of `sketch_size` random projections of the gradients (`sketches`), made as the backward pass
+  goes, block after block too where that can be: inner products are unbiased, with a known error, whatever the number
+  of prompts.
 
 The way is chosen by `plan_sums`, from one budget of memory and from what each way costs. Inner products of a linear
 layer's gradients could also be had without these, from those of all pairs of positions; with four intervals that takes
@@ -51,8 +52,8 @@ Index = tuple[Int[Tensor, " K"], Int[Tensor, " K"]]
 Seeds = Callable[[Index, TokenBatch, Float[Tensor, " K"]], Float[Tensor, "R K"]]
 """∂loss/∂log π of a piece's kept tokens, a row for each vector, from where they stand in the batch and their log π."""
 Piece = tuple[Index, TokenBatch]
-Wanted = tuple[str, int, int, int]
-"""A parameter, its first entry that is wanted and one past the last, and where these stand in a part."""
+Take = Callable[[int, str, Tensor], None]
+"""What is done with a gradient: called with the vector's row and the parameter's name."""
 
 SKETCH = 1 << 16
 """Numbers of a sketch: errors of inner products are 1/256 of the norms' product."""
@@ -158,6 +159,7 @@ def plan_sums(
     # Of a forward pass a parameter and a position take two operations.
     writing = WRITING * rows * sizes.prompts / (2 * max(1, sizes.positions))
     backward = 1 + BACKWARD * rows + writing
+    sketching = backward + 1  # as a rule block by block, each run once more
     room = memory - slices_memory(sizes, rows=rows, held=held, width=0)
     slice_width = min(sizes.parameters, max(0, room) // (vectors * width))
     # A block that is cut is run again for each of its slices.
@@ -178,7 +180,7 @@ def plan_sums(
         "sketches": transient + kept * size,
     }
     fits = [name for name in enough if enough[name] <= memory]
-    sketched = backward if "sketches" in fits else None
+    sketched = sketching if "sketches" in fits else None
     if way is None and "slices" in fits and sketched is not None and dearer > DEAREST * sketched:
         fits.remove("slices")
     if way is not None:
@@ -192,7 +194,7 @@ def plan_sums(
     made = {
         "whole": (sizes.parameters, 1, 1, backward),
         "slices": (slice_width, _count(sizes, slice_width), 1, dearer),
-        "sketches": (size, 1, blocks, backward),
+        "sketches": (size, 1, blocks, sketching),
     }
     return SumsPlan(fits[0], memory, *made[fits[0]], sketched)
 
@@ -289,10 +291,11 @@ class PromptGradients:
         sizes = Sizes.of(policy, batch, micro_batch_size=micro_batch_size)
         self.plan = plan_sums(sizes, rows=rows, held=held, memory=memory, metric=metric, way=way)
         """How they are made."""
-        if self.plan.way == "slices":
+        self._swept = False
+        if self.plan.way != "whole":
             with differentiable(self.model):
-                holds = self._sweep.holds(self._pieces[0][0][1])
-            if not holds:
+                self._swept = self._sweep.holds(self._pieces[0][0][1])
+            if self.plan.way == "slices" and not self._swept:
                 if way is not None:
                     raise InputError(
                         f"{type(self.model).__name__} cannot be differentiated block by block; give more memory"
@@ -338,7 +341,7 @@ class PromptGradients:
         numbers = {name: number for number, name in enumerate(self._slices)}
 
         def take(row: int, name: str, gradient: Tensor) -> None:
-            gradient, part = gradient.to(found), self._slices[name]
+            gradient, part = gradient.flatten().to(found), self._slices[name]
             if total is not None:
                 total[part] += gradient.to(total)
             if scale is not None:
@@ -351,10 +354,20 @@ class PromptGradients:
             for prompt, pieces in self._counted():
                 found.zero_()
                 for index, piece in pieces:
-                    stream_gradients(self.model, piece, partial(self._seeds, index, piece), take)
+                    if self._swept:
+                        self._sweep_through(index, piece, take)
+                    else:
+                        stream_gradients(self.model, piece, partial(self._seeds, index, piece), take)
                 yield prompt, found
 
         yield Part((), sketcher.size), vectors()
+
+    def _sweep_through(self, index: Index, piece: TokenBatch, take: Take) -> None:
+        """All gradients of a piece, a block's at a time."""
+        state, segments = self._start(index, piece), self._sweep.segments()
+        while state.block > OUTER:
+            self._pass_block(state, segments[state.block], take, stay=False)
+        self._pass_outer(state, segments[OUTER], take)
 
     def _in_slices(self, scale: Tensor | None, total: Tensor | None) -> Iterator:
         segments, sizes = self._sweep.segments(), self._sizes()
@@ -383,20 +396,26 @@ class PromptGradients:
         found: Tensor,
     ) -> Iterator[tuple[int, Tensor]]:
         """One part's vectors of each prompt, in the memory of `found`; its states go on to the segment `end`."""
-        wanted: dict[int, list[tuple[str, int, int, int]]] = defaultdict(list)
-        at = 0
+        wanted: dict[int, list[str]] = defaultdict(list)
+        places, at = {}, 0
         for name, first, last in part.ranges:
-            wanted[home[name]].append((name, first, last, at))
+            wanted[home[name]].append(name)
+            places[name] = (first, last, at)
             at += last - first
+
+        def take(row: int, name: str, gradient: Tensor) -> None:
+            first, last, at = places[name]
+            found[row, at : at + last - first] += gradient.flatten()[first:last].to(found)
+
         for prompt, own in states.items():
             found.zero_()
             for state in own:
                 while state.block > end:
-                    self._pass_block(state, wanted[state.block], found, stay=False)
+                    self._pass_block(state, wanted[state.block], take, stay=False)
                 if end == OUTER:
-                    self._pass_outer(state, wanted[OUTER], found)
+                    self._pass_outer(state, wanted[OUTER], take)
                 elif wanted[end]:
-                    self._pass_block(state, wanted[end], found, stay=True)
+                    self._pass_block(state, wanted[end], take, stay=True)
             if total is not None:
                 part.add(found.sum(0), total, self._slices)
             yield prompt, found if scale is None else found.mul_(part.take(scale, self._slices).to(found))
@@ -424,40 +443,38 @@ class PromptGradients:
                 leaf, logprobs = self._sweep.run_tail(own)
                 yield row, leaf, (logprobs, seed[kept])
 
-    def _pass_block(self, state: _State, wanted: list[Wanted], found: Tensor, *, stay: bool) -> None:
+    def _pass_block(self, state: _State, wanted: list[str], take: Take, *, stay: bool) -> None:
         """From the output of the state's block to the gradients that are wanted and, unless it stays, to its input."""
         if state.deltas:
             leaf, out = self._sweep.run_block(state.passed, state.block)
             to = [] if stay else [leaf]
-            deltas = self._differentiate(out, state.deltas, to, wanted, found)
+            deltas = self._differentiate(out, state.deltas, to, wanted, take)
             state.deltas = state.deltas if stay else {row: delta for row, (delta,) in deltas.items()}
         if not stay:
             state.passed.hidden[state.block] = state.passed.calls[state.block] = None
             state.block -= 1
 
-    def _pass_outer(self, state: _State, wanted: list[Wanted], found: Tensor) -> None:
+    def _pass_outer(self, state: _State, wanted: list[str], take: Take) -> None:
         """What is in no block: before the first one, and after the last."""
         if not (wanted and state.deltas):
             return
         for row, _, (logprobs, seed) in self._tails(state.passed, state.seeds):
-            self._differentiate(logprobs, {row: seed}, [], wanted, found)
+            self._differentiate(logprobs, {row: seed}, [], wanted, take)
         hidden = self._sweep.run_embedding(state.passed)
         if hidden.requires_grad:
-            self._differentiate(hidden, state.deltas, [], wanted, found)
+            self._differentiate(hidden, state.deltas, [], wanted, take)
 
     def _differentiate(
-        self, out: Tensor, cotangents: dict[int, Tensor], to: list[Tensor], wanted: list[Wanted], found: Tensor
+        self, out: Tensor, cotangents: dict[int, Tensor], to: list[Tensor], names: list[str], take: Take
     ) -> dict[int, list[Tensor]]:
-        """Add to the wanted entries of each row; gradients with respect to the tensors of `to`, by row."""
-        names = list(dict.fromkeys(name for name, _, _, _ in wanted))
+        """Hand on the gradients of the named parameters; those with respect to the tensors of `to`, by row."""
         inputs, gradients = [*to, *(self.model.get_parameter(name) for name in names)], {}
         for row, cotangent in cotangents.items() if inputs else ():
             last = row == next(reversed(cotangents))
             made = torch.autograd.grad(out, inputs, cotangent, retain_graph=not last, allow_unused=True)
-            by_name = dict(zip(names, made[len(to) :], strict=True))
-            for name, first, past, at in wanted:
-                if by_name[name] is not None:
-                    found[row, at : at + past - first] += by_name[name].flatten()[first:past].to(found)
+            for name, gradient in zip(names, made[len(to) :], strict=True):
+                if gradient is not None:
+                    take(row, name, gradient)
             gradients[row] = list(made[: len(to)])
         return gradients
 

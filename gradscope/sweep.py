@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ from gradscope.parameters import float_parameters
 
 OUTER = -1
 """The segment of all that is in no block: embeddings and head."""
-TRIAL = 8
-"""Tokens of the sequence on which the segments are compared with the whole."""
+TRIAL, CONTEXT = 8, 64
+"""Tokens on which the segments are compared with the whole, and most tokens before them."""
 
 
 @dataclass
@@ -227,8 +227,9 @@ def _replace_input(
 
 
 def _shorten(piece: TokenBatch) -> TokenBatch:
-    """The first response of a piece, of a few tokens."""
+    """The first response of a piece: a few tokens, after the last ones of its prompt."""
     first = piece.select([0])
-    kept = first.response_mask[0].nonzero()[:, 0]
-    start = int(kept[0])
-    return first.narrow(min(first.input_ids.shape[1], start + TRIAL))
+    start = int(first.response_mask[0].nonzero()[0])
+    short = first.narrow(min(first.input_ids.shape[1], start + TRIAL))
+    shown = torch.arange(short.input_ids.shape[1], device=short.input_ids.device) >= start - CONTEXT
+    return replace(short, attention_mask=short.attention_mask & shown).left_aligned()[0]
