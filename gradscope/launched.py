@@ -3,7 +3,8 @@
     accelerate launch --multi_gpu --num_processes 8 -m gradscope measure …                    one GPU each
     accelerate launch --multi_gpu --num_processes 2 -m gradscope measure --device cpu …       the same without GPUs
 
-A response's rows are the same whoever measures it, so nothing but files is shared.
+A response's rows are the same whoever measures it, so files are all that is shared for the table. Of summed gradients,
+each process makes those of its share of the prompts, and all add them up part by part.
 """
 
 from __future__ import annotations
