@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from tiny import make_batch, make_policy, make_responses, pad_both_sides
+from support.policies import make_batch, make_policy, make_responses, pad_both_sides
 
 from gradscope.batch import Response, TokenBatch, collate
 from gradscope.errors import InputError

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import TrueFloat64
-from tiny import CAUSAL, HIDDEN, PAD, Share, make_batch, make_policy, make_responses, pad_both_sides
+from support.oracle import TrueFloat64
+from support.policies import CAUSAL, HIDDEN, PAD, Share, make_batch, make_policy, make_responses, pad_both_sides
 from torch import Tensor, nn
 
 from gradscope import logprobs

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from test_gains import make_table, rng
-from tiny import VOCAB, make_batch, make_policy
+from support.policies import VOCAB, make_batch, make_policy
+from support.tables import make_table, rng
 
 from gradscope.batch import TokenBatch
 from gradscope.bounds import check_layer_bounds, check_logit_bounds, compare_spreads, theory_report

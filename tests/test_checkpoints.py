@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_learner import make_learner, make_passes
-from tiny import save_checkpoint as save_tiny
+from support.policies import save_checkpoint as save_tiny
+from support.training import make_learner, make_passes
 from transformers import AutoModelForCausalLM
 
 from gradscope import load_policy

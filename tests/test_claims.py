@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import handmade
 import pytest
 import torch
-from oracle import as_policy
-from tiny import CAUSAL, VOCAB, make_policy
+from support import handmade
+from support.oracle import as_policy
+from support.policies import CAUSAL, VOCAB, make_policy
 from torch import nn
 
 from gradscope.capture.claims import Claims, check_claims, claim_parameters, probe_model

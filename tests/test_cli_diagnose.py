@@ -10,10 +10,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from diagnosed import BRIEF, read_page, read_statistics, refusal, run, value, write_rows
-from test_peft_adapters import save_adapter
-from test_saved_optimizer import train
-from tiny import make_model, make_tokenizer, save_checkpoint
+from support.adapters import save_adapter
+from support.cli import refusal, run
+from support.pages import BRIEF, read_page, read_statistics, value, write_rows
+from support.policies import make_model, make_tokenizer, save_checkpoint
+from support.training import train
 
 import gradscope.diagnosis
 from gradscope.cli_diagnose_pages import name_folders, read_step
@@ -123,8 +124,8 @@ def test_killed_between_table_and_page_it_goes_on_with_the_page(job, tmp_path, m
     assert capsys.readouterr().err.endswith("gradscope: interrupted; the same command goes on where it was\n")
     table = (out / "tokens.parquet").stat().st_mtime_ns
     assert not (out / "report.html").exists() and not (out / "data").exists()
-    assert "temperature None, not 0.5" in refusal(capsys, *command[1:], "--temperature", "0.5")
-    assert "(model " in refusal(capsys, job / "adapter", *command[2:], "--params", "adapter")
+    assert "temperature None, not 0.5" in refusal(capsys, "diagnose", *command[1:], "--temperature", "0.5")
+    assert "(model " in refusal(capsys, "diagnose", job / "adapter", *command[2:], "--params", "adapter")
     assert not (out / "report.html").exists() and (out / "tokens.parquet").stat().st_mtime_ns == table
     run(*command)
     assert "already measured" in capsys.readouterr().out
@@ -175,15 +176,15 @@ def test_an_optimizer_of_something_else_is_left_out_beside_the_checkpoint_and_re
     )
     assert {*read_statistics(tmp_path / "out")["metric"]} == {"raw", "none"}
     named = (*command[: -len(BRIEF) - 1], tmp_path / "out", *BRIEF, "--optimizer-state")
-    assert "is of 2 parameters" in (said := refusal(capsys, *named, model / "optimizer.pt"))
+    assert "is of 2 parameters" in (said := refusal(capsys, "diagnose", *named, model / "optimizer.pt"))
     assert said.count(str(model / "optimizer.pt")) == 1
     fresh = (*command[: -len(BRIEF) - 1], tmp_path / "fresh", *BRIEF, "--optimizer-state")
-    assert "is of 2 parameters" in refusal(capsys, *fresh, model / "optimizer.pt")
+    assert "is of 2 parameters" in refusal(capsys, "diagnose", *fresh, model / "optimizer.pt")
     assert not (tmp_path / "fresh").exists()  # before anything is measured
     sgd = torch.optim.SGD(other.parameters(), momentum=0.9)
     for write in (lambda path: torch.save(sgd.state_dict(), path), lambda path: path.write_text("no tensor")):
         write(model / "optimizer.pt")
-        assert refusal(capsys, *named, model / "optimizer.pt").count(str(model / "optimizer.pt")) == 1
+        assert refusal(capsys, "diagnose", *named, model / "optimizer.pt").count(str(model / "optimizer.pt")) == 1
         state, step, notes = read_step(load_policy(model), model / "optimizer.pt", asked=False)
         assert state is step is None and len(notes) == 1
         assert notes[0].startswith("optimizer.pt beside the checkpoint is left out: ") and str(model) not in notes[0]
@@ -242,7 +243,7 @@ def test_several_checkpoints_have_a_page_each_and_one_of_the_trend_with_their_ve
     pd.testing.assert_frame_equal(again, trend)
     # A page of one checkpoint has no place where the trend's is, nor the reverse.
     to = ("--rollouts", rollouts, "--out", out, *BRIEF)
-    assert "give another --out, or --overwrite" in refusal(capsys, models[0], *to)
+    assert "give another --out, or --overwrite" in refusal(capsys, "diagnose", models[0], *to)
     assert (out / "data" / "trend.csv").is_file()
 
 
@@ -306,14 +307,14 @@ def test_arguments_that_cannot_be_met_are_one_line_and_leave_nothing_behind(job,
     cases = bad_arguments(job, tmp_path)
     before = sorted(tmp_path.rglob("*"))
     for name, (arguments, words) in cases.items():
-        said = refusal(capsys, *arguments, "--device", "cpu")
+        said = refusal(capsys, "diagnose", *arguments, "--device", "cpu")
         assert words in said.replace("--tokens-per-interval", "tokens_per_interval"), (name, said)
         assert sorted(tmp_path.rglob("*")) == before, name
     monkeypatch.setenv("WORLD_SIZE", "2")
     to = ("--out", tmp_path / "out", "--device", "cpu")
     monkeypatch.setattr("time.sleep", lambda _: None)
-    assert "sample first" in refusal(capsys, job / "checkpoint-3", "--task", "math", *to)
-    assert "start one process" in refusal(capsys, "--rollouts", job / "rollouts.jsonl", *to)
+    assert "sample first" in refusal(capsys, "diagnose", job / "checkpoint-3", "--task", "math", *to)
+    assert "start one process" in refusal(capsys, "diagnose", "--rollouts", job / "rollouts.jsonl", *to)
     assert not (tmp_path / "out").exists()
 
 

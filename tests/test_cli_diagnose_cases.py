@@ -9,8 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from diagnosed import native_rows, read_page, read_statistics, run, value, write_rows
-from tiny import make_policy, save_checkpoint
+from support.cli import run
+from support.pages import native_rows, read_page, read_statistics, value, write_rows
+from support.policies import make_policy, save_checkpoint
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

@@ -7,9 +7,10 @@ from contextlib import suppress
 
 import pandas as pd
 import torch
-from diagnosed import BRIEF, run, write_rows
-from test_distributed import launch
-from tiny import make_batch, make_policy, save_checkpoint
+from support.cli import run
+from support.pages import BRIEF, write_rows
+from support.policies import make_batch, make_policy, save_checkpoint
+from support.processes import launch
 
 from gradscope.errors import InputError
 from gradscope.prompt_gradients import Sizes, plan_sums

@@ -6,11 +6,12 @@ import json
 import shutil
 from pathlib import Path
 
-import dumps
 import pandas as pd
 import pytest
-from diagnosed import BRIEF, Reader, native_rows, read_page, read_statistics, refusal, run, write_rows
-from tiny import save_checkpoint, write_jsonl
+from support import dumps
+from support.cli import refusal, run
+from support.pages import BRIEF, Reader, native_rows, read_page, read_statistics, write_rows
+from support.policies import save_checkpoint, write_jsonl
 
 from gradscope.logit_diagnosis import logit_table
 from gradscope.models import load_policy
@@ -36,7 +37,7 @@ def test_of_a_dump_of_several_steps_each_checkpoint_gets_what_it_sampled(model, 
     wanted = measure(policy, read_dump(tmp_path / "token_exports", policy, step=4).batch, self_check=False)
     assert table["response"].nunique() == len(dumps.SAMPLES)
     pd.testing.assert_frame_equal(table.drop(columns="group"), wanted.drop(columns="group"))
-    assert "has no step 9" in refusal(capsys, *command, "--out", tmp_path / "none", "--step", "9")
+    assert "has no step 9" in refusal(capsys, "diagnose", *command, "--out", tmp_path / "none", "--step", "9")
     assert not (tmp_path / "none").exists()
 
 
@@ -60,7 +61,7 @@ def test_without_a_policy_the_page_is_of_the_logits_alone_and_gives_no_verdict(w
     assert not (out / "data" / "statistics.csv").exists()
     run("diagnose", "--rollouts", path, "--out", out)
     assert "already diagnosed" in capsys.readouterr().out
-    assert "seed 0, not 5" in refusal(capsys, "--rollouts", path, "--out", out, "--seed", "5")
+    assert "seed 0, not 5" in refusal(capsys, "diagnose", "--rollouts", path, "--out", out, "--seed", "5")
 
 
 def test_a_dump_without_log_probabilities_needs_a_policy(tmp_path, capsys):
@@ -109,7 +110,7 @@ def test_without_rollouts_a_task_is_sampled_once_and_diagnosed(model, tmp_path, 
     printed = capsys.readouterr().out
     assert "already diagnosed" in printed and "9 responses" not in printed
     assert rollouts.stat().st_mtime_ns == written
-    assert "rollouts" in refusal(capsys, *command[1:], "--seed", "1")  # other responses, in the same folder
+    assert "rollouts" in refusal(capsys, "diagnose", *command[1:], "--seed", "1")  # other responses, in the same folder
 
 
 def test_prompts_without_a_reward_have_no_weights_and_the_page_says_so(model, tmp_path, capsys):
@@ -123,7 +124,7 @@ def test_prompts_without_a_reward_have_no_weights_and_the_page_says_so(model, tm
     assert {*statistics["metric"]} == {"none"} and "token_share" in {*statistics["statistic"]}
     # Other prompts under the same name are other rollouts: these are not taken for theirs.
     prompts.write_text("w9 w5\nw6 w7 w8\n")
-    assert "(rollouts " in refusal(capsys, *command)
+    assert "(rollouts " in refusal(capsys, "diagnose", *command)
 
 
 # What a model wrote stays text.

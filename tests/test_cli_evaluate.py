@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from tiny import save_checkpoint
+from support.cli import Outcome, assert_one_line, outcome_of
+from support.policies import save_checkpoint
 
-from gradscope import cli, run_folder
+from gradscope import run_folder
 from gradscope.evaluation import QUESTIONS_PER_PART, evaluate
 from gradscope.models import load_policy
 from gradscope.tasks import get_task, registry
@@ -44,13 +43,6 @@ SHORT = ("--k", 2, "--max-new-tokens", 6, "--questions", 5)
 RESULTS = {"evaluation.csv", "responses.parquet", "manifest.json"}
 
 
-@dataclass(frozen=True)
-class Outcome:
-    status: int
-    out: str
-    err: str
-
-
 @pytest.fixture
 def run(capsys, monkeypatch):
     """Run `gradscope evaluate` in this process; a task that it registers is forgotten."""
@@ -58,13 +50,7 @@ def run(capsys, monkeypatch):
     def call(*args: object) -> Outcome:
         monkeypatch.setattr(registry, "_tasks", dict(registry._tasks))
         monkeypatch.setattr(registry, "_files_read", {})
-        capsys.readouterr()
-        try:
-            cli.main(["evaluate", *map(str, args)])
-            status = 0
-        except SystemExit as stop:
-            status = stop.code
-        return Outcome(status, *capsys.readouterr())
+        return outcome_of(capsys, "evaluate", *args)
 
     return call
 
@@ -78,12 +64,6 @@ def model(tmp_path_factory) -> Path:
 def task(tmp_path) -> str:
     (tmp_path / "parity.py").write_text(PARITY, encoding="utf-8")
     return f"{tmp_path / 'parity.py'}:parity"
-
-
-def assert_one_line(outcome: Outcome, words: str) -> None:
-    assert (outcome.status, outcome.out) == (2, ""), outcome.err
-    assert re.fullmatch(r"gradscope: [^\n]+\n", outcome.err), outcome.err
-    assert words in outcome.err
 
 
 def contents(folder: Path) -> dict[str, bytes]:

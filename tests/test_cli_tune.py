@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import make_policy, make_responses, save_checkpoint, write_jsonl
+from support.cli import assert_one_line, outcome_of
+from support.policies import make_policy, make_responses, save_checkpoint, write_jsonl
 
-from gradscope import cli, cli_tune
+from gradscope import cli_tune
 from gradscope.errors import InputError
 from gradscope.models import load_policy
 from gradscope.readers import read_rollouts
@@ -39,27 +40,11 @@ RESULTS = {
 FIELDS = ("prompt_ids", "response_ids", "group", "temperature", "reward", "old_logprobs", "response_mask")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    status: int
-    out: str
-    err: str
-
-
 @pytest.fixture
 def run(capsys):
     """Run `gradscope tune` in this process."""
 
-    def call(*args: object) -> Outcome:
-        capsys.readouterr()
-        try:
-            cli.main(["tune", *map(str, args)])
-            status = 0
-        except SystemExit as stop:
-            status = stop.code
-        return Outcome(status, *capsys.readouterr())
-
-    return call
+    return partial(outcome_of, capsys, "tune")
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +65,6 @@ def rollouts(tmp_path_factory) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def assert_one_line(outcome: Outcome, words: str) -> None:
-    assert (outcome.status, outcome.out) == (2, ""), outcome.err
-    assert re.fullmatch(r"gradscope: [^\n]+\n", outcome.err), outcome.err
-    assert words in outcome.err, outcome.err
 
 
 # What it writes.

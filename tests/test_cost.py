@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.policies import CAUSAL, HIDDEN, LAYERS, VOCAB, make_config, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from analyses.benchmarks.plan_memory import Case, allocated_peak, compare, make_batch, make_policy
 from gradscope import cost
 from gradscope.cost import ModelShape, Piece
 from gradscope.trained_logprobs import trained_logprobs
-from tests.tiny import CAUSAL, HIDDEN, LAYERS, VOCAB, make_config, make_model
 
 SMALL = Case(hidden=128, layers=4, vocab=1024, responses=2, length=64)
 

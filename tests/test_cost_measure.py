@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.policies import CONTEXT, HIDDEN, LAYERS, VOCAB, make_config, make_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from analyses.benchmarks import work_counts
@@ -32,7 +33,6 @@ from gradscope.cost_measure import (
     split_chunks,
 )
 from gradscope.cost_train import forward_work
-from tests.tiny import CONTEXT, HIDDEN, LAYERS, VOCAB, make_config, make_policy
 
 TARGETS = torch.arange(16, 48)
 WHOLE = Response(len(TARGETS), tuple(TARGETS.tolist()), int(TARGETS[-1]))

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle import (
+from support.decoders import COMMON, LATE, attend_eagerly, windowed
+from support.exact import FLOAT32, TRUE_FLOAT64, assert_same, cached_policy, random_ids
+from support.oracle import (
     TrueFloat64,
     as_policy,
     brute_force,
@@ -15,8 +17,7 @@ from oracle import (
     measure_all,
     sequences,
 )
-from test_token_gradients import FLOAT32, TRUE_FLOAT64, assert_same, cached_policy, random_ids
-from tiny import RULED, UNRULED, make_batch, make_model, make_policy
+from support.policies import RULED, UNRULED, make_batch, make_model, make_policy
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
@@ -26,8 +27,6 @@ from gradscope.capture.chunks import ROWS
 from gradscope.capture.decoder_body import chunk_limits
 from gradscope.capture.stack import Stack
 from gradscope.models import Policy
-
-COMMON = ("qwen2", "qwen3", "llama")
 
 
 def error_and_path(policy: Policy, ids: Tensor, targets: Tensor, **settings) -> tuple[float, bool]:
@@ -79,22 +78,6 @@ def test_rules_false_sends_a_common_decoder_along_its_graph():
 
 
 # What a short probe cannot see: habits that begin at position 18.
-
-LATE = 18
-
-
-def attend_eagerly(module, query, key, value, attention_mask, scaling, change, **_):
-    share = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(share, 1) for t in (key, value))
-    scores = change(query @ key.mT * scaling)
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    probs = scores.masked_fill(later, -torch.inf).softmax(-1)
-    return (probs @ value).transpose(1, 2).contiguous(), probs
-
-
-def windowed(scores: Tensor) -> Tensor:
-    far = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(-LATE)
-    return scores.masked_fill(far, -torch.inf)
 
 
 def chunked(scores: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from test_influence import warm_state
-from test_weighted_gradients import token_gradients
-from tiny import make_batch, make_policy
+from support.gradients import token_gradients
+from support.policies import make_batch, make_policy
+from support.steps import warm_state
 from torch import Tensor
 
 from gradscope.adamw_state import AdamWState

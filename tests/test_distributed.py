@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import shutil
-import socket
 import subprocess
 import sys
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from distributed_worker import (
+from support.distributed_worker import (
     FEW_BATCHES,
     FRUGAL,
     MODEL,
@@ -27,7 +23,8 @@ from distributed_worker import (
     measure_gradients,
     take_steps,
 )
-from tiny import distance, save_checkpoint
+from support.policies import distance, save_checkpoint
+from support.processes import TIMEOUT, launch
 
 from gradscope import load_policy
 from gradscope.adamw_state import AdamWState
@@ -36,8 +33,6 @@ from gradscope.processes import Processes
 from gradscope.tasks import get_task
 from gradscope.trainer.learner import build_learner
 
-TIMEOUT = 900
-"""Seconds after which processes count as hanging; on two idle cores they take ten to twenty, on busy ones minutes."""
 ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
 ACCELERATE += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m")
 """`accelerate launch`: --cpu would start one process (or need MPI), --multi_gpu with --device cpu starts two."""
@@ -64,44 +59,6 @@ register(Moody())
 """Once there is a file `fail`, it raises in the second process from its second step on: that grades four a step."""
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How one of several processes ended."""
-
-    status: int
-    stderr: str
-
-
-def launch(*command: str | Path, count: int = 2, timeout: float = TIMEOUT) -> list[Ended]:
-    """Run a command in that many processes at once, with the environment that torchrun gives them."""
-    shared = os.environ | {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    started = [
-        subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    try:
-        errors = [process.communicate(timeout=timeout)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [Ended(process.returncode, stderr) for process, stderr in zip(started, errors, strict=True)]
-
-
-def free_port() -> int:
-    """Below those that Linux gives to outgoing connections, lest one takes it before it is listened on."""
-    while True:
-        port = 20_000 + secrets.randbelow(10_000)
-        with suppress(OSError), socket.socket() as listener:
-            listener.bind(("localhost", port))
-            return port
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("model") / MODEL, MODEL)
@@ -111,7 +68,7 @@ def folder(tmp_path_factory) -> Path:
 def out(folder, tmp_path_factory) -> Path:
     """Where two processes have written what they found (distributed_worker.py)."""
     out = tmp_path_factory.mktemp("out")
-    for ended in launch(Path(__file__).with_name("distributed_worker.py"), folder, out):
+    for ended in launch(Path(__file__).with_name("support") / "distributed_worker.py", folder, out):
         assert ended.status == 0, ended.stderr
     return out
 

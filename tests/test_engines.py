@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny import make_policy
+from support.policies import make_policy
 
 from gradscope.errors import InputError
 from gradscope.sampling import vllm

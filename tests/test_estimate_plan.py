@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import CAUSAL, make_batch, make_policy
+from support.policies import CAUSAL, make_batch, make_policy
 
 from gradscope import estimate_plan, norm_estimates
 from gradscope.batch import TokenBatch

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import CONTEXT, make_policy
+from support.policies import CONTEXT, make_policy
 
 from gradscope import evaluation
 from gradscope.errors import InputError

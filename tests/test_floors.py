@@ -38,6 +38,13 @@ def test_every_file_imports_only_what_lies_below_it(repository):
     assert complaints(repository / "gradscope") == []
 
 
+def test_no_test_imports_another(repository):
+    for path in sorted((repository / "tests").rglob("*.py")):
+        nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import | ast.ImportFrom)]
+        names = [getattr(n, "module", None) or n.names[0].name for n in nodes]
+        assert not [name for name in names if name.split(".")[-1].startswith("test_")], path
+
+
 def test_no_submodule_bears_the_name_of_a_public_function(repository):
     functions = set(gradscope.__all__) - set(gradscope._SUBMODULES)
     assert functions.isdisjoint(path.stem for path in (repository / "gradscope").iterdir())

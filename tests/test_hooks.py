@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import make_policy
+from support.policies import make_policy
 from torch import Tensor, nn
 
 from gradscope.capture import capture_activations, capture_gradients, forward_hooks, measuring

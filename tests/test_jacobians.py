@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import CAUSAL, CONTEXT, VOCAB, make_batch, make_policy, pad_both_sides
+from support.policies import CAUSAL, CONTEXT, VOCAB, make_batch, make_policy, pad_both_sides
 
 from gradscope.capture import TokenGradientMeter, measuring
 from gradscope.errors import InputError

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from tiny import distance, make_batch, make_model, make_policy, save_checkpoint
+from support.policies import distance, make_batch, make_model, make_policy, save_checkpoint
+from support.training import make_learner, make_passes
 from torch import Tensor
 
 from gradscope import load_policy
 from gradscope.batch_logprobs import batch_statistics
-from gradscope.batch_loss import resolve_advantages
 from gradscope.errors import InputError
-from gradscope.steps import Pass, whole_passes
+from gradscope.steps import Pass
 from gradscope.trainer.checkpoints import restore_checkpoint
 from gradscope.trainer.checkpoints import save_checkpoint as save_learner
 from gradscope.trainer.config import TrainConfig
@@ -33,19 +32,6 @@ NOISE = {
     "qwen2": {"attention_dropout": 0.2},
 }
 """Where each architecture keeps what makes it random in training mode."""
-
-
-def make_learner(model: str | Path, checkpoint: Path | None = None, **settings: object) -> Learner:
-    """A learner of one process on the CPU."""
-    AcceleratorState._reset_state(reset_partial_state=True)  # another test may have taken a GPU
-    given = {"kl_coef": 0.0, "micro_batch_size": 3, "learning_rate": 1e-2, "steps": 1} | settings
-    return build_learner(TrainConfig(model=str(model), **given), Accelerator(cpu=True), checkpoint)
-
-
-def make_passes(policy, size: int = 6, **settings: object) -> list[Pass]:
-    """Passes over a batch with advantages and everything else that a loss asks for."""
-    batch = make_batch(policy, **settings)
-    return whole_passes(replace(batch, advantages=resolve_advantages(batch)), size)
 
 
 def gradients(learner: Learner, part: Pass, **settings: object) -> dict[str, Tensor]:

@@ -6,17 +6,21 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import CAUSAL, VOCAB, make_batch, make_model, make_policy, make_tokenizer, save_checkpoint
+from support.cli import complaint
+from support.policies import CAUSAL, VOCAB, make_batch, make_model, make_policy, make_tokenizer, save_checkpoint
 
 from gradscope import checkpoint_files
 from gradscope.capture import TokenGradientMeter, measuring
 from gradscope.errors import InputError
 from gradscope.models import checkpoint_step, hash_ahead, load_policy, weights_hash
 from gradscope.token_table import measure
+
+refusal = partial(complaint, load_policy)
 
 IDS = torch.arange(4, 24)[None]
 
@@ -29,13 +33,6 @@ def folder(tmp_path_factory) -> Path:
 @torch.no_grad()
 def logits(model: torch.nn.Module) -> torch.Tensor:
     return model(input_ids=IDS).logits
-
-
-def refusal(path: Path, **settings) -> str:
-    with pytest.raises(InputError) as caught:
-        load_policy(path, **settings)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_weights_in_shards_are_those_in_one_file(folder, tmp_path):

@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 from itertools import product
 
-import dumps
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from dumps import SAMPLES
-from tiny import VOCAB, make_batch, make_policy, write_jsonl
+from support import dumps
+from support.dumps import SAMPLES
+from support.policies import VOCAB, make_batch, make_policy, write_jsonl
 
 from gradscope.batch_loss import PAPER
 from gradscope.errors import InputError

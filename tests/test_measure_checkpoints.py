@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from test_peft_adapters import save_adapter
-from tiny import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
+from support.adapters import save_adapter
+from support.cli import refusal, run
+from support.policies import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
 
-from gradscope import cli, cli_measure, measure_settings
+from gradscope import cli_measure, measure_settings
 from gradscope.capture import TokenGradientMeter
 from gradscope.measure_plan import plan_batch
 from gradscope.measure_settings import MeasureSettings, check_settings, settle_sample
@@ -31,19 +31,6 @@ def job(tmp_path_factory) -> tuple[Path, Path]:
     names = ("prompt_ids", "response_ids", "group", "reward", "old_logprobs", "response_mask")
     rows = [{name: getattr(r, name) for name in names} for r in make_responses(make_policy("qwen2"))]
     return folder / "adapter", write_jsonl(folder / "rollouts.jsonl", rows)
-
-
-def run(*arguments: object) -> None:
-    cli.main([str(argument) for argument in arguments])
-
-
-def refusal(capsys, *arguments: object) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        run(*arguments)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and re.fullmatch(r"gradscope: [^\n]+\n", error)
-    return error
 
 
 def read(out: Path) -> tuple[pd.DataFrame, dict]:

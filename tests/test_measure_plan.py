@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from tiny import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
+from support.policies import (
+    CAUSAL,
+    RULED,
+    UNRULED,
+    make_batch,
+    make_policy,
+    make_responses,
+    save_checkpoint,
+    write_jsonl,
+)
 
 from analyses.measure_cost_growth import gpu_table
 from gradscope import measure_plan
@@ -15,7 +24,6 @@ from gradscope.measure_plan import choose_tokens, follows_rules, outline_policy,
 from gradscope.measure_settings import MeasureSettings
 from gradscope.readers import read_rollouts
 from gradscope.token_table import measure
-from tests.tiny import CAUSAL, RULED, UNRULED
 
 SPEEDS = Speeds("a machine", 1e9, 1e9, 1e9, 1e9, 1e9, 1e-6)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from test_distributed import launch
-from tiny import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
+from support.policies import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
+from support.processes import launch
 
 from gradscope import cli
 from gradscope.errors import InputError, SelfCheckError

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-from tiny import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
+from support.policies import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
 
 from gradscope import cli, measure
 from gradscope.errors import InputError

@@ -7,10 +7,10 @@ from itertools import product
 
 import pytest
 import torch
-from oracle import TrueFloat64, as_policy, brute_force, largest_error
-from test_decoder_body import COMMON, LATE, attend_eagerly, windowed
-from test_token_gradients import FLOAT32, TRUE_FLOAT64, assert_same, cached_policy, random_ids
-from tiny import HIDDEN, LAYERS, RULED, make_batch, make_model, make_policy
+from support.decoders import COMMON, LATE, attend_eagerly, windowed
+from support.exact import FLOAT32, TRUE_FLOAT64, assert_same, cached_policy, random_ids
+from support.oracle import TrueFloat64, as_policy, brute_force, largest_error
+from support.policies import HIDDEN, LAYERS, RULED, make_batch, make_model, make_policy
 from transformers.models.llama import modeling_llama
 
 from gradscope import measure

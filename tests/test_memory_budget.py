@@ -15,10 +15,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from test_influence import NARROW, STEPS, assert_split_as, brute_force, raising, split_step, warm_state
-from test_rewind import snapshot
-from test_tuning import make_state
-from tiny import make_batch, make_policy
+from support.gradients import raising, snapshot
+from support.policies import make_batch, make_policy
+from support.steps import NARROW, STEPS, assert_split_as, brute_force, split_step, warm_state
+from support.tuning import make_state
 
 from gradscope import batch_logprobs, diagnosis, scratch, updates
 from gradscope.batch_logprobs import fitting_size

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import (
+from support.cli import complaint
+from support.policies import (
     ARCHITECTURES,
     CAUSAL,
     CONTEXT,
@@ -36,6 +38,8 @@ from gradscope.models import (
     weights_hash,
 )
 
+refusal = partial(complaint, load_policy)
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:
@@ -49,13 +53,6 @@ def checkpoints(tmp_path_factory) -> Path:
 def checkpoint(checkpoints, tmp_path) -> Path:
     """A copy of one that a test may break."""
     return Path(shutil.copytree(checkpoints / "llama", tmp_path / "llama"))
-
-
-def refusal(path: Path, **settings) -> str:
-    with pytest.raises(InputError) as caught:
-        load_policy(path, **settings)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", CAUSAL)

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from scipy.stats import kstest
-from tiny import make_batch, make_policy, pad_both_sides
+from support.policies import make_batch, make_policy, pad_both_sides
 from torch import Tensor
 
 from gradscope.batch import TokenBatch

@@ -8,9 +8,9 @@ from itertools import combinations_with_replacement
 import numpy as np
 import pytest
 import torch
-from test_group_gradients import CASTS, NARROW, brute_force, cosine
-from test_influence import flat_state, warm_state
-from tiny import make_batch, make_policy
+from support.groups import CASTS, NARROW, brute_force, cosine
+from support.policies import make_batch, make_policy
+from support.steps import flat_state, warm_state
 
 from analyses.batch_gradients import cosine_table, measure_batch
 from gradscope.adamw_state import AdamWState

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny import LAYERS, make_batch, make_tokenizer, save_checkpoint
+from support.adapters import peft, save_adapter
+from support.cli import complaint
+from support.policies import LAYERS, make_batch, make_tokenizer, save_checkpoint
 from torch import Tensor
 
 from gradscope import StepSettings, apply_update, interval_gradients
@@ -24,7 +27,7 @@ from gradscope.parameters import flat_slices, float_parameters, measure_only
 from gradscope.token_table import TableMeasurement, measure
 from gradscope.weighted_gradients import weighted_gradients
 
-peft = pytest.importorskip("peft")
+refusal = partial(complaint, load_policy)
 
 ADAPTERS = {
     "all layers, tied head": ("qwen2", {"r": 3, "target_modules": "all-linear"}),
@@ -41,19 +44,6 @@ ADAPTERS = {
     "magnitudes apart (DoRA)": ("qwen2", {"r": 2, "target_modules": ["q_proj", "down_proj"], "use_dora": True}),
 }
 """What is adapted → (architecture, its LoraConfig)."""
-
-
-def save_adapter(folder: Path, base: Path, **settings: Any) -> Path:
-    """An adapter with nothing left at its initial value, as peft saves it."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        adapted = peft.get_peft_model(load_policy(base).model, peft.LoraConfig(**settings))
-        with torch.no_grad():
-            for parameter in adapted.parameters():
-                if parameter.requires_grad:
-                    parameter += 0.1 * torch.randn(parameter.shape)
-    adapted.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module", params=ADAPTERS)
@@ -82,13 +72,6 @@ def broken(simple, tmp_path) -> Path:
 def change_config(folder: Path, **changes: Any) -> None:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def refusal(path: Path, **settings: Any) -> str:
-    with pytest.raises(InputError) as caught:
-        load_policy(path, **settings)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def in_peft(folder: Path) -> tuple[Any, list[Tensor]]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.policies import make_model, save_checkpoint
 
 from gradscope.architectures import shape_of
 from gradscope.cost import Piece, kv_bytes, loss_bytes
@@ -16,7 +17,6 @@ from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.plan import GIB, largest_micro_batch, plan_training
 from gradscope.trainer.plan_work import Lengths, step_work
 from gradscope.trainer.presets import PRESETS, get_preset
-from tests.tiny import make_model, save_checkpoint
 
 CONFIG = TrainConfig(
     questions_per_step=16, mini_batch_size=64, micro_batch_size=16, max_new_tokens=400, steps=60, sampling_batch_size=64

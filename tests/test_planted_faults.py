@@ -8,8 +8,8 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from oracle import brute_force
-from tiny import LAYERS, make_batch, make_policy
+from support.oracle import brute_force
+from support.policies import LAYERS, make_batch, make_policy
 
 from gradscope import checked_tokens
 from gradscope.batch import TokenBatch

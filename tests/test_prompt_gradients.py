@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from test_peft_adapters import save_adapter
-from tiny import make_batch, make_policy, save_checkpoint
+from support.adapters import save_adapter
+from support.policies import make_batch, make_policy, save_checkpoint
 from torch import Tensor
 
 from gradscope.adamw_state import AdamWState

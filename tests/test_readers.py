@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tiny import CONTEXT, VOCAB, make_policy, make_responses, make_tokenizer, write_jsonl
+from support.policies import CONTEXT, VOCAB, make_policy, make_responses, make_tokenizer, write_jsonl
 
 from gradscope.batch import TokenBatch, collate
 from gradscope.errors import InputError

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-import dumps
 import pytest
 import torch
-from tiny import VOCAB, make_policy, make_tokenizer, write_jsonl
+from support import dumps
+from support.policies import VOCAB, make_policy, make_tokenizer, write_jsonl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -7,12 +7,12 @@ import math
 import pickle
 from pathlib import Path
 
-import dumps
 import pandas as pd
 import pytest
 import torch
-from dumps import SAMPLES
-from tiny import BOS, CONTEXT, VOCAB, make_policy, make_tokenizer, save_checkpoint, write_jsonl
+from support import dumps
+from support.dumps import SAMPLES
+from support.policies import BOS, CONTEXT, VOCAB, make_policy, make_tokenizer, save_checkpoint, write_jsonl
 
 from gradscope import load_policy
 from gradscope.cli import main

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from dumps import run_trl
-from tiny import BOS, EOS, PAD, save_checkpoint
+from support.dumps import run_trl
+from support.policies import BOS, EOS, PAD, save_checkpoint
 
 from gradscope import load_policy
 from gradscope.readers import read_dump

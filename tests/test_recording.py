@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import handmade
 import pytest
 import torch
-from oracle import as_policy
-from tiny import CAUSAL, LAYERS, VOCAB, make_policy
+from support import handmade
+from support.oracle import as_policy
+from support.policies import CAUSAL, LAYERS, VOCAB, make_policy
 from torch import Tensor
 
 from gradscope.capture import measuring

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dumps
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
-from diagnosed import Reader
-from tiny import make_batch, make_policy, write_jsonl
+from support import dumps
+from support.pages import Reader
+from support.policies import make_batch, make_policy, write_jsonl
 
 from gradscope.diagnosis import diagnose
 from gradscope.diagnosis_result import DiagnosisSettings

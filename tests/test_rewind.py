@@ -8,28 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from support.gradients import bits, snapshot
 from torch import Tensor, nn
 
 from gradscope.rewind import rewound
-
-
-def bits(tensor: Tensor) -> bytes:
-    """What is in memory: −0 is not 0 here, and a NaN is itself."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def snapshot(model: nn.Module) -> dict[str, object]:
-    """All that must come back: tensors by identity, place in memory and bits; flags, modes and random states."""
-    found: list[object] = []
-    for module in model.modules():
-        found.append((id(module), module.training, list(module._parameters), list(module._buffers)))
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                found.append((id(tensor), tensor.data_ptr(), tensor.stride(), tensor.dtype, bits(tensor)))
-                found.append((tensor.requires_grad, id(tensor.grad), tensor.grad is not None and bits(tensor.grad)))
-    numpy = np.random.get_state()
-    states = {"torch": bits(torch.get_rng_state()), "numpy": (numpy[1].tobytes(), numpy[2:])}
-    return {"model": found, "python": random.getstate(), **states}
 
 
 class Strange(nn.Module):

@@ -9,7 +9,7 @@ from math import nan
 import numpy as np
 import pytest
 import torch
-from tiny import BOS, CAUSAL, CONTEXT, EOS, VOCAB, make_policy
+from support.policies import BOS, CAUSAL, CONTEXT, EOS, VOCAB, make_policy
 from transformers import DynamicCache
 
 from gradscope.errors import InputError

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB, make_batch, make_model, save_checkpoint
+from support.policies import make_batch, make_model, save_checkpoint
+from support.training import STEPS, train
 from torch import Tensor, nn
 
 from gradscope import StepSettings, apply_update, interval_gradients
@@ -18,24 +19,6 @@ from gradscope.errors import InputError
 from gradscope.models import load_policy
 from gradscope.policy import Policy, find_blocks
 from gradscope.saved_optimizer import find_optimizer_file, read_adamw_state, read_optimizer_file
-
-STEPS = 3
-
-
-def train(model: nn.Module, out: Path) -> dict[str, Tensor]:
-    """Train with transformers' Trainer, which saves checkpoint-3; the live optimizer's exp_avg_sq by its names."""
-    from transformers import Trainer, TrainingArguments
-
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(4, VOCAB, (12,), generator=generator).tolist() for _ in range(8)]
-    steps = {"max_steps": STEPS, "save_steps": STEPS, "per_device_train_batch_size": 2}
-    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
-    arguments = TrainingArguments(str(out), weight_decay=0.1, **steps, **quiet)
-    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
-    trainer.train()
-    state = trainer.optimizer.state
-    named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    return {name: state[p]["exp_avg_sq"] for name, p in named.items() if "exp_avg_sq" in state[p]}
 
 
 @pytest.fixture(scope="module", params=["qwen2", "gpt2"])

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import brute_force, in_float64
-from tiny import CAUSAL, LAYERS, make_batch, make_policy
+from support.oracle import brute_force, in_float64
+from support.policies import CAUSAL, LAYERS, make_batch, make_policy
 from torch import Tensor
 
 from gradscope import token_table

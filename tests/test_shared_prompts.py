@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import TrueFloat64
-from tiny import CAUSAL, PAD, VOCAB, make_model
+from support.oracle import TrueFloat64
+from support.policies import CAUSAL, PAD, VOCAB, make_model
 from torch import Tensor, nn
 
 from gradscope.batch import Response, TokenBatch, collate

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import TrueFloat64, as_policy
-from tiny import PAD, Share, make_model, make_responses
+from support.oracle import TrueFloat64, as_policy
+from support.policies import PAD, Share, make_model, make_responses
 from torch import Tensor, nn
 
 from gradscope.batch import Response, TokenBatch, collate

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import make_batch, make_policy
+from support.policies import make_batch, make_policy
 
 from gradscope.batch import Response, TokenBatch, collate
 from gradscope.measure_settings import MeasureSettings

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 
-import handmade
 import pytest
 import torch
-from oracle import TrueFloat64, Truth, as_policy, brute_force, in_float64, largest_error, measure_all, sequences
-from tiny import CAUSAL, VOCAB, make_batch, make_policy, pad_both_sides
+from support import handmade
+from support.exact import FLOAT32, TRUE_FLOAT64, assert_same, cached_policy, random_ids
+from support.oracle import TrueFloat64, Truth, as_policy, brute_force, in_float64, largest_error, measure_all, sequences
+from support.policies import CAUSAL, VOCAB, make_batch, make_policy, pad_both_sides
 from torch import Tensor
 
 from gradscope.batch import TokenBatch
@@ -17,44 +18,15 @@ from gradscope.capture import SequenceTokens, TokenGradientMeter, TokenGradients
 from gradscope.errors import InputError, SelfCheckError
 from gradscope.models import Policy
 
-TRUE_FLOAT64 = 1e-10
-"""Both sides in float64 all through: some thousand roundings of 1e-16, and what cancels in them."""
 CASTS = 1e-5
 """transformers computes norms, softmax and rotations in float32 even in a float64 model: 6e-8 each, some dozens."""
 PATHS = [*((name, True) for name in CAUSAL), *((name, False) for name in ("qwen2", "qwen3", "llama"))]
 """(name, rules): the decoders that backward rules know go along their graph too."""
-FLOAT32 = 1e-4
-"""A logit of 60 is rounded by 4e-6 in float32, and 1 − π with it; then a few layers."""
-
-
-@functools.cache
-def cached_policy(name: str) -> Policy:
-    return make_policy(name, torch.float64)
 
 
 @functools.cache
 def cached_batch(name: str, temperature: float = 1.0) -> TokenBatch:
     return make_batch(cached_policy(name), temperature=temperature)
-
-
-def random_ids(length: int, vocab: int = VOCAB, seed: int = 0) -> Tensor:
-    return torch.randint(4, vocab, (length,), generator=torch.Generator().manual_seed(seed))
-
-
-def assert_same(a: TokenGradients, b: TokenGradients, tolerance: float = 1e-10) -> None:
-    """Every number, NaN where the other has NaN; a module's norm counts by its part in the whole."""
-    close = {"rtol": tolerance, "atol": 0.0, "equal_nan": True}
-    for field in ("logprob", "log_one_minus_prob", "entropy"):
-        torch.testing.assert_close(
-            getattr(a.statistics, field), getattr(b.statistics, field), rtol=tolerance, atol=1e-12
-        )
-    torch.testing.assert_close(a.logit_grad_norm, b.logit_grad_norm, **close)
-    torch.testing.assert_close(a.act_grad_norm, b.act_grad_norm, **close)
-    torch.testing.assert_close(a.param_grad_norm, b.param_grad_norm, **close)
-    assert a.module_grad_norm.keys() == b.module_grad_norm.keys()
-    for name, norms in a.module_grad_norm.items():
-        shares = norms / a.param_grad_norm, b.module_grad_norm[name] / b.param_grad_norm
-        torch.testing.assert_close(*shares, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "gemma2"])

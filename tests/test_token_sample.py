@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 import pytest
-from tiny import make_batch, make_policy
+from support.policies import make_batch, make_policy
 
 from gradscope import gains, measure
 from gradscope.diagnosis_tokens import layer_norms, scaled_squares, shares_by, sum_by_prompt, token_shares

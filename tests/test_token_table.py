@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from oracle import brute_force, in_float64
-from tiny import CONTEXT, LAYERS, VOCAB, make_batch, make_policy, make_responses, pad_both_sides
+from support.cli import complaint
+from support.oracle import brute_force, in_float64
+from support.policies import CONTEXT, LAYERS, VOCAB, make_batch, make_policy, make_responses, pad_both_sides
 
 from gradscope import logprobs, token_table
 from gradscope.batch import Response, TokenBatch, collate
@@ -21,6 +23,8 @@ from gradscope.measure_settings import MeasureSettings
 from gradscope.models import Policy
 from gradscope.objective import grpo_advantages, policy_loss, reweight
 from gradscope.token_table import TableMeasurement, join_responses, measure
+
+refusal = partial(complaint, measure)
 
 LAYER_COLUMNS = [f"act_grad_norm.{layer}" for layer in range(LAYERS + 1)]
 NORMS = [*LAYER_COLUMNS, "param_grad_norm"]
@@ -394,13 +398,6 @@ def test_the_groups_may_be_measured_in_any_order(policy, batch, table):
 
 
 # What cannot be measured is refused with a line that helps.
-
-
-def refusal(policy: Policy, batch: TokenBatch, **settings) -> str:
-    with pytest.raises(InputError) as caught:
-        measure(policy, batch, **settings)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import make_batch, make_policy
+from support.policies import make_batch, make_policy
 from torch import Tensor, nn
 
 from gradscope import logprobs

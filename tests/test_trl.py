@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import make_model
-from trl_tiny import TEMPERATURE, Recorder, import_trl, make_trainer, needs_trl, save_policy, train, weights
+from support.policies import make_model
+from support.trl_runs import TEMPERATURE, Recorder, import_trl, make_trainer, needs_trl, save_policy, train, weights
 
 from gradscope import interval_gradients, measure
 from gradscope.batch import Response, collate

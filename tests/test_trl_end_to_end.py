@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import make_tokenizer, save_checkpoint
+from support.policies import make_tokenizer, save_checkpoint
+from support.trl_runs import TEMPERATURE, import_trl, make_trainer, needs_trl, train
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from trl_tiny import TEMPERATURE, import_trl, make_trainer, needs_trl, train
 
 from gradscope.cli import main
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import distance
+from support.policies import distance
+from support.trl_runs import TEMPERATURE, Recorder, gradients, make_trainer, needs_trl, save_policy, train, weights
 from torch import Tensor
 from transformers import set_seed
-from trl_tiny import TEMPERATURE, Recorder, gradients, make_trainer, needs_trl, save_policy, train, weights
 
 from gradscope.batch_logprobs import batch_statistics
 from gradscope.errors import InputError

@@ -9,8 +9,9 @@ import pandas as pd
 import pytest
 import scipy.stats
 import torch
-from test_influence import Brute, brute_force
-from tiny import make_batch, make_policy
+from support.policies import make_batch, make_policy
+from support.steps import Brute, brute_force
+from support.tuning import BETAS, EPS, STEPS_TAKEN, make_state
 from torch import Tensor
 
 from gradscope.batch import TokenBatch
@@ -33,7 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated
 NARROW = LossSettings(clip_ratio_low=0.05, clip_ratio_high=0.04, clip_ratio_c=1.1, kl_coef=0.2)
 GRID = [PLAIN, Setting(0.3), Setting(1.0), Setting(None, 0.5), Setting(0.7, 0.4), Setting(0.2, 0.75)]
 ETAS = [0.5, 0.4, 0.75]
-BETAS, EPS, STEPS_TAKEN = (0.8, 0.95), 1e-6, 6
 ADAMW = {"optimizer": "adamw", "betas": BETAS, "eps": EPS}
 STEPS = [
     StepSettings("sgd", 1e-2, 0.1, max_grad_norm=0.01),
@@ -65,20 +65,6 @@ def brute(policy, batch) -> Brute:
 @pytest.fixture(scope="module")
 def state(policy) -> dict:
     return make_state(policy, BETAS, STEPS_TAKEN)
-
-
-def make_state(policy: Policy, betas: tuple[float, float], steps: int) -> dict:
-    """An AdamW so many steps old, with moments so large that one gradient hardly changes the second."""
-    optimizer = torch.optim.AdamW(policy.model.named_parameters(), lr=0.5, betas=betas, eps=EPS)
-    generator = torch.Generator().manual_seed(5)
-    for parameter in policy.model.parameters():
-        first, second = (torch.randn(parameter.shape, generator=generator, dtype=policy.dtype) for _ in range(2))
-        optimizer.state[parameter] = {
-            "step": torch.tensor(float(steps)),
-            "exp_avg": 1e-3 * first,
-            "exp_avg_sq": 1e-2 * second.exp(),
-        }
-    return optimizer.state_dict()
 
 
 def state_for(step: StepSettings, state: dict) -> dict | None:

@@ -8,21 +8,21 @@ import re
 import weakref
 from pathlib import Path
 
-import handmade
 import pandas as pd
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from oracle import as_policy, measure_all, sequences
-from test_peft_adapters import save_adapter
-from tiny import CAUSAL, VOCAB, make_batch, make_model, make_responses, save_checkpoint, write_jsonl
+from support import handmade
+from support.adapters import save_adapter
+from support.cli import run
+from support.oracle import as_policy, measure_all, sequences
+from support.policies import CAUSAL, VOCAB, make_batch, make_model, make_responses, save_checkpoint, write_jsonl
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
-from gradscope import cli
 from gradscope.capture import TokenGradientMeter, measuring
 from gradscope.capture.self_check import TOLERANCES
 from gradscope.errors import InputError
@@ -326,10 +326,6 @@ def job(halves, tmp_path_factory) -> tuple[Path, Path]:
     policy = load_policy(halves / "qwen2", dtype="float32")
     rows = [{name: getattr(r, name) for name in names} for r in make_responses(policy)]
     return halves / "qwen2", write_jsonl(tmp_path_factory.mktemp("job") / "rollouts.jsonl", rows)
-
-
-def run(*arguments: object) -> None:
-    cli.main([str(argument) for argument in arguments])
 
 
 def test_the_command_measures_so_and_the_manifest_says_it(job, tmp_path):

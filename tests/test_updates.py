@@ -13,9 +13,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from test_rewind import snapshot
-from test_variants import by_loop
-from tiny import make_batch, make_policy, pad_both_sides
+from support.gradients import snapshot
+from support.policies import make_batch, make_policy, pad_both_sides
+from support.variants import by_loop
 from torch import Tensor, nn
 
 from gradscope import updates

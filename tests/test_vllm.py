@@ -12,19 +12,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 import torch
 import transformers
-from tiny import EOS, VOCAB
+from support import policies as tiny
+from support.engines import PROMPTS, Engine, full_logprobs, perturbed
+from support.policies import EOS, VOCAB
 
 from gradscope.errors import InputError
-from gradscope.logprobs import sequence_logprobs
-from gradscope.models import Policy, load_policy
+from gradscope.models import load_policy
 from gradscope.readers import read_rollouts
 from gradscope.sampling import Sample, Sampler
 from gradscope.sampling.hf import HFSampler
@@ -34,7 +34,6 @@ needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here: see what `make vllm` says"
 )
 CONTEXT = 128
-PROMPTS = [list(range(4, 74)), [11], [12, 13, 14]]  # the first fills two blocks of 32 tokens of the prefix cache
 STOPS = [EOS, *range(40, 46)]
 WORKER = """
 import os
@@ -43,7 +42,7 @@ import torch
 from accelerate import Accelerator
 from gradscope.models import load_policy
 from gradscope.sampling.vllm import VLLMSampler
-from test_vllm import Engine, perturbed
+from support.engines import Engine, perturbed
 
 accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index
@@ -62,28 +61,6 @@ accelerator.end_training()
 print(rank, flush=True)
 os._exit(0)  # threads of the process group may abort a Python that ends by itself
 """
-
-
-@dataclass(frozen=True)
-class Engine:
-    """A sampler and the policy from whose folder it was started."""
-
-    policy: Policy
-    sampler: VLLMSampler
-
-    def sample(self, *, seed: int = 0, **settings) -> list[list[Sample]]:
-        settings = {"prompt_ids": PROMPTS, "n": 3, "temperature": 1.0, "max_new_tokens": 12} | settings
-        return self.sampler.sample(generator=torch.Generator().manual_seed(seed), **settings)
-
-    def drift(self, policy: Policy, **settings) -> float:
-        """Largest |Δ log π| in nats between what is sampled and a forward pass of this policy, in 3 × 3 responses."""
-        temperature = settings.setdefault("temperature", 1.0)
-        pairs = zip(PROMPTS, self.sample(**settings), strict=True)
-        return max(
-            float((torch.tensor(s.logprobs) - full_logprobs(policy, prompt, s.response_ids, temperature)).abs().max())
-            for prompt, samples in pairs
-            for s in samples
-        )
 
 
 def save_checkpoint(folder: Path, name: str) -> Path:
@@ -118,21 +95,6 @@ def restored(engine) -> Iterator[Engine]:
     """The engine, which gets its first weights back."""
     yield engine
     engine.sampler.sync(engine.policy.model.named_parameters())
-
-
-def full_logprobs(policy: Policy, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
-    ids = torch.tensor([prompt + response])
-    with torch.no_grad():
-        return sequence_logprobs(policy.model, ids, torch.ones_like(ids), temperature=temperature)[0, len(prompt) :]
-
-
-def perturbed(policy: Policy, seed: int) -> Policy:
-    """The policy with a twentieth of every weight's spread added to it as noise."""
-    model, generator = copy.deepcopy(policy.model), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * parameter.std() * torch.randn(parameter.shape, generator=generator)
-    return replace(policy, model=model)
 
 
 def ids(samples: list[list[Sample]]) -> list[list[list[int]]]:

@@ -1,14 +1,14 @@
 """Weighted sums of token gradients and predicted changes, against one autograd call per token and differences."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from oracle import TrueFloat64
-from tiny import make_batch, make_policy, pad_both_sides
+from support.gradients import flat_gradient, raising, state_of, token_gradients
+from support.oracle import TrueFloat64
+from support.policies import make_batch, make_policy, pad_both_sides
 from torch import Tensor, nn
 
 from gradscope.batch import TokenBatch
@@ -23,23 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated
 
 NAMES = ["qwen2", "llama", "gpt2", "gemma2", "mixtral", "qwen3_moe"]
 NARROW = LossSettings(clip_ratio_low=0.05, clip_ratio_high=0.04, clip_ratio_c=1.1, kl_coef=0.2)
-
-
-def flat_gradient(model: nn.Module, scalar: Tensor) -> Tensor:
-    parameters = list(model.parameters())
-    found = torch.autograd.grad(scalar, parameters, retain_graph=True, allow_unused=True)
-    pairs = zip(parameters, found, strict=True)
-    return torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for p, g in pairs])
-
-
-def token_gradients(policy: Policy, batch: TokenBatch) -> Tensor:
-    """∇ log π_t of each kept token, by row and column: one autograd call each on its response alone, [tokens, P]."""
-    out = []
-    for row in range(len(batch)):
-        ids, kept = batch.sequence(row)
-        logits = policy.model(input_ids=ids[None], use_cache=False).logits[0] / batch.temperature[row]
-        out += [flat_gradient(policy.model, torch.log_softmax(logits[t - 1], -1)[ids[t]]) for t in kept.tolist()]
-    return torch.stack(out)
 
 
 def random_seeds(batch: TokenBatch, rows: int = 2) -> Tensor:
@@ -201,13 +184,6 @@ class NoForwardMode(torch.autograd.Function):
         return gradient
 
 
-def raising(error: Exception) -> Callable[..., None]:
-    def jvp(*_: object) -> None:
-        raise error
-
-    return jvp
-
-
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "gemma2", "mixtral"])
 @pytest.mark.parametrize("error", [NotImplementedError("fused_op"), RuntimeError("fused_op\nmore")])
 def test_without_forward_mode_the_same_comes_from_central_differences_and_is_called_so(monkeypatch, name, error):
@@ -259,17 +235,6 @@ def test_running_out_of_memory_is_not_taken_for_a_missing_forward_mode(monkeypat
     monkeypatch.setattr(torch.func, "jvp", raising(torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):
         predict_changes(policy.model, batch, random_directions(policy), micro_batch_size=8)
-
-
-def state_of(policy: Policy) -> list[object]:
-    state = [
-        policy.model.config._attn_implementation,
-        torch.get_rng_state(),
-        *(m.training for m in policy.model.modules()),
-    ]
-    for parameter in policy.model.parameters():
-        state += [id(parameter), parameter.requires_grad, parameter.detach().clone(), copy.deepcopy(parameter.grad)]
-    return state
 
 
 @pytest.mark.parametrize("fallback", [False, True])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pandas as pd
-import pytest
-from tiny import make_policy, make_responses, write_jsonl
 
-from gradscope import cli
+from support.policies import make_policy, make_responses, write_jsonl
 
 COLUMNS = ("prompt_ids", "response_ids", "group", "reward", "old_logprobs", "response_mask")
 BRIEF = ("--no-recommend", "--no-actual-step", "--influence-tokens", "none", "--no-self-check", "--device", "cpu")
@@ -25,20 +22,6 @@ def native_rows(**changes: object) -> list[dict]:
 
 def write_rows(path: Path, rows: list[dict] | None = None, **changes: object) -> Path:
     return write_jsonl(path, native_rows(**changes) if rows is None else rows)
-
-
-def run(*arguments: object) -> None:
-    cli.main([str(argument) for argument in arguments])
-
-
-def refusal(capsys, *arguments: object) -> str:
-    """What `diagnose` says of arguments that it refuses: one line, exit status 2, no word before it."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        run("diagnose", *arguments)
-    printed = capsys.readouterr()
-    assert stopped.value.code == 2 and re.fullmatch(r"gradscope: [^\n]+\n", printed.err), printed.err
-    return printed.err
 
 
 class Reader(HTMLParser):

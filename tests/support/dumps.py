@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import write_jsonl
+
+from support.policies import write_jsonl
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
-from tiny import make_batch, make_policy
 
 from gradscope.batch_loss import LossSettings, resolve_advantages
 from gradscope.errors import InputError
@@ -25,6 +24,7 @@ from gradscope.steps import Pass, split_passes, whole_passes
 from gradscope.trainer.checkpoints import restore_checkpoint, save_checkpoint
 from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.learner import Learner, build_learner
+from support.policies import make_batch, make_policy
 
 MODEL = "qwen2"
 MICRO_BATCHES = (1, 2, 4, 6)

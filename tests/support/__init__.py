@@ -1,0 +1,1 @@
+"""What tests share: policies, oracles, dumps, runners. No test imports another test."""

@@ -1,0 +1,44 @@
+"""When two measurements of token gradients count as the same."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from gradscope.capture import TokenGradients
+from gradscope.models import Policy
+from support.policies import VOCAB, make_policy
+
+TRUE_FLOAT64 = 1e-10
+"""Both sides in float64 all through: some thousand roundings of 1e-16, and what cancels in them."""
+
+
+FLOAT32 = 1e-4
+"""A logit of 60 is rounded by 4e-6 in float32, and 1 − π with it; then a few layers."""
+
+
+@functools.cache
+def cached_policy(name: str) -> Policy:
+    return make_policy(name, torch.float64)
+
+
+def random_ids(length: int, vocab: int = VOCAB, seed: int = 0) -> Tensor:
+    return torch.randint(4, vocab, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same(a: TokenGradients, b: TokenGradients, tolerance: float = 1e-10) -> None:
+    """Every number, NaN where the other has NaN; a module's norm counts by its part in the whole."""
+    close = {"rtol": tolerance, "atol": 0.0, "equal_nan": True}
+    for field in ("logprob", "log_one_minus_prob", "entropy"):
+        torch.testing.assert_close(
+            getattr(a.statistics, field), getattr(b.statistics, field), rtol=tolerance, atol=1e-12
+        )
+    torch.testing.assert_close(a.logit_grad_norm, b.logit_grad_norm, **close)
+    torch.testing.assert_close(a.act_grad_norm, b.act_grad_norm, **close)
+    torch.testing.assert_close(a.param_grad_norm, b.param_grad_norm, **close)
+    assert a.module_grad_norm.keys() == b.module_grad_norm.keys()
+    for name, norms in a.module_grad_norm.items():
+        shares = norms / a.param_grad_norm, b.module_grad_norm[name] / b.param_grad_norm
+        torch.testing.assert_close(*shares, rtol=0.0, atol=tolerance, equal_nan=True)

@@ -1,0 +1,68 @@
+"""Token gradients by one autograd call each, and what a model was like before a call."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradscope.batch import TokenBatch
+from gradscope.models import Policy
+
+
+def flat_gradient(model: nn.Module, scalar: Tensor) -> Tensor:
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(scalar, parameters, retain_graph=True, allow_unused=True)
+    pairs = zip(parameters, found, strict=True)
+    return torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for p, g in pairs])
+
+
+def token_gradients(policy: Policy, batch: TokenBatch) -> Tensor:
+    """∇ log π_t of each kept token, by row and column: one autograd call each on its response alone, [tokens, P]."""
+    out = []
+    for row in range(len(batch)):
+        ids, kept = batch.sequence(row)
+        logits = policy.model(input_ids=ids[None], use_cache=False).logits[0] / batch.temperature[row]
+        out += [flat_gradient(policy.model, torch.log_softmax(logits[t - 1], -1)[ids[t]]) for t in kept.tolist()]
+    return torch.stack(out)
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def jvp(*_: object) -> None:
+        raise error
+
+    return jvp
+
+
+def state_of(policy: Policy) -> list[object]:
+    state = [
+        policy.model.config._attn_implementation,
+        torch.get_rng_state(),
+        *(m.training for m in policy.model.modules()),
+    ]
+    for parameter in policy.model.parameters():
+        state += [id(parameter), parameter.requires_grad, parameter.detach().clone(), copy.deepcopy(parameter.grad)]
+    return state
+
+
+def bits(tensor: Tensor) -> bytes:
+    """What is in memory: −0 is not 0 here, and a NaN is itself."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def snapshot(model: nn.Module) -> dict[str, object]:
+    """All that must come back: tensors by identity, place in memory and bits; flags, modes and random states."""
+    found: list[object] = []
+    for module in model.modules():
+        found.append((id(module), module.training, list(module._parameters), list(module._buffers)))
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                found.append((id(tensor), tensor.data_ptr(), tensor.stride(), tensor.dtype, bits(tensor)))
+                found.append((tensor.requires_grad, id(tensor.grad), tensor.grad is not None and bits(tensor.grad)))
+    numpy = np.random.get_state()
+    states = {"torch": bits(torch.get_rng_state()), "numpy": (numpy[1].tobytes(), numpy[2:])}
+    return {"model": found, "python": random.getstate(), **states}
