@@ -251,7 +251,7 @@ def test_a_trend_does_not_replace_a_page_of_another_kind_and_says_so_before_it_m
     out = Path(shutil.copytree(single, tmp_path / "out"))
     models = (job / "checkpoint-3", job / "checkpoint-20")
     assert "give another --out, or --overwrite" in refusal(
-        capsys, *models, "--rollouts", job / "rollouts.jsonl", "--out", out, *BRIEF
+        capsys, "diagnose", *models, "--rollouts", job / "rollouts.jsonl", "--out", out, *BRIEF
     )
     assert (out / "tokens.parquet").is_file() and not (out / "checkpoint-20").exists()
 

@@ -68,11 +68,11 @@ def test_a_dump_without_log_probabilities_needs_a_policy(tmp_path, capsys):
     given = ("--rollouts", dumps.write_open_instruct(tmp_path / "dump"), "--out", tmp_path / "out")
     rows = [{"prompt_ids": [4, 5], "response_ids": [6], "reward": 1.0}]
     assert "without log-probabilities" in refusal(
-        capsys, "--rollouts", write_jsonl(tmp_path / "r.jsonl", rows), *given[2:]
+        capsys, "diagnose", "--rollouts", write_jsonl(tmp_path / "r.jsonl", rows), *given[2:]
     )
     rows = [{"prompt_ids": [4, 5], "response_ids": [6], "old_logprobs": [-1.0]}]
     assert "neither advantages nor rewards" in refusal(
-        capsys, "--rollouts", write_jsonl(tmp_path / "r.jsonl", rows), *given[2:]
+        capsys, "diagnose", "--rollouts", write_jsonl(tmp_path / "r.jsonl", rows), *given[2:]
     )
     assert not (tmp_path / "out").exists()
 
