@@ -49,16 +49,16 @@ def micro_batches(batch: TokenBatch, size: int, *, by_group: bool = False) -> li
     return [(rows, aligned.select(rows).narrow(int(ends[rows].max()))) for rows in kept.split(size) if len(rows)]
 
 
-def fitting_size(model: nn.Module, batch: TokenBatch, size: int, *, copies: int) -> int:
+def fitting_size(model: nn.Module, batch: TokenBatch, size: int, *, copies: int, device: str | None = None) -> int:
     """Most responses to take together: `size`, or as many as LOGITS allows; one at least.
 
     copies: how many tensors as large as the logits of all kept tokens exist at once. At a vocabulary of 150,000, the
-    logits of a thousand tokens are 0.6 GB in float32.
+    logits of a thousand tokens are 0.6 GB in float32. device: its type; None: the model's.
     """
     head = getattr(model, "module", model).get_output_embeddings()
     longest = int(batch.response_mask.sum(1).max())
     one = copies * longest * getattr(head, "out_features", 0) * max(4, next(model.parameters()).element_size())
-    return max(1, min(size, LOGITS.get(_device(model).type, size * one) // max(1, one)))
+    return max(1, min(size, LOGITS.get(device or _device(model).type, size * one) // max(1, one)))
 
 
 def empty_piece(batch: TokenBatch) -> Piece:

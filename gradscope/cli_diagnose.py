@@ -130,7 +130,7 @@ class Diagnose:
     machine: str | None = None
     """With --plan: seconds on a GPU that is not here, h200, h100 or a100; none: on this machine, tried for a second."""
     processes: int | None = None
-    """With --plan: of a launch of so many processes, with a device for each."""
+    """With --plan: how many processes are launched, each on a GPU of its own."""
 
     def run(self) -> None:
         self._check()
@@ -227,8 +227,9 @@ class Diagnose:
         if rollouts is None:
             rollouts = self._sample(model, folder)
         measured = self._measure(model, rollouts, folder).measure()
-        processes, drawn = measured.processes, self._drawn(measured)
-        found = measured.folder.manifest.get("diagnosis") == drawn and (folder / PAGE).is_file()
+        processes, drawn = measured.processes, self._drawn(measured) if measured.processes.is_main else None
+        known = processes.is_main and measured.folder.manifest.get("diagnosis") == drawn
+        found = known and (folder / PAGE).is_file()
         if not processes.gather([found])[0]:
             self._write(model, measured, drawn)
         elif processes.is_main:
@@ -284,7 +285,7 @@ class Diagnose:
         """The optimizer's file; one that was not asked for is left alone where it cannot be of these parameters."""
         return self.optimizer_state or find_policy_state(policy)
 
-    def _write(self, model: str, measured: Measured, drawn: dict[str, Any]) -> None:
+    def _write(self, model: str, measured: Measured, drawn: dict[str, Any] | None) -> None:
         from gradscope.diagnosis import diagnose
         from gradscope.report.contents import make_report, write_report
 

@@ -37,7 +37,7 @@ from gradscope.measure_settings import AFTERWARDS, BUDGET, MeasureSettings
 from gradscope.models import Policy, find_device, hash_ahead
 from gradscope.norm_estimates import interval_norms
 from gradscope.processes import Processes
-from gradscope.prompt_gradients import SumsPlan, Way, own_rows, plan_batch_sums
+from gradscope.prompt_gradients import SumsPlan, Way, largest_share, own_rows, plan_batch_sums
 from gradscope.readers import Dump
 from gradscope.readers.formats import NO_TEMPERATURE
 from gradscope.run_folder import RunFolder, is_table, library_versions, write_parquet, write_text
@@ -77,7 +77,7 @@ class Measured:
 
     @property
     def pass_seconds(self) -> float | None:
-        """That a forward pass over the batch took in one process, maybe in an earlier run; None: it is not known."""
+        """Seconds of a forward pass over the batch in one process, maybe of an earlier run; None: not known."""
         return self.measurement.pass_seconds or (self.folder.manifest or {}).get("pass_seconds")
 
     def read_table(self) -> pd.DataFrame:
@@ -134,7 +134,7 @@ class Measure:
     machine: str | None = None
     """With --plan: seconds on a GPU that is not here, h200, h100 or a100; none: on this machine, tried for a second."""
     processes: int | None = None
-    """With --plan: of a launch of so many processes, with a device for each."""
+    """With --plan: how many processes are launched, each on a GPU of its own."""
     format: FormatFlag = None
     """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
     step: int | None = None
@@ -171,9 +171,9 @@ class Measure:
             measurement = TableMeasurement(
                 policy, dump.batch, self.settle(policy, policy.device.type), processes=processes, **cut
             )
-            # What is free differs by process and by moment; all later looks are at this number.
-            budget = gradient_budget(policy.device, processes.count) if self.gradient_memory is None else None
-            memory = self.gradient_memory if budget is None else min(processes.gather([budget]))
+        # What is free differs by process and by moment; all later looks are at this number.
+        memory = gradient_budget(policy.device, processes) if self.gradient_memory is None else self.gradient_memory
+        with processes.together():
             sums = self.plan_sums(policy, measurement.batch, memory)
             folder = RunFolder(self.out, self._key(policy, measurement.settings))
             found = folder.look(overwrite=self.overwrite) if processes.is_main else None
@@ -225,12 +225,13 @@ class Measure:
         return most if self.keeps_prompts else min(most, seconds)
 
     def sums_seconds(self, measured: Measured) -> float | None:
-        """That the summed gradients take as the budget says; None where it is not known, or where there are none."""
+        """Seconds of the summed gradients, made as the budget says; None: not known, or there are none."""
         policy, batch = measured.policy, measured.measurement.batch
         sums = self.plan_sums(policy, batch, measured.gradient_memory)
         if sums is None or measured.pass_seconds is None:
             return None
-        return sums.forward_passes * measured.pass_seconds / min(measured.processes.count, len(own_rows(batch)))
+        share = largest_share(len(own_rows(batch)), measured.processes.count)
+        return sums.forward_passes * measured.pass_seconds * share
 
     def sums_way(self, measured: Measured) -> Way | None:
         """Sketches, if what the budget says would take longer than the minutes have for it; None: as it says."""
@@ -238,7 +239,7 @@ class Measure:
         if minutes is None or seconds is None or seconds <= 60 * AFTERWARDS * minutes:
             return None
         sums = self.plan_sums(measured.policy, measured.measurement.batch, measured.gradient_memory)
-        return None if sums.sketched_passes is None else "sketches"
+        return "sketches" if sums.way == "slices" and sums.sketched_passes is not None else None
 
     def _check_constants(self) -> None:
         if self.constants < 0:
@@ -259,6 +260,7 @@ class Measure:
         given = {name: getattr(self, name) for name in names}
         given["processes"] = 1 if self.processes is None else self.processes
         policy = outline_policy(find_whole(self.model, self.base), self.blocks)
+        given["metric"] = self.has_metric(policy)
         kind = "cuda" if self.machine is not None else torch.device(find_device(self.device)).type
         print(plan_batch(policy, self.read(policy).batch, self.settle(policy, kind), **given))
 
@@ -369,7 +371,8 @@ class Measure:
         folder, policy, measurement = measured.folder, measured.policy, measured.measurement
         processes, progress = measured.processes, measured.processes.is_main and sys.stderr.isatty()
         drawn = {"constants": self.constants, "gradient_memory": self.gradient_memory}
-        found = folder.manifest.get("figures") == drawn and (self.out / SUMMARY).is_file()
+        known = processes.is_main and (folder.manifest or {}).get("figures") == drawn
+        found = known and (self.out / SUMMARY).is_file()
         if processes.gather([found])[0]:
             return
         with ExitStack() as held:

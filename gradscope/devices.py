@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from gradscope.errors import InputError, first_line
+from gradscope.processes import ALONE, Processes
 from gradscope.upcasting import UPCAST
 
 GRADIENT_SHARE = 1 / 6
@@ -45,9 +46,13 @@ def free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
-def gradient_budget(device: torch.device, processes: int = 1) -> int:
-    """Bytes that summed gradients may take in each of so many processes, where nobody says how many."""
-    return int(GRADIENT_SHARE * free_memory(device) / (processes if device.type == "cpu" else 1))
+def gradient_budget(device: torch.device, processes: Processes = ALONE) -> int:
+    """Bytes that summed gradients may take in each process, where nobody says how many: one number for all.
+
+    All processes call it together; those on a CPU share its memory.
+    """
+    own = int(GRADIENT_SHARE * free_memory(device) / (processes.count if device.type == "cpu" else 1))
+    return min(processes.gather([own]))
 
 
 def return_freed_memory() -> None:

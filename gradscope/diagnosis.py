@@ -34,7 +34,7 @@ from gradscope.influence import fits_at_once, influence, influence_cost, moved_a
 from gradscope.intervals import interval_labels
 from gradscope.models import Policy
 from gradscope.processes import ALONE, Processes
-from gradscope.prompt_gradients import own_rows, plan_batch_sums
+from gradscope.prompt_gradients import largest_share, own_rows, plan_batch_sums
 from gradscope.step_settings import SGD
 from gradscope.token_table import measure
 from gradscope.tuning import KINDS, linearise_cost
@@ -118,7 +118,7 @@ class _Work:
     def __post_init__(self) -> None:
         self.labels = interval_labels(self.settings.edges)
         if (given := self.settings.gradient_memory) is None:
-            given = min(self.processes.gather([gradient_budget(self.policy.device, self.processes.count)]))
+            given = gradient_budget(self.policy.device, self.processes)
         self.memory = given
         state = self.optimizer_state
         self.saved = state if isinstance(state, dict) else None
@@ -134,7 +134,7 @@ class _Work:
         self.counts = np.bincount(self.table["interval"], minlength=len(self.labels))
         self.weighted = has_gradient(self.table)
         self.pass_seconds = 0.0
-        """That a forward pass over the batch takes, where there are minutes to keep to."""
+        """Seconds of a forward pass over the batch, where there are minutes to keep to."""
         if self.weighted and self.settings.minutes is not None:
             (self.pass_seconds,) = self.processes.gather([self._time_pass()] if self.processes.is_main else [])
             self._spend(1.0)
@@ -175,11 +175,11 @@ class _Work:
         asked = {"memory": self.memory, "intervals": size, "micro_batch_size": s.micro_batch_size}
         asked |= {"metric": self.metric is not None, "way": s.gradient_way}
         plan = plan_batch_sums(self.policy, self.batch, keeps_prompts=True, **asked)
-        shared = min(self.processes.count, len(own_rows(self.batch)))
-        once, way = plan.forward_passes / shared, s.gradient_way
+        share = largest_share(len(own_rows(self.batch)), self.processes.count)
+        once, way = plan.forward_passes * share, s.gradient_way
         known = plan.way == "slices" and way is None and plan.sketched_passes is not None
         if known and not self._in_time(once * (1 + (self.metric is not None))):
-            once, way = plan.sketched_passes / shared, "sketches"
+            once, way = plan.sketched_passes * share, "sketches"
         self._spend(once)
         metric = self.metric if self.metric is not None and self._affords("AdamW's metric", once) else None
         signs = s.sign_passes

@@ -115,7 +115,7 @@ def interval_gradients(
     batch = replace(batch, advantages=resolve_advantages(batch))
     generator = generator or torch.Generator().manual_seed(0)
     size, counts = len(edges) - 1, {}
-    memory = gradient_budget(policy.device) if memory is None else memory
+    memory = gradient_budget(policy.device, processes) if memory is None else memory
 
     def seeds(index: Index, piece: TokenBatch, logprobs: Float[Tensor, " K"]) -> Float[Tensor, "A K"]:
         slopes, cells = _slopes(index, piece, logprobs, batch.num_tokens, settings, intervals, edges)
@@ -149,12 +149,11 @@ def interval_gradients_over(policy: Policy, batches: Iterable[TokenBatch], **key
     if keywords.get("intervals") is not None:
         raise InputError("intervals are of one batch and several are given; leave them out, or measure batch by batch")
     generator = keywords.pop("generator", None) or torch.Generator().manual_seed(0)
-    if keywords.get("memory") is None:  # one budget, and so one way, for all
-        keywords["memory"] = gradient_budget(policy.device)
-    results = []
-    for batch in batches:
-        results.append(interval_gradients(policy, batch, generator=generator, **keywords))
-        keywords["way"] = results[0].plan.way
+    batches = list(batches)
+    results = [interval_gradients(policy, batch, generator=generator, **keywords) for batch in batches]
+    if len({result.plan.sketch_size is None for result in results}) == 2:  # all with errors, or none
+        keywords["way"] = "sketches"
+        results = [interval_gradients(policy, batch, generator=generator, **keywords) for batch in batches]
     if not results:
         raise InputError("no batch to measure; give at least one")
     means = {}

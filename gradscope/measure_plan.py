@@ -52,7 +52,7 @@ from gradscope.measure_settings import (
     settle_sample,
 )
 from gradscope.models import DTYPES, EMBEDDED, Policy, find_blocks, find_device, load_tokenizer
-from gradscope.prompt_gradients import SumsPlan, own_rows, plan_batch_sums
+from gradscope.prompt_gradients import SumsPlan, largest_share, own_rows, plan_batch_sums
 from gradscope.upcasting import UPCAST
 
 Number = int | float
@@ -93,7 +93,7 @@ class MeasurePlan:
     sums_work: Work
     """That of making them once: `work` is without it."""
     processes: int
-    """That share the responses, each on a device of its own."""
+    """How many share the responses, each on a device of its own."""
     prompts: int
 
     @property
@@ -105,7 +105,7 @@ class MeasurePlan:
     @property
     def sums_seconds(self) -> float:
         """For summed gradients once, in each process, which share the prompts."""
-        return self.speeds.seconds(self.sums_work) / min(self.processes, max(1, self.prompts))
+        return self.speeds.seconds(self.sums_work) * largest_share(self.prompts, self.processes)
 
     @property
     def peak(self) -> Number:
@@ -134,13 +134,14 @@ def plan_batch(
     chunk_memory: int = 1 << 30,
     gradient_memory: int | None = None,
     keeps_prompts: bool = False,
+    metric: bool = False,
     processes: int = 1,
 ) -> MeasurePlan:
     """What measuring this batch takes, and apart from it its summed gradients; the policy may be without weights.
 
     gradient_memory: bytes for the summed gradients; None: a sixth of what the machine has beside the weights.
-    keeps_prompts: whether these are kept of each prompt, as a diagnosis does, or of two halves. processes: of a launch,
-    each with a device of its own.
+    keeps_prompts: whether these are kept of each prompt, as a diagnosis does, or of two halves. metric: whether AdamW's
+    is asked for. processes: how many are launched, each on a GPU of its own.
 
     machine: a name of machine_speed.GPUS; None: this machine's device, measured in about a second unless its speeds
     are given. Raises InputError for what `measure` would refuse, as far as it can be seen without weights.
@@ -157,9 +158,14 @@ def plan_batch(
     settings = settle_sample(settings, batch.num_tokens)
     given = {"dtype": dtype, "device": device, "machine": machine, "chunk_rows": chunk_rows}
     given |= {"gradient_memory": gradient_memory, "keeps_prompts": keeps_prompts, "processes": processes}
+    given["metric"] = metric
     if settings.minutes is not None:
         return _plan_minutes(policy, batch, settings, speeds=speeds, chunk_memory=chunk_memory, **given)
     kind = "cuda" if machine is not None else torch.device(find_device(device)).type
+    if processes > 1 and kind == "cpu":
+        raise InputError(
+            f"processes is {processes}, and a plan has a GPU for each; name one by machine, or leave it out"
+        )
     weights, computed = _find_dtypes(policy, dtype, kind)
     shape = ModelShape.from_config(policy.model.config)
     chosen, draw = choose_tokens(batch, settings)
@@ -185,7 +191,7 @@ def plan_batch(
         gradient_memory = max(1, int(GRADIENT_SHARE * (free - weights.itemsize * shape.parameters)))
     sums = None
     if batch.advantages is not None or batch.rewards is not None:
-        kept = {"keeps_prompts": keeps_prompts, "dtype": computed}
+        kept = {"keeps_prompts": keeps_prompts, "metric": metric, "dtype": computed, "device": kind}
         sums = plan_batch_sums(policy, batch, memory=gradient_memory, **kept)
     return MeasurePlan(
         policy.path,
@@ -218,7 +224,7 @@ def _forward_work(shape: ModelShape, batch: TokenBatch) -> Work:
 
 
 def _plan_minutes(policy: Policy, batch: TokenBatch, settings: MeasureSettings, **given: Any) -> MeasurePlan:
-    """The plan of the largest sample that leaves of the minutes what summing gradients takes; of one each at least."""
+    """The plan of the largest sample that leaves minutes enough for summed gradients; one token each at least."""
     found: dict[int, MeasurePlan] = {}
 
     def plan(each: int) -> MeasurePlan:

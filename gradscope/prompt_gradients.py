@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from typing import Literal
 
 import torch
@@ -31,6 +32,7 @@ from tqdm import tqdm
 
 from gradscope.batch import TokenBatch
 from gradscope.batch_logprobs import fitting_size, kept_logprobs, micro_batches
+from gradscope.devices import free_memory
 from gradscope.errors import InputError
 from gradscope.models import Policy
 from gradscope.parameters import flat_slices, float_parameters
@@ -42,6 +44,7 @@ from gradscope.weighted_gradients import (
     add_gradients,
     differentiable,
     stream_gradients,
+    vector_bytes,
     vectors_within,
     zero_vectors,
 )
@@ -86,15 +89,23 @@ class Sizes:
     masks: int
     """Numbers of the attention masks that a forward pass makes of them."""
     prompts: int
+    piece: int
+    """Positions of the largest piece of a prompt that is passed at once."""
     width: int = 4
     """Bytes of a number: 4, or 8 in float64."""
 
     @classmethod
     def of(
-        cls, policy: Policy, batch: TokenBatch, *, micro_batch_size: int = 8, dtype: torch.dtype | None = None
+        cls,
+        policy: Policy,
+        batch: TokenBatch,
+        *,
+        micro_batch_size: int = 8,
+        dtype: torch.dtype | None = None,
+        device: str | None = None,
     ) -> Sizes:
         prompts = own_rows(batch)
-        cut = _cut_prompts(policy, batch, prompts, micro_batch_size)
+        cut = _cut_prompts(policy, batch, prompts, micro_batch_size, device)
         shapes = [piece.input_ids.shape for pieces in cut for _, piece in pieces]
         named = float_parameters(policy.model)
         within = [{id(p) for p in block.parameters()} for block in policy.blocks]
@@ -108,6 +119,7 @@ class Sizes:
             sum(b * n for b, n in shapes),
             sum(b * n**2 for b, n in shapes),
             len(prompts),
+            max((b * n for b, n in shapes), default=0),
             torch.finfo(torch.promote_types(dtype or policy.dtype, torch.float32)).bits // 8,
         )
 
@@ -123,7 +135,7 @@ class SumsPlan:
     """Numbers of a part of each vector; of a sketch its size."""
     parts: int
     blocks: int
-    """Of a sketch's coordinates, whose inner products are kept apart; 1 of exact vectors."""
+    """How many parts of a sketch's coordinates have their inner products kept apart; 1 for exact vectors."""
     forward_passes: float
     """What making the vectors once costs, in forward passes over the batch (a backward pass counts as two)."""
     sketched_passes: float | None
@@ -140,7 +152,7 @@ class SumsPlan:
         if self.way == "slices":
             return f"summed gradients: exact, in {self.parts} slices of the parameters, {cost}"
         return (
-            f"summed gradients: sketches of {self.slice_width:,} numbers, one pass, {cost}; inner products err by "
+            f"summed gradients: sketches of {self.slice_width:,} numbers, {cost}; inner products err by "
             f"{self.slice_width**-0.5:.1%} of the norms' product (one standard deviation)"
         )
 
@@ -167,8 +179,10 @@ def plan_sums(
     dear = sum(c * s for c, s in zip(cuts, sizes.segments, strict=True)) / max(1, sizes.parameters)
     pairs = 4 * held**2 / max(1, sizes.positions)  # inner products of all, in float64
     dearer = 2 + rows + (1 + rows) * dear + pairs + writing
-    # Of a table that embedding and head share, both gradients and their sum are there at once.
-    transient, kept, products = 3 * sizes.largest * width, (sizes.prompts + 1) * rows * width, 8 * held**2
+    # Of a table that embedding and head share, both gradients and their sum are there at once, or all of a block.
+    states = (len(sizes.segments) + rows) * sizes.piece * sizes.hidden
+    transient = (max(3 * sizes.largest, *sizes.segments[:-1]) + states) * width
+    kept, products = (held + rows) * width, 8 * held**2
     blocks = BLOCKS if 4 * (BLOCKS + 1) * products <= memory else BLOCKS // 4
     transient += (blocks + 1) * products
     size = SKETCH
@@ -210,14 +224,20 @@ def plan_batch_sums(
     way: Way | None = None,
     micro_batch_size: int = 8,
     dtype: torch.dtype | None = None,
+    device: str | None = None,
 ) -> SumsPlan:
     """`plan_sums` for a vector per interval; keeps_prompts: whether each prompt's are kept, or those of two halves.
 
-    dtype: of the weights; None: as they are.
+    dtype, device (its type): of the weights; None: as they are.
     """
-    sizes = Sizes.of(policy, batch, micro_batch_size=micro_batch_size, dtype=dtype)
+    sizes = Sizes.of(policy, batch, micro_batch_size=micro_batch_size, dtype=dtype, device=device)
     held = intervals * (sizes.prompts if keeps_prompts else 2)
     return plan_sums(sizes, rows=intervals, held=held, memory=memory, metric=metric, way=way)
+
+
+def largest_share(prompts: int, processes: int) -> float:
+    """The part of the prompts that the busiest of several processes has."""
+    return ceil(prompts / processes) / max(1, prompts)
 
 
 def slices_memory(sizes: Sizes, *, rows: int, held: int, width: int) -> int:
@@ -294,7 +314,7 @@ class PromptGradients:
         self._swept = False
         if self.plan.way != "whole":
             with differentiable(self.model):
-                self._swept = self._sweep.holds(self._pieces[0][0][1])
+                self._swept = all(processes.gather([self._sweep.holds(self._pieces[0][0][1])]))
             if self.plan.way == "slices" and not self._swept:
                 if way is not None:
                     raise InputError(
@@ -303,8 +323,10 @@ class PromptGradients:
                 self.plan = plan_sums(sizes, rows=rows, held=held, memory=memory, metric=metric, way="sketches")
 
     def new_total(self) -> Float[Tensor, " P"]:
-        """Zeros for the sum of all vectors; in a scratch file, unless those are whole."""
-        return vectors_within(self.model, 1, None if self.plan.way == "whole" else 0)[0]
+        """Zeros for the sum of all vectors; of vectors that are not whole in a scratch file, or on a GPU with room."""
+        device = next(self.model.parameters()).device
+        roomy = device.type == "cuda" and 4 * vector_bytes(self.model) <= free_memory(device)
+        return vectors_within(self.model, 1, None if roomy or self.plan.way == "whole" else 0)[0]
 
     def parts(
         self, scale: Float[Tensor, " P"] | None = None, total: Float[Tensor, " P"] | None = None
@@ -506,9 +528,13 @@ def own_rows(batch: TokenBatch) -> list[Int[Tensor, " b"]]:
 
 
 def _cut_prompts(
-    policy: Policy, batch: TokenBatch, prompts: Sequence[Int[Tensor, " b"]], micro_batch_size: int
+    policy: Policy,
+    batch: TokenBatch,
+    prompts: Sequence[Int[Tensor, " b"]],
+    micro_batch_size: int,
+    device: str | None = None,
 ) -> list[list[Piece]]:
-    size = fitting_size(policy.model, batch, micro_batch_size, copies=4)
+    size = fitting_size(policy.model, batch, micro_batch_size, copies=4, device=device)
     return [_make_pieces(batch, own, size) for own in prompts]
 
 

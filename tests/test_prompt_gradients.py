@@ -295,7 +295,9 @@ def test_intervals_gradients_are_the_same_by_every_way_raw_and_in_adamws_metric(
             assert "share_error" not in ours
 
 
-SIZES = Sizes(500_000_000, (15_000_000,) * 24 + (140_000_000,), 136_000_000, 896, 4_000, 1_000_000, prompts=4)
+SIZES = Sizes(
+    500_000_000, (15_000_000,) * 24 + (140_000_000,), 136_000_000, 896, 4_000, 1_000_000, prompts=4, piece=1_000
+)
 
 
 def test_the_cheapest_exact_way_that_fits_is_taken_and_sketches_where_there_are_many_prompts():
@@ -305,7 +307,7 @@ def test_the_cheapest_exact_way_that_fits_is_taken_and_sketches_where_there_are_
     many = replace(SIZES, prompts=64, positions=100_000)
     plan = plan_sums(many, rows=4, held=256, memory=4 << 30)
     assert (plan.way, plan.sketch_size) == ("sketches", 1 << 16)
-    short = plan_sums(many, rows=4, held=256, memory=12 * SIZES.largest + (1 << 25), way="sketches")
+    short = plan_sums(many, rows=4, held=256, memory=12 * SIZES.largest + (1 << 27) + (1 << 25), way="sketches")
     assert short.sketch_size < 1 << 16
 
 

@@ -139,7 +139,7 @@ class Plan:
     machine: str | None = "h200"
     """A GPU by its datasheet; none: this machine."""
     processes: int = 1
-    """Of a launch, a device for each."""
+    """How many are launched, each on a GPU of its own."""
     tokens_per_interval: int | None = None
     """Measured tokens of each interval of π; none: every token."""
     prompts: int = DEFAULT["prompts"]
@@ -173,7 +173,7 @@ class Plan:
         sums = {"stage": f"summed gradients ({plan.sums.way})", "seconds": plan.sums_seconds}
         rows.append(sums | {"planned_gib": plan.sums.memory / GIB})
         tokens = "every token" if self.tokens_per_interval is None else f"{plan.measured} tokens"
-        about = {"size": self.size, "weights": self.dtype, "kind": "plan", "run": f"measure, {tokens}"}
+        about = {"size": self.size, "weights": self.dtype, "kind": "plan", "run": f"diagnose, {tokens}"}
         about["run"] += "" if self.processes == 1 else f", {self.processes} processes"
         append_rows(self.out, [about | {"machine": plan.speeds.device} | row for row in rows])
 

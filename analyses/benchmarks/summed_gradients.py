@@ -1,8 +1,8 @@
 """Do the ways of summing gradients agree, on policies of the sizes that people train?
 
-    python -m analyses.benchmarks.real_size make 0.5b work/0.5b
-    python -m analyses.benchmarks.summed_gradients budgets work/0.5b --gib 1 2 4
-    python -m analyses.benchmarks.real_size make 30m work/30m --prompts 8
+    python -m analyses.benchmarks.real_size make 0.5b work/0.5b --prompts 2 --responses 2 --response-length 32
+    python -m analyses.benchmarks.summed_gradients budgets work/0.5b --gib 4 2 1
+    python -m analyses.benchmarks.real_size make 30m work/30m
     python -m analyses.benchmarks.summed_gradients coverage work/30m --sketches 200
 
 `budgets` makes the intervals' gradients of every prompt in slices under each budget, and says how far the inner
@@ -47,7 +47,7 @@ class Budgets:
     """Slices under several budgets."""
 
     folder: Annotated[Path, tyro.conf.Positional]
-    """Of `real_size make`."""
+    """The folder that `real_size make` wrote."""
     gib: tuple[float, ...] = (1.0, 2.0, 4.0)
     dtype: str | None = None
     out: Path = TABLE
@@ -81,7 +81,7 @@ class Coverage:
     """Sketches against exact gradients."""
 
     folder: Annotated[Path, tyro.conf.Positional]
-    """Of `real_size make`."""
+    """The folder that `real_size make` wrote."""
     sketches: int = 200
     size: int = 4096
     out: Path = TABLE
