@@ -26,7 +26,6 @@ from analyses.script import Options, exit_with
 from analyses.tables import write_csv
 from gradscope.batch_loss import PAPER
 from gradscope.bounds import TheoryReport, theory_report
-from gradscope.gains import LAYER, PARAMETERS
 from gradscope.group_gradients import IntervalGradients
 from gradscope.plot_style import save_figure
 from gradscope.plots import (
@@ -37,6 +36,7 @@ from gradscope.plots import (
 )
 from gradscope.run_folder import write_text
 from gradscope.summary import PAPER_NORMS, Summary, interval_summary
+from gradscope.token_columns import LAYER, PARAMETERS
 
 
 def table(options: Options) -> tuple[pd.DataFrame, Summary]:

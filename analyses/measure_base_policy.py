@@ -24,12 +24,12 @@ from analyses.measurements import keep, part
 from gradscope import load_policy
 from gradscope import measure as measure_tokens
 from gradscope.batch import TokenBatch
-from gradscope.gains import LAYER, LOGITS, PARAMETERS
 from gradscope.group_gradients import interval_gradients_over
 from gradscope.models import Policy
 from gradscope.sampling.hf import HFSampler
 from gradscope.sampling.rollouts import batch_rows, rollout_rows
 from gradscope.tasks import get_task
+from gradscope.token_columns import LAYER, LOGITS, PARAMETERS
 
 TEMPERATURE = 0.7
 KEPT = ["batch", "group", "prob", "log_one_minus_prob", "interval", "advantage", "weight", LOGITS, PARAMETERS]

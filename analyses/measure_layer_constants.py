@@ -19,11 +19,11 @@ from analyses.measurements import keep
 from gradscope import load_policy
 from gradscope import measure as measure_tokens
 from gradscope.batch import TokenBatch
-from gradscope.gains import LAYER, LOGITS, PARAMETERS
 from gradscope.jacobians import layer_constants, token_contexts
 from gradscope.models import Policy
 from gradscope.sampling.rollouts import batch_rows, rollout_rows
 from gradscope.tasks import get_task
+from gradscope.token_columns import LAYER, LOGITS, PARAMETERS
 
 TEMPERATURE = 0.7
 KEPT = ["group", "context", "log_one_minus_prob", LOGITS, PARAMETERS]

@@ -13,17 +13,9 @@ import pandas as pd
 import torch
 
 from gradscope.errors import InputError
-from gradscope.gains import (
-    FLOOR,
-    LAYER,
-    LOGITS,
-    check_envelopes,
-    decompose_variance,
-    fit_powers,
-    layer_gains,
-    require_columns,
-)
+from gradscope.gains import FLOOR, check_envelopes, decompose_variance, fit_powers, layer_gains, require_columns
 from gradscope.theory import check_logit_grad_bounds
+from gradscope.token_columns import LAYER, LOGITS
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ import pandas as pd
 from gradscope.batch import TokenBatch
 from gradscope.diagnosis_result import VERDICT_PROMPTS, DiagnosisSettings
 from gradscope.errors import InputError
-from gradscope.gains import LAYER, LOGITS, PARAMETERS
 from gradscope.intervals import assign_intervals
 from gradscope.norm_estimates import SUMS
-from gradscope.token_columns import refuse_endless_weights
+from gradscope.token_columns import LAYER, LOGITS, PARAMETERS, refuse_endless_weights
 from gradscope.token_sample import sampling_probabilities
 
 FEW_PROMPTS = 8

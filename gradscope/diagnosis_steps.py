@@ -15,10 +15,10 @@ from torch import Tensor
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import LossSettings, resolve_advantages
 from gradscope.diagnosis_rows import join_rows, make_rows, one_row
-from gradscope.directions import SIGNS, prompt_clusters, right_direction_shares
+from gradscope.directions import SIGNS, right_direction_shares
 from gradscope.errors import InputError
 from gradscope.influence import BY, influence_table
-from gradscope.intervals import summarize_cells
+from gradscope.intervals import prompt_clusters, summarize_cells
 from gradscope.models import Policy
 from gradscope.step_settings import SGD, StepSettings
 from gradscope.tuning import Setting, make_grid

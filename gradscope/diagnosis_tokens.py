@@ -22,12 +22,11 @@ import pandas as pd
 from jaxtyping import Float
 
 from gradscope.diagnosis_rows import join_rows, make_rows
-from gradscope.directions import prompt_clusters
 from gradscope.drivers import add_drivers
-from gradscope.gains import LAYER, LOGITS, PARAMETERS
-from gradscope.intervals import bootstrap, interval_shares, summarize
+from gradscope.intervals import bootstrap, interval_shares, prompt_clusters, summarize
 from gradscope.norm_estimates import SUMS
 from gradscope.theory import logit_grad_bounds, rounding_tolerance
+from gradscope.token_columns import LAYER, LOGITS, PARAMETERS
 from gradscope.token_sample import sampling_probabilities
 
 Number = int | float

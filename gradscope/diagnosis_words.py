@@ -11,7 +11,7 @@ from gradscope.diagnosis_definitions import DEFINITIONS
 from gradscope.diagnosis_format import Finding, bits_words, number_words, percent, share_words, short_number
 from gradscope.diagnosis_result import Diagnosis
 from gradscope.diagnosis_step_words import bound_words, direction_words, influence_words, lag_words, setting_words
-from gradscope.gains import LAYER, PARAMETERS
+from gradscope.token_columns import LAYER, PARAMETERS
 from gradscope.token_sample import sampling_probabilities
 
 __all__ = ["DEFINITIONS", "Finding", "findings"]

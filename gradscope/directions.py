@@ -27,7 +27,7 @@ from torch import Tensor
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import own_where_unknown
 from gradscope.errors import InputError
-from gradscope.intervals import EDGES, assign_intervals, bootstrap, interval_labels, summarize_cells
+from gradscope.intervals import EDGES, assign_intervals, bootstrap, interval_labels, prompt_clusters, summarize_cells
 from gradscope.logprobs import TokenStatistics
 
 Number = int | float
@@ -230,17 +230,6 @@ def similarity(
 
     found = bootstrap(evaluate, len(labels), rng=rng, confidence=confidence, resamples=resamples)
     return Similarity(int(chosen.sum()), *(float(number) for number in found[:, 0]))
-
-
-def prompt_clusters(table: pd.DataFrame) -> np.ndarray:
-    """Number of each row's prompt from 0 on: of `group`, or of (`batch`, `group`) where there is a column batch."""
-    _require(table, ["group"])
-    keys = ["batch", "group"] if "batch" in table else ["group"]
-    if table.empty or table[keys].isna().any(axis=None):
-        raise InputError(
-            f"the table has no rows, or rows without {' and '.join(keys)}; every token belongs to a prompt"
-        )
-    return table.groupby(keys, observed=True).ngroup().to_numpy()
 
 
 def _cells(

@@ -11,10 +11,10 @@ from collections.abc import Set
 import numpy as np
 import pandas as pd
 
-from gradscope.directions import prompt_clusters
 from gradscope.errors import InputError
-from gradscope.gains import FLOOR, PARAMETERS, is_measured, quantities, require_columns
-from gradscope.intervals import assign_intervals, bootstrap, interval_labels
+from gradscope.gains import FLOOR, is_measured, quantities, require_columns
+from gradscope.intervals import assign_intervals, bootstrap, interval_labels, prompt_clusters
+from gradscope.token_columns import PARAMETERS
 from gradscope.token_sample import sampling_weights
 
 Number = int | float

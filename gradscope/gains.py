@@ -16,9 +16,9 @@ import numpy.typing as npt
 import pandas as pd
 
 from gradscope.errors import InputError
+from gradscope.token_columns import LAYER, LOGITS, PARAMETERS
 from gradscope.token_sample import sampling_weights, weighted_quantiles
 
-LOGITS, PARAMETERS, LAYER = "logit_grad_norm", "param_grad_norm", "act_grad_norm."
 FLOOR = 1e-3
 """Fits take tokens with 1−π above this: the many nearly certain ones would decide the slope."""
 FEWEST = 3

@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from gradscope.adamw_state import PART
 from gradscope.batch import TokenBatch
 from gradscope.batch_loss import PAPER, LossSettings, batch_weights
-from gradscope.directions import prompt_clusters
 from gradscope.errors import InputError
-from gradscope.intervals import EDGES, bootstrap, interval_labels
+from gradscope.intervals import EDGES, bootstrap, interval_labels, prompt_clusters
 from gradscope.logprobs import TokenStatistics
 from gradscope.models import Policy
 from gradscope.parameters import flat_slices, flat_spans, float_parameters

@@ -255,3 +255,15 @@ def _check_edges(edges: Column) -> np.ndarray:
     if edges.ndim != 1 or len(edges) < 2 or not (np.diff(edges) > 0).all():
         raise InputError(f"edges are {edges.tolist()}; at least two strictly increasing numbers are wanted")
     return edges
+
+
+def prompt_clusters(table: pd.DataFrame) -> np.ndarray:
+    """Number of each row's prompt from 0 on: of `group`, or of (`batch`, `group`) where there is a column batch."""
+    if "group" not in table:
+        raise InputError("the table has no column group, the number of each token's prompt; give one that has it")
+    keys = ["batch", "group"] if "batch" in table else ["group"]
+    if table.empty or table[keys].isna().any(axis=None):
+        raise InputError(
+            f"the table has no rows, or rows without {' and '.join(keys)}; every token belongs to a prompt"
+        )
+    return table.groupby(keys, observed=True).ngroup().to_numpy()

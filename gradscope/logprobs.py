@@ -19,7 +19,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.theory import widen
 
 Number = int | float
 
@@ -227,3 +226,8 @@ def _check_temperature(temperature: Number | Tensor) -> None:
     """Raise InputError unless every temperature is a positive number."""
     if not (bool((temperature > 0).all()) if isinstance(temperature, Tensor) else temperature > 0):
         raise InputError(f"temperature is {temperature}; probabilities need T > 0; pass the sampling temperature")
+
+
+def widen(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """The tensor in at least float32: half precision is upcast, float32 and float64 are returned as they are."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

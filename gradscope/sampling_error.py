@@ -11,9 +11,9 @@ from jaxtyping import Float
 
 from gradscope.diagnosis_notes import has_gradient
 from gradscope.diagnosis_tokens import sum_by_prompt, token_shares, weighted_norms
-from gradscope.gains import PARAMETERS
 from gradscope.intervals import summarize_cells
 from gradscope.machine_speed import describe_seconds
+from gradscope.token_columns import PARAMETERS
 from gradscope.token_sample import sampling_probabilities
 
 NORMAL = 1.959964

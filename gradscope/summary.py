@@ -14,7 +14,7 @@ from tqdm import tqdm
 from gradscope.batch import TokenBatch
 from gradscope.bounds import TheoryReport, theory_report
 from gradscope.errors import InputError
-from gradscope.gains import FLOOR, LAYER, LOGITS, PARAMETERS
+from gradscope.gains import FLOOR
 from gradscope.group_gradients import IntervalGradients, interval_gradients
 from gradscope.intervals import interval_labels, summarize
 from gradscope.jacobians import layer_constants, token_contexts
@@ -24,6 +24,7 @@ from gradscope.norm_estimates import interval_norms
 from gradscope.processes import ALONE, Processes
 from gradscope.prompt_gradients import Way
 from gradscope.run_folder import write_text
+from gradscope.token_columns import LAYER, LOGITS, PARAMETERS
 from gradscope.token_sample import sampling_probabilities
 
 PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)

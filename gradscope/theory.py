@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError
+from gradscope.logprobs import widen
 
 
 def logit_grad_norm(
@@ -108,8 +109,3 @@ def check_logit_grad_bounds(
     below = ~(norms >= lower * (1 - slack))  # negated, so that a NaN counts
     above = norms > upper * (1 + slack)
     return BoundCheck(norms.numel(), int(below.sum()), int(above.sum()), float(slack.max()) if slack.numel() else 0.0)
-
-
-def widen(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """The tensor in at least float32: half precision is upcast, float32 and float64 are returned as they are."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

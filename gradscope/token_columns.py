@@ -17,6 +17,9 @@ from gradscope.errors import InputError
 from gradscope.logprobs import TokenStatistics
 from gradscope.models import Policy
 
+LOGITS, PARAMETERS, LAYER = "logit_grad_norm", "param_grad_norm", "act_grad_norm."
+"""Norms of token gradients: at the logits / T, over all parameters and, with a block's number behind it, at a layer."""
+
 
 def identify_tokens(policy: Policy, one: TokenBatch, row: int) -> dict[str, object]:
     """Place, id and text of the kept tokens of a batch of one response, which is row `row` of the rollouts."""

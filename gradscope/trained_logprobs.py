@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gradscope.logprobs import parts_at_once
-from gradscope.theory import widen
+from gradscope.logprobs import parts_at_once, widen
 
 
 def trained_logprobs(

@@ -19,12 +19,12 @@ from gradscope.directions import (
     movement_summary,
     net_weights,
     over_batches,
-    prompt_clusters,
     right_direction_shares,
     similarity,
     without_extremes,
 )
 from gradscope.errors import InputError
+from gradscope.intervals import prompt_clusters
 from gradscope.logprobs import TokenStatistics, token_statistics
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.0)

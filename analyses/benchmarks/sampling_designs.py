@@ -41,11 +41,11 @@ from analyses.script import exit_with
 from analyses.tables import write_csv
 from gradscope import load_policy, measure
 from gradscope.diagnosis_tokens import sum_by_prompt, token_shares, weighted_norms
-from gradscope.gains import LOGITS, PARAMETERS
 from gradscope.intervals import EDGES, interval_labels, summarize
 from gradscope.plot_style import finish, new_panels, paper_style, save_figure
 from gradscope.sampling.rollouts import batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
+from gradscope.token_columns import LOGITS, PARAMETERS
 from gradscope.token_sample import COLUMN, EQUAL_PART, TokenSample, token_sizes
 
 INTERVALS = len(EDGES) - 1

@@ -13,11 +13,11 @@ from gradscope.bounds import theory_report
 from gradscope.diagnosis_result import Diagnosis
 from gradscope.diagnosis_words import DEFINITIONS
 from gradscope.errors import InputError
-from gradscope.gains import LAYER, PARAMETERS
 from gradscope.models import Policy
 from gradscope.plot_style import drawn_numbers
 from gradscope.report.page import Block, Definition, Figure, Paragraph, Section, Table
 from gradscope.summary import measured_cones
+from gradscope.token_columns import LAYER, PARAMETERS
 
 KEYS = ["response", "position"]
 DATA = "data"
