@@ -17,7 +17,7 @@ import torch
 from gradscope.models import find_blocks
 
 Number = int | float
-Precision = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16"]
 
 BYTES = {"float32": 4, "bfloat16": 2}
 """Of one number that a matrix multiplication reads."""
@@ -179,7 +179,7 @@ def state_bytes(shape: ModelShape, *, lora_rank: int | None = None, shards: int 
 
 
 def working_weights_bytes(
-    shape: ModelShape, precision: Precision, *, lora_rank: int | None = None, shards: int = 1
+    shape: ModelShape, precision: Dtype, *, lora_rank: int | None = None, shards: int = 1
 ) -> dict[str, Number]:
     """Weights as they are multiplied, beside those that are trained: autocast's copies, or what FSDP has gathered.
 
@@ -198,7 +198,7 @@ def working_weights_bytes(
     return {}
 
 
-def frozen_copies_bytes(shape: ModelShape, precision: Precision, *, blocks: int, head: bool) -> dict[str, Number]:
+def frozen_copies_bytes(shape: ModelShape, precision: Dtype, *, blocks: int, head: bool) -> dict[str, Number]:
     """Under adapters: autocast's copies of frozen weights, which stay where a graph holds them: of so many blocks."""
     if precision == "float32":
         return {}
@@ -206,7 +206,7 @@ def frozen_copies_bytes(shape: ModelShape, precision: Precision, *, blocks: int,
     return {"bfloat16 copies of frozen weights": 2 * weights}
 
 
-def block_activation_bytes(shape: ModelShape, precision: Precision) -> Number:
+def block_activation_bytes(shape: ModelShape, precision: Dtype) -> Number:
     """What one block keeps of one token for the backward pass."""
     # Each norm keeps its input and the normalised input, in float32.
     norms = 2 * 2 * 4 * shape.hidden
@@ -222,7 +222,7 @@ def block_activation_bytes(shape: ModelShape, precision: Precision) -> Number:
 def loss_bytes(
     shape: ModelShape,
     piece: Piece,
-    precision: Precision,
+    precision: Dtype,
     *,
     checkpointing: bool,
     chunk: int,
@@ -243,7 +243,7 @@ def loss_bytes(
 
 
 def embedding_gradient_bytes(
-    shape: ModelShape, precision: Precision, *, lora_rank: int | None = None
+    shape: ModelShape, precision: Dtype, *, lora_rank: int | None = None
 ) -> dict[str, Number]:
     """What lies there at the end of a backward pass: the embedding's gradient and, of a tied one, the head's.
 
@@ -253,7 +253,7 @@ def embedding_gradient_bytes(
     return {"embedding's gradients": 4 * shape.embedding * (arrays if lora_rank is None else 0)}
 
 
-def recompute_bytes(shape: ModelShape, piece: Piece, precision: Precision) -> dict[str, Number]:
+def recompute_bytes(shape: ModelShape, piece: Piece, precision: Dtype) -> dict[str, Number]:
     """With gradient checkpointing: what lies there while a block is recomputed and differentiated."""
     inputs = 4 * shape.hidden * piece.tokens
     # Gradients of the residual stream and of two arrays of the MLP are on their way.
@@ -262,7 +262,7 @@ def recompute_bytes(shape: ModelShape, piece: Piece, precision: Precision) -> di
 
 
 def scoring_bytes(
-    shape: ModelShape, piece: Piece, precision: Precision, *, chunk: int, lora_rank: int | None = None
+    shape: ModelShape, piece: Piece, precision: Dtype, *, chunk: int, lora_rank: int | None = None
 ) -> dict[str, Number]:
     """What a pass without gradient needs, statistics being made of `chunk` tokens' logits at a time."""
     wide = 3 if lora_rank is None else 4  # an adapter's product is added to the frozen one
@@ -276,12 +276,12 @@ def scoring_bytes(
     return {"activations": stream} if stream > logits else {"logits": logits}
 
 
-def kv_bytes(shape: ModelShape, precision: Precision) -> int:
+def kv_bytes(shape: ModelShape, precision: Dtype) -> int:
     """Keys and values of one token, in all layers."""
     return 2 * BYTES[precision] * shape.layers * shape.kv_width
 
 
-def sampling_bytes(shape: ModelShape, piece: Piece, precision: Precision) -> dict[str, Number]:
+def sampling_bytes(shape: ModelShape, piece: Piece, precision: Dtype) -> dict[str, Number]:
     """What decoding with transformers needs on a GPU: its cache, and a layer's attention or the last logits."""
     # Keys are float32 under autocast, rotated by float32 angles as they are; values are not.
     cache = (kv_bytes(shape, "float32") + kv_bytes(shape, precision)) / 2

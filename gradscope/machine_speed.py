@@ -134,7 +134,7 @@ def gpu_speeds(name: str, precision: str, *, thin_rows: Number = 1) -> Speeds:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class JobSizes:
     """Of a job's arrays, as far as speeds depend on them."""
 
     rows: int
@@ -151,7 +151,7 @@ class Sizes:
     """Tokens whose logits lie there at once."""
 
 
-LARGEST = Sizes(rows=2048, thin_rows=256, hidden=512, head_dim=128, heads=8, length=512, vocab=2**18, logit_rows=4096)
+LARGEST = JobSizes(rows=2048, thin_rows=256, hidden=512, head_dim=128, heads=8, length=512, vocab=2**18, logit_rows=4096)
 MOST_LOGITS = 2**24
 """Larger arrays than these are taken to be as fast, so that measuring takes about a second on a slow core. These logits
 are more than the 32 MB from which an allocator on Linux asks for fresh pages each time, which is several times as slow
@@ -166,7 +166,7 @@ MIXED_WITH_KEPT_MEMORY = 1.2
 
 
 def measure_speeds(
-    sizes: Sizes,
+    sizes: JobSizes,
     *,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
@@ -180,8 +180,8 @@ def measure_speeds(
     The rate of elementwise passes is that of a whole block, forward and backward, beyond its products: alone, a pass
     over arrays that lie in a cache already is several times as fast.
     """
-    at_most = {f.name: min(getattr(sizes, f.name), getattr(LARGEST, f.name)) for f in fields(Sizes)}
-    s = Sizes(**{name: max(1, size) for name, size in at_most.items()})
+    at_most = {f.name: min(getattr(sizes, f.name), getattr(LARGEST, f.name)) for f in fields(JobSizes)}
+    s = JobSizes(**{name: max(1, size) for name, size in at_most.items()})
     make = _Arrays(device, dtype)
     width = max(64, s.hidden)
     blocks = _Blocks(make, s.rows, min(width, 256))

@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_leaves
 
 from gradscope import machine_speed
 from gradscope.errors import InputError
-from gradscope.machine_speed import GPUS, Sizes, Speeds, Work, gpu_speeds, measure_speeds, total
+from gradscope.machine_speed import GPUS, JobSizes, Speeds, Work, gpu_speeds, measure_speeds, total
 
-SMALL = Sizes(rows=64, thin_rows=4, hidden=64, head_dim=16, heads=2, length=32, vocab=128, logit_rows=8)
+SMALL = JobSizes(rows=64, thin_rows=4, hidden=64, head_dim=16, heads=2, length=32, vocab=128, logit_rows=8)
 SPEEDS = Speeds("a machine", products=2.0, thin=4.0, attention=5.0, moved=10.0, logits=20.0, operation=0.5)
 VIEWS = {"view", "t", "transpose", "expand", "slice", "split", "detach", "alias", "unsqueeze", "_unsafe_view"}
 PRODUCTS = {"mm", "addmm", "bmm"}
@@ -99,7 +99,7 @@ def test_a_huge_job_is_measured_on_arrays_of_a_limited_size(monkeypatch):
 
     monkeypatch.setattr(machine_speed._Arrays, "numbers", counting)
     monkeypatch.setattr(machine_speed, "_time", lambda device, call: 1.0)
-    huge = Sizes(10**6, 10**4, 10**4, 128, 64, 10**5, 150_000, 10**5)
+    huge = JobSizes(10**6, 10**4, 10**4, 128, 64, 10**5, 150_000, 10**5)
     measure_speeds(huge, device=torch.device("cpu"))
     assert max(sizes) <= machine_speed.MOST_LOGITS == 2**24
 

@@ -38,7 +38,7 @@ import tyro
 from gradscope.batch import Response, TokenBatch, collate
 from gradscope.batch_logprobs import batch_statistics
 from gradscope.batch_loss import PAPER
-from gradscope.cost import ModelShape, Precision
+from gradscope.cost import Dtype, ModelShape
 from gradscope.models import Policy, find_blocks
 from gradscope.sampling.hf import HFSampler
 from gradscope.steps import Updater, whole_passes
@@ -62,7 +62,7 @@ class Case:
     tied: bool = True
     responses: int = 4
     length: int = 256
-    precision: Precision = "float32"
+    precision: Dtype = "float32"
     checkpointing: bool = False
     lora_rank: int | None = None
 

@@ -9,7 +9,7 @@ import torch
 
 from gradscope.cost import ModelShape, Piece
 from gradscope.cost_train import optimizer_work, sampling_work, scoring_work, training_work
-from gradscope.machine_speed import Sizes, Speeds, Work, gpu_speeds, measure_speeds
+from gradscope.machine_speed import JobSizes, Speeds, Work, gpu_speeds, measure_speeds
 from gradscope.models import DTYPES, find_device
 from gradscope.trainer.algorithm import scores_in_first_pass
 from gradscope.trainer.config import TrainConfig
@@ -75,7 +75,7 @@ def step_speeds(config: TrainConfig, shape: ModelShape, lengths: Lengths, machin
     if machine is not None:
         return gpu_speeds(machine, config.precision, thin_rows=alive)
     size, length = min(config.micro_batch_size, config.mini_batch_size), lengths.prompt + lengths.mean
-    sizes = Sizes(
+    sizes = JobSizes(
         rows=size * length,
         thin_rows=alive,
         hidden=shape.hidden,
