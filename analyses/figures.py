@@ -21,8 +21,8 @@ import matplotlib
 import matplotlib.pyplot as plt
 import tyro
 
-from analyses.experiments import drawn_as
-from analyses.script import exit_with
+from analyses.common.experiments import drawn_as
+from analyses.common.script import exit_with
 from gradscope.errors import InputError, first_line
 
 SCRIPTS = (
@@ -47,7 +47,7 @@ class Options:
 
 def draw_one(name: str, options: Options) -> str | None:
     """Run a script without its prints; the line of its complaint where what it draws is not there."""
-    script = importlib.import_module(f"analyses.{name}")
+    script = importlib.import_module(f"analyses.paper.{name}")
     try:
         with matplotlib.rc_context(), contextlib.redirect_stdout(io.StringIO()):
             script.main(script.Options(out=options.out, scale=options.scale))

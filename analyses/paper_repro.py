@@ -20,12 +20,12 @@ from typing import Any
 import pandas as pd
 import tyro
 
-from analyses.contrasts import seeds_to_tell
-from analyses.script import exit_with
-from analyses.tables import read_whole
+from analyses.common.contrasts import seeds_to_tell
+from analyses.common.script import exit_with
+from analyses.common.tables import read_whole
 from gradscope.errors import InputError
 from gradscope.intervals import interval_labels
-from gradscope.run_folder import write_text
+from gradscope.runs import write_text
 
 TEMPLATE = Path(__file__).with_name("paper_repro.md.jinja")
 

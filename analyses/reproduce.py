@@ -22,11 +22,11 @@ from multiprocessing import get_context
 import tyro
 from tqdm import tqdm
 
-from analyses import dry_run
-from analyses.experiments import Run, drawn_as, launch_of, list_runs, needs
-from analyses.make_run import is_finished, make
-from analyses.measurements import Measurement, is_measured, list_measurements, make_measurement
-from analyses.script import end_with, exit_with
+from analyses.common import dry_run
+from analyses.common.experiments import Run, drawn_as, launch_of, list_runs, needs
+from analyses.common.make_run import is_finished, make
+from analyses.common.measurements import Measurement, is_measured, list_measurements, make_measurement
+from analyses.common.script import end_with, exit_with
 from gradscope.errors import DivergedError, InputError, SyncError, first_line
 
 
@@ -42,7 +42,7 @@ class Options:
     """Runs side by side; none: one for each core, or one at a time where each takes several processes."""
     dry_run: bool = False
     """Make nothing: say which runs there are and which are finished, and whether settings, data, reference answers,
-    batches and memory are in order (analyses/dry_run.py)."""
+    batches and memory are in order (analyses/common/dry_run.py)."""
 
 
 def count_jobs(options: Options) -> int:

@@ -257,7 +257,7 @@ def _check_edges(edges: Column) -> np.ndarray:
     return edges
 
 
-def prompt_clusters(table: pd.DataFrame) -> np.ndarray:
+def prompt_clusters(table: "pd.DataFrame") -> np.ndarray:
     """Number of each row's prompt from 0 on: of `group`, or of (`batch`, `group`) where there is a column batch."""
     if "group" not in table:
         raise InputError("the table has no column group, the number of each token's prompt; give one that has it")

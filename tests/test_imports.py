@@ -51,7 +51,7 @@ def test_every_dotted_name_resolves_after_a_plain_import():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'mesure'"):
+    with pytest.raises(AttributeError, match="mesure"):
         gradscope.mesure  # noqa: B018  (the look-up is what is tested)
 
 

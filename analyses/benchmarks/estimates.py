@@ -29,13 +29,12 @@ import tyro
 
 from analyses.benchmarks.plan_time import make_sequences
 from analyses.benchmarks.token_gradients import make_policy
-from gradscope.batch import TokenBatch
-from gradscope.capture import SequenceTokens, TokenGradientMeter, measuring
+from gradscope.gradients import SequenceTokens, TokenGradientMeter, measuring
+from gradscope.gradients.estimates import signed_square_norms, squared_changes
 from gradscope.intervals import EDGES, assign_intervals
-from gradscope.models import Policy, load_policy
-from gradscope.norm_estimates import signed_square_norms, squared_changes
-from gradscope.sampling.hf import HFSampler
-from gradscope.sampling.rollouts import batch_rows, rollout_rows
+from gradscope.policy import Policy, load_policy
+from gradscope.rollouts import TokenBatch
+from gradscope.sampling import HFSampler, batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
 
 SEQUENCES = 8

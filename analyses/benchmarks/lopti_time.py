@@ -12,18 +12,16 @@ from torch import nn
 
 from analyses.benchmarks.trainer_loops import Size
 from analyses.benchmarks.turns import read_clocks
-from gradscope.batch import Response, TokenBatch, collate
-from gradscope.batch_logprobs import batch_statistics, micro_batches
-from gradscope.cost import ModelShape, Piece, forward_flops
-from gradscope.models import Policy, load_policy
-from gradscope.sampling.hf import HFSampler
-from gradscope.sampling.rollouts import batch_rows, rollout_rows
-from gradscope.shared_prompts import can_pack, packing_for
-from gradscope.steps import Pass, Updater
+from gradscope.gradients import ModelShape, Piece
+from gradscope.gradients.cost import forward_flops
+from gradscope.objective import Pass, Updater, batch_statistics, micro_batches
+from gradscope.objective.shared_prompts import can_pack, packing_for
+from gradscope.policy import Policy, load_policy
+from gradscope.rollouts import Response, TokenBatch, collate
+from gradscope.sampling import HFSampler, batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
+from gradscope.trainer import TrainConfig, get_preset
 from gradscope.trainer.algorithm import Update, compute_advantages, plan_update
-from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.presets import get_preset
 
 SHARES = (0.2, 0.3, 0.4)
 """Of low-probability tokens, where η is set by them."""

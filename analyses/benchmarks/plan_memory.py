@@ -35,15 +35,13 @@ import pandas as pd
 import torch
 import tyro
 
-from gradscope.batch import Response, TokenBatch, collate
-from gradscope.batch_logprobs import batch_statistics
-from gradscope.batch_loss import PAPER
-from gradscope.cost import Dtype, ModelShape
-from gradscope.models import Policy, find_blocks
-from gradscope.sampling.hf import HFSampler
-from gradscope.steps import Updater, whole_passes
-from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.plan import plan_training
+from gradscope.gradients import ModelShape
+from gradscope.gradients.cost import Dtype
+from gradscope.objective import PAPER, Updater, batch_statistics, whole_passes
+from gradscope.policy import Policy, find_blocks
+from gradscope.rollouts import Response, TokenBatch, collate
+from gradscope.sampling import HFSampler
+from gradscope.trainer import TrainConfig, plan_training
 
 MOMENTS = ("training", "scoring", "sampling", "optimizer step")
 KNOWN = ("weights", "gradients", "AdamW's moments", "reference policy")

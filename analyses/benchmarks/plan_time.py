@@ -34,18 +34,11 @@ import tyro
 from analyses.benchmarks.token_gradients import make_policy
 from analyses.benchmarks.trainer_loops import SIZES, finishing, our_parts, puzzle_workload, random_workload
 from analyses.benchmarks.turns import Turns, parts_of
-from gradscope.architectures import shape_of
-from gradscope.batch import Response, TokenBatch, collate
-from gradscope.cost import ModelShape
-from gradscope.measure_plan import plan_batch
-from gradscope.measure_settings import MeasureSettings
-from gradscope.models import Policy, find_blocks, load_policy
-from gradscope.token_table import TableMeasurement
-from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.journal import Journal
-from gradscope.trainer.loop import train
-from gradscope.trainer.plan import find_lengths, plan_training
-from gradscope.trainer.plan_work import step_speeds
+from gradscope.gradients import MeasureSettings, ModelShape, TableMeasurement, plan_batch, shape_of
+from gradscope.policy import Policy, find_blocks, load_policy
+from gradscope.rollouts import Response, TokenBatch, collate
+from gradscope.trainer import TrainConfig, find_lengths, plan_training, step_speeds, train
+from gradscope.trainer.files import Journal
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,9 @@ import tyro
 from analyses.benchmarks.estimates import sample_responses
 from analyses.benchmarks.real_size import processor
 from analyses.benchmarks.real_size_policy import write_checkpoint
-from gradscope.batch import Response, TokenBatch, collate
-from gradscope.measure_settings import MeasureSettings
-from gradscope.models import load_policy
-from gradscope.token_table import TableMeasurement, join_responses
+from gradscope.gradients import MeasureSettings, TableMeasurement, join_responses
+from gradscope.policy import load_policy
+from gradscope.rollouts import Response, TokenBatch, collate
 
 WAYS = {
     "float32": ("float32", False),

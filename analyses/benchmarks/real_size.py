@@ -43,7 +43,7 @@ import tyro
 
 from analyses.benchmarks.real_size_policy import Size, interval_counts, write_checkpoint, write_rollouts, write_state
 from analyses.benchmarks.real_size_stages import REST
-from analyses.script import exit_with
+from analyses.common.script import exit_with
 from gradscope.errors import InputError
 
 TABLE = Path("figures/benchmark_real_size.csv")
@@ -152,9 +152,8 @@ class Plan:
         import tempfile
 
         from analyses.benchmarks.real_size_policy import make_config
-        from gradscope.measure_plan import outline_policy, plan_batch
-        from gradscope.measure_settings import MeasureSettings
-        from gradscope.readers import read_rollouts
+        from gradscope.gradients import MeasureSettings, outline_policy, plan_batch
+        from gradscope.rollouts import read_rollouts
 
         _check_lengths(self)
         lengths = {name: getattr(self, name) for name in DEFAULT}

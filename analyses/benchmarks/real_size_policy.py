@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradscope.models import load_policy
+from gradscope.policy import load_policy
 
 Size = Literal["1m", "30m", "0.5b", "1.5b", "7b", "32b", "llama-8b"]
 _QWEN = {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
@@ -193,8 +193,8 @@ def _draw(name: str, shape: torch.Size, config: Any, generator: torch.Generator)
 
 def interval_counts(file: Path, policy_folder: Path) -> Iterator[int]:
     """How many response tokens of the rollouts have π in each of the four intervals."""
-    from gradscope.batch_logprobs import batch_statistics
-    from gradscope.readers import read_rollouts
+    from gradscope.objective import batch_statistics
+    from gradscope.rollouts import read_rollouts
 
     policy = load_policy(policy_folder, dtype=_own_dtype(policy_folder))
     batch = read_rollouts(file, policy)

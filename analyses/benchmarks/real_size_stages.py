@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import Any
 
 STAGES = {
-    "gradscope.cli_measure:load_quietly": "loading",
-    "gradscope.cli_measure:Measure._key": "hashing",
-    "gradscope.token_table:TokenGradientMeter.__init__": "structure",
-    "gradscope.token_table:TableMeasurement._all_known": "statistics",
-    "gradscope.token_table:TableMeasurement._self_check": "self-check",
-    "gradscope.token_table:TableMeasurement.measure_responses": "tokens",
-    "gradscope.summary:summarize_measurement": "summary",
-    "gradscope.summary:write_figures": "figures",
-    "gradscope.diagnosis:_Work.describe_tokens": "diagnosis of tokens",
-    "gradscope.diagnosis:_Work.sum_gradients": "summed gradients",
-    "gradscope.diagnosis:_Work.take_steps": "steps",
-    "gradscope.diagnosis:_Work.recommend": "screening",
-    "gradscope.report.contents:make_report": "report",
-    "gradscope.report.contents:write_report": "report",
+    "gradscope.cli.measure:load_quietly": "loading",
+    "gradscope.cli.measure:Measure._key": "hashing",
+    "gradscope.gradients.table:TokenGradientMeter.__init__": "structure",
+    "gradscope.gradients.table:TableMeasurement._all_known": "statistics",
+    "gradscope.gradients.table:TableMeasurement._self_check": "self-check",
+    "gradscope.gradients.table:TableMeasurement.measure_responses": "tokens",
+    "gradscope.diagnosis.summary:summarize_measurement": "summary",
+    "gradscope.diagnosis.summary:write_figures": "figures",
+    "gradscope.diagnosis.checkpoint:_Work.describe_tokens": "diagnosis of tokens",
+    "gradscope.diagnosis.checkpoint:_Work.sum_gradients": "summed gradients",
+    "gradscope.diagnosis.checkpoint:_Work.take_steps": "steps",
+    "gradscope.diagnosis.checkpoint:_Work.recommend": "screening",
+    "gradscope.diagnosis.page.contents:make_report": "report",
+    "gradscope.diagnosis.page.contents:write_report": "report",
 }
 """Function or method, by its module → the stage that a call of it is."""
 REST = "rest"

@@ -8,7 +8,7 @@ carry: the sum of the prefixes of the measured tokens. The designs, with as many
 
 stratified    equal chances within the interval
 weighted      by |w|·‖e − π‖ alone, with a quarter of the size the same for all
-proportional  half by |w|·‖e − π‖ and half by ‖e − π‖, with the same quarter: the default (gradscope.token_sample)
+proportional  half by |w|·‖e − π‖ and half by ‖e − π‖, with the same quarter: the default (gradscope.gradients.sample)
 
 Of the share of Σ‖w·g‖² by interval, the mean ‖g‖ by interval and the dominance index (bits): bias and root mean square
 error over draws of tokens, the first two relative to the truth, the tokens of the whole table. sampling_designs.csv has
@@ -36,17 +36,18 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from analyses import sums
-from analyses.script import exit_with
-from analyses.tables import write_csv
+from analyses.common import sums
+from analyses.common.script import exit_with
+from analyses.common.tables import write_csv
 from gradscope import load_policy, measure
-from gradscope.diagnosis_tokens import sum_by_prompt, token_shares, weighted_norms
+from gradscope.diagnosis import token_shares
+from gradscope.diagnosis.tokens import sum_by_prompt, weighted_norms
+from gradscope.gradients import LOGITS, PARAMETERS
+from gradscope.gradients.sample import COLUMN, EQUAL_PART, TokenSample, token_sizes
 from gradscope.intervals import EDGES, interval_labels, summarize
-from gradscope.plot_style import finish, new_panels, paper_style, save_figure
-from gradscope.sampling.rollouts import batch_rows, rollout_rows
+from gradscope.plots import finish, new_panels, paper_style, save_figure
+from gradscope.sampling import batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
-from gradscope.token_columns import LOGITS, PARAMETERS
-from gradscope.token_sample import COLUMN, EQUAL_PART, TokenSample, token_sizes
 
 INTERVALS = len(EDGES) - 1
 POLICIES = {

@@ -26,17 +26,15 @@ import tyro
 from torch import Tensor
 from tqdm import trange
 
-from analyses.script import exit_with
-from gradscope.batch import TokenBatch
-from gradscope.batch_logprobs import batch_statistics
-from gradscope.batch_loss import resolve_advantages
-from gradscope.capture import measuring
-from gradscope.diagnosis_gradients import Products, block_products, prompt_vectors, signal_and_noise, sum_gradients
+from analyses.common.script import exit_with
+from gradscope.diagnosis import Products, block_products, prompt_vectors
+from gradscope.diagnosis.gradients import signal_and_noise, sum_gradients
+from gradscope.gradients import measuring
+from gradscope.gradients.sketches import BLOCKS, Sketcher
 from gradscope.intervals import EDGES, assign_intervals
-from gradscope.models import Policy, load_policy
-from gradscope.parameters import flat_slices
-from gradscope.readers import read_rollouts
-from gradscope.sketches import BLOCKS, Sketcher
+from gradscope.objective import batch_statistics, resolve_advantages
+from gradscope.policy import Policy, flat_slices, load_policy
+from gradscope.rollouts import TokenBatch, read_rollouts
 
 TABLE = Path("figures/benchmark_summed_gradients.csv")
 INTERVALS = len(EDGES) - 1

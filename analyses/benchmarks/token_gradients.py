@@ -16,11 +16,12 @@ tokens, the first quarter of each the prompt. Methods:
     gradscope       TokenGradientMeter by backward rules, in the groups that it makes itself; both yield every layer's
                     activation gradient as well
 
-The floor is the least that an exact norm takes (`gradscope.cost_measure.floor_flops`: the activation gradients'
-backward pass over each token's prefix, and the contractions to norms) at the speed of a large float32 matrix product,
-measured in every round. A meter is made once for a policy, before the rounds (`setup_s`, for any number of sequences).
-Every method's norms are held against the sequence loop's. Peak memory is what a method allocates at most beside
-the policy on one sequence (gradscope and the batch loop: some tokens of each of eight), by the profiler's records.
+The floor is the least that an exact norm takes (`gradscope.gradients.cost_measure.floor_flops`: the activation
+gradients' backward pass over each token's prefix, and the contractions to norms) at the speed of a large float32 matrix
+product, measured in every round. A meter is made once for a policy, before the rounds (`setup_s`, for any number of
+sequences). Every method's norms are held against the sequence loop's. Peak memory is what a method allocates at most
+beside the policy on one sequence (gradscope and the batch loop: some tokens of each of eight), by the profiler's
+records.
 """
 
 from __future__ import annotations
@@ -46,10 +47,8 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from analyses.benchmarks.plan_memory import allocated_peak
-from gradscope.capture import SequenceTokens, TokenGradientMeter, measuring
-from gradscope.cost import ModelShape
-from gradscope.cost_measure import floor_flops
-from gradscope.models import Policy, find_blocks
+from gradscope.gradients import ModelShape, SequenceTokens, TokenGradientMeter, floor_flops, measuring
+from gradscope.policy import Policy, find_blocks
 
 SIZES = {
     "S": {"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 512, "intermediate_size": 384},

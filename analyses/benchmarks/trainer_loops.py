@@ -14,16 +14,13 @@ import numpy as np
 import torch
 
 from analyses.benchmarks.turns import REST
-from gradscope.models import EMBEDDED, load_policy
-from gradscope.sampling import Sample
-from gradscope.sampling.hf import HFSampler
-from gradscope.steps import Updater
+from gradscope.objective import Updater
+from gradscope.policy import EMBEDDED, load_policy
+from gradscope.sampling import HFSampler, Sample
 from gradscope.tasks import Question, draw_questions, get_task, register
-from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.journal import Journal
+from gradscope.trainer import TrainConfig, get_preset, train
+from gradscope.trainer.files import Journal
 from gradscope.trainer.learner import Learner
-from gradscope.trainer.loop import train
-from gradscope.trainer.presets import get_preset
 
 Loop = Callable[[Callable[[], None]], None]
 """Calls what it is given between two of its steps."""

@@ -1,4 +1,4 @@
-"""What the engine does beside its products, counted: constants of gradscope.cost_measure that are said to be.
+"""What the engine does beside its products, counted: constants of gradscope.gradients.cost_measure that are said to be.
 
     python -m analyses.benchmarks.work_counts
 
@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from gradscope.capture import TokenGradientMeter, measuring
-from gradscope.capture.chunks import neighbours
-from gradscope.capture.decoder_rules import NARROWEST_QUERIES
-from gradscope.capture.rules import strip_width
-from gradscope.capture.stack import SequenceTokens, Stack
-from gradscope.cost_train import FORWARD_GATES, FORWARD_STREAMS
-from gradscope.models import Policy, find_blocks
+from gradscope.gradients import SequenceTokens, TokenGradientMeter, measuring
+from gradscope.gradients.cost_train import FORWARD_GATES, FORWARD_STREAMS
+from gradscope.gradients.engine.chunks import neighbours
+from gradscope.gradients.engine.decoder.rules import NARROWEST_QUERIES
+from gradscope.gradients.engine.norms import strip_width
+from gradscope.gradients.engine.stack import Stack
+from gradscope.policy import Policy, find_blocks
 
 VIEWS = ("view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze")
 VIEWS += ("alias", "detach", "as_strided", "split", "split_with_sizes", "unbind", "_reshape_alias", "lift_fresh")

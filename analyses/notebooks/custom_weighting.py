@@ -22,15 +22,19 @@ import pandas as pd
 import torch
 
 import gradscope
-from gradscope.batch_loss import PAPER, batch_weights, resolve_advantages
-from gradscope.directions import right_direction_shares
-from gradscope.group_gradients import gram
-from gradscope.objective import lopti_split, reweight
-from gradscope.sampling.rollouts import batch_rows, rollout_rows
-from gradscope.steps import split_passes, whole_passes
+from gradscope.gradients import gram, weighted_gradients
+from gradscope.objective import (
+    PAPER,
+    batch_weights,
+    lopti_split,
+    resolve_advantages,
+    reweight,
+    split_passes,
+    whole_passes,
+)
+from gradscope.sampling import batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
-from gradscope.variants import Variant
-from gradscope.weighted_gradients import weighted_gradients
+from gradscope.updates import Variant, right_direction_shares
 
 policy = gradscope.load_policy("embedded")
 task = get_task("knights-knaves-compact")

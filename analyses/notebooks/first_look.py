@@ -21,9 +21,9 @@ import numpy as np
 
 import gradscope
 from gradscope import plots
-from gradscope.measure_settings import MeasureSettings
-from gradscope.sampling.rollouts import batch_rows, rollout_rows
-from gradscope.summary import summarize_measurement
+from gradscope.diagnosis import summarize_measurement
+from gradscope.gradients import MeasureSettings
+from gradscope.sampling import batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
 
 OUT = Path(tempfile.mkdtemp(prefix="gradscope-"))  # pictures and tables go here

@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 
 import gradscope
-from gradscope.readers import write_rollouts
-from gradscope.sampling.rollouts import rollout_rows
+from gradscope.rollouts import write_rollouts
+from gradscope.sampling import rollout_rows
 from gradscope.tasks import draw_questions, get_task
 
 OUT = Path(tempfile.mkdtemp(prefix="gradscope-"))
@@ -51,9 +51,7 @@ print(f"{dump.format}: {len(batch)} responses, {batch.num_tokens} response token
 # from your optimizer state if you give one (`optimizer_state=torch.load(…, weights_only=True)`), else the paper's SGD.
 
 # %%
-from gradscope.diagnosis import diagnose
-from gradscope.diagnosis_result import DiagnosisSettings
-from gradscope.diagnosis_words import findings
+from gradscope.diagnosis import DiagnosisSettings, diagnose, findings
 
 settings = DiagnosisSettings(tokens_per_interval=100, recommend_batches=None, resamples=200)
 diagnosis = diagnose(policy, batch, settings=settings)
@@ -73,7 +71,7 @@ print(*diagnosis.notes, sep="\n")
 # ## Pictures
 
 # %%
-from gradscope.plot_diagnosis import plot_dominance
+from gradscope.diagnosis import plot_dominance
 from gradscope.plots import save_figure
 
 save_figure(plot_dominance(diagnosis.statistics, diagnosis.labels), OUT / "dominance.png")

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gradscope.batch import TokenBatch
-from gradscope.batch_loss import LossSettings
 from gradscope.errors import InputError
+from gradscope.objective import LossSettings
+from gradscope.rollouts import TokenBatch
 
 Number = int | float
 Inputs = Mapping[str, Any]

@@ -16,7 +16,7 @@ from gradscope.errors import InputError
 from gradscope.integrations.trl_batch import Inputs, batch_from_trl, response_denominators, trl_settings
 from gradscope.integrations.trl_measure import StepMeasurement, measure_step
 from gradscope.intervals import EDGES, interval_labels
-from gradscope.run_folder import write_parquet
+from gradscope.runs import write_parquet
 
 Number = int | float
 

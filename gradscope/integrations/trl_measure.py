@@ -11,16 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gradscope.batch import TokenBatch
-from gradscope.batch_logprobs import batch_statistics
-from gradscope.batch_loss import LossSettings, batch_weights, own_where_unknown
-from gradscope.capture import measuring
-from gradscope.directions import batch_direction_shares
-from gradscope.group_gradients import gram
-from gradscope.logprobs import TokenStatistics
-from gradscope.parameters import flat_slices, float_parameters
-from gradscope.variants import old_intervals
-from gradscope.weighted_gradients import weighted_gradients
+from gradscope.gradients import gram, measuring, weighted_gradients
+from gradscope.objective import LossSettings, TokenStatistics, batch_statistics, batch_weights, own_where_unknown
+from gradscope.policy import flat_slices, float_parameters
+from gradscope.rollouts import TokenBatch
+from gradscope.updates import batch_direction_shares, old_intervals
 
 Number = int | float
 

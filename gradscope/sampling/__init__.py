@@ -1,55 +1,14 @@
-"""Sampling responses from a policy: one protocol, one file per engine."""
+"""Responses sampled from a policy, by transformers or vLLM behind one protocol, and how many of them are right."""
 
-from __future__ import annotations
+import lazy_loader
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
-
-import torch
-from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sampled response."""
-
-    response_ids: list[int]
-    """At least one token; a stop token that was sampled is the last."""
-    logprobs: list[float]
-    """log π in nats of each token at the sampling temperature, under the policy that sampled it."""
-    finished: bool
-    """True if it ended with a stop token; False if the length did."""
-
-
-@runtime_checkable
-class Sampler(Protocol):
-    """Draws from the whole softmax(logits / temperature): truncated sampling (top-p, top-k) is not offered."""
-
-    def sample(
-        self,
-        prompt_ids: list[list[int]],
-        *,
-        n: int,
-        temperature: float,
-        max_new_tokens: int,
-        generator: torch.Generator,
-        greedy: bool = False,
-    ) -> list[list[Sample]]:
-        """n responses to each prompt, in the order of the prompts.
-
-        greedy: always the likeliest token; `temperature` then only says at which one the log-probabilities are (NaN
-        from vLLM, which knows them at 1 alone).
-        """
-        ...
-
-    def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Sample with these weights from now on: every parameter by its name in the model, whole.
-
-        A sampler that shares the trained model's own weights has nothing to do.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free what the sampler holds beside the policy; it cannot sample afterwards."""
-        ...
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "engines": ["make_sampler"],
+        "evaluation": ["Evaluation", "Exam", "evaluate", "summarize_responses"],
+        "hf": ["HFSampler", "check_prompts"],
+        "protocol": ["Sample", "Sampler"],
+        "rollouts": ["batch_rows", "check_count", "rollout_rows"],
+    },
+)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from gradscope.errors import InputError
-from gradscope.models import Policy
-from gradscope.sampling import Sampler
+from gradscope.policy import Policy
 from gradscope.sampling.hf import HFSampler
+from gradscope.sampling.protocol import Sampler
 
 
 def make_sampler(

@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.models import Policy, takes
-from gradscope.sampling import Sample
+from gradscope.policy import Policy, takes
+from gradscope.sampling.protocol import Sample
 
 Draw = Callable[[Float[Tensor, "B N"], list[int], int], tuple[Int[Tensor, " B"], Float[Tensor, " B"]]]
 """Tokens and their log π, from logits, the numbers of their rows in the batch and the step: 0, 1, 2, …"""

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradscope.batch import Response, TokenBatch, collate
 from gradscope.errors import InputError
-from gradscope.models import Policy
-from gradscope.sampling import Sampler
+from gradscope.policy import Policy
+from gradscope.rollouts import Response, TokenBatch, collate
 from gradscope.sampling.hf import HFSampler
+from gradscope.sampling.protocol import Sampler
 from gradscope.tasks import Question, Task, grade_response
 
 MOST_RESPONSES = 10_000_000

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.models import DTYPES, Policy
-from gradscope.sampling import Sample
+from gradscope.policy import DTYPES, Policy
 from gradscope.sampling.hf import check_prompts, check_settings, stop_ids
+from gradscope.sampling.protocol import Sample
 
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 """What vLLM finds in the environment unless the user put something else there."""

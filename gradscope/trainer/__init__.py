@@ -1,11 +1,20 @@
 """GRPO and REINFORCE++ with Advantage Reweighting and Lopti (arXiv:2505.12929), short enough to read in one sitting.
 
-Read `loop` first: sample, score, advantages, passes, log, checkpoint. The loss is `gradscope.objective`'s, the
-optimizer steps are those of `gradscope.steps`.
+Read `loop` first: sample, score, advantages, passes, log, checkpoint. The loss and the optimizer steps are those of
+`gradscope.objective`.
 """
 
-from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.loop import train
-from gradscope.trainer.presets import PRESETS, get_preset
+import lazy_loader
 
-__all__ = ["PRESETS", "TrainConfig", "get_preset", "train"]
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "checkpoints": ["OPTIMIZER", "checkpoint_step", "list_checkpoints"],
+        "config": ["TrainConfig"],
+        "loop": ["train"],
+        "metrics": ["scalars"],
+        "plan": ["GIB", "Plan", "find_lengths", "plan_training", "step_speeds"],
+        "presets": ["PRESETS", "get_preset"],
+        "rollout": ["Questions"],
+    },
+)

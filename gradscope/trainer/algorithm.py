@@ -8,12 +8,20 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from gradscope.batch import TokenBatch
-from gradscope.batch_logprobs import Choose
-from gradscope.batch_loss import LossSettings, resolve_advantages
 from gradscope.errors import InputError
-from gradscope.objective import lopti_split, reinforce_pp_advantages, reweight
-from gradscope.steps import Pass, random_split, split_passes, whole_passes
+from gradscope.objective import (
+    Choose,
+    LossSettings,
+    Pass,
+    lopti_split,
+    random_split,
+    reinforce_pp_advantages,
+    resolve_advantages,
+    reweight,
+    split_passes,
+    whole_passes,
+)
+from gradscope.rollouts import TokenBatch
 from gradscope.trainer.config import TrainConfig
 
 

@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradscope.batch import TokenBatch
-from gradscope.batch_loss import LossSettings
-from gradscope.directions import batch_direction_shares
-from gradscope.group_gradients import interval_gradients
-from gradscope.logprobs import TokenStatistics
-from gradscope.models import Policy
+from gradscope.gradients import interval_gradients
+from gradscope.objective import LossSettings, TokenStatistics
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch
 from gradscope.trainer.config import TrainConfig
+from gradscope.updates import batch_direction_shares
 
 
 @dataclass

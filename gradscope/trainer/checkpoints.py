@@ -17,8 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.processes import whole
-from gradscope.run_folder import UNWRITABLE, write_json
+from gradscope.runs import UNWRITABLE, whole, write_json
 from gradscope.trainer.adapters import ADAPTER
 from gradscope.trainer.damage import reading
 from gradscope.trainer.learner import Learner

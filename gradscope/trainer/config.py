@@ -6,9 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from gradscope.batch_loss import LossSettings
 from gradscope.errors import InputError
-from gradscope.objective import check_eta
+from gradscope.objective import LossSettings, check_eta
 
 Number = int | float
 

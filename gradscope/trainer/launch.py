@@ -1,7 +1,7 @@
 """How a run was launched: alone, with whole weights in several processes (DDP), or with shards of them (FSDP 2).
 
-    accelerate launch --multi_gpu --num_processes 8 -m gradscope.cli train …                    whole weights
-    accelerate launch --multi_gpu --num_processes 2 -m gradscope.cli train --device cpu …       the same without GPUs
+    accelerate launch --multi_gpu --num_processes 8 -m gradscope train …                    whole weights
+    accelerate launch --multi_gpu --num_processes 2 -m gradscope train --device cpu …       the same without GPUs
     accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP …             shards
 
 `--cpu` starts one process only (or needs MPI). What accelerate knows of FSDP and this trainer has not been tried with,
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from gradscope.errors import InputError
-from gradscope.models import Policy, find_device, load_policy
+from gradscope.policy import Policy, find_device, load_policy
 from gradscope.trainer.config import TrainConfig
 
 if TYPE_CHECKING:

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gradscope.batch import TokenBatch
-from gradscope.batch_logprobs import batch_statistics, has_plain_head
 from gradscope.errors import InputError
-from gradscope.logprobs import TokenStatistics
-from gradscope.models import Policy, fetch_policy
-from gradscope.processes import ALONE, Processes, whole
+from gradscope.objective import TokenStatistics, Updater, batch_statistics, has_plain_head
+from gradscope.policy import Policy, fetch_policy
+from gradscope.rollouts import TokenBatch
+from gradscope.runs import ALONE, Processes, whole
 from gradscope.sampling import Sampler
-from gradscope.steps import Updater
 from gradscope.trainer.adapters import adapted_layers, add_adapters, merge_weight
 from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.damage import reading

@@ -24,26 +24,17 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from gradscope.batch import TokenBatch
 from gradscope.errors import DivergedError, InputError, SyncError
-from gradscope.folder_lock import locked
-from gradscope.logprobs import TokenStatistics
-from gradscope.processes import Processes
-from gradscope.sampling import Sampler
-from gradscope.sampling.engines import make_sampler
+from gradscope.objective import TokenStatistics
+from gradscope.rollouts import TokenBatch
+from gradscope.runs import Processes, locked
+from gradscope.sampling import Sampler, make_sampler
 from gradscope.tasks import get_task
-from gradscope.trainer.algorithm import (
-    Update,
-    compute_advantages,
-    first_choice,
-    plan_update,
-    scores_in_first_pass,
-)
+from gradscope.trainer.algorithm import Update, compute_advantages, first_choice, plan_update, scores_in_first_pass
 from gradscope.trainer.callbacks import OnStep, Step, measure_gradients
 from gradscope.trainer.checkpoints import checkpoint_step, list_checkpoints
 from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.folder import bring_back, find_start
-from gradscope.trainer.journal import Journal
+from gradscope.trainer.files import Journal, bring_back, find_start
 from gradscope.trainer.launch import make_accelerator
 from gradscope.trainer.learner import Learner, build_learner
 from gradscope.trainer.metrics import rollout_metrics, token_metrics, update_metrics

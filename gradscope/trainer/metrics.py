@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
-from gradscope.batch import TokenBatch
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals
-from gradscope.logprobs import TokenStatistics
-from gradscope.objective import kl_k3
-from gradscope.run_folder import plain_json
-from gradscope.steps import StepResult
+from gradscope.objective import StepResult, TokenStatistics, kl_k3
+from gradscope.rollouts import TokenBatch
+from gradscope.runs import plain_json
 from gradscope.trainer.rollout import Rollout
 
 

@@ -1,4 +1,4 @@
-"""What a training run would take: memory of each process by moment, tokens and FLOPs of a step, disk; no weights."""
+"""What a training run would take: memory of each process by moment, work and seconds of a step, disk; no weights."""
 
 from __future__ import annotations
 
@@ -6,12 +6,184 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from gradscope.cost import ModelShape, kv_bytes, trained_parameters
+import torch
+
 from gradscope.errors import InputError
-from gradscope.machine_speed import Speeds, Work, describe_seconds
+from gradscope.gradients import (
+    BYTES,
+    JobSizes,
+    ModelShape,
+    Piece,
+    Speeds,
+    Work,
+    describe_seconds,
+    embedding_gradient_bytes,
+    frozen_copies_bytes,
+    gpu_speeds,
+    kv_bytes,
+    loss_bytes,
+    measure_speeds,
+    optimizer_bytes,
+    optimizer_work,
+    recompute_bytes,
+    sampling_bytes,
+    sampling_work,
+    scoring_bytes,
+    scoring_work,
+    state_bytes,
+    trained_parameters,
+    training_work,
+    working_weights_bytes,
+)
+from gradscope.objective import rows_at_once
+from gradscope.policy import DTYPES, find_device
+from gradscope.trainer.algorithm import scores_in_first_pass
 from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.plan_memory import GIB, checkpoint_bytes, step_memory, weights_bytes
-from gradscope.trainer.plan_work import Lengths, optimizer_steps, step_work
+
+Number = int | float
+
+GIB = 2**30
+
+
+def step_memory(
+    config: TrainConfig, shape: ModelShape, lengths: Lengths, processes: int, sharded: bool, device_memory: Number
+) -> dict[str, dict[str, Number]]:
+    """What lies in one process's memory at each moment of a step."""
+    shards = processes if sharded else 1
+    state = state_bytes(shape, lora_rank=config.lora_rank, shards=shards)
+    resident = state | _beside(config, shape, processes, shards, device_memory)
+    without_gradients = {name: size for name, size in resident.items() if name != "gradients"}
+    length, precision = lengths.prompt + lengths.longest, config.precision
+    chunk = rows_at_once(shape.vocab, "cpu" if config.device == "cpu" else "cuda")
+    piece = Piece(min(config.micro_batch_size, config.mini_batch_size), length, lengths.longest)
+    kept = working_weights_bytes(shape, precision, lora_rank=config.lora_rank, shards=shards)
+    settings = {"checkpointing": config.gradient_checkpointing, "lora_rank": config.lora_rank}
+    checkpointing, frozen, frozen_block = config.gradient_checkpointing, {}, {}
+    if config.lora_rank is not None:
+        frozen = frozen_copies_bytes(shape, precision, blocks=0 if checkpointing else shape.layers, head=True)
+        frozen_block = frozen_copies_bytes(shape, precision, blocks=1, head=False)
+    training = [frozen | loss_bytes(shape, piece, precision, chunk=chunk, **settings)]
+    training.append(embedding_gradient_bytes(shape, precision, lora_rank=config.lora_rank))
+    if checkpointing:
+        training.append(frozen_block | recompute_bytes(shape, piece, precision))
+    scored = scoring_bytes(shape, piece, precision, chunk=chunk, lora_rank=config.lora_rank)
+    moments = {
+        "sampling": without_gradients,
+        "scoring": without_gradients | kept | scored,
+        "training": resident | kept | max(training, key=lambda parts: sum(parts.values())),
+        "optimizer step": resident | kept | optimizer_bytes(shape, lora_rank=config.lora_rank, shards=shards),
+    }
+    if config.engine == "hf":
+        responses = math.ceil(config.questions_per_step / processes) * config.group_size
+        decoded = Piece(min(config.sampling_batch_size, responses), length, lengths.longest)
+        own = kept if shards == 1 else {}
+        moments["sampling"] = without_gradients | own | sampling_bytes(shape, decoded, precision)
+    if shards > 1:
+        # Policy and reference are loaded whole, one after the other, before they are cut.
+        moments = {"loading": {"weights": 4 * shape.parameters * (2 if config.engine == "hf" else 1)}} | moments
+    return moments
+
+
+def _beside(
+    config: TrainConfig, shape: ModelShape, processes: int, shards: int, device_memory: Number
+) -> dict[str, Number]:
+    """What lies in memory all the time beside what is trained."""
+    parts = {}
+    if config.kl_coef > 0 and config.lora_rank is None:
+        parts["reference policy"] = 4 * shape.parameters / shards
+    if processes > 1 and shards == 1:
+        parts["DDP's buckets"] = 4 * trained_parameters(shape, config.lora_rank)
+    if config.engine == "vllm":
+        parts["vLLM"] = config.vllm_memory * device_memory * GIB
+    elif shards > 1:
+        parts["sampling copy"] = weights_bytes(config, shape)
+    return parts
+
+
+def weights_bytes(config: TrainConfig, shape: ModelShape) -> Number:
+    """Of a copy that only samples."""
+    return BYTES[config.precision] * shape.parameters
+
+
+def checkpoint_bytes(config: TrainConfig, shape: ModelShape) -> Number:
+    """Whole weights and the optimizer's moments, in float32; with adapters, those by themselves too."""
+    trained = trained_parameters(shape, config.lora_rank)
+    return 4 * (shape.parameters + 2 * trained + (trained if config.lora_rank is not None else 0))
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long the texts are taken to be, in tokens."""
+
+    prompt: int
+    longest: int
+    """Response that the memory must hold."""
+    mean: int
+    """Response that times and FLOPs are counted for."""
+
+
+def step_work(config: TrainConfig, shape: ModelShape, lengths: Lengths, passes: int) -> dict[str, Work]:
+    """By part, as gradscope's trainer does it in micro-batches, in one process.
+
+    Responses have their mean length and differ little from it within a micro-batch: they are sorted by length. There
+    the responses to a question share its prompt, and the first mini-batch is scored by its training pass where the
+    algorithm lets it be.
+    """
+    length, count = lengths.prompt + lengths.mean, config.num_responses
+    size = min(config.micro_batch_size, config.mini_batch_size)
+    tokens = None  # recomputation knows no shared prompts
+    if not config.gradient_checkpointing:
+        tokens = size * lengths.mean + max(1, size / config.group_size) * lengths.prompt
+    part = training_work(
+        shape,
+        Piece(size, length, math.ceil(lengths.mean / passes)),
+        lora_rank=config.lora_rank,
+        checkpointing=config.gradient_checkpointing,
+        tokens=tokens,
+    )
+    times = passes * (2 if config.control == "matched-norm" else 1) * count / size
+    trained_first = min(count, config.mini_batch_size) if scores_in_first_pass(config) else 0
+    scored = count - trained_first + (count if config.kl_coef > 0 else 0)  # by the policy, by its reference
+    whole = Piece(count, length, lengths.mean)
+    return {
+        "sampling": sampling_work(
+            shape,
+            whole,
+            prompts=config.questions_per_step,
+            longest=lengths.longest,
+            at_once=min(config.sampling_batch_size, count),
+        ),
+        "scoring": scoring_work(shape, Piece(size, length, lengths.mean), tokens=tokens) * (scored / size),
+        **{name: work * times for name, work in part.items()},
+        "optimizer": optimizer_work(shape, lora_rank=config.lora_rank) * optimizer_steps(config, passes),
+    }
+
+
+def optimizer_steps(config: TrainConfig, passes: int) -> int:
+    """Of one batch of responses."""
+    return passes * math.ceil(config.num_responses / config.mini_batch_size)
+
+
+def step_speeds(config: TrainConfig, shape: ModelShape, lengths: Lengths, machine: str | None = None) -> Speeds:
+    """Of a GPU of machine_speed.GPUS; None: of this machine, measured on arrays like a step's."""
+    # Decoding begins with all rows and ends with one.
+    alive = max(1, round(min(config.sampling_batch_size, config.num_responses) * lengths.mean / lengths.longest))
+    if machine is not None:
+        return gpu_speeds(machine, config.precision, thin_rows=alive)
+    size, length = min(config.micro_batch_size, config.mini_batch_size), lengths.prompt + lengths.mean
+    sizes = JobSizes(
+        rows=size * length,
+        thin_rows=alive,
+        hidden=shape.hidden,
+        head_dim=shape.head_dim,
+        heads=shape.heads,
+        length=length,
+        vocab=shape.vocab,
+        logit_rows=size * lengths.mean,
+    )
+    device = torch.device(find_device(config.device))
+    return measure_speeds(sizes, device=device, dtype=DTYPES[config.precision])
+
 
 Number = int | float
 

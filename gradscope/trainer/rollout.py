@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from gradscope.batch import TokenBatch
 from gradscope.errors import InputError
-from gradscope.models import Policy
-from gradscope.processes import Processes
-from gradscope.sampling import Sampler
-from gradscope.sampling.rollouts import batch_rows, rollout_rows
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch
+from gradscope.runs import Processes
+from gradscope.sampling import Sampler, batch_rows, rollout_rows
 from gradscope.tasks import Question, Task, draw_questions, get_task, questions_hash
 from gradscope.trainer.config import TrainConfig
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradscope.models import load_policy
+from gradscope.policy import load_policy
 
 peft = pytest.importorskip("peft")
 

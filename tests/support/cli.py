@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gradscope import cli
+from gradscope.cli import commands as cli
 from gradscope.errors import InputError
 
 

@@ -1,4 +1,4 @@
-"""What each of several processes does in tests/test_distributed.py; what it finds goes into OUT/RANK.pt.
+"""What each of several processes does in tests/runs/test_distributed.py; what it finds goes into OUT/RANK.pt.
 
 python distributed_worker.py MODEL OUT, with the environment that torchrun gives its processes.
 """
@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 
-from gradscope.batch_loss import LossSettings, resolve_advantages
 from gradscope.errors import InputError
-from gradscope.objective import lopti_split
-from gradscope.processes import end_at_once, whole
-from gradscope.sampling.hf import HFSampler
-from gradscope.steps import Pass, split_passes, whole_passes
+from gradscope.objective import LossSettings, Pass, lopti_split, resolve_advantages, split_passes, whole_passes
+from gradscope.runs import end_at_once, whole
+from gradscope.sampling import HFSampler
+from gradscope.trainer import TrainConfig
 from gradscope.trainer.checkpoints import restore_checkpoint, save_checkpoint
-from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.learner import Learner, build_learner
 from support.policies import make_batch, make_policy
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gradscope.logprobs import sequence_logprobs
-from gradscope.models import Policy
+from gradscope.objective.logprobs import sequence_logprobs
+from gradscope.policy import Policy
 from gradscope.sampling import Sample
 from gradscope.sampling.vllm import VLLMSampler
 

@@ -7,8 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from gradscope.capture import TokenGradients
-from gradscope.models import Policy
+from gradscope.gradients import TokenGradients
+from gradscope.policy import Policy
 from support.policies import VOCAB, make_policy
 
 TRUE_FLOAT64 = 1e-10

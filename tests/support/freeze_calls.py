@@ -10,7 +10,8 @@ import pandas as pd
 import torch
 
 import gradscope
-from gradscope import objective, theory
+from gradscope.objective import equations as objective
+from gradscope.theory import closed_form as theory
 
 
 def main(inputs: Path, out: Path) -> None:
@@ -27,7 +28,7 @@ def main(inputs: Path, out: Path) -> None:
     step = gradscope.StepSettings(optimizer="adamw", learning_rate=1e-3)
     movements = gradscope.apply_updates(policy, batch, ["all", "reweight", "lopti"], step=step)
     gradscope.movement_table(movements).to_parquet(out / "movements.parquet")
-    found = gradscope.influence.influence(policy, batch)
+    found = gradscope.updates.influence(policy, batch)
     found.contributions.to_parquet(out / "influence.parquet")
     diagnosis = gradscope.diagnose(policy, batch, table)
     diagnosis.statistics.to_parquet(out / "diagnosis.parquet")

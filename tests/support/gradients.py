@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradscope.batch import TokenBatch
-from gradscope.models import Policy
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch
 
 
 def flat_gradient(model: nn.Module, scalar: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradscope.batch import TokenBatch
-from gradscope.batch_loss import LossSettings
-from gradscope.models import Policy
-from gradscope.objective import grpo_advantages
+from gradscope.objective import LossSettings
+from gradscope.objective.equations import grpo_advantages
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch
 
 # Old log-probabilities of the batches drift by about 0.1: narrow clips are active on both sides, and so is the KL.
 NARROW = LossSettings(clip_ratio_low=0.05, clip_ratio_high=0.04, clip_ratio_c=1.1, kl_coef=0.2)

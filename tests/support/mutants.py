@@ -71,7 +71,9 @@ class _Finder(ast.NodeVisitor):
     visit_FunctionDef = visit_ClassDef = visit_AsyncFunctionDef = _enter
 
     def _text(self, node: ast.AST) -> str:
-        return ast.get_source_segment(self.source, node)
+        start = self._lines[node.lineno - 1] + node.col_offset
+        end = self._lines[node.end_lineno - 1] + node.end_col_offset
+        return self._bytes[start:end].decode()
 
     def _add(self, node: ast.AST, operator: str, text: str) -> None:
         if self._scope and "\n" not in (before := self._text(node)) and text != before:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from gradscope.batch import TokenBatch
-from gradscope.capture import TokenGradientMeter, TokenGradients, measuring
-from gradscope.logprobs import logit_gradient
-from gradscope.models import Policy, find_blocks
+from gradscope.gradients import TokenGradientMeter, TokenGradients, measuring
+from gradscope.objective import logit_gradient
+from gradscope.policy import Policy, find_blocks
+from gradscope.rollouts import TokenBatch
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from gradscope.batch import Response, TokenBatch, collate
-from gradscope.models import Policy, find_blocks
-from gradscope.processes import Processes
+from gradscope.policy import Policy, find_blocks
+from gradscope.rollouts import Response, TokenBatch, collate
+from gradscope.runs import Processes
 
 VOCAB, HIDDEN, LAYERS, CONTEXT = 96, 32, 3, 64
 PAD, BOS, EOS, UNK = 0, 1, 2, 3

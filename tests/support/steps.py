@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradscope.batch import TokenBatch
-from gradscope.batch_loss import LossSettings
-from gradscope.influence import Influence
-from gradscope.models import Policy
-from gradscope.objective import grpo_advantages
-from gradscope.step_settings import StepSettings
+from gradscope.objective import LossSettings
+from gradscope.objective.equations import grpo_advantages
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch
+from gradscope.updates import StepSettings
+from gradscope.updates.first_order import Influence
 from support.gradients import token_gradients
 
 # Old log-probabilities of the batches drift by about 0.1: narrow clips are active on both sides, and so is the KL.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradscope.models import Policy
+from gradscope.policy import Policy
 
 BETAS, EPS, STEPS_TAKEN = (0.8, 0.95), 1e-6, 6
 

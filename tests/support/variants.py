@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from gradscope.batch import TokenBatch
+from gradscope.rollouts import TokenBatch
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.0)
 

@@ -1,0 +1,140 @@
+"""A batch's gradient by intervals of π, prompt by prompt, raw and in AdamW's metric: shares, cosines, signal and noise.
+
+The parts are those of a diagnosis (`gradscope.diagnosis.gradients` and `diagnosis_tokens` say what each number is),
+without exact norms of single tokens: Σ‖w·g‖² of each prompt and interval is estimated by ‖Σ z·w·g‖² with random signs
+z = ±1, which has that mean, with the same signs in both metrics. So all is backward passes: two of each interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from gradscope.diagnosis import (
+    Gram,
+    Products,
+    PromptSums,
+    block_products,
+    cosine_matrix,
+    gradient_rows,
+    prompt_vectors,
+    token_shares,
+)
+from gradscope.gradients import own_rows
+from gradscope.intervals import EDGES, interval_labels
+from gradscope.objective import LossSettings, batch_statistics, batch_weights
+from gradscope.policy import AdamWState, Policy
+from gradscope.rollouts import TokenBatch
+from gradscope.updates import old_intervals
+
+LABELS = interval_labels(EDGES)
+Tables = dict[str, pd.DataFrame]
+
+
+def measure_batch(
+    policy: Policy,
+    batch: TokenBatch,
+    loss: LossSettings,
+    metric: AdamWState | None,
+    *,
+    generator: torch.Generator,
+    micro_batch_size: int = 8,
+) -> Tables:
+    """Four tables of one batch, whose old_logprobs and advantages are known.
+
+    metric: of AdamW's update; None: the raw gradients alone. generator: draws the signs. The tables:
+    gradients, by metric (raw, adamw) and interval (0, …, "all"): those of `gradient_table`;
+    cosines, by metric and pair of intervals: those of `cosine_table`;
+    tokens, by interval: tokens, token_share, predicted_share (of Σ(w·(1−π))²), entropy (mean, nats);
+    batches: prompts, served (with an advantage other than 0), responses, tokens, entropy. The policy is as it was.
+    """
+    passes = {"micro_batch_size": micro_batch_size}
+    found = batch_statistics(policy.model, batch, device=policy.device, **passes)
+    weight = batch_weights(found.logprob, batch, loss, num_tokens=batch.num_tokens).total.double()
+    inside = old_intervals(batch) == torch.arange(len(LABELS))[:, None, None]
+    blocks = own_rows(batch)
+    counts, certainty = _sum_blocks(inside, blocks), found.log_one_minus_prob.double().exp()
+    predicted = _sum_blocks(inside * (weight * certainty).square(), blocks)
+    seeds = -weight / batch.num_tokens * inside
+    signs = 2.0 * torch.randint(2, weight.shape, generator=generator) - 1
+    vectors = prompt_vectors(policy, batch, torch.cat([seeds, seeds * signs]), **passes)
+    gradients, cosines = [], []
+    for name in ("raw",) if metric is None else ("raw", "adamw"):
+        summed, signed = vectors.split(len(LABELS), dim=1)
+        if name == "adamw":
+            vectors *= metric.scale(policy.model, summed.sum((0, 1)))
+        products = Products(block_products(summed))
+        squares = signed.norm(dim=2, dtype=torch.float64).square().numpy()
+        sums = PromptSums(counts, counts, squares, predicted)
+        gradients.append(gradient_table(products, sums).assign(metric=name))
+        cosines.append(cosine_table(products.pairs).assign(metric=name))
+    return {
+        "gradients": pd.concat(gradients, ignore_index=True),
+        "cosines": pd.concat(cosines, ignore_index=True),
+        "tokens": _token_table(sums, (found.entropy.double() * inside).sum((1, 2)).numpy()),
+        "batches": _describe(batch, found.entropy, len(blocks)),
+    }
+
+
+def gradient_table(products: Products, sums: PromptSums) -> pd.DataFrame:
+    """A row per interval (0, …) and for "all", in one metric; NaN where undefined.
+
+    gradient_norm, ‖G_a‖; gradient_share, ⟨G_a, G⟩/‖G‖²; norm_ratio; cosine_with_all; gradient_index; signal and noise,
+    which add up to ‖G_a‖²; signal_fraction, signal/‖G_a‖²; signal_to_noise, that of ONE prompt (the prompts' number
+    times smaller than signal/noise of the sum); squared_share, of Σ‖w·g‖², and dominance_index.
+    """
+    rows = _widen(gradient_rows(products, sums.tokens, LABELS, metric="raw", rng=None))
+    shares = _widen(token_shares(sums, LABELS, rng=None))[["squared_share", "dominance_index"]]
+    table = rows.join(shares)
+    table["signal_to_noise"] = table["signal"] / table["noise"] / len(products.pairs)
+    return table.rename_axis("interval").reset_index()
+
+
+def cosine_table(pairs: Gram) -> pd.DataFrame:
+    """A row per pair of intervals, interval < other and each with itself: their cosine, and what of it is signal.
+
+    cosine: of G_a and G_b. signal_product: ⟨E G_a, E G_b⟩ estimated without bias, n/(n−1)·Σ_{p≠q} ⟨g_{p,a}, g_{q,b}⟩,
+    which for a = b is `gradient_table`'s signal. The cosine of two signals is signal_product over the root of the
+    product of both signals, and tells of the policy what `cosine`, which noise pulls towards 0, tells of a batch.
+    """
+    n, size = pairs.shape[:2]
+    apart = pairs.sum((0, 2)) - np.einsum("papb->ab", pairs)
+    cosines, scale = cosine_matrix(pairs).to_numpy(), n / (n - 1) if n > 1 else np.nan
+    rows = [
+        {"interval": a, "other": b, "cosine": cosines[a, b], "signal_product": scale * apart[a, b]}
+        for a in range(size)
+        for b in range(a, size)
+    ]
+    return pd.DataFrame(rows)
+
+
+def _token_table(sums: PromptSums, entropy: Float[np.ndarray, " A"]) -> pd.DataFrame:
+    shares = _widen(token_shares(sums, LABELS, rng=None))[["token_share", "predicted_share"]]
+    counts = sums.tokens.sum(0)
+    with np.errstate(invalid="ignore"):  # an interval without tokens
+        table = shares.assign(tokens=counts.astype(int), entropy=entropy / counts)
+    return table.rename_axis("interval").reset_index()
+
+
+def _describe(batch: TokenBatch, entropy: Float[Tensor, "B S"], prompts: int) -> pd.DataFrame:
+    served = batch.group_ids[((batch.advantages != 0) & batch.response_mask).any(1)].unique()
+    facts = {"prompts": prompts, "served": len(served), "responses": len(batch), "tokens": batch.num_tokens}
+    return pd.DataFrame([facts | {"entropy": entropy.double().sum().item() / batch.num_tokens}])
+
+
+def _sum_blocks(values: Tensor, blocks: Sequence[Int[Tensor, " b"]]) -> Float[np.ndarray, "n A"]:
+    """[A, B, S] summed over each block's rows and all columns."""
+    return np.stack([values[:, rows].double().sum((1, 2)).numpy() for rows in blocks])
+
+
+def _widen(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row per interval's number ("all" last, if there), a column per statistic."""
+    wide = rows.pivot(index="interval", columns="statistic", values="value")
+    wide = wide.reindex([name for name in (*LABELS, "all") if name in wide.index])
+    wide.index = pd.Index([LABELS.index(name) if name in LABELS else name for name in wide.index])
+    return wide.rename_axis(columns=None)

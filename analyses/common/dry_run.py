@@ -1,0 +1,262 @@
+"""Whether the runs of a scale could start: configurations, data, batches, prompts, memory; nothing is trained.
+
+    python -m analyses.common.dry_run [--scale paper] [--only fig4 ...] [--out unverified.csv]
+
+Each data set is read once: its files, its questions, and whether its own answers earn all that can be earned. Then each
+track: its variants' settings, the first batch, steps, prompts as tokens where the policy's tokenizer is here, memory by
+the plan of `gradscope train --plan`. Data that are absent are named, with what to put where, and are no failure; what
+is there and not in order is one (exit 2). How it differs from a run: no weights, no model hub, no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import tyro
+
+import analyses.common.puzzles
+import analyses.common.sums  # noqa: F401  (both register their tasks)
+from analyses.common.dry_run_data import (
+    Check,
+    DataSet,
+    State,
+    check_answers,
+    check_files,
+    check_questions,
+    lengths,
+    most_tokens,
+)
+from analyses.common.experiments import Run, launch_of, list_runs, needs, of_the_paper
+from analyses.common.script import exit_with
+from gradscope.errors import InputError
+from gradscope.gradients import ModelShape, config_of, shape_of
+from gradscope.policy import EMBEDDED, Policy, find_blocks, load_tokenizer
+from gradscope.sampling import check_prompts
+from gradscope.tasks import Question, draw_questions, get_task
+from gradscope.trainer import GIB, Plan, Questions, TrainConfig, plan_training
+
+ABOUT = 0.05
+"""A number of steps that is about another's differs by no more than this share of it."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What `dry_run` found."""
+
+    checks: list[Check]
+    unverified: pd.DataFrame
+    """A row per reference answer that is not verified: file, row, answer, why."""
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row per check: subject, what, state, detail."""
+        return pd.DataFrame([vars(check) for check in self.checks])
+
+    def named(self, state: State) -> list[Check]:
+        """The checks of this state."""
+        return [check for check in self.checks if check.state == state]
+
+    def __str__(self) -> str:
+        width = [max(len(getattr(check, name)) for check in self.checks) for name in ("subject", "what")]
+        lines = [f"{c.subject:{width[0]}}  {c.what:{width[1]}}  {c.state:6}  {c.detail}" for c in self.checks]
+        counts = ", ".join(f"{len(self.named(state))} {state}" for state in ("ok", "absent", "fails"))
+        return "\n".join((*lines, f"{len(self.checks)} checks: {counts}"))
+
+
+def dry_run(scale: str, *, only: Sequence[str] = (), progress: bool = True) -> DryRun:
+    """Look at everything that the scale's runs need, or those of some figures.
+
+    Raises InputError for a scale or a figure that there is not, and for settings that cannot be.
+    """
+    runs = list_runs(scale)
+    if only:
+        wanted = {pair for figure in only for pair in needs(figure, scale)}
+        runs = [run for run in runs if (run.track, run.variant) in wanted]
+    checks, tables, read = [], [], {}
+    for dataset in dict.fromkeys(dataset for run in runs for dataset in datasets_of(run)):
+        checks.append(files := check_files(dataset))
+        if files.state != "ok":
+            continue
+        questions_there, read[dataset] = check_questions(dataset)
+        checks.append(questions_there)
+        if questions_there.state == "ok":
+            try:
+                answers, table = check_answers(dataset, len(read[dataset]), progress=progress)
+            except InputError as error:
+                answers, table = Check(dataset.name, "answers", "fails", str(error)), pd.DataFrame()
+            checks.append(answers)
+            tables.append(table)
+    for track in dict.fromkeys(run.track for run in runs):
+        checks += check_track([run for run in runs if run.track == track], read)
+    return DryRun(checks, pd.concat(tables, ignore_index=True) if tables else pd.DataFrame())
+
+
+def datasets_of(run: Run) -> list[DataSet]:
+    """What a run trains on and is tested with, as far as it lies in files."""
+    parts = [(run.config.task, run.config.data)]
+    parts += [(part.task, part.data) for part in run.test.parts().values()]
+    return [DataSet(task, tuple(data)) for task, data in parts if data]
+
+
+def check_track(runs: Sequence[Run], read: dict[DataSet, list[Question]]) -> Iterator[Check]:
+    """A track's runs, its batches, its prompts to the policy, and its memory."""
+    first, track = runs[0], runs[0].track
+    variants = list({run.variant: run.config for run in runs}.items())
+    seeds = sorted({run.seed for run in runs})
+    yield Check(track, "runs", "ok", f"{len(runs)}: {len(variants)} variants, seeds {', '.join(map(str, seeds))}")
+    training = DataSet(first.config.task, first.config.data)
+    if first.config.data and not read.get(training):
+        yield Check(track, "batches", "absent", f"no questions: {training.name}")
+        questions = []
+    else:
+        batch, questions = check_batch(first, variants)
+        yield batch
+    asked = questions + [question for part in first.test.parts().values() for question in _test_questions(part, read)]
+    yield check_prompts_of(first, asked)
+    yield check_memory(first, [config for _, config in variants], longest_prompt(first, questions))
+
+
+def _test_questions(part: Any, read: dict[DataSet, list[Question]]) -> list[Question]:
+    if part.data:
+        return read.get(DataSet(part.task, part.data), [])
+    return draw_questions(get_task(part.task), min(part.questions, 64), seed=0, people=part.people)
+
+
+def check_batch(run: Run, variants: Sequence[tuple[str, TrainConfig]]) -> tuple[Check, list[Question]]:
+    """The first batch, optimizer steps of a batch by variant, and steps of the run against the paper's."""
+    config, track = run.config, run.track
+    try:
+        source = Questions(get_task(config.task), config)
+        batch, steps = source.of_step(0), source.steps
+    except InputError as error:
+        return Check(track, "batches", "fails", str(error)), []
+    questions = source.stored or batch
+    shape = shape_of("embedded")  # steps do not depend on it
+    updates = {name: plan_training(settings, shape, prompt_tokens=1).optimizer_steps for name, settings in variants}
+    usual = min(updates.values())
+    others = {
+        count: [name for name in updates if updates[name] == count] for count in sorted({*updates.values()} - {usual})
+    }
+    detail = f"{len(batch)} questions × {config.group_size} = {config.num_responses} responses, "
+    detail += f"{config.mini_batch_size} to an optimizer step: {usual} a batch"
+    detail += "".join(f", {count} with {', '.join(names)}" for count, names in others.items())
+    detail += f"; {steps} batches in all"
+    if source.stored is not None:
+        detail += f", {len(source.stored) / config.questions_per_step:.1f} an epoch"
+    paper = of_the_paper(run.scale, track)
+    agrees = abs(steps - paper.get("steps", steps)) <= ABOUT * steps
+    agrees &= usual == paper.get("optimizer_steps", usual)
+    if paper:
+        told = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in paper.items())
+        detail += f" (the paper: {told})"
+    return Check(track, "batches", "ok" if agrees else "fails", detail), questions
+
+
+def check_prompts_of(run: Run, questions: Sequence[Question]) -> Check:
+    """The prompts as the policy's tokenizer encodes them; in characters where it is not here."""
+    model = run.config.model
+    if not questions:
+        return Check(run.track, "prompts", "absent", "no questions")
+    if (policy := _policy_without_weights(model)) is None:
+        detail = f"{lengths(questions)}; not encoded: {model} is no folder here, and nothing is downloaded"
+        return Check(run.track, "prompts", "absent", detail)
+    try:
+        ids = [policy.encode_prompt(question.prompt) for question in questions]
+        check_prompts(ids, policy)
+    except InputError as error:
+        return Check(run.track, "prompts", "fails", str(error))
+    sizes = sorted(map(len, ids))
+    return Check(run.track, "prompts", "ok", f"{sizes[0]} to {sizes[-1]} tokens; {lengths(questions)}")
+
+
+@cache
+def _policy_without_weights(model: str) -> Policy | None:
+    """What encodes prompts and knows the context; None where the model is no folder here."""
+    from transformers import AutoModelForCausalLM
+
+    folder = EMBEDDED if model == "embedded" else Path(model)
+    tokenizer = load_tokenizer(folder) if (folder / "config.json").is_file() else None
+    if tokenizer is None:
+        return None
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config_of(model))
+    return Policy(network, tokenizer, find_blocks(network))
+
+
+def longest_prompt(run: Run, questions: Sequence[Question]) -> int | None:
+    """Tokens of the longest prompt; without a tokenizer its bytes, which are more. None without questions."""
+    if not questions:
+        return None
+    policy = _policy_without_weights(run.config.model)
+    if policy is None:
+        return most_tokens(questions)
+    return max(len(policy.encode_prompt(question.prompt)) for question in questions)
+
+
+def check_memory(run: Run, configs: Sequence[TrainConfig], prompt: int | None) -> Check:
+    """The plan of the variant that takes most, with prompts of so many tokens (None: an eighth of a response)."""
+    launch = launch_of(run.scale)
+    processes, sharded = launch.get("processes", 1), launch.get("sharded", False)
+    try:
+        shape = shape_of(run.config.model)
+    except InputError as error:
+        return Check(run.track, "memory", "absent", str(error))
+    try:
+        plan = max((_plan(config, shape, launch, prompt) for config in configs), key=lambda plan: plan.peak)
+    except InputError as error:
+        return Check(run.track, "memory", "fails", str(error))
+    place = f"each of {processes} processes" if processes > 1 else "one process"
+    detail = f"{shape.parameters:,} parameters; at most {plan.peak / GIB:.3g} GiB in {place}"
+    detail += f"{', in shards' if sharded else ''}, with prompts of {plan.lengths.prompt:,} tokens"
+    if "gpu_gib" not in launch:
+        return Check(run.track, "memory", "ok", detail)
+    detail += f", GPUs of {launch['gpu_gib']:g} GiB{'' if plan.fits else ': does not fit'}"
+    if run.config.engine == "vllm":
+        detail += f"; vLLM holds {plan.vllm_responses:,.0f} responses of {plan.lengths.longest:,} tokens at a time"
+    return Check(run.track, "memory", "ok" if plan.fits else "fails", detail)
+
+
+def _plan(config: TrainConfig, shape: ModelShape, launch: dict[str, Any], prompt: int | None) -> Plan:
+    return plan_training(
+        config,
+        shape,
+        num_processes=launch.get("processes", 1),
+        sharded=launch.get("sharded", False),
+        device_memory=launch.get("gpu_gib", 80),
+        prompt_tokens=prompt,
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the script."""
+
+    scale: str = "paper"
+    only: tuple[str, ...] = ()
+    """Figures or tables: only what their runs need; none: all."""
+    out: Path | None = None
+    """CSV of the reference answers that are not verified, a row each."""
+
+
+def main(options: Options) -> None:
+    """Print what was found. Raises InputError, after that, if something that is there is not in order."""
+    found = dry_run(options.scale, only=options.only)
+    print(found)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        found.unverified.to_csv(options.out, index=False)
+    for row in found.unverified.head(20).itertuples():
+        print(f"  {row.file}, row {row.row}: {row.answer!r:.60}: {row.why}")
+    if failures := found.named("fails"):
+        others = f" (and {len(failures) - 1} more, above)" if len(failures) > 1 else ""
+        raise InputError(f"{failures[0].subject}, {failures[0].what}: {failures[0].detail}{others}")
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))

@@ -1,0 +1,99 @@
+"""A policy in training, which the measurements of updates share: 40 GRPO steps of the embedded one, with checkpoints.
+
+The run is the track in-training of analyses/runs.toml. It is made once and lies in a folder that the repository does
+not keep; started again, it goes on where it was. Each checkpoint has its optimizer's state: a step is taken as the run
+would have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from analyses.common.experiments import WORK, configure
+from gradscope import load_policy
+from gradscope.objective import batch_statistics, resolve_advantages
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch
+from gradscope.sampling import HFSampler, batch_rows, rollout_rows
+from gradscope.tasks import draw_questions, get_task
+from gradscope.trainer import OPTIMIZER, TrainConfig, checkpoint_step, list_checkpoints, train
+from gradscope.updates import StepSettings
+
+PLACE = ("cpu", "in-training", "grpo")
+"""Scale, track and variant."""
+RUN = WORK.joinpath(*PLACE, "seed0")
+FRESH = 10_000
+"""Seeds from here on draw batches that the run was not trained on."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A checkpoint of the run."""
+
+    step: int
+    policy: Policy
+    reference: Policy
+    """As it was before training."""
+    optimizer_state: dict[str, Any]
+    """AdamW's `state_dict()`, as it was saved."""
+    config: TrainConfig
+
+    @property
+    def step_settings(self) -> StepSettings:
+        """The run's own optimizer step."""
+        config = self.config
+        return StepSettings(
+            "adamw",
+            config.learning_rate,
+            config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            micro_batch_size=config.micro_batch_size,
+        )
+
+    def sample(self, questions: int, *, seed: int, responses: int = 8) -> TokenBatch:
+        """A GRPO batch as the run samples it, with advantages, π_old (the policy's own) and π_ref."""
+        config, task = self.config, get_task(self.config.task)
+        rows = rollout_rows(
+            self.policy,
+            draw_questions(task, questions, seed=seed, people=config.people),
+            task=task,
+            sampler=HFSampler(self.policy, batch_size=config.sampling_batch_size, progress=False),
+            n=responses,
+            temperature=config.temperature,
+            max_new_tokens=config.max_new_tokens,
+            seed=seed,
+        )
+        batch = batch_rows(rows)
+        settings = {"micro_batch_size": config.micro_batch_size, "device": self.policy.device}
+        old, ref = (batch_statistics(p.model, batch, **settings).logprob for p in (self.policy, self.reference))
+        return replace(batch, advantages=resolve_advantages(batch), old_logprobs=old, ref_logprobs=ref)
+
+
+def moments(run: Path = RUN, *, last: int | None = None) -> list[Moment]:
+    """The run's checkpoints, oldest first, or only the `last` ones; trains first where they are not there yet."""
+    config = configure(*PLACE)
+    there = list_checkpoints(run)
+    # A finished run is not opened again: that would lock it, and measurements read it side by side.
+    if not there or checkpoint_step(there[-1]) < config.steps:
+        train(config, run, resume=True)
+    reference = load_policy(config.model)
+    return [
+        Moment(
+            checkpoint_step(folder),
+            load_policy(folder),
+            reference,
+            torch.load(folder / OPTIMIZER, weights_only=True),
+            config,
+        )
+        for folder in list_checkpoints(run)[-last if last else 0 :]
+    ]
+
+
+def pool(tables: list[pd.DataFrame]) -> pd.DataFrame:
+    """Tables of several batches, one below the other, with their number in a column `batch`."""
+    return pd.concat([table.assign(batch=number) for number, table in enumerate(tables)], ignore_index=True)

@@ -1,0 +1,184 @@
+"""One training run from its settings to what the repository keeps of it: train, judge checkpoints, keep little.
+
+    RUNS/SCALE/TRACK/VARIANT/seedN/
+        config.json         as the trainer wrote it
+        manifest.json       versions, commit, processor
+        metrics.csv         a row per step; lists by their mean, six digits
+        test.csv            a row per judged checkpoint and level: the table of `evaluate`
+        responses.parquet   the last checkpoint's answers to the test's questions
+
+A part of the work is done where its file is; a run whose responses.parquet is there is finished. Where the scale's
+`launch` says several processes, `accelerate launch` starts this module in each of them to train.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+import analyses.common.puzzles
+import analyses.common.sums  # noqa: F401  (both register their tasks)
+from analyses.common.experiments import RUNS, WORK, Run, Test
+from analyses.common.measurements import describe_machine
+from analyses.common.read_runs import PLANNED
+from analyses.common.script import COMPLAINT, end_with, exit_with
+from gradscope import load_policy
+from gradscope.errors import DivergedError, InputError, first_line
+from gradscope.policy import Policy
+from gradscope.runs import end_at_once, write_text
+from gradscope.sampling import Evaluation, Sampler, evaluate, make_sampler
+from gradscope.tasks import draw_questions, get_task
+from gradscope.trainer import TrainConfig, checkpoint_step, list_checkpoints, scalars, train
+
+LAST = "responses.parquet"
+CONFIG, ENDED = "config.json", "ended.txt"
+"""Between `train_launched` and its processes: what to train, and how it ended."""
+SHARDED = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+ALONE = ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")
+"""Of `accelerate launch`, which guesses with a warning what is not said; precision is the configuration's."""
+KEPT = ["group", "level", "response", "reward", "correct", "format_ok", "finished", "greedy"]
+"""Columns of responses.parquet, beside tokens and logprob."""
+
+
+def is_finished(run: Run) -> bool:
+    """Whether the repository has all that it keeps of the run."""
+    return (RUNS / run.place / LAST).is_file()
+
+
+def make(run: Run) -> Run:
+    """Train, or go on, judge the newest checkpoints, and keep what figures need."""
+    work, kept = WORK / run.place, RUNS / run.place
+    several = run.launch.get("processes", 1) > 1
+    ended = train_launched(run.config, work, **run.launch) if several else train_here(run.config, work)
+    kept.mkdir(parents=True, exist_ok=True)
+    shutil.copy(work / "config.json", kept / "config.json")
+    write_text(kept / "manifest.json", json.dumps(describe(work) | {"ended": ended}, indent=2) + "\n")
+    write(read_metrics(work / "metrics.jsonl"), kept / "metrics.csv")
+    tables = []
+    for checkpoint in list_checkpoints(work)[-run.test.checkpoints :]:
+        result = judge(checkpoint, run.test, engine=run.config.engine, dtype=run.config.precision)
+        tables.append(result.table.assign(step=checkpoint_step(checkpoint)))
+    write(pd.concat(tables, ignore_index=True), kept / "test.csv")
+    write(keep_responses(result.responses), kept / LAST)
+    return run
+
+
+def train_here(config: TrainConfig, work: Path) -> str:
+    """Train, or go on, and say how it ended.
+
+    A run that diverges is a result: its checkpoints up to there are judged, and manifest.json says how it ended.
+    """
+    try:
+        train(config, work, resume=True, progress=False)
+    except DivergedError as error:
+        if not list_checkpoints(work):
+            raise
+        return first_line(error)
+    return PLANNED
+
+
+def train_launched(config: TrainConfig, work: Path, *, processes: int, sharded: bool, **_about: Any) -> str:
+    """The same in so many processes, each with its GPU: shards of the weights (FSDP 2) or all of them in each (DDP).
+
+    Raises InputError with the first complaint of a process.
+    """
+    kind = SHARDED if sharded else ("--multi_gpu",)
+    with TemporaryDirectory() as folder:
+        write_text(Path(folder, CONFIG), json.dumps(asdict(config)))
+        called = [*kind, "--num_processes", str(processes), *ALONE, "-m", "analyses.common.make_run"]
+        command = [sys.executable, "-m", "accelerate.commands.launch", *called, work, folder, os.getpid()]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return Path(folder, ENDED).read_text(encoding="utf-8")
+    lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+    complaint = next((line for line in lines if line.startswith(COMPLAINT)), lines[-1])
+    raise InputError(f"{processes} processes under accelerate launch: {complaint.removeprefix(COMPLAINT)}")
+
+
+def be_launched(work: str, folder: str, parent: str) -> None:
+    """What each process of `train_launched` does. It ends with its parent."""
+    end_with(int(parent))
+    settings = json.loads(Path(folder, CONFIG).read_text(encoding="utf-8"))
+    config = TrainConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()})
+    ended = train_here(config, Path(work))
+    if os.environ["RANK"] == "0":
+        write_text(Path(folder, ENDED), ended)
+
+
+def describe(work: Path) -> dict[str, Any]:
+    """The trainer's manifest without the machine's paths, and the machine."""
+    manifest = json.loads((work / "manifest.json").read_text(encoding="utf-8"))
+    del manifest["model"]
+    return manifest | describe_machine()
+
+
+def judge(model: str | Path, test: Test, *, engine: str = "hf", dtype: str | None = None) -> Evaluation:
+    """The policy's answers to the test's questions, which are the same for every policy.
+
+    engine, dtype: what samples (hf or vllm), and the precision of the policy (None: `load_policy`'s choice).
+    """
+    policy = load_policy(str(model), dtype=dtype)
+    with closing(make_sampler(engine, policy, batch_size=256, progress=False)) as sampler:
+        return join({name: ask(policy, part, sampler) for name, part in test.parts().items()})
+
+
+def ask(policy: Policy, test: Test, sampler: Sampler) -> Evaluation:
+    """The policy's answers to one set of questions."""
+    task = get_task(test.task)
+    questions = draw_questions(task, test.questions, seed=0, people=test.people, files=test.data)
+    return evaluate(
+        policy,
+        task,
+        questions,
+        k=test.samples,
+        temperature=test.temperature,
+        max_new_tokens=test.max_new_tokens,
+        sampler=sampler,
+    )
+
+
+def join(parts: Mapping[str | None, Evaluation]) -> Evaluation:
+    """Benchmarks as levels of one evaluation: of each the row for all its questions, under its name."""
+    if None in parts:
+        return parts[None]
+    frames = [(part.table[part.table["level"] == "all"], part.scores, part.responses) for part in parts.values()]
+    named = [[frame.assign(level=name) for frame in three] for name, three in zip(parts, frames, strict=True)]
+    return Evaluation(*(pd.concat(kind, ignore_index=True) for kind in zip(*named, strict=True)))
+
+
+def keep_responses(responses: pd.DataFrame) -> pd.DataFrame:
+    """The responses' text and grades, with how many tokens each has and their summed log-probability in nats."""
+    logprobs = responses["old_logprobs"]
+    return responses[KEPT].assign(tokens=logprobs.map(len), logprob=logprobs.map(np.sum))
+
+
+def read_metrics(file: Path) -> pd.DataFrame:
+    """A row per step of metrics.jsonl, what has an entry per pass by its mean."""
+    lines = pd.read_json(file, lines=True).to_dict("records")
+    return pd.DataFrame([scalars(line) for line in lines])
+
+
+def write(table: pd.DataFrame, file: Path) -> None:
+    """Beside it first, then under its name: a file that is there is whole."""
+    beside = file.with_name(f".{file.name}")
+    if file.suffix == ".parquet":
+        table.to_parquet(beside, index=False, compression="zstd")
+    else:
+        table.to_csv(beside, index=False, float_format="%.6g")
+    os.replace(beside, file)
+
+
+if __name__ == "__main__":
+    end_at_once(lambda: exit_with(lambda: be_launched(*sys.argv[1:])))

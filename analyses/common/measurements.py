@@ -1,0 +1,186 @@
+"""Measurements: what is asked of a policy once, and kept in slim tables that figures are drawn from.
+
+    python -m analyses.common.measurements [NAME ...] [--scale cpu]
+
+makes those of analyses/runs.toml that are not there yet (all of them, if none is named), one after the other on one
+thread. A module that measures has a function ``measure(out)``, which leaves its tables in the folder `out`; a script
+that draws reads them with `read_table` and loads no policy. One that was interrupted goes on after its last finished
+part when it is started again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import tyro
+
+from analyses.common.experiments import RUNS, check_scale, read
+from analyses.common.script import exit_with
+from analyses.common.tables import read_whole
+from gradscope.errors import InputError
+from gradscope.runs import MANIFEST, library_versions, read_json, write_text
+
+MEASURED = "measured"
+"""Beside a scale's tracks, below RUNS."""
+PARTS = ".parts"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """An entry of [measurements]."""
+
+    name: str
+    module: str
+    """Has `measure(out: Path)`, with a keyword `scale` where it is for several."""
+    after: tuple[str, ...]
+    """TRACK/VARIANT of the runs whose checkpoints it reads."""
+    figures: tuple[str, ...]
+    """What is drawn from it."""
+    scales: tuple[str, ...]
+    seeds: tuple[int, ...] = ()
+    """Of the runs whose checkpoints it reads; none: it says so itself."""
+
+
+def list_measurements(scale: str = "cpu") -> list[Measurement]:
+    """Those of a scale, in the file's order. Raises InputError for an unknown scale."""
+    check_scale(scale)
+    entries = read().get("measurements", {})
+    found = [
+        Measurement(
+            name,
+            entry["module"],
+            *(tuple(entry[key]) for key in ("after", "figures", "scales")),
+            seeds=tuple(entry.get("seeds", {}).get(scale, ())),
+        )
+        for name, entry in entries.items()
+    ]
+    return [measurement for measurement in found if scale in measurement.scales]
+
+
+def make_measurement(measurement: Measurement, scale: str = "cpu") -> None:
+    """Measure, or go on, and keep the tables."""
+    measure = importlib.import_module(measurement.module).measure
+    settings = {"scale": scale} if len(measurement.scales) > 1 else {}
+    measure(folder(measurement.name, scale), **settings)
+
+
+def folder(name: str, scale: str = "cpu") -> Path:
+    """Where a measurement's tables lie."""
+    return RUNS / scale / MEASURED / name
+
+
+def is_measured(name: str, scale: str = "cpu") -> bool:
+    """Whether all of its tables are there."""
+    return (folder(name, scale) / MANIFEST).is_file()
+
+
+def part(out: Path, name: str, make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+    """A part of a measurement: made, or read where an interrupted measurement has made it.
+
+    A name stands for one table: what is asked for under it must not change before the measurement is finished.
+    """
+    file = out / PARTS / f"{name}.parquet"
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        make().to_parquet(beside := file.with_suffix(".partial"))
+        os.replace(beside, file)
+    return pd.read_parquet(file)
+
+
+def keep(out: Path, tables: Mapping[str, pd.DataFrame], **facts: Any) -> None:
+    """Write tables under their names (.csv, or .parquet for many rows), then manifest.json: what made them, and facts.
+
+    CSVs have all digits. A folder with a manifest is whole; its parts are removed.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MANIFEST).unlink(missing_ok=True)
+    for name, table in tables.items():
+        beside = out / f".{name}"
+        if beside.suffix == ".parquet":
+            floats = [str(column) for column in table.columns if table[column].dtype.kind == "f"]
+            others = [str(column) for column in table.columns if table[column].dtype.kind != "f"]
+            few = [column for column in floats if table[column].nunique() < len(table) / 50]
+            split = [column for column in floats if column not in few]
+            how = {"use_dictionary": [*others, *few], "use_byte_stream_split": split, "compression_level": 12}
+            table.to_parquet(beside, index=False, compression="zstd", **how)
+        else:
+            table.to_csv(beside, index=False, lineterminator="\n")
+        os.replace(beside, out / name)
+    write_manifest(out, {name: table.columns for name, table in tables.items()}, **facts)
+    shutil.rmtree(out / PARTS, ignore_errors=True)
+
+
+def write_manifest(out: Path, columns: Mapping[str, Iterable[str]], **facts: Any) -> None:
+    """Say that a measurement is whole: what made it, facts, and the columns of its tables, by the tables' names."""
+    facts["columns"] = {name: [str(column) for column in of_table] for name, of_table in columns.items()}
+    write_text(out / MANIFEST, json.dumps(describe_machine() | facts, indent=2) + "\n")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Versions, commit and processor of a measurement made now."""
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.is_file() else None
+    command, here = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
+    commit = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    processor = found[1] if found else platform.processor()
+    return {"versions": library_versions(), "commit": commit.stdout.strip(), "processor": processor}
+
+
+def read_table(name: str, table: str, *, scale: str = "cpu") -> pd.DataFrame:
+    """A table of a measurement. Raises InputError where it is damaged or not there, with the command that makes it."""
+    file = folder(name, scale) / table
+    if not file.is_file():
+        raise InputError(f"{file} is not there; {_remedy(name, scale)}")
+    found = read_whole(file, _remedy(name, scale))
+    columns = (read_json(file.with_name(MANIFEST)) or {}).get("columns", {}).get(table, [])
+    if absent := [column for column in columns if column not in found]:
+        raise InputError(f"{file} has no column {absent[0]!r}; {_remedy(name, scale)}")
+    return found
+
+
+def _remedy(name: str, scale: str) -> str:
+    """How to get its tables. One with a manifest passes for measured, and must go first."""
+    scales = read()["measurements"][name]["scales"]
+    if scale not in scales:
+        return f"{name} is measured at scale {' and '.join(scales)} alone"
+    whole = is_measured(name, scale)
+    first = f"restore {folder(name, scale)}, or remove it and measure again" if whole else "measure it"
+    return f"{first}: python -m analyses.common.measurements {name}" + ("" if scale == "cpu" else f" --scale {scale}")
+
+
+def read_facts(name: str, *, scale: str = "cpu") -> dict[str, Any]:
+    """The manifest of a measurement. Raises InputError where it is damaged or not there."""
+    facts = read_json(folder(name, scale) / MANIFEST)
+    if not facts:
+        raise InputError(f"{folder(name, scale)} has no {MANIFEST} that can be read; {_remedy(name, scale)}")
+    return facts
+
+
+def main(names: Annotated[tuple[str, ...], tyro.conf.Positional] = (), scale: str = "cpu") -> None:
+    known = {measurement.name: measurement for measurement in list_measurements(scale)}
+    if unknown := [name for name in names if name not in known]:
+        raise InputError(f"no measurement is called {unknown[0]!r}; give some of {', '.join(known)}")
+    import torch
+
+    torch.set_num_threads(1)
+    for name in names or known:
+        if is_measured(name, scale):
+            print(f"{name}: is there")
+            continue
+        print(f"{name}: {known[name].module}", flush=True)
+        make_measurement(known[name], scale)
+
+
+if __name__ == "__main__":
+    exit_with(lambda: tyro.cli(main, description=__doc__))

@@ -1,0 +1,62 @@
+"""Compact Knights & Knaves puzzles dealt to training or to the test, which therefore have none in common."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+
+from gradscope.tasks import Grade, Question, Task, get_task, register
+from gradscope.tasks.knights_knaves import Puzzle, compact_prompt, generate_puzzle
+from gradscope.tasks.knights_knaves_wording import Statement, compact_text
+
+
+def is_for_test(statements: Sequence[Statement]) -> bool:
+    """Four fifths of all puzzles are for training, one fifth for the test, whatever the people are called."""
+    return zlib.crc32(compact_prompt(statements).encode()) % 5 == 0
+
+
+def named_prompt(statements: Sequence[Statement], names: Sequence[str]) -> str:
+    """The compact wording with these names.
+
+    >>> named_prompt([("lying", 1), ("lying", 0)], ["Luke", "Ava"])
+    'Luke: Ava is a knave.\\nAva: Luke is a knave.\\n<think>'
+    """
+    return compact_text(statements, names) + "<think>"
+
+
+class _Dealt:
+    """The puzzles of one side, with canonical names or, `named`, with names of the data set's drawn for each."""
+
+    def __init__(self, name: str, *, test: bool, named: bool = False) -> None:
+        self.name, self.test, self.named, self.task = name, test, named, get_task("knights-knaves-compact")
+
+    def questions(self, n: int, *, seed: int, people: tuple[int, ...] = (2, 3, 4)) -> list[Question]:
+        """n different puzzles, whose number of people cycles."""
+        rng, dealt = random.Random(seed), {}
+        while len(dealt) < n:
+            level = people[len(dealt) % len(people)]
+            puzzle = generate_puzzle(level, random.Random(rng.getrandbits(62)))
+            if is_for_test(puzzle.statements) == self.test:
+                question = self.question(puzzle)
+                dealt[question.prompt] = question
+        return list(dealt.values())
+
+    def question(self, puzzle: Puzzle) -> Question:
+        """The puzzle in this task's words."""
+        if not self.named:
+            return self.task.question(puzzle)
+        answer = {"names": puzzle.names, "solution": puzzle.solution}
+        return Question(named_prompt(puzzle.statements, puzzle.names), answer, level=len(puzzle.names))
+
+    def reward(self, response: str, question: Question) -> float:
+        return self.task.reward(response, question)
+
+    def grade(self, response: str, question: Question) -> Grade:
+        return self.task.grade(response, question)
+
+
+TRAIN: Task = register(_Dealt("kk-compact-train", test=False))
+TEST: Task = register(_Dealt("kk-compact-test", test=True))
+NAMED_TRAIN: Task = register(_Dealt("kk-named-train", test=False, named=True))
+NAMED_TEST: Task = register(_Dealt("kk-named-test", test=True, named=True))

@@ -1,0 +1,143 @@
+"""What the repository keeps of the runs, as tables: a row per step, per judged checkpoint, per response.
+
+Every table has the columns track, variant, label and seed. Runs that are not there are left out: how many seeds a
+figure rests on is counted from what was read, and said in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from analyses.common.experiments import RUNS, labels, needs
+from analyses.common.tables import read_whole
+from gradscope.errors import InputError
+from gradscope.runs import read_json
+
+SEED = re.compile(r"seed(0|[1-9]\d*)")
+"""A run's folder; others beside it, such as copies, are none."""
+UNTRAINED = Path("measured", "untrained", "untrained.csv")
+"""Of a scale's folder: what its policy answers before training."""
+PLANNED = "as planned"
+"""How a run ended that did not diverge, in its manifest."""
+ANSWERS = ("group", "level", "response", "reward", "correct", "greedy", "tokens", "logprob")
+"""Columns that figures need of every response."""
+
+
+def read_metrics(variants: Sequence[str], *, scale: str = "cpu", track: str = "puzzles") -> pd.DataFrame:
+    """A row per run and step: what the trainer logs (README's table of metrics), lists by their mean.
+
+    Raises InputError for a run whose steps end before its last one, unless it is said to have diverged there.
+    """
+    metrics = _read(variants, scale, track, "metrics.csv", ["step", "reward_mean"])
+    for (variant, seed), last in metrics.groupby(["variant", "seed"])["step"].max().items():
+        folder = RUNS / scale / track / variant / f"seed{seed}"
+        config, manifest = (read_json(folder / name) or {} for name in ("config.json", "manifest.json"))
+        if last < (config.get("steps") or 0) and manifest.get("ended", PLANNED) == PLANNED:
+            found = f"ends at step {last} of {config['steps']}"
+            raise InputError(f"{folder / 'metrics.csv'} {found}; {_again(folder, scale)}")
+    return metrics
+
+
+def read_tests(variants: Sequence[str], *, scale: str = "cpu", track: str = "puzzles") -> pd.DataFrame:
+    """A row per run, judged checkpoint (`step`) and level ("all" too): `evaluate`'s table.
+
+    Raises InputError where a checkpoint was judged at fewer levels than others.
+    """
+    tests = _read(variants, scale, track, "test.csv", ["level", "greedy_accuracy", "step"])
+    levels = tests.groupby(["variant", "seed", "step"])["level"].nunique()
+    if levels.nunique() > 1:
+        variant, seed, step = levels.idxmin()
+        folder = RUNS / scale / track / variant / f"seed{seed}"
+        found = f"{levels.min()} levels at step {step}, others {levels.max()}"
+        raise InputError(f"{folder / 'test.csv'} has {found}; {_again(folder, scale)}")
+    return tests
+
+
+def read_responses(variants: Sequence[str], *, scale: str = "cpu", track: str = "puzzles") -> pd.DataFrame:
+    """A row per run and answer of its last checkpoint to the test's questions (see analyses/common/make_run.py)."""
+    return _read(variants, scale, track, "responses.parquet", ANSWERS)
+
+
+def read_untrained(scale: str = "cpu") -> pd.DataFrame:
+    """A row per temperature and level: the policy before training on the test's questions.
+
+    Raises InputError where it was not measured.
+    """
+    file = RUNS / scale / UNTRAINED
+    command = f"python -m analyses.common.measurements untrained --scale {scale}"
+    if not has_untrained(scale):
+        raise InputError(f"{file} is not there; measure it: {command}")
+    columns = ("temperature", "level", "entropy", "sampled", "greedy")
+    return read_whole(file, f"restore {file.parent}, or remove it and measure again: {command}", columns=columns)
+
+
+def has_untrained(scale: str) -> bool:
+    """Whether the scale's policy was judged before training."""
+    return (RUNS / scale / UNTRAINED).is_file()
+
+
+def pages(figure: str, scale: str) -> list[tuple[str, str, list[str]]]:
+    """What a figure has a page for: name of its files, track, variants; a track of which no run is there has none.
+
+    The page of the track "puzzles" bears the figure's name, that of another one its own behind it. Raises InputError
+    if there is no page.
+    """
+    tracks: dict[str, list[str]] = {}
+    for track, variant in needs(figure, scale):
+        tracks.setdefault(track, []).append(variant)
+    found = [
+        (figure if track == "puzzles" else f"{figure}_{track}", track, variants)
+        for track, variants in tracks.items()
+        if any(file for variant in variants for file in (RUNS / scale / track / variant).glob("seed*/metrics.csv"))
+    ]
+    if not found:
+        raise InputError(
+            f"{RUNS / scale} has none of the runs of {figure}; make them: "
+            f"python -m analyses.reproduce --scale {scale} --only {figure}"
+        )
+    return found
+
+
+def last_checkpoints(tests: pd.DataFrame) -> pd.DataFrame:
+    """A row per run and level: numbers averaged over the judged checkpoints, as the paper averages its last three."""
+    keys = ["track", "variant", "label", "seed", "level"]
+    return tests.drop(columns="step").groupby(keys, sort=False).mean(numeric_only=True).reset_index()
+
+
+def _read(variants: Sequence[str], scale: str, track: str, name: str, columns: Sequence[str]) -> pd.DataFrame:
+    frames, words = [], labels()
+    for variant in variants:
+        folders = [path for path in (RUNS / scale / track / variant).glob("seed*") if SEED.fullmatch(path.name)]
+        for folder in sorted(folders, key=_seed):
+            if (folder / name).is_file():
+                table = read_whole(folder / name, _again(folder, scale), columns=columns)
+                if name.endswith(".csv"):
+                    _check_numbers(table, folder / name, _again(folder, scale))
+                named = {"track": track, "variant": variant, "label": words[variant], "seed": _seed(folder)}
+                frames.append(table.assign(**named))
+    if not frames:
+        raise InputError(
+            f"{RUNS / scale / track} has no run of {', '.join(variants)}; make them: "
+            f"python -m analyses.reproduce --scale {scale}"
+        )
+    return pd.concat(frames, ignore_index=True)
+
+
+def _check_numbers(table: pd.DataFrame, file: Path, remedy: str) -> None:
+    """All columns but the level are numbers. Raises InputError otherwise."""
+    for column in table.columns.drop("level", errors="ignore"):
+        if not pd.api.types.is_numeric_dtype(table[column]):
+            [value, *_] = table[column][pd.to_numeric(table[column], errors="coerce").isna()].dropna()
+            raise InputError(f"{file} has {value!r} for a number in {column!r}; {remedy}")
+
+
+def _again(folder: Path, scale: str) -> str:
+    return f"restore {folder}, or remove it and make the run again: python -m analyses.reproduce --scale {scale}"
+
+
+def _seed(folder: Path) -> int:
+    return int(folder.name.removeprefix("seed"))

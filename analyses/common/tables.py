@@ -1,0 +1,72 @@
+"""Tables as files: read only if whole, written whole or not at all; CSV with the numbers, Markdown to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from gradscope.errors import InputError, first_line
+from gradscope.runs import write_text
+
+ABSENT = "–"
+"""What Markdown shows for a number that is not there."""
+
+
+def read_whole(file: Path, remedy: str, *, columns: Sequence[str] = ()) -> pd.DataFrame:
+    """The table of a .csv or .parquet file. Raises InputError, with the remedy, if it is damaged.
+
+    columns: what it must have, a value in every row. A column `level` of a CSV is text, if only of digits.
+    """
+    try:
+        table = pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_csv(file, dtype={"level": str})
+    except ValueError as error:  # pandas' and pyarrow's are of this kind
+        raise InputError(f"{file} cannot be read ({first_line(error)}); {remedy}") from error
+    if table.empty:
+        raise InputError(f"{file} has no rows; {remedy}")
+    if absent := [name for name in columns if name not in table or table[name].isna().any()]:
+        raise InputError(f"{file} has no {absent[0]!r}, or not in every row; {remedy}")
+    return table
+
+
+def write_csv(table: pd.DataFrame, path: Path, *, float_format: str | None = None) -> None:
+    """Write the table without its index; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, table.to_csv(index=False, float_format=float_format, lineterminator="\n"))
+
+
+def write_table(table: pd.DataFrame, path: Path, *, digits: int = 3, shown: pd.DataFrame | None = None) -> Path:
+    """Write path.csv (six significant digits) and path.md (floats to `digits` decimals); returns the CSV's path.
+
+    shown: what Markdown shows in place of the table, such as the same numbers laid out as in the paper. The index is
+    not written. Either file appears whole or not at all, and the same table gives the same bytes.
+    """
+    write_csv(table, path.with_suffix(".csv"), float_format="%.6g")
+    write_text(path.with_suffix(".md"), to_markdown(table if shown is None else shown, digits=digits))
+    return path.with_suffix(".csv")
+
+
+def to_markdown(table: pd.DataFrame, *, digits: int = 3) -> str:
+    """The table in Markdown, numbers to the right; floats to `digits` decimals, NaN and None as a dash.
+
+    >>> print(to_markdown(pd.DataFrame({"method": ["GRPO"], "accuracy": [0.41234]}), digits=2), end="")
+    | method | accuracy |
+    |---|---:|
+    | GRPO | 0.41 |
+    """
+    rules = ["---:" if pd.api.types.is_numeric_dtype(dtype) else "---" for dtype in table.dtypes]
+    lines = [_line(table.columns.astype(str)), f"|{'|'.join(rules)}|"]
+    lines += [_line(_cell(value, digits) for value in row) for row in table.itertuples(index=False, name=None)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(value: object, digits: int) -> str:
+    if pd.isna(value):
+        return ABSENT
+    text = f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")

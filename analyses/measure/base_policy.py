@@ -1,0 +1,71 @@
+"""Measures the embedded policy before any training, for Fig. 2 of the paper and the base policy's Fig. 1 (a, b, d).
+
+Four batches of 64 Knights & Knaves questions (2–5 people), 8 responses each at temperature 0.7, as in the paper. The
+token table is a stratified sample of each batch: 400 tokens of each interval are measured below the logits, the others
+keep their rows. Norms of summed gradients are means over the batches. The reference is the policy itself, so that the
+KL term is 0, as at the first step of a run. Leaves
+
+    tokens.parquet      the token tables of all batches, one below the other
+    gradients.csv       the intervals' summed gradients, means and standard deviations over the batches
+    cosines.csv         their cosines, means
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+from analyses.common.measurements import keep, part
+from gradscope import load_policy
+from gradscope import measure as measure_tokens
+from gradscope.gradients import LAYER, LOGITS, PARAMETERS, interval_gradients_over
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch
+from gradscope.sampling import HFSampler, batch_rows, rollout_rows
+from gradscope.tasks import get_task
+
+TEMPERATURE = 0.7
+KEPT = ["batch", "group", "prob", "log_one_minus_prob", "interval", "advantage", "weight", LOGITS, PARAMETERS]
+"""Columns of the token table; and the norms of the layers."""
+
+
+def measure(
+    out: Path, *, batches: int = 4, questions: int = 64, responses: int = 8, tokens_per_interval: int = 400
+) -> None:
+    """Sample the batches, measure their tokens and their summed gradients, and keep the tables."""
+    policy = load_policy("embedded")
+    samples = [sample_batch(policy, questions, responses, seed) for seed in range(batches)]
+    frames = []
+    for seed, batch in enumerate(tqdm(samples, "batches")):
+        # Equal chances within an interval: figures and fits of these tables take the measured tokens as they are.
+        settings = {"tokens_per_interval": tokens_per_interval, "seed": seed, "sample": "stratified"}
+        frame = part(out, f"tokens-{seed}", partial(measure_tokens, policy, batch, **settings))
+        frames.append(frame.assign(group=frame["group"] + seed * questions, batch=seed))
+    gradients = interval_gradients_over(policy, samples, generator=torch.Generator().manual_seed(0))
+    tables = {
+        "tokens.parquet": slim(pd.concat(frames, ignore_index=True)),
+        "gradients.csv": gradients.table,
+        "cosines.csv": gradients.cosines,
+    }
+    facts = {"batches": batches, "questions": questions, "responses": responses, "temperature": TEMPERATURE}
+    keep(out, tables, **facts, tokens_per_interval=tokens_per_interval, vocab_size=policy.vocab_size)
+
+
+def sample_batch(policy: Policy, questions: int, responses: int, seed: int) -> TokenBatch:
+    """One GRPO batch, sampled from the policy."""
+    task = get_task("knights-knaves-compact")
+    sampler = HFSampler(policy, batch_size=128)
+    settings = {"n": responses, "temperature": TEMPERATURE, "max_new_tokens": 400, "seed": seed}
+    rows = rollout_rows(policy, task.questions(questions, seed=seed), task=task, sampler=sampler, **settings)
+    return batch_rows(rows)
+
+
+def slim(tokens: pd.DataFrame) -> pd.DataFrame:
+    """The columns that figures and their statistics read, in the order of the tokens."""
+    layers = [column for column in tokens if column.startswith(LAYER)]
+    return tokens[[*KEPT, *layers]].astype({"batch": np.int8, "group": np.int16, "interval": np.int8})

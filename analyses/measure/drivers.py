@@ -1,0 +1,46 @@
+"""Measures what goes with the size of a token's gradient, probability or entropy, at every place in the network.
+
+The token table of a policy in training (24 × 8 responses, every token), its log norms regressed on log(1−π) and entropy
+at once, on tokens with 1−π > 1e-3; coefficients are standardised, intervals redraw prompts. Leaves
+
+    fits.csv            both coefficients at every place, with intervals
+    by_value.csv        mean norms and shares by token class, position, entropy and sign of the advantage
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from analyses.common.in_training import FRESH, RUN, moments
+from analyses.common.measurements import keep
+from gradscope.gradients import measure as measure_tokens
+from gradscope.theory import add_drivers, regress_norms
+
+BY = ("token_class", "position_bin", "entropy_bin", "advantage_sign")
+
+
+def measure(out: Path, *, run: Path = RUN, questions: int = 24) -> None:
+    """Measure every token of a batch, fit, and keep the tables."""
+    [moment] = moments(run, last=1)
+    tokens = measure_tokens(moment.policy, moment.sample(questions, seed=FRESH))
+    special = set(moment.policy.tokenizer.all_special_tokens)
+    tables = {
+        "fits.csv": regress_norms(tokens, rng=np.random.default_rng(0)),
+        "by_value.csv": by_driver(add_drivers(tokens, special=special)),
+    }
+    keep(out, tables, step=moment.step, questions=questions, responses=8, tokens=len(tokens))
+
+
+def by_driver(tokens: pd.DataFrame) -> pd.DataFrame:
+    """Mean norm (unit weight), and shares of the tokens and of Σ‖w·g‖, for each value of each driver."""
+    size = tokens["weight"].abs() * tokens["param_grad_norm"]
+    rows = []
+    for driver in BY:
+        for value, own in tokens.groupby(driver, observed=True):
+            row = {"driver": driver, "value": value, "tokens": len(own), "share_of_tokens": len(own) / len(tokens)}
+            row |= {"mean_norm": own["param_grad_norm"].mean(), "mean_prob": own["prob"].mean()}
+            rows.append(row | {"share_of_weighted_norms": size[own.index].sum() / size.sum()})
+    return pd.DataFrame(rows)

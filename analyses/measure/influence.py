@@ -1,0 +1,65 @@
+"""Measures whose gradient moves whom: each token's predicted change split by the intervals' gradients.
+
+Four batches of 32 × 8 responses at the last checkpoint of a run, one step each, to first order: SGD (1e-3, as in the
+paper's Fig. 1) and the run's own AdamW, whose momentum, decay and KL are sources of their own. The actual step is taken
+beside it: how far the prediction errs. Leaves
+
+    influence.csv       a row per optimizer, source and target: shares and sizes of the movement, with intervals
+    errors.csv          relative error of the prediction, by batch
+    against.csv         the tokens that were moved farthest the wrong way
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from tqdm import tqdm
+
+from analyses.common.in_training import FRESH, RUN, moments, pool
+from analyses.common.measurements import keep, part
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch
+from gradscope.updates import StepSettings, apply_update, influence, influence_table, moved_against, movement_table
+
+MOST_MOVED = 40
+
+
+def measure(out: Path, *, run: Path = RUN, batches: int = 4, questions: int = 32) -> None:
+    """Split the steps by source, take them too, and keep the tables."""
+    [moment] = moments(run, last=1)
+    samples = [moment.sample(questions, seed=FRESH + i) for i in range(batches)]
+    sgd = StepSettings(micro_batch_size=moment.config.micro_batch_size)
+    steps = {"sgd": (sgd, None), "adamw": (moment.step_settings, moment.optimizer_state)}
+    tables, errors, against = [], [], []
+    for name, (step, state) in steps.items():
+        keywords = {"settings": moment.config.loss, "step": step, "optimizer_state": state}
+        parts = []
+        for number, batch in enumerate(tqdm(samples, f"batches, {name}")):
+            found = part(out, f"{name}-{number}", partial(split_step, moment.policy, batch, **keywords))
+            errors.append({"optimizer": name, "batch": number} | judge_prediction(found))
+            parts.append(found.drop(columns=["actual", "method"]))
+        tokens = pool(parts)
+        tables.append(influence_table(tokens, rng=np.random.default_rng(0)).assign(optimizer=name))
+        worst = moved_against(tokens, MOST_MOVED).assign(optimizer=name)
+        worst.insert(0, "token", [moment.policy.decode([i]) for i in worst["token_id"]])
+        against.append(worst)
+    kept = {"influence.csv": tables, "against.csv": against}
+    kept = {name: pd.concat(parts) for name, parts in kept.items()} | {"errors.csv": pd.DataFrame(errors)}
+    keep(out, kept, step=moment.step, batches=batches, questions=questions, responses=8)
+
+
+def split_step(policy: Policy, batch: TokenBatch, **keywords: Any) -> pd.DataFrame:
+    """A row per token: what each source contributes to its change, their sum, and the change that a step makes."""
+    found = influence(policy, batch, **keywords)
+    moved = movement_table([apply_update(policy, batch, **keywords)])
+    return found.contributions.assign(actual=moved["delta_logprob.all"], method=found.method)
+
+
+def judge_prediction(tokens: pd.DataFrame) -> dict[str, float | str]:
+    """How far first order errs: root mean square of predicted minus actual, over that of actual."""
+    error = ((tokens["predicted"] - tokens["actual"]) ** 2).mean() / (tokens["actual"] ** 2).mean()
+    return {"relative_error": float(np.sqrt(error)), "method": tokens["method"].iat[0]}

@@ -1,0 +1,74 @@
+"""Measures the constants of Eq. 3 at some tokens' contexts, beside the gains of real tokens.
+
+The embedded policy in float64 on responses that it samples to two-person puzzles (the shortest contexts it meets). At
+some tokens' contexts the singular values of every block's Jacobian are computed over the whole context: by an exact SVD
+at the first response tokens (*certified*), by Lanczos further on (*estimated*). Leaves
+
+    tokens.parquet      the token table, and the number of the context that a token follows (NaN: none)
+    constants.csv       the constants at these contexts, a row per context and layer
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from analyses.common.measurements import keep
+from gradscope import load_policy
+from gradscope import measure as measure_tokens
+from gradscope.gradients import LAYER, LOGITS, PARAMETERS
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch
+from gradscope.sampling import batch_rows, rollout_rows
+from gradscope.tasks import get_task
+from gradscope.theory import layer_constants, token_contexts
+
+TEMPERATURE = 0.7
+KEPT = ["group", "context", "log_one_minus_prob", LOGITS, PARAMETERS]
+"""Columns of the token table; and the norms of the layers."""
+
+
+def measure(out: Path, *, prompts: int = 24, certified: int = 4, estimated: int = 4) -> None:
+    """Measure the tokens, compute the constants at the chosen ones, and keep both.
+
+    certified: contexts whose Jacobians get an exact SVD, the first response token of as many prompts; estimated:
+    contexts, of 30 to 60 tokens, that get Lanczos.
+    """
+    policy = load_policy("embedded", dtype="float64")
+    batch = sample_batch(policy, prompts)
+    tokens = measure_tokens(policy, batch, progress=True)
+    chosen = choose_tokens(tokens, batch, certified, estimated)
+    contexts = token_contexts(batch, chosen)
+    limit = max(len(ids) for ids in contexts[:certified]) * policy.config.hidden_size
+    parts = []
+    for index, ids in enumerate(contexts):
+        largest = limit if index < certified else 1
+        parts.append(layer_constants(policy, [ids], temperature=TEMPERATURE, max_exact=largest).assign(context=index))
+        print(f"context {index + 1} of {len(contexts)}: {len(ids)} tokens", flush=True)
+    numbers = pd.Series(np.arange(len(chosen), dtype=float), index=chosen.index)
+    tokens = tokens.assign(context=numbers.reindex(tokens.index))
+    layers = [column for column in tokens if column.startswith(LAYER)]
+    tables = {"tokens.parquet": tokens[[*KEPT, *layers]], "constants.csv": pd.concat(parts, ignore_index=True)}
+    facts = {"prompts": prompts, "responses": 2, "certified": certified, "estimated": estimated}
+    keep(out, tables, **facts, temperature=TEMPERATURE, vocab_size=policy.vocab_size)
+
+
+def sample_batch(policy: Policy, prompts: int) -> TokenBatch:
+    """Two responses to each of some two-person puzzles."""
+    task = get_task("knights-knaves-compact")
+    questions = task.questions(prompts, seed=0, people=(2,))
+    settings = {"n": 2, "temperature": TEMPERATURE, "max_new_tokens": 256, "seed": 0}
+    return batch_rows(rollout_rows(policy, questions, task=task, **settings))
+
+
+def choose_tokens(tokens: pd.DataFrame, batch: TokenBatch, certified: int, estimated: int) -> pd.DataFrame:
+    """The uncertain tokens at which constants are computed: the earliest for the SVD, later ones for Lanczos."""
+    starts = batch.response_start - batch.attention_mask.int().argmax(1)
+    context = tokens["position"] + starts.numpy()[tokens["response"]]
+    uncertain = tokens.assign(length=context)[tokens["log_one_minus_prob"] > np.log(1e-3)]
+    uncertain = uncertain.drop_duplicates(["group", "length"]).sort_values("length", kind="stable")
+    first = uncertain.drop_duplicates("group").head(certified)
+    later = uncertain[uncertain["length"].between(30, 60) & ~uncertain["group"].isin(first["group"])]
+    return pd.concat([first, later.drop_duplicates("group").head(estimated)])

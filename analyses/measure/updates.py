@@ -1,0 +1,83 @@
+"""Measures what one step does to every token of a policy in training, for Fig. 1 of the paper (analyses/paper/fig1.py).
+
+One SGD step (learning rate 1e-3, gradient clipped to norm 1, as in the paper) on all tokens, on those of [0, ¼) alone
+and on those of [¾, 1] alone, from the same policy, on each of four batches of 64 × 8 responses; similarities under the
+run's own AdamW, momentum and all, too. Leaves
+
+    tokens.parquet      a row per token of the four batches: how far each update moved π
+    similarity.csv      how alike a selective update and the whole one are outside its interval
+    movements.csv       movements by interval and sign of the advantage
+    gradients.csv       the intervals' summed gradients, means over the batches
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from tqdm import tqdm
+
+from analyses.common.in_training import FRESH, RUN, moments, pool
+from analyses.common.measurements import keep, part
+from gradscope.gradients import interval_gradients_over
+from gradscope.updates import StepSettings, apply_updates, movement_summary, movement_table, similarity
+
+OUTSIDE = {"only-0": 0, "only-3": 3}
+"""The interval that each selective update is made of."""
+UPDATES = ("all", *OUTSIDE)
+KEPT = ["batch", "interval", "prob", "advantage", *(f"delta_prob.{name}" for name in UPDATES)]
+
+
+def measure(out: Path, *, run: Path = RUN, batches: int = 4, questions: int = 64) -> None:
+    """Take the steps and keep the tables."""
+    [moment] = moments(run, last=1)
+    samples = [moment.sample(questions, seed=FRESH + i) for i in range(batches)]
+    size = moment.config.micro_batch_size
+    optimizers = {
+        "sgd": (StepSettings(micro_batch_size=size), None),
+        "adamw": (moment.step_settings, moment.optimizer_state),
+    }
+    moved = {name: [] for name in optimizers}
+    for number, batch in enumerate(tqdm(samples, "batches")):
+        for name, (step, state) in optimizers.items():
+            keywords = {"settings": moment.config.loss, "step": step, "optimizer_state": state}
+            move = partial(apply_updates, moment.policy, batch, list(UPDATES), **keywords)
+            moved[name].append(part(out, f"{name}-{number}", lambda move=move: movement_table(move())))
+    gradients = interval_gradients_over(moment.policy, samples, settings=moment.config.loss, micro_batch_size=size)
+    tokens = pool(moved["sgd"])
+    tables = {
+        "tokens.parquet": slim(tokens),
+        "similarity.csv": pd.concat([compare(pool(own)).assign(optimizer=name) for name, own in moved.items()]),
+        "movements.csv": summarize(tokens),
+        "gradients.csv": gradients.table,
+    }
+    keep(out, tables, step=moment.step, batches=batches, questions=questions, responses=8)
+
+
+def slim(tokens: pd.DataFrame) -> pd.DataFrame:
+    """The columns that are drawn, in the order of the tokens."""
+    return tokens[KEPT].astype({"batch": np.int8, "interval": np.int8, "prob": np.float32, "advantage": np.float32})
+
+
+def compare(tokens: pd.DataFrame) -> pd.DataFrame:
+    """How alike each selective update and the whole one are outside its interval: by batch, and over all batches."""
+    rows = []
+    for name, interval in OUTSIDE.items():
+        for batch, chosen in [*tokens.groupby("batch"), ("all", tokens)]:
+            rng = np.random.default_rng(0) if batch == "all" else None
+            found = similarity(chosen, "all", name, outside=[interval], rng=rng)
+            row = {"update": name, "batch": batch, "num_tokens": found.num_tokens, "correlation": found.correlation}
+            rows.append(row | {"lower": found.lower, "upper": found.upper})
+    return pd.DataFrame(rows)
+
+
+def summarize(tokens: pd.DataFrame) -> pd.DataFrame:
+    """Every update's movements, of π and of log π, by interval and sign of the advantage."""
+    parts = [
+        movement_summary(tokens, name, value=value, rng=None).assign(update=name, of=value)
+        for name in UPDATES
+        for value in ("delta_prob", "delta_logprob")
+    ]
+    return pd.concat(parts)

@@ -1,0 +1,92 @@
+"""The embedded policy before training: Fig. 1 (a, b, d) of the paper, and its gradients' norms and cosines.
+
+    python -m analyses.paper.base_policy [--out figures]
+
+The pictures of `gradscope demo`, from more prompts, drawn from the measurement `base_policy`
+(analyses/measure/base_policy.py): fig1_base.png, with means ± standard deviations of norms over batches,
+layers_by_interval.png, norm_against_one_minus_prob.png and cosines.png; base_policy.txt has the numbers in words,
+base_policy_intervals.csv, _gradients.csv and _theory.csv in columns. Fig. 2 is drawn by analyses/paper/fig2.py.
+
+Differs from the paper: the policy (0.8 M parameters instead of 3 B), its puzzles (2–5 people, compact wording), and the
+reference: the policy itself, so that the KL term is 0, as at the first step of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analyses.common.measurements import read_facts, read_table
+from analyses.common.script import Options, exit_with
+from analyses.common.tables import write_csv
+from gradscope.diagnosis import PAPER_NORMS, Summary, interval_summary
+from gradscope.gradients import LAYER, PARAMETERS, IntervalGradients
+from gradscope.objective import PAPER
+from gradscope.plots import (
+    plot_cosines,
+    plot_figure_1,
+    plot_layers_by_interval,
+    plot_norm_against_one_minus_prob,
+    save_figure,
+)
+from gradscope.runs import write_text
+from gradscope.theory import TheoryReport, theory_report
+
+
+def table(options: Options) -> tuple[pd.DataFrame, Summary]:
+    """The token tables of all batches, one below the other, and their summary."""
+    names = ("tokens.parquet", "gradients.csv", "cosines.csv")
+    tokens, sums, cosines = (read_table("base_policy", name, scale=options.scale) for name in names)
+    cosines.columns = cosines.index
+    rng = np.random.default_rng(0)
+    theory = read_theory(tokens, read_facts("base_policy", scale=options.scale)["vocab_size"], rng=rng)
+    gradients = IntervalGradients(sums, cosines, num_prompts=int(tokens["group"].nunique()), settings=PAPER)
+    return tokens, Summary(interval_summary(tokens, gradients, rng=rng), gradients, theory)
+
+
+def read_theory(tokens: pd.DataFrame, vocab_size: int, *, rng: np.random.Generator | None = None) -> TheoryReport:
+    """What of Prop. 4.2 the token table can say."""
+    return theory_report(tokens, vocab_size=vocab_size, rng=rng or np.random.default_rng(0))
+
+
+def shown_layers(tokens: pd.DataFrame) -> list[str]:
+    """The columns of the first, the middle and the last layer's norms."""
+    depth = sum(name.startswith(LAYER) for name in tokens.columns) - 1
+    return [f"{LAYER}{layer}" for layer in sorted({0, depth // 2, depth})]
+
+
+def tabulate(theory: TheoryReport) -> pd.DataFrame:
+    """A row per quantity: the power that its norms follow, what 1−π carries of their variance, its gains (`gain_…`)."""
+    gains = theory.gains.add_prefix("gain_").rename(columns={"gain_quantity": "quantity"})
+    variance = theory.variance.drop(columns="tokens")
+    return theory.powers.merge(variance, on="quantity", how="left").merge(gains, on="quantity", how="left")
+
+
+def draw(tokens: pd.DataFrame, summary: Summary) -> Iterator[tuple[str, Figure | Axes]]:
+    """The names of the pictures, and the pictures."""
+    yield "fig1_base", plot_figure_1(tokens, summary.gradients.table.assign(paper=PAPER_NORMS))
+    yield "cosines", plot_cosines(summary.gradients.cosines)
+    yield "layers_by_interval", plot_layers_by_interval(tokens)
+    powers = summary.theory.powers
+    powers = powers[powers["quantity"].isin([*shown_layers(tokens), PARAMETERS])]
+    yield "norm_against_one_minus_prob", plot_norm_against_one_minus_prob(tokens, powers)
+
+
+def main(options: Options) -> None:
+    tokens, summary = table(options)
+    for name, figure in draw(tokens, summary):
+        save_figure(figure, options.out / f"{name}.png")
+    write_text(options.out / "base_policy.txt", f"{summary}\n")
+    tables = {"intervals": summary.intervals, "gradients": summary.gradients.table, "theory": tabulate(summary.theory)}
+    for name, numbers in tables.items():
+        write_csv(numbers, options.out / f"base_policy_{name}.csv")
+    print(summary)
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))

@@ -1,0 +1,160 @@
+"""The controls that the paper lacks: is it which tokens, or only the steps, the weights' sizes, the gradient's norm?
+
+    python -m analyses.paper.controls [--out figures] [--scale cpu]
+
+Lopti takes two optimizer steps where GRPO takes one, and Reweight makes gradients smaller. Each stands beside controls
+that share this and nothing else: Lopti beside passes over a random split of the same sizes, and beside GRPO with twice
+the optimizer steps (half the mini-batch); Reweight beside its own weights dealt out at random, and beside GRPO scaled
+to the norm that Reweight's gradient has. Left reward in training, right paired differences of test accuracy (last three
+checkpoints) with 95 % t intervals over seeds. On top the two contrasts that paper_repro.md named before any run was
+made, Holm's correction over these two; below the others, corrected over all of them. Sampled accuracy decides.
+
+controls_contrasts.csv also has greedy accuracy and the differences at each number of people; they decide nothing, and
+are corrected among themselves (family by family, all levels together).
+"""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analyses.common.accuracy import KINDS, accuracy_by_people
+from analyses.common.colors import COLORS
+from analyses.common.contrasts import differences, holm
+from analyses.common.curves import BAND, draw_curves, smooth
+from analyses.common.experiments import labels
+from analyses.common.read_runs import pages, read_metrics, read_tests
+from analyses.common.script import Options, exit_with
+from analyses.common.tables import write_csv
+from gradscope.plots import NEUTRAL, finish, paper_style, save_figure
+
+NAMED, LOPTI, REWEIGHT = "named beforehand", "Lopti", "Reweight"
+PAIRS = {
+    NAMED: [("reweight", "grpo"), ("lopti", "random-split")],
+    LOPTI: [
+        ("lopti", "twice-the-steps"),
+        ("lopti", "grpo"),
+        ("random-split", "grpo"),
+        ("twice-the-steps", "grpo"),
+    ],
+    REWEIGHT: [
+        ("reweight", "permuted-weights"),
+        ("reweight", "matched-norm"),
+        ("permuted-weights", "grpo"),
+        ("matched-norm", "grpo"),
+    ],
+}
+"""Block of the figure → variants and what each is compared with."""
+CURVES = {
+    "(a) Lopti and its controls": ["grpo", "lopti", "random-split", "twice-the-steps"],
+    "(b) Reweight and its controls": ["grpo", "reweight", "permuted-weights", "matched-norm"],
+}
+
+
+def table(scale: str, track: str, variants: list[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The smoothed curves, and the contrasts of all kinds and levels."""
+    curves = smooth(read_metrics(variants, scale=scale, track=track), "reward_mean")
+    return curves, contrast(accuracy_by_people(read_tests(variants, scale=scale, track=track)))
+
+
+def contrast(accuracy: pd.DataFrame) -> pd.DataFrame:
+    """A row per kind of accuracy, level ("all" first), and pair: the columns of `compare`, block, family and decides.
+
+    accuracy: of `accuracy_by_people`. Holm's correction is within each kind and family, "all" apart from single levels.
+    """
+    levels = ["all", *(level for level in accuracy["level"].unique() if level != "all")]
+    frames = []
+    for kind in KINDS:
+        for level in levels:
+            for block, pairs in PAIRS.items():
+                found = differences(accuracy[accuracy["level"] == level], kind, pairs).assign(block=block)
+                frames.append(found.assign(kind=kind, level=level, family=block if block == NAMED else "others"))
+    rows = pd.concat(frames, ignore_index=True)
+    corrected = [holm(own) for _, own in rows.groupby(["kind", "family", rows["level"] == "all"], sort=False)]
+    rows = pd.concat(corrected).sort_index()
+    rows["decides"] = (rows["kind"] == "sampled") & (rows["level"] == "all")
+    front = ["kind", "level", "family", "block", "decides"]
+    return rows[[*front, *rows.columns.drop(front)]]
+
+
+@paper_style()
+def draw(curves: pd.DataFrame, contrasts: pd.DataFrame) -> Figure:
+    """Two panels of curves beside one of differences."""
+    figure, panels = plt.subplot_mosaic(
+        [["a", "c"], ["b", "c"]], figsize=(7.3, 5.2), layout="constrained", width_ratios=[1, 0.9]
+    )
+    panels["b"].sharey(panels["a"])
+    for name, (title, variants) in zip("ab", CURVES.items(), strict=True):
+        draw_curves(panels[name], curves[curves["variant"].isin(variants)], ylabel="reward in training")
+        panels[name].set_title(title)
+        panels[name].legend(loc="lower right", fontsize=7)
+    draw_differences(panels["c"], contrasts[contrasts["level"] == "all"])
+    panels["c"].set_title("(c) Differences in test accuracy")
+    figure.supxlabel(f"(a), (b): {BAND}\n(c): paired over seeds, 95 % t intervals; p: Holm's", fontsize=7)
+    return figure
+
+
+def draw_differences(ax: Axes, contrasts: pd.DataFrame) -> Axes:
+    """A row per contrast, sampled (full) above greedy (open), in blocks that bear their family's name."""
+    words, place, ticks = labels(), 0.0, {}
+    across = ax.get_yaxis_transform()
+    headings = {
+        NAMED: f"{NAMED.capitalize()}: Holm over two",
+        LOPTI: f"{LOPTI}: Holm over these and the next block",
+        REWEIGHT: REWEIGHT,
+    }
+    for block, pairs in PAIRS.items():
+        # On white, or the line at 0 would run through the words.
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        ax.text(0.0, place, headings[block], transform=across, fontsize=7.5, weight="bold", va="center", bbox=box)
+        for variant, baseline in pairs:
+            place += 1
+            ticks[place] = f"{words[variant]}\n− {words[baseline]}"
+            rows = contrasts[(contrasts["variant"] == variant) & (contrasts["baseline"] == baseline)].set_index("kind")
+            for kind, shift in zip(KINDS, (-0.14, 0.16), strict=True):
+                _draw_difference(ax, rows.loc[kind], place + shift, COLORS[variant], full=kind == "sampled")
+            ax.text(1.02, place, _tell(rows.loc["sampled"]), transform=across, fontsize=7, va="center")
+        place += 1
+    ax.axvline(0, color=NEUTRAL, linewidth=0.7, zorder=0)
+    ax.set_yticks(list(ticks), list(ticks.values()), fontsize=7)
+    ax.tick_params(axis="y", length=0)
+    ax.set(ylim=(place - 0.4, -0.5), xlabel="difference in accuracy")
+    for kind, face in zip(KINDS, (NEUTRAL, "white"), strict=True):
+        ax.plot([], [], "o", color=NEUTRAL, markerfacecolor=face, markersize=4, label=kind)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, fontsize=7)
+    return finish(ax, contrasts)
+
+
+def _draw_difference(ax: Axes, row: pd.Series, place: float, color: str, *, full: bool) -> None:
+    errors = [[row["difference"] - row["lower"]], [row["upper"] - row["difference"]]]
+    face = color if full else "white"
+    width = 1.2 if full else 0.7
+    ax.errorbar(row["difference"], place, xerr=errors, fmt="o", ms=4, color=color, mfc=face, elinewidth=width)
+
+
+def _tell(row: pd.Series) -> str:
+    """A contrast's seeds and corrected p."""
+    if not row["seeds"]:
+        return "no runs"
+    seeds = f"{row['seeds']} seed{'s' if row['seeds'] > 1 else ''}"
+    if pd.isna(row["p_holm"]):
+        return seeds
+    p = "< .001" if row["p_holm"] < 0.001 else f"= {row['p_holm']:.3f}".replace("0.", ".")
+    return f"{seeds}\np {p}"
+
+
+def main(options: Options) -> None:
+    """Draw the figure and write its contrasts."""
+    for name, track, variants in pages("controls", options.scale):
+        curves, contrasts = table(options.scale, track, variants)
+        save_figure(draw(curves, contrasts), options.out / f"{name}.png")
+        write_csv(contrasts, options.out / f"{name}_contrasts.csv", float_format="%.6g")
+        deciding = contrasts[contrasts["decides"]].drop(columns=["kind", "level", "family", "decides"])
+        print(deciding.to_string(index=False, float_format="{:.3f}".format, na_rep="–"))
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))

@@ -1,0 +1,66 @@
+"""How the cost of a token's exact gradient norms grows: measured on one core, the model's curve, and large policies.
+
+    python -m analyses.paper.cost_growth [--out figures]
+
+Drawn from the measurement `cost_growth` (analyses/measure/cost_growth.py): CPU time of one thread, and what
+`gradscope measure --plan` predicts from the machine's speeds. cost_growth.csv has the points, cost_growth_gpu.csv the
+same model for Qwen2.5 on one GPU that was not at hand.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+import tyro
+from matplotlib.figure import Figure
+
+from analyses.common.measurements import read_table
+from analyses.common.script import Options, exit_with
+from analyses.common.tables import write_csv
+from gradscope.plots import NEUTRAL, finish, new_panels, paper_style, save_figure
+
+NAMES = {
+    "length": "tokens of a sequence",
+    "hidden": "hidden size",
+    "layers": "layers",
+    "vocab": "vocabulary",
+    "responses": "responses",
+}
+
+
+def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """CPU milliseconds of a token, by what is varied; the model's for a GPU."""
+    growth, gpu = (read_table("cost_growth", name, scale=options.scale) for name in ("growth.csv", "gpu.csv"))
+    return growth, gpu
+
+
+@paper_style()
+def draw(table: pd.DataFrame) -> Figure:
+    """A panel for each quantity, all of one scale: points measured, the line predicted."""
+    every = pd.concat([table.measured_ms, table.predicted_ms])
+    ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if every.min() / 1.5 <= t <= 1.5 * every.max()]
+    figure, axes = new_panels(len(NAMES), width=2.4, height=2.1)
+    for ax, name in zip(axes, NAMES, strict=True):
+        rows = table[table.varied == name]
+        ax.plot(rows.value, rows.predicted_ms, color=NEUTRAL, label="predicted")
+        ax.plot(rows.value, rows.measured_ms, "o", color="black", ms=4, label="measured")
+        ax.set(xscale="log", yscale="log", xlabel=NAMES[name], ylabel="CPU ms per token")
+        ax.set(ylim=(every.min() / 1.5, 1.5 * every.max()))
+        ax.set_xticks(rows.value, [f"{value:,}" for value in rows.value])
+        ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        ax.minorticks_off()
+        ax.set_title(f"against {NAMES[name]}", loc="left")
+        finish(ax, rows)
+    axes[0].legend()
+    return figure
+
+
+def main(options: Options) -> None:
+    growth, gpu = table(options)
+    save_figure(draw(growth), options.out / "cost_growth.png", growth)
+    write_csv(gpu, options.out / "cost_growth_gpu.csv")
+    print(growth.to_string(index=False))
+    print(gpu.to_string(index=False))
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))

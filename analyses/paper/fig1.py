@@ -1,0 +1,98 @@
+"""Fig. 1 of the paper, all six panels, on a policy in training: where tokens are, and what one step does to them.
+
+    python -m analyses.paper.fig1 [--out figures]
+
+Drawn from the measurement `updates` (analyses/measure/updates.py): steps on all tokens, on those of [0, ¼) alone and on
+those of [¾, 1] alone, from the same policy, on each of four batches of 64 × 8 responses. "(e) closely matches (c) while
+(f) does not" as a number: the correlation of the tokens' changes of log odds, log π − log(1−π), over the tokens outside
+the updated interval. The same under the run's own AdamW, momentum and all, is in the CSV.
+
+Differs from the paper: the policy (0.8 M parameters, after 40 GRPO steps), its puzzles, four batches in place of one
+step; violins are split by the sign of the advantage, and the top 1 % of |Δπ| is left out of each interval, not of all.
+Intervals of r redraw the prompts of these four batches and do not speak of other updates; the CSV has r one by one. A
+step is on the whole batch, where the run takes two on 64 responses each. The paper's shares in (a) and norms in (d, as
+ratios to that of all tokens) are read off its figure.
+"""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analyses.common.measurements import read_table
+from analyses.common.script import Options, exit_with
+from analyses.common.tables import write_csv
+from gradscope.diagnosis import PAPER_NORMS
+from gradscope.plots import (
+    drawn_numbers,
+    finish,
+    paper_style,
+    plot_advantages,
+    plot_interval_gradient_norms,
+    plot_movement,
+    plot_token_shares,
+    save_figure,
+)
+
+PANELS = {"all": "(c) all tokens updated", "only-0": "(e) only [0, ¼)", "only-3": "(f) only [¾, 1]"}
+PAPER_SHARES = (19.22, 10.15, 10.09, 60.54)
+"""Fig. 1 (a) of the paper: % of the tokens in each interval."""
+
+
+def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Movements of all batches' tokens under SGD; the intervals' norms beside the paper's; similarities; movements."""
+    names = ("tokens.parquet", "gradients.csv", "similarity.csv", "movements.csv")
+    tokens, gradients, similar, movements = (read_table("updates", name, scale=options.scale) for name in names)
+    return tokens, gradients.assign(paper=PAPER_NORMS), similar, movements
+
+
+@paper_style()
+def draw(tokens: pd.DataFrame, norms: pd.DataFrame, similar: pd.DataFrame) -> Figure:
+    """The six panels in the paper's arrangement."""
+    figure, axes = plt.subplots(2, 3, figsize=(10.2, 5.4), layout="constrained")
+    axes = dict(zip("abcdef", axes.flat, strict=True))
+    plot_token_shares(tokens, ax=axes["a"]).set_title("(a) token shares", loc="left")
+    add_paper_shares(axes["a"])
+    plot_advantages(tokens, ax=axes["b"]).set_title("(b) advantages", loc="left")
+    plot_interval_gradient_norms(norms, ax=axes["d"]).set_title("(d) gradient norms", loc="left")
+    of_all = similar[(similar["optimizer"] == "sgd") & (similar["batch"] == "all")].set_index("update")
+    for panel, (name, title) in zip("cef", PANELS.items(), strict=True):
+        plot_movement(tokens, name, ax=axes[panel])
+        if name in of_all.index:
+            found = of_all.loc[name]
+            words = f"r = {found.correlation:.2f} [{found.lower:.2f}, {found.upper:.2f}]"
+            axes[panel].set_title(words, loc="right")
+        axes[panel].set_title(title, loc="left")
+    bottoms, tops = zip(*(axes[panel].get_ylim() for panel in "cef"), strict=True)
+    for panel in "cef":
+        axes[panel].set_ylim(min(bottoms), max(tops))
+    return figure
+
+
+def add_paper_shares(ax: Axes) -> Axes:
+    """The paper's shares as marks on the bars."""
+    places = 0.5 + np.arange(len(PAPER_SHARES))
+    ax.plot(places + 0.3, PAPER_SHARES, "D", ms=4, mfc="white", mec="black", mew=0.8, label="paper")
+    ax.legend(loc="lower left", bbox_to_anchor=(0.0, 0.5), borderpad=0, handletextpad=0.2)
+    drawn = drawn_numbers(ax)
+    paper = pd.Series(PAPER_SHARES, index=drawn.index[: len(PAPER_SHARES)])
+    drawn.insert(drawn.columns.get_loc("share_percent") + 1, "paper_percent", paper)
+    return finish(ax, drawn)
+
+
+def main(options: Options) -> None:
+    tokens, norms, similar, movements = table(options)
+    save_figure(draw(tokens, norms, similar), options.out / "fig1.png")
+    write_csv(similar, options.out / "fig1_similarity.csv")
+    write_csv(movements, options.out / "fig1_movements.csv", float_format="%.4g")
+    write_csv(norms, options.out / "fig1_gradients.csv")
+    print(similar.to_string(index=False, float_format="{:.3f}".format))
+    print(norms.to_string(index=False, float_format="{:.3g}".format))
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))

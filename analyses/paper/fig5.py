@@ -1,0 +1,266 @@
+"""Fig. 5 of the paper: six categories of words, (a) how they go with reward, (b) how often each method uses them.
+
+    python -m analyses.paper.fig5 [--out figures] [--scale cpu]
+
+(a) Pearson's correlation of how often a sampled response uses words of a category (Table 5, analyses/paper/words.py)
+with its reward, over GRPO's policies. Harder puzzles have both longer responses and less reward, so there are two
+measures, words per response and per 100 tokens, and three scopes: all responses; about the means of each level (number
+of people); about the means of each puzzle, whose responses are then compared with each other alone. 95 % intervals of a
+bootstrap over puzzles: they speak of these policies on other puzzles. (b) The words per response of Reweight, Lopti and
+both less GRPO's: paired differences over seeds as a share of GRPO's mean, 95 % t intervals. What is drawn is what is
+claimed; Holm's correction is over both panels' claims.
+
+    fig5.csv                what is drawn
+    fig5_correlations.csv   (a), and each level alone; p by the interval's width on Fisher's scale
+    fig5_contrasts.csv      (b); p of a paired t test
+    fig5_frequencies.csv    words per response and per 100 tokens of each method: mean over seeds, t interval
+
+A category of which no response has a word, and of which the embedded policy's vocabulary has none, is not in the
+policy's language: its numbers are absent, not 0. The embedded policy writes "check" where its check of all claims
+begins and "so" before what follows from a claim; its "if … then …" are copies of claims that it judges, while its own
+assumptions begin with "try".
+
+Differs from the paper: the policy; 200 puzzles × 2 samples × seeds in place of 500 × 8 of one policy; the intervals,
+the second measure, the correlations within levels and puzzles. The paper's text has no numbers, only the signs of (a)
+and which way (b) goes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pandas as pd
+import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy import stats
+
+from analyses.common import experiments
+from analyses.common.colors import COLORS
+from analyses.common.contrasts import differences, holm, summarize, tell_seeds
+from analyses.common.read_runs import pages, read_responses
+from analyses.common.script import Options, exit_with
+from analyses.common.tables import write_csv
+from analyses.paper.words import CATEGORIES, count_categories, embedded_categories
+from gradscope.errors import InputError
+from gradscope.intervals import bootstrap
+from gradscope.plots import NEUTRAL, finish, new_panels, paper_style, save_figure
+
+BASELINE = "grpo"
+PAPER = {
+    "Analysis": "+",
+    "Statement": "+",
+    "Causal Indicator": "+",
+    "Conclusion Indicator": "−",
+    "Assumption": "−",
+    "Assertion": "−",
+}
+"""The sign of the correlation with reward (§ 5.1); where it is + its methods use the words more often, else less."""
+MEASURES = ("words per response", "words per 100 tokens")
+"""(b) draws the first."""
+SCOPES = {"all responses": "o", "within levels": "s", "within puzzles": "D"}
+"""What is drawn in (a) → its marker."""
+ABSENT = "not in this\npolicy's language"
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The numbers of the figure, with p_holm and differs where a row is a claim."""
+
+    correlations: pd.DataFrame
+    """(a): a row per measure, scope and category."""
+    contrasts: pd.DataFrame
+    """(b): a row per method and category."""
+    frequencies: pd.DataFrame
+    """A row per measure, method and category."""
+
+
+def table(scale: str, track: str, variants: list[str]) -> Tables:
+    """Count the words of every sampled response, and what goes with them."""
+    responses = read_responses(variants, scale=scale, track=track)
+    if BASELINE not in set(responses["variant"]):
+        raise InputError(f"no run of {BASELINE} is there; make it: python -m analyses.reproduce --scale {scale}")
+    model = experiments.configure(scale, track, BASELINE).model
+    counted = count(responses, embedded_categories() if model == "embedded" else set())
+    correlations = correlate_categories(counted[counted["variant"] == BASELINE], np.random.default_rng(0))
+    per_seed = counted.groupby(["measure", "variant", "label", "category", "seed"], sort=False)["words"]
+    means, others = per_seed.mean().reset_index(), [variant for variant in variants if variant != BASELINE]
+    frequencies = summarize(means, "words", ("measure", "variant", "label", "category"))
+    correlations, contrasts = correct(correlations, contrast(means[means["measure"] == MEASURES[0]], others))
+    return Tables(correlations, contrasts, frequencies)
+
+
+def count(responses: pd.DataFrame, writable: set[str]) -> pd.DataFrame:
+    """A row per measure, sampled response and category: its words, NaN for categories not in the policy's language.
+
+    writable: categories that the policy can write, whether or not a response does.
+    """
+    sampled = responses[~responses["greedy"]].astype({"level": int})
+    counts = pd.DataFrame([count_categories(text) for text in sampled["response"]], sampled.index, dtype=float)
+    absent = [category for category in counts if not counts[category].any() and category not in writable]
+    counts[absent] = np.nan
+    keys = ["variant", "label", "seed", "group", "level", "reward"]
+    frames = []
+    for measure, values in zip(MEASURES, (counts, counts.mul(100 / sampled["tokens"], axis=0)), strict=True):
+        wide = pd.concat([sampled[keys], values], axis=1)
+        frames.append(wide.melt(keys, var_name="category", value_name="words").assign(measure=measure))
+    return pd.concat(frames, ignore_index=True)
+
+
+def correlate_categories(counted: pd.DataFrame, rng: np.random.Generator) -> pd.DataFrame:
+    """The correlations with reward: a row per measure, scope and category, with what they rest on."""
+    rows = []
+    for (measure, category), own in counted.groupby(["measure", "category"], sort=False):
+        # Seeds are policies of their own: within a level or a puzzle, only one policy's responses are compared.
+        strata = {"all responses": np.zeros(len(own), dtype=int)}
+        for scope, column in (("within levels", "level"), ("within puzzles", "group")):
+            strata[scope] = own.groupby(["seed", column]).ngroup().to_numpy()
+        scopes = {scope: (own, stratum) for scope, stratum in strata.items()}
+        for level, part in own.groupby("level"):
+            scopes[f"{level} people"] = (part, np.zeros(len(part), dtype=int))
+        for scope, (part, stratum) in scopes.items():
+            words, rewards = part["words"].to_numpy(), part["reward"].to_numpy()
+            found = correlate(words, rewards, part["group"].to_numpy(), stratum, rng=rng)
+            row = {"measure": measure, "scope": scope, "category": category, "responses": len(part)}
+            row |= {"puzzles": part["group"].nunique(), "seeds": part["seed"].nunique()}
+            row |= dict(zip(("correlation", "lower", "upper"), found, strict=True))
+            rows.append(row | {"paper": PAPER[category]})
+    return pd.DataFrame(rows)
+
+
+def correlate(
+    x: np.ndarray, y: np.ndarray, clusters: np.ndarray, strata: np.ndarray, *, rng: np.random.Generator
+) -> tuple[float, float, float]:
+    """Pearson's correlation of x and y about their means in each stratum, and its 95 % bootstrap over clusters.
+
+    clusters, strata: the number of each entry's cluster and stratum. NaN where x or y does not vary in any stratum.
+    """
+    if np.isnan(x).any():
+        return np.nan, np.nan, np.nan
+    names, cluster = np.unique(clusters, return_inverse=True)
+    kinds, stratum = np.unique(strata, return_inverse=True)
+    cell, size = cluster * len(kinds) + stratum, len(names) * len(kinds)
+    # In the middle of the data, so that sums of squares do not cancel.
+    x, y = x - x.mean(), y - y.mean()
+    terms = (np.ones_like(x), x, y, x * x, y * y, x * y)
+    sums = [np.bincount(cell, term, minlength=size).reshape(len(names), len(kinds)) for term in terms]
+
+    def evaluate(weights: np.ndarray) -> np.ndarray:
+        n, x, y, xx, yy, xy = (weights @ term for term in sums)
+        n = np.maximum(n, 1)  # A stratum that was not drawn: all its sums are 0.
+        var_x, var_y = (xx - x * x / n).sum(1), (yy - y * y / n).sum(1)
+        varies = (var_x > 1e-9 * xx.sum(1)) & (var_y > 1e-9 * yy.sum(1))
+        scale = np.sqrt(np.where(varies, var_x * var_y, np.nan))
+        return ((xy - x * y / n).sum(1) / scale)[:, None]
+
+    value, lower, upper = bootstrap(evaluate, len(names), rng=rng)[:, 0]
+    return float(value), float(lower), float(upper)
+
+
+def contrast(means: pd.DataFrame, methods: list[str]) -> pd.DataFrame:
+    """A row per category and method, run or not: its words less GRPO's at the same seeds, as a share of GRPO's mean.
+
+    means: words by variant, category and seed.
+    """
+    frames = []
+    for category, own in means.groupby("category", sort=False):
+        share = own["words"] / (own.loc[own["variant"] == BASELINE, "words"].mean() or np.nan)
+        found = differences(own.assign(share=share).dropna(), "share", [(method, BASELINE) for method in methods])
+        frames.append(found.assign(category=category, paper=PAPER[category]))
+    return pd.concat(frames, ignore_index=True)
+
+
+def correct(correlations: pd.DataFrame, contrasts: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Both with p, p_holm and differs, corrected over all that is drawn; what is not drawn is no claim."""
+    p = fisher_p(correlations["correlation"], correlations["lower"], correlations["upper"])
+    correlations = correlations.assign(p=np.where(correlations["scope"].isin(SCOPES), p, np.nan))
+    both = holm(pd.concat([correlations[["p"]], contrasts.reindex(columns=["p"])], ignore_index=True))
+    first = both.iloc[: len(correlations)][["p_holm", "differs"]]
+    second = both.iloc[len(correlations) :][["p_holm", "differs"]].set_axis(contrasts.index)
+    return pd.concat([correlations, first], axis=1), pd.concat([contrasts, second], axis=1)
+
+
+def fisher_p(value: pd.Series, lower: pd.Series, upper: pd.Series) -> np.ndarray:
+    """Two-sided p of correlations that are 0, if they are normal on Fisher's scale with their intervals' width."""
+    low, middle, high = (np.arctanh(np.clip(bound, -1 + 1e-12, 1 - 1e-12)) for bound in (lower, value, upper))
+    return 2 * stats.norm.sf(np.abs(middle) / ((high - low) / (2 * stats.norm.ppf(0.975))))
+
+
+@paper_style()
+def draw(tables: Tables) -> Figure:
+    """(a) by both measures, then (b); the categories from top to bottom, the paper's signs at the right."""
+    figure, panels = new_panels(3, width=2.43, height=3.2)
+    panels[1].sharex(panels[0])
+    for ax, measure, letter in zip(panels, MEASURES, ("a", "a'"), strict=False):
+        own = tables.correlations[tables.correlations["measure"] == measure]
+        own = own[own["scope"].isin(SCOPES)].rename(columns={"correlation": "value"})
+        _draw_rows(ax, [(own[own["scope"] == scope], scope, NEUTRAL, marker) for scope, marker in SCOPES.items()])
+        ax.set(title=f"({letter}) {measure.capitalize()}\nand reward, GRPO", xlabel="Pearson's correlation")
+        finish(ax, own)
+    own, labels = tables.contrasts.rename(columns={"difference": "value"}), experiments.labels()
+    variants = list(dict.fromkeys(own["variant"]))
+    _draw_rows(panels[2], [(own[own["variant"] == v], labels[v], COLORS[v], "o") for v in variants])
+    panels[2].set(title="(b) Words per response\nless GRPO's", xlabel="share of GRPO's")
+    finish(panels[2], own)
+    for ax in panels[1:]:
+        ax.set_yticklabels([])
+    handles = [
+        *zip(*panels[0].get_legend_handles_labels(), strict=True),
+        *zip(*panels[2].get_legend_handles_labels(), strict=True),
+    ]
+    figure.legend(
+        *zip(*handles, strict=True), loc="outside upper center", ncols=len(handles), fontsize=7, columnspacing=1
+    )
+    rested = tables.correlations.iloc[0]
+    figure.supxlabel(
+        f"(a, a') {rested['responses']:,} samples: {rested['puzzles']} puzzles, {tell_seeds([rested['seeds']])}; 95 % "
+        f"bootstrap over puzzles. (b) 95 % t over {tell_seeds(own['seeds'])}. +, −: the paper's signs",
+        fontsize=7,
+    )
+    return figure
+
+
+def _draw_rows(ax: Axes, series: list[tuple[pd.DataFrame, str, str, str]]) -> None:
+    """A point with its interval per category and series (rows, label, colour, marker); absent ones said to be so."""
+    names = list(CATEGORIES)
+    for number, (rows, label, color, marker) in enumerate(series):
+        places = np.array([names.index(category) for category in rows["category"]], dtype=float)
+        places += 0.22 * (number - (len(series) - 1) / 2)
+        errors = [rows["value"] - rows["lower"], rows["upper"] - rows["value"]]
+        style = {
+            "fmt": marker,
+            "ms": 3.5,
+            "lw": 1,
+            "color": color,
+            "mfc": color if number == 0 or marker == "o" else "w",
+        }
+        ax.errorbar(rows["value"], places, xerr=np.nan_to_num(errors), label=label, **style)
+    ax.axvline(0, color=NEUTRAL, linewidth=0.7)
+    present = set().union(*(rows.loc[rows["value"].notna(), "category"] for rows, *_ in series))
+    across = ax.get_yaxis_transform()
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    for place, name in enumerate(names):
+        if name not in present:
+            ax.text(0.5, place, ABSENT, transform=across, ha="center", va="center", color="0.4", fontsize=7, bbox=white)
+        ax.text(1.05, place, PAPER[name], transform=across, ha="center", va="center")
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.tick_params(axis="y", length=0)
+
+
+def main(options: Options) -> None:
+    """Draw the figure and write its tables."""
+    for name, track, variants in pages("fig5", options.scale):
+        tables = table(options.scale, track, variants)
+        save_figure(draw(tables), options.out / f"{name}.png")
+        for field in fields(tables):
+            found = getattr(tables, field.name)
+            write_csv(found, options.out / f"{name}_{field.name}.csv", float_format="%.6g")
+        claims = tables.correlations[tables.correlations["scope"].isin(SCOPES)]
+        for found in (claims, tables.contrasts):
+            print(found.to_string(index=False, float_format="{:.3f}".format, na_rep="–"), end="\n\n")
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))

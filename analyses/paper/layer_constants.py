@@ -1,0 +1,93 @@
+"""Are the constants of Eq. 3 tight enough to mean anything? Products of singular values beside real tokens' gains.
+
+    python -m analyses.paper.layer_constants [--out figures]
+
+Drawn from the measurement `layer_constants` (analyses/measure/layer_constants.py): the embedded policy in float64 on
+responses to two-person puzzles, singular values of every block's Jacobian at eight contexts, *certified* by an exact
+SVD or *estimated* by Lanczos. Writes layer_constants.png with its .csv, the theory report layer_constants.txt, and what
+is in it as layer_constants_theory.csv, _spreads.csv and _bounds.csv.
+
+Not in the paper, which assumes the constants (Assumption 4.1) and does not measure them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import tyro
+from matplotlib.axes import Axes
+
+from analyses.common.measurements import read_facts, read_table
+from analyses.common.script import Options, exit_with
+from analyses.common.tables import write_csv
+from analyses.paper.base_policy import tabulate
+from gradscope.plots import finish, new_axes, paper_style, save_figure
+from gradscope.runs import write_text
+from gradscope.theory import TheoryReport, theory_report
+
+COLORS = {
+    "gains of real tokens, anywhere": "#222222",
+    "reach over the vocabulary": "#35818e",
+    "∏c … ∏d, certified": "#d95f02",
+}
+
+
+def table(options: Options) -> TheoryReport:
+    """Eq. 3 held against the measured tokens and constants."""
+    names = ("tokens.parquet", "constants.csv")
+    tokens, constants = (read_table("layer_constants", name, scale=options.scale) for name in names)
+    vocab_size = read_facts("layer_constants", scale=options.scale)["vocab_size"]
+    return theory_report(tokens, constants, vocab_size=vocab_size, rng=np.random.default_rng(0))
+
+
+def spans(report: TheoryReport) -> pd.DataFrame:
+    """What is drawn, a row per layer and span: columns layer, span, lower, upper (of gains ‖δ_ℓ‖ / ‖e − π‖)."""
+    rows = []
+    for layer, part in report.constants.groupby("layer"):
+        gains = report.gains[report.gains["quantity"] == f"act_grad_norm.{layer}"].iloc[0]
+        certified = part[part["product_kind"] == "certified"]
+        ends = (
+            (gains["min"], gains["max"]),
+            (part["reach_min"].min(), part["reach_max"].max()),
+            (certified["product_c"].min(), certified["product_d"].max()),
+        )
+        rows += [{"layer": layer, "span": n, "lower": a, "upper": b} for n, (a, b) in zip(COLORS, ends, strict=True)]
+        estimated = part.loc[part["product_kind"] == "estimated", "product_d"]
+        rows.append({"layer": layer, "span": "∏d, estimated", "lower": np.nan, "upper": estimated.max()})
+    return pd.DataFrame(rows)
+
+
+@paper_style()
+def draw(report: TheoryReport, ax: Axes | None = None) -> Axes:
+    """Per layer, spans on a log scale: certified ∏c … ∏d, the exact reach of gains, the gains of real tokens."""
+    ax, drawn = new_axes(ax, width=4.4, height=3.4), spans(report)
+    bottom = drawn.loc[drawn["lower"] > 0, "lower"].min() / 100
+    for number, (name, color) in enumerate(COLORS.items()):
+        part = drawn[drawn["span"] == name]
+        x = part["layer"] + 0.2 * (number - 1)
+        ax.vlines(x, part["lower"].clip(lower=bottom), part["upper"], color=color, lw=5, label=name)
+        zero = part["lower"] == 0
+        ax.scatter(x[zero], np.full(zero.sum(), bottom * 1.5), marker="v", color=color, s=30, zorder=3)
+    part = drawn[drawn["span"] == "∏d, estimated"]
+    ax.scatter(part["layer"] + 0.2, part["upper"], marker="_", s=90, color="black", zorder=3, label="∏d, estimated")
+    ax.set_yscale("log")
+    ax.set_ylim(bottom=bottom)
+    ax.set_xticks(sorted(drawn["layer"].unique()))
+    ax.set_xlabel("layer ℓ (0: input of the first block; ▾: ∏c is 0)")
+    ax.set_ylabel("gain ‖δℓ‖ / ‖e − π‖ of token gradients")
+    ax.figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    return finish(ax, drawn)
+
+
+def main(options: Options) -> None:
+    report = table(options)
+    print(report)
+    save_figure(draw(report), options.out / "layer_constants.png")
+    write_text(options.out / "layer_constants.txt", f"{report}\n")
+    tables = {"theory": tabulate(report), "spreads": report.spreads, "bounds": report.layer_bounds}
+    for name, numbers in tables.items():
+        write_csv(numbers, options.out / f"layer_constants_{name}.csv")
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))

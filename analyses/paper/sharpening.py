@@ -1,0 +1,141 @@
+"""Has a policy learnt, or only become more certain? Trained policies beside the untrained one at equal entropy.
+
+    python -m analyses.paper.sharpening [--out figures] [--scale cpu]
+
+Sampled accuracy can rise because the policy has learnt, or only because it is surer of what it knew: greedy decoding of
+the untrained policy answers more puzzles right than its samples do. So beside each trained policy (its last checkpoint)
+stands the untrained one at the temperature at which its samples have the trained one's entropy, between those measured
+(analyses/measure/untrained.py; temperature 0 is greedy), and both decoded greedily.
+
+Writes sharpening.png, its CSV (a row per run and level), and sharpening_contrasts.csv: gains over seeds, Holm's
+correction over the claims. The untrained policy is one, judged once: its own sampling error is in no interval.
+
+Differs from the paper: it has no such control.
+"""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import tyro
+from matplotlib.figure import Figure
+from scipy import stats
+
+from analyses.common.accuracy import within_shares
+from analyses.common.colors import COLORS
+from analyses.common.contrasts import holm, mean_interval, vary
+from analyses.common.experiments import needs
+from analyses.common.read_runs import read_responses, read_untrained
+from analyses.common.script import Options, exit_with
+from analyses.common.tables import write_table
+from gradscope.errors import InputError
+from gradscope.plots import NEUTRAL, finish, paper_style, save_figure
+
+GAINS = {
+    "sampled at equal entropy": ("sampled", "untrained_matched"),
+    "greedy": ("greedy", "untrained_greedy"),
+    "sampled": ("sampled", "untrained_sampled"),
+}
+"""Over the untrained policy; the first two are claims, the third is what sharpening alone could explain."""
+KINDS = {
+    "sampled": ("o", "sampled"),
+    "untrained_matched": ("_", "untrained, sampled at its entropy"),
+    "greedy": ("^", "greedy"),
+}
+
+
+def table(scale: str, track: str = "puzzles") -> pd.DataFrame:
+    """A row per run and level: entropy, sampled and greedy accuracy, and those of the untrained policy (`match`)."""
+    variants = [variant for place, variant in needs("sharpening", scale) if place == track]
+    responses = read_responses(variants, scale=scale, track=track)
+    levels = responses["level"].astype(str)
+    both = pd.concat([responses.assign(level=levels), responses.assign(level="all")])
+    untrained = {level: own for level, own in read_untrained(scale).groupby("level")}
+    rows = []
+    for (variant, label, seed, level), own in both.groupby(["variant", "label", "seed", "level"], sort=False):
+        sampled, greedy = own[~own["greedy"]], own[own["greedy"]]
+        # E[−log π] of sampled tokens is the entropy, averaged over the tokens that the policy writes.
+        entropy = -sampled["logprob"].sum() / sampled["tokens"].sum()
+        row = {"variant": variant, "label": label, "seed": seed, "level": level, "entropy": entropy}
+        row |= {"sampled": sampled["correct"].mean(), "greedy": greedy["correct"].mean()}
+        rows.append(row | match(entropy, untrained[level]))
+    return pd.DataFrame(rows)
+
+
+def match(entropy: float, untrained: pd.DataFrame) -> dict[str, float]:
+    """The untrained policy where its entropy is the trained one's, linearly between neighbouring temperatures.
+
+    untrained: a row per temperature. Entropies above the highest temperature's are matched with that. Raises InputError
+    where entropy does not rise with the temperature: then no temperature belongs to it.
+    """
+    rows = untrained.sort_values("temperature")
+    last = rows.iloc[-1]
+    entropies = [0.0, *rows["entropy"]]
+    if (np.diff(entropies) <= 0).any():
+        raise InputError(f"the untrained policy's entropies {rows['entropy'].round(4).to_list()} do not rise; ask more")
+    return {
+        "matched_temperature": float(np.interp(entropy, entropies, [0.0, *rows["temperature"]])),
+        "untrained_matched": float(np.interp(entropy, entropies, [last["greedy"], *rows["sampled"]])),
+        "untrained_sampled": float(last["sampled"]),
+        "untrained_greedy": float(last["greedy"]),
+        "untrained_entropy": float(last["entropy"]),
+    }
+
+
+def compare_gains(results: pd.DataFrame) -> pd.DataFrame:
+    """A row per level, gain and variant: seeds, mean, 95 % t interval, p; Holm's correction over the claims.
+
+    Claims are the first two gains over all puzzles; the rest is corrected by itself.
+    """
+    rows = []
+    for level, own in results.groupby("level", sort=False):
+        for place, (gain, (after, before)) in enumerate(GAINS.items()):
+            family = "claims" if level == "all" and place < 2 else "others"
+            for (variant, label), runs in own.groupby(["variant", "label"], sort=False):
+                values = runs[after] - runs[before]
+                mean, lower, upper = mean_interval(values)
+                p = float(stats.ttest_1samp(values, 0.0).pvalue) if vary(values) else np.nan
+                row = {"family": family, "level": level, "gain": gain, "variant": variant, "label": label}
+                rows.append(row | {"seeds": len(values), "mean": mean, "lower": lower, "upper": upper, "p": p})
+    frame = pd.DataFrame(rows).sort_values("family", kind="stable")
+    return pd.concat([holm(own) for _, own in frame.groupby("family")], ignore_index=True)
+
+
+@paper_style()
+def draw(results: pd.DataFrame) -> Figure:
+    """Accuracy on all puzzles, sampled and greedy, a mean with its interval, beside the untrained policy's."""
+    figure, ax = plt.subplots(figsize=(6.0, 3.0), layout="constrained")
+    results = results[results["level"] == "all"]
+    names, drawn = [], []
+    for place, ((variant, label), own) in enumerate(results.groupby(["variant", "label"], sort=False)):
+        names.append(f"{label}\n({len(own)} seed{'s' if len(own) > 1 else ''})")
+        for shift, (kind, (marker, words)) in zip((-0.15, 0.0, 0.15), KINDS.items(), strict=True):
+            mean, lower, upper = mean_interval(own[kind])
+            color = NEUTRAL if kind == "untrained_matched" else COLORS[variant]
+            size = 12 if marker == "_" else 4.5
+            error, named = [[mean - lower], [upper - mean]], words if place == 0 else None
+            ax.errorbar(place + shift, mean, error, fmt=marker, markersize=size, color=color, elinewidth=1, label=named)
+            drawn.append({"variant": variant, "kind": kind, "mean": mean, "lower": lower, "upper": upper})
+    for kind, line in (("untrained_sampled", "-"), ("untrained_greedy", ":")):
+        level = results[kind].iloc[0]
+        ax.axhline(level, color=NEUTRAL, linewidth=0.8, linestyle=line, zorder=0)
+        ax.text(len(names) - 0.5, level, " " + kind.replace("_", ",\n "), va="center", fontsize=7.5)
+    ax.set_xticks(range(len(names)), names)
+    ax.set(ylabel="accuracy on the test", xlim=(-0.5, len(names) - 0.5), title="Mean and 95 % interval over seeds")
+    within_shares(ax)
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    finish(ax, pd.DataFrame(drawn))
+    return figure
+
+
+def main(options: Options) -> None:
+    results = table(options.scale)
+    contrasts = compare_gains(results)
+    save_figure(draw(results), options.out / "sharpening.png", results)
+    write_table(contrasts, options.out / "sharpening_contrasts.csv")
+    print(contrasts[contrasts["level"] == "all"].to_string(index=False, float_format="{:.3f}".format))
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))

@@ -1,0 +1,134 @@
+"""The paper's six categories of inference words (Table 5), and how often a text uses each.
+
+    python -m analyses.paper.words [--out figures]
+
+writes Table 5, with the forms that are counted, as figures/table5.csv and table5.md.
+
+A form is matched on word boundaries, in either case, over any white space: "so" neither inside "also" nor inside
+"sofa". A category's count is the sum over its words, so that "assume" inside an "if … then …" counts twice, once as
+each.
+
+Differs from the paper, which says that verbs and nouns include their conjugated forms ("plural forms of nouns as well
+as the past tense and past participle forms of verbs"): the third person and the present participle of verbs are counted
+too. Where its table leaves a choice: "XXX's ‘statement’" is read as somebody's statement, so that a statement without
+an owner is none; "if…then…" must stand within one sentence of one line; "definite" is neither noun nor verb and has one
+form, so that "definitely" is another word.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import pandas as pd
+import tyro
+
+from analyses.common.script import Options, exit_with
+from analyses.common.tables import write_table
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word or phrase of Table 5."""
+
+    name: str
+    """As the table has it."""
+    forms: tuple[str, ...]
+    """What is counted, in small letters; the parts of a phrase are separated by a space."""
+    pattern: str | None = None
+    """A regular expression where the forms alone do not say what counts."""
+
+    def count(self, text: str) -> int:
+        """How often it occurs in the text."""
+        return len(_compile(self).findall(text))
+
+
+_POSSESSIVE = r"\b\w+(?:['’]s|(?<=s)['’])\s+statements?\b"
+_IF_THEN = r"\bif\b[^.!?\n]*?\bthen\b"
+
+CATEGORIES: dict[str, tuple[Word, ...]] = {
+    "Analysis": (
+        Word("analyze", ("analyze", "analyzes", "analyzed", "analyzing")),
+        Word("consider", ("consider", "considers", "considered", "considering")),
+        Word("look at", ("look at", "looks at", "looked at", "looking at")),
+        Word("check", ("check", "checks", "checked", "checking")),
+        Word("examine", ("examine", "examines", "examined", "examining")),
+    ),
+    "Statement": (Word("XXX's statement", ("statement", "statements"), _POSSESSIVE),),
+    "Causal Indicator": tuple(Word(name, (name,)) for name in ("since", "because", "due to", "given that")),
+    "Conclusion Indicator": tuple(
+        Word(name, (name,)) for name in ("so", "thus", "hence", "as a result", "consequently", "therefore")
+    ),
+    "Assumption": (
+        Word("assume", ("assume", "assumes", "assumed", "assuming")),
+        Word("if…then…", ("if then",), _IF_THEN),
+    ),
+    "Assertion": (Word("must be", ("must be",)), Word("definite", ("definite",))),
+}
+"""Category → its words, in the order of Table 5."""
+
+
+@cache
+def _compile(word: Word) -> re.Pattern[str]:
+    forms = "|".join(r"\s+".join(map(re.escape, form.split())) for form in word.forms)
+    return re.compile(word.pattern or rf"\b(?:{forms})\b", re.IGNORECASE)
+
+
+def count_categories(text: str) -> dict[str, int]:
+    """How often the text uses words of each category.
+
+    >>> found = count_categories("So Zoey's statement is checked: if she lies, then Noah must be a knight.")
+    >>> [category for category, count in found.items() if count]
+    ['Analysis', 'Statement', 'Conclusion Indicator', 'Assumption', 'Assertion']
+    """
+    return {category: sum(word.count(text) for word in words) for category, words in CATEGORIES.items()}
+
+
+def can_write(entries: Sequence[str], word: Word) -> bool:
+    """Whether a vocabulary has all parts of a form of the word as words, not letter by letter.
+
+    entries: of a tokenizer whose entries are words and phrases; single characters do not count.
+    """
+    known = {part for entry in entries if len(entry) > 1 for part in re.findall(r"\w+", entry.lower())}
+    return any(known.issuperset(form.split()) for form in word.forms)
+
+
+def embedded_vocabulary() -> list[str]:
+    """The entries of the tokenizer of the policy that comes with gradscope: words, phrases, single characters."""
+    file = resources.files("gradscope") / "embedded" / "tokenizer.json"
+    return list(json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"])
+
+
+def embedded_categories() -> set[str]:
+    """The categories of which the embedded policy can write a word."""
+    entries = embedded_vocabulary()
+    return {name for name, words in CATEGORIES.items() if any(can_write(entries, word) for word in words)}
+
+
+def table() -> pd.DataFrame:
+    """Table 5: a row per word, with its forms and whether the embedded policy's vocabulary has it."""
+    entries = embedded_vocabulary()
+    rows = [(category, word) for category, words in CATEGORIES.items() for word in words]
+    return pd.DataFrame(
+        {
+            "category": [category for category, _ in rows],
+            "word": [word.name for _, word in rows],
+            "forms counted": [", ".join(word.forms) for _, word in rows],
+            "embedded policy has it": ["yes" if can_write(entries, word) else "no" for _, word in rows],
+        }
+    )
+
+
+def main(options: Options) -> None:
+    """Write and print Table 5."""
+    found = table()
+    write_table(found, options.out / "table5")
+    print(found.to_string(index=False))
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))

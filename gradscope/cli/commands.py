@@ -1,0 +1,100 @@
+"""The command line: `gradscope demo`, `sample`, `measure`, …; a command is a dataclass in a file of its own.
+
+Only the command that is asked for is imported, so that `--help` and `--version` wait for no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import make_dataclass
+from functools import reduce
+from importlib import import_module
+from operator import or_
+from typing import Any
+
+import tyro
+
+from gradscope import __version__
+from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError, stop_printing
+
+COMMANDS = {
+    "demo": "The main job on the embedded policy: sample puzzles' responses, measure them, draw, print a summary.",
+    "sample": "Sample responses, with rewards where a task gives them, into a rollout file that `measure` reads.",
+    "measure": "Measure the gradient of every response token of a rollout file: token table, figures, summary.",
+    "diagnose": "Diagnose checkpoints on their rollouts: which tokens an update serves, in one HTML file.",
+    "tune": "Screen α of Advantage Reweighting and η of Lopti on one batch, without training.",
+    "train": "Train a policy with GRPO or REINFORCE++, Advantage Reweighting and Lopti.",
+    "evaluate": "Accuracy of a policy on a task's questions: greedy, avg@k and pass@k, with intervals.",
+}
+"""A class of that name, with a capital, is in the file of that name."""
+GO_ON = {"train": "the same command with --resume goes on where it was", "sample": "nothing of it is kept"}
+"""What to do after an interruption; of the other commands, the same command goes on."""
+OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+
+
+def _parse(args: Sequence[str]) -> Any:
+    """The command that was asked for; prints help, the version or a complaint, and exits, where it is none."""
+    if args and args[0] in COMMANDS:
+        flags, module = import_module("gradscope.cli.flags"), import_module(f"gradscope.cli.{args[0]}")
+        command = getattr(module, args[0].capitalize())
+        defaults = command.defaults(args) if hasattr(command, "defaults") else {}
+        own = {"prog": f"gradscope {args[0]}", "args": args[1:]}
+        return tyro.cli(command, **own, **defaults, config=OPTIONS, registry=flags.REGISTRY)
+    if list(args) == ["--version"]:
+        print(f"gradscope {__version__}")
+        raise SystemExit(0)
+    names = [make_dataclass(name, [], namespace={"__doc__": words}) for name, words in COMMANDS.items()]
+    about = (
+        "Which tokens does an RL update of a language model serve? `gradscope COMMAND --help` has a command's flags."
+    )
+    return tyro.cli(reduce(or_, names), args=args, prog="gradscope", description=about, config=OPTIONS)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run one command.
+
+    Status 0: done, 2: the input or a flag is at fault, 1: self-check failed or OS error, 130: interrupted.
+    """
+    args = sys.argv[1:] if args is None else list(args)
+    try:
+        _parse(args).run()
+        if sys.stdout is not None:  # closed by the shell
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise SystemExit(stop_printing()) from None
+    except InputError as error:
+        _stop(error, 2)
+    except (SelfCheckError, SyncError, DivergedError, OSError) as error:
+        _stop(error, 1)
+    except KeyboardInterrupt:
+        advice = GO_ON.get(args[0], "the same command goes on where it was")
+        _stop(RuntimeError(f"interrupted; {advice}"), 130)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's own, whose module is not loaded for its name's sake
+            raise
+        advice = "try a smaller --chunk-memory, --micro-batch-size, --batch-size or --dtype, or --no-figures"
+        _stop(RuntimeError(f"out of memory on the device ({str(error).splitlines()[0]}); {advice}"), 1)
+
+
+def _stop(error: Exception, status: int) -> None:
+    if status != 2 or os.environ.get("RANK", "0") == "0":  # all processes see a mistake of the user: one tells it
+        # A file's text may hold what steers a terminal.
+        words = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(str(error).split()))
+        print(f"gradscope: {words}", file=sys.stderr)
+    elif status == 2:
+        time.sleep(3)  # the launcher ends all processes with the first: the one that tells it needs its moment
+    raise SystemExit(status)
+
+
+def run_script() -> None:
+    """The console script."""
+    from gradscope.runs import end_at_once
+
+    end_at_once(main)
+
+
+if __name__ == "__main__":
+    run_script()

@@ -1,0 +1,323 @@
+"""`gradscope diagnose`: checkpoints, or a trainer's dump alone, as a page to read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import tyro
+
+from gradscope.cli.flags import DeviceFlag, FormatFlag, MeasuredDtypeFlag, MemoryFlag, check_no_plan
+from gradscope.cli.measure import Measure, Measured
+from gradscope.cli.pages import (
+    PAGE,
+    RESULTS,
+    describe_step,
+    diagnose_dump,
+    in_words,
+    make_facts,
+    name_folders,
+    read_step,
+    trend_folder,
+    write_trend,
+)
+from gradscope.cli.sample import Sample
+from gradscope.diagnosis import DiagnosisSettings
+from gradscope.errors import InputError
+from gradscope.gradients import AFTERWARDS, MeasureSettings, settle_minutes
+from gradscope.policy import (
+    ADAPTER_CONFIG,
+    EMBEDDED,
+    Policy,
+    checkpoint_step,
+    find_policy_state,
+    refuse_training_run,
+    weights_hash,
+)
+from gradscope.rollouts import ON_POLICY, Dump, keep_own_step, list_files
+from gradscope.runs import check_is_folder, check_results, file_hash, plain_json
+
+
+@dataclass(frozen=True)
+class MeasureOwn(Measure):
+    """Of a dump of several training steps, what the checkpoint itself sampled."""
+
+    keeps_prompts: ClassVar[bool] = True
+    optimizer_state: Path | None = None
+    """An optimizer's file that must be of this policy."""
+
+    def has_metric(self, policy: Policy) -> bool:
+        return (self.optimizer_state or find_policy_state(policy)) is not None
+
+    def settle(self, policy: Policy, device: str) -> MeasureSettings:
+        return settle_minutes(self.settings, policy, device)
+
+    def read(self, policy: Policy) -> Dump:
+        read_step(policy, self.optimizer_state, asked=True)  # refused here, not when all is measured
+        dump = super().read(policy)
+        return dump if self.step is not None else keep_own_step(dump, checkpoint_step(self.model))
+
+
+@dataclass(frozen=True)
+class Diagnose:
+    """Which tokens does the update of your checkpoints serve? One HTML page each, with what it is made of beside it."""
+
+    model: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = ()
+    """Checkpoint folders, or "embedded"; several: a page for each, and one of the trend over their training steps.
+    None: what the rollouts alone say, without any policy."""
+    out: Path | None = None
+    """Folder for report.html, tokens.parquet, data/ and manifest.json; of several checkpoints, a folder each in it.
+    An interrupted run is taken up again. Needed unless --plan."""
+    rollouts: tuple[Path, ...] = ()
+    """Rollouts or a trainer's dump: one for all checkpoints, or one for each in their order. None: they are sampled
+    from each checkpoint, with --task or --prompts."""
+    step: int | None = None
+    """Only the responses of this training step; none: of a dump that holds several, those that this checkpoint sampled:
+    of the step after its own, or the nearest one."""
+    format: FormatFlag = None
+    """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
+    task: str | None = None
+    """Without rollouts: the task whose questions are answered (see `gradscope sample`)."""
+    prompts: Path | None = None
+    """Without rollouts: prompts in place of a task; without a reward nothing has a weight."""
+    data: tuple[str, ...] = ()
+    """Files of the task's questions (see `gradscope sample`)."""
+    questions: int = 16
+    """How many questions of the task."""
+    n: int = 8
+    """Responses per question."""
+    max_new_tokens: int = 512
+    """Longest response that is sampled."""
+    engine: Literal["hf", "vllm"] = "hf"
+    """What samples: transformers or vLLM."""
+    settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
+    )
+    params: Literal["all", "adapter"] = "all"
+    """Parameters whose gradients are measured: all, an adapter merged into its base; or those of the adapter alone."""
+    base: str | None = None
+    """An adapter's base model, where its adapter_config.json does not name a folder that is here."""
+    trust_remote_code: bool = False
+    """Run the Python files of a checkpoint that brings its own."""
+    device_map: str | None = None
+    """Spread one policy over several devices, in place of --device: auto, balanced, or what else transformers knows."""
+    blocks: str | None = None
+    """Name of the ModuleList of blocks, where it is not found by itself."""
+    optimizer_state: Path | None = None
+    """AdamW's state_dict, saved by torch; none: optimizer.pt in the checkpoint's folder, if it is there and fits."""
+    max_grad_norm: float | None = 1.0
+    """The run's clipping of the gradient's norm; none: it was not clipped."""
+    gradient_memory: MemoryFlag = None
+    """Bytes for summed gradients (of intervals, of prompts): they decide whether these are made all at once, in slices
+    of the parameters, which are as exact, or as sketches, whose error is in the intervals."""
+    actual_step: bool = True
+    """Take one step with the whole batch, look, and take it back."""
+    influence_tokens: int | None = DiagnosisSettings.influence_tokens
+    """Tokens of the step whose movement is split by source; none: leave that out."""
+    recommend: Annotated[bool | None, tyro.conf.arg(constructor=bool)] = None
+    """Screen α and η by predicted steps: the longest part; none: of policies below 100 M parameters."""
+    dtype: MeasuredDtypeFlag = None
+    """Precision of the weights and of all that is computed; upcast: the checkpoint's own half-precision weights, each
+    matrix upcast to float32 where it is used: float32's numbers in half of its memory."""
+    device: DeviceFlag = None
+    """A device of torch: cpu, cuda, cuda:1, …"""
+    overwrite: bool = False
+    """Replace a run with other arguments in the same folder."""
+    plan: bool = False
+    """Only print what the measuring would take: FLOPs, seconds, memory; nothing is written."""
+    machine: str | None = None
+    """With --plan: seconds on a GPU that is not here, h200, h100 or a100; none: on this machine, tried for a second."""
+    processes: int | None = None
+    """With --plan: how many processes are launched, each on a GPU of its own."""
+
+    def run(self) -> None:
+        self._check()
+        if self.plan:
+            for model, rollouts in self._pairs():
+                self._measure(model, rollouts, None).run()
+            return
+        check_no_plan(machine=self.machine, processes=self.processes)
+        for folder in name_folders(self.model, self.out) if self.model else [self.out]:
+            check_results(folder, RESULTS)
+        if not self.model:
+            self._diagnose_dump()
+            return
+        folders = name_folders(self.model, self.out)
+        if len(folders) > 1:
+            trend_folder(self.out, [], overwrite=self.overwrite)  # before anything is measured
+        done = [self._diagnose(*pair, folder) for pair, folder in zip(self._pairs(), folders, strict=True)]
+        if len(done) > 1 and all(done):
+            write_trend(self.model, folders, self.out, overwrite=self.overwrite)
+
+    def _check(self) -> None:
+        """What no other file looks at."""
+        if self.out is None and not self.plan:
+            raise InputError("--out is missing; give the folder of the report")
+        if self.out is not None:
+            check_is_folder(self.out)
+        if not self.model and not self.rollouts:
+            raise InputError("neither a checkpoint nor --rollouts is given; give one of the two, or both")
+        if self.rollouts and len(self.rollouts) not in (1, max(1, len(self.model))):
+            raise InputError(
+                f"--rollouts names {len(self.rollouts)} files for {len(self.model)} checkpoints; give one for all, or "
+                "one for each"
+            )
+        if self.rollouts and (self.task is not None or self.prompts is not None):
+            raise InputError("--rollouts is given, and --task or --prompts too; leave one out")
+        if not self.rollouts and (self.task is None) == (self.prompts is None):
+            raise InputError("no --rollouts; give them, or one of --task NAME and --prompts FILE to sample some")
+        if self.plan and (not self.model or not self.rollouts):
+            raise InputError("a plan is of checkpoints and their --rollouts; give both")
+        if not self.rollouts and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError("several processes measure given rollouts; sample first, and give them with --rollouts")
+        if not self.model:
+            self._check_no_checkpoint()
+        self._check_files()
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise InputError(f"--max-grad-norm is {self.max_grad_norm}; give a number above 0, or none")
+        self._diagnosis_settings().check()
+
+    def _check_no_checkpoint(self) -> None:
+        """Without a policy nothing is measured: InputError for a flag that would change nothing."""
+        plain = Diagnose()
+        names = ("params", "base", "device_map", "optimizer_state", "actual_step", "influence_tokens", "recommend")
+        names += ("gradient_memory",)
+        given = [name for name in names if getattr(self, name) != getattr(plain, name)]
+        settings = replace(self.settings, loss=plain.settings.loss, seed=plain.settings.seed)
+        given += [f.name for f in fields(settings) if getattr(settings, f.name) != getattr(plain.settings, f.name)]
+        if given:
+            flag = given[0].replace("_", "-")
+            raise InputError(f"--{flag} is of a checkpoint, and none is given; leave it out, or give the checkpoint")
+
+    def _check_files(self) -> None:
+        """What would otherwise come to light when much is measured already."""
+        for model in self.model:
+            if model != "embedded" and not os.path.isdir(model):
+                raise InputError(f"{model} is no folder here; give the folder of a checkpoint, or 'embedded'")
+            refuse_training_run(Path(model))
+            if model != "embedded" and not any(
+                (Path(model) / name).is_file() for name in ("config.json", ADAPTER_CONFIG)
+            ):
+                raise InputError(f"{model} holds no config.json; give the folder of a checkpoint, or 'embedded'")
+        for path in self.rollouts:
+            list_files(path)
+        if not self.rollouts and (self.format is not None or self.step is not None):
+            raise InputError("--format and --step are of rollouts that are given; leave them out, or give --rollouts")
+        if not self.model and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError("several processes measure with a checkpoint, and none is given; start one process")
+        if self.optimizer_state is None:
+            return
+        if len(self.model) != 1:
+            raise InputError(
+                f"--optimizer-state is of one checkpoint, and {len(self.model)} are given; leave it out: optimizer.pt "
+                "in each one's folder is found by itself"
+            )
+        if not self.optimizer_state.is_file():
+            raise InputError(f"{self.optimizer_state} is not there; give the file of an AdamW state_dict")
+
+    def _pairs(self) -> list[tuple[str, Path | None]]:
+        """Each checkpoint with its rollouts; None: to be sampled."""
+        given = self.rollouts or (None,)
+        return list(zip(self.model, given * (len(self.model) // len(given)), strict=True))
+
+    def _diagnose(self, model: str, rollouts: Path | None, folder: Path) -> bool:
+        """Whether this process holds the page of this checkpoint; of several, one does."""
+        if rollouts is None:
+            rollouts = self._sample(model, folder)
+        measured = self._measure(model, rollouts, folder).measure()
+        processes, drawn = measured.processes, self._drawn(measured) if measured.processes.is_main else None
+        known = processes.is_main and measured.folder.manifest.get("diagnosis") == drawn
+        found = known and (folder / PAGE).is_file()
+        if not processes.gather([found])[0]:
+            self._write(model, measured, drawn)
+        elif processes.is_main:
+            print(f"already diagnosed with these arguments: {folder / PAGE}")
+        return processes.is_main
+
+    def _sample(self, model: str, folder: Path) -> Path:
+        """Rollouts in the run's folder, under a name of their own for every way to sample them."""
+        names = ("task", "prompts", "data", "questions", "n", "max_new_tokens", "engine", "dtype", "device")
+        wanted = {name: getattr(self, name) for name in names} | {"seed": self.settings.seed}
+        wanted["temperature"] = 1.0 if self.settings.temperature is None else self.settings.temperature
+        files = {"weights": weights_hash(EMBEDDED if model == "embedded" else model)}
+        if self.prompts is not None and self.prompts.is_file():
+            files["asked"] = file_hash(self.prompts)
+        told = json.dumps({**wanted, **files, "model": model}, default=str, sort_keys=True)
+        path = folder / f"rollouts-{hashlib.sha256(told.encode()).hexdigest()[:8]}.jsonl"
+        if not path.is_file():
+            load = {"base": self.base, "trust_remote_code": self.trust_remote_code}
+            Sample(model=model, out=path, **wanted, **load).run()
+        return path
+
+    def _measure(self, model: str, rollouts: Path, folder: Path | None) -> Measure:
+        names = ("settings", "params", "base", "trust_remote_code", "device_map", "blocks", "dtype", "device")
+        names += ("overwrite", "plan", "machine", "format", "step", "optimizer_state", "gradient_memory", "processes")
+        return MeasureOwn(model, rollouts, folder, **{name: getattr(self, name) for name in names})
+
+    def _diagnosis_settings(self, measured: Measured | None = None) -> DiagnosisSettings:
+        """measured: None for a look at the flags alone."""
+        minutes = None if measured is None else measured.measurement.settings.minutes
+        return DiagnosisSettings(
+            minutes=None if minutes is None else AFTERWARDS * minutes,
+            loss=self.settings.loss,
+            seed=self.settings.seed,
+            gradient_memory=self.gradient_memory,
+            actual_step=self.actual_step,
+            influence_tokens=self.influence_tokens,
+            recommend=self.recommend,
+        )
+
+    def _drawn(self, measured: Measured) -> dict[str, Any]:
+        """All that changes the page beside the table, as the manifest remembers it."""
+        settings = asdict(self._diagnosis_settings(measured))
+        state = self._find_state(measured.policy)
+        drawn = {
+            "settings": {name: value for name, value in settings.items() if name != "loss"},
+            "optimizer_state": None if state is None else file_hash(state),
+            "optimizer_state_asked_for": self.optimizer_state is not None,  # one that was not may be left out
+            "max_grad_norm": self.max_grad_norm,
+        }
+        return plain_json(drawn)
+
+    def _find_state(self, policy: Policy) -> Path | None:
+        """The optimizer's file; one that was not asked for is left alone where it cannot be of these parameters."""
+        return self.optimizer_state or find_policy_state(policy)
+
+    def _write(self, model: str, measured: Measured, drawn: dict[str, Any] | None) -> None:
+        from gradscope.diagnosis import diagnose, make_report, write_report
+
+        folder, policy, batch = measured.folder, measured.policy, measured.measurement.batch
+        state, step, notes = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
+        if step is not None:
+            step = replace(step, max_grad_norm=self.max_grad_norm)
+        found = diagnose(
+            policy,
+            batch,
+            measured.read_table(),
+            settings=replace(self._diagnosis_settings(measured), step=step, gradient_memory=measured.gradient_memory),
+            optimizer_state=state,
+            processes=measured.processes,
+            progress=measured.processes.is_main and sys.stderr.isatty(),
+        )
+        if found is None:
+            return
+        facts = make_facts(model, measured) | {"optimizer state": "none" if state is None else "AdamW's, saved"}
+        facts |= {"step that is shown": describe_step(found.step)}
+        said = (*(note for note in measured.dump.notes if note != ON_POLICY), *notes)
+        report = make_report(found, policy, batch, title=f"gradscope diagnosis: {model}", facts=facts, notes=said)
+        with folder.writing():
+            folder.stage()
+            write_report(folder.staged, report)
+            folder.close(folder.manifest | {"diagnosis": drawn})
+        print(f"{folder.folder / PAGE}\n\n{in_words(found)}\n")
+
+    def _diagnose_dump(self) -> None:
+        """What the rollouts say without any policy."""
+        (path,) = self.rollouts
+        given = {name: getattr(self, name) for name in ("format", "step", "overwrite")}
+        diagnose_dump(path, self.out, loss=self.settings.loss, seed=self.settings.seed, **given)

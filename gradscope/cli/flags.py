@@ -1,0 +1,140 @@
+"""What several commands share: flags, a look at the prompts, and a quiet way to load a policy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from gradscope.errors import InputError
+from gradscope.policy import Policy, check_prompt
+from gradscope.tasks import Question
+
+Dtype = Literal["float32", "float64", "bfloat16", "float16"]
+_OWN = tyro.conf.arg(help_behavior_hint="(default: float32 on a CPU, the checkpoint's own on a GPU)")
+DtypeFlag = Annotated[Dtype | None, _OWN]
+MeasuredDtypeFlag = Annotated[Dtype | Literal["upcast"] | None, _OWN]
+DeviceFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: a GPU where there is one)")]
+
+FormatFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: told by the columns)")]
+
+
+def parse_memory(given: str) -> int | None:
+    """Bytes from a number with or without a unit; "none": none.
+
+    >>> parse_memory("2GiB"), parse_memory("500 MB"), parse_memory("1e9")
+    (2147483648, 500000000, 1000000000)
+    """
+    if given.lower() == "none":
+        return None
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*(?:([kmgt]?)(i?)b?)?", given.strip().lower())
+    try:
+        number, unit, binary = float(found[1]), found[2] or "", 1024 if found[3] else 1000
+        size = int(number * binary ** " kmgt".index(unit or " "))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{given!r} is no number of bytes; give one such as 2GiB") from error
+    return size
+
+
+MemoryFlag = Annotated[
+    int | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="BYTES",
+        instance_from_str=lambda given: parse_memory(given[0]),
+        is_instance=lambda value: value is None or isinstance(value, int),
+        str_from_instance=lambda value: [str(value).lower()],
+    ),
+    tyro.conf.arg(help_behavior_hint="(default: a sixth of what is free; for instance 4GiB)"),
+]
+
+
+def print_notes(notes: Sequence[str]) -> None:
+    """What must be known of a trainer's dump, a line each."""
+    for note in notes:
+        print(f"note: {note}")
+
+
+def load_quietly(path: str, **settings: Any) -> Policy:
+    """`load_policy` without the progress bars and remarks of transformers: what is wrong is said in one line."""
+    from gradscope.policy import load_policy
+
+    quiet_transformers()
+    return load_policy(path, **settings)
+
+
+def check_prompts(questions: Sequence[Question], *, parquet: bool) -> None:
+    """InputError, before anything is sampled, for prompts that are none or that no column of parquet can hold."""
+    import pyarrow as pa
+
+    for index, question in enumerate(questions):
+        check_prompt(question.prompt, f"question {index}")
+    try:
+        pa.array([question.prompt for question in questions] if parquet else [])
+    except pa.ArrowException as error:
+        raise InputError(
+            "the prompts are of several kinds, which one column of parquet cannot hold "
+            f"({str(error).splitlines()[0]}); give strings only, or chats of one form only"
+        ) from error
+
+
+def quiet_transformers() -> None:
+    """No progress bars and no remarks of transformers, for the rest of the process."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def check_no_plan(**given: str | float | None) -> None:
+    """InputError for what says something of a plan, by the names of its flags, where none is asked for."""
+    for name, value in given.items():
+        if value is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} is {value}, which only a plan is made for; add --plan, or leave it out")
+
+
+REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+def _parse_path(given: str) -> Path:
+    if not given:
+        raise ValueError("it is empty; give a path")  # Path("") is the current folder
+    return Path(given)
+
+
+@REGISTRY.primitive_rule
+def _name_value(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """One word for the value of a flag in the help, also where it may be "none"."""
+    words = {str: ("NAME", str), int: ("N", int), float: ("X", float), int | float: ("X", float)}
+    words[Path] = "PATH", _parse_path
+    kind = next((kind for kind in words if info.type in (kind, kind | None)), None)
+    if kind is None:
+        return None
+    word, make = words[kind]
+    optional = info.type != kind
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=word,
+        instance_from_str=lambda given: None if optional and given[0].lower() == "none" else make(given[0]),
+        is_instance=lambda value: isinstance(value, info.type),
+        str_from_instance=lambda value: [str(value).lower() if value is None else str(value)],
+    )
+
+
+@REGISTRY.primitive_rule
+def _count_or_auto(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """A number, auto or none."""
+    if info.type != int | Literal["auto"] | None:
+        return None
+    words = {"auto": "auto", "none": None}
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N|auto|none",
+        instance_from_str=lambda given: words[w] if (w := given[0].lower()) in words else int(w),
+        is_instance=lambda value: value in (None, "auto") or isinstance(value, int),
+        str_from_instance=lambda value: [str(value).lower()],
+    )

@@ -1,0 +1,482 @@
+"""`gradscope measure`: a token table, figures and a summary, in one folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+import tyro
+from tqdm import tqdm
+
+from gradscope import __version__
+from gradscope.cli.flags import (
+    DeviceFlag,
+    FormatFlag,
+    MeasuredDtypeFlag,
+    MemoryFlag,
+    check_no_plan,
+    load_quietly,
+    print_notes,
+    quiet_transformers,
+)
+from gradscope.diagnosis import sampling_error
+from gradscope.errors import InputError
+from gradscope.gradients import (
+    AFTERWARDS,
+    BUDGET,
+    PILOT,
+    MeasureSettings,
+    Round,
+    Stopwatch,
+    SumsPlan,
+    TableMeasurement,
+    Way,
+    describe_seconds,
+    interval_norms,
+    join_responses,
+    join_rounds,
+    largest_share,
+    measure_rounds,
+    own_rows,
+    plan_batch_sums,
+)
+from gradscope.intervals import interval_labels
+from gradscope.policy import Policy, find_device, gradient_budget, hash_ahead, join_launch, precision_in_words
+from gradscope.rollouts import NO_TEMPERATURE, Dump, TokenBatch
+from gradscope.runs import Processes, RunFolder, is_table, library_versions, write_parquet, write_text
+
+SUMMARY = "figures/summary.txt"
+"""Where in its folder a run keeps the summary that it prints."""
+TABLE = "tokens.parquet"
+
+
+def describe_speedup(speedup: float) -> str:
+    """What the fast mode is worth on this machine.
+
+    >>> describe_speedup(0.5)
+    'fast: rounded products are .5 times as fast as exact ones here; leave --fast out, exact norms take less time'
+    """
+    words = f"fast: rounded products are {speedup:.1f} times as fast as exact ones here".replace(" 0.", " .")
+    return words if speedup > 1 else f"{words}; leave --fast out, exact norms take less time"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a measurement was made with, once its table is in its folder."""
+
+    policy: Policy
+    dump: Dump
+    measurement: TableMeasurement
+    folder: RunFolder
+    gradient_memory: int
+    """Bytes for summed gradients, the same in all processes."""
+
+    @property
+    def processes(self) -> Processes:
+        return self.measurement.processes
+
+    @property
+    def pass_seconds(self) -> float | None:
+        """Seconds of a forward pass over the batch in one process, maybe of an earlier run; None: not known."""
+        return self.measurement.pass_seconds or (self.folder.manifest or {}).get("pass_seconds")
+
+    def read_table(self) -> pd.DataFrame:
+        return pd.read_parquet(self.folder.folder / TABLE)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Measure every response token's own gradient: a token table, figures and a summary, in one folder."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Checkpoint folder of transformers (any decoder-only causal LM) or of a LoRA adapter, or "embedded"."""
+    rollouts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
+    """JSONL or parquet, a row per response, or a trainer's dump: a file, or a folder of them (see the README)."""
+    out: Path | None = None
+    """Folder for tokens.parquet, manifest.json, figures/ and, with estimates, interval_norms.csv; needed unless --plan.
+    A run that was interrupted is taken up again."""
+    settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
+    )
+    params: Literal["all", "adapter"] = "all"
+    """Parameters whose gradients are measured: all, an adapter merged into its base; or those of the adapter alone."""
+    base: str | None = None
+    """An adapter's base model, where its adapter_config.json does not name a folder that is here."""
+    trust_remote_code: bool = False
+    """Run the Python files of a checkpoint that brings its own."""
+    device_map: str | None = None
+    """Spread one policy over several devices, in place of --device: auto, balanced, or what else transformers knows."""
+    blocks: str | None = None
+    """Name of the ModuleList of blocks, where it is not found by itself."""
+    dtype: MeasuredDtypeFlag = None
+    """Precision of the weights and of all that is computed; upcast: the checkpoint's own half-precision weights, each
+    matrix upcast to float32 where it is used: float32's numbers in half of its memory."""
+    device: DeviceFlag = None
+    """A device of torch: cpu, cuda, cuda:1, …"""
+    chunk_rows: int | None = None
+    """Positions × tokens of one batched backward, by default 1,536 or, for a small policy and on a GPU, more, as far as
+    --chunk-memory goes; changes speed, memory and rounding only."""
+    chunk_memory: int = 1 << 30
+    """Bytes that one batched backward may take, or what responses measured together leave; changes speed and memory
+    only."""
+    gradient_memory: MemoryFlag = None
+    """Bytes for summed gradients (of intervals, of prompts): they decide whether these are made all at once, in slices
+    of the parameters, which are as exact, or as sketches, whose error is said."""
+    constants: int = 0
+    """For the summary, compute the constants of Eq. 3 at the contexts of this many measured tokens, the shortest ones:
+    certified by an exact SVD up to 1,024 activations in a context, estimated by Lanczos beyond."""
+    figures: bool = True
+    """Also draw figures/ and write summary.txt, which asks the network for the intervals' summed gradients."""
+    overwrite: bool = False
+    """Replace a run with other arguments in the same folder."""
+    plan: bool = False
+    """Only print what this would take: FLOPs, seconds, memory; no weights are loaded, nothing is written."""
+    machine: str | None = None
+    """With --plan: seconds on a GPU that is not here, h200, h100 or a100; none: on this machine, tried for a second."""
+    processes: int | None = None
+    """With --plan: how many processes are launched, each on a GPU of its own."""
+    format: FormatFlag = None
+    """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
+    step: int | None = None
+    """Only the responses of this training step, where a dump holds several."""
+
+    keeps_prompts: ClassVar[bool] = False
+    """Whether the summed gradients are kept of each prompt, or of two halves of them."""
+
+    def run(self) -> None:
+        if self.plan:
+            self._plan()
+            return
+        check_no_plan(machine=self.machine, processes=self.processes)
+        self._check_constants()
+        measured = self.measure()
+        if self.figures:
+            self._draw(measured)
+        if self.figures and measured.processes.is_main:
+            print(f"figures: {self.out / 'figures'}\n\n{(self.out / SUMMARY).read_text(encoding='utf-8').rstrip()}")
+
+    def measure(self) -> Measured:
+        """Fill the folder's table, unless that was done before."""
+        if self.out is None:
+            raise InputError("--out is missing; give the folder of the run")
+        if self.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError("--device-map spreads one process's policy, and several were launched; leave it out")
+        watch, (processes, device) = Stopwatch(), join_launch(self.device)
+        names = ("dtype", "blocks", "params", "base", "trust_remote_code", "device_map")
+        with processes.together():
+            hash_ahead(self.model)
+            policy = load_quietly(self.model, device=device, **{name: getattr(self, name) for name in names})
+            dump = self.read(policy)
+            cut = {"chunk_rows": self.chunk_rows, "chunk_memory": self.chunk_memory}
+            measurement = TableMeasurement(
+                policy, dump.batch, self.settle(policy, policy.device.type), processes=processes, **cut
+            )
+        # What is free differs by process and by moment; all later looks are at this number.
+        memory = gradient_budget(policy.device, processes) if self.gradient_memory is None else self.gradient_memory
+        with processes.together():
+            sums = self.plan_sums(policy, measurement.batch, memory)
+            folder = RunFolder(self.out, self._key(policy, measurement.settings))
+            found = folder.look(overwrite=self.overwrite) if processes.is_main else None
+        measured = Measured(policy, dump, measurement, folder, memory)
+        if processes.is_main:
+            print_notes(dump.notes)
+            if sums is not None and sums.way != "whole":
+                print(sums)
+        if processes.gather([found])[0] != "finished":
+            self._measure(measured, watch)
+            processes.gather([None])  # the table is there
+            return measured
+        with processes.together():
+            if not is_table(self.out / TABLE):
+                raise InputError(f"{self.out / TABLE} is missing or cannot be read; --overwrite measures again")
+        if processes.is_main:
+            print(f"already measured with these arguments: {self.out / TABLE}")
+        return measured
+
+    def settle(self, policy: Policy, device: str) -> MeasureSettings:
+        """The settings for this policy on a device of this type."""
+        return self.settings
+
+    def read(self, policy: Policy) -> Dump:
+        """The rollouts that are measured."""
+        from gradscope.rollouts import read_dump
+
+        dump = read_dump(self.rollouts, policy, format=self.format, step=self.step)
+        if self.settings.temperature is None:
+            return dump
+        return replace(dump, notes=tuple(note for note in dump.notes if note != NO_TEMPERATURE))
+
+    def has_metric(self, policy: Policy) -> bool:
+        """Whether summed gradients are also made in AdamW's metric."""
+        return False
+
+    def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
+        """How the summed gradients will be made; None if there are none. InputError where they do not fit."""
+        if not self.figures or (batch.advantages is None and batch.rewards is None):
+            return None
+        kept = {"keeps_prompts": self.keeps_prompts, "metric": self.has_metric(policy)}
+        return plan_batch_sums(policy, batch, memory=memory, **kept)
+
+    def reserve(self, measured: Measured) -> float:
+        """Seconds of the minutes that what follows the table takes."""
+        most, seconds = 60 * AFTERWARDS * measured.measurement.settings.minutes, self.sums_seconds(measured)
+        if seconds is None:
+            return 0.0
+        return most if self.keeps_prompts else min(most, seconds)
+
+    def sums_seconds(self, measured: Measured) -> float | None:
+        """Seconds of the summed gradients, made as the budget says; None: not known, or there are none."""
+        policy, batch = measured.policy, measured.measurement.batch
+        sums = self.plan_sums(policy, batch, measured.gradient_memory)
+        if sums is None or measured.pass_seconds is None:
+            return None
+        share = largest_share(len(own_rows(batch)), measured.processes.count)
+        return sums.forward_passes * measured.pass_seconds * share
+
+    def sums_way(self, measured: Measured) -> Way | None:
+        """Sketches, if what the budget says would take longer than the minutes have for it; None: as it says."""
+        minutes, seconds = measured.measurement.settings.minutes, self.sums_seconds(measured)
+        if minutes is None or seconds is None or seconds <= 60 * AFTERWARDS * minutes:
+            return None
+        sums = self.plan_sums(measured.policy, measured.measurement.batch, measured.gradient_memory)
+        return "sketches" if sums.way == "slices" and sums.sketched_passes is not None else None
+
+    def _check_constants(self) -> None:
+        if self.constants < 0:
+            raise InputError(f"--constants is {self.constants}; give 0 or more contexts")
+        if self.constants and self.settings.norms == "estimate":
+            raise InputError(
+                f"--constants is {self.constants}, which needs exact norms by layer; leave it out, or --norms"
+            )
+
+    def _plan(self) -> None:
+        from gradscope.gradients import outline_policy, plan_batch
+        from gradscope.policy import find_whole
+
+        quiet_transformers()
+        if self.params == "adapter":
+            raise InputError("a plan is of all parameters; leave out --params adapter, or --plan")
+        names = ("dtype", "device", "machine", "chunk_rows", "chunk_memory", "gradient_memory", "keeps_prompts")
+        given = {name: getattr(self, name) for name in names}
+        given["processes"] = 1 if self.processes is None else self.processes
+        policy = outline_policy(find_whole(self.model, self.base), self.blocks)
+        given["metric"] = self.has_metric(policy)
+        kind = "cuda" if self.machine is not None else torch.device(find_device(self.device)).type
+        print(plan_batch(policy, self.read(policy).batch, self.settle(policy, kind), **given))
+
+    def _key(self, policy: Policy, settings: MeasureSettings) -> dict[str, Any]:
+        from gradscope.policy import policy_hashes
+        from gradscope.rollouts import rollouts_hash
+
+        return {
+            "gradscope": __version__,
+            **policy_hashes(policy),
+            "rollouts": rollouts_hash(self.rollouts),
+            "format": self.format,
+            "step": self.step,
+            "settings": asdict(settings),
+            "blocks": policy.blocks_name,
+            "dtype": precision_in_words(policy.model),
+            "device": policy.device.type,
+        }
+
+    def _measure(self, measured: Measured, watch: Stopwatch) -> None:
+        measurement, folder = measured.measurement, measured.folder
+        processes, count = measurement.processes, len(measurement.batch)
+        with measurement, ExitStack() as held:  # checks itself, before anything is written
+            with processes.together():
+                if processes.is_main:
+                    held.enter_context(folder.writing())
+                    self._announce(measurement, resumed=folder.open(overwrite=self.overwrite))
+            rounds = []
+            if measurement.settings.minutes is not None:
+                rounds = self._measure_rounds(measured, watch)
+            else:
+                left = [row for row in range(count) if not folder.has_part(row)] if processes.is_main else []
+                with processes.together():
+                    self._measure_share(measurement, folder, processes.gather(left))
+            if not processes.is_main:
+                return
+            table = join_rounds(measurement, rounds) if rounds else join_responses(folder.read_parts(count))
+            write_parquet(folder.staged / TABLE, table)
+            if measurement.estimate_plan is not None:
+                write_text(folder.staged / "interval_norms.csv", interval_norms(table).to_csv(index=False))
+            sample = self._describe_sample(measurement, table, rounds, watch)
+            folder.close(self._manifest(measured, table) | {"sample": sample})
+        print(f"{len(table):,} tokens of {count} responses: {folder.folder / TABLE}")
+        if not isinstance(sample, str) and "error" in sample:
+            print(sample["error"])
+
+    def _announce(self, measurement: TableMeasurement, *, resumed: bool) -> None:
+        if resumed:
+            print(f"taking up the unfinished run in {self.out}")
+        if measurement.estimate_plan is not None:
+            print(measurement.estimate_plan)
+        if (minutes := measurement.settings.minutes) is not None:
+            print(
+                f"measuring as large a sample of the {measurement.num_tokens:,} tokens as {minutes:g} minutes allow, "
+                "loading and preparation among them"
+                + (" (--tokens-per-interval none measures them all)" if self.settings.minutes is None else "")
+            )
+        if self.settings.fast:
+            print(describe_speedup(measurement.meter.speedup))
+        if self.settings.tokens_per_interval == "auto" and (each := measurement.settings.tokens_per_interval):
+            print(
+                f"measuring a random sample, {each:,} tokens of each interval at most: {measurement.num_tokens:,} "
+                f"tokens are more than {BUDGET:,} (--tokens-per-interval none measures them all)"
+            )
+
+    def _measure_share(self, measurement: TableMeasurement, folder: RunFolder, left: list[int]) -> None:
+        """Write the parts that are left and this process's; of several, the main one shows its own share."""
+        counts = measurement.batch.response_mask.sum(1).tolist()
+        mine, processes, missing = measurement.share(left), measurement.processes, set(left)
+        show = None if processes.is_main else True
+        ours = sum(counts[row] for group in mine for row in group if row in missing)
+        total = sum(counts) if processes.count == 1 else ours
+        with tqdm(total=total, initial=total - ours, desc="measuring", unit="token", disable=show) as bar:
+            for group in mine:
+                # All of an unfinished group, as before it was interrupted: its numbers are the same then.
+                for row, frame in zip(group, measurement.measure_responses(group), strict=True):
+                    if row in missing:
+                        folder.write_part(row, frame)
+                        bar.update(counts[row])
+
+    def _measure_rounds(self, measured: Measured, watch: Stopwatch) -> list[Round]:
+        """All rounds, those of an interrupted run among them; each is written when it has ended."""
+        measurement, folder = measured.measurement, measured.folder
+        finished, processes = [], measurement.processes
+        while processes.is_main and folder.has_part(len(finished)):
+            finished.append(Round.of_part(pd.read_parquet(folder.part(len(finished)))))
+        rounds = processes.gather(finished)
+        if not rounds and processes.is_main and watch.seconds() > 60 * measurement.settings.minutes:
+            print(
+                f"preparation alone took {describe_seconds(watch.seconds())}: {PILOT} tokens of each interval are "
+                "measured all the same; give more minutes for more"
+            )
+        show = processes.is_main and sys.stderr.isatty()
+        reserve = self.reserve(measured)
+        for done in measure_rounds(measurement, watch, tuple(rounds), reserve=reserve, progress=show):
+            if processes.is_main:
+                folder.write_part(len(rounds), done.to_part())
+            rounds.append(done)
+        return rounds
+
+    def _draw(self, measured: Measured) -> None:
+        """Add figures and summary to a finished run, unless they are there: the table is safe by then.
+
+        Of several processes all sum gradients, and the main one goes on.
+        """
+        from gradscope.diagnosis import summarize_measurement, write_figures
+
+        folder, policy, measurement = measured.folder, measured.policy, measured.measurement
+        processes, progress = measured.processes, measured.processes.is_main and sys.stderr.isatty()
+        drawn = {"constants": self.constants, "gradient_memory": self.gradient_memory}
+        known = processes.is_main and (folder.manifest or {}).get("figures") == drawn
+        found = known and (self.out / SUMMARY).is_file()
+        if processes.gather([found])[0]:
+            return
+        with ExitStack() as held:
+            with processes.together():
+                if processes.is_main:
+                    held.enter_context(folder.writing())
+                    folder.stage()
+            table = measured.read_table()
+            summary = summarize_measurement(
+                policy,
+                measurement.batch,
+                table,
+                measurement.settings,
+                contexts=self.constants if processes.is_main else 0,
+                memory=measured.gradient_memory,
+                way=self.sums_way(measured),
+                processes=processes,
+                progress=progress,
+            )
+            if not processes.is_main:
+                return
+            write_figures(folder.staged / "figures", policy, table, summary, progress=progress)
+            told = {} if summary.gradients is None else {"summed_gradients": asdict(summary.gradients.plan)}
+            folder.close(folder.manifest | {"figures": drawn, **told})
+
+    def _manifest(self, measured: Measured, table: pd.DataFrame) -> dict[str, Any]:
+        policy, measurement, key = measured.policy, measured.measurement, measured.folder.key
+        meter, check = measurement.meter, measurement.check
+        return {
+            "gradscope": __version__,
+            "versions": library_versions(),
+            "model": {"path": self.model, "class": type(policy.model).__name__, "sha256": key["model"]},
+            "base_model": None if policy.base is None else {"path": policy.base, "sha256": key["base_model"]},
+            "params": policy.params,
+            "rollouts": {
+                "path": str(self.rollouts),
+                "sha256": key["rollouts"],
+                "format": measured.dump.format,
+                "notes": list(measured.dump.notes),
+            },
+            "settings": asdict(measurement.settings),
+            "seed": self.settings.seed,
+            "dtype": key["dtype"],
+            "device": str(policy.device),
+            "device_map": getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None,
+            "processes": measurement.processes.count,
+            "threads": torch.get_num_threads(),
+            "pass_seconds": measured.pass_seconds,
+            "self_check": "off" if check is None else asdict(check),
+            "engine": {
+                "blocks": policy.blocks_name,
+                "rules": "the model's graph" if meter.precision is None else "decoder",
+                "precision": meter.precision or "exact",
+                "joint": meter.joint,
+                "batched": meter.graph.batched,
+                "modules_by_rule": len(meter.claims.rules),
+                "parameters_on_the_general_path": list(meter.claims.general),
+            },
+            "tokens": len(table),
+        } | self._norms(measurement, table)
+
+    def _describe_sample(
+        self, measurement: TableMeasurement, table: pd.DataFrame, rounds: list[Round], watch: Stopwatch
+    ) -> dict[str, Any] | str:
+        """Which tokens have norms, who said so, and what other tokens would change."""
+        settings, times = measurement.settings, None
+        if (each := settings.tokens_per_interval) is None and not rounds:
+            return "every token"
+        if not rounds:
+            asked = self.settings.tokens_per_interval != "auto"
+            why = "asked for" if asked else f"the default above {BUDGET:,} tokens"
+        else:
+            each, measuring = rounds[-1].each, sum(done.seconds for done in rounds)
+            times = {"preparing": watch.seconds() - measuring, "measuring": measuring}
+            why = "minutes" if self.settings.minutes is not None else "minutes, the default of a large policy"
+        sample = {"tokens_per_interval": each, "why": why, "drawn": settings.sample}
+        if times is not None:
+            told = [{"tokens_per_interval": done.each, "seconds": done.seconds} for done in rounds]
+            sample |= {"seconds": times, "rounds": told}
+
+        def seconds(more: float) -> float:
+            """Of a run that measures so many times the tokens."""
+            size = round(min(measurement.sample.largest, more * each))
+            costs = [measurement.cost_of_more(0, end) for end in (size, each)]
+            return times["preparing"] + times["measuring"] * costs[0] / costs[1]
+
+        rng = np.random.default_rng(settings.seed)
+        error = sampling_error(table, interval_labels(measurement.edges), rng=rng)
+        if error is not None:
+            sample["error"] = error.in_words(None if times is None else seconds)
+        return sample
+
+    def _norms(self, measurement: TableMeasurement, table: pd.DataFrame) -> dict[str, Any]:
+        """What the manifest says of the norms: how many tokens have one, and how it was come by."""
+        known = int(table["param_grad_norm"].notna().sum())
+        if measurement.estimate_plan is None:
+            return {"norms": "exact", "tokens_measured": known}
+        plan = asdict(measurement.estimate_plan)
+        plan = plan.pop("counts") | plan | {"in_words": str(measurement.estimate_plan)}
+        return {"norms": "estimate", "tokens_measured": 0, "tokens_estimated": known, "estimate": plan}

@@ -1,0 +1,200 @@
+"""What `gradscope diagnose` writes beside a checkpoint's own page: the trend, a dump alone, and how all was made."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from gradscope import __version__
+from gradscope.cli.flags import print_notes
+from gradscope.cli.measure import Measured
+from gradscope.diagnosis import Diagnosis, state_step
+from gradscope.errors import InputError
+from gradscope.objective import LossSettings
+from gradscope.policy import Policy, checkpoint_step, read_optimizer_file
+from gradscope.rollouts import read_dump
+from gradscope.runs import MANIFEST, RunFolder, file_hash, library_versions, read_json, write_parquet
+from gradscope.updates import SGD, StepSettings, read_moments
+
+PAGE = "report.html"
+RESULTS = ("tokens.parquet", "figures", PAGE, "data")
+STATISTICS = "data/statistics.csv"
+
+
+def name_folders(models: Sequence[str], out: Path) -> list[Path]:
+    """The folder itself for one checkpoint; of several one in it for each, by the checkpoints' names."""
+    if len(models) == 1:
+        return [out]
+    # "." and ".." have names, too; and no link of a page may hold what makes an address of a file's name.
+    names = [re.sub(r"[:\\]", "_", Path(os.path.abspath(model)).name) or "checkpoint" for model in models]
+    if len(set(names)) < len(names) or {*names} & {*RESULTS}:
+        names = [f"{place:02d}-{name}" for place, name in enumerate(names)]
+    return [out / name for name in names]
+
+
+def make_facts(model: str, measured: Measured) -> dict[str, str]:
+    """How the numbers were made, for the end of the page."""
+    manifest = measured.folder.manifest
+    sample, rollouts = manifest["sample"], manifest["rollouts"]
+    check = manifest["self_check"]
+    return {
+        "checkpoint": f"{model} ({manifest['model']['class']}), weights sha256 {manifest['model']['sha256'][:16]}",
+        "training step": str(checkpoint_step(model) if checkpoint_step(model) is not None else "unknown"),
+        "parameters": manifest["params"],
+        "rollouts": f"{rollouts['path']} ({rollouts['format']}), sha256 {rollouts['sha256'][:16]}",
+        "temperature": ", ".join(f"{value:g}" for value in measured.measurement.batch.temperature.unique().tolist()),
+        "loss": describe_loss(manifest["settings"]["loss"]),
+        "tokens measured": sample
+        if isinstance(sample, str)
+        else f"{sample['tokens_per_interval']:,} of each interval at most",
+        "norms": manifest["norms"],
+        "precision, device": f"{manifest['dtype']}, {manifest['device']}",
+        "self-check": check if isinstance(check, str) else ", ".join(f"{k} {v}" for k, v in check.items()),
+        "gradscope": manifest["gradscope"],
+        "libraries": ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()),
+    }
+
+
+def describe_loss(loss: dict[str, Any]) -> str:
+    """All that the weights were made with.
+
+    >>> describe_loss({"clip_ratio_c": None, "kl_coef": 0.001, "kl_corrected": False})
+    'clip_ratio_c off, kl_coef 0.001, kl_corrected no'
+    """
+    return ", ".join(f"{name} {_in_a_word(value)}" for name, value in loss.items())
+
+
+def _in_a_word(value: bool | int | float | None) -> str:
+    if value is None:
+        return "off"
+    return ("no", "yes")[value] if isinstance(value, bool) else f"{value:g}"
+
+
+def describe_step(step: StepSettings) -> str:
+    """The optimizer step of the page's pictures and sentences."""
+    clip = "not clipped" if step.max_grad_norm is None else f"gradient clipped to {step.max_grad_norm:g}"
+    name = {"adamw": "AdamW", "sgd": "SGD"}[step.optimizer]
+    return f"{name}, learning rate {step.learning_rate:g}, weight decay {step.weight_decay:g}, {clip}"
+
+
+def in_words(diagnosis: Diagnosis) -> str:
+    """The findings, a line each."""
+    from gradscope.diagnosis import findings
+
+    return "\n".join(f"- {statement}" for statement, _, _ in findings(diagnosis))
+
+
+def trend_folder(out: Path, folders: Sequence[Path], *, overwrite: bool) -> RunFolder:
+    """Where the trend over these folders' pages goes; InputError where results of another kind are.
+
+    An earlier trend's page is replaced, whichever checkpoints it was of: it is made anew at no cost.
+    """
+    key = {"gradscope": __version__, "pages": [file_hash(folder / PAGE) for folder in folders]}
+    run = RunFolder(out, key, results=RESULTS)
+    earlier = (run.manifest or {}).get("key")
+    run.look(overwrite=overwrite or (isinstance(earlier, dict) and "pages" in earlier))
+    return run
+
+
+def write_trend(models: Sequence[str], folders: Sequence[Path], out: Path, *, overwrite: bool) -> None:
+    """The page of several checkpoints, from the statistics of each."""
+    from gradscope.diagnosis import make_trend_report, write_report
+
+    steps, notes = name_steps(models)
+    frames = [pd.read_csv(folder / STATISTICS).assign(step=step) for folder, step in zip(folders, steps, strict=True)]
+    trend = pd.concat(frames, ignore_index=True).sort_values("step", kind="stable", ignore_index=True)
+    run = trend_folder(out, folders, overwrite=overwrite)
+    links = [
+        (f"{folder.name}: step {step}", f"{folder.name}/{PAGE}") for folder, step in zip(folders, steps, strict=True)
+    ]
+    manifests = [read_json(folder / MANIFEST) for folder in folders]
+    if len({manifest["diagnosis"]["optimizer_state"] is None for manifest in manifests}) > 1:
+        notes = [*notes, "only some checkpoints have an optimizer state: the steps of the others are SGD's"]
+    told = (note for manifest in manifests for note in manifest["rollouts"]["notes"] if "training steps" not in note)
+    notes = [*notes, *dict.fromkeys(told)]
+    facts = {f"step {step}": describe_rollouts(manifest) for step, manifest in zip(steps, manifests, strict=True)}
+    report = make_trend_report(trend, links=links, notes=notes, facts=facts | {"gradscope": __version__})
+    with run.writing():
+        run.open(overwrite=True)
+        write_report(run.staged, report)
+        run.close({"gradscope": __version__, "versions": library_versions(), "checkpoints": list(models)})
+    print(f"the trend over {len(folders)} checkpoints: {out / PAGE}")
+
+
+def describe_rollouts(manifest: dict[str, Any]) -> str:
+    """What a checkpoint's own page was made of, and which step of a dump."""
+    rollouts = manifest["rollouts"]
+    taken = [note for note in rollouts["notes"] if "training steps" in note]
+    return "; ".join([f"{manifest['tokens']:,} tokens of {rollouts['path']}", *taken])
+
+
+def name_steps(models: Sequence[str]) -> tuple[list[int], list[str]]:
+    """(the training step of each checkpoint, or its place among them where these are not known; a note on that)."""
+    steps = [checkpoint_step(model) for model in models]
+    if None in steps or len(set(steps)) < len(steps):
+        return list(range(len(models))), ["the checkpoints' training steps are not known: they are counted 0, 1, 2, …"]
+    return steps, []
+
+
+def diagnose_dump(
+    path: Path, out: Path, *, format: str | None, step: int | None, loss: LossSettings, seed: int, overwrite: bool
+) -> None:
+    """What the rollouts say without any policy."""
+    from gradscope.diagnosis import logit_notes, logit_shares, logit_table, make_logit_report, write_report
+    from gradscope.rollouts import rollouts_hash
+
+    key = {"gradscope": __version__, "rollouts": rollouts_hash(path), "format": format, "step": step, "policy": None}
+    folder = RunFolder(out, key | {"loss": asdict(loss), "seed": seed}, results=RESULTS)
+    if folder.look(overwrite=overwrite) == "finished":
+        print(f"already diagnosed with these arguments: {out / PAGE}")
+        return
+    dump = read_dump(path, format=format, step=step)
+    table = logit_table(dump, loss=loss)
+    notes = (*dump.notes, *logit_notes(table))
+    print_notes(notes)
+    shares = logit_shares(table, rng=np.random.default_rng(seed))
+    facts = {"rollouts": f"{path} ({dump.format})", "policy": "none", "gradscope": __version__}
+    report = make_logit_report(table, shares, facts=facts, notes=notes)
+    with folder.writing():
+        folder.open(overwrite=overwrite)
+        write_parquet(folder.staged / "tokens.parquet", table)
+        write_report(folder.staged, report)
+        rollouts = {"path": str(path), "sha256": key["rollouts"], "format": dump.format, "notes": list(notes)}
+        told = {"gradscope": __version__, "versions": library_versions(), "policy": None}
+        folder.close(told | {"rollouts": rollouts, "tokens": len(table)})
+    print(f"{len(table):,} tokens at the logits, without a policy and so without a verdict: {out / PAGE}")
+
+
+def read_step(
+    policy: Policy, path: Path | None, *, asked: bool
+) -> tuple[dict[str, Any] | None, StepSettings | None, list[str]]:
+    """(AdamW's state in the file, the step that goes on from it, what a reader must know of the two).
+
+    asked: the user named the file. InputError where it does not fit the policy; another one is then left out.
+    """
+    if path is None:
+        return None, None, []
+    try:
+        state = read_optimizer_file(path)
+        step = state_step(state)
+        step.check()
+        read_moments(policy.model, step, state)
+    except InputError as error:
+        told = str(error).removeprefix(str(path)).removeprefix(":").strip()  # where it is named, it is so first
+        if asked:
+            raise InputError(f"{path}: {told}") from error
+        return None, None, [f"{path.name} beside the checkpoint is left out: {told}"]
+    if step.learning_rate > 0:
+        return state, step, []
+    # A schedule has come to its end: the step is shown at the rate that it began with.
+    first = float(state["param_groups"][0].get("initial_lr", 0.0))
+    first = first if 0 < first < float("inf") else SGD.learning_rate
+    told = f"the optimizer's learning rate is 0 (the end of its schedule): steps here are taken at {first:g}"
+    return state, replace(step, learning_rate=first), [told]

@@ -1,0 +1,119 @@
+"""`gradscope sample`: responses of a policy, as rollouts."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from gradscope.cli.flags import DeviceFlag, DtypeFlag, check_prompts, load_quietly
+from gradscope.errors import InputError
+from gradscope.policy import check_prompt
+from gradscope.runs import check_is_folder, check_writable
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Sample responses from a policy, as rollouts that `measure` reads: JSONL or parquet, a row per response."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Checkpoint folder of transformers, or "embedded"."""
+    out: Path
+    """File to write: .jsonl or .parquet."""
+    task: str | None = None
+    """A registered task (knights-knaves-compact, math, …) or path/to/file.py:NAME: prompts and a reward."""
+    prompts: Path | None = None
+    """Instead of a task: a text file with a prompt per line, or JSONL with a field "prompt" (a string or a chat)."""
+    data: tuple[str, ...] = ()
+    """Files of the task's questions, wildcards allowed, as given or below $GRADSCOPE_DATA; none: it makes them up."""
+    people: tuple[int, ...] = ()
+    """For Knights & Knaves: only puzzles with these numbers of people; none: all that the task has."""
+    questions: int = 16
+    """How many questions of the task."""
+    n: int = 8
+    """Responses per question."""
+    temperature: float = 1.0
+    """Sampling temperature; every token is drawn from the whole vocabulary."""
+    max_new_tokens: int = 512
+    """Longest response; the policy's context ends one too."""
+    engine: Literal["hf", "vllm"] = "hf"
+    """What samples: transformers or vLLM."""
+    batch_size: int = 64
+    """hf: responses decoded together; changes speed and memory only."""
+    seed: int = 0
+    """Draws the questions and the responses."""
+    base: str | None = None
+    """An adapter's base model, where its adapter_config.json does not name a folder that is here."""
+    trust_remote_code: bool = False
+    """Run the Python files of a checkpoint that brings its own."""
+    dtype: DtypeFlag = None
+    """Precision of the weights and of all that is computed."""
+    device: DeviceFlag = None
+    """A device of torch: cpu, cuda, cuda:1, …"""
+    overwrite: bool = False
+    """Replace the file if it exists."""
+
+    def run(self) -> None:
+        from gradscope.rollouts import write_rollouts
+        from gradscope.sampling import check_count, make_sampler, rollout_rows
+        from gradscope.tasks import draw_questions, get_task
+
+        if (self.task is None) == (self.prompts is None):
+            raise InputError("give either --task NAME or --prompts FILE: one of the two says what to answer")
+        if self.out.suffix not in (".jsonl", ".parquet"):
+            raise InputError(f"--out is {self.out}; rollouts are written as .jsonl or .parquet")
+        check_is_folder(self.out.parent)
+        check_writable(self.out)
+        if self.out.is_dir() or (self.out.exists() and not self.overwrite):
+            raise InputError(f"{self.out} exists; give another --out, or --overwrite if it is a file")
+        if self.questions < 1 or self.seed < 0:
+            raise InputError(f"--questions is {self.questions} and --seed {self.seed}; give 1 or more, and 0 or more")
+        task = None if self.task is None else get_task(self.task)
+        if task is None:
+            questions = read_prompts(self.prompts)
+        else:
+            check_count(self.questions, self.n)
+            options = {"files": self.data, "people": self.people}
+            questions = draw_questions(task, self.questions, seed=self.seed, **options)
+        check_prompts(questions, parquet=self.out.suffix == ".parquet")
+        names = ("dtype", "device", "base", "trust_remote_code")
+        policy = load_quietly(self.model, **{name: getattr(self, name) for name in names})
+        settings = {name: getattr(self, name) for name in ("n", "temperature", "max_new_tokens", "seed")}
+        with closing(make_sampler(self.engine, policy, batch_size=self.batch_size)) as sampler:
+            rows = rollout_rows(policy, questions, task=task, sampler=sampler, **settings)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        write_rollouts(self.out, rows)
+        tokens = sum(len(row["response_ids"]) for row in rows)
+        rewards = [row["reward"] for row in rows if "reward" in row]
+        mean = f", mean reward {sum(rewards) / len(rewards):.2f}" if rewards else ""
+        print(f"{len(rows)} responses to {len(questions)} prompts, {tokens:,} tokens{mean}: {self.out}")
+
+
+def read_prompts(path: Path) -> list[Any]:
+    """Questions without an answer, from a text file (a prompt per line) or JSONL with a field "prompt"."""
+    from gradscope.tasks import Question
+
+    if not path.is_file():
+        raise InputError(f"{path} is not there; give a file with a prompt per line, or JSONL with a field 'prompt'")
+    try:
+        lines = [(number, line) for number, line in enumerate(path.read_text("utf-8").splitlines(), 1) if line.strip()]
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 ({error}); give a text file") from error
+    if not lines:
+        raise InputError(f"{path} is empty; give a prompt per line")
+    if path.suffix != ".jsonl":
+        return [Question(line, None) for _, line in lines]
+    return [Question(_parse_prompt(f"{path}, line {number}", line), None) for number, line in lines]
+
+
+def _parse_prompt(place: str, line: str) -> str | list[dict[str, str]]:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f'{place}: not a JSON object with a field "prompt"; write {{"prompt": "…"}}') from error
+    check_prompt(prompt, place)
+    return prompt

@@ -1,0 +1,90 @@
+"""The command `gradscope train`: one run of GRPO or REINFORCE++ in one folder, or what it would take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from gradscope.cli.flags import check_no_plan, quiet_transformers
+from gradscope.errors import InputError
+from gradscope.tasks import get_task
+from gradscope.trainer import TrainConfig
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a policy with GRPO or REINFORCE++, Advantage Reweighting and Lopti; every setting is a flag.
+
+    Under `accelerate launch`, several processes share the work. OUT gets config.json, metrics.jsonl, checkpoints/ and
+    what TensorBoard reads.
+    """
+
+    out: Path | None = None
+    """Folder of the run; needed unless --plan."""
+    preset: str | None = None
+    """Settings to start from, which the flags below change: kk-embedded, kk-qwen2.5-3b, …."""
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+    resume: bool = False
+    """Go on from the newest checkpoint in OUT, or from the start if there is none."""
+    overwrite: bool = False
+    """Replace a run in OUT."""
+    plan: bool = False
+    """Only print the memory, tokens, FLOPs and seconds of a step; no weights are loaded, nothing is written."""
+    device_memory: float | None = None
+    """With --plan: memory of one GPU in GiB, by default 80."""
+    machine: str | None = None
+    """With --plan: seconds on a GPU that is not here, h200, h100 or a100; none: on this machine, tried for a second."""
+
+    @staticmethod
+    def defaults(args: Sequence[str]) -> dict[str, Any]:
+        """The preset's settings as the defaults of the flags; the preset is looked for in `args`."""
+        given = None
+        for arg, following in zip(args, [*args[1:], ""], strict=False):
+            name, equals, value = arg.partition("=")
+            if name == "--preset":
+                given = value if equals else following
+        if given is None:
+            return {}
+        from gradscope.trainer import get_preset
+
+        return {"default": Train(preset=given, config=get_preset(given))}
+
+    def run(self) -> None:
+        if self.plan:
+            self._plan()
+            return
+        check_no_plan(machine=self.machine, device_memory=self.device_memory)
+        if self.out is None:
+            raise InputError("--out is missing; give the folder of the run")
+        from gradscope.trainer import train
+
+        quiet_transformers()
+        last = train(self.config, self.out, resume=self.resume, overwrite=self.overwrite)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"trained; last checkpoint: {last}")
+
+    def _plan(self) -> None:
+        from gradscope.gradients import shape_of
+        from gradscope.trainer import find_lengths, plan_training, step_speeds
+
+        memory = 80.0 if self.device_memory is None else self.device_memory
+        if not 0 < memory < float("inf"):
+            raise InputError(f"--device-memory is {memory}; give the GiB of one GPU")
+        shape, questions = shape_of(self.config.model), _count_questions(self.config)
+        speeds = step_speeds(self.config, shape, find_lengths(self.config, shape), self.machine)
+        print(plan_training(self.config, shape, device_memory=memory, questions=questions, speeds=speeds))
+
+
+def _count_questions(config: TrainConfig) -> int | None:
+    """Rows of the data; None where a plan does not need them, or is made before they are there."""
+    from gradscope.trainer import Questions
+
+    try:
+        return None if config.epochs is None else len(Questions(get_task(config.task), config).stored)
+    except InputError:
+        return None

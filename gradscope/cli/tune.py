@@ -1,0 +1,357 @@
+"""The command `gradscope tune`: which α and η are worth a run, judged by one step on a few batches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+import tyro
+from tqdm import tqdm
+
+from gradscope import __version__
+from gradscope.cli.flags import DeviceFlag, Dtype, FormatFlag, load_quietly, print_notes
+from gradscope.errors import InputError
+from gradscope.gradients import refuse_narrow_weights
+from gradscope.objective import PAPER, LossSettings, resolve_advantages
+from gradscope.policy import Policy, find_optimizer_file, find_policy_state, hash_ahead, read_optimizer_file
+from gradscope.rollouts import TokenBatch
+from gradscope.runs import RunFolder, file_hash, library_versions, write_text
+from gradscope.updates import (
+    MIN_TOKENS,
+    SGD,
+    Screening,
+    Setting,
+    StepSettings,
+    count_tokens,
+    is_held_out,
+    make_grid,
+    report,
+    screen,
+    tune_batch,
+)
+
+SETTINGS, BY_INTERVAL, SUMMARY, FIGURE = "settings.csv", "by_interval.csv", "summary.txt", "figures/tuning.png"
+Optimizer = Literal["sgd", "adamw"]
+FRESH = "fresh: its first step is a sign step, of which the prediction says little"
+
+
+@dataclass(frozen=True)
+class Tune:
+    """Screen α (Advantage Reweighting) and η (Lopti) by what one step does to the tokens of a few batches.
+
+    Every setting's step is predicted to first order and, on half of the batches, taken and rewound: OUT gets a row per
+    setting with its right-direction shares against the plain loss's, and a verdict with an interval.
+    """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Checkpoint folder of transformers, or "embedded"; best a policy in training."""
+    rollouts: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
+    """JSONL or parquet, a row per response (see the README); of several files, each is a batch."""
+    out: Path
+    """Folder for settings.csv, by_interval.csv, summary.txt, manifest.json and figures/. A run that was interrupted is
+    taken up again."""
+    alphas: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.5, 1.0)
+    """α of the grid; 0: no Reweight."""
+    etas: tuple[float | None, ...] = (None, 0.1, 0.3, 0.5, 0.7, 0.9)
+    """η of the grid; none: no Lopti."""
+    batches: int = 6
+    """Batches that a single file is split into, by prompts; every second one is held out, and a verdict takes 3."""
+    optimizer: Optimizer | None = None
+    """What takes the step; none: adamw where --optimizer-state is given or optimizer.pt lies in MODEL's folder, else
+    sgd."""
+    learning_rate: float | None = None
+    """none: 1e-3 for sgd, as the paper's Fig. 1; for adamw that of its state, or 1e-6 without one."""
+    weight_decay: float | None = None
+    """none: that of the optimizer's state, else 0."""
+    optimizer_state: Path | None = None
+    """adamw: its state_dict, saved by torch; none: optimizer.pt in MODEL's folder, if it is there, else fresh."""
+    max_grad_norm: float | None = 1.0
+    """Each step's gradient is clipped to this norm; none: not clipped."""
+    kl_coef: float = PAPER.kl_coef
+    """β of the KL penalty; without ref_logprobs in the rollouts there is none."""
+    clip_ratio_low: float = PAPER.clip_ratio_low
+    """ε_low of the ratio's clip."""
+    clip_ratio_high: float = PAPER.clip_ratio_high
+    """ε_high of the ratio's clip."""
+    clip_ratio_c: float | None = PAPER.clip_ratio_c
+    """Dual clip of negative advantages; none: off."""
+    actual: bool = True
+    """Also take the steps, on the held-out batches; without them nothing confirms the prediction."""
+    min_tokens: int = MIN_TOKENS
+    """Tokens that an interval × sign of Â must move in every batch to count in the score."""
+    temperature: float | None = None
+    """Sampling temperature; none: each response's own, from the rollouts."""
+    micro_batch_size: int = 8
+    """Responses in one forward pass; changes speed, memory and rounding only."""
+    gradient_memory: int | None = None
+    """Bytes for vectors as long as the parameters; beyond it they lie in scratch files (TMPDIR) and take more passes.
+    none: as many as it takes."""
+    jobs: int = 1
+    """On a CPU: batches counted side by side, each by a process of its own with one thread."""
+    seed: int = 0
+    """Splits a single file, and redraws prompts for the intervals."""
+    format: FormatFlag = None
+    """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
+    dtype: Dtype = "float32"
+    """Precision of the weights and of all that is computed; below float32 an update vanishes by rounding."""
+    device: DeviceFlag = None
+    """A device of torch: cpu, cuda, cuda:1, …"""
+    overwrite: bool = False
+    """Replace a run with other arguments in the same folder."""
+
+    def run(self) -> None:
+        grid = make_grid(self.alphas, self.etas)
+        self._check()
+        hash_ahead(self.model)
+        policy = load_quietly(self.model, dtype=self.dtype, device=self.device)
+        refuse_narrow_weights(policy.model)
+        batches = self._read_batches(policy)
+        check_batches(batches, self.min_tokens)
+        optimizer, state = self._find_optimizer(policy)
+        settings = self._settings(optimizer, None if state is None else read_optimizer_file(state))
+        key = self._key(policy, grid, settings, state)
+        folder = RunFolder(self.out, key, results=(SETTINGS, BY_INTERVAL, SUMMARY, "figures"))
+        if folder.look(overwrite=self.overwrite) == "finished":
+            if missing := [name for name in (SETTINGS, BY_INTERVAL, SUMMARY) if not (self.out / name).is_file()]:
+                raise InputError(f"{self.out / missing[0]} of the finished run is gone; tune again with --overwrite")
+            print(f"already tuned with these arguments: {self.out / SETTINGS}")
+        else:
+            with folder.writing():
+                parts = self._count(policy, batches, grid, settings, folder)
+                self._write(policy, parts, grid, settings, folder)
+        print(f"\n{self._read_summary()}")
+
+    def _read_summary(self) -> str:
+        try:
+            return (self.out / SUMMARY).read_text(encoding="utf-8").rstrip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{self.out / SUMMARY} cannot be read; tune again with --overwrite") from error
+
+    def _check(self) -> None:
+        """Numbers that no library function looks at."""
+        if self.batches < 2 and len(self.rollouts) == 1:
+            raise InputError(f"--batches is {self.batches}; one has to select and another to confirm; give 2 or more")
+        if not self.rollouts:
+            raise InputError("no rollouts; give one file, which is split, or several, each a batch")
+        if self.jobs < 1:
+            raise InputError(f"--jobs is {self.jobs}; give 1 or more")
+        if self.gradient_memory is not None and self.gradient_memory < 1:
+            raise InputError(f"--gradient-memory is {self.gradient_memory}; give a number of bytes, 1 or more")
+        if self.min_tokens < 1 or self.seed < 0:
+            raise InputError(f"--min-tokens is {self.min_tokens} and --seed {self.seed}; give 1 or more, and 0 or more")
+        if self.learning_rate is not None and not self.learning_rate > 0:
+            raise InputError(f"--learning-rate is {self.learning_rate}; no token moves without one; give more than 0")
+        if self.temperature is not None and not self.temperature > 0:
+            raise InputError(f"--temperature is {self.temperature}; give a number above 0")
+
+    def _read_batches(self, policy: Policy) -> list[TokenBatch]:
+        from gradscope.rollouts import read_dump
+
+        dumps = [read_dump(path, policy, format=self.format) for path in self.rollouts]
+        print_notes(list(dict.fromkeys(note for dump in dumps for note in dump.notes)))
+        batches = [dump.batch for dump in dumps]
+        if self.temperature is not None:
+            batches = [batch.at_temperature(self.temperature) for batch in batches]
+        return batches if len(batches) > 1 else split_prompts(batches[0], self.batches, seed=self.seed)
+
+    def _find_optimizer(self, policy: Policy) -> tuple[Optimizer, Path | None]:
+        """What takes the step, and the file of its state, if it has one."""
+        if self.optimizer == "sgd":
+            if self.optimizer_state is not None:
+                raise InputError("--optimizer-state is of AdamW; leave out --optimizer sgd")
+            return "sgd", None
+        state = find_policy_state(policy) if self.optimizer_state is None else find_optimizer_file(self.optimizer_state)
+        if state is None and self.optimizer_state is not None:
+            raise InputError(f"{self.optimizer_state} is not there; give the file of an AdamW state_dict")
+        return self.optimizer or ("sgd" if state is None else "adamw"), state
+
+    def _settings(self, optimizer: Optimizer, state: dict[str, Any] | None) -> dict[str, Any]:
+        """The keywords of `tune_batch`: loss, step, and the state that it goes on from."""
+        loss = LossSettings(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c, self.kl_coef)
+        loss.check()
+        saved = {} if state is None else state["param_groups"][0]
+        rate = saved.get("lr", 1e-6 if optimizer == "adamw" else SGD.learning_rate)
+        decay = saved.get("weight_decay", SGD.weight_decay)
+        step = StepSettings(
+            optimizer=optimizer,
+            learning_rate=float(rate if self.learning_rate is None else self.learning_rate),
+            weight_decay=float(decay if self.weight_decay is None else self.weight_decay),
+            betas=tuple(map(float, saved.get("betas", SGD.betas))),
+            eps=float(saved.get("eps", SGD.eps)),
+            max_grad_norm=self.max_grad_norm,
+            micro_batch_size=self.micro_batch_size,
+        )
+        step.check()
+        if not step.learning_rate > 0:
+            raise InputError(f"the optimizer's state has learning rate {step.learning_rate:g}; give --learning-rate")
+        return {"settings": loss, "step": step, "optimizer_state": state, "memory": self.gradient_memory}
+
+    def _key(
+        self, policy: Policy, grid: Sequence[Setting], settings: dict[str, Any], state: Path | None
+    ) -> dict[str, Any]:
+        from gradscope.policy import policy_hashes
+        from gradscope.rollouts import rollouts_hash
+
+        step = {name: value for name, value in asdict(settings["step"]).items() if name != "micro_batch_size"}
+        return {
+            "gradscope": __version__,
+            **policy_hashes(policy),
+            "rollouts": [rollouts_hash(path) for path in self.rollouts],
+            "format": self.format,
+            "batches": self.batches if len(self.rollouts) == 1 else len(self.rollouts),
+            "grid": [setting.name for setting in grid],
+            "loss": asdict(settings["settings"]),
+            "step": step,
+            "optimizer_state": None if state is None else file_hash(state),
+            "actual": self.actual,
+            "min_tokens": self.min_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "device": policy.device.type,
+        }
+
+    def _count(
+        self,
+        policy: Policy,
+        batches: Sequence[TokenBatch],
+        grid: Sequence[Setting],
+        settings: dict[str, Any],
+        folder: RunFolder,
+    ) -> list[pd.DataFrame]:
+        """A part per batch."""
+        if folder.open(overwrite=self.overwrite):
+            print(f"taking up the unfinished run in {folder.folder}")
+        left = [index for index in range(len(batches)) if not folder.has_part(index)]
+        bar = {"desc": "batches", "total": len(batches), "initial": len(batches) - len(left), "disable": None}
+        if self.jobs == 1:
+            for index in tqdm(left, **bar):
+                progress = sys.stderr.isatty()
+                part = tune_batch(
+                    policy, batches[index], grid, actual=self._takes(index), progress=progress, **settings
+                )
+                folder.write_part(index, part)
+            return folder.read_parts(len(batches))
+        with ProcessPoolExecutor(self.jobs, get_context("spawn"), _use_one_thread) as pool:
+            jobs = {
+                pool.submit(_count_apart, self, batches[index], grid, self._takes(index), settings): index
+                for index in left
+            }
+            try:
+                for job in tqdm(as_completed(jobs), **bar):
+                    folder.write_part(jobs[job], job.result())
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return folder.read_parts(len(batches))
+
+    def _takes(self, index: int) -> bool:
+        """Whether the steps on this batch are also taken."""
+        return self.actual and is_held_out(index)
+
+    def _write(
+        self,
+        policy: Policy,
+        parts: Sequence[pd.DataFrame],
+        grid: Sequence[Setting],
+        settings: dict[str, Any],
+        folder: RunFolder,
+    ) -> None:
+        from gradscope.plots import plot_tuning, save_figure
+
+        found = screen(parts, grid, rng=np.random.default_rng(self.seed), min_tokens=self.min_tokens)
+        write_text(folder.staged / SETTINGS, found.settings.to_csv(index=False))
+        write_text(folder.staged / BY_INTERVAL, found.by_interval.to_csv(index=False))
+        write_text(folder.staged / SUMMARY, f"{report(found, step=describe_step(settings))}\n")
+        save_figure(plot_tuning(found.settings), folder.staged / FIGURE)
+        folder.close(self._manifest(policy, found, folder.key, parts))
+        print(f"settings: {self.out / SETTINGS}; figure: {self.out / FIGURE}")
+
+    def _manifest(
+        self, policy: Policy, found: Screening, key: dict[str, Any], parts: Sequence[pd.DataFrame]
+    ) -> dict[str, Any]:
+        best = found.candidate
+        return {
+            "gradscope": __version__,
+            "versions": library_versions(),
+            "model": {"path": self.model, "class": type(policy.model).__name__, "sha256": key["model"]},
+            "rollouts": [
+                {"path": str(path), "sha256": digest}
+                for path, digest in zip(self.rollouts, key["rollouts"], strict=True)
+            ],
+            "settings": asdict(self) | {"optimizer": key["step"]["optimizer"], "step": key["step"]},
+            "seed": self.seed,
+            "dtype": key["dtype"],
+            "device": str(policy.device),
+            "method": sorted({method for part in parts for method in part["method"]}),
+            "prompts": found.prompts,
+            "candidate": {name: best[name] for name in ("setting", "difference", "lower", "upper", "verdict")},
+            "worth_a_run": found.worth_a_run,
+            "eta_judged": found.eta_judged,
+            "spearman": {name: asdict(ranking) for name, ranking in found.rankings.items()},
+        }
+
+
+def _count_apart(
+    tune: Tune, batch: TokenBatch, grid: Sequence[Setting], actual: bool, settings: dict[str, Any]
+) -> pd.DataFrame:
+    """In a process of its own, with a policy of its own: a sent one would share its weights, which the steps change."""
+    policy = load_quietly(tune.model, dtype=tune.dtype, device=tune.device)
+    return tune_batch(policy, batch, grid, actual=actual, **settings)
+
+
+def _use_one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def split_prompts(batch: TokenBatch, count: int, *, seed: int) -> list[TokenBatch]:
+    """Batches of whole prompts, drawn at random, whose numbers of prompts differ by one at most.
+
+    Advantages are made of the rewards before, responses keep their order. InputError for fewer prompts than batches.
+    """
+    batch = replace(batch, advantages=resolve_advantages(batch))
+    groups = batch.group_ids.unique()
+    if len(groups) < count:
+        raise InputError(
+            f"the rollouts have {len(groups)} prompts for {count} batches of whole prompts; give more rollouts, or a "
+            "smaller --batches"
+        )
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed))
+    parts = groups[order].tensor_split(count)
+    return [batch.select(torch.isin(batch.group_ids, part).nonzero()[:, 0]) for part in parts]
+
+
+def check_batches(batches: Sequence[TokenBatch], min_tokens: int) -> None:
+    """InputError, before hours of work, where advantages are missing or no cell can have enough tokens."""
+    counts = []
+    for number, batch in enumerate(batches):
+        unknown = int(resolve_advantages(batch)[batch.response_mask].isnan().sum())
+        if unknown:
+            raise InputError(f"batch {number} has no advantage on {unknown} tokens; give a reward or an advantage each")
+        if batch.old_logprobs is not None and not batch.old_logprobs[batch.response_mask].isnan().any():
+            counts.append(count_tokens(batch))
+    if counts and np.min(counts, axis=0).max() < min_tokens:
+        raise InputError(
+            f"no interval and sign of the advantage has {min_tokens} tokens in every batch (at most "
+            f"{np.min(counts, axis=0).max()}; equal rewards to a prompt give no advantage); give more rollouts, fewer "
+            "--batches or a smaller --min-tokens"
+        )
+
+
+def describe_step(keywords: dict[str, Any]) -> str:
+    """The optimizer step in words."""
+    step, state = keywords["step"], keywords["optimizer_state"]
+    words = ["SGD" if step.optimizer == "sgd" else "AdamW", f"learning rate {step.learning_rate:g}"]
+    if step.weight_decay:
+        words.append(f"weight decay {step.weight_decay:g}")
+    if step.optimizer == "adamw":
+        words.append("on from the state of its earlier steps" if state is not None else FRESH)
+    return ", ".join(words)

@@ -1,0 +1,66 @@
+"""Numbers of a diagnosis as words: shares, bits and others, each with its interval."""
+
+from __future__ import annotations
+
+from math import isnan
+
+import pandas as pd
+
+from gradscope.diagnosis.result import Diagnosis
+
+Finding = tuple[str, str, str]
+"""Statement, detail, and tone: plain, good, warn or bad."""
+
+
+def percent(value: float) -> str:
+    """A share in percent, without the sign.
+
+    >>> [percent(v) for v in (0.4793, 0.0139, 0.00021, -0.21, 1.0, 0.0)]
+    ['48', '1.4', '0.021', '−21', '100', '0']
+    """
+    number = 100 * value
+    if isnan(number):
+        return "–"
+    digits = f"{number:.0f}" if abs(number) >= 9.95 or number == 0 else f"{number:.1f}"
+    if 0 < abs(number) < 0.95:
+        digits = f"{number:.2g}" if abs(number) >= 1e-3 else "<0.001"
+    return digits.replace("-", "−")
+
+
+def share_words(row: pd.Series) -> str:
+    """A share with its interval.
+
+    >>> share_words(pd.Series({"value": 0.48, "lower": 0.27, "upper": 0.64}))
+    '48 % [27, 64]'
+    """
+    bounds = "" if isnan(row["lower"]) else f" [{percent(row['lower'])}, {percent(row['upper'])}]"
+    return f"{percent(row['value'])} %{bounds}"
+
+
+def bits_words(row: pd.Series) -> str:
+    """A signed number of bits with its interval.
+
+    >>> bits_words(pd.Series({"value": -0.6, "lower": -1.23, "upper": 0.16}))
+    '−0.6 bits [−1.2, +0.2]'
+    """
+    bounds = "" if isnan(row["lower"]) else f" [{row['lower']:+.1f}, {row['upper']:+.1f}]"
+    return f"{row['value']:+.1f} bits{bounds}".replace("-", "−")
+
+
+def short_number(value: float) -> str:
+    """Two digits, or all before the point.
+
+    >>> [short_number(v) for v in (34.6, 1.234, 0.0123, 1234.5)]
+    ['35', '1.2', '0.012', '1,234']
+    """
+    return f"{value:,.0f}" if value >= 9.95 else f"{value:.2g}"
+
+
+def step_words(d: Diagnosis) -> str:
+    return "AdamW" if d.step.optimizer == "adamw" else "SGD"
+
+
+def number_words(row: pd.Series, form: str = ".2f") -> str:
+    """A number with its interval."""
+    bounds = "" if isnan(row["lower"]) else f" [{row['lower']:{form}}, {row['upper']:{form}}]"
+    return f"{row['value']:{form}}{bounds}".replace("-", "−")

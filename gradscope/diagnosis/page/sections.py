@@ -1,0 +1,325 @@
+"""The sections of a diagnosis's page: which pictures, tables and words each of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+
+from gradscope import plots
+from gradscope.diagnosis import plots as plot_diagnosis
+from gradscope.diagnosis.glossary import DEFINITIONS
+from gradscope.diagnosis.page.page import Block, Definition, Figure, Paragraph, Section, Table
+from gradscope.diagnosis.result import Diagnosis
+from gradscope.diagnosis.summary import measured_cones
+from gradscope.errors import InputError
+from gradscope.gradients import LAYER, PARAMETERS
+from gradscope.plots import drawn_numbers
+from gradscope.policy import Policy
+from gradscope.theory import theory_report
+
+KEYS = ["response", "position"]
+DATA = "data"
+"""Folder, beside the page, of the CSV files."""
+PERCENT = "{:.1%}"
+SHARES = ("share", "token_share", "squared_share", "prob", "old_prob", "predicted_score", "predicted_held_out")
+
+
+class Sheets:
+    """Blocks that show numbers; each leaves them in `tables`, by the name of the CSV file beside the page."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, pd.DataFrame] = {}
+
+    def figure(self, name: str, draw: Callable[[], object], caption: str, *, token_column: str | None = None) -> Block:
+        """What `draw` returns; its complaint, where these tokens do not suffice for it.
+
+        token_column: known in the rows of single tokens alone, which tokens.parquet has: the CSV leaves them out.
+        """
+        before = {*plt.get_fignums()}
+        try:
+            drawing = draw()
+        except InputError as error:
+            return Paragraph(f"Not drawn: {caption.split('.')[0]} ({error}).")
+        finally:  # pyplot forgets it: a page has many, and they are freed with it
+            for number in {*plt.get_fignums()} - before:
+                plt.close(number)
+        numbers = drawn_numbers(drawing)
+        if token_column is not None:
+            numbers = numbers[numbers[token_column].isna()].dropna(axis=1, how="all")
+            caption += " Single tokens are in tokens.parquet."
+        self.tables[f"{DATA}/{name}.csv"] = numbers
+        return Figure(drawing, caption, f"{DATA}/{name}.csv")
+
+    def table(
+        self,
+        name: str,
+        frame: pd.DataFrame,
+        caption: str,
+        columns: Sequence[str] | None = None,
+        *,
+        folded: bool = False,
+    ) -> Table:
+        """columns: those that the page shows, None: all; the file has all."""
+        self.tables[f"{DATA}/{name}.csv"] = frame
+        frame = frame if columns is None else frame[[column for column in columns if column in frame]]
+        shares = {column: PERCENT for column in frame if column in SHARES or str(column).startswith("% of")}
+        return Table(frame, caption, shares, folded)
+
+
+def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets) -> tuple[Section, ...]:
+    """Those that this diagnosis has numbers for, in the order of the page."""
+    made = (
+        ("dominance", "Whom the update serves", _dominance(d, sheets)),
+        ("figure-1", "Tokens, advantages, summed gradients", _figure_1(d, sheets)),
+        ("theory", "Norms against 1 − π", _theory(d, policy, sheets)),
+        ("layers", "Layer by layer", _layers(d, sheets)),
+        ("where", "Kinds of tokens, positions, single tokens", _where(d, sheets)),
+        ("signal", "Signal, noise and cosines", _signal(d, sheets)),
+        ("directions", "What a step really does", _directions(d, sheets)),
+        ("influence", "Who moves whom", _influence(d, sheets)),
+        ("drivers", "Probability or entropy", _drivers(d, sheets)),
+        ("settings", "What to try", _settings(d, sheets)),
+        ("numbers", "All numbers", _numbers(d, sheets)),
+    )
+    return tuple(Section(name, title, tuple(blocks)) for name, title, blocks in made if blocks)
+
+
+def _define(*terms: str) -> list[Block]:
+    return [Definition(term, DEFINITIONS[term]) for term in terms]
+
+
+def _dominance(d: Diagnosis, sheets: Sheets) -> list[Block]:
+    rows = [_interval_row(d, place) for place in range(len(d.labels))]
+    frame = pd.DataFrame(rows).dropna(axis=1, how="all")
+    blocks: list[Block] = []
+    if d.pick("squared_share", "raw", d.labels[0]) is not None:
+        blocks.append(
+            sheets.figure(
+                "dominance",
+                lambda: plot_diagnosis.plot_dominance(d.statistics, d.labels),
+                "Left: each interval's share of the tokens, of what 1 − π alone predicts, of Σ‖w·g‖² (tokens one by "
+                "one) and of the summed gradient (what is left after they cancel). Right: log₂ of a share over the "
+                "share of the tokens; of summed gradients, the share of Σ_a ‖G_a‖². Bars: 95 % over redrawn prompts.",
+            )
+        )
+    blocks.append(sheets.table("intervals", frame, "Each interval of π in numbers; brackets are in the table below."))
+    terms = ("interval of π", "w", "share of Σ‖w·g‖²", "share of the summed gradient", "dominance index")
+    return blocks + _define(
+        *terms, "what (1−π) alone predicts", "index of the summed gradients", "AdamW's metric", "95 % interval"
+    )
+
+
+def _interval_row(d: Diagnosis, place: int) -> dict[str, object]:
+    label = d.labels[place]
+
+    def value(statistic: str, metric: str = "none") -> float:
+        row = d.pick(statistic, metric, label)
+        return np.nan if row is None else float(row["value"])
+
+    of_norms = None if d.layers is None else d.layers[d.layers["quantity"] == PARAMETERS]
+    return {
+        "π in": label,
+        "tokens": int(value("tokens")),
+        "% of tokens": value("token_share"),
+        "mean ‖g‖": np.nan if of_norms is None else float(of_norms["value"].iloc[place]),
+        "% of Σ‖w·g‖²": value("squared_share", "raw"),
+        "% of summed gradient": value("gradient_share", "raw"),
+        "index (bits)": value("dominance_index", "raw"),
+        "1 − π predicts (bits)": value("predicted_index"),
+        "% of Σ‖w·g‖², AdamW": value("squared_share", "adamw"),
+        "% of summed gradient, AdamW": value("gradient_share", "adamw"),
+    }
+
+
+def _figure_1(d: Diagnosis, sheets: Sheets) -> list[Block]:
+    norms = d.statistics[(d.statistics["statistic"] == "gradient_norm") & (d.statistics["metric"] == "raw")]
+    if norms.empty:
+        draw = lambda: plots.plot_token_shares(d.table, edges=d.settings.edges)  # noqa: E731
+        return [sheets.figure("figure_1", draw, "Token shares (Fig. 1 a); without advantages there is no more.")]
+    bars = pd.DataFrame(
+        {"interval": [*map(str, range(len(d.labels))), "all"], "label": norms["interval"], "norm": norms["value"]}
+    )
+    return [
+        sheets.figure(
+            "figure_1",
+            lambda: plots.plot_figure_1(d.table, bars.reset_index(drop=True), edges=d.settings.edges),
+            "Fig. 1 (a, b, d) of the paper on this batch: how probable the tokens were, their advantages, and the norm "
+            "of each interval's summed gradient, alone and together. A norm is no share: gradients cancel, and G_a of "
+            "few tokens can be long by chance (see Signal).",
+        )
+    ]
+
+
+def _theory(d: Diagnosis, policy: Policy, sheets: Sheets) -> list[Block]:
+    if not any(name.startswith(LAYER) for name in d.table) or d.settings.edges[0] != 0:
+        return []
+    try:
+        theory = theory_report(d.table, None, vocab_size=policy.vocab_size, rng=np.random.default_rng(d.settings.seed))
+    except InputError as error:
+        return [Paragraph(f"Not drawn: {error}.")]
+    depth = sum(name.startswith(LAYER) for name in d.table) - 1
+    shown = [f"{LAYER}{layer}" for layer in sorted({0, depth // 2, depth})]
+    powers = theory.powers[theory.powers["quantity"].isin([*shown, PARAMETERS])]
+    blocks = [
+        sheets.figure(
+            "figure_2",
+            lambda: plots.plot_figure_2(d.table, measured_cones(theory, shown), vocab_size=policy.vocab_size),
+            "Fig. 2 of the paper: at the logits the feasible cone of Prop. 4.2, which is a theorem; below them the "
+            "span of the measured gains of these same tokens, which they lie in by construction.",
+            token_column="norm",
+        ),
+        sheets.figure(
+            "norm_against_one_minus_prob",
+            lambda: plots.plot_norm_against_one_minus_prob(d.table, powers, parameters=d.parameters),
+            "Norms against 1 − π with the fitted power, the slope (the theory's is 1), by layer and of all parameters.",
+            token_column="norm",
+        ),
+    ]
+    return blocks + _define("bounds of Prop. 4.2")
+
+
+def _layers(d: Diagnosis, sheets: Sheets) -> list[Block]:
+    if d.layers is None or not d.layers["quantity"].str.startswith(LAYER).any():
+        return []
+    sheets.tables[f"{DATA}/layer_norms.csv"] = d.layers
+    told = d.layers.assign(told=[f"{_number(row)}" for _, row in d.layers.iterrows()])
+    wide = told.pivot(index="quantity", columns="label", values="told").loc[[*dict.fromkeys(d.layers["quantity"])]]
+    wide = wide[list(d.labels)].rename_axis("mean norm").rename_axis(None, axis=1).reset_index()
+    return [
+        sheets.figure(
+            "layers_by_interval",
+            lambda: plots.plot_layers_by_interval(d.table, edges=d.settings.edges, parameters=d.parameters),
+            "Median norm of the token gradients (unit weight) by layer and interval of π.",
+        ),
+        Table(wide, "Mean norms with 95 % intervals (data/layer_norms.csv)."),
+    ]
+
+
+def _number(row: pd.Series) -> str:
+    """A value with its interval, three digits each."""
+    if np.isnan(row["value"]):
+        return "–"
+    bounds = "" if np.isnan(row["lower"]) else f" [{row['lower']:.3g}, {row['upper']:.3g}]"
+    return f"{row['value']:.3g}{bounds}"
+
+
+def _where(d: Diagnosis, sheets: Sheets) -> list[Block]:
+    blocks: list[Block] = []
+    if d.where is not None:
+        sheets.tables[f"{DATA}/where.csv"] = d.where
+        for driver, words in (("token_class", "kind of token"), ("position_bin", "position in the response")):
+            if (d.where["driver"] == driver).any():
+                draw = lambda driver=driver: plot_diagnosis.plot_where(d.where, driver)  # noqa: E731
+                caption = f"Shares by {words}: of the tokens, and of Σ‖w·g‖². Bars: 95 % over redrawn prompts."
+                blocks.append(sheets.figure(f"where_{driver}", draw, caption))
+    if d.spikes is not None and len(d.spikes):
+        caption = "Where the norm spikes: the tokens of the largest ‖w·g‖ in this batch."
+        blocks.append(sheets.table("spikes", _readable(d.spikes), caption))
+    return blocks
+
+
+def _signal(d: Diagnosis, sheets: Sheets) -> list[Block]:
+    if d.cosines is None:
+        return []
+    blocks = [
+        sheets.figure(
+            "signal",
+            lambda: plot_diagnosis.plot_signal(d.statistics, d.labels),
+            "How much of each interval's ‖G_a‖² other prompts would share; 0 is noise. Bars: 95 %, a jackknife.",
+        )
+    ]
+    for name, matrix, words in (("cosines", d.cosines, ""), ("adamw_cosines", d.adamw_cosines, ", in AdamW's metric")):
+        if matrix is not None:
+            draw = lambda matrix=matrix: plots.plot_cosines(matrix, edges=d.settings.edges)  # noqa: E731
+            caption = f"Cosines between the intervals' summed gradients{words}; near 0 where either is noise."
+            blocks.append(sheets.figure(name, draw, caption))
+    return blocks + _define("signal fraction")
+
+
+def _directions(d: Diagnosis, sheets: Sheets) -> list[Block]:
+    if d.directions is None:
+        return []
+    blocks: list[Block] = []
+    if d.movement is not None:
+        blocks.append(
+            sheets.figure(
+                "movement",
+                lambda: plots.plot_movement(d.movement, "all", edges=d.settings.edges),
+                "Fig. 1 (c) of the paper on this batch: how far one step moves the tokens of each interval, by the "
+                "sign of their advantage; weights are as before afterwards.",
+            )
+        )
+    blocks.append(
+        sheets.figure(
+            "right_directions",
+            lambda: plot_diagnosis.plot_right_directions(d.directions, d.labels),
+            "Fig. 3 of the paper on this batch: of the tokens of each interval and sign of Â, the share that moves the "
+            "right way, in the step predicted to first order and in the one that was taken. Bars: 95 % over redrawn "
+            "prompts. One half is chance.",
+        )
+    )
+    return blocks + _define("right direction", "policy lag")
+
+
+def _influence(d: Diagnosis, sheets: Sheets) -> list[Block]:
+    if d.influence is None:
+        return []
+    blocks = [
+        sheets.figure(
+            "influence",
+            lambda: plots.plot_influence(d.influence, edges=d.settings.edges),
+            "Whose gradient moves whom: share of each column's movement that each source causes, to first order. "
+            "Columns add up to 1.",
+        )
+    ]
+    if d.against is not None and len(d.against):
+        caption = (
+            "Tokens predicted to move farthest against their advantage: their change of log π, and of it the part of "
+            "the source that pushed most that way (nats)."
+        )
+        shown = ["response", "position", "token", "old_prob", "advantage", "predicted", "mover", "mover_change"]
+        against = d.against.merge(d.table[[*KEYS, "token"]], on=KEYS, how="left") if "token" in d.table else d.against
+        labels = {str(place): label for place, label in enumerate(d.labels)}
+        against = against.assign(mover=against["mover"].replace(labels))
+        blocks.append(sheets.table("against", _readable(against), caption, shown))
+    return blocks + _define("who moves whom")
+
+
+def _drivers(d: Diagnosis, sheets: Sheets) -> list[Block]:
+    if d.drivers is None:
+        return []
+    return [
+        sheets.figure(
+            "drivers",
+            lambda: plots.plot_norm_drivers(d.drivers, parameters=d.parameters),
+            "What the norm of a token follows: standardised coefficients of its logarithm on log(1 − π) and entropy, "
+            "fitted together, at each place in the network. Bars: 95 % over redrawn prompts.",
+        )
+    ]
+
+
+def _settings(d: Diagnosis, sheets: Sheets) -> list[Block]:
+    if d.recommendation is None:
+        return []
+    caption = (
+        "Settings by their score, the mean over intervals and signs of Â of the share of tokens that one predicted "
+        "step moves the right way: predicted_score on the batches that select, predicted_held_out on the others, "
+        "there with the difference from the plain loss's."
+    )
+    shown = ["setting", "predicted_score", "predicted_held_out", "difference", "lower", "upper", "verdict", "steps"]
+    # Here the prediction stands in the place of the actual score.
+    settings = d.recommendation.settings.drop(columns="actual_score")
+    return [sheets.table("settings", settings, caption, shown), *_define("α and η")]
+
+
+def _numbers(d: Diagnosis, sheets: Sheets) -> list[Block]:
+    caption = "Every headline number with its 95 % interval; n is the number of tokens that it rests on."
+    return [sheets.table("statistics", d.statistics, caption, folded=True)]
+
+
+def _readable(tokens: pd.DataFrame) -> pd.DataFrame:
+    """Tokens quoted, so that blanks and line breaks are seen."""
+    return tokens.assign(token=[repr(str(token)) for token in tokens["token"]]) if "token" in tokens else tokens

@@ -1,0 +1,269 @@
+"""The token viewer's data: for every response its tokens as text, and the numbers that may shade them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from gradscope.diagnosis.tokens import scaled_squares, weighted_norms
+from gradscope.errors import InputError
+from gradscope.gradients import sampling_probabilities
+from gradscope.rollouts import TokenBatch
+
+DECADES = 4
+"""A logarithmic scale reaches at most so many powers of ten below its upper end; what is smaller looks like that."""
+EXTREME = 0.002
+"""Share of the tokens that may lie beyond the ends of a scale, so that one outlier does not bleach all others."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A column of the token table that may shade the tokens."""
+
+    column: str
+    label: str
+    scale: Literal["linear", "log", "diverging"] = "linear"
+    """diverging: around 0, the same distance to both sides."""
+    unit: str = ""
+    definition: str = ""
+    reverse: bool = False
+    """Shade small values strongly, not large ones; for linear and log."""
+    limits: tuple[int | float, int | float] | None = None
+    """Ends of the scale; None: from the table."""
+    missing: str = "not measured"
+    """What is said where the column is NaN."""
+
+
+QUANTITIES = (
+    Quantity(
+        "prob", "probability π", reverse=True, limits=(0.0, 1.0),
+        definition="Probability of the sampled token at the sampling temperature. Improbable tokens are shaded.",
+    ),
+    Quantity(
+        "param_grad_norm", "gradient norm ‖g‖", "log",
+        definition="L2 norm of the gradient of this one token's log π with respect to all parameters, or to those of "
+        "an adapter that is measured by itself; for weight 1.",
+    ),
+    Quantity(
+        "weighted_norm", "size of its term |w|·‖g‖", "log",
+        definition="The gradient norm times |w|, the size of the weight before this token's ∇ log π in the loss, "
+        "without the 1/num_tokens of the mean.",
+    ),
+    Quantity(
+        "squared_share", "share of Σ‖w g‖²", "log", "%",
+        definition="(|w|·‖g‖)² of this token in the sum of the same over all measured tokens of the batch, in percent. "
+        "Not a share in the summed gradient, in which tokens cancel.",
+    ),
+    Quantity(
+        "delta_logprob", "Δ log π", "diverging", "nats",
+        definition="Change of this token's log π by the step that this page is about.",
+    ),
+    Quantity("advantage", "advantage", "diverging", missing="unknown", definition="The advantage that the loss uses."),
+    Quantity("entropy", "entropy", "linear", "nats", definition="Entropy of the distribution that this token is from."),
+    Quantity(
+        "logit_grad_norm", "norm at the logits", "log",
+        definition="L2 norm of the gradient of this token's log π with respect to logits / T: between 1 and √2 times "
+        "1 − π, by algebra.",
+    ),
+    Quantity("logprob", "log π", "linear", "nats", reverse=True, definition="Log-probability of the sampled token."),
+)  # fmt: skip
+"""What a viewer offers, where the table has it. `weighted_norm` and `squared_share` are computed from the table."""
+
+
+@dataclass(frozen=True)
+class Viewer:
+    table: pd.DataFrame
+    """A token table, with any further columns that `quantities` names."""
+    prompts: Sequence[str] | None = None
+    """The prompt of each row of the rollouts (the table's `response` counts them), as `prompt_texts` gives them."""
+    rewards: Sequence[int | float] | None = None
+    """The reward of each row of the rollouts."""
+    quantities: tuple[Quantity, ...] = QUANTITIES
+    """Those whose column is absent, or NaN throughout, are left out."""
+    responses: Sequence[int] | None = None
+    """Which responses to show, and in which order; None: as in the table."""
+    chosen: str = "in the order of the rollouts"
+    """How `responses` were chosen; shown on the page."""
+    budget: int = 2_000_000
+    """Bytes of data in the page. As many responses are shown as fit, at least one."""
+
+
+@dataclass(frozen=True)
+class ViewerData:
+    """What the page is given of a Viewer."""
+
+    json: str
+    """For a script element: holds no <, > or &, and only ASCII."""
+    quantities: tuple[Quantity, ...]
+    shown: int
+    """Responses in `json`: the first of those that are wanted."""
+    wanted: int
+    """Responses that the viewer was asked to show."""
+    responses: int
+    """Responses in the table."""
+    tokens: int
+    """Tokens in `json`."""
+
+    def sentence(self, chosen: str) -> str:
+        """How many responses are shown of how many, and why not more."""
+        if self.shown == self.responses:
+            return f"All {self.shown:,} responses, {self.tokens:,} tokens."
+        more = "; more would make this page too large" if self.shown < self.wanted else ""
+        return f"{self.shown:,} of {self.responses:,} responses, {chosen}: {self.tokens:,} tokens{more}."
+
+
+@dataclass
+class _Texts:
+    """Each text once, by number."""
+
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def number(self, text: str) -> int:
+        return self.numbers.setdefault(text, len(self.numbers))
+
+
+def viewer_data(viewer: Viewer) -> ViewerData:
+    """Encode as many responses as the budget allows.
+
+    Numbers are kept as float32, which is what a token table has. Scales span the whole table, so that a shade means the
+    same in every response. Raises InputError if the table lacks `response`, `position` or `token`, has no row, or has
+    none of the quantities, and for prompts, rewards or responses that do not fit it.
+    """
+    table = _with_products(_checked(viewer))
+    quantities = tuple(q for q in viewer.quantities if q.column in table and np.isfinite(table[q.column]).any())
+    if not quantities:
+        raise InputError("the token table has no number to shade tokens by; measure it, or name other quantities")
+    parts = {int(response): part for response, part in table.groupby("response", sort=False)}
+    wanted = list(parts) if viewer.responses is None else [int(response) for response in viewer.responses]
+    if absent := [response for response in wanted if response not in parts]:
+        raise InputError(f"responses names {absent[0]}, which has no row in the token table; leave it out")
+    tokens, prompts, shown = _Texts(), _Texts(), []
+    budget = viewer.budget
+    for response in wanted:
+        known = len(tokens.numbers), len(prompts.numbers)
+        encoded = json.dumps(_encode_response(viewer, parts[response], response, quantities, tokens, prompts))
+        new = [*tokens.numbers][known[0] :] + [*prompts.numbers][known[1] :]
+        budget -= len(encoded) + len(json.dumps(new))
+        if shown and budget < 0:
+            break
+        shown.append(encoded)
+    head = {
+        "quantities": [_describe(quantity, table[quantity.column]) for quantity in quantities],
+        "orders": _orders(viewer, quantities),
+        "tokens": [*tokens.numbers],
+        "prompts": [*prompts.numbers],
+    }
+    text = f'{json.dumps(head)[:-1]}, "responses": [{", ".join(shown)}]}}'
+    count = sum(len(parts[response]) for response in wanted[: len(shown)])
+    return ViewerData(_for_script(text), quantities, len(shown), len(wanted), len(parts), count)
+
+
+def prompt_texts(batch: TokenBatch, tokenizer: Any) -> list[str]:
+    """The prompt of every response as text, special tokens included."""
+    positions = batch.positions()
+    before = [(batch.attention_mask[row] & (positions[row] < 0)) for row in range(len(batch))]
+    return [tokenizer.decode(batch.input_ids[row][kept].tolist()) for row, kept in enumerate(before)]
+
+
+def _checked(viewer: Viewer) -> pd.DataFrame:
+    """The viewer's table, sorted by position within each response."""
+    table = viewer.table
+    if missing := [name for name in ("response", "position", "token") if name not in table.columns]:
+        raise InputError(f"the token table has no column {', '.join(missing)}, which the viewer shows; measure again")
+    if table.empty:
+        raise InputError("the token table has no rows; the viewer needs at least one; measure a response first")
+    last = int(table["response"].max())
+    for name, values in (("prompts", viewer.prompts), ("rewards", viewer.rewards)):
+        if values is not None and len(values) <= last:
+            raise InputError(
+                f"{name} has {len(values)} entries, and the token table has response {last}; give one per row of the "
+                "rollouts"
+            )
+    order = table.groupby("response", sort=False).ngroup().to_numpy()
+    return table.iloc[np.lexsort((table["position"].to_numpy(), order))]
+
+
+def _with_products(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with the size of each token's term, and its share of the sum of squares."""
+    if not {"weight", "param_grad_norm"} <= {*table.columns}:
+        return table
+    size = weighted_norms(table)
+    total = float(np.nansum(size**2 if sampling_probabilities(table) is None else scaled_squares(table)))
+    products = {"weighted_norm": size, "squared_share": 100 * size**2 / total if total > 0 else size * np.nan}
+    return table.assign(**{name: values for name, values in products.items() if name not in table})
+
+
+def _encode_response(
+    viewer: Viewer, part: pd.DataFrame, response: int, quantities: Sequence[Quantity], tokens: _Texts, prompts: _Texts
+) -> dict[str, Any]:
+    """One response: numbers of its tokens, where its positions jump, and each quantity as base64 of float32."""
+    positions = part["position"].to_numpy(dtype=np.int64)
+    jumps = np.flatnonzero(np.diff(positions, prepend=-1) != 1)
+    encoded: dict[str, Any] = {
+        "response": response,
+        "tokens": [tokens.number(str(token)) for token in part["token"]],
+        "jumps": [[int(at), int(positions[at])] for at in jumps],
+        "values": [_base64(part[quantity.column]) for quantity in quantities],
+    }
+    if viewer.prompts is not None:
+        encoded["prompt"] = prompts.number(str(viewer.prompts[response]))
+    if viewer.rewards is not None and np.isfinite(viewer.rewards[response]):
+        encoded["reward"] = float(viewer.rewards[response])
+    return encoded
+
+
+def _base64(column: pd.Series) -> str:
+    return base64.b64encode(column.to_numpy(dtype="<f4").tobytes()).decode("ascii")
+
+
+def _describe(quantity: Quantity, column: pd.Series) -> dict[str, Any]:
+    low, high = quantity.limits or _limits(quantity, column.to_numpy(dtype=np.float64))
+    names = ("column", "label", "scale", "unit", "definition", "reverse", "missing")
+    return {name: getattr(quantity, name) for name in names} | {"low": low, "high": high}
+
+
+def _limits(quantity: Quantity, values: np.ndarray) -> tuple[float, float]:
+    """Ends of a scale from the values, beyond which at most a share EXTREME of the tokens lies (and tiny ones).
+
+    A linear scale holds 0.
+    """
+    values = values[np.isfinite(values)]
+    if quantity.scale == "diverging":
+        reach = float(np.quantile(np.abs(values), 1 - EXTREME, method="higher")) or 1.0
+        return -reach, reach
+    if quantity.scale == "log":
+        values = values[values > 0] if (values > 0).any() else np.ones(1)
+        high = float(np.quantile(values, 1 - EXTREME, method="higher"))
+        return min(max(float(values.min()), high * 10.0**-DECADES), high / 2), high
+    low, high = map(float, np.quantile(values, [EXTREME, 1 - EXTREME]))
+    low, high = min(low, 0.0), max(high, 0.0)
+    return low, high if low < high else 1.0
+
+
+def _orders(viewer: Viewer, quantities: Sequence[Quantity]) -> list[dict[str, Any]]:
+    """Ways to sort the responses: `by` is "place", "reward", "length", or how to sum up a quantity."""
+    names = [quantity.column for quantity in quantities]
+    orders: list[dict[str, Any]] = [{"label": "as in the rollouts", "by": "place"}]
+    if viewer.rewards is not None:
+        orders.append({"label": "reward", "by": "reward"})
+    size = next((name for name in ("param_grad_norm", "logit_grad_norm") if name in names), None)
+    summed = [("advantage", "mean", "advantage"), (size, "mean", "mean gradient norm"),
+              ("squared_share", "max", "largest share of Σ‖w g‖²"), ("entropy", "mean", "mean entropy")]  # fmt: skip
+    for name, by, label in summed:
+        if name in names:
+            number = names.index(name)
+            orders.append({"label": label, "by": by, "quantity": number, "unit": quantities[number].unit})
+    return [*orders, {"label": "length", "by": "length"}]
+
+
+def _for_script(text: str) -> str:
+    """JSON that no HTML parser can take for markup: only strings can hold these characters."""
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text

@@ -1,0 +1,242 @@
+"""Pictures of a diagnosis: dominance, signal against noise, where the norm is, and the trend over checkpoints.
+
+Numbers come in, ink goes out, as in `plots`: the tidy statistics of `diagnosis`, or those of several by `trend`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from gradscope.diagnosis.result import COLUMNS
+from gradscope.errors import InputError
+from gradscope.plots import NEUTRAL, finish, interval_colors, name_intervals, new_axes, new_panels, paper_style, require
+
+SHARES = {
+    ("token_share", "none"): ("of the tokens", NEUTRAL, "s"),
+    ("predicted_share", "none"): ("of Σ(w·(1−π))²", "#999999", "D"),
+    ("squared_share", "raw"): ("of Σ‖w·g‖²", "#0072b2", "o"),
+    ("gradient_share", "raw"): ("of the summed gradient", "#d55e00", "o"),
+    ("squared_share", "adamw"): ("of Σ‖w·g‖², AdamW", "#56b4e9", "^"),
+    ("gradient_share", "adamw"): ("of the summed gradient, AdamW", "#e69f00", "^"),
+}
+"""Statistic and metric → words, ink and marker; those that are there are drawn."""
+INDICES = {
+    ("predicted_index", "none"): ("(1−π) alone", "#999999", "D"),
+    ("dominance_index", "raw"): ("measured, Σ‖w·g‖²", "#0072b2", "o"),
+    ("dominance_index", "adamw"): ("Σ‖w·g‖², AdamW", "#56b4e9", "^"),
+    ("gradient_index", "raw"): ("summed gradients", "#d55e00", "o"),
+}
+FRACTIONS = {
+    ("signal_fraction", "raw"): ("raw", "#0072b2", "o"),
+    ("signal_fraction", "adamw"): ("AdamW", "#56b4e9", "^"),
+}
+TREND = (
+    ("token_share", "none", 0), ("squared_share", "raw", 0), ("gradient_share", "raw", 0),
+    ("dominance_index", "raw", 0), ("added_index", "raw", 0), ("signal_fraction", "raw", 0),
+    ("low_to_high_share", "none", -1), ("right_direction_positive_actual", "none", "all"),
+    ("right_direction_negative_actual", "none", "all"),
+)  # fmt: skip
+"""Statistic, metric, and interval (by place, or "all") of the panels of `plot_trend`, if they are there."""
+_TITLES = {
+    "token_share": "share of the tokens",
+    "squared_share": "share of Σ‖w·g‖²",
+    "gradient_share": "share of summed gradient",
+    "dominance_index": "dominance index (bits)",
+    "added_index": "what the network adds (bits)",
+    "signal_fraction": "signal fraction",
+    "low_to_high_share": "movement caused by the lowest",
+    "right_direction_positive_actual": "Â > 0: share that rose",
+    "right_direction_negative_actual": "Â < 0: share that fell",
+}
+_KINDS = {"predicted": ("#999999", "D"), "actual": ("#0072b2", "o")}
+_SIGNS = {"positive": "Â > 0: share that rose", "negative": "Â < 0: share that fell"}
+_LOGIT_SHARES = {
+    "tokens": ("of the tokens", NEUTRAL),
+    "weight": ("of Σ|w|", "#e69f00"),
+    "weighted_norm": ("of Σ|w|·‖e − π‖", "#56b4e9"),
+    "squared_weighted_norm": ("of Σ(w·‖e − π‖)²", "#0072b2"),
+}
+_DRIVERS = {
+    "token_class": "kind of token",
+    "position_bin": "position in the response",
+    "entropy_bin": "entropy (nats)",
+    "advantage_sign": "sign of Â",
+}
+
+
+@paper_style()
+def plot_dominance(statistics: pd.DataFrame, labels: Sequence[str]) -> Figure:
+    """Per interval its share of the tokens beside its shares of the gradients, and the dominance indices; with bars.
+
+    statistics: of a `Diagnosis`; labels: its intervals. Raises InputError where no share is there.
+    """
+    figure, (left, right) = new_panels(2, width=3.6, height=3.0)
+    _draw_series(left, statistics, labels, SHARES, factor=100.0, name="share (%)")
+    left.set_title("shares, with 95 % intervals", loc="left")
+    _draw_series(right, statistics, labels, INDICES, factor=1.0, name="log₂(share / share of the tokens)")
+    right.set_title("bits above proportional", loc="left")
+    return figure
+
+
+@paper_style()
+def plot_signal(statistics: pd.DataFrame, labels: Sequence[str], *, ax: Axes | None = None) -> Axes:
+    """Signal fraction of each interval's summed gradient, and of all: 1 is all signal, 0 none; bars are 95 %."""
+    ax = new_axes(ax)
+    _draw_series(ax, statistics, [*labels, "all"], FRACTIONS, factor=1.0, name="signal / ‖$G_a$‖²")
+    low, _ = ax.get_ylim()
+    ax.set_ylim(max(low, -1.2), 1.08)  # far below 0 says no more than below 0
+    return ax
+
+
+@paper_style()
+def plot_where(where: pd.DataFrame, driver: str = "token_class", *, ax: Axes | None = None) -> Axes:
+    """Shares of the tokens and of Σ‖w·g‖² by the values of one driver (`Diagnosis.where`); bars are 95 %."""
+    require(where, ["driver", "value", "token_share", "squared_share"], what="the table of shares")
+    rows = where[where["driver"] == driver]
+    if rows.empty:
+        known = ", ".join(dict.fromkeys(where["driver"]))
+        raise InputError(f"driver is {driver!r}, which the table of shares does not have; give one of {known}")
+    ax, places = new_axes(ax), np.arange(len(rows))
+    drawn = (("token", "of the tokens", NEUTRAL, "s", 0.12), ("squared", "of Σ‖w·g‖²", "#0072b2", "o", -0.12))
+    for name, words, ink, marker, shift in drawn:
+        value = rows[f"{name}_share"].to_numpy()
+        bars = _bars(value, rows[f"{name}_lower"].to_numpy(), rows[f"{name}_upper"].to_numpy())
+        ax.errorbar(100 * value, places + shift, xerr=100 * bars, fmt=marker, color=ink, ms=4, lw=0.9, label=words)
+    ax.set_yticks(
+        places, [f"{value} ({count:,})" for value, count in zip(rows["value"], rows["num_tokens"], strict=True)]
+    )
+    ax.invert_yaxis()
+    ax.margins(y=0.2)
+    ax.set(xlabel="share (%)", ylabel=_DRIVERS.get(driver, driver))
+    _put_legend_below(ax)
+    return finish(ax, rows.reset_index(drop=True))
+
+
+@paper_style()
+def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
+    """Headline numbers over training steps, a panel each, with bands of 95 %: what `diagnosis.trend` gives.
+
+    A number with an interval of π names it. Raises InputError where none of them is there.
+    """
+    require(trend, ["step", *COLUMNS], what="the trend")
+    chosen = []
+    for statistic, metric, place in TREND:
+        interval = labels[place] if isinstance(place, int) else place
+        same = (trend["statistic"] == statistic) & (trend["metric"] == metric) & (trend["interval"] == interval)
+        if trend.loc[same, "value"].notna().any():
+            chosen.append((statistic, interval, trend[same].sort_values("step")))
+    if not chosen:
+        raise InputError("the trend holds none of the numbers that are drawn; give that of diagnoses with weights")
+    figure, panels = new_panels(len(chosen), width=2.4, height=2.0)
+    ink = interval_colors(max(4, len(labels)))[0]
+    for ax, (statistic, interval, rows) in zip(panels, chosen, strict=True):
+        ax.fill_between(rows["step"], rows["lower"], rows["upper"], color=ink, alpha=0.2, lw=0)
+        ax.plot(rows["step"], rows["value"], "o-", color=ink, ms=3)
+        for level in {"bits": (0.0,), "share": (0.5,) if statistic.startswith("right") else (0.0,)}[
+            rows["unit"].iat[0]
+        ]:
+            ax.axhline(level, color=NEUTRAL, lw=0.6, ls=":", zorder=0)
+        ax.set_title(f"{_TITLES[statistic]}\n{'all tokens' if interval == 'all' else f'π in {interval}'}", loc="left")
+        ax.set_xlabel("training step")
+        ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        finish(ax, rows.reset_index(drop=True))
+    return figure
+
+
+@paper_style()
+def plot_right_directions(directions: pd.DataFrame, labels: Sequence[str]) -> Figure:
+    """Fig. 3 for one step: per interval the share of the tokens that moved the right way, a panel for each sign of Â.
+
+    directions: `Diagnosis.directions`; of the steps that it knows, the predicted and the actual one. Bars are 95 %.
+    """
+    require(directions, ["kind", "interval", "sign", "share", "lower", "upper"], what="the table of directions")
+    figure, panels = new_panels(2, width=3.2, height=2.6)
+    kinds = [kind for kind in _KINDS if (directions["kind"] == kind).any()]
+    for ax, (sign, words) in zip(panels, _SIGNS.items(), strict=True):
+        for place, kind in enumerate(kinds):
+            ink, marker = _KINDS[kind]
+            own = directions[(directions["kind"] == kind) & (directions["sign"] == sign)].set_index("interval")
+            rows = own.reindex(list(labels))
+            value, lower, upper = (rows[name].to_numpy(dtype=float) for name in ("share", "lower", "upper"))
+            x = np.arange(len(labels)) + 0.2 * (place - (len(kinds) - 1) / 2)
+            bars = 100 * _bars(value, lower, upper)
+            ax.errorbar(x, 100 * value, bars, fmt=marker, color=ink, ms=3.5, elinewidth=0.9, label=f"{kind} step")
+        ax.axhline(50, color=NEUTRAL, lw=0.6, ls=":", zorder=0)
+        ax.set_xticks(range(len(labels)))
+        name_intervals(ax, labels)
+        ax.set_title(words, loc="left")
+        ax.set(xlabel="$π_{old}$ before the step", ylabel="share of the tokens (%)")
+        _put_legend_below(ax)
+        finish(ax, directions[directions["sign"] == sign].reset_index(drop=True))
+    return figure
+
+
+@paper_style()
+def plot_logit_shares(shares: pd.DataFrame) -> Axes:
+    """What a dump alone says: each interval's shares, as ranges where norms are known by their bounds alone.
+
+    shares: of `logit_diagnosis.logit_shares`. Thick: from the least to the most; thin: their 95 % interval.
+    """
+    require(shares, ["sign", "quantity", "label", "least", "most", "lower", "upper"], what="the table of shares")
+    ax, shown = new_axes(None, width=5.2, height=3.2), shares[shares["sign"] == "all"]
+    labels = list(dict.fromkeys(shown["label"]))
+    for place, (quantity, (words, ink)) in enumerate(_LOGIT_SHARES.items()):
+        rows = shown[shown["quantity"] == quantity].set_index("label").reindex(labels)
+        x = np.arange(len(labels)) + 0.17 * (place - (len(_LOGIT_SHARES) - 1) / 2)
+        least, most, lower, upper = (100 * rows[n].to_numpy(dtype=float) for n in ("least", "most", "lower", "upper"))
+        ax.vlines(x, lower, upper, color=ink, lw=0.9)
+        ax.vlines(x, least, most, color=ink, lw=5)
+        ax.plot(x, (least + most) / 2, "o", color=ink, ms=4, label=words)
+    ax.set_xticks(range(len(labels)))
+    name_intervals(ax, labels)
+    ax.set(xlabel="π of the tokens", ylabel="share (%)", ylim=(0, None))
+    _put_legend_below(ax)
+    return finish(ax, shown.reset_index(drop=True))
+
+
+def _draw_series(
+    ax: Axes,
+    statistics: pd.DataFrame,
+    labels: Sequence[str],
+    series: dict[tuple[str, str], tuple[str, str, str]],
+    *,
+    factor: float,
+    name: str,
+) -> None:
+    """One series of points with bars per statistic that is there, side by side in each interval."""
+    require(statistics, COLUMNS, what="the statistics")
+    keys = list(zip(statistics["statistic"], statistics["metric"], strict=True))
+    here = {key: look for key, look in series.items() if key in keys}
+    if not here:
+        wanted = ", ".join(dict.fromkeys(statistic for statistic, _ in series))
+        raise InputError(f"the statistics hold none of {wanted}; diagnose rollouts with advantages or rewards")
+    drawn, width = [], 0.7 / len(here)
+    for place, ((statistic, metric), (words, ink, marker)) in enumerate(here.items()):
+        own = statistics[(statistics["statistic"] == statistic) & (statistics["metric"] == metric)]
+        rows = own.set_index("interval").reindex(list(labels))
+        value = rows["value"].to_numpy(dtype=float)
+        bars = _bars(value, rows["lower"].to_numpy(dtype=float), rows["upper"].to_numpy(dtype=float))
+        x = np.arange(len(labels)) + width * (place - (len(here) - 1) / 2)
+        ax.errorbar(x, factor * value, factor * bars, fmt=marker, color=ink, ms=3.5, elinewidth=0.9, label=words)
+        drawn.append(rows.reset_index())
+    ax.axhline(0, color=NEUTRAL, lw=0.6, zorder=0)
+    ax.set_xticks(range(len(labels)))
+    name_intervals(ax, labels)
+    ax.set(xlabel="π of the tokens", ylabel=name)
+    _put_legend_below(ax)
+    finish(ax, pd.concat(drawn, ignore_index=True))
+
+
+def _put_legend_below(ax: Axes) -> None:
+    """Where it hides no bar."""
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, columnspacing=1.0)
+
+
+def _bars(value: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
+    """[2, n] distances to the bounds; none where they are unknown, or where a percentile lies on the other side."""
+    bars = np.stack([value - lower, upper - value])
+    return np.where(np.isfinite(bars), np.maximum(bars, 0.0), 0.0)

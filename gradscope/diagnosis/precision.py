@@ -1,0 +1,136 @@
+"""How much of an interval of confidence is due to the sample of tokens, and what a larger one would buy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+
+from gradscope.diagnosis.notes import has_gradient
+from gradscope.diagnosis.tokens import sum_by_prompt, token_shares, weighted_norms
+from gradscope.gradients import PARAMETERS, describe_seconds, sampling_probabilities
+from gradscope.intervals import summarize_cells
+
+NORMAL = 1.959964
+"""Half the width of a 95 % interval, in standard errors of a normal distribution."""
+FEWEST = 8
+"""Measured tokens of an interval that was sampled, below which their spread says nothing."""
+LITTLE = 0.1
+"""Part of the variance below which a larger sample is not worth its time."""
+
+
+@dataclass(frozen=True)
+class SamplingError:
+    """Of one headline number of a sampled table: the lowest interval's share of Σ‖w·g‖² or, unweighted, mean ‖g‖."""
+
+    quantity: str
+    """In words, with the interval."""
+    value: float
+    lower: float
+    upper: float
+    """95 %, over prompts and tokens; NaN with one prompt."""
+    standard_error: float
+    """That of the sample alone: of other tokens of the same responses."""
+    part: float
+    """Of the variance behind lower and upper, what is due to the sample; the rest is the prompts'. NaN with one."""
+    measured: int
+    """Tokens."""
+    tokens: int
+
+    def width(self, times: float) -> float:
+        """How many times as wide the interval would be with so many times the measured tokens; infinity: with all."""
+        return float(np.sqrt(1 - self.part + self.part * self._shrink(times)))
+
+    def _shrink(self, times: float) -> float:
+        """Variance of the sample with so many times the tokens, over that of this one; 0 with all."""
+        fraction = self.measured / self.tokens
+        return max(0.0, (1 / (times * fraction) - 1) / (1 / fraction - 1))
+
+    def in_words(self, seconds: Callable[[float], float] | None = None) -> str:
+        """What the sample leaves open. seconds: of a run with so many times the tokens; None: not said."""
+        said = f"{self.quantity}: {self.value:.3g}"
+        if not np.isfinite(self.lower):
+            error = f" ± {self.standard_error:.2g}, a standard error," if np.isfinite(self.standard_error) else ""
+            return f"{said}{error} of these prompts; there are too few for an interval."
+        said += f" [{self.lower:.3g}, {self.upper:.3g}]"
+        if not np.isfinite(self.part):
+            return f"{said}, from too few tokens to say how much more of them would narrow it."
+        said += (
+            f". Of the variance behind this interval, {self.part:.0%} is due to which tokens were drawn, the rest to"
+        )
+        said += " which prompts"
+        if self.part < LITTLE:
+            return f"{said}: more tokens would hardly narrow it."
+        names = {4.0: "4 times as many tokens", np.inf: "all tokens"}
+        bought = []
+        for times in (4.0, np.inf) if 4 * self.measured < self.tokens else (np.inf,):
+            price = "" if seconds is None else f" (about {describe_seconds(seconds(times))})"
+            bought.append(f"{self.width(times):.2f} times as wide with {names[times]}{price}")
+        return f"{said}. It would be {', '.join(bought)}."
+
+
+def sampling_error(
+    table: pd.DataFrame, labels: Sequence[str], *, rng: np.random.Generator, resamples: int = 1000
+) -> SamplingError | None:
+    """Of the lowest interval that has measured tokens; None where all were measured, or none."""
+    probabilities, measured = sampling_probabilities(table), table[PARAMETERS].notna().to_numpy()
+    if probabilities is None or not measured.any():
+        return None
+    interval = table["interval"].to_numpy(np.int64)
+    own, size = int(interval[measured].min()), len(labels)
+    counts = {"measured": int(measured.sum()), "tokens": len(table)}
+    if not has_gradient(table):
+        norms = table[PARAMETERS].to_numpy(np.float64)
+        args = (norms, interval, table["group"], size)
+        row = summarize_cells(*args, rng=rng, resamples=resamples, probabilities=probabilities).iloc[own]
+        found = row[["value", "lower", "upper"]].to_numpy(np.float64)
+        tokens = np.bincount(interval, minlength=size)[own]
+        error = np.sqrt(design_variances(norms, probabilities, interval, size)[own]) / tokens
+        return SamplingError(
+            f"mean ‖g‖ of tokens with π in {labels[own]}", *found, error, _part(error, *found[1:]), **counts
+        )
+    sums = sum_by_prompt(table, size)
+    rows = token_shares(sums, labels, rng=rng, resamples=resamples)
+    row = rows[(rows["statistic"] == "squared_share") & (rows["interval"] == labels[own])].iloc[0]
+    found = row[["value", "lower", "upper"]].to_numpy(np.float64)
+    variances = design_variances(weighted_norms(table) ** 2, probabilities, interval, size)
+    totals = np.nan_to_num(sums.expected.sum(0) * sums.squares.sum(0) / np.maximum(sums.measured.sum(0), 1))
+    slopes = np.where(np.arange(size) == own, 1 - found[0], -found[0]) / totals.sum()
+    error = float(np.sqrt((slopes**2 * variances).sum()))
+    quantity = f"share of Σ‖w·g‖² of tokens with π in {labels[own]}"
+    return SamplingError(quantity, *found, error, _part(error, *found[1:]), **counts)
+
+
+def design_variances(
+    values: Float[np.ndarray, " n"],
+    probabilities: Float[np.ndarray, " n"],
+    interval: np.ndarray,
+    num_intervals: int,
+) -> Float[np.ndarray, " A"]:
+    """Variance over samples of the same tokens of each interval's estimated Σ values; values: NaN where not measured.
+
+    Hájek's for samples of fixed size, n/(n − 1) Σ (1 − p)(value/p − B)² over the measured, with B the mean of value/p
+    weighted by 1 − p. NaN where fewer than FEWEST of an interval's tokens that chance has drawn are measured.
+    """
+    out = np.zeros(num_intervals)
+    for a in range(num_intervals):
+        own = (interval == a) & ~np.isnan(values) & (probabilities < 1)
+        missing = int(((interval == a) & np.isnan(values)).sum())
+        if not missing:
+            continue
+        scaled, left, n = values[own] / probabilities[own], 1 - probabilities[own], int(own.sum())
+        if n < FEWEST:
+            out[a] = np.nan
+            continue
+        middle = (left * scaled).sum() / left.sum()
+        out[a] = n / (n - 1) * (left * (scaled - middle) ** 2).sum()
+    return out
+
+
+def _part(error: float, lower: float, upper: float) -> float:
+    """Of the variance behind the bounds, that of this standard error; at most 1."""
+    whole = (upper - lower) / (2 * NORMAL)
+    return float(np.minimum(1.0, (error / whole) ** 2)) if whole > 0 else np.nan

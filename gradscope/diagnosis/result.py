@@ -1,0 +1,249 @@
+"""What a diagnosis is asked for, and what it returns: settings, rows of statistics, and one frozen result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+
+from gradscope.errors import InputError
+from gradscope.intervals import (
+    EDGES,
+    Column,
+    interval_labels,
+)
+from gradscope.objective import PAPER, LossSettings
+from gradscope.updates import (
+    StepSettings,
+)
+
+COLUMNS = ["statistic", "metric", "interval", "value", "lower", "upper", "n", "unit"]
+"""metric: "raw" or "adamw" for a gradient, "none" for what is none; interval: a label such as "[0, ¼)", "all", or "";
+n: the tokens that the number rests on, measured ones where norms are meant; unit: share, bits, nats, ratio, cosine,
+squared (the unit of a squared gradient norm), norm, tokens, prompts."""
+
+
+def make_rows(
+    statistic: str,
+    found: Float[np.ndarray, "3 k"],
+    n: Column | int,
+    *,
+    unit: str,
+    metric: str = "none",
+    intervals: Sequence[str] = ("",),
+) -> pd.DataFrame:
+    """A row per interval of one statistic: found holds the values, then lower and upper bounds; not finite is NaN.
+
+    n: a count per interval, or one for all.
+    """
+    value, lower, upper = np.where(np.isfinite(found), found, np.nan)
+    columns = {"statistic": statistic, "metric": metric, "interval": list(intervals)}
+    columns |= {"value": value, "lower": lower, "upper": upper, "n": np.broadcast_to(np.asarray(n), value.shape)}
+    return pd.DataFrame(columns | {"unit": unit})[COLUMNS].astype({"n": np.int64})
+
+
+def one_row(
+    statistic: str, value: float, n: int, *, unit: str, metric: str = "none", interval: str = ""
+) -> pd.DataFrame:
+    """A number that has no interval."""
+    found = np.array([[value], [np.nan], [np.nan]], dtype=np.float64)
+    return make_rows(statistic, found, n, unit=unit, metric=metric, intervals=[interval])
+
+
+def join_rows(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """All rows, one below the other; the empty table without any."""
+    parts = [part for part in parts if len(part)]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=COLUMNS)
+
+
+def pick_row(statistics: pd.DataFrame, statistic: str, metric: str = "none", interval: str = "") -> pd.Series | None:
+    """The row of that name; None where it was not computed. InputError where a name is there twice."""
+    chosen = statistics[
+        (statistics["statistic"] == statistic) & (statistics["metric"] == metric) & (statistics["interval"] == interval)
+    ]
+    if len(chosen) > 1:
+        raise InputError(f"{statistic} ({metric}, {interval}) is there {len(chosen)} times; give one diagnosis's rows")
+    return chosen.iloc[0] if len(chosen) else None
+
+
+Number = int | float
+
+LARGEST_SEED = 2**57
+"""torch takes seeds of 63 bits, and each part of a diagnosis has its own of the 64 that are made of one."""
+LARGE = 100_000_000
+"""Parameters from which on α and η are screened only on demand: it takes more passes than all the rest."""
+VERDICT_PROMPTS = 6
+"""Below so many, bounds are no ground of a verdict: those of a bootstrap lie within what the prompts' own numbers span,
+and n draws all lie on one side of the median with probability 2·2⁻ⁿ, more than 5 % of the time for n < 6."""
+
+
+@dataclass(frozen=True)
+class DiagnosisSettings:
+    """All that changes a number of a diagnosis."""
+
+    loss: LossSettings = PAPER
+    """The objective; a table that is given must have been measured with it."""
+    edges: tuple[Number, ...] = EDGES
+    """Of the intervals of π; those of a table that is given."""
+    tokens_per_interval: int | None = None
+    """Where the table is measured here: see `MeasureSettings`."""
+    bins: int = 4
+    """Bins of position and of entropy."""
+    top: int = 20
+    """Tokens shown of the largest ‖w·g‖, and of those that move farthest against their advantage."""
+    gradient_memory: int | None = None
+    """Bytes for gradients: those of prompts and intervals are made whole, in slices or as sketches (see
+    `prompt_gradients`); those of steps, predicted and taken, one at a time and in scratch files where they need more.
+    None: a sixth of what is free."""
+    gradient_way: Literal["whole", "slices", "sketches"] | None = None
+    """How those of prompts and intervals are made, whatever it costs."""
+    minutes: Number | None = None
+    """For summed gradients and steps, by a forward pass that is timed: exact ones, AdamW's metric, the steps and the
+    screening are left out, with a note, where they would take longer. The plain summed gradients are always made."""
+    sign_passes: int | None = 2
+    """Passes of random signs for Σ‖w·g‖² in AdamW's metric; None: not computed. Used with an optimizer state alone."""
+    influence_tokens: int | None = 16_000
+    """Tokens, of whole prompts, of the step whose movement is split by source; None: skipped."""
+    actual_step: bool = True
+    """Take the whole batch's step, look, and rewind it."""
+    recommend: bool | None = None
+    """Screen α and η; None: of policies below `LARGE` parameters."""
+    recommend_batches: int | None = 5
+    """Batches for the screening of α and η; None: skipped. A verdict takes 5."""
+    alphas: tuple[Number | None, ...] = (None, 0.1, 0.2, 0.3, 0.5)
+    etas: tuple[Number | None, ...] = (None, 0.5)
+    step: StepSettings | None = None
+    """Of all steps; None: as the optimizer state says, else the paper's SGD."""
+    micro_batch_size: int = 8
+    """Most responses in a forward pass of the gradients; changes nothing but rounding."""
+    resamples: int = 1000
+    """Of every bootstrap."""
+    seed: int = 0
+    """Of every random number."""
+
+    def check(self) -> None:
+        """Raise InputError for numbers that no diagnosis can be made with."""
+        self.loss.check()
+        interval_labels(self.edges)
+        if self.step is not None:
+            self.step.check()
+        if self.minutes is not None and not 0 < self.minutes < float("inf"):
+            raise InputError(f"minutes is {self.minutes}; give a positive number, or None: as long as it takes")
+        for name in ("bins", "top", "gradient_memory", "sign_passes", "influence_tokens", "micro_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}; give 1 or more")
+        if self.recommend_batches is not None and self.recommend_batches < 2:
+            raise InputError(f"recommend_batches is {self.recommend_batches}; give 2 or more, or None to skip it")
+        if self.resamples < 1 or not 0 <= self.seed < LARGEST_SEED:
+            raise InputError(
+                f"resamples is {self.resamples} and seed {self.seed}; give 1 or more, and 0 or more (below 2**57)"
+            )
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Diagnosis:
+    """What one checkpoint does with one batch of rollouts. A part that was not computed is None; a note says why."""
+
+    statistics: pd.DataFrame
+    """Every headline number, a row each: see `diagnosis_rows.COLUMNS`."""
+    notes: tuple[str, ...]
+    """What a reader must know: what is missing, sampled or rough."""
+    table: pd.DataFrame
+    """The token table."""
+    labels: tuple[str, ...]
+    """Of the intervals."""
+    num_prompts: int
+    num_responses: int
+    settings: DiagnosisSettings
+    step: StepSettings
+    """The one that was used for steps, predicted or taken."""
+    parameters: str = "all parameters"
+    """What ‖g‖ and G_a are over, in words."""
+    num_served: int | None = None
+    """Prompts with an advantage other than 0, on which all that is said of gradients rests; None: all."""
+    bounds: BoundMargins | None = None
+    layers: pd.DataFrame | None = None
+    """Mean norms by place and interval: `diagnosis_tokens.layer_norms`."""
+    drivers: pd.DataFrame | None = None
+    """Probability or entropy: `drivers.regress_norms`."""
+    where: pd.DataFrame | None = None
+    """Shares by token class, position, entropy, sign of Â: `diagnosis_tokens.shares_by`."""
+    spikes: pd.DataFrame | None = None
+    """Tokens of the largest ‖w·g‖: `diagnosis_tokens.largest_tokens`."""
+    cosines: pd.DataFrame | None = None
+    """Between the intervals' summed gradients."""
+    adamw_cosines: pd.DataFrame | None = None
+    influence: pd.DataFrame | None = None
+    """Who moves whom: `influence.influence_table`."""
+    against: pd.DataFrame | None = None
+    """Tokens predicted to move farthest against their advantage: `influence.moved_against`."""
+    directions: pd.DataFrame | None = None
+    """Right-direction shares by interval and sign, with a column `kind`: predicted or actual."""
+    movement: pd.DataFrame | None = None
+    """`updates.movement_table` of the actual step, whose columns end with .all; it joins `table` by response and
+    position."""
+    recommendation: Recommendation | None = None
+
+    @property
+    def judges(self) -> bool:
+        """Whether there are prompts enough for a verdict."""
+        return self.num_telling >= VERDICT_PROMPTS
+
+    @property
+    def num_telling(self) -> int:
+        """Prompts that intervals rest on."""
+        return self.num_prompts if self.num_served is None else self.num_served
+
+    def pick(self, statistic: str, metric: str = "none", interval: str = "") -> pd.Series | None:
+        """The row of `statistics` of that name; None where it was not computed."""
+        return pick_row(self.statistics, statistic, metric, interval)
+
+    def __repr__(self) -> str:
+        return (
+            f"Diagnosis({len(self.table):,} tokens of {self.num_responses} responses to {self.num_prompts} prompts; "
+            f"{len(self.statistics)} statistics, {len(self.notes)} notes)"
+        )
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What α and η the screening by predicted steps would try, and whether it has a reason to."""
+
+    settings: pd.DataFrame
+    """As of `Screening.settings`, with the prediction on the held-out batches in the place of the actual score."""
+    setting: str
+    """The one with the best score on the selection batches; "plain" may be it."""
+    alpha: Number | None
+    eta: Number | None
+    difference: float
+    """Its score on the held-out batches minus the plain loss's, and the bounds: Student's t over three batches or more,
+    else a bootstrap over prompts. NaN for the plain loss itself."""
+    lower: float
+    upper: float
+    verdict: str
+    """"better", "worse", "no difference" or "undecided"; "no difference" for the plain loss itself."""
+    num_batches: int
+    prompts_per_batch: tuple[int, ...]
+    eta_judged: bool
+    """False where to first order η's two steps are the plain one, so that nothing is said of η."""
+    method: str
+
+
+@dataclass(frozen=True)
+class BoundMargins:
+    """Prop. 4.2 on the logits of every token, and how near the nearest comes to breaking it."""
+
+    num_tokens: int
+    violations: int
+    """Tokens outside a bound by more than rounding explains."""
+    lower_margin: float
+    """Smallest ‖e − π‖ / lower bound − 1 of all tokens that are not certain: below 0 is rounding, or a violation."""
+    upper_margin: float
+    """Smallest 1 − ‖e − π‖ / upper bound."""
+    tolerance: float
+    """Largest relative slack granted to a token, for the rounding of float32."""

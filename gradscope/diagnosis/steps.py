@@ -1,0 +1,237 @@
+"""What a step does and what might do better: who moves whom, right directions, policy lag, α and η at first order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from gradscope.diagnosis.result import Recommendation, join_rows, make_rows, one_row
+from gradscope.errors import InputError
+from gradscope.intervals import prompt_clusters, summarize_cells
+from gradscope.objective import LossSettings, resolve_advantages
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch
+from gradscope.updates import (
+    BY,
+    ENOUGH_BATCHES,
+    MIN_TOKENS,
+    SGD,
+    SIGNS,
+    Setting,
+    StepSettings,
+    influence_table,
+    make_grid,
+    right_direction_shares,
+    screen,
+    tune_batch,
+)
+
+Number = int | float
+
+
+def state_step(state: dict[str, Any]) -> StepSettings:
+    """The step that a saved AdamW goes on with: learning rate, decay, betas and eps of its first parameter group.
+
+    No state tells how the run clipped its gradient: that is the default of StepSettings, unless it is replaced.
+    """
+    group = state["param_groups"][0]
+    return StepSettings(
+        "adamw",
+        float(group["lr"]),
+        float(group.get("weight_decay", 0.0)),
+        tuple(map(float, group["betas"])),
+        float(group["eps"]),
+    )
+
+
+def with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
+    """The batch with the table's advantages, where it has rewards alone: steps are then of the weights in the table."""
+    if batch.advantages is not None or batch.rewards is None:
+        return batch
+    advantages = torch.full(batch.input_ids.shape, float("nan"))
+    advantages[batch.response_mask] = torch.tensor(table["advantage"].to_numpy(np.float32))
+    return replace(batch, advantages=advantages)
+
+
+def within_budget(batch: TokenBatch, tokens: int, *, generator: torch.Generator) -> Int[Tensor, " b"]:
+    """Rows of whole prompts, in random order until the next one would exceed so many tokens; one prompt at least.
+
+    Those with an advantage come first: a step on the others alone would show momentum and decay.
+    """
+    prompts = batch.group_ids[batch.response_mask.any(1)].unique()
+    prompts = prompts[torch.randperm(len(prompts), generator=generator)]
+    known = batch.advantages is not None or batch.rewards is not None
+    served = _served_prompts(batch) if known else prompts
+    prompts = torch.cat([prompts[torch.isin(prompts, served)], prompts[~torch.isin(prompts, served)]])
+    counts = torch.stack([batch.response_mask[batch.group_ids == prompt].sum() for prompt in prompts])
+    taken = max(1, int((counts.cumsum(0) <= min(tokens, int(counts.sum()))).sum()))  # a number beyond 64 bits serves
+    return torch.isin(batch.group_ids, prompts[:taken]).nonzero()[:, 0]
+
+
+def influence_rows(
+    contributions: pd.DataFrame, labels: Sequence[str], *, rng: np.random.Generator | None, resamples: int = 1000
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(rows, influence_table): rows of low_to_high_share and high_to_high_share.
+
+    low_to_high_share: the share of the predicted movement of the highest interval's tokens that the lowest interval's
+    gradient causes, Cov(c, Δ)/Var(Δ); negative where it counteracts. high_to_high_share: that the highest interval's
+    own gradient causes. NaN where that interval has no gradient. Shares of all sources (KL, momentum and decay too) add
+    up to 1.
+    """
+    table = influence_table(contributions, rng=rng, resamples=resamples)
+    top = len(labels) - 1
+    parts = []
+    for name, source in (("low_to_high_share", 0), ("high_to_high_share", top)):
+        row = table[(table["source"] == source) & (table["target"] == top)].iloc[0]
+        found = row[["share", "share_lower", "share_upper"]].to_numpy(np.float64)[:, None]
+        if not contributions[f"{BY}{source}"].any():
+            found = np.full((3, 1), np.nan)
+        parts.append(make_rows(name, found, row["num_tokens"], unit="share", intervals=[labels[top]]))
+    return join_rows(parts), table
+
+
+def direction_rows(
+    table: pd.DataFrame, kind: str, labels: Sequence[str], *, rng: np.random.Generator | None, resamples: int = 1000
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(rows, shares): of the tokens with Â > 0 the share that rose, with Â < 0 that fell, by interval of π_old.
+
+    table: with delta_log_odds.all, interval, advantage and group. kind: "predicted" or "actual", of the rows' names
+    right_direction_positive_KIND, right_direction_negative_KIND. Of the tokens that moved; "all" is of every interval.
+    """
+    parts, frames = [], []
+    settings = {"rng": rng, "resamples": resamples}
+    for by, values, names in (("interval", range(len(labels)), list(labels)), ("every", [0], ["all"])):
+        shares = right_direction_shares(table.assign(every=0), by=by, values=values, **settings)
+        for sign in SIGNS:
+            own = shares[shares["sign"] == sign]
+            found = own[["share", "lower", "upper"]]
+            moved = (own["num_tokens"] - own["tied"]).to_numpy()
+            name = f"right_direction_{sign}_{kind}"
+            parts.append(make_rows(name, found.to_numpy(np.float64).T, moved, unit="share", intervals=names))
+        frames.append(shares.drop(columns=[by]).assign(interval=np.repeat(names, len(SIGNS)), kind=kind))
+    return join_rows(parts), pd.concat(frames, ignore_index=True)
+
+
+def lag_rows(
+    table: pd.DataFrame, loss: LossSettings, *, rng: np.random.Generator | None, resamples: int = 1000
+) -> pd.DataFrame:
+    """How far the policy is from the one that sampled, over the tokens whose old_logprob is known; no rows without one.
+
+    logprob_difference_mean, _max: of |log π − log π_old|, nats, as trainers log for the mismatch of trainer and
+    sampler; ratio_mean, ratio_max: of π/π_old; clip_low, clip_high, clip_dual: shares of the tokens that Eq. 2's trust
+    region cuts (Â < 0 and ratio < 1 − ε_low; Â > 0 and ratio > 1 + ε_high; Â < 0 and ratio > c), where Â is known.
+    """
+    known = table["old_logprob"].notna().to_numpy()
+    if not known.any():
+        return join_rows([])
+    own = table[known]
+    gap = (own["logprob"] - own["old_logprob"]).to_numpy(np.float64)
+    ratio, advantage = np.exp(gap), own["advantage"].to_numpy(np.float64)
+    dual = np.inf if loss.clip_ratio_c is None else loss.clip_ratio_c
+    cut = {
+        "clip_low": (advantage < 0) & (ratio < 1 - loss.clip_ratio_low),
+        "clip_high": (advantage > 0) & (ratio > 1 + loss.clip_ratio_high),
+        "clip_dual": (advantage < 0) & (ratio > dual),
+    }
+    values = {"logprob_difference_mean": (np.abs(gap), "nats"), "ratio_mean": (ratio, "ratio")}
+    values |= {name: (np.where(np.isnan(advantage), np.nan, inside), "share") for name, inside in cut.items()}
+    clusters, parts = prompt_clusters(own), []
+    for name, (numbers, unit) in values.items():
+        settings = {"rng": rng, "resamples": resamples}
+        row = summarize_cells(numbers, np.zeros(len(own), dtype=np.int64), clusters, 1, **settings).iloc[0]
+        found = row[["value", "lower", "upper"]].to_numpy(np.float64)[:, None]
+        parts.append(make_rows(name, found, int(row["num_measured"]), unit=unit))
+    worst = (("logprob_difference_max", np.abs(gap).max(), "nats"), ("ratio_max", ratio.max(), "ratio"))
+    return join_rows([*parts, *(one_row(name, value, len(own), unit=unit) for name, value, unit in worst)])
+
+
+def recommend(
+    policy: Policy,
+    batch: TokenBatch,
+    *,
+    alphas: Sequence[Number | None],
+    etas: Sequence[Number | None],
+    num_batches: int,
+    loss: LossSettings,
+    step: StepSettings = SGD,
+    optimizer_state: dict[str, Any] | None = None,
+    rng: np.random.Generator,
+    generator: torch.Generator,
+    min_tokens: int = MIN_TOKENS,
+    memory: int | None = None,
+    progress: bool = False,
+) -> Recommendation:
+    """Screen a grid by the predicted right-direction score (`tuning`, `tuning_screen`); no step is taken.
+
+    Prompts with an advantage are dealt into num_batches batches, fewer where there are fewer prompts: every second one
+    selects, the others confirm, by the predicted score as well. A verdict takes 3 held-out batches, so 5 in all. That
+    the score predicts a run's final accuracy, no one has shown. Raises InputError where fewer than two prompts have an
+    advantage, where no interval and sign has min_tokens tokens in every batch, and as `linearise` does, whose `memory`
+    it takes.
+    """
+    grid = make_grid(alphas, etas)
+    batches = _deal(batch, num_batches, generator)
+    settings = {"settings": loss, "step": step, "optimizer_state": optimizer_state, "memory": memory}
+    parts = [tune_batch(policy, part, grid, actual=False, progress=progress, **settings) for part in batches]
+    methods = sorted({method for part in parts for method in part["method"]})
+    # The prediction confirms too, on other prompts than it selected on.
+    parts = [part.assign(actual_right=part["predicted_right"], actual_tied=part["predicted_tied"]) for part in parts]
+    found = screen(parts, grid, rng=rng, min_tokens=min_tokens)
+    best, plain = found.candidate, found.candidate.name == 0
+    choice: Setting = grid[best.name]
+    verdict = "no difference" if plain and len(batches) >= 2 * ENOUGH_BATCHES - 1 else best["verdict"]
+    return Recommendation(
+        settings=found.settings,
+        setting=choice.name,
+        alpha=choice.alpha,
+        eta=choice.eta,
+        difference=np.nan if plain else float(best["difference"]),
+        lower=np.nan if plain else float(best["lower"]),
+        upper=np.nan if plain else float(best["upper"]),
+        verdict=str(verdict),
+        num_batches=len(batches),
+        prompts_per_batch=tuple(found.prompts),
+        eta_judged=found.eta_judged,
+        method=", ".join(methods),
+    )
+
+
+def _deal(batch: TokenBatch, count: int, generator: torch.Generator) -> list[TokenBatch]:
+    """Batches of whole prompts that have an advantage, of sizes that differ by one at most."""
+    served = _served_prompts(batch)
+    if len(served) < 2:
+        raise InputError(
+            f"{len(served)} prompts have an advantage; one has to select a setting and another to confirm it; give "
+            "rollouts of more prompts, whose rewards differ"
+        )
+    served = served[torch.randperm(len(served), generator=generator)]
+    parts = served.tensor_split(min(count, len(served)))
+    batch = replace(batch, advantages=resolve_advantages(batch))
+    return [batch.select(torch.isin(batch.group_ids, part).nonzero()[:, 0]) for part in parts]
+
+
+def _served_prompts(batch: TokenBatch) -> Int[Tensor, " p"]:
+    """Groups with a token whose advantage is not 0."""
+    advantages = resolve_advantages(batch)
+    return batch.group_ids[((advantages != 0) & batch.response_mask).any(1)].unique()
+
+
+def predicted_movement(contributions: pd.DataFrame) -> pd.DataFrame:
+    """The contributions with their sum as the movement that `directions` judges; log π and log odds move alike."""
+    return contributions.assign(**{"delta_log_odds.all": contributions["predicted"].astype(np.float64)})
+
+
+def seeds_of(table: pd.DataFrame, batch: TokenBatch, num_intervals: int) -> Float[Tensor, "A B S"]:
+    """−w_t / num_tokens of the tokens of each interval, 0 elsewhere: what makes its gradient of the loss."""
+    weights = torch.zeros(batch.input_ids.shape, dtype=torch.float64)
+    intervals = torch.full(batch.input_ids.shape, -1)
+    weights[batch.response_mask] = torch.tensor(table["weight"].to_numpy(np.float64)) / -batch.num_tokens
+    intervals[batch.response_mask] = torch.tensor(table["interval"].to_numpy(np.int64))
+    return weights * (intervals == torch.arange(num_intervals)[:, None, None])

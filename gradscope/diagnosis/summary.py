@@ -1,0 +1,330 @@
+"""What a measurement says, in words and pictures: the summary that is printed, and the first figures of the paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+from gradscope.errors import InputError
+from gradscope.gradients import (
+    LAYER,
+    LOGITS,
+    PARAMETERS,
+    IntervalGradients,
+    MeasureSettings,
+    Way,
+    interval_gradients,
+    interval_norms,
+    sampling_probabilities,
+)
+from gradscope.intervals import interval_labels, summarize
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch
+from gradscope.runs import ALONE, Processes, write_text
+from gradscope.theory import FLOOR, TheoryReport, layer_constants, theory_report, token_contexts
+
+PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
+"""Fig. 1 (d) of the paper, read off the image: the four intervals, and all tokens."""
+
+
+LEGEND = """mean_norm: ‖g‖ of a token for unit weight, with a 95 % interval over prompts; squared_share: of Σ‖w g‖²;
+gradient_norm: ‖G_a‖/‖G‖; gradient_share: ⟨G_a, G⟩/‖G‖²; half_cosine: of G_a between two halves of the prompts"""
+"""What the columns of Summary.intervals are."""
+ESTIMATED = """rms_norm: root mean square of ‖g‖ for unit weight; squared_share: of Σ‖w g‖²; …_se: standard error, of
+the random numbers and not of the choice of prompts; gradient_norm: ‖G_a‖/‖G‖; gradient_share: ⟨G_a, G⟩/‖G‖²;
+half_cosine: of G_a between two halves of the prompts"""
+"""The same where norms are estimates."""
+LEFT_OUT = (
+    "Left out, for they need exact norms of each layer: figure_2, layers_by_interval, norm_against_one_minus_prob, "
+    "fitted powers, and what Prop. 4.2 is worth."
+)
+ENOUGH = 30
+"""Tokens below which a fitted power is not put into words."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The numbers behind the summary of one measurement."""
+
+    intervals: pd.DataFrame
+    """A row per interval: its share of the tokens, of the summed gradient and of Σ‖w g‖², and the mean token norm."""
+    gradients: IntervalGradients | None
+    """None where the rollouts carry neither advantages nor rewards."""
+    theory: TheoryReport | None
+    """None where too few tokens were measured to say anything, and where norms are estimates."""
+    estimated: bool = False
+    """Norms are estimates by random numbers."""
+    parameters: str = "all parameters"
+    """What norms and sums are over, in words."""
+
+    def __str__(self) -> str:
+        table = self.intervals.to_string(index=False, float_format="{:.3g}".format, na_rep="–")
+        legend = ESTIMATED if self.estimated else LEGEND
+        if self.estimated and "mean_norm" in self.intervals:
+            legend += "; mean_norm: of ‖g‖, with a 95 % interval over prompts"
+        parts = [self.sentences(), f"{table}\n{legend}"]
+        if self.gradients is not None:
+            if self.gradients.plan is not None and self.gradients.plan.way != "whole":
+                parts.append(f"{self.gradients.plan}.")
+            matrix = self.gradients.cosines.set_axis(interval_labels(), axis=0).set_axis(interval_labels(), axis=1)
+            parts += [
+                "Cosines between the intervals' summed gradients:",
+                matrix.to_string(float_format="{:.2f}".format, na_rep="–"),
+            ]
+        if self.theory is not None:
+            parts += ["Prop. 4.2 on these tokens:", str(self.theory)]
+        if self.estimated:
+            parts.append(LEFT_OUT)
+        return "\n\n".join(parts)
+
+    def sentences(self) -> str:
+        """The finding in words."""
+        table = self.intervals
+        lines = self._estimated_norms(table) if self.estimated else self._norms(table)
+        if self.gradients is not None:
+            lines += self._sums(table)
+        if self.theory is not None:
+            powers = self.theory.powers
+            fits = powers[(powers["quantity"] != LOGITS) & (powers["tokens"] >= ENOUGH)]
+            fits = fits.dropna(subset="slope").sort_values("slope")
+            if len(fits):
+                least, most = _power(fits.iloc[0]), _power(fits.iloc[-1])
+                fitted = int(powers["tokens"].max())
+                lines.append(
+                    f"Below the logits, norms grow like (1−π)^s with s from {least} to {most} by layer (theory: 1, "
+                    f"√ law: ½; [95 %]), fitted on the {fitted:,} tokens that are not nearly certain; Prop. 4.2 bounds "
+                    "norms and does not fix s."
+                )
+        return "\n".join(lines)
+
+    def _norms(self, table: pd.DataFrame) -> list[str]:
+        """What the norms of the tokens say one by one."""
+        low, high = table.iloc[0], table.iloc[-1]
+        lines = [f"{int(table['measured'].sum()):,} of {int(table['tokens'].sum()):,} response tokens were measured."]
+        if np.isfinite(low["mean_norm"]) and high["mean_norm"] > 0:
+            ratio, norms = (
+                low["mean_norm"] / high["mean_norm"],
+                f"{low['mean_norm']:.3g} against {high['mean_norm']:.3g}",
+            )
+            lines.append(
+                f"One by one: a token with π < ¼ has {ratio:.1f} times the gradient norm of one with π ≥ ¾ on average "
+                f"({norms}, {self.parameters}, unit weight)."
+            )
+        return lines
+
+    def _estimated_norms(self, table: pd.DataFrame) -> list[str]:
+        """The same from estimates: root mean squares, for these are known of every interval."""
+        low, high = table.iloc[0], table.iloc[-1]
+        lines = [f"Norms are ESTIMATES, over {self.parameters}, of {int(table['tokens'].sum()):,} response tokens."]
+        if np.isfinite(low["rms_norm"]) and high["rms_norm"] > 0:
+            norms = " against ".join(f"{row['rms_norm']:.3g} ± {row['rms_norm_se']:.2g}" for row in (low, high))
+            lines.append(
+                f"In the root mean square, a token with π < ¼ has {low['rms_norm'] / high['rms_norm']:.1f} times the "
+                f"gradient norm of one with π ≥ ¾ ({norms}, ± one standard error, unit weight)."
+            )
+        return lines
+
+    def _sums(self, table: pd.DataFrame) -> list[str]:
+        """What the summed gradients say, and how far to trust it."""
+        owned = _rows(table, "token_share", "gradient_share")
+        if not owned:
+            return ["In sum: every weight of the loss is 0 (equal rewards in each group, or all clipped): no gradient."]
+        each = ", ".join(
+            f"{_percent(share)} by {tokens:.1%} of the tokens (π in {name})" for name, tokens, share in owned
+        )
+        halves = ", ".join(f"{cosine:.2f}" for _, cosine in _rows(table, "half_cosine"))
+        return [
+            f"In sum: of this batch's gradient (⟨G_a, G⟩/‖G‖²), {each}.",
+            f"Between two halves of the {self.gradients.num_prompts} prompts, G_a has cosines {halves or '–'}: an "
+            "interval near 0 is mostly noise, and its share is another in another batch (one split; "
+            "`gradscope diagnose` gives the signal with an interval).",
+        ]
+
+    def _repr_html_(self) -> str:
+        sentences = escape(self.sentences()).replace("\n", "<br>")
+        parts = [f"<p>{sentences}</p>", self.intervals.to_html(index=False, float_format="{:.3g}".format)]
+        parts += [part._repr_html_() for part in (self.gradients, self.theory) if part is not None]
+        return "".join(parts)
+
+
+def _power(fit: pd.Series) -> str:
+    """With its interval, where the prompts give one."""
+    between = f" [{fit['slope_lower']:.2f}, {fit['slope_upper']:.2f}]" if np.isfinite(fit["slope_lower"]) else ""
+    return f"{fit['slope']:.2f}{between}"
+
+
+def _percent(share: float) -> str:
+    """Rounded, without the sign of a zero."""
+    return f"{round(share, 2) + 0.0:.0%}"
+
+
+def _rows(table: pd.DataFrame, *columns: str) -> list[tuple]:
+    """(interval, values…) of the rows in which all of these columns are numbers."""
+    return list(table.dropna(subset=columns)[["interval", *columns]].itertuples(index=False, name=None))
+
+
+def summarize_measurement(
+    policy: Policy,
+    batch: TokenBatch,
+    table: pd.DataFrame,
+    settings: MeasureSettings,
+    *,
+    contexts: int = 0,
+    memory: int | None = None,
+    way: Way | None = None,
+    processes: Processes = ALONE,
+    progress: bool = False,
+) -> Summary:
+    """Ask the network for the sums over tokens that the table cannot give, and put everything side by side.
+
+    table: what `measure(policy, batch, …)` gave; settings: those that it was made with; batch: at the temperatures that
+    it was measured at. contexts: compute the constants of Eq. 3 at so many tokens' contexts
+    (`jacobians.layer_constants`; its time grows fast with model and context). memory, way, processes: of the summed
+    gradients; see `interval_gradients`.
+    """
+    over, gradients = policy.parameters_in_words, None
+    if table["weight"].notna().all():
+        # The table's own intervals, by π: shares of tokens and of the gradient are of the same tokens.
+        intervals = torch.zeros(batch.input_ids.shape, dtype=torch.long)
+        intervals[batch.response_mask] = torch.tensor(table["interval"].tolist())
+        made = {"memory": memory, "way": way, "processes": processes, "progress": progress}
+        gradients = interval_gradients(policy, batch, settings=settings.loss, intervals=intervals, **made)
+    rng = np.random.default_rng(settings.seed)
+    constants = None
+    if contexts:
+        table, constants = add_constants(policy, batch, table, contexts, progress=progress)
+    if settings.norms == "estimate":
+        return Summary(estimated_summary(table, gradients, rng=rng), gradients, None, estimated=True, parameters=over)
+    try:
+        theory = theory_report(table, constants, vocab_size=policy.vocab_size, rng=rng)
+    except InputError:  # Too few tokens measured for a fit; the rest of the summary stands.
+        theory = None
+    return Summary(interval_summary(table, gradients, rng=rng), gradients, theory, parameters=over)
+
+
+def add_constants(
+    policy: Policy, batch: TokenBatch, table: pd.DataFrame, contexts: int, *, progress: bool = False
+) -> tuple[pd.DataFrame, pd.DataFrame | None]:
+    """(the table with a column `context`, Eq. 3's constants at these contexts): the shortest, each of another prompt.
+
+    Only tokens that were measured and have 1−π > 1e-3 are taken; no constants where there is none.
+    """
+    prompts = (batch.response_start - batch.attention_mask.int().argmax(1)).numpy()
+    told = table.assign(length=table["position"] + prompts[table["response"]])
+    told = told[told[PARAMETERS].notna() & (told["log_one_minus_prob"] > np.log(FLOOR))]
+    chosen = told.sort_values("length", kind="stable").drop_duplicates("group").head(contexts)
+    if chosen.empty:
+        return table, None
+    temperatures = batch.temperature[chosen["response"].tolist()].tolist()
+    pairs = zip(token_contexts(batch, chosen), temperatures, strict=True)
+    parts = []
+    for index, (ids, temperature) in enumerate(tqdm(pairs, "constants", len(chosen), disable=not progress or None)):
+        parts.append(layer_constants(policy, [ids], temperature=temperature).assign(context=index))
+    numbers = pd.Series(np.arange(len(chosen), dtype=float), index=chosen.index)
+    return table.assign(context=numbers.reindex(table.index)), pd.concat(parts, ignore_index=True)
+
+
+def interval_summary(
+    table: pd.DataFrame, gradients: IntervalGradients | None, *, rng: np.random.Generator
+) -> pd.DataFrame:
+    """A row per interval: tokens, token_share, mean_norm with its 95 % interval over prompts, squared_share, gradient…
+
+    squared_share: share of Σ‖w_t g_t‖². Of an interval that was measured in part, mean_norm and squared_share are
+    estimates for all of its tokens (`intervals.summarize`). gradient_norm, gradient_share: ‖G_a‖ over ‖G‖, and
+    ⟨G_a, G⟩/‖G‖²; another quantity altogether.
+    """
+    out = _mean_norms(table, rng)
+    if gradients is not None:
+        drawn = {"probabilities": sampling_probabilities(table)}
+        args = (table["interval"], table["group"])
+        squares = summarize(table["weight"] * table[PARAMETERS], *args, rng=rng, statistic="rms", **drawn)
+        total = squares["value"].fillna(0.0) ** 2 * squares["num_tokens"]
+        out["squared_share"] = total / total.sum()
+        out = out.join(_gradient_columns(gradients))
+    return out
+
+
+def estimated_summary(
+    table: pd.DataFrame, gradients: IntervalGradients | None, *, rng: np.random.Generator
+) -> pd.DataFrame:
+    """`interval_summary` from estimates: rms_norm and squared_share with their errors; mean_norm if there are draws."""
+    out, norms = _mean_norms(table, rng).drop(columns="measured"), interval_norms(table)
+    if out["mean_norm"].isna().all():
+        out = out.drop(columns=["mean_norm", "norm_lower", "norm_upper"])
+    out = out.join(norms[["rms_norm", "rms_norm_se"]])
+    if gradients is not None:
+        out = out.join([norms[["squared_share", "squared_share_se"]], _gradient_columns(gradients)])
+    return out
+
+
+def _mean_norms(table: pd.DataFrame, rng: np.random.Generator) -> pd.DataFrame:
+    drawn = {"probabilities": sampling_probabilities(table)}
+    mean = summarize(table[PARAMETERS], table["interval"], table["group"], rng=rng, statistic="mean", **drawn)
+    return pd.DataFrame(
+        {
+            "interval": mean["label"],
+            "tokens": mean["num_tokens"],
+            "measured": mean["num_measured"],
+            "token_share": mean["num_tokens"] / mean["num_tokens"].sum(),
+            "mean_norm": mean["value"],
+            "norm_lower": mean["lower"],
+            "norm_upper": mean["upper"],
+        }
+    )
+
+
+def _gradient_columns(gradients: IntervalGradients) -> pd.DataFrame:
+    sums = gradients.table.iloc[:-1]
+    columns = {"gradient_norm": sums["norm"] / gradients.table["norm"].iloc[-1], "gradient_share": sums["share"]}
+    if "share_error" in sums:
+        columns["gradient_share_error"] = sums["share_error"]
+    return pd.DataFrame(columns | {"half_cosine": sums["half_cosine"]})
+
+
+def write_figures(
+    folder: Path, policy: Policy, table: pd.DataFrame, summary: Summary, *, progress: bool = False
+) -> None:
+    """Fig. 1 (a, b, d), Fig. 2, norms by layer and interval, norms against 1−π, cosines: PNG and CSV; summary.txt."""
+    from gradscope import plots
+
+    folder.mkdir(parents=True, exist_ok=True)
+    over = {"parameters": summary.parameters}
+    draw = {} if summary.estimated else {"layers_by_interval": lambda: plots.plot_layers_by_interval(table, **over)}
+    if summary.gradients is not None:
+        norms = summary.gradients.table.assign(paper=PAPER_NORMS)
+        draw["figure_1"] = lambda: plots.plot_figure_1(table, norms)
+        draw["cosines"] = lambda: plots.plot_cosines(summary.gradients.cosines)
+    else:
+        draw["token_shares"] = lambda: plots.plot_token_shares(table)
+    if summary.theory is not None:
+        depth = sum(name.startswith(LAYER) for name in table.columns) - 1
+        shown = [f"{LAYER}{layer}" for layer in sorted({0, depth // 2, depth})]
+        powers = summary.theory.powers
+        draw["figure_2"] = lambda: plots.plot_figure_2(
+            table, measured_cones(summary.theory, shown), vocab_size=policy.vocab_size
+        )
+        draw["norm_against_one_minus_prob"] = lambda: plots.plot_norm_against_one_minus_prob(
+            table, powers[powers["quantity"].isin([*shown, PARAMETERS])], **over
+        )
+    for name, make in tqdm(draw.items(), desc="figures", disable=not progress or None):
+        plots.save_figure(make(), folder / f"{name}.png")
+    write_text(folder / "summary.txt", f"{summary}\n")
+
+
+def measured_cones(theory: TheoryReport, layers: list[str]) -> pd.DataFrame:
+    """The measured gains of these layers as cones of Fig. 2."""
+    gains = theory.gains[theory.gains["quantity"].isin(layers)]
+    return pd.DataFrame(
+        {
+            "layer": gains["quantity"].str.removeprefix(LAYER),
+            "lower_gain": gains["min"],
+            "upper_gain": gains["max"],
+            "kind": "measured",
+        }
+    )

@@ -1,0 +1,219 @@
+"""What a token table says of dominance: whose squared norms, against which share of the tokens, where, and where not.
+
+The **dominance index** of an interval is log₂(its share of Σ‖w·g‖² / its share of the tokens): bits above proportional.
+0: its tokens weigh as much as any; 1: twice as much; it cannot exceed −log₂(share of the tokens). Beside it stands the
+index that (1−π) alone predicts, of Σ(w·(1−π))²: what is left if every token's norm were its 1−π times one constant
+(Prop. 4.2 of arXiv:2505.12929 up to a factor √2, at the logits). Their difference is what the network adds.
+
+Σ‖w·g‖², of single tokens, knows no cancellation: it is not the summed gradient, whose shares `diagnosis_gradients` has.
+Where a sample of an interval's tokens was measured, a measured one counts for 1 / p of them, p its sampling probability
+(`token_sample`): with equal chances, the sum is the count of the tokens times the mean over the measured ones.
+Intervals are percentile bootstraps of 95 % that redraw whole prompts, measured tokens with them: they cover the choice
+of prompts and of the tokens that were measured. They are NaN with one prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+
+from gradscope.diagnosis.result import BoundMargins, join_rows, make_rows
+from gradscope.gradients import LAYER, LOGITS, PARAMETERS, SUMS, sampling_probabilities
+from gradscope.intervals import bootstrap, interval_shares, prompt_clusters, summarize
+from gradscope.theory import add_drivers, logit_grad_bounds, rounding_tolerance
+
+Number = int | float
+Matrix = Float[np.ndarray, "n A"]
+
+
+@dataclass(frozen=True)
+class PromptSums:
+    """Sums over the tokens of each prompt and interval, [prompts, intervals]."""
+
+    tokens: Matrix
+    """Counts."""
+    measured: Matrix
+    """Of them, those whose norm is known."""
+    squares: Matrix
+    """Σ‖w·g‖²/p over the measured ones, p their sampling probability, or 1 where all of an interval have the same."""
+    predicted: Matrix
+    """Σ(w·(1−π))² over all."""
+    expected: Matrix | None = None
+    """Σp over all; None: p is 1."""
+
+
+def weighted_norms(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
+    """‖w·g‖ of each token in float64; NaN where weight or norm is unknown."""
+    return np.abs(table["weight"].to_numpy(np.float64)) * table[PARAMETERS].to_numpy(np.float64)
+
+
+def sum_by_prompt(table: pd.DataFrame, num_intervals: int) -> PromptSums:
+    """The sums of a token table whose weights are known; estimates (norms="estimate") count every token as measured."""
+    cell = prompt_clusters(table) * num_intervals + table["interval"].to_numpy(np.int64)
+    size = (int(cell.max()) // num_intervals + 1) * num_intervals
+
+    def total(values: np.ndarray, where: np.ndarray = cell) -> Matrix:
+        return np.bincount(where, values, minlength=size).reshape(-1, num_intervals)
+
+    weight = table["weight"].to_numpy(np.float64)
+    tokens = total(np.ones(len(table)))
+    predicted = total((weight * np.exp(table["log_one_minus_prob"].to_numpy(np.float64))) ** 2)
+    if SUMS[1] in table:
+        # One number per response and interval, repeated in each of its rows.
+        first = ~table.duplicated(["response", "interval"]).to_numpy()
+        squares = total(table.loc[first, SUMS[1]].to_numpy(np.float64), cell[first])
+        return PromptSums(tokens, tokens, squares, predicted)
+    squares = weighted_norms(table) ** 2
+    known, probabilities = ~np.isnan(squares), sampling_probabilities(table)
+    measured, squares = total(known.astype(float)), np.where(known, squares, 0.0)
+    if probabilities is None:
+        return PromptSums(tokens, measured, total(squares), predicted)
+    return PromptSums(tokens, measured, total(squares / probabilities), predicted, total(probabilities))
+
+
+def token_shares(
+    sums: PromptSums,
+    labels: Sequence[str],
+    *,
+    rng: np.random.Generator | None,
+    confidence: float = 0.95,
+    resamples: int = 1000,
+) -> pd.DataFrame:
+    """Rows, one per interval, of token_share; squared_share, of Σ‖w·g‖²; predicted_share, of Σ(w·(1−π))².
+
+    And dominance_index, predicted_index and added_index, their difference (bits; see the module). NaN where an interval
+    has no token, all shares of Σ‖w·g‖² where one has tokens and none is measured, bounds where fewer than two prompts
+    have measured tokens of the interval.
+    """
+
+    each = sums.tokens if sums.expected is None else sums.expected
+
+    def evaluate(weights: np.ndarray) -> np.ndarray:
+        tokens, expected, measured, squares, predicted = (
+            weights @ part for part in (sums.tokens, each, sums.measured, sums.squares, sums.predicted)
+        )
+        with np.errstate(invalid="ignore", divide="ignore"):  # an empty interval, weights that are all 0
+            totals = np.where(tokens > 0, expected * squares / measured, 0.0)
+            shares = [part / part.sum(-1, keepdims=True) for part in (tokens, totals, predicted)]
+            shares = [np.where(tokens > 0, share, np.nan) for share in shares]
+            indices = [np.log2(share / shares[0]) for share in shares[1:]]
+            difference = np.log2(shares[1] / shares[2])
+        parts = np.hstack([*shares, *indices, difference])
+        return np.where(np.isfinite(parts), parts, np.nan)
+
+    settings = {"rng": rng, "confidence": confidence, "resamples": resamples}
+    found = bootstrap(evaluate, len(sums.tokens), **settings).reshape(3, 6, len(labels))
+    known = {name: (part > 0).sum(0) for name, part in (("tokens", sums.tokens), ("measured", sums.measured))}
+    counts = {"tokens": sums.tokens.sum(0), "measured": sums.measured.sum(0)}
+    kinds = {
+        "token_share": ("none", "tokens", "share"), "squared_share": ("raw", "measured", "share"),
+        "predicted_share": ("none", "tokens", "share"), "dominance_index": ("raw", "measured", "bits"),
+        "predicted_index": ("none", "tokens", "bits"), "added_index": ("raw", "measured", "bits"),
+    }  # fmt: skip
+    parts = []
+    for column, (name, (metric, of, unit)) in enumerate(kinds.items()):
+        numbers = found[:, column].copy()
+        numbers[1:, known[of] < 2] = np.nan
+        parts.append(make_rows(name, numbers, counts[of], unit=unit, metric=metric, intervals=labels))
+    return join_rows(parts)
+
+
+def layer_norms(
+    table: pd.DataFrame, edges: Sequence[Number], *, rng: np.random.Generator | None, resamples: int = 1000
+) -> pd.DataFrame:
+    """Mean norm of the token gradients (unit weight) at each place, a row per quantity and interval, logits first.
+
+    Columns: quantity (logit_grad_norm, act_grad_norm.0, …, param_grad_norm), then those of `intervals.summarize`.
+    """
+    layers = sorted((c for c in table if c.startswith(LAYER)), key=lambda c: int(c.removeprefix(LAYER)))
+    parts, settings = [], {"rng": rng, "resamples": resamples, "edges": edges}
+    drawn = sampling_probabilities(table)
+    for name in (LOGITS, *layers, PARAMETERS):
+        # At the logits every token is measured.
+        own = settings | {"probabilities": None if name == LOGITS else drawn}
+        part = summarize(table[name], table["interval"], table["group"], **own)
+        part.insert(0, "quantity", name)
+        parts.append(part)
+    return pd.concat(parts, ignore_index=True)
+
+
+def shares_by(
+    table: pd.DataFrame,
+    *,
+    bins: int = 4,
+    special: Set[str] = frozenset(),
+    rng: np.random.Generator | None,
+    resamples: int = 1000,
+) -> pd.DataFrame:
+    """Where Σ‖w·g‖² is: a row per value of each driver of `drivers.add_drivers`.
+
+    Columns: driver, value; num_tokens, token_share, token_lower, token_upper; num_measured, squared_share,
+    squared_lower, squared_upper. A measured token counts for as many as `scaled_squares` says. The square columns are
+    NaN where weights or norms are unknown. special: the tokenizer's special tokens, as decoded.
+    """
+    squares = scaled_squares(table)
+    table = add_drivers(table, bins=bins, special=special)
+    parts = []
+    for driver in ("token_class", "position_bin", "entropy_bin", "advantage_sign"):
+        if driver not in table:
+            continue
+        column = table[driver].astype("category").cat.remove_unused_categories()
+        names, known = [str(name) for name in column.cat.categories], column.notna().to_numpy()
+        if not names:
+            continue
+        args = (column.cat.codes.to_numpy()[known], table["group"].to_numpy()[known])
+        settings = {"rng": rng, "resamples": resamples, "edges": range(len(names) + 1)}
+        tokens = interval_shares(*args, **settings)
+        square = interval_shares(*args, values=squares[known], **settings)
+        part = {"driver": driver, "value": names, "num_tokens": tokens["num_tokens"], "token_share": tokens["value"]}
+        part |= {"token_lower": tokens["lower"], "token_upper": tokens["upper"]}
+        part |= {"num_measured": square["num_measured"], "squared_share": square["value"]}
+        parts.append(pd.DataFrame(part | {"squared_lower": square["lower"], "squared_upper": square["upper"]}))
+    return pd.concat(parts, ignore_index=True)
+
+
+def scaled_squares(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
+    """‖w·g‖² of each measured token times the number of tokens that it counts for, NaN for the others.
+
+    That is tokens / measured tokens of its interval or, where these had chances p of their own, Σp over the interval /
+    measured tokens / p. The sum over any choice of tokens estimates that of Σ‖w·g‖² without bias.
+    """
+    squares, probabilities = weighted_norms(table) ** 2, sampling_probabilities(table)
+    interval = table["interval"].to_numpy(np.int64)
+    expected = np.bincount(interval, probabilities).astype(np.float64)
+    measured = np.bincount(interval, ~np.isnan(squares), minlength=len(expected))
+    with np.errstate(divide="ignore", invalid="ignore"):  # an interval without tokens, or none measured
+        scaled = squares * (expected / measured)[interval]
+    return scaled if probabilities is None else scaled / probabilities
+
+
+def largest_tokens(table: pd.DataFrame, n: int) -> pd.DataFrame:
+    """The n measured tokens of the largest ‖w·g‖, the largest first: where the gradient's norm spikes.
+
+    Columns of the table, then weighted_norm, ‖w·g‖, and squared_share, of Σ‖w·g‖² over all tokens, which is estimated
+    where a sample with chances of their own was measured; over the measured tokens where all had the same.
+    """
+    norm = weighted_norms(table)
+    whole = np.nansum(norm**2 if sampling_probabilities(table) is None else scaled_squares(table))
+    columns = ["response", "position", "token", "prob", "entropy", "advantage", "weight", "interval", PARAMETERS]
+    chosen = table[[c for c in columns if c in table]].assign(weighted_norm=norm, squared_share=norm**2 / whole)
+    return chosen[norm > 0].nlargest(n, "weighted_norm").reset_index(drop=True)
+
+
+def bound_margins(table: pd.DataFrame, vocab_size: int) -> BoundMargins:
+    """Compare every token's `logit_grad_norm` with √(N/(N−1))·(1−π) and √2·(1−π); a norm that is NaN is left out."""
+    import torch
+
+    known = table[table[LOGITS].notna()]
+    norms, log_rest = (torch.tensor(known[c].to_numpy(np.float32)) for c in (LOGITS, "log_one_minus_prob"))
+    lower, upper = (bound.double() for bound in logit_grad_bounds(log_rest, vocab_size))
+    slack, norms = rounding_tolerance(log_rest).double(), norms.double()
+    outside = (norms < lower * (1 - slack)) | (norms > upper * (1 + slack))
+    open_ = lower > 0
+    margins = [(norms[open_] / lower[open_] - 1), (1 - norms[open_] / upper[open_])]
+    least = [margin.min().item() if len(margin) else float("nan") for margin in margins]
+    return BoundMargins(len(norms), int(outside.sum()), *least, slack.max().item() if len(slack) else 0.0)

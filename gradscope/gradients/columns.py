@@ -1,0 +1,105 @@
+"""Columns of the token table that take no backward pass: who a token is, how probable it was, what its weight is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.objective import LossSettings, TokenStatistics, batch_weights
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch
+
+LOGITS, PARAMETERS, LAYER = "logit_grad_norm", "param_grad_norm", "act_grad_norm."
+"""Norms of token gradients: at the logits / T, over all parameters and, with a block's number behind it, at a layer."""
+
+
+def identify_tokens(policy: Policy, one: TokenBatch, row: int) -> dict[str, object]:
+    """Place, id and text of the kept tokens of a batch of one response, which is row `row` of the rollouts."""
+    kept = one.response_mask[0]
+    positions, ids = one.positions()[0][kept], one.input_ids[0][kept].tolist()
+    return {
+        "response": np.full(len(ids), row, dtype=np.int32),
+        "group": np.full(len(ids), int(one.group_ids[0]), dtype=np.int64),
+        "position": positions.numpy().astype(np.int32),
+        "token_id": np.array(ids, dtype=np.int32),
+        "token": [policy.decode([i]) for i in ids],
+    }
+
+
+def describe_tokens(
+    one: TokenBatch, statistics: TokenStatistics, loss: LossSettings, *, num_tokens: int
+) -> dict[str, object]:
+    """Probabilities, advantage and Eq. 2's weights of the kept tokens of a batch of one response.
+
+    statistics: of these tokens, [k]. num_tokens: of the whole batch.
+    """
+    kept, logprob = one.response_mask[0], statistics.logprob.float().cpu()
+    unknown = torch.full_like(logprob, float("nan"))
+    old, ref = one.old_logprobs, one.ref_logprobs
+    out = {
+        "logprob": logprob,
+        "prob": logprob.exp(),
+        "log_one_minus_prob": statistics.log_one_minus_prob,
+        "entropy": statistics.entropy,
+        "old_logprob": unknown if old is None else old[0][kept],
+        "ref_logprob": unknown if ref is None else ref[0][kept],
+        "advantage": known_advantages(one)[0][kept],
+    }
+    return out | _weigh(one, logprob, loss, num_tokens)
+
+
+def _weigh(one: TokenBatch, logprob: Float[Tensor, " k"], loss: LossSettings, num_tokens: int) -> dict[str, Tensor]:
+    """Eq. 2's weights; NaN where the advantage is unknown."""
+    kept, advantages = one.response_mask, known_advantages(one)
+    known = ~advantages.isnan()
+    one = replace(one, advantages=torch.where(known, advantages, 0.0))
+    spread = torch.zeros(one.input_ids.shape).masked_scatter_(kept, logprob)
+    parts = batch_weights(spread, one, loss, num_tokens=num_tokens)
+    weights = {"policy_weight": parts.policy, "kl_weight": parts.kl, "weight": parts.total}
+    out = {name: torch.where(known, w, float("nan"))[kept] for name, w in weights.items()}
+    return out | {"clipped": (parts.clipped & known)[kept]}
+
+
+def refuse_endless_weights(columns: Mapping[str, object] | pd.DataFrame) -> None:
+    """InputError if the weight of a token is infinite.
+
+    columns: `response`, `position` and those of `describe_tokens`, or a token table.
+    """
+    names = ("response", "position", "logprob", "old_logprob", "ref_logprob", "kl_weight", "weight")
+    values = {name: np.asarray(to_column(columns[name])) for name in names if name in columns}
+    endless = np.isinf(values["weight"]).nonzero()[0]
+    if not len(endless):
+        return
+    token = {name: value[endless[0]] for name, value in values.items()}
+    told = f"the weight of the token at position {token['position']} of response {token['response']} is "
+    told, logprob = f"{told}{token['weight']}: ", token["logprob"]
+    if np.isinf(token.get("kl_weight", 0.0)):
+        raise InputError(
+            f"{told}its KL term, of log π {logprob:.4g} and log π_ref {token['ref_logprob']:.4g}, is beyond float32; "
+            "are ref_logprobs of this policy's reference? Give those, or a smaller --kl-coef"
+        )
+    raise InputError(
+        f"{told}its ratio, the exponential of log π {logprob:.4g} − log π_old {token['old_logprob']:.4g}, has no bound "
+        "without dual clip; are old_logprobs of this policy? Give rollouts of it, or --clip-ratio-c"
+    )
+
+
+def known_advantages(batch: TokenBatch) -> Float[Tensor, "B S"]:
+    """The batch's advantages, NaN throughout where it has none."""
+    unknown = batch.advantages is None
+    return torch.full(batch.input_ids.shape, float("nan")) if unknown else batch.advantages.float()
+
+
+def to_column(values: object) -> object:
+    """float32 for floating tensors, the rest as it is."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        return (values.float() if values.is_floating_point() else values).numpy()
+    return values

@@ -1,0 +1,203 @@
+"""The body of any decoder-only model: autograd carries several tokens' gradients back, rules make norms of them.
+
+The body is all that mixes positions (see `recording`). A chunk of tokens costs one forward over its prefix, whose graph
+is then run backwards for all of them by one batched vector-Jacobian product.
+What the rules need of a sequence's inputs is made once and shared by all of its prefixes (`Factors`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from gradscope.errors import InputError
+from gradscope.gradients.engine.chunks import ROWS, Chunk, Limits
+from gradscope.gradients.engine.embeddings import table_square_norms
+from gradscope.gradients.engine.head import HeadPass
+from gradscope.gradients.engine.norms import Squares, diagonal_square_norms, linear_square_norms, prefix_factor
+from gradscope.gradients.engine.ownership import Claims, parameter_slopes
+from gradscope.gradients.engine.recording import Call, Recorder
+from gradscope.policy import Policy
+
+
+class Factors:
+    """Factors and slopes of one sequence's inputs, made when first needed and shared by all of its prefixes."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._whole: dict[str, list[Call]] = {}
+        self._made: dict[object, object] = {}
+
+    def remember(self, calls: list[Call]) -> None:
+        """Take the calls of a pass over the whole sequence; later passes repeat the first."""
+        if not self._whole:
+            for call in calls:
+                self._whole.setdefault(call.name, []).append(call)
+
+    def factor(self, flow: list[tuple[Call, Tensor]]) -> Tensor:
+        """The factor of a linear module's inputs, over as many rows as the calls have."""
+        call, bias = flow[0][0], flow[0][0].module.bias is not None
+        whole = self._whole_call(call) if len(flow) == 1 else None
+        if whole is None:
+            return prefix_factor(torch.cat([c.inputs.flatten(0, -2) for c, _ in flow]), bias=bias)
+        key = (whole.input_key, bias)
+        if key not in self._made:
+            self._made[key] = prefix_factor(whole.inputs.flatten(0, -2), bias=bias)
+        rows, made = call.inputs.shape[:-1].numel(), self._made[key]
+        return made[:rows, :rows]  # Triangular: the other columns are zero.
+
+    def slopes(self, call: Call) -> list[Tensor]:
+        """∂output/∂parameter of a diagonal module, over the call's rows, for each parameter."""
+        whole = self._whole_call(call)
+        if whole is None:
+            return list(parameter_slopes(call.module, call.inputs))
+        if call.name not in self._made:
+            self._made[call.name] = list(parameter_slopes(call.module, whole.inputs))
+        return [slope[:, : call.inputs.shape[1]] for slope in self._made[call.name]]
+
+    def _whole_call(self, call: Call) -> Call | None:
+        """The whole sequence's call of the same module, if this call's rows are its first rows."""
+        whole = self._whole.get(call.name, [])
+        if len(whole) != 1 or not whole[0].by_position(self.length) or call.inputs.ndim != whole[0].inputs.ndim:
+            return None
+        first = whole[0].inputs[:, : call.inputs.shape[1]]
+        if first.shape != call.inputs.shape:  # A second axis that is not positions, as long by chance.
+            return None
+        # Rows in another order than the positions' (sorted by expert, say) would be others than the prefix's.
+        tolerance = 1e-4 if first.dtype in (torch.float32, torch.float64) else 0.05
+        same = (first - call.inputs).norm() <= tolerance * first.norm()
+        return whole[0] if same else None
+
+
+def join(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate, without a copy where there is one part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+class GraphBody:
+    """Measures the body of a policy by its own graph; probe_ids is a short sequence to try it on, `seen` its recorded
+    pass if there is one.
+
+    batched: False carries one token at a time; found out where vmap does not know an operation of the model.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        claims: Claims,
+        joint: str | None,
+        probe_ids: Int[Tensor, " n"],
+        seen: Recorder | None = None,
+    ) -> None:
+        self.model, self.blocks, self.claims, self.joint = policy.model, policy.blocks, claims, joint
+        self.batched, self.bytes_per_row = self._probe(seen or self.record(probe_ids), len(probe_ids))
+        """Bytes that flow back for one token at one position."""
+
+    def limits(self, rows: int | None, memory: int) -> Limits:
+        """Of chunks, which end at wide gaps alone: each pays for a forward pass. rows: most positions × tokens."""
+        return Limits(min(ROWS if rows is None else rows, max(1, memory // self.bytes_per_row)), start=None)
+
+    def record(self, ids: Int[Tensor, " n"]) -> Recorder:
+        """The body's forward pass."""
+        with Recorder(self.model, self.blocks, self.claims, self.joint, "body") as recorder:
+            self.model.base_model(input_ids=ids[None], use_cache=False)
+        return recorder
+
+    def _probe(self, recorder: Recorder, length: int) -> tuple[bool, int]:
+        joints = 1 if self.joint is None else 2
+        once = len(recorder.block_edges) == len(self.blocks) and len(recorder.joints) == joints
+        if not once or len({id(block) for block in self.blocks}) != len(self.blocks):
+            raise InputError(
+                f"{type(self.model).__name__} calls a block of its ModuleList more than once or not at all: a layer's "
+                "gradient is not defined there; name the list whose blocks run once each with --blocks"
+            )
+        edges = [*recorder.block_edges, *(call.edge for call in recorder.calls)]
+        seeds = [torch.stack([torch.ones_like(tensor)] * 2) for tensor in recorder.joints]
+        numbers = sum(call.width for call in recorder.calls) + recorder.joints[0].numel() * len(recorder.block_edges)
+        flow = 2 * numbers * max(4, recorder.joints[0].element_size()) // length
+        try:
+            _vjp(recorder.joints, edges, seeds, batched=True, again=True)
+        except RuntimeError:  # An operation that vmap does not know: one gradient after the other gives the same.
+            return False, flow
+        return True, flow
+
+
+@dataclass(frozen=True)
+class GraphSequence:
+    """One sequence on its way through a GraphBody."""
+
+    body: GraphBody
+    ids: Int[Tensor, " n"]
+    head: HeadPass
+    factors: Factors
+    seen: Recorder | None = None
+    """The body's pass, where it was made before; it is left as it is."""
+
+    def measure(self, chunk: Chunk) -> tuple[Float[Tensor, "1 K layers"], Squares]:
+        """(‖δ_ℓ‖ for ℓ = 0 … L − 1, squared gradient norms by module)."""
+        picks, positions = chunk.picks[0], chunk.positions[0]
+        recorder = self.seen or self.body.record(self.ids[: int(positions[-1]) + 1])
+        # Of a policy over several devices, what flows back lies where its module does; norms come together in the end.
+        token, last = torch.arange(len(picks)), self.head.last_norm
+        place, dtype = positions.cpu(), last.dtype
+        seeds = [tensor.new_zeros(len(picks), *tensor.shape) for tensor in recorder.joints]
+        for seed, rows in zip(seeds, self.head.joint_deltas, strict=True):
+            seed[token, 0, place] = rows[picks].reshape(len(picks), *seed.shape[3:]).to(seed)
+        edges = [*recorder.block_edges, *(call.edge for call in recorder.calls)]
+        deltas = _vjp(recorder.joints, edges, seeds, batched=self.body.batched, again=self.seen is not None)
+        depth = len(recorder.block_edges)
+        act = torch.stack([delta.flatten(1).to(dtype).norm(dim=1).to(last.device) for delta in deltas[:depth]], 1)
+        by_module: dict[str, list[tuple[Call, Tensor]]] = defaultdict(list)
+        for call, delta in zip(recorder.calls, deltas[depth:], strict=True):
+            if delta is not None:
+                delta = delta.to(dtype)
+                if call.name in self.head.local:  # Of both parts: its gradient in the head lies at one position.
+                    rows = self.head.local[call.name][1][picks]
+                    delta[token, 0, place] += rows.reshape(len(picks), *delta.shape[3:]).to(delta)
+                by_module[call.name].append((call, delta))
+        squares = {name: self._square_norms(name, flow, picks) for name, flow in by_module.items()}
+        return act[None], {name: values.to(last.device)[None] for name, values in squares.items()}
+
+    def _square_norms(self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor) -> Tensor:
+        """Squared gradient norm [K] of one module, from all of its calls."""
+        claims = self.body.claims
+        rule = claims.rules[name]
+        if rule in ("linear", "conv1d"):
+            deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
+            return linear_square_norms(deltas.transpose(0, 1)[None], self.factors.factor(flow)[None])[0]
+        if rule == "diagonal":
+            slopes = zip(*(self.factors.slopes(call) for call, _ in flow), strict=True)
+            return sum(_diagonal_over_calls(flow, parameter) for parameter in slopes)
+        call, delta = flow[0]
+        ids, delta = call.inputs.flatten()[None], delta.flatten(1, -2).transpose(0, 1)[None]
+        return table_square_norms(claims, name, call.module, ids, delta, self.head, picks[None])[0]
+
+
+def _diagonal_over_calls(flow: list[tuple[Call, Tensor]], slopes: tuple[Tensor, ...]) -> Tensor:
+    """Squared norm of one parameter's gradient, which adds up over the module's calls."""
+    deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
+    return diagonal_square_norms(deltas, join([s.flatten(0, -2) for s in slopes], 0).to(deltas.dtype))
+
+
+def _vjp(
+    outputs: list[Tensor],
+    edges: list[GradientEdge],
+    seeds: list[Float[Tensor, "K ..."]],
+    *,
+    batched: bool,
+    again: bool = False,
+) -> list[Tensor | None]:
+    """Vector-Jacobian products of K seeds: [K, *shape] per edge, None where nothing flows; again: keep the graph."""
+    if batched:
+        found = torch.autograd.grad(outputs, edges, seeds, is_grads_batched=True, retain_graph=again, allow_unused=True)
+        return list(found)
+    each = [
+        torch.autograd.grad(outputs, edges, list(seed), retain_graph=True, allow_unused=True)
+        for seed in zip(*seeds, strict=True)
+    ]
+    return [None if rows[0] is None else torch.stack(rows) for rows in zip(*each, strict=True)]

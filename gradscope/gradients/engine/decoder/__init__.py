@@ -1,0 +1,1 @@
+"""The analytic backward pass through the blocks of Llama, Mistral, Qwen and their like."""

@@ -1,0 +1,141 @@
+"""What one forward pass leaves of each block of a common decoder, as the backward rules need it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from gradscope.gradients.engine.decoder.parts import DecoderBlock, Matrix, Norm
+from gradscope.gradients.engine.norms import prefix_factor
+from gradscope.gradients.engine.recording import block_input
+from gradscope.gradients.hooks import forward_hooks
+
+
+@dataclass
+class Seen:
+    """One block's forward pass over B sequences of n positions."""
+
+    hidden: Tensor | None = None
+    """[B, n, d]: the block's input."""
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    """By module."""
+    rotary: tuple[Tensor, ...] = ()
+    """(cos, sin), [1 or B, n, c] each."""
+    mask: Any = None
+    """Attention's, [1 or B, 1 or H, n, n]: added to the scores, or True where a key is seen; None: causal. Or a thing
+    of another kind, which is not understood."""
+
+
+@contextmanager
+def record_blocks(model: nn.Module, blocks: list[DecoderBlock]) -> Iterator[list[Seen]]:
+    """Record a forward pass through the blocks."""
+    seen = [Seen() for _ in blocks]
+    owner = {part.name: s for b, s in zip(blocks, seen, strict=True) for part in (*b.matrices, *b.norms)}
+    by_block = {b.name: s for b, s in zip(blocks, seen, strict=True)}
+    by_attention = {b.attention: s for b, s in zip(blocks, seen, strict=True)}
+
+    def leave(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if name in by_block:
+            by_block[name].hidden = block_input(args, kwargs).detach()
+        elif name in by_attention:
+            angles = kwargs.get("position_embeddings")
+            angles = angles if isinstance(angles, (tuple, list)) else ()
+            by_attention[name].rotary = tuple(a.detach() for a in angles if isinstance(a, Tensor))
+            by_attention[name].mask = kwargs.get("attention_mask")
+        elif name not in owner[name].inputs:  # A norm of the head is called again, with other weights, for its slopes.
+            owner[name].inputs[name], owner[name].outputs[name] = args[0].detach(), output.detach()
+
+    with forward_hooks(model, [*owner, *by_block, *by_attention], leave):
+        yield seen
+
+
+class BlockActivations:
+    """One block's activations over B sequences, with all that their prefixes share of a backward pass.
+
+    Tensors are [B, n, …] over the whole sequences, with an axis [B, n, 1, …] for tokens where they meet what flows
+    back; float32, or float64 of such a policy.
+    keep_probs: hold attention's probabilities, B · H · n² numbers, instead of making them for every chunk of tokens.
+    """
+
+    def __init__(self, block: DecoderBlock, seen: Seen, *, keep_probs: bool) -> None:
+        self.block, self._seen = block, seen
+        self.model_dtype = seen.hidden.dtype
+        self.dtype = torch.promote_types(self.model_dtype, torch.float32)
+        self.hidden = seen.hidden.to(self.dtype)
+        self.attention_norm = block.attention_norm.normalize(self.hidden)
+        self.mlp_norm = block.mlp_norm.normalize(self.inputs(block.mlp_norm))
+        angles = (angle.to(self.dtype).expand(len(self.hidden), -1, -1) for angle in seen.rotary)
+        self.cos, self.sin = (angle[:, :, None, None] for angle in angles)
+        self.query_norm, self.queries = self._rotated_heads(block.query, block.query_norm)
+        self.key_norm, self.keys = self._rotated_heads(block.key, block.key_norm)
+        self.values = self._heads(self.outputs(block.value))
+        self.attended = self._heads(self.inputs(block.output))
+        gate = self.outputs(block.gate).detach().requires_grad_(True)
+        with torch.enable_grad():
+            activated = block.activation(gate)
+        slope = torch.autograd.grad(activated, gate, torch.ones_like(activated))[0]
+        self.gate_slope, self.activated = (slope * self.outputs(block.up))[:, :, None], activated.detach()[:, :, None]
+        """Slopes of activation(gate) ∘ up: by gate, and by up, which is activation(gate); [B, n, 1, MLP's width]."""
+        self._factors: dict[tuple[str, bool], Tensor] = {}
+        self._probs = self._attend(*self.queries.shape[:2]) if keep_probs else None
+
+    def settle(self, *, last: bool) -> None:
+        """Make what is still needed of the pass, and let the rest go; last: of the blocks, where only keys and values
+        have gradients all over the prefix."""
+        for matrix in (self.block.key, self.block.value) if last else self.block.matrices:
+            self.factor(matrix, 1)
+        query = self.block.query.name
+        self._seen = Seen(inputs={query: self._seen.inputs[query]} if last else {}, mask=self._seen.mask)
+        del self.hidden
+        if last:
+            del self.mlp_norm, self.gate_slope, self.activated
+
+    def probs(self, batch: int, n: int) -> Float[Tensor, "b H n n"]:
+        """Attention's probabilities within the first n positions of the first sequences, as many as `batch` says."""
+        return self._attend(batch, n) if self._probs is None else self._probs[:batch, :, :n, :n]
+
+    def factor(self, matrix: Matrix, n: int) -> Float[Tensor, "B n r"]:
+        """Lower triangular factor of the module's inputs at the first n positions, with ones for a bias."""
+        key = self.block.inputs[matrix.name]
+        if key not in self._factors:
+            self._factors[key] = prefix_factor(self.inputs(matrix), bias=key[1])
+        made = self._factors[key]
+        return made[:, :n, : min(n, made.shape[2])]
+
+    def inputs(self, part: Matrix | Norm) -> Float[Tensor, "B n *width"]:
+        """What the module was called with."""
+        return self._seen.inputs[part.name].to(self.dtype)
+
+    def outputs(self, part: Matrix | Norm) -> Float[Tensor, "B n *width"]:
+        """What the module returned."""
+        return self._seen.outputs[part.name].to(self.dtype)
+
+    def _attend(self, batch: int, n: int) -> Tensor:
+        groups, keys = self.keys.shape[2], self.keys[:batch, :n].permute(0, 2, 3, 1)
+        queries = self.queries[:batch, :n].unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+        scores = self.block.scaling * (queries @ keys[:, :, None]).flatten(1, 2)
+        mask = self._seen.mask
+        causal = torch.ones(n, n, dtype=torch.bool, device=scores.device).tril()
+        mask = causal if mask is None else mask[:batch, :, :n, :n]
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        return scores.softmax(-1)
+
+    def _rotated_heads(self, matrix: Matrix, norm: Norm | None) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
+        """(normalised input and inverse rms of the norm over each head, if there is one; [B, n, heads, c])."""
+        if norm is None:
+            normalized, heads = None, self._heads(self.outputs(matrix))
+        else:
+            normalized, heads = norm.normalize(self.inputs(norm)), self._heads(self.outputs(norm))
+        first, second = heads.chunk(2, -1)
+        turned = torch.cat([-second, first], -1)
+        return normalized, heads * self.cos[:, :, 0] + turned * self.sin[:, :, 0]
+
+    def _heads(self, values: Tensor) -> Tensor:
+        return values.reshape(*values.shape[:2], -1, self.block.head_dim)

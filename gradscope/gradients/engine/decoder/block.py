@@ -1,0 +1,118 @@
+"""The backward pass of one block of a common decoder for K tokens of B sequences, and the norms that it passes by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from gradscope.gradients.engine.decoder.activations import BlockActivations
+from gradscope.gradients.engine.decoder.parts import Matrix, Norm
+from gradscope.gradients.engine.decoder.rules import (
+    attention_backward,
+    attention_backward_at,
+    linear_backward,
+    rms_norm_backward,
+    rotary_backward,
+)
+from gradscope.gradients.engine.norms import Squares, linear_square_norms, outer_square_norms
+from gradscope.gradients.engine.products import Product
+
+Delta = Float[Tensor, "B n K d"]
+
+
+class BlockBackward:
+    """One block's backward pass over the first n positions of the first sequences, as many as `batch` says.
+
+    Squared norms of its modules' gradients gather in it.
+    """
+
+    def __init__(self, activations: BlockActivations, batch: int, n: int, multiply: Product) -> None:
+        self.a, self.block, self.batch, self.n, self.multiply = activations, activations.block, batch, n, multiply
+        self.squares: Squares = {}
+
+    def through_block(self, delta: Delta) -> Delta:
+        """From the gradient at the block's output to that at its input."""
+        return self._through_attention(self._through_mlp(delta))
+
+    def through_attention_at(
+        self, residual: Float[Tensor, "B K d"], attended: Float[Tensor, "B K w"], positions: Int[Tensor, "B K"]
+    ) -> Delta:
+        """The same from one position of each token, which is all that the last block has before its attention.
+
+        residual: gradient at the block's input, by the residual connection; attended: at attention's output before it
+        is projected. What comes after is the head's.
+        """
+        block, a = self.block, self.a
+        sequences, tokens = (torch.arange(count, device=positions.device) for count in positions.shape)
+        at = sequences[:, None], positions
+        q, k, v = attention_backward_at(
+            attended.unflatten(2, (-1, block.head_dim)), positions, *self._attention(), scaling=block.scaling
+        )
+        # As a prefix of one position, another for each token.
+        q = self._unrotate(q[:, None], block.query_norm, a.query_norm, lambda t: t[at].transpose(1, 2))
+        self.squares[block.query.name] = outer_square_norms(
+            q[:, 0], a.inputs(block.query)[at], bias=block.query.module.bias is not None
+        )
+        back = self._through_keys_and_values(k, v)
+        back[*at, tokens] += linear_backward(q, block.query.module.weight, multiply=self.multiply)[:, 0]
+        back = self._norm(back, block.attention_norm, self._prefix(a.attention_norm))
+        back[*at, tokens] += residual
+        return back
+
+    def _through_mlp(self, delta: Delta) -> Delta:
+        """x + mlp(y), y = norm(x): gate and up of y; activation(gate) ∘ up; down."""
+        block, a = self.block, self.a
+        hidden = self._linear(delta, block.down)
+        back = self._linear(hidden * self._first(a.activated), block.up)
+        back = self._linear(hidden.mul_(self._first(a.gate_slope)), block.gate, into=back)
+        return self._norm(back, block.mlp_norm, self._prefix(a.mlp_norm), residual=delta)
+
+    def _through_attention(self, delta: Delta) -> Delta:
+        """x + output(softmax(q kᵀ) v), y = norm(x): q, k and v of y, queries and keys rotated."""
+        block, a = self.block, self.a
+        heads = self._linear(delta, block.output).unflatten(3, (-1, block.head_dim))
+        q, k, v = attention_backward(heads, *self._attention(), scaling=block.scaling, multiply=self.multiply)
+        q = self._unrotate(q, block.query_norm, a.query_norm, self._first)
+        back = self._linear(q, block.query, into=self._through_keys_and_values(k, v))
+        return self._norm(back, block.attention_norm, self._prefix(a.attention_norm), residual=delta)
+
+    def _through_keys_and_values(self, k: Tensor, v: Tensor) -> Delta:
+        block, a = self.block, self.a
+        k = self._unrotate(k, block.key_norm, a.key_norm, self._first)
+        return self._linear(v.flatten(3), block.value, into=self._linear(k, block.key))
+
+    def _unrotate(
+        self, delta: Tensor, norm: Norm | None, seen: tuple[Tensor, Tensor] | None, at: Callable[[Tensor], Tensor]
+    ) -> Delta:
+        """From rotated heads to what the projection gave; `at` picks the positions of what is shared."""
+        delta = rotary_backward(delta, at(self.a.cos), at(self.a.sin))
+        if norm is not None:
+            delta = self._norm(delta, norm, (at(seen[0]), at(seen[1])))
+        return delta.flatten(3)
+
+    def _linear(self, delta: Delta, matrix: Matrix, *, into: Tensor | None = None) -> Float[Tensor, "B n K inputs"]:
+        self.squares[matrix.name] = linear_square_norms(delta, self._factor(matrix), multiply=self.multiply)
+        return linear_backward(delta, matrix.module.weight, into=into, multiply=self.multiply)
+
+    def _norm(
+        self, delta: Tensor, norm: Norm, seen: tuple[Tensor, Tensor], *, residual: Tensor | None = None
+    ) -> Tensor:
+        back, scale = rms_norm_backward(delta, seen[0], norm.scale, seen[1], residual=residual)
+        self.squares[norm.name] = scale.square().sum(2)
+        return back
+
+    def _factor(self, matrix: Matrix) -> Float[Tensor, "B n r"]:
+        return self.a.factor(matrix, self.n)[: self.batch]
+
+    def _attention(self) -> list[Tensor]:
+        a = self.a
+        return [a.probs(self.batch, self.n), *map(self._first, (a.attended, a.queries, a.keys, a.values))]
+
+    def _prefix(self, seen: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self._first(seen[0]), self._first(seen[1])
+
+    def _first(self, values: Tensor) -> Tensor:
+        return values[: self.batch, : self.n]

@@ -1,0 +1,196 @@
+"""The body of a common decoder, by backward rules instead of autograd: one forward pass serves a few sequences.
+
+A body is common if its blocks are those of `decoder_parts` and if, on a short sequence, the rules give the norms that
+its graph gives; any other goes by `graph_body`, and so does a sequence on which `decoder_check` finds a difference.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gradscope.gradients.engine.chunks import ROWS, START_PART, Chunk, Limits
+from gradscope.gradients.engine.decoder.activations import BlockActivations, Seen, record_blocks
+from gradscope.gradients.engine.decoder.block import BlockBackward
+from gradscope.gradients.engine.decoder.check import account_for, is_complete
+from gradscope.gradients.engine.decoder.parts import DecoderBlock, find_decoder_blocks
+from gradscope.gradients.engine.embeddings import table_square_norms
+from gradscope.gradients.engine.head import HeadPass
+from gradscope.gradients.engine.norms import WIDEST, Squares, square_norms
+from gradscope.gradients.engine.ownership import Claims
+from gradscope.gradients.engine.products import Product, multiply_exactly
+from gradscope.gradients.engine.stack import Stack
+from gradscope.policy import Policy
+
+OVERHEAD = {"cpu": 6e7, "cuda": 2e10}
+"""FLOPs that a device could do in the time that the operations of a block's backward pass take to start. cpu: of some
+values the fastest at S and M of analyses/benchmarks/token_gradients.py; cuda: assumed, see analyses/gpu/QUEUE.md."""
+WEIGHT_ROWS = 16
+"""Rows of a product that are assumed to take as long as reading its weights; half or twice as many cost the same."""
+FETCHING = 140
+"""FLOPs that a device could do in the time in which it fetches a number that tokens share: at S, sequences of 256
+tokens are slower by a quarter if eight are together with one token each, and those of 64 faster by a quarter. Of a GPU
+it is assumed."""
+
+
+def chunk_limits(
+    weights: int | float,
+    hidden: int,
+    query: int | float,
+    key: int | float,
+    mlp: int | float,
+    *,
+    device: str,
+    rows: int | None,
+    fit: int,
+) -> Limits:
+    """Of chunks through blocks with so many weights that a token is multiplied by, and with these widths.
+
+    query, key: of all queries, of all keys. rows: most positions × tokens; None: as many as it takes for starting a
+    chunk to be a small part of it. fit: as many fit the memory.
+    """
+    start = math.ceil(OVERHEAD.get(device, OVERHEAD["cuda"]) / (2 * weights)) + WEIGHT_ROWS
+    # Activations and slopes of each kind at a position, in parts of the FLOPs that a row takes.
+    shared = FETCHING * 2 * (hidden + query + key + mlp) / (2 * weights)
+    rows = max(ROWS, int(start / START_PART)) if rows is None else rows
+    return Limits(min(rows, fit), start, shared)
+
+
+def row_bytes(hidden: int, mlp: int | float, heads: int, *, strip: int = WIDEST) -> int | float:
+    """What one token carries at one position, at most: through an MLP, or through a strip of attention's queries."""
+    return 4 * max(3 * mlp + 6 * hidden, 8 * hidden + 2 * heads * strip)
+
+
+def probs_bytes(heads: int, length: int) -> int:
+    """Of attention's probabilities within a sequence; heads: of all blocks together."""
+    return 4 * heads * length**2
+
+
+def seen_bytes(hidden: int, query: int | float, key: int | float, mlp: int | float, length: int) -> int | float:
+    """What the forward pass leaves of a sequence in a block: inputs and outputs of its modules.
+
+    query, key: widths of all queries, of all keys.
+    """
+    return 4 * length * (6 * hidden + 2 * query + 2 * key + 3 * mlp)
+
+
+def kept_bytes(hidden: int, query: int | float, key: int | float, mlp: int | float, length: int) -> int | float:
+    """What of it is kept for the way back: activations as the rules need them, and factors.
+
+    Attention's probabilities are not in it.
+    """
+    factors = sum(min(length, inside) for inside in (hidden, hidden, query, mlp))
+    return 4 * length * (2 * (hidden + query + key + mlp) + factors)
+
+
+def most_sequences(length: int, kept: int | float, *, rows: int, logits: int, memory: int) -> int:
+    """Of a length, that may be measured together: one token of each fits the rows, all their logits and what they leave
+    the memory.
+
+    kept: bytes that one leaves; logits: positions whose logits fit.
+    """
+    return int(min(rows // length, logits // length, memory // kept))
+
+
+class DecoderBody:
+    """Measures the body of a common decoder; `find` makes it.
+
+    table: name of the embedding. memory: bytes that attention's probabilities may take if they are to be kept from one
+    chunk of tokens to the next, and that sequences beside one another may leave.
+    """
+
+    def __init__(self, policy: Policy, claims: Claims, blocks: list[DecoderBlock], table: str, memory: int) -> None:
+        self.model, self.claims, self.blocks, self.table, self.memory = policy.model, claims, blocks, table, memory
+        self.multiply: Product = multiply_exactly
+        """Matrix product of what flows back with weights, activations and factors."""
+
+    @classmethod
+    def find(cls, policy: Policy, claims: Claims, joint: str | None, memory: int) -> DecoderBody | None:
+        """None unless the blocks are a common decoder's, on one device, and the head begins at the last's output."""
+        if len({parameter.device for parameter in policy.model.parameters()}) > 1:
+            return None  # the graph finds its way between devices by itself
+        blocks = find_decoder_blocks(policy.model, policy.blocks, claims)
+        tables = [name for name, rule in claims.rules.items() if rule == "embedding"]
+        if blocks is None or len(tables) != 1 or joint != blocks[-1].output.name:
+            return None
+        return cls(policy, claims, blocks, tables[0], memory)
+
+    def follow(self, stack: Stack, head: HeadPass, seen: list[Seen]) -> DecoderStack | None:
+        """Sequences after the head's pass over them; None if the blocks did anything that the rules do not know.
+
+        Takes from `seen` block by block, so that what is not needed any more does not stay.
+        """
+        if not all(map(is_complete, self.blocks, seen)):
+            return None
+        keep, activations, right = self.keeps_probs(*stack.ids.shape), [], []
+        for block in self.blocks:
+            one = BlockActivations(block, seen.pop(0), keep_probs=keep)
+            right.append(account_for(one, seen[0].hidden.to(one.dtype) if seen else None))
+            one.settle(last=not seen)
+            activations.append(one)
+        return DecoderStack(self, stack, head, activations) if bool(torch.stack(right).all()) else None
+
+    def recording(self) -> AbstractContextManager[list[Seen]]:
+        """A context in which the head's pass leaves the blocks' activations."""
+        return record_blocks(self.model, self.blocks)
+
+    def limits(self, rows: int | None, memory: int) -> Limits:
+        """Of chunks. rows: most positions × tokens, or None, see `chunk_limits`; memory: bytes that they may take."""
+        weights = max(sum(matrix.module.weight.numel() for matrix in block.matrices) for block in self.blocks)
+        fit = max(1, memory // self.bytes_per_row)
+        return chunk_limits(weights, *self._widths, device=self.model.device.type, rows=rows, fit=fit)
+
+    @property
+    def _widths(self) -> tuple[int, int, int, int]:
+        """Of the stream, of all queries, of all keys and of the MLP."""
+        block = self.blocks[0]
+        mlp, hidden = block.gate.module.weight.shape
+        return hidden, block.query.module.out_features, block.key.module.out_features, mlp
+
+    @property
+    def bytes_per_row(self) -> int:
+        hidden = max(block.query.module.in_features for block in self.blocks)
+        mlp = max(block.down.module.in_features for block in self.blocks)
+        return row_bytes(hidden, mlp, max(block.heads for block in self.blocks))
+
+    def keeps_probs(self, batch: int, length: int) -> bool:
+        return batch * probs_bytes(sum(block.heads for block in self.blocks), length) <= self.memory
+
+    def most_sequences(self, length: int, *, rows: int, logits: int) -> int:
+        """Of this length, that may be measured together; see the function of this name."""
+        kept = len(self.blocks) * seen_bytes(*self._widths, length)
+        kept += probs_bytes(sum(block.heads for block in self.blocks), length)
+        return most_sequences(length, kept, rows=rows, logits=logits, memory=self.memory)
+
+
+@dataclass(frozen=True)
+class DecoderStack:
+    """Sequences on their way through a DecoderBody."""
+
+    body: DecoderBody
+    stack: Stack
+    head: HeadPass
+    activations: list[BlockActivations]
+
+    @torch.no_grad()
+    def measure(self, chunk: Chunk) -> tuple[Float[Tensor, "B K layers"], Squares]:
+        """(‖δ_ℓ‖ for ℓ = 0 … L − 1, squared gradient norms by module); anything where a place holds no token."""
+        body, picks, squares, layers = self.body, chunk.picks, {}, []
+        residual, attended = (rows[picks] for rows in self.head.joint_deltas)
+        batch, delta = len(picks), None
+        for activations in reversed(self.activations):
+            backward = BlockBackward(activations, batch, chunk.length, body.multiply)
+            if delta is None:
+                delta = backward.through_attention_at(residual, attended, chunk.positions)
+            else:
+                delta = backward.through_block(delta)
+            squares |= backward.squares
+            layers.append(square_norms(delta).sqrt())
+        ids, table = self.stack.ids[:batch, : chunk.length], body.model.get_submodule(body.table)
+        squares[body.table] = table_square_norms(body.claims, body.table, table, ids, delta, self.head, picks)
+        return torch.stack(layers[::-1], 2), squares

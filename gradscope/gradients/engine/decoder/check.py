@@ -1,0 +1,82 @@
+"""Whether the parts of a common decoder, put together, are what the model computed on a sequence.
+
+That the rules are right on a short sequence does not make them so on every one: a model may scale its queries from
+some position on, clip what is large, or attend within a window of which no mask tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from gradscope.gradients.engine.decoder.activations import BlockActivations, Seen
+from gradscope.gradients.engine.decoder.parts import DecoderBlock
+
+TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
+"""Largest difference at a position, in parts of its norm and of the mean one: of float32, which float64 is cast to
+inside transformers' modules; and of half precisions, where attention's scores are rounded before they are exponents."""
+
+
+def is_complete(block: DecoderBlock, seen: Seen) -> bool:
+    """Whether the pass left all that the rules need of a block, in the shapes that they know."""
+    parts = {part.name for part in (*block.matrices, *block.norms)}
+    if seen.hidden is None or seen.inputs.keys() != parts:
+        return False
+    (batch, n), mask = seen.hidden.shape[:2], seen.mask
+    heads = [seen.inputs[norm.name].shape[3:] for norm in (block.query_norm, block.key_norm) if norm is not None]
+    rows = all(x.shape[:2] == (batch, n) for x in seen.inputs.values())
+    if not rows or any(shape != (block.head_dim,) for shape in heads):
+        return False
+    angles = len(seen.rotary) == 2 and all(
+        angle.ndim == 3 and len(angle) in (1, batch) and angle.shape[1:] == (n, block.head_dim) for angle in seen.rotary
+    )
+    masked = mask is None or (
+        isinstance(mask, Tensor) and mask.ndim == 4 and len(mask) in (1, batch) and mask.shape[-2:] == (n, n)
+    )
+    return angles and masked
+
+
+@torch.no_grad()
+def account_for(activations: BlockActivations, following: Float[Tensor, "B n d"] | None) -> Bool[Tensor, ""]:
+    """Whether a block's activations follow from one another as the rules assume.
+
+    following: the next block's input; None: this is the last block.
+    """
+    wide = activations.model_dtype in (torch.float32, torch.float64)
+    tolerance, close = TOLERANCE if wide else HALF_TOLERANCE, []
+    for ours, theirs in _pairs(activations, following):
+        if ours.shape != theirs.shape:
+            return torch.tensor(False, device=theirs.device)
+        if ours.data_ptr() != theirs.data_ptr():
+            close.append(_are_close(ours, theirs, tolerance))
+    return torch.stack(close).all()
+
+
+def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """(what the parts give, what the model computed); following: the next block's input."""
+    block = a.block
+    seen = [(block.attention_norm, a.attention_norm), (block.mlp_norm, a.mlp_norm)]
+    seen += [(norm, at) for norm, at in ((block.query_norm, a.query_norm), (block.key_norm, a.key_norm)) if norm]
+    for norm, (normalized, _) in seen:
+        yield normalized[:, :, 0] * norm.scale, a.outputs(norm)
+    for matrix in (block.query, block.key, block.value):
+        yield a.outputs(block.attention_norm), a.inputs(matrix)
+    for matrix in (block.gate, block.up):
+        yield a.outputs(block.mlp_norm), a.inputs(matrix)
+    batch, n, groups, _ = a.keys.shape
+    probs = a.probs(batch, n).unflatten(1, (groups, -1))
+    yield (probs @ a.values.transpose(1, 2)[:, :, None]).flatten(1, 2).transpose(1, 2), a.attended
+    yield a.hidden + a.outputs(block.output), a.inputs(block.mlp_norm)
+    yield a.activated[:, :, 0] * a.outputs(block.up), a.inputs(block.down)
+    if following is not None:
+        yield a.inputs(block.mlp_norm) + a.outputs(block.down), following
+
+
+def _are_close(ours: Tensor, theirs: Tensor, tolerance: float) -> Bool[Tensor, ""]:
+    """Whether both agree at every position, [B, n, …]; never where one is not a number."""
+    size = torch.linalg.vector_norm(theirs.flatten(2), dim=2)
+    difference = torch.linalg.vector_norm((ours - theirs).flatten(2), dim=2)
+    return (difference <= tolerance * (size + size.mean(1, keepdim=True))).all()

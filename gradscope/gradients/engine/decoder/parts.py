@@ -1,0 +1,155 @@
+"""The parts of a common decoder's block: found by what they are and do, whatever the architecture is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from gradscope.gradients.engine.ownership import Claims
+from gradscope.policy import arithmetic_dtype
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A module that computes scale ∘ x / √(mean(x²) + eps)."""
+
+    name: str
+    scale: Float[Tensor, " d"]
+    """What the normalised input is multiplied by: the weight, or 1 + weight in some families."""
+    eps: float
+
+    def normalize(self, x: Float[Tensor, "B n *heads d"]) -> tuple[Tensor, Tensor]:
+        """(x̂, 1/√(mean(x²) + eps)) with an axis for tokens: [B, n, 1, *heads, d], [B, n, 1, *heads, 1]."""
+        inverse_rms = (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (x * inverse_rms).unsqueeze(2), inverse_rms.unsqueeze(2)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A linear module."""
+
+    name: str
+    module: nn.Linear
+
+
+@dataclass(frozen=True)
+class DecoderBlock:
+    """x + attention(norm(x)), then y + mlp(norm(y)): rotary attention with grouped keys and a gated MLP.
+
+    down(activation(gate(·)) ∘ up(·)) is the MLP; queries and keys may be normalised before they are rotated.
+    """
+
+    name: str
+    attention: str
+    """Name of the module that is called with the rotary angles and the mask."""
+    attention_norm: Norm
+    query: Matrix
+    key: Matrix
+    value: Matrix
+    query_norm: Norm | None
+    key_norm: Norm | None
+    output: Matrix
+    mlp_norm: Norm
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    activation: Callable[[Tensor], Tensor]
+    head_dim: int
+    scaling: float
+    """Of the attention scores."""
+
+    @property
+    def heads(self) -> int:
+        """Of queries."""
+        return self.query.module.out_features // self.head_dim
+
+    @cached_property
+    def inputs(self) -> dict[str, tuple[str, bool]]:
+        """Matrix → (another that has the same input, or itself; whether it has a bias): one factor serves both."""
+        same = {self.key.name: self.query.name, self.value.name: self.query.name, self.up.name: self.gate.name}
+        return {m.name: (same.get(m.name, m.name), m.module.bias is not None) for m in self.matrices}
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.query, self.key, self.value, self.output, self.gate, self.up, self.down
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        return tuple(n for n in (self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm) if n is not None)
+
+
+def find_decoder_blocks(model: nn.Module, blocks: nn.ModuleList, claims: Claims) -> list[DecoderBlock] | None:
+    """The parts of every block, or None if one of them is built otherwise or holds parameters that are none of these.
+
+    What the parts are used for is not seen here: that a backward pass by the rules is right must be tried.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    found = []
+    for block in blocks:
+        parts = _find_parts(names[id(block)], block, claims)
+        if parts is None:
+            return None
+        found.append(parts)
+    known = {part.name for parts in found for part in (*parts.matrices, *parts.norms)}
+    inside = tuple(names[id(block)] + "." for block in blocks)
+    claimed = {name for name in claims.rules if name.startswith(inside)}
+    return found if claimed == known and not any(name.startswith(inside) for name in claims.general) else None
+
+
+def _find_parts(name: str, block: nn.Module, claims: Claims) -> DecoderBlock | None:
+    attention, mlp = getattr(block, "self_attn", None), getattr(block, "mlp", None)
+    if attention is None or mlp is None:
+        return None
+
+    def matrix(owner: nn.Module, prefix: str, role: str) -> Matrix | None:
+        full = f"{name}.{prefix}.{role}"
+        return Matrix(full, getattr(owner, role)) if claims.rules.get(full) == "linear" else None
+
+    q, k, v, o = (matrix(attention, "self_attn", f"{role}_proj") for role in "qkvo")
+    gate, up, down = (matrix(mlp, "mlp", f"{role}_proj") for role in ("gate", "up", "down"))
+    first, second = (_find_norm(block, name, role) for role in ("input_layernorm", "post_attention_layernorm"))
+    activation, width = getattr(mlp, "act_fn", None), getattr(attention, "head_dim", None)
+    if None in (q, k, v, o, gate, up, down, first, second) or not callable(activation) or not isinstance(width, int):
+        return None
+    if not _fit(q.module, k.module, v.module, o.module, width):
+        return None
+    if (gate.module.bias is None) != (up.module.bias is None):
+        return None
+    q_norm, k_norm = (_find_norm(attention, f"{name}.self_attn", role) for role in ("q_norm", "k_norm"))
+    scaling = getattr(attention, "scaling", None)
+    return DecoderBlock(
+        name, f"{name}.self_attn", first, q, k, v, q_norm, k_norm, o, second, gate, up, down, activation, width,
+        float(width**-0.5 if scaling is None else scaling),
+    )  # fmt: skip
+
+
+def _fit(query: nn.Linear, key: nn.Linear, value: nn.Linear, output: nn.Linear, width: int) -> bool:
+    """Whether heads of this width are all that the matrices carry, as many queries in each group as in every other."""
+    same = query.out_features == output.in_features and key.out_features == value.out_features
+    return same and key.out_features % width == 0 and query.out_features % key.out_features == 0 and width % 2 == 0
+
+
+def _find_norm(owner: nn.Module, prefix: str, role: str) -> Norm | None:
+    """The child as an RMS norm, if its outputs on random inputs are those of one."""
+    module = getattr(owner, role, None)
+    weight = getattr(module, "weight", None)
+    eps = next((e for n in ("variance_epsilon", "eps") if isinstance(e := getattr(module, n, None), float)), None)
+    if eps is None or not isinstance(weight, Tensor) or weight.ndim != 1 or len(list(module.parameters())) != 1:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    dtype = arithmetic_dtype(module)
+    x = torch.randn(1, 2, len(weight), generator=generator).to(weight.device, dtype)
+    with torch.no_grad():
+        wide = torch.promote_types(dtype, torch.float32)
+        normalized = Norm(role, weight, eps).normalize(x.to(wide))[0][0, :, 0]
+        # Largest entries tell the scale of each channel with the fewest roundings.
+        outputs = module(x)[0].to(wide)
+        scale = (outputs * normalized).sum(0) / normalized.square().sum(0)
+        error = (outputs - scale * normalized).abs().max() / outputs.abs().max().clamp(min=1e-30)
+    tolerance = 1e-5 if dtype in (torch.float32, torch.float64) else 0.02
+    return Norm(f"{prefix}.{role}", scale, eps) if error <= tolerance else None

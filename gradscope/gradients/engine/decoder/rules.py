@@ -1,0 +1,139 @@
+"""Backward rules that carry the gradients of K tokens through a decoder's block at once, tensors to tensors.
+
+Notation: delta[b, s, k] is the gradient of the log π of token k of sequence b at position s of a prefix of n positions.
+Positions come before tokens, so that whatever the tokens share (weights, activations, attention's probabilities) is one
+factor of one large matrix product. H query heads share G heads of keys and values, c numbers in each.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from gradscope.gradients.engine.norms import strips
+from gradscope.gradients.engine.products import Product, multiply_exactly
+
+NARROWEST_QUERIES = 56
+"""Of a strip in `attention_backward`, whose loop has many operations."""
+
+
+def linear_backward(
+    delta: Float[Tensor, "B n K out"],
+    weight: Float[Tensor, "out in"],
+    *,
+    into: Float[Tensor, "B n K in"] | None = None,
+    multiply: Product = multiply_exactly,
+) -> Float[Tensor, "B n K in"]:
+    """Through y = W x + b: ∂/∂x = Wᵀ δ, one product for all positions and tokens.
+
+    into: what flows back to x on other ways; the product is added to it, in its place.
+    """
+    into = None if into is None else into.flatten(0, 2)
+    return multiply(delta.flatten(0, 2), weight, into).view(*delta.shape[:3], -1)
+
+
+def rms_norm_backward(
+    delta: Float[Tensor, "B n K *heads d"],
+    normalized: Float[Tensor, "B n #K *heads d"],
+    scale: Float[Tensor, " d"],
+    inverse_rms: Float[Tensor, "B n #K *heads 1"],
+    *,
+    residual: Float[Tensor, "B n K *heads d"] | None = None,
+) -> tuple[Float[Tensor, "B n K *heads d"], Float[Tensor, "B K d"]]:
+    """Through y = scale ∘ x̂, x̂ = x · inverse_rms: (∂/∂x, gradient of the scale).
+
+    ∂/∂x = inverse_rms · (scale ∘ δ − x̂ · mean(x̂ ∘ scale ∘ δ)); ∂/∂scale = Σ_s δ_s ∘ x̂_s.
+    residual: what flows back to x on other ways; it is added to ∂/∂x.
+    """
+    product = delta * normalized
+    mean = (product @ (scale / scale.numel())).unsqueeze(-1)
+    slope = scale * inverse_rms
+    back = delta * slope if residual is None else torch.addcmul(residual, delta, slope)
+    back.addcmul_(mean.mul_(-inverse_rms), normalized)
+    return back, product.transpose(1, 2).flatten(2, -2).sum(2)
+
+
+def rotary_backward(
+    delta: Float[Tensor, "B n K heads c"], cos: Float[Tensor, "B n #K 1 c"], sin: Float[Tensor, "B n #K 1 c"]
+) -> Float[Tensor, "B n K heads c"]:
+    """Through y = x ∘ cos + R x ∘ sin, R (a, b) = (−b, a) the quarter turn of the halves, so Rᵀ = −R (RoFormer)."""
+    back = delta * cos
+    (first, second), (sin_1, sin_2) = delta.chunk(2, -1), sin.chunk(2, -1)
+    half_1, half_2 = back.chunk(2, -1)
+    half_1.addcmul_(second, sin_2)
+    half_2.addcmul_(first, sin_1, value=-1)
+    return back
+
+
+def attention_backward(
+    delta: Float[Tensor, "B n K H c"],
+    probs: Float[Tensor, "B H n n"],
+    attended: Float[Tensor, "B n H c"],
+    queries: Float[Tensor, "B n H c"],
+    keys: Float[Tensor, "B n G c"],
+    values: Float[Tensor, "B n G c"],
+    *,
+    scaling: float,
+    multiply: Product = multiply_exactly,
+) -> tuple[Float[Tensor, "B n K H c"], Float[Tensor, "B n K G c"], Float[Tensor, "B n K G c"]]:
+    """Through o = P v, P = softmax(scaling · q kᵀ) with causal zeros: (∂/∂q, ∂/∂k, ∂/∂v).
+
+    ∂/∂v = Pᵀ δ,  S = scaling · P ∘ (δ vᵀ − δ·o),  ∂/∂q = S k,  ∂/∂k = Sᵀ q. Queries go in strips, each with the keys up
+    to its own end: what is later has no probability. The last comes first, as its keys are all.
+    """
+    batch, n, tokens, heads, width = delta.shape
+    groups = batch * keys.shape[2]
+    share = batch * heads // groups
+    back_q, back_k, back_v = torch.empty_like(delta), None, None
+    k, v = (t.transpose(1, 2).reshape(groups, n, width) for t in (keys, values))
+    for start, end in reversed([*strips(n, NARROWEST_QUERIES)]):
+        wide = end - start
+        rows = wide * share
+        d = delta[:, start:end].permute(0, 3, 1, 2, 4).contiguous()  # [B, H, positions, K, c]
+        p = probs[:, :, start:end, :end]
+        o, q = (t[:, start:end].transpose(1, 2) for t in (attended, queries))
+        flow = (d * o[:, :, :, None]).sum(-1, keepdim=True)
+        s = multiply(d.view(groups, rows * tokens, width), v[:, :end].mT).view(batch, heads, wide, tokens, end)
+        s = s.sub_(flow).mul_((scaling * p)[:, :, :, None])
+        back = multiply(s.view(groups, rows * tokens, end), k[:, :end]).view(batch, heads, wide, tokens, width)
+        back_q[:, start:end] = back.permute(0, 2, 3, 1, 4)
+        back = multiply(s.view(groups, rows, tokens * end).mT, q.reshape(groups, rows, width))
+        back_k = _add_prefix(back_k, back.view(batch, -1, tokens, end, width).permute(0, 3, 2, 1, 4))
+        back = multiply(p.reshape(groups, rows, end).mT, d.view(groups, rows, tokens * width))
+        back_v = _add_prefix(back_v, back.view(batch, -1, end, tokens, width).permute(0, 2, 3, 1, 4))
+    return back_q, back_k, back_v
+
+
+def _add_prefix(total: Float[Tensor, "B n K G c"] | None, part: Float[Tensor, "B m K G c"]) -> Tensor:
+    """Add to the first m positions, in place; None: the part has all of them, and is what others are added to."""
+    if total is None:
+        return part.contiguous()
+    total[:, : part.shape[1]] += part
+    return total
+
+
+def attention_backward_at(
+    delta: Float[Tensor, "B K H c"],
+    positions: Int[Tensor, "B K"],
+    probs: Float[Tensor, "B H n n"],
+    attended: Float[Tensor, "B n H c"],
+    queries: Float[Tensor, "B n H c"],
+    keys: Float[Tensor, "B n G c"],
+    values: Float[Tensor, "B n G c"],
+    *,
+    scaling: float,
+) -> tuple[Float[Tensor, "B K H c"], Float[Tensor, "B n K G c"], Float[Tensor, "B n K G c"]]:
+    """The same where each token's δ lies at one position: ∂/∂q there, ∂/∂k and ∂/∂v over the prefix.
+
+    In the last block that is all there is, so its queries, output projection and MLP cost one position a token.
+    """
+    groups, sequence = keys.shape[2], torch.arange(len(delta), device=delta.device)[:, None]
+    at = sequence, positions
+    d, o, q = (t.unflatten(2, (groups, -1)).transpose(1, 2) for t in (delta, attended[at], queries[at]))
+    p = probs[sequence, :, positions].unflatten(2, (groups, -1)).transpose(1, 2)  # [B, G, K, share, n]
+    k, v = keys.transpose(1, 2), values.transpose(1, 2)
+    flow = (d * o).sum(-1, keepdim=True)
+    s = scaling * p * ((d.flatten(2, 3) @ v.mT).view(p.shape) - flow)
+    back_q = (s.flatten(2, 3) @ k).view(d.shape).transpose(1, 2).flatten(2, 3)
+    return back_q, (s.mT @ q).permute(0, 3, 2, 1, 4), (p.mT @ d).permute(0, 3, 2, 1, 4)

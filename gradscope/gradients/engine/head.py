@@ -1,0 +1,181 @@
+"""The head: all that acts on each position by itself, so that one backward pass serves every token of its sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from gradscope.gradients.engine.norms import diagonal_square_norms, outer_square_norms
+from gradscope.gradients.engine.ownership import Claims, parameter_slopes
+from gradscope.gradients.engine.recording import Call, Recorder
+from gradscope.gradients.engine.stack import Stack
+from gradscope.objective import TokenStatistics, parts_at_once, statistics_and_gradient
+from gradscope.policy import Policy, takes
+
+LOGIT_BYTES = 5 * 4
+"""Of one logit in the pass: itself and what its gradient needs, five float32 arrays where it is capped and targets are
+laid out anew."""
+
+
+@dataclass(frozen=True)
+class HeadPass:
+    """What the pass over the head leaves for the body; rows are targets, of all sequences one after the other."""
+
+    statistics: TokenStatistics
+    size: Float[Tensor, " m"]
+    """Largest entry of e − π: every other gradient here is divided by it, lest a sure token's square underflow."""
+    logit_grad_norm: Float[Tensor, " m"]
+    last_norm: Float[Tensor, " m"]
+    """‖δ_L‖."""
+    joint_deltas: list[Tensor]
+    """Gradient at each joint, at the target's own position, [m, width]."""
+    local: dict[str, tuple[Call, Tensor, Tensor]]
+    """Module → (call, gradient at its output, its input), both at the target's own position, [m, width]."""
+    calls: list[Call]
+    """Of every claimed module, over the whole stack."""
+
+
+class Head:
+    """Runs the head of a policy that is cut at its joint; see `recording`.
+
+    memory: bytes that the logits of one pass may take, with the copies that their gradient needs.
+    """
+
+    def __init__(self, policy: Policy, claims: Claims, joint: str | None, memory: int) -> None:
+        self.model, self.blocks, self.claims, self.joint = policy.model, policy.blocks, claims, joint
+        self._keeps_logits = takes(self.model, "logits_to_keep")
+        self.rows = logit_rows(policy.vocab_size, memory)
+        """Positions whose logits fit the memory."""
+
+    def measure(self, stack: Stack) -> HeadPass:
+        """One pass for all targets, or several where their logits would not fit the memory."""
+        everything = torch.arange(len(stack.positions), device=stack.ids.device)
+        places = len(stack.positions.unique()) if self._keeps_logits else stack.ids.shape[1]
+        fits = len(stack.ids) * places <= self.rows
+        split = [everything] if fits else everything.split(max(1, self.rows // len(stack.ids)))
+        parts = [self._measure_part(stack, part) for part in split]
+        if len(parts) == 1:
+            return parts[0]
+        return HeadPass(
+            join_statistics([p.statistics for p in parts]),
+            torch.cat([p.size for p in parts]),
+            torch.cat([p.logit_grad_norm for p in parts]),
+            torch.cat([p.last_norm for p in parts]),
+            [torch.cat(rows) for rows in zip(*(p.joint_deltas for p in parts), strict=True)],
+            {
+                name: (call, torch.cat([p.local[name][1] for p in parts]), torch.cat([p.local[name][2] for p in parts]))
+                for name, (call, _, _) in parts[0].local.items()
+            },
+            parts[0].calls,
+        )
+
+    @torch.no_grad()
+    def measure_cheaply(
+        self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float
+    ) -> tuple[TokenStatistics, Float[Tensor, " m"]]:
+        """What needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
+        prefix, statistics, norms = ids[: targets[-1]], [], []
+        for part in targets.split(self.rows):
+            logits = self.logits(prefix, part - 1)
+            for few in parts_at_once(logits):
+                found, errors = statistics_and_gradient(logits[few], ids[part][few], temperature=temperature)
+                statistics.append(found)
+                norms.append(_norms(*unit_errors(errors)))
+        return join_statistics(statistics), torch.cat(norms)
+
+    def logits(self, ids: Int[Tensor, " n"], positions: Int[Tensor, " m"]) -> Float[Tensor, "m vocab"]:
+        """Logits at these positions of one sequence."""
+        if self._keeps_logits:
+            return self.model(input_ids=ids[None], use_cache=False, logits_to_keep=positions).logits[0]
+        return self.model(input_ids=ids[None], use_cache=False).logits[0, positions]
+
+    def square_norms(self, head: HeadPass, name: str) -> Float[Tensor, " m"]:
+        """Squared gradient norm of a module of the head, which sees one position of each token."""
+        call, delta, inputs = head.local[name]
+        if self.claims.rules[name] == "diagonal":
+            width = call.inputs.shape[-1]
+            slopes = (slope.reshape(len(delta), -1, width) for slope in inputs.unbind(1))
+            return sum(diagonal_square_norms(delta.reshape(s.shape), s) for s in slopes)
+        return outer_square_norms(delta, inputs, bias=call.module.bias is not None)
+
+    def _measure_part(self, stack: Stack, part: Int[Tensor, " k"]) -> HeadPass:
+        """part: which of the stack's targets."""
+        sequences, positions, token_ids, temperature = (
+            values[part] for values in (stack.sequences, stack.positions, stack.token_ids, stack.temperature)
+        )
+        targets_at = _TargetRows(sequences, positions, length=stack.ids.shape[1])
+        with Recorder(self.model, self.blocks, self.claims, self.joint, "head") as recorder:
+            logits = targets_at.rows(self._logits_of_all(stack.ids, targets_at.kept))
+        seeds, found, sizes, norms = torch.empty_like(logits, requires_grad=False), [], [], []
+        for few in parts_at_once(logits):
+            statistics, errors = statistics_and_gradient(logits[few], token_ids[few], temperature=temperature[few])
+            unit, size = unit_errors(errors)
+            found.append(statistics)
+            sizes.append(size)
+            norms.append(_norms(unit, size))
+            seeds[few] = unit.div_(temperature[few, None])
+        statistics, size, logit_norm = join_statistics(found), torch.cat(sizes), torch.cat(norms)
+        calls = [call for call in recorder.calls if call.edge is not None]
+        edges = [*recorder.joints, recorder.block_edges[0], *(call.edge for call in calls)]
+        deltas = torch.autograd.grad([logits], edges, [seeds], allow_unused=True)
+        rows = [None if d is None else targets_at.rows(d).to(size) for d in deltas]
+        joints = len(recorder.joints)
+        local = {
+            call.name: (call, row, self._local_inputs(call, targets_at).to(size))
+            for call, row in zip(calls, rows[joints + 1 :], strict=True)
+            if row is not None
+        }
+        last = rows[joints].norm(dim=1)
+        return HeadPass(statistics, size, logit_norm, last, rows[:joints], local, recorder.calls)
+
+    def _logits_of_all(self, ids: Int[Tensor, "B n"], positions: Int[Tensor, " u"]) -> Tensor:
+        """Logits of every sequence, at least at these positions: [B, u or n, vocab]."""
+        kept = {"logits_to_keep": positions} if self._keeps_logits else {}
+        return self.model(input_ids=ids, use_cache=False, **kept).logits
+
+    def _local_inputs(self, call: Call, targets_at: _TargetRows) -> Tensor:
+        """Of a module of the head: its inputs [m, width]; for a diagonal one its slopes [m, parameters, width]."""
+        if self.claims.rules[call.name] != "diagonal":
+            return targets_at.rows(call.inputs)
+        return torch.stack([targets_at.rows(s) for s in parameter_slopes(call.module, call.inputs)], 1)
+
+
+class _TargetRows:
+    """Where the targets' logits stand in a stack of this length."""
+
+    def __init__(self, sequences: Int[Tensor, " m"], positions: Int[Tensor, " m"], *, length: int) -> None:
+        self._sequences, self._positions, self._length = sequences, positions, length
+        self.kept, self._columns = positions.unique(return_inverse=True)
+        """Positions at which some sequence has a target, ascending."""
+
+    def rows(self, values: Tensor) -> Float[Tensor, "m width"]:
+        """Rows of [B, n, …], or of [B, u, …] that holds only the kept positions; of one sequence its axis may lack."""
+        rows = values.flatten(2) if values.ndim > 2 else values[None]
+        columns = self._positions if rows.shape[1] == self._length else self._columns
+        if rows.shape[0] * rows.shape[1] == len(columns):  # every row, in order
+            return rows.flatten(0, 1)
+        return rows[self._sequences.to(rows.device), columns.to(rows.device)]
+
+
+def logit_rows(vocab: int, memory: int) -> int:
+    """Positions whose logits fit the memory, with the copies that their gradient needs."""
+    return max(1, memory // (LOGIT_BYTES * vocab))
+
+
+def join_statistics(parts: list[TokenStatistics]) -> TokenStatistics:
+    return TokenStatistics(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(TokenStatistics)))
+
+
+def unit_errors(errors: Float[Tensor, "m vocab"]) -> tuple[Float[Tensor, "m vocab"], Float[Tensor, " m"]]:
+    """(e − π divided by its largest entry, in its place; that entry)."""
+    # A CPU takes ten times as long for the norm of order inf.
+    size = torch.maximum(errors.amax(1), -errors.amin(1)).abs()  # not −0
+    return errors.div_(size.clamp(min=torch.finfo(size.dtype).tiny)[:, None]), size
+
+
+def _norms(unit: Float[Tensor, "m vocab"], size: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
+    """‖e − π‖ of `unit_errors`, whose squares do not underflow."""
+    return size * torch.linalg.vector_norm(unit, dim=1)

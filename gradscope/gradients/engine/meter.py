@@ -1,0 +1,303 @@
+"""Exact norms of every token's own gradient, at each layer's activations and over all parameters.
+
+In two passes. The head acts on each position by itself, so one vector-Jacobian product of the uncancelled e − π serves
+every token at once. The body mixes positions, so tokens go in chunks over their longest prefix: by the backward rules
+of a common decoder, which take a few sequences together, or along the model's own graph, one sequence at a time. What
+no rule knows is measured by one autograd gradient a token.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from itertools import accumulate, pairwise
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from gradscope.gradients.engine.autograd import Factors, GraphBody, GraphSequence
+from gradscope.gradients.engine.chunks import Chunk, Limits, Run, group_sequences, neighbours
+from gradscope.gradients.engine.decoder.body import DecoderBody, DecoderStack
+from gradscope.gradients.engine.head import Head, HeadPass, unit_errors
+from gradscope.gradients.engine.norms import outer_square_norms
+from gradscope.gradients.engine.ownership import Claims, check_prefixes, claim_parameters, probe_model
+from gradscope.gradients.engine.products import PRODUCTS, Precision, measure_speedup
+from gradscope.gradients.engine.recording import Cut, Recorder, find_cut
+from gradscope.gradients.engine.results import TokenGradients
+from gradscope.gradients.engine.stack import SequenceTokens, Stack
+from gradscope.objective import TokenStatistics, logit_gradient
+from gradscope.policy import Policy, arithmetic_dtype
+
+TRIAL = 16
+"""Tokens of the sequence on which a model's structure is tried, at most."""
+
+
+class TokenGradientMeter:
+    """Measures token gradients of one policy; make and use it inside `measuring(policy.model)`.
+
+    probe_ids: a sequence to learn the model's structure from; the longest there is.
+    rows: most positions × tokens that one chunk carries (the rows of its matrix products); None: 1,536, or more where
+    starting a chunk would take long beside them.
+    memory: bytes that what flows back may take, and so may logits, attention's probabilities and what the forward pass
+    leaves of sequences that are measured together; chunks and groups are smaller where it would be more.
+    rules: whether a common decoder may go by backward rules; False sends every model along its graph.
+    precision: of the rules' matrix products; the graph's are always exact.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        probe_ids: Int[Tensor, " n"],
+        *,
+        rows: int | None = None,
+        memory: int = 1 << 30,
+        rules: bool = True,
+        precision: Precision = "exact",
+    ) -> None:
+        self.model, self.blocks, self.vocab_size = policy.model, policy.blocks, policy.vocab_size
+        self.rows, self.memory, self._precision = rows, memory, precision
+        probe = probe_model(self.model, self.blocks, probe_ids)
+        check_prefixes(policy, probe_ids, probe.hidden)
+        self.claims: Claims = claim_parameters(self.model, self.blocks, probe)
+        del probe
+        short = probe_ids[:TRIAL]
+        cut = find_cut(self.model, self.blocks, self.claims, short) if len(short) > 2 else Cut(None, None)
+        self.joint = cut.joint
+        self.head = Head(policy, self.claims, self.joint, memory)
+        self.graph = GraphBody(policy, self.claims, self.joint, short, cut.body)
+        """For what goes along the model's own graph."""
+        self.decoder = DecoderBody.find(policy, self.claims, self.joint, memory) if rules else None
+        """For a common decoder, by backward rules; None: this is none."""
+        if self.decoder is not None and not self._rules_hold(short, cut.body):
+            self.decoder = None
+        if self.decoder is not None:
+            self.decoder.multiply = PRODUCTS[precision]
+        keep_freed_memory()
+
+    @property
+    def precision(self) -> Precision | None:
+        """Of the backward rules; None: the model goes along its graph."""
+        return self._precision if self.decoder is not None else None
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as exact ones the products of its precision are here, on the first block's MLP."""
+        return measure_speedup(self._precision, self.decoder.blocks[0].gate.module.weight)
+
+    def measure(
+        self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], measured: Int[Tensor, " k"], *, temperature: float
+    ) -> TokenGradients:
+        """Token gradients of one unpadded sequence.
+
+        ids: the sequence. targets: indices in it of the response tokens, ascending, none 0. measured: which of the
+        targets (indices into `targets`, ascending) are measured; the rest are NaN. What needs no backward pass is known
+        of all by `measure_cheaply`.
+        """
+        return self.measure_together([SequenceTokens(ids, targets, measured, temperature)])[0]
+
+    def measure_together(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
+        """The same of several sequences. Each has its own numbers, up to rounding; `group` says which go well."""
+        asked = [i for i, s in enumerate(sequences) if len(s.measured)]
+        order = sorted(asked, key=lambda i: -len(sequences[i].measured))
+        groups = [order] if self._together else [[i] for i in order]
+        found = {i: self._measure_nothing(s) for i, s in enumerate(sequences) if not len(s.measured)}
+        for group in filter(None, groups):
+            parts = self._measure_stack([sequences[i].asked for i in group])
+            found |= {i: _spread(part, sequences[i]) for i, part in zip(group, parts, strict=True)}
+        return [found[i] for i in range(len(sequences))]
+
+    def group(self, sequences: Sequence[SequenceTokens]) -> list[list[int]]:
+        """Indices of sequences that are best measured together; one without measured tokens is alone."""
+        if not self._together:
+            return [[index] for index in range(len(sequences))]
+        limits = self._limits(self.decoder)
+
+        def most(length: int) -> int:
+            return self.decoder.most_sequences(length, rows=limits.rows, logits=self.head.rows)
+
+        # Nothing is computed behind the last token that is measured.
+        return group_sequences(
+            [s.lengths for s in sequences], [max(s.lengths, default=0) for s in sequences], limits, most=most
+        )
+
+    def measure_cheaply(
+        self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float
+    ) -> tuple[TokenStatistics, Float[Tensor, " m"]]:
+        """What needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
+        return self.head.measure_cheaply(ids, targets, temperature=temperature)
+
+    @property
+    def _together(self) -> bool:
+        """Whether several sequences may share their passes."""
+        return self.decoder is not None and not self.claims.general
+
+    def _measure_nothing(self, sequence: SequenceTokens) -> TokenGradients:
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
+        unknown = torch.full((len(sequence.targets),), float("nan"), dtype=dtype, device=sequence.ids.device)
+        act = unknown[:, None].expand(-1, len(self.blocks) + 1).clone()
+        return TokenGradients(TokenStatistics(unknown, unknown, unknown), unknown, act, unknown, {})
+
+    def _measure_stack(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
+        """Of sequences all of whose targets are measured, those with more of them first."""
+        stack = Stack.of(sequences, torch.promote_types(self.model.dtype, torch.float32))
+        head, body = self._start(stack)
+        if body is None:
+            del head
+            return [self._measure_stack([sequence])[0] for sequence in sequences]
+        starts = [0, *accumulate(len(s.targets) for s in sequences)]
+        picks = [start + s.measured for start, s in zip(starts[:-1], sequences, strict=True)]
+        act = head.last_norm.new_empty(len(stack.positions), len(self.blocks) + 1)
+        act[:, -1] = head.last_norm
+        # A module that a prefix does not call has no gradient there.
+        square: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(head.last_norm))
+        for run in neighbours([s.lengths for s in sequences], self._limits(body.body)):
+            chunk = Chunk.of(run, picks, stack.positions)
+            layers, by_module = body.measure(chunk)
+            tokens = chunk.values(chunk.picks)
+            act[tokens, :-1] = chunk.values(layers)
+            for name, values in by_module.items():
+                square[name][tokens] = chunk.values(values).to(act)
+            for name, values in self._measure_general(sequences[0], tokens).items():
+                square[name][tokens] = values.to(act)
+        self._add_head(square, head)
+        if not square:  # of an adapter that these tokens do not pass
+            square[""] = torch.zeros_like(head.last_norm)
+        norms = {name: head.size * values.clamp(min=0).sqrt() for name, values in square.items()}
+        total = head.size * torch.stack(list(square.values())).sum(0).clamp(min=0).sqrt()
+        found = TokenGradients(head.statistics, head.logit_grad_norm, head.size[:, None] * act, total, norms)
+        return [_change(found, lambda values, ends=ends: values[slice(*ends)]) for ends in pairwise(starts)]
+
+    def _start(self, stack: Stack) -> tuple[HeadPass, DecoderStack | GraphSequence | None]:
+        """The head's pass, and what the body is to measure with it: None if the sequences must be taken one by one."""
+        if self.decoder is not None:
+            with self.decoder.recording() as seen:
+                # Without the calls, whose inputs would lie in memory for nothing.
+                head = replace(self.head.measure(stack), calls=[])
+            followed = self.decoder.follow(stack, head, seen)
+            if followed is not None or len(stack.ids) > 1:
+                return head, followed
+        head, (ids,) = self.head.measure(stack), stack.ids
+        factors = Factors(len(ids))
+        factors.remember(head.calls)
+        return head, GraphSequence(self.graph, ids, head, factors)
+
+    def _add_head(self, square: dict[str, Tensor], head: HeadPass) -> None:
+        """Squared gradient norms of the modules that the head alone calls, and the head's part of a shared table."""
+        table, tied_head = self.claims.tied or (None, None)
+        for name, (call, delta, inputs) in head.local.items():
+            if name == tied_head:  # The table counts under the embedding's name, the head's bias under its own.
+                square[table] += outer_square_norms(delta, inputs, bias=False)
+                if call.module.bias is not None:
+                    square[name] = delta.square().sum(1)
+            elif name not in square:
+                square[name] = self.head.square_norms(head, name)
+
+    def _limits(self, body: DecoderBody | GraphBody) -> Limits:
+        """Of chunks: neighbouring tokens, as many as fill the rows and fit the memory."""
+        return body.limits(self.rows, self.memory)
+
+    # What no rule claims: one autograd gradient a token.
+
+    def _measure_general(self, sequence: SequenceTokens, picks: Tensor) -> dict[str, Tensor]:
+        """Squared gradient norms [K] by module, of parameters that no rule claims; picks: some of the targets."""
+        if not self.claims.general:
+            return {}
+        ids, targets, temperature = sequence.ids, sequence.targets, sequence.temperature
+        parameters = [self.model.get_parameter(name) for name in self.claims.general]
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        try:
+            with torch.enable_grad():
+                logits = self.head.logits(ids[: targets[picks[-1]]], targets[picks] - 1)
+                each = logits.unbind()
+            errors = logit_gradient(logits, ids[targets[picks]], temperature=temperature)
+            seeds = unit_errors(errors)[0] / temperature
+            square: dict[str, Tensor] = defaultdict(lambda: seeds.new_zeros(len(picks)))
+            for k in range(len(picks) if logits.requires_grad else 0):  # This prefix may not use them at all.
+                gradients = torch.autograd.grad(
+                    each[k], parameters, seeds[k].to(logits.dtype), retain_graph=k + 1 < len(picks), allow_unused=True
+                )
+                for module, gradient in zip(self.claims.general.values(), gradients, strict=True):
+                    if gradient is not None:
+                        square[module][k] += gradient.to(seeds.dtype).square().sum().to(seeds.device)
+            return square
+        finally:
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+
+    def _rules_hold(self, ids: Int[Tensor, " n"], seen: Recorder | None) -> bool:
+        """Whether the rules give what the graph gives for two tokens each of a short sequence and of its beginning.
+
+        seen: the body's pass over the sequence.
+        """
+        lengths = len(ids), max(2, 3 * len(ids) // 4)
+        targets = [torch.tensor(sorted({n // 2, n - 1}), device=ids.device) for n in lengths]
+        both = [SequenceTokens(ids[:n], at, torch.arange(len(at))) for n, at in zip(lengths, targets, strict=True)]
+        stack = Stack.of(both, torch.promote_types(self.model.dtype, torch.float32))
+        with self.decoder.recording() as recorded:
+            head = self.head.measure(stack)
+        rules = self.decoder.follow(stack, head, recorded)
+        if rules is None:
+            return False
+        # What one sequence begins with, the other is: one graph has all tokens, at the place where each stands.
+        everything = torch.arange(len(stack.positions), device=ids.device)
+        graph = GraphSequence(self.graph, ids, head, Factors(len(ids)), seen or self.graph.record(ids))
+        picks = everything.split([len(at) for at in targets])
+        run = Run(tuple(slice(0, len(at)) for at in targets), stack.ids.shape[1])
+        chunks = Chunk.of(run, picks, stack.positions), Chunk(everything[None], stack.positions[None], None, run.length)
+        tolerance = 1e-3 if arithmetic_dtype(self.model) in (torch.float32, torch.float64) else 0.15
+        found = []
+        for body, chunk in zip((rules, graph), chunks, strict=True):
+            layers, by_module = body.measure(chunk)
+            square: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(head.last_norm))
+            square |= {name: chunk.values(values) for name, values in by_module.items()}
+            self._add_head(square, head)
+            found.append((chunk.values(layers), {name: values.clamp(min=0).sqrt() for name, values in square.items()}))
+        (layers, norms), (expected_layers, expected) = found
+        # A module whose own norm is nearly nothing is rounding.
+        slack = torch.stack(list(expected.values())).norm(dim=0) / 100
+        same = (layers - expected_layers).abs() <= tolerance * expected_layers
+        return (
+            norms.keys() == expected.keys()
+            and bool(same.all())
+            and all(
+                bool(((norms[name] - norm).abs() <= tolerance * (norm + slack)).all())
+                for name, norm in expected.items()
+            )
+        )
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what is freed, up to 64 MiB of it, for the next array of the size.
+
+    glibc gives large blocks back at once and fetches them page by page again, a fifth of the time of small policies;
+    what is large it learns from the largest block that was freed so, up to 32 MiB (mallopt(3)). It stays so.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
+
+
+def _spread(gradients: TokenGradients, sequence: SequenceTokens) -> TokenGradients:
+    """Of the measured tokens, among all targets."""
+    if len(sequence.measured) == len(sequence.targets):
+        return gradients
+
+    def spread(values: Tensor) -> Tensor:
+        out = values.new_full((len(sequence.targets), *values.shape[1:]), float("nan"))
+        out[sequence.measured] = values
+        return out
+
+    return _change(gradients, spread)
+
+
+def _change(gradients: TokenGradients, change: Callable[[Tensor], Tensor]) -> TokenGradients:
+    """The same of every number."""
+    statistics = (change(getattr(gradients.statistics, f.name)) for f in fields(TokenStatistics))
+    return TokenGradients(
+        TokenStatistics(*statistics),
+        change(gradients.logit_grad_norm),
+        change(gradients.act_grad_norm),
+        change(gradients.param_grad_norm),
+        {name: change(norms) for name, norms in gradients.module_grad_norm.items()},
+    )

@@ -1,0 +1,53 @@
+"""What the engine returns, and how near its self-check wants it to plain autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gradscope.objective import TokenStatistics
+
+
+@dataclass(frozen=True)
+class TokenGradients:
+    """What the engine knows of m response tokens of one sequence; norms are L2, of log π for unit weight.
+
+    Everything is NaN where it was not asked for.
+    """
+
+    statistics: TokenStatistics
+    """log π, log(1−π) and entropy at the temperature, [m] each."""
+    logit_grad_norm: Float[Tensor, " m"]
+    """‖∂ log π / ∂(logits / T)‖ = ‖e − π‖."""
+    act_grad_norm: Float[Tensor, "m layers"]
+    """‖δ_ℓ‖ over all positions, ℓ = 0 (input of the first block) … L (output of the last)."""
+    param_grad_norm: Float[Tensor, " m"]
+    """‖g‖ over all parameters, shared ones once."""
+    module_grad_norm: dict[str, Float[Tensor, " m"]]
+    """‖g‖ of each module's own parameters; a table that the head shares counts under the embedding's name."""
+
+
+TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+"""Largest relative difference of a norm that rounding explains, by dtype: float64 allows for the float32 casts inside
+transformers' modules; half precisions round every product of a long chain, and prefixes of another length otherwise."""
+
+
+FAST_TOLERANCES = {"bfloat16": 0.05, "tf32": 0.01}
+"""The same where factors are rounded to 8 or 11 bits before every product of the backward pass."""
+
+
+FLOOR = 1e-30
+"""A norm below it counts as one of this size: float32 has no digits left there."""
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """How far the engine was from plain autograd on the tokens that were compared."""
+
+    tokens: int
+    largest_difference: float
+    """Relative, over every layer and the norm of all parameters."""
+    tolerance: float

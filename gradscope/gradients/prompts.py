@@ -1,0 +1,565 @@
+"""Summed gradients of each prompt's tokens, in as much memory as there is.
+
+What is asked of them are inner products over all parameters, and these add up over parts of the parameters. So the
+vectors come part by part (`PromptGradients.parts`), and what uses them reduces each part before the next is made.
+
+- **whole**: all parameters at once, by one forward pass and a backward pass per vector.
+- **slices**: a few parameters at a time, exactly as well. The network is differentiated one block after the other
+  (`sweep`), so that any number of slices costs one more forward pass; where a slice is less than a block, that block's
+  own passes are made again. What each block starts from lies in memory meanwhile.
+- **sketches**: one part of `sketch_size` random projections of the gradients (`sketches`), made as the backward pass
+  goes, block after block too where that can be: inner products are unbiased, with a known error, whatever the number
+  of prompts.
+
+The way is chosen by `plan_sums`, from one budget of memory and from what each way costs. Inner products of a linear
+layer's gradients could also be had without these, from those of all pairs of positions; with four intervals that takes
+fewer FLOPs only for a batch of fewer positions than about half of the layer's width, and is not done.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from gradscope.errors import InputError
+from gradscope.gradients.sketches import BLOCKS, Sketcher
+from gradscope.gradients.sums import (
+    BACKWARD,
+    add_gradients,
+    differentiable,
+    stream_gradients,
+    vector_bytes,
+    vectors_within,
+    zero_vectors,
+)
+from gradscope.gradients.sweep import OUTER, Passed, Sweep
+from gradscope.objective import fitting_size, kept_logprobs, micro_batches
+from gradscope.policy import Policy, flat_slices, float_parameters, free_memory
+from gradscope.rollouts import TokenBatch
+from gradscope.runs import ALONE, Processes, deal_by_cost
+
+Way = Literal["whole", "slices", "sketches"]
+Index = tuple[Int[Tensor, " K"], Int[Tensor, " K"]]
+"""Rows and columns in the batch of a piece's kept tokens."""
+Seeds = Callable[[Index, TokenBatch, Float[Tensor, " K"]], Float[Tensor, "R K"]]
+"""∂loss/∂log π of a piece's kept tokens, a row for each vector, from where they stand in the batch and their log π."""
+Piece = tuple[Index, TokenBatch]
+Take = Callable[[int, str, Tensor], None]
+"""What is done with a gradient: called with the vector's row and the parameter's name."""
+
+SKETCH = 1 << 16
+"""Numbers of a sketch: errors of inner products are 1/256 of the norms' product."""
+LEAST_SKETCH = 1 << 10
+MOST_SLICES = 1 << 12
+"""Of the parameters: smaller slices are made of overhead."""
+DEAREST = 2.0
+"""Times the cost of sketches, up to which exact slices are taken."""
+WRITING = 1000.0
+"""FLOPs in whose time a number of a vector is written, scaled, multiplied or sketched, beside the products that make
+it: 900 to 1,200 measured at 0.5 B on two cores."""
+SEED = 5929
+"""Of the random projections: the same in every run, as nothing else decides which they are."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the cost of summed gradients depends on."""
+
+    parameters: int
+    """Measured ones."""
+    segments: tuple[int, ...]
+    """Parameters of each block, and of all that is in none, last."""
+    largest: int
+    """Numbers of the largest parameter."""
+    hidden: int
+    """Width of the residual stream."""
+    positions: int
+    """Of all responses with their prompts, padded as they are passed."""
+    masks: int
+    """Numbers of the attention masks that a forward pass makes of them."""
+    prompts: int
+    piece: int
+    """Positions of the largest piece of a prompt that is passed at once."""
+    width: int = 4
+    """Bytes of a number: 4, or 8 in float64."""
+
+    @classmethod
+    def of(
+        cls,
+        policy: Policy,
+        batch: TokenBatch,
+        *,
+        micro_batch_size: int = 8,
+        dtype: torch.dtype | None = None,
+        device: str | None = None,
+    ) -> Sizes:
+        prompts = own_rows(batch)
+        cut = _cut_prompts(policy, batch, prompts, micro_batch_size, device)
+        shapes = [piece.input_ids.shape for pieces in cut for _, piece in pieces]
+        named = float_parameters(policy.model)
+        within = [{id(p) for p in block.parameters()} for block in policy.blocks]
+        sizes = [sum(p.numel() for _, p in named if id(p) in ids) for ids in within]
+        total = sum(p.numel() for _, p in named)
+        return cls(
+            total,
+            (*sizes, total - sum(sizes)),
+            max(p.numel() for _, p in named),
+            policy.config.hidden_size,
+            sum(b * n for b, n in shapes),
+            sum(b * n**2 for b, n in shapes),
+            len(prompts),
+            max((b * n for b, n in shapes), default=0),
+            torch.finfo(torch.promote_types(dtype or policy.dtype, torch.float32)).bits // 8,
+        )
+
+
+@dataclass(frozen=True)
+class SumsPlan:
+    """How summed gradients are made, and what that costs."""
+
+    way: Way
+    memory: int
+    """Budget, bytes."""
+    slice_width: int
+    """Numbers of a part of each vector; of a sketch its size."""
+    parts: int
+    blocks: int
+    """How many parts of a sketch's coordinates have their inner products kept apart; 1 for exact vectors."""
+    forward_passes: float
+    """What making the vectors once costs, in forward passes over the batch (a backward pass counts as two)."""
+    sketched_passes: float | None
+    """The same of sketches; None where the budget does not hold them."""
+
+    @property
+    def sketch_size(self) -> int | None:
+        return self.slice_width if self.way == "sketches" else None
+
+    def __str__(self) -> str:
+        cost = f"about {self.forward_passes:.0f} forward passes over the batch"
+        if self.way == "whole":
+            return f"summed gradients: exact, all parameters at once, {cost}"
+        if self.way == "slices":
+            return f"summed gradients: exact, in {self.parts} slices of the parameters, {cost}"
+        return (
+            f"summed gradients: sketches of {self.slice_width:,} numbers, {cost}; inner products err by "
+            f"{self.slice_width**-0.5:.1%} of the norms' product (one standard deviation)"
+        )
+
+
+def plan_sums(
+    sizes: Sizes, *, rows: int, held: int, memory: int, metric: bool = False, way: Way | None = None
+) -> SumsPlan:
+    """The way to make `rows` vectors for each prompt, of which `held` are kept at a time by what uses them.
+
+    held: vectors in memory until all prompts are done, `rows` × prompts if each is kept. memory: bytes for vectors, for
+    what lies between the passes and for sketches. metric: the sum of all vectors is wanted, too, which counts where
+    vectors are whole and else lies in a scratch file. way: this one, in place of the cheapest exact one up to DEAREST
+    times as dear as sketches, and then those. Raises InputError where the budget does not hold it.
+    """
+    vectors, width = held + rows + 1, sizes.width  # and the gradients of a part as autograd returns them
+    # Of a forward pass a parameter and a position take two operations.
+    writing = WRITING * rows * sizes.prompts / (2 * max(1, sizes.positions))
+    backward = 1 + BACKWARD * rows + writing
+    sketching = backward + 1  # as a rule block by block, each run once more
+    room = memory - slices_memory(sizes, rows=rows, held=held, width=0)
+    slice_width = min(sizes.parameters, max(0, room) // (vectors * width))
+    # A block that is cut is run again for each of its slices.
+    cuts = [max(1.0, size / slice_width) if slice_width else float("inf") for size in sizes.segments]
+    dear = sum(c * s for c, s in zip(cuts, sizes.segments, strict=True)) / max(1, sizes.parameters)
+    pairs = 4 * held**2 / max(1, sizes.positions)  # inner products of all, in float64
+    dearer = 2 + rows + (1 + rows) * dear + pairs + writing
+    # Of a table that embedding and head share, both gradients and their sum are there at once, or all of a block.
+    states = (len(sizes.segments) + rows) * sizes.piece * sizes.hidden
+    transient = (max(3 * sizes.largest, *sizes.segments[:-1]) + states) * width
+    kept, products = (held + rows) * width, 8 * held**2
+    blocks = BLOCKS if 4 * (BLOCKS + 1) * products <= memory else BLOCKS // 4
+    transient += (blocks + 1) * products
+    size = SKETCH
+    while size > LEAST_SKETCH and kept * size > memory - transient:
+        size //= 2
+    enough = {
+        "whole": (vectors + metric) * sizes.parameters * width,
+        "slices": slices_memory(sizes, rows=rows, held=held, width=max(1, sizes.parameters // MOST_SLICES)),
+        "sketches": transient + kept * size,
+    }
+    fits = [name for name in enough if enough[name] <= memory]
+    sketched = sketching if "sketches" in fits else None
+    if way is None and "slices" in fits and sketched is not None and dearer > DEAREST * sketched:
+        fits.remove("slices")
+    if way is not None:
+        fits = [way] if way in fits else []
+    if not fits:
+        least = min(enough.values()) if way is None else enough[way]
+        raise InputError(
+            f"summed gradients need {_in_words(least)} at least and the budget is {_in_words(memory)}; give "
+            f"--gradient-memory {least} or more, or fewer responses"
+        )
+    made = {
+        "whole": (sizes.parameters, 1, 1, backward),
+        "slices": (slice_width, _count(sizes, slice_width), 1, dearer),
+        "sketches": (size, 1, blocks, sketching),
+    }
+    return SumsPlan(fits[0], memory, *made[fits[0]], sketched)
+
+
+def plan_batch_sums(
+    policy: Policy,
+    batch: TokenBatch,
+    *,
+    memory: int,
+    keeps_prompts: bool,
+    intervals: int = 4,
+    metric: bool = False,
+    way: Way | None = None,
+    micro_batch_size: int = 8,
+    dtype: torch.dtype | None = None,
+    device: str | None = None,
+) -> SumsPlan:
+    """`plan_sums` for a vector per interval; keeps_prompts: whether each prompt's are kept, or those of two halves.
+
+    dtype, device (its type): of the weights; None: as they are.
+    """
+    sizes = Sizes.of(policy, batch, micro_batch_size=micro_batch_size, dtype=dtype, device=device)
+    held = intervals * (sizes.prompts if keeps_prompts else 2)
+    return plan_sums(sizes, rows=intervals, held=held, memory=memory, metric=metric, way=way)
+
+
+def largest_share(prompts: int, processes: int) -> float:
+    """The part of the prompts that the busiest of several processes has."""
+    return ceil(prompts / processes) / max(1, prompts)
+
+
+def slices_memory(sizes: Sizes, *, rows: int, held: int, width: int) -> int:
+    """Bytes that slices of this width take: vectors, one gradient of the largest parameter, states between blocks."""
+    states = (len(sizes.segments) + rows) * sizes.positions * sizes.hidden + sizes.masks
+    return sizes.width * (sizes.largest + states + (held + rows + 1) * width)
+
+
+def _count(sizes: Sizes, width: int) -> int:
+    return 1 if width == 0 else len(_cut([(str(i), n) for i, n in enumerate(sizes.segments)], width))
+
+
+def _in_words(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 1 << 28 else f"{size:,} bytes"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some entries of vectors that are flat over the parameters, or a sketch of all."""
+
+    ranges: tuple[tuple[str, int, int], ...]
+    """(parameter, first, one past the last entry of its own), one after the other; empty for a sketch."""
+    size: int
+
+    def take(self, vector: Float[Tensor, " P"], slices: dict[str, slice]) -> Float[Tensor, " size"]:
+        """These entries of a vector that is flat over all parameters."""
+        return torch.cat([vector[slices[n].start + first : slices[n].start + last] for n, first, last in self.ranges])
+
+    def add(self, values: Float[Tensor, " size"], vector: Float[Tensor, " P"], slices: dict[str, slice]) -> None:
+        """Add to these entries of a vector that is flat over all parameters."""
+        for (name, first, last), found in zip(
+            self.ranges, values.split([b - a for _, a, b in self.ranges]), strict=True
+        ):
+            start = slices[name].start
+            vector[start + first : start + last] += found.to(vector)
+
+
+class PromptGradients:
+    """The vectors Σ_t seeds[r, t]·∇ log π_t of each prompt, over all measured parameters, part by part.
+
+    seeds: R rows for the kept tokens. metric: `new_total` is asked for. processes: of several, each makes those of its
+    share of the prompts, and all go through the parts together; what is made of them is for the reader to add up.
+    The model measures in eval mode; flags, modes and `.grad` stay as they were.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        batch: TokenBatch,
+        seeds: Seeds,
+        *,
+        rows: int,
+        held: int,
+        memory: int,
+        metric: bool = False,
+        way: Way | None = None,
+        micro_batch_size: int = 8,
+        sketch_seed: int = SEED,
+        processes: Processes = ALONE,
+        progress: bool = False,
+    ) -> None:
+        self.model, self.rows, self._seeds, self._progress = policy.model, rows, seeds, progress
+        self.processes, self._sketch_seed = processes, sketch_seed
+        self._pieces = _cut_prompts(policy, batch, own_rows(batch), micro_batch_size)
+        self.num_prompts = len(self._pieces)
+        costs = [float(sum(piece.input_ids.numel() for _, piece in pieces)) for pieces in self._pieces]
+        self.prompts = deal_by_cost(range(self.num_prompts), costs, processes.count)[processes.rank]
+        """Numbers of the prompts whose vectors this process makes."""
+        self._sweep = Sweep(policy.model, policy.blocks)
+        self._slices = flat_slices(policy.model)
+        sizes = Sizes.of(policy, batch, micro_batch_size=micro_batch_size)
+        self.plan = plan_sums(sizes, rows=rows, held=held, memory=memory, metric=metric, way=way)
+        """How they are made."""
+        self._swept = False
+        if self.plan.way != "whole":
+            with differentiable(self.model):
+                self._swept = all(processes.gather([self._sweep.holds(self._pieces[0][0][1])]))
+            if self.plan.way == "slices" and not self._swept:
+                if way is not None:
+                    raise InputError(
+                        f"{type(self.model).__name__} cannot be differentiated block by block; give more memory"
+                    )
+                self.plan = plan_sums(sizes, rows=rows, held=held, memory=memory, metric=metric, way="sketches")
+
+    def new_total(self) -> Float[Tensor, " P"]:
+        """Zeros for the sum of all vectors; of vectors that are not whole in a scratch file, or on a GPU with room."""
+        device = next(self.model.parameters()).device
+        roomy = device.type == "cuda" and 4 * vector_bytes(self.model) <= free_memory(device)
+        return vectors_within(self.model, 1, None if roomy or self.plan.way == "whole" else 0)[0]
+
+    def parts(
+        self, scale: Float[Tensor, " P"] | None = None, total: Float[Tensor, " P"] | None = None
+    ) -> Iterator[tuple[Part, Iterator[tuple[int, Float[Tensor, "R size"]]]]]:
+        """(part, its vectors): for each part, the prompts' numbers and vectors, to be read once.
+
+        scale: what each entry is multiplied by. total: gets the sum of all vectors, before it is scaled. What is said
+        of one part has to be read to its end before the next, and a prompt's vectors are overwritten by the next one's.
+        """
+        make = {"whole": self._whole, "slices": self._in_slices, "sketches": self._sketched}
+        with differentiable(self.model):
+            yield from make[self.plan.way](scale, total)
+        if total is not None:
+            self.processes.sum(total)
+
+    def _whole(self, scale: Tensor | None, total: Tensor | None) -> Iterator:
+        part = Part(tuple((n, 0, s.stop - s.start) for n, s in self._slices.items()), sum(self._sizes().values()))
+
+        def vectors() -> Iterator[tuple[int, Tensor]]:
+            found = zero_vectors(self.model, self.rows)
+            for prompt, pieces in self._counted():
+                found.zero_()
+                for index, piece in pieces:
+                    logprobs = kept_logprobs(self.model, piece)[piece.response_mask]
+                    add_gradients(self.model, logprobs, self._seeds(index, piece, logprobs.detach()), found)
+                if total is not None:
+                    total.add_(found.sum(0).to(total))
+                yield prompt, found if scale is None else found.mul_(scale.to(found))
+
+        yield part, vectors()
+
+    def _sketched(self, scale: Tensor | None, total: Tensor | None) -> Iterator:
+        sketcher = Sketcher(self.plan.slice_width, seed=self._sketch_seed)
+        numbers = {name: number for number, name in enumerate(self._slices)}
+
+        def take(row: int, name: str, gradient: Tensor) -> None:
+            gradient, part = gradient.flatten().to(found), self._slices[name]
+            if total is not None:
+                total[part] += gradient.to(total)
+            if scale is not None:
+                gradient = gradient * scale[part].to(gradient)
+            sketcher.add(gradient, numbers[name], found[row])
+
+        found = zero_vectors(self.model, 0).new_zeros(self.rows, sketcher.size)
+
+        def vectors() -> Iterator[tuple[int, Tensor]]:
+            for prompt, pieces in self._counted():
+                found.zero_()
+                for index, piece in pieces:
+                    if self._swept:
+                        self._sweep_through(index, piece, take)
+                    else:
+                        stream_gradients(self.model, piece, partial(self._seeds, index, piece), take)
+                yield prompt, found
+
+        yield Part((), sketcher.size), vectors()
+
+    def _sweep_through(self, index: Index, piece: TokenBatch, take: Take) -> None:
+        """All gradients of a piece, a block's at a time."""
+        state, segments = self._start(index, piece), self._sweep.segments()
+        while state.block > OUTER:
+            self._pass_block(state, segments[state.block], take, stay=False)
+        self._pass_outer(state, segments[OUTER], take)
+
+    def _in_slices(self, scale: Tensor | None, total: Tensor | None) -> Iterator:
+        segments, sizes = self._sweep.segments(), self._sizes()
+        inside = sorted((index for index in segments if index != OUTER), reverse=True)
+        home = {name: index for index, names in segments.items() for name in names}
+        parts = _cut([(n, sizes[n]) for i in (*inside, OUTER) for n in segments[i]], self.plan.slice_width)
+        states = {prompt: [self._start(*piece) for piece in pieces] for prompt, pieces in self._counted()}
+        room = zero_vectors(self.model, 0).new_zeros(self.rows, self.plan.slice_width)
+        bar = tqdm(total=len(parts), desc="slices of the gradients", disable=not self._progress)
+        for ranges, following in zip(parts, [*parts[1:], None], strict=True):
+            part = Part(tuple(ranges), sum(last - first for _, first, last in ranges))
+            # The segment that the next part begins in, which this part must not go past.
+            end = OUTER if following is None else home[following[0][0]]
+            yield part, self._slice_vectors(part, home, end, states, scale, total, room[:, : part.size])
+            bar.update()
+        bar.close()
+
+    def _slice_vectors(
+        self,
+        part: Part,
+        home: dict[str, int],
+        end: int,
+        states: dict[int, list[_State]],
+        scale: Tensor | None,
+        total: Tensor | None,
+        found: Tensor,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """One part's vectors of each prompt, in the memory of `found`; its states go on to the segment `end`."""
+        wanted: dict[int, list[str]] = defaultdict(list)
+        places, at = {}, 0
+        for name, first, last in part.ranges:
+            wanted[home[name]].append(name)
+            places[name] = (first, last, at)
+            at += last - first
+
+        def take(row: int, name: str, gradient: Tensor) -> None:
+            first, last, at = places[name]
+            found[row, at : at + last - first] += gradient.flatten()[first:last].to(found)
+
+        for prompt, own in states.items():
+            found.zero_()
+            for state in own:
+                while state.block > end:
+                    self._pass_block(state, wanted[state.block], take, stay=False)
+                if end == OUTER:
+                    self._pass_outer(state, wanted[OUTER], take)
+                elif wanted[end]:
+                    self._pass_block(state, wanted[end], take, stay=True)
+            if total is not None:
+                part.add(found.sum(0), total, self._slices)
+            yield prompt, found if scale is None else found.mul_(part.take(scale, self._slices).to(found))
+
+    def _start(self, index: Index, piece: TokenBatch) -> _State:
+        """After one forward pass, and from the logits back to the last block's output."""
+        passed, logprobs = self._sweep.record(piece)
+        seeds, deltas = self._seeds(index, piece, logprobs), {}
+        for row, leaf, (logprobs, seed) in self._tails(passed, seeds):
+            (deltas[row],) = torch.autograd.grad(logprobs, leaf, seed)
+        return _State(passed, seeds, deltas, len(passed.calls) - 1)
+
+    def _tails(
+        self, passed: Passed, seeds: Float[Tensor, "R K"]
+    ) -> Iterator[tuple[int, Tensor, tuple[Float[Tensor, " k"], Float[Tensor, " k"]]]]:
+        """(row, hidden states before the head, log π of the row's own tokens with their seeds), of rows with a seed.
+
+        The head sees each row's tokens alone: rows that share none cost no more than one of all.
+        """
+        for row, seed in enumerate(seeds):
+            kept = seed.nonzero()[:, 0]
+            if len(kept):
+                names = ("places", "token_ids", "temperatures")
+                own = replace(passed, **{name: getattr(passed, name)[kept] for name in names})
+                leaf, logprobs = self._sweep.run_tail(own)
+                yield row, leaf, (logprobs, seed[kept])
+
+    def _pass_block(self, state: _State, wanted: list[str], take: Take, *, stay: bool) -> None:
+        """From the output of the state's block to the gradients that are wanted and, unless it stays, to its input."""
+        if state.deltas:
+            leaf, out = self._sweep.run_block(state.passed, state.block)
+            to = [] if stay else [leaf]
+            deltas = self._differentiate(out, state.deltas, to, wanted, take)
+            state.deltas = state.deltas if stay else {row: delta for row, (delta,) in deltas.items()}
+        if not stay:
+            state.passed.hidden[state.block] = state.passed.calls[state.block] = None
+            state.block -= 1
+
+    def _pass_outer(self, state: _State, wanted: list[str], take: Take) -> None:
+        """What is in no block: before the first one, and after the last."""
+        if not (wanted and state.deltas):
+            return
+        for row, _, (logprobs, seed) in self._tails(state.passed, state.seeds):
+            self._differentiate(logprobs, {row: seed}, [], wanted, take)
+        hidden = self._sweep.run_embedding(state.passed)
+        if hidden.requires_grad:
+            self._differentiate(hidden, state.deltas, [], wanted, take)
+
+    def _differentiate(
+        self, out: Tensor, cotangents: dict[int, Tensor], to: list[Tensor], names: list[str], take: Take
+    ) -> dict[int, list[Tensor]]:
+        """Hand on the gradients of the named parameters; those with respect to the tensors of `to`, by row."""
+        inputs, gradients = [*to, *(self.model.get_parameter(name) for name in names)], {}
+        for row, cotangent in cotangents.items() if inputs else ():
+            last = row == next(reversed(cotangents))
+            made = torch.autograd.grad(out, inputs, cotangent, retain_graph=not last, allow_unused=True)
+            for name, gradient in zip(names, made[len(to) :], strict=True):
+                if gradient is not None:
+                    take(row, name, gradient)
+            gradients[row] = list(made[: len(to)])
+        return gradients
+
+    def _counted(self) -> Iterator[tuple[int, list[Piece]]]:
+        """This process's prompts, with their pieces on the model's device."""
+        device = next(self.model.parameters()).device
+        for prompt in tqdm(self.prompts, "gradients of prompts", disable=not self._progress):
+            yield prompt, [(index, piece.to(device)) for index, piece in self._pieces[prompt]]
+
+    def _sizes(self) -> dict[str, int]:
+        return {name: part.stop - part.start for name, part in self._slices.items()}
+
+
+@dataclass
+class _State:
+    """How far a piece has gone backward."""
+
+    passed: Passed
+    seeds: Float[Tensor, "R K"]
+    deltas: dict[int, Float[Tensor, "b n hidden"]]
+    """Of each vector that has a seed here: its gradient at the output of `block`; behind them all, at their input."""
+    block: int
+
+
+def own_rows(batch: TokenBatch) -> list[Int[Tensor, " b"]]:
+    """Rows of the batch by prompt; without a token there is no gradient, and no prompt."""
+    prompts = batch.group_ids[batch.response_mask.any(1)].unique()
+    return [(batch.group_ids == prompt).nonzero()[:, 0] for prompt in prompts]
+
+
+def _cut_prompts(
+    policy: Policy,
+    batch: TokenBatch,
+    prompts: Sequence[Int[Tensor, " b"]],
+    micro_batch_size: int,
+    device: str | None = None,
+) -> list[list[Piece]]:
+    size = fitting_size(policy.model, batch, micro_batch_size, copies=4, device=device)
+    return [_make_pieces(batch, own, size) for own in prompts]
+
+
+def _make_pieces(batch: TokenBatch, own: Int[Tensor, " b"], size: int) -> list[Piece]:
+    """Micro-batches of some rows, each with where its kept tokens stand in the batch."""
+    start, found = batch.attention_mask.int().argmax(1), []
+    for rows, piece in micro_batches(batch.select(own), size):
+        row, column = piece.response_mask.nonzero().unbind(1)
+        rows = own[rows[row]]
+        found.append(((rows, start[rows] + column), piece))
+    return found
+
+
+def _cut(named: Sequence[tuple[str, int]], width: int) -> list[list[tuple[str, int, int]]]:
+    """(name, first, one past the last) of consecutive entries, in lists of `width` entries.
+
+    >>> _cut([("a", 3), ("b", 2)], 4)
+    [[('a', 0, 3), ('b', 0, 1)], [('b', 1, 2)]]
+    """
+    parts, room = [], 0
+    for name, size in named:
+        at = 0
+        while at < size:
+            if not room:
+                parts.append([])
+                room = width
+            taken = min(room, size - at)
+            parts[-1].append((name, at, at + taken))
+            at, room = at + taken, room - taken
+    return parts

@@ -1,0 +1,129 @@
+"""A token table within minutes: rounds of measuring, each as large as the seconds of those before it say.
+
+A first round of PILOT tokens of each interval tells how many seconds a unit of cost takes; a unit is a position that a
+backward pass carries for a token, and a sequence's forward pass, head and factors count for as many as in
+`capture.chunks`. Each further round takes at most the part STEP of the time that is left and measures at most GROWTH
+times as many as before, so that an estimate that is far off is mended by the next; there is none when less than the
+part ENOUGH of all minutes is left. The sample of a round holds those before it (`token_sample`): nothing is measured
+twice, and nothing that was measured is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
+
+import pandas as pd
+
+from gradscope.gradients.sample import TokenSample
+from gradscope.gradients.settings import MeasureSettings
+from gradscope.runs import Processes
+
+PILOT = 2
+"""Tokens of each interval in the first round, which is measured even when time is up."""
+STEP = 2 / 3
+GROWTH = 8
+ENOUGH = 0.15
+
+
+@dataclass(frozen=True)
+class Round:
+    """Tokens that were measured together."""
+
+    each: int
+    """Tokens of each interval that are measured when it has ended."""
+    seconds: float
+    norms: pd.DataFrame
+    """`TableMeasurement.measure_more` of all processes, by the place of the token in the table."""
+
+    def to_part(self) -> pd.DataFrame:
+        """One table for a file."""
+        return self.norms.rename_axis("place").reset_index().assign(each=self.each, seconds=self.seconds)
+
+    @classmethod
+    def of_part(cls, part: pd.DataFrame) -> Round:
+        """What `to_part` made."""
+        norms = part.set_index("place").drop(columns=["each", "seconds"])
+        return cls(int(part["each"].iloc[0]), float(part["seconds"].iloc[0]), norms)
+
+
+class Stopwatch:
+    """Seconds since it was made."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._start = clock, clock()
+
+    def seconds(self) -> float:
+        return self._clock() - self._start
+
+
+@runtime_checkable
+class GrowingMeasurement(Protocol):
+    """What of a `TableMeasurement` is needed here, once it was entered."""
+
+    settings: MeasureSettings
+    processes: Processes
+    sample: TokenSample
+
+    def measure_more(self, previous: int, each: int, *, progress: bool = False) -> pd.DataFrame: ...
+
+    def cost_of_more(self, previous: int, each: int) -> float: ...
+
+    def tabulate(self, norms: pd.DataFrame, each: int) -> pd.DataFrame: ...
+
+
+def measure_rounds(
+    measurement: GrowingMeasurement,
+    watch: Stopwatch,
+    finished: Sequence[Round] = (),
+    *,
+    reserve: float = 0.0,
+    progress: bool = False,
+) -> Iterator[Round]:
+    """The rounds that are left after the finished ones, as they come; all processes go through them together.
+
+    watch: started with the measurement; that of the main process counts. reserve: seconds of the minutes that are for
+    what comes after the table.
+    """
+    processes, rounds = measurement.processes, list(finished)
+    earlier = sum(done.seconds for done in finished)
+    while True:
+        with processes.together():
+            mine = [_next_size(measurement, rounds, earlier + watch.seconds() + reserve)] if processes.is_main else []
+        each = processes.gather(mine)[0]
+        if each is None:
+            return
+        start, previous = watch.seconds(), rounds[-1].each if rounds else 0
+        with processes.together():
+            norms = measurement.measure_more(previous, each, progress=progress)
+        norms = pd.concat(processes.gather([norms])).sort_index()
+        rounds.append(Round(each, watch.seconds() - start, norms))
+        yield rounds[-1]
+
+
+def join_rounds(measurement: GrowingMeasurement, rounds: Sequence[Round]) -> pd.DataFrame:
+    """The table of all rounds."""
+    return measurement.tabulate(pd.concat([done.norms for done in rounds]), rounds[-1].each)
+
+
+def _next_size(measurement: GrowingMeasurement, rounds: Sequence[Round], seconds: float) -> int | None:
+    """Tokens of each interval after the next round; None: there is none. seconds: that have gone by."""
+    largest, total = measurement.sample.largest, 60 * measurement.settings.minutes
+    if not rounds:
+        return min(PILOT, largest)
+    sizes = [0, *(done.each for done in rounds)]
+    previous, left = sizes[-1], total - seconds
+    if previous >= largest or left < ENOUGH * total:
+        return None
+    cost = sum(measurement.cost_of_more(*ends) for ends in pairwise(sizes))
+    rate = sum(done.seconds for done in rounds) / cost
+    for room in (STEP * left, left):
+        candidates = range(previous + 1, min(GROWTH * previous, largest) + 1)
+        fitting = bisect_right(candidates, room, key=lambda each: rate * measurement.cost_of_more(previous, each))
+        if fitting:
+            return candidates[fitting - 1]
+    return None

@@ -1,0 +1,205 @@
+"""What a measurement is asked for, and whether it can be made of a policy and a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Literal, get_args
+
+import torch
+
+from gradscope.errors import InputError
+from gradscope.gradients.engine.products import Precision
+from gradscope.gradients.sample import Design
+from gradscope.intervals import EDGES
+from gradscope.objective import PAPER, LossSettings
+from gradscope.policy import Policy
+from gradscope.rollouts import LARGEST, ROUNDING, TokenBatch
+
+Number = int | float
+
+BUDGET = 50_000
+"""Response tokens up to which "auto" measures every one."""
+MINUTES = 10
+"""What a diagnosis gives to a large policy's table unless it is told."""
+LARGE = {"cpu": 10**8, "gpu": 3 * 10**9}
+"""Parameters above which a policy is large, by the kind of device."""
+AFTERWARDS = 0.6
+"""Most of the minutes that is kept for what sums gradients once the table is made."""
+CHECKED_EACH = 2
+"""Tokens of each interval, at most, that the self-check recomputes."""
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """All that changes a number of the table."""
+
+    temperature: Number | None = None
+    """Sampling temperature; None: each response's own, from the rollouts (1.0 if they have none)."""
+    tokens_per_interval: int | Literal["auto"] | None = None
+    """Measure a seeded random sample, this many tokens of each probability interval; None: every token; auto: 12,500 if
+    there are more than 50,000, else every one. The others keep their rows, with NaN in the columns that need a backward
+    pass."""
+    minutes: Number | None = None
+    """Measure as large a sample as makes the table take about so many minutes, loading and preparation among them; not
+    together with a number of tokens per interval."""
+    sample: Design = "proportional"
+    """How a sample is drawn. proportional: chances grow with |w|·‖e − π‖ and ‖e − π‖, which are known of every token,
+    and each measured token counts for 1 / its chance; stratified: equal chances within an interval."""
+    loss: LossSettings = PAPER
+    """The objective behind the weights."""
+    advantage_eps: Number = 1e-6
+    """Added to the standard deviation of a group's rewards where advantages are made of them; TRL adds 1e-4."""
+    seed: int = 0
+    """Draws the subset, and the tokens of the self-check."""
+    per_module: bool = False
+    """Also the columns `param_grad_norm.NAME`, one per module that owns parameters."""
+    fast: bool = False
+    """Round the factors of the backward pass's matrix products, to tf32 for a float32 policy on a GPU and to bfloat16
+    elsewhere; for common decoders alone. The self-check says by how much the norms err."""
+    self_check: bool = True
+    """Recompute some tokens of every interval by plain autograd first, and stop if they differ."""
+    norms: Literal["exact", "estimate"] = "exact"
+    """estimate: norms over all parameters by random numbers, with standard errors, where exact ones cost too much; none
+    of single layers. The cost decides what is estimated, unless passes or draws are given: then these alone."""
+    passes: int | None = None
+    """Estimates: passes of random signs, for each interval's mean squared norm."""
+    draws: int | None = None
+    """Estimates: draws of forward mode, for every token's own norm (32: 12.5 % off, 128: 6.3 %)."""
+
+
+def check_chunks(chunk_rows: int | None, chunk_memory: int) -> None:
+    """InputError for a chunk that nothing fits."""
+    for name, value in (("chunk_rows", chunk_rows), ("chunk_memory", chunk_memory)):
+        if value is not None and not 1 <= value < 2**63:
+            raise InputError(f"{name} is {value}; give 1 or more, and less than 2⁶³")
+
+
+def check_settings(settings: MeasureSettings) -> None:
+    """InputError for a number that no measurement can be made with."""
+    if settings.temperature is not None and not 1 / LARGEST <= settings.temperature <= LARGEST:
+        raise InputError(f"temperature is {settings.temperature}; give a positive number (0, greedy, has no gradient)")
+    wanted = settings.tokens_per_interval
+    if wanted not in (None, "auto") and (isinstance(wanted, str) or wanted < 1):
+        raise InputError(f"tokens_per_interval is {wanted!r}; give 1 or more, auto, or none to measure every token")
+    _check_minutes(settings)
+    if not 0 <= settings.advantage_eps < inf:
+        raise InputError(f"advantage_eps is {settings.advantage_eps}; give a finite number, 0 or more")
+    if settings.seed < 0:
+        raise InputError(f"seed is {settings.seed}; give 0 or more")
+    if settings.norms not in ("exact", "estimate"):
+        raise InputError(f"norms is {settings.norms!r}; known are exact and estimate; give one of them")
+    if settings.norms == "exact":
+        given = [f"{name} is {n}" for name in ("passes", "draws") if (n := getattr(settings, name)) is not None]
+        if given:
+            raise InputError(f"{given[0]}, but norms are exact; leave it out, or give --norms estimate")
+    elif given := [
+        name for name in ("tokens_per_interval", "minutes", "per_module", "fast") if _is_given(settings, name)
+    ]:
+        raise InputError(
+            f"{given[0]} is given and norms are estimates, which are of every token and of all parameters at once; "
+            "leave it out, or give --norms exact"
+        )
+    settings.loss.check()
+
+
+def _check_minutes(settings: MeasureSettings) -> None:
+    if settings.sample not in get_args(Design):
+        raise InputError(f"sample is {settings.sample!r}; known are {' and '.join(get_args(Design))}; give one of them")
+    if settings.minutes is None:
+        return
+    if not 0 < settings.minutes < inf:
+        raise InputError(f"minutes is {settings.minutes}; give a finite number above 0")
+    if settings.tokens_per_interval not in (None, "auto"):
+        raise InputError(
+            f"minutes is {settings.minutes:g} and tokens_per_interval {settings.tokens_per_interval}, and each says "
+            "how many tokens to measure; give one of the two"
+        )
+
+
+def _is_given(settings: MeasureSettings, name: str) -> bool:
+    return getattr(settings, name) not in (None, False, "auto")
+
+
+def settle_sample(settings: MeasureSettings, num_tokens: int, *, intervals: int = len(EDGES) - 1) -> MeasureSettings:
+    """The settings with a number, or None, in the place of "auto": what a batch of so many response tokens makes of it.
+
+    With `minutes`, it is None.
+
+    >>> [settle_sample(MeasureSettings(tokens_per_interval="auto"), n).tokens_per_interval for n in (50_000, 50_001)]
+    [None, 12500]
+    """
+    if settings.tokens_per_interval != "auto":
+        return settings
+    sampled = settings.norms == "exact" and settings.minutes is None and num_tokens > BUDGET
+    return replace(settings, tokens_per_interval=BUDGET // intervals if sampled else None)
+
+
+def settle_minutes(settings: MeasureSettings, policy: Policy, device: str) -> MeasureSettings:
+    """The settings with MINUTES where tokens_per_interval is "auto" and this policy is large for this type of device.
+
+    Large is above LARGE parameters: what takes hours to measure as a whole.
+    """
+    if settings.tokens_per_interval != "auto" or settings.minutes is not None or settings.norms != "exact":
+        return settings
+    parameters = sum(parameter.numel() for parameter in policy.model.parameters())
+    large = parameters > LARGE["cpu" if device == "cpu" else "gpu"]
+    return replace(settings, minutes=MINUTES) if large else settings
+
+
+def check_batch(policy: Policy, batch: TokenBatch) -> None:
+    """InputError, naming the response, where the batch cannot be measured on this policy."""
+    if batch.num_tokens == 0:
+        raise InputError(
+            "response_mask keeps no token: there is nothing to measure; give responses with sampled tokens"
+        )
+    strange = ((batch.input_ids < 0) | (batch.input_ids >= policy.vocab_size)) & batch.attention_mask
+    if strange.any():
+        row, column = strange.nonzero()[0].tolist()
+        raise InputError(
+            f"response {row} or its prompt holds the id {int(batch.input_ids[row, column])}, outside the vocabulary of "
+            f"{policy.vocab_size}; was it made with another tokenizer?"
+        )
+    lengths = batch.attention_mask.sum(1)
+    if policy.context is not None and int(lengths.max()) > policy.context:
+        raise InputError(
+            f"response {int(lengths.argmax())} and its prompt are {int(lengths.max())} tokens long, the policy's "
+            f"context is {policy.context}; leave it out or cut it"
+        )
+    first = batch.attention_mask.int().argmax(1)
+    alone = batch.response_mask[torch.arange(len(batch)), first]
+    if alone.any():
+        raise InputError(
+            f"response {int(alone.int().argmax())} has no prompt: nothing predicts its first token; give at least one "
+            "prompt token"
+        )
+    for name in ("old_logprobs", "ref_logprobs"):
+        _check_logprobs(batch, name)
+
+
+def _check_logprobs(batch: TokenBatch, name: str) -> None:
+    """InputError for what no log-probability of a kept token is; NaN, where it is unknown, makes a weight unknown."""
+    if (values := getattr(batch, name)) is None:
+        return
+    strange = ((values > ROUNDING) | values.isinf()) & batch.response_mask
+    if strange.any():
+        row, column = strange.nonzero()[0].tolist()
+        raise InputError(
+            f"{name} is {float(values[row, column]):g} at position {int(batch.positions()[row, column])} of response "
+            f"{row}; a log-probability is finite and at most 0 (natural logarithm; are these probabilities?)"
+        )
+
+
+def fast_precision(dtype: torch.dtype, device: str) -> Precision:
+    """What the fast mode's products are rounded to, for a policy of this dtype on this type of device."""
+    if dtype == torch.float64:
+        raise InputError("the policy is float64 and the fast mode rounds to less than float32; give one of the two up")
+    return "tf32" if device == "cuda" and dtype == torch.float32 else "bfloat16"
+
+
+def no_fast_mode(policy: Policy) -> InputError:
+    """For a policy that goes along its graph, whose products are always exact."""
+    return InputError(
+        f"{type(policy.model).__name__} is not built of blocks that the fast mode knows (RMS norms, "
+        "rotary attention, gated MLP); leave fast out, or load the policy with dtype bfloat16"
+    )

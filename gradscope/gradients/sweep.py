@@ -1,0 +1,234 @@
+"""A network differentiated from its last block to its first, one block at a time, with no graph of the whole.
+
+A forward pass leaves the input of every block; from there each block, what comes before the first one and what comes
+after the last one can be run and differentiated alone, as gradient checkpointing does. So the gradients of one block's
+parameters can be summed over a whole batch before those of the next block exist, for one more forward pass in all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gradscope.gradients.engine.recording import block_input
+from gradscope.gradients.hooks import first_tensor
+from gradscope.objective import choosing_places, gather_logprobs
+from gradscope.policy import float_parameters
+from gradscope.rollouts import TokenBatch
+
+OUTER = -1
+"""The segment of all that is in no block: embeddings and head."""
+TRIAL, CONTEXT = 8, 64
+"""Tokens on which the segments are compared with the whole, and most tokens before them."""
+
+
+@dataclass
+class Passed:
+    """What one forward pass of a piece leaves: enough to run each segment again."""
+
+    ids: Int[Tensor, "b n"]
+    places: Int[Tensor, " K"]
+    """Where the kept tokens' logits stand among all [b · n]."""
+    token_ids: Int[Tensor, " K"]
+    temperatures: Float[Tensor, " K"]
+    hidden: list[Float[Tensor, "b n hidden"] | None] = field(default_factory=list)
+    """The input of each block, and the output of the last; None where it is no longer needed."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]] | None] = field(default_factory=list)
+    """What else each block was called with."""
+    outputs: list[Any] = field(default_factory=list)
+    """What each block returned beside the hidden states, which stand there as None."""
+
+
+class _EmbeddedError(Exception):
+    """Raised in the place of the first block: all before it is done."""
+
+
+class Sweep:
+    """The segments of one model; use it inside `differentiable(model)`."""
+
+    def __init__(self, model: nn.Module, blocks: nn.ModuleList) -> None:
+        self.model, self.blocks = model, blocks
+        self._first_input: Tensor | None = None
+
+    def segments(self) -> dict[int, list[str]] | None:
+        """Names of the measured parameters by block, those in no block under OUTER; None if a block shares one."""
+        homes: dict[int, set[int]] = defaultdict(set)
+        inside = set()
+        for index, block in enumerate(self.blocks):
+            for module in block.modules():
+                inside.add(id(module))
+                for parameter in module.parameters(recurse=False):
+                    homes[id(parameter)].add(index)
+        for module in self.model.modules():
+            if id(module) not in inside:
+                for parameter in module.parameters(recurse=False):
+                    homes[id(parameter)].add(OUTER)
+        found: dict[int, list[str]] = {index: [] for index in (OUTER, *range(len(self.blocks)))}
+        for name, parameter in float_parameters(self.model):
+            (home, *others) = homes[id(parameter)]
+            if others:
+                return None
+            found[home].append(name)
+        return found
+
+    @torch.no_grad()
+    def record(self, piece: TokenBatch) -> tuple[Passed, Float[Tensor, " K"]]:
+        """One forward pass without a graph: what it leaves, and log π of the kept tokens, in nats."""
+        row, column = piece.response_mask.cpu().nonzero().unbind(1)
+        ids = piece.input_ids.to(self._device)
+        kept = (piece.input_ids.cpu()[row, column], piece.temperature.cpu()[row])
+        places = row * ids.shape[1] + column - 1
+        passed = Passed(ids, *(values.to(self._device) for values in (places, *kept)))
+
+        def enter(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # A copy: a block may add to its input in place.
+            passed.hidden.append(block_input(args, kwargs).detach().clone())
+            passed.calls.append(_replace_input(args, kwargs, None))
+
+        def leave(_block: nn.Module, _args: Any, output: Any) -> None:
+            if len(passed.outputs) == len(self.blocks) - 1:
+                passed.hidden.append(first_tensor(output).detach().clone())
+            passed.outputs.append(_put_first(output, None))
+
+        handles = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in self.blocks]
+        handles += [block.register_forward_hook(leave) for block in self.blocks]
+        try:
+            logprobs = self._logprobs(passed)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return passed, logprobs
+
+    def run_block(self, passed: Passed, index: int) -> tuple[Tensor, Tensor]:
+        """(leaf, output): hidden states before a block and after it, with a graph between them."""
+        leaf = passed.hidden[index].detach().requires_grad_(True)
+        args, kwargs = _replace_input(*passed.calls[index], leaf.clone())
+        return leaf, first_tensor(self.blocks[index](*args, **kwargs))
+
+    def run_tail(self, passed: Passed) -> tuple[Tensor, Float[Tensor, " K"]]:
+        """(leaf, log π of the kept tokens): hidden states after the last block, and what the head makes of them."""
+        leaf = passed.hidden[-1].detach().requires_grad_(True)
+        with self._standing_in(lambda index: _put_first(passed.outputs[index], leaf.clone())):
+            return leaf, self._logprobs(passed)
+
+    def run_embedding(self, passed: Passed) -> Float[Tensor, "b n hidden"]:
+        """What the first block is called with, with its graph."""
+
+        def stop(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._first_input = block_input(args, kwargs)
+            raise _EmbeddedError
+
+        with self._standing_in(None, stop):
+            try:
+                self.model(input_ids=passed.ids, attention_mask=torch.ones_like(passed.ids), use_cache=False)
+            except _EmbeddedError:
+                hidden, self._first_input = self._first_input, None
+                return hidden
+        raise RuntimeError("the first block was not reached")
+
+    def holds(self, piece: TokenBatch) -> bool:
+        """Whether the segments, one after the other, give the gradients that autograd gives: tried on a few tokens.
+
+        At every boundary between blocks, for random weights of the tokens. False for a model whose blocks share
+        parameters, or hear of each other by another way than from one to the next.
+        """
+        if self.segments() is None:
+            return False
+        piece = _shorten(piece)
+        entered: list[Tensor] = []
+        alone = True
+
+        def enter(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal alone
+            hidden = block_input(args, kwargs)
+            others = [value for value in tree_leaves((args[1:], kwargs)) if value is not hidden]
+            alone &= not any(isinstance(value, Tensor) and value.requires_grad for value in others)
+            if not hidden.requires_grad:
+                hidden = hidden.detach().requires_grad_(True)
+            entered.append(hidden)
+            return _replace_input(args, kwargs, hidden)
+
+        passed, logprobs = self.record(piece)
+        if len(passed.hidden) != len(self.blocks) + 1:
+            return False
+        weights = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(0)).to(logprobs)
+        handles = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in self.blocks]
+        try:
+            expected = torch.autograd.grad(self._logprobs(passed), entered, weights, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not alone:
+            return False
+        leaf, found = self.run_tail(passed)
+        (delta,) = torch.autograd.grad(found, leaf, weights)
+        tolerance = 1e-3 if delta.dtype in (torch.float32, torch.float64) else 0.1
+        for index in reversed(range(len(self.blocks))):
+            leaf, out = self.run_block(passed, index)
+            (delta,) = torch.autograd.grad(out, leaf, delta)
+            if expected[index] is None or not (delta - expected[index]).norm() <= tolerance * expected[index].norm():
+                return False
+        return True
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _logprobs(self, passed: Passed) -> Float[Tensor, " K"]:
+        everything = torch.ones_like(passed.ids)
+        with choosing_places(self.model, passed.places, None):
+            logits = self.model(input_ids=passed.ids, attention_mask=everything, use_cache=False).logits.flatten(0, 1)
+        return gather_logprobs(logits, passed.token_ids, temperature=passed.temperatures)
+
+    @contextmanager
+    def _standing_in(self, returned: Any, first: Any = None) -> Iterator[None]:
+        """While inside, no block computes: each returns what it is told."""
+        before = [vars(block).get("forward") for block in self.blocks]
+        try:
+            for index, block in enumerate(self.blocks):
+                stand_in = first if first is not None and index == 0 else None
+                block.forward = _StandIn(stand_in, index, returned)
+            yield
+        finally:
+            for block, forward in zip(self.blocks, before, strict=True):
+                del block.forward
+                if forward is not None:
+                    block.forward = forward
+
+
+class _StandIn:
+    def __init__(self, call: Any, index: int, returned: Any) -> None:
+        self._call, self._index, self._returned = call, index, returned
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._returned(self._index) if self._call is None else self._call(args, kwargs)
+
+
+def _put_first(output: Any, hidden: Tensor | None) -> Any:
+    """A block's output with other hidden states; from None to them and back."""
+    if not isinstance(output, (tuple, list)):
+        return hidden
+    return (hidden, *output[1:])
+
+
+def _replace_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+
+def _shorten(piece: TokenBatch) -> TokenBatch:
+    """The first response of a piece: a few tokens, after the last ones of its prompt."""
+    first = piece.select([0])
+    start = int(first.response_mask[0].nonzero()[0])
+    short = first.narrow(min(first.input_ids.shape[1], start + TRIAL))
+    shown = torch.arange(short.input_ids.shape[1], device=short.input_ids.device) >= start - CONTEXT
+    return replace(short, attention_mask=short.attention_mask & shown).left_aligned()[0]

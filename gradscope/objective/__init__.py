@@ -1,0 +1,40 @@
+"""The equations: advantages, token weights, the loss, log π, and the optimizer step that is trained and measured."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "batch_logprobs": [
+            "Choose",
+            "batch_statistics",
+            "choosing_places",
+            "fitting_size",
+            "has_plain_head",
+            "kept_logprobs",
+            "micro_batches",
+        ],
+        "equations": [
+            "LOPTI_ORDERS",
+            "check_eta",
+            "grpo_advantages",
+            "kl_k3",
+            "lopti_split",
+            "policy_loss",
+            "reinforce_pp_advantages",
+            "reweight",
+            "token_weights",
+        ],
+        "logprobs": [
+            "TokenStatistics",
+            "gather_logprobs",
+            "logit_gradient",
+            "parts_at_once",
+            "rows_at_once",
+            "statistics_and_gradient",
+            "widen",
+        ],
+        "loss": ["LossSettings", "PAPER", "batch_loss", "batch_weights", "own_where_unknown", "resolve_advantages"],
+        "steps": ["Pass", "StepResult", "Updater", "clip_scale", "random_split", "split_passes", "whole_passes"],
+    },
+)

@@ -1,0 +1,123 @@
+"""What Eq. 1 needs of a batch: its settings, and what is unknown filled in (arXiv:2505.12929).
+
+Loss and weights are made of the same arguments, so that the weights are those of the loss that is trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.objective.equations import (
+    TokenWeights,
+    check_clipping,
+    grpo_advantages,
+    policy_loss,
+    reweight,
+    token_weight_parts,
+)
+from gradscope.rollouts import TokenBatch
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The loss whose gradient is measured (Eq. 1, arXiv:2505.12929); the defaults are the paper's GRPO."""
+
+    clip_ratio_low: Number = 0.2
+    clip_ratio_high: Number = 0.24
+    clip_ratio_c: Number | None = 10.0
+    """Dual clip of negative advantages; None: off."""
+    kl_coef: Number = 0.001
+    """β of the k3 penalty. A token whose ref_logprobs are unknown has none: the policy is its own reference there."""
+    reweight_alpha: Number | None = None
+    """α of Advantage Reweighting (Eq. 4); None: off."""
+    kl_corrected: bool = False
+    """Multiply k3 by π_θ/π_old, as TRL does unless told otherwise (use_bias_correction_kl)."""
+
+    def check(self) -> None:
+        """Raise InputError for numbers that make no loss."""
+        for name, value in asdict(self).items():
+            if value is not None and not (isfinite(value) and value >= 0):
+                raise InputError(f"{name} is {value}; give a finite number, 0 or more")
+        check_clipping(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
+        if self.reweight_alpha is not None and self.reweight_alpha > 1:
+            raise InputError(f"reweight_alpha is {self.reweight_alpha}; give a number from 0 (off) to 1")
+
+
+PAPER = LossSettings()
+
+
+def resolve_advantages(batch: TokenBatch, *, eps: Number = 1e-6) -> Float[Tensor, "B S"]:
+    """The batch's advantages or, where it has none, GRPO's from its rewards within each group, spread over the tokens.
+
+    eps: what `objective.grpo_advantages` adds to the group's standard deviation; the paper's code has 1e-6, TRL 1e-4.
+    Given advantages are returned as they are, NaN included. Raises InputError with neither.
+    """
+    if batch.advantages is not None:
+        return batch.advantages
+    if batch.rewards is None:
+        raise InputError("weights need advantages or rewards; the batch has neither; add one to the rollouts")
+    return batch.token_weighted(grpo_advantages(batch.rewards, batch.group_ids, eps=eps))
+
+
+def own_where_unknown(known: Float[Tensor, "B S"] | None, logprobs: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
+    """The log-probabilities known of another policy and, where they are None or NaN, the policy's own, detached.
+
+    >>> own_where_unknown(torch.tensor([[-1.0, torch.nan]]), torch.tensor([[-2.0, -3.0]]))
+    tensor([[-1., -3.]])
+    """
+    own = logprobs.detach()
+    return own if known is None else torch.where(known.isnan(), own, known.to(own.dtype))
+
+
+def batch_loss(
+    logprobs: Float[Tensor, "B S"], batch: TokenBatch, settings: LossSettings, *, num_tokens: Number
+) -> Float[Tensor, ""]:
+    """`objective.policy_loss` of the batch, a scalar to minimise (Eq. 1; Eq. 4 with reweight_alpha).
+
+    logprobs: log π of each token in nats, at the batch's temperature; gradients flow into them alone.
+    num_tokens: the count of response tokens of the whole mini-batch, of which `batch` may be a part.
+    Unknown old_logprobs mean ratio 1 and unknown ref_logprobs no KL. Advantages are those of `resolve_advantages`:
+    resolve them before a batch is cut, for rewards compare only the responses that are here. Raises InputError
+    without them, and for one that is NaN on a kept token.
+    """
+    return policy_loss(**_arguments(logprobs, batch, settings, num_tokens))
+
+
+def batch_weights(
+    logprobs: Float[Tensor, "B S"], batch: TokenBatch, settings: LossSettings, *, num_tokens: Number
+) -> TokenWeights:
+    """Eq. 2's w_t of `batch_loss`: −num_tokens · ∂batch_loss/∂logprob of every token, by policy and KL part.
+
+    Arguments and errors are those of `batch_loss`, so advantages that are unknown, or NaN on a kept token, are an
+    InputError: who wants weights only where advantages are known looks at `resolve_advantages` first.
+    """
+    return token_weight_parts(**_arguments(logprobs, batch, settings, num_tokens))
+
+
+def _arguments(logprobs: Tensor, batch: TokenBatch, settings: LossSettings, num_tokens: Number) -> dict[str, Any]:
+    """What both take, policy_loss and token_weight_parts."""
+    old, advantages = own_where_unknown(batch.old_logprobs, logprobs), resolve_advantages(batch)
+    if settings.reweight_alpha is not None:
+        advantages = reweight(advantages, old, alpha=settings.reweight_alpha)
+    return {
+        "logprobs": logprobs,
+        "old_logprobs": old,
+        "advantages": advantages,
+        "response_mask": batch.response_mask,
+        "clip_ratio_low": settings.clip_ratio_low,
+        "clip_ratio_high": settings.clip_ratio_high,
+        "clip_ratio_c": settings.clip_ratio_c,
+        "ref_logprobs": own_where_unknown(batch.ref_logprobs, logprobs),
+        "kl_coef": settings.kl_coef,
+        "kl_corrected": settings.kl_corrected,
+        "num_tokens": num_tokens,
+    }

@@ -1,0 +1,215 @@
+"""One forward pass over a micro-batch in which each prompt is there once and no padding is.
+
+The responses of a group have their prompt in common, and everything in a decoder-only model but attention works on each
+token by itself. So the tokens go through the network in one row, prompts first, then responses:
+
+    p p p | q q | a a | b b b | c        three responses, a and b to the first prompt, c to the second
+
+and attention alone, given its queries, keys and values in that row, lays them out again with a row per response
+
+    p p p a a ·
+    p p p b b b
+    q q c · · ·
+
+where it is the causal attention that it always was; of its output, each prompt is taken once. Autograd does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from gradscope.policy import arithmetic_dtype
+from gradscope.rollouts import Response, TokenBatch, collate
+
+SHARED_PROMPTS = "gradscope_shared_prompts"
+"""The name under which transformers knows `_attend`."""
+WORTH = 0.95
+"""Most tokens of a packed pass, as a share of the padded one's: its attention has copies to pay for."""
+TOLERANCE = 1e-4
+"""Of the largest logit: what a packed pass may be off the padded one in the trial; in float32 rounding is 1e-6."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the tokens of a micro-batch [b, n] stand in one row of N: its parts, one after the other."""
+
+    lengths: list[int]
+    """Of the parts: each distinct prompt, then each row's response."""
+    prompts: list[int]
+    """Which part is each row's prompt."""
+    ids: Int[Tensor, " N"]
+    columns: Int[Tensor, " N"]
+    """Each token's column in the micro-batch, which is its position."""
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest row."""
+        return max(sum(pair) for pair in self._pairs())
+
+    def places(self, rows: Int[Tensor, " K"], columns: Int[Tensor, " K"]) -> Int[Tensor, " K"]:
+        """Where in the row of N the tokens at these cells stand."""
+        first = torch.tensor([0, *accumulate(self.lengths)])
+        prompt = torch.tensor(self.prompts)[rows]
+        response, length = len(self.lengths) - len(self.prompts) + rows, torch.tensor(self.lengths)[prompt]
+        return torch.where(columns < length, first[prompt] + columns, first[response] + columns - length)
+
+    def lay_out(self, values: Float[Tensor, "N *rest"]) -> Float[Tensor, "b w *rest"]:
+        """The values of each row's tokens, and 0 after them."""
+        parts, width, cells = values.split(self.lengths), self.width, []
+        responses = parts[len(parts) - len(self.prompts) :]
+        for prompt, response in zip(self.prompts, responses, strict=True):
+            padding = width - len(parts[prompt]) - len(response)
+            cells += [parts[prompt], response, values.new_zeros(padding, *values.shape[1:])]
+        return torch.cat(cells).unflatten(0, (len(self.prompts), width))
+
+    def take(self, values: Float[Tensor, "b w *rest"]) -> Float[Tensor, "N *rest"]:
+        """Each token's value; of a prompt that several rows have, the first row's."""
+        width = values.shape[1]
+        sizes = [size for p, r in self._pairs() for size in (p, r, width - p - r)]
+        cells = values.flatten(0, 1).split(sizes)
+        # Backwards, so that the first row stays.
+        prompts = {part: cells[3 * row] for row, part in reversed(list(enumerate(self.prompts)))}
+        return torch.cat([prompts[part] for part in range(len(prompts))] + list(cells[1::3]))
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        """Lengths of each row's prompt and response."""
+        responses = self.lengths[len(self.lengths) - len(self.prompts) :]
+        return [(self.lengths[part], n) for part, n in zip(self.prompts, responses, strict=True)]
+
+
+def pack(piece: TokenBatch) -> Packing:
+    """The packing of a micro-batch that starts at column 0: of each row, the tokens that predict a kept one.
+
+    A row's last kept token predicts nothing that is asked for, and neither does what comes after it.
+    """
+    ids, starts = piece.input_ids.tolist(), piece.response_start.tolist()
+    last = (torch.arange(piece.input_ids.shape[1]) * piece.response_mask).amax(1).tolist()
+    known: dict[tuple[int, ...], int] = {}
+    prompts, responses = [], []
+    for row, start, end in zip(ids, starts, last, strict=True):
+        start = min(max(start, 0), end)
+        prompts.append(known.setdefault(tuple(row[:start]), len(known)))
+        responses.append((start, row[start:end]))
+    parts = [(0, list(prompt)) for prompt in known] + responses
+    columns = torch.cat([torch.arange(start, start + len(part)) for start, part in parts])
+    return Packing([len(p) for _, p in parts], prompts, torch.tensor([i for _, p in parts for i in p]), columns)
+
+
+def packing_for(model: nn.Module, piece: TokenBatch) -> Packing | None:
+    """How this model should compute the micro-batch in one row; None: as it is, padded.
+
+    None where nothing is to be gained, where a window of attention is narrower than the micro-batch, and for a model
+    that `can_pack` refuses.
+    """
+    rows, width = piece.input_ids.shape
+    if not can_pack(model) or not piece.response_mask.any():
+        return None
+    config = model.config.get_text_config()
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if any(window is not None and window < width for window in windows):
+        return None
+    packing = pack(piece)
+    return packing if len(packing.ids) <= WORTH * rows * width else None
+
+
+_tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def can_pack(model: nn.Module) -> bool:
+    """Whether this model computes the same in one row: asked of its structure, and tried once on a small batch.
+
+    It takes attention that transformers dispatches by name, at present by sdpa, with a position for each token. Not
+    for a model that is wrapped or in shards, for several processes; nor with gradient checkpointing, whose
+    recomputation would not know of the packing; nor below float32, where rounding and a difference look alike.
+    """
+    if not _may_pack(model):
+        return False
+    if model not in _tried:
+        _tried[model] = _try(model)
+    return _tried[model]
+
+
+def _may_pack(model: nn.Module) -> bool:
+    if not hasattr(model, "config") or hasattr(model, "unshard"):
+        return False
+    named = getattr(model, "_supports_attention_backend", False)
+    attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    wide = torch.finfo(arithmetic_dtype(model)).bits >= 32
+    return named and wide and attention == "sdpa" and not getattr(model, "is_gradient_checkpointing", False)
+
+
+@torch.no_grad()
+def _try(model: nn.Module) -> bool:
+    vocab = model.config.get_text_config().vocab_size
+    draw = torch.Generator().manual_seed(0)
+    ids = [torch.randint(vocab, (n,), generator=draw).tolist() for n in (3, 2, 4, 2, 3)]
+    rows = [Response(ids[0], ids[2]), Response(ids[0], ids[3]), Response(ids[1], ids[4])]
+    piece, device = collate(rows), next(model.parameters()).device
+    packing, (row, column) = pack(piece), piece.response_mask.nonzero().unbind(1)
+    with torch.autocast(device.type, enabled=False):
+        padded = model(input_ids=piece.input_ids.to(device), use_cache=False).logits.cpu()[row, column - 1]
+        try:
+            with attending(model, packing):
+                packed = model(**packed_inputs(packing, device), use_cache=False).logits.cpu()[
+                    0, packing.places(row, column - 1)
+                ]
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError, LookupError):  # it knows no positions, or no row like this
+            return False
+    return bool(((packed - padded).abs().max() <= TOLERANCE * padded.abs().max()).item())
+
+
+def packed_inputs(packing: Packing, device: torch.device) -> dict[str, Any]:
+    """What the model is called with, inside `attending`."""
+    ids = packing.ids[None].to(device)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": packing.columns[None].to(device),
+    }
+
+
+_packing: ContextVar[Packing] = ContextVar("packing")
+
+
+@contextmanager
+def attending(model: nn.Module, packing: Packing) -> Iterator[None]:
+    """While inside, the model's attention takes the tokens of this packing in one row."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(SHARED_PROMPTS, _attend)  # no mask of that name: transformers makes none
+    config, token = model.config.get_text_config(), _packing.set(packing)
+    usual, config._attn_implementation = config._attn_implementation, SHARED_PROMPTS
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
+        _packing.reset(token)
+
+
+def _attend(
+    module: Any,
+    query: Float[Tensor, "1 Q N D"],
+    key: Float[Tensor, "1 H N D"],
+    value: Float[Tensor, "1 H N V"],
+    attention_mask: Tensor | None,
+    **settings: Any,
+) -> tuple[Float[Tensor, "1 N Q V"], None]:
+    """transformers' sdpa, row by row."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    packing = _packing.get()
+    rows = (packing.lay_out(states[0].transpose(0, 1)).transpose(1, 2) for states in (query, key, value))
+    out, _ = sdpa_attention_forward(module, *rows, None, **settings)
+    return packing.take(out)[None], None

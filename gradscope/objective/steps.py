@@ -1,0 +1,243 @@
+"""From a batch to optimizer steps: which tokens each step trains, its gradient piece by piece, clipping, the update.
+
+The trainer and whoever asks what one update does share this file, so that the measured step is the trained step.
+Equations and Alg. 1 are those of arXiv:2505.12929.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from gradscope.errors import InputError
+from gradscope.objective.batch_logprobs import (
+    Choose,
+    Piece,
+    empty_piece,
+    loss_logprobs,
+    micro_batches,
+    scored_loss_logprobs,
+    tabulate,
+)
+from gradscope.objective.logprobs import TokenStatistics
+from gradscope.objective.loss import LossSettings, batch_loss, batch_weights, own_where_unknown
+from gradscope.objective.shared_prompts import can_pack
+from gradscope.rollouts import TokenBatch
+from gradscope.runs import ALONE, Processes, whole
+
+Number = int | float
+Mask = Bool[Tensor, "B S"]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The tokens of one optimizer step."""
+
+    name: str
+    """all, low, high, random-low (as many as low, drawn at random), random-high."""
+    batch: TokenBatch
+    """A mini-batch, with advantages and π_old; its response_mask keeps only the tokens of this pass."""
+    num_tokens: int
+    """The loss's denominator: all response tokens of the mini-batch, whichever pass they are in."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    name: str
+    """The pass's."""
+    outcome: Literal["taken", "empty", "nonfinite"]
+    """empty: no token, no step (AdamW would decay and coast); nonfinite: a NaN or infinite gradient, no step."""
+    loss: float
+    """Of the pass, by its denominator."""
+    grad_norm: float
+    """Before clipping, rescaled already where a `match` was asked for; NaN for an empty pass."""
+    grad_norm_clipped: float
+    """After clipping: what the optimizer saw; NaN where no step was taken."""
+    num_tokens: int
+    """In the pass."""
+    clipped_low: int
+    """Tokens with Â < 0 and π_θ/π_old < 1 − ε_low: they have no policy gradient."""
+    clipped_high: int
+    """Tokens with Â > 0 and π_θ/π_old > 1 + ε_high."""
+    clipped_dual: int
+    """Tokens with Â < 0 and π_θ/π_old > c."""
+
+
+def whole_passes(batch: TokenBatch, mini_batch_size: int) -> list[Pass]:
+    """One pass over each mini-batch of consecutive responses."""
+    return [Pass("all", part, part.num_tokens) for part in batch.micro_batches(mini_batch_size)]
+
+
+def split_passes(
+    batch: TokenBatch,
+    mini_batch_size: int,
+    groups: Sequence[tuple[str, Mask]],
+    *,
+    schedule: Literal["sweep", "interleaved"] = "sweep",
+) -> list[Pass]:
+    """A pass over each group of tokens in each mini-batch (Alg. 1, Lopti), groups in the order given.
+
+    sweep: all mini-batches for the first group, then for the next (L1 L2 H1 H2, the authors' code); interleaved: all
+    groups of a mini-batch, then the next one (L1 H1 L2 H2, the other reading of the text).
+    """
+    parts = torch.arange(len(batch)).split(mini_batch_size)
+    order = [(part, group) for group in groups for part in parts]
+    if schedule == "interleaved":
+        order = [(part, group) for part in parts for group in groups]
+    passes = []
+    for rows, (name, mask) in order:
+        part = batch.select(rows)
+        passes.append(Pass(name, replace(part, response_mask=part.response_mask & mask[rows]), part.num_tokens))
+    return passes
+
+
+def random_split(low: Mask, response_mask: Mask, mini_batch_size: int, generator: torch.Generator) -> tuple[Mask, Mask]:
+    """A random split of each mini-batch's response tokens into as many as `low` has there, and the rest."""
+    chosen = torch.zeros_like(low)
+    for rows in torch.arange(len(low)).split(mini_batch_size):
+        places = response_mask[rows].nonzero()
+        drawn = places[torch.randperm(len(places), generator=generator)[: int(low[rows].sum())]]
+        chosen[rows[drawn[:, 0]], drawn[:, 1]] = True
+    return chosen, response_mask & ~chosen
+
+
+def clip_scale(norm: float, max_grad_norm: Number | None) -> float:
+    """What clipping multiplies a gradient of this norm by; None: 1.
+
+    Raises InputError for a norm that is not finite, with which no step is taken.
+    """
+    if not math.isfinite(norm):
+        raise InputError(f"the gradient's norm is {norm}, so no step is taken; look for the response that makes it so")
+    return max_grad_norm / (norm + 1e-6) if max_grad_norm is not None and norm > max_grad_norm else 1.0
+
+
+@dataclass(frozen=True)
+class Updater:
+    """A model and the optimizer that trains it: accumulates a pass's gradient, clips it, and steps."""
+
+    model: nn.Module
+    """As it is called: wrapped by accelerate where several processes share it."""
+    optimizer: Any
+    """Of torch, or wrapped by accelerate."""
+    device: torch.device
+    micro_batch_size: int
+    """Most responses in one forward pass; changes nothing but rounding."""
+    max_grad_norm: Number | None = 1.0
+    """None: not clipped."""
+    processes: Processes = ALONE
+    no_sync: Callable[[nn.Module], AbstractContextManager] = lambda model: nullcontext()
+    """Several processes: backward passes in it do not exchange gradients yet."""
+
+    def step(
+        self,
+        part: Pass,
+        settings: LossSettings,
+        *,
+        match: LossSettings | None = None,
+        accumulated: list[float] | None = None,
+    ) -> StepResult:
+        """One optimizer step on the gradient of the pass's loss under `settings`.
+
+        match: rescale that gradient, before clipping, to the norm that it has under these other settings.
+        accumulated: what `score_and_accumulate` has said of this pass, whose gradient is in `.grad` already.
+        A gradient that is not finite, and a pass without tokens, take no step. Raises InputError for both at once.
+        """
+        if match is not None and accumulated is not None:
+            raise InputError("match and accumulated are given, and the gradient cannot be both; leave one of them out")
+        if part.batch.num_tokens == 0:
+            self.optimizer.zero_grad()
+            return StepResult(part.name, "empty", 0.0, float("nan"), float("nan"), 0, 0, 0, 0)
+        wanted = None
+        if match is not None:
+            self.accumulate(part, match)
+            wanted = self.grad_norm()
+            self.optimizer.zero_grad()
+        loss, *counts = self.accumulate(part, settings) if accumulated is None else accumulated
+        norm = self.grad_norm()
+        finite = all(map(math.isfinite, (loss, norm, norm if wanted is None else wanted)))
+        if finite and wanted is not None:
+            self._scale(wanted / norm if norm > 0 else 0.0)
+            norm = wanted
+        clipped = norm
+        if finite:
+            if (scale := clip_scale(norm, self.max_grad_norm)) != 1:
+                self._scale(scale)
+                clipped = norm * scale
+            self.optimizer.step()
+            # Autocast keeps copies of the weights in low precision: those from before the step must go.
+            torch.clear_autocast_cache()
+        self.optimizer.zero_grad()
+        result = (loss, norm, clipped if finite else float("nan"), part.batch.num_tokens, *map(int, counts))
+        return StepResult(part.name, "taken" if finite else "nonfinite", *result)
+
+    def accumulate(self, part: Pass, settings: LossSettings) -> list[float]:
+        """Add the gradient of the pass's loss to `.grad`; the loss, and tokens clipped low, high and by the dual clip.
+
+        Each micro-batch's loss has the whole mini-batch's denominator, so that they add up to the pass's own.
+        """
+        pieces = self.processes.deal(self._pieces(part.batch), empty_piece(part.batch))
+        totals = [torch.zeros(4, device=self.device)]
+        for index, (_, piece) in enumerate(pieces):
+            last = index == len(pieces) - 1
+            with nullcontext() if last else self.no_sync(self.model):
+                logprobs = loss_logprobs(self.model, piece)
+                totals.append(self._backward(logprobs, piece.to(self.device), settings, part.num_tokens))
+        return self.processes.sum(torch.stack(totals).double().sum(0).float()).tolist()
+
+    def score_and_accumulate(
+        self, batch: TokenBatch, settings: LossSettings, choose: Choose | None
+    ) -> tuple[TokenStatistics, list[float]]:
+        """`accumulate` of a mini-batch's first pass, and the statistics that give it its π_old, from one forward pass.
+
+        The policy that is trained is then the one that π_old is of. choose: the tokens of the pass, by their π_old;
+        None: all. The statistics are of every response token, [B, S] on the CPU. For a process that is alone.
+        """
+        pieces, totals, found = self._pieces(batch), [torch.zeros(4, device=self.device)], []
+        for _, piece in pieces:
+            logprobs, chosen, statistics = scored_loss_logprobs(self.model, piece, choose)
+            old = torch.zeros_like(logprobs).masked_scatter(piece.response_mask.to(self.device), statistics.logprob)
+            scored = replace(piece.to(self.device), old_logprobs=old, response_mask=chosen)
+            totals.append(self._backward(logprobs, scored, settings, batch.num_tokens))
+            found.append(statistics)
+        table = tabulate(batch, pieces, found, self.model)
+        return TokenStatistics(*table), torch.stack(totals).double().sum(0).float().tolist()
+
+    def _pieces(self, batch: TokenBatch) -> list[Piece]:
+        return micro_batches(batch, self.micro_batch_size, by_group=can_pack(self.model))
+
+    def _backward(
+        self, logprobs: Float[Tensor, "b n"], piece: TokenBatch, settings: LossSettings, num_tokens: int
+    ) -> Float[Tensor, " 4"]:
+        """Backward from the piece's loss; the loss and the three counts, still on the device."""
+        if not logprobs.isfinite().all():  # the loss refuses NaN; the step is skipped by its gradient
+            (logprobs.sum() * float("nan")).backward()
+            return torch.tensor([float("nan"), 0.0, 0.0, 0.0], device=self.device)
+        loss = batch_loss(logprobs, piece, settings, num_tokens=num_tokens)
+        # Processes share a pass's responses and accelerate averages their gradients: the sum is count times that.
+        (loss * self.processes.count).backward()
+        return torch.stack([loss.detach(), *_count_clipped(logprobs.detach(), piece, settings)])
+
+    def grad_norm(self) -> float:
+        """L2 norm of the accumulated gradient over all parameters."""
+        return float(whole(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])))
+
+    @torch.no_grad()
+    def _scale(self, factor: float) -> None:
+        torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], factor)
+
+
+def _count_clipped(logprobs: Float[Tensor, "b n"], piece: TokenBatch, settings: LossSettings) -> list[Int[Tensor, ""]]:
+    """Tokens whose policy gradient clipping removed: low, high, dual."""
+    clipped = batch_weights(logprobs, piece, settings, num_tokens=1).clipped
+    rose = logprobs > own_where_unknown(piece.old_logprobs, logprobs)
+    positive = piece.advantages > 0
+    return [(clipped & which).sum() for which in (~positive & ~rose, positive, ~positive & rose)]

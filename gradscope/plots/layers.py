@@ -1,0 +1,263 @@
+"""Pictures of token gradients' norms layer by layer: Fig. 2's cones, the heat map by interval, the power of 1 − π."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
+from gradscope.errors import InputError
+from gradscope.gradients import sampling_probabilities, sampling_weights, weighted_quantiles
+from gradscope.intervals import EDGES, interval_labels
+from gradscope.plots.style import (
+    NEUTRAL,
+    count_tokens,
+    draw_tokens,
+    edge_names,
+    finish,
+    name_intervals,
+    new_axes,
+    new_panels,
+    norm_column,
+    norm_words,
+    paper_style,
+    require,
+    require_intervals,
+    short_number,
+    tell_drawn,
+)
+from gradscope.theory import logit_grad_bounds
+
+_ROUNDING = 1e-5
+"""Relative slack before a float32 norm counts as outside the cone."""
+_FIT = "#d55e00"
+
+
+@paper_style()
+def plot_feasible_cone(
+    table: pd.DataFrame,
+    *,
+    layer: int | str,
+    lower_gain: float,
+    upper_gain: float,
+    vocab_size: int,
+    kind: str | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Fig. 2: the feasible cone of Eq. 3 for unit weight against π, with measured token gradients' norms as points.
+
+    The cone is lower_gain · √(N/(N−1)) · (1−π) ≤ ‖δ_ℓ‖ ≤ upper_gain · √2 · (1−π). `layer` is "logits" (both gains 1: a
+    theorem) or a block's number ℓ; `kind` says where the gains come from ("measured" or "certified"). Reads `prob`,
+    `log_one_minus_prob`, `interval` and the layer's norm. At most 1,000 points per interval are drawn; tokens outside
+    the cone are counted over all. Raises InputError for a missing column, gains out of order, and a layer where no
+    token was measured.
+    """
+    cone = pd.DataFrame({"layer": [layer], "lower_gain": lower_gain, "upper_gain": upper_gain, "kind": kind})
+    return _draw_cones(table, cone, vocab_size, new_axes(ax, height=2.9))
+
+
+@paper_style()
+def plot_figure_2(table: pd.DataFrame, cones: pd.DataFrame, *, vocab_size: int) -> Figure:
+    """Fig. 2 with measured points: a panel for the logits (the theorem), and one per layer of `cones`.
+
+    `cones` has columns `layer`, `lower_gain`, `upper_gain`, `kind`; several kinds of one layer share its panel.
+    """
+    require(cones, ["layer", "lower_gain", "upper_gain", "kind"], what="the table of cones")
+    theorem = pd.DataFrame({"layer": ["logits"], "lower_gain": 1.0, "upper_gain": 1.0, "kind": "theorem"})
+    names = cones["layer"].astype(str)
+    layers = [theorem, *(cones[names == name] for name in names.unique() if name != "logits")]
+    figure, panels = new_panels(len(layers), width=3.3, height=2.9)
+    for ax, cone in zip(panels, layers, strict=True):
+        _draw_cones(table, cone, vocab_size, ax)
+        ax.set_title(norm_words(str(cone["layer"].iat[0]))[0], loc="left")
+    return figure
+
+
+def _draw_cones(table: pd.DataFrame, cones: pd.DataFrame, vocab_size: int, ax: Axes) -> Axes:
+    """The cones of one layer, the widest at the back, and the tokens' norms before them."""
+    layer = str(cones["layer"].iat[0])
+    column, symbol = norm_column(layer), norm_words(layer)[1]
+    require(table, ["prob", "log_one_minus_prob", "interval", column])
+    require_intervals(table)
+    measured = table[np.isfinite(table[column])]
+    if measured.empty:
+        raise InputError(f"{column} is NaN for all {len(table)} tokens; a cone needs measured points; measure some")
+    ordered = cones.sort_values("upper_gain", ascending=False, kind="stable")
+    shades = 0.12 + 0.08 * np.arange(len(ordered))
+    parts = [
+        _draw_cone(ax, measured, cone, vocab_size, shade)
+        for cone, shade in zip(ordered.assign(layer=layer).itertuples(index=False), shades, strict=True)
+    ]
+    points = draw_tokens(ax, "prob", column, measured)
+    # All points, and the narrowest cone unless it is far steeper; above them the legend, a line of which takes 8 %.
+    top, apex = 1.08 * float(measured[column].max()), 1.02 * float(parts[-1]["upper"].iat[0])
+    top = max(top, apex) if apex < 1.6 * top or layer == "logits" else top
+    ax.set(xlim=(-0.01, 1.01), ylim=(0, top * (1.1 + 0.085 * len(cones))))
+    ax.set(xticks=EDGES, xticklabels=edge_names())
+    ax.set(xlabel="token probability π", ylabel=f"{symbol} of token gradient, unit weight")
+    words = f"{count_tokens(len(measured))}{tell_drawn(points, len(measured))}"
+    _legend(ax, words, loc="upper right", alignment="right")
+    points = points[["prob", "interval", column]].rename(columns={column: "norm"}).assign(layer=layer)
+    return finish(ax, pd.concat([*parts, points], ignore_index=True))
+
+
+def _draw_cone(ax: Axes, measured: pd.DataFrame, cone, vocab_size: int, shade: float) -> pd.DataFrame:
+    """Fill one cone, with the number of tokens outside it in the legend; returns its outline."""
+    low, high = cone.lower_gain, cone.upper_gain
+    if not 0 <= low <= high < np.inf:
+        raise InputError(f"gains of layer {cone.layer} are {low} and {high}; 0 <= lower <= upper < inf is wanted")
+    prob = np.linspace(0, 1, 101)
+    lower, upper = _bounds(np.log(np.maximum(1 - prob, 1e-300)), vocab_size)
+    least, most = _bounds(measured["log_one_minus_prob"].to_numpy(), vocab_size)
+    norm = measured[norm_column(cone.layer)].to_numpy(dtype=float)
+    outside = int(((norm < low * least * (1 - _ROUNDING)) | (norm > high * most * (1 + _ROUNDING))).sum())
+    words = f"{cone.kind or 'given'} gains {short_number(low)} to {short_number(high)}"
+    # Gains measured on these very tokens span them by construction: nothing is outside, and nothing is proved by it.
+    words = f"{'theorem' if cone.layer == 'logits' else words}"
+    words = f"{words}, their span" if cone.kind == "measured" else f"{words}: {outside:,} outside"
+    ax.fill_between(prob, low * lower, high * upper, fc=(NEUTRAL, shade), ec=NEUTRAL, lw=0.8, label=words)
+    outline = pd.DataFrame({"prob": prob, "lower": low * lower, "upper": high * upper})
+    return outline.assign(layer=cone.layer, kind=cone.kind, outside=outside)
+
+
+def _bounds(log_one_minus_prob: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    lower, upper = logit_grad_bounds(torch.tensor(log_one_minus_prob, dtype=torch.float64), vocab_size)
+    return lower.numpy(), upper.numpy()
+
+
+def _legend(ax: Axes, title: str | None, **settings) -> None:
+    """A legend on a veil of white, so that lines behind it do not cross the words."""
+    ax.legend(
+        title=title, title_fontsize="medium", borderpad=0.1, frameon=True, framealpha=0.8, edgecolor="none", **settings
+    )
+
+
+@paper_style()
+def plot_layers_by_interval(
+    table: pd.DataFrame,
+    *,
+    edges: Sequence[float] = EDGES,
+    parameters: str = "all parameters",
+    ax: Axes | None = None,
+) -> Axes:
+    """Heat map: median norm of the token gradients (unit weight, log colours) by layer and interval.
+
+    Rows run from the logits down to the first block's input, then ‖g‖, over the parameters so called. All rows are over
+    the same tokens, those measured everywhere, which count for 1 / p each where a sample was drawn; their number is
+    under each interval. A layer where no token was measured stays empty.
+    """
+    layers = sorted(int(c.rpartition(".")[2]) for c in table.columns if c.startswith("act_grad_norm."))
+    rows = ["logits", *reversed(layers), "parameters"]
+    columns = [norm_column(row) for row in rows]
+    require(table, ["interval", *columns])
+    require_intervals(table, len(edges) - 1)
+    used = [column for column in columns if table[column].notna().any()]
+    measured = table.dropna(subset=used) if used else table.iloc[:0]
+    if measured.empty:
+        raise InputError(
+            f"no token of {len(table)} has all norms measured; the heat map compares layers on the same tokens"
+        )
+    numbers = range(len(edges) - 1)
+    medians = _medians(measured, columns).reindex(numbers).T.to_numpy(dtype=float)
+    counts = measured["interval"].value_counts().reindex(numbers, fill_value=0)
+    names = [norm_words(row, parameters)[0] for row in rows]
+    ax = new_axes(ax, width=2.2 + 0.6 * len(counts), height=1.1 + 0.24 * len(rows))
+    _draw_log_heatmap(ax, pd.DataFrame(medians, names))
+    name_intervals(ax, interval_labels(edges), counts.tolist())
+    ax.set(xlabel="π interval, number of measured tokens", ylabel="")
+    drawn = pd.DataFrame(medians, columns=interval_labels(edges)).assign(layer=names)
+    drawn = drawn.melt("layer", var_name="interval", value_name="median_norm")
+    return finish(ax, drawn.assign(tokens=np.repeat(counts.to_numpy(), len(rows))))
+
+
+def _medians(measured: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """A row per interval; of a sample, a token counts for 1 / p."""
+    if sampling_probabilities(measured) is None:
+        return measured.groupby("interval")[columns].median()
+    parts = {}
+    for interval, part in measured.groupby("interval"):
+        weights = sampling_weights(part)
+        parts[interval] = [weighted_quantiles(part[c].to_numpy(float), weights, np.array([0.5]))[0] for c in columns]
+    return pd.DataFrame.from_dict(parts, orient="index", columns=list(columns))
+
+
+def _draw_log_heatmap(ax: Axes, medians: pd.DataFrame) -> None:
+    positive = medians.to_numpy()[medians.to_numpy() > 0]
+    low, high = (positive.min(), positive.max()) if len(positive) else (0.1, 1.0)
+    words = medians.map(lambda value: "–" if np.isnan(value) else short_number(value))
+    sns.heatmap(
+        medians.clip(lower=low), ax=ax, annot=words, fmt="", norm=LogNorm(low, max(high, 1.01 * low)), cmap="viridis",
+        annot_kws={"size": 8}, linewidths=0.5,
+        cbar_kws={"label": "median norm of token gradient\n(unit weight)", "pad": 0.02},
+    )  # fmt: skip
+    for row, column in np.argwhere(medians.isna().to_numpy()):
+        ax.text(column + 0.5, row + 0.5, "–", ha="center", va="center")
+    ax.tick_params(length=0)
+    ax.set_yticklabels(medians.index, rotation=0)
+
+
+@paper_style()
+def plot_norm_against_one_minus_prob(
+    table: pd.DataFrame, fits: pd.DataFrame, *, floor: float = 1e-3, parameters: str = "all parameters"
+) -> Figure:
+    """‖δ_ℓ‖ and ‖g‖ of token gradients against 1 − π, log-log, with the fitted power, the theory's 1 and the √ law's ½.
+
+    `fits`, a row per panel: `quantity` ("logits", a block number, "parameters" or a column of the table), `slope`,
+    `slope_lower`, `slope_upper`, and `intercept`: log norm = intercept + slope · log(1−π), natural logarithms;
+    optionally `floor`, the smallest 1−π fitted. parameters: those that ‖g‖ is over, in words. The reference lines cross
+    the fit in the middle of the fitted range. At most 1,000 points per interval are drawn; tokens of norm 0 have no
+    logarithm and are counted in the panel.
+    """
+    require(fits, ["quantity", "slope", "slope_lower", "slope_upper", "intercept"], what="the table of fits")
+    fits = fits if "floor" in fits else fits.assign(floor=floor)
+    figure, panels = new_panels(len(fits), width=2.4, height=2.6)
+    for ax, fit in zip(panels, fits.itertuples(index=False), strict=True):
+        _draw_power(table, fit, norm_words(str(fit.quantity), parameters), ax)
+    return figure
+
+
+def _draw_power(table: pd.DataFrame, fit, words: tuple[str, str], ax: Axes) -> None:
+    column, (place, symbol) = norm_column(str(fit.quantity)), words
+    require(table, ["log_one_minus_prob", "interval", column])
+    require_intervals(table)
+    measured = table[np.isfinite(table[column])]
+    positive = measured[(measured[column] > 0) & np.isfinite(measured["log_one_minus_prob"])]
+    if positive.empty:
+        raise InputError(f"{column} is nowhere positive and finite; a log-log figure needs that; measure some tokens")
+    positive = positive.assign(one_minus_prob=np.exp(positive["log_one_minus_prob"].astype(float)))
+    points = draw_tokens(ax, "one_minus_prob", column, positive)
+    left = min(float(points["one_minus_prob"].min()), fit.floor) / 1.5
+    _draw_slopes(ax, fit, left)
+    low, high = float(points[column].min()), float(points[column].max())
+    ax.set(xscale="log", yscale="log", xlim=(left, 1.4), ylim=(low / 2, 2 * high * (high / low) ** 0.1))
+    lost = len(measured) - len(positive)
+    counted = count_tokens(len(measured)) + (f",\n{lost:,} of norm 0" if lost else "")
+    counted += tell_drawn(points, len(positive))
+    ax.text(0.97, 0.03, counted, transform=ax.transAxes, ha="right", va="bottom")
+    ax.set(xlabel="1 − π (grey: not fitted)", ylabel=f"{symbol} of token gradient, unit weight")
+    if np.isfinite(fit.slope):
+        _legend(ax, None, loc="upper left")
+    between = f" [{fit.slope_lower:.2f}, {fit.slope_upper:.2f}]" if np.isfinite(fit.slope_lower) else ""
+    slope = f"slope {fit.slope:.2f}{between}" if np.isfinite(fit.slope) else "too few tokens to fit"
+    ax.set_title(f"{place}\n{slope}", loc="left")
+    drawn = points[["one_minus_prob", "interval", column]].rename(columns={column: "norm"})
+    finish(ax, pd.concat([pd.DataFrame([fit]), drawn.assign(quantity=fit.quantity)], ignore_index=True))
+
+
+def _draw_slopes(ax: Axes, fit, left: float) -> None:
+    """The fit over the range it was fitted on, and both laws through its middle over the whole panel; none if NaN."""
+    ax.axvspan(left, fit.floor, color=NEUTRAL, alpha=0.12, lw=0)
+    if not np.isfinite(fit.slope):
+        return
+    fitted, whole = np.array([fit.floor, 1.0]), np.array([left, 1.0])
+    middle = np.sqrt(fit.floor)
+    # In logs, and kept from overflowing: a line through a few tokens can be as steep as it likes.
+    level = np.exp(np.clip(fit.intercept + fit.slope * np.log(middle), -300, 300))
+    line = np.exp(np.clip(fit.intercept + fit.slope * np.log(fitted), -300, 300))
+    ax.plot(fitted, line, color=_FIT, lw=2, label="fit")
+    for slope, style, words in ((1.0, "--", "1: theory"), (0.5, ":", "½: √ law")):
+        ax.plot(whole, level * (whole / middle) ** slope, color="black", ls=style, lw=1, label=words)

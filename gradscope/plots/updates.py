@@ -1,0 +1,202 @@
+"""Pictures of what an update does: Fig. 1 (c, e, f), Fig. 3, who moves whom, and what drives the norm.
+
+Numbers come in, ink goes out, as in `plots`: tables of `updates`, `directions`, `influence` and `drivers`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from gradscope.errors import InputError
+from gradscope.intervals import EDGES, interval_labels
+from gradscope.plots.style import (
+    NEUTRAL,
+    finish,
+    interval_colors,
+    name_intervals,
+    new_axes,
+    norm_words,
+    paper_style,
+    require,
+    short_number,
+)
+from gradscope.updates import without_extremes
+
+SIGNS = {"positive": ("#2a7f62", 1), "negative": ("#b5483a", -1)}
+"""Ink and sign of the advantage."""
+_FEW_TOKENS = 10
+_GRID = 400
+_WORDS = {
+    "delta_prob": "Δπ",
+    "delta_logprob": "Δ log π (nats)",
+    "delta_log_odds": "Δ [log π − log(1−π)]",
+}
+
+
+@paper_style()
+def plot_movement(
+    table: pd.DataFrame,
+    name: str = "all",
+    *,
+    value: str = "delta_prob",
+    leave_out: float = 0.01,
+    edges: Sequence[float] = EDGES,
+    ax: Axes | None = None,
+) -> Axes:
+    """Fig. 1 (c, e, f): how far each interval's tokens moved, of negative advantage (left) and positive (right).
+
+    table: of `updates.movement_table`, with the movement `name`. The `leave_out` share of each interval's tokens with
+    the largest |movement| is not drawn (the paper's 1 % of all would, where most tokens are certain, take nearly all of
+    its tokens from the others). Half violins, as wide as the root of the density, scaled to one width, with the
+    median; below 10 tokens a point for each. Under each interval stands the mean |movement| of all its tokens, those
+    left out too.
+    """
+    column = f"{value}.{name}"
+    require(table, ["interval", "advantage", column], what="the movement table")
+    if value not in _WORDS:
+        raise InputError(f"value is {value!r}; give one of {', '.join(_WORDS)}")
+    ax = new_axes(ax)
+    labels = interval_labels(edges)
+    rows = []
+    for interval, label in enumerate(labels):
+        own = table[table["interval"] == interval]
+        shown = without_extremes(own, name, value=value, share=leave_out) if leave_out and len(own) else own
+        for word, (ink, sign) in SIGNS.items():
+            moved = shown.loc[np.sign(shown["advantage"]) == sign, column]
+            rows.append(_half_violin(ax, interval, moved.to_numpy(np.float64), ink, sign) | {"sign": word})
+            rows[-1] |= {"interval": label, "mean_abs_of_all": own[column].abs().mean()}
+    ax.axhline(0, color=NEUTRAL, lw=0.6, zorder=0)
+    ax.set_xticks(range(len(labels)))
+    name_intervals(ax, labels)
+    means = [float(rows[2 * i]["mean_abs_of_all"]) for i in range(len(labels))]
+    words = [tick.get_text() for tick in ax.get_xticklabels()]
+    ax.set_xticklabels(
+        [f"{word}\n{short_number(mean) if mean == mean else '–'}" for word, mean in zip(words, means, strict=True)],
+        linespacing=1.3,
+    )
+    ax.set_xlabel(f"$π_{{old}}$ before the step; beneath: mean |{_WORDS[value].split(' (')[0]}|")
+    left_out = f"; top {100 * leave_out:g} % of each left out" if leave_out else ""
+    ax.set_ylabel(f"{_WORDS[value]}{left_out}")
+    ax.ticklabel_format(axis="y", scilimits=(-2, 3))
+    ax.legend(handles=[Patch(color=ink, alpha=0.75, label=f"Â {'<>'[sign > 0]} 0") for ink, sign in SIGNS.values()])
+    return finish(ax, pd.DataFrame(rows))
+
+
+def _half_violin(ax: Axes, place: int, moved: np.ndarray, ink: str, sign: int) -> dict[str, int | float]:
+    """One half, on the side of the sign; what it shows, in numbers."""
+    if len(moved) < _FEW_TOKENS:
+        ax.plot(np.full(len(moved), place + 0.12 * sign), moved, ".", color=ink, ms=3)
+    else:
+        grid = np.linspace(moved.min(), moved.max(), _GRID)
+        density = _density(moved, grid)
+        ax.fill_betweenx(grid, place, place + 0.44 * sign * density / density.max(), color=ink, lw=0, alpha=0.75)
+        ax.plot([place, place + 0.2 * sign], [np.median(moved)] * 2, color="white", lw=1)
+        ax.plot([place, place + 0.2 * sign], [np.median(moved)] * 2, color="black", lw=0.5)
+    quantiles = np.quantile(moved, [0.05, 0.25, 0.5, 0.75, 0.95]) if len(moved) else np.full(5, np.nan)
+    return {"num_drawn": len(moved), **dict(zip(("q05", "q25", "median", "q75", "q95"), quantiles, strict=True))}
+
+
+def _density(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """The root of a smoothed histogram: movements peak so sharply at 0 that the density itself shows nothing else."""
+    counts = np.histogram(values, bins=len(grid), range=(grid[0], max(grid[-1], grid[0] + 1e-12)))[0]
+    width = max(1, round(0.12 * len(grid) * len(values) ** -0.2))
+    kernel = np.exp(-0.5 * (np.arange(-4 * width, 4 * width + 1) / width) ** 2)
+    return np.sqrt(np.convolve(counts, kernel, mode="same"))
+
+
+@paper_style()
+def plot_directions(
+    shares: pd.DataFrame,
+    *,
+    sign: str = "positive",
+    edges: Sequence[float] = EDGES,
+    colors: Mapping[str, str] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Fig. 3: of the tokens with that sign of advantage, the share that moved the right way, per interval and method.
+
+    Reads method, interval, sign, mean, sd: means over steps and their standard deviation (bars), as
+    `directions.over_batches` makes them. colors: method → colour, which also orders the methods; None: a palette, in
+    the order of the table.
+    """
+    require(shares, ["method", "interval", "sign", "mean", "sd"], what="the table of shares")
+    ax = new_axes(ax)
+    chosen = shares[shares["sign"] == sign]
+    methods = list(dict.fromkeys(chosen["method"]))
+    if colors is None:
+        colors = dict(zip(methods, sns.color_palette("colorblind", len(methods)), strict=True))
+    if uncolored := [method for method in methods if method not in colors]:
+        raise InputError(f"colors has none for {', '.join(map(str, uncolored))}; give every method of the table one")
+    methods = [method for method in colors if method in methods]
+    for place, (method, color) in enumerate((method, colors[method]) for method in methods):
+        rows = chosen[chosen["method"] == method].sort_values("interval")
+        x = rows["interval"] + 0.13 * (place - (len(methods) - 1) / 2)
+        ax.errorbar(x, rows["mean"], rows["sd"], color=color, fmt="o-", ms=3, lw=0.8, elinewidth=0.8, label=method)
+    ax.axhline(0.5, color=NEUTRAL, lw=0.6, ls=":", zorder=0)
+    ax.set_xticks(range(len(edges) - 1))
+    name_intervals(ax, interval_labels(edges))
+    word = {"positive": "Â > 0 whose probability rose", "negative": "Â < 0 whose probability fell"}[sign]
+    ax.set(xlabel="$π_{old}$ before the step", ylabel=f"share of tokens with\n{word}")
+    return finish(ax, chosen[["method", "interval", "sign", "mean", "sd"]].reset_index(drop=True))
+
+
+@paper_style()
+def plot_influence(
+    table: pd.DataFrame, *, statistic: str = "share", edges: Sequence[float] = EDGES, ax: Axes | None = None
+) -> Axes:
+    """Whose gradient moves whom: sources in rows, the moved tokens' intervals in columns (`influence.influence_table`).
+
+    statistic: "share", Cov(c, Δ)/Var(Δ), whose columns add up to 1; "mean_abs" or "mean", in nats.
+    """
+    require(table, ["source", "target", statistic], what="the influence table")
+    ax = new_axes(ax, width=3.6, height=2.9)
+    labels = dict(enumerate(interval_labels(edges)))
+    wide = table.pivot(index="source", columns="target", values=statistic)
+    sources = list(dict.fromkeys(table["source"]))
+    wide = wide.loc[
+        [source for source in sources if wide.loc[source].abs().max() > 0], list(dict.fromkeys(table["target"]))
+    ]
+    numbers = wide.to_numpy(np.float64)
+    limit = np.nanmax(np.abs(numbers))
+    ax.imshow(numbers, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
+    for (row, column), number in np.ndenumerate(numbers):
+        ink = "white" if abs(number) > 0.6 * limit else "black"
+        words = f"{round(number, 2) + 0.0:.2f}" if statistic == "share" else short_number(number)  # no −0.00
+        ax.text(column, row, words.replace("-", "−"), ha="center", va="center", color=ink)
+    ax.set_xticks(range(wide.shape[1]), [labels.get(name, str(name)).replace(", ", ",") for name in wide.columns])
+    ax.set_yticks(range(wide.shape[0]), [labels.get(name, str(name)).replace(", ", ",") for name in wide.index])
+    ax.set(xlabel="tokens that are moved, by $π_{old}$", ylabel="whose gradient moves them")
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    return finish(ax, table)
+
+
+@paper_style()
+def plot_norm_drivers(fits: pd.DataFrame, *, parameters: str = "all parameters", ax: Axes | None = None) -> Axes:
+    """Probability or entropy: standardised coefficients of log norm on both, per place in the network, with intervals.
+
+    Reads quantity, driver, coefficient, lower, upper: what `drivers.regress_norms` returns.
+    parameters: those that ‖g‖ is over, in words.
+    """
+    require(fits, ["quantity", "driver", "coefficient", "lower", "upper"], what="the table of fits")
+    quantities = [name for name in dict.fromkeys(fits["quantity"]) if name != "layers"]
+    ax = new_axes(ax, width=max(3.4, 0.78 * len(quantities)))
+    inks = {"log_one_minus_prob": (interval_colors()[0], "log(1−π)"), "entropy": (interval_colors()[2], "entropy")}
+    for shift, (driver, (ink, label)) in zip((-0.1, 0.1), inks.items(), strict=True):
+        rows = (
+            fits[(fits["driver"] == driver) & fits["quantity"].isin(quantities)].set_index("quantity").loc[quantities]
+        )
+        bounds = np.abs(rows[["lower", "upper"]].to_numpy().T - rows["coefficient"].to_numpy())
+        places = np.arange(len(rows)) + shift
+        ax.errorbar(places, rows["coefficient"], bounds, color=ink, fmt="o", ms=3.5, elinewidth=0.9, label=label)
+    ax.axhline(0, color=NEUTRAL, lw=0.6, zorder=0)
+    names = [norm_words(name, parameters)[0].replace(" of block ", "\nof block ") for name in quantities]
+    names = [name.replace(" parameters", "\nparameters") for name in names]
+    ax.set_xticks(range(len(quantities)), names)
+    ax.set_ylabel("standardised coefficient of log norm")
+    ax.legend()
+    return finish(ax, fits)

@@ -1,0 +1,292 @@
+"""AdamW's state beside a checkpoint: found, read without running it, and the metric in which it sees a gradient."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from gradscope.errors import InputError, unpickling_reason
+from gradscope.policy.checkpoint import checkpoint_homes
+from gradscope.policy.parameters import flat_slices, float_parameters
+from gradscope.policy.policy import Policy
+
+Number = int | float
+
+PART = 1 << 22
+"""Numbers of a vector that are worked on at a time, so that no temporary is as long as a large parameter."""
+
+
+@dataclass(frozen=True)
+class AdamWState:
+    """What AdamW remembers of the second moment; it makes the metric in which its update sees a gradient.
+
+    One step, with all of G clipped to max_grad_norm by the factor k = min(1, max_grad_norm / (‖G‖ + 1e-6)), moves by
+
+        Δ = −lr · m̂ ⊘ (√v̂ + eps),    v̂ = [β₂·v + (1 − β₂)·(k·G)²] / (1 − β₂^(step + 1)).
+
+    G's own part of Δ is lr·(1 − β₁)/(1 − β₁^(step + 1)) times k·G ⊘ (√v̂ + eps), which is linear in G once v̂ is frozen
+    at the whole step's. So each G_a is measured as k·G_a ⊘ (√v̂ + eps), one v̂ for all; these add up as the G_a do.
+    Momentum of earlier steps and weight decay belong to no token and are left out.
+    Give a state that has taken many steps: with v = 0 the step is sign(G), and an entry where the G_a happen to cancel
+    counts for each of them as G_a / |G|, without bound.
+    """
+
+    exp_avg_sq: dict[str, Tensor]
+    """v by parameter name, before the step; a parameter that is not here is not updated: its part of Δ is 0."""
+    step: dict[str, int]
+    """Steps taken so far, by parameter name."""
+    beta2: float
+    eps: float
+    max_grad_norm: Number | None = None
+    """Clipping of the gradient's norm before the step; None: off."""
+
+    @classmethod
+    def from_optimizer(
+        cls, model: nn.Module, optimizer: torch.optim.Optimizer, *, max_grad_norm: Number | None = None
+    ) -> AdamWState:
+        """The state of an optimizer over (some of) the model's parameters; one that never stepped counts as v = 0.
+
+        Its moments are copied: the optimizer's own next step does not change them.
+        """
+        if not isinstance(optimizer, torch.optim.AdamW):
+            raise InputError(
+                f"the optimizer is {type(optimizer).__name__}; only AdamW's metric is known; give an AdamW"
+            )
+        by_id = {id(p): name for name, p in model.named_parameters()}
+        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if not all(i in by_id for i in held):
+            raise InputError("the optimizer holds parameters that are not the model's; give the one that trains it")
+        names = [by_id[i] for i in held]
+        state = cls.from_state_dict(model, optimizer.state_dict(), names=names, max_grad_norm=max_grad_norm)
+        return replace(state, exp_avg_sq={name: moment.clone() for name, moment in state.exp_avg_sq.items()})
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        model: nn.Module,
+        state_dict: dict[str, Any],
+        *,
+        names: Sequence[str] | None = None,
+        max_grad_norm: Number | None = None,
+    ) -> AdamWState:
+        """The state saved by `optimizer.state_dict()`: views of its tensors, which may be mapped from a file.
+
+        names: of the parameters in the order in which the optimizer was given them; None: what `optimizer_names` finds.
+        Raises InputError for parameter groups that differ in lr, betas or eps (they may in weight decay, which is none
+        of the metric's), for amsgrad, and for moments that do not fit the parameters.
+        """
+        check_structure(state_dict)
+        groups, parameters = state_dict["param_groups"], dict(float_parameters(model))
+        if len({(*map(float, (g["lr"], *g["betas"], g["eps"])), g.get("amsgrad", False)) for g in groups}) != 1:
+            raise InputError(
+                "parameter groups differ in lr, betas or eps; one metric needs one of each; measure them apart"
+            )
+        if groups[0].get("amsgrad") or not groups[0].get("decoupled_weight_decay", True):
+            raise InputError(
+                "the state is not plain AdamW's (amsgrad, or decay inside the gradient); give one of AdamW"
+            )
+        indices = [i for group in groups for i in group["params"]]
+        names = list(names or optimizer_names(model, state_dict))
+        if len(names) != len(indices) or not all(name in parameters for name in names):
+            raise InputError(
+                f"the optimizer state is of {len(indices)} parameters; {len(names)} names are given, or one is not the "
+                "model's; give the names in the order in which the optimizer got them"
+            )
+        moments, steps = {}, {}
+        for name, index in zip(names, indices, strict=True):
+            state = state_dict["state"].get(index, {})
+            unknown = parameters[name].new_zeros(()).expand(parameters[name].shape)
+            moments[name] = state.get("exp_avg_sq", unknown).detach()
+            steps[name] = int(state.get("step", 0))
+            if moments[name].shape != parameters[name].shape:
+                raise InputError(
+                    f"exp_avg_sq of {name} has shape {tuple(moments[name].shape)}, the parameter "
+                    f"{tuple(parameters[name].shape)}; give the names in the order in which the optimizer got them"
+                )
+            lowest, highest = value_range(moments[name])
+            if not 0 <= lowest <= highest < math.inf or steps[name] < 0:
+                raise InputError(
+                    f"exp_avg_sq of {name} is negative or NaN, infinite, or of a negative step; give the state of a "
+                    "run that is sound"
+                )
+        return cls(moments, steps, float(groups[0]["betas"][1]), float(groups[0]["eps"]), max_grad_norm)
+
+    def scale(self, model: nn.Module, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+        """k ⊘ (√v̂ + eps) for the whole step's gradient G, flat in the order of `float_parameters`."""
+        return self.turn_into_scale(model, gradient.clone())
+
+    def turn_into_scale(self, model: nn.Module, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+        """`scale` in the gradient's place, with as much memory besides as one parameter takes."""
+        slices = flat_slices(model)
+        clip = self.clip_factor(sum(square_norm(gradient[slices[name]]) for name in self.exp_avg_sq))
+        for name, part in slices.items():
+            gradient[part] = self.scale_part(name, gradient[part], clip)
+        return gradient
+
+    def clip_factor(self, square_norm: float) -> float:
+        """k, from ‖G‖² over all parameters that are here."""
+        return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (square_norm**0.5 + 1e-6))
+
+    def scale_part(
+        self, name: str, gradient: Float[Tensor, " p"], clip: float, rows: slice | None = None
+    ) -> Float[Tensor, " p"]:
+        """k ⊘ (√v̂ + eps) for a part of one parameter; zeros for a parameter that is not here.
+
+        gradient: those entries of the whole step's G. clip: k, of `clip_factor`. rows: which entries they are of the
+        parameter laid flat; None: all.
+        """
+        scale = torch.zeros_like(gradient)
+        if name not in self.exp_avg_sq:
+            return scale
+        moment = self.exp_avg_sq[name].flatten()
+        parts = (t.split(PART) for t in (scale, gradient, moment if rows is None else moment[rows]))
+        for out, own, old in zip(*parts, strict=True):
+            new = self.beta2 * old.to(own) + (1 - self.beta2) * (clip * own).square()
+            corrected = new / (1 - self.beta2 ** (self.step[name] + 1))
+            out.copy_(clip / (corrected.sqrt() + self.eps))
+        return scale
+
+
+def square_norm(vector: Float[Tensor, " n"]) -> float:
+    """‖vector‖² in float64, of which only a part is there at a time."""
+    return sum(part.double().square().sum().item() for part in vector.split(PART))
+
+
+def value_range(tensor: Tensor) -> tuple[float, float]:
+    """Smallest and largest entry, both NaN where one is NaN, in one walk without a temporary; (0, 0) of none."""
+    if not tensor.numel():
+        return 0.0, 0.0
+    lowest, highest = tensor.aminmax()
+    return lowest.item(), highest.item()
+
+
+def optimizer_names(model: nn.Module, state_dict: dict[str, Any]) -> list[str]:
+    """Names of the measured parameters in the order in which a saved AdamW got them.
+
+    Those that are saved with the state; else, of one group, all in the model's order; of two, first those that
+    transformers' Trainer lets decay, then the others, each in the model's order. A trainer's prefix of an adapter's or
+    a wrapped model's names is taken off. Raises InputError for groups of other sizes.
+    """
+    groups, parameters = state_dict["param_groups"], [name for name, _ in float_parameters(model)]
+    if saved := [name for group in groups for name in group.get("param_names", ())]:
+        return [_plain_name(name, set(parameters)) for name in saved]
+    if len(groups) == 1:
+        return parameters
+    from transformers import Trainer
+
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    split = [[n for n in parameters if n in decayed], [n for n in parameters if n not in decayed]]
+    given, wanted = [len(group["params"]) for group in groups], [len(names) for names in split]
+    if given != wanted:
+        raise InputError(
+            f"the optimizer state has groups of {' and '.join(map(str, given))} parameters, this policy {wanted[0]} "
+            f"with decay and {wanted[1]} without; give the state of the run that trained these parameters"
+        )
+    return split[0] + split[1]
+
+
+def _plain_name(name: str, known: set[str]) -> str:
+    for prefix in ("module.", "base_model.model."):
+        if name not in known:
+            name = name.removeprefix(prefix)
+    return name
+
+
+def check_structure(state_dict: Any) -> None:
+    """InputError unless this is built as AdamW's `state_dict()` is."""
+    try:
+        for group in state_dict["param_groups"]:
+            _ = [float(value) for value in (group["lr"], group["eps"], *group["betas"])], dict.fromkeys(group["params"])
+            _ = [float(group.get(name, 0.0)) for name in ("weight_decay", "initial_lr")]
+            _ = [name.removeprefix("") for name in group.get("param_names", ())]
+            _ = dict(enumerate(group["betas"]))[1]
+        for moments in state_dict["state"].values():
+            _ = int(moments["step"]), moments["exp_avg"].shape, moments["exp_avg_sq"].shape
+        if not state_dict["param_groups"]:
+            raise LookupError("param_groups is empty")
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise InputError(
+            f"the optimizer state is not AdamW's ({type(error).__name__}: {error}); give what its state_dict() returned"
+        ) from error
+
+
+OPTIMIZER = "optimizer.pt"
+"""What transformers' Trainer, TRL and gradscope's trainer call it, beside the weights."""
+KNOWN = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+"""What AdamW keeps of a parameter; who keeps more is another optimizer."""
+
+
+def read_adamw_state(
+    policy: Policy, path: str | Path | None = None, *, max_grad_norm: int | float | None = None
+) -> AdamWState | None:
+    """AdamW's second moments for the parameters that are measured, by name; None if nothing was saved for them.
+
+    path: the file, or the folder that holds optimizer.pt; None: the folder of the policy. Then None is also returned
+    for an adapter that was merged, whose state is of parameters that the merged model has not.
+    max_grad_norm: the run's clipping of the gradient, which no state tells; None: off.
+
+    Raises InputError for a path that is not there, a file that cannot be read or is another optimizer's, and a state
+    that does not fit the policy.
+    """
+    file = find_policy_state(policy) if path is None else find_optimizer_file(path)
+    if file is None:
+        if path is not None:
+            raise InputError(f"{path} is no file and holds no {OPTIMIZER}; give the file of an AdamW state_dict")
+        return None
+    state = read_optimizer_file(file)
+    if path is None and policy.params == "all" and _is_of_an_adapter(state):
+        return None
+    try:
+        return AdamWState.from_state_dict(policy.model, state, max_grad_norm=max_grad_norm)
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from error
+
+
+def find_optimizer_file(path: str | Path) -> Path | None:
+    """The file itself, or optimizer.pt in a checkpoint's folder (of an `adapter` within one, above it)."""
+    path = Path(path)
+    if path.is_file():
+        return path
+    return next((home / OPTIMIZER for home in checkpoint_homes(path) if (home / OPTIMIZER).is_file()), None)
+
+
+def find_policy_state(policy: Policy) -> Path | None:
+    """The file that was saved with a policy; None for an adapter that was merged, whose parameters are gone."""
+    merged = policy.base is not None and policy.params == "all"
+    return None if merged or not policy.path else find_optimizer_file(policy.path)
+
+
+def read_optimizer_file(path: Path) -> dict[str, Any]:
+    """What `torch.save(optimizer.state_dict(), path)` wrote, for AdamW; nothing in it is executed.
+
+    The tensors stay in the file, mapped: memory holds of them what is being read. Only torch's old format, which cannot
+    be mapped, is read as a whole. Who writes into them changes a copy of his own, never the file.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, ValueError, TypeError, OSError) as error:
+        raise InputError(
+            f"{path} is no file of torch.save that can be read safely ({unpickling_reason(error)}); give an AdamW "
+            "state_dict"
+        ) from error
+    try:
+        check_structure(state)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    if extra := sorted({name for moments in state["state"].values() for name in moments} - KNOWN):
+        raise InputError(f"{path}: the state holds {extra[0]}, which AdamW does not keep; give the state of an AdamW")
+    return state
+
+
+def _is_of_an_adapter(state: dict[str, Any]) -> bool:
+    names = [name for group in state["param_groups"] for name in group.get("param_names", ())]
+    return any(".lora_" in name for name in names)

@@ -1,0 +1,203 @@
+"""Checkpoints as files: what a folder holds, of which step it is, and the hashes that tell two of them apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from gradscope.errors import InputError, first_line
+
+if TYPE_CHECKING:
+    from gradscope.policy.policy import Policy
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+"""Files of weights, in the order in which they are looked for."""
+STATE = "trainer_state.json"
+"""Where trainers say of which step a checkpoint is."""
+WORTH_A_THREAD = 1 << 26
+"""Bytes of weights that take a twentieth of a second."""
+
+_State = tuple[tuple[Path, int, int], ...]
+_AHEAD: dict[_State, Future[str]] = {}
+"""Hashes that were begun with, by what the files were then."""
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether the folder holds an adapter of peft and no whole model. InputError if it holds both, or half of one."""
+    if not os.path.isfile(folder / ADAPTER_CONFIG):
+        return False
+    if model_weights(folder):
+        # transformers would follow adapter_config.json to its base and leave these weights alone.
+        raise InputError(
+            f"{folder} holds an adapter and a whole model's weights; give a folder that holds one of the two"
+        )
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise InputError(
+            f"{folder} holds {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS}; save the adapter there with save_pretrained"
+        )
+    return True
+
+
+def model_weights(folder: Path) -> list[Path]:
+    """Files of a whole model's weights in the folder, by name."""
+    # Adapters may have other tensors beside them, such as new_embeddings.safetensors.
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+
+
+def refuse_training_run(folder: Path) -> None:
+    """Its config.json, if it has one, is not a model's: InputError, with the newest checkpoint."""
+    # Of a name that is too long, Path raises.
+    if not os.path.isdir(folder) or model_weights(folder) or (folder / ADAPTER_CONFIG).is_file():
+        return
+    found = [path for kind in ("checkpoints/step-*", "checkpoint-*") for path in folder.glob(kind) if path.is_dir()]
+    found = [path for path in found if _trailing_number(path.name) is not None]
+    if found:
+        newest = max(found, key=lambda path: (_trailing_number(path.name), path.name))
+        raise InputError(
+            f"{folder} is the folder of a training run, not a model; give one of its checkpoints, such as the newest: "
+            f"{newest}"
+        )
+
+
+def checkpoint_step(path: str | Path) -> int | None:
+    """Of which training step a checkpoint is; None if nothing tells.
+
+    Looked for in this order: `global_step` (transformers, TRL) or `step` (gradscope) of trainer_state.json in the
+    folder, or beside it where the folder is `adapter` within a checkpoint; then the number at the end of the folder's
+    name (step-000040, checkpoint-500, global_step_20).
+
+    >>> checkpoint_step("runs/grpo/checkpoint-500"), checkpoint_step("models/final")
+    (500, None)
+    """
+    folder = Path(path)
+    for home in checkpoint_homes(folder):
+        try:
+            state = json.loads((home / STATE).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue  # there is none, or none that can be read: the name may tell
+        steps = [state.get(name) for name in ("global_step", "step")] if isinstance(state, dict) else []
+        if found := [step for step in steps if isinstance(step, int) and not isinstance(step, bool)]:
+            return found[0]
+    numbers = (_trailing_number(home.name) for home in checkpoint_homes(folder))
+    return next((number for number in numbers if number is not None), None)
+
+
+def checkpoint_homes(folder: Path) -> list[Path]:
+    """The folder and, where it is the `adapter` that gradscope's trainer keeps within a checkpoint, that too."""
+    return [folder, folder.parent] if folder.name == "adapter" else [folder]
+
+
+def is_checkpoint_of_a_run(folder: Path) -> bool:
+    """Whether the folder is named as a trainer names its checkpoints, so that what it lacks may lie beside it."""
+    return re.fullmatch(r"(checkpoint|step|global_step)[-_]?\d+|adapter", folder.name) is not None
+
+
+def _trailing_number(name: str) -> int | None:
+    # "qwen2.5-7b" ends in no number, and "qwen2" in a version: a step stands behind - or _.
+    found = re.search(r"[-_](\d+)$", name)
+    return None if found is None else int(found[1])
+
+
+def fetch_policy(name: str) -> str:
+    """The folder of a model: `name` itself if it is one or "embedded", else what the model hub has of that name.
+
+    A name of the hub is owner/model; what was fetched before is taken from huggingface_hub's cache. Raises InputError
+    if it cannot be fetched.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if name == "embedded" or os.path.isdir(name) or not is_hub_name(name):
+        return name
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+    except (OSError, HfHubHTTPError) as error:
+        raise InputError(
+            f"{name} is no folder here and could not be fetched from the model hub ({first_line(error)}); give the "
+            "folder of a checkpoint"
+        ) from error
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether the model hub could have a model of this name: owner/model."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name
+
+
+def weights_hash(path: str | Path) -> str:
+    """SHA-256 of the weight files of a checkpoint folder, in the order of their names."""
+    files = _weight_files(path)
+    ahead = _AHEAD.pop(_state(files), None)
+    return _hash_files(files) if ahead is None else ahead.result()
+
+
+def hash_ahead(path: str | Path) -> None:
+    """Begin with `weights_hash` of a folder in a thread, beside the loading of what it reads; a small one can wait.
+
+    Of what is no checkpoint, nothing: whoever loads it says so.
+    """
+    files = _weight_files(path) if os.path.isdir(path) else []  # of a name that is too long, Path raises
+    if sum(file.stat().st_size for file in files) < WORTH_A_THREAD:
+        return
+    _AHEAD[_state(files)] = found = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(_hash_files(files))
+        except OSError as error:
+            found.set_exception(error)
+
+    # A daemon: a command that fails meanwhile does not wait for it.
+    Thread(target=run, daemon=True).start()
+
+
+def configuration_hash(path: str | Path) -> str:
+    """SHA-256 of what else decides a policy's numbers: its configuration and its tokenizer's files."""
+    kinds = ("config.json", ADAPTER_CONFIG, "tokenizer", "vocab", "merges")
+    kinds += ("special_tokens", "added_tokens", "chat_template")
+    return _hash_files(sorted(p for p in Path(path).iterdir() if p.is_file() and p.name.startswith(kinds)))
+
+
+def policy_hashes(policy: Policy) -> dict[str, str]:
+    """Both hashes of a loaded policy, as `model` and `configuration`; of an adapter, those of its base too."""
+    found = {"model": weights_hash(policy.path), "configuration": configuration_hash(policy.path)}
+    if policy.base is not None:
+        base = {"base_model": weights_hash(policy.base), "base_configuration": configuration_hash(policy.base)}
+        found |= base | {"params": policy.params}
+    return found
+
+
+def _weight_files(path: str | Path) -> list[Path]:
+    return next((files for kind in WEIGHTS if (files := sorted(Path(path).glob(kind)))), [])
+
+
+def _state(files: list[Path]) -> _State:
+    stats = ((file.absolute(), file.stat()) for file in files)
+    return tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+
+
+def _hash_files(files: list[Path]) -> str:
+    digest, size = hashlib.sha256(), sum(file.stat().st_size for file in files)
+    # None: no bar where nobody looks at a terminal.
+    with tqdm(total=size, desc="hashing weights", unit="B", unit_scale=True, delay=2, leave=False, disable=None) as bar:
+        for file in files:
+            with file.open("rb") as handle:
+                while chunk := handle.read(1 << 22):
+                    digest.update(chunk)
+                    bar.update(len(chunk))
+    return digest.hexdigest()

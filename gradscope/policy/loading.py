@@ -1,0 +1,357 @@
+"""Load a policy from a checkpoint or from an adapter on its base: its device, its precision, its tokenizer tried."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import re
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
+import torch
+from torch import nn
+
+from gradscope.errors import InputError, first_line, unpickling_reason
+from gradscope.policy.adapters import attach_adapter, find_base
+from gradscope.policy.checkpoint import is_adapter, is_checkpoint_of_a_run, refuse_training_run
+from gradscope.policy.parameters import measure_only
+from gradscope.policy.policy import Policy, find_blocks
+from gradscope.policy.upcasting import UPCAST, upcast_on_use
+from gradscope.runs import ALONE, Processes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside the weights, tried on a string; None if the folder holds none.
+
+    AutoTokenizer picks a class by model_type and can then encode everything to nothing (a word-level tokenizer.json
+    beside a Qwen2 configuration does that), so the class that reads tokenizer.json as it stands is tried next.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = Path(folder)
+    if not any(
+        (folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    ):
+        return None
+    loaders = [AutoTokenizer] + ([PreTrainedTokenizerFast] if (folder / "tokenizer.json").is_file() else [])
+    for loader in loaders:
+        try:
+            tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+            if round_trips(tokenizer):
+                return tokenizer
+            failure = "it does not give back the text that it encodes"
+        except Exception as error:  # the library of tokenizers raises bare Exceptions for what it cannot read
+            failure = first_line(error)
+    raise InputError(f"the tokenizer in {folder} cannot be used: {failure}. Save the right one there")
+
+
+def round_trips(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether decoding gives back the text: tried on words of its own vocabulary, one by one and as one string."""
+    special = set(tokenizer.all_special_ids)
+    ids = [i for i in range(len(tokenizer)) if i not in special]
+    sample = ids[len(ids) // 3 :: max(1, len(ids) // 24)][:16]
+    words = [w for w in (tokenizer.decode([i]) for i in sample) if w.strip() and "\ufffd" not in w]
+    # One string, too: a wrong class may know every single token and still drop the spaces between them.
+    texts = [*words, " ".join(w.strip() for w in words)]
+    return bool(words) and all(
+        tokenizer.decode(tokenizer(t, add_special_tokens=False).input_ids).strip() == t.strip() for t in texts
+    )
+
+
+GRADIENT_SHARE = 1 / 6
+"""Of the memory that is free: the budget of summed gradients, unless one is given."""
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def find_device(device: str | None) -> str:
+    """The device, tried; a GPU where there is one, if none is named."""
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(f"device {device!r} cannot be used: {first_line(error)}; give cpu, or leave it out") from error
+    return device
+
+
+def parse_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | str:
+    """The dtype by its name; None: float32 on a CPU, elsewhere "auto", the checkpoint's own; so for what is upcast."""
+    if dtype == UPCAST:
+        return "auto"
+    if dtype is None:
+        return torch.float32 if torch.device(device).type == "cpu" else "auto"
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is not one of {', '.join((*DTYPES, UPCAST))}")
+    return DTYPES[dtype]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a GPU, or on the machine."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def gradient_budget(device: torch.device, processes: Processes = ALONE) -> int:
+    """Bytes that summed gradients may take in each process, where nobody says how many: one number for all.
+
+    All processes call it together; those on a CPU share its memory.
+    """
+    own = int(GRADIENT_SHARE * free_memory(device) / (processes.count if device.type == "cpu" else 1))
+    return min(processes.gather([own]))
+
+
+def return_freed_memory() -> None:
+    """Give the system back what the C library keeps of freed memory, where it can be asked to, as glibc can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+EMBEDDED = Path(__file__).parents[1] / "embedded"
+"""The small Knights & Knaves policy that comes with gradscope; `load_policy("embedded")` finds it too."""
+
+BROKEN_FILE = (OSError, EOFError, struct.error, pickle.UnpicklingError, RuntimeError)
+BROKEN_FILE += (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ImportError)
+"""What the parsers of checkpoint files raise where the content makes no sense."""
+CAUSAL_MASK = re.compile(r"(attn|attention)\.(masked_)?bias$")
+"""Of an older GPT checkpoint: no weight, and the model makes its own."""
+
+
+def load_policy(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | None = None,
+    blocks: str | None = None,
+    params: Literal["all", "adapter"] = "all",
+    base: str | Path | None = None,
+    trust_remote_code: bool = False,
+    device_map: str | dict[str, Any] | None = None,
+) -> Policy:
+    """Load a checkpoint in eval mode; nothing is downloaded.
+
+    path: a folder of transformers (its weights in one file or in shards), a trainer's `checkpoint-*`, an adapter of
+    peft (LoRA), or "embedded" for the policy that comes with gradscope. What a checkpoint of a run lacks of a tokenizer
+    is looked for in the run's folder, then beside an adapter's base.
+    dtype: "float32" (default on the CPU), "float64", "bfloat16", "float16"; default on a GPU: the checkpoint's own.
+    "upcast": the weights as the checkpoint has them, in half precision, and all arithmetic in float32 (`upcasting`).
+    device: a torch device; default "cuda" where there is one, else "cpu".
+    blocks: name of the ModuleList of blocks, where it cannot be found by itself.
+    params: "all" measures every parameter, an adapter merged into its base; "adapter" keeps it apart (in float32 at
+    least) and measures the parameters that it trains, alone.
+    base: an adapter's base model, where adapter_config.json does not name a folder that is here.
+    trust_remote_code: run the Python files of a checkpoint that brings its own; without it such a one is refused.
+    device_map: spreads the policy over devices, as in transformers: "auto", or module → device; not with `device`.
+
+    Raises InputError for a folder without configuration or weights, weights that do not fill the model, an
+    architecture that is not a causal language model, or rounds to half precision by itself where weights are to be
+    upcast, a tokenizer that does not round-trip text, an adapter whose base is not here, and a map that leaves
+    parameters on no device (offloaded).
+    """
+    folder = EMBEDDED if str(path) == "embedded" else Path(path)
+    if params not in ("all", "adapter"):
+        raise InputError(f"params is {params!r}; give all or adapter")
+    if device_map is not None and device is not None:
+        raise InputError(f"device is {device!r} and device_map {device_map!r:.40}; give one of the two")
+    refuse_training_run(folder)
+    place = {"device": find_device(device) if device_map is None else None, "device_map": device_map}
+    place |= {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    if not is_adapter(folder):
+        if params == "adapter" or base is not None:
+            given = "params is 'adapter'" if params == "adapter" else f"base is {str(base)!r}"
+            raise InputError(f"{given} and {folder} holds no adapter (adapter_config.json); leave it out")
+        model, root = _load_model(folder, **place), None
+    else:
+        if dtype == UPCAST and params == "all":
+            raise InputError(
+                f"dtype is {UPCAST!r}, and {folder} is an adapter to be merged, which would round the sum to half "
+                "precision; give float32, or params adapter"
+            )
+        root = EMBEDDED if str(base) == "embedded" else find_base(folder, base)
+        model, trained = attach_adapter(_load_model(root, **place), folder, merge=params == "all")
+        if trained is not None:
+            measure_only(model, trained)
+    if dtype == UPCAST:
+        upcast_on_use(model.eval())
+    tokenizer = _find_tokenizer(folder, root, trust_remote_code=trust_remote_code)
+    name = find_blocks(model, blocks)
+    return Policy(model.eval(), tokenizer, name, str(folder), params, None if root is None else str(root))
+
+
+def _load_model(
+    folder: Path,
+    *,
+    dtype: str | torch.dtype | None,
+    device: str | None,
+    device_map: str | dict[str, Any] | None,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """A whole model, on its device or devices, seen to be causal."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    config = _read_config(folder, trust_remote_code=trust_remote_code)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=parse_dtype(dtype, device or _main_device(device_map)),
+            device_map=device_map,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # They are named below.
+            # grouped_mm knows neither float64 nor forward mode.
+            experts_implementation="eager",
+            # sdpa leaves Gemma-2's soft cap on attention scores out.
+            attn_implementation="eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None,
+        )
+    except (*BROKEN_FILE, SafetensorError, AssertionError) as error:
+        _check_buildable(folder, config, trust_remote_code=trust_remote_code)
+        advice = "save the model there with save_pretrained"
+        if device_map is not None:
+            advice += f", or give another map than {device_map!r:.40}"
+        raise InputError(f"no usable weights in {folder} ({unpickling_reason(error)}); {advice}") from error
+    _check_weights(folder, info, model)
+    if offloaded := next((name for name, p in model.named_parameters() if p.device.type == "meta"), None):
+        raise InputError(
+            f"device_map leaves {offloaded} on no device (offloaded to the CPU or to disk), where it has no gradient; "
+            "give more or larger devices, or a smaller --dtype"
+        )
+    model.eval()
+    if device_map is None:
+        model.to(device)
+    if not is_causal(model):
+        _check_finite(model, folder)
+        raise InputError(
+            f"{folder} is a {config.model_type} model, not a decoder-only causal LM (a token sees those after it); "
+            "give a checkpoint that AutoModelForCausalLM loads"
+        )
+    return model
+
+
+def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
+    """The configuration of a causal language model that may be loaded."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+    if not os.path.isfile(folder / "config.json"):  # of a name that is too long, Path raises
+        raise InputError(
+            f"{folder} holds no config.json; give a checkpoint folder saved with save_pretrained, or 'embedded'"
+        )
+    try:
+        plain, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
+        own = {**(plain.get("auto_map") or {})}
+        if own and not trust_remote_code and plain.get("model_type") not in _known_types():
+            raise InputError(
+                f"{folder} brings its own code ({next(iter(own.values()))}), which would be run; look at it, then give "
+                "--trust-remote-code"
+            )
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except InputError:
+        raise
+    except (*BROKEN_FILE, StrictDataclassError) as error:
+        raise InputError(
+            f"{folder}/config.json is not one that transformers reads ({first_line(error.__cause__ or error)}); save "
+            "it anew"
+        ) from error
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    known |= trust_remote_code and "AutoModelForCausalLM" in own
+    if getattr(config, "is_encoder_decoder", False) or not known:
+        raise InputError(
+            f"{folder} is a {config.model_type} model, not a decoder-only causal LM; give a checkpoint that "
+            "AutoModelForCausalLM loads"
+        )
+    return config
+
+
+def _check_buildable(folder: Path, config: Any, *, trust_remote_code: bool) -> None:
+    """InputError where the configuration makes no model even without weights, as with the name of no activation."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (*BROKEN_FILE, AssertionError) as error:
+        raise InputError(
+            f"{folder}/config.json makes no model ({type(error).__name__}: {first_line(error)}); save it anew"
+        ) from error
+
+
+def _known_types() -> set[str]:
+    """Model types that transformers has classes of its own for: a checkpoint's code is not run for them."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return set(CONFIG_MAPPING.keys())
+
+
+def _check_weights(folder: Path, info: dict[str, Any], model: nn.Module) -> None:
+    """InputError unless the files gave every weight of the model, in its shape, and its layers no other."""
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, given, wanted = mismatched[0]
+        raise InputError(
+            f"{folder}: the weight {name} is {tuple(given)}, config.json makes it {tuple(wanted)}; save both together"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise InputError(
+            f"{folder} lacks weights that the model needs ({', '.join(missing[:3])}"
+            f"{', …' if len(missing) > 3 else ''}); they would be random numbers. Save the whole model there"
+        )
+    # Others, such as a value head, change nothing in what the policy says; nor do causal masks of older checkpoints.
+    layers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    unused = (name for name in info["unexpected_keys"] if not CAUSAL_MASK.search(name))
+    if left_out := sorted(name for name in unused if name.startswith(layers)):
+        raise InputError(
+            f"{folder} holds weights that config.json makes no use of ({', '.join(left_out[:3])}"
+            f"{', …' if len(left_out) > 3 else ''}), so another model would be measured; save both together"
+        )
+
+
+def _main_device(device_map: str | dict[str, Any] | None) -> str:
+    """The kind of device that decides the precision of a policy that is spread over several."""
+    if isinstance(device_map, dict):
+        return "cpu" if {str(device) for device in device_map.values()} <= {"cpu", "disk"} else "cuda"
+    return find_device(None)
+
+
+def _find_tokenizer(folder: Path, base: Path | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """Beside the weights, above the folder where a run has it, or with an adapter's base."""
+    places = [folder] + ([folder.absolute().parent] if is_checkpoint_of_a_run(folder.absolute()) else [])
+    for place in (*places, *([] if base is None else [base])):
+        if (tokenizer := load_tokenizer(place, trust_remote_code=trust_remote_code)) is not None:
+            return tokenizer
+    return None
+
+
+@torch.no_grad()
+def is_causal(model: nn.Module) -> bool:
+    """Whether the logits of a token stay when the next token changes: encoders load as causal models too."""
+    last = len(model.get_input_embeddings().weight) - 1  # of a vocabulary of one, both rows are the same
+    first, second = model(input_ids=torch.tensor([[0, 0], [0, last]], device=model.device)).logits[:, 0].double()
+    # Two rows of one batch can differ by rounding.
+    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.05
+    return bool((first - second).norm() <= tolerance * first.norm())
+
+
+@torch.no_grad()
+def _check_finite(model: nn.Module, folder: Path) -> None:
+    """InputError for weights or logits that are NaN or infinite: nothing can be told from them."""
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise InputError(
+                f"{folder}: the weight {name} is not finite (NaN or infinity) in {model.dtype}; give another "
+                "checkpoint or --dtype"
+            )
+    if not model(input_ids=torch.tensor([[0, 0]], device=model.device)).logits.isfinite().all():
+        wider = "another checkpoint" if model.dtype in (torch.float32, torch.float64) else "--dtype float32"
+        raise InputError(f"{folder}: the logits are not finite in {model.dtype}; give {wider}")

@@ -1,0 +1,75 @@
+"""Which of a model's parameters are measured, and where each lies in a vector that is flat over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, pairwise
+
+from torch import nn
+
+from gradscope.errors import InputError
+
+_MARK = "_gradscope_measured"
+"""Attribute of a model of which only some parameters are measured: their names."""
+
+
+def measure_only(model: nn.Module, names: Iterable[str]) -> None:
+    """From here on, only these parameters of the model have gradients that are measured and steps that are taken.
+
+    names: in `model.named_parameters()`. It is a property of the model, as the division into a frozen base and an
+    adapter is, and not of one measurement. Raises InputError for names that it has not, and for none.
+    """
+    names, known = frozenset(names), dict(model.named_parameters())
+    if unknown := sorted(names - known.keys()):
+        raise InputError(f"{type(model).__name__} has no parameter {unknown[0]!r}; see dict(model.named_parameters())")
+    if not any(known[name].is_floating_point() for name in names):
+        raise InputError("no parameter is left to measure; name at least one that can have a gradient")
+    setattr(model, _MARK, names)
+
+
+def is_subset(model: nn.Module) -> bool:
+    """Whether only some of the model's parameters are measured."""
+    return hasattr(model, _MARK)
+
+
+def float_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter that can have a gradient and is measured, tied ones once."""
+    chosen = getattr(model, _MARK, None)
+    return [(n, p) for n, p in model.named_parameters() if p.is_floating_point() and (chosen is None or n in chosen)]
+
+
+def flat_slices(model: nn.Module) -> dict[str, slice]:
+    """Where each of them lies in a vector [P] that is flat over all, by name.
+
+    >>> flat_slices(nn.Linear(3, 2))
+    {'weight': slice(0, 6, None), 'bias': slice(6, 8, None)}
+    """
+    named = float_parameters(model)
+    ends = accumulate((p.numel() for _, p in named), initial=0)
+    return {name: slice(*pair) for (name, _), pair in zip(named, pairwise(ends), strict=True)}
+
+
+def flat_spans(model: nn.Module, size: int) -> Iterator[tuple[slice, list[tuple[str, slice, slice]]]]:
+    """Such a vector in spans of at most `size` numbers, each with the parameters that it crosses.
+
+    Of each parameter: its name, where its part lies within the span, and which of its own numbers that part is.
+
+    >>> list(flat_spans(nn.Linear(3, 2), 7))[1]
+    (slice(7, 8, None), [('bias', slice(0, 1, None), slice(1, 2, None))])
+    """
+    slices = flat_slices(model)
+    end = max((part.stop for part in slices.values()), default=0)
+    for start in range(0, end, size):
+        span = slice(start, min(start + size, end))
+        crossed = []
+        for name, part in slices.items():
+            low, high = max(part.start, span.start), min(part.stop, span.stop)
+            if low < high:
+                within = slice(low - span.start, high - span.start)
+                crossed.append((name, within, slice(low - part.start, high - part.start)))
+        yield span, crossed
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Of parameters, tied ones once, and buffers."""
+    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))

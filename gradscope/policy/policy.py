@@ -1,0 +1,199 @@
+"""A policy: a decoder-only causal language model, its tokenizer, and where its blocks are."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from gradscope.errors import InputError, first_line
+from gradscope.policy.parameters import float_parameters
+from gradscope.policy.upcasting import arithmetic_dtype, precision_in_words
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A decoder-only causal language model, its tokenizer and where its blocks are."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    """None where only ids are measured."""
+    blocks_name: str
+    """The ModuleList of blocks, by its name in model.named_modules()."""
+    path: str = ""
+    """Where it was loaded from; empty for a model made in memory."""
+    params: Literal["all", "adapter"] = "all"
+    """Which parameters' gradients are measured: all, or those of the adapter alone (`parameters.measure_only`)."""
+    base: str | None = None
+    """Where the base model of an adapter was loaded from; None: the checkpoint was a whole model."""
+
+    @property
+    def parameters_in_words(self) -> str:
+        """What norms and sums over parameters are over."""
+        return "all parameters" if self.params == "all" else "the adapter's parameters"
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.get_submodule(self.blocks_name)
+
+    @property
+    def config(self) -> Any:
+        """The text part of the configuration."""
+        return self.model.config.get_text_config()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in: float32 where half-precision weights are upcast."""
+        return arithmetic_dtype(self.model)
+
+    @property
+    def vocab_size(self) -> int:
+        """N of Prop. 4.2: how many logits a position has."""
+        return self.config.vocab_size
+
+    @property
+    def context(self) -> int | None:
+        """Longest sequence (prompt + response) the positions allow; None: no limit is known."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def encode_prompt(self, prompt: str | list[dict[str, str]]) -> list[int]:
+        """Ids of a prompt: a string with special tokens; a chat through the template, its last assistant turn open."""
+        tokenizer = self._need_tokenizer()
+        check_prompt(prompt)
+        if isinstance(prompt, str):
+            return list(tokenizer(prompt).input_ids)
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise InputError(
+                "the prompt is a chat but the tokenizer has no chat template; give the prompt as one string"
+            )
+        prefilled = prompt[-1]["role"] == "assistant"
+        try:
+            return list(
+                tokenizer.apply_chat_template(
+                    prompt,
+                    tokenize=True,
+                    return_dict=False,
+                    add_generation_prompt=not prefilled,
+                    continue_final_message=prefilled,
+                )
+            )
+        except Exception as error:  # a template is a program of the checkpoint's author: it may raise anything
+            raise InputError(
+                f"the tokenizer's chat template raised {type(error).__name__} ({first_line(error)}) on the chat "
+                f"{str(prompt)[:60]!r}; mend the chat, or give the prompt as one string"
+            ) from error
+
+    def encode_response(self, response: str) -> list[int]:
+        """Ids of a response's text; no special token and no EOS is added.
+
+        Raises InputError for text that the tokenizer has no tokens for: nobody has sampled what stands for it.
+        """
+        _check_text(response, "the response")
+        tokenizer = self._need_tokenizer()
+        ids = list(tokenizer(response, add_special_tokens=False).input_ids)
+        if self.knows_not(response, ids):
+            raise InputError(
+                f"the tokenizer has no tokens for some of the response {response[:60]!r} and would take "
+                f"{tokenizer.unk_token!r} for it; give the checkpoint that sampled it, or the ids"
+            )
+        return ids
+
+    def knows_not(self, text: object, ids: list[int]) -> bool:
+        """Whether ids of a text, or of a chat, hold the token for whatever the tokenizer does not know.
+
+        False where that token has another use too (GPT-2, OPT): their tokenizers know every byte.
+        """
+        tokenizer = self._need_tokenizer()
+        unknown = tokenizer.unk_token_id
+        if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+            return False
+        return unknown in ids and tokenizer.unk_token not in str(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of the ids; `<id>` where there is no tokenizer."""
+        if self.tokenizer is None:
+            return "".join(f"<{i}>" for i in ids)
+        return self.tokenizer.decode(ids)
+
+    def _need_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise InputError(
+                f"text needs a tokenizer and {self.path or 'this policy'} has none; save one beside the weights, or "
+                "give prompt_ids and response_ids"
+            )
+        return self.tokenizer
+
+    def __repr__(self) -> str:
+        size = f"{sum(p.numel() for p in self.model.parameters()):,} parameters"
+        if self.params == "adapter":
+            size += f" ({sum(p.numel() for _, p in float_parameters(self.model)):,} of an adapter, which are measured)"
+        return (
+            f"Policy({type(self.model).__name__}, {size}, {len(self.blocks)} blocks at "
+            f"{self.blocks_name!r}, vocabulary {self.vocab_size}, "
+            f"{precision_in_words(self.model)} on {self.device})"
+        )
+
+
+def find_blocks(model: nn.Module, name: str | None = None) -> str:
+    """Name of the one ModuleList of blocks: as long as the configuration says, and inside no other ModuleList."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    if name is not None:
+        if name not in lists:
+            raise InputError(f"the model has no ModuleList {name!r}; it has {', '.join(lists) or 'none'}")
+        return name
+    outermost = [n for n in lists if not any(n.startswith(other + ".") for other in lists)]
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    found = [n for n in outermost if len(lists[n]) == depth] or outermost
+    if len(found) != 1:
+        raise InputError(
+            f"{type(model).__name__} has {len(found)} candidates for its blocks "
+            f"({', '.join(found) or 'no ModuleList'}); name the right one with --blocks"
+        )
+    return found[0]
+
+
+def takes(model: nn.Module, argument: str) -> bool:
+    """Whether the model's forward has an argument of this name: its class's, or the one that took its place."""
+    own = vars(model).get("forward")
+    return argument in (_arguments(type(model)) if own is None else inspect.signature(own).parameters)
+
+
+@lru_cache
+def _arguments(kind: type[nn.Module]) -> frozenset[str]:
+    """Of a class's forward, looked up once: decoding asks in every step."""
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
+def check_prompt(prompt: Any, place: str | None = None) -> None:
+    """Raise InputError for what is neither a string nor a chat, or cannot be written down; place: where it is from.
+
+    >>> check_prompt("2+2="), check_prompt([{"role": "user", "content": "2+2="}])
+    (None, None)
+    """
+    where = "" if place is None else f"{place}: "
+    chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    if not (isinstance(prompt, str) or (chat and prompt)):
+        raise InputError(
+            f"{where}the prompt is neither a string nor a chat but {prompt!r:.60}; give a string or a chat "
+            "([{role, content}, …])"
+        )
+    _check_text(prompt, f"{where}the prompt")
+
+
+def _check_text(value: Any, name: str) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:  # of a lone surrogate, UnicodeEncodeError
+        raise InputError(f"{name} holds what is no text ({first_line(error)}); mend it") from error

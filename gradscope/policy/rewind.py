@@ -1,0 +1,83 @@
+"""Let a model be trained for a while, and put everything back, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradscope.runs import check_room, scratch_zeros
+
+
+@contextmanager
+def rewound(model: nn.Module, *, memory: int | None = None) -> Iterator[Mapping[str, Tensor]]:
+    """Anything may be done to the model inside; behind it, raised or not, model and random states are as they were.
+
+    Yields the parameters' values on entry by name, of which every `.grad` starts out as None. What comes back: values
+    of parameters and buffers in the very same tensors, which module holds which, `.grad`, requires_grad, training
+    modes, and the random states of torch (of each GPU too, once CUDA is in use), numpy and Python.
+    Memory: a copy of the model; where it is over `memory` bytes (None: any amount is there), in scratch files on the
+    host. Raises InputError where these find no room.
+    """
+    copy = torch.clone
+    if memory is not None and model_bytes(model) > memory:
+        check_room(model_bytes(model))
+        copy = _copy_to_scratch
+    states = _random_states()
+    modules = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    parameters = [(p, p.requires_grad, p.grad) for p in model.parameters()]
+    values = {name: copy(p.detach()) for name, p in model.named_parameters()}
+    pairs = zip(model.parameters(), values.values(), strict=True)
+    tensors = [(p, p.data, value) for p, value in pairs]
+    tensors += [(b, b.data, copy(b.detach())) for b in model.buffers()]
+    try:
+        for parameter, _, _ in parameters:
+            parameter.grad = None
+        yield MappingProxyType(values)
+    finally:
+        for module, training, own_parameters, own_buffers in modules:
+            module.training = training
+            _refill(module._parameters, own_parameters)
+            _refill(module._buffers, own_buffers)
+        for tensor, memory, value in tensors:
+            tensor.data = memory
+            if not _is_expanded(memory):
+                memory.copy_(value)
+        for parameter, flag, gradient in parameters:
+            parameter.requires_grad_(flag)
+            parameter.grad = gradient
+        _set_random_states(states)
+
+
+def _refill(mapping: dict[str, Tensor | None], content: dict[str, Tensor | None]) -> None:
+    mapping.clear()
+    mapping.update(content)
+
+
+def _copy_to_scratch(tensor: Tensor) -> Tensor:
+    return scratch_zeros(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether several entries are one number in memory: torch refuses to write there, so nothing has."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _random_states() -> tuple:
+    """Python's, numpy's, torch's on the CPU and, once CUDA is in use, a list of those on each GPU."""
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), gpus
+
+
+def _set_random_states(states: tuple) -> None:
+    python, numpy, cpu, gpus = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if gpus:
+        torch.cuda.set_rng_state_all(gpus)

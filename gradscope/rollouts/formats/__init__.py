@@ -1,0 +1,1 @@
+"""One file per trainer whose dumps are read; `base` says what a format is."""

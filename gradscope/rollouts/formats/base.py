@@ -1,0 +1,121 @@
+"""What a format is to the readers: columns that tell it from others, and how its records become rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradscope.errors import InputError
+from gradscope.policy import Policy
+from gradscope.rollouts.files import Record
+
+RETOKENISED = (
+    "the dump holds text: prompts and responses were tokenized again, which may not give the ids that were sampled"
+)
+NO_SPECIAL_TOKENS = (
+    "responses were decoded without special tokens: the end-of-sequence token that closed a response is not among its "
+    "tokens"
+)
+ON_POLICY = "no log-probabilities in the dump: taken as on-policy (ratio 1)"
+NO_TEMPERATURE = "temperature not in the dump, taken as 1; give --temperature"
+FROM_REWARDS = (
+    "no advantages in the dump: they are GRPO's from its rewards within each prompt's responses, which is not what "
+    "another algorithm or a filter made of them"
+)
+EMPTY = "the response is empty"
+MASKED_OUT = "the trainer's mask keeps no token of them"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One response, in the native format's columns and those of EXTRAS."""
+
+    place: str
+    columns: dict[str, Any]
+    step: int | None = None
+    """Training step."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """What the file calls a column, for errors."""
+    left_out: str | None = None
+    """Why the row is left out; None: it is not."""
+
+    def label(self, name: str) -> str:
+        """The column's name in the file."""
+        return self.labels.get(name, name)
+
+
+EXTRAS = ("entropy", "logprobs", "sampler_logprobs", "clipped")
+"""Columns of a Row, one value per response token, that only a Dump has; see there."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of dump."""
+
+    name: str
+    needs: frozenset[str]
+    """Columns that every record has: by them a format is told."""
+    knows: str
+    """What else its trainer writes, apart by blanks; other columns are ignored too."""
+    rows: Callable[[Iterable[Record], Policy | None], Iterator[Row]]
+    notes: tuple[str, ...] = ()
+    """What a reader must know of every dump of this kind."""
+    is_finished: Callable[[Path], bool] = lambda path: True
+    """Whether the trainer has written the whole of this file."""
+
+
+def row_by_row(make: Callable[[Record, Policy | None], Row]) -> Callable[..., Iterator[Row]]:
+    """`Format.rows` of a format in which a record is a response."""
+    return lambda records, policy: (make(record, policy) for record in records)
+
+
+def list_by_list(make: Callable[[Record, Policy | None], Row], needs: Iterable[str]) -> Callable[..., Iterator[Row]]:
+    """`Format.rows` of a format in which a record is a dictionary of lists, an entry per response."""
+
+    def rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
+        for record in records:
+            for entry in _entries(record, tuple(needs)):
+                yield make(entry, policy)
+
+    return rows
+
+
+def _entries(record: Record, needs: tuple[str, ...]) -> Iterator[Record]:
+    for name in needs:
+        if not isinstance(record.columns.get(name), list):
+            raise InputError(f"{record.place}: `{name}` is no list; a line of this format is one list per column")
+    length = len(record.columns[needs[0]])
+    for name, value in record.columns.items():
+        if isinstance(value, list) and len(value) != length:
+            raise InputError(
+                f"{record.place}: `{name}` has {len(value)} entries, `{needs[0]}` {length}; each list has one per "
+                "response"
+            )
+    for index in range(length):
+        columns = {name: v[index] if isinstance(v, list) else v for name, v in record.columns.items()}
+        known = {name: v for name, v in columns.items() if v is not None}
+        yield Record(record.path, f"{record.place}, entry {index}", known)
+
+
+def pick(record: Record, names: Mapping[str, str]) -> dict[str, Any]:
+    """Those of the columns that the record has, by their native name: {native name: name in the file}."""
+    return {native: record.columns[own] for native, own in names.items() if own in record.columns}
+
+
+def need(record: Record, name: str) -> Any:
+    """The record's column of that name; InputError without."""
+    if name not in record.columns:
+        raise InputError(f"{record.place}: no `{name}`; every record of this format has one; leave the record out")
+    return record.columns[name]
+
+
+def whole_number(record: Record, name: str) -> int | None:
+    """A count such as the training step; a string of digits is one too. None where the record has none."""
+    value = record.columns.get(name)
+    if isinstance(value, str) and value.isdecimal() and len(value) < 20:
+        value = int(value)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63):
+        return value
+    raise InputError(f"{record.place}: `{name}` is {value!r:.40}; wanted is a whole number of 64 bits")

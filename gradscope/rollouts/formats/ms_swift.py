@@ -1,0 +1,37 @@
+"""ms-swift's completions.jsonl: a line per logging call, a dictionary of lists with an entry per completion."""
+
+from __future__ import annotations
+
+from gradscope.policy import Policy
+from gradscope.rollouts.files import Record
+from gradscope.rollouts.formats.base import (
+    NO_SPECIAL_TOKENS,
+    RETOKENISED,
+    Format,
+    Row,
+    list_by_list,
+    pick,
+    whole_number,
+)
+from gradscope.rollouts.formats.text import prompt_of, response_of, without_bos
+
+NEEDS = ("prompt", "completion", "advantages")
+
+
+def _row(record: Record, policy: Policy | None) -> Row:
+    if not {"prompt", "completion"} <= record.columns.keys():
+        return Row(record.place, {}, left_out="the entry has no prompt or no completion")
+    step = whole_number(record, "gen_step" if "gen_step" in record.columns else "step")
+    columns = pick(record, {"advantage": "advantages"})
+    columns["prompt"] = without_bos(prompt_of(record, "prompt"), policy)
+    columns["response"] = response_of(record, "completion")
+    return Row(record.place, columns, step, {"response": "completion", "advantage": "advantages"})
+
+
+MS_SWIFT = Format(
+    "ms_swift",
+    needs=frozenset(NEEDS),
+    knows="step gen_step reward entropy solution num_turns",
+    rows=list_by_list(_row, NEEDS),
+    notes=(RETOKENISED, NO_SPECIAL_TOKENS),
+)

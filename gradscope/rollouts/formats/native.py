@@ -1,0 +1,124 @@
+"""The native rollout format: JSONL or parquet, a row per response, checked so that a mistake is named by its row."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from gradscope.errors import InputError
+from gradscope.policy import Policy
+from gradscope.rollouts.files import Record
+from gradscope.rollouts.formats.base import Format, Row
+
+COLUMNS = (
+    "prompt_ids",
+    "response_ids",
+    "prompt",
+    "response",
+    "advantage",
+    "reward",
+    "group",
+    "old_logprobs",
+    "ref_logprobs",
+    "response_mask",
+    "temperature",
+)
+"""Columns with a meaning here; other columns are ignored."""
+
+ALIASES = {
+    "mask": "response_mask",
+    "loss_mask": "response_mask",
+    "completion_mask": "response_mask",
+    "completion": "response",
+    "completion_ids": "response_ids",
+    "output_ids": "response_ids",
+    "logprobs": "old_logprobs",
+    "sampling_logprobs": "old_logprobs",
+    "reference_logprobs": "ref_logprobs",
+    "temp": "temperature",
+}
+"""Names that others use for a column and that spelling alone does not give away."""
+
+PARTNERS = {"prompt_ids": "prompt", "prompt": "prompt_ids", "response_ids": "response", "response": "response_ids"}
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+"""What native rollouts are written as."""
+
+
+def is_native(names: Iterable[str]) -> bool:
+    """Whether columns of these names give a native row its ids."""
+    names = set(names)
+    return {"prompt", "response"} <= names or {"prompt_ids", "response_ids"} <= names
+
+
+def count_columns(names: Iterable[str]) -> int:
+    """How many of these columns mean something here, near misses counted."""
+    return sum(name in COLUMNS or _meant(name) is not None for name in names)
+
+
+def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
+    for record in records:
+        _check_names(record.place, record.columns)
+        yield Row(record.place, {name: value for name, value in record.columns.items() if name in COLUMNS})
+
+
+NATIVE = Format("native", needs=frozenset(), knows=" ".join(COLUMNS), rows=_rows)
+"""A row holds `prompt_ids` + `response_ids` (taken as they are; refused where most rows' text says something else) or
+`prompt` + `response` (encoded by the policy; a chat goes through its template), then any of COLUMNS; null is none.
+Within `old_logprobs`, `ref_logprobs` and a list of `advantage`, null and NaN may stand where `response_mask` drops the
+token. Without `group`, identical prompts share one."""
+
+
+def write_rollouts(path: str | Path, rows: Iterable[dict[str, Any]]) -> Path:
+    """Write rows as JSONL or parquet, by the suffix; the file appears whole or not at all."""
+    path = Path(path)
+    _check_suffix(path)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        if path.suffix == ".parquet":
+            _write_parquet(partial, list(rows))
+        else:
+            with partial.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in rows)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), path)
+
+
+def _check_names(place: str, row: dict[str, Any]) -> None:
+    """Refuse a name that means a column the row does not have; beside that column, it is a user's own."""
+    for name in sorted(row.keys() - set(COLUMNS)):
+        meant = _meant(name)
+        if meant is not None and meant not in row and PARTNERS.get(meant) not in row:
+            raise InputError(f"{place}: unknown column {name!r}; did you mean {meant!r}? Rename it, or leave it out")
+
+
+def _meant(name: str) -> str | None:
+    """The column that this is a near miss of."""
+    plain = name.lower().replace("log_prob", "logprob")
+    close = [ALIASES[plain]] if plain in ALIASES else get_close_matches(plain, COLUMNS, n=1, cutoff=0.87)
+    return close[0] if close else None
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix not in SUFFIXES:
+        ending = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
+        raise InputError(f"{path} {ending}; rollouts are written as {', '.join(SUFFIXES)}")
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold of a tensor, an array or a number of numpy."""
+    return value.tolist()

@@ -1,0 +1,49 @@
+"""prime-rl's token exports: token_exports/step_{n}/rank_{r}.jsonl, a line per sequence, beside a marker STABLE.
+
+Every array is as long as token_ids and its entry s is about token s. A value that was not finite is null.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gradscope.policy import Policy
+from gradscope.rollouts.files import Record
+from gradscope.rollouts.formats.base import Format, Row, row_by_row, whole_number
+from gradscope.rollouts.formats.sequences import split_sequence
+
+PER_TOKEN = {
+    "advantage": "advantages",
+    "old_logprobs": "inference_logprobs",
+    "logprobs": "trainer_logprobs",
+    "sampler_logprobs": "inference_logprobs",
+    "entropy": "entropy",
+    "clipped": "is_masked",
+}
+
+
+def _row(record: Record, policy: Policy | None) -> Row:
+    step = whole_number(record, "step")
+    return split_sequence(record, ids="token_ids", mask="loss_mask", per_token=PER_TOKEN, columns={}, step=step)
+
+
+def _is_stable(path: Path) -> bool:
+    return (path.parent / "STABLE").exists()
+
+
+PRIME_RL = Format(
+    "prime_rl",
+    needs=frozenset({"token_ids", "loss_mask", "inference_logprobs"}),
+    knows=(
+        "schema_version step export_step rank micro_step micro_sequence_idx export_sequence_idx run_id env_name "
+        "position_ids advantages rewards losses trainer_logprobs entropy mismatch_kl log_importance_ratio "
+        "importance_ratio prob_delta is_masked is_masked_high is_masked_low rl_weights ce_weights "
+        "ref_kl_weights"
+    ),
+    rows=row_by_row(_row),
+    notes=(
+        "ratios are of prime-rl's trainer_logprobs to its inference_logprobs, as trained",
+        "the dump names no prompts: sequences of a step with the same tokens before the first trained one are a group",
+    ),
+    is_finished=_is_stable,
+)

@@ -1,0 +1,59 @@
+"""ROLL's rollout_dump_data.step_{n}.jsonl: one line, a dictionary of lists with an entry per response."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gradscope.policy import Policy
+from gradscope.rollouts.files import Record
+from gradscope.rollouts.formats.base import (
+    NO_SPECIAL_TOKENS,
+    RETOKENISED,
+    Format,
+    Row,
+    list_by_list,
+    pick,
+    whole_number,
+)
+from gradscope.rollouts.formats.text import prompt_of, without_bos
+
+NEEDS = ("prompt", "responses", "scores")
+NAMES = {"response": "responses", "reward": "scores", "temperature": "sampling_params"}
+
+
+def _row(record: Record, policy: Policy | None) -> Row:
+    columns = pick(record, {"response": "responses", "reward": "scores"})
+    if "prompt" in record.columns:
+        columns["prompt"] = without_bos(prompt_of(record, "prompt"), policy)
+    temperature = _temperature(record.columns.get("sampling_params"))
+    if temperature is not None:
+        columns["temperature"] = temperature
+    return Row(record.place, columns, whole_number(record, "global_step"), NAMES)
+
+
+def _temperature(settings: Any) -> int | float | None:
+    """Of sampling_params, a JSON text; None where it says none."""
+    try:
+        found = json.loads(settings) if isinstance(settings, str) else settings
+    except ValueError:
+        return None
+    for place in (found, found.get("generation_config") if isinstance(found, dict) else None):
+        if isinstance(place, dict) and isinstance(place.get("temperature"), (int, float)):
+            return place["temperature"]
+    return None
+
+
+ROLL = Format(
+    "roll",
+    needs=frozenset(NEEDS),
+    knows=(
+        "global_step id source difficulty messages ground_truth case_type test_case_function test_cases tag domain "
+        "sampling_params"
+    ),
+    rows=list_by_list(_row, NEEDS),
+    notes=(
+        RETOKENISED,
+        NO_SPECIAL_TOKENS,
+    ),
+)

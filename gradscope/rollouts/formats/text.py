@@ -1,0 +1,61 @@
+"""Prompts and responses that a dump holds as text or as chat messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradscope.errors import InputError
+from gradscope.policy import Policy
+from gradscope.rollouts.files import Record
+from gradscope.rollouts.formats.base import need
+from gradscope.rollouts.formats.values import show
+
+
+def prompt_of(record: Record, name: str) -> Any:
+    """The prompt: a string, or a chat whose messages lost the nulls that parquet fills in.
+
+    A chat that ends in an assistant's turn is refused: trainers add a new turn to it, gradscope keeps it open.
+    """
+    prompt = need(record, name)
+    if not isinstance(prompt, list):
+        return prompt
+    chat = [_without_nulls(message) for message in prompt]
+    if chat and isinstance(chat[-1], dict) and chat[-1].get("role") == "assistant":
+        raise InputError(
+            f"{record.place}: `{name}` ends with an assistant's turn, after which the trainer opened another; give "
+            "native rows with `prompt_ids`"
+        )
+    return chat
+
+
+def response_of(record: Record, name: str) -> Any:
+    """The response's text: a string, or the content of a single assistant message and nothing else."""
+    response = need(record, name)
+    if not isinstance(response, list):
+        return response
+    messages = [_without_nulls(message) for message in response]
+    if not messages:
+        return ""
+    single = len(messages) == 1 and isinstance(messages[0], dict) and messages[0].get("role") == "assistant"
+    if not single or not isinstance(messages[0].get("content", ""), str) or messages[0].keys() - {"role", "content"}:
+        raise InputError(
+            f"{record.place}: `{name}` is {show(messages)}; only a single assistant message of plain text can be "
+            "tokenized again (tool calls and several turns cannot); give native rows with `response_ids`"
+        )
+    return messages[0].get("content", "")
+
+
+def without_bos(prompt: Any, policy: Policy | None) -> Any:
+    """A templated prompt without the beginning-of-sequence token that its tokenizer will add once more."""
+    tokenizer = policy.tokenizer if policy else None
+    bos = getattr(tokenizer, "bos_token", None)
+    if not bos or not isinstance(prompt, str) or not prompt.startswith(bos):
+        return prompt
+    doubled = tokenizer(prompt).input_ids[:2] == [tokenizer.bos_token_id] * 2
+    return prompt.removeprefix(bos) if doubled else prompt
+
+
+def _without_nulls(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    return {name: value for name, value in message.items() if value is not None}

@@ -1,0 +1,23 @@
+"""verifiers' results.jsonl, a line per rollout of an environment: text, with a reward and without log-probabilities."""
+
+from __future__ import annotations
+
+from gradscope.policy import Policy
+from gradscope.rollouts.files import Record
+from gradscope.rollouts.formats.base import NO_SPECIAL_TOKENS, RETOKENISED, Format, Row, pick, row_by_row
+from gradscope.rollouts.formats.text import prompt_of, response_of
+
+
+def _row(record: Record, policy: Policy | None) -> Row:
+    columns = pick(record, {"reward": "reward", "group": "example_id"})
+    columns |= {"prompt": prompt_of(record, "prompt"), "response": response_of(record, "completion")}
+    return Row(record.place, columns, labels={"response": "completion", "group": "example_id"})
+
+
+VERIFIERS = Format(
+    "verifiers",
+    needs=frozenset({"example_id", "prompt", "completion", "reward"}),
+    knows=("answer info error timing is_completed is_truncated stop_condition metrics tool_defs token_usage"),
+    rows=row_by_row(_row),
+    notes=(RETOKENISED, NO_SPECIAL_TOKENS),
+)

@@ -1,0 +1,134 @@
+"""Rollout files of any trainer become a TokenBatch: one file here per format, registered by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+
+from gradscope.errors import InputError
+from gradscope.policy import Policy
+from gradscope.rollouts.batch import TokenBatch
+from gradscope.rollouts.dump import Dump, make_dump
+from gradscope.rollouts.files import Record, list_files, read_records
+from gradscope.rollouts.formats.base import Format
+from gradscope.rollouts.formats.ms_swift import MS_SWIFT
+from gradscope.rollouts.formats.native import NATIVE, count_columns, is_native, write_rollouts
+from gradscope.rollouts.formats.nemo_rl import NEMO_RL
+from gradscope.rollouts.formats.open_instruct import OPEN_INSTRUCT
+from gradscope.rollouts.formats.prime_rl import PRIME_RL
+from gradscope.rollouts.formats.roll import ROLL
+from gradscope.rollouts.formats.slime import SLIME
+from gradscope.rollouts.formats.trl import TRL
+from gradscope.rollouts.formats.verifiers import VERIFIERS
+from gradscope.rollouts.formats.verl import VERL
+
+READERS: dict[str, Format] = {
+    form.name: form for form in (NATIVE, TRL, VERL, PRIME_RL, NEMO_RL, OPEN_INSTRUCT, SLIME, MS_SWIFT, ROLL, VERIFIERS)
+}
+"""What reads a format, by its name; a reader of your own is one more entry."""
+
+__all__ = ["READERS", "Dump", "read_dump", "read_rollouts", "write_rollouts"]
+
+
+def read_rollouts(path: str | Path, policy: Policy | None = None, *, format: str | None = None) -> TokenBatch:
+    """The batch of `read_dump`."""
+    return read_dump(path, policy, format=format).batch
+
+
+def read_dump(
+    path: str | Path, policy: Policy | None = None, *, format: str | None = None, step: int | None = None
+) -> Dump:
+    """Read the responses of one file, or of all files of a folder in order, which must then be of one format.
+
+    policy: whose tokenizer encodes rows of text, and whose vocabulary and context bound the ids; without one, rows
+        must hold ids and their size is not checked.
+    format: a name in READERS; None tells it by the columns of each file's first record.
+    step: keeps the responses of one training step; None keeps all.
+
+    Rows of a trainer's dump that hold no response, or none of whose tokens was trained, are left out, and a note says
+    how many; in native rollouts they are refused. Raises InputError, naming file and row, for anything that cannot be
+    used, and for a step that is not there, naming those that are.
+    """
+    path = Path(path)
+    if format is not None and format not in READERS:
+        raise InputError(f"rollout format {format!r} is not known; use one of {', '.join(sorted(READERS))}")
+    files = list_files(path)
+    form = _find_format(path, files, format)
+    finished = [file for file in files if form.is_finished(file)]
+    if not finished:
+        raise InputError(
+            f"{files[0]} has no marker STABLE beside it: {form.name} has not finished writing it; wait for it, or give "
+            "another step's folder"
+        )
+    unfinished = len(files) - len(finished)
+    notes = [*form.notes] + ([f"{unfinished} unfinished files left out (no marker STABLE)"] if unfinished else [])
+    rows = form.rows(chain.from_iterable(map(read_records, finished)), policy)
+    return make_dump(rows, policy, format=form.name, path=path, notes=notes, step=step, is_dump=form is not NATIVE)
+
+
+def _find_format(path: Path, files: list[Path], name: str | None) -> Format:
+    """The one format of all files that hold a record."""
+    found: tuple[Path, Format] | None = None
+    for file in files:
+        record = next(_first(file), None)
+        if record is None:
+            continue
+        if name is None:
+            form = recognise(record, READERS)
+        else:
+            form = READERS[name]
+            check_format(record, form)
+        if found is not None and form is not found[1]:
+            raise InputError(
+                f"{path} mixes formats: {found[0]} is {found[1].name}, {file} is {form.name}; give one of them, or a "
+                "folder of one format"
+            )
+        found = found or (file, form)
+    if found is None:
+        raise InputError(f"{path} holds no rows; give at least one response")
+    return found[1]
+
+
+def _first(file: Path) -> Iterator[Record]:
+    """At most one record; a file of tensors, which is read whole, is told by its name."""
+    if file.suffix == ".pt":
+        yield Record(file, str(file), dict.fromkeys(SLIME.needs))
+    else:
+        yield from read_records(file)
+
+
+def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
+    """The format whose columns the record has; a record near the native one is native, whose reader says what lacks.
+
+    Raises InputError that names the columns and the nearest format.
+    """
+    names = set(record.columns)
+    if record.path.suffix == ".pt":
+        return formats["slime"]
+    if is_native(names):
+        return formats["native"]
+    fitting = [form for form in formats.values() if form.needs and form.needs <= names]
+    if fitting:
+        return max(fitting, key=lambda form: len(form.needs & names))
+    common = {form.name: len(names & (form.needs | set(form.knows.split()))) for form in formats.values()}
+    common["native"] = count_columns(names)
+    nearest = max(formats.values(), key=lambda form: (common[form.name], form.name == "native"))
+    if nearest.name == "native" and common["native"]:
+        return nearest
+    given = ", ".join(sorted(names)[:12]) or "none"
+    if not common[nearest.name]:
+        raise InputError(f"{record.place}: columns of no known format ({given}); known are {', '.join(formats)}")
+    raise InputError(
+        f"{record.place}: columns of no known format ({given}); the nearest is {nearest.name}, which also has "
+        f"{', '.join(sorted(nearest.needs - names))}; give --format, or rename them to the native columns"
+    )
+
+
+def check_format(record: Record, form: Format) -> None:
+    """InputError for a record that lacks a column of the format that was asked for."""
+    if missing := sorted(form.needs - set(record.columns)):
+        raise InputError(
+            f"{record.place}: no `{missing[0]}`, which every record of the format {form.name} has; leave --format out, "
+            "or give another"
+        )

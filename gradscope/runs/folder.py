@@ -1,0 +1,302 @@
+"""A folder of results that is written whole or not at all, and whose unfinished run can be taken up again."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+
+from gradscope.errors import InputError
+from gradscope.runs.lock import locked
+
+MANIFEST, KEY, PARTIAL, LOCK = "manifest.json", "key.json", ".partial", "lock"
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
+"""What the system says where the user has to name another folder; the rest (a full disk, …) is not the user's."""
+LIBRARIES = ("torch", "transformers", "numpy", "pandas", "matplotlib", "seaborn", "scipy", "accelerate", "peft", "vllm")
+
+
+class RunFolder:
+    """DIR, with what is not finished in DIR/.partial, keyed by all settings that change a number.
+
+    The same key takes an unfinished run up again and leaves a finished one alone; another key is refused.
+    """
+
+    def __init__(
+        self, folder: str | Path, key: dict[str, Any], *, results: Sequence[str] = ("tokens.parquet", "figures")
+    ) -> None:
+        """results: files and folders that such a run writes; found without a manifest, they are not replaced."""
+        self.folder, self.key = Path(folder), json.loads(json.dumps(key, default=str))
+        self.results = tuple(results)
+        self.partial = self.folder / PARTIAL
+        self.staged = self.partial / "staged"
+        """Results wait here, under the names that they will have in DIR, until all are there."""
+
+    @property
+    def manifest(self) -> dict[str, Any] | None:
+        """What the folder's manifest says; None if there is none."""
+        return read_json(self.folder / MANIFEST)
+
+    def look(self, *, overwrite: bool = False) -> Literal["nothing", "unfinished", "finished"]:
+        """How far the run of this key has come here; nothing is written.
+
+        Raises InputError if the folder holds a run with another key, or results of an unknown one; with `overwrite`
+        only if it is no folder, or has a manifest that is not a run's.
+        """
+        check_is_folder(self.partial)
+        check_results(self.folder, (MANIFEST, *self.results))
+        manifest, unfinished = self.manifest, read_json(self.partial / KEY) if self._has_parts() else None
+        if manifest is not None and not _is_of_a_run(manifest):
+            raise InputError(f"{self.folder / MANIFEST} is not of a run of gradscope; give another --out")
+        if overwrite:
+            return "nothing"
+        if manifest is not None and manifest["key"] == self.key:
+            return "finished"
+        if unfinished is not None and unfinished.get("key") == self.key:
+            return "unfinished"
+        if manifest is not None:
+            raise InputError(
+                f"{self.folder} holds a run {self._difference(manifest)}; give another --out, or --overwrite"
+            )
+        if unfinished is not None:
+            raise InputError(
+                f"{self.folder} holds an unfinished run {self._difference(unfinished)}; give its arguments to finish "
+                "it, another --out, or --overwrite"
+            )
+        if found := next((name for name in self.results if (self.folder / name).exists()), None):
+            raise InputError(f"{self.folder} holds {found} without a manifest; give another --out, or --overwrite")
+        return "nothing"
+
+    def open(self, *, overwrite: bool = False) -> bool:
+        """Prepare the folder to be written; True if an unfinished run of the same key is taken up again.
+
+        With `overwrite`, what is unfinished goes; finished results stay until `close` has others. Raises what `look`
+        raises, and InputError where nothing can be written.
+        """
+        resumed = self.look(overwrite=overwrite) == "unfinished"
+        check_writable(self.folder / MANIFEST)
+        if not resumed:
+            self._clear()
+        self.stage()
+        write_json(self.partial / KEY, {"key": self.key})
+        return resumed
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """For the time of a run: nobody else writes here. A run that ends without any part leaves nothing behind.
+
+        Raises InputError if another process is in this block; a killed one is not.
+        """
+        check_is_folder(self.partial)
+        check_writable(self.folder / MANIFEST)
+        with locked(self.folder, f"{PARTIAL}/{LOCK}"):
+            try:
+                yield
+            finally:
+                if not self._has_parts():
+                    self._clear()
+        with suppress(OSError):  # it is not empty
+            self.partial.rmdir()
+
+    def stage(self) -> None:
+        """Make `staged` anew and empty: by itself, to add something to a finished run."""
+        shutil.rmtree(self.staged, ignore_errors=True)
+        self.staged.mkdir(parents=True)
+
+    def has_part(self, index: int) -> bool:
+        """Whether part `index` is there; one that cannot be read is to be made again."""
+        return is_table(self.part(index))
+
+    def part(self, index: int) -> Path:
+        """Where part `index` of the run lies until all are there."""
+        return self.partial / f"part-{index:06d}.parquet"
+
+    def write_part(self, index: int, frame: pd.DataFrame) -> None:
+        write_parquet(self.part(index), frame)
+
+    def read_parts(self, count: int) -> list[pd.DataFrame]:
+        return [pd.read_parquet(self.part(index)) for index in range(count)]
+
+    def close(self, manifest: dict[str, Any]) -> None:
+        """Put what is staged in the place of what an earlier run wrote, the manifest last; drop the rest of `.partial`.
+
+        Killed on the way, the run is unfinished.
+        """
+        files = [path.relative_to(self.staged) for path in sorted(self.staged.rglob("*")) if path.is_file()]
+        names = dict.fromkeys([*manifest.get("files", []), *map(Path.as_posix, files)])
+        earlier = self.manifest or {"key": self.key, "files": self.results}
+        if earlier["key"] != self.key:
+            (self.folder / MANIFEST).unlink()
+        for name in {*earlier.get("files", self.results)} - {*names}:
+            if (self.folder / name).is_file():
+                (self.folder / name).unlink()
+        for file in files:
+            (self.folder / file).parent.mkdir(exist_ok=True)
+            os.replace(self.staged / file, self.folder / file)
+        write_json(self.folder / MANIFEST, manifest | {"files": list(names), "key": self.key})
+        self._clear()
+        with suppress(OSError):  # the lock is there
+            self.partial.rmdir()
+
+    def _has_parts(self) -> bool:
+        return any(self.partial.glob("part-*.parquet"))
+
+    def _clear(self) -> None:
+        """Drop from `.partial` what a run writes there; the lock stays, and what is not ours."""
+        for pattern in (self.staged.name, KEY, "part-*.parquet", ".*.tmp"):
+            for path in self.partial.glob(pattern):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+    def _difference(self, found: dict[str, Any]) -> str:
+        """In words, what was run there that is not asked for now."""
+        key = found.get("key")
+        found = _flatten(key if isinstance(key, dict) else {})
+        wanted = _flatten(self.key)
+        changed = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
+        values = ", ".join(f"{name} {_short(found.get(name))}, not {_short(wanted.get(name))}" for name in changed[:3])
+        return f"with other arguments ({values}{', …' if len(changed) > 3 else ''})"
+
+
+def check_is_folder(path: Path) -> None:
+    """InputError if a file stands where this folder is, or would be made, or if its name is no text."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:  # parquet files are not written there
+        raise InputError(f"{path} is a name that is not UTF-8; give another --out") from error
+    with _refused(path):
+        if blocked := next((p for p in (path, *path.parents) if not p.is_dir() and os.path.lexists(p)), None):
+            kind = "a link that leads to no folder" if blocked.is_symlink() else "a file"
+            raise InputError(f"{blocked} is {kind}; give another folder for the results")
+
+
+def check_results(folder: Path, names: Sequence[str]) -> None:
+    """InputError if a folder stands where one of these files would be written, or a file in the place of a folder."""
+    for path in (folder / name for name in names):
+        if path.is_dir() if path.suffix else os.path.lexists(path) and not path.is_dir():
+            raise InputError(
+                f"{path} is {'no folder' if not path.suffix else 'a folder'}, unlike what is written there; give "
+                "another --out"
+            )
+
+
+def check_writable(path: Path) -> None:
+    """InputError if this file could not be written, in folders that are made for it; nothing is left behind."""
+    beside = path.absolute().with_name(f".{path.name}.partial")
+    with _refused(path):
+        beside.exists()  # raises if the name is too long
+        with tempfile.TemporaryFile(dir=next(folder for folder in beside.parents if folder.is_dir())):
+            pass
+
+
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """The system's refusal in words."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        raise InputError(f"{path} cannot be written ({error.strerror}); give another --out") from error
+
+
+def _is_of_a_run(manifest: dict[str, Any]) -> bool:
+    """Whether it has the key of a run and the names of files in its folder."""
+    files = manifest.get("files", [])
+    named = isinstance(files, list) and all(isinstance(f, str) and not {"/", ".."} & {*Path(f).parts} for f in files)
+    return isinstance(manifest.get("key"), dict) and named
+
+
+def is_table(path: Path) -> bool:
+    """Whether a whole parquet file is there."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        pq.read_metadata(path)
+    except (pa.ArrowException, OSError):
+        return False
+    return True
+
+
+def write_parquet(path: Path, frame: pd.DataFrame) -> None:
+    """Write beside, then rename: a reader never sees half a file."""
+    beside = path.with_name(f".{path.name}.tmp")
+    frame.to_parquet(beside, index=False)
+    os.replace(beside, path)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """NaN and infinity become null, which every JSON reader takes."""
+    write_text(path, json.dumps(plain_json(value), indent=2, default=str, allow_nan=False) + "\n")
+
+
+def plain_json(value: Any) -> Any:
+    """The value with null for NaN and infinity, and lists for tuples."""
+    if isinstance(value, Mapping):
+        return {name: plain_json(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write beside, then rename."""
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of Python and of the installed libraries that a result may depend on."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def file_hash(path: str | Path) -> str:
+    """SHA-256 of a file."""
+    with Path(path).open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no such file, an empty one if it cannot be read."""
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _flatten(key: dict[str, Any]) -> dict[str, Any]:
+    """Settings within settings by their own names."""
+    flat = {}
+    for name, value in key.items():
+        flat |= _flatten(value) if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _short(value: Any) -> str:
+    """A value on one line; of a hash, the first digits."""
+    text = str(value)
+    return text if len(text) <= 24 else f"{text[:8]}…"

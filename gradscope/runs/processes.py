@@ -1,0 +1,103 @@
+"""How several processes share the work of one run; a single process is the default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from gradscope.errors import InputError, SelfCheckError
+
+KINDS = (InputError, SelfCheckError, OSError)
+"""Errors that one process tells the others of; any other ends it, and the launcher ends the rest."""
+EXCHANGED = 1 << 26
+"""Numbers that GPUs add up at a time of a tensor that does not lie on them."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process's place among those that `accelerate launch` (or torchrun) has started."""
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """True in the one process that writes files."""
+        return self.rank == 0
+
+    def deal(self, items: Sequence[T], filler: T) -> list[T]:
+        """This process's share, every count-th; `filler` makes the shares equally long.
+
+        Sharded weights are gathered in every forward pass, by all processes together: so all make equally many.
+
+        >>> [Processes(rank, 2).deal("abc", "-") for rank in (0, 1)]
+        [['a', 'c'], ['b', '-']]
+        """
+        mine = list(items[self.rank :: self.count])
+        return mine + [filler] * (-(-len(items) // self.count) - len(mine))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in each of them; in place. GPUs also add up what lies on the host."""
+        if self.count == 1:
+            return tensor
+        if tensor.device.type == "cpu" and dist.get_backend() == dist.Backend.NCCL:
+            for part in tensor.view(-1).split(EXCHANGED):
+                there = part.cuda()
+                dist.all_reduce(there)
+                part.copy_(there)
+        else:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, items: list[T]) -> list[T]:
+        """Everybody's items, in each process, by rank."""
+        if self.count == 1:
+            return items
+        shares: list[list[T]] = [[] for _ in range(self.count)]
+        dist.all_gather_object(shares, items)
+        return [item for share in shares for item in share]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """All leave this block when the last one has come to its end; an error of KINDS of one is one of all.
+
+        Without it, the others would wait for ever for one that has given up.
+        """
+        failure = None
+        try:
+            yield
+        except KINDS as error:
+            failure = error
+        mine = [] if failure is None else [(next(kind for kind in KINDS if isinstance(failure, kind)), str(failure))]
+        if failures := self.gather(mine):
+            kind, message = failures[0]
+            raise failure or kind(message)
+
+
+ALONE = Processes()
+
+
+def deal_by_cost(items: Sequence[int], costs: Sequence[float], count: int) -> list[list[int]]:
+    """`count` shares of the items, each in ascending order: the dearest first, to whoever has least so far.
+
+    >>> deal_by_cost([0, 1, 2, 3], [9.0, 1.0, 5.0, 4.0], 2)
+    [[0, 1], [2, 3]]
+    """
+    shares: list[list[int]] = [[] for _ in range(count)]
+    loads = [0.0] * count
+    for cost, item in sorted(zip(costs, items, strict=True), key=lambda pair: (-pair[0], pair[1])):
+        least = loads.index(min(loads))
+        shares[least].append(item)
+        loads[least] += cost
+    return [sorted(share) for share in shares]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself or, of one that lies in shards, all of it, in each process: all ask for it together."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

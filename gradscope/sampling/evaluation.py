@@ -1,0 +1,253 @@
+"""How often a policy answers right: greedy accuracy, avg@k and pass@k, with intervals from a bootstrap over questions.
+
+A question has one greedy response and k sampled ones. Its score is the mean over its responses (for pass@j the unbiased
+estimator), and a table's entry is the mean over questions: responses to one question are not independent draws, so
+whole questions are redrawn. An interval is a percentile bootstrap of 95 %; where all questions score alike
+it is NaN: redrawing them would say that the next one cannot score otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from gradscope.errors import InputError
+from gradscope.intervals import summarize
+from gradscope.policy import Policy
+from gradscope.sampling.hf import HFSampler, check_prompts, check_settings
+from gradscope.sampling.protocol import Sampler
+from gradscope.sampling.rollouts import check_count, rollout_rows
+from gradscope.tasks import Question, Task, grade_response
+
+QUESTIONS_PER_PART = 64
+"""Questions that are sampled together and seeded together: a seed's responses belong to this number."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a policy answered, and what that is worth."""
+
+    table: pd.DataFrame
+    """A row per level and one for all questions: see `tabulate`."""
+    scores: pd.DataFrame
+    """A row per question: see `score_questions`."""
+    responses: pd.DataFrame
+    """A row per response, in the native rollout format, and correct, format_ok (NA: the task asks for no form), level,
+    finished (False: it was cut) and greedy. Measure those that are not greedy: a greedy one is no draw from π."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over questions with the interval of its bootstrap; the interval is NaN where all questions score alike."""
+
+    value: float
+    lower: float
+    upper: float
+
+
+class Exam:
+    """Questions to a policy, answered part by part: what a part holds depends on no other part."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        task: Task,
+        questions: Sequence[Question],
+        *,
+        k: int = 16,
+        temperature: float = 1.0,
+        max_new_tokens: int = 4096,
+        seed: int = 0,
+        sampler: Sampler | None = None,
+    ) -> None:
+        """Arguments are those of `evaluate`; raises InputError for what cannot be asked, before anything is sampled."""
+        if k < 0 or seed < 0:
+            raise InputError(f"k is {k} and seed {seed}; give 0 or more for both (k = 0: greedy only)")
+        check_settings(max(k, 1), temperature, max_new_tokens)
+        if not questions:
+            raise InputError(f"no question of task {task.name!r} is left to ask; give at least one")
+        check_count(len(questions), k + 1)
+        self.policy, self.task, self.questions = policy, task, list(questions)
+        self.k, self.temperature, self.max_new_tokens, self.seed = k, temperature, max_new_tokens, seed
+        self.sampler = HFSampler(policy) if sampler is None else sampler
+        # All of them at once: hours of sampling should not end at the last one.
+        check_prompts([policy.encode_prompt(question.prompt) for question in self.questions], policy)
+
+    @property
+    def num_parts(self) -> int:
+        return -(-len(self.questions) // QUESTIONS_PER_PART)
+
+    def answer(self, part: int) -> pd.DataFrame:
+        """The responses to one part of the questions, without grades: to each the greedy one and k sampled ones."""
+        numbers = range(len(self.questions))[part * QUESTIONS_PER_PART :][:QUESTIONS_PER_PART]
+        seed = int(np.random.default_rng([self.seed, part]).integers(2**62))
+        rows = self._ask(numbers, 1, seed, greedy=True)
+        if self.k:
+            rows += self._ask(numbers, self.k, seed, greedy=False)
+        frame = pd.DataFrame(rows).astype({"level": "Int64"})
+        return frame.sort_values("group", kind="stable", ignore_index=True)
+
+    def grade(self, responses: pd.DataFrame) -> pd.DataFrame:
+        """The same rows with reward, correct and format_ok. Raises InputError if the task cannot grade one."""
+        grades = [
+            grade_response(self.task, response, self.questions[group])
+            for response, group in zip(responses["response"], responses["group"], strict=True)
+        ]
+        return responses.assign(
+            reward=[float(grade.reward) for grade in grades],
+            correct=[bool(grade.correct) for grade in grades],
+            format_ok=pd.array([grade.format_ok for grade in grades], dtype="boolean"),
+        )
+
+    def _ask(self, numbers: range, n: int, seed: int, *, greedy: bool) -> list[dict[str, Any]]:
+        rows = rollout_rows(
+            self.policy,
+            [self.questions[number] for number in numbers],
+            sampler=self.sampler,
+            n=n,
+            temperature=float(self.temperature),
+            max_new_tokens=self.max_new_tokens,
+            seed=seed,
+            greedy=greedy,
+        )
+        return [row | {"group": numbers[row["group"]], "greedy": greedy} for row in rows]
+
+
+def evaluate(
+    policy: Policy,
+    task: Task,
+    questions: Sequence[Question],
+    *,
+    k: int = 16,
+    temperature: float = 1.0,
+    max_new_tokens: int = 4096,
+    seed: int = 0,
+    sampler: Sampler | None = None,
+) -> Evaluation:
+    """Ask every question once greedily and k times at the sampling temperature, and grade the responses.
+
+    k: 0 leaves sampling out.
+    max_new_tokens: longest response; the policy's context ends one too.
+    sampler: default HFSampler(policy).
+
+    Raises InputError without questions, for a prompt that leaves no room in the context, for a k below 0 or a
+    temperature that is not positive, and for a task whose reward raises.
+    """
+    settings = {"k": k, "temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
+    exam = Exam(policy, task, questions, sampler=sampler, **settings)
+    return summarize_responses([exam.grade(exam.answer(part)) for part in range(exam.num_parts)])
+
+
+def summarize_responses(parts: Sequence[pd.DataFrame]) -> Evaluation:
+    """The evaluation that graded parts of responses make."""
+    responses = pd.concat(parts, ignore_index=True)
+    scores = score_questions(responses)
+    return Evaluation(tabulate(scores), scores, responses)
+
+
+def score_questions(responses: pd.DataFrame) -> pd.DataFrame:
+    """A row per question, numbered by the index `group`: the means over its responses.
+
+    Columns: level; greedy_responses, sampled_responses (how many there are); of the greedy ones greedy_accuracy,
+    greedy_format_rate, greedy_reward, greedy_tokens, greedy_truncated; of the k sampled ones avg@k (their accuracy),
+    pass@j for the powers of two j from 2 up to k, and for k itself, then sampled_format_rate and so on. `tokens` is a
+    response's length, `truncated` the share that no stop token ended. What does not apply is left out: a task may ask
+    for no form.
+    """
+    values = pd.DataFrame(
+        {
+            "accuracy": responses["correct"].astype(float),
+            "format_rate": responses["format_ok"].astype("Float64").to_numpy(float, na_value=np.nan),
+            "reward": responses["reward"],
+            "tokens": responses["response_ids"].map(len),
+            "truncated": 1.0 - responses["finished"].astype(float),
+        }
+    )
+    levels, group = responses.groupby("group")["level"].first(), responses["group"]
+    scores, kinds = [levels], {"greedy": responses["greedy"], "sampled": ~responses["greedy"]}
+    for kind, chosen in kinds.items():
+        counts = chosen.groupby(group).sum().rename(f"{kind}_responses")
+        means = values[chosen].groupby(group[chosen]).mean().add_prefix(f"{kind}_")
+        scores += [counts, means] if chosen.any() else [counts]
+    table = pd.concat(scores, axis=1)
+    if kinds["sampled"].any():
+        table = _add_pass_at_k(table, responses.loc[kinds["sampled"], "correct"].groupby(group).sum())
+    return table.drop(columns=[name for name in table if name.endswith("_format_rate") and table[name].isna().all()])
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Chance that k of the samples, drawn without repetition, hold a right one: 1 − C(n−c, k) / C(n, k).
+
+    The unbiased estimator of the chance that one of k new samples is right (arXiv:2107.03374, Eq. 1).
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+    """
+    if not (1 <= k <= num_samples and 0 <= num_correct <= num_samples):
+        raise InputError(
+            f"pass@{k} of {num_samples} samples with {num_correct} right ones; give 1 to {num_samples} for k and 0 to "
+            f"{num_samples} right ones"
+        )
+    return 1 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+def tabulate(scores: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
+    """A row per level, in ascending order, and one for "all": the means over its questions.
+
+    scores: of `score_questions`. Columns: level, questions, greedy_responses, sampled_responses (sums: the
+    denominators), then each score with its interval, as NAME, NAME_lower and NAME_upper.
+    seed: draws the questions of the bootstrap.
+    """
+    levels = sorted(scores["level"].dropna().unique())
+    groups = {str(level): scores[scores["level"] == level] for level in levels} | {"all": scores}
+    counts = ["greedy_responses", "sampled_responses"]
+    rows = []
+    for name, group in groups.items():
+        row = {"level": name, "questions": len(group)} | {count: int(group[count].sum()) for count in counts}
+        for column in scores.columns.drop(["level", *counts]):
+            mean = mean_over_questions(group[column], seed=seed)
+            row |= {column: mean.value, f"{column}_lower": mean.lower, f"{column}_upper": mean.upper}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def mean_over_questions(scores: npt.ArrayLike, *, seed: int = 0) -> Mean:
+    """The mean of one score per question, NaN left out, with a 95 % interval from redrawn questions."""
+    scores = np.asarray(scores, dtype=float)
+    one_interval = np.zeros(len(scores), dtype=int)
+    rng, questions = np.random.default_rng(seed), np.arange(len(scores))
+    row = summarize(scores, one_interval, questions, rng=rng, edges=(0.0, 1.0)).iloc[0]
+    varies = len(np.unique(scores[~np.isnan(scores)])) > 1
+    return Mean(*(float(row[name]) if varies or name == "value" else np.nan for name in ("value", "lower", "upper")))
+
+
+def paired_gain(before: npt.ArrayLike, after: npt.ArrayLike, *, seed: int = 0) -> Mean:
+    """Mean of after − before over the same questions in the same order: a column of `Evaluation.scores` of each."""
+    before, after = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
+    if before.shape != after.shape or before.ndim != 1:
+        raise InputError(
+            f"before and after have shapes {before.shape} and {after.shape}; give one score per question, of the same "
+            "questions"
+        )
+    return mean_over_questions(after - before, seed=seed)
+
+
+def _add_pass_at_k(table: pd.DataFrame, num_correct: pd.Series) -> pd.DataFrame:
+    """The table with its sampled accuracy under the name of avg@k, and pass@j beside it."""
+    counts = table["sampled_responses"].unique()
+    if len(counts) != 1:
+        raise InputError(f"questions have {counts.min()} to {counts.max()} sampled responses; give each equally many")
+    [k] = counts.tolist()
+    table = table.rename(columns={"sampled_accuracy": f"avg@{k}"})
+    place = table.columns.get_loc(f"avg@{k}") + 1
+    for j in dict.fromkeys([*(2**power for power in range(1, k.bit_length())), k]):
+        if j > 1:  # pass@1 is avg@k
+            table.insert(place, f"pass@{j}", num_correct.map(lambda c, j=j: pass_at_k(k, c, j)))
+            place += 1
+    return table

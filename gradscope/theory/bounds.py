@@ -1,0 +1,258 @@
+"""Does Prop. 4.2 hold for a policy's real tokens: at the logits, a theorem; at the layers, with measured constants.
+
+The report says three things that the proposition alone does not: which power of 1−π norms really follow below the
+logits, where a lower bound is vacuous, and how much wider the products of constants are than the gains of real tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+
+from gradscope.errors import InputError
+from gradscope.gradients import LAYER, LOGITS
+from gradscope.theory.closed_form import check_logit_grad_bounds
+from gradscope.theory.gains import FLOOR, check_envelopes, decompose_variance, fit_powers, layer_gains, require_columns
+
+
+@dataclass(frozen=True)
+class LogitBounds:
+    """How many tokens obey the bounds at the logits."""
+
+    num_tokens: int
+    violations: int
+    """Tokens outside by more than rounding; a NaN counts."""
+    tolerance: float
+    """Largest relative slack granted to a token, for rounding alone."""
+
+    @property
+    def held(self) -> bool:
+        return self.violations == 0
+
+    def __str__(self) -> str:
+        return (
+            f"logit bounds hold to rounding for {self.num_tokens - self.violations:,} of {self.num_tokens:,} tokens, "
+            f"1−π uncancelled (largest relative slack granted {self.tolerance:.0e})"
+        )
+
+
+def check_logit_bounds(table: pd.DataFrame, vocab_size: int) -> LogitBounds:
+    """Compare every token's `logit_grad_norm` with √(N/(N−1))·(1−π) and √2·(1−π) (Prop. 4.2)."""
+    require_columns(table, [LOGITS, "log_one_minus_prob"])
+    norms, log_rest = (torch.tensor(table[c].to_numpy(np.float32)) for c in (LOGITS, "log_one_minus_prob"))
+    check = check_logit_grad_bounds(norms, log_rest, vocab_size)
+    return LogitBounds(check.num_tokens, check.num_below + check.num_above, check.tolerance)
+
+
+def check_layer_bounds(
+    tokens: pd.DataFrame,
+    constants: pd.DataFrame,
+    vocab_size: int,
+    *,
+    tiny: float = 1e-12,
+    tolerance: float = 1e-4,
+) -> pd.DataFrame:
+    """Does Eq. 3 hold with the constants of the tokens' own contexts (`jacobians.layer_constants`), a row per layer.
+
+    tokens: rows of a token table with a column `context`, the number of the context that the token follows (NaN:
+    none). The lower bound is vacuous where ∏c ≤ tiny or unknown, the upper where ∏d is unknown; violations (beyond the
+    relative tolerance) are counted among the rest. Columns: layer, product_kind, tokens, lower_vacuous, lower_violated,
+    lower_slack, upper_vacuous, upper_violated, upper_slack: a slack is how many times the bound is missed by the median
+    token. Raises InputError where no token has both constants and a measured norm.
+    """
+    require_columns(tokens, ["context", "log_one_minus_prob"])
+    rows = []
+    for (layer, kind), part in constants.groupby(["layer", "product_kind"], sort=True):
+        name = f"{LAYER}{layer}"
+        require_columns(tokens, [name])
+        known = tokens[[name, "log_one_minus_prob", "context"]].astype(float).dropna()
+        known = known.merge(part[["context", "product_c", "product_d"]], on="context")
+        rest, norm = np.exp(known["log_one_minus_prob"]), known[name]
+        lower = known["product_c"] * np.sqrt(vocab_size / (vocab_size - 1)) * rest
+        upper = known["product_d"] * np.sqrt(2) * rest
+        row = {"layer": layer, "product_kind": kind, "tokens": len(known)}
+        sides = (
+            ("lower", known["product_c"] > tiny, norm >= lower * (1 - tolerance), norm / lower.where(lower > 0)),
+            ("upper", np.isfinite(known["product_d"]), norm <= upper * (1 + tolerance), upper / norm.where(norm > 0)),
+        )
+        for side, meant, obeyed, slack in sides:
+            row[f"{side}_vacuous"] = int((~meant).sum())
+            row[f"{side}_violated"] = int((meant & ~obeyed).sum())
+            row[f"{side}_slack"] = slack[meant].median()
+        rows.append(row)
+    if not sum(row["tokens"] for row in rows):
+        raise InputError(
+            "no token has both a measured norm and the constants of its context; measure the tokens whose contexts "
+            "layer_constants was given, and number them in the column context"
+        )
+    return pd.DataFrame([row for row in rows if row["tokens"]])
+
+
+def compare_spreads(gains: pd.DataFrame, constants: pd.DataFrame) -> pd.DataFrame:
+    """Beside each other, a row per layer: how far ∏d and ∏c are apart at one context, and the gains of real tokens.
+
+    Columns: layer, product_kind, contexts, product_c, product_d, product_ratio and reach_ratio (medians over contexts;
+    the ratios are of each context's own, ∏d/∏c and, over all tokens that could follow, largest/smallest gain; ∞ where
+    ∏c is 0, NaN where unknown everywhere), then gain_min, gain_max, gain_ratio of the tokens that did.
+    """
+    rows = []
+    for (layer, kind), part in constants.groupby(["layer", "product_kind"], sort=True):
+        measured = gains[gains["quantity"] == f"{LAYER}{layer}"]
+        if measured.empty:
+            raise InputError(f"the gains have no row of {LAYER}{layer}; give those of the policy the constants are of")
+        c, d = part["product_c"].to_numpy(), part["product_d"].to_numpy()
+        with np.errstate(divide="ignore"):
+            ratio = pd.Series(d / c).median()
+        row = {"layer": layer, "product_kind": kind, "contexts": part["context"].nunique()}
+        row |= {name: part[name].median() for name in ("product_c", "product_d")}
+        row |= {"product_ratio": ratio, "reach_ratio": (part["reach_max"] / part["reach_min"]).median()}
+        rows.append(row | {f"gain_{name}": measured[name].iloc[0] for name in ("min", "max", "ratio")})
+    return pd.DataFrame(rows)
+
+
+@dataclass(frozen=True)
+class TheoryReport:
+    """What a token table, and constants where there are some, say about Prop. 4.2; print it, or show it in Jupyter."""
+
+    logit_bounds: LogitBounds
+    powers: pd.DataFrame
+    """`gains.fit_powers`."""
+    gains: pd.DataFrame
+    """`gains.layer_gains`."""
+    variance: pd.DataFrame
+    """`gains.decompose_variance`."""
+    envelopes: pd.DataFrame
+    """`gains.check_envelopes`."""
+    floor: float
+    """Powers and variance are of tokens with 1−π above this."""
+    rest_ratio: float
+    """Largest 1−π over the smallest, of the tokens that the powers are fitted to."""
+    constants: pd.DataFrame | None = None
+    """`jacobians.layer_constants`; None: not computed."""
+    spreads: pd.DataFrame | None = None
+    """`compare_spreads`."""
+    layer_bounds: pd.DataFrame | None = None
+    """`check_layer_bounds`; None: no token of the table names its context."""
+
+    def __str__(self) -> str:
+        parts = [[str(self.logit_bounds)], self._powers(), self._head(), self._products()]
+        return "\n".join(line for part in parts for line in part)
+
+    def _repr_html_(self) -> str:
+        names = ("powers", "gains", "variance", "envelopes", "spreads", "layer_bounds", "constants")
+        tables = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        html = [
+            f"<h4>{n.replace('_', ' ')}</h4>{t.to_html(index=False, float_format=_digits)}" for n, t in tables.items()
+        ]
+        return f"<pre>{self}</pre>" + "".join(html)
+
+    def _powers(self) -> list[str]:
+        """Caveat 1: the power is an empirical question below the head."""
+        columns = ["quantity", "slope", "slope_lower", "slope_upper", "r2", "tokens"]
+        shown = self.powers[columns].merge(
+            self.gains[["quantity", "slope"]], "left", "quantity", suffixes=("", "_of_gain")
+        )
+        shown = shown.merge(self.variance[["quantity", "carried"]], "left", "quantity")
+        shown = shown.merge(self.envelopes[["quantity", "linear_slack", "sqrt_slack"]], "left", "quantity")
+        above = {law: int(self.envelopes[f"{law}_exceeded"].sum()) for law in ("linear", "sqrt")}
+        few = self.powers.loc[self.powers["slope"].isna(), "quantity"]
+        prompts = int(self.powers["prompts"].max())
+        lines = [
+            f"1. Power of 1−π that norms follow on 1−π > {self.floor:g}: theory 1, √ law ½ ({prompts} prompts).",
+            "   lower, upper: 95 %. The logits' slope is near 1 by algebra and shows nothing. carried: share of",
+            "   Var(log norm) that 1−π carries (above 1: the gain works against it). slack: times that the envelopes",
+            "   C·√2·(1−π) and C·√2·√(1−π), with C from the tokens with π ≤ ½, exceed the median token with π > ½.",
+            *_lines(shown),
+            f"   norms above these envelopes, over all rows: {above['linear']:,} and {above['sqrt']:,}"
+            f" of {int(self.envelopes['tokens'].sum()):,}",
+        ]
+        return [*lines, *([f"   too few tokens to fit: {', '.join(few)}"] if len(few) else [])]
+
+    def _head(self) -> list[str]:
+        """Caveat 2: σ_min says nothing at the head."""
+        if self.constants is None:
+            return [
+                "2. The head's and the layers' constants were not computed (gradscope measure --constants N, or",
+                "   gradscope.theory.constants.layer_constants)",
+            ]
+        head = self.constants[self.constants["module"] == "head"]
+        vocab, width = (int(head[c].iloc[0]) for c in ("outputs", "inputs"))
+        null = (
+            f"σ_min(Jᵀ) is 0, for {vocab} logits > {width} dimensions leave a null space"
+            if vocab > width
+            else f"{vocab} logits ≤ {width} dimensions"
+        )
+        return [
+            f"2. Head: {null};",
+            f"   the least of the other singular values is {_range(head['sigma_min'])}. What means something:",
+            f"   min over tokens k of ‖Jᵀ(e_k−π)‖/‖e_k−π‖ = {_range(head['c'])}, beside σ_max(J) = {_range(head['d'])}",
+            f"   ({len(head)} contexts, exact, 1/T and soft caps included)",
+        ]
+
+    def _products(self) -> list[str]:
+        """Caveat 3: the products may swamp 1−π."""
+        if self.spreads is None:
+            return []
+        lines = [
+            "3. Spread of the products, ∏d/∏c at a context, beside the exact reach of gains over the vocabulary there",
+            f"   and the gains of real tokens, max/min each; 1−π itself spans {self.rest_ratio:.3g}× in the fits",
+            *_lines(self.spreads),
+            "   certified constants belong to their own context; NaN: not converged; ∏c = 0: σ_min drowns in rounding",
+        ]
+        if self.layer_bounds is None:
+            return [*lines, "   Eq. 3 was not tried on tokens: the table has no column context that names them"]
+        bounds = self.layer_bounds
+        sides = []
+        for side in ("lower", "upper"):
+            meant = int((bounds["tokens"] - bounds[f"{side}_vacuous"]).sum())
+            broken, vacuous = (int(bounds[f"{side}_{word}"].sum()) for word in ("violated", "vacuous"))
+            slack = f"{_range(bounds[f'{side}_slack'])}× off by the layer" if meant else "nothing to compare"
+            sides.append(f"   {side} bound: violated by {broken:,} of {meant:,} ({slack}), vacuous for {vacuous:,}")
+        return [*lines, "   Eq. 3 on tokens × layers, with the constants of each token's own context:", *sides]
+
+
+def theory_report(
+    table: pd.DataFrame,
+    constants: pd.DataFrame | None = None,
+    *,
+    vocab_size: int,
+    rng: np.random.Generator,
+    floor: float = FLOOR,
+    resamples: int = 1000,
+) -> TheoryReport:
+    """All of Prop. 4.2 that a token table can say; with constants, Eq. 3's too.
+
+    table: the columns of `measure` and `group`, the number of the token's prompt; with constants also `context`, the
+    number of the context that the token follows, NaN for tokens whose context has no constants.
+    """
+    gains = layer_gains(table, floor=floor)
+    rest = table["log_one_minus_prob"][table["log_one_minus_prob"] > np.log(floor)].astype(float)
+    known = constants is not None and "context" in table and table["context"].notna().any()
+    return TheoryReport(
+        logit_bounds=check_logit_bounds(table, vocab_size),
+        powers=fit_powers(table, rng=rng, floor=floor, resamples=resamples),
+        gains=gains,
+        variance=decompose_variance(table, rng=rng, floor=floor, resamples=resamples),
+        envelopes=check_envelopes(table),
+        floor=floor,
+        rest_ratio=float(np.exp(rest.max() - rest.min())),
+        constants=constants,
+        spreads=None if constants is None else compare_spreads(gains, constants),
+        layer_bounds=check_layer_bounds(table, constants, vocab_size) if known else None,
+    )
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _range(values: pd.Series) -> str:
+    low, high = _digits(values.min()), _digits(values.max())
+    return low if low == high else f"{low} … {high}"
+
+
+def _lines(table: pd.DataFrame) -> list[str]:
+    return [f"   {line}" for line in table.to_string(index=False, float_format=_digits).splitlines()]

@@ -1,0 +1,333 @@
+"""Statistics of what an update did to every token: who moved the way its weight asks, how far, and like which update.
+
+Tables are those of `updates.movement_table`: a row per kept response token, and for each update NAME the columns
+delta_prob.NAME, delta_logprob.NAME and delta_log_odds.NAME. Direction is judged by the log odds log π − log(1−π), which
+still move where π has rounded to 1. `by` is any column of the table; rows of a result are its values × the sign of
+`against`, a categorical's in the order of its categories, those without a token too.
+
+Part of every "wrong direction" is mechanical. Responses of one group share contexts, their first tokens above all: a
+(context, token) pair that occurs in a good and in a bad response must move both ways at once, but moves only one way:
+one of the two is wrong whatever the update does. The loss knows only the pair's **net weight**, the sum over its
+occurrences: `against="net_weight"`, with the column that `net_weights` makes, asks whether the pair moved that way.
+
+Bounds are percentiles over redrawn prompts: over `group`, or (`batch`, `group`) where the table has a column batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.intervals import EDGES, assign_intervals, bootstrap, interval_labels, prompt_clusters, summarize_cells
+from gradscope.objective import TokenStatistics, own_where_unknown
+from gradscope.rollouts import TokenBatch
+
+Number = int | float
+
+VALUES = ("delta_prob", "delta_logprob", "delta_log_odds")
+"""What a table says of a movement: Δπ, Δ log π and Δ(log π − log(1−π)), nats."""
+SIGNS = ("positive", "negative")
+
+_ROUNDING = 1e-6
+_QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
+
+
+def right_direction_shares(
+    table: pd.DataFrame,
+    *,
+    name: str = "all",
+    by: str = "interval",
+    against: str = "advantage",
+    values: Iterable | None = None,
+    rng: np.random.Generator | None,
+    confidence: float = 0.95,
+    resamples: int = 1000,
+) -> pd.DataFrame:
+    """Of the tokens whose `against` is positive, the share that rose; if negative, the share that fell (Fig. 3).
+
+    against: "advantage" or "net_weight" (see `net_weights`), or another column; tokens where it is 0 or NaN are in no
+    row. values: the values of `by` that make rows; None: those that occur. rng None: no bounds.
+    Columns: `by`, sign ("positive", "negative"); num_tokens: with that sign; tied: not moved at all; share: moved the
+    right way, of those that moved, NaN where none did; lower, upper. Raises InputError for a table without the
+    movement or the columns, where `against` is nowhere known, and for a movement that is NaN.
+    """
+    rows, cells, signs = _cells(table, by, against, values)
+    moved = np.sign(_movement(table, "delta_log_odds", name))
+    right = np.where(moved == 0, np.nan, moved == signs)
+    settings = {"rng": rng, "confidence": confidence, "resamples": resamples}
+    shares = summarize_cells(right, cells, prompt_clusters(table), len(rows) + 1, **settings)[:-1]
+    rows["num_tokens"], rows["tied"] = shares["num_tokens"], shares["num_tokens"] - shares["num_measured"]
+    return rows.assign(share=shares["value"], lower=shares["lower"], upper=shares["upper"])
+
+
+def batch_direction_shares(
+    before: TokenStatistics, after: TokenStatistics, batch: TokenBatch, *, edges: Sequence[Number] = EDGES
+) -> pd.DataFrame:
+    """`right_direction_shares` against the advantages of one batch, from the statistics [B, S] around its update.
+
+    The interval is that of π_old, of the policy before where it is unknown. Columns: interval, label, sign, num_tokens,
+    tied, share; a row per interval and sign, also where no token is. Raises InputError for a batch without advantages.
+    """
+    if batch.advantages is None:
+        raise InputError("the batch has no advantages, so no direction is right; resolve them first")
+    keep, labels = batch.response_mask, interval_labels(edges)
+    prob = own_where_unknown(batch.old_logprobs, before.logprob)[keep].double().exp().clamp(max=1.0).numpy()
+    columns = {
+        "interval": assign_intervals(prob, edges),
+        "advantage": batch.advantages[keep].numpy(),
+        "group": batch.group_ids[:, None].expand(keep.shape)[keep].numpy(),
+        "delta_log_odds.all": log_odds_change(before, after)[keep].numpy(),
+    }
+    shares = right_direction_shares(pd.DataFrame(columns), values=range(len(labels)), rng=None)
+    shares.insert(1, "label", [label for label in labels for _ in SIGNS])
+    return shares.drop(columns=["lower", "upper"])
+
+
+def log_odds_change(before: TokenStatistics, after: TokenStatistics) -> Float[Tensor, "*tokens"]:
+    """Δ(log π − log(1−π)), nats, float64: 0 for a token that stays certain or impossible, infinite if it becomes so."""
+    gained, lost = (
+        torch.where(new == old, 0.0, new.double() - old.double())  # −inf may stay −inf
+        for old, new in ((before.logprob, after.logprob), (before.log_one_minus_prob, after.log_one_minus_prob))
+    )
+    return gained - lost
+
+
+def net_weights(table: pd.DataFrame, batch: TokenBatch) -> pd.Series:
+    """Net weight of each token: Σ weight over all kept tokens of the batch with the same (context, token) pair.
+
+    table: that of this batch alone, all its tokens, in any order; the result has its index. A context is everything
+    before the token, prompt and dropped tokens included, compared id by id, and the temperature: at another one the
+    same pair has another gradient. A sum within rounding of 0 (1e-6 of Σ|weight|) is 0, as that of a group's
+    advantages over a token which all of its responses share. A NaN weight makes its pair's sum NaN. Raises InputError
+    for a table whose tokens are not the batch's.
+
+    >>> from gradscope.rollouts.batch import Response, collate
+    >>> batch = collate([Response([5], [7, 8]), Response([5], [7, 9])])
+    >>> columns = {"response": [0, 0, 1, 1], "position": [0, 1, 0, 1], "token_id": [7, 8, 7, 9]}
+    >>> net_weights(pd.DataFrame(columns | {"weight": [1.0, 1.0, -0.25, -0.25]}), batch).tolist()
+    [0.75, 1.0, 0.75, -0.25]
+    """
+    _require(table, ["response", "position", "token_id", "weight"])
+    pair = _pairs_of_rows(table, batch)
+    weight = table["weight"].to_numpy(np.float64)
+    net, gross = np.bincount(pair, weight), np.bincount(pair, np.abs(weight))
+    net[np.abs(net) <= _ROUNDING * gross] = 0.0
+    return pd.Series(net[pair], index=table.index, name="net_weight")
+
+
+def movement_summary(
+    table: pd.DataFrame,
+    name: str = "all",
+    *,
+    value: str = "delta_prob",
+    by: str = "interval",
+    against: str = "advantage",
+    values: Iterable | None = None,
+    rng: np.random.Generator | None,
+    confidence: float = 0.95,
+    resamples: int = 1000,
+) -> pd.DataFrame:
+    """How far tokens moved, a row per value of `by` and sign of `against` (Fig. 1 (c, e, f)); arguments as above.
+
+    value: one of VALUES. Columns: `by`, sign, num_tokens, mean, mean_lower, mean_upper, mean_abs (of |value|),
+    mean_abs_lower, mean_abs_upper, sd (n − 1), q05, q25, median, q75, q95. NaN where there is no token, sd with one,
+    bounds with one prompt. An infinite movement is refused.
+    """
+    rows, cells, _ = _cells(table, by, against, values)
+    moved = _finite_movement(table, value, name)
+    clusters, settings = prompt_clusters(table), {"rng": rng, "confidence": confidence, "resamples": resamples}
+    for statistic, amounts in (("mean", moved), ("mean_abs", np.abs(moved))):
+        found = summarize_cells(amounts, cells, clusters, len(rows) + 1, **settings)[:-1]
+        rows["num_tokens"] = found["num_tokens"]
+        rows[statistic] = found["value"]
+        rows[f"{statistic}_lower"], rows[f"{statistic}_upper"] = found["lower"], found["upper"]
+    per_cell = pd.Series(moved).groupby(cells)
+    rows["sd"] = per_cell.std().reindex(rows.index)
+    quantiles = per_cell.quantile(list(_QUANTILES.values())).unstack().reindex(rows.index)
+    return rows.assign(**{label: quantiles[q] for label, q in _QUANTILES.items()})
+
+
+def without_extremes(
+    table: pd.DataFrame, name: str = "all", *, value: str = "delta_prob", share: Number = 0.01
+) -> pd.DataFrame:
+    """The table without the tokens that moved most: that share of all (rounded to whole tokens), by |value|.
+
+    The paper leaves out the top 1 % of |Δπ| in Fig. 1. Of tokens that moved equally far the later ones go.
+    """
+    if not 0 <= share < 1:
+        raise InputError(f"share is {share}; give a number from 0 up to, not including, 1, such as 0.01")
+    distance = np.abs(_movement(table, value, name))
+    kept = np.argsort(distance, kind="stable")[: len(table) - round(share * len(table))]
+    return table.iloc[np.sort(kept)]
+
+
+def over_batches(
+    frame: pd.DataFrame, *, value: str = "share", keys: Sequence[str] = ("interval", "sign")
+) -> pd.DataFrame:
+    """Mean ± sd (n − 1) of a statistic over batches, a row per combination of the keys.
+
+    frame: one row per batch and keys, with a column batch, such as the concatenated right-direction shares of each.
+    Columns: the keys, num_batches (that have a value), mean, sd; NaN without a batch, and for sd with one.
+
+    >>> shares = [pd.DataFrame({"interval": 0, "sign": ["positive"], "share": share}) for share in (0.5, 0.7)]
+    >>> over_batches(pd.concat(shares, keys=[0, 1], names=["batch"]).reset_index("batch"))
+       interval      sign  num_batches  mean        sd
+    0         0  positive            2   0.6  0.141421
+    """
+    _require(frame, [*keys, value, "batch"])
+    if frame.duplicated([*keys, "batch"]).any():
+        raise InputError(
+            f"a batch has several rows with the same {', '.join(keys)}; name in keys= what tells them apart"
+        )
+    grouped = frame.groupby(list(keys), observed=True, sort=False)[value]
+    return grouped.agg(num_batches="count", mean="mean", sd="std").reset_index()
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """How alike two updates moved the tokens that neither of them was meant for."""
+
+    num_tokens: int
+    correlation: float
+    """Pearson's; NaN where one of the two moved all tokens alike."""
+    lower: float
+    upper: float
+
+
+def similarity(
+    table: pd.DataFrame,
+    a: str,
+    b: str,
+    *,
+    outside: int | Iterable,
+    value: str = "delta_log_odds",
+    rng: np.random.Generator | None,
+    confidence: float = 0.95,
+    resamples: int = 1000,
+) -> Similarity:
+    """Pearson correlation of two updates' movements over the tokens outside the updated interval(s).
+
+    Fig. 1's "(e) closely matches (c)" is ``similarity(table, "all", "only-0", outside=0, …)``, its "(f) does not"
+    ``similarity(table, "all", "only-3", outside=3, …)``. outside: an interval or several; []: over all tokens.
+    Raises InputError for a table without the movements or `interval`, and where a movement is not finite.
+    """
+    _require(table, ["interval"])
+    chosen = ~np.isin(table["interval"], np.asarray(outside))
+    x, y = (_standardised(_finite_movement(table, value, name)[chosen]) for name in (a, b))
+    labels, cluster = np.unique(prompt_clusters(table)[chosen], return_inverse=True)
+    sums = np.stack([np.bincount(cluster, p) for p in (np.ones_like(x), x, y, x * x, y * y, x * y)], axis=1)
+
+    def evaluate(weights: np.ndarray) -> np.ndarray:
+        return _correlation(weights @ sums)[:, None]
+
+    found = bootstrap(evaluate, len(labels), rng=rng, confidence=confidence, resamples=resamples)
+    return Similarity(int(chosen.sum()), *(float(number) for number in found[:, 0]))
+
+
+def _cells(
+    table: pd.DataFrame, by: str, against: str, values: Iterable | None
+) -> tuple[pd.DataFrame, np.ndarray, np.ndarray]:
+    """The rows value × sign, the row of each token (one past the last: none) and the sign of each."""
+    _require(table, [by, against])
+    if by == "sign":
+        raise InputError("by= is the column `sign`, which the result has itself; rename the column")
+    if not table[against].notna().any():
+        raise InputError(f"{against} is nowhere known, so no direction is right; give advantages or rewards")
+    if not pd.api.types.is_numeric_dtype(table[against]):
+        raise InputError(f"{against} is no column of numbers, so it has no sign; give advantage or net_weight")
+    values = _values(table[by]) if values is None else pd.Index(values)
+    if not values.is_unique:
+        raise InputError(f"values= has one twice: {list(values)}; give each value of {by} once")
+    code, sign = values.get_indexer(table[by].to_numpy()), np.sign(table[against].to_numpy(np.float64))
+    rows = pd.DataFrame({by: values.repeat(2), "sign": [*SIGNS] * len(values)})
+    return rows, np.where((code >= 0) & (np.abs(sign) == 1), 2 * code + (sign < 0), len(rows)), sign
+
+
+def _values(column: pd.Series) -> pd.Index:
+    """A categorical's categories, else the values that occur, sorted."""
+    if isinstance(column.dtype, pd.CategoricalDtype):
+        return column.cat.categories
+    return pd.Index(pd.factorize(column, sort=True)[1])
+
+
+def _movement(table: pd.DataFrame, value: str, name: str) -> np.ndarray:
+    """The column of a movement, float64; InputError where there is none or it is NaN."""
+    if value not in VALUES:
+        raise InputError(f"value is {value!r}; known are {', '.join(VALUES)}; give one of them")
+    if (column := f"{value}.{name}") not in table:
+        known = [c.removeprefix(f"{value}.") for c in table.columns if str(c).startswith(f"{value}.")]
+        raise InputError(f"the table has no column {column}; the movements in it are: {', '.join(known) or 'none'}")
+    moved = table[column].to_numpy(np.float64)
+    if np.isnan(moved).any():
+        raise InputError(f"{column} is NaN on {np.isnan(moved).sum()} tokens; a policy with NaN in it moved nowhere")
+    return moved
+
+
+def _finite_movement(table: pd.DataFrame, value: str, name: str) -> np.ndarray:
+    moved = _movement(table, value, name)
+    if np.isinf(moved).any():
+        raise InputError(f"{value}.{name} is infinite on {np.isinf(moved).sum()} tokens; take delta_prob, or drop them")
+    return moved
+
+
+def _require(table: pd.DataFrame, columns: Iterable[str]) -> None:
+    if missing := [c for c in columns if c not in table]:
+        hint = "; net_weight is what `net_weights(table, batch)` gives" if "net_weight" in missing else ""
+        raise InputError(f"the table has no column {', '.join(missing)}; give the table of `movement_table`{hint}")
+
+
+def _pairs_of_rows(table: pd.DataFrame, batch: TokenBatch) -> np.ndarray:
+    """Number of the (context, token) pair of each row, [rows]; InputError if the rows are not the batch's tokens."""
+    aligned, _ = batch.left_aligned()
+    response, position, token_id = (table[c].to_numpy(np.int64) for c in ("response", "position", "token_id"))
+    known = (response >= 0) & (response < len(batch))
+    column = position + aligned.response_start.numpy()[np.where(known, response, 0)]
+    known &= (column >= 0) & (column < aligned.input_ids.shape[1])
+    response, column = np.where(known, response, 0), np.where(known, column, 0)
+    known &= aligned.response_mask.numpy()[response, column] & (aligned.input_ids.numpy()[response, column] == token_id)
+    twice = table.duplicated(["response", "position"]).any()
+    if not known.all() or twice or len(table) != batch.num_tokens:
+        raise InputError(
+            f"the table's {len(table)} rows are not the {batch.num_tokens} tokens of the batch, each once; "
+            "give the whole table of this batch alone"
+        )
+    return _pairs(aligned).numpy()[response, column]
+
+
+def _pairs(aligned: TokenBatch) -> Int[Tensor, "B n"]:
+    """Equal numbers where (temperature, ids up to the column) are equal; the batch starts at column 0.
+
+    Column by column, each sequence's number becomes that of its (number so far, next id) pair among those that occur:
+    exact, for nothing is hashed.
+    """
+    _, node = aligned.temperature.unique(return_inverse=True)
+    pairs, used = aligned.input_ids.clone(), 0
+    for column, ids in enumerate(aligned.input_ids.T):
+        _, token = ids.unique(return_inverse=True)
+        _, node = (node * len(ids) + token).unique(return_inverse=True)
+        pairs[:, column] = node + used
+        used += int(node.max()) + 1
+    return pairs
+
+
+def _standardised(values: np.ndarray) -> np.ndarray:
+    """Mean 0 and variance 1, so that sums of squares keep their digits; zeros where all values are equal."""
+    if not len(values) or np.ptp(values) == 0:
+        return np.zeros_like(values)
+    return (values - values.mean()) / values.std()
+
+
+def _correlation(sums: np.ndarray) -> np.ndarray:
+    """Pearson's, [draws], of the sums of 1, x, y, x², y², xy, [draws, 6]; NaN where x or y is constant."""
+    with np.errstate(invalid="ignore"):  # 0/0 where no token was drawn
+        _, sx, sy, sxx, syy, sxy = (sums / sums[:, :1]).T
+        vx, vy = sxx - sx * sx, syy - sy * sy
+        variances = np.where((vx > 1e-12) & (vy > 1e-12), vx * vy, np.nan)
+        return np.clip((sxy - sx * sy) / np.sqrt(variances), -1, 1)

@@ -1,0 +1,355 @@
+"""Whose gradient moves whom: what one optimizer step does to each token's log π, to first order, split by its sources.
+
+With G_a the gradient of the loss's policy part over the tokens whose π_old lies in interval a, G_kl that of its KL part
+over all tokens, k = min(1, max_grad_norm / ‖Σ_a G_a + G_kl‖) the clip factor and λ the weight decay, step n moves by
+
+    SGD      Δθ = −lr·[k·(Σ_a G_a + G_kl) + λ·θ]
+    AdamW    Δθ = −lr·[(1 − β₁)/(1 − β₁ⁿ) · k·(Σ_a G_a + G_kl) ⊘ D + β₁/(1 − β₁ⁿ) · m ⊘ D + λ·θ],    D = √v̂ + eps
+
+where v̂ already holds the clipped gradient. With k and D frozen at the whole step's, Δθ is a sum with a term per source
+(the intervals, "kl", "momentum", "decay"), and so is each token's predicted change ⟨∇ log π_t, Δθ⟩: exactly, whatever
+the terms share. Against the actual Δ log π the prediction errs by a share that falls linearly with the step size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from gradscope.errors import InputError
+from gradscope.gradients import (
+    BACKWARD,
+    FORWARD_MODE,
+    Method,
+    predict_changes,
+    vector_bytes,
+    vectors_within,
+    weighted_gradients,
+)
+from gradscope.intervals import EDGES, bootstrap, interval_labels, prompt_clusters
+from gradscope.objective import PAPER, LossSettings, TokenStatistics, batch_weights, clip_scale
+from gradscope.policy import PART, Policy, flat_slices, flat_spans, float_parameters
+from gradscope.rollouts import TokenBatch
+from gradscope.runs import check_room
+from gradscope.updates.movement import Movement, measure_start, movement_table
+from gradscope.updates.step import SGD, Moments, StepSettings, read_moments
+from gradscope.updates.variants import old_intervals
+
+Number = int | float
+
+BY = "by."
+"""Prefix of the columns of contributions."""
+STATISTICS = ("mean_abs", "mean", "share")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Influence:
+    """One step's predicted effect on every response token, by its sources."""
+
+    contributions: pd.DataFrame
+    """A row per kept response token with the keys of `updates.movement_table` (`response` to `weight`); then for each
+    source its part of the predicted change of log π, nats, float64: `by.0`, … per interval of π_old, `by.kl`,
+    `by.momentum` (AdamW), `by.decay`; and `predicted`, their sum."""
+    method: Method
+    """How the derivatives were taken."""
+    clip_factor: float
+    """k: what clipping the gradient's norm multiplied the whole gradient by."""
+    update_norm: float
+    """L2 norm of Δθ over all parameters."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Influence({len(self.contributions)} tokens, sources {', '.join(_sources(self.contributions))}; "
+            f"‖Δθ‖ = {self.update_norm:.3g}, clip factor {self.clip_factor:.3g}, by {self.method})"
+        )
+
+
+def influence(
+    policy: Policy,
+    batch: TokenBatch,
+    *,
+    settings: LossSettings = PAPER,
+    step: StepSettings = SGD,
+    optimizer_state: dict[str, Any] | None = None,
+    edges: Sequence[Number] = EDGES,
+    memory: int | None = None,
+    progress: bool = False,
+) -> Influence:
+    """Predict what `apply_update(policy, batch, "all", …)` does to log π of each token, by source; no step is taken.
+
+    The whole batch is one mini-batch. Unknown old_logprobs are the policy's own, advantages those of
+    `resolve_advantages`. optimizer_state: what AdamW's `state_dict()` saved; its moments and step counts are gone on
+    from, with the numbers of `step`, and a parameter that it does not hold is not moved. None: fresh, v = 0, where the
+    whole step is lr·sign(gradient): an entry in which the sources' gradients cancel then still moves by lr, and each
+    source counts with its gradient over their sum, without bound. The contributions add up all the same, but they say
+    little of who moved whom: give a state that has taken many steps (see AdamWState).
+
+    Costs a forward pass, a forward and backward pass per source, and three forward passes per source in forward mode
+    (`influence_cost`); see `predict_changes` for models without it, of which a UserWarning and `method` tell. The
+    policy is as it was, bit for bit, also if the call raises. Memory besides the model, its activations and the given
+    state: a vector as long as the parameters for each source (SGD: intervals + 2; AdamW: intervals + 3), and 1 more.
+    Where that is over `memory` bytes (None: any amount is there), sources are taken one at a time, after the gradient
+    of all: then there are two vectors, which lie in a scratch file where they are over `memory` as well, and a
+    parameter's gradient at a time.
+
+    Raises InputError for weights below float32, for a batch without response tokens or advantages, for an optimizer
+    state that does not fit, for a gradient that is not finite, with which no step is taken, and where a scratch file
+    finds no room.
+    """
+    step.check()
+    settings.check()
+    moments = read_moments(policy.model, step, optimizer_state)
+    at_once = fits_at_once(policy, step, len(interval_labels(edges)), memory)
+    if not at_once and 2 * vector_bytes(policy.model) > memory:
+        check_room(2 * vector_bytes(policy.model))  # before anything is measured
+    batch, before = measure_start(policy, batch, step)
+    passes = {"micro_batch_size": step.micro_batch_size, "progress": progress}
+    seeds = _seeds(batch, before, settings, step, edges)
+    sources = _Sources(policy, batch, seeds, step, moments, passes)
+    changes, method, clip_factor, update_norm = sources.all_at_once() if at_once else sources.one_by_one(memory)
+    found = changes[:, batch.response_mask].double().numpy()
+    parts = pd.DataFrame({f"{BY}{name}": values for name, values in zip(seeds, found, strict=True)})
+    keys = _keys(batch, before, settings, edges)
+    contributions = pd.concat([keys, parts.assign(predicted=found.sum(0))], axis=1)
+    return Influence(contributions, method, clip_factor, update_norm)
+
+
+def fits_at_once(policy: Policy, step: StepSettings, num_intervals: int, memory: int | None) -> bool:
+    """Whether `memory` bytes hold a vector of each source, and one more; None: any amount is there."""
+    vectors = num_intervals + (3 if step.optimizer == "adamw" else 2) + 1
+    return memory is None or vectors * vector_bytes(policy.model) <= memory
+
+
+def influence_cost(
+    step: StepSettings, settings: LossSettings = PAPER, *, num_intervals: int = 4, one_by_one: bool = False
+) -> float:
+    """Forward passes over the batch that take as long as `influence` does; one_by_one: where memory is too little.
+
+    >>> influence_cost(SGD)
+    27.0
+    """
+    gradients = num_intervals + bool(settings.kl_coef)
+    derivatives = gradients + (step.optimizer == "adamw") + bool(step.weight_decay)
+    forward = gradients + 1 if one_by_one else 1  # and the whole gradient's
+    backward = BACKWARD * (gradients + one_by_one)
+    return 1 + forward + backward + FORWARD_MODE * derivatives
+
+
+def influence_table(
+    contributions: pd.DataFrame, *, rng: np.random.Generator | None, confidence: float = 0.95, resamples: int = 1000
+) -> pd.DataFrame:
+    """How much each source moves the tokens of each interval, a row per source and target; the targets end with "all".
+
+    Columns: source (0, 1, …, "kl", …), target (interval of π_old, or "all"), num_tokens (of the target); over the
+    target's tokens, of the source's contribution c to the predicted change Δ of log π (nats): mean_abs (of |c|), mean,
+    and share = Cov(c, Δ)/Var(Δ), which over the sources adds up to 1 and can be negative: so source 0's share of
+    target 3, the highest interval, says how much of likely tokens' movement unlikely ones cause. Each with `_lower` and
+    `_upper`, from redrawn prompts (`group`, or `batch` and `group` where there is a column batch): NaN where fewer than
+    two have tokens of the target, and all without `rng`. share is NaN where Δ does not vary.
+    """
+    sources = _sources(contributions)
+    clusters, intervals = prompt_clusters(contributions), contributions["interval"].to_numpy()
+    targets = {a: intervals == a for a in range(sum(name.isdigit() for name in sources))}
+    rows = []
+    for target, chosen in (targets | {"all": np.full(len(intervals), True)}).items():
+        parts = contributions.loc[chosen, [f"{BY}{name}" for name in sources]].to_numpy(np.float64)
+        found = _target_statistics(parts, clusters[chosen], int(clusters.max()) + 1, rng, confidence, resamples)
+        for name, numbers in zip(sources, found, strict=True):
+            row = {"source": int(name) if name.isdigit() else name, "target": target, "num_tokens": len(parts)}
+            for statistic, bounds in zip(STATISTICS, numbers, strict=True):
+                row |= dict(zip((statistic, f"{statistic}_lower", f"{statistic}_upper"), bounds, strict=True))
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def moved_against(contributions: pd.DataFrame, n: int = 20) -> pd.DataFrame:
+    """The n tokens predicted to move farthest against their own advantage, farthest first, and by whom.
+
+    Rows of `contributions` with three columns more: `against`, how far against, nats > 0; `mover`, the source that
+    pushed most that way; `mover_change`, by how much, which exceeds `against` where other sources pushed back. Fewer
+    rows where fewer tokens move against their advantage.
+    """
+    if n < 1:
+        raise InputError(f"n is {n}; give the number of tokens to show, 1 or more")
+    sources = _sources(contributions)
+    wrong = -np.sign(contributions["advantage"].to_numpy(np.float64))
+    pushes = contributions[[f"{BY}{name}" for name in sources]].mul(wrong, axis=0)
+    table = contributions.assign(against=contributions["predicted"] * wrong)
+    table["mover"] = pushes.idxmax(axis=1).str.removeprefix(BY)
+    table["mover_change"] = pushes.max(axis=1)
+    return table[table["against"] > 0].nlargest(n, "against").reset_index(drop=True)
+
+
+def _seeds(
+    batch: TokenBatch, before: TokenStatistics, settings: LossSettings, step: StepSettings, edges: Sequence[Number]
+) -> dict[str, Float[Tensor, "B S"]]:
+    """∂loss/∂log π of each token by source; 0 where the source is none of the loss's."""
+    weights = batch_weights(before.logprob, batch, settings, num_tokens=batch.num_tokens)
+    intervals = old_intervals(batch, edges)
+    policy, kl = -weights.policy / batch.num_tokens, -weights.kl / batch.num_tokens
+    seeds = {str(a): policy * (intervals == a) for a in range(len(interval_labels(edges)))} | {"kl": kl}
+    others = ("momentum", "decay") if step.optimizer == "adamw" else ("decay",)
+    return seeds | {name: torch.zeros_like(kl) for name in others}
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """The sources of a step, and how their gradients become their parts of Δθ."""
+
+    policy: Policy
+    batch: TokenBatch
+    seeds: dict[str, Float[Tensor, "B S"]]
+    """By source, see `_seeds`."""
+    step: StepSettings
+    moments: Moments | None
+    passes: dict[str, Any]
+    """Keywords of `weighted_gradients` and `predict_changes`."""
+
+    def all_at_once(self) -> tuple[Float[Tensor, "C B S"], Method, float, float]:
+        """What each source does to each token, how that was found, the clip factor, and the norm of Δθ."""
+        model, seeds = self.policy.model, torch.stack(list(self.seeds.values()))
+        rows = weighted_gradients(model, self.batch, seeds, **self.passes)
+        self._keep_held(rows)
+        clip_factor = clip_scale(_norm_of_sum(model, rows), self.step.max_grad_norm)
+        for span, crossed in flat_spans(model, PART):
+            self._shape(rows[:, span], list(self.seeds), rows[:, span].sum(0), clip_factor, crossed)
+        changes, method = predict_changes(model, self.batch, rows, **self.passes)
+        return changes, method, clip_factor, _norm_of_sum(model, rows)
+
+    def one_by_one(self, memory: int) -> tuple[Float[Tensor, "C B S"], Method, float, float]:
+        """The same with two vectors: the whole gradient is made first, then one source's at a time."""
+        model = self.policy.model
+        room = vectors_within(model, 2, memory)
+        whole, row = room[:1], room[1:]
+        self._gradient(sum(self.seeds.values()), whole)
+        clip_factor = clip_scale(_norm_of_sum(model, whole), self.step.max_grad_norm)
+        changes, methods = [], []
+        for name, seeds in self.seeds.items():
+            self._gradient(seeds, row.zero_())
+            for span, crossed in flat_spans(model, PART):
+                self._shape(row[:, span], [name], whole[0, span], clip_factor, crossed)
+            change, method = predict_changes(model, self.batch, row, **self.passes)
+            changes.append(change[0])
+            methods.append(method)
+        # Of a source that does not move anything no derivative was taken.
+        method = "central differences" if "central differences" in methods else "forward mode"
+        return torch.stack(changes), method, clip_factor, self._update_norm(whole[0], clip_factor)
+
+    def _gradient(self, seeds: Float[Tensor, "B S"], out: Float[Tensor, "1 P"]) -> None:
+        if seeds.any():
+            weighted_gradients(self.policy.model, self.batch, seeds[None], out=out, **self.passes)
+            self._keep_held(out)
+
+    def _keep_held(self, rows: Float[Tensor, "C P"]) -> None:
+        """Set to 0 what the optimizer does not hold."""
+        for name, part in flat_slices(self.policy.model).items():
+            if self.moments is not None and name not in self.moments.second.exp_avg_sq:
+                rows[:, part] = 0.0
+
+    def _shape(
+        self,
+        rows: Float[Tensor, "C p"],
+        names: list[str],
+        whole: Float[Tensor, " p"],
+        clip_factor: float,
+        crossed: list[tuple[str, slice, slice]],
+    ) -> None:
+        """Turn the gradients of these sources into their parts of Δθ, in place, in a span that crosses parameters.
+
+        whole: the gradient of all sources there, before clipping.
+        """
+        step, moments, parameters = self.step, self.moments, dict(float_parameters(self.policy.model))
+        rows.mul_(clip_factor)
+        clipped = None if moments is None else whole * clip_factor
+        for name, place, own in crossed:
+            if moments is not None and name not in moments.second.exp_avg_sq:
+                continue
+            if moments is not None:
+                self._precondition(rows[:, place], names, name, own, clipped[place])
+            if "decay" in names:
+                weights = parameters[name].detach().flatten()[own].to(rows)
+                rows[names.index("decay"), place] = step.weight_decay * weights
+        rows.mul_(-step.learning_rate)
+
+    def _precondition(
+        self, rows: Float[Tensor, "C p"], names: list[str], name: str, own: slice, clipped: Float[Tensor, " p"]
+    ) -> None:
+        """(1 − β₁)/(1 − β₁ⁿ) · G ⊘ D in each row, β₁/(1 − β₁ⁿ) · m ⊘ D in momentum's; D is the whole gradient's."""
+        moments, beta = self.moments, self.step.betas[0]
+        inverse = moments.second.scale_part(name, clipped, 1.0, own)
+        correction = 1 - beta ** (moments.second.step[name] + 1)
+        rows.mul_(inverse)
+        rows *= (1 - beta) / correction
+        if "momentum" in names and name in moments.first:
+            m = moments.first[name].flatten()[own].to(inverse)
+            rows[names.index("momentum")] = beta / correction * m * inverse
+
+    def _update_norm(self, whole: Float[Tensor, " P"], clip_factor: float) -> float:
+        """‖Δθ‖: the whole gradient's own part, with those of momentum and decay."""
+        names, norms = ["gradient", "momentum", "decay"], []
+        for span, crossed in flat_spans(self.policy.model, PART):
+            rows = nn.functional.pad(whole[None, span], (0, 0, 0, len(names) - 1))
+            self._shape(rows, names, whole[span], clip_factor, crossed)
+            norms.append(rows.sum(0).norm().item())
+        return math.hypot(*norms)
+
+
+def _norm_of_sum(model: nn.Module, rows: Float[Tensor, "C P"]) -> float:
+    return math.hypot(*(rows[:, span].sum(0).norm().item() for span, _ in flat_spans(model, PART)))
+
+
+def _keys(batch: TokenBatch, before: TokenStatistics, settings: LossSettings, edges: Sequence[Number]) -> pd.DataFrame:
+    """The columns of `movement_table` that tell tokens apart: those of an update that moves nothing."""
+    still = Movement("all", batch, before, before, [], 0.0, settings, edges)
+    table = movement_table([still])
+    return table.drop(columns=[name for name in table if name.startswith("delta_")])
+
+
+def _sources(contributions: pd.DataFrame) -> list[str]:
+    """Names of the sources, in the order of the columns."""
+    sources = [name.removeprefix(BY) for name in contributions if name.startswith(BY)]
+    if not sources or not {"predicted", "interval", "advantage"} <= set(contributions):
+        raise InputError("the table holds no contributions; give Influence.contributions")
+    return sources
+
+
+def _target_statistics(
+    parts: Float[np.ndarray, "n A"],
+    clusters: Int[np.ndarray, " n"],
+    num_clusters: int,
+    rng: np.random.Generator | None,
+    confidence: float,
+    resamples: int,
+) -> Float[np.ndarray, "A 3 3"]:
+    """For each source: mean |c|, mean c and Cov(c, Δ)/Var(Δ), each with its value and its bounds."""
+    n, size = parts.shape
+    if not n:
+        return np.full((size, 3, 3), np.nan)
+    means = parts.mean(0)
+    centred = parts - means  # before they are squared: a variance is a small difference of large means
+    total = centred.sum(1, keepdims=True)
+    columns = np.hstack([np.ones((n, 1)), np.abs(parts), centred, centred * total, total, total**2])
+    sums = np.stack([np.bincount(clusters, column, minlength=num_clusters) for column in columns.T], axis=1)
+
+    def evaluate(weights: np.ndarray) -> np.ndarray:
+        drawn = weights @ sums
+        with np.errstate(invalid="ignore"):  # 0/0 where no token of the target was drawn
+            drawn = drawn[:, 1:] / drawn[:, :1]
+        size_of, shift, product = (drawn[:, i * size : (i + 1) * size] for i in range(3))
+        mean, square = drawn[:, -2:-1], drawn[:, -1:]
+        variance = square - mean**2
+        varies = variance > 1e-12 * columns[:, -1].mean()
+        return np.hstack([size_of, shift + means, (product - shift * mean) / np.where(varies, variance, np.nan)])
+
+    found = bootstrap(evaluate, num_clusters, rng=rng, confidence=confidence, resamples=resamples)
+    if len(np.unique(clusters)) < 2:
+        found[1:] = np.nan
+    return found.reshape(3, 3, size).transpose(2, 1, 0)

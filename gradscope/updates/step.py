@@ -1,0 +1,177 @@
+"""How a gradient becomes a step, and what a saved optimizer lets it go on from."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gradscope.errors import InputError
+from gradscope.policy import PART, AdamWState, float_parameters, value_range
+from gradscope.runs import scratch_zeros
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How a gradient becomes a step; the defaults are those of the paper's Fig. 1."""
+
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    learning_rate: Number = 1e-3
+    weight_decay: Number = 0.0
+    """Learning rate × this × weight is taken off each weight."""
+    betas: tuple[Number, Number] = (0.9, 0.999)
+    """AdamW's."""
+    eps: Number = 1e-8
+    """AdamW's."""
+    max_grad_norm: Number | None = 1.0
+    """Each step's gradient is clipped to this norm; None: not clipped."""
+    micro_batch_size: int = 8
+    """Most responses in one forward pass; changes nothing but rounding."""
+
+    def check(self) -> None:
+        """Raise InputError for numbers that make no step."""
+        if self.optimizer not in ("sgd", "adamw"):
+            raise InputError(f"optimizer is {self.optimizer!r}; give sgd or adamw")
+        for name in ("learning_rate", "weight_decay", "eps"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(f"{name} is {getattr(self, name)}; give a finite number, 0 or more")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"betas are {self.betas}; give two numbers from 0 to below 1")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise InputError(f"max_grad_norm is {self.max_grad_norm}; give a positive number, or None: not clipped")
+        if self.micro_batch_size < 1:
+            raise InputError(f"micro_batch_size is {self.micro_batch_size}; a forward pass needs at least 1")
+
+
+SGD = StepSettings()
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What AdamW remembers, by parameter name in the order in which it got them; others it does not train."""
+
+    second: AdamWState
+    """v and the step counts."""
+    first: dict[str, Tensor]
+    """m; a parameter that has none never stepped: 0."""
+
+
+class SlicedOptimizer:
+    """torch's SGD or AdamW, a slice of a parameter after the other, so that next to nothing lies beside the gradient.
+
+    Each slice takes up its moments where they were saved. What they became is kept, in scratch files, only if another
+    step is to come. The steps are those of the whole optimizer, for neither looks beyond a number's own gradient.
+    """
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], step: StepSettings, moments: Moments | None, num_steps: int
+    ) -> None:
+        self._parameters, self._settings, self._steps_to_come = parameters, step, num_steps
+        self._saved: dict[str, dict[str, Tensor]] = {}
+        for name, first in ({} if moments is None else moments.first).items():
+            count = torch.tensor(float(moments.second.step[name]))
+            self._saved[name] = {"step": count, "exp_avg": first, "exp_avg_sq": moments.second.exp_avg_sq[name]}
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def step(self) -> None:
+        self._steps_to_come -= 1
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self._step_one(name, parameter)
+
+    @torch.no_grad()
+    def _step_one(self, name: str, parameter: nn.Parameter) -> None:
+        values = parameter.data.view(-1) if parameter.is_contiguous() else parameter.data
+        gradient, saved = parameter.grad.reshape(values.shape), self._saved.get(name, {})
+        kept: dict[str, Tensor] = {}
+        if self._steps_to_come > 0 and self._settings.optimizer == "adamw":
+            kept = {key: scratch_zeros(*values.shape, dtype=values.dtype) for key in ("exp_avg", "exp_avg_sq")}
+        length = max(1, PART // max(1, values[:1].numel()))
+        for start in range(0, len(values), length):
+            own = slice(start, start + length)
+            part = nn.Parameter(values[own])
+            part.grad = gradient[own]
+            optimizer = _make([part], self._settings)
+            for key, value in saved.items():
+                value = value if key == "step" else value.reshape(values.shape)[own].to(part)
+                optimizer.state[part][key] = value.clone()
+            optimizer.step()
+            for key, whole in kept.items():
+                whole[own] = optimizer.state[part][key]
+        if kept:
+            self._saved[name] = {"step": optimizer.state[part]["step"], **kept}
+
+
+def _make(parameters: list[nn.Parameter], step: StepSettings) -> torch.optim.Optimizer:
+    """A fresh one."""
+    if step.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=step.learning_rate, weight_decay=step.weight_decay)
+    settings = {"betas": step.betas, "eps": step.eps, "weight_decay": step.weight_decay}
+    return torch.optim.AdamW(parameters, lr=step.learning_rate, **settings)
+
+
+def read_moments(model: nn.Module, step: StepSettings, state: dict[str, Any] | None) -> Moments | None:
+    """What AdamW's `state_dict()` saved, or nothing yet, for all float parameters; None under SGD.
+
+    Raises InputError for a state that is not AdamW's, not of this model or not of the step's betas and eps.
+    """
+    if step.optimizer == "sgd":
+        if state is not None:
+            raise InputError("optimizer_state is AdamW's and the optimizer sgd; give optimizer='adamw'")
+        return None
+    if state is None:
+        zeros = {name: p.new_zeros(()).expand(p.shape) for name, p in float_parameters(model)}
+        return Moments(AdamWState(zeros, dict.fromkeys(zeros, 0), step.betas[1], step.eps), {})
+    second = AdamWState.from_state_dict(model, state)
+    group = state["param_groups"][0]
+    saved = tuple(map(float, (*group["betas"], group["eps"])))
+    if saved != (wanted := tuple(map(float, (*step.betas, step.eps)))):
+        raise InputError(f"the optimizer state was made with betas and eps {saved}, the step has {wanted}; give those")
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    first = {}
+    for name, index in zip(second.exp_avg_sq, indices, strict=True):
+        if (held := state["state"].get(index)) is None:
+            continue
+        whole = {"step", "exp_avg", "exp_avg_sq"} <= held.keys()
+        if not whole or held["exp_avg"].shape != second.exp_avg_sq[name].shape:
+            raise InputError(f"the optimizer state of {name} holds no AdamW moments of its shape; give AdamW's state")
+        if not all(map(math.isfinite, value_range(held["exp_avg"]))):
+            raise InputError(f"exp_avg of {name} is not finite; give the state of a run that is sound")
+        first[name] = held["exp_avg"]
+    return Moments(second, first)
+
+
+def make_optimizer(
+    model: nn.Module, step: StepSettings, moments: Moments | None, *, sliced_for: int | None = None
+) -> torch.optim.Optimizer | SlicedOptimizer:
+    """Over the parameters of the moments (SGD: over all), which alone get gradients from here on.
+
+    sliced_for: of so many steps, without moments of its own in memory; see `SlicedOptimizer`.
+    """
+    parameters = dict(float_parameters(model))
+    names = list(parameters if moments is None else moments.second.exp_avg_sq)
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in names)
+    if sliced_for is not None:
+        return SlicedOptimizer({name: parameters[name] for name in names}, step, moments, sliced_for)
+    trained = [parameters[name] for name in names]
+    optimizer = _make(trained, step)
+    if moments is None:
+        return optimizer
+    saved = optimizer.state_dict()
+    for place, name in enumerate(names):
+        if name in moments.first:
+            count = torch.tensor(float(moments.second.step[name]))
+            pair = {"exp_avg": moments.first[name], "exp_avg_sq": moments.second.exp_avg_sq[name]}
+            saved["state"][place] = copy.deepcopy({"step": count, **pair})
+    optimizer.load_state_dict(saved)
+    return optimizer

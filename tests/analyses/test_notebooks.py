@@ -1,0 +1,181 @@
+"""The notebooks run from top to bottom, and some of what they show is computed here again, by simpler means."""
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import gradscope
+from gradscope.objective.equations import grpo_advantages
+
+SHOWN = {
+    "first_look": ("rows", "table", "by_interval", "largest"),
+    "custom_weighting": ("rows", "table", "sizes", "cosine", "directions"),
+    "your_checkpoint": ("rows", "diagnosis", "settings"),
+}
+"""Notebook → the variables that are looked at."""
+
+RUN = """
+import pickle, re, sys
+source, names, out = sys.argv[1:]
+cells = re.split(r"^# %%.*$", open(source, encoding="utf-8").read(), flags=re.MULTILINE)
+values = {"__name__": "notebook"}
+for number, cell in enumerate(cells):
+    exec(compile(cell, f"{source}, cell {number}", "exec"), values)
+with open(out, "wb") as file:
+    pickle.dump({name: values[name] for name in names.split(",")}, file)
+"""
+"""What Jupyter does: one cell after the other, in one namespace of a fresh process."""
+
+# OTHERS: torch's own forward mode compiles its rules with a torch.jit.script that torch deprecates.
+WARNINGS = ["-W", "error", "-W", "ignore:`torch.jit.script` is deprecated:DeprecationWarning"]
+
+
+@pytest.fixture(scope="module")
+def executed(repository, tmp_path_factory):
+    """name → the variables of that notebook after its last cell; each is executed once."""
+    folder, results = tmp_path_factory.mktemp("notebooks"), {}
+
+    def run(name):
+        if name not in results:
+            out = folder / f"{name}.pickle"
+            source = repository / "analyses" / "notebooks" / f"{name}.py"
+            environment = os.environ | {"PYTHONPATH": str(repository), "TMPDIR": str(folder), "MPLBACKEND": "Agg"}
+            command = [sys.executable, *WARNINGS, "-c", RUN, str(source), ",".join(SHOWN[name]), str(out)]
+            done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            results[name] = pickle.loads(out.read_bytes()) | {"printed": done.stdout}
+        return results[name]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model():
+    return gradscope.load_policy("embedded").model.eval()
+
+
+def logprobs(model, row):
+    """log π of a row's response tokens, by the plainest way."""
+    ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+    logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / row["temperature"]
+    return logits.log_softmax(-1).gather(1, torch.tensor(row["response_ids"])[:, None])[:, 0]
+
+
+def advantages_of(rows):
+    rewards, groups = (torch.tensor([row[name] for row in rows]) for name in ("reward", "group"))
+    return grpo_advantages(rewards.float(), groups)
+
+
+def gradient(model, rows, factor):
+    """∇ of −Σ factor·Â·π/π_old / num_tokens, flat; on-policy, where no token is clipped."""
+    model.zero_grad()
+    total = sum(len(row["response_ids"]) for row in rows)
+    start = 0
+    for row, advantage in zip(rows, advantages_of(rows), strict=True):
+        new = logprobs(model, row)
+        weights = factor[start : start + len(new)] * advantage
+        (-(weights * (new - new.detach()).exp()).sum() / total).backward()
+        start += len(new)
+    return torch.cat([p.grad.flatten().clone() for p in model.parameters()]).double()
+
+
+def test_every_notebook_is_looked_at_and_holds_no_output(repository):
+    files = {path.stem: path for path in (repository / "analyses" / "notebooks").iterdir() if path.is_file()}
+    assert sorted(files) == sorted(SHOWN) and all(path.suffix == ".py" for path in files.values())
+    for path in files.values():
+        cells = re.findall(r"^# %%(.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert cells.count(" [markdown]") >= 4 and cells.count("") >= 5
+
+
+def test_the_largest_token_of_the_first_look_has_the_norm_that_autograd_finds(executed, model):
+    found = executed("first_look")
+    top = found["largest"].iloc[0]
+    row = found["rows"][int(top["response"])]
+    model.zero_grad()
+    logprobs(model, row)[int(top["position"])].backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm()
+    size = float(norm) * abs(float(advantages_of(found["rows"])[int(top["response"])]))
+    assert top["size"] == pytest.approx(size, rel=1e-4)  # float32 sums over 0.8 M parameters, in two orders
+    assert top["size"] == found["table"]["size"].max()
+
+
+def test_the_first_look_sorts_tokens_by_their_probability(executed):
+    found = executed("first_look")
+    sizes = [[], [], [], []]
+    for prob, norm in zip(found["table"]["prob"], found["table"]["param_grad_norm"], strict=True):
+        sizes[min(int(prob * 4), 3)].append(norm)
+    assert found["by_interval"]["size"].tolist() == [len(part) for part in sizes]
+    means = [np.mean(np.array(part, dtype=float)) for part in sizes]
+    np.testing.assert_allclose(found["by_interval"]["mean"], means, rtol=1e-5)  # means in float32
+    assert "tokens were measured" in found["printed"]
+
+
+def test_schemes_are_compared_by_sizes_that_a_loop_over_tokens_finds(executed):
+    found = executed("custom_weighting")
+    table = found["table"]
+    threshold = np.quantile(table["entropy"], 0.95)
+    sums = {"GRPO": [0.0] * 4, "Reweight": [0.0] * 4, "entropy 5 %": [0.0] * 4}
+    for token in table.itertuples():
+        size = abs(token.weight) * token.param_grad_norm
+        sums["GRPO"][token.interval] += size
+        sums["Reweight"][token.interval] += size * (0.3 * np.exp(token.old_logprob) + 0.7)
+        sums["entropy 5 %"][token.interval] += size * (token.entropy >= threshold)
+    for name, expected in sums.items():
+        np.testing.assert_allclose(found["sizes"][name], np.array(expected) / sum(expected), atol=1e-5)  # float32
+    assert abs(found["sizes"]["entropy 5 %"] - found["sizes"]["GRPO"]).max() > 0.05
+
+
+def test_directions_of_schemes_have_the_cosines_of_plain_backward_passes(executed, model):
+    found = executed("custom_weighting")
+    rows, cosine = found["rows"], found["cosine"]["SGD"]
+    old = torch.tensor(found["table"]["old_logprob"].to_numpy())
+    whole = gradient(model, rows, torch.ones_like(old))
+    reweighted = gradient(model, rows, 0.3 * old.exp() + 0.7)
+    expected = float(whole @ reweighted / whole.norm() / reweighted.norm())
+    assert 0.5 < expected < 0.99999
+    assert cosine["Reweight"] == pytest.approx(expected, abs=1e-5)  # float32 gradients
+    assert cosine["GRPO"] == pytest.approx(1, abs=1e-6) and cosine["Lopti"] == pytest.approx(1, abs=1e-6)
+    assert found["cosine"].loc["Lopti", "AdamW"] < 0.99
+
+
+def test_right_direction_shares_are_those_of_a_plain_step(executed, model):
+    found = executed("custom_weighting")
+    rows, table, directions = found["rows"], found["table"], found["directions"]
+    assert set(directions["scheme"]) == {"GRPO", "Reweight", "entropy 20 %", "entropy 5 %", "Lopti"}
+    factor = torch.tensor(table["entropy"].ge(table["entropy"].quantile(0.95)).to_numpy()).float()
+    change = -1e-3 * gradient(model, rows, factor)  # shorter than the norm of 1 at which the trainer clips
+    assert change.norm() < 1e-3
+    before, start = [logprobs(model, row).detach() for row in rows], 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += change[start : start + parameter.numel()].view_as(parameter)
+            start += parameter.numel()
+        after = [logprobs(model, row) for row in rows]
+        start = 0
+        for parameter in model.parameters():
+            parameter -= change[start : start + parameter.numel()].view_as(parameter)
+            start += parameter.numel()
+    moved = torch.cat(after).numpy() - torch.cat(before).numpy()
+    shares = directions[directions["scheme"] == "entropy 5 %"].set_index("interval")
+    for interval in (0, 1, 2):  # nearer to certainty a change of log π is no larger than its rounding
+        chosen = ((table["interval"] == interval) & (table["advantage"] > 0)).to_numpy()
+        assert shares["num_tokens"][interval] == chosen.sum() > 0
+        assert shares["share"][interval] == pytest.approx(np.mean(moved[chosen] > 0), abs=1e-9)
+
+
+def test_your_checkpoint_is_diagnosed_on_the_dump_that_was_read(executed):
+    found = executed("your_checkpoint")
+    diagnosis, rows = found["diagnosis"], found["rows"]
+    assert diagnosis.num_responses == len(rows) and diagnosis.num_prompts == len({row["group"] for row in rows})
+    assert len(diagnosis.table) == sum(len(row["response_ids"]) for row in rows)
+    probs = np.exp([x for row in rows for x in row["old_logprobs"]])
+    share = diagnosis.pick("token_share", interval="[0, ¼)")["value"]
+    # The dump keeps the sampler's π, the table its own: a token may lie on the other side of ¼ by a rounding.
+    assert share == pytest.approx(np.mean(probs < 0.25), abs=1.5 / len(probs))
+    assert "Tokens with π in [0, ¼)" in found["printed"]

@@ -1,0 +1,97 @@
+"""The page of what is reproduced: its numbers are the CSVs', and every figure and table of the paper has its row."""
+
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from analyses.paper_repro import Numbers, render
+from gradscope.errors import InputError
+from gradscope.intervals import interval_labels
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def numbers(tmp_path):
+    rows = [
+        {"variant": "lopti", "baseline": "grpo", "level": "all", "seeds": 6, "difference": 0.0312, "lower": -0.0121}
+        | {"upper": 0.0742, "p_holm": 0.2134, "differs": False},
+        {"variant": "both", "baseline": "grpo", "level": "all", "seeds": 3, "difference": -0.05, "lower": -0.06}
+        | {"upper": -0.04, "p_holm": 0.0004, "differs": True},
+        {"variant": "both", "baseline": "grpo", "level": "2", "seeds": 1, "difference": 0.2, "lower": None}
+        | {"upper": None, "p_holm": None, "differs": False},
+        {"variant": "both", "baseline": "grpo", "level": "3", "seeds": 3, "difference": 0.05, "lower": 0.04}
+        | {"upper": 0.06, "p_holm": 0.5, "differs": False},
+    ]
+    pd.DataFrame(rows).to_csv(tmp_path / "made.csv", index=False)
+    return Numbers(tmp_path)
+
+
+def test_a_cell_is_written_as_the_text_writes_numbers(numbers):
+    where = {"variant": "lopti", "level": "all"}
+    assert numbers.number("made", "difference", digits=3, **where) == ".031"
+    assert numbers.percent("made", "lower", **where) == "−1.2"
+    assert numbers.count("made", "seeds", **where) == "6"
+    assert numbers.interval("made", ("difference", "lower", "upper"), **where) == ".03 [−.01, .07]"
+
+
+def test_a_contrast_says_difference_interval_corrected_p_and_seeds(numbers):
+    assert numbers.contrast("made", "lopti", "grpo", level="all") == "+.031 [−.012, .074], p = .21, 6 seeds"
+    assert numbers.contrast("made", "both", "grpo", level="all") == "−.050 [−.060, −.040], p < .001, 3 seeds"
+    assert numbers.contrast("made", "both", "grpo", level=2) == "+.200, 1 seed, which decides nothing"
+
+
+def test_the_four_intervals_are_told_in_a_row_whether_by_number_or_by_label(tmp_path):
+    values = [0.1, 2e-4, 0.333, 0.4]
+    for name, intervals in (("numbers", [0, 1, 2, 3]), ("labels", interval_labels())):
+        columns = {"interval": [*intervals, "all"], "norm": [*values, 9], "batch": ["a", "a", "b", "b", "all"]}
+        pd.DataFrame(columns).to_csv(tmp_path / f"{name}.csv", index=False)
+    numbers = Numbers(tmp_path)
+    for name in ("numbers", "labels"):
+        assert numbers.each(numbers.number, name, "norm", digits=1) == ".1 / .0 / .3 / .4"
+        assert numbers.each(numbers.scientific, name, "norm") == "1.0e-1 / 2.0e-4 / 3.3e-1 / 4.0e-1"
+    assert numbers.extremes("numbers", "norm") == ".00 to 9.00"
+    assert numbers.extremes("numbers", "norm", without={"batch": "all"}) == ".00 to .40"
+    assert numbers.extremes("numbers", "norm", batch="b") == ".33 to .40"
+
+
+def test_rows_that_are_told_from_0_are_counted(numbers):
+    assert numbers.told("made") == "2 of 4"
+    assert numbers.told("made", variant="lopti") == numbers.told("made", level="2") == "0 of 1"
+
+
+def test_a_verdict_claims_no_more_than_the_corrected_test(numbers):
+    assert numbers.verdict("made", "lopti", "grpo", level="all") == "no difference shown"
+    assert numbers.verdict("made", "both", "grpo", level="all") == "lower"
+    assert numbers.verdict("made", "both", "grpo", level="2") == "one seed decides nothing"
+
+
+@pytest.mark.parametrize(
+    ("file", "where", "words"),
+    [
+        ("made", {"variant": "both"}, "has 3 rows with"),
+        ("made", {"variant": "none"}, "has 0 rows with"),
+        ("made", {"method": "both"}, "has no column 'method'; it has variant, baseline"),
+        ("lost", {}, "lost.csv is not there"),
+    ],
+)
+def test_a_number_that_has_not_exactly_one_place_is_an_error(numbers, file, where, words):
+    with pytest.raises(InputError, match=words):
+        numbers.number(file, "difference", **where)
+
+
+def test_the_page_holds_the_numbers_that_the_csvs_hold():
+    assert (REPOSITORY / "paper_repro.md").read_text(encoding="utf-8") == render(REPOSITORY / "figures"), (
+        "paper_repro.md is not what its text and the CSVs make; run: python -m analyses.paper_repro"
+    )
+
+
+def test_every_figure_and_table_of_the_paper_has_a_row():
+    page = (REPOSITORY / "paper_repro.md").read_text(encoding="utf-8")
+    named = set()
+    for kind, numbers in re.findall(r"^\| (Fig\.|Tables?) ([0-9][^|]*)\|", page, flags=re.MULTILINE):
+        for first, last in re.findall(r"(\d+)(?:[–-](\d+))?", numbers):
+            named |= {(kind[0], number) for number in range(int(first), int(last or first) + 1)}
+    assert named >= {("F", number) for number in range(1, 13)} | {("T", number) for number in range(1, 8)}

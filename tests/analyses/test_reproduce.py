@@ -1,0 +1,263 @@
+"""The runs of the figures: what the file lists, and a command that can be killed at any time and started again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from analyses import reproduce
+from analyses.common import experiments, make_run
+from analyses.common.experiments import configure, list_runs, needs
+from gradscope.errors import DivergedError, InputError
+from gradscope.trainer import get_preset
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TINY = """
+[variants]
+grpo = { label = "GRPO" }
+lopti = { label = "Lopti", lopti_eta = 0.5 }
+[scales.tiny.tracks.puzzles]
+preset = "kk-embedded"
+stages = [ { variants = ["grpo"], seeds = [0, 1] }, { variants = ["lopti"], seeds = [0] } ]
+[scales.tiny.tracks.puzzles.settings]
+task = "kk-compact-train"
+people = [2]
+steps = 4
+questions_per_step = 1
+group_size = 2
+mini_batch_size = 2
+max_new_tokens = 120
+save_every = 1
+trackers = []
+device = "cpu"
+[scales.tiny.tracks.puzzles.variants]
+lopti = { lopti_eta = 0.25 }
+[scales.tiny.tracks.puzzles.test]
+task = "kk-compact-test"
+people = [2, 3]
+questions = 4
+samples = 1
+temperature = 0.7
+max_new_tokens = 120
+checkpoints = 2
+[figures]
+fig4 = { puzzles = ["grpo"] }
+fig6 = { puzzles = ["lopti"], other = ["grpo"] }
+"""
+MEASURED = """
+[measurements]
+updates = { module = "made_up", after = ["puzzles/lopti"], figures = ["fig1"], scales = ["tiny"] }
+base = { module = "made_up", after = [], figures = ["fig2"], scales = ["tiny"] }
+other = { module = "made_up", after = [], figures = ["fig2"], scales = ["vast"] }
+"""
+MAIN = """
+import pathlib, sys
+import analyses.common.experiments as e
+e.FILE = pathlib.Path(sys.argv[1])
+from analyses import reproduce
+sys.exit(reproduce.main(reproduce.Options(scale="tiny", jobs=2)))
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    file = tmp_path / "tiny.toml"
+    file.write_text(TINY, encoding="utf-8")
+    monkeypatch.setattr(experiments, "FILE", file)
+    experiments.read.cache_clear()
+    yield file
+    experiments.read.cache_clear()
+
+
+def start(file, folder):
+    environment = os.environ | {"GRADSCOPE_RUNS": str(folder / "kept"), "PYTHONPATH": str(REPOSITORY)}
+    with (folder / "log.txt").open("w") as log:
+        return subprocess.Popen([sys.executable, "-c", MAIN, str(file)], cwd=folder, env=environment, stdout=log)
+
+
+def stamps(folder, pattern):
+    return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob(pattern)}
+
+
+def test_settings_are_the_presets_then_the_tracks_then_the_variants_then_the_tracks_of_that_variant(tiny):
+    config = configure("tiny", "puzzles", "lopti")
+    assert config.lopti_eta == 0.25 and config.people == (2,) and config.mini_batch_size == 2
+    assert config.clip_ratio_high == get_preset("kk-embedded").clip_ratio_high
+    assert configure("tiny", "puzzles", "grpo").lopti_eta is None
+
+
+def test_runs_come_stage_by_stage_and_seed_by_seed_each_with_its_seed(tiny):
+    found = [(run.variant, run.seed, run.config.seed) for run in list_runs("tiny")]
+    assert found == [("grpo", 0, 0), ("grpo", 1, 1), ("lopti", 0, 0)]
+
+
+def test_only_what_a_figure_needs_is_chosen(tiny):
+    chosen = reproduce.choose(reproduce.Options(scale="tiny", only=("fig4",)))
+    assert [(run.variant, run.seed) for run in chosen] == [("grpo", 0), ("grpo", 1)]
+    assert needs("fig6", "tiny") == [("puzzles", "lopti")]  # the scale has no track `other`
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scale": "vast"}, "no scale is called 'vast'; give one of tiny"),
+        ({"only": ("fig99",)}, "no figure is called 'fig99'; give one of fig4, fig6"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_those_that_there_are(tiny, options, words):
+    with pytest.raises(InputError, match=words):
+        reproduce.choose(reproduce.Options(**({"scale": "tiny"} | options)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("[figures]", "[figures", r"tiny\.toml is no TOML: .* line "),
+        ("steps = 4", "stepps = 4", r"tiny/puzzles/grpo: 'stepps' is no setting; give some of model, "),
+        (
+            "checkpoints = 2",
+            "checkpoint = 2",
+            "the test of tiny/puzzles: 'checkpoint' is no setting; give some of task, ",
+        ),
+        ("puzzles.test]", "puzzles.tests]", "track puzzles of scale tiny has no 'test'"),
+        ("seeds = [0, 1]", "seed = [0, 1]", "a stage of tiny/puzzles has no 'seeds'"),
+        ('label = "GRPO"', 'name = "GRPO"', "variant grpo has no 'label'"),
+        (
+            'fig4 = { puzzles = ["grpo"',
+            'fig4 = { puzzles = ["gripo"',
+            "fig4: no variant is called 'gripo'; give some of",
+        ),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_one_line(tiny, old, new, words):
+    tiny.write_text(TINY.replace(old, new), encoding="utf-8")
+    with pytest.raises(InputError, match=words):
+        reproduce.choose(reproduce.Options(scale="tiny", only=("fig4",)))
+
+
+@pytest.mark.parametrize("jobs", [0, -1])
+def test_less_than_one_run_at_a_time_is_refused(tiny, jobs):
+    with pytest.raises(InputError, match=f"--jobs is {jobs}; give at least 1"):
+        reproduce.main(reproduce.Options(scale="tiny", jobs=jobs))
+
+
+def test_a_figure_that_is_drawn_from_measurements_needs_their_runs(tiny):
+    tiny.write_text(TINY + MEASURED, encoding="utf-8")
+    experiments.read.cache_clear()
+    assert needs("fig1", "tiny") == [("puzzles", "lopti")] and needs("fig2", "tiny") == []
+    chosen = reproduce.choose(reproduce.Options(scale="tiny", only=("fig1",)))
+    assert [(run.variant, run.seed) for run in chosen] == [("lopti", 0)]
+    options = {name: reproduce.Options(scale="tiny", only=(name,)) for name in ("fig1", "fig2")}
+    assert [found.name for found in reproduce.choose_measurements(options["fig2"])] == ["base"]
+    assert reproduce.choose_measurements(options["fig1"]) == []  # its run is not finished
+
+
+def test_a_dry_run_makes_nothing(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert reproduce.main(reproduce.Options(scale="tiny", dry_run=True)) == 0
+    told = capsys.readouterr().out
+    assert "3 runs, 0 finished" in told and "tiny/puzzles/lopti/seed0" in told and " fails" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.toml"]
+
+
+def test_killed_and_started_again_it_repeats_no_finished_work_and_ends_at_the_same_numbers(tiny, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    assert start(tiny, whole).wait() == 0
+
+    process = start(tiny, killed)
+    while not list((killed / "kept").rglob("responses.parquet")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    time.sleep(3)  # its workers see that it is gone
+    finished = {path.parent for path in (killed / "kept").rglob("responses.parquet")}
+    before = {path: stamps(path, "*") for path in finished}
+    checkpoints = stamps(killed / "runs", "step-*/model.safetensors")
+
+    again = start(tiny, killed)
+    assert again.wait() == 0
+    assert f"3 runs, {len(finished)} finished" in (killed / "log.txt").read_text()
+    assert {path: stamps(path, "*") for path in finished} == before
+    later = stamps(killed / "runs", "step-*/model.safetensors")
+    assert {path: later[path] for path in checkpoints} == checkpoints
+    for name in ("metrics.csv", "test.csv", "responses.parquet"):
+        files = sorted(path.relative_to(whole / "kept") for path in (whole / "kept").rglob(name))
+        assert len(files) == 3
+        for file in files:
+            read = pd.read_parquet if name.endswith("parquet") else pd.read_csv
+            one, other = read(whole / "kept" / file), read(killed / "kept" / file)
+            timed = [c for c in one.columns if c.startswith("seconds") or c == "tokens_per_second"]
+            pd.testing.assert_frame_equal(one.drop(columns=timed), other.drop(columns=timed))
+
+
+def test_a_run_that_diverges_is_judged_as_far_as_it_got(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(make_run, "RUNS", tmp_path / "kept")
+    monkeypatch.setattr(make_run, "WORK", tmp_path / "work")
+    run, real = list_runs("tiny")[0], make_run.train
+
+    def diverge(*args, **keywords):
+        real(*args, **keywords)
+        raise DivergedError("no finite gradient.\nsecond line")
+
+    monkeypatch.setattr(make_run, "train", diverge)
+    make_run.make(run)
+    kept = tmp_path / "kept" / run.place
+    manifest = json.loads((kept / "manifest.json").read_text())
+    assert manifest["ended"] == "no finite gradient" and make_run.is_finished(run)
+    assert str(tmp_path) not in (kept / "manifest.json").read_text() + (kept / "config.json").read_text()
+    test = pd.read_csv(kept / "test.csv")
+    assert test["step"].unique().tolist() == [3, 4] and test["level"].tolist() == ["2", "3", "all"] * 2
+    responses = pd.read_parquet(kept / "responses.parquet")
+    sampled = responses[~responses["greedy"]]
+    last = test[(test["step"] == 4) & (test["level"] == "all")].iloc[0]
+    assert last["avg@1"] == pytest.approx(sampled["correct"].mean()) and len(sampled) == 4
+
+
+def test_no_question_of_the_test_is_trained_on():
+    from analyses.common.puzzles import TEST, TRAIN
+
+    test = {question.prompt for question in TEST.questions(60, seed=0, people=(2, 3))}
+    train = {question.prompt for question in TRAIN.questions(60, seed=1, people=(2, 3))}
+    assert len(test) == len(train) == 60 and not test & train
+
+
+@pytest.fixture
+def several(tiny, tmp_path, monkeypatch):
+    """The tiny scale, with two processes for each run."""
+    tiny.write_text(TINY + "[scales.tiny.launch]\nprocesses = 2\nsharded = false\ngpu_gib = 1\n", encoding="utf-8")
+    experiments.read.cache_clear()
+    for module, name in ((make_run, "WORK"), (make_run, "RUNS")):
+        monkeypatch.setattr(module, name, tmp_path / name.lower())
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    return tmp_path
+
+
+def test_where_the_scale_says_so_a_run_is_several_processes_with_its_own_settings(several):
+    [run, *_] = list_runs("tiny")
+    make_run.make(run)
+    kept = several / "runs" / run.place
+    manifest = json.loads((kept / "manifest.json").read_text())
+    assert manifest["processes"] == 2 and manifest["ended"] == "as planned"
+    assert pd.read_csv(kept / "metrics.csv")["step"].tolist() == [1, 2, 3, 4]
+    assert json.loads((kept / "config.json").read_text()) == json.loads(json.dumps(asdict(run.config)))
+    assert reproduce.count_jobs(reproduce.Options(scale="tiny")) == 1
+    assert reproduce.count_jobs(reproduce.Options(scale="tiny", jobs=3)) == 3
+
+
+def test_what_one_of_several_processes_complains_of_is_one_line(several):
+    run = list_runs("tiny")[0]
+    with pytest.raises(InputError) as found:
+        make_run.train_launched(
+            replace(run.config, model="no/such/folder"), several / "work", processes=2, sharded=False
+        )
+    assert str(found.value).startswith("2 processes under accelerate launch: ") and "no/such/folder" in str(found.value)
+    assert "\n" not in str(found.value) and not list((several / "work").glob("checkpoints/*"))

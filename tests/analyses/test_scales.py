@@ -1,0 +1,129 @@
+"""The scales gpu and paper: which runs they have, with the paper's settings, and tests of several benchmarks."""
+
+from collections import Counter
+
+import pandas as pd
+import pytest
+
+import analyses.common.puzzles  # noqa: F401  (registers its tasks)
+from analyses.common import experiments
+from analyses.common.experiments import configure, drawn_as, list_runs, needs, tracks_of
+from analyses.common.make_run import judge
+from analyses.figures import SCRIPTS
+from gradscope import load_policy
+from gradscope.sampling import evaluate
+from gradscope.tasks import draw_questions, get_task
+from gradscope.trainer import get_preset
+
+PUZZLES, MATH = ("puzzles-3b", "puzzles-7b"), ("math-dsr", "math-orz")
+PAPER = {"puzzles-3b": "kk-qwen2.5-3b", "puzzles-7b": "kk-qwen2.5-7b"}
+PAPER |= {"math-dsr": "math-qwen2.5-7b", "math-orz": "orz-qwen2.5-7b"}
+
+
+def test_the_papers_tracks_are_its_presets_and_plain_grpo_changes_nothing():
+    assert list(read_tracks("paper")) == [*PUZZLES, *MATH]
+    for track, preset in PAPER.items():
+        assert configure("paper", track, "grpo") == get_preset(preset)
+
+
+@pytest.mark.parametrize("track", PAPER)
+def test_alpha_and_eta_are_those_of_the_papers_table_3_and_appendix_d(track):
+    alpha = 0.3 if track in PUZZLES else 0.1
+    settings = {variant: configure("paper", track, variant) for variant in ("reweight", "lopti", "both")}
+    assert (settings["reweight"].reweight_alpha, settings["reweight"].lopti_eta) == (alpha, None)
+    assert (settings["lopti"].reweight_alpha, settings["lopti"].lopti_eta) == (None, 0.5)
+    assert (settings["both"].reweight_alpha, settings["both"].lopti_eta) == (alpha, 0.5)
+    assert configure("paper", track, "matched-norm").reweight_alpha == alpha
+    if track in PUZZLES:
+        assert configure("paper", track, "rpp-reweight").reweight_alpha == 0.1
+
+
+@pytest.mark.parametrize(("scale", "track"), [("gpu", "puzzles"), *(("paper", track) for track in PAPER)])
+def test_no_run_is_listed_twice_and_every_variant_has_seed_0(scale, track):
+    runs = [run for run in list_runs(scale) if run.track == track]
+    assert max(Counter(run.place for run in runs).values()) == 1
+    assert {run.variant for run in runs if run.seed == 0} == {run.variant for run in runs}
+    assert all(run.config.seed == run.seed for run in runs)
+    steps = {run.config.mini_batch_size for run in runs if run.variant == "twice-the-steps"}
+    assert steps == {configure(scale, track, "grpo").mini_batch_size // 2}
+
+
+def test_controls_come_last_at_scale_paper():
+    for track in PAPER:
+        order = list(dict.fromkeys(run.variant for run in list_runs("paper") if run.track == track))
+        assert order[-4:] == ["random-split", "twice-the-steps", "permuted-weights", "matched-norm"]
+
+
+def test_every_figure_of_the_papers_puzzles_has_its_variants_in_the_scales_gpu_and_paper():
+    wanted = {name: tracks.get("puzzles", []) for name, tracks in experiments.read()["figures"].items()}
+    only_3b = ("fig6",)  # the paper's ablations are of one model
+    for scale in ("gpu", "paper"):
+        for track in tracks_of("puzzles", scale):
+            made = {run.variant for run in list_runs(scale) if run.track == track}
+            for name, variants in wanted.items():
+                assert set(variants) <= made or (name in only_3b and track == "puzzles-7b"), (name, track)
+
+
+def test_what_can_be_drawn_can_be_asked_of_reproduce_by_the_same_name_and_by_its_pages():
+    for name in SCRIPTS:
+        assert all(len(pair) == 2 for pair in needs(name, "cpu"))
+    for page, name in {"fig7": "fig7_8", "fig12": "fig11_12", "table7": "fig11_12", "table3": "tables2_4"}.items():
+        assert drawn_as(page) == name and needs(page, "cpu") == needs(name, "cpu")
+    assert set(experiments.read()["pages"]) <= set(SCRIPTS) and drawn_as("fig4") == "fig4"
+
+
+def test_tracks_are_found_by_their_name_or_their_kind():
+    assert tracks_of("puzzles", "paper") == [*PUZZLES]
+    assert tracks_of("math", "paper") == [*MATH]
+    assert tracks_of("puzzles", "gpu") == tracks_of("puzzles", "cpu") == ["puzzles"]
+    assert tracks_of("math-dsr", "paper") == ["math-dsr"] and tracks_of("knitting", "paper") == []
+
+
+def test_math_is_judged_as_in_table_1():
+    for track in MATH:
+        parts = next(run for run in list_runs("paper") if run.track == track).test.parts()
+        samples = {name: part.samples for name, part in parts.items()}
+        assert samples == {"olympiad_bench": 0, "minerva": 0, "math500": 0, "amc": 16, "aime24": 16}
+        assert {part.checkpoints for part in parts.values()} == {3}
+        assert {(part.temperature, part.max_new_tokens, part.questions) for part in parts.values()} == {
+            (1.0, 4096, None)
+        }
+
+
+def test_the_papers_tests_read_every_row_of_the_data(data_folder):
+    rows = {"puzzles": {"all": 500}}
+    rows["math"] = {"olympiad_bench": 675, "minerva": 272, "math500": 500, "amc": 83, "aime24": 30}
+    for kind, sizes in rows.items():
+        for track in tracks_of(kind, "paper"):
+            parts = next(run for run in list_runs("paper") if run.track == track).test.parts()
+            drawn = {
+                name or "all": draw_questions(get_task(p.task), p.questions, seed=0, people=p.people, files=p.data)
+                for name, p in parts.items()
+            }
+            assert {name: len(questions) for name, questions in drawn.items()} == sizes
+            if kind == "puzzles":
+                assert Counter(question.level for question in drawn["all"]) == dict.fromkeys((3, 4, 5, 6, 7), 100)
+
+
+def test_a_benchmark_is_a_level_of_the_results_with_the_numbers_that_it_has_alone():
+    own = {"easy": {"people": [2], "samples": 2}, "hard": {"people": [3], "samples": 0}}
+    test = experiments.Test("kk-compact-test", 0.7, 40, 1, questions=3, benchmarks=own)
+    joined = judge("embedded", test)
+    assert joined.table["level"].tolist() == ["easy", "hard"]
+    assert joined.responses.groupby("level").size().to_dict() == {"easy": 9, "hard": 3}
+    policy, task = load_policy("embedded"), get_task("kk-compact-test")
+    for name, people, k in (("easy", 2, 2), ("hard", 3, 0)):
+        questions = draw_questions(task, 3, seed=0, people=(people,))
+        alone = evaluate(policy, task, questions, k=k, temperature=0.7, max_new_tokens=40)
+        row = joined.table[joined.table["level"] == name].iloc[0].drop("level").dropna()
+        expected = alone.table[alone.table["level"] == "all"].iloc[0].drop("level").dropna()
+        pd.testing.assert_series_equal(row[expected.index], expected, check_names=False)
+
+
+def test_without_benchmarks_a_test_is_its_only_part():
+    test = experiments.Test("kk-compact-test", 0.7, 40, 1, questions=3, people=(2,))
+    assert test.parts() == {None: test}
+
+
+def read_tracks(scale):
+    return experiments.read()["scales"][scale]["tracks"]

@@ -1,0 +1,810 @@
+"""The command line: what it writes, what it refuses and how, and that a killed run is taken up where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.cli import Outcome, assert_one_line, outcome_of
+from support.policies import CONTEXT, VOCAB, make_policy, make_responses, save_checkpoint, write_jsonl
+
+from gradscope.cli import commands as cli
+from gradscope.cli import measure as cli_measure
+from gradscope.gradients import TableMeasurement, interval_norms, measure
+from gradscope.gradients.engine import autograd as graph_body
+from gradscope.gradients.engine import head
+from gradscope.gradients.engine import meter as token_gradients
+from gradscope.gradients.engine import norms as rules
+from gradscope.gradients.engine.decoder import block as decoder_block
+from gradscope.policy import load_policy
+from gradscope.rollouts import read_rollouts
+from gradscope.runs import folder as run_folder
+
+ROW = {"prompt_ids": [4, 5, 6], "response_ids": [7, 8, 9], "reward": 1.0, "group": 0}
+QUICK = ("--no-figures", "--no-self-check")
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save_checkpoint(folder / "llama", "llama", sharpness=5.0, chat=True)
+    save_checkpoint(folder / "bert", "bert")
+    t5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCAB, **t5)).save_pretrained(
+        folder / "t5"
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model(checkpoints) -> Path:
+    return checkpoints / "llama"
+
+
+@pytest.fixture
+def rollouts(tmp_path) -> Path:
+    """What a policy of the same weights sampled: two responses to each of three prompts."""
+    responses = make_responses(make_policy("llama", sharpness=5.0))
+    names = ("prompt_ids", "response_ids", "group", "reward", "old_logprobs", "ref_logprobs", "response_mask")
+    return write_jsonl(tmp_path / "rollouts.jsonl", [{n: getattr(r, n) for n in names} for r in responses])
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a command in this process: its exit status and what it printed."""
+    return partial(outcome_of, capsys)
+
+
+def files(folder: Path) -> dict[str, int]:
+    """Everything in a folder, with the time that it was written."""
+    return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in folder.rglob("*")}
+
+
+# What measure writes.
+
+
+def test_measure_writes_the_table_that_the_function_returns_and_a_manifest(run, model, rollouts, tmp_path):
+    out = tmp_path / "out"
+    outcome = run("measure", model, rollouts, "--out", out)
+    assert (outcome.status, outcome.err) == (0, "")
+    policy = load_policy(model)
+    expected = measure(policy, read_rollouts(rollouts, policy))
+    pd.testing.assert_frame_equal(pd.read_parquet(out / "tokens.parquet"), expected)
+    assert f"{len(expected)} tokens of 6 responses: {out / 'tokens.parquet'}" in outcome.out
+    assert (out / "figures" / "summary.txt").read_text().rstrip() in outcome.out
+    assert set(os.listdir(out)) == {"tokens.parquet", "manifest.json", "figures"}
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["model"]["path"] == str(model) and manifest["rollouts"]["path"] == str(rollouts)
+    assert manifest["rollouts"]["sha256"] == run_folder.file_hash(rollouts)
+    assert re.fullmatch("[0-9a-f]{64}", manifest["model"]["sha256"])
+    assert manifest["versions"]["torch"] == torch.__version__ and manifest["versions"]["python"]
+    assert (manifest["seed"], manifest["dtype"], manifest["device"]) == (0, "float32", "cpu")
+    assert manifest["threads"] == torch.get_num_threads()
+    assert manifest["settings"]["loss"]["kl_coef"] == 0.001
+    assert 0 < manifest["self_check"]["largest_difference"] < manifest["self_check"]["tolerance"] == 1e-3
+    assert manifest["tokens"] == manifest["tokens_measured"] == len(expected)
+    assert set(manifest["files"]) == {n for n in files(out) if n not in ("manifest.json", "figures")}
+
+
+def test_the_flags_reach_the_measurement(run, model, rollouts, tmp_path):
+    out = tmp_path / "out"
+    flags = ["--temperature", "0.7", "--tokens-per-interval", 2, "--seed", 3, "--dtype", "float64", "--per-module"]
+    flags += [
+        "--device",
+        "cpu",
+        "--blocks",
+        "model.layers",
+        "--kl-coef",
+        0,
+        "--clip-ratio-c",
+        "none",
+        "--chunk-rows",
+        64,
+    ]
+    assert run("measure", model, rollouts, "--out", out, *QUICK, *flags).status == 0
+    policy = load_policy(model, dtype="float64")
+    settings = {"temperature": 0.7, "tokens_per_interval": 2, "seed": 3, "per_module": True, "chunk_rows": 64}
+    loss = cli.MeasureSettings().loss.__class__(kl_coef=0, clip_ratio_c=None)
+    expected = measure(policy, read_rollouts(rollouts, policy), **settings, loss=loss, self_check=False)
+    pd.testing.assert_frame_equal(pd.read_parquet(out / "tokens.parquet"), expected)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["self_check"] == "off" and manifest["dtype"] == "float64" and manifest["seed"] == 3
+    assert manifest["tokens_measured"] < manifest["tokens"]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_estimates_are_labelled_as_such_everywhere(run, model, rollouts, tmp_path):
+    out, flags = tmp_path / "out", ["--norms", "estimate", "--passes", 3, "--draws", 2, "--seed", 4]
+    outcome = run("measure", model, rollouts, "--out", out, *flags)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert outcome.out.startswith("norms are estimates: 3 passes of random signs for the intervals, 2 draws of forward")
+    assert "exact norms cost less: leave out --norms estimate" in outcome.out
+    policy = load_policy(model)
+    expected = measure(policy, read_rollouts(rollouts, policy), norms="estimate", passes=3, draws=2, seed=4)
+    table = pd.read_parquet(out / "tokens.parquet")
+    pd.testing.assert_frame_equal(table, expected)
+    norms = pd.read_csv(out / "interval_norms.csv")
+    pd.testing.assert_frame_equal(norms, interval_norms(table), check_dtype=False)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert (manifest["norms"], manifest["seed"]) == ("estimate", 4)
+    assert (manifest["tokens_measured"], manifest["tokens_estimated"]) == (0, len(table))
+    plan = manifest["estimate"]
+    assert (plan["passes"], plan["draws"], plan["reason"]) == (3, 2, "as asked")
+    assert plan["in_words"] in outcome.out and plan["exact_cost"] > 0
+    summary = (out / "figures" / "summary.txt").read_text()
+    assert "Norms are ESTIMATES" in summary and "Left out, for they need exact norms" in summary
+    pictures = {p.stem for p in (out / "figures").glob("*.png")}
+    assert pictures == {"figure_1", "cosines"} == {p.stem for p in (out / "figures").glob("*.csv")}
+
+
+def test_exact_norms_take_the_place_of_estimates(run, model, rollouts, tmp_path):
+    out, estimate = tmp_path / "out", ["--norms", "estimate", "--passes", 1]
+    assert run("measure", model, rollouts, "--out", out, *QUICK, *estimate).status == 0
+    assert_one_line(run("measure", model, rollouts, "--out", out, *QUICK), "norms estimate, not exact")
+    assert run("measure", model, rollouts, "--out", out, *QUICK, "--overwrite").status == 0
+    assert set(os.listdir(out)) == {"tokens.parquet", "manifest.json"}
+    assert json.loads((out / "manifest.json").read_text())["norms"] == "exact"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_estimates_are_taken_up_to_the_same_numbers(run, model, rollouts, tmp_path, monkeypatch):
+    flags = [*QUICK, "--norms", "estimate", "--passes", 2, "--draws", 2]
+    assert run("measure", model, rollouts, "--out", tmp_path / "whole", *flags).status == 0
+    right, out = run_folder.write_parquet, tmp_path / "out"
+
+    def write(path, frame):
+        if path.name == "part-000003.parquet":
+            raise OSError(28, "No space left on device")
+        right(path, frame)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "write_parquet", write)
+        assert run("measure", model, rollouts, "--out", out, *flags).status == 1
+    assert len(list((out / ".partial").glob("part-*.parquet"))) == 3
+    assert "taking up" in run("measure", model, rollouts, "--out", out, *flags).out
+    for name in ("tokens.parquet", "interval_norms.csv"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_help_names_every_flag_that_others_use(run):
+    text = re.sub(r"\s+", " ", run("measure", "--help").out)
+    flags = ["--out", "--temperature", "--tokens-per-interval", "--blocks", "--no-self-check"]
+    flags += ["--norms {exact,estimate}", "--passes", "--draws"]
+    shared = ["--seed", "--dtype", "--device", "--overwrite"]
+    assert all(word in text for word in [*flags, *shared, "MODEL", "ROLLOUTS"])
+    text = re.sub(r"\s+", " ", run("sample", "--help").out)
+    assert all(word in text for word in ["MODEL", "--task", "--prompts", "--out", "--n", "--temperature", *shared])
+
+
+# What is refused.
+
+
+def spoil(checkpoints: Path, to: Path, change) -> Path:
+    change(Path(shutil.copytree(checkpoints / "llama", to)))
+    return to
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def configure(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def replace_by_bin(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+
+
+def spoil_weight(folder: Path, value: float) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][:] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+BAD_CHECKPOINTS = {
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "no usable weights"),
+    "half of the weights": (lambda d: cut(d / "model.safetensors", 5000), "no usable weights"),
+    "four bytes of weights": (lambda d: cut(d / "model.safetensors", 4), "no usable weights"),
+    "an empty .bin": (lambda d: replace_by_bin(d, b""), "no usable weights"),
+    "a .bin of rubbish": (lambda d: replace_by_bin(d, b"rubbish"), "no usable weights"),
+    "a layer without weights": (lambda d: configure(d, num_hidden_layers=4), "lacks weights that the model needs"),
+    "a layer too many": (lambda d: configure(d, num_hidden_layers=2), "weights that config.json makes no use of"),
+    "another vocabulary": (lambda d: configure(d, vocab_size=200), "config.json makes it (200, 32)"),
+    "no configuration": (lambda d: (d / "config.json").unlink(), "holds no config.json"),
+    "half a configuration": (lambda d: cut(d / "config.json", 50), "config.json"),
+    "a width in words": (lambda d: configure(d, hidden_size="wide"), "config.json is not one that transformers reads"),
+    "heads of no width": (lambda d: configure(d, num_attention_heads=3), "not a multiple of the number of attention"),
+    "no activation": (lambda d: configure(d, hidden_act="soft"), "config.json makes no model (KeyError: 'soft')"),
+    "no heads": (lambda d: configure(d, num_attention_heads=0), "config.json"),
+    "an unknown type": (lambda d: configure(d, model_type="nobody's"), "config.json"),
+    "weights that are NaN": (lambda d: spoil_weight(d, float("nan")), "model.norm.weight is not finite"),
+    "weights that are infinite": (lambda d: spoil_weight(d, float("inf")), "model.norm.weight is not finite"),
+    "half a tokenizer": (lambda d: cut(d / "tokenizer.json", 50), "the tokenizer"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_CHECKPOINTS)
+def test_a_checkpoint_that_cannot_be_used_is_refused_in_one_line(run, checkpoints, rollouts, tmp_path, what):
+    change, words = BAD_CHECKPOINTS[what]
+    folder = spoil(checkpoints, tmp_path / "spoiled", change)
+    assert_one_line(run("measure", folder, rollouts, "--out", tmp_path / "out"), words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_overflow_in_float16_are_told_from_another_kind_of_model(run, checkpoints, rollouts, tmp_path):
+    folder = spoil(checkpoints, tmp_path / "spoiled", lambda d: spoil_weight(d, 6e4))
+    outcome = run("measure", folder, rollouts, "--out", tmp_path / "out", "--dtype", "float16")
+    assert_one_line(outcome, "the logits are not finite in torch.float16; give --dtype float32")
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_a_model_that_is_not_decoder_only_is_refused_in_one_line(run, checkpoints, rollouts, tmp_path, name):
+    outcome = run("measure", checkpoints / name, rollouts, "--out", tmp_path / "out")
+    assert_one_line(outcome, f"is a {name} model, not a decoder-only causal LM")
+    assert not (tmp_path / "out").exists()
+
+
+BAD_ROLLOUTS = {
+    "an unknown column": (
+        [ROW | {"advantages": 1.0}],
+        "row 0 (line 1): unknown column 'advantages'; did you mean 'advantage'",
+    ),
+    "no response": ([ROW, {"prompt_ids": [4], "reward": 0.0, "group": 0}], "row 1 (line 2): a row needs"),
+    "an empty response": ([ROW | {"response_ids": []}], "the response is empty"),
+    "ids outside": ([ROW, ROW | {"response_ids": [7, VOCAB]}], f"row 1 (line 2): `response_ids` holds {VOCAB}"),
+    "a NaN advantage": ([ROW | {"advantage": float("nan")}], "row 0 (line 1): `advantage` is NaN"),
+    "a NaN among advantages": (
+        [ROW | {"advantage": [1.0, float("nan"), 1.0]}],
+        "row 0 (line 1): `advantage` holds nan",
+    ),
+    "a prompt too long": ([ROW | {"prompt_ids": [4] * CONTEXT}], f"longer than the policy's context of {CONTEXT}"),
+    "no rows": ([], "holds no rows"),
+}
+
+
+@pytest.mark.parametrize(
+    ("logs", "flags", "words"),
+    [
+        ({"old_logprobs": [-200.0] * 3}, ["--clip-ratio-c", "none"], "0 of response 0 is -inf: its ratio, the expon"),
+        ({"ref_logprobs": [0.0] * 3}, ["--kl-coef", "1e38"], "0 of response 0 is inf: its KL term, of log π"),
+    ],
+)
+def test_a_weight_beyond_float32_is_refused_before_anything_is_written(run, model, tmp_path, logs, flags, words):
+    row = {"prompt_ids": [4, 5], "response_ids": [7, 8, 9], "advantage": -1.0} | logs
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    assert_one_line(run("measure", model, path, "--out", tmp_path / "out", *flags), words)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["measure", "diagnose"])
+def test_a_budget_that_holds_no_gradient_is_refused_before_anything_is_measured(
+    run, model, rollouts, tmp_path, command, monkeypatch
+):
+    monkeypatch.setattr(TableMeasurement, "__enter__", None)  # nothing may be measured
+    given = [model, rollouts] if command == "measure" else [model, "--rollouts", rollouts]
+    assert_one_line(run(command, *given, "--out", tmp_path / "out", "--gradient-memory", "10KiB"), "10,240")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "way"),
+    [(["1MiB"], "slices"), (["1MiB", "--minutes", "0.001"], "sketches")],
+)
+def test_a_small_budget_changes_how_gradients_are_summed_and_the_run_says_how(
+    run, model, rollouts, tmp_path, flags, way
+):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert run("measure", model, rollouts, "--out", whole).status == 0
+    outcome = run("measure", model, rollouts, "--out", out, "--gradient-memory", *flags)
+    assert outcome.status == 0 and way in outcome.out
+    manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (whole, out)]
+    assert [m["summed_gradients"]["way"] for m in manifests] == ["whole", way]
+    numbers = [pd.read_csv(folder / "figures" / "cosines.csv") for folder in (whole, out)]
+    if way == "slices":
+        pd.testing.assert_frame_equal(*numbers, rtol=1e-5)
+    else:
+        assert "gradient_share_error" in (out / "figures" / "summary.txt").read_text()
+
+
+def test_a_command_alone_shows_what_there_is(run):
+    outcome = run()
+    assert outcome.status == 2 and "gradscope" in outcome.err
+
+
+@pytest.mark.parametrize("what", BAD_ROLLOUTS)
+def test_rollouts_that_cannot_be_used_are_refused_in_one_line(run, model, tmp_path, what):
+    rows, words = BAD_ROLLOUTS[what]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    assert_one_line(run("measure", model, path, "--out", tmp_path / "out"), words)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--blocks", "model.norm"], "no ModuleList 'model.norm'; it has model.layers"),
+        (["--temperature", "0"], "temperature is 0"),
+        (["--temperature", "-1"], "temperature is -1"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--tokens-per-interval", "0"], "tokens_per_interval is 0"),
+        (["--tokens-per-interval", "-4"], "tokens_per_interval is -4"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--draws", "8"], "draws is 8, but norms are exact"),
+        (["--norms", "estimate", "--passes", "0"], "passes is 0; give 1 or more"),
+        (["--norms", "estimate", "--draws", "0"], "draws is 0; give 1 or more"),
+        (["--norms", "estimate", "--tokens-per-interval", "9"], "tokens_per_interval is given and norms are estimates"),
+        (["--norms", "estimate", "--constants", "2"], "--constants is 2, which needs exact norms"),
+        (["--reweight-alpha", "2"], "reweight_alpha is 2"),
+        (["--chunk-memory", "0"], "chunk_memory is 0"),
+        (["--chunk-memory", "9" * 26], "9; give 1 or more, and less than 2⁶³"),
+        (["--constants", "-1"], "--constants is -1"),
+        (["--device", "nowhere"], "device 'nowhere' cannot be used"),
+        (["--device", "meta"], "device 'meta' cannot be used"),
+    ],
+)
+def test_flags_with_impossible_values_are_refused_in_one_line(run, model, rollouts, tmp_path, flags, words):
+    assert_one_line(run("measure", model, rollouts, "--out", tmp_path / "out", *flags), words)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(run, model, rollouts, tmp_path):
+    outcome = run("measure", model, rollouts, "--out", tmp_path / "out", "--device", "cuda")
+    assert_one_line(outcome, "device 'cuda' cannot be used")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--dtype", "int8"], ["--temperature", "warm"], ["--tokens-per-interval", "1.5"], ["--no-such"], ["--out", ""]],
+)
+def test_flags_that_cannot_be_read_exit_with_2_in_the_parsers_words(run, tmp_path, args):
+    outcome = run("measure", "model", "rollouts", "--out", tmp_path / "out", *args)
+    assert outcome.status == 2 and args[0].removeprefix("--") in outcome.err and "Traceback" not in outcome.err
+
+
+def test_nothing_there_is_named(run, model, rollouts, tmp_path):
+    out = ["--out", tmp_path / "out"]
+    assert_one_line(run("measure", tmp_path / "no model", rollouts, *out), "no model holds no config.json")
+    assert_one_line(run("measure", model, tmp_path / "no.jsonl", *out), "no.jsonl is not there")
+    assert_one_line(run("measure", rollouts, rollouts, *out), "holds no config.json")
+    assert_one_line(run("measure", "a" * 300, rollouts, *out), "holds no config.json")
+    assert not (tmp_path / "out").exists()
+
+
+def test_out_must_be_a_folder(run, model, rollouts):
+    before = rollouts.read_bytes()
+    for out in (rollouts, rollouts / "deeper"):
+        assert_one_line(run("measure", model, rollouts, "--out", out), f"{rollouts} is a file")
+    assert rollouts.read_bytes() == before
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder where nobody may write")
+def test_a_folder_that_cannot_be_written_is_refused_in_one_line(run, model, rollouts):
+    outcome = run("measure", model, rollouts, "--out", "/proc/gradscope-out", *QUICK)
+    assert_one_line(outcome, "/proc/gradscope-out/manifest.json cannot be written")
+
+
+def test_a_full_disk_is_one_line_and_the_run_can_be_taken_up(run, model, rollouts, tmp_path, monkeypatch):
+    right = run_folder.write_parquet
+
+    def write(path, frame):
+        if path.name.startswith("part-") and any(path.parent.glob("part-*")):
+            raise OSError(28, "No space left on device")
+        right(path, frame)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "write_parquet", write)
+        assert_one_line(run("measure", model, rollouts, "--out", out, *QUICK), "No space left on device", status=1)
+    assert set(os.listdir(out)) == {".partial"}
+    assert "taking up" in run("measure", model, rollouts, "--out", out, *QUICK).out
+    assert set(os.listdir(out)) == {"tokens.parquet", "manifest.json"}
+
+
+def test_a_failed_self_check_is_one_line_with_status_1_and_nothing_is_written(
+    run, model, rollouts, tmp_path, monkeypatch
+):
+    right = rules.linear_square_norms
+    for module in (graph_body, decoder_block):  # both ways through the body
+        monkeypatch.setattr(module, "linear_square_norms", lambda *args, **kw: 1.02 * right(*args, **kw))
+    out = tmp_path / "out"
+    assert_one_line(run("measure", model, rollouts, "--out", out), "module model.layers.", status=1)
+    assert not out.exists()
+    assert run("measure", model, rollouts, "--out", out, *QUICK).status == 0
+
+
+def test_other_peoples_files_are_kept(run, model, rollouts, tmp_path):
+    out = tmp_path / "out"
+    (out / "figures").mkdir(parents=True)
+    (out / "figures" / "figure_1.png").write_bytes(b"mine")
+    before = files(out)
+    assert_one_line(run("measure", model, rollouts, "--out", out), "holds figures without a manifest")
+    assert files(out) == before
+    shutil.move(out / "figures", out / "notes")
+    assert run("measure", model, rollouts, "--out", out, *QUICK).status == 0
+    assert (out / "notes" / "figure_1.png").read_bytes() == b"mine"
+
+
+# Finished, other arguments, killed.
+
+
+def test_a_finished_run_says_so_and_is_left_alone(run, model, rollouts, tmp_path):
+    args = ["measure", model, rollouts, "--out", tmp_path / "out"]
+    assert run(*args, "--no-figures").status == 0
+    before = files(tmp_path / "out")
+    again = run(*args, "--no-figures")
+    assert (again.status, again.err) == (0, "") and "already measured with these arguments" in again.out
+    assert files(tmp_path / "out") == before
+    with_figures = run(*args)  # the figures were left out, so they are added; the table stays
+    assert "times the gradient norm" in with_figures.out
+    after = files(tmp_path / "out")
+    assert "figures/figure_1.png" in after and after["tokens.parquet"] == before["tokens.parquet"]
+    assert run(*args).out == with_figures.out and files(tmp_path / "out") == after
+
+
+@pytest.mark.parametrize("spoil_table", [Path.unlink, lambda table: cut(table, 100)], ids=["gone", "cut"])
+def test_a_finished_run_whose_table_is_gone_or_broken_says_so(run, model, rollouts, tmp_path, spoil_table):
+    args = ["measure", model, rollouts, "--out", tmp_path / "out", "--no-figures"]
+    assert run(*args).status == 0
+    spoil_table(tmp_path / "out" / "tokens.parquet")
+    assert_one_line(run(*args), "tokens.parquet is missing or cannot be read; --overwrite measures again")
+    assert run(*args, "--overwrite").status == 0 and len(pd.read_parquet(tmp_path / "out" / "tokens.parquet"))
+
+
+def test_other_arguments_are_refused_until_overwrite_is_given(run, model, rollouts, tmp_path):
+    out = tmp_path / "out"
+    args = ["measure", model, rollouts, "--out", out, *QUICK]
+    assert run(*args).status == 0
+    (out / "notes.txt").write_text("mine")
+    before = files(out)
+    assert_one_line(run(*args, "--temperature", "0.7"), "temperature None, not 0.7")
+    rollouts.write_text(rollouts.read_text() + json.dumps(json.loads(rollouts.read_text().splitlines()[0])) + "\n")
+    assert_one_line(run(*args), "holds a run with other arguments (rollouts ")
+    assert files(out) == before
+    cold = run(*args, "--temperature", "0.7", "--overwrite")
+    assert cold.status == 0 and (out / "notes.txt").read_text() == "mine"
+    assert json.loads((out / "manifest.json").read_text())["settings"]["temperature"] == 0.7
+    policy = load_policy(model)
+    expected = measure(policy, read_rollouts(rollouts, policy), temperature=0.7, self_check=False)
+    pd.testing.assert_frame_equal(pd.read_parquet(out / "tokens.parquet"), expected)
+
+
+def test_overwriting_with_a_run_that_fails_its_self_check_keeps_the_old_one(
+    run, model, rollouts, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    args = ["measure", model, rollouts, "--out", out, "--no-figures"]
+    assert run(*args).status == 0
+    before = files(out)
+    for module in (head, token_gradients):
+        monkeypatch.setattr(module, "outer_square_norms", lambda delta, *_args, **_kw: delta.square().sum(1))
+    assert_one_line(run(*args, "--seed", 1, "--overwrite"), "self-check failed", status=1)
+    assert files(out) == before
+
+
+def test_another_configuration_beside_the_same_weights_is_another_run(run, checkpoints, rollouts, tmp_path):
+    copy = spoil(checkpoints, tmp_path / "model", lambda _folder: None)
+    args = ["measure", copy, rollouts, "--out", tmp_path / "out", *QUICK]
+    assert run(*args).status == 0
+    configure(copy, rms_norm_eps=1e-3)
+    assert_one_line(run(*args), "configuration")
+
+
+def test_killed_in_the_middle_a_run_is_taken_up_where_it_was(run, model, tmp_path):
+    """kill -9 after the third response; started again, it finishes, and the table is an undisturbed run's."""
+    ids = torch.randint(4, VOCAB, (12, 25), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [{"prompt_ids": row[:5], "response_ids": row[5:]} for row in ids]
+    rollouts = write_jsonl(tmp_path / "rollouts.jsonl", rows)
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    args = ["measure", model, rollouts, "--no-figures", "--chunk-rows", 1, "--out"]
+    command = [sys.executable, "-m", "gradscope", *map(str, args), str(killed)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ)
+    third = killed / ".partial" / "part-000002.parquet"
+    end = time.monotonic() + 120
+    while not third.is_file() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    _, noise = process.communicate()
+    assert process.returncode == -signal.SIGKILL, noise.decode()
+    assert noise == b""
+    parts = {p.name: p.stat().st_mtime_ns for p in (killed / ".partial").glob("part-*.parquet")}
+    assert 3 <= len(parts) < len(rows) and set(os.listdir(killed)) == {".partial"}
+
+    assert_one_line(run(*args, killed, "--temperature", "0.7"), "holds an unfinished run with other arguments")
+    assert {p.name: p.stat().st_mtime_ns for p in (killed / ".partial").glob("part-*.parquet")} == parts
+
+    written = []
+    right = run_folder.RunFolder.write_part
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_folder.RunFolder, "write_part", lambda *args: (written.append(args[1]), right(*args)))
+        resumed = run(*args, killed)
+    assert resumed.status == 0 and "taking up the unfinished run" in resumed.out
+    assert written == list(range(len(parts), len(rows)))
+    assert run(*args, whole).status == 0
+    assert (killed / "tokens.parquet").read_bytes() == (whole / "tokens.parquet").read_bytes()
+    assert set(os.listdir(killed)) == set(os.listdir(whole)) == {"tokens.parquet", "manifest.json"}
+
+
+def test_stopped_within_a_group_a_run_finishes_to_the_same_table(run, model, tmp_path):
+    ids = torch.randint(4, VOCAB, (12, 25), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [{"prompt_ids": row[:5], "response_ids": row[5:]} for row in ids]
+    rollouts = write_jsonl(tmp_path / "rollouts.jsonl", rows)
+    args, stopped, whole = ["measure", model, rollouts, *QUICK, "--out"], tmp_path / "stopped", tmp_path / "whole"
+    written, right, sizes = [], run_folder.RunFolder.write_part, []
+    measure_group = TableMeasurement.measure_responses
+
+    def count(measurement, group):
+        sizes.append(len(group))
+        return measure_group(measurement, group)
+
+    def write(folder, row, frame):
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        written.append(row)
+        right(folder, row, frame)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_folder.RunFolder, "write_part", write)
+        patch.setattr(
+            TableMeasurement, "measure_responses", lambda m, g: (sizes.append(len(g)), measure_group(m, g))[1]
+        )
+        assert_one_line(run(*args, stopped), "No space left on device", status=1)
+    assert sizes[0] > 3 and len(written) == 3  # within the first group
+    assert "taking up the unfinished run" in run(*args, stopped).out
+    assert run(*args, whole).status == 0
+    assert (stopped / "tokens.parquet").read_bytes() == (whole / "tokens.parquet").read_bytes()
+
+
+def test_overwrite_starts_an_unfinished_run_anew(run, model, rollouts, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    args = ["measure", model, rollouts, "--out", out, *QUICK]
+    with monkeypatch.context() as patch:
+        patch.setattr(cli_measure, "join_responses", lambda _frames: (_ for _ in ()).throw(OSError("made up")))
+        assert_one_line(run(*args), "made up", status=1)
+    part = out / ".partial" / "part-000000.parquet"
+    part.write_bytes(b"not to be read")
+    outcome = run(*args, "--overwrite")
+    assert outcome.status == 0 and "taking up" not in outcome.out
+
+
+def test_what_a_file_says_does_not_steer_the_terminal(run, model, tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps({"\x1b[2Jcleared\u202e": 1}) + "\n")
+    assert_one_line(run("measure", model, path, "--out", tmp_path / "out", *QUICK), r"\x1b[2Jcleared\u202e")
+
+
+def test_a_real_process_prints_one_line_of_error_and_no_traceback(checkpoints, rollouts, tmp_path):
+    folder = spoil(checkpoints, tmp_path / "spoiled", lambda d: configure(d, num_hidden_layers=4))
+    command = [sys.executable, "-m", "gradscope", "measure", folder, rollouts, "--out", tmp_path / "out"]
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False)
+    assert_one_line(Outcome(done.returncode, done.stdout, done.stderr), "lacks weights that the model needs")
+
+
+# sample
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("w4 w5 w6\n\nw7 w8\n")
+    return path
+
+
+SHORT = ("--n", 3, "--max-new-tokens", 5)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_sample_writes_what_measure_reads_and_the_same_for_the_same_seed(run, model, prompts, tmp_path, suffix):
+    paths = [tmp_path / f"{name}.{suffix}" for name in ("a", "b", "c")]
+    for path, seed in zip(paths, (0, 0, 1), strict=True):
+        outcome = run(
+            "sample", model, "--prompts", prompts, "--out", path, "--seed", seed, "--temperature", 0.7, *SHORT
+        )
+        assert (outcome.status, outcome.err) == (0, "") and "6 responses to 2 prompts" in outcome.out
+    assert paths[0].read_bytes() == paths[1].read_bytes() != paths[2].read_bytes()
+    policy = load_policy(model)
+    batch = read_rollouts(paths[0], policy)
+    assert batch.temperature.tolist() == pytest.approx([0.7] * 6) and batch.group_ids.tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch.sequence(0)[0][:3].tolist() == [4, 5, 6] and batch.sequence(5)[0][:2].tolist() == [7, 8]
+    table = measure(policy, batch, self_check=False)
+    assert (table["logprob"] - table["old_logprob"]).abs().max() < 1e-4
+
+
+def test_sample_does_not_replace_a_file_unasked(run, model, prompts, tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text("mine")
+    args = ["sample", model, "--prompts", prompts, "--out", out, *SHORT]
+    assert_one_line(run(*args), f"{out} exists")
+    assert out.read_text() == "mine"
+    assert run(*args, "--overwrite").status == 0 and len(out.read_text().splitlines()) == 6
+
+
+def test_sample_takes_a_task_from_a_file_of_the_users(run, model, tmp_path):
+    task = tmp_path / "parity.py"
+    task.write_text(
+        "from gradscope.tasks import Question, register\n"
+        "class Parity:\n"
+        "    name = 'parity'\n"
+        "    def questions(self, n, *, seed, **options):\n"
+        "        return [Question(f'w{4 + (seed + i) % 8} w5', i % 2) for i in range(n)]\n"
+        "    def reward(self, response, question):\n"
+        "        return float(len(response.split()) % 2 == question.answer)\n"
+        "register(Parity())\n"
+    )
+    out = tmp_path / "out.jsonl"
+    outcome = run("sample", model, "--task", f"{task}:parity", "--questions", 3, "--out", out, *SHORT)
+    assert outcome.status == 0 and "9 responses to 3 prompts" in outcome.out and "mean reward" in outcome.out
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all(row["reward"] == (len(row["response"].split()) % 2 == row["group"] % 2) for row in rows)
+
+
+BAD_PROMPTS = {
+    "empty.txt": (b"\n  \n", "is empty"),
+    "latin.txt": (b"\xe9t\xe9\n", "is not UTF-8"),
+    "number.jsonl": (b'{"prompt": 5}\n', "line 1: the prompt is neither a string nor a chat but 5"),
+    "misnamed.jsonl": (b'{"prompt": "w4"}\n{"prompts": "w4"}\n', 'line 2: not a JSON object with a field "prompt"'),
+    "nothing.jsonl": (b'{"prompt": null}\n', "line 1: the prompt is neither a string nor a chat but None"),
+    "half.jsonl": (b'{"prompt": "w4 \\ud800"}\n', "line 1: the prompt holds what is no text"),
+    "half.chat.jsonl": (
+        b'{"prompt": [{"role": "user", "content": [{"text": "\\udc00"}]}]}\n',
+        "line 1: the prompt holds what is no text",
+    ),
+    "rubbish.jsonl": (b"rubbish\n", "line 1: not a JSON object"),
+    "long.txt": (b"w4 " * (CONTEXT + 1), "no room for a response"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PROMPTS)
+def test_prompts_that_cannot_be_used_are_refused_in_one_line(run, model, tmp_path, name):
+    content, words = BAD_PROMPTS[name]
+    (tmp_path / name).write_bytes(content)
+    out = tmp_path / "deep" / "out.jsonl"
+    assert_one_line(run("sample", model, "--prompts", tmp_path / name, "--out", out), words)
+    assert not out.parent.exists()
+
+
+def test_text_and_chats_together_fit_jsonl_and_not_parquet(run, model, tmp_path, monkeypatch):
+    rows = [{"prompt": "w4 w5"}, {"prompt": [{"role": "user", "content": "w4 w5"}]}]
+    args = ("sample", model, "--prompts", write_jsonl(tmp_path / "mixed.jsonl", rows), *SHORT, "--out")
+    assert run(*args, tmp_path / "out.jsonl").status == 0
+    monkeypatch.setattr("gradscope.sampling.rollouts.rollout_rows", None)  # before anything is sampled
+    assert_one_line(run(*args, tmp_path / "out.parquet"), "several kinds, which one column of parquet cannot hold")
+
+
+def test_a_chat_is_sampled_through_the_template(run, model, tmp_path):
+    chat = write_jsonl(tmp_path / "chat.jsonl", [{"prompt": [{"role": "user", "content": "w4 w5"}]}])
+    out = tmp_path / "out.parquet"
+    assert run("sample", model, "--prompts", chat, "--out", out, *SHORT).status == 0
+    assert pd.read_parquet(out)["prompt_ids"][0].tolist() == [1, 4, 5, 1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "give either --task NAME or --prompts FILE"),
+        (["--task", "knights"], "no task is called 'knights'"),
+        (["--task", "no.py:x"], "does not exist"),
+        (["--prompts", "no.txt"], "no.txt is not there"),
+        (["--task", "knights-knaves", "--prompts", "no.txt"], "give either"),
+        (["--task", "knights-knaves", "--questions", "0"], "--questions is 0"),
+        (["--task", "knights-knaves", "--seed", "-1"], "--seed -1"),
+        (["--task", "knights-knaves", "--questions", str(10**20)], "more than 10,000,000"),
+        (["--task", "knights-knaves", "--questions", "100000", "--n", "101"], "more than 10,000,000"),
+        (["--prompts", "{prompts}", "--n", "5000001"], "5000001 responses to each of 2 questions are more than"),
+        (["--prompts", "{prompts}", "--temperature", "1e-300"], "temperature is 1e-300: logits divided by it overflow"),
+        (["--prompts", "{prompts}", "--temperature", "0"], "temperature is 0"),
+        (["--prompts", "{prompts}", "--temperature", "nan"], "temperature is nan"),
+        (["--prompts", "{prompts}", "--n", "0"], "n is 0"),
+        (["--prompts", "{prompts}", "--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--prompts", "{prompts}", "--batch-size", "0"], "batch_size is 0"),
+        (["--prompts", "{prompts}", "--device", "nowhere"], "device 'nowhere'"),
+    ],
+)
+def test_what_sample_cannot_do_is_refused_in_one_line(run, model, prompts, tmp_path, flags, words):
+    flags = [flag.format(prompts=prompts) for flag in flags]
+    assert_one_line(run("sample", model, "--out", tmp_path / "out.jsonl", *flags), words)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_sample_says_where_it_can_write(run, model, prompts, tmp_path):
+    assert_one_line(run("sample", model, "--prompts", prompts, "--out", tmp_path / "a.csv"), ".jsonl or .parquet")
+    assert_one_line(run("sample", model, "--prompts", prompts, "--out", prompts / "a.jsonl"), "is a file")
+    for out in ("/proc/a.jsonl", "/proc/deep/a.jsonl", tmp_path / f"{'a' * 245}.jsonl"):  # before anything is loaded
+        outcome = run("sample", "no model", "--prompts", prompts, "--out", out)
+        assert_one_line(outcome, "give another --out")
+    assert os.listdir(tmp_path) == [prompts.name]
+
+
+def test_a_seed_of_any_length_and_a_length_beyond_the_context_are_taken(run, model, prompts, tmp_path):
+    outs = [tmp_path / f"{name}.jsonl" for name in "abcd"]
+    settings = [(0, 10**20), (0, CONTEXT), (2**64, 5), (2**65, 5)]
+    for out, (seed, length) in zip(outs, settings, strict=True):
+        flags = ("--seed", seed, "--n", 2, "--max-new-tokens", length)
+        assert run("sample", model, "--prompts", prompts, "--out", out, *flags).status == 0
+    assert outs[0].read_bytes() == outs[1].read_bytes() and outs[2].read_bytes() != outs[3].read_bytes()
+
+
+def test_a_policy_without_a_tokenizer_cannot_sample_text(run, checkpoints, prompts, tmp_path):
+    folder = spoil(checkpoints, tmp_path / "mute", lambda d: [p.unlink() for p in d.glob("*token*")])
+    outcome = run("sample", folder, "--prompts", prompts, "--out", tmp_path / "out.jsonl")
+    assert_one_line(outcome, "text needs a tokenizer")
+
+
+# train
+
+
+def test_a_plan_is_made_for_gpus_of_any_size(run):
+    plan = ("train", "--preset", "kk-qwen2.5-7b", "--plan", "--device-memory")
+    assert "On GPUs of 24 GiB" in run(*plan, 24).out
+    for size in ("0", "nan", "inf"):
+        assert_one_line(run(*plan, size), "--device-memory is")
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "value"),
+    [
+        (("measure", "embedded", "rollouts.jsonl"), "--machine", "h200"),
+        (("train", "--preset", "kk-embedded"), "--machine", "h200"),
+        (("train", "--preset", "kk-embedded"), "--device-memory", "40.0"),
+    ],
+)
+def test_what_is_of_a_plan_is_refused_without_one(run, tmp_path, command, flag, value):
+    out = tmp_path / "out"
+    outcome = run(*command, "--out", out, flag, value)
+    assert_one_line(outcome, f"{flag} is {value}, which only a plan is made for; add --plan, or leave it out")
+    assert not out.exists()
+
+
+def test_a_training_run_is_no_model_for_any_command(run, prompts, tmp_path):
+    folder = tmp_path / "run"
+    save_checkpoint(folder / "checkpoints" / "step-000020", "llama")
+    (folder / "config.json").write_text('{"model": "embedded"}')
+    words = f"give one of its checkpoints, such as the newest: {folder / 'checkpoints' / 'step-000020'}"
+    assert_one_line(run("sample", folder, "--prompts", prompts, "--out", tmp_path / "a.jsonl"), words)
+    flags = ("--model", folder, "--task", "arithmetic", "--steps", 1, "--device", "cpu", "--trackers")
+    assert_one_line(run("train", "--out", tmp_path / "out", *flags), words)
+
+
+# demo
+
+
+def test_the_demo_samples_measures_and_is_finished_the_second_time(run, tmp_path, monkeypatch):
+    """The whole of it on fewer questions: the embedded policy, its rollouts, the table and the figures."""
+    right = cli.Sample.run
+    fewer = {"questions": 3, "n": 2, "max_new_tokens": 40}
+    monkeypatch.setattr(cli.Sample, "run", lambda sample: right(replace(sample, **fewer)))
+    out = tmp_path / "demo"
+    first = run("demo", "--out", out)
+    assert (first.status, first.err) == (0, "")
+    assert {"rollouts_seed0.jsonl", "tokens.parquet", "manifest.json", "figures"} == set(os.listdir(out))
+    before = files(out)
+    again = run("demo", "--out", out)
+    assert again.status == 0 and "already measured" in again.out and files(out) == before
+    assert_one_line(run("demo", "--out", out, "--seed", 1), "seed 0, not 1")
+    assert files(out) == before
+
+
+def test_a_plan_of_a_measurement_loads_no_weights_and_writes_nothing(run, checkpoints, rollouts, tmp_path):
+    folder = spoil(checkpoints, tmp_path / "outline", lambda d: [p.unlink() for p in d.glob("*.safetensors")])
+    before = sorted(tmp_path.rglob("*"))
+    outcome = run("measure", folder, rollouts, "--plan", "--machine", "h200")
+    assert outcome.status == 0 and "backward rules" in outcome.out and "NVIDIA H200" in outcome.out
+    assert sorted(tmp_path.rglob("*")) == before
+    assert_one_line(run("measure", folder, rollouts), "--out is missing")

@@ -1,0 +1,158 @@
+"""`gradscope diagnose` and what it is given: dumps of several steps, dumps alone, tasks, prompts, hostile text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from support import dumps
+from support.cli import refusal, run
+from support.pages import BRIEF, Reader, native_rows, read_page, read_statistics, write_rows
+from support.policies import save_checkpoint, write_jsonl
+
+from gradscope.diagnosis import logit_table
+from gradscope.gradients import measure
+from gradscope.policy import load_policy
+from gradscope.rollouts import read_dump
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("run") / "checkpoint-3", "qwen2")
+
+
+def test_of_a_dump_of_several_steps_each_checkpoint_gets_what_it_sampled(model, tmp_path, capsys):
+    for step in (3, 4, 5):
+        dumps.write_prime_rl(tmp_path, step=step)
+    command = (model, "--rollouts", tmp_path / "token_exports", *BRIEF)
+    run("diagnose", *command, "--out", tmp_path / "own")
+    told = "the dump holds 3 training steps, 3 to 5; step 4 is taken, which this checkpoint sampled"
+    assert f"note: {told}" in capsys.readouterr().out and told[1:] in read_page(tmp_path / "own").text
+    assert told in json.loads((tmp_path / "own" / "manifest.json").read_text())["rollouts"]["notes"]
+    table = pd.read_parquet(tmp_path / "own" / "tokens.parquet")
+    policy = load_policy(model)
+    wanted = measure(policy, read_dump(tmp_path / "token_exports", policy, step=4).batch, self_check=False)
+    assert table["response"].nunique() == len(dumps.SAMPLES)
+    pd.testing.assert_frame_equal(table.drop(columns="group"), wanted.drop(columns="group"))
+    assert "has no step 9" in refusal(capsys, "diagnose", *command, "--out", tmp_path / "none", "--step", "9")
+    assert not (tmp_path / "none").exists()
+
+
+# Without a policy.
+
+
+@pytest.mark.parametrize("write", [dumps.write_prime_rl, dumps.write_open_instruct])
+def test_without_a_policy_the_page_is_of_the_logits_alone_and_gives_no_verdict(write, tmp_path, capsys):
+    path, out = write(tmp_path / "dump"), tmp_path / "out"
+    run("diagnose", "--rollouts", path, "--out", out)
+    assert "without a verdict" in capsys.readouterr().out
+    table = logit_table(read_dump(path))
+    pd.testing.assert_frame_equal(pd.read_parquet(out / "tokens.parquet"), table)
+    shares = pd.read_csv(out / "data" / "logit_shares.csv")
+    own = shares[(shares["sign"] == "all") & (shares["quantity"] == "tokens")].sort_values("interval")
+    assert own["least"].tolist() == pytest.approx([float((table["interval"] == i).mean()) for i in range(4)])
+    page = read_page(out)
+    assert "No verdict: this is from the dump alone." in page.text
+    for words in ("dominate:", "dominate the", "dominance index", "nearly no", "do not dominate"):
+        assert words not in page.text.replace("low-probability tokens dominate the update", ""), words
+    assert not (out / "data" / "statistics.csv").exists()
+    run("diagnose", "--rollouts", path, "--out", out)
+    assert "already diagnosed" in capsys.readouterr().out
+    assert "seed 0, not 5" in refusal(capsys, "diagnose", "--rollouts", path, "--out", out, "--seed", "5")
+
+
+def test_a_dump_without_log_probabilities_needs_a_policy(tmp_path, capsys):
+    given = ("--rollouts", dumps.write_open_instruct(tmp_path / "dump"), "--out", tmp_path / "out")
+    rows = [{"prompt_ids": [4, 5], "response_ids": [6], "reward": 1.0}]
+    assert "without log-probabilities" in refusal(
+        capsys, "diagnose", "--rollouts", write_jsonl(tmp_path / "r.jsonl", rows), *given[2:]
+    )
+    rows = [{"prompt_ids": [4, 5], "response_ids": [6], "old_logprobs": [-1.0]}]
+    assert "neither advantages nor rewards" in refusal(
+        capsys, "diagnose", "--rollouts", write_jsonl(tmp_path / "r.jsonl", rows), *given[2:]
+    )
+    assert not (tmp_path / "out").exists()
+
+
+# Rollouts that it samples.
+
+
+TASK = """
+from gradscope.tasks import Question
+
+class Words:
+    name = "words"
+    def questions(self, n, *, seed):
+        return [Question(f"w4 w{5 + i} w6", None) for i in range(n)]
+    def reward(self, response, question):
+        return float(len(set(response.split())))
+
+words = Words()
+"""
+
+
+def test_without_rollouts_a_task_is_sampled_once_and_diagnosed(model, tmp_path, capsys):
+    (tmp_path / "task.py").write_text(TASK)
+    command = ("diagnose", model, "--task", f"{tmp_path}/task.py:words", "--questions", "3", "--n", "3")
+    command += ("--max-new-tokens", "5", "--out", tmp_path / "out", *BRIEF)
+    run(*command)
+    assert "9 responses to 3 prompts" in capsys.readouterr().out
+    (rollouts,) = tmp_path.glob("out/rollouts-*.jsonl")
+    table = pd.read_parquet(tmp_path / "out" / "tokens.parquet")
+    policy = load_policy(model)
+    pd.testing.assert_frame_equal(table, measure(policy, read_dump(rollouts, policy).batch, self_check=False))
+    assert (table["weight"] != 0).any() and "squared_share" in {*read_statistics(tmp_path / "out")["statistic"]}
+    written = rollouts.stat().st_mtime_ns
+    run(*command)
+    printed = capsys.readouterr().out
+    assert "already diagnosed" in printed and "9 responses" not in printed
+    assert rollouts.stat().st_mtime_ns == written
+    assert "rollouts" in refusal(capsys, "diagnose", *command[1:], "--seed", "1")  # other responses, in the same folder
+
+
+def test_prompts_without_a_reward_have_no_weights_and_the_page_says_so(model, tmp_path, capsys):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("w4 w5\nw6 w7 w8\n")
+    command = (model, "--prompts", prompts, "--n", "2", "--max-new-tokens", "4", "--out", tmp_path / "out", *BRIEF)
+    run("diagnose", *command)
+    table, statistics = pd.read_parquet(tmp_path / "out" / "tokens.parquet"), read_statistics(tmp_path / "out")
+    assert table["weight"].isna().all() and table["param_grad_norm"].notna().all()
+    assert f"Advantages are unknown at {len(table)} of {len(table)} tokens" in read_page(tmp_path / "out").text
+    assert {*statistics["metric"]} == {"none"} and "token_share" in {*statistics["statistic"]}
+    # Other prompts under the same name are other rollouts: these are not taken for theirs.
+    prompts.write_text("w9 w5\nw6 w7 w8\n")
+    assert "(rollouts " in refusal(capsys, "diagnose", *command)
+
+
+# What a model wrote stays text.
+
+
+HOSTILE = "</script><script>broken()</script><img/src=x/onerror=broken()>{{7*7}}"
+
+
+def test_tokens_prompts_and_paths_that_look_like_html_stay_text(model, tmp_path):
+    # Of this tokenizer w7 is hostile; blanks would be split.
+    model = Path(shutil.copytree(model, tmp_path / "<img src=x onerror=broken()>"))
+    content = (model / "tokenizer.json").read_text(encoding="utf-8")
+    assert '"w7"' in content
+    (model / "tokenizer.json").write_text(content.replace('"w7"', json.dumps(HOSTILE)), encoding="utf-8")
+    rows = native_rows(prompt_ids=[4, 7, 5])
+    rows[0]["response_ids"][0] = 7
+    rollouts = write_rows(tmp_path / "r<b>.jsonl", [row | {"group": n // 2} for n, row in enumerate(rows)])
+    out = tmp_path / "out"
+    run("diagnose", model, "--rollouts", rollouts, "--out", out, *BRIEF)
+    assert HOSTILE in {*pd.read_parquet(out / "tokens.parquet")["token"]}
+    page, plain = read_page(out), (out / "report.html").read_text(encoding="utf-8")
+    assert "<img src=x onerror=broken()>" in page.text and "r<b>.jsonl" in page.text  # shown, as text
+    assert HOSTILE in json.loads(page.scripts[0])["tokens"] and "<script>broken()" not in plain and "<img" not in plain
+    assert "img" not in page.tags and "b" not in page.tags
+    assert page.tags.count("script") == 2  # the viewer's data and the page's own
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+
+
+def test_the_reader_of_these_tests_sees_what_runs():
+    page = Reader("<p>a &lt;b&gt;</p><img src=x onerror='f()'><script>f('<b>')</script>")
+    assert page.tags == ["p", "img", "script"] and ("onerror", "f()") in page.attributes and page.text == "a <b>"

@@ -1,0 +1,515 @@
+"""The diagnosis of a tiny policy, against one autograd call per token; what is missing is said and does no harm."""
+
+import copy
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.gradients import token_gradients
+from support.policies import make_batch, make_policy
+from support.steps import warm_state
+from torch import Tensor
+
+from gradscope.diagnosis import Diagnosis, DiagnosisSettings, block_products, diagnose, state_step
+from gradscope.diagnosis.checkpoint import trend
+from gradscope.diagnosis.gradients import sum_gradients
+from gradscope.diagnosis.result import COLUMNS
+from gradscope.diagnosis.steps import recommend, seeds_of
+from gradscope.errors import InputError
+from gradscope.gradients import measure
+from gradscope.intervals import interval_labels
+from gradscope.objective import LossSettings
+from gradscope.objective.equations import grpo_advantages
+from gradscope.policy import AdamWState, Policy
+from gradscope.rollouts import TokenBatch
+from gradscope.updates import SGD, StepSettings, apply_update, influence, make_grid, movement_table, tune_batch
+
+# torch itself calls torch.jit.script the first time that forward mode is used.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+LABELS = interval_labels()
+# Old log-probabilities of the batch drift by about 0.1: narrow clips are active on both sides, and so is the KL.
+NARROW = LossSettings(clip_ratio_low=0.05, clip_ratio_high=0.04, clip_ratio_c=1.1, kl_coef=0.2)
+QUICK = DiagnosisSettings(
+    loss=NARROW, influence_tokens=None, actual_step=False, recommend_batches=None, resamples=50, sign_passes=None
+)
+# The table is float32, weights and norms among it.
+TABLE = 2e-6
+
+
+@dataclass(frozen=True)
+class Brute:
+    """Token by token, in float64."""
+
+    jacobian: Tensor
+    """∇ log π_t, [tokens, P]."""
+    weight: np.ndarray
+    prob: np.ndarray
+    interval: np.ndarray
+    prompt: np.ndarray
+
+    def sums(self, scale: Tensor | None = None) -> np.ndarray:
+        """g_{p,a}: [3, 4, P]."""
+        out = np.zeros((3, 4, self.jacobian.shape[1]))
+        for gradient, w, a, p in zip(self.jacobian.numpy(), self.weight, self.interval, self.prompt, strict=True):
+            out[p, a] -= w / len(self.weight) * gradient
+        return out if scale is None else out * scale.numpy()
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    """GPT-2 alone computes everything in float64."""
+    return make_policy("gpt2", torch.float64, tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def batch(policy) -> TokenBatch:
+    """Three prompts, two responses each, with holes and a single-token response: every interval occurs."""
+    return make_batch(policy, temperature=0.7)
+
+
+@pytest.fixture(scope="module")
+def table(policy, batch) -> pd.DataFrame:
+    return measure(policy, batch, loss=NARROW)
+
+
+@pytest.fixture(scope="module")
+def brute(policy, batch) -> Brute:
+    advantages = grpo_advantages(batch.rewards, batch.group_ids)
+    weights, probs, prompts = [], [], []
+    for row in range(len(batch)):
+        ids, kept = batch.sequence(row)
+        first = int(batch.attention_mask[row].nonzero()[0])
+        logits = policy.model(input_ids=ids[None], use_cache=False).logits[0].detach() / batch.temperature[row]
+        for t in kept.tolist():
+            own = torch.log_softmax(logits[t - 1], -1)[ids[t]].item()
+            old, ref = (values[row, first + t].item() for values in (batch.old_logprobs, batch.ref_logprobs))
+            ratio, advantage = math.exp(own - old), advantages[row].item()
+            clipped = (advantage > 0 and ratio > 1.04) or (advantage < 0 and (ratio < 0.95 or ratio > 1.1))
+            weights.append((0.0 if clipped else ratio * advantage) + 0.2 * (math.exp(ref - own) - 1))
+            probs.append(math.exp(own))
+            prompts.append(int(batch.group_ids[row]))
+    interval = np.minimum((4 * np.array(probs)).astype(int), 3)
+    return Brute(token_gradients(policy, batch), np.array(weights), np.array(probs), interval, np.array(prompts))
+
+
+@pytest.fixture(scope="module")
+def whole(policy, batch) -> Diagnosis:
+    """Everything there is, and the table measured on the way."""
+    settings = DiagnosisSettings(
+        loss=NARROW, recommend_batches=2, alphas=(None, 0.5), resamples=50, top=4, sign_passes=1
+    )
+    step = StepSettings("adamw", 1e-3, 0.1, betas=(0.8, 0.95), eps=1e-6)
+    state = warm_state(policy)
+    for held in state["state"].values():
+        held["step"] = torch.tensor(7.0)
+    with_table = replace(settings, step=step)
+    return diagnose(policy, batch, settings=with_table, optimizer_state=state)
+
+
+def value(diagnosis: Diagnosis, *key: str) -> float:
+    return float(diagnosis.pick(*key)["value"])
+
+
+def test_shares_of_squares_and_what_one_minus_pi_predicts_are_those_of_single_token_gradients(
+    policy, batch, table, brute
+):
+    diagnosis = diagnose(policy, batch, table, settings=QUICK)
+    squares = brute.weight**2 * brute.jacobian.square().sum(1).numpy()
+    predicted = (brute.weight * (1 - brute.prob)) ** 2
+    for a, label in enumerate(LABELS):
+        own = brute.interval == a
+        assert own.any()
+        shares = [part[own].sum() / part.sum() for part in (squares, predicted, np.ones(len(own)))]
+        keys = [("squared_share", "raw"), ("predicted_share", "none"), ("token_share", "none")]
+        assert [value(diagnosis, *key, label) for key in keys] == pytest.approx(shares, rel=TABLE)
+        index = [math.log2(share / shares[2]) for share in shares[:2]]
+        keys = [("dominance_index", "raw"), ("predicted_index", "none")]
+        assert [value(diagnosis, *key, label) for key in keys] == pytest.approx(index, abs=1e-5)
+        assert value(diagnosis, "added_index", "raw", label) == pytest.approx(index[0] - index[1], abs=1e-5)
+
+
+def assert_summed(diagnosis: Diagnosis, sums: np.ndarray, metric: str, rel: float) -> None:
+    parts, total = sums.sum(0), sums.sum((0, 1))
+    for a, label in enumerate(LABELS):
+        part = parts[a]
+        cosine = part @ total / np.linalg.norm(part) / np.linalg.norm(total)
+        assert value(diagnosis, "gradient_norm", metric, label) == pytest.approx(np.linalg.norm(part), rel=rel)
+        assert value(diagnosis, "gradient_share", metric, label) == pytest.approx(
+            part @ total / (total @ total), rel, rel
+        )
+        assert value(diagnosis, "cosine_with_all", metric, label) == pytest.approx(cosine, rel, rel)
+        pairs = [sums[p, a] @ sums[q, a] for p in range(3) for q in range(3) if p != q]
+        size = part @ part
+        assert value(diagnosis, "signal", metric, label) == pytest.approx(1.5 * sum(pairs), abs=rel * size)
+        assert value(diagnosis, "noise", metric, label) == pytest.approx(size - 1.5 * sum(pairs), rel=rel)
+    assert value(diagnosis, "gradient_norm", metric, "all") == pytest.approx(np.linalg.norm(total), rel=rel)
+
+
+def test_summed_gradients_signal_and_noise_are_those_of_single_token_gradients(policy, batch, table, brute):
+    diagnosis = diagnose(policy, batch, table, settings=QUICK)
+    assert_summed(diagnosis, brute.sums(), "raw", 1e-5)
+    parts = brute.sums().sum(0)
+    expected = parts[0] @ parts[3] / np.linalg.norm(parts[0]) / np.linalg.norm(parts[3])
+    assert diagnosis.cosines.loc[0, 3] == pytest.approx(expected, rel=1e-5)
+    assert diagnosis.adamw_cosines is None
+    assert any("No optimizer state" in note for note in diagnosis.notes)
+
+
+@pytest.mark.parametrize("given", ["state_dict", "AdamWState"])
+def test_in_adamws_metric_each_gradient_is_divided_by_the_root_of_the_second_moment(policy, batch, table, brute, given):
+    saved = warm_state(policy)
+    names = saved["param_groups"][0]["param_names"]
+    v = torch.cat([saved["state"][i]["exp_avg_sq"].flatten() for i in range(len(names))])
+    n = torch.cat(
+        [saved["state"][i]["step"].expand(saved["state"][i]["exp_avg_sq"].numel()) for i in range(len(names))]
+    )
+    gradient = torch.tensor(brute.sums().sum((0, 1)))
+    clip = min(1.0, 1.0 / (gradient.norm().item() + 1e-6))
+    new = (0.95 * v + 0.05 * (clip * gradient) ** 2) / (1 - 0.95 ** (n.double() + 1))
+    scale = clip / (new.sqrt() + 1e-6)
+    state = saved if given == "state_dict" else AdamWState.from_state_dict(policy.model, saved, max_grad_norm=1.0)
+    diagnosis = diagnose(policy, batch, table, settings=QUICK, optimizer_state=state)
+    assert_summed(diagnosis, brute.sums(scale), "adamw", 1e-5)
+    assert_summed(diagnosis, brute.sums(), "raw", 1e-5)
+    assert diagnosis.step.optimizer == ("adamw" if given == "state_dict" else "sgd")
+
+
+@pytest.mark.parametrize("way", ["whole", "slices"])
+def test_random_signs_estimate_the_squares_in_a_metric_without_bias(policy, batch, table, brute, way):
+    generator = torch.Generator().manual_seed(0)
+    state = AdamWState.from_state_dict(policy.model, warm_state(policy))
+    scale = state.scale(policy.model, torch.from_numpy(brute.sums().sum(0).sum(0)))
+    settings = {"metric": state, "sign_passes": 1, "micro_batch_size": 8, "generator": generator, "way": way}
+    memory, repeats = 1 << 24, 40 if way == "whole" else 8
+    seeds = seeds_of(table, batch, 4)
+    found = [sum_gradients(policy, batch, seeds, memory=memory, **settings) for _ in range(repeats)]
+    assert {one.plan.way for one in found} == {way}
+    draws = np.stack([one.squares.sum(0) for one in found])
+    squares = (brute.weight / len(brute.weight)) ** 2 * (brute.jacobian * scale).square().sum(1).numpy()
+    for a in range(4):
+        expected, error = squares[brute.interval == a].sum(), draws[:, a].std(ddof=1) / math.sqrt(repeats)
+        # Four standard errors, and float32 weights where an interval has one token a prompt and no randomness.
+        assert abs(draws[:, a].mean() - expected) < 4 * error + 1e-5 * expected
+
+
+@pytest.mark.parametrize("way", ["slices", "sketches"])
+def test_a_small_memory_keeps_every_prompt_apart_and_the_page_says_how(policy, batch, table, whole, way):
+    state = warm_state(policy)
+    for held in state["state"].values():
+        held["step"] = torch.tensor(7.0)
+    settings = replace(whole.settings, gradient_way=way, gradient_memory=1 << 20, recommend_batches=None)
+    settings = replace(settings, influence_tokens=None, actual_step=False)
+    diagnosis = diagnose(policy, batch, table, settings=settings, optimizer_state=state)
+    assert any(("slices" if way == "slices" else "sketches of") in note for note in diagnosis.notes)
+    for metric in ("raw", "adamw"):
+        for interval in (*LABELS, "all"):
+            for name in ("gradient_norm", "signal", "noise"):
+                expected = value(whole, name, metric, interval)
+                found = value(diagnosis, name, metric, interval)
+                if way == "slices":
+                    assert found == pytest.approx(expected, rel=1e-6, abs=1e-12)
+                elif name == "gradient_norm":
+                    assert found == pytest.approx(expected, rel=0.2)
+
+
+def test_what_does_not_fit_into_the_minutes_is_left_out_and_the_rest_is_the_same(policy, batch, table, whole):
+    state = warm_state(policy)
+    for held in state["state"].values():
+        held["step"] = torch.tensor(7.0)
+    settings = replace(whole.settings, minutes=1e-9)
+    short = diagnose(policy, batch, table, settings=settings, optimizer_state=state)
+    for part in ("influence", "movement", "adamw_cosines"):
+        assert getattr(short, part) is None and getattr(whole, part) is not None
+    assert sum(note.startswith("Left out") for note in short.notes) == 4
+    kept = [metric for metric in whole.statistics["metric"].unique() if metric == "raw"]
+    ours, theirs = (d.statistics[d.statistics["metric"].isin(kept)].reset_index(drop=True) for d in (short, whole))
+    pd.testing.assert_frame_equal(ours, theirs)
+    long = diagnose(policy, batch, table, settings=replace(settings, minutes=1e9), optimizer_state=state)
+    pd.testing.assert_frame_equal(long.statistics, whole.statistics)
+
+
+def test_who_moves_whom_and_both_kinds_of_directions_are_those_of_the_parts_themselves(policy, batch, whole):
+    state = warm_state(policy)
+    for held in state["state"].values():
+        held["step"] = torch.tensor(7.0)
+    keywords = {"settings": NARROW, "step": whole.step, "optimizer_state": state}
+    contributions = influence(policy, batch, **keywords).contributions
+    top = contributions[contributions["interval"] == 3]
+    share = np.cov(top["by.0"], top["predicted"])[0, 1] / top["predicted"].var()
+    assert value(whole, "low_to_high_share", "none", LABELS[3]) == pytest.approx(share, rel=1e-8)
+    movement = apply_update(policy, batch, **keywords)
+    keep = movement.batch.response_mask
+    advantages = movement.batch.advantages[keep].numpy()
+    risen = (movement.after.logprob - movement.before.logprob)[keep].numpy()
+    for sign, word in ((1, "positive"), (-1, "negative")):
+        chosen = np.sign(advantages) == sign
+        actual = (np.sign(risen[chosen]) == sign).mean()
+        assert value(whole, f"right_direction_{word}_actual", "none", "all") == pytest.approx(actual)
+        predicted = (np.sign(contributions["predicted"][chosen]) == sign).mean()
+        assert value(whole, f"right_direction_{word}_predicted", "none", "all") == pytest.approx(predicted)
+    assert set(whole.directions["kind"]) == {"actual", "predicted"}
+    assert whole.movement["delta_logprob.all"].to_numpy() == pytest.approx(risen, abs=1e-12)
+    assert len(whole.movement) == len(whole.table) and 0 < len(whole.against) <= 4
+
+
+def test_steps_are_of_the_advantages_that_the_table_was_measured_with(policy, batch):
+    table = measure(policy, batch, loss=NARROW, advantage_eps=1.0)
+    settings = replace(QUICK, influence_tokens=1000, actual_step=True)
+    found = diagnose(policy, batch, table, settings=settings)
+    # (r − mean) / (sd + 1) in the place of (r − mean) / (sd + 1e-6), by hand.
+    advantages = torch.zeros(6)
+    for group in range(3):
+        own = batch.rewards[batch.group_ids == group]
+        advantages[batch.group_ids == group] = (own - own.mean()) / (own.std() + 1.0)
+    given = replace(batch, advantages=advantages[:, None].expand(batch.input_ids.shape))
+    expected = movement_table([apply_update(policy, given, settings=NARROW, step=SGD)])
+    np.testing.assert_allclose(found.movement["delta_logprob.all"], expected["delta_logprob.all"], rtol=1e-6)
+    plain = movement_table([apply_update(policy, batch, settings=NARROW, step=SGD)])
+    assert not np.allclose(found.movement["delta_logprob.all"], plain["delta_logprob.all"], rtol=0.01)
+    by_hand = influence(policy, given, settings=NARROW, step=SGD).contributions
+    share = np.cov(*by_hand.loc[by_hand["interval"] == 3, ["by.0", "predicted"]].to_numpy().T)
+    assert value(found, "low_to_high_share", "none", LABELS[3]) == pytest.approx(share[0, 1] / share[1, 1], rel=1e-6)
+
+
+def test_a_budget_splits_the_step_of_whole_prompts_and_says_so(policy, batch, table):
+    settings = replace(QUICK, influence_tokens=1)
+    diagnosis = diagnose(policy, batch, table, settings=settings)
+    (note,) = [note for note in diagnosis.notes if note.startswith("Who moves whom")]
+    rows = diagnosis.against["response"].unique()
+    assert len({int(batch.group_ids[row]) for row in rows}) == 1
+    kept = [int(batch.response_mask[batch.group_ids == g].sum()) for g in range(3)]
+    assert any(f" {count:,} of {len(table):,} tokens" in note for count in kept)
+
+
+def test_the_recommendation_has_the_best_predicted_score_and_its_difference_on_other_prompts(policy):
+    batch = make_batch(policy, temperature=0.7, lengths=(9,) * 12, prompt_lengths=(4,) * 12, holes=False, seed=3)
+    batch = replace(batch, advantages=batch.token_weighted(grpo_advantages(batch.rewards, batch.group_ids)))
+    step = StepSettings("sgd", 1e-2, max_grad_norm=0.01)
+    keywords = {"loss": NARROW, "step": step, "min_tokens": 1, "num_batches": 5}
+    generators = {"rng": np.random.default_rng(0), "generator": torch.Generator().manual_seed(0)}
+    alphas, etas = (None, 0.3, 0.9), (None, 0.5)
+    found = recommend(policy, batch, alphas=alphas, etas=etas, **keywords, **generators)
+    assert sum(found.prompts_per_batch) == len(batch.group_ids.unique()) and found.num_batches == 5
+    prompts = batch.group_ids.unique()
+    order = prompts[torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0))]
+    grid = make_grid(alphas, etas)
+    shares = []
+    for part in order.tensor_split(5):
+        rows = torch.isin(batch.group_ids, part).nonzero()[:, 0]
+        counts = tune_batch(policy, batch.select(rows), grid, settings=NARROW, step=step, actual=False)
+        sums = counts.groupby(["setting", "interval", "sign"])[
+            ["num_tokens", "predicted_tied", "predicted_right"]
+        ].sum()
+        moved = sums["num_tokens"] - sums["predicted_tied"]
+        shares.append(
+            [moved.unstack(["interval", "sign"]), (sums["predicted_right"] / moved).unstack(["interval", "sign"])]
+        )
+    counted = np.min([moved.min() for moved, _ in shares], axis=0) >= 1
+    scores = np.stack([share.loc[:, counted].mean(axis=1) for _, share in shares])
+    best = scores[1::2].mean(0).argmax()
+    assert found.setting == grid[best].name and (found.alpha, found.eta) == (grid[best].alpha, grid[best].eta)
+    difference = (scores[0::2, best] - scores[0::2, 0]).mean()
+    if best:
+        assert found.difference == pytest.approx(difference, abs=1e-12)
+        assert found.lower <= found.difference <= found.upper
+        assert (found.verdict == "no difference") == (found.lower <= 0 <= found.upper)
+    else:
+        assert found.verdict == "no difference" and math.isnan(found.difference)
+
+
+def test_a_recommendation_needs_two_prompts_with_an_advantage(policy, batch):
+    batch = replace(batch, rewards=torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]))
+    keywords = {"loss": NARROW, "num_batches": 5, "alphas": (None, 0.5), "etas": (None,)}
+    with pytest.raises(InputError, match="1 prompts have an advantage"):
+        recommend(policy, batch, **keywords, rng=np.random.default_rng(0), generator=torch.Generator())
+
+
+def test_every_part_is_there_and_every_number_has_one_row(whole):
+    statistics = whole.statistics
+    assert statistics.columns.tolist() == COLUMNS
+    assert not statistics.duplicated(["statistic", "metric", "interval"]).any()
+    assert set(statistics["metric"]) == {"raw", "adamw", "none"}
+    for part in ("bounds", "layers", "where", "spikes", "cosines", "adamw_cosines", "influence", "movement"):
+        assert getattr(whole, part) is not None, part
+    assert whole.bounds.violations == 0 and whole.bounds.num_tokens == len(whole.table)
+    index = whole.pick("dominance_index", "adamw", LABELS[0])
+    assert np.isfinite(index["value"]) and index["lower"] <= index["value"] <= index["upper"]
+
+
+def test_the_policy_is_as_it_was(policy, batch, table):
+    before = copy.deepcopy(policy.model.state_dict())
+    flags = [p.requires_grad for p in policy.model.parameters()]
+    settings = replace(QUICK, influence_tokens=100, actual_step=True)
+    diagnose(policy, batch, table, settings=settings, optimizer_state=warm_state(policy))
+    assert all(torch.equal(before[name], value) for name, value in policy.model.state_dict().items())
+    assert flags == [p.requires_grad for p in policy.model.parameters()]
+    assert all(p.grad is None for p in policy.model.parameters())
+
+
+def test_leaving_parts_out_changes_no_other_number(policy, batch, table):
+    settings = replace(QUICK, influence_tokens=1000, actual_step=True)
+    more = diagnose(policy, batch, table, settings=settings).statistics
+    less = diagnose(policy, batch, table, settings=QUICK).statistics
+    kept = more.merge(less[["statistic", "metric", "interval"]]).reset_index(drop=True)
+    pd.testing.assert_frame_equal(kept, less)
+    again = diagnose(policy, batch, table, settings=settings).statistics
+    pd.testing.assert_frame_equal(more, again)
+
+
+def test_without_advantages_only_what_is_unweighted_is_left_and_a_note_says_so(policy, batch):
+    bare = replace(batch, advantages=None, rewards=None)
+    diagnosis = diagnose(policy, bare, settings=replace(QUICK, influence_tokens=100, actual_step=True))
+    assert any("Advantages are unknown" in note for note in diagnosis.notes)
+    assert diagnosis.pick("dominance_index", "raw", LABELS[0]) is None
+    assert diagnosis.influence is None and diagnosis.movement is None and diagnosis.spikes is None
+    assert value(diagnosis, "token_share", "none", LABELS[3]) > 0
+    assert diagnosis.layers is not None and value(diagnosis, "bound_violations") == 0
+
+
+def test_equal_rewards_and_no_reference_give_no_gradient_and_a_note(policy, batch):
+    equal = replace(batch, rewards=torch.ones(6), ref_logprobs=None)
+    diagnosis = diagnose(policy, equal, settings=replace(QUICK, recommend_batches=2))
+    assert any("Every weight of the loss is 0" in note for note in diagnosis.notes)
+    assert diagnosis.pick("gradient_share", "raw", LABELS[0]) is None and diagnosis.recommendation is None
+
+
+def test_a_single_prompt_has_no_intervals_and_a_note(policy, batch):
+    one = batch.select([0, 1])
+    diagnosis = diagnose(policy, one, settings=replace(QUICK, influence_tokens=100, recommend_batches=2))
+    assert any("one prompt" in note for note in diagnosis.notes)
+    assert any("Left out: α and η" in note for note in diagnosis.notes)
+    rows = diagnosis.statistics
+    assert rows["lower"].isna().all()
+    assert rows.loc[rows["statistic"] == "signal", "value"].isna().all()
+    assert np.isfinite(value(diagnosis, "gradient_norm", "raw", "all"))
+
+
+def test_an_empty_interval_is_named_and_is_nan(policy, batch, table):
+    keep = batch.response_mask.clone()
+    keep[batch.response_mask] = torch.tensor((table["interval"] != 0).to_numpy())
+    diagnosis = diagnose(policy, replace(batch, response_mask=keep), settings=QUICK)
+    assert f"No token has π in {LABELS[0]}: its numbers are NaN." in diagnosis.notes
+    for key in (("dominance_index", "raw"), ("gradient_share", "raw"), ("signal", "raw"), ("token_share", "none")):
+        assert math.isnan(value(diagnosis, *key, LABELS[0]))
+        assert np.isfinite(value(diagnosis, *key, LABELS[3]))
+
+
+@pytest.mark.parametrize("sample", ["stratified", "proportional"])
+def test_of_a_sample_each_token_counts_for_one_over_its_chance(policy, batch, sample):
+    table = measure(policy, batch, loss=NARROW, tokens_per_interval=3, sample=sample)
+    diagnosis = diagnose(policy, batch, table, settings=QUICK)
+    squares = []
+    for a in range(4):
+        own = table[table["interval"] == a].astype({"sampling_probability": float})
+        terms = (own["weight"] * own["param_grad_norm"]).astype(float) ** 2
+        mean = terms.mean() if sample == "stratified" else (terms / own["sampling_probability"]).mean()
+        squares.append(mean * (len(own) if sample == "stratified" else own["sampling_probability"].sum()))
+    for a, label in enumerate(LABELS):
+        assert value(diagnosis, "squared_share", "raw", label) == pytest.approx(squares[a] / sum(squares), rel=TABLE)
+        assert diagnosis.pick("squared_share", "raw", label)["n"] == min(3, (table["interval"] == a).sum())
+    assert any("are known" in note for note in diagnosis.notes)
+
+
+def test_estimated_norms_are_taken_and_called_such(policy, batch, brute):
+    table = measure(policy, batch, loss=NARROW, norms="estimate", passes=60)
+    diagnosis = diagnose(policy, batch, table, settings=QUICK)
+    assert any("estimates" in note for note in diagnosis.notes)
+    squares = brute.weight**2 * brute.jacobian.square().sum(1).numpy()
+    low = squares[brute.interval == 0].sum() / squares.sum()
+    # 60 passes: a sum over an interval errs by less than √(2/60) = .18 of itself in the standard deviation.
+    assert value(diagnosis, "squared_share", "raw", LABELS[0]) == pytest.approx(low, abs=0.3)
+
+
+def test_a_table_of_other_rollouts_or_intervals_is_refused(policy, batch, table):
+    with pytest.raises(InputError, match="are not the batch's"):
+        diagnose(policy, batch.select([0, 1, 2, 3]), table, settings=QUICK)
+    with pytest.raises(InputError, match="has no column weight"):
+        diagnose(policy, batch, table.drop(columns="weight"), settings=QUICK)
+    with pytest.raises(InputError, match="not in the interval that the edges give"):
+        diagnose(policy, batch, table, settings=replace(QUICK, edges=(0.0, 0.5, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"bins": 0}, "bins is 0"),
+        ({"sign_passes": 0}, "sign_passes is 0"),
+        ({"recommend_batches": 1}, "recommend_batches is 1"),
+        ({"seed": -1}, "seed -1"),
+        ({"seed": 2**57}, r"below 2\*\*57"),
+        ({"edges": (0.0,)}, "edges are"),
+        ({"step": StepSettings("adamw", -1)}, "learning_rate is -1"),
+    ],
+)
+def test_settings_that_make_no_diagnosis_are_refused(policy, batch, table, change, match):
+    with pytest.raises(InputError, match=match):
+        diagnose(policy, batch, table, settings=replace(QUICK, **change))
+
+
+def test_a_state_with_a_step_of_sgd_is_refused(policy, batch, table):
+    with pytest.raises(InputError, match=r"settings\.step sgd"):
+        settings = replace(QUICK, step=StepSettings("sgd"))
+        diagnose(policy, batch, table, settings=settings, optimizer_state=warm_state(policy))
+
+
+def test_the_step_goes_on_as_the_saved_optimizer_would(policy):
+    state = warm_state(policy)
+    state["param_groups"][0] |= {"lr": 3e-4, "weight_decay": 0.02}
+    assert state_step(state) == StepSettings("adamw", 3e-4, 0.02, (0.8, 0.95), 1e-6)
+
+
+def test_narrow_weights_leave_out_the_steps_and_say_why(batch):
+    policy = make_policy("qwen2", torch.bfloat16, tokenizer=True)
+    settings = replace(QUICK, influence_tokens=100, actual_step=True)
+    diagnosis = diagnose(policy, batch, settings=settings)
+    assert sum("bfloat16" in note for note in diagnosis.notes) == 2
+    assert diagnosis.influence is None and np.isfinite(value(diagnosis, "gradient_norm", "raw", "all"))
+
+
+def test_other_edges_are_followed_throughout(policy, batch):
+    settings = replace(QUICK, edges=(0.0, 0.5, 1.0), influence_tokens=1000, actual_step=True)
+    diagnosis = diagnose(policy, batch, settings=settings)
+    assert diagnosis.labels == ("[0, ½)", "[½, 1]")
+    shares = [value(diagnosis, "gradient_share", "raw", label) for label in diagnosis.labels]
+    assert sum(shares) == pytest.approx(1)
+    assert np.isfinite(value(diagnosis, "low_to_high_share", "none", "[½, 1]"))
+
+
+def test_a_trend_is_the_statistics_by_step(policy, batch, table, whole):
+    other = diagnose(policy, batch, table, settings=QUICK)
+    frame = trend({20: whole, 4: other})
+    assert frame.columns.tolist() == ["step", *COLUMNS]
+    assert frame["step"].is_monotonic_increasing and set(frame["step"]) == {4, 20}
+    pd.testing.assert_frame_equal(
+        frame[frame["step"] == 20].drop(columns="step").reset_index(drop=True), whole.statistics
+    )
+    pd.testing.assert_frame_equal(frame, trend([(20, whole), (4, other)]))
+    with pytest.raises(InputError, match="no diagnosis"):
+        trend({})
+    with pytest.raises(InputError, match="2 diagnoses are of 1 training steps"):
+        trend([(4, whole), (4, other)])
+
+
+def test_products_in_small_slices_are_those_of_the_whole_vectors(monkeypatch):
+    vectors = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
+    expected = np.einsum("pai,qbi->paqb", vectors.double().numpy(), vectors.double().numpy())
+    monkeypatch.setattr("gradscope.diagnosis.gradients.SLICE", 12 * 7)
+    assert block_products(vectors) == pytest.approx(expected, rel=1e-12)
+
+
+def test_prompts_without_weight_are_counted_in_a_note(policy, batch):
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.5, 0.0])
+    diagnosis = diagnose(policy, replace(batch, rewards=rewards, ref_logprobs=None), settings=QUICK)
+    assert any("equal rewards): 1 of 3 prompts" in note for note in diagnosis.notes)
+
+
+def test_a_weight_without_bound_is_refused_by_its_token(policy, batch, table):
+    endless = table.copy()
+    endless.loc[3, "weight"] = -np.inf
+    where = f"position {endless.at[3, 'position']} of response {endless.at[3, 'response']} is -inf"
+    with pytest.raises(InputError, match=where):
+        diagnose(policy, batch, endless)

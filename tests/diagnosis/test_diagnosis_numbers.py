@@ -1,0 +1,492 @@
+"""The diagnosis's statistics on planted numbers: against loops written beside them, and against what was planted."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from gradscope.diagnosis import Products, cosine_matrix, gradient_rows, token_shares
+from gradscope.diagnosis.gradients import signal_and_noise
+from gradscope.diagnosis.result import COLUMNS, join_rows, make_rows, one_row, pick_row
+from gradscope.diagnosis.steps import direction_rows, influence_rows, lag_rows, within_budget
+from gradscope.diagnosis.tokens import (
+    bound_margins,
+    largest_tokens,
+    layer_norms,
+    scaled_squares,
+    shares_by,
+    sum_by_prompt,
+)
+from gradscope.errors import InputError
+from gradscope.intervals import EDGES, assign_intervals, interval_labels
+from gradscope.objective import LossSettings
+from gradscope.rollouts import Response, collate
+
+LABELS = interval_labels()
+PROMPTS = 12
+
+
+def plant_table(seed: int = 0, *, prompts: int = PROMPTS, each: int = 40, boost: float = 2.0) -> pd.DataFrame:
+    """A token table whose norms are (1−π)·gain; tokens with π < ¼ have a gain `boost` times as large on average."""
+    rng = np.random.default_rng(seed)
+    size = prompts * each
+    prob = rng.beta(0.8, 0.4, size).clip(1e-3, 1 - 1e-4)
+    group = np.repeat(np.arange(prompts), each)
+    shift = rng.normal(size=prompts)[group]
+    gain = np.exp(0.3 * rng.normal(size=size) + 0.2 * shift) * np.where(prob < 0.25, boost, 1.0)
+    table = pd.DataFrame({"response": group, "group": group, "position": np.tile(np.arange(each), prompts)})
+    table["token"] = rng.choice([" knight", "12", ",", "\n", "</s>"], size)
+    table["prob"], table["log_one_minus_prob"] = prob, np.log1p(-prob)
+    table["entropy"] = rng.exponential(size=size)
+    table["interval"] = assign_intervals(prob)
+    table["weight"] = table["advantage"] = rng.choice([-1.0, 1.0], size) * (1 + 0.3 * shift)
+    table["param_grad_norm"] = 10 * gain * (1 - prob)
+    table["logit_grad_norm"] = 1.2 * (1 - prob)
+    table["act_grad_norm.0"] = 3 * gain * (1 - prob)
+    table["act_grad_norm.1"] = gain * (1 - prob)
+    return table
+
+
+def loop_shares(table: pd.DataFrame) -> dict[str, list[float]]:
+    """Token by token; an interval that was measured in part counts by its mean."""
+    tokens, squares, predicted = ([0.0] * 4 for _ in range(3))
+    for a in range(4):
+        own, known = table[table["interval"] == a], []
+        for row in own.itertuples():
+            tokens[a] += 1
+            predicted[a] += (row.weight * (1 - row.prob)) ** 2
+            if not math.isnan(row.param_grad_norm):
+                known.append((row.weight * row.param_grad_norm) ** 2)
+        squares[a] = len(own) * sum(known) / len(known)
+    shares = [[part / sum(of) for part in of] for of in (tokens, squares, predicted)]
+    return {
+        "token_share": shares[0],
+        "squared_share": shares[1],
+        "predicted_share": shares[2],
+        "dominance_index": [math.log2(s / t) for s, t in zip(shares[1], shares[0], strict=True)],
+        "predicted_index": [math.log2(s / t) for s, t in zip(shares[2], shares[0], strict=True)],
+        "added_index": [math.log2(s / p) for s, p in zip(shares[1], shares[2], strict=True)],
+    }
+
+
+def sample_some(table: pd.DataFrame, count: int, seed: int = 0) -> pd.DataFrame:
+    """Norms of `count` random tokens of each interval, NaN of the others."""
+    rng, table = np.random.default_rng(seed), table.copy()
+    for a in range(4):
+        own = np.flatnonzero(table["interval"] == a)
+        table.loc[rng.permutation(own)[count:], "param_grad_norm"] = np.nan
+    return table
+
+
+def numbers(rows: pd.DataFrame, statistic: str, column: str = "value") -> list[float]:
+    return rows.loc[rows["statistic"] == statistic, column].tolist()
+
+
+@pytest.mark.parametrize("count", [None, 15])
+def test_shares_and_indices_are_those_of_a_loop_over_tokens_also_where_a_sample_was_measured(count):
+    table = plant_table() if count is None else sample_some(plant_table(), count)
+    rows = token_shares(sum_by_prompt(table, 4), LABELS, rng=None)
+    for statistic, expected in loop_shares(table).items():
+        assert numbers(rows, statistic) == pytest.approx(expected, rel=1e-12)
+    measured = [int(table["param_grad_norm"][table["interval"] == a].notna().sum()) for a in range(4)]
+    assert numbers(rows, "squared_share", "n") == measured
+    assert rows["lower"].isna().all()
+
+
+def test_bounds_are_percentiles_over_tables_whose_prompts_are_redrawn():
+    table, resamples = sample_some(plant_table(), 20), 50
+    rows = token_shares(sum_by_prompt(table, 4), LABELS, rng=np.random.default_rng(3), resamples=resamples)
+    draws = np.random.default_rng(3).multinomial(PROMPTS, np.full(PROMPTS, 1 / PROMPTS), size=resamples)
+    redrawn = [
+        pd.concat([table[table["group"] == p] for p in range(PROMPTS) for _ in range(times[p])]) for times in draws
+    ]
+    found = [loop_shares(one) for one in redrawn]
+    for statistic in ("token_share", "squared_share", "dominance_index", "added_index"):
+        low, high = np.quantile([one[statistic] for one in found], [0.025, 0.975], axis=0)
+        assert numbers(rows, statistic, "lower") == pytest.approx(low.tolist(), rel=1e-9)
+        assert numbers(rows, statistic, "upper") == pytest.approx(high.tolist(), rel=1e-9)
+
+
+def test_intervals_cover_the_planted_index_about_as_often_as_they_say():
+    # The truth is the same statistic of a table so large that its own error is a tenth of theirs.
+    rows = token_shares(sum_by_prompt(plant_table(99, prompts=2000), 4), LABELS, rng=None)
+    truth = {name: numbers(rows, name)[0] for name in ("dominance_index", "added_index", "squared_share")}
+    inside = dict.fromkeys(truth, 0)
+    for seed in range(150):
+        table = sample_some(plant_table(seed, prompts=16), 60, seed)
+        rows = token_shares(sum_by_prompt(table, 4), LABELS, rng=np.random.default_rng(seed), resamples=300)
+        for name, value in truth.items():
+            inside[name] += numbers(rows, name, "lower")[0] <= value <= numbers(rows, name, "upper")[0]
+    # Percentiles over 16 prompts fall short of .95; a coverage of .93 gives below 127 of 150 once in 10,000.
+    assert all(127 <= count <= 150 for count in inside.values()), inside
+
+
+def test_a_planted_boost_is_what_the_network_adds():
+    """All gains equal but for those of low tokens: share and index follow from the boost by algebra."""
+    table = plant_table()
+    table["param_grad_norm"] = (1 - table["prob"]) * np.where(table["interval"] == 0, 3.0, 1.0)
+    rows = token_shares(sum_by_prompt(table, 4), LABELS, rng=np.random.default_rng(0))
+    share = numbers(rows, "predicted_share")[0]
+    expected = math.log2(9 / (9 * share + 1 - share))
+    assert numbers(rows, "added_index")[0] == pytest.approx(expected, rel=1e-12)
+    table["param_grad_norm"] = 7 * (1 - table["prob"])
+    rows = token_shares(sum_by_prompt(table, 4), LABELS, rng=np.random.default_rng(0))
+    assert np.abs(numbers(rows, "added_index")).max() < 1e-12
+    assert np.abs(numbers(rows, "added_index", "lower")).max() < 1e-12
+
+
+def test_an_empty_interval_is_nan_and_the_others_are_not():
+    table = plant_table()
+    table = table[table["interval"] != 0]
+    rows = token_shares(sum_by_prompt(table, 4), LABELS, rng=np.random.default_rng(0))
+    low = rows[rows["interval"] == LABELS[0]]
+    assert low[["value", "lower", "upper"]].isna().all(axis=None)
+    rest = rows[(rows["interval"] != LABELS[0]) & (rows["statistic"] == "squared_share")]
+    assert rest["value"].sum() == pytest.approx(1)
+
+
+def test_weights_that_are_all_zero_give_no_share_of_squares():
+    rows = token_shares(sum_by_prompt(plant_table().assign(weight=0.0), 4), LABELS, rng=np.random.default_rng(0))
+    assert np.isnan(numbers(rows, "squared_share")).all()
+    assert np.isfinite(numbers(rows, "token_share")).all()
+
+
+def test_an_interval_measured_in_one_prompt_has_no_bounds():
+    table = plant_table()
+    others = (table["interval"] == 1) & (table["group"] != 4)
+    table.loc[others, "param_grad_norm"] = np.nan
+    rows = token_shares(sum_by_prompt(table, 4), LABELS, rng=np.random.default_rng(0))
+    assert np.isnan(numbers(rows, "squared_share", "lower")[1])
+    assert np.isfinite(numbers(rows, "squared_share")[1])
+    assert np.isfinite(numbers(rows, "token_share", "lower")).all()
+
+
+def test_estimated_sums_of_responses_enter_once():
+    table = plant_table()
+    squares = (table["weight"] * table["param_grad_norm"]) ** 2
+    table["interval_weighted_square_sum"] = squares.groupby([table["response"], table["interval"]]).transform("sum")
+    exact = token_shares(sum_by_prompt(table.drop(columns="interval_weighted_square_sum"), 4), LABELS, rng=None)
+    pd.testing.assert_frame_equal(token_shares(sum_by_prompt(table, 4), LABELS, rng=None), exact, rtol=1e-12)
+
+
+def test_shares_by_kind_and_position_are_those_of_a_loop_over_measured_tokens():
+    table = sample_some(plant_table(), 25)
+    where = shares_by(table, bins=3, special={"</s>"}, rng=np.random.default_rng(0))
+    kinds = {" knight": "word", "12": "digit", ",": "punctuation", "\n": "space", "</s>": "special"}
+    counts, squares = dict.fromkeys(kinds.values(), 0), dict.fromkeys(kinds.values(), 0.0)
+    tokens = table["interval"].value_counts()
+    measured = table["interval"][table["param_grad_norm"].notna()].value_counts()
+    for row in table.itertuples():
+        counts[kinds[row.token]] += 1
+        if not math.isnan(row.param_grad_norm):
+            each = tokens[row.interval] / measured[row.interval]
+            squares[kinds[row.token]] += each * (row.weight * row.param_grad_norm) ** 2
+    rows = where[where["driver"] == "token_class"].set_index("value")
+    for kind in counts:
+        assert rows.loc[kind, "token_share"] == pytest.approx(counts[kind] / len(table))
+        assert rows.loc[kind, "squared_share"] == pytest.approx(squares[kind] / sum(squares.values()))
+        assert rows.loc[kind, "squared_lower"] < rows.loc[kind, "squared_share"] < rows.loc[kind, "squared_upper"]
+    positions = where[where["driver"] == "position_bin"]
+    assert len(positions) == 3 and positions["token_share"].sum() == pytest.approx(1)
+    assert set(where["driver"]) == {"token_class", "position_bin", "entropy_bin", "advantage_sign"}
+
+
+def test_scaled_squares_add_up_to_the_whole_sum_on_average():
+    table = plant_table()
+    whole = ((table["weight"] * table["param_grad_norm"]) ** 2).sum()
+    sums = np.array([np.nansum(scaled_squares(sample_some(table, 20, seed))) for seed in range(200)])
+    # Four standard errors of the 200 draws.
+    assert abs(sums.mean() - whole) < 4 * sums.std() / math.sqrt(200)
+    assert np.nansum(scaled_squares(table)) == pytest.approx(whole)
+
+
+def test_the_largest_tokens_come_with_their_share_of_the_squares():
+    table = sample_some(plant_table(), 30)
+    norms = sorted(
+        abs(r.weight) * r.param_grad_norm for r in table.itertuples() if r.param_grad_norm == r.param_grad_norm
+    )
+    top = largest_tokens(table, 5)
+    assert top["weighted_norm"].tolist() == pytest.approx(norms[:-6:-1])
+    assert top["squared_share"].tolist() == pytest.approx([n**2 / sum(m**2 for m in norms) for n in norms[:-6:-1]])
+    one = table[(table["response"] == top["response"][0]) & (table["position"] == top["position"][0])].iloc[0]
+    assert (top["token"][0], top["prob"][0]) == (one["token"], one["prob"])
+
+
+def test_layer_norms_are_means_over_each_places_tokens():
+    table = plant_table()
+    layers = layer_norms(table, EDGES, rng=np.random.default_rng(0))
+    assert layers["quantity"].unique().tolist() == [
+        "logit_grad_norm", "act_grad_norm.0", "act_grad_norm.1", "param_grad_norm",
+    ]  # fmt: skip
+    for row in layers.itertuples():
+        expected = table.loc[table["interval"] == row.interval, row.quantity].mean()
+        assert row.value == pytest.approx(expected)
+        assert row.lower < expected < row.upper
+
+
+def test_the_margins_of_the_bounds_are_the_smallest_distances_and_a_broken_bound_is_counted():
+    table = plant_table()
+    n, rest = 50, 1 - table["prob"]
+    found = bound_margins(table, n)
+    assert (found.num_tokens, found.violations) == (len(table), 0)
+    # float32 columns: 1e-6 relative.
+    assert found.lower_margin == pytest.approx(1.2 / math.sqrt(n / (n - 1)) - 1, abs=1e-5)
+    assert found.upper_margin == pytest.approx(1 - 1.2 / math.sqrt(2), abs=1e-5)
+    table.loc[3, "logit_grad_norm"], table.loc[7, "logit_grad_norm"] = 1.5 * rest[3], 0.9 * rest[7]
+    found = bound_margins(table, n)
+    assert found.violations == 2
+    assert found.upper_margin == pytest.approx(1 - 1.5 / math.sqrt(2), abs=1e-5)
+    assert found.lower_margin == pytest.approx(0.9 / math.sqrt(n / (n - 1)) - 1, abs=1e-5)
+
+
+def test_a_certain_token_has_no_margin():
+    table = plant_table()
+    table.loc[0, ["logit_grad_norm", "log_one_minus_prob"]] = 0.0, -np.inf
+    found = bound_margins(table, 50)
+    assert found.violations == 0 and found.lower_margin > 0
+
+
+def plant_vectors(
+    n: int, means: list[float], sds: list[float], rng: np.random.Generator, dimensions: int = 150
+) -> np.ndarray:
+    """g_{p,a} [n, A, P]: a mean along an axis of its own plus Gaussian noise of that total standard deviation."""
+    noise = rng.normal(size=(n, len(means), dimensions)) / math.sqrt(dimensions) * np.array(sds)[:, None]
+    return noise + np.eye(len(means), dimensions) * np.array(means)[:, None]
+
+
+def make_gram(vectors: np.ndarray) -> np.ndarray:
+    return np.einsum("pai,qbi->paqb", vectors, vectors)
+
+
+def test_gradient_rows_are_those_of_the_vectors_themselves():
+    rng = np.random.default_rng(0)
+    vectors, tokens = plant_vectors(5, [1, 0.2, 0.5, 0.1], [0.5, 1, 0.3, 0.2], rng), rng.integers(1, 9, (5, 4))
+    rows = gradient_rows(Products(make_gram(vectors)), tokens.astype(float), LABELS, metric="raw", rng=rng)
+    parts, whole = vectors.sum(0), vectors.sum((0, 1))
+    norms, length = [np.linalg.norm(part) for part in parts], np.linalg.norm(whole)
+    expected = {
+        "gradient_share": [part @ whole / (whole @ whole) for part in parts],
+        "norm_ratio": [norm / length for norm in norms],
+        "cosine_with_all": [
+            part @ whole / norm / np.linalg.norm(whole) for part, norm in zip(parts, norms, strict=True)
+        ],
+        "gradient_index": [
+            math.log2(norm**2 / sum(m**2 for m in norms) / (count / tokens.sum()))
+            for norm, count in zip(norms, tokens.sum(0), strict=True)
+        ],
+        "gradient_norm": [*norms, length],
+    }
+    for statistic, values in expected.items():
+        assert numbers(rows, statistic) == pytest.approx(values, rel=1e-10)
+    signals = []
+    for part in (*vectors.transpose(1, 0, 2), vectors.sum(1)):
+        signals.append(sum(part[p] @ part[q] for p in range(5) for q in range(5) if p != q) * 5 / 4)
+    assert numbers(rows, "signal") == pytest.approx(signals, rel=1e-10)
+    spread = [5 * part.var(0, ddof=1).sum() for part in (*vectors.transpose(1, 0, 2), vectors.sum(1))]
+    assert numbers(rows, "noise") == pytest.approx(spread, rel=1e-10)
+    whole_squares = [norm**2 for norm in expected["gradient_norm"]]
+    assert np.add(numbers(rows, "signal"), numbers(rows, "noise")) == pytest.approx(whole_squares, rel=1e-10)
+    assert numbers(rows, "signal_fraction") == pytest.approx(
+        [s / w for s, w in zip(signals, whole_squares, strict=True)], rel=1e-10
+    )
+    cosines = cosine_matrix(make_gram(vectors))
+    assert cosines.loc[0, 2] == pytest.approx(parts[0] @ parts[2] / norms[0] / norms[2], rel=1e-10)
+
+
+def test_the_bounds_of_gradient_shares_are_percentiles_over_redrawn_sums_without_their_bias():
+    vectors = plant_vectors(6, [1, 0.2, 0.5, 0.1], [0.5, 1, 0.3, 0.2], np.random.default_rng(1))
+    rows = gradient_rows(
+        Products(make_gram(vectors)), np.ones((6, 4)), LABELS, metric="raw", rng=np.random.default_rng(2)
+    )
+    shares, cosines = [], []
+    for times in np.random.default_rng(2).multinomial(6, np.full(6, 1 / 6), size=1000):
+        parts = np.tensordot(times, vectors, 1)
+        whole = parts.sum(0)
+        shares.append(parts @ whole / (whole @ whole))
+        cosines.append(parts @ whole / np.linalg.norm(whole) / np.linalg.norm(parts, axis=1))
+    factor = 2.5705818 / 1.9599640 * math.sqrt(6 / 5)  # Student's t with five degrees of freedom, and the normal
+    for statistic, draws in (("gradient_share", shares), ("cosine_with_all", cosines)):
+        for bound, level in (("lower", 0.025), ("upper", 0.975)):
+            away = np.quantile(draws, level, axis=0) - np.mean(draws, axis=0)
+            expected = np.array(numbers(rows, statistic)) + factor * away
+            if statistic == "cosine_with_all":
+                expected = expected.clip(-1, 1)
+            assert numbers(rows, statistic, bound) == pytest.approx(expected.tolist(), rel=1e-6)
+
+
+def test_the_jackknife_of_signal_is_that_of_leaving_each_prompt_out():
+    from scipy.stats import t
+
+    vectors = plant_vectors(7, [0.4], [1.0], np.random.default_rng(0))[:, 0]
+    found = signal_and_noise((vectors @ vectors.T)[None])["signal"][:, 0]
+    left = []
+    for out in range(7):
+        rest = np.delete(vectors, out, axis=0)
+        pairs = [rest[p] @ rest[q] for p in range(6) for q in range(6) if p != q]
+        left.append(49 * np.mean(pairs))
+    error = math.sqrt(6 / 7 * np.square(left - np.mean(left)).sum())
+    reach = t.ppf(0.975, 6) * error
+    assert found[1:] == pytest.approx([found[0] - reach, found[0] + reach], rel=1e-10)
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.3, 1.0])
+def test_signal_is_unbiased_and_its_interval_covers_in_a_planted_gaussian_model(mean):
+    n, repeats, rng = 10, 400, np.random.default_rng(5)
+    planted, found, inside, noises = (n * mean) ** 2, [], 0, []
+    for _ in range(repeats):
+        vectors = plant_vectors(n, [mean], [1.0], rng)[:, 0]
+        statistics = signal_and_noise((vectors @ vectors.T)[None])
+        value, lower, upper = statistics["signal"][:, 0]
+        found.append(value)
+        noises.append(statistics["noise"][0, 0])
+        inside += lower <= planted <= upper
+    # Four standard errors; the noise of a sum of n draws is n times that of one.
+    assert abs(np.mean(found) - planted) < 4 * np.std(found) / math.sqrt(repeats)
+    assert abs(np.mean(noises) - n) < 4 * np.std(noises) / math.sqrt(repeats)
+    assert inside >= 0.9 * repeats
+
+
+@pytest.mark.parametrize("scale", ["equal", "heavy"])
+def test_intervals_of_gradient_shares_cover_in_a_planted_gaussian_model(scale):
+    """The estimand: E⟨G_a, G⟩ / E‖G‖² at this number of prompts, whose noise is of one size or exponential in it."""
+    n, means, sds, rng = 10, [0.3, 0.3, 0.6, 0.1], [1.0, 0.5, 0.2, 0.1], np.random.default_rng(6)
+    squares = np.square(means) * n**2 + np.square(sds) * n * (2 if scale == "heavy" else 1)
+    truth, inside = squares / squares.sum(), np.zeros(4)
+    for _ in range(150):
+        sizes = rng.exponential(size=(n, 1, 1)) if scale == "heavy" else 1.0
+        vectors = sizes * plant_vectors(n, [0.0] * 4, sds, rng) + np.eye(4, 150) * np.array(means)[:, None]
+        rows = gradient_rows(
+            Products(make_gram(vectors)), np.ones((n, 4)), LABELS, metric="raw", rng=rng, resamples=200
+        )
+        rows = rows[rows["statistic"] == "gradient_share"]
+        inside += (rows["lower"] <= truth) & (truth <= rows["upper"])
+    # A coverage of .9, seen at few prompts with heavy tails, gives below 119 of 150 once in 10,000.
+    assert inside.min() >= 119, inside
+
+
+@pytest.mark.parametrize(("n", "known"), [(1, []), (2, ["signal", "noise"])])
+def test_few_prompts_leave_signal_or_its_bounds_unknown(n, known):
+    vectors = plant_vectors(n, [1.0, 0.5, 0.2, 0.1], [1.0] * 4, np.random.default_rng(0))
+    rows = gradient_rows(
+        Products(make_gram(vectors)), np.ones((n, 4)), LABELS, metric="raw", rng=np.random.default_rng(0)
+    )
+    for statistic in ("signal", "noise"):
+        assert np.isfinite(numbers(rows, statistic)).all() == (statistic in known)
+        assert np.isnan(numbers(rows, statistic, "lower")).all()
+    assert np.isfinite(numbers(rows, "gradient_share")).all()
+    assert np.isfinite(numbers(rows, "gradient_share", "lower")).all() == (n > 1)
+
+
+def test_an_interval_without_tokens_or_without_a_gradient_is_nan():
+    vectors = plant_vectors(5, [0.0, 1.0, 1.0, 1.0], [0.0, 1, 1, 1], np.random.default_rng(0))
+    vectors[:, 0] = 0.0
+    tokens = np.ones((5, 4))
+    tokens[:, 0] = 0
+    rows = gradient_rows(Products(make_gram(vectors)), tokens, LABELS, metric="raw", rng=np.random.default_rng(0))
+    assert rows.loc[rows["interval"] == LABELS[0], "value"].isna().all()
+    vectors[:] = 0.0
+    rows = gradient_rows(
+        Products(make_gram(vectors)), np.ones((5, 4)), LABELS, metric="raw", rng=np.random.default_rng(0)
+    )
+    assert rows.loc[rows["statistic"].isin(["gradient_share", "signal_fraction"]), "value"].isna().all()
+
+
+def test_lag_and_clipping_are_those_of_a_loop_over_tokens_whose_old_logprob_is_known():
+    table, rng = plant_table(), np.random.default_rng(1)
+    table["logprob"] = np.log(table["prob"])
+    table["old_logprob"] = table["logprob"] + 0.5 * rng.normal(size=len(table))
+    table.loc[rng.permutation(len(table))[:60], "old_logprob"] = np.nan
+    loss = LossSettings(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.5)
+    gaps, low, high, dual = [], 0, 0, 0
+    for row in table.itertuples():
+        if math.isnan(row.old_logprob):
+            continue
+        ratio = math.exp(row.logprob - row.old_logprob)
+        gaps.append(abs(row.logprob - row.old_logprob))
+        low += row.advantage < 0 and ratio < 0.8
+        high += row.advantage > 0 and ratio > 1.3
+        dual += row.advantage < 0 and ratio > 1.5
+    rows, n = lag_rows(table, loss, rng=np.random.default_rng(0)), len(gaps)
+    expected = {"logprob_difference_mean": sum(gaps) / n, "logprob_difference_max": max(gaps)}
+    expected |= {"clip_low": low / n, "clip_high": high / n, "clip_dual": dual / n}
+    for statistic, value in expected.items():
+        row = pick_row(rows, statistic)
+        assert row["value"] == pytest.approx(value) and row["n"] == n
+        assert row["lower"] < value < row["upper"] or statistic.endswith("max")
+    off = lag_rows(table, replace(loss, clip_ratio_c=None), rng=None)
+    assert pick_row(off, "clip_dual")["value"] == 0
+    assert lag_rows(table.assign(old_logprob=np.nan), loss, rng=None).empty
+
+
+def test_influence_rows_are_covariances_with_the_whole_predicted_change():
+    rng = np.random.default_rng(0)
+    interval = rng.integers(0, 4, 300)
+    table = pd.DataFrame({"interval": interval, "group": rng.integers(0, 8, 300), "advantage": rng.normal(size=300)})
+    sources = ["0", "1", "2", "3", "kl", "decay"]
+    for name in sources:
+        table[f"by.{name}"] = rng.normal(size=300) * (3 if name == "0" else 1)
+    table["predicted"] = table[[f"by.{name}" for name in sources]].sum(axis=1)
+    rows, _ = influence_rows(table, LABELS, rng=np.random.default_rng(0))
+    top = table[interval == 3]
+    for statistic, source in (("low_to_high_share", "0"), ("high_to_high_share", "3")):
+        row = pick_row(rows, statistic, interval=LABELS[3])
+        expected = np.cov(top[f"by.{source}"], top["predicted"])[0, 1] / top["predicted"].var()
+        assert row["value"] == pytest.approx(expected, rel=1e-10)
+        assert row["lower"] < expected < row["upper"] and row["n"] == len(top)
+    # A source without a gradient causes nothing that could be told: it is not there.
+    rows, _ = influence_rows(table.assign(**{"by.0": 0.0}), LABELS, rng=np.random.default_rng(0))
+    assert np.isnan(pick_row(rows, "low_to_high_share", interval=LABELS[3])["value"])
+    assert np.isfinite(pick_row(rows, "high_to_high_share", interval=LABELS[3])["value"])
+
+
+def test_right_directions_are_counted_among_the_tokens_that_moved():
+    rng = np.random.default_rng(0)
+    table = pd.DataFrame({"interval": rng.integers(0, 3, 400), "group": rng.integers(0, 8, 400)})
+    table["advantage"] = rng.choice([-1.0, 0.0, 2.0], 400)
+    table["delta_log_odds.all"] = rng.choice([-0.1, 0.0, 0.3], 400)
+    rows, frame = direction_rows(table, "actual", LABELS, rng=np.random.default_rng(0))
+    for sign, word in ((1, "positive"), (-1, "negative")):
+        for interval, label in [*enumerate(LABELS), (None, "all")]:
+            right, moved = 0, 0
+            for row in table.itertuples(name=None, index=False):
+                own = interval is None or row[0] == interval
+                if own and np.sign(row[2]) == sign and row[3] != 0:
+                    moved, right = moved + 1, right + (np.sign(row[3]) == sign)
+            found = pick_row(rows, f"right_direction_{word}_actual", interval=label)
+            assert found["n"] == moved
+            assert found["value"] == pytest.approx(right / moved if moved else math.nan, nan_ok=True)
+    assert set(frame["interval"]) == {*LABELS, "all"} and set(frame["kind"]) == {"actual"}
+
+
+def test_a_budget_of_tokens_takes_whole_prompts_and_at_least_one():
+    responses = [Response([5], [6] * size, group=group) for group in range(6) for size in (3, 4)]
+    batch = collate(responses)
+    for budget, prompts in ((10**30, 6), (1000, 6), (21, 3), (20, 2), (1, 1)):
+        rows = within_budget(batch, budget, generator=torch.Generator().manual_seed(0))
+        chosen = batch.group_ids[rows]
+        assert len(chosen.unique()) == prompts and len(rows) == 2 * prompts
+
+
+def test_a_budget_of_tokens_takes_prompts_with_an_advantage_first():
+    responses = [Response([5], [6] * 3, group=group, advantage=float(group in (1, 4))) for group in range(6)]
+    batch = collate(responses)
+    for seed in range(5):
+        for budget, wanted in ((3, 1), (6, 2), (9, 3)):
+            rows = within_budget(batch, budget, generator=torch.Generator().manual_seed(seed))
+            groups = set(batch.group_ids[rows].tolist())
+            assert len(groups) == wanted and len(groups & {1, 4}) == min(wanted, 2)
+
+
+def test_rows_are_tidy_and_a_name_is_found_once():
+    found = np.array([[1.0, np.inf], [0.5, np.nan], [2.0, 3.0]])
+    rows = make_rows("x", found, [4, 5], unit="bits", metric="raw", intervals=["a", "b"])
+    assert rows.columns.tolist() == COLUMNS
+    assert rows["value"].isna().tolist() == [False, True]
+    rows = join_rows([rows, one_row("y", 2.0, 3, unit="nats"), join_rows([])])
+    assert pick_row(rows, "x", "raw", "a")["upper"] == 2 and pick_row(rows, "y")["value"] == 2
+    assert pick_row(rows, "x", "adamw", "a") is None
+    with pytest.raises(InputError, match="is there 2 times"):
+        pick_row(join_rows([rows, rows]), "y")

@@ -1,0 +1,361 @@
+"""The HTML page without a browser: what it is given, what it holds, and what it refuses."""
+
+import base64
+import hashlib
+import json
+import re
+from html import unescape
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from gradscope.diagnosis.page.drawings import inline_svg
+from gradscope.diagnosis.page.page import Definition, Figure, Finding, Formula, Page, Paragraph, Section, Table
+from gradscope.diagnosis.page.render import render, write_page
+from gradscope.diagnosis.page.viewer import Quantity, Viewer, prompt_texts, viewer_data
+from gradscope.errors import InputError
+from gradscope.plots import new_axes, paper_style
+from gradscope.rollouts import TokenBatch
+
+HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>{{ 7777 * 7 }}\u2028&amp;"
+
+
+def token_table(lengths=(3, 5, 4)) -> pd.DataFrame:
+    """A table of made-up tokens: the measured columns of float32, position 1 of response 1 missing."""
+    rng = np.random.default_rng(0)
+    count = sum(lengths)
+    columns = {
+        "response": np.repeat(np.arange(len(lengths)), lengths),
+        "position": np.concatenate([np.arange(length) for length in lengths]),
+        "token": [f"t{number % 4}" for number in range(count)],
+        "prob": rng.uniform(size=count),
+        "param_grad_norm": np.exp(rng.normal(size=count)),
+        "advantage": np.repeat(rng.normal(size=len(lengths)), lengths),
+        "weight": rng.normal(size=count),
+    }
+    table = pd.DataFrame(columns).astype(
+        {name: np.float32 for name, c in columns.items() if np.asarray(c).dtype == float}
+    )
+    return table[~((table["response"] == 1) & (table["position"] == 1))].reset_index(drop=True)
+
+
+def decoded(data: dict, response: int, column: str) -> np.ndarray:
+    number = [quantity["column"] for quantity in data["quantities"]].index(column)
+    return np.frombuffer(base64.b64decode(data["responses"][response]["values"][number]), "<f4")
+
+
+def drawing(title="norms") -> plt.Figure:
+    figure, ax = plt.subplots(figsize=(3, 2))
+    ax.plot([0, 1], [1, 2])
+    ax.set_title(title)
+    plt.close(figure)
+    return figure
+
+
+# ---- the viewer's data ----
+
+
+def test_the_viewers_numbers_are_the_tables_bit_for_bit():
+    table = token_table()
+    data = json.loads(viewer_data(Viewer(table)).json)
+    for response, part in table.groupby("response"):
+        for column in ("prob", "param_grad_norm", "advantage"):
+            assert (decoded(data, response, column) == part[column].to_numpy()).all()
+        assert [data["tokens"][number] for number in data["responses"][response]["tokens"]] == part["token"].tolist()
+
+
+def test_a_share_of_the_squares_is_of_all_measured_tokens():
+    table = token_table()
+    table.loc[[0, 5], "param_grad_norm"] = np.nan
+    data = json.loads(viewer_data(Viewer(table)).json)
+    squares = [
+        (w * g) ** 2 for w, g in zip(table["weight"].astype(float), table["param_grad_norm"].astype(float), strict=True)
+    ]
+    total = sum(square for square in squares if square == square)
+    found = np.concatenate([decoded(data, response, "squared_share") for response in range(3)])
+    np.testing.assert_allclose(found, [100 * square / total for square in squares], rtol=1e-6)  # float32
+
+
+def test_rows_in_any_order_are_shown_by_position():
+    table = token_table()
+    shuffled = table.sample(frac=1, random_state=0)
+    shuffled = shuffled.loc[sorted(shuffled.index, key=lambda row: table["response"][row])]
+    assert viewer_data(Viewer(shuffled)).json == viewer_data(Viewer(table)).json
+
+
+def test_jumps_in_the_positions_are_kept():
+    data = json.loads(viewer_data(Viewer(token_table())).json)
+    assert [response["jumps"] for response in data["responses"]] == [[], [[1, 2]], []]
+
+
+def test_a_response_that_starts_late_has_a_jump_at_once():
+    table = token_table()
+    data = json.loads(viewer_data(Viewer(table[table["position"] > 1])).json)
+    assert data["responses"][0]["jumps"] == [[0, 2]]
+
+
+def test_as_many_responses_are_shown_as_the_budget_allows_and_at_least_one():
+    table = token_table((40,) * 20)
+    whole = viewer_data(Viewer(table))
+    half = viewer_data(Viewer(table, budget=len(whole.json) // 2))
+    assert (whole.shown, whole.responses) == (20, 20)
+    assert 7 <= half.shown <= 10 and half.responses == 20  # what is the same for all responses counts once
+    assert half.tokens == (table["response"] < half.shown).sum()
+    assert len(json.loads(half.json)["responses"]) == half.shown
+    assert viewer_data(Viewer(table, budget=0)).shown == 1
+
+
+def test_a_response_that_was_chosen_comes_in_its_place():
+    data = json.loads(viewer_data(Viewer(token_table(), responses=[2, 0])).json)
+    assert [response["response"] for response in data["responses"]] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "All 3 responses, 11 tokens."),
+        ({"responses": [2, 0], "chosen": "by lot"}, "2 of 3 responses, by lot: 7 tokens."),
+        (
+            {"budget": 0},
+            "1 of 3 responses, in the order of the rollouts: 3 tokens; more would make this page too large.",
+        ),
+    ],
+)
+def test_the_page_says_how_many_responses_it_shows_of_how_many(settings, words):
+    assert words in render(Page("t", viewer=Viewer(token_table(), **settings)))
+
+
+def test_prompts_are_stored_once_each():
+    data = json.loads(viewer_data(Viewer(token_table(), prompts=["same", "same", "other"])).json)
+    assert data["prompts"] == ["same", "other"]
+    assert [response["prompt"] for response in data["responses"]] == [0, 0, 1]
+
+
+def test_the_data_hold_no_markup_and_come_back_as_they_were():
+    hostile = [HOSTILE, "\x00", "\u202e", "\ud800", "<!--", "]]>"]
+    table = token_table((len(hostile),) * 3)
+    table = table[table["response"] == 0].assign(token=pd.Series(hostile, dtype=object))
+    found = viewer_data(Viewer(table, prompts=[HOSTILE] * 3)).json
+    assert not set("<>&\u2028\u2029") & set(found) and found.isascii()
+    data = json.loads(found)
+    assert set(hostile) <= set(data["tokens"]) and data["prompts"] == [HOSTILE]
+
+
+def test_quantities_that_the_table_lacks_are_left_out():
+    table = token_table().assign(advantage=np.nan)
+    named = [quantity.column for quantity in viewer_data(Viewer(table)).quantities]
+    assert named == ["prob", "param_grad_norm", "weighted_norm", "squared_share"]
+    cheap = table.drop(columns=["param_grad_norm", "weight"])
+    assert [quantity.column for quantity in viewer_data(Viewer(cheap)).quantities] == ["prob"]
+
+
+def test_a_column_of_ones_own_can_shade():
+    table = token_table().assign(ratio=2.0)
+    data = json.loads(viewer_data(Viewer(table, quantities=(Quantity("ratio", "π / π_old"),))).json)
+    assert (decoded(data, 0, "ratio") == 2).all()
+    assert data["quantities"][0]["low"] < data["quantities"][0]["high"]
+
+
+@pytest.mark.parametrize(
+    ("scale", "values", "ends"),
+    [
+        ("linear", [1.0, 2.0, 4.0], (0, 4)),
+        ("linear", [-3.0, -1.0], (-3, 0)),
+        ("linear", [0.0, 0.0], (0, 1)),
+        ("diverging", [-1.0, 0.5, 3.0], (-3, 3)),
+        ("diverging", [0.0, 0.0], (-1, 1)),
+        ("log", [0.0, 0.5, 8.0], (0.5, 8)),
+        ("log", [1e-9, 10.0], (1e-3, 10)),
+        ("log", [2.0, 2.0], (1, 2)),
+    ],
+)
+def test_a_scale_spans_its_values_a_linear_one_0_too_and_a_logarithmic_one_four_decades_at_most(scale, values, ends):
+    table = token_table((len(values),)).assign(x=values)
+    data = json.loads(viewer_data(Viewer(table, quantities=(Quantity("x", "x", scale),))).json)
+    found = data["quantities"][0]
+    # One in 500 may lie beyond: with so few values that moves an end of the linear scale by at most 0.4 %.
+    assert (found["low"], found["high"]) == pytest.approx(ends, rel=5e-3, abs=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("viewer", "words"),
+    [
+        (lambda table: Viewer(table.drop(columns="token")), "no column token"),
+        (lambda table: Viewer(table[:0]), "no rows"),
+        (lambda table: Viewer(table[["response", "position", "token"]]), "no number to shade"),
+        (lambda table: Viewer(table, prompts=["a", "b"]), "prompts has 2 entries"),
+        (lambda table: Viewer(table, rewards=[1.0]), "rewards has 1 entries"),
+        (lambda table: Viewer(table, responses=[7]), "responses names 7"),
+    ],
+)
+def test_a_viewer_that_cannot_be_shown_is_refused(viewer, words):
+    with pytest.raises(InputError, match=words):
+        viewer_data(viewer(token_table()))
+
+
+def test_prompt_texts_are_what_precedes_the_response():
+    class Letters:
+        def decode(self, ids):
+            return "".join("-abcdef"[number] for number in ids)
+
+    batch = TokenBatch(
+        input_ids=torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0]]),
+        attention_mask=torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]]).bool(),
+        response_mask=torch.tensor([[0, 0, 0, 1, 1], [0, 0, 1, 0, 0]]).bool(),
+        response_start=torch.tensor([3, 2]),
+        group_ids=torch.tensor([0, 0]),
+        temperature=torch.ones(2),
+    )
+    assert prompt_texts(batch, Letters()) == ["ab", "ab"]
+
+
+# ---- drawings ----
+
+
+def test_two_drawings_on_a_page_share_no_id_and_all_their_references_lead_somewhere():
+    html = render(Page("t", sections=(Section("s", "s", (Figure(drawing(), "one"), Figure(drawing(), "two"))),)))
+    for text in re.findall(r"<svg.*?</svg>", html, re.S):
+        inner = set(re.findall(r'\bid="([^"]+)"', text))
+        referred = set(re.findall(r"url\(#([^)]+)\)", text)) | set(re.findall(r'href="#([^"]+)"', text))
+        assert referred and referred <= inner
+    ids = re.findall(r'\bid="([^"]+)"', html)
+    assert len(ids) == len(set(ids))
+
+
+def test_the_same_figure_gives_the_same_svg_and_stays_open():
+    figure = drawing()
+    assert inline_svg(figure, "f") == inline_svg(figure.axes[0], "f") == inline_svg(drawing(), "f")
+
+
+def test_a_label_stays_within_the_drawing_where_smaller_axes_have_wider_ticks():
+    with paper_style():
+        axes = new_axes(None)
+        axes.set(xlabel="x", ylabel="signal", ylim=(-0.78, 1.08))
+        axes.plot([0], [0], label="raw")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    text = inline_svg(axes, "f")
+    baseline = float(re.search(r"rotate\(-90 (-?[\d.]+) [-\d.]+\)[^<]*>signal<", text)[1])
+    assert baseline >= axes.yaxis.label.get_size()  # points, from the left edge; letters rise to it
+
+
+def test_a_drawings_words_stay_words():
+    text = inline_svg(drawing("a < b & <script>window.broken = 1</script>"), "f")
+    assert "a &lt; b &amp; &lt;script&gt;" in text and "<script" not in text
+
+
+def test_what_could_run_or_fetch_is_dropped_from_an_svg():
+    source = """<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"
+      width="72" height="36" onload="window.broken = 1"><script>window.broken = 1</script><style>@import "http://x.test"</style>
+      <foreignObject><p>x</p></foreignObject><image xlink:href="http://x.test/a.png"/><use xlink:href="#g"/>
+      <g id="g"><text onclick="window.broken = 1">kept</text></g></svg>"""
+    text = inline_svg(source, "f7")
+    assert not re.search(r"script|style>|foreign|x\.test|broken|on\w+=|http", text)
+    assert '<use href="#f7-g" />' in text and '<g id="f7-g"><text>kept</text></g>' in text
+    assert 'viewBox="0 0 72 36"' in text and "--natural: 54pt" in text  # a pixel is ¾ point
+
+
+@pytest.mark.parametrize(
+    ("source", "words"), [("<svg", "cannot be read"), ("<p/>", "an SVG is wanted"), (3, "a matplotlib Figure or Axes")]
+)
+def test_what_is_no_drawing_is_refused(source, words):
+    with pytest.raises(InputError, match=words):
+        inline_svg(source, "f")
+
+
+# ---- the page ----
+
+
+def full_page() -> Page:
+    """Every kind of block, with markup in every text."""
+    frame = pd.DataFrame(
+        {HOSTILE: [HOSTILE, "b"], "share": [0.1234, np.nan], "count": [1234, -5], "held": [True, False]}
+    )
+    blocks = (
+        Paragraph(HOSTILE),
+        Definition(HOSTILE, HOSTILE),
+        Formula(HOSTILE),
+        Figure(drawing(), HOSTILE, "figures/a b.csv"),
+        Table(frame, HOSTILE, {"share": "{:.1%}"}),
+    )
+    return Page(
+        title=HOSTILE,
+        subtitle=HOSTILE,
+        findings=tuple(Finding(HOSTILE, HOSTILE, tone, HOSTILE) for tone in ("plain", "good", "warn", "bad")),
+        sections=(Section("one", HOSTILE, blocks),),
+        viewer=Viewer(token_table().assign(token=HOSTILE), prompts=[HOSTILE] * 3, chosen=HOSTILE, budget=0),
+        facts={HOSTILE: HOSTILE},
+        notes=(HOSTILE,),
+    )
+
+
+def test_text_from_anywhere_stays_text():
+    html = render(full_page())
+    assert len(re.findall(r"<script\b", html)) == 2  # the viewer's data, and the page's own
+    assert "<img" not in html and str(7777 * 7) not in html
+    assert unescape(html).count(HOSTILE) >= 20
+
+
+def test_the_page_names_no_address_on_the_network():
+    html = render(full_page())
+    assert not re.findall(r"https?:|//[a-z]+\.|@import|url\((?!#)", re.sub(r"^\s*//.*$", "", html, flags=re.M))
+
+
+def test_the_policy_lets_only_the_pages_own_script_run():
+    html = render(full_page())
+    policy = unescape(re.search(r'Content-Security-Policy" content="([^"]*)"', html)[1])
+    script = re.search(r"<script>(.*?)</script>", html, re.S)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules["default-src"] == "'none'" and rules["script-src"] == f"'sha256-{digest}'"
+    assert rules["img-src"] == "data:"
+
+
+def test_the_same_page_gives_the_same_bytes():
+    assert render(full_page()) == render(full_page())
+
+
+def test_a_table_writes_numbers_as_told_and_says_what_is_unknown():
+    html = render(full_page())
+    cells = [unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", html)]
+    assert cells == ["12.3%", "1,234", "yes", "–", "−5", "no"]
+    assert re.findall(r'<th scope="col" class="(\w+)">', html) == ["words", "number", "number", "words"]
+
+
+def test_half_a_surrogate_pair_does_not_break_the_file(tmp_path):
+    path = write_page(
+        tmp_path / "new" / "page.html", Page("t", sections=(Section("s", "s", (Paragraph("a\ud800b"),)),))
+    )
+    assert "a?b" in path.read_text("utf-8")
+    assert [file.name for file in path.parent.iterdir()] == ["page.html"]
+
+
+def test_a_page_without_viewer_has_neither_its_script_nor_its_section():
+    html = render(Page("t"))
+    assert "viewer-data" not in html and 'id="tokens"' not in html
+
+
+def test_a_page_that_was_refused_leaves_the_old_one(tmp_path):
+    path = write_page(tmp_path / "page.html", Page("old"))
+    with pytest.raises(InputError):
+        write_page(path, Page("new", viewer=Viewer(token_table()[:0])))
+    assert "<title>old</title>" in path.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Section("Bad id", "t", ()), "has the id 'Bad id'"),
+        (lambda: Section("tokens", "t", ()), "has the id 'tokens'"),
+        (lambda: Page("t", sections=(Section("a", "t", ()), Section("a", "t", ()))), "two sections have the id 'a'"),
+        (lambda: Figure("<svg/>", "c", "javascript:alert(1)"), "the name of a file beside the page"),
+        (lambda: Figure("<svg/>", "c", "//x.test/a.csv"), "the name of a file beside the page"),
+        (lambda: Figure("<svg/>", "c", "../a.csv"), "the name of a file beside the page"),
+        (lambda: Table(pd.DataFrame({"a": [1]}), "c", {"b": "{}"}), "formats names 'b'"),
+    ],
+)
+def test_a_part_that_would_not_work_is_refused(make, words):
+    with pytest.raises(InputError, match=re.escape(words)):
+        make()

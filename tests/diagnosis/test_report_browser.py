@@ -1,0 +1,453 @@
+"""The HTML page in a real Chromium: what a reader sees and does, and that nothing it shows can run or fetch."""
+
+import os
+import shutil
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+
+from gradscope.diagnosis.page.page import Definition, Figure, Finding, Page, Section, Table
+from gradscope.diagnosis.page.render import write_page
+from gradscope.diagnosis.page.viewer import Viewer
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+
+from selenium.webdriver.chrome.service import Service  # noqa: E402  (after importorskip)
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.select import Select  # noqa: E402
+from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (BROWSER and DRIVER), reason="needs chromium and chromedriver on the PATH (Debian: chromium, chromium-driver)"
+)
+
+HOSTILE = (
+    "<script>window.broken = 1</script>", "<img src=x onerror='window.broken = 1'>", "</script><script>broken=1",
+    "{{7777*7}}", "javascript:window.broken=1", "a\x00b", "\u202egnorts\u202c", "x" * 3000, "\ufffd", "&amp;", "",
+    "\n", "ok\n", " ", "\t", "\u200b", "<svg onload=window.broken=1>", "' onmouseover='window.broken=1",
+)  # fmt: skip
+COLUMNS = ("prob", "param_grad_norm", "weighted_norm", "squared_share", "delta_logprob", "advantage", "entropy")
+LENGTHS = (len(HOSTILE), 30, 40, 12)
+
+
+def make_table() -> pd.DataFrame:
+    """Four responses: the first of hostile tokens, the second measured in part, the third without position 4."""
+    rng, count = np.random.default_rng(0), sum(LENGTHS)
+    table = pd.DataFrame(
+        {
+            "response": np.repeat(range(4), LENGTHS),
+            "position": np.concatenate([np.arange(length) for length in LENGTHS]),
+            "token": pd.Series([*HOSTILE, *(f"word{number} " for number in range(count - len(HOSTILE)))], dtype=object),
+            "prob": rng.uniform(size=count),
+            "param_grad_norm": np.exp(3 * rng.normal(size=count)),
+            "advantage": np.repeat([0.5, -1.25, 0.75, 0.0], LENGTHS),
+            "weight": rng.normal(size=count),
+            "delta_logprob": rng.normal(size=count),
+            "entropy": rng.uniform(0, 3, size=count),
+        }
+    )
+    table.loc[(table["response"] == 1) & (table["position"] % 3 == 0), "param_grad_norm"] = np.nan
+    table = table[(table["response"] != 2) | (table["position"] != 4)].reset_index(drop=True)
+    return table.assign(weighted_norm=table["weight"].abs() * table["param_grad_norm"]).assign(
+        squared_share=lambda t: 100 * t["weighted_norm"] ** 2 / (t["weighted_norm"] ** 2).sum()
+    )
+
+
+TABLE = make_table()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    figure, ax = plt.subplots(figsize=(6, 2))
+    ax.bar([0, 1], [1, 2])
+    ax.set(xlabel="<img src=x onerror='window.broken = 1'>", title="a figure")
+    ax.imshow(np.eye(4), extent=(0, 1, 0, 1), cmap="viridis")
+    plt.close(figure)
+    frame = pd.DataFrame(
+        {"interval": ["[0, ¼)", HOSTILE[1]], **{f"column {number}": [0.5, 1.5] for number in range(12)}}
+    )
+    blocks = (Definition("a term", HOSTILE[0]), Figure(figure, HOSTILE[1], "numbers.csv"), Table(frame, HOSTILE[2]))
+    findings = tuple(Finding(f"A {tone} finding.", HOSTILE[1], tone, HOSTILE[2]) for tone in ("good", "warn", "bad"))
+    viewer = Viewer(TABLE, prompts=["prompt <b>one</b>", "two", "three", "four"], rewards=[1.0, -1.0, 3.0, 0.0])
+    whole = Page(
+        "A page",
+        "of a test",
+        findings,
+        (Section("first", "First", blocks),),
+        viewer,
+        {"key": HOSTILE[0]},
+        (HOSTILE[1],),
+    )
+    return write_page(tmp_path_factory.mktemp("page") / "page.html", whole)
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    flags = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1280,900"]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        flags.append("--no-sandbox")  # Chromium refuses its sandbox to root
+    for flag in flags:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def opened(chromium, page):
+    """The page, freshly loaded, in light mode on a wide screen."""
+    emulate(chromium)
+    chromium.get(page.as_uri())
+    return chromium
+
+
+def emulate(driver, *, dark=False, media="", width=1280):
+    driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    )
+    features = {"prefers-color-scheme": "dark" if dark else "light", "prefers-reduced-motion": "reduce"}
+    features = [{"name": name, "value": value} for name, value in features.items()]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
+
+
+def select(driver, name, label):
+    Select(driver.find_element(By.ID, name)).select_by_visible_text(label)
+
+
+def tokens(driver):
+    return driver.find_elements(By.CSS_SELECTOR, "#responses .token")
+
+
+def told(driver) -> dict[str, float | str]:
+    """The numbers of the tooltip, by column; words where there is no number. Empty if it is hidden."""
+    cells = driver.execute_script(
+        "return tooltip.hidden ? [] : [...tooltip.querySelectorAll('td')].map((c) => [c.dataset.column, c.textContent])"
+    )
+    return {column: number_in(text) for column, text in cells}
+
+
+def number_in(text):
+    try:
+        return float(text.split(" ")[0].replace("−", "-"))
+    except ValueError:
+        return text
+
+
+def expected(response, place) -> dict[str, float]:
+    row = TABLE[TABLE["response"] == response].iloc[place]
+    return {column: float(np.float32(row[column])) for column in COLUMNS}
+
+
+def current(driver) -> int:
+    return int(driver.find_element(By.CSS_SELECTOR, "#responses article").get_attribute("data-response"))
+
+
+def luminance(rgb):
+    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in (value / 255 for value in rgb)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, other):
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def inks(driver, selector):
+    """(text, its colour, the nearest opaque colour behind it) of every element that shows text of its own."""
+    return driver.execute_script(
+        """
+        const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+        return [...document.querySelectorAll(arguments[0])].filter((element) =>
+          element.checkVisibility() && [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim())
+        ).map((element) => {
+          let behind = element;
+          while (behind && (rgb(getComputedStyle(behind).backgroundColor)[3] ?? 1) === 0) behind = behind.parentElement;
+          const back = behind ? rgb(getComputedStyle(behind).backgroundColor) : [255, 255, 255];
+          return [element.textContent, rgb(getComputedStyle(element).color), back];
+        });""",
+        selector,
+    )
+
+
+def test_the_page_opens_without_errors_fetches_nothing_and_runs_nothing_injected(opened):
+    for number in range(len(LENGTHS)):
+        opened.execute_script("document.querySelectorAll('#list button')[arguments[0]].click()", number)
+        for span in tokens(opened)[:20]:
+            opened.execute_script("arguments[0].focus()", span)
+    opened.execute_script("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
+    assert opened.get_log("browser") == []
+    assert opened.execute_script("return performance.getEntriesByType('resource').length") == 0
+    assert opened.execute_script("return window.broken") is None
+    assert opened.execute_script("return document.querySelectorAll('#responses img, #responses script').length") == 0
+
+
+def test_the_policy_stops_scripts_and_requests_that_get_in_all_the_same(opened):
+    opened.execute_script(
+        """const holder = document.createElement("div");
+        holder.innerHTML = "<img src='http://127.0.0.1:9/x.png' onerror='window.broken = 1'>";
+        document.body.append(holder);
+        const script = document.createElement("script");
+        script.textContent = "window.broken = 2";
+        document.body.append(script);"""
+    )
+    refused = " ".join(entry["message"] for entry in opened.get_log("browser"))
+    assert "violates" in refused and "img-src" in refused and "script-src" in refused
+    assert opened.execute_script("return window.broken") is None
+
+
+def test_hostile_tokens_are_shown_as_the_text_they_are(opened):
+    shown = [span.get_attribute("textContent") for span in tokens(opened)]
+    named = {"a\x00b": "a␀b", "\u202egnorts\u202c": "⟨RLO⟩gnorts⟨PDF⟩", "\u200b": "⟨ZWSP⟩"}
+    assert shown == [named.get(text, text) for text in HOSTILE]
+    assert opened.execute_script("return document.documentElement.scrollWidth <= innerWidth")  # 3,000 letters wrap
+
+
+def test_pointing_at_a_token_tells_its_exact_numbers(opened):
+    for place in (0, 3, 12):
+        ActionChains(opened).scroll_to_element(tokens(opened)[place]).move_to_element(tokens(opened)[place]).perform()
+        # Seven digits are shown of a float32.
+        assert told(opened) == pytest.approx(expected(0, place), rel=1e-6)
+    ActionChains(opened).move_to_element(opened.find_element(By.CSS_SELECTOR, "#tokens h2")).perform()
+    assert told(opened) == {}
+
+
+def test_the_arrow_keys_move_from_token_to_token_and_tell_the_same_numbers(opened):
+    opened.execute_script("document.querySelectorAll('#list button')[3].click()")
+    opened.execute_script("document.querySelector('#responses .token[tabindex=\"0\"]').focus()")
+    for key, place in [
+        (Keys.ARROW_RIGHT, 1),
+        (Keys.ARROW_RIGHT, 2),
+        (Keys.ARROW_LEFT, 1),
+        (Keys.END, 11),
+        (Keys.HOME, 0),
+    ]:
+        opened.switch_to.active_element.send_keys(key)
+        focused = opened.switch_to.active_element
+        assert focused.get_attribute("data-index") == str(place)
+        assert focused.get_attribute("aria-describedby") == "tooltip"
+        assert told(opened) == pytest.approx(expected(3, place), rel=1e-6)
+        assert len(opened.find_elements(By.CSS_SELECTOR, "#responses [tabindex='0'][role=option]")) == 1
+    opened.switch_to.active_element.send_keys(Keys.ESCAPE)
+    assert told(opened) == {}
+
+
+def test_up_and_down_move_to_the_line_above_and_below(opened):
+    opened.execute_script("document.querySelectorAll('#list button')[2].click()")
+    line = "return Math.round(document.activeElement.getBoundingClientRect().top)"
+    opened.execute_script("document.querySelectorAll('#responses .token')[2].focus()")
+    first = opened.execute_script(line)
+    opened.switch_to.active_element.send_keys(Keys.ARROW_DOWN)
+    assert opened.execute_script(line) > first
+    opened.switch_to.active_element.send_keys(Keys.ARROW_UP)
+    assert opened.execute_script(line) == first
+
+
+def test_another_quantity_shades_by_its_own_values(opened):
+    opened.execute_script("document.querySelectorAll('#list button')[2].click()")
+    for label, column, key in (("entropy", "entropy", "7"), ("gradient norm ‖g‖", "param_grad_norm", "2")):
+        select(opened, "quantity", label)
+        chosen = [luminance(rgb) for rgb in backgrounds(opened)]
+        values = TABLE.loc[TABLE["response"] == 2, column].to_numpy()
+        order = np.argsort(values)
+        assert (np.diff(np.array(chosen)[order]) <= 1e-9).all() and chosen[order[0]] > chosen[order[-1]] + 0.3
+        select(opened, "quantity", "advantage")
+        assert len(set(map(tuple, backgrounds(opened)))) == 1  # one advantage in a response
+        opened.execute_script("document.querySelector('#responses .token').focus()")
+        opened.switch_to.active_element.send_keys(key)
+        assert [luminance(rgb) for rgb in backgrounds(opened)] == chosen
+        assert Select(opened.find_element(By.ID, "quantity")).first_selected_option.text == label
+
+
+def backgrounds(driver):
+    return driver.execute_script(
+        "return [...document.querySelectorAll('#responses .token')].map((span) => "
+        "getComputedStyle(span).backgroundColor.match(/[\\d.]+/g).map(Number))"
+    )
+
+
+def test_improbable_tokens_are_shaded_and_certain_ones_hardly(opened):
+    opened.execute_script("document.querySelectorAll('#list button')[2].click()")
+    select(opened, "quantity", "probability π")
+    shades = np.array([luminance(rgb) for rgb in backgrounds(opened)])
+    order = TABLE.loc[TABLE["response"] == 2, "prob"].to_numpy().argsort()
+    assert (np.diff(shades[order]) >= -1e-9).all() and shades[order[-1]] > shades[order[0]] + 0.3
+
+
+def test_signs_have_opposite_colours(opened):
+    select(opened, "quantity", "advantage")
+    means = {}
+    for response in (0, 1, 3):
+        opened.execute_script("document.querySelectorAll('#list button')[arguments[0]].click()", response)
+        means[response] = backgrounds(opened)[0]
+    assert means[0][2] > means[0][0]  # blue above 0
+    assert means[1][0] > means[1][2]  # orange below
+    assert min(means[3]) > 240  # nothing at 0
+
+
+def test_the_legend_says_the_ends_of_the_scale(opened):
+    select(opened, "quantity", "probability π")
+    ticks = [tick.text for tick in opened.find_elements(By.CSS_SELECTOR, "#legend .ticks span")]
+    assert ticks == ["0", "0.25", "0.5", "0.75", "1"]
+    select(opened, "quantity", "advantage")
+    ticks = [number_in(tick.text) for tick in opened.find_elements(By.CSS_SELECTOR, "#legend .ticks span")]
+    assert ticks == pytest.approx([-1.25, -0.625, 0, 0.625, 1.25], rel=0.05)  # two digits
+
+
+def test_tokens_that_were_not_measured_are_hatched_and_say_so(opened):
+    opened.execute_script("document.querySelectorAll('#list button')[1].click()")
+    select(opened, "quantity", "gradient norm ‖g‖")
+    hatched = [int(s.get_attribute("data-index")) for s in opened.find_elements(By.CSS_SELECTOR, "#responses .unknown")]
+    assert hatched == list(range(0, 30, 3))
+    opened.execute_script("arguments[0].focus()", tokens(opened)[3])
+    assert told(opened)["param_grad_norm"] == "not measured"
+    assert "not measured" in opened.find_element(By.ID, "legend").text
+
+
+def test_a_jump_in_the_positions_is_marked(opened):
+    opened.execute_script("document.querySelectorAll('#list button')[2].click()")
+    (gap,) = opened.find_elements(By.CSS_SELECTOR, "#responses .gap")
+    assert "1 token" in gap.get_attribute("title")
+    assert gap.find_element(By.XPATH, "preceding-sibling::span[1]").get_attribute("data-index") == "3"
+    opened.execute_script("arguments[0].focus()", tokens(opened)[4])
+    assert "position 5 of response 2" in opened.find_element(By.ID, "tooltip").text
+
+
+def test_responses_are_sorted_by_what_is_asked_for(opened):
+    by = TABLE.groupby("response")
+    wanted = {
+        "reward": [2, 0, 3, 1],
+        "advantage": by["advantage"].mean().sort_values(ascending=False).index.tolist(),
+        "mean gradient norm": by["param_grad_norm"].mean().sort_values(ascending=False).index.tolist(),
+        "largest share of Σ‖w g‖²": by["squared_share"].max().sort_values(ascending=False).index.tolist(),
+        "mean entropy": by["entropy"].mean().sort_values(ascending=False).index.tolist(),
+        "length": by.size().sort_values(ascending=False).index.tolist(),
+        "as in the rollouts": [0, 1, 2, 3],
+    }
+    assert {option.text for option in Select(opened.find_element(By.ID, "order")).options} == set(wanted)
+    for label, order in wanted.items():
+        select(opened, "order", label)
+        assert listed(opened) == order and current(opened) == order[0]
+    opened.find_element(By.ID, "reversed").click()
+    assert listed(opened) == [3, 2, 1, 0]
+
+
+def test_a_response_says_what_it_may_be_sorted_by(opened):
+    rows = TABLE[TABLE["response"] == 0]
+    said = opened.find_element(By.CSS_SELECTOR, "#responses .summary").text.split(" · ")
+    names, numbers = zip(*(text.removesuffix(" %").removesuffix(" nats").rsplit(" ", 1) for text in said), strict=True)
+    assert names == (
+        "reward", "advantage", "mean gradient norm", "largest share of Σ‖w g‖²", "mean entropy", "length",
+    )  # fmt: skip
+    wanted = [1, 0.5, rows["param_grad_norm"].mean(), rows["squared_share"].max(), rows["entropy"].mean(), len(rows)]
+    assert [float(number) for number in numbers] == pytest.approx(wanted, rel=5e-3)  # three digits
+    assert said[3].endswith(" %") and said[4].endswith(" nats")
+
+
+def listed(driver):
+    texts = driver.execute_script("return [...document.querySelectorAll('#list button')].map((b) => b.firstChild.data)")
+    return [int(text.removeprefix("Response ")) for text in texts]
+
+
+def test_keys_and_buttons_go_to_the_next_response_and_back(opened):
+    opened.find_element(By.ID, "next").click()
+    assert current(opened) == 1
+    opened.execute_script("document.querySelector('#responses .token').focus()")
+    opened.switch_to.active_element.send_keys("n")
+    assert current(opened) == 2 and opened.switch_to.active_element.get_attribute("data-index") == "0"
+    opened.switch_to.active_element.send_keys("p")
+    opened.find_element(By.ID, "previous").click()
+    assert current(opened) == 0 and not opened.find_element(By.ID, "previous").is_enabled()
+    assert opened.find_element(By.ID, "place").text == "1 of 4"
+
+
+def test_the_prompt_is_folded_and_is_text(opened):
+    prompt = opened.find_element(By.CSS_SELECTOR, "#responses .prompt")
+    assert not prompt.find_element(By.TAG_NAME, "pre").is_displayed()
+    prompt.find_element(By.TAG_NAME, "summary").click()
+    assert prompt.find_element(By.TAG_NAME, "pre").text == "prompt <b>one</b>"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_all_text_has_a_contrast_of_four_and_a_half(opened, dark):
+    emulate(opened, dark=dark)
+    opened.execute_script("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
+    seen = 0
+    for number in range(1, 8):
+        opened.execute_script("document.querySelectorAll('#responses .token')[4].focus()")
+        opened.switch_to.active_element.send_keys(str(number))
+        for text, ink, behind in inks(
+            opened, "body *:not(svg *):not(script):not(button:disabled)" if number == 1 else "#responses .token"
+        ):
+            assert contrast(ink[:3], behind[:3]) >= 4.5, (text, ink, behind)
+            seen += 1
+    assert seen > 100
+    paper = opened.execute_script("return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+    assert (luminance(paper) < 0.05) == dark
+
+
+def test_on_paper_everything_is_there_on_white_even_in_dark_mode(opened):
+    on_screen = backgrounds(opened)
+    emulate(opened, dark=True, media="print")
+    WebDriverWait(opened, 10).until(lambda driver: len(tokens(driver)) == len(TABLE))
+    shown = opened.find_elements(By.CSS_SELECTOR, "#responses article")
+    assert [int(article.get_attribute("data-response")) for article in shown] == [0, 1, 2, 3]
+    assert opened.execute_script("return [...document.querySelectorAll('details:not(.keys)')].every((d) => d.open)")
+    assert not opened.find_element(By.TAG_NAME, "nav").is_displayed()
+    assert not opened.find_element(By.CSS_SELECTOR, ".tools").is_displayed()
+    for text, ink, behind in inks(opened, "main *:not(svg *)"):
+        assert contrast(ink[:3], behind[:3]) >= 4.5, (text, ink, behind)
+    assert backgrounds(opened)[: LENGTHS[0]] == on_screen
+    assert opened.execute_script("return getComputedStyle(document.querySelector('.drawing svg')).filter") == "none"
+    emulate(opened, dark=True)
+    WebDriverWait(opened, 10).until(lambda driver: len(tokens(driver)) == LENGTHS[0])
+    assert not opened.execute_script("return [...document.querySelectorAll('details')].some((d) => d.open)")
+
+
+def test_what_is_printed_holds_all_responses_and_the_page_comes_back_as_it_was(opened):
+    opened.execute_script(
+        """const count = () => ["#responses .token", "[open]"].map((what) => document.querySelectorAll(what).length);
+        addEventListener("beforeprint", () => { window.printed = count(); });
+        addEventListener("afterprint", () => { window.after = count(); });"""
+    )
+    opened.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
+    folded = 4 + 3 + 1 + 1  # prompts, findings' definitions, a definition, the keys
+    assert opened.execute_script("return printed") == [len(TABLE), folded]
+    assert opened.execute_script("return after") == [LENGTHS[0], 0]
+    opened.execute_script("document.querySelectorAll('#list button')[2].click()")
+    assert opened.execute_script("return document.querySelectorAll('[open]').length") == 0
+
+
+def test_a_narrow_screen_scrolls_in_one_direction_only(opened):
+    emulate(opened, width=400)
+    assert opened.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    opened.execute_script("document.querySelectorAll('#list button')[2].click()")
+    for place in (np.argmax, np.argmin):  # the tokens furthest right and left
+        opened.execute_script("arguments[0].focus()", tokens(opened)[place([t.rect["x"] for t in tokens(opened)])])
+        token, box = opened.execute_script(
+            "return [document.activeElement, tooltip].map((element) => element.getBoundingClientRect().toJSON())"
+        )
+        assert box["left"] >= 0 and box["right"] <= 400
+        assert box["top"] - token["bottom"] == pytest.approx(8) or token["top"] - box["bottom"] == pytest.approx(8)
+
+
+def test_headings_landmarks_and_names_are_there(opened):
+    count = "return document.querySelectorAll(arguments[0]).length"
+    assert opened.execute_script(count, "h1") == opened.execute_script(count, "main") == 1
+    assert opened.execute_script(
+        "return [...document.querySelectorAll('nav a')].every((a) => document.getElementById(a.hash.slice(1)))"
+    )
+    unnamed = "select:not(label select), section:not([aria-labelledby]), .drawing:not([aria-labelledby])"
+    assert opened.execute_script(count, unnamed) == 0
+    assert opened.execute_script(
+        "return [...document.querySelectorAll('[aria-labelledby]')].every((element) => "
+        "document.getElementById(element.getAttribute('aria-labelledby')).textContent.trim())"
+    )

@@ -1,0 +1,142 @@
+"""What a diagnosis's page holds: its tables are the numbers, its sentences bear their intervals, no figure is kept."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+from support import dumps
+from support.pages import Reader
+from support.policies import make_batch, make_policy, write_jsonl
+
+from gradscope.diagnosis import (
+    DiagnosisSettings,
+    diagnose,
+    logit_notes,
+    logit_shares,
+    logit_table,
+    make_logit_report,
+    make_report,
+    make_trend_report,
+    write_report,
+)
+from gradscope.diagnosis.page.page import Figure, Paragraph
+from gradscope.diagnosis.page.sections import Sheets
+from gradscope.diagnosis.result import COLUMNS
+from gradscope.errors import InputError
+from gradscope.plots import finish
+from gradscope.rollouts import read_dump
+
+LOW = "[0, ¼)"
+
+
+def draw_line():
+    ax = plt.subplots()[1]
+    ax.plot([0, 1], [2, 3])
+    return finish(ax, pd.DataFrame({"x": [0, 1], "y": [2, 3]}))
+
+
+def test_pyplot_keeps_no_figure_of_a_page_not_even_one_that_was_given_up():
+    def give_up():
+        plt.subplots()
+        raise InputError("too few tokens")
+
+    plt.close("all")
+    mine, sheets = plt.figure(), Sheets()
+    try:
+        block = sheets.figure("line", draw_line, "A line. And more.")
+        left_out = sheets.figure("none", give_up, "Nothing. And more.")
+        assert plt.get_fignums() == [mine.number]  # the user's own stays
+    finally:
+        plt.close(mine)
+    assert isinstance(block, Figure) and block.csv == "data/line.csv"
+    assert left_out == Paragraph("Not drawn: Nothing (too few tokens).")
+    assert [*sheets.tables] == ["data/line.csv"] and sheets.tables["data/line.csv"]["y"].tolist() == [2, 3]
+
+
+def rows(step: int, statistic: str, value: float, lower: float, upper: float, unit: str = "share") -> dict:
+    metric = "none" if statistic == "token_share" else "raw"
+    named = dict(zip(COLUMNS, (statistic, metric, LOW, value, lower, upper, 10, unit), strict=True))
+    return {"step": step} | named
+
+
+def test_a_trends_sentences_say_what_its_two_ends_bear():
+    frame = pd.DataFrame(
+        [
+            *(rows(step, "token_share", share, share - 0.05, share + 0.05) for step, share in ((5, 0.2), (9, 0.9))),
+            rows(12, "token_share", 0.1, 0.05, 0.14),
+            rows(5, "squared_share", 0.5, 0.4, 0.6),
+            rows(12, "squared_share", 0.55, 0.45, 0.7),
+            rows(5, "dominance_index", 1.0, 0.5, 1.2, "bits"),
+            rows(12, "dominance_index", 2.0, 1.3, 2.5, "bits"),
+            rows(5, "gradient_share", 0.5, np.nan, np.nan),
+            rows(12, "gradient_share", 0.7, np.nan, np.nan),
+            rows(5, "added_index", 0.5, 0.1, 0.9, "bits"),
+            rows(9, "added_index", 0.5, 0.1, 0.9, "bits"),
+        ]
+    )
+    report = make_trend_report(frame, links=[("step 5", "a/report.html")], notes=["a note"])
+    said = {finding.statement.split(":")[0] for finding in report.page.findings}
+    assert said == {
+        f"The share of the tokens with π in {LOW} fell",
+        f"The share of Σ‖w·g‖² that tokens with π in {LOW} hold cannot be told to have changed",
+        f"The dominance index of tokens with π in {LOW} rose",
+        f"The share of the summed gradient that tokens with π in {LOW} make is known without intervals",
+    }  # of what is unknown at the last step, nothing
+    pd.testing.assert_frame_equal(report.tables["data/trend.csv"], frame.drop(columns="n"))
+    with pytest.raises(InputError, match="give two or more"):
+        make_trend_report(frame[frame["step"] == 5])
+
+
+def test_links_of_a_trend_lead_to_files_whatever_their_names(tmp_path):
+    frame = pd.DataFrame([rows(step, "token_share", 0.5, 0.4, 0.6) for step in (1, 2)])
+    links = [("one", "a b#1?/report.html"), ("two", "<b>&/report.html")]
+    page = Reader(write_report(tmp_path, make_trend_report(frame, links=links)).read_text(encoding="utf-8"))
+    found = [href for name, href in page.attributes if name == "href" and href.endswith("report.html")]
+    assert found == ["a%20b%231%3F/report.html", "%3Cb%3E%26/report.html"] and "b" not in page.tags
+    for name in ("javascript:f()/report.html", "../report.html", "/report.html"):
+        with pytest.raises(InputError, match="the name of a file beside the page"):
+            make_trend_report(frame, links=[("three", name)])
+
+
+def test_the_page_of_a_dump_alone_holds_its_shares_and_no_verdict(tmp_path):
+    table = logit_table(read_dump(dumps.write_nemo_rl(tmp_path / "dump")))
+    shares = logit_shares(table, rng=np.random.default_rng(0))
+    report = make_logit_report(table, shares, notes=logit_notes(table), facts={"rollouts": "a <dump>"})
+    page = Reader(write_report(tmp_path, report).read_text(encoding="utf-8"))
+    assert [finding.tone for finding in report.page.findings] == ["warn"] and "No verdict" in page.text
+    assert "a <dump>" in page.text and report.page.viewer is None and "svg" in page.tags
+    written = pd.read_csv(tmp_path / "data" / "logit_shares.csv")
+    pd.testing.assert_frame_equal(written, shares, check_dtype=False, rtol=1e-12)
+    drawn = pd.read_csv(tmp_path / "data" / "logit_shares_drawn.csv")
+    assert drawn["least"].tolist() == pytest.approx(shares.loc[shares["sign"] == "all", "least"].tolist())
+
+
+def test_a_dump_of_equal_rewards_has_a_page_of_its_token_shares(tmp_path):
+    given = {"prompt_ids": [4, 5], "response_ids": [6, 7], "old_logprobs": [-0.1, -2.0], "reward": 1.0}
+    table = logit_table(read_dump(write_jsonl(tmp_path / "r.jsonl", [given] * 2)))
+    assert (table["weight"] == 0).all()
+    shares = logit_shares(table, rng=np.random.default_rng(0))
+    page = Reader(write_report(tmp_path, make_logit_report(table, shares)).read_text(encoding="utf-8"))
+    assert "svg" in page.tags and "nan" not in page.text.lower().split()
+
+
+def test_a_checkpoints_page_holds_its_statistics_and_its_notes(tmp_path):
+    policy = make_policy("qwen2", tokenizer=True)
+    batch = make_batch(policy)
+    settings = DiagnosisSettings(influence_tokens=None, actual_step=False, recommend_batches=None, resamples=50)
+    found = diagnose(policy, batch, settings=settings)
+    before = plt.get_fignums()
+    report = make_report(found, policy, batch, notes=["Of <mine>."])
+    assert plt.get_fignums() == before
+    titles = [section.title for section in report.page.sections]
+    assert titles[0] == "Whom the update serves" and titles[-1] == "All numbers"
+    # No step, no influence, no screening: no empty sections of them.
+    assert not {"What a step really does", "Who moves whom", "What to try"} & {*titles}
+    assert report.page.notes == ("Of <mine>.", *found.notes)
+    page = Reader(write_report(tmp_path, report).read_text(encoding="utf-8"))
+    assert "Of <mine>." in page.text
+    for name, frame in report.tables.items():
+        assert len(pd.read_csv(tmp_path / name)) == len(frame)
+    pd.testing.assert_frame_equal(report.tables["data/statistics.csv"], found.statistics)

@@ -1,0 +1,181 @@
+"""What is printed after a measurement: the numbers are those of a double loop, and what is unknown is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.policies import make_batch, make_policy
+
+from gradscope.diagnosis import Summary, interval_summary, summarize_measurement, write_figures
+from gradscope.diagnosis.summary import add_constants
+from gradscope.gradients import MeasureSettings, interval_norms, measure
+from gradscope.policy import Policy
+from gradscope.rollouts import Response, TokenBatch, collate
+
+LENGTHS = {"lengths": (14, 9, 12, 7, 10, 6)}
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return make_policy("qwen2", sharpness=6.0)
+
+
+@pytest.fixture(scope="module")
+def batch(policy) -> TokenBatch:
+    return make_batch(policy, **LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def table(policy, batch) -> pd.DataFrame:
+    return measure(policy, batch)
+
+
+@pytest.fixture(scope="module")
+def summary(policy, batch, table) -> Summary:
+    return summarize_measurement(policy, batch, table, MeasureSettings())
+
+
+def test_counts_shares_and_mean_norms_are_those_of_a_loop(summary, table):
+    squares = {a: 0.0 for a in range(4)}
+    norms: dict[int, list[float]] = {a: [] for a in range(4)}
+    for line in table.itertuples():
+        squares[line.interval] += float(line.weight * line.param_grad_norm) ** 2
+        norms[line.interval].append(float(line.param_grad_norm))
+    for a, row in summary.intervals.iterrows():
+        assert row["tokens"] == row["measured"] == len(norms[a]) > 0
+        assert row["token_share"] == pytest.approx(len(norms[a]) / len(table))
+        assert row["mean_norm"] == pytest.approx(sum(norms[a]) / len(norms[a]), rel=1e-6)
+        assert row["squared_share"] == pytest.approx(squares[a] / sum(squares.values()), rel=1e-6)
+        assert not row["norm_lower"] > row["mean_norm"] and not row["norm_upper"] < row["mean_norm"]
+
+
+def test_shares_of_the_gradient_are_those_of_the_networks_own_sums(summary):
+    sums = summary.gradients.table
+    np.testing.assert_allclose(summary.intervals["gradient_share"], sums["share"][:4])
+    np.testing.assert_allclose(summary.intervals["gradient_norm"], sums["norm"][:4] / sums["norm"][4])
+    assert summary.intervals["gradient_share"].sum() == pytest.approx(1, rel=1e-5)
+
+
+def test_an_interval_of_which_a_subset_was_measured_counts_by_all_of_its_tokens(policy, batch, table):
+    part = table.copy()
+    part.loc[(part["interval"] == 0) & (np.arange(len(part)) % 2 == 0), "param_grad_norm"] = np.nan
+    intervals = interval_summary(part, None, rng=np.random.default_rng(0))
+    full = interval_summary(table, None, rng=np.random.default_rng(0))
+    assert intervals["measured"][0] < intervals["tokens"][0] == full["tokens"][0]
+    assert "squared_share" not in intervals
+    pd.testing.assert_frame_equal(intervals.iloc[1:], full.iloc[1:])
+
+
+def test_the_sentences_say_what_the_columns_hold(summary, table):
+    low, high = summary.intervals.iloc[0], summary.intervals.iloc[-1]
+    text = summary.sentences()
+    assert f"{low['mean_norm'] / high['mean_norm']:.1f} times the gradient norm" in text
+    for _, row in summary.intervals.iterrows():
+        share = f"{row['gradient_share']:.0%} by {row['token_share']:.1%} of the tokens (π in {row['interval']})"
+        assert share in text
+    assert f"cosines {', '.join(f'{c:.2f}' for c in summary.intervals['half_cosine'])}:" in text
+    assert text.startswith(f"{len(table)} of {len(table)} response tokens were measured.")
+    assert text in str(summary) and "Cosines between" in str(summary) and "Prop. 4.2" in str(summary)
+    assert "nan" not in text and text.splitlines()[0] in summary._repr_html_()
+    below = summary.theory.powers.query("quantity != 'logit_grad_norm' and tokens >= 30").sort_values("slope")
+    ends = [f"{r.slope:.2f} [{r.slope_lower:.2f}, {r.slope_upper:.2f}]" for r in below.iloc[[0, -1]].itertuples()]
+    assert f"(1−π)^s with s from {ends[0]} to {ends[1]} by layer" in text
+
+
+def test_without_a_fitted_power_there_is_no_sentence_of_it(summary):
+    unfitted = replace(summary.theory, powers=summary.theory.powers.assign(slope=np.nan))
+    text = replace(summary, theory=unfitted).sentences()
+    assert "norms grow like" not in text and "nan" not in text
+
+
+def test_a_share_that_rounds_to_zero_has_no_sign(summary):
+    shares = summary.intervals.assign(gradient_share=[-0.004, -0.3, 1.304, 0.0])
+    text = replace(summary, intervals=shares).sentences()
+    assert "-0%" not in text and "0% by" in text and "-30% by" in text
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("counts", [{"passes": 2}, {"passes": 2, "draws": 2}])
+def test_of_estimates_it_says_root_mean_squares_with_their_errors(policy, batch, counts, tmp_path):
+    settings = MeasureSettings(norms="estimate", self_check=False, **counts)
+    table = measure(policy, batch, norms="estimate", self_check=False, **counts)
+    summary, norms = summarize_measurement(policy, batch, table, settings), interval_norms(table)
+    shown = ["rms_norm", "rms_norm_se", "squared_share", "squared_share_se"]
+    pd.testing.assert_frame_equal(summary.intervals[shown], norms[shown])
+    assert ("mean_norm" in summary.intervals) == ("draws" in counts)
+    assert summary.theory is None and "measured" not in summary.intervals
+    (low, low_se), (high, high_se) = (norms.loc[a, ["rms_norm", "rms_norm_se"]] for a in (0, 3))
+    text = summary.sentences()
+    assert text.startswith(f"Norms are ESTIMATES, over all parameters, of {len(table)} response tokens.")
+    assert f"{low / high:.1f} times" in text and f"({low:.3g} ± {low_se:.2g} against {high:.3g} ± {high_se:.2g}" in text
+    assert "In sum: of this batch's gradient" in text and "nan" not in str(summary)
+    assert ("mean_norm: of ‖g‖" in str(summary)) == ("draws" in counts) and "Prop. 4.2 on these" not in str(summary)
+    write_figures(tmp_path, policy, table, summary)
+    assert {p.stem for p in tmp_path.glob("*.png")} == {"figure_1", "cosines"}
+    bare = replace(batch, rewards=None)
+    table = measure(policy, bare, norms="estimate", self_check=False, **counts)
+    summary = summarize_measurement(policy, bare, table, settings)
+    assert "squared_share" not in summary.intervals and "rms_norm" in summary.intervals
+
+
+def test_the_same_seed_gives_the_same_summary(policy, batch, table, summary):
+    assert str(summarize_measurement(policy, batch, table, MeasureSettings())) == str(summary)
+
+
+def test_without_advantages_nothing_is_said_about_the_gradient(policy, batch):
+    bare = replace(batch, rewards=None)
+    summary = summarize_measurement(policy, bare, measure(policy, bare), MeasureSettings())
+    assert summary.gradients is None and "gradient_share" not in summary.intervals
+    assert "times the gradient norm" in str(summary) and "In sum" not in str(summary)
+
+
+def test_with_equal_rewards_nobody_owns_the_gradient(policy, batch):
+    equal = replace(batch, rewards=torch.ones(len(batch)), ref_logprobs=None)
+    table = measure(policy, equal)
+    assert (table["weight"] == 0).all()
+    summary = summarize_measurement(policy, equal, table, MeasureSettings())
+    assert "every weight of the loss is 0" in str(summary) and "nan" not in summary.sentences()
+
+
+def test_an_empty_interval_is_a_row_and_no_sentence(policy):
+    batch = collate([Response([5, 6], [7, 8], reward=1.0), Response([5, 6], [9], reward=0.0)])
+    summary = summarize_measurement(policy, batch, measure(policy, batch), MeasureSettings())
+    assert len(summary.intervals) == 4 and (summary.intervals["tokens"] == 0).any()
+    assert "nan" not in summary.sentences()
+
+
+def test_the_figures_and_the_summary_are_written_with_their_numbers(policy, batch, table, summary, tmp_path):
+    write_figures(tmp_path, policy, table, summary)
+    assert (tmp_path / "summary.txt").read_text(encoding="utf-8") == f"{summary}\n"
+    pictures = {p.stem for p in tmp_path.glob("*.png")}
+    assert (
+        pictures
+        == {p.stem for p in tmp_path.glob("*.csv")}
+        == {*("figure_1", "figure_2", "cosines", "layers_by_interval", "norm_against_one_minus_prob")}
+    )
+
+
+def test_one_token_without_a_reward_has_figures_too(policy, tmp_path):
+    batch = collate([Response([5], [7])])
+    table = measure(policy, batch)
+    summary = summarize_measurement(policy, batch, table, MeasureSettings())
+    write_figures(tmp_path, policy, table, summary)
+    assert {"layers_by_interval", "token_shares"} <= {p.stem for p in tmp_path.glob("*.png")}
+
+
+def test_constants_belong_to_the_shortest_measured_contexts_and_the_bounds_hold_there(policy, batch, table):
+    with_constants = summarize_measurement(policy, batch, table, MeasureSettings(), contexts=2)
+    constants = with_constants.theory.constants
+    assert constants["context"].nunique() == 2 and len(constants) == 2 * (len(policy.blocks) + 1)
+    bounds = with_constants.theory.layer_bounds
+    assert (bounds[["lower_violated", "upper_violated"]] == 0).all(axis=None) and bounds["tokens"].sum() > 0
+    assert "σ_min(Jᵀ)" in str(with_constants)
+
+
+def test_without_an_uncertain_measured_token_there_are_no_constants(policy, batch, table):
+    sure = table.assign(log_one_minus_prob=-20.0)
+    assert add_constants(policy, batch, sure, 2)[1] is None

@@ -1,0 +1,233 @@
+"""FLOPs and bytes of exact token gradients: against counted products, explicit loops and the engine's own chunks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.policies import CONTEXT, HIDDEN, LAYERS, VOCAB, make_config, make_policy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from analyses.benchmarks import work_counts
+from analyses.benchmarks.plan_memory import allocated_peak
+from analyses.benchmarks.work_counts import Counted
+from gradscope.gradients import (
+    RULES,
+    ModelShape,
+    Piece,
+    Response,
+    SequenceTokens,
+    TokenGradientMeter,
+    floor_flops,
+    measure_work,
+    measuring,
+)
+from gradscope.gradients.cost_measure import (
+    GRAPH,
+    HEAD_OPERATIONS,
+    IN_PYTHON,
+    LOGIT_PASSES,
+    PROBS_OPERATIONS,
+    PROBS_PASSES,
+    SETTLED_GATES,
+    SETTLED_OPERATIONS,
+    SETTLED_SCORES,
+    SETTLED_STREAMS,
+    STATISTICS_PASSES,
+    measure_bytes,
+    split_chunks,
+)
+from gradscope.gradients.cost_train import forward_work
+from gradscope.gradients.engine.chunks import neighbours
+
+TARGETS = torch.arange(16, 48)
+WHOLE = Response(len(TARGETS), tuple(TARGETS.tolist()), int(TARGETS[-1]))
+
+
+@pytest.fixture(scope="module")
+def shape():
+    return ModelShape.from_config(make_config("qwen2"))
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(4, VOCAB, (48,), generator=torch.Generator().manual_seed(0))
+
+
+class Products(TorchDispatchMode):
+    """FLOPs by torch's own formulas; FlopCounterMode itself follows modules, which autograd.grad does not allow."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if formula := work_counts.product_formula(function):
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def counted_flops(meter, ids):
+    with Products() as counted:
+        meter.measure(ids, TARGETS, torch.arange(len(TARGETS)), temperature=1.0)
+    return counted.flops
+
+
+def test_the_floor_is_what_a_loop_over_positions_and_products_adds_up_to(shape):
+    """Every product of one token's backward pass, written out: rows, inner and outer width."""
+    n, d, q, kv, mlp = 10, HIDDEN, shape.query_width, shape.kv_width, int(shape.mlp_width)
+    layers = [(d, q), (d, kv), (d, kv), (q, d), (d, mlp), (d, mlp), (mlp, d)]  # (in, out)
+    backward = norms = 0
+    for block in range(LAYERS):
+        last = block == LAYERS - 1
+        for index, (inside, out) in enumerate(layers):
+            spread = not last or index in (1, 2)
+            backward += 2 * (n if spread else 1) * inside * out
+            if spread:  # each column of the triangular factor, from its first row that is not zero
+                norms += sum(2 * out * (n - column) for column in range(min(n, inside)))
+        for position in range(n):
+            # Scores, values, queries and keys, for every key that the position attends to.
+            if not last or position == n - 1:
+                backward += 4 * sum(2 * q for _ in range(position + 1))
+    backward += 2 * d * VOCAB
+    norms += 2 * d * n  # the tied table's cross term
+    assert floor_flops(shape, [n]) == {"backward": backward, "norms": norms}
+
+
+def test_the_floor_of_a_batch_is_the_sum_over_its_tokens(shape):
+    parts = [floor_flops(shape, [n]) for n in (3, 30, 60)]
+    assert floor_flops(shape, [3, 30, 60]) == {name: sum(part[name] for part in parts) for name in parts[0]}
+
+
+def test_beyond_the_width_of_a_layer_norms_cost_no_more_for_each_position(shape):
+    def norms(n):
+        return floor_flops(shape, [n])["norms"]
+
+    # From prefixes wider than every input on, growth is linear.
+    assert norms(300) - norms(200) == norms(400) - norms(300)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("rules", [True, False])
+def test_products_of_the_engine_are_those_that_torch_counts(name, rules, ids):
+    policy = make_policy(name)
+    shape = ModelShape.from_config(policy.model.config)
+    with measuring(policy.model):
+        meter = TokenGradientMeter(policy, ids, rules=rules)
+        engine = GRAPH if meter.decoder is None else RULES
+        counted = counted_flops(meter, ids)
+    assert (engine is RULES) == (rules and name != "gpt2")
+    work = measure_work(shape, [WHOLE], engine=engine, self_check=False)
+    statistics = work["forward"].flops / (2 if engine is RULES else 1)
+    if engine is GRAPH:
+        lengths = [WHOLE.length, *(run.length for run in chunks(shape, engine))]
+        statistics = work["forward"].flops * WHOLE.length / (WHOLE.length + sum(lengths))
+    # The statistics' forward pass and its logits are another call; factors are no products.
+    expected = sum(part.flops for key, part in work.items() if key not in ("preparation", "factors"))
+    expected -= statistics + 2 * HIDDEN * VOCAB * len(TARGETS)
+    # Triangles are whole squares within a strip; GPT-2's MLP is counted as a gated one's.
+    assert expected == pytest.approx(counted, rel=0.2)
+
+
+def test_products_of_a_group_are_those_that_torch_counts():
+    policy, generator = make_policy("qwen2"), torch.Generator().manual_seed(0)
+    shape = ModelShape.from_config(policy.model.config)
+    ids = torch.randint(4, VOCAB, (3, 20), generator=generator)
+    targets = [torch.arange(start, end) for start, end in ((8, 20), (8, 18), (10, 20))]
+    sequences = [SequenceTokens(row, t, torch.arange(len(t))) for row, t in zip(ids, targets, strict=True)]
+    with measuring(policy.model):
+        meter = TokenGradientMeter(policy, ids[0])
+        assert len(meter.group(sequences)) == 1
+        with Products() as counted:
+            meter.measure_together(sequences)
+    responses = [Response(len(t), tuple(t.tolist()), int(t[-1])) for t in targets]
+    work = measure_work(shape, responses, engine=RULES, self_check=False)
+    expected = sum(part.flops for key, part in work.items() if key not in ("preparation", "factors"))
+    # The statistics' pass over each response and its logits are other calls.
+    statistics = sum(forward_work(shape, Piece(1, r.length, r.targets)).flops for r in responses)
+    assert expected - statistics == pytest.approx(counted.flops, rel=0.2)
+
+
+def chunks(shape, engine, rows=None):
+    settings = {"engine": engine, "rows": rows, "memory": 1 << 30, "device": "cpu"}
+    return list(split_chunks(shape, [WHOLE], **settings))
+
+
+@pytest.mark.parametrize(("rules", "rows"), [(True, None), (True, 200), (False, None), (False, 200)])
+def test_chunks_are_those_that_the_engine_cuts(rules, rows, ids, shape):
+    policy = make_policy("qwen2")
+    with measuring(policy.model):
+        meter = TokenGradientMeter(policy, ids, rows=rows, rules=rules)
+        cut = list(neighbours([WHOLE.prefixes], meter._limits(meter.decoder or meter.graph)))
+    assert chunks(shape, RULES if rules else GRAPH, rows) == cut
+
+
+def test_probabilities_that_do_not_fit_the_memory_are_made_for_every_chunk(ids, shape):
+    """Rows so few that every chunk is one token, whatever the memory: only the probabilities differ."""
+    policy, counted, expected, beside = make_policy("qwen2"), [], [], []
+    with measuring(policy.model):
+        for memory in (100_000, 1 << 30):
+            meter = TokenGradientMeter(policy, ids, rows=16, memory=memory)
+            counted.append(counted_flops(meter, ids))
+            work = measure_work(shape, [WHOLE], engine=RULES, rows=16, memory=memory, self_check=False)["backward"]
+            expected.append(work.flops)
+            with Counted() as numbers:
+                meter.measure(ids, TARGETS, torch.arange(len(TARGETS)), temperature=1.0)
+            beside.append((numbers.numbers, numbers.operations.total()))
+    # A product of queries and keys more for each of 32 chunks in each block.
+    again = LAYERS * 2 * shape.query_width * sum(n**2 for n in WHOLE.prefixes)
+    assert expected[0] - expected[1] == counted[0] - counted[1] == again
+    cells = again // (2 * shape.head_dim)
+    (numbers, operations), (fewer, less) = beside
+    # The mask, which heads share, counts besides.
+    assert (numbers - fewer) / cells == pytest.approx(PROBS_PASSES, rel=0.2)
+    assert (operations - less) / (LAYERS * len(WHOLE.prefixes)) == pytest.approx(PROBS_OPERATIONS, abs=1)
+
+
+def test_a_longer_prefix_a_deeper_network_and_more_tokens_cost_more_in_every_part(shape):
+    def flops(shape, response):
+        work = measure_work(shape, [response], engine=RULES)
+        return [work[part].flops for part in ("forward", "backward", "norms")]
+
+    base = flops(shape, WHOLE)
+    half = Response(16, WHOLE.prefixes[:16], WHOLE.prefixes[15])
+    assert all(a > b for a, b in zip(base, flops(shape, half), strict=True))
+    deeper = replace(shape, layers=2 * LAYERS, active=2 * shape.active)
+    assert all(a > b for a, b in zip(flops(deeper, WHOLE), base, strict=True))
+
+
+@pytest.mark.parametrize(("name", "memory"), [("qwen2", 1 << 30), ("qwen2", 100_000), ("gpt2", 1 << 30)])
+def test_predicted_memory_is_what_the_allocator_hands_out(name, memory):
+    policy = make_policy(name)
+    ids = torch.randint(4, VOCAB, (CONTEXT,), generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(16, CONTEXT)
+    everything = torch.arange(len(targets))
+    with measuring(policy.model):
+        meter = TokenGradientMeter(policy, ids, memory=memory)
+        peak = allocated_peak(lambda: meter.measure(ids, targets, everything, temperature=1.0))
+    response = Response(len(targets), tuple(targets.tolist()), int(targets[-1]))
+    engine = GRAPH if meter.decoder is None else RULES
+    shape = ModelShape.from_config(policy.model.config)
+    predicted = measure_bytes(shape, [response], engine=engine, memory=memory, weight_bytes=0)
+    # 1.03 to 1.12 on policies of width 128 and 512; in one of width 32 attention and small arrays weigh more.
+    assert 0.6 < max(sum(parts.values()) for parts in predicted.values()) / peak < 1.6
+
+
+@pytest.mark.parametrize(("engine", "rules"), [(RULES, True), (GRAPH, False)])
+def test_the_engines_counts_are_those_that_a_dispatch_mode_takes(engine, rules):
+    arrays, operations = work_counts.count(rules)
+    for name in ("streams", "gates", "scores"):
+        assert arrays[name] == pytest.approx(getattr(engine, name), rel=0.05)  # rounded to two digits
+    assert operations["operations"] == pytest.approx(engine.operations, rel=0.02)
+    assert operations["token_operations"] == pytest.approx(engine.token_operations, abs=0.1)
+
+
+def test_what_is_made_of_a_pass_is_counted_too():
+    settling = work_counts.count_settling()
+    assert settling["streams"] == pytest.approx(SETTLED_STREAMS, rel=0.02)
+    assert settling["gates"] == pytest.approx(SETTLED_GATES, rel=0.03)
+    assert settling["scores"] == pytest.approx(SETTLED_SCORES, rel=0.03)
+    assert IN_PYTHON * settling["operations"] == pytest.approx(SETTLED_OPERATIONS, rel=0.02)
+    assert IN_PYTHON * settling["of a pass"] == pytest.approx(HEAD_OPERATIONS, rel=0.02)
+    logits = work_counts.count_logits()
+    assert logits == pytest.approx({"statistics": STATISTICS_PASSES, "measured": LOGIT_PASSES}, rel=0.02)

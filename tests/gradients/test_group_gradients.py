@@ -1,0 +1,417 @@
+"""Summed gradients of intervals, against one autograd call per token in float64 and loops over their sums."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+from support.groups import CASTS, EDGES, NARROW, Brute, brute_force, cosine
+from support.policies import make_batch, make_policy, pad_both_sides
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.gradients import interval_gradients, interval_gradients_over
+from gradscope.objective import LossSettings
+from gradscope.policy import AdamWState, Policy, flat_slices
+from gradscope.policy import adamw as adamw_state
+from gradscope.rollouts import TokenBatch
+
+NUMBERS = ["norm", "share", "cosine_with_all", "half_cosine", "signal", "noise", "signal_to_noise"]
+
+
+def assert_matches(table: pd.DataFrame, cosines: pd.DataFrame, vectors: Tensor, rel: float) -> None:
+    """Norms, shares and cosines of the vectors [A + 1, P]: each interval's G_a, and G last."""
+    for a in range(5):
+        if table["num_tokens"][a] == 0:
+            assert table.loc[a, NUMBERS].isna().all()
+            continue
+        assert table["norm"][a] == pytest.approx(vectors[a].norm().item(), rel=rel)
+        assert table["share"][a] == pytest.approx(
+            (vectors[a] @ vectors[4] / vectors[4].square().sum()).item(), rel, rel
+        )
+        assert table["cosine_with_all"][a] == pytest.approx(cosine(vectors[a], vectors[4]), rel, rel)
+    for a in range(4):
+        for b in range(4):
+            expected = cosine(vectors[a], vectors[b])  # NaN for no tokens, as it shall be
+            assert cosines.loc[a, b] == pytest.approx(expected, rel, rel, nan_ok=True)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return make_policy("qwen2", torch.float64)
+
+
+@pytest.fixture(scope="module")
+def batch(policy) -> TokenBatch:
+    """Three prompts, two responses each, with holes and a single-token response, at T = 0.7: every interval occurs."""
+    return make_batch(policy, temperature=0.7)
+
+
+@pytest.fixture(scope="module")
+def brute(policy, batch) -> Brute:
+    return brute_force(policy, batch, NARROW)
+
+
+def test_norms_shares_and_cosines_are_those_of_single_token_gradients_with_clipping_and_kl(policy, batch, brute):
+    assert 0 < brute.clipped < len(brute.weight)
+    result = interval_gradients(policy, batch, settings=NARROW)
+    assert result.table["num_tokens"].tolist() == [*(brute.interval.count(a) for a in range(4)), batch.num_tokens]
+    assert min(result.table["num_tokens"]) > 0
+    assert_matches(result.table, result.cosines, brute.sums(), CASTS)
+    assert result.table["share"][:4].sum() == pytest.approx(1, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    # GPT-2 alone computes everything in float64.
+    [("gpt2", 1e-10), ("llama", CASTS), ("gemma2", CASTS), ("mixtral", CASTS)],
+)
+def test_the_same_holds_for_other_architectures(name, tolerance):
+    policy = make_policy(name, torch.float64)
+    batch = make_batch(policy, temperature=0.7)
+    result = interval_gradients(policy, batch, settings=NARROW)
+    assert_matches(result.table, result.cosines, brute_force(policy, batch, NARROW).sums(), tolerance)
+
+
+@pytest.mark.parametrize("alpha", [None, 0.3])
+def test_on_policy_without_a_reference_the_weights_are_the_advantages_reweighted_or_not(policy, batch, alpha):
+    batch = replace(batch, old_logprobs=None, ref_logprobs=None)
+    settings = LossSettings(reweight_alpha=alpha)
+    result = interval_gradients(policy, batch, settings=settings)
+    assert_matches(result.table, result.cosines, brute_force(policy, batch, settings).sums(), CASTS)
+
+
+def test_an_unknown_old_or_reference_logprob_means_the_policys_own(policy, batch):
+    unknown = torch.full_like(batch.old_logprobs, math.nan)
+    result = interval_gradients(policy, replace(batch, old_logprobs=unknown, ref_logprobs=unknown))
+    expected = interval_gradients(policy, replace(batch, old_logprobs=None, ref_logprobs=None))
+    pd.testing.assert_frame_equal(result.table, expected.table)
+
+
+def test_signal_and_noise_are_those_of_a_double_loop_over_prompts(policy, batch, brute):
+    table = interval_gradients(policy, batch, settings=NARROW).table
+    prompts = [3 * brute.sums({p}) for p in range(3)]  # draws whose mean is G
+    for a in range(5):
+        products = [(prompts[p][a] @ prompts[q][a]).item() for p in range(3) for q in range(3) if p != q]
+        mean = sum(vectors[a] for vectors in prompts) / 3
+        noise = sum((vectors[a] - mean).square().sum().item() for vectors in prompts) / 2
+        assert table["signal"][a] == pytest.approx(sum(products) / 6, rel=CASTS, abs=CASTS * noise)
+        assert table["noise"][a] == pytest.approx(noise, rel=CASTS)
+        assert table["signal_to_noise"][a] == pytest.approx(table["signal"][a] / table["noise"][a], rel=1e-12)
+        assert table["norm"][a] ** 2 == pytest.approx(table["signal"][a] + table["noise"][a] / 3, rel=1e-12)
+
+
+def test_the_half_cosine_is_between_two_sets_of_prompts_that_the_generator_draws(policy, batch, brute):
+    splits = [({0, 1}, {2}), ({0, 2}, {1}), ({1, 2}, {0})]
+    expected = [cosine(brute.sums(one)[4], brute.sums(other)[4]) for one, other in splits]
+    drawn = set()
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        half_cosine = interval_gradients(policy, batch, settings=NARROW, generator=generator).table["half_cosine"]
+        (split,) = [i for i, value in enumerate(expected) if half_cosine[4] == pytest.approx(value, rel=1e-4)]
+        drawn.add(split)
+        one, other = (brute.sums(half) for half in splits[split])
+        for a in range(4):
+            assert half_cosine[a] == pytest.approx(cosine(one[a], other[a]), CASTS, CASTS, nan_ok=True)
+    assert len(drawn) > 1
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 8])
+@pytest.mark.parametrize("padding", [(0, 0), (5, 2)])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_and_micro_batches_change_nothing_beyond_rounding(policy, batch, side, padding, micro_batch_size):
+    expected = interval_gradients(policy, batch, settings=NARROW)
+    moved = pad_both_sides(make_batch(policy, temperature=0.7, side=side), *padding)
+    result = interval_gradients(policy, moved, settings=NARROW, micro_batch_size=micro_batch_size)
+    for frame in ("table", "cosines"):
+        pd.testing.assert_frame_equal(getattr(result, frame), getattr(expected, frame), rtol=CASTS, atol=CASTS * 1e-2)
+
+
+def test_float32_agrees_with_float64(policy, batch):
+    exact = interval_gradients(policy, batch, settings=NARROW).table
+    single = interval_gradients(make_policy("qwen2"), batch, settings=NARROW).table
+    pd.testing.assert_frame_equal(single, exact, rtol=1e-3)  # signal is a difference of larger numbers
+    pd.testing.assert_frame_equal(single[NUMBERS[:3]], exact[NUMBERS[:3]], rtol=1e-4)
+
+
+def test_a_group_of_equal_rewards_adds_nothing_but_counts_as_a_prompt(policy, batch):
+    batch = replace(batch, rewards=torch.tensor([1.0, -1.0, 2.0, 2.0, 0.5, 3.0]), ref_logprobs=None)
+    brute = brute_force(policy, batch, NARROW)
+    assert all(w == 0 for w, p in zip(brute.weight, brute.prompt, strict=True) if p == 1)
+    result = interval_gradients(policy, batch, settings=NARROW)
+    assert result.num_prompts == 3
+    assert_matches(result.table, result.cosines, brute.sums(), CASTS)
+    prompts = [3 * brute.sums({p})[4] for p in range(3)]
+    mean = sum(prompts) / 3
+    assert result.table["noise"][4] == pytest.approx(
+        sum((p - mean).square().sum().item() for p in prompts) / 2, rel=CASTS
+    )
+
+
+def test_a_batch_without_any_advantage_has_norm_zero_and_no_share_or_direction(policy, batch):
+    table = interval_gradients(policy, replace(batch, rewards=torch.ones(6), ref_logprobs=None)).table
+    assert (table[["norm", "signal", "noise"]] == 0).all(axis=None)
+    assert table[["share", "cosine_with_all", "half_cosine", "signal_to_noise"]].isna().all(axis=None)
+
+
+def test_an_interval_without_tokens_is_a_row_of_nan_and_changes_no_other(policy, batch):
+    expected = interval_gradients(policy, batch, settings=NARROW)
+    prob = torch.where(batch.response_mask, batch.old_logprobs, 0.0).exp().double()
+    intervals = torch.bucketize(prob, torch.tensor(EDGES[1:-1], dtype=torch.float64), right=True)
+    result = interval_gradients(
+        policy, batch, settings=NARROW, intervals=intervals + (intervals > 1), edges=(0, 0.25, 0.5, 0.6, 0.75, 1)
+    )
+    assert result.table["label"][2] == "[½, 0.6)"
+    assert result.table["num_tokens"][2] == 0
+    assert result.table.loc[2, NUMBERS].isna().all()
+    assert result.cosines.loc[2].isna().all()
+    others = result.table.drop(2).reset_index(drop=True)
+    pd.testing.assert_frame_equal(others[NUMBERS], expected.table[NUMBERS], rtol=1e-9)
+
+
+def test_what_stands_in_intervals_on_masked_tokens_is_not_read(policy, batch):
+    intervals = torch.where(batch.response_mask, 1, -77)
+    table = interval_gradients(policy, batch, intervals=intervals).table
+    assert table["share"][1] == pytest.approx(1)
+    assert table["num_tokens"].tolist() == [0, batch.num_tokens, 0, 0, batch.num_tokens]
+
+
+def test_one_prompt_has_norms_but_neither_halves_nor_noise(policy, batch):
+    batch = batch.select([0, 1])
+    result = interval_gradients(policy, batch, settings=NARROW)
+    sums = brute_force(policy, batch, NARROW).sums()
+    assert result.table["norm"][4] == pytest.approx(sums[4].norm().item(), rel=CASTS)
+    assert result.table[["half_cosine", "signal", "noise", "signal_to_noise"]].isna().all(axis=None)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_flags_modes_gradients_and_parameters_come_back_bit_for_bit(batch, fails):
+    policy = make_policy("gpt2", attention="sdpa")
+    policy.model.train()
+    policy.model.transformer.h[1].eval()
+    generator = torch.Generator().manual_seed(0)
+    for i, parameter in enumerate(policy.model.parameters()):
+        parameter.requires_grad_(i % 2 == 0)
+        parameter.grad = torch.randn(parameter.shape, generator=generator) if i % 3 == 0 else None
+    before = state_of(policy)
+    if fails:
+        bad = replace(batch, advantages=torch.full_like(batch.old_logprobs, math.nan))
+        with pytest.raises(InputError, match="advantages"):
+            interval_gradients(policy, bad)
+    else:
+        with torch.no_grad():
+            interval_gradients(policy, batch)
+    after = state_of(policy)
+    assert len(before) == len(after)
+    assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(before, after, strict=True))
+
+
+def state_of(policy: Policy) -> list[object]:
+    state = [policy.model.config._attn_implementation, *(m.training for m in policy.model.modules())]
+    for parameter in policy.model.parameters():
+        state += [parameter.requires_grad, parameter.detach().clone(), copy.deepcopy(parameter.grad)]
+    return state
+
+
+def test_frozen_parameters_and_dropout_do_not_change_the_result(batch):
+    policy = make_policy("gpt2")
+    expected = interval_gradients(policy, batch).table
+    policy.model.requires_grad_(False).train()
+    pd.testing.assert_frame_equal(interval_gradients(policy, batch).table, expected)
+
+
+def test_input_that_cannot_be_measured_is_refused(policy, batch):
+    with pytest.raises(InputError, match="micro_batch_size is 0"):
+        interval_gradients(policy, batch, micro_batch_size=0)
+    with pytest.raises(InputError, match="keeps no token"):
+        interval_gradients(policy, replace(batch, response_mask=torch.zeros_like(batch.response_mask)))
+    with pytest.raises(InputError, match="intervals have shape"):
+        interval_gradients(policy, batch, intervals=torch.zeros(6, 3, dtype=torch.long))
+    with pytest.raises(InputError, match="intervals run from 4 to 4"):
+        interval_gradients(policy, batch, intervals=torch.full(batch.input_ids.shape, 4))
+    with pytest.raises(InputError, match="no batch"):
+        interval_gradients_over(policy, [])
+    with pytest.raises(InputError, match="of one batch"):
+        interval_gradients_over(policy, [batch], intervals=torch.zeros_like(batch.input_ids))
+
+
+def test_several_batches_give_the_mean_and_standard_deviation_of_each_number(policy, batch):
+    batches = [batch, make_batch(policy, seed=1), make_batch(policy, seed=2).select([0, 1])]
+    generator = torch.Generator().manual_seed(3)
+    single = [interval_gradients(policy, b, settings=NARROW, generator=generator) for b in batches]
+    result = interval_gradients_over(policy, iter(batches), settings=NARROW, generator=torch.Generator().manual_seed(3))
+    assert result.num_prompts == 7
+    for a in range(5):
+        for column in NUMBERS[:-1]:
+            values = [v for v in (r.table[column][a] for r in single) if not math.isnan(v)]
+            mean = sum(values) / len(values)
+            assert result.table[column][a] == pytest.approx(mean, rel=1e-9)
+            assert len(values) > 1 or math.isnan(result.table[f"{column}_sd"][a])
+            if len(values) > 1:
+                sd = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+                assert result.table[f"{column}_sd"][a] == pytest.approx(sd, rel=1e-9)
+        assert result.table["batches"][a] == sum(r.table["num_tokens"][a] > 0 for r in single)
+        assert result.table["num_tokens"][a] == sum(r.table["num_tokens"][a] for r in single)
+        assert result.table["signal_to_noise"][a] == result.table["signal"][a] / result.table["noise"][a]
+    values = [v for v in (r.cosines.loc[0, 3] for r in single) if not math.isnan(v)]
+    assert len(values) == 2
+    assert result.cosines.loc[0, 3] == pytest.approx(sum(values) / 2, rel=1e-9)
+
+
+def test_it_prints_as_text_and_as_html(policy, batch):
+    result = interval_gradients(policy, batch, optimizer_state=warm_state(policy)[1])
+    text, html = repr(result), result._repr_html_()
+    assert "3 prompts" in text
+    assert "half_cosine" in text
+    assert "adamw" not in text
+    assert html.count("<table") == 4
+    assert "[¾, 1]" in html
+    assert "AdamW" in html
+
+
+# In the metric of the AdamW update
+
+
+def warm_state(policy: Policy, **settings: float) -> tuple[torch.optim.AdamW, AdamWState]:
+    """An AdamW without momentum and decay, some steps old, whose second moments span orders of magnitude."""
+    max_grad_norm = settings.pop("max_grad_norm", None)
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-3, weight_decay=0.0, **settings)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in policy.model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        optimizer.state[parameter] = {
+            "step": torch.tensor(7.0),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": 1e-6 * (4 * noise).exp(),
+        }
+    return optimizer, AdamWState.from_optimizer(policy.model, optimizer, max_grad_norm=max_grad_norm)
+
+
+def real_step(policy: Policy, optimizer: torch.optim.AdamW, gradient: Tensor, max_grad_norm: float | None) -> Tensor:
+    """By how much torch's own AdamW moves the parameters on this flat gradient; they are put back afterwards."""
+    parameters = list(policy.model.parameters())
+    before = [p.detach().clone() for p in parameters]
+    start = 0
+    for parameter in parameters:
+        parameter.grad = gradient[start : start + parameter.numel()].view_as(parameter).clone()
+        start += parameter.numel()
+    if max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    optimizer.step()
+    moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(parameters, before, strict=True)])
+    with torch.no_grad():
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value)
+            parameter.grad = None
+    return moved
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.01])
+def test_the_scale_of_any_part_is_the_closed_form_and_that_part_of_the_whole(policy, monkeypatch, max_grad_norm):
+    _, state = warm_state(policy, max_grad_norm=max_grad_norm)
+    held = dict(list(state.exp_avg_sq.items())[2:])  # the first two are not trained
+    state = AdamWState(held, state.step, state.beta2, state.eps, max_grad_norm)
+    slices = flat_slices(policy.model)
+    gradient = torch.randn(sum(p.numel() for p in policy.model.parameters()))
+    norm = torch.cat([gradient[slices[name]] for name in held]).double().norm().item()
+    clip = 1.0 if max_grad_norm is None else max_grad_norm / (norm + 1e-6)
+    assert state.clip_factor(norm**2) == pytest.approx(clip, rel=1e-12)
+    whole = state.scale(policy.model, gradient)
+    monkeypatch.setattr(adamw_state, "PART", 7)
+    for name, place in slices.items():
+        own = gradient[place]
+        for rows in (None, slice(3, 20), slice(0, 1), slice(5, 5)):
+            found = state.scale_part(name, own if rows is None else own[rows], clip, rows)
+            assert torch.equal(found, whole[place] if rows is None else whole[place][rows])
+        if name not in held:
+            assert not whole[place].any()
+            continue
+        second = (state.beta2 * held[name].flatten().double() + (1 - state.beta2) * (clip * own.double()) ** 2) / (
+            1 - state.beta2**8
+        )
+        torch.testing.assert_close(whole[place].double(), clip / (second.sqrt() + state.eps), rtol=1e-5, atol=0)
+    # The norm is summed in parts then, which rounds in float64.
+    torch.testing.assert_close(state.scale(policy.model, gradient), whole, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.01, 100.0])
+def test_the_adamw_metric_is_that_of_the_step_that_torch_takes(batch, max_grad_norm):
+    policy = make_policy("gpt2", torch.float64)  # float64 all through
+    brute = brute_force(policy, batch, NARROW).sums()
+    optimizer, state = warm_state(policy, betas=(0.8, 0.95), eps=1e-5, max_grad_norm=max_grad_norm)
+    result = interval_gradients(policy, batch, settings=NARROW, optimizer_state=state)
+    moved = real_step(policy, optimizer, brute[4], max_grad_norm)
+    factor = 1e-3 * (1 - 0.8) / (1 - 0.8**8)
+    # Elementwise lr·(1 − β₁)/(1 − β₁^step) · preconditioned G: what torch adds to parameters of 1, rounded there.
+    scaled = state.scale(policy.model, brute[4]) * brute
+    torch.testing.assert_close(-factor * scaled[4], moved, rtol=1e-10, atol=1e-15)
+    assert result.adamw_table["norm"][4] * factor == pytest.approx(moved.norm().item(), rel=1e-9)
+    assert_matches(result.adamw_table, result.adamw_cosines, scaled, 1e-8)
+    assert result.adamw_table["share"][:4].sum() == pytest.approx(1, rel=1e-12)
+    assert (result.adamw_table["share"] - result.table["share"]).abs().max() > 1e-3
+
+
+def test_signal_and_noise_in_the_adamw_metric_are_those_of_the_scaled_prompt_gradients(policy, batch, brute):
+    state = warm_state(policy)[1]
+    table = interval_gradients(policy, batch, settings=NARROW, optimizer_state=state).adamw_table
+    scale = state.scale(policy.model, brute.sums()[4])
+    prompts = [3 * scale * brute.sums({p}) for p in range(3)]
+    for a in range(5):
+        mean = sum(vectors[a] for vectors in prompts) / 3
+        noise = sum((vectors[a] - mean).square().sum().item() for vectors in prompts) / 2
+        assert table["noise"][a] == pytest.approx(noise, rel=1e-5)
+        assert table["signal"][a] == pytest.approx(mean.square().sum().item() - noise / 3, rel=1e-5, abs=1e-5 * noise)
+
+
+def test_a_fresh_adamw_takes_a_sign_step_and_what_it_does_not_hold_stays(policy, batch, brute):
+    held = [p for name, p in policy.model.named_parameters() if "layers.1.mlp" in name]
+    optimizer = torch.optim.AdamW(held, eps=1e-30)
+    state = AdamWState.from_optimizer(policy.model, optimizer)
+    table = interval_gradients(policy, batch, settings=NARROW, optimizer_state=state).adamw_table
+    moving = sum(p.numel() for p in held)
+    assert table["norm"][4] == pytest.approx(math.sqrt(moving), rel=1e-9)
+
+
+def test_clipping_counts_only_the_parameters_that_the_optimizer_holds(policy, batch, brute):
+    held = {n: p for n, p in policy.model.named_parameters() if "layers.1.mlp" in n}
+    v = {name: torch.full_like(p, 1.0) for name, p in held.items()}
+    state = AdamWState(v, dict.fromkeys(v, 10**6), beta2=1.0 - 1e-12, eps=0.0, max_grad_norm=1e-3)
+    table = interval_gradients(policy, batch, settings=NARROW, optimizer_state=state).adamw_table
+    # v̂ is v / (1 − β₂^step), about 1e6 here, so the metric is a constant times the clipped gradient.
+    corrected = math.sqrt(1 / (1 - (1 - 1e-12) ** (10**6 + 1)))
+    assert table["norm"][4] * corrected == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_state_dict_gives_the_same_as_its_optimizer_in_any_order_of_parameters(policy):
+    named = dict(policy.model.named_parameters())
+    order = sorted(named, reverse=True)
+    groups = [{"params": [named[n] for n in order[:9]], "weight_decay": 0.1}, {"params": [named[n] for n in order[9:]]}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    for i, name in enumerate(order):
+        moments = {"exp_avg": torch.zeros_like(named[name]), "exp_avg_sq": torch.full_like(named[name], float(i))}
+        optimizer.state[named[name]] = {"step": torch.tensor(float(i)), **moments}
+    expected = AdamWState.from_optimizer(policy.model, optimizer)
+    result = AdamWState.from_state_dict(policy.model, optimizer.state_dict(), names=order)
+    for i, name in enumerate(order):
+        for state in (expected, result):
+            assert state.step[name] == i
+            assert (state.exp_avg_sq[name] == i).all()
+    with pytest.raises(InputError, match="groups of 9 and 29 parameters"):
+        AdamWState.from_state_dict(policy.model, optimizer.state_dict())
+
+
+def test_optimizers_whose_metric_is_not_this_one_are_refused(policy):
+    model, parameters = policy.model, list(policy.model.parameters())
+    two_rates = [{"params": parameters[:1], "lr": 1e-3}, {"params": parameters[1:], "lr": 1e-4}]
+    with pytest.raises(InputError, match="SGD"):
+        AdamWState.from_optimizer(model, torch.optim.SGD(parameters, lr=1.0))
+    with pytest.raises(InputError, match="not the model's"):
+        AdamWState.from_optimizer(model, torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))
+    with pytest.raises(InputError, match="differ in lr"):
+        AdamWState.from_optimizer(model, torch.optim.AdamW(two_rates))
+    with pytest.raises(InputError, match="amsgrad"):
+        AdamWState.from_optimizer(model, torch.optim.AdamW(parameters, amsgrad=True))
+    with pytest.raises(InputError, match="names are given"):
+        AdamWState.from_state_dict(model, torch.optim.AdamW(parameters[:3]).state_dict())

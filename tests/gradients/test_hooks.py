@@ -1,0 +1,164 @@
+"""Hooks record what a module returned and the gradient with respect to it, and nothing of them stays behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.policies import make_policy
+from torch import Tensor, nn
+
+from gradscope.errors import InputError
+from gradscope.gradients import capture_activations, capture_gradients, forward_hooks, measuring
+
+
+def network(*, inplace: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=inplace), nn.Linear(5, 2)).double()
+
+
+def has_hooks(module: nn.Module) -> bool:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(m, kind) for m in module.modules() for kind in kinds)
+
+
+def inputs(*shape: int) -> Tensor:
+    return torch.randn(*shape, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+class Pair(nn.Module):
+    """Returns a tuple, as many blocks of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), x.argmax(-1)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_gradients_belong_to_the_values_as_they_were_returned(inplace, shape):
+    x, model = inputs(*shape), network(inplace=inplace)
+    with capture_gradients(model, ["0", "1", "2"]) as ours:
+        model(x).square().sum().backward()
+    # The same by hand, with nothing changed in place.
+    a = model[0](x).detach().requires_grad_(True)
+    b = a.relu()
+    c = model[2](b)
+    expected = torch.autograd.grad(c.square().sum(), [a, b, c])
+    assert list(ours) == ["2", "1", "0"]  # in the order of backward
+    for name, gradient in zip("012", expected, strict=True):
+        torch.testing.assert_close(ours[name], gradient)
+
+
+def test_activations_are_recorded_without_their_graph_and_with_repeats():
+    model = network()
+    with capture_activations(model, ["0", ""]) as seen:
+        first, second = model(inputs(4)), model(inputs(4) + 1)
+    assert list(seen) == ["0", "", "0#1", "#1"]
+    torch.testing.assert_close(seen[""], first.detach())
+    torch.testing.assert_close(seen["#1"], second.detach())
+    torch.testing.assert_close(seen["0#1"], model[0](inputs(4) + 1).detach())
+    assert not any(tensor.requires_grad for tensor in seen.values())
+
+
+def test_gradients_of_repeated_calls_are_kept_apart_and_of_repeated_backwards_added():
+    model = network()
+    with capture_gradients(model, ["2"]) as ours:
+        loss = 3 * model(inputs(4)).sum() + 5 * model(inputs(4)).sum()
+        loss.backward(retain_graph=True)
+        assert {name: gradient.unique().tolist() for name, gradient in ours.items()} == {"2": [3.0], "2#1": [5.0]}
+        loss.backward()
+    assert {name: gradient.unique().tolist() for name, gradient in ours.items()} == {"2": [6.0], "2#1": [10.0]}
+
+
+def test_a_tuple_is_recorded_by_its_first_floating_tensor():
+    model = nn.Sequential(Pair())
+    with capture_activations(model, ["0"]) as seen, capture_gradients(model, ["0"]) as gradients:
+        out, _ = model(inputs(4))
+        (2 * out).sum().backward()
+    torch.testing.assert_close(seen["0"], out.detach())
+    assert gradients["0"].unique().tolist() == [2.0]
+
+
+def test_what_carries_no_gradient_is_left_out():
+    model = network()
+    with capture_gradients(model, ["0", "2"]) as gradients:
+        with torch.no_grad():
+            model(inputs(4))
+        model[2](model[0](inputs(4)).detach()).sum().backward()
+    assert list(gradients) == ["2"]
+
+
+@pytest.mark.parametrize("capture", [capture_activations, capture_gradients])
+def test_no_hook_is_left_behind_even_when_the_body_raises(capture):
+    model = network()
+    with capture(model, ["0", "1"]):
+        assert has_hooks(model)
+        out = model(inputs(4))
+    assert not has_hooks(model)
+    with pytest.raises(ZeroDivisionError), capture(model, ["0", "1"]) as late:
+        out = model(inputs(4))
+        raise ZeroDivisionError
+    assert not has_hooks(model)
+    before = len(late)
+    out.sum().backward()  # Tensor hooks are gone too.
+    assert len(late) == before
+
+
+@pytest.mark.parametrize("capture", [capture_activations, capture_gradients])
+def test_an_unknown_name_is_an_input_error_and_leaves_no_hook(capture):
+    model = network()
+    with pytest.raises(InputError, match=r"no submodule 'layers\.7'"), capture(model, ["0", "layers.7"]):
+        pass
+    assert not has_hooks(model)
+
+
+def test_a_forward_hook_may_replace_the_output():
+    model = network()
+    with forward_hooks(model, ["0"], lambda name, module, args, kwargs, output: torch.zeros_like(output)):
+        out = model(inputs(4))
+    torch.testing.assert_close(out, model[2].bias.detach().expand(4, 2))
+
+
+def test_gradients_of_a_real_model_are_those_of_autograd():
+    policy = make_policy("gpt2", torch.float64)
+    names = [f"{policy.blocks_name}.{i}" for i in range(len(policy.blocks))]
+    ids = torch.arange(4, 14)[None]
+    hidden = []
+    handles = [b.register_forward_hook(lambda m, a, out: hidden.append(out)) for b in policy.blocks]
+    with capture_gradients(policy.model, names) as ours:
+        loss = policy.model(input_ids=ids).logits.log_softmax(-1)[0, 3:, 5].sum()
+        expected = torch.autograd.grad(loss, [h if isinstance(h, Tensor) else h[0] for h in hidden], retain_graph=True)
+        ours.clear()  # What the line before recorded: autograd.grad passes the hooks as well.
+        loss.backward()
+    for handle in handles:
+        handle.remove()
+    for name, gradient in zip(names, expected, strict=True):
+        torch.testing.assert_close(ours[name], gradient)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt2"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_measuring_freezes_and_everything_comes_back(name, fails):
+    model = make_policy(name, attention="sdpa").model.train()
+    model.set_experts_implementation("grouped_mm" if name == "mixtral" else "eager")
+    frozen = {n for n, _ in list(model.named_parameters())[::3]}
+    for n, p in model.named_parameters():
+        p.requires_grad_(n not in frozen)
+    next(m for m in model.modules() if isinstance(m, nn.Dropout) or m is model).eval()
+    modes = {n: m.training for n, m in model.named_modules()}
+    try:
+        with measuring(model):
+            assert not any(m.training for m in model.modules())
+            assert not any(p.requires_grad for p in model.parameters())
+            assert model.config._attn_implementation == model.config._experts_implementation == "eager"
+            if fails:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        assert fails
+    assert {n: m.training for n, m in model.named_modules()} == modes
+    assert {n for n, p in model.named_parameters() if not p.requires_grad} == frozen
+    assert model.config._attn_implementation == "sdpa"
+    assert model.config._experts_implementation == ("grouped_mm" if name == "mixtral" else "eager")

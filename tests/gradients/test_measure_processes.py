@@ -1,0 +1,154 @@
+"""Several processes measure what one measures: the same table, the same resumption, one error for all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.policies import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
+from support.processes import launch
+
+from gradscope.cli import commands as cli
+from gradscope.errors import InputError, SelfCheckError
+from gradscope.gradients import MeasureSettings, TableMeasurement
+from gradscope.policy import join_launch
+from gradscope.runs import ALONE, Processes, deal_by_cost
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> tuple[Path, Path]:
+    """A checkpoint and rollouts of it."""
+    folder = tmp_path_factory.mktemp("job")
+    names = ("prompt_ids", "response_ids", "group", "reward", "old_logprobs", "response_mask")
+    rows = [{name: getattr(r, name) for name in names} for r in make_responses(make_policy("llama", sharpness=5.0))]
+    return save_checkpoint(folder / "llama", "llama", sharpness=5.0), write_jsonl(folder / "rollouts.jsonl", rows)
+
+
+def test_two_processes_go_on_where_one_was_stopped_and_write_its_table(job, tmp_path, capsys):
+    model, rollouts = job
+    arguments = ("measure", model, rollouts, "--device", "cpu", "--tokens-per-interval", "4", "--no-figures", "--out")
+    cli.main([*map(str, arguments), str(tmp_path / "one")])
+    expected = pd.read_parquet(tmp_path / "one" / "tokens.parquet")
+    shares = [row for row in range(6) if len(expected[expected["response"] == row])]
+    assert len(shares) == 6
+
+    # A folder stands where the part of response 4 would be written first: whoever has it fails, and so do both.
+    out = tmp_path / "two"
+    obstacle = out / ".partial" / ".part-000004.parquet.tmp"
+    stopped_before(out, tmp_path / "one", expected)
+    obstacle.mkdir()
+    ended = launch("-m", "gradscope", *arguments, out)
+    assert [process.status for process in ended] == [1, 1], ended[0].stderr
+    assert all("part-000004" in process.stderr and "Traceback" not in process.stderr for process in ended)
+    assert not (out / "tokens.parquet").exists() and (out / ".partial" / "part-000000.parquet").is_file()
+
+    obstacle.rmdir()
+    ended = launch("-m", "gradscope", *arguments, out)
+    assert [process.status for process in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    found = pd.read_parquet(out / "tokens.parquet")
+    # Response 0 was there before, marked; all others are bit for bit those of one process.
+    marked = found["response"] == 0
+    assert (found.loc[marked, "entropy"] == -1.0).all()
+    pd.testing.assert_frame_equal(found[~marked], expected[~marked], check_exact=True)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["processes"] == 2 and manifest["tokens_measured"] == expected["param_grad_norm"].notna().sum()
+    assert not (out / ".partial").exists()
+    capsys.readouterr()
+
+
+def test_two_processes_measure_in_their_minutes_what_the_first_one_says(job, tmp_path, capsys):
+    model, rollouts = job
+    # Too few for more than the first round, which is the same however long it takes.
+    flags = ("--device", "cpu", "--no-figures", "--no-self-check", "--minutes", "0.000001", "--out")
+    cli.main([*map(str, ("measure", model, rollouts, *flags)), str(tmp_path / "one")])
+    ended = launch("-m", "gradscope", "measure", model, rollouts, *flags, tmp_path / "two")
+    assert [process.status for process in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    tables = [pd.read_parquet(tmp_path / name / "tokens.parquet") for name in ("one", "two")]
+    pd.testing.assert_frame_equal(*tables, rtol=1e-5)
+    assert 0 < tables[0]["param_grad_norm"].count() < len(tables[0])
+    capsys.readouterr()
+
+
+def stopped_before(out: Path, finished: Path, table: pd.DataFrame) -> None:
+    """What a run of the same key leaves behind that was killed after its first response, which is marked."""
+    partial = out / ".partial"
+    partial.mkdir(parents=True)
+    key = json.loads((finished / "manifest.json").read_text())["key"]
+    (partial / "key.json").write_text(json.dumps({"key": key}))
+    first = table[table["response"] == 0].assign(entropy=np.float32(-1.0))
+    first.to_parquet(partial / "part-000000.parquet", index=False)
+
+
+def test_shares_are_everyones_alike_and_cost_about_the_same():
+    generator = np.random.default_rng(0)
+    rows, costs = list(range(40)), generator.exponential(size=40).tolist()
+    shares = deal_by_cost(rows, costs, 3)
+    assert sorted(row for share in shares for row in share) == rows and all(share == sorted(share) for share in shares)
+    loads = [sum(costs[row] for row in share) for share in shares]
+    # The last one dealt went to the least: nobody is above the mean by more than one response.
+    assert max(loads) <= sum(costs) / 3 + max(costs)
+    assert max(loads) - min(loads) < 0.05 * sum(loads)
+    assert deal_by_cost([], [], 2) == [[], []] and deal_by_cost([7], [1.0], 3) == [[7], [], []]
+
+
+def test_a_response_costs_what_its_measured_tokens_look_back_on():
+    policy = make_policy("llama")
+    batch = make_batch(policy, holes=False)
+    measurement = TableMeasurement(policy, batch, MeasureSettings(self_check=False), processes=ALONE, chunk_rows=1)
+    with measurement:
+        assert measurement.groups == [[row] for row in range(len(batch))]  # with rows for one token at a time
+        assert measurement.share([3, 1]) == [[1], [3]]
+        costs = [float(measurement._prefixes[measurement._places(row)].sum()) for row in range(len(batch))]
+        for rank, rows in enumerate(deal_by_cost(range(len(batch)), costs, 2)):
+            measurement.processes = Processes(rank, 2)
+            assert measurement.share(range(len(batch))) == [[row] for row in rows]
+        measurement.processes = ALONE
+        for row in range(len(batch)):
+            _, targets = batch.sequence(row)
+            assert measurement._prefixes[measurement._places(row)].tolist() == targets.tolist()
+
+
+class Other(Processes):
+    """One of two, whose partner is the test."""
+
+    theirs: tuple = ()
+
+    def gather(self, items: list) -> list:
+        return [*items, *self.theirs]
+
+
+@pytest.mark.parametrize("kind", [InputError, SelfCheckError, OSError])
+def test_an_error_of_one_process_is_one_of_the_others(kind):
+    process = Other(0, 2)
+    object.__setattr__(process, "theirs", ((kind, "what it was"),))
+    with pytest.raises(kind, match="what it was"), process.together():
+        pass
+    with pytest.raises(kind, match="its own"), Other(0, 2).together():
+        raise kind("its own")
+
+
+def test_alone_nothing_is_joined(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert join_launch("cpu") == (ALONE, "cpu") and join_launch(None) == (ALONE, None)
+
+
+@pytest.mark.parametrize(
+    ("device", "environment", "words"),
+    [
+        ("cpu", {"ACCELERATE_USE_FSDP": "true"}, "not measured; launch with --multi_gpu"),
+        ("cuda:1", {}, "each takes a GPU of its own"),
+        (None, {}, "there is no GPU to share; give --device cpu"),
+    ],
+)
+def test_launches_that_cannot_be_joined_are_refused(device, environment, words, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("gradscope.policy.launch.find_device", lambda device: device)
+    with pytest.raises(InputError, match=words):
+        join_launch(device)

@@ -1,0 +1,237 @@
+"""A table within minutes, by a clock that the test turns: time is kept, samples grow, and a stopped run goes on."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from support.policies import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
+
+from gradscope import measure
+from gradscope.cli import commands as cli
+from gradscope.errors import InputError
+from gradscope.gradients import (
+    PILOT,
+    MeasureSettings,
+    Round,
+    Stopwatch,
+    TableMeasurement,
+    join_rounds,
+    measure_rounds,
+    settle_minutes,
+)
+from gradscope.gradients.rounds import ENOUGH
+from gradscope.gradients.sample import COLUMN, TokenSample
+from gradscope.gradients.settings import LARGE, MINUTES, check_settings, settle_sample
+from gradscope.runs import ALONE, RunFolder
+
+
+class Clock:
+    """A clock that goes when it is told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Pretended:
+    """A measurement of 4,000 tokens, each of which costs its own prefix: seconds pass on the clock alone."""
+
+    def __init__(self, clock: Clock, minutes: float, *, rate: float = 0.01, believed: float = 3.0, true: float = 3.0):
+        """rate: seconds of a position. believed, true: positions that a token's sequence counts for, by the estimate
+        and on the clock.
+        """
+        rng = np.random.default_rng(0)
+        self.settings, self.processes, self.clock = MeasureSettings(minutes=minutes), ALONE, clock
+        self.sample = TokenSample(np.arange(4000) % 4, 4, np.ones(4000), rng)
+        self.prefix, self.rate, self.believed, self.true = rng.integers(50, 200, 4000), rate, believed, true
+
+    def _positions(self, previous: int, each: int, shared: float) -> float:
+        new = self.sample.take(each) & ~self.sample.take(previous)
+        rows = np.unique(np.flatnonzero(new) // 40)  # responses of 40 tokens
+        return float(self.prefix[new].sum() + shared * 200 * len(rows))
+
+    def cost_of_more(self, previous: int, each: int) -> float:
+        return self._positions(previous, each, self.believed)
+
+    def measure_more(self, previous: int, each: int, *, progress: bool = False) -> pd.DataFrame:
+        self.clock.now += self.rate * self._positions(previous, each, self.true)
+        new = self.sample.take(each) & ~self.sample.take(previous)
+        return pd.DataFrame({"param_grad_norm": 1.0}, index=np.flatnonzero(new))
+
+    def tabulate(self, norms: pd.DataFrame, each: int) -> pd.DataFrame:
+        return norms.assign(each=each)
+
+
+def run_pretended(minutes: float, *, preparing: float = 30.0, finished=(), **speed: float) -> tuple[list[Round], float]:
+    """(rounds, seconds in all)."""
+    clock = Clock()
+    watch, job = Stopwatch(clock), Pretended(clock, minutes, **speed)
+    clock.now += preparing
+    rounds = [*finished, *measure_rounds(job, watch, tuple(finished))]
+    return rounds, watch.seconds() + sum(done.seconds for done in finished)
+
+
+@pytest.mark.parametrize("minutes", [1.0, 3.0, 10.0])
+@pytest.mark.parametrize("true", [0.5, 3.0, 10.0])
+@pytest.mark.parametrize("rate", [0.001, 0.003])
+def test_minutes_are_kept_within_a_quarter_however_wrong_the_estimate_of_cost(minutes, true, rate):
+    rounds, seconds = run_pretended(minutes, rate=rate, true=true)
+    sizes = [done.each for done in rounds]
+    assert sizes[0] == PILOT and sizes == sorted(set(sizes))
+    if sizes[-1] == 1000:  # everything
+        assert seconds <= 1.25 * 60 * minutes
+    elif len(sizes) > 1:  # else the first round alone took what there was
+        assert 0.75 * 60 * minutes <= seconds <= 1.25 * 60 * minutes
+    # Nothing twice, and the sample of the last round in all.
+    places = np.concatenate([done.norms.index for done in rounds])
+    assert len(places) == len(set(places)) == 4 * sizes[-1]
+
+
+def test_when_time_is_up_before_the_first_round_a_few_tokens_are_measured_all_the_same():
+    rounds, seconds = run_pretended(1.0, preparing=90.0, rate=0.001)
+    assert [done.each for done in rounds] == [PILOT] and seconds < 100
+    rounds, _ = run_pretended(1.0, preparing=60 * (1 - ENOUGH), rate=0.001)
+    assert [done.each for done in rounds] == [PILOT]
+
+
+def test_all_tokens_are_measured_where_there_is_time_for_them():
+    rounds, seconds = run_pretended(60.0, rate=0.001)
+    assert rounds[-1].each == 1000 and seconds < 60 * 60
+
+
+def test_a_stopped_run_goes_on_with_the_time_that_its_rounds_left(tmp_path):
+    whole, seconds = run_pretended(3.0)
+    finished = whole[:2]
+    rounds, together = run_pretended(3.0, finished=finished)
+    assert rounds[:2] == finished and together == pytest.approx(180, rel=0.25)
+    places = np.concatenate([done.norms.index for done in rounds])
+    assert len(places) == len(set(places)) == 4 * rounds[-1].each
+    again, _ = run_pretended(3.0, finished=whole)
+    assert again == whole and seconds < 1.25 * 180
+    part = whole[1].to_part()
+    part.to_parquet(tmp_path / "part.parquet", index=False)
+    read = Round.of_part(pd.read_parquet(tmp_path / "part.parquet"))
+    assert (read.each, read.seconds) == (whole[1].each, whole[1].seconds)
+    pd.testing.assert_frame_equal(read.norms, whole[1].norms, check_names=False)
+
+
+# A real policy.
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return make_policy("qwen2")
+
+
+def test_the_table_of_rounds_is_that_of_a_sample_of_as_many(policy):
+    batch = make_batch(policy)
+    settings = MeasureSettings(minutes=5.0, seed=1, self_check=False, per_module=True)
+    with TableMeasurement(policy, batch, settings) as measurement:
+        rounds = []
+        for previous, each in ((0, 1), (1, 3)):
+            rounds.append(Round(each, 1.0, measurement.measure_more(previous, each)))
+        table = join_rounds(measurement, rounds)
+        assert measurement.cost_of_more(0, 3) > measurement.cost_of_more(1, 3) > 0
+    expected = measure(policy, batch, tokens_per_interval=3, seed=1, self_check=False, per_module=True)
+    pd.testing.assert_frame_equal(table, expected, rtol=1e-5)
+    assert (table[COLUMN] < 1).any()
+
+
+def test_minutes_enough_for_all_give_the_table_of_all_and_none_those_of_the_first_round(policy):
+    batch = make_batch(policy)
+    full = measure(policy, batch, self_check=False)
+    pd.testing.assert_frame_equal(measure(policy, batch, minutes=60, self_check=False), full, rtol=1e-5)
+    few = measure(policy, batch, minutes=1e-6, self_check=False)
+    pd.testing.assert_frame_equal(few, measure(policy, batch, tokens_per_interval=PILOT, self_check=False), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"minutes": 0}, "minutes is 0"),
+        ({"minutes": -2.0}, "minutes is -2"),
+        ({"minutes": float("nan")}, "minutes is nan"),
+        ({"minutes": float("inf")}, "minutes is inf"),
+        ({"minutes": 2, "tokens_per_interval": 30}, "give one of the two"),
+        ({"minutes": 2, "norms": "estimate"}, "minutes is given and norms are estimates"),
+    ],
+)
+def test_minutes_that_mean_nothing_are_refused(settings, words):
+    with pytest.raises(InputError, match=words):
+        check_settings(MeasureSettings(**settings))
+
+
+def test_tokens_and_minutes_are_not_given_together(policy):
+    import torch
+
+    with pytest.raises(InputError, match="minutes too"):
+        measure(policy, make_batch(policy), tokens=torch.tensor([0]), minutes=1)
+
+
+def test_minutes_take_the_place_of_the_number_that_auto_would_choose():
+    found = settle_sample(MeasureSettings(minutes=2, tokens_per_interval="auto"), 10**6)
+    assert (found.minutes, found.tokens_per_interval) == (2, None)
+
+
+def test_a_large_policy_gets_minutes_where_nothing_was_asked_for(policy, monkeypatch):
+    auto = MeasureSettings(tokens_per_interval="auto")
+    assert settle_minutes(auto, policy, "cpu") == auto
+    monkeypatch.setitem(LARGE, "cpu", 1000)
+    assert settle_minutes(auto, policy, "cpu").minutes == MINUTES == 10
+    assert settle_minutes(auto, policy, "cuda") == auto
+    for given in (
+        MeasureSettings(),  # --tokens-per-interval none
+        MeasureSettings(tokens_per_interval=5),
+        MeasureSettings(minutes=2, tokens_per_interval="auto"),
+        MeasureSettings(tokens_per_interval="auto", norms="estimate"),
+    ):
+        assert settle_minutes(given, policy, "cpu") == given
+
+
+# The command.
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A checkpoint and rollouts of it."""
+    folder = tmp_path_factory.mktemp("job")
+    names = ("prompt_ids", "response_ids", "group", "reward", "old_logprobs", "response_mask")
+    rows = [{name: getattr(r, name) for name in names} for r in make_responses(make_policy("llama", sharpness=5.0))]
+    return save_checkpoint(folder / "llama", "llama", sharpness=5.0), write_jsonl(folder / "rollouts.jsonl", rows)
+
+
+def test_the_command_goes_on_where_it_was_stopped_and_tells_what_it_measured(job, tmp_path, capsys):
+    model, rollouts = map(str, job)
+    flags = ["--device", "cpu", "--no-figures", "--no-self-check", "--minutes"]
+    cli.main(["measure", model, rollouts, *flags, "0.000001", "--out", str(tmp_path / "short")])
+    said, manifest = capsys.readouterr().out, json.loads((tmp_path / "short" / "manifest.json").read_text())
+    assert "preparation alone took" in said and f"{PILOT} tokens of each interval" in said
+    sample = manifest["sample"]
+    assert (sample["tokens_per_interval"], sample["why"], sample["drawn"]) == (PILOT, "minutes", "proportional")
+    assert [done["tokens_per_interval"] for done in sample["rounds"]] == [PILOT] and sample["seconds"]["measuring"] > 0
+    table = pd.read_parquet(tmp_path / "short" / "tokens.parquet")
+    assert manifest["tokens_measured"] == table["param_grad_norm"].notna().sum() <= 4 * PILOT
+    assert manifest["key"]["settings"]["minutes"] == 1e-6 and manifest["key"]["settings"]["tokens_per_interval"] is None
+
+    # Stopped after its first round, which is marked.
+    folder = RunFolder(tmp_path / "stopped", manifest["key"])
+    folder.partial.mkdir(parents=True)
+    (folder.partial / "key.json").write_text(json.dumps({"key": manifest["key"]}))
+    measured = table.index[table["param_grad_norm"].notna()]
+    names = [name for name in table if name.startswith(("act_grad_norm", "param_grad_norm"))]
+    norms = table.loc[measured, names].assign(param_grad_norm=np.float32(7.0))
+    folder.write_part(0, Round(PILOT, 5.0, norms).to_part())
+    cli.main(["measure", model, rollouts, *flags, "0.000001", "--out", str(tmp_path / "stopped")])
+    assert "taking up the unfinished run" in capsys.readouterr().out
+    found = pd.read_parquet(tmp_path / "stopped" / "tokens.parquet")
+    assert (found.loc[measured, "param_grad_norm"] == 7).all() and found["param_grad_norm"].count() == len(measured)
+    pd.testing.assert_frame_equal(found.drop(columns="param_grad_norm"), table.drop(columns="param_grad_norm"))
+    seconds = json.loads((tmp_path / "stopped" / "manifest.json").read_text())["sample"]["seconds"]
+    assert seconds["measuring"] == 5.0
+    assert not folder.partial.exists()
+    # Finished.
+    cli.main(["measure", model, rollouts, *flags, "0.000001", "--out", str(tmp_path / "stopped")])
+    assert "already measured" in capsys.readouterr().out

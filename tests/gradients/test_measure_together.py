@@ -1,0 +1,221 @@
+"""Several sequences in one pass: each has its own numbers, whatever stands beside it and wherever it is filled up."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from itertools import product
+
+import pytest
+import torch
+from support.decoders import COMMON, LATE, attend_eagerly, windowed
+from support.exact import FLOAT32, TRUE_FLOAT64, assert_same, cached_policy, random_ids
+from support.oracle import TrueFloat64, as_policy, brute_force, largest_error
+from support.policies import HIDDEN, LAYERS, RULED, make_batch, make_model, make_policy
+from transformers.models.llama import modeling_llama
+
+from gradscope import measure
+from gradscope.errors import SelfCheckError
+from gradscope.gradients import (
+    RULES,
+    MeasureSettings,
+    ModelShape,
+    Response,
+    SequenceTokens,
+    TableMeasurement,
+    TokenGradientMeter,
+    TokenGradients,
+    measuring,
+)
+from gradscope.gradients.cost_measure import GRAPH, group_responses
+from gradscope.gradients.engine import norms as rules
+from gradscope.gradients.engine.chunks import MOST_SEQUENCES
+from gradscope.gradients.engine.decoder import block as decoder_block
+from gradscope.gradients.engine.stack import Stack
+from gradscope.objective import TokenStatistics
+from gradscope.policy import Policy
+
+
+def sequence(length: int, targets: range | list[int], every: int = 1, temperature: float = 1.0) -> SequenceTokens:
+    """With repeats; every so many-th target is measured."""
+    ids = random_ids(length, seed=length)
+    ids[2::5] = 9
+    targets = torch.tensor(list(targets))
+    return SequenceTokens(ids, targets, torch.arange(len(targets))[::every], temperature)
+
+
+TOGETHER = {
+    "alike": [sequence(24, range(8, 24)), sequence(24, range(8, 24), temperature=0.7), sequence(24, range(9, 24))],
+    "unlike": [sequence(6, [5]), sequence(40, range(3, 40, 2)), sequence(17, range(1, 17)), sequence(2, [1])],
+    "samples": [sequence(30, range(4, 30), every=5), sequence(28, range(4, 28), every=3), sequence(20, [4, 19])],
+    "what follows the last target": [sequence(30, [2, 3, 4]), sequence(12, [6, 11])],
+    "one sequence twice": [sequence(20, range(5, 20)), sequence(20, range(5, 20))],
+}
+
+
+def measured_part(gradients: TokenGradients, picks: torch.Tensor) -> TokenGradients:
+    statistics = gradients.statistics
+    return TokenGradients(
+        TokenStatistics(*(getattr(statistics, f.name)[picks] for f in fields(statistics))),
+        gradients.logit_grad_norm[picks],
+        gradients.act_grad_norm[picks],
+        gradients.param_grad_norm[picks],
+        {name: norms[picks] for name, norms in gradients.module_grad_norm.items()},
+    )
+
+
+def errors(policy: Policy, sequences: list[SequenceTokens], *, exact: Policy | None = None, **settings) -> list[float]:
+    """Largest difference of each sequence's measured tokens from brute force, by the policy `exact` if it is given."""
+    with measuring(policy.model):
+        meter = TokenGradientMeter(policy, random_ids(20), **settings)
+        found = meter.measure_together(sequences)
+    out = []
+    for s, ours in zip(sequences, found, strict=True):
+        others = torch.ones(len(s.targets), dtype=torch.bool)
+        others[s.measured] = False
+        assert ours.param_grad_norm[others].isnan().all() and not ours.statistics.entropy[s.measured].isnan().any()
+        with TrueFloat64():
+            truth = brute_force(exact or policy, s.ids, s.targets[s.measured], temperature=s.temperature)
+        out.append(largest_error(measured_part(ours, s.measured), truth))
+    return out
+
+
+@pytest.mark.parametrize("name, case", [*product(COMMON, TOGETHER), *product(RULED, ["unlike"])])
+def test_every_sequence_is_exact_whatever_is_beside_it(name, case):
+    policy = cached_policy(name)
+    # One chunk for many tokens of all; one token of each; logits in several passes, probabilities not kept.
+    for settings in ({}, {"rows": 60}, {"memory": 1}):
+        with TrueFloat64():
+            assert max(errors(policy, TOGETHER[case], **settings)) < TRUE_FLOAT64
+    assert max(errors(make_policy(name), TOGETHER[case], exact=policy)) < FLOAT32
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "gemma3"])
+def test_what_goes_along_its_graph_is_measured_one_by_one(name):
+    policy = make_policy(name, torch.float64)
+    with TrueFloat64(), measuring(policy.model):
+        meter = TokenGradientMeter(policy, random_ids(20))
+        together = meter.measure_together(TOGETHER["samples"])
+        for s, ours in zip(TOGETHER["samples"], together, strict=True):
+            alone = meter.measure(s.ids, s.targets, s.measured, temperature=s.temperature)
+            assert_same(measured_part(ours, s.measured), measured_part(alone, s.measured))
+        assert sorted(meter.group(TOGETHER["alike"])) == [[0], [1], [2]]
+
+
+def test_a_sequence_that_the_rules_do_not_fit_spoils_no_others(monkeypatch):
+    def attend(*args, **kwargs):
+        return attend_eagerly(*args, **kwargs, change=windowed)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", attend)
+    # The window shows in the longer one alone, and in whatever is filled up to its length.
+    sequences = [sequence(LATE - 2, range(4, LATE - 2)), sequence(LATE + 8, range(4, LATE + 8))]
+    policy, ways, start = make_policy("llama", torch.float64), [], TokenGradientMeter._start
+
+    def watch(meter, stack, **settings):
+        head, body = start(meter, stack, **settings)
+        ways.append((stack.ids.shape[1], type(body).__name__))
+        return head, body
+
+    with TrueFloat64(), monkeypatch.context() as patch:
+        patch.setattr(TokenGradientMeter, "_start", watch)
+        assert max(errors(policy, sequences)) < TRUE_FLOAT64
+    assert ways[-3:] == [(LATE + 7, "NoneType"), (LATE + 7, "GraphSequence"), (LATE - 3, "DecoderStack")]
+
+
+def test_a_mistake_that_shows_only_beside_another_sequence_is_caught_by_the_trial_and_by_the_self_check(monkeypatch):
+    right = rules.linear_square_norms
+
+    def wrong(delta, *args, **settings):
+        return right(delta.mean(0, keepdim=True).expand_as(delta), *args, **settings)
+
+    policy = make_policy("llama")
+    batch = make_batch(policy, lengths=(8, 8, 8), prompt_lengths=(5, 5, 5))
+    right_table = measure(policy, batch)
+    monkeypatch.setattr(decoder_block, "linear_square_norms", wrong)
+    along_the_graph = measure(policy, batch)["param_grad_norm"].to_numpy()
+    assert along_the_graph == pytest.approx(right_table["param_grad_norm"].to_numpy(), rel=FLOAT32)
+    monkeypatch.setattr(TokenGradientMeter, "_rules_hold", lambda *_: True)
+    with pytest.raises(SelfCheckError):
+        measure(policy, batch)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_in_bfloat16_sequences_together_are_near_the_same_alone(fast):
+    policy = make_policy("qwen2", torch.float32 if fast else torch.bfloat16)
+    with measuring(policy.model):
+        meter = TokenGradientMeter(policy, random_ids(20), precision="bfloat16" if fast else "exact")
+        together = meter.measure_together(TOGETHER["alike"])
+        for s, ours in zip(TOGETHER["alike"], together, strict=True):
+            alone = meter.measure(s.ids, s.targets, s.measured, temperature=s.temperature)
+            # Eight bits, through a few layers.
+            torch.testing.assert_close(ours.param_grad_norm, alone.param_grad_norm, rtol=0.05, atol=0.0)
+
+
+def test_paddings_id_within_the_text_counts_for_no_sequence():
+    model = make_model("qwen2", dtype=torch.float64)
+    model.get_input_embeddings().padding_idx = 9  # which the sequences have at every fifth place
+    policy = as_policy(model)
+    with TrueFloat64():
+        assert max(errors(policy, TOGETHER["unlike"])) < TRUE_FLOAT64
+
+
+def test_a_sequence_without_measured_tokens_costs_no_pass_and_is_nan():
+    policy = make_policy("qwen2")
+    nothing = replace(sequence(12, range(4, 12)), measured=torch.zeros(0, dtype=torch.long))
+    some = sequence(12, range(4, 12))
+    with measuring(policy.model):
+        meter = TokenGradientMeter(policy, random_ids(20))
+        found = meter.measure_together([nothing, some])
+        assert sorted(meter.group([nothing, some, some])) == [[0], [1, 2]]
+        meter.head = None
+        assert meter.measure_together([nothing])[0].act_grad_norm.isnan().all()
+    assert found[0].param_grad_norm.isnan().all() and not found[1].param_grad_norm.isnan().any()
+    assert found[0].logit_grad_norm.shape == found[1].logit_grad_norm.shape and found[0].logit_grad_norm.isnan().all()
+
+
+def test_a_stack_is_filled_up_on_the_right():
+    stack = Stack.of(
+        [sequence(6, [2, 4]), SequenceTokens(torch.tensor([7, 8, 9]), torch.tensor([1]), torch.tensor([0]))]
+    )
+    first = sequence(6, [2, 4]).ids
+    assert stack.ids.tolist() == [first[:4].tolist(), [7, 7, 7, 7]]  # to the prefix of the last target
+    assert stack.sequences.tolist() == [0, 0, 1] and stack.positions.tolist() == [1, 3, 0]
+    assert stack.token_ids.tolist() == [int(first[2]), int(first[4]), 8]
+
+
+@pytest.mark.parametrize("rules", [True, False])
+@pytest.mark.parametrize("memory", [200_000, 1_000_000, 1 << 30])
+def test_the_cost_model_groups_as_the_engine_does(rules, memory):
+    policy = make_policy("qwen2")
+    generator = torch.Generator().manual_seed(0)
+    starts, counts = (torch.randint(2, 20, (30,), generator=generator).tolist() for _ in range(2))
+    sequences = [sequence(40, range(start, start + n)) for start, n in zip(starts, counts, strict=True)]
+    # Of every third one the last tokens are not measured: nothing is computed there.
+    sequences[::3] = [replace(s, measured=s.measured[:1]) for s in sequences[::3]]
+    with measuring(policy.model):
+        meter = TokenGradientMeter(policy, random_ids(20), rules=rules, memory=memory)
+        groups = meter.group(sequences)
+    responses = [Response(len(s.targets), tuple(s.lengths), s.reach) for s in sequences]
+    cut = {"engine": RULES if rules else GRAPH, "rows": None, "memory": memory, "device": "cpu"}
+    found = group_responses(ModelShape.from_config(policy.model.config), responses, **cut)
+    expected = [[responses[index] for index in group] for group in groups]
+    assert sorted(found, key=str) == sorted(expected, key=str)
+    assert max(map(len, groups)) == 1 if not rules else 1 < max(map(len, groups)) <= MOST_SEQUENCES
+    for group in groups if rules else []:
+        longest = max(max(sequences[index].lengths) for index in group)
+        # 4 bytes of what each linear layer and norm of each block takes in and gives out.
+        left = len(group) * longest * LAYERS * 4 * (6 * HIDDEN + 3 * policy.model.config.intermediate_size)
+        assert len(group) == 1 or left <= memory
+
+
+def test_a_table_has_the_numbers_of_its_responses_alone():
+    policy = make_policy("qwen3")
+    batch = make_batch(policy, lengths=(8, 6, 8, 3), prompt_lengths=(5, 5, 4, 6), temperature=0.7)
+    with TableMeasurement(policy, batch, MeasureSettings()) as measurement:
+        assert max(map(len, measurement.groups)) > 1
+    table = measure(policy, batch)
+    for row, part in table.groupby("response"):
+        alone = measure(policy, batch.select([row]))
+        for name in ("logprob", "entropy", "logit_grad_norm", "param_grad_norm", "act_grad_norm.0"):
+            torch.testing.assert_close(
+                torch.tensor(part[name].to_numpy()), torch.tensor(alone[name].to_numpy()), rtol=FLOAT32, atol=1e-6
+            )

@@ -1,0 +1,302 @@
+"""Weighted sums of token gradients and predicted changes, against one autograd call per token and differences."""
+
+import copy
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from support.gradients import flat_gradient, raising, state_of, token_gradients
+from support.oracle import TrueFloat64
+from support.policies import make_batch, make_policy, pad_both_sides
+from torch import Tensor, nn
+
+from gradscope.errors import InputError
+from gradscope.gradients import predict_changes, weighted_gradients
+from gradscope.objective import LossSettings, batch_loss, batch_weights, resolve_advantages
+from gradscope.objective.logprobs import sequence_logprobs
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch
+
+# torch itself calls torch.jit.script the first time that forward mode is used.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+NAMES = ["qwen2", "llama", "gpt2", "gemma2", "mixtral", "qwen3_moe"]
+NARROW = LossSettings(clip_ratio_low=0.05, clip_ratio_high=0.04, clip_ratio_c=1.1, kl_coef=0.2)
+
+
+def random_seeds(batch: TokenBatch, rows: int = 2) -> Tensor:
+    return torch.randn(rows, *batch.input_ids.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def random_directions(policy: Policy, rows: int = 2) -> Tensor:
+    size = sum(p.numel() for p in policy.model.parameters())
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(rows, size, generator=generator, dtype=torch.float64).to(policy.dtype)
+
+
+@torch.no_grad()
+def moved_logprobs(policy: Policy, batch: TokenBatch, direction: Tensor, size: float) -> Tensor:
+    """log π of the kept tokens after a step of that size along the direction, in a copy of the model."""
+    model, start = copy.deepcopy(policy.model), 0
+    for parameter in model.parameters():
+        parameter += size * direction[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    out = []
+    for row in range(len(batch)):
+        ids, kept = batch.sequence(row)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].double() / batch.temperature[row]
+        out.append(torch.log_softmax(logits[kept - 1], -1).gather(1, ids[kept, None])[:, 0])
+    return torch.cat(out)
+
+
+def central_difference(policy: Policy, batch: TokenBatch, direction: Tensor, size: float) -> Tensor:
+    """The derivative of log π of the kept tokens, with an error of order size⁴."""
+    near, far = (
+        (moved_logprobs(policy, batch, direction, h) - moved_logprobs(policy, batch, direction, -h)) / (2 * h)
+        for h in (size, 2 * size)
+    )
+    return (4 * near - far) / 3
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_products_equal_those_with_one_autograd_call_per_token(name):
+    policy = make_policy(name, torch.float64)
+    batch = make_batch(policy, temperature=0.7, side="left")
+    seeds, directions = random_seeds(batch), random_directions(policy)
+    with TrueFloat64():
+        jacobian = token_gradients(policy, batch)
+        sums = weighted_gradients(policy.model, batch, seeds, micro_batch_size=4)
+        changes, method = predict_changes(policy.model, batch, directions, micro_batch_size=4)
+    # Everything is in float64: what differs is the order of sums.
+    assert distance(sums, seeds[:, batch.response_mask] @ jacobian) < 1e-12
+    assert distance(changes[:, batch.response_mask], directions @ jacobian.T) < 1e-12
+    assert method == "forward mode"
+    assert not changes[:, ~batch.response_mask].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("patched", "size", "tolerance"), [(True, 1e-4, 1e-6), (False, 3e-2, 1e-4)])
+def test_forward_mode_agrees_with_central_differences(name, patched, size, tolerance):
+    policy = make_policy(name, torch.float64)
+    batch = make_batch(policy, temperature=0.7).select([0, 1, 3])
+    with TrueFloat64() if patched else nullcontext():
+        direction = weighted_gradients(policy.model, batch, random_seeds(batch, 3), micro_batch_size=8)[2]
+        (changes,), _ = predict_changes(policy.model, batch, direction[None], micro_batch_size=8)
+        found = changes[batch.response_mask]
+        # A step after which log π has changed by `size`: the casts round to 1e-7, curvature is of order size⁴; no step
+        # along this direction sends a token to other experts.
+        wanted = central_difference(policy, batch, direction, size / found.square().mean().sqrt().item())
+    assert distance(found, wanted) < tolerance
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
+def test_with_the_weights_of_the_loss_it_is_the_losss_gradient(name):
+    policy = make_policy(name)
+    batch = make_batch(policy)
+    batch = replace(batch, advantages=resolve_advantages(batch))
+    logprobs = sequence_logprobs(policy.model, batch.input_ids, batch.attention_mask)
+    expected = flat_gradient(policy.model, batch_loss(logprobs, batch, NARROW, num_tokens=batch.num_tokens))
+    weights = batch_weights(logprobs.detach(), batch, NARROW, num_tokens=batch.num_tokens)
+    assert weights.clipped.any()
+    parts = torch.stack([weights.policy, weights.kl]) / -batch.num_tokens
+    sums = weighted_gradients(policy.model, batch, parts, micro_batch_size=8)
+    assert sums.dtype == torch.float32
+    assert sums[0].norm() > 0.1 * expected.norm() < 10 * sums[0].norm()
+    assert distance(sums.sum(0), expected) < 1e-6
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_padding_id_within_the_text_moves_nothing_by_its_embedding_as_no_gradient_flows_there(tied):
+    policy = make_policy("qwen2" if tied else "llama", torch.float64)
+    batch = make_batch(policy)
+    padding = policy.model.get_input_embeddings().padding_idx
+    assert padding is not None
+    ids = batch.input_ids.clone()
+    ids[:, ::3] = padding
+    batch = replace(batch, input_ids=torch.where(batch.attention_mask, ids, batch.input_ids))
+    directions = random_directions(policy)
+    changes, method = predict_changes(policy.model, batch, directions, micro_batch_size=2)
+    assert method == "forward mode"
+    # transformers casts to float32 inside.
+    torch.testing.assert_close(
+        changes[:, batch.response_mask], directions @ token_gradients(policy, batch).T, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_padding_micro_batches_and_masked_seeds_change_nothing_beyond_rounding():
+    policy = make_policy("gpt2", torch.float64)
+    batch = make_batch(policy)
+    seeds, directions = random_seeds(batch), random_directions(policy)
+    sums = weighted_gradients(policy.model, batch, seeds, micro_batch_size=8)
+    changes, _ = predict_changes(policy.model, batch, directions, micro_batch_size=8)
+    wide = pad_both_sides(batch, 3, 2)
+    seeds = nn.functional.pad(seeds, (3, 2)).masked_fill(~wide.response_mask, torch.nan)
+    assert distance(weighted_gradients(policy.model, wide, seeds, micro_batch_size=1), sums) < 1e-12
+    moved, _ = predict_changes(policy.model, wide, directions, micro_batch_size=1)
+    assert distance(moved[:, :, 3:-2], changes) < 1e-12
+
+
+def test_float32_agrees_with_float64_and_half_precision_adds_up_in_float32():
+    batch = make_batch(make_policy("llama"))
+    exact, single, half = (make_policy("llama", t) for t in (torch.float64, torch.float32, torch.bfloat16))
+    seeds, directions = random_seeds(batch), random_directions(single)
+    expected = weighted_gradients(exact.model, batch, seeds, micro_batch_size=8)
+    assert distance(weighted_gradients(single.model, batch, seeds, micro_batch_size=8).double(), expected) < 1e-5
+    rough = weighted_gradients(half.model, batch, seeds, micro_batch_size=8)
+    assert rough.dtype == torch.float32
+    assert distance(rough.double(), expected) < 0.1
+    expected, _ = predict_changes(exact.model, batch, directions.double(), micro_batch_size=8)
+    found, _ = predict_changes(single.model, batch, directions, micro_batch_size=8)
+    assert distance(found.double(), expected) < 1e-5
+
+
+def test_a_row_of_zeros_is_zero_and_costs_no_pass():
+    policy = make_policy("gpt2", torch.float64)
+    batch = make_batch(policy)
+    backwards, forwards = [], []
+    policy.model.get_output_embeddings().register_full_backward_pre_hook(lambda *_: backwards.append(1))
+    seeds = random_seeds(batch, 3)
+    seeds[1] = 0
+    sums = weighted_gradients(policy.model, batch, seeds, micro_batch_size=3)
+    assert len(backwards) == 2 * 2
+    assert not sums[1].any()
+    policy.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    changes, _ = predict_changes(policy.model, batch, sums, micro_batch_size=3)
+    assert len(forwards) == 2 * 2
+    assert not changes[1].any()
+
+
+class NoForwardMode(torch.autograd.Function):
+    """The identity, as kernels are wrapped: with a backward and nothing else."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("error", [NotImplementedError("fused_op"), RuntimeError("fused_op\nmore")])
+def test_without_forward_mode_the_same_comes_from_central_differences_and_is_called_so(monkeypatch, name, error):
+    policy = make_policy(name)
+    batch = make_batch(policy, temperature=0.7)
+    directions = 1e-3 * weighted_gradients(policy.model, batch, random_seeds(batch, 3), micro_batch_size=4)
+    directions[1] = 0
+    directions[2] *= 1e6
+    expected, _ = predict_changes(policy.model, batch, directions, micro_batch_size=4)
+    monkeypatch.setattr(torch.func, "jvp", raising(error))
+    with pytest.warns(UserWarning, match=r"no forward mode \(fused_op\); changes are central differences"):
+        changes, method = predict_changes(policy.model, batch, directions, micro_batch_size=4)
+    assert method == "central differences"
+    assert not changes[1].any()
+    for row in (0, 2):  # curvature and rounding of float32, each about 1e-4 at the change that is aimed at
+        assert distance(changes[row], expected[row]) < 1e-3
+
+
+def test_an_operation_without_forward_mode_is_met_by_itself():
+    policy = make_policy("llama")
+    batch = make_batch(policy)
+    directions = weighted_gradients(policy.model, batch, random_seeds(batch, 1), micro_batch_size=8)
+    expected, _ = predict_changes(policy.model, batch, directions, micro_batch_size=8)
+    policy.blocks[1].register_forward_hook(lambda _, args, output: NoForwardMode.apply(output))
+    with pytest.warns(UserWarning, match="no forward mode"):
+        changes, method = predict_changes(policy.model, batch, directions, micro_batch_size=8)
+    assert method == "central differences"
+    assert distance(changes, expected) < 1e-3
+
+
+def test_a_direction_that_no_token_feels_changes_nothing_by_either_way(monkeypatch):
+    policy = make_policy("gpt2")
+    batch = make_batch(policy)
+    unused = torch.zeros_like(policy.model.transformer.wpe.weight)
+    unused[-1] = 1.0  # a position beyond every response
+    parts = [
+        unused if p is policy.model.transformer.wpe.weight else torch.zeros_like(p) for p in policy.model.parameters()
+    ]
+    direction = torch.cat([part.flatten() for part in parts])[None]
+    assert not predict_changes(policy.model, batch, direction, micro_batch_size=8)[0].any()
+    monkeypatch.setattr(torch.func, "jvp", raising(NotImplementedError()))
+    with pytest.warns(UserWarning, match="NotImplementedError"):
+        assert not predict_changes(policy.model, batch, direction, micro_batch_size=8)[0].any()
+
+
+def test_running_out_of_memory_is_not_taken_for_a_missing_forward_mode(monkeypatch):
+    policy = make_policy("gpt2")
+    batch = make_batch(policy)
+    monkeypatch.setattr(torch.func, "jvp", raising(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        predict_changes(policy.model, batch, random_directions(policy), micro_batch_size=8)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_flags_modes_gradients_and_parameters_come_back_bit_for_bit(monkeypatch, fails, fallback):
+    policy = make_policy("gpt2", attention="sdpa")
+    batch = make_batch(policy)
+    seeds, directions = random_seeds(batch), random_directions(policy)
+    policy.model.train()
+    policy.model.transformer.h[1].eval()
+    for i, parameter in enumerate(policy.model.parameters()):
+        parameter.requires_grad_(i % 2 == 0)
+        parameter.grad = torch.full_like(parameter, 0.5) if i % 3 == 0 else None
+    before, calls = state_of(policy), []
+
+    def fail_late(*_: object) -> None:
+        calls.append(1)
+        if len(calls) % 4 == 0:
+            raise ValueError("broken")
+
+    if fails:
+        policy.model.transformer.h[2].register_forward_hook(fail_late)
+    if fallback:
+        monkeypatch.setattr(torch.func, "jvp", raising(NotImplementedError("op")))
+    warns = pytest.warns(UserWarning, match="no forward mode") if fallback else nullcontext()
+    with torch.no_grad(), pytest.raises(ValueError, match="broken") if fails else nullcontext():
+        weighted_gradients(policy.model, batch, seeds, micro_batch_size=1)
+    with warns, pytest.raises(ValueError, match="broken") if fails else nullcontext():
+        predict_changes(policy.model, batch, directions, micro_batch_size=1)
+    after = state_of(policy)
+    assert len(before) == len(after)
+    assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(before, after, strict=True))
+
+
+def test_frozen_parameters_dropout_and_the_callers_mode_do_not_matter():
+    policy = make_policy("gpt2")
+    batch = make_batch(policy)
+    seeds, directions = random_seeds(batch), random_directions(policy)
+    sums = weighted_gradients(policy.model, batch, seeds, micro_batch_size=8)
+    changes, _ = predict_changes(policy.model, batch, directions, micro_batch_size=8)
+    policy.model.requires_grad_(False).train()
+    with torch.inference_mode():
+        assert torch.equal(weighted_gradients(policy.model, batch, seeds, micro_batch_size=8), sums)
+        assert torch.equal(predict_changes(policy.model, batch, directions, micro_batch_size=8)[0], changes)
+
+
+def test_input_that_cannot_be_measured_is_refused():
+    policy, half = make_policy("gpt2"), make_policy("gpt2", torch.bfloat16)
+    batch = make_batch(policy)
+    empty = replace(batch, response_mask=torch.zeros_like(batch.response_mask))
+    seeds, directions = random_seeds(batch), random_directions(policy)
+    for bad in (
+        lambda: weighted_gradients(policy.model, batch, seeds, micro_batch_size=0),
+        lambda: predict_changes(policy.model, batch, directions, micro_batch_size=0),
+    ):
+        with pytest.raises(InputError, match="micro_batch_size is 0"):
+            bad()
+    with pytest.raises(InputError, match="keeps no token"):
+        weighted_gradients(policy.model, empty, seeds, micro_batch_size=8)
+    with pytest.raises(InputError, match="seeds have shape"):
+        weighted_gradients(policy.model, batch, seeds[:, :, 1:], micro_batch_size=8)
+    with pytest.raises(InputError, match="directions have 7 entries"):
+        predict_changes(policy.model, batch, torch.ones(2, 7), micro_batch_size=8)
+    with pytest.raises(InputError, match="is bfloat16"):
+        predict_changes(half.model, batch, directions, micro_batch_size=8)

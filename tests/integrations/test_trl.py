@@ -1,0 +1,336 @@
+"""TRL's batches, settings and weights in gradscope's words, and the callback, against TRL's own loss and gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.policies import make_model
+from support.trl_runs import TEMPERATURE, Recorder, import_trl, make_trainer, needs_trl, save_policy, train, weights
+
+from gradscope import interval_gradients, measure
+from gradscope.errors import InputError
+from gradscope.integrations.trl_batch import batch_from_trl, response_denominators, trl_settings
+from gradscope.integrations.trl_callback import GradScopeCallback
+from gradscope.objective import batch_statistics
+from gradscope.policy import Policy, find_blocks
+from gradscope.rollouts import Response, collate
+
+pytestmark = needs_trl
+
+CPU = torch.device("cpu")
+FLOAT32 = 1e-5
+"""The same sums in float32, by two programs."""
+LOSS_TYPES = ["dapo", "bnpo", "grpo", "dr_grpo", "luspo"]
+ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+def test_a_batch_of_trl_is_the_batch_of_its_responses():
+    inputs = {
+        "prompt_ids": torch.tensor([[0, 5, 6], [7, 8, 9], [0, 5, 6]]),
+        "prompt_mask": torch.tensor([[0, 1, 1], [1, 1, 1], [0, 1, 1]]),
+        "completion_ids": torch.tensor([[10, 11], [12, 0], [13, 14]]),
+        "completion_mask": torch.tensor([[1, 1], [1, 0], [1, 1]]),
+        "tool_mask": torch.tensor([[1, 0], [1, 1], [1, 1]]),
+        "advantages": torch.tensor([0.5, -1.0, 2.0]),
+        "old_per_token_logps": torch.tensor([[-0.1, -0.2], [-0.3, 0.0], [-0.4, -0.5]]),
+    }
+    wide = inputs | {
+        "prompt_ids": torch.tensor([[3, 7, 8, 9]]),
+        "prompt_mask": torch.tensor([[1, 1, 1, 1]]),
+        "completion_ids": torch.tensor([[15, 16, 17]]),
+        "completion_mask": torch.tensor([[1, 1, 1]]),
+        "tool_mask": torch.tensor([[1, 1, 1]]),
+        "advantages": torch.tensor([[1.0, 2.0, 3.0]]),
+        "old_per_token_logps": torch.tensor([[-0.6, -0.7, -0.8]]),
+    }
+    found, _ = batch_from_trl([inputs, wide], 0.7).left_aligned()
+    wanted = collate(
+        [
+            Response([5, 6], [10, 11], 0, 0.7, None, 0.5, [-0.1, -0.2], None, [True, False]),
+            Response([7, 8, 9], [12], 1, 0.7, None, -1.0, [-0.3]),
+            Response([5, 6], [13, 14], 0, 0.7, None, 2.0, [-0.4, -0.5]),
+            Response([3, 7, 8, 9], [15, 16, 17], 2, 0.7, None, [1.0, 2.0, 3.0], [-0.6, -0.7, -0.8]),
+        ]
+    )
+    for name in ("input_ids", "attention_mask", "response_mask", "response_start", "group_ids", "temperature"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    keep = wanted.response_mask
+    for name in ("advantages", "old_logprobs"):
+        assert torch.equal(getattr(found, name)[keep], getattr(wanted, name)[keep]), name
+    assert found.ref_logprobs is None
+
+
+def test_a_batch_that_is_not_trls_or_holds_images_is_refused():
+    with pytest.raises(InputError, match="no prompt_ids, prompt_mask"):
+        batch_from_trl({"completion_ids": torch.zeros(1, 1)}, 1.0)
+    ids = torch.ones(1, 1, dtype=torch.long)
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    with pytest.raises(InputError, match="images"):
+        batch_from_trl(dict.fromkeys(names, ids) | {"advantages": torch.ones(1), "pixel_values": ids}, 1.0)
+
+
+def record(checkpoint, folder, **settings):
+    """A trainer, and the micro-batches of its first optimizer step."""
+    trainer = make_trainer(checkpoint, folder, move=0.02, max_steps=1, **settings)
+    recorder = Recorder(trainer)
+    train(trainer)
+    trainer.model.load_state_dict(recorder.steps[0]["weights"], strict=False)
+    trainer.current_gradient_accumulation_steps = len(recorder.steps[0]["window"])
+    trainer.model.train()
+    return trainer, recorder.steps[0]
+
+
+def slopes_of_trl(trainer, inputs):
+    """−∂loss/∂logprob of TRL's own loss on one micro-batch [B, C]."""
+    own = type(trainer)._get_per_token_logps_and_entropies
+    leaves = []
+
+    def leaf(*args, **keywords):
+        logprobs, *rest = own(trainer, *args, **keywords)
+        leaves.append(logprobs.detach().requires_grad_(True))
+        return leaves[0], *rest
+
+    trainer._get_per_token_logps_and_entropies = leaf
+    try:
+        loss = trainer._compute_loss(trainer.model, inputs)
+    finally:
+        del trainer._get_per_token_logps_and_entropies
+    return -torch.autograd.grad(loss, leaves[0])[0]
+
+
+def policy_of(trainer):
+    model = make_model("qwen2")
+    model.load_state_dict(trainer.model.state_dict())
+    return Policy(model, None, find_blocks(model))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"epsilon": 0.1, "epsilon_high": 0.3, "delta": 2.0, "beta": 0.2},
+        {"epsilon": 0.1, "epsilon_high": 0.3, "delta": 1.15, "beta": 0.2, "use_bias_correction_kl": False},
+    ],
+    ids=["default", "delta above the clip", "delta below the clip"],
+)
+def test_the_tables_weights_are_those_of_trls_loss(checkpoint, tmp_path, settings):
+    trainer, step = record(checkpoint, tmp_path, num_iterations=2, **settings)
+    (inputs,) = step["window"]
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(inputs["old_per_token_logps"].shape, generator=generator)
+    ratio = 0.5 + torch.rand(noise.shape, generator=generator)
+    inputs = inputs | {
+        "old_per_token_logps": (inputs["old_per_token_logps"] + 0.3 * noise).clamp(max=0.0),
+        "importance_sampling_ratio": ratio,
+    }
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True  # its loss path; nothing is sampled here
+    batch = batch_from_trl(inputs, TEMPERATURE)
+    table = measure(policy_of(trainer), batch, loss=trl_settings(trainer.args).loss)
+    kept = inputs["completion_mask"].bool()
+    wanted = (slopes_of_trl(trainer, inputs) * batch.num_tokens)[kept].numpy()
+    np.testing.assert_allclose(table["weight"], wanted, atol=FLOAT32 * np.abs(wanted).max())
+    advantages = batch.advantages[batch.response_mask]
+    rose = table["logprob"] > table["old_logprob"]
+    for positive in (True, False):  # both ends of the range are at work, for both signs
+        assert table["clipped"][(advantages > 0).numpy() == positive].any()
+    assert rose.any() and not table["clipped"].all()
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_loss_types_denominators_are_those_of_trls_loss(checkpoint, tmp_path, loss_type):
+    trainer, step = record(checkpoint, tmp_path, loss_type=loss_type, beta=0.2, num_iterations=2, **ACCUMULATED)
+    batch = batch_from_trl(step["window"], TEMPERATURE)
+    assert len(step["window"]) == 2 and len(batch) == 8
+    table = measure(policy_of(trainer), batch, loss=trl_settings(trainer.args).loss)
+    denominators = response_denominators(trainer.args, step["window"])
+    slopes = torch.cat([slopes_of_trl(trainer, inputs) for inputs in step["window"]])
+    wanted = slopes[torch.cat([inputs["completion_mask"] for inputs in step["window"]]).bool()].numpy()
+    found = table["weight"] / denominators.numpy()[table["response"]]
+    np.testing.assert_allclose(found, wanted, atol=3 * FLOAT32 * np.abs(wanted).max())
+
+
+def test_advantages_made_of_rewards_with_trls_eps_are_trls(checkpoint, tmp_path):
+    trainer, step = record(checkpoint, tmp_path)
+    batch = batch_from_trl(step["window"], TEMPERATURE)
+    rows = zip(batch.input_ids, batch.response_mask, strict=True)
+    rewards = torch.tensor([float((ids[kept] % 2 == 0).float().mean()) for ids, kept in rows])
+    unknown = replace(batch, advantages=None, rewards=rewards)
+    settings = trl_settings(trainer.args)
+    table = measure(policy_of(trainer), unknown, loss=settings.loss, advantage_eps=settings.advantage_eps)
+    # TRL computes the deviation in float32; eps 1e-6 in place of 1e-4 is ten times further off.
+    wanted = batch.advantages[batch.response_mask].numpy()
+    np.testing.assert_allclose(table["advantage"], wanted, rtol=2e-5)
+    paper = measure(policy_of(trainer), unknown, loss=settings.loss)
+    assert np.abs(paper["advantage"] / wanted - 1).max() > 2e-4
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"loss_type": "cispo"}, "loss_type is 'cispo'"),
+        ({"importance_sampling_level": "sequence"}, "importance_sampling_level is 'sequence'"),
+        ({"entropy_coef": 0.1}, "entropy bonus"),
+        ({"use_adaptive_entropy": True}, "entropy bonus"),
+        ({"top_entropy_quantile": 0.2}, "top_entropy_quantile is 0.2"),
+        ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold is 0.5"),
+        ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef"),
+        ({"delta": 0.9}, "delta is 0.9"),
+        ({"epsilon": 1.5}, "clip_ratio_low is 1.5"),
+    ],
+)
+def test_a_loss_without_a_counterpart_is_refused_in_one_line(tmp_path, settings, words):
+    config = import_trl().GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **settings)
+    with pytest.raises(InputError) as caught:
+        trl_settings(config)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+# ---- the callback
+
+
+def watched(checkpoint, folder, *, every=1, **settings):
+    trainer = make_trainer(checkpoint, folder, **settings)
+    callback = GradScopeCallback(trainer, every=every, micro_batch_size=3)
+    recorder = Recorder(trainer)
+    trainer.add_callback(callback)
+    return trainer, callback, recorder
+
+
+@pytest.mark.parametrize("methods", [None, {"reweight_alpha": 0.3, "lopti_eta": 0.5}], ids=["stock", "both methods"])
+def test_training_with_the_callback_is_training_without_it_bit_for_bit(checkpoint, tmp_path, methods):
+    settings = {"num_iterations": 2, "beta": 0.1, "max_steps": 4, **ACCUMULATED}
+    if methods:
+        from gradscope.integrations.trl import GradScopeGRPOTrainer
+
+        settings |= {"kind": GradScopeGRPOTrainer, "methods": methods}
+    plain = make_trainer(checkpoint, tmp_path / "plain", **settings)
+    before = Recorder(plain)
+    train(plain)
+    trainer, callback, recorder = watched(checkpoint, tmp_path / "watched", **settings)
+    train(trainer)
+    assert len(callback.rows) == 4
+    for a, b in zip(before.steps, recorder.steps, strict=True):
+        assert all(torch.equal(a["weights"][name], b["weights"][name]) for name in a["weights"])
+        assert all(torch.equal(a["gradient"][name], b["gradient"][name]) for name in a["gradient"])
+        assert torch.equal(a["random"], b["random"]) and a["training"] == b["training"]
+    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), trainer.model.parameters(), strict=True))
+    assert all(p.requires_grad for p in trainer.model.parameters()) and "compute_loss" not in vars(trainer)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_norm_of_all_is_that_of_the_gradient_that_trl_steps_with(checkpoint, tmp_path, loss_type):
+    settings = {"loss_type": loss_type, "beta": 0.2, "num_iterations": 2, "move": 0.02}
+    trainer, callback, _ = watched(checkpoint, tmp_path, **settings, **ACCUMULATED)
+    train(trainer)
+    for row, logged in zip(callback.rows, trainer.state.log_history, strict=False):
+        assert row["interval_norm_all"] == pytest.approx(logged["grad_norm"], rel=FLOAT32)
+
+
+def test_with_adapters_the_norms_are_of_the_adapters_alone(checkpoint, tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    trainer, callback, _ = watched(checkpoint, tmp_path, peft=lora, move=0.02, beta=0.1)
+    train(trainer)
+    assert sum(p.requires_grad for p in trainer.model.parameters()) == 12
+    for row, logged in zip(callback.rows, trainer.state.log_history, strict=False):
+        assert row["interval_norm_all"] == pytest.approx(logged["grad_norm"], rel=FLOAT32)
+
+
+def test_the_numbers_of_a_step_are_those_of_interval_gradients_and_of_a_count(checkpoint, tmp_path):
+    trainer, callback, recorder = watched(checkpoint, tmp_path, move=0.02, beta=0.1, **ACCUMULATED)
+    train(trainer)
+    ends = [step["weights"] for step in recorder.steps[1:]] + [weights(trainer.model)]
+    for row, step, end in zip(callback.rows, recorder.steps, ends, strict=True):
+        batch = batch_from_trl(step["window"], TEMPERATURE)
+        model = make_model("qwen2")
+        policy = Policy(model, None, find_blocks(model))
+        model.load_state_dict(step["weights"], strict=False)
+        wanted = interval_gradients(policy, batch, settings=trl_settings(trainer.args).loss)
+        old = batch_statistics(model, batch, micro_batch_size=8, device=CPU)
+        model.load_state_dict(end, strict=False)
+        new = batch_statistics(model, batch, micro_batch_size=8, device=CPU)
+        for interval in wanted.table["interval"]:
+            line = wanted.table.set_index("interval").loc[interval]
+            close(row[f"interval_norm_{interval}"], line["norm"])
+            if interval != "all":
+                close(row[f"interval_share_{interval}"], line["share"])
+                close(row[f"interval_cosine_{interval}_all"], line["cosine_with_all"])
+                close(row[f"token_share_{interval}"], line["num_tokens"] / batch.num_tokens)
+                prob = old.logprob.exp()
+                inside = batch.response_mask & (prob >= interval / 4) & ((prob < interval / 4 + 0.25) | (interval == 3))
+                for sign, asked in (("positive", batch.advantages > 0), ("negative", batch.advantages < 0)):
+                    moved = (log_odds(new) - log_odds(old))[inside & asked]
+                    right = moved > 0 if sign == "positive" else moved < 0
+                    share = right.float().sum() / (moved != 0).sum()
+                    close(row[f"right_direction_{sign}_{interval}"], float(share))
+        for a, b in combinations(range(4), 2):
+            close(row[f"interval_cosine_{a}_{b}"], wanted.cosines[b][a])
+        assert row["num_tokens"] == batch.num_tokens
+
+
+def log_odds(statistics):
+    return statistics.logprob - statistics.log_one_minus_prob
+
+
+def close(found, wanted):
+    """Cosines are of vectors that a batch of ten tokens may make small."""
+    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+def test_every_kth_step_is_logged_written_and_told(checkpoint, tmp_path):
+    trainer, callback, _ = watched(checkpoint, tmp_path, every=2, max_steps=4)
+    words = train(trainer)
+    table = pd.read_parquet(tmp_path / "gradscope" / "metrics.parquet")
+    pd.testing.assert_frame_equal(table, pd.DataFrame(callback.rows))
+    assert list(table["step"]) == [1, 3]
+    assert [p.name for p in (tmp_path / "gradscope").iterdir()] == ["metrics.parquet"]
+    logged = [r for r in trainer.state.log_history if "gradscope/interval_norm_all" in r]
+    assert [record["step"] for record in logged] == [1, 3]
+    for record, row in zip(logged, callback.rows, strict=True):
+        finite = {f"gradscope/{n}": v for n, v in row.items() if n != "step" and math.isfinite(v)}
+        assert {n: v for n, v in record.items() if n.startswith("gradscope/")} == pytest.approx(finite)
+    assert 0 < table["seconds"].sum() <= callback.seconds
+    (told,) = [line for line in words.splitlines() if line.startswith("gradscope:")]
+    assert f"measuring took {callback.seconds:.1f} s" in told and "2 measured steps are in" in told
+
+
+def test_a_resumed_training_goes_on_with_the_file_and_a_new_one_starts_it_anew(checkpoint, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3}
+    for resume, steps in ((None, [1, 2, 3]), (str(tmp_path / "checkpoint-2"), [1, 2, 3, 4]), (None, [1, 2, 3, 4])):
+        trainer, callback, _ = watched(checkpoint, tmp_path, **settings)
+        trainer.train(resume_from_checkpoint=resume)
+        found = pd.read_parquet(callback.path)
+        assert list(found["step"]) == steps
+        settings["max_steps"] = 4
+    assert callback.seconds < 60
+
+
+def test_a_step_without_tokens_is_not_measured(checkpoint, tmp_path):
+    settings = {"mask_truncated_completions": True, "max_completion_length": 1}
+    trainer, callback, _ = watched(checkpoint, tmp_path, **settings)
+    train(trainer)
+    assert callback.rows == [] and not callback.path.exists()
+
+
+def test_the_callback_refuses_what_it_cannot_measure(checkpoint, tmp_path):
+    with pytest.raises(InputError, match="loss_type is 'cispo'"):
+        watched(checkpoint, tmp_path, loss_type="cispo")
+    trainer = make_trainer(checkpoint, tmp_path)
+    with pytest.raises(InputError, match="every is 0"):
+        GradScopeCallback(trainer, every=0)
+    with pytest.raises(InputError, match="the trainer is a int"):
+        GradScopeCallback(3)
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(InputError, match="shards"):
+        GradScopeCallback(trainer)

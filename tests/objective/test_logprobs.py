@@ -1,0 +1,273 @@
+"""Log-probabilities without cancellation, against sums in plain Python floats and autograd in float64."""
+
+import math
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.objective import gather_logprobs, logit_gradient, statistics_and_gradient
+from gradscope.objective.logprobs import (
+    ARGMAX_PART,
+    _first_largest,
+    sequence_logprobs,
+    token_statistics,
+    token_statistics_from_head,
+)
+
+# Token 0 at gaps that make 1 − π about .5, 1e-3, 1e-7, 1e-12 and 1e-26, a flat row, one with an impossible token.
+ROWS = [
+    [0.0, 0.0, -9.0, -11.0, -10.0],
+    [7.0, -1.0, -2.0, 0.0, -3.0],
+    [16.0, -1.0, 0.5, -4.0, -2.0],
+    [28.0, -1.0, 0.5, -4.0, -2.0],
+    [60.0, -1.0, 0.5, -4.0, -2.0],
+    [1.0, 1.0, 1.0, 1.0, 1.0],
+    [2.0, -math.inf, 1.0, -0.5, 0.25],
+]
+
+
+def log_share(part: float, rest: float) -> float:
+    """log(part / (part + rest)) from whichever of the two is smaller, so that nothing cancels."""
+    return math.log(part / (part + rest)) if part < rest else math.log1p(-rest / (part + rest))
+
+
+def statistics_by_loop(logits: list[float], token: int, temperature: float) -> tuple[float, float, float]:
+    """log π, log(1−π) and entropy of one token, summed exactly in Python floats."""
+    exps = [math.exp((logit - max(logits)) / temperature) for logit in logits]
+    rests = [math.fsum(exps[:j] + exps[j + 1 :]) for j in range(len(exps))]
+    terms = [-e / (e + rest) * log_share(e, rest) for e, rest in zip(exps, rests, strict=True) if e > 0]
+    return log_share(exps[token], rests[token]), log_share(rests[token], exps[token]), math.fsum(terms)
+
+
+def every_token() -> tuple[Tensor, Tensor]:
+    """Each of ROWS once per possible token: logits [n, 5] in float64 and token ids [n]."""
+    pairs = [(row, token) for row in ROWS for token in range(5) if row[token] > -math.inf]
+    return torch.tensor([row for row, _ in pairs], dtype=torch.float64), torch.tensor([token for _, token in pairs])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
+def test_statistics_equal_exact_sums_for_every_token(temperature, dtype, tolerance):
+    logits, token_ids = every_token()
+    stats = token_statistics(logits.to(dtype), token_ids, temperature=temperature)
+    assert stats.logprob.dtype == stats.log_one_minus_prob.dtype == stats.entropy.dtype == dtype
+    for i, (row, token) in enumerate(zip(logits.tolist(), token_ids.tolist(), strict=True)):
+        measured = stats.logprob[i], stats.log_one_minus_prob[i], stats.entropy[i]
+        for actual, expected in zip(measured, statistics_by_loop(row, token, temperature), strict=True):
+            # Relative, also where log π is −1e-26: nothing cancels. Below 1 the number is itself a probability or a sum
+            # of some, exp(z) of a rounded z down to −90, whose relative error is ε·|z|: hence the factor.
+            rel = tolerance if abs(expected) > 1 else 20 * tolerance
+            assert actual.item() == pytest.approx(expected, rel=rel, abs=0)
+
+
+@pytest.mark.parametrize("vocab", [4 * ARGMAX_PART - 1, 4 * ARGMAX_PART, 4 * ARGMAX_PART + 1, 5 * ARGMAX_PART + 63])
+def test_statistics_of_a_vocabulary_that_is_searched_in_parts_equal_exact_sums(vocab):
+    draw = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(8, vocab, generator=draw, dtype=torch.float64)
+    for row, place in enumerate((0, 63, 64, 200, vocab - 1)):
+        logits[row, place] = 30.0  # the largest by far, at an edge of a part
+    logits[5, [3, 70, vocab - 1]] = 5.0  # three largest ones
+    logits[6, : vocab - 3] = -math.inf  # three possible tokens
+    token_ids = logits.argmax(-1)
+    stats = token_statistics(logits, token_ids)
+    for i, (row, token) in enumerate(zip(logits.tolist(), token_ids.tolist(), strict=True)):
+        measured = stats.logprob[i], stats.log_one_minus_prob[i], stats.entropy[i]
+        for actual, expected in zip(measured, statistics_by_loop(row, token, 1.0), strict=True):
+            assert actual.item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("vocab", [4 * ARGMAX_PART, 4 * ARGMAX_PART + 1, 5 * ARGMAX_PART + 63])
+def test_the_first_of_the_largest_logits_is_found_in_parts(vocab):
+    logits = torch.randint(3, (200, vocab), generator=torch.Generator().manual_seed(0)).float()
+    logits[::7, 100] = logits[::5, vocab - 1] = 5.0
+    logits[::11, 130] = logits[::11, 70] = math.nan
+    logits[::13] = -math.inf
+    assert torch.equal(_first_largest(logits), logits.argmax(-1, keepdim=True))
+
+
+def test_float32_log_one_minus_prob_is_finite_where_the_probability_rounds_to_one():
+    stats = token_statistics(torch.tensor([0.0, 200.0]), torch.tensor(1))
+    assert stats.log_one_minus_prob.item() == -200.0
+    assert stats.logprob.item() == 0.0
+
+
+def test_a_token_that_alone_is_possible_has_no_entropy_and_no_rest():
+    stats = token_statistics(torch.tensor([-math.inf, 3.0, -math.inf]), torch.tensor(1))
+    assert (stats.logprob.item(), stats.log_one_minus_prob.item(), stats.entropy.item()) == (0.0, -math.inf, 0.0)
+
+
+def test_an_impossible_token_has_log_probability_minus_infinity_and_a_whole_rest():
+    stats = token_statistics(torch.tensor([-math.inf, 0.0, 0.0]), torch.tensor(0))
+    assert (stats.logprob.item(), stats.log_one_minus_prob.item()) == (-math.inf, 0.0)
+    assert stats.entropy.item() == pytest.approx(math.log(2))
+
+
+def test_statistics_leave_the_logits_as_they_were_and_pass_no_gradient():
+    logits = torch.randn(2, 3, 9, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    before = logits.detach().clone()
+    stats = token_statistics(logits, torch.zeros(2, 3, dtype=torch.long))
+    gradient = logit_gradient(logits, torch.zeros(2, 3, dtype=torch.long))
+    gather_logprobs(logits, torch.zeros(2, 3, dtype=torch.long))
+    assert torch.equal(logits.detach(), before)
+    assert not stats.logprob.requires_grad
+    assert not gradient.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_give_the_float32_numbers_of_the_rounded_logits(dtype):
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    token_ids = torch.tensor([0, 7, 31, 49])
+    half, full = token_statistics(logits, token_ids), token_statistics(logits.float(), token_ids)
+    assert half.logprob.dtype == torch.float32
+    assert torch.equal(half.logprob, full.logprob)
+    assert torch.equal(half.entropy, full.entropy)
+    assert torch.equal(gather_logprobs(logits, token_ids), gather_logprobs(logits.float(), token_ids))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-5)])
+def test_the_logit_gradient_is_one_hot_minus_probabilities_to_relative_precision(temperature, dtype, tolerance):
+    # float32: relative error ε·|log π_j| with |log π_j| up to 90.
+    logits, token_ids = every_token()
+    gradient = logit_gradient(logits.to(dtype), token_ids, temperature=temperature)
+    for i, (row, token) in enumerate(zip(logits.tolist(), token_ids.tolist(), strict=True)):
+        exps = [math.exp((logit - max(row)) / temperature) for logit in row]
+        for j, e in enumerate(exps):
+            others = math.fsum(x for k, x in enumerate(exps) if k != token)
+            expected = (others if j == token else -e) / math.fsum(exps)
+            assert gradient[i, j].item() == pytest.approx(expected, rel=tolerance, abs=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, torch.linspace(0.5, 2.0, 6)])
+def test_statistics_and_gradient_together_are_what_each_is_alone(temperature):
+    logits = 30 * torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    logits[1, 3] = -torch.inf
+    token_ids = torch.tensor([int(logits[0].argmax()), 7, 0, 49, 3, 3])
+    before = logits.clone()
+    statistics, gradient = statistics_and_gradient(logits, token_ids, temperature=temperature)
+    assert torch.equal(logits, before)
+    assert torch.equal(gradient, logit_gradient(logits, token_ids, temperature=temperature))
+    alone = token_statistics(logits, token_ids, temperature=temperature)
+    for field in fields(statistics):
+        assert torch.equal(getattr(statistics, field.name), getattr(alone, field.name))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-5)])
+def test_the_gradient_of_gathered_logprobs_is_the_uncancelled_one(temperature, dtype, tolerance):
+    logits, token_ids = every_token()
+    leaf = logits.to(dtype).requires_grad_()
+    logprobs = gather_logprobs(leaf, token_ids, temperature=temperature)
+    logprobs.sum().backward()
+    exact = logit_gradient(logits, token_ids, temperature=temperature) / temperature
+    assert torch.allclose(leaf.grad.double(), exact, rtol=tolerance, atol=0)
+    expected = token_statistics(logits, token_ids, temperature=temperature).logprob
+    assert torch.allclose(logprobs.double(), expected, rtol=tolerance, atol=0)
+
+
+# torch itself calls torch.jit.script the first time that forward mode is used.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_gathered_logprobs_are_differentiable_twice_and_in_forward_mode():
+    logits = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    token_ids = torch.tensor([0, 3, 5])
+
+    def function(x):
+        return gather_logprobs(x, token_ids, temperature=0.7)
+
+    assert torch.autograd.gradcheck(function, logits)
+    assert torch.autograd.gradgradcheck(function, logits)
+    direction = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    _, change = torch.func.jvp(function, (logits.detach(),), (direction,))
+    expected = (logit_gradient(logits, token_ids, temperature=0.7) / 0.7 * direction).sum(-1)
+    assert torch.allclose(change, expected, rtol=1e-12)
+
+
+def test_a_row_with_one_possible_token_has_a_zero_gradient_not_nan():
+    logits = torch.tensor([[-math.inf, 3.0, -math.inf]], requires_grad=True)
+    logprobs = gather_logprobs(logits, torch.tensor([1]))
+    logprobs.sum().backward()
+    assert logprobs.item() == 0.0
+    assert torch.equal(logits.grad, torch.zeros(1, 3))
+
+
+def test_a_temperature_per_row_equals_one_call_per_row():
+    logits = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(3))
+    token_ids = torch.arange(8).reshape(2, 4)
+    together = gather_logprobs(logits, token_ids, temperature=torch.tensor([[0.7], [1.3]]))
+    for row, temperature in enumerate((0.7, 1.3)):
+        alone = gather_logprobs(logits[row], token_ids[row], temperature=temperature)
+        assert torch.allclose(together[row], alone, rtol=1e-6, atol=0)  # 0.7 as float32 and as float64 differ
+
+
+def test_chunks_of_a_head_give_the_numbers_of_the_whole():
+    generator = torch.Generator().manual_seed(4)
+    head, hidden = torch.nn.Linear(5, 11), torch.randn(7, 5, generator=generator)
+    token_ids = torch.randint(11, (7,), generator=generator)
+    whole = token_statistics(head(hidden), token_ids, temperature=0.7)
+    for chunk_size in (1, 3, 7, 100):
+        chunked = token_statistics_from_head(head, hidden, token_ids, temperature=0.7, chunk_size=chunk_size)
+        assert torch.allclose(chunked.logprob, whole.logprob, rtol=1e-5)  # the head's matmul may round differently
+        assert torch.allclose(chunked.log_one_minus_prob, whole.log_one_minus_prob, rtol=1e-5)
+        assert torch.allclose(chunked.entropy, whole.entropy, rtol=1e-5)
+
+
+class MeanOfPast(torch.nn.Module):
+    """A causal "language model": logits from the running mean of attended embeddings plus one of the position."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.tokens = torch.nn.Parameter(torch.randn(9, 6, generator=generator, dtype=torch.float64))
+        self.positions = torch.nn.Parameter(torch.randn(16, 6, generator=generator, dtype=torch.float64))
+
+    def forward(self, input_ids, attention_mask, position_ids, use_cache):
+        assert use_cache is False
+        states = (self.tokens[input_ids] + self.positions[position_ids]) * attention_mask[..., None]
+        mean = states.cumsum(1) / attention_mask.cumsum(1).clamp(min=1)[..., None]
+        return SimpleNamespace(logits=mean @ self.tokens.T)
+
+
+def test_column_s_is_about_token_s_given_the_tokens_before_it():
+    model, ids = MeanOfPast(), torch.tensor([[3, 1, 4, 1, 5]])
+    logprobs = sequence_logprobs(model, ids, torch.ones_like(ids), temperature=0.7)
+    assert logprobs[0, 0].item() == 0.0
+    for s in range(1, 5):
+        prefix = ids[:, :s]
+        output = model(prefix, torch.ones_like(prefix), torch.arange(s)[None], use_cache=False)
+        expected = (output.logits[0, -1] / 0.7).log_softmax(-1)[ids[0, s]]
+        assert logprobs[0, s].item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_left_and_right_padding_give_the_same_numbers_and_gradients():
+    ids, pad, model = torch.tensor([3, 1, 4, 1, 5]), torch.full((3,), 8), MeanOfPast()
+    input_ids = torch.stack([torch.cat([ids, pad]), torch.cat([pad, ids])])
+    mask = torch.tensor([[1] * 5 + [0] * 3, [0] * 3 + [1] * 5])
+    logprobs = sequence_logprobs(model, input_ids, mask, temperature=torch.tensor([0.7, 0.7]))
+    assert torch.allclose(logprobs[0, :5], logprobs[1, 3:], rtol=1e-12)
+    assert torch.equal(logprobs[0, 5:], torch.zeros(3, dtype=torch.float64))
+    assert torch.equal(logprobs[1, :4], torch.zeros(4, dtype=torch.float64))
+    right, left = (torch.autograd.grad(row.sum(), model.tokens, retain_graph=True)[0] for row in logprobs)
+    assert torch.allclose(right, left, rtol=1e-10)
+    alone = sequence_logprobs(model, ids[None], torch.ones(1, 5, dtype=torch.bool), temperature=0.7)
+    assert torch.allclose(alone[0], logprobs[0, :5], rtol=1e-6)  # the tensor holds 0.7 in float32
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
+def test_a_temperature_that_is_not_positive_is_refused(temperature):
+    logits, token_ids = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
+    for function in (token_statistics, logit_gradient, gather_logprobs):
+        with pytest.raises(InputError, match="temperature"):
+            function(logits, token_ids, temperature=temperature)
+    with pytest.raises(InputError, match="temperature"):
+        gather_logprobs(logits, token_ids, temperature=torch.tensor([1.0, temperature]))
+
+
+def test_a_chunk_of_no_tokens_is_refused():
+    with pytest.raises(InputError, match="chunk_size is 0"):
+        token_statistics_from_head(
+            torch.nn.Identity(), torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), chunk_size=0
+        )

@@ -1,0 +1,526 @@
+import math
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from gradscope.diagnosis.plots import plot_logit_shares, plot_right_directions
+from gradscope.errors import InputError
+from gradscope.intervals import interval_labels
+from gradscope.plots import (
+    drawn_numbers,
+    paper_style,
+    plot_advantages,
+    plot_cosines,
+    plot_figure_1,
+    plot_figure_2,
+    plot_interval_gradient_norms,
+    plot_layers_by_interval,
+    plot_norm_against_one_minus_prob,
+    plot_token_shares,
+    save_figure,
+)
+from gradscope.plots import style as plot_style
+from gradscope.plots.layers import plot_feasible_cone
+from gradscope.plots.style import norm_column
+
+VOCAB = 145
+FIT = {"slope": 0.96, "slope_lower": 0.93, "slope_upper": 0.99, "intercept": 0.5}
+
+
+def tokens(count=3000, *, layers=4, vocab=VOCAB, measured=1.0, seed=0):
+    """A token table as `measure` writes it: 85 % of tokens near π = 1, norms that follow 1 − π with scattered gains."""
+    rng = np.random.default_rng(seed)
+    certain = rng.random(count) < 0.85
+    one_minus_prob = np.where(certain, 10 ** rng.uniform(-8, np.log10(0.25), count), rng.uniform(0.001, 1, count))
+    prob = 1 - one_minus_prob
+    rest = np.sqrt(1 / (vocab - 1)) + (1 - np.sqrt(1 / (vocab - 1))) * rng.random(count)  # ‖others‖ / (1 − π)
+    logit_norm = one_minus_prob * np.sqrt(1 + rest**2)
+    group = rng.integers(0, 40, count)
+    rewards = rng.choice([-3.0, -1.0, -0.5, 3.0], size=(40, 8), p=[0.2, 0.2, 0.2, 0.4])
+    advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)
+    table = pd.DataFrame(
+        {
+            "prob": prob,
+            "log_one_minus_prob": np.log(one_minus_prob),
+            "interval": np.minimum((4 * prob).astype(int), 3),
+            "advantage": advantages[group, rng.integers(0, 8, count)],
+            "logit_grad_norm": logit_norm,
+        }
+    )
+    table["weight"] = table["advantage"]
+    unmeasured = rng.random(count) >= measured
+    for layer in range(layers + 1):
+        gain = np.exp(rng.normal(0.3 * (layers - layer), 0.35, count)) * one_minus_prob**-0.03
+        table[f"act_grad_norm.{layer}"] = np.where(unmeasured, np.nan, logit_norm * gain)
+    table["param_grad_norm"] = np.where(unmeasured, np.nan, logit_norm * np.exp(rng.normal(2, 0.4, count)))
+    return table.astype({name: "float32" for name in table.columns if name != "interval"})
+
+
+def interval_norms():
+    return pd.DataFrame(
+        {
+            "interval": [0, 1, 2, 3, "all"],
+            "label": [*interval_labels(), "all"],
+            "norm": [0.0412, 0.0287, 0.0205, 0.0154, 0.0519],
+            "norm_sd": [0.004, 0.003, 0.003, 0.0012, 0.006],
+            "paper": [0.71, 0.36, 0.24, 0.15, 0.82],
+        }
+    )
+
+
+def cones():
+    rows = [(4, 0.3, 6.0, "measured"), (2, 0.5, 12.0, "measured"), (2, 1e-9, 300.0, "certified")]
+    return pd.DataFrame(rows, columns=["layer", "lower_gain", "upper_gain", "kind"])
+
+
+def fits(*quantities):
+    return pd.DataFrame([{"quantity": quantity, **FIT} for quantity in quantities])
+
+
+def cosines():
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(4, 9)) + 0.5
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return pd.DataFrame(vectors @ vectors.T)
+
+
+def cone(table, layer=4, lower_gain=0.3, upper_gain=6.0, **settings):
+    return plot_feasible_cone(
+        table, layer=layer, lower_gain=lower_gain, upper_gain=upper_gain, vocab_size=VOCAB, **settings
+    )
+
+
+def power(table):
+    return plot_norm_against_one_minus_prob(table, fits(4, "parameters"))
+
+
+EVERY_FIGURE = {
+    "shares": lambda table: plot_token_shares(table),
+    "advantages": lambda table: plot_advantages(table),
+    "norms": lambda table: plot_interval_gradient_norms(interval_norms()),
+    "figure_1": lambda table: plot_figure_1(table, interval_norms()),
+    "cone": lambda table: cone(table, kind="measured"),
+    "figure_2": lambda table: plot_figure_2(table, cones(), vocab_size=VOCAB),
+    "layers": lambda table: plot_layers_by_interval(table),
+    "power": power,
+    "cosines": lambda table: plot_cosines(cosines()),
+}
+OF_TOKENS = [name for name in EVERY_FIGURE if name not in ("norms", "cosines")]
+every_figure = pytest.mark.parametrize("draw", EVERY_FIGURE.values(), ids=EVERY_FIGURE)
+every_figure_of_tokens = pytest.mark.parametrize("name", OF_TOKENS)
+
+
+@pytest.fixture(autouse=True)
+def no_figure_stays_open():
+    yield
+    plt.close("all")
+
+
+def root(drawn):
+    return drawn if isinstance(drawn, Figure) else drawn.figure
+
+
+def test_a_bar_is_the_share_of_its_interval_and_the_density_integrates_to_one():
+    table = tokens()
+    ax = plot_token_shares(table)
+    shares = [100 * sum(number == interval for number in table["interval"]) / len(table) for interval in range(4)]
+    tops = [bar.get_y() + bar.get_height() for bar in ax.patches]
+    np.testing.assert_allclose(tops, shares, rtol=1e-12)
+    drawn = drawn_numbers(ax)
+    np.testing.assert_allclose(drawn["share_percent"].dropna(), shares, rtol=1e-12)
+    density = drawn.dropna(subset="density")
+    # Bins are as wide as 1/40, so that each interval's density adds up to its share.
+    area = (density["density"] * (density["prob_high"] - density["prob_low"])).to_numpy().reshape(4, 10).sum(1)
+    np.testing.assert_allclose(100 * area, shares, rtol=1e-9)
+
+
+def test_shares_follow_other_edges():
+    edges = (0.0, 0.1, 0.9, 1.0)
+    table = tokens()
+    table["interval"] = np.digitize(table["prob"], edges[1:-1])
+    drawn = drawn_numbers(plot_token_shares(table, edges=edges))
+    assert drawn["interval"].dropna().tolist() == ["[0, 0.1)", "[0.1, 0.9)", "[0.9, 1]"]
+    assert drawn["tokens"].dropna().tolist() == [sum(table["interval"] == interval) for interval in range(3)]
+
+
+def test_few_distinct_advantages_are_bars_as_wide_as_their_share_with_nothing_between():
+    table = tokens(600)
+    table["advantage"] = np.where(np.arange(600) % 3 == 0, 1.5, -0.5).astype("float32")
+    drawn = drawn_numbers(plot_advantages(table))
+    assert set(drawn["drawn_as"]) == {"bar"} and set(drawn["advantage"]) == {1.5, -0.5}
+    for number, label in enumerate(interval_labels()):
+        here = table[table["interval"] == number]["advantage"].tolist()
+        rows = drawn[drawn["interval"] == label].set_index("advantage")
+        assert rows["half_width"][1.5] / rows["half_width"][-0.5] == pytest.approx(here.count(1.5) / here.count(-0.5))
+        assert set(rows["median"]) == {sorted(here)[len(here) // 2]} and set(rows["tokens"]) == {len(here)}
+
+
+def test_a_violin_ends_at_the_extreme_values():
+    table = tokens(2000)
+    table["advantage"] = np.random.default_rng(1).normal(size=2000).astype("float32")
+    drawn = drawn_numbers(plot_advantages(table))
+    assert set(drawn["drawn_as"]) == {"violin"}
+    for number, label in enumerate(interval_labels()):
+        here, outline = table[table["interval"] == number]["advantage"], drawn[drawn["interval"] == label]["advantage"]
+        np.testing.assert_allclose([outline.min(), outline.max()], [here.min(), here.max()], atol=1e-6)  # rounded so
+
+
+def test_fewer_than_ten_tokens_are_points_not_a_violin():
+    table = tokens(2000)
+    table["advantage"] = np.random.default_rng(1).normal(size=2000).astype("float32")
+    table = pd.concat([table[table["interval"] == 0].head(9), table[table["interval"] == 3]])
+    drawn = drawn_numbers(plot_advantages(table)).groupby("interval")["drawn_as"].agg(["first", "size"])
+    assert drawn.loc["[0, ¼)"].tolist() == ["point", 9] and drawn.loc["[¾, 1]", "first"] == "violin"
+    assert len(drawn) == 2  # nothing is drawn where no token is
+
+
+def test_rollouts_without_advantage_are_refused_in_words_that_help():
+    table = tokens(20)
+    table.loc[3, "advantage"] = np.nan
+    with pytest.raises(InputError, match=r"NaN or infinite for 1 of 20 tokens.*reward"):
+        plot_advantages(table)
+
+
+def test_the_papers_norms_are_scaled_so_that_all_coincides():
+    ax = plot_interval_gradient_norms(interval_norms())
+    norms, drawn = interval_norms(), drawn_numbers(ax)
+    np.testing.assert_allclose([bar.get_height() for bar in ax.patches], norms["norm"], rtol=1e-12)
+    for row in drawn.itertuples():
+        assert row.paper_scaled == pytest.approx(row.paper / 0.82 * 0.0519)
+    assert drawn["paper_scaled"].iat[-1] == pytest.approx(norms["norm"].iat[-1])
+
+
+def test_an_interval_without_tokens_has_no_bar_and_says_so():
+    norms = interval_norms().drop(columns=["norm_sd", "paper"])
+    norms.loc[1, "norm"] = np.nan
+    ax = plot_interval_gradient_norms(norms)
+    assert "no\ntokens" in [text.get_text() for text in ax.texts] and ax.patches[1].get_height() == 0
+    assert "sd" not in ax.get_ylabel()
+    with pytest.raises(InputError, match="every norm"):
+        plot_interval_gradient_norms(norms.assign(norm=np.nan))
+
+
+def test_the_cone_is_equation_3_and_outside_counts_every_token(monkeypatch):
+    monkeypatch.setattr(plot_style, "_POINTS_PER_INTERVAL", 1000)
+    table = tokens(4000)
+    table["interval"] = 3  # only 1,000 points are drawn, all 4,000 are counted
+    ax = cone(table, lower_gain=0.8, upper_gain=1.1)
+    assert "4,000 tokens,\n≤ 1,000 drawn an interval" in ax.get_legend().get_title().get_text()
+    drawn = drawn_numbers(ax)
+    outline, points = drawn[drawn["lower"].notna()], drawn[drawn["norm"].notna()]
+    for row in outline.itertuples():
+        assert row.lower == pytest.approx(0.8 * math.sqrt(VOCAB / (VOCAB - 1)) * (1 - row.prob), abs=1e-12)
+        assert row.upper == pytest.approx(1.1 * math.sqrt(2) * (1 - row.prob), abs=1e-12)
+    outside = 0
+    for norm, log_one_minus_prob in zip(table["act_grad_norm.4"], table["log_one_minus_prob"], strict=True):
+        one_minus_prob = math.exp(log_one_minus_prob)
+        low, high = 0.8 * math.sqrt(VOCAB / (VOCAB - 1)) * one_minus_prob, 1.1 * math.sqrt(2) * one_minus_prob
+        outside += not low <= norm <= high
+    assert outside > 400 and set(outline["outside"]) == {outside}
+    assert len(points) == 1000
+
+
+def test_the_theorem_holds_for_every_token_at_the_logits_and_a_violation_is_counted():
+    table = tokens()
+    figure = plot_figure_2(table, cones(), vocab_size=VOCAB)
+    drawn = drawn_numbers(figure)
+    assert set(drawn["panel"]) == {"logits", "output of block 4", "output of block 2"}
+    assert set(drawn[drawn["panel"] == "logits"]["outside"].dropna()) == {0}
+    table.loc[5, "logit_grad_norm"] *= 2
+    assert "theorem: 1 outside" in cone(table, "logits", 1.0, 1.0).get_legend().texts[0].get_text()
+
+
+def test_several_kinds_of_gains_share_the_panel_of_their_layer():
+    figure = plot_figure_2(tokens(), cones(), vocab_size=VOCAB)
+    words = [text.get_text() for text in figure.axes[2].get_legend().texts]
+    assert [word.split(" gains")[0] for word in words] == ["certified", "measured"]
+
+
+@pytest.mark.parametrize("gains", [(2.0, 1.0), (-1.0, 1.0), (0.0, math.inf), (math.nan, 1.0)])
+def test_gains_that_bound_nothing_are_refused(gains):
+    with pytest.raises(InputError, match="gains of layer 4"):
+        cone(tokens(50), 4, *gains)
+
+
+def test_the_heat_map_holds_medians_over_the_measured_tokens():
+    table = tokens(measured=0.3)
+    drawn = drawn_numbers(plot_layers_by_interval(table))
+    rows = [("logits", "logits"), ("parameters", "all parameters"), (0, "input of block 1"), (3, "output of block 3")]
+    for layer, name in rows:
+        for number, label in enumerate(interval_labels()):
+            here = [
+                norm
+                for norm, interval, measured in zip(
+                    table[norm_column(layer)], table["interval"], table["param_grad_norm"].notna(), strict=True
+                )
+                if measured and interval == number
+            ]
+            row = drawn[(drawn["layer"] == name) & (drawn["interval"] == label)].iloc[0]
+            assert row["median_norm"] == pytest.approx(np.median(here)) and row["tokens"] == len(here)
+
+
+def test_a_layer_that_was_not_measured_stays_empty_in_the_heat_map():
+    drawn = drawn_numbers(plot_layers_by_interval(tokens().assign(param_grad_norm=np.nan)))
+    assert drawn[drawn["layer"] == "all parameters"]["median_norm"].isna().all()
+    assert drawn[drawn["layer"] != "all parameters"]["median_norm"].notna().all()
+
+
+def test_norms_that_are_all_zero_do_not_break_the_heat_map():
+    table = tokens(50)
+    for column in [norm_column(layer) for layer in ("logits", "parameters", 0, 1, 2, 3, 4)]:
+        table[column] = np.float32(0)
+    assert (drawn_numbers(plot_layers_by_interval(table))["median_norm"].dropna() == 0).all()
+
+
+def test_the_fitted_line_is_the_given_power_and_the_laws_cross_it_in_the_middle():
+    ax = plot_norm_against_one_minus_prob(tokens(), fits(4)).axes[0]
+    fitted, theory, root_law = (line.get_xydata() for line in ax.lines)
+    np.testing.assert_allclose(fitted[:, 0], [1e-3, 1.0])
+    np.testing.assert_allclose(fitted[:, 1], [math.exp(0.5) * x**0.96 for x in fitted[:, 0]], rtol=1e-12)
+    middle = math.log(1e-3) / 2
+    for line, slope in ((theory, 1.0), (root_law, 0.5)):
+        (x0, y0), (x1, y1) = np.log(line)
+        assert (y1 - y0) / (x1 - x0) == pytest.approx(slope)
+        assert y0 + slope * (middle - x0) == pytest.approx(0.5 + 0.96 * middle)
+
+
+def test_tokens_of_norm_zero_have_no_logarithm_and_are_counted():
+    table = tokens(500)
+    table.loc[:2, "param_grad_norm"] = 0.0
+    table.loc[0, "log_one_minus_prob"] = -np.inf
+    ax = plot_norm_against_one_minus_prob(table, fits("param_grad_norm")).axes[0]
+    assert ax.texts[0].get_text() == "500 tokens,\n3 of norm 0"
+    assert len(drawn_numbers(ax)["norm"].dropna()) == 497
+
+
+def test_a_quantity_that_could_not_be_fitted_is_drawn_without_a_line():
+    unfitted = fits(4, 0).assign(slope=[np.nan, 0.9], slope_lower=np.nan, slope_upper=np.nan)
+    without, alone = plot_norm_against_one_minus_prob(tokens(), unfitted).axes
+    assert not without.lines and "too few tokens" in without.get_title(loc="left")
+    assert len(alone.lines) == 3 and alone.get_title(loc="left").endswith("slope 0.90")  # one prompt: no interval
+
+
+def test_cosines_are_drawn_as_given_and_an_empty_interval_as_a_dash():
+    matrix = cosines()
+    matrix.iloc[2, :] = matrix.iloc[:, 2] = np.nan
+    ax = plot_cosines(matrix)
+    np.testing.assert_array_equal(drawn_numbers(ax)[interval_labels()].to_numpy(), matrix.to_numpy())
+    assert [text.get_text() for text in ax.texts].count("–") == 7
+    with pytest.raises(InputError, match="at most 1"):
+        plot_cosines(cosines() * 3)
+    with pytest.raises(InputError, match="square"):
+        plot_cosines(cosines().iloc[:3])
+
+
+@every_figure_of_tokens
+def test_a_missing_column_is_named(name):
+    for column in ("prob", "interval", "advantage", "log_one_minus_prob", "logit_grad_norm", "act_grad_norm.4"):
+        table = tokens(100).drop(columns=column)
+        try:
+            EVERY_FIGURE[name](table)
+        except InputError as error:
+            # Without its column, block 4 is no row of the heat map rather than a missing one.
+            assert f"has no column {column}," in str(error), (column, error)
+        else:
+            assert column not in NEEDED[name], column
+
+
+NEEDED = {
+    "shares": ["prob", "interval"],
+    "advantages": ["interval", "advantage"],
+    "figure_1": ["prob", "interval", "advantage"],
+    "cone": ["prob", "interval", "log_one_minus_prob", "act_grad_norm.4"],
+    "figure_2": ["prob", "interval", "log_one_minus_prob", "act_grad_norm.4", "logit_grad_norm"],
+    "layers": ["interval", "logit_grad_norm"],
+    "power": ["interval", "log_one_minus_prob", "act_grad_norm.4"],
+}
+
+
+@every_figure_of_tokens
+def test_a_single_token_and_empty_intervals_are_drawn(name):
+    table = tokens()
+    for part in (table.iloc[:1], table[table["interval"] == 0].iloc[:1], table[table["interval"].isin([0, 3])]):
+        root(EVERY_FIGURE[name](part)).draw_without_rendering()
+
+
+@every_figure_of_tokens
+def test_an_empty_table_and_an_unknown_interval_are_refused(name):
+    with pytest.raises(InputError, match="no rows"):
+        EVERY_FIGURE[name](tokens().iloc[:0])
+    with pytest.raises(InputError, match="interval"):
+        EVERY_FIGURE[name](tokens(50).assign(interval=-1))
+
+
+@pytest.mark.parametrize("name", ["cone", "figure_2", "layers", "power"])
+def test_norms_that_are_all_nan_are_refused(name):
+    with pytest.raises(InputError, match=r"NaN for all|measured|nowhere"):
+        EVERY_FIGURE[name](
+            tokens(50).assign(**{norm_column(layer): np.nan for layer in ("logits", "parameters", *range(5))})
+        )
+
+
+@every_figure
+def test_nothing_is_set_too_small_and_no_tick_labels_overlap(draw):
+    figure = root(draw(tokens()))
+    figure.canvas.draw()
+    for text in figure.findobj(Text):
+        assert not text.get_text().strip() or text.get_fontsize() >= 8, text
+    for ax in figure.axes:
+        boxes = [label.get_window_extent() for label in ax.get_xticklabels() if label.get_text()]
+        for left, right in pairwise(boxes):
+            assert left.x1 <= right.x0, ax.get_title(loc="left")
+
+
+@pytest.mark.parametrize("name", ["figure_1", "cone", "layers", "power", "cosines"])
+def test_the_users_settings_are_neither_touched_nor_used(name, tmp_path):
+    draw = EVERY_FIGURE[name]
+    save_figure(draw(tokens(300)), tmp_path / "plain.svg")
+    with mpl.rc_context({"font.size": 17, "xtick.labelsize": 29, "axes.grid": True, "savefig.dpi": 40}):
+        before = dict(mpl.rcParams)
+        save_figure(draw(tokens(300)), tmp_path / "styled.svg")
+        assert dict(mpl.rcParams) == before
+    assert (tmp_path / "plain.svg").read_bytes() == (tmp_path / "styled.svg").read_bytes()
+
+
+def test_the_users_settings_return_after_an_error():
+    before = dict(mpl.rcParams)
+    with pytest.raises(ZeroDivisionError), paper_style():
+        assert mpl.rcParams["font.size"] == 8
+        1 / 0  # noqa: B018
+    assert dict(mpl.rcParams) == before
+
+
+def test_a_given_axes_is_drawn_into_and_otherwise_a_notebook_shows_the_new_one():
+    figure, axes = plt.subplots(1, 2)
+    assert plot_token_shares(tokens(200), ax=axes[0]) is axes[0] and plot_advantages(tokens(200), ax=axes[1]) is axes[1]
+    assert set(drawn_numbers(figure)["panel"]) == {"panel 1", "panel 2"}
+    new = plot_advantages(tokens(200))
+    assert isinstance(new, Axes) and plt.gcf() is new.figure
+    figures = plt.get_fignums()
+    assert isinstance(plot_figure_1(tokens(200), interval_norms()), Figure) and plt.get_fignums() == figures
+
+
+def test_saving_closes_the_figure_and_writes_the_numbers_beside_it(tmp_path):
+    path = save_figure(plot_cosines(cosines()), tmp_path / "new" / "cosines.png")
+    assert plt.get_fignums() == [] and sorted(p.name for p in path.parent.iterdir()) == ["cosines.csv", "cosines.png"]
+    written = pd.read_csv(path.with_suffix(".csv"))
+    np.testing.assert_allclose(written[interval_labels()].to_numpy(), cosines().to_numpy(), rtol=1e-15)
+    own = pd.DataFrame({"x": [1, 2]}, index=pd.Index(["a", "b"], name="row"))
+    save_figure(plot_cosines(cosines()), path, own)
+    assert path.with_suffix(".csv").read_text() == "row,x\na,1\nb,2\n"
+
+
+def test_a_figure_of_several_panels_tells_them_apart_in_its_csv(tmp_path):
+    path = save_figure(plot_figure_1(tokens(), interval_norms()), tmp_path / "figure.svg")
+    written = pd.read_csv(path.with_suffix(".csv"))
+    assert written["panel"].unique().tolist() == ["(a) token shares", "(b) advantages", "(d) gradient norms"]
+    assert written[written["panel"] == "(d) gradient norms"]["norm"].tolist() == interval_norms()["norm"].tolist()
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch):
+    path = save_figure(plot_cosines(cosines()), tmp_path / "figure.png")
+    before = path.read_bytes()
+    with pytest.raises(InputError, match="travels with its CSV"):
+        save_figure(plt.figure(), path)
+    with pytest.raises(InputError, match=r"\.png, \.pdf, \.svg"):
+        save_figure(plot_cosines(cosines()), tmp_path / "figure.jpg")
+    monkeypatch.setattr(pd.DataFrame, "to_csv", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save_figure(plot_token_shares(tokens(100)), path)
+    assert path.read_bytes() == before and sorted(p.name for p in tmp_path.iterdir()) == ["figure.csv", "figure.png"]
+
+
+def full_disk(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+def save_in_every_format(folder, *names):
+    for suffix in ("png", "svg", "pdf"):
+        for name in names:
+            save_figure(EVERY_FIGURE[name](tokens(400, measured=0.5)), Path(folder) / suffix / f"{name}.{suffix}")
+
+
+def test_files_are_the_same_bytes_in_another_process(tmp_path):
+    names = ("figure_1", "cone")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import test_plots; test_plots.save_in_every_format(*sys.argv[2:])"
+    )
+    command = [sys.executable, "-W", "error", "-c", code, str(Path(__file__).parent), str(tmp_path / "there"), *names]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2], env=child_environment())
+    save_in_every_format(tmp_path / "here", *names)
+    files = sorted(path.relative_to(tmp_path / "here") for path in (tmp_path / "here").rglob("*.*"))
+    assert len(files) == 12  # two pictures in three formats, each with its CSV
+    for file in files:
+        assert (tmp_path / "here" / file).read_bytes() == (tmp_path / "there" / file).read_bytes(), file
+
+
+def child_environment():
+    root_folder = str(Path(__file__).parents[2])
+    # Another hash seed shuffles sets; another date would show in a file that carries one.
+    return {**os.environ, "PYTHONPATH": root_folder, "PYTHONHASHSEED": "1234", "SOURCE_DATE_EPOCH": "86400"}
+
+
+def test_a_file_carries_neither_date_nor_version(tmp_path):
+    save_in_every_format(tmp_path, "cone")
+    for path in tmp_path.rglob("cone.*"):
+        if path.suffix != ".csv":
+            content = path.read_bytes()
+            assert mpl.__version__.encode() not in content and b"Date" not in content and b"Software" not in content
+
+
+def test_shares_of_a_step_are_drawn_by_kind_of_step_and_sign_with_their_bars():
+    labels = interval_labels()
+    shares = pd.DataFrame(
+        [
+            {"kind": kind, "sign": sign, "interval": label, "share": share, "lower": share - 0.1, "upper": share + 0.2}
+            for kind, shift in (("predicted", 0.0), ("actual", 0.05))
+            for sign, start in (("positive", 0.4), ("negative", 0.6))
+            for label, share in zip([*labels[:3], "all"], np.array([0.0, 0.05, 0.1, 0.02]) + start + shift, strict=True)
+        ]
+    )
+    figure = plot_right_directions(shares, labels)
+    for ax, start in zip(figure.axes, (0.4, 0.6), strict=True):
+        assert [bars.get_label() for bars in ax.containers] == ["predicted step", "actual step"]
+        for bars, shift in zip(ax.containers, (0.0, 0.05), strict=True):
+            points, _, (segments,) = bars
+            # Of the last interval nothing is known.
+            expected = 100 * (start + shift + np.array([0.0, 0.05, 0.1, np.nan]))
+            np.testing.assert_allclose(points.get_ydata(), expected)
+            ends = np.array([segment[:, 1] for segment in segments.get_segments()[:3]])
+            np.testing.assert_allclose(ends, np.stack([expected[:3] - 10, expected[:3] + 20], 1))
+    assert len(drawn_numbers(figure)) == len(shares)
+    one = plot_right_directions(shares[shares["kind"] == "actual"], labels)
+    assert [bars.get_label() for bars in one.axes[0].containers] == ["actual step"]
+
+
+def test_ranges_of_a_dump_alone_reach_from_the_least_share_to_the_most():
+    labels, rows = interval_labels(), []
+    for sign in ("all", "positive"):
+        for place, quantity in enumerate(
+            ("tokens", "weight", "squared_weight", "weighted_norm", "squared_weighted_norm")
+        ):
+            for i, label in enumerate(labels):
+                least, most = 0.1 * i + 0.01 * place, 0.1 * i + 0.03 * place + (sign == "positive")
+                ends = {"least": least, "most": most, "lower": least - 0.01, "upper": most + 0.02}
+                rows.append({"sign": sign, "quantity": quantity, "label": label} | ends)
+    rows[0] |= {"least": np.nan, "most": np.nan}
+    shares = pd.DataFrame(rows)
+    ax = plot_logit_shares(shares)
+    drawn = shares[(shares["sign"] == "all") & (shares["quantity"] != "squared_weight")]
+    thin, thick = ax.collections[::2], ax.collections[1::2]
+    for lines, low, high in ((thin, "lower", "upper"), (thick, "least", "most")):
+        found = np.array([segment[:, 1] for one in lines for segment in one.get_segments() if len(segment)])
+        np.testing.assert_allclose(found, 100 * drawn[[low, high]].dropna().to_numpy())
+    assert drawn_numbers(ax)["sign"].eq("all").all()
+    plt.close(root(ax))

@@ -1,0 +1,273 @@
+"""Checkpoints as trainers leave them: shards, half precisions, runs' folders, code of their own, several devices."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from support.cli import complaint
+from support.policies import CAUSAL, VOCAB, make_batch, make_model, make_policy, make_tokenizer, save_checkpoint
+
+from gradscope.errors import InputError
+from gradscope.gradients import TokenGradientMeter, measure, measuring
+from gradscope.policy import checkpoint as checkpoint_files
+from gradscope.policy import checkpoint_step, hash_ahead, load_policy, weights_hash
+
+refusal = partial(complaint, load_policy)
+
+IDS = torch.arange(4, 24)[None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", "llama")
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    return model(input_ids=IDS).logits
+
+
+def test_weights_in_shards_are_those_in_one_file(folder, tmp_path):
+    make_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-0*.safetensors"))) > 2
+    assert torch.equal(logits(load_policy(tmp_path).model), logits(load_policy(folder).model))
+    before = weights_hash(tmp_path)
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
+    assert weights_hash(tmp_path) != before
+    shard.unlink()
+    assert "no usable weights in" in refusal(tmp_path)
+
+
+def test_a_hash_that_was_begun_beside_loading_is_the_same_and_no_older_than_the_files(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "WORTH_A_THREAD", 0)
+    make_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    plain = weights_hash(tmp_path)
+    hash_ahead(tmp_path)
+    assert len(checkpoint_files._AHEAD) == 1
+    assert weights_hash(tmp_path) == plain and not checkpoint_files._AHEAD
+    hash_ahead(tmp_path)
+    (begun,) = checkpoint_files._AHEAD.values()
+    assert begun.result() == plain  # before the files change
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes() + b" ")
+    assert weights_hash(tmp_path) != plain
+    checkpoint_files._AHEAD.clear()
+    hash_ahead(tmp_path / "nothing")
+    hash_ahead("x" * 5000)
+
+
+MEMORY = """
+import sys, threading, time
+import torch
+from gradscope.policy import load_policy
+
+def resident():
+    with open("/proc/self/status") as lines:
+        return {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.startswith("Rss")}
+
+def watch():
+    while True:
+        peak[0] = max(peak[0], resident()["RssAnon"])
+        time.sleep(0.001)
+
+load_policy(sys.argv[1], dtype="bfloat16", device="cpu")  # what is imported on the way counts for nothing
+peak = [0]
+before = resident()["RssAnon"]
+threading.Thread(target=watch, daemon=True).start()
+model = load_policy(sys.argv[1], dtype=sys.argv[2], device="cpu").model
+peak[0] = max(peak[0], resident()["RssAnon"])
+print(peak[0] - before, sum(p.numel() * p.element_size() for p in model.parameters()))
+"""
+"""Prints what loading takes at most of memory that is not the page cache's, and the size of the weights."""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is Linux's")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_checkpoint_in_shards_is_never_twice_in_memory(dtype, tmp_path):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    settings = {"vocab_size": 20_000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    settings |= {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": True}
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(Qwen2Config(**settings))
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    model.tie_weights()
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.01)
+    model.save_pretrained(tmp_path, max_shard_size="20MB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    command = [sys.executable, "-c", MEMORY, str(tmp_path), dtype]
+    peak, weights = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    assert weights > 60e6
+    # As they are in the files they stay the files' own pages, of the page cache; else they are there once.
+    assert peak < (1.15 * weights if dtype == "float32" else 0.3 * weights) + 16e6
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_checkpoint_in_half_precision_is_computed_with_in_float32_on_the_cpu(dtype, tmp_path):
+    narrow = make_model("llama").to(getattr(torch, dtype))
+    narrow.save_pretrained(tmp_path)
+    policy = load_policy(tmp_path, device="cpu")
+    assert policy.dtype == torch.float32
+    pairs = zip(policy.model.parameters(), narrow.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs.float()) for ours, theirs in pairs)  # widening rounds nothing
+    assert load_policy(tmp_path, dtype=dtype, device="cpu").dtype == getattr(torch, dtype)
+
+
+def test_a_checkpoint_of_a_run_finds_the_tokenizer_above_it(tmp_path):
+    save_checkpoint(tmp_path / "checkpoint-20", "llama", tokenizer=False)
+    assert load_policy(tmp_path / "checkpoint-20").tokenizer is None
+    make_tokenizer().save_pretrained(tmp_path)
+    assert load_policy(tmp_path / "checkpoint-20").encode_response("w4 w95") == [4, 95]
+    elsewhere = Path(shutil.copytree(tmp_path / "checkpoint-20", tmp_path / "final"))
+    assert load_policy(elsewhere).tokenizer is None  # it is no checkpoint by its name
+
+
+def test_the_folder_of_a_run_is_refused_with_its_newest_checkpoint(folder, tmp_path):
+    for step in (20, 100, 3):
+        shutil.copytree(folder, tmp_path / f"checkpoint-{step}")
+    (tmp_path / "checkpoint-best").mkdir()
+    assert f"such as the newest: {tmp_path / 'checkpoint-100'}" in refusal(tmp_path)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)  # the trained model itself, saved in the end
+    load_policy(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "step"),
+    [
+        ("checkpoint-7", {"global_step": 500}, 500),  # transformers and TRL
+        ("step-000040", {"step": 40, "nonfinite_in_a_row": 0}, 40),  # gradscope
+        ("checkpoint-7", None, 7),
+        ("global_step_20", None, 20),
+        ("checkpoint-7", {"epoch": 1}, 7),
+        ("final", {"global_step": True}, None),
+        ("qwen2.5", None, None),
+    ],
+)
+def test_the_step_of_a_checkpoint_is_its_trainers_word_or_its_name(name, state, step, tmp_path):
+    folder = tmp_path / name
+    folder.mkdir()
+    if state is not None:
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+    assert checkpoint_step(folder) == step
+    (folder / "adapter").mkdir()
+    assert checkpoint_step(folder / "adapter") == step
+
+
+def test_a_broken_trainer_state_leaves_the_name(tmp_path):
+    folder = tmp_path / "checkpoint-7"
+    folder.mkdir()
+    for text in ("{", "[1]", "", "[" * 100_000):
+        (folder / "trainer_state.json").write_text(text)
+        assert checkpoint_step(folder) == 7
+
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path({ran!r}).write_text("ran")
+class OddConfig(LlamaConfig):
+    model_type = {kind!r}
+class OddForCausalLM(LlamaForCausalLM):
+    config_class = OddConfig
+"""
+
+
+def write_odd(folder: Path, kind: str, ran: Path) -> Path:
+    """A checkpoint that brings its own code, which leaves a file behind as soon as it is imported."""
+    save_checkpoint(folder, "llama")
+    (folder / "odd.py").write_text(CODE.format(ran=str(ran), kind=kind))
+    config = json.loads((folder / "config.json").read_text())
+    own = {"AutoConfig": "odd.OddConfig", "AutoModelForCausalLM": "odd.OddForCausalLM"}
+    changed = {"model_type": kind, "auto_map": own, "architectures": ["OddForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    return folder
+
+
+def test_a_checkpoints_own_code_runs_only_where_it_is_asked_for(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    ran = tmp_path / "ran"
+    odd = write_odd(tmp_path / "odd", "odd_llama", ran)
+    assert "brings its own code (odd.OddConfig)" in refusal(odd) and "--trust-remote-code" in refusal(odd)
+    assert not ran.exists()
+    policy = load_policy(odd, trust_remote_code=True)
+    assert ran.exists() and type(policy.model).__name__ == "OddForCausalLM"
+    assert torch.equal(logits(policy.model), logits(load_policy(folder).model))
+
+
+def test_a_known_architecture_is_loaded_by_transformers_own_class_whatever_code_lies_there(folder, tmp_path):
+    ran = tmp_path / "ran"
+    policy = load_policy(write_odd(tmp_path / "odd", "llama", ran))
+    assert not ran.exists() and type(policy.model).__name__ == "LlamaForCausalLM"
+    assert torch.equal(logits(policy.model), logits(load_policy(folder).model))
+
+
+def test_a_tokenizers_own_code_does_not_run(tmp_path):
+    ran = tmp_path / "ran"
+    odd = save_checkpoint(tmp_path / "odd", "llama")
+    (odd / "odd.py").write_text(CODE.format(ran=str(ran), kind="odd"))
+    settings = json.loads((odd / "tokenizer_config.json").read_text())
+    own = {"auto_map": {"AutoTokenizer": ["odd.OddConfig", None]}, "tokenizer_class": "OddTokenizer"}
+    (odd / "tokenizer_config.json").write_text(json.dumps(settings | own))
+    try:
+        load_policy(odd)
+    except InputError as error:
+        assert "the tokenizer in" in str(error)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_dispatched_over_devices_a_policy_has_the_norms_that_it_has_whole(name):
+    # accelerate's hooks replace each module's forward; with a single device they move nothing.
+    from accelerate import dispatch_model
+
+    whole, spread = make_policy(name), make_policy(name)
+    batch = make_batch(whole, lengths=(5, 3), prompt_lengths=(4, 4))
+    dispatch_model(spread.model, {"": "cpu"}, force_hooks=True)
+    assert "forward" in vars(spread.blocks[0])
+    expected, found = measure(whole, batch), measure(spread, batch)
+    assert [*found] == [*expected]
+    for column in (c for c in expected if "norm" in c):
+        assert found[column].tolist() == expected[column].tolist(), column
+    with measuring(spread.model), measuring(whole.model):
+        meters = [TokenGradientMeter(policy, batch.sequence(0)[0]) for policy in (spread, whole)]
+    assert meters[0].claims == meters[1].claims  # nothing went the slow way for the hooks' sake
+
+
+def test_a_forward_that_is_replaced_by_anyone_else_is_still_no_rules():
+    policy = make_policy("llama")
+    layer = policy.blocks[0].mlp.up_proj
+    layer.forward = lambda x: torch.nn.functional.linear(x, 2 * layer.weight)
+    batch = make_batch(policy, lengths=(4, 3), prompt_lengths=(4, 4))
+    with measuring(policy.model):
+        meter = TokenGradientMeter(policy, batch.sequence(0)[0])
+    assert [*meter.claims.general] == ["model.layers.0.mlp.up_proj.weight"]
+
+
+def test_a_device_map_places_the_policy_or_is_refused(folder):
+    for device_map in ("auto", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}):
+        policy = load_policy(folder, device_map=device_map)
+        assert {p.device.type for p in policy.model.parameters()} <= {"cpu", "cuda"}
+    assert "give one of the two" in refusal(folder, device_map="auto", device="cpu")
+    assert "'nonsense'" in refusal(folder, device_map="nonsense")
+
+
+def test_parameters_that_are_offloaded_are_refused_by_name(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = refusal(folder, device_map={"model": "cpu", "lm_head": "disk"})
+    assert "leaves lm_head.weight on no device" in text
+
+
+def test_a_whole_model_has_no_base_and_no_adapter(folder):
+    assert "holds no adapter" in refusal(folder, params="adapter")
+    assert "base is 'x'" in refusal(folder, base="x")
+    policy = load_policy(folder)
+    assert (policy.params, policy.base) == ("all", None) and policy.vocab_size == VOCAB

@@ -1,0 +1,333 @@
+"""Adapters of peft: found with their base, merged or kept, and measured over their own parameters alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.adapters import peft, save_adapter
+from support.cli import complaint
+from support.policies import LAYERS, make_batch, make_tokenizer, save_checkpoint
+from torch import Tensor
+
+from gradscope import StepSettings, apply_update, interval_gradients
+from gradscope.errors import InputError, SelfCheckError
+from gradscope.gradients import (
+    MeasureSettings,
+    TableMeasurement,
+    TokenGradientMeter,
+    TokenGradients,
+    measure,
+    measuring,
+    weighted_gradients,
+)
+from gradscope.policy import flat_slices, float_parameters, load_policy, policy_hashes
+from gradscope.policy.parameters import measure_only
+from gradscope.rollouts import TokenBatch
+from gradscope.updates import influence
+
+refusal = partial(complaint, load_policy)
+
+ADAPTERS = {
+    "all layers, tied head": ("qwen2", {"r": 3, "target_modules": "all-linear"}),
+    "all layers, own head": ("llama", {"r": 2, "target_modules": "all-linear"}),
+    "queries and values": ("llama", {"r": 4, "target_modules": ["q_proj", "v_proj"]}),
+    "the first block alone": ("qwen2", {"r": 2, "target_modules": ["down_proj"], "layers_to_transform": [0]}),
+    "a head that is trained whole": ("llama", {"r": 2, "target_modules": ["o_proj"], "modules_to_save": ["lm_head"]}),
+    "embeddings and norms trained whole": (
+        "llama",
+        {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "norm"]},
+    ),
+    "biases of the adapted layers": ("qwen2", {"r": 2, "target_modules": ["q_proj", "up_proj"], "bias": "lora_only"}),
+    "transposed weights": ("gpt2", {"r": 2, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
+    "magnitudes apart (DoRA)": ("qwen2", {"r": 2, "target_modules": ["q_proj", "down_proj"], "use_dora": True}),
+}
+"""What is adapted → (architecture, its LoraConfig)."""
+
+
+@pytest.fixture(scope="module", params=ADAPTERS)
+def adapter(request, tmp_path_factory) -> Path:
+    architecture, settings = ADAPTERS[request.param]
+    folder = tmp_path_factory.mktemp("adapter")
+    save_checkpoint(folder / "base", architecture)
+    return save_adapter(folder / "adapter", folder / "base", **settings)
+
+
+@pytest.fixture(scope="module")
+def simple(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("simple")
+    save_checkpoint(folder / "base", "qwen2")
+    return save_adapter(folder / "adapter", folder / "base", r=2, target_modules=["q_proj", "down_proj"])
+
+
+@pytest.fixture
+def broken(simple, tmp_path) -> Path:
+    """A copy that a test may break."""
+    folder = Path(shutil.copytree(simple.parent, tmp_path / "run")) / "adapter"
+    change_config(folder, base_model_name_or_path="../base")
+    return folder
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def in_peft(folder: Path) -> tuple[Any, list[Tensor]]:
+    """The adapter in float64 as peft loads it, and the parameters that peft would train."""
+    adapted = peft.PeftModel.from_pretrained(
+        load_policy(folder.parent / "base", dtype="float64").model, folder, is_trainable=True
+    ).double()
+    return adapted.eval(), [p for p in adapted.parameters() if p.requires_grad]
+
+
+def brute_force(folder: Path, batch: TokenBatch) -> Tensor:
+    """‖∇ log π‖ of each token over what peft would train: one autograd call each."""
+    adapted, trained = in_peft(folder)
+    norms = []
+    for row in range(len(batch)):
+        ids, targets = batch.sequence(row)
+        logprobs = adapted(input_ids=ids[None]).logits[0].log_softmax(-1)
+        for k in targets.tolist():
+            gradients = torch.autograd.grad(logprobs[k - 1, ids[k]], trained, retain_graph=True, allow_unused=True)
+            norms.append(sum(g.square().sum() for g in gradients if g is not None).sqrt())
+    return torch.stack(norms).detach()
+
+
+def test_norms_over_an_adapter_are_those_of_brute_force_over_its_parameters(adapter):
+    policy = load_policy(adapter, params="adapter", dtype="float64")
+    batch = make_batch(policy, lengths=(7, 1, 6, 4), prompt_lengths=(5, 5, 3, 3))
+    found = torch.from_numpy(measure(policy, batch)["param_grad_norm"].to_numpy(np.float64))
+    # Norms cast to float32 inside transformers; 3e-6 was the largest seen.
+    torch.testing.assert_close(found, brute_force(adapter, batch), rtol=3e-5, atol=0)
+    assert sum(p.numel() for _, p in float_parameters(policy.model)) == sum(p.numel() for p in in_peft(adapter)[1])
+
+
+def test_layers_have_the_norms_of_the_merged_model(adapter):
+    kept, merged = load_policy(adapter, params="adapter"), load_policy(adapter)
+    assert (kept.params, merged.params) == ("adapter", "all") and kept.base == merged.base
+    batch = make_batch(merged, lengths=(5, 4), prompt_lengths=(5, 5))
+    ours, theirs = measure(kept, batch), measure(merged, batch)
+    columns = ["logprob", "logit_grad_norm", *(f"act_grad_norm.{layer}" for layer in range(LAYERS + 1))]
+    # float32 on both sides, of sums in another order
+    np.testing.assert_allclose(ours[columns], theirs[columns], rtol=2e-4, atol=1e-6)
+    assert (ours["param_grad_norm"] != theirs["param_grad_norm"]).all()
+
+
+def test_a_merged_adapter_computes_what_peft_computes(adapter):
+    ids = torch.arange(4, 24)[None]
+    with torch.no_grad():
+        expected = in_peft(adapter)[0](input_ids=ids).logits
+        found = load_policy(adapter, dtype="float64").model(input_ids=ids).logits
+    # peft adds the product of float32 factors.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_self_check_sees_a_wrong_norm_of_an_adapter(simple, monkeypatch):
+    policy = load_policy(simple, params="adapter")
+    right = TokenGradientMeter.measure_together
+
+    def wrong(*args: Any) -> list[TokenGradients]:
+        found = right(*args)
+        for gradients in found:
+            gradients.param_grad_norm.mul_(1.01)
+        return found
+
+    batch = make_batch(policy, lengths=(4, 4), prompt_lengths=(3, 3))
+    with TableMeasurement(policy, batch, MeasureSettings()) as measurement:
+        assert measurement.check.tokens > 0 and measurement.check.largest_difference < 1e-4
+    monkeypatch.setattr(TokenGradientMeter, "measure_together", wrong)
+    with pytest.raises(SelfCheckError, match="self-check failed"), TableMeasurement(policy, batch, MeasureSettings()):
+        pass
+
+
+def test_summed_gradients_are_of_the_adapter_alone(simple):
+    policy = load_policy(simple, params="adapter", dtype="float64")
+    batch = make_batch(policy, holes=False)
+    seeds = torch.randn(1, *batch.input_ids.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = weighted_gradients(policy.model, batch, seeds, micro_batch_size=4)
+    adapted, trained = in_peft(simple)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(len(batch)):
+        ids, targets = batch.sequence(row)
+        logprobs = adapted(input_ids=ids[None]).logits[0].log_softmax(-1)
+        total = total + (seeds[0, row][batch.response_mask[row]] * logprobs[targets - 1, ids[targets]]).sum()
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(total, trained)])
+    assert found.shape == (1, len(expected))
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-5 * expected.norm().item())
+
+
+def test_interval_gradients_of_an_adapter_are_parts_of_its_gradient(simple):
+    policy = load_policy(simple, params="adapter")
+    whole = load_policy(simple, params="adapter")
+    measure_only(whole.model, dict(whole.model.named_parameters()))
+    batch = make_batch(policy)
+    own, everything = (interval_gradients(p, batch).table["norm"].to_numpy() for p in (policy, whole))
+    assert (own < everything).all() and own[-1] > 0
+
+
+# torch itself calls torch.jit.script the first time that forward mode is used.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_an_update_moves_the_adapter_alone_as_predicted(simple):
+    policy = load_policy(simple, params="adapter", dtype="float64")
+    batch, step = make_batch(policy), StepSettings("sgd", 1e-4)
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    moved = apply_update(policy, batch, step=step)
+    who = influence(policy, batch, step=step)
+    actual = (moved.after.logprob - moved.before.logprob)[batch.response_mask]
+    predicted = torch.tensor(who.contributions["predicted"].tolist(), dtype=torch.float64)
+    # First order, and a norm's float32: the step is 1e-4 long.
+    assert (predicted - actual).norm() < 5e-3 * actual.norm()
+    assert moved.update_norm == pytest.approx(who.update_norm, rel=1e-6)
+    assert all(torch.equal(p, before[name]) for name, p in policy.model.named_parameters())
+    assert all("lora_" in name for name in flat_slices(policy.model))
+
+
+def test_an_adapter_in_bfloat16_keeps_its_own_factors_in_float32(simple):
+    policy = load_policy(simple, params="adapter", dtype="bfloat16")
+    assert {p.dtype for _, p in float_parameters(policy.model)} == {torch.float32}
+    batch = make_batch(load_policy(simple), lengths=(5, 4), prompt_lengths=(5, 5))
+    found = measure(policy, batch)["param_grad_norm"].to_numpy()
+    np.testing.assert_allclose(found, brute_force(simple, batch), rtol=0.15)  # the self-check's own tolerance
+    with pytest.raises(InputError, match="is bfloat16, in which changes are mostly rounding"):
+        influence(policy, batch)
+
+
+def test_an_adapters_head_is_cut_where_the_whole_models_is(simple):
+    policy = load_policy(simple, params="adapter")
+    with measuring(policy.model):
+        meter = TokenGradientMeter(policy, torch.arange(4, 24))
+    assert meter.joint == f"model.layers.{LAYERS - 1}.self_attn.o_proj" and meter.precision is None
+    assert set(meter.claims.rules.values()) == {"linear"} and not meter.claims.general
+
+
+def test_a_base_is_found_from_the_adapters_folder_then_from_here_then_where_it_is_said(broken, tmp_path, monkeypatch):
+    assert load_policy(broken).base == str(broken / "../base")
+    change_config(broken, base_model_name_or_path="run/base")
+    assert "run/base, is no folder here and not in the cache" in refusal(broken)
+    monkeypatch.chdir(tmp_path)
+    assert load_policy(broken).base == "run/base"
+    change_config(broken, base_model_name_or_path="nobody/has-this")
+    text = refusal(broken)
+    assert "nobody/has-this" in text and "--base" in text
+    assert load_policy(broken, base=broken.parent / "base").base == str(broken.parent / "base")
+    change_config(broken, base_model_name_or_path=None)
+    assert "names no base model" in refusal(broken)
+
+
+def test_a_base_from_the_hub_is_taken_from_its_cache(broken, monkeypatch):
+    asked = []
+
+    def snapshot(name: str, **settings: Any) -> str:
+        asked.append((name, settings))
+        return str(broken.parent / "base")
+
+    change_config(broken, base_model_name_or_path="owner/model", revision="abc")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert load_policy(broken).base == str(broken.parent / "base")
+    assert asked == [("owner/model", {"revision": "abc", "local_files_only": True})]
+
+
+def test_adapters_that_do_not_fit_are_refused(broken, tmp_path):
+    other = save_checkpoint(tmp_path / "other", "gpt2")
+    assert "does not fit its base model" in refusal(broken, base=other)
+    change_config(broken, r=3)
+    assert "does not fit its base model" in refusal(broken)
+    change_config(broken, r=2, target_modules=["q_proj"])
+    assert "unlike its configuration" in refusal(broken)
+    change_config(broken, target_modules=["q_proj", "k_proj", "down_proj"])
+    assert "lacks base_model" in refusal(broken)
+    change_config(broken, peft_type="PREFIX_TUNING")
+    assert "kind 'PREFIX_TUNING'" in refusal(broken)
+    change_config(broken, peft_type="LORA", target_modules="(")
+    assert "does not fit its base model" in refusal(broken)
+    change_config(broken, base_model_name_or_path="x" * 5000)
+    assert "is no folder here" in refusal(broken)
+    for text in ("{", "[" * 100_000):
+        (broken / "adapter_config.json").write_text(text)
+        assert "cannot be read" in refusal(broken)
+
+
+def test_damaged_and_doubtful_adapters_are_refused(broken):
+    whole = (broken / "adapter_model.safetensors").read_bytes()
+    (broken / "adapter_model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert "does not fit its base model" in refusal(broken)
+    (broken / "adapter_model.safetensors").unlink()
+    assert "no adapter_model.safetensors" in refusal(broken)
+    (broken / "adapter_model.safetensors").write_bytes(whole)
+    (broken / "new_embeddings.safetensors").write_bytes(whole)  # some trainers leave such beside an adapter
+    load_policy(broken)
+    shutil.copy(broken.parent / "base" / "model.safetensors", broken)
+    assert "an adapter and a whole model's weights" in refusal(broken)
+
+
+def test_an_adapter_that_is_not_finite_is_refused_by_name(broken):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(broken / "adapter_model.safetensors")
+    next(iter(weights.values()))[0, 0] = float("nan")
+    save_file(weights, broken / "adapter_model.safetensors")
+    assert "lora_A.default.weight is not finite" in refusal(broken, params="adapter")
+    assert "cannot be merged" in refusal(broken)
+
+
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings:UserWarning")
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers:UserWarning")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
+def test_an_adapted_table_that_the_head_shares_is_not_merged(tmp_path):
+    base = save_checkpoint(tmp_path / "base", "qwen2")
+    folder = save_adapter(tmp_path / "adapter", base, r=2, target_modules=["embed_tokens", "q_proj"])
+    assert "cannot be merged" in refusal(folder)
+    policy = load_policy(folder, params="adapter", dtype="float64")
+    batch = make_batch(policy, lengths=(4, 3), prompt_lengths=(4, 4))
+    found = torch.from_numpy(measure(policy, batch)["param_grad_norm"].to_numpy(np.float64))
+    torch.testing.assert_close(found, brute_force(folder, batch), rtol=3e-5, atol=0)
+
+
+def test_the_tokenizer_is_the_adapters_else_the_runs_else_the_bases(broken):
+    assert load_policy(broken).encode_response("w4") == [4]
+    for file in (broken.parent / "base").glob("tokenizer*"):
+        file.unlink()
+    assert load_policy(broken).tokenizer is None
+    make_tokenizer().save_pretrained(broken.parent)  # beside the folder `adapter`
+    assert load_policy(broken).encode_response("w4") == [4]
+
+
+def test_the_hashes_tell_adapters_bases_and_what_is_measured_apart(broken):
+    def hashes(**settings: Any) -> dict[str, str]:
+        return policy_hashes(load_policy(broken, **settings))
+
+    kept, merged = hashes(params="adapter"), hashes()
+    assert {name for name in kept if kept[name] != merged[name]} == {"params"}
+    config = json.loads((broken.parent / "base" / "config.json").read_text())
+    (broken.parent / "base" / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    assert {name for name in merged if hashes()[name] != merged[name]} == {"base_configuration"}
+    assert policy_hashes(load_policy(broken.parent / "base")).keys() == {"model", "configuration"}
+
+
+def test_the_repr_says_how_many_parameters_are_measured(simple):
+    text = repr(load_policy(simple, params="adapter"))
+    # two factors of rank 2 in each block: 32 + 32 for the queries, 48 + 32 for the MLP's last matrix
+    assert f"({2 * LAYERS * (64 + 80)} of an adapter, which are measured)" in text
+
+
+def test_only_known_parameters_can_be_chosen():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(InputError, match="no parameter 'scale'"):
+        measure_only(model, ["scale"])
+    with pytest.raises(InputError, match="no parameter is left"):
+        measure_only(model, [])
+    measure_only(model, ["bias"])
+    assert [name for name, _ in float_parameters(model)] == ["bias"] and flat_slices(model) == {"bias": slice(0, 2)}
+
+
+def test_a_policy_without_an_adapter_measures_every_parameter_frozen_or_not():
+    model = torch.nn.Linear(2, 2)
+    model.weight.requires_grad_(False)
+    assert len(float_parameters(model)) == 2

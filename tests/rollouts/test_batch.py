@@ -1,0 +1,186 @@
+"""TokenBatch: padding and batching move nothing, and whatever would misalign is refused."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from support.policies import make_batch, make_policy, make_responses, pad_both_sides
+
+from gradscope.errors import InputError
+from gradscope.rollouts import Response, TokenBatch, collate
+
+PER_TOKEN = ("advantages", "old_logprobs", "ref_logprobs")
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return make_policy("llama")
+
+
+def contents(batch: TokenBatch) -> list[dict]:
+    """What each row says about its response's tokens, by a plain loop over columns."""
+    out = []
+    for row in range(len(batch)):
+        tokens = []
+        for column in range(batch.input_ids.shape[1]):
+            if not batch.attention_mask[row, column]:
+                continue
+            kept = bool(batch.response_mask[row, column])
+            values = [
+                float(getattr(batch, n)[row, column]) for n in PER_TOKEN if kept and getattr(batch, n) is not None
+            ]
+            position = column - int(batch.response_start[row])
+            tokens.append((int(batch.input_ids[row, column]), kept, position, values))
+        out.append({"tokens": tokens, "group": int(batch.group_ids[row]), "temperature": float(batch.temperature[row])})
+    return out
+
+
+def test_padding_on_the_left_the_right_and_both_sides_holds_the_same_tokens(policy):
+    right = make_batch(policy, side="right")
+    left = make_batch(policy, side="left")
+    both = pad_both_sides(right, 2, 3)
+    assert not torch.equal(left.input_ids, right.input_ids)
+    assert contents(left) == contents(right) == contents(both)
+    for row in range(len(right)):
+        for batch in (left, both):
+            for ours, theirs in zip(batch.sequence(row), right.sequence(row), strict=True):
+                assert torch.equal(ours, theirs)
+
+
+def test_positions_count_dropped_tokens_too_wherever_the_padding_is(policy):
+    for batch in (make_batch(policy, side="left"), pad_both_sides(make_batch(policy), 3, 1)):
+        for row, response in enumerate(make_responses(policy)):
+            kept = [s for s, keep in enumerate(response.response_mask) if keep]
+            assert batch.positions()[row][batch.response_mask[row]].tolist() == kept
+            ids, index = batch.sequence(row)
+            assert index.tolist() == [len(response.prompt_ids) + s for s in kept]
+            assert ids.tolist() == response.prompt_ids + response.response_ids
+
+
+def test_a_mask_with_holes_counts_only_the_kept_tokens(policy):
+    responses = make_responses(policy)
+    assert any(not all(r.response_mask) for r in responses)
+    assert collate(responses).num_tokens == sum(sum(r.response_mask) for r in responses)
+
+
+def test_a_single_token_response_has_position_zero():
+    batch = collate([Response([4, 5, 6], [7])])
+    assert batch.sequence(0)[1].tolist() == [3]
+    assert batch.positions()[batch.response_mask].tolist() == [0]
+
+
+def test_micro_batches_hold_every_row_once_and_in_order(policy):
+    batch = make_batch(policy)
+    parts = list(batch.micro_batches(4))
+    assert [len(p) for p in parts] == [4, 2]
+    assert [row for p in parts for row in contents(p)] == contents(batch)
+    assert sum(p.num_tokens for p in parts) == batch.num_tokens
+
+
+def test_select_takes_rows_in_the_order_given(policy):
+    batch = make_batch(policy)
+    assert contents(batch.select([3, 0])) == [contents(batch)[3], contents(batch)[0]]
+
+
+@pytest.mark.parametrize("side", ["right", "left", "both"])
+def test_left_aligned_rows_start_at_column_zero_and_say_the_same(policy, side):
+    batch = pad_both_sides(make_batch(policy), 2, 3) if side == "both" else make_batch(policy, side=side)
+    aligned, columns = batch.left_aligned()
+    assert contents(aligned) == contents(batch)
+    lengths = [int(mask.sum()) for mask in batch.attention_mask]
+    assert aligned.input_ids.shape == columns.shape == (6, max(lengths))
+    for row, length in enumerate(lengths):
+        assert aligned.attention_mask[row].tolist() == [s < length for s in range(max(lengths))]
+        real = batch.attention_mask[row].nonzero()[:, 0]
+        assert columns[row, :length].tolist() == real.tolist()
+        assert aligned.input_ids[row, length:].tolist() == [0] * (max(lengths) - length)
+        # What is put at `columns` comes back to where it was: how a result finds its token.
+        assert batch.input_ids[row, columns[row, :length]].tolist() == aligned.input_ids[row, :length].tolist()
+    assert columns.max() < batch.input_ids.shape[1]
+
+
+def test_left_aligning_twice_changes_nothing(policy):
+    once, _ = make_batch(policy, side="left").left_aligned()
+    twice, columns = once.left_aligned()
+    assert contents(twice) == contents(once)
+    assert (columns == torch.arange(columns.shape[1])).all()
+
+
+def test_narrow_keeps_the_first_columns_of_every_tensor(policy):
+    batch = make_batch(policy)
+    narrow = batch.narrow(7)
+    for field in fields(TokenBatch):
+        value, ours = getattr(batch, field.name), getattr(narrow, field.name)
+        if value is None:
+            assert ours is None
+        else:
+            torch.testing.assert_close(
+                ours, value[:, :7] if value.dim() == 2 else value, rtol=0, atol=0, equal_nan=True
+            )
+    assert [row["tokens"] for row in contents(narrow)] == [row["tokens"][:7] for row in contents(batch)]
+    assert narrow.num_tokens == int(batch.response_mask[:, :7].sum())
+    assert contents(batch.narrow(batch.input_ids.shape[1])) == contents(batch)
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_to_moves_every_tensor_and_changes_none(policy, device):
+    batch = make_batch(policy)
+    moved = batch.to(torch.device(device))
+    known = [field.name for field in fields(TokenBatch) if getattr(batch, field.name) is not None]
+    assert {getattr(moved, name).device.type for name in known} == {device}
+    assert moved.advantages is None
+    assert contents(moved.to(torch.device("cpu"))) == contents(batch)
+
+
+def test_a_field_that_only_some_responses_have_is_nan_for_the_others():
+    batch = collate(
+        [Response([4], [5, 6], advantage=2.0, reward=1.0), Response([4], [5, 6, 7], old_logprobs=[-1.0, -2.0, -3.0])]
+    )
+    assert batch.advantages.isnan().tolist() == [[True, False, False, True], [True] * 4]
+    assert batch.old_logprobs[1].tolist()[1:] == [-1.0, -2.0, -3.0]
+    assert batch.rewards.isnan().tolist() == [False, True]
+    assert batch.ref_logprobs is None
+
+
+def test_an_advantage_per_token_stays_with_its_token_and_one_number_is_spread():
+    batch = collate([Response([4, 4], [5, 6], advantage=[0.5, -0.5]), Response([4], [5, 6, 7], advantage=3.0)])
+    assert batch.advantages[0, 2:4].tolist() == [0.5, -0.5]
+    assert batch.advantages[1, 1:4].tolist() == [3.0, 3.0, 3.0]
+
+
+def test_one_number_per_response_is_spread_over_its_tokens():
+    batch = collate([Response([4], [5, 6]), Response([4], [5])])
+    assert batch.token_weighted(torch.tensor([2.0, 3.0])).tolist() == [[2.0, 2.0, 2.0], [3.0, 3.0, 3.0]]
+
+
+def test_the_repr_counts_responses_prompts_and_tokens(policy):
+    batch = make_batch(policy)
+    assert repr(batch).startswith(f"TokenBatch(6 responses to 3 prompts, {batch.num_tokens} response tokens")
+    assert "old_logprobs" in repr(batch)
+
+
+def test_masks_that_would_misalign_are_refused():
+    batch = collate([Response([4, 5], [6, 7])])
+    with pytest.raises(InputError, match="unbroken"):
+        replace(batch, attention_mask=torch.tensor([[True, False, True, True]]), response_mask=torch.zeros(1, 4).bool())
+    with pytest.raises(InputError, match="unbroken"):
+        replace(batch, attention_mask=torch.zeros(1, 4).bool(), response_mask=torch.zeros(1, 4).bool())
+    with pytest.raises(InputError, match="padding"):
+        replace(batch, attention_mask=torch.tensor([[True, True, True, False]]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_temperature_without_a_gradient_is_refused(temperature):
+    with pytest.raises(InputError, match="temperature"):
+        collate([Response([4], [5], temperature=temperature)])
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(InputError, match="no responses"):
+        collate([])
+    with pytest.raises(InputError, match="no response"):
+        collate([Response([4], [5])]).select(torch.arange(0))

@@ -1,0 +1,314 @@
+"""Rollout files: what is written is read, both formats alike, and every mistake is named by its row in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from support.policies import CONTEXT, VOCAB, make_policy, make_responses, make_tokenizer, write_jsonl
+
+from gradscope.errors import InputError
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch, collate, read_dump, read_rollouts, write_rollouts
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    model = make_policy("llama")
+    return Policy(model.model, make_tokenizer(chat=True), model.blocks_name)
+
+
+GOOD = {"prompt_ids": [4, 5, 6], "response_ids": [7, 8]}
+TEXT = {"prompt": "w4 w5 w6", "response": "w7 w8"}
+
+
+def rows_of(responses) -> list[dict]:
+    """The native row of each response, by hand."""
+    return [
+        {name: value for name, value in vars(r).items() if value is not None} | {"group": f"question {r.group}"}
+        for r in responses
+    ]
+
+
+def assert_same(ours: TokenBatch, theirs: TokenBatch) -> None:
+    for name, value in vars(theirs).items():
+        torch.testing.assert_close(getattr(ours, name), value, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: n)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_what_is_written_is_read_back(policy, tmp_path, suffix):
+    responses = make_responses(policy)
+    path = write_rollouts(tmp_path / f"rollouts{suffix}", iter(rows_of(responses)))
+    assert_same(read_rollouts(path, policy), collate(responses))
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_parquet_as_pandas_writes_it_from_arrays_is_read(tmp_path):
+    import numpy as np
+    import pandas as pd
+
+    frame = pd.DataFrame(
+        {
+            "prompt_ids": [np.array([4, 5]), np.array([6], dtype=np.int32)],
+            "response_ids": [np.array([7]), np.array([8, 9])],
+            "response_mask": [np.array([True]), np.array([False, True])],
+            "old_logprobs": [np.array([-0.5], dtype=np.float32), np.array([np.nan, -1.5])],
+            "reward": np.array([1, 0]),
+            "group": pd.array([3, 3], dtype="Int64"),
+        }
+    )
+    frame.to_parquet(tmp_path / "r.parquet")
+    batch = read_rollouts(tmp_path / "r.parquet")
+    assert batch.input_ids.tolist() == [[4, 5, 7], [6, 8, 9]]
+    assert batch.response_mask.tolist() == [[False, False, True], [False, False, True]]
+    assert batch.old_logprobs[batch.response_mask].tolist() == [-0.5, -1.5]
+    assert batch.rewards.tolist() == [1.0, 0.0]
+    assert batch.group_ids.tolist() == [0, 0]
+
+
+def test_text_and_ids_of_the_same_tokens_make_the_same_batch(policy, tmp_path):
+    text = read_rollouts(write_jsonl(tmp_path / "text.jsonl", [TEXT]), policy)
+    assert_same(text, read_rollouts(write_jsonl(tmp_path / "ids.jsonl", [GOOD]), policy))
+
+
+def test_ids_are_taken_as_they_are_where_text_is_beside_them(policy, tmp_path):
+    rows = [GOOD | TEXT, GOOD | {"prompt": "w9", "response": "w9"}]
+    batch = read_rollouts(write_jsonl(tmp_path / "r.jsonl", rows), policy)
+    assert batch.input_ids.tolist() == [[4, 5, 6, 7, 8]] * 2
+
+
+def test_a_chat_goes_through_the_template_and_its_last_assistant_turn_stays_open(policy, tmp_path):
+    chat = [{"role": "user", "content": "w4 w5"}]
+    open_turn = [*chat, {"role": "assistant", "content": "w6"}]
+    rows = [{"prompt": chat, "response": "w7"}, {"prompt": open_turn, "response": "w7"}]
+    for suffix in (".jsonl", ".parquet"):
+        batch = read_rollouts(write_rollouts(tmp_path / f"r{suffix}", rows), policy)
+        assert batch.sequence(0)[0].tolist() == [1, 4, 5, 1, 7]
+        assert batch.sequence(1)[0].tolist() == [1, 4, 5, 1, 6, 7]
+
+
+def test_without_a_group_identical_prompts_share_one(tmp_path):
+    rows = [GOOD, GOOD | {"prompt_ids": [4]}, GOOD | {"response_ids": [9]}]
+    assert read_rollouts(write_jsonl(tmp_path / "r.jsonl", rows)).group_ids.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("names", [[7, 3, 7], ["b", "a", "b"]])
+def test_groups_may_be_numbers_or_strings(tmp_path, names):
+    path = write_jsonl(tmp_path / "r.jsonl", [GOOD | {"group": name} for name in names])
+    assert read_rollouts(path).group_ids.tolist() == [0, 1, 0]
+
+
+def test_unknown_columns_and_blank_lines_are_ignored_and_null_is_not_given(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text("\n" + json.dumps(GOOD | {"level": 3, "prompt_id": 5, "reward": None}) + "\n\n")
+    batch = read_rollouts(path)
+    assert len(batch) == 1 and batch.rewards is None and batch.old_logprobs is None
+    assert batch.temperature.tolist() == [1.0]
+
+
+def test_dropped_tokens_may_have_unknown_logprobs(tmp_path):
+    row = GOOD | {"response_mask": [0, 1], "old_logprobs": [None, -0.25], "advantage": [None, 2]}
+    batch = read_rollouts(write_jsonl(tmp_path / "r.jsonl", [row, row | {"old_logprobs": [-inf, -0.25]}]))
+    assert batch.old_logprobs[batch.response_mask].tolist() == [-0.25, -0.25]
+    assert batch.advantages[batch.response_mask].tolist() == [2.0, 2.0]
+    assert not batch.old_logprobs.isinf().any()
+
+
+def test_a_logprob_above_zero_by_rounding_is_zero(tmp_path):
+    path = write_jsonl(tmp_path / "r.jsonl", [GOOD | {"old_logprobs": [1e-4, -1.0]}])
+    assert read_rollouts(path).old_logprobs[0, 3:].tolist() == [0.0, -1.0]
+
+
+NEAR_MISSES = {
+    "advantages": "advantage",
+    "Advantage": "advantage",
+    "rewards": "reward",
+    "groups": "group",
+    "old_logprob": "old_logprobs",
+    "old_log_probs": "old_logprobs",
+    "logprobs": "old_logprobs",
+    "ref_logprob": "ref_logprobs",
+    "ref_log_prob": "ref_logprobs",
+    "mask": "response_mask",
+    "response_masks": "response_mask",
+    "loss_mask": "response_mask",
+    "temperatures": "temperature",
+}
+
+
+@pytest.mark.parametrize(("name", "meant"), NEAR_MISSES.items())
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_near_miss_of_a_column_is_refused_with_the_right_name(tmp_path, name, meant, suffix):
+    path = write_rollouts(tmp_path / f"r{suffix}", [GOOD | {name: [1.0, 1.0]}])
+    with pytest.raises(InputError, match=rf"row 0.*'{name}'; did you mean '{meant}'"):
+        read_rollouts(path)
+
+
+@pytest.mark.parametrize("name", ["prompts", "responses", "completion"])
+def test_a_near_miss_of_the_text_is_refused_before_the_text_is_missed(tmp_path, name):
+    row = {"prompts": "a", "response": "b"} if name == "prompts" else {"prompt": "a", name: "b"}
+    with pytest.raises(InputError, match=f"'{name}'; did you mean"):
+        read_rollouts(write_jsonl(tmp_path / "r.jsonl", [row]))
+
+
+nan, inf = math.nan, math.inf
+LONG = [7] * CONTEXT
+VALID = {
+    "advantage": 1.0,
+    "reward": 1.0,
+    "group": 1,
+    "temperature": 1.0,
+    "old_logprobs": [-1.0, -1.0],
+    "ref_logprobs": [-1.0, -1.0],
+}
+BAD_ROWS = {
+    "no response": ({"prompt_ids": [4]}, "needs `prompt_ids` and `response_ids`.*this one has prompt_ids"),
+    "no prompt": ({"response": "w7"}, "this one has response"),
+    "neither": ({"reward": 1.0}, "none of them"),
+    "half ids, half text": ({"prompt_ids": [4], "response": "w7"}, "this one has prompt_ids, response"),
+    "empty response": (GOOD | {"response_ids": []}, "the response is empty"),
+    "empty text response": (TEXT | {"response": ""}, "the response is empty"),
+    "empty prompt": (GOOD | {"prompt_ids": []}, "the prompt is empty"),
+    "ids that are text": (GOOD | {"response_ids": ["7"]}, r"`response_ids` is \[\"7\"\]"),
+    "ids that are fractions": (GOOD | {"prompt_ids": [4.5]}, "whole numbers"),
+    "ids that are no list": (GOOD | {"response_ids": 7}, "`response_ids` is 7"),
+    "an id beyond the vocabulary": (GOOD | {"response_ids": [7, VOCAB]}, f"{VOCAB} at position 1.*0 to {VOCAB - 1}"),
+    "a negative id": (GOOD | {"prompt_ids": [-1]}, "-1 at position 0"),
+    "longer than the context": (
+        GOOD | {"response_ids": LONG},
+        rf"3 \+ {CONTEXT} tokens.*context of {CONTEXT}",
+    ),
+    "text response that is a number": (TEXT | {"response": 7}, "`response` is 7"),
+    "prompt that is a number": (TEXT | {"prompt": 7}, "the prompt is neither a string nor a chat but 7"),
+    "prompt that is a list of words": (TEXT | {"prompt": ["w4"]}, "give a string or a chat"),
+    "advantage NaN": (GOOD | {"advantage": nan}, "`advantage` is NaN; give a finite number"),
+    "advantage beyond float32": (GOOD | {"advantage": 1e39}, "`advantage` is 1e[+]39; give a finite number"),
+    "reward of 400 digits": (GOOD | {"reward": 10**400}, "`reward` is 1000"),
+    "old_logprobs beyond float32": (GOOD | {"old_logprobs": [-1.0, -1e39]}, "holds -1e[+]39 at position 1"),
+    "advantage inf": (GOOD | {"advantage": inf}, "`advantage` is Infinity"),
+    "advantage text": (GOOD | {"advantage": "high"}, '`advantage` is "high"'),
+    "advantage NaN at a token": (GOOD | {"advantage": [1.0, nan]}, "`advantage` holds nan at position 1"),
+    "advantage of another length": (GOOD | {"advantage": [1.0]}, "`advantage` has 1 entries for 2 response tokens"),
+    "reward NaN": (GOOD | {"reward": nan}, "`reward` is NaN"),
+    "old_logprobs NaN": (GOOD | {"old_logprobs": [nan, -1.0]}, "`old_logprobs` holds nan at position 0"),
+    "old_logprobs null": (GOOD | {"old_logprobs": [None, -1.0]}, "`old_logprobs` holds nan at position 0"),
+    "old_logprobs inf": (GOOD | {"old_logprobs": [-1.0, -inf]}, "holds -inf at position 1"),
+    "old_logprobs one number": (GOOD | {"old_logprobs": -1.0}, "give a list of numbers"),
+    "probabilities": (GOOD | {"old_logprobs": [0.5, 0.9]}, "0.5 at position 0; a log-probability is at most 0"),
+    "ref_logprobs of another length": (GOOD | {"ref_logprobs": [-1.0] * 5}, "`ref_logprobs` has 5 entries for 2"),
+    "mask of another length": (GOOD | {"response_mask": [1, 1, 1]}, "`response_mask` has 3 entries for 2"),
+    "mask that keeps nothing": (GOOD | {"response_mask": [0, 0]}, "keeps no token"),
+    "mask of other numbers": (GOOD | {"response_mask": [0, 2]}, "true/false"),
+    "temperature 0": (GOOD | {"temperature": 0.0}, "`temperature` is 0; give a positive one"),
+    "temperature that overflows": (GOOD | {"temperature": 1e-30}, "`temperature` is 1e-30; give a positive one, 1e-12"),
+    "reward beyond float64": (GOOD | {"reward": 10**400}, "`reward` is 1000.*give a finite number within"),
+    "reward beyond float32": (GOOD | {"reward": 1e308}, r"`reward` is 1e\+308; give a finite number within"),
+    "temperature NaN": (GOOD | {"temperature": nan}, "`temperature` is NaN"),
+    "group that is a list": (GOOD | {"group": [1, 2]}, r"`group` is \[1, 2\]"),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_bad_row_is_refused_in_one_line_that_names_file_row_and_line(policy, tmp_path, row, message):
+    good = GOOD | {name: value for name, value in VALID.items() if name in row}
+    path = write_jsonl(tmp_path / "r.jsonl", [good, row])
+    with pytest.raises(InputError, match=message) as caught:
+        read_rollouts(path, policy)
+    assert f"{path}, row 1 (line 2): " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["advantage", "reward", "group", "old_logprobs", "ref_logprobs", "temperature"])
+def test_a_column_that_a_row_lacks_and_others_have_is_refused(tmp_path, name):
+    value = [-1.0, -1.0] if "logprobs" in name else 1.0
+    path = write_jsonl(tmp_path / "r.jsonl", [GOOD | {name: value}, GOOD | {name: None}, GOOD])
+    with pytest.raises(InputError, match=rf"row 1 \(line 2\): no '{name}', which 1 of the 3 rows have"):
+        read_rollouts(path)
+
+
+def test_the_row_of_a_parquet_file_is_named(tmp_path):
+    path = write_rollouts(tmp_path / "r.parquet", [GOOD, GOOD | {"response_ids": []}])
+    with pytest.raises(InputError, match=r"r\.parquet, row 1: the response is empty"):
+        read_rollouts(path)
+
+
+def test_text_needs_a_policy_with_a_tokenizer_and_a_chat_a_template(tmp_path):
+    path = write_jsonl(tmp_path / "r.jsonl", [TEXT])
+    with pytest.raises(InputError, match=r"row 0.*the row is text; give the policy"):
+        read_rollouts(path)
+    with pytest.raises(InputError, match=r"row 0.*needs a tokenizer"):
+        read_rollouts(path, make_policy("llama"))
+    chat = write_jsonl(tmp_path / "c.jsonl", [{"prompt": [{"role": "user", "content": "w4"}], "response": "w5"}])
+    with pytest.raises(InputError, match=r"row 0.*no chat template"):
+        read_rollouts(chat, make_policy("llama", tokenizer=True))
+
+
+def test_text_that_the_tokenizer_has_no_tokens_for_is_refused_in_a_response_and_told_in_a_prompt(policy, tmp_path):
+    path = write_jsonl(tmp_path / "response.jsonl", [{"prompt": "w4", "response": "w7 é"}])
+    with pytest.raises(InputError, match=r"row 0.*no tokens for some of the response 'w7 é' and would take '<unk>'"):
+        read_dump(path, policy)
+    rows = [{"prompt": prompt, "response": "w7"} for prompt in ("w4 é", "w4", "w4 <unk>")]
+    [note] = read_dump(write_jsonl(tmp_path / "prompt.jsonl", rows), policy).notes
+    assert note == "the tokenizer has no tokens for some of 1 of 3 prompts: '<unk>' is there"
+    other = make_tokenizer()
+    other.bos_token = other.unk_token  # as OPT's, which begins every prompt with it
+    assert not replace(policy, tokenizer=other).knows_not("w4", [other.unk_token_id, 4])
+
+
+def test_files_that_are_missing_empty_broken_or_of_another_kind_are_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "broken.jsonl").write_text(json.dumps(GOOD) + '\n{"prompt_ids": [4,\n')
+    (tmp_path / "array.json").write_text(json.dumps([GOOD]))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 not at all PAR1")
+    (tmp_path / "rollouts.txt").write_text("")
+    (tmp_path / "twice.jsonl").write_text('{"prompt_ids": [4], "response_ids": [5], "prompt_ids": [6]}\n')
+    columns = [pa.array([[4]]), pa.array([[5]]), pa.array([[6]])]
+    pq.write_table(pa.table(columns, ["prompt_ids", "response_ids", "prompt_ids"]), tmp_path / "twice.parquet")
+    (tmp_path / "folder.jsonl").mkdir()
+    cases = {
+        "none.jsonl": "is not there",
+        "folder.jsonl": "is a folder",
+        "empty.jsonl": "holds no rows",
+        "broken.jsonl": r"row 1 \(line 2\): not JSON",
+        "array.json": "a JSON list; write one object per line",
+        "latin.jsonl": "not JSON",
+        "broken.parquet": "cannot be read as parquet",
+        "rollouts.txt": r"ends in '.txt'",
+        "twice.jsonl": r"row 0 \(line 1\): not JSON \('prompt_ids' stands there twice\)",
+        "twice.parquet": "has the column 'prompt_ids' twice",
+    }
+    for name, message in cases.items():
+        with pytest.raises(InputError, match=message) as caught:
+            read_rollouts(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones(tmp_path):
+    with pytest.raises(InputError, match=r"'parchment' is not known; use one of .*native"):
+        read_rollouts(tmp_path / "r.jsonl", format="parchment")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, suffix):
+    path = write_rollouts(tmp_path / f"r{suffix}", [GOOD])
+    before = path.read_bytes()
+
+    def rows():
+        yield GOOD
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_rollouts(path, rows())
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_rows_may_hold_tensors_and_arrays(tmp_path):
+    row = GOOD | {"response_ids": torch.tensor([7, 8]), "reward": torch.tensor(0.5)}
+    assert read_rollouts(write_rollouts(tmp_path / "r.jsonl", [row])).rewards.tolist() == [0.5]

@@ -1,0 +1,496 @@
+"""Dumps of every trainer, written by hand in its layout: what they say is what is read, and mistakes are named."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from support import dumps
+from support.dumps import SAMPLES
+from support.policies import BOS, CONTEXT, VOCAB, make_policy, make_tokenizer, save_checkpoint, write_jsonl
+
+from gradscope import load_policy
+from gradscope.cli import main
+from gradscope.errors import InputError
+from gradscope.policy import Policy
+from gradscope.rollouts import READERS, read_dump, read_rollouts, rollouts_hash
+
+nan = math.nan
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    model = make_policy("llama")
+    return Policy(model.model, make_tokenizer(chat=True), model.blocks_name)
+
+
+WRITERS = {
+    "trl": dumps.write_trl,
+    "verl": dumps.write_verl,
+    "prime_rl": dumps.write_prime_rl,
+    "nemo_rl": dumps.write_nemo_rl,
+    "open_instruct": dumps.write_open_instruct,
+    "slime": dumps.write_slime,
+    "ms_swift": dumps.write_ms_swift,
+    "roll": dumps.write_roll,
+    "verifiers": dumps.write_verifiers,
+}
+"""Each returns what to read."""
+
+WITH_IDS = ("prime_rl", "nemo_rl", "open_instruct", "slime")
+WITH_MASK = ("prime_rl", "nemo_rl", "slime")
+WITH_ADVANTAGE = ("trl", "prime_rl", "nemo_rl", "open_instruct", "ms_swift")
+WITH_REWARD = ("verl", "nemo_rl", "open_instruct", "slime", "roll", "verifiers")
+OLD = {"prime_rl": "sampler", "nemo_rl": "trainer", "open_instruct": "sampler", "slime": "sampler"}
+"""Whose log-probabilities are the denominator of the trained ratio; the others have none."""
+
+
+def values(dump, tensor, row) -> list[float]:
+    """What a tensor says of the response's tokens, dropped ones too."""
+    start = int(dump.batch.response_start[row])
+    return tensor[row, start : start + len(SAMPLES[row].response)].tolist()
+
+
+def equal(found: list[float], wanted: list[float]) -> bool:
+    return len(found) == len(wanted) and all(a == b or (a != a and b != b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_every_format_that_is_registered_has_a_dump_here():
+    assert set(WRITERS) == set(READERS) - {"native"}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_dump_is_told_by_its_content_and_read_as_it_was_written(policy, tmp_path, name):
+    dump = read_dump(WRITERS[name](tmp_path / "run"), policy)
+    assert dump.format == name
+    for row, sample in enumerate(SAMPLES):
+        prompt = [BOS, *sample.prompt, BOS] if name == "verifiers" else sample.prompt  # a chat, through the template
+        ids, targets = dump.batch.sequence(row)
+        assert ids.tolist() == prompt + sample.response
+        kept = sample.mask if name in WITH_MASK else [True] * len(sample.response)
+        assert targets.tolist() == [len(prompt) + s for s, keep in enumerate(kept) if keep]
+        if name in WITH_ADVANTAGE:
+            assert values(dump, dump.batch.advantages, row) == [sample.advantage] * len(sample.response)
+        if name in OLD:
+            assert values(dump, dump.batch.old_logprobs, row) == getattr(sample, OLD[name])
+    if name in WITH_REWARD:
+        assert dump.batch.rewards.tolist() == [s.reward for s in SAMPLES]
+    assert (dump.batch.advantages is not None) == (name in WITH_ADVANTAGE)
+    assert (dump.batch.old_logprobs is not None) == (name in OLD)
+    assert dump.batch.group_ids.tolist() == [0, 0, 1, 1]
+    assert dump.steps is None if name == "verifiers" else dump.steps.tolist() == [3] * 4
+    assert dump.batch.temperature.tolist() == [0.5 if name == "roll" else 1.0] * 4
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_notes_say_what_a_dump_lost(policy, tmp_path, name):
+    notes = " ".join(read_dump(WRITERS[name](tmp_path), policy).notes)
+    assert ("tokenized again" in notes) == (name not in WITH_IDS)
+    assert ("on-policy" in notes) == (name not in OLD)
+    assert ("they are GRPO's from its rewards" in notes) == (name not in WITH_ADVANTAGE)
+    assert ("temperature not in the dump" in notes) == (name != "roll")
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_asking_for_the_format_gives_the_same_batch_and_another_format_is_refused(policy, tmp_path, name):
+    path = WRITERS[name](tmp_path)
+    batch, told = read_rollouts(path, policy, format=name), read_rollouts(path, policy)
+    assert torch.equal(batch.input_ids, told.input_ids)
+    if path.suffix in (".jsonl", ".parquet"):
+        other = "prime_rl" if name != "prime_rl" else "verl"
+        with pytest.raises(InputError, match=rf"row 0.*no `\w+`, which every record of the format {other} has"):
+            read_rollouts(path, policy, format=other)
+
+
+def test_a_chat_of_trl_goes_through_the_template_and_its_answer_is_the_response(policy, tmp_path):
+    dump = read_dump(dumps.write_trl(tmp_path, conversational=True), policy)
+    for row, sample in enumerate(SAMPLES):
+        assert dump.batch.sequence(row)[0].tolist() == [BOS, *sample.prompt, BOS, *sample.response]
+
+
+def test_prime_rl_carries_both_log_probabilities_the_entropy_and_what_was_masked(tmp_path):
+    dump = read_dump(dumps.write_prime_rl(tmp_path))
+    for row, sample in enumerate(SAMPLES):
+        assert values(dump, dump.logprobs, row) == sample.trainer
+        assert values(dump, dump.sampler_logprobs, row) == sample.sampler
+        assert equal(values(dump, dump.entropy, row), sample.entropy)
+        assert values(dump, dump.clipped, row) == [False] * (len(sample.response) - 1) + [row == 1]
+    assert not dump.clipped[~dump.batch.response_mask].any()
+
+
+def test_nemo_rl_carries_both_log_probabilities(tmp_path):
+    dump = read_dump(dumps.write_nemo_rl(tmp_path))
+    for row, sample in enumerate(SAMPLES):
+        assert values(dump, dump.logprobs, row) == sample.trainer
+        assert values(dump, dump.sampler_logprobs, row) == sample.sampler
+
+
+def test_slimes_train_data_join_its_rollout_data(tmp_path):
+    dump = read_dump(dumps.write_slime(tmp_path, train=True))
+    order = [3, 2, 1, 0]  # as the train data have them
+    for row, index in enumerate(order):
+        sample = SAMPLES[index]
+        start = int(dump.batch.response_start[row])
+        mine = slice(start, start + len(sample.response))
+        assert dump.batch.input_ids[row, :start].tolist() == sample.prompt
+        assert dump.batch.response_mask[row, mine].tolist() == sample.mask
+        assert dump.batch.advantages[row, mine].tolist() == [sample.advantage] * len(sample.response)
+        for tensor in (dump.batch.old_logprobs, dump.logprobs, dump.batch.ref_logprobs):
+            assert tensor[row, mine].tolist() == sample.trainer
+        assert dump.sampler_logprobs[row, mine].tolist() == sample.sampler
+        assert dump.entropy[row, mine].tolist() == sample.entropy
+    assert dump.batch.rewards.tolist() == [SAMPLES[i].reward for i in order]
+    assert dump.batch.group_ids.tolist() == [0, 0, 1, 1]
+
+
+def test_slimes_train_data_alone_know_where_the_response_starts(tmp_path):
+    dump = read_dump(dumps.write_slime(tmp_path, rollout=False, train=True))
+    assert dump.batch.response_start.tolist() == [len(s.prompt) for s in reversed(SAMPLES)]
+    assert dump.batch.rewards is None and dump.sampler_logprobs is None
+
+
+def test_slimes_samples_of_two_ranks_count_once_and_untrained_ones_not(tmp_path):
+    dumps.write_slime(tmp_path)
+    for rank in (0, 1):
+        samples = [s for s in dumps.slime_train_samples() if s["sample_index"] > 1]
+        torch.save({"rollout_id": 3, "rank": rank, "samples": samples}, tmp_path / f"train_3_{rank}.pt")
+    dump = read_dump(tmp_path)
+    assert dump.batch.rewards.tolist() == [SAMPLES[3].reward, SAMPLES[2].reward]
+    assert any(note.startswith("2 of 6 rows left out: another rank") for note in dump.notes)
+    assert any(note.startswith("2 of 6 rows left out: no train data") for note in dump.notes)
+
+
+def test_slimes_samples_that_were_masked_or_are_empty_are_left_out(tmp_path):
+    samples = dumps.slime_rollout_samples()
+    samples[0] |= {"loss_mask": [0, 0]}
+    samples[1] |= {"response_length": 0, "loss_mask": [], "rollout_log_probs": []}
+    torch.save({"rollout_id": 3, "samples": samples}, tmp_path / "r.pt")
+    dump = read_dump(tmp_path / "r.pt")
+    assert dump.batch.rewards.tolist() == [s.reward for s in SAMPLES[2:]]
+    assert sum(note.startswith("1 of 4 rows left out") for note in dump.notes) == 2
+
+
+def test_without_the_trainers_own_the_samplers_log_probabilities_are_the_denominator(tmp_path):
+    path = dumps.write_nemo_rl(tmp_path)
+    for row in range(len(SAMPLES)):
+        change(path, row, prev_logprobs=None)
+    dump = read_dump(path)
+    for row, sample in enumerate(SAMPLES):
+        assert values(dump, dump.batch.old_logprobs, row) == sample.sampler
+    assert dump.logprobs is None
+
+
+def test_the_temperature_of_roll_may_stand_in_its_generation_config(policy, tmp_path):
+    settings = [json.dumps({"request_id": "a", "generation_config": {"temperature": 0.75}})] * len(SAMPLES)
+    path = change(dumps.write_roll(tmp_path), 0, sampling_params=settings)
+    assert read_dump(path, policy).batch.temperature.tolist() == [0.75] * 4
+    dump = read_dump(change(path, 0, sampling_params=["no JSON"] * len(SAMPLES)), policy)
+    assert dump.batch.temperature.tolist() == [1.0] * 4
+    assert any("temperature not in the dump" in note for note in dump.notes)
+
+
+def test_a_templated_prompt_gets_its_first_token_once(tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    model = make_policy("llama")
+    policy = Policy(model.model, tokenizer, model.blocks_name)
+    path = change(dumps.write_ms_swift(tmp_path), 0, prompt=["<bos> w4", "w4", "<bos> w5", "w5"])
+    batch = read_rollouts(path, policy)
+    assert [batch.input_ids[row, :2].tolist() for row in range(4)] == [[BOS, 4], [BOS, 4], [BOS, 5], [BOS, 5]]
+    assert batch.response_start.tolist() == [2] * 4
+
+
+def test_slimes_train_data_of_other_tokens_are_refused(tmp_path):
+    samples = dumps.slime_train_samples()
+    samples[0]["tokens"] = samples[0]["tokens"] + 1
+    torch.save({"rollout_id": 3, "samples": samples}, dumps.write_slime(tmp_path) / "train_3_0.pt")
+    with pytest.raises(InputError, match=r"train_3_0\.pt, sample 0: `tokens` differ from those of .*rollout_3\.pt"):
+        read_dump(tmp_path)
+
+
+def test_a_step_is_kept_and_groups_of_other_steps_are_others(policy, tmp_path):
+    for step in (2, 10, 3):
+        dumps.write_verl(tmp_path, step=step)
+    dump = read_dump(tmp_path, policy)
+    assert dump.steps.tolist() == [2] * 4 + [3] * 4 + [10] * 4  # files in the order of their numbers
+    assert dump.batch.group_ids.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert read_dump(tmp_path, policy, step=10).steps.tolist() == [10] * 4
+    with pytest.raises(InputError, match=r"has no step 4; it has 2, 3, 10"):
+        read_dump(tmp_path, policy, step=4)
+
+
+def test_a_dump_without_steps_says_so(policy, tmp_path):
+    with pytest.raises(InputError, match="name no training step"):
+        read_dump(dumps.write_verifiers(tmp_path), policy, step=1)
+
+
+def test_all_ranks_and_steps_of_a_folder_are_read(tmp_path):
+    for step, rank in ((1, 0), (1, 1), (2, 0)):
+        path = dumps.write_prime_rl(tmp_path, step=step, rank=rank)
+    assert len(read_dump(path.parents[1]).batch) == 12
+    assert len(read_dump(path.parents[1] / "step_1").batch) == 8
+
+
+def test_a_step_without_its_marker_is_refused_and_left_out_beside_finished_ones(tmp_path):
+    unfinished = dumps.write_prime_rl(tmp_path, step=4, stable=False)
+    for path in (unfinished, unfinished.parent, unfinished.parents[1]):
+        with pytest.raises(InputError, match=r"rank_0\.jsonl has no marker STABLE beside it"):
+            read_dump(path)
+    dumps.write_prime_rl(tmp_path, step=3)
+    dump = read_dump(unfinished.parents[1])
+    assert dump.steps.tolist() == [3] * 4
+    assert any(note.startswith("1 unfinished files left out") for note in dump.notes)
+
+
+def test_a_generation_that_trl_wrote_twice_counts_once(policy, tmp_path):
+    for step in (1, 2):
+        path = dumps.write_trl(tmp_path, step=step)
+    dumps.write_trl(tmp_path, step=3, samples=SAMPLES[::-1])
+    dump = read_dump(path.parent, policy)
+    assert dump.steps.tolist() == [1] * 4 + [3] * 4
+    assert any(note.startswith("4 of 12 rows left out: the file before") for note in dump.notes)
+
+
+def test_advantages_of_verl_are_those_of_its_scores_within_the_prompt(policy, tmp_path):
+    for uid in (True, False):
+        batch = read_rollouts(dumps.write_verl(tmp_path / str(uid), uid=uid), policy)
+        assert batch.group_ids.tolist() == [0, 0, 1, 1] and batch.rewards.tolist() == [1.0, 0.0, 3.0, -1.0]
+
+
+def test_formats_mixed_in_a_folder_are_refused_with_a_file_of_each(policy, tmp_path):
+    dumps.write_verl(tmp_path)
+    dumps.write_nemo_rl(tmp_path)
+    with pytest.raises(InputError, match=r"mixes formats: .*3\.jsonl is verl, .*train_data_step3\.jsonl is nemo_rl"):
+        read_dump(tmp_path, policy)
+
+
+def test_a_folder_without_dumps_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(InputError, match="is a folder without"):
+        read_dump(tmp_path)
+
+
+UNKNOWN = {
+    "verl without its score": ({"input": "a", "output": "b", "gts": "c"}, "the nearest is verl, which also has score"),
+    "prime-rl without its mask": (
+        {"token_ids": [1], "inference_logprobs": [0], "entropy": [1], "env_name": "a"},
+        "the nearest is prime_rl, which also has loss_mask",
+    ),
+    "nothing known": ({"foo": 1, "bar": 2}, r"no known format \(bar, foo\); known are native, trl"),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), UNKNOWN.values(), ids=UNKNOWN)
+def test_unknown_columns_are_named_with_the_nearest_format(tmp_path, row, message):
+    with pytest.raises(InputError, match=message) as caught:
+        read_dump(write_jsonl(tmp_path / "r.jsonl", [row]))
+    assert all(name in str(caught.value) for name in row) and "\n" not in str(caught.value)
+
+
+def test_a_dump_whose_text_needs_a_policy_says_so(tmp_path):
+    with pytest.raises(InputError, match=r"row 0.*the row is text; give the policy"):
+        read_dump(dumps.write_verl(tmp_path))
+
+
+def change(path: Path, row: int, **columns) -> Path:
+    """The JSONL file with other columns in one row; None takes a column away."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[row] |= columns
+    return write_jsonl(path, rows)
+
+
+EMPTY = {
+    "trl": lambda folder: dumps.write_trl(
+        folder, samples=[*SAMPLES[:3], dumps.Sample([11, 12], [], 1, 0.0, 0.25, [], [], [], [])]
+    ),
+    "verl": lambda folder: change(dumps.write_verl(folder), 3, output=""),
+    "open_instruct": lambda folder: change(dumps.write_open_instruct(folder), 3, response_tokens=[], logprobs=[]),
+    "verifiers": lambda folder: change(dumps.write_verifiers(folder), 3, completion=[]),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_empty_responses_of_a_dump_are_left_out_and_counted(policy, tmp_path, name):
+    dump = read_dump(EMPTY[name](tmp_path), policy)
+    assert len(dump.batch) == 3
+    assert "1 of 4 rows left out: the response is empty" in dump.notes
+
+
+def test_samples_that_the_trainer_masked_out_are_left_out_and_counted(tmp_path):
+    path = change(dumps.write_nemo_rl(tmp_path), 1, sample_loss_mask=0.0)
+    dump = read_dump(change(path, 2, token_loss_mask=[0] * 6))
+    assert dump.batch.rewards.tolist() == [1.0, -1.0]
+    assert "2 of 4 rows left out: the trainer's mask keeps no token of them" in dump.notes
+
+
+def test_a_dump_of_which_nothing_is_left_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"no response to measure \(4 of 4 rows left out: the trainer's mask"):
+        read_dump(dumps.write_nemo_rl(tmp_path, sample_loss_mask=0))
+
+
+HOSTILE = {
+    "NaN log-probability": ({"inference_logprobs": [0.0] * 3 + [nan, -1.5]}, "`inference_logprobs` holds nan at"),
+    "null log-probability": ({"inference_logprobs": [0.0] * 3 + [-1, None]}, "`inference_logprobs` holds nan at posi"),
+    "null of the trainer's": ({"trainer_logprobs": [0.0] * 4 + [None]}, "`trainer_logprobs` holds nan at position 1"),
+    "infinite advantage": ({"advantages": [math.inf] * 5}, "`advantages` holds inf at position 0"),
+    "null advantage": ({"advantages": [1.0] * 4 + [None]}, "`advantages` holds nan at position 1"),
+    "a probability": ({"inference_logprobs": [0.9] * 5}, "`inference_logprobs` holds 0.9 at position 0"),
+    "short array": ({"entropy": [1.0]}, "`entropy` has 1 entries for 5 tokens"),
+    "array that is a number": ({"entropy": 1.0}, r"`entropy` is 1\.0; wanted is a list"),
+    "text among numbers": ({"entropy": ["a"] * 5}, "`entropy` is .*give a list of numbers"),
+    "id beyond the vocabulary": ({"token_ids": [4, 5, 6, 7, VOCAB]}, f"`token_ids` holds {VOCAB} at position 1"),
+    "null id": ({"token_ids": [4, 5, 6, 7, None]}, "`token_ids` is .*whole numbers"),
+    "no prompt": ({"loss_mask": [True] * 5}, "the prompt is empty"),
+    "mask of twos": ({"loss_mask": [0, 0, 0, 1, 2]}, "`loss_mask` is .*true/false"),
+    "step beyond 64 bits": ({"step": 2**63}, "`step` is 9223372036854775808; wanted is a whole number"),
+    "step of an odd digit": ({"step": "²"}, "`step` is '²'"),
+    "step that is text": ({"step": "three"}, "`step` is 'three'"),
+    "step that is a superscript": ({"step": "³"}, "`step` is '³'"),
+    "no ids": ({"token_ids": None}, "no `token_ids`"),
+    "longer than the context": (
+        {
+            "token_ids": [4] * (CONTEXT + 1),
+            "loss_mask": [False] + [True] * CONTEXT,
+            **{name: [-1.0] * (CONTEXT + 1) for name in ("advantages", "inference_logprobs", "trainer_logprobs")},
+            **{name: [0.0] * (CONTEXT + 1) for name in ("entropy", "is_masked")},
+        },
+        rf"1 \+ {CONTEXT} tokens, longer than the policy's context",
+    ),
+}
+
+
+@pytest.mark.parametrize(("columns", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_a_fault_is_named_by_file_row_and_the_dumps_own_column(policy, tmp_path, columns, message):
+    path = change(dumps.write_prime_rl(tmp_path), 0, **columns)
+    # The first row is also the one that tells the format: a fault elsewhere must read the same.
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
+    with pytest.raises(InputError, match=message) as caught:
+        read_dump(path, policy)
+    assert f"{path}, row 1 (line 2)" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_arrays_that_are_null_throughout_are_not_given(tmp_path):
+    path = dumps.write_prime_rl(tmp_path)
+    for row, sample in enumerate(SAMPLES):
+        nothing = [None] * (len(sample.prompt) + len(sample.response))
+        change(path, row, is_masked=nothing, entropy=nothing, advantages=nothing)
+    dump = read_dump(path)
+    assert dump.clipped is None and dump.entropy is None and dump.batch.advantages is None
+
+
+def test_an_array_that_only_some_rows_have_is_refused(tmp_path):
+    path = change(dumps.write_prime_rl(tmp_path), 2, advantages=[None] * 3)
+    with pytest.raises(InputError, match=r"row 2 \(line 3\): no 'advantages', which 3 of the 4 rows have"):
+        read_dump(path)
+
+
+def test_a_truncated_file_is_named_with_its_line(policy, tmp_path):
+    jsonl, parquet = dumps.write_verl(tmp_path), dumps.write_trl(tmp_path)
+    jsonl.write_bytes(jsonl.read_bytes()[:-20])
+    parquet.write_bytes(parquet.read_bytes()[:-20])
+    with pytest.raises(InputError, match=r"3\.jsonl, row 3 \(line 4\): not JSON"):
+        read_dump(jsonl, policy)
+    with pytest.raises(InputError, match="cannot be read as parquet"):
+        read_dump(parquet, policy)
+
+
+def test_nothing_in_a_pickle_is_run(tmp_path):
+    witness = tmp_path / "witness"
+
+    class Malicious:
+        def __reduce__(self):
+            return Path.touch, (witness,)
+
+    torch.save({"rollout_id": 0, "samples": [{"tokens": Malicious()}]}, tmp_path / "rollout_0.pt")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Malicious()))
+    for name in ("rollout_0.pt", "plain.pt"):
+        with pytest.raises(InputError, match=rf"{name} cannot be read as tensors .* nothing in it was run") as caught:
+            read_dump(tmp_path / name)
+        assert "\n" not in str(caught.value) and "weights_only" not in str(caught.value)  # no advice to run it
+    assert not witness.exists()
+    torch.load(tmp_path / "rollout_0.pt", weights_only=False)
+    assert witness.exists()  # the file was dangerous indeed
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"model": {}}, {"samples": 3}], ids=["a list", "a checkpoint", "a number"])
+def test_tensors_of_another_kind_are_refused(tmp_path, content):
+    torch.save(content, tmp_path / "r.pt")
+    with pytest.raises(InputError, match=r"r\.pt holds no list `samples`"):
+        read_dump(tmp_path / "r.pt")
+
+
+DAMAGED = {
+    "a mask that is a number": ({"loss_mask": 3}, "`loss_mask` is 3; give a list"),
+    "a tensor without numbers": ({"tokens": torch.empty(5, device="meta")}, "`tokens` is a tensor without"),
+    "a sparse tensor": ({"loss_mask": torch.eye(2).to_sparse()}, "`loss_mask` is a tensor without plain numbers"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize(("columns", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_a_value_of_a_sample_that_is_no_list_is_named_with_its_sample(tmp_path, columns, message):
+    samples = dumps.slime_rollout_samples()
+    samples[1] |= columns
+    torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "r.pt")
+    with pytest.raises(InputError, match=rf"r\.pt, sample 1: {message}"):
+        read_dump(tmp_path / "r.pt")
+
+
+CHATS = {
+    "several turns": ([*dumps.said([7]), *dumps.chat([8])], "only a single assistant message of plain text"),
+    "a tool call": ([{"role": "assistant", "content": "w7", "tool_calls": [{"name": "f"}]}], "tool calls"),
+}
+
+
+@pytest.mark.parametrize(("completion", "message"), CHATS.values(), ids=CHATS)
+def test_what_text_cannot_give_back_is_refused(policy, tmp_path, completion, message):
+    path = change(dumps.write_verifiers(tmp_path), 1, completion=completion)
+    with pytest.raises(InputError, match=rf"row 1.*{message}"):
+        read_dump(path, policy)
+
+
+def test_a_chat_that_the_trainer_opened_anew_is_refused(policy, tmp_path):
+    path = change(dumps.write_verifiers(tmp_path), 1, prompt=[*dumps.chat([4]), *dumps.said([5])])
+    with pytest.raises(InputError, match=r"row 1.*ends with an assistant's turn"):
+        read_dump(path, policy)
+
+
+def test_lists_of_different_lengths_in_a_line_are_refused(policy, tmp_path):
+    path = change(dumps.write_ms_swift(tmp_path), 0, advantages=[1.0])
+    with pytest.raises(InputError, match=r"row 0.*`advantages` has 1 entries, `prompt` 4"):
+        read_dump(path, policy)
+
+
+def test_the_commands_take_a_folder_of_dumps_and_say_what_it_lost(tmp_path, capsys):
+    model = save_checkpoint(tmp_path / "model", "llama")
+    folder, out = dumps.write_verl(tmp_path / "run").parent, tmp_path / "out"
+    main(["measure", str(model), str(folder), "--out", str(out), "--format", "verl", "--no-figures"])
+    printed = capsys.readouterr().out
+    notes = read_dump(folder, load_policy(model)).notes
+    assert all(f"note: {note}" in printed for note in notes)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["rollouts"]["format"] == "verl" and manifest["rollouts"]["notes"] == list(notes)
+    table = pd.read_parquet(out / "tokens.parquet")
+    assert table["token_id"].tolist() == [i for s in SAMPLES for i in s.response]
+    for command in ("measure", "tune"):
+        with pytest.raises(SystemExit) as stopped:
+            main([command, str(model), str(folder), "--out", str(tmp_path / command), "--format", "trl"])
+        assert stopped.value.code == 2
+        assert "no `advantage`, which every record of the format trl has" in capsys.readouterr().err
+
+
+def test_the_hash_of_a_folder_changes_with_a_file_and_a_name(tmp_path):
+    dumps.write_verl(tmp_path, step=1)
+    first = rollouts_hash(tmp_path)
+    (tmp_path / "1.jsonl").rename(tmp_path / "2.jsonl")
+    second = rollouts_hash(tmp_path)
+    change(tmp_path / "2.jsonl", 0, score=0.25)
+    assert len({first, second, rollouts_hash(tmp_path)}) == 3

@@ -1,0 +1,316 @@
+"""Two processes do what one does: gradients on recorded rollouts, whole weights or shards, and a whole run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support.distributed_worker import (
+    FEW_BATCHES,
+    FRUGAL,
+    MODEL,
+    make_config,
+    make_passes,
+    measure_frugally,
+    measure_gradients,
+    take_steps,
+)
+from support.policies import distance, save_checkpoint
+from support.processes import TIMEOUT, launch
+
+from gradscope import load_policy
+from gradscope.objective import batch_statistics
+from gradscope.policy import AdamWState
+from gradscope.runs import Processes
+from gradscope.tasks import get_task
+from gradscope.trainer.learner import build_learner
+
+ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
+ACCELERATE += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m")
+"""`accelerate launch`: --cpu would start one process (or need MPI), --multi_gpu with --device cpu starts two."""
+TRAIN = ("gradscope", "train", "--device", "cpu", "--questions-per-step", "3", "--group-size", "4")
+TRAIN += ("--mini-batch-size", "12", "--micro-batch-size", "4", "--max-new-tokens", "100", "--learning-rate", "2e-4")
+TRAIN += ("--lopti-eta", "0.5", "--save-every", "1", "--gradients-every", "2", "--trackers", "tensorboard")
+TASK = """
+import os
+from pathlib import Path
+from gradscope.tasks import get_task, register
+class Moody:
+    name = "moody"
+    inner = get_task("knights-knaves-compact")
+    graded = 0
+    def questions(self, n, *, seed):
+        return self.inner.questions(n, seed=seed, people=(2,))
+    def reward(self, response, question):
+        Moody.graded += 1
+        if Path(__file__).with_name("fail").exists() and os.environ["RANK"] == "1" and Moody.graded > 4:
+            raise KeyError("no such answer")
+        return self.inner.reward(response, question)
+register(Moody())
+"""
+"""Once there is a file `fail`, it raises in the second process from its second step on: that grades four a step."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("model") / MODEL, MODEL)
+
+
+@pytest.fixture(scope="module")
+def out(folder, tmp_path_factory) -> Path:
+    """Where two processes have written what they found (distributed_worker.py)."""
+    out = tmp_path_factory.mktemp("out")
+    for ended in launch(Path(__file__).parents[1] / "support" / "distributed_worker.py", folder, out):
+        assert ended.status == 0, ended.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def found(out) -> list[dict[str, Any]]:
+    return [torch.load(out / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def alone(folder) -> dict[str, Any]:
+    """The same, found by this one process."""
+    accelerator, passes = Accelerator(cpu=True), make_passes()
+    learner = build_learner(make_config(folder), accelerator)
+    found = {"gradients": measure_gradients(learner, passes), "steps": take_steps(learner, passes)}
+    return found | {"frugal": measure_frugally(folder, accelerator, **FRUGAL)}
+
+
+def test_two_processes_have_the_gradient_of_one_on_recorded_rollouts(found, alone):
+    # Alone, a process computes prompts once and pads nothing; several pad: the same sums, rounded in another order.
+    assert [process["type"] for process in found] == ["MULTI_CPU"] * 2
+    for process in found:
+        for two, one in zip(process["whole"]["gradients"], alone["gradients"], strict=True):
+            assert (two["size"], two["name"]) == (one["size"], one["name"])
+            assert distance(two["gradient"], one["gradient"]) < 1e-5
+            assert two["norm"] == pytest.approx(one["norm"], rel=1e-5)
+            assert two["totals"] == pytest.approx(one["totals"], rel=1e-5, abs=1e-6)
+
+
+def test_lopti_passes_add_up_to_the_whole_gradient_across_processes(found):
+    by_name = {(g["size"], g["name"]): g["gradient"] for g in found[0]["whole"]["gradients"]}
+    both = {n: by_name[2, "low"][n] + by_name[2, "high"][n] for n in by_name[2, "low"]}
+    assert distance(both, by_name[2, "all"]) < 1e-6
+
+
+def test_shards_have_the_gradient_of_the_whole(found, alone):
+    for process in found:
+        assert process["shards"]["is_sharded"]
+        expected = [one for one in alone["gradients"] if one["size"] in FEW_BATCHES]
+        for two, one in zip(process["shards"]["gradients"], expected, strict=True):
+            assert (two["size"], two["name"]) == (one["size"], one["name"])
+            assert distance(two["gradient"], one["gradient"]) < 1e-5
+            assert two["norm"] == pytest.approx(one["norm"], rel=1e-5)
+            assert two["totals"] == pytest.approx(one["totals"], rel=1e-5, abs=1e-6)
+
+
+def test_adapters_and_recomputed_activations_have_the_gradient_of_one_process_too(found, alone):
+    plain = [one for one in alone["gradients"] if one["size"] in FEW_BATCHES and one["name"] == "all"]
+    for process in found:
+        for kind, expected in (("frugal", alone["frugal"]), ("frugal shards", plain)):
+            for two, one in zip(process[kind], expected, strict=True):
+                assert distance(two["gradient"], one["gradient"]) < 1e-5
+
+
+def test_shards_are_a_part_of_the_weights_in_each_process(found, folder):
+    total = sum(p.numel() for p in load_policy(folder).model.parameters())
+    local = [process["shards"]["local"] for process in found]
+    assert sum(local) == total
+    assert max(local) < 0.6 * total
+
+
+@pytest.mark.parametrize("kind", ["whole", "shards"])
+def test_steps_of_two_processes_are_those_of_one(kind, found, alone):
+    for process in found:
+        steps = process[kind]["steps"]
+        for two, one in zip(steps["results"], alone["steps"]["results"], strict=True):
+            assert two[:2] == one[:2]
+            assert two[2:] == pytest.approx(one[2:], rel=1e-4)
+        torch.testing.assert_close(steps["reference"], alone["steps"]["reference"], atol=1e-5, rtol=0)
+        # Adam divides each gradient by its own size, so entries near 0 carry their rounding into three steps of 1e-2.
+        torch.testing.assert_close(steps["logprobs"], alone["steps"]["logprobs"], atol=2e-3, rtol=0)
+        assert distance(steps["weights"], alone["steps"]["weights"]) < 1e-4
+
+
+def test_both_processes_hold_the_same_weights_after_their_steps(found):
+    for kind in ("whole", "shards"):
+        first, second = (process[kind]["steps"] for process in found)
+        assert first["results"] == second["results"]
+        assert all(torch.equal(weight, second["weights"][name]) for name, weight in first["weights"].items())
+
+
+def test_shards_in_bfloat16_are_near_those_in_float32_and_kept_in_float32(found, folder):
+    learner, part = build_learner(make_config(folder), Accelerator(cpu=True)), make_passes()[0]
+    # On-policy: rounding carries no token across the edge of clipping.
+    part = replace(part, batch=replace(part.batch, old_logprobs=None, ref_logprobs=None))
+    exact = measure_gradients(learner, [part], (6,))[0]["gradient"]
+    for process in found:
+        # Eight bits of mantissa round by up to 2⁻⁹ per operation; some dozens of them follow one another.
+        assert 1e-3 < distance(process["bfloat16"]["gradient"], exact) < 0.1
+        assert process["bfloat16"]["weights"] == {torch.float32}
+        assert process["bfloat16"]["sampled"] == torch.bfloat16
+
+
+def test_a_copy_of_the_shards_samples_with_the_trained_weights_in_processes_that_take_unequally_long(found, out):
+    policy = load_policy(out / "checkpoints/step-000001")
+    for process in found:
+        for ids, logprobs in process["shards"]["samples"]:
+            logits = policy.model(input_ids=torch.tensor([[5, 6, 7, *ids]])).logits[0, 2:-1]
+            own = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(logprobs), own.detach(), atol=1e-5, rtol=0)
+
+
+def test_a_checkpoint_of_shards_holds_the_whole_policy_and_the_whole_state_of_adamw(found, out, folder):
+    checkpoint = out / "checkpoints/step-000001"
+    policy, steps = load_policy(checkpoint), found[0]["shards"]["steps"]
+    for name, parameter in policy.model.named_parameters():
+        assert torch.equal(parameter, steps["weights"][name]), name
+    batch = make_passes()[0].batch
+    again = batch_statistics(policy.model, batch, micro_batch_size=6, device=policy.device).logprob
+    torch.testing.assert_close(again, steps["logprobs"], atol=1e-5, rtol=0)
+    assert json.loads((checkpoint / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+    state = AdamWState.from_state_dict(policy.model, torch.load(checkpoint / "optimizer.pt"))
+    assert set(state.exp_avg_sq) == set(steps["weights"])
+    assert set(state.step.values()) == {3}
+    assert all((moment > 0).any() for moment in state.exp_avg_sq.values())
+
+
+def test_shards_go_on_from_a_checkpoint_to_the_same_numbers(found):
+    for process in found:
+        first, second = process["shards"]["went_on"]
+        assert first["results"] == second["results"]
+        assert torch.equal(first["reference"], second["reference"])
+        assert all(torch.equal(weight, second["weights"][name]) for name, weight in first["weights"].items())
+
+
+def test_what_shards_cannot_do_is_refused(found):
+    words = ("--lora-rank", "--gradients-every", "--fsdp_version 1", "--fsdp_offload_params", "--fsdp_activation_check")
+    for process in found:
+        assert [word in text for word, text in zip(words, process["refused"], strict=True)] == [True] * 5
+
+
+def test_an_error_of_one_process_is_one_of_all(found):
+    text = "only the second process saw this"
+    assert [process["failures"] for process in found] == [[f"InputError: {text}", f"OSError: {text}"]] * 2
+
+
+def test_a_single_process_raises_its_own_error():
+    with pytest.raises(FileNotFoundError, match="gone"), Processes().together():
+        raise FileNotFoundError("gone")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run of two steps, under accelerate's own launcher."""
+    root = tmp_path_factory.mktemp("run")
+    (root / "task.py").write_text(TASK)
+    command = [*ACCELERATE, *TRAIN, "--task", f"{root}/task.py:moody", "--steps", "2", "--out", root / "whole"]
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+def numbers(out: Path) -> list[dict[str, Any]]:
+    """What is logged of each step, but for times."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{n: v for n, v in line.items() if "seconds" not in n and "per_second" not in n} for line in lines]
+
+
+def test_a_run_of_two_processes_writes_everything_once(run):
+    assert [line["step"] for line in numbers(run / "whole")] == [1, 2]
+    # Measured by the first process while the second waits.
+    assert ["right_direction_positive_0" in line for line in numbers(run / "whole")] == [True, False]
+    assert json.loads((run / "whole/manifest.json").read_text())["processes"] == 2
+    assert sorted(p.name for p in (run / "whole/checkpoints").iterdir()) == ["step-000001", "step-000002"]
+    assert len(list((run / "whole/trackers").rglob("events.*"))) == 1
+    assert len(torch.load(run / "whole/checkpoints/step-000002/random_states.pt")) == 2
+    before, after = load_policy("embedded"), load_policy(run / "whole/checkpoints/step-000002")
+    assert not torch.equal(next(before.model.parameters()), next(after.model.parameters()))
+
+
+def test_a_run_of_two_processes_resumes_to_the_same_numbers_and_an_error_of_one_ends_both(run):
+    out = run / "again"
+    shutil.copytree(run / "whole", out)
+    shutil.rmtree(out / "checkpoints/step-000002")
+    (run / "fail").touch()
+    ended = launch("-m", *TRAIN, "--task", f"{run}/task.py:moody", "--steps", "3", "--out", out, "--resume")
+    assert [process.status for process in ended] == [2, 2]
+    lines = [line for process in ended for line in process.stderr.splitlines() if line.startswith("gradscope:")]
+    assert len(lines) == 1 and "moody" in lines[0] and "KeyError" in lines[0]
+    assert not any("Traceback" in process.stderr for process in ended)
+    assert numbers(out) == numbers(run / "whole")  # the second step anew; the third has raised
+    last = "checkpoints/step-000002/model.safetensors"
+    assert (out / last).read_bytes() == (run / "whole" / last).read_bytes()
+
+
+ENDING = """
+import atexit, os, sys
+from gradscope import cli
+file = os.open(sys.argv.pop(1), os.O_CREAT | os.O_WRONLY)
+class Last:
+    def __del__(self, write=os.write, file=file):
+        write(file, b"taken apart ")
+last = Last()
+atexit.register(lambda: os.write(file, b"at exit "))
+cli.run_script()
+"""
+"""Notes what happens at the end of a process that runs a command."""
+
+
+@pytest.mark.parametrize(("command", "status"), [(("measure", "--help"), 0), (("measure", "gone", "gone"), 2)])
+def test_of_several_processes_none_takes_python_apart_while_threads_free_tensors(
+    command, status, tmp_path, monkeypatch
+):
+    done = subprocess.run([sys.executable, "-c", ENDING, tmp_path / "alone", *command], capture_output=True, text=True)
+    assert done.returncode == status and (tmp_path / "alone").read_text() == "at exit taken apart "
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = subprocess.run([sys.executable, "-c", ENDING, tmp_path / "one", *command], capture_output=True, text=True)
+    assert words.returncode == status and (tmp_path / "one").read_text() == "at exit "
+    assert (words.stdout, words.stderr) == (done.stdout, done.stderr)
+
+
+ENDS = """
+import os, sys, torch, torch.distributed.nn
+from pathlib import Path
+from gradscope.trainer.config import TrainConfig
+from gradscope.trainer.launch import make_accelerator
+for turn in range(10):
+    store = torch.distributed.FileStore(f"{sys.argv[1]}-{turn}", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+    accelerator = make_accelerator(TrainConfig(device="cpu", trackers=()), Path("."))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+    for _ in range(3):
+        torch.distributed.all_gather_object([None, None], "x" * 100)
+    accelerator.end_training()
+    del model
+    accelerator.state._reset_state(True)
+os._exit(0)
+"""
+"""Processes that train nothing, ten times, and let go of the model right after they have exchanged something."""
+
+
+def test_the_end_of_training_does_not_wait_for_a_thread_that_waits_for_it(tmp_path):
+    ended = launch("-c", ENDS, tmp_path / "store", timeout=300)
+    assert [process.status for process in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+
+
+def test_a_process_without_questions_samples_nothing():
+    from gradscope.sampling import HFSampler
+    from gradscope.trainer import Questions
+    from gradscope.trainer.rollout import _sample_rows
+
+    config = make_config("embedded", questions_per_step=1, people=(2,))
+    policy, questions = load_policy("embedded"), Questions(get_task(config.task), config).of_step(0)
+    sampler = HFSampler(policy, progress=False)
+    assert _sample_rows(policy, sampler, questions, config, 0, Processes(1, 2)) == []

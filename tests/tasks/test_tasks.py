@@ -1,0 +1,334 @@
+"""The register of tasks, and tasks that a user adds."""
+
+import subprocess
+import sys
+from math import nan
+
+import numpy as np
+import pytest
+
+from gradscope.errors import InputError
+from gradscope.tasks import Grade, Question, Task, data, draw_questions, get_task, grade_response, register, task_names
+
+USER_FILE = """
+from gradscope.tasks import Question, register
+
+class Parity:
+    name = "parity"
+
+    def questions(self, n, *, seed, **options):
+        return [Question(f"Is {seed + i} even?", (seed + i) % 2 == 0) for i in range(n)]
+
+    def reward(self, response, question):
+        return float(("yes" in response) == question.answer)
+
+register(Parity())
+"""
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """What a test registers is forgotten after it."""
+    from gradscope.tasks import registry
+
+    monkeypatch.setattr(registry, "_tasks", dict(registry._tasks))
+    monkeypatch.setattr(registry, "_files_read", {})
+
+
+def test_every_task_that_comes_along_is_known_by_name():
+    names = ["arithmetic", "knights-knaves", "knights-knaves-compact", "math", "math-plain"]
+    assert set(names) <= set(task_names())
+    for name in names:
+        assert isinstance(get_task(name), Task)
+        assert get_task(name).name == name
+
+
+def test_a_user_adds_a_task_in_a_file_of_their_own(tmp_path, registered):
+    file = tmp_path / "my_tasks.py"
+    file.write_text(USER_FILE, encoding="utf-8")
+    task = get_task(f"{file}:parity")
+    (question,) = task.questions(1, seed=4)
+    assert question == Question("Is 4 even?", True)
+    assert (task.reward("yes", question), task.reward("no", question)) == (1.0, 0.0)
+    assert get_task("parity") is task
+    assert get_task(f"{file}:parity") is task  # not run a second time
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(InputError, match=r"no task is called 'chess'; known: .*knights-knaves, knights-knaves-compact"):
+        get_task("chess")
+
+
+def test_a_task_file_that_is_missing_or_lacks_the_name_is_refused(tmp_path, registered):
+    with pytest.raises(InputError, match=r"nowhere\.py does not exist"):
+        get_task(f"{tmp_path / 'nowhere.py'}:parity")
+    file = tmp_path / "my_tasks.py"
+    file.write_text(USER_FILE, encoding="utf-8")
+    with pytest.raises(InputError, match=r"no task is called 'oddity'; known: .*parity"):
+        get_task(f"{file}:oddity")
+
+
+def test_a_task_file_may_use_dataclasses_that_look_up_their_module(tmp_path, registered):
+    file = tmp_path / "with_dataclass.py"
+    header = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Level:\n    a: int\n"
+    )
+    file.write_text(header + USER_FILE, encoding="utf-8")
+    assert get_task(f"{file}:parity").name == "parity"
+
+
+def test_what_is_no_task_is_not_registered(registered):
+    with pytest.raises(InputError, match="is not a task; it needs name"):
+        register("knights-knaves")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": None},
+        {"name": ""},
+        {"questions": 5},
+        {"reward": None},
+        {"reward": "r"},
+        {"grade": 5},
+    ],
+)
+def test_what_has_a_member_of_another_kind_is_no_task(registered, change):
+    with pytest.raises(InputError, match=r"is not a task; it needs name \(a string\), questions"):
+        register(type("Changed", (Counting,), change)())
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("import no_such_module", "raised ModuleNotFoundError (No module named 'no_such_module')"),
+        ("def f(:", "raised SyntaxError (invalid syntax"),
+        ("1 / 0", "raised ZeroDivisionError (division by zero)"),
+        ("raise SystemExit(3)", "raised SystemExit (3)"),
+        ("raise KeyError('two\\nlines')", "raised KeyError ("),
+        ("register(5)", "raised InputError (5 is not a task"),
+    ],
+)
+def test_a_task_file_that_cannot_be_run_is_refused_in_one_line(tmp_path, registered, line, words):
+    file, before = tmp_path / "broken.py", set(sys.modules)
+    file.write_text(f"from gradscope.tasks import register\n{line}\n", encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        get_task(f"{file}:parity")
+    assert f"the task file {file} {words}" in str(caught.value) and "\n" not in str(caught.value)
+    assert set(sys.modules) <= before
+    file.write_text(USER_FILE, encoding="utf-8")
+    assert get_task(f"{file}:parity").name == "parity"  # mended, it is run again
+
+
+def test_a_name_that_is_too_long_for_a_file_is_refused():
+    with pytest.raises(InputError, match="does not exist"):
+        get_task("a" * 300 + ".py:parity")
+
+
+def test_tasks_load_nothing_heavy_before_they_need_it():
+    heavy = ("torch", "pandas", "pyarrow", "transformers", "math_verify", "sympy")
+    code = f"import sys, gradscope.tasks; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# --- drawing questions
+
+
+class Counting:
+    """A user's task that knows one option of its own."""
+
+    name = "counting"
+
+    def questions(self, n, *, seed, start=0):
+        return [Question(f"after {i}?", i + 1) for i in range(start, start + min(n, 3))]
+
+    def reward(self, response, question):
+        return float(response == str(question.answer))
+
+
+def test_options_that_are_none_or_empty_are_not_passed_on():
+    drawn = draw_questions(Counting(), 2, seed=0, people=None, files=(), start=5)
+    assert drawn == Counting().questions(2, seed=0, start=5)
+    assert draw_questions(Counting(), 1, seed=0, start=0) == [Question("after 0?", 1)]  # 0 is neither
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "complaint"),
+    [
+        (Counting(), {"files": ("a.parquet",)}, "task 'counting' has no option files; it takes start"),
+        (get_task("math"), {"people": (3,)}, "task 'math' has no option people; it takes files"),
+        (get_task("arithmetic"), {"people": (3,)}, "task 'arithmetic' has no option people; it takes none"),
+        (get_task("knights-knaves"), {"level": 3}, "has no option level; it takes people, files"),
+    ],
+)
+def test_an_option_that_a_task_does_not_take_is_refused(task, options, complaint):
+    with pytest.raises(InputError, match=complaint):
+        draw_questions(task, 1, seed=0, **options)
+
+
+def test_a_task_that_takes_any_option_gets_them_all():
+    class Open(Counting):
+        def questions(self, n, *, seed, **options):
+            return [Question(str(options), None)]
+
+    assert draw_questions(Open(), 1, seed=0, colour="red")[0].prompt == "{'colour': 'red'}"
+
+
+def _raise(error):
+    raise error
+
+
+def unchecked(made, **fields):
+    """A copy with other values, which the tests' own checks of types would not let through."""
+    copied = object.__new__(type(made))
+    copied.__dict__.update(vars(made) | fields)
+    return copied
+
+
+BAD_QUESTIONS = {
+    "raises": (lambda n, *, seed: 1 / 0, r"questions\(n=2, seed=0\) of task 'counting' raised ZeroDivisionError"),
+    "ends": (lambda n, *, seed: _raise(SystemExit(1)), r"raised SystemExit \(1\)"),
+    "none": (lambda n, *, seed: None, r"hold None; wanted a list of Question"),
+    "number": (lambda n, *, seed: 5, r"hold 5; wanted a list of Question"),
+    "text": (lambda n, *, seed: "abc", r"hold 'a'; wanted a list of Question"),
+    "dicts": (lambda n, *, seed: [{"prompt": "?"}], r"hold \{'prompt': '\?'\}; wanted a list of Question"),
+    "no seed": (lambda n: [Question("?", 0)], "raised TypeError .*unexpected keyword argument 'seed'"),
+    "level": (lambda n, *, seed: [unchecked(Question("?", 0), level="easy")], "whose level is a whole number or None"),
+    "half a level": (
+        lambda n, *, seed: [unchecked(Question("?", 0), level=1.5)],
+        "whose level is a whole number or None",
+    ),
+    "no function": (5, r"the questions of task 'counting' are no function: TypeError \(5 is not a callable"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_QUESTIONS)
+def test_questions_that_are_none_are_refused_in_one_line(what):
+    questions, words = BAD_QUESTIONS[what]
+    task = Counting()
+    task.questions = questions
+    with pytest.raises(InputError, match=words) as caught:
+        draw_questions(task, 2, seed=0)
+    assert "\n" not in str(caught.value) and "task 'counting'" in str(caught.value)
+
+
+def test_a_task_that_cannot_give_all_questions_is_told_what_it_was_asked():
+    class Stored(Counting):
+        def questions(self, n, *, seed, files):
+            return [Question("?", i) for i in range(n)]
+
+    with pytest.raises(InputError, match=r"questions\(n=None, seed=0\) of task 'counting' raised TypeError"):
+        draw_questions(Stored(), None, seed=0, files=("a",))
+
+
+RIGHT = Grade(1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("grade", "wanted"),
+    [
+        (None, r"gave None .*wanted Grade\(reward, correct, format_ok\)"),
+        (1.0, r"gave 1.0 .*wanted Grade"),
+        (unchecked(RIGHT, reward="a"), "wanted a finite number as reward"),
+        (unchecked(RIGHT, reward="1"), "wanted a finite number as reward"),
+        (unchecked(RIGHT, reward=None), "wanted a finite number as reward"),
+        (unchecked(RIGHT, reward=nan), "wanted a finite number as reward"),
+        (unchecked(RIGHT, correct=None), "wanted True or False as correct"),
+        (unchecked(RIGHT, correct="no"), "wanted True or False as correct"),
+        (unchecked(RIGHT, format_ok="yes"), "wanted True, False or None as format_ok"),
+        (SystemExit(2), r"raised SystemExit \(2\) on the response 'yes'"),
+    ],
+)
+def test_a_grade_that_is_none_is_refused_with_what_is_wanted(grade, wanted):
+    class Graded(Counting):
+        def grade(self, response, question):
+            return _raise(grade) if isinstance(grade, SystemExit) else grade
+
+    with pytest.raises(InputError, match=rf"the reward of task 'counting' .*{wanted}"):
+        grade_response(Graded(), "yes", Question("?", 0))
+
+
+def test_a_grade_in_numpys_numbers_is_taken_in_pythons():
+    class Graded(Counting):
+        def grade(self, response, question):
+            return unchecked(RIGHT, reward=np.float32(0.5), correct=np.True_, format_ok=np.False_)
+
+    grade = grade_response(Graded(), "yes", Question("?", 0))
+    assert [repr(value) for value in (grade.reward, grade.correct, grade.format_ok)] == ["0.5", "True", "False"]
+
+
+def test_no_questions_are_refused():
+    class Silent(Counting):
+        def questions(self, n, *, seed):
+            return []
+
+    with pytest.raises(InputError, match="task 'counting' has no questions for n = 4"):
+        draw_questions(Silent(), 4, seed=0)
+    for n in (0, -1):
+        with pytest.raises(InputError, match=f"{n} questions asked for; ask for 1 or more"):
+            draw_questions(Counting(), n, seed=0)
+    with pytest.raises(InputError, match="ask for at most 10,000,000"):
+        draw_questions(get_task("arithmetic"), 10**20, seed=0)
+    for name in ("arithmetic", "math", "knights-knaves"):
+        with pytest.raises(InputError, match=f"task '{name}' is given neither a number of questions nor files"):
+            draw_questions(get_task(name), None, seed=0)
+
+
+# --- files
+
+
+def test_a_file_is_looked_for_as_it_is_and_then_below_the_data_folder(tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for path in (here / "a.parquet", there / "a.parquet", there / "sub" / "b.parquet", there / "sub" / "c.parquet"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("GRADSCOPE_DATA", str(there))
+
+    def found(*patterns):
+        return [str(path.resolve().relative_to(tmp_path)) for path in data.find_files(patterns)]
+
+    assert found("a.parquet") == ["here/a.parquet"]
+    assert found("sub/b.parquet") == ["there/sub/b.parquet"]
+    assert found("sub/*.parquet") == ["there/sub/b.parquet", "there/sub/c.parquet"]
+    assert found("sub/c.parquet", "s*/*.parquet", there / "sub" / "b.parquet") == [
+        "there/sub/c.parquet",
+        "there/sub/b.parquet",
+    ]
+    everything = [f"there/{name}" for name in ("a.parquet", "sub/b.parquet", "sub/c.parquet")]
+    assert found(there / "**" / "*.parquet") == everything
+    assert data.find_files("a.parquet") == data.find_files(["a.parquet"])  # one name is a list of one
+    (here / "odd[1].parquet").touch()
+    assert found("odd[1].parquet") == ["here/odd[1].parquet"]
+
+
+@pytest.mark.parametrize("pattern", ["none.parquet", "no*.parquet", "folder", ""])
+def test_a_pattern_without_a_file_is_refused_with_both_places(tmp_path, monkeypatch, pattern):
+    (tmp_path / "here" / "folder").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("GRADSCOPE_DATA", str(tmp_path / "there"))
+    with pytest.raises(InputError) as caught:
+        data.find_files([pattern])
+    for place in ("here", "there"):
+        assert str(tmp_path / place / pattern) in str(caught.value)
+    assert f"no file matches {pattern}" in str(caught.value)
+
+
+def test_a_task_of_a_file_may_be_a_variable_of_it_without_being_registered(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class T:\n"
+        "    name = 'the-name-of-mine'\n"
+        "    def questions(self, n, *, seed):\n"
+        "        return []\n"
+        "    def reward(self, response, question):\n"
+        "        return 0.0\n"
+        "doubles = T()\n"
+        "number = 3\n"
+    )
+    assert get_task(f"{tmp_path}/mine.py:doubles").name == "the-name-of-mine"
+    assert get_task(f"{tmp_path}/mine.py:the-name-of-mine") is get_task(f"{tmp_path}/mine.py:doubles")
+    with pytest.raises(InputError, match="3 is not a task"):
+        get_task(f"{tmp_path}/mine.py:number")
+    with pytest.raises(InputError, match="with NAME a variable of that file"):
+        get_task(f"{tmp_path}/mine.py:halves")

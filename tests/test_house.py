@@ -1,0 +1,209 @@
+"""The house: a room imports rooms above it in one list, by their doors, and no chain of imports is long."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import gradscope
+
+ROOMS = (
+    *("errors", "intervals", "resampling", "runs", "tasks", "policy", "rollouts", "sampling", "objective", "gradients"),
+    *("theory", "updates", "trainer", "plots", "diagnosis", "integrations", "cli", "embedded"),
+)
+"""A room imports those that stand before it in this list, and nothing else of the package."""
+OPEN = {
+    "tasks": {"data", "knights_knaves", "knights_knaves_wording", "math"},
+    "integrations": {"trl", "verl", "verl_engine"},
+}
+"""Files that a room shows as they are: other programs import them by name."""
+LONGEST = 15
+"""Files in a chain of imports; a name that a door hands on counts as the file that defines it."""
+
+
+def test_the_package_keeps_its_house(repository):
+    assert complaints(repository / "gradscope") == []
+
+
+def test_scripts_enter_by_doors(repository):
+    """Benchmarks measure parts, and may take them from where they are."""
+    package, scripts = House(repository / "gradscope"), []
+    for path in sorted((repository / "analyses").rglob("*.py")):
+        if "benchmarks" not in path.parts:
+            scripts += [f"{path.name}: {words}" for words in package.trespasses(path, room=None)]
+    assert scripts == []
+
+
+def test_no_test_imports_another(repository):
+    for path in sorted((repository / "tests").rglob("*.py")):
+        nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import | ast.ImportFrom)]
+        names = [getattr(n, "module", None) or n.names[0].name for n in nodes]
+        assert not [name for name in names if name.split(".")[-1].startswith("test_")], path
+
+
+def test_no_submodule_bears_the_name_of_a_public_function(repository):
+    functions = {name for name in gradscope.__all__ if name not in ROOMS}
+    assert functions.isdisjoint(path.stem for path in (repository / "gradscope").iterdir())
+
+
+def test_an_import_from_a_lower_room_is_named(tmp_path):
+    write(tmp_path, {"rollouts/batch.py": "def f():\n    import gradscope.cli", "cli/__init__.py": ""})
+    assert complaints(tmp_path) == ["rollouts.batch imports cli, which stands below rollouts"]
+
+
+def test_an_import_past_a_door_is_named(tmp_path):
+    door = "import lazy_loader\na = lazy_loader.attach(__name__, submod_attrs={'loading': ['load']})"
+    user = "from gradscope.policy import load\nfrom gradscope.policy.loading import hidden"
+    write(tmp_path, {"policy/__init__.py": door, "policy/loading.py": "", "rollouts/batch.py": user})
+    assert complaints(tmp_path) == ["rollouts.batch imports policy.loading past the door of policy"]
+
+
+def test_a_name_that_is_not_at_the_door_is_named(tmp_path):
+    write(tmp_path, {"policy/__init__.py": "", "rollouts/batch.py": "from gradscope.policy import load"})
+    assert complaints(tmp_path) == ["rollouts.batch imports load, which is not at the door of policy"]
+
+
+def test_a_cycle_within_a_room_is_named(tmp_path):
+    write(tmp_path, {"runs/a.py": "from gradscope.runs.b import f", "runs/b.py": "from gradscope.runs import a"})
+    assert complaints(tmp_path) == ["cycle: runs.a → runs.b → runs.a"]
+
+
+def test_a_chain_that_is_too_long_is_named(tmp_path):
+    files = {f"runs/f{i:02}.py": f"from gradscope.runs.f{i + 1:02} import x" for i in range(LONGEST)}
+    write(tmp_path, files | {f"runs/f{LONGEST:02}.py": ""})
+    assert complaints(tmp_path) == [f"chain of {LONGEST + 1}: " + " → ".join(f"runs.f{i:02}" for i in range(16))]
+
+
+def test_imports_for_types_alone_make_no_chain(tmp_path):
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from gradscope.runs.a import A"
+    write(tmp_path, {"runs/a.py": "from gradscope.runs.b import f", "runs/b.py": typed})
+    assert complaints(tmp_path) == []
+
+
+def test_a_file_without_a_room_is_named(tmp_path):
+    write(tmp_path, {"helpers.py": ""})
+    assert complaints(tmp_path) == ["helpers is no room: give it a place in ROOMS, at most 18 of them"]
+
+
+def test_importing_the_whole_package_from_inside_is_named(tmp_path):
+    write(tmp_path, {"policy/loading.py": "import gradscope"})
+    assert complaints(tmp_path) == ["policy.loading imports the whole package: import the room that is needed"]
+
+
+class House:
+    """A package's files, what is at each room's door, and who imports what."""
+
+    def __init__(self, package: Path) -> None:
+        paths = [path for path in sorted(package.rglob("*.py")) if path.stem != "__main__"]
+        self.files = {name_of(path.relative_to(package)): path for path in paths}
+        self.doors = {room: self._door(room) for room in {name.partition(".")[0] for name in self.files} - {""}}
+
+    def _door(self, room: str) -> dict[str, str]:
+        """Name → the file that defines it."""
+        path, found = self.files.get(room), {}
+        if path is None or path.name != "__init__.py":
+            return found
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "submod_attrs":
+                for file, names in ast.literal_eval(node.value).items():
+                    found |= dict.fromkeys(names, f"{room}.{file}")
+            elif isinstance(node, ast.ImportFrom) and node.module.startswith("gradscope."):
+                source = node.module.removeprefix("gradscope.")
+                found |= {alias.name: source for alias in node.names if f"{source}.{alias.name}" not in self.files}
+        return found
+
+    def imports(self, path: Path) -> list[tuple[str, str | None]]:
+        """(file or room, name taken from it) wherever in the file it stands, but for types alone."""
+        tree, found = ast.parse(path.read_text(encoding="utf-8")), []
+        skipped = {
+            inner
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if node in skipped:
+                continue
+            if isinstance(node, ast.Import):
+                found += [(a.name.partition(".")[2], None) for a in node.names if a.name.split(".")[0] == "gradscope"]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gradscope":
+                source = node.module.partition(".")[2]
+                for alias in node.names:
+                    inside = f"{source}.{alias.name}".strip(".")
+                    found.append((inside, None) if inside in self.files else (source, alias.name))
+        return found
+
+    def trespasses(self, path: Path, room: str | None) -> list[str]:
+        """What a file of a room, or of none, takes from other rooms otherwise than by their doors."""
+        found = []
+        for target, name in self.imports(path):
+            there, _, inside = target.partition(".")
+            if there in ("", room):
+                continue
+            if inside and inside not in OPEN.get(there, ()):
+                found.append(f"imports {target} past the door of {there}")
+            elif not inside and name and self._is_folder(there) and name not in self.doors[there]:
+                found.append(f"imports {name}, which is not at the door of {there}")
+        return found
+
+    def _is_folder(self, room: str) -> bool:
+        return room not in self.files or self.files[room].name == "__init__.py"
+
+    def graph(self) -> dict[str, set[str]]:
+        """File → files that it imports; of a door, the file behind the name."""
+        graph = {}
+        for name, path in self.files.items():
+            targets = set()
+            for target, taken in self.imports(path):
+                behind = self.doors.get(target, {})
+                targets |= set(behind.values()) if taken is None else {behind.get(taken, target)}
+                targets |= {target} if taken is None else set()
+            is_door = path.name == "__init__.py"
+            graph[name] = set() if is_door else {target for target in targets if target in self.files} - {"", name}
+        return graph
+
+
+def complaints(package: Path) -> list[str]:
+    """What is wrong with the imports of the package in this folder, a line each; empty when nothing is."""
+    house = House(package)
+    found = {room for name in house.files if (room := name.partition(".")[0])}
+    if homeless := sorted(found - set(ROOMS)) or (len(ROOMS) > 18 and ["the last"]):
+        return [f"{homeless[0]} is no room: give it a place in ROOMS, at most 18 of them"]
+    wrong = []
+    for name, path in house.files.items():
+        room = name.partition(".")[0]
+        for target, taken in house.imports(path) if room else ():
+            there = target.partition(".")[0]
+            if not there and taken != "__version__":
+                return [f"{name} imports the whole package: import the room that is needed"]
+            if there and ROOMS.index(there) > ROOMS.index(room):
+                wrong.append(f"{name} imports {target}, which stands below {room}")
+    for name, path in house.files.items():
+        wrong += [f"{name} {words}" for words in house.trespasses(path, name.partition(".")[0]) if name]
+    if wrong:
+        return list(dict.fromkeys(wrong))
+    graph = house.graph()
+    try:
+        order = list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        path = error.args[1][::-1]  # graphlib lists the imported module first
+        start = path.index(min(path))
+        return ["cycle: " + " → ".join([*path[start:-1], *path[:start], path[start]])]
+    chains: dict[str, list[str]] = {}
+    for name in order:
+        below = max((chains[target] for target in sorted(graph[name])), key=len, default=[])
+        chains[name] = [name, *below]
+    longest = max(chains.values(), key=len)
+    return [f"chain of {len(longest)}: " + " → ".join(longest)] if len(longest) > LONGEST else []
+
+
+def name_of(path: Path) -> str:
+    """runs/folder.py → runs.folder, runs/__init__.py → runs, and "" for the package's own."""
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def write(package: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = package / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")

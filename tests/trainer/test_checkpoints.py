@@ -1,0 +1,301 @@
+"""Checkpoints: written whole or not at all, loadable by transformers, exact to go on from, refused in good time."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import resource
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.policies import save_checkpoint as save_tiny
+from support.training import make_learner, make_passes
+from transformers import AutoModelForCausalLM
+
+from gradscope import load_policy
+from gradscope.cli import main
+from gradscope.errors import InputError
+from gradscope.policy import AdamWState
+from gradscope.trainer import TrainConfig, checkpoints, list_checkpoints
+from gradscope.trainer.checkpoints import check_space, count_checkpoints, restore_checkpoint, save_checkpoint
+from gradscope.trainer.damage import reading
+from gradscope.trainer.learner import Learner
+
+LOSS = TrainConfig().loss
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tiny checkpoint with a tokenizer; its embeddings are tied."""
+    return save_tiny(tmp_path_factory.mktemp("model") / "qwen2", "qwen2")
+
+
+@pytest.fixture(scope="module")
+def trained(folder) -> Learner:
+    """A learner after two steps."""
+    learner = make_learner(folder)
+    for part in make_passes(learner.policy, size=3):
+        learner.updater.step(part, LOSS)
+    return learner
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "gpt2", "gemma2", "mixtral"])
+def test_transformers_loads_the_trained_weights_tied_or_not(name, tmp_path):
+    learner = make_learner(save_tiny(tmp_path / "model", name))
+    learner.updater.step(make_passes(learner.policy)[0], LOSS)
+    saved = save_checkpoint(tmp_path, 1, learner)
+    model, told = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    before = dict(load_policy(tmp_path / "model").model.named_parameters())
+    wanted = dict(learner.policy.model.named_parameters())
+    assert dict(model.named_parameters()).keys() == wanted.keys()
+    for parameter, value in model.named_parameters():
+        assert torch.equal(value, wanted[parameter]), parameter
+        assert not torch.equal(value, before[parameter]), parameter
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert tied == (name in ("qwen2", "gpt2", "gemma2"))
+    assert load_policy(saved).tokenizer("w5 w6").input_ids == [5, 6]
+
+
+def test_buffers_that_a_model_cannot_do_without_are_saved(trained, tmp_path, monkeypatch):
+    from safetensors.torch import load_file
+
+    norm = trained.policy.model.model.norm
+    monkeypatch.setitem(norm._buffers, "kept", torch.arange(3.0))
+    monkeypatch.setitem(norm._buffers, "left_out", torch.arange(3.0))
+    norm._non_persistent_buffers_set.add("left_out")
+    saved = load_file(save_checkpoint(tmp_path, 1, trained) / "model.safetensors")
+    norm._non_persistent_buffers_set.discard("left_out")
+    assert torch.equal(saved["model.norm.kept"], torch.arange(3.0))
+    assert "model.norm.left_out" not in saved
+
+
+def test_the_state_of_adamw_is_the_optimizers_own(trained, tmp_path):
+    saved = save_checkpoint(tmp_path, 2, trained)
+    state = torch.load(saved / "optimizer.pt")
+    ours = AdamWState.from_state_dict(load_policy(saved).model, state, max_grad_norm=1.0)
+    wanted = AdamWState.from_optimizer(trained.policy.model, trained.optimizer, max_grad_norm=1.0)
+    assert ours.exp_avg_sq.keys() == wanted.exp_avg_sq.keys()
+    assert all(torch.equal(ours.exp_avg_sq[name], v) for name, v in wanted.exp_avg_sq.items())
+    assert (ours.step, ours.beta2, ours.eps) == (wanted.step, wanted.beta2, wanted.eps)
+    assert set(ours.step.values()) == {2}
+    assert "random_states.pt" in {p.name for p in saved.iterdir()}
+
+
+def test_a_learner_goes_on_from_a_checkpoint_to_the_same_numbers(folder, tmp_path):
+    first = make_learner(folder, kl_coef=0.1)
+    passes = make_passes(first.policy, size=3)
+    first.updater.step(passes[0], LOSS)
+    second = make_learner(folder, save_checkpoint(tmp_path, 1, first), kl_coef=0.1)
+    restore_checkpoint(tmp_path / "checkpoints/step-000001", second)
+    assert torch.equal(first.reference_logprobs(passes[1].batch), second.reference_logprobs(passes[1].batch))
+    results = [learner.updater.step(passes[1], LOSS) for learner in (first, second)]
+    assert results[0] == results[1]
+    again = dict(second.policy.model.named_parameters())
+    assert all(torch.equal(p, again[name]) for name, p in first.policy.model.named_parameters())
+
+
+DAMAGED = ("optimizer.pt", "random_states.pt", "trainer_state.json")
+
+
+def damage(file: Path, how: str) -> None:
+    """What crashes, full disks and other programs leave of a file."""
+    if how == "missing":
+        file.unlink()
+    elif how == "foreign":
+        torch.save({"a": torch.zeros(3)}, file)
+    else:
+        file.write_bytes({"empty": b"", "a number": b"5", "cut": file.read_bytes()[:-20]}[how])
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "cut", "foreign", "a number"])
+@pytest.mark.parametrize("name", [*DAMAGED, "adapter/adapter_config.json", "adapter/adapter_model.safetensors"])
+def test_a_damaged_checkpoint_is_refused_in_one_line_that_names_it(name, how, folder, tmp_path):
+    settings = {"lora_rank": 2} if name.startswith("adapter") else {}
+    first = make_learner(folder, **settings)
+    first.updater.step(make_passes(first.policy)[0], LOSS)
+    saved = save_checkpoint(tmp_path, 1, first)
+    damage(saved / name, how)
+    with pytest.raises(InputError, match=r"step-000001 is damaged \(.+\); delete it to go on from the one before") as e:
+        restore_checkpoint(saved, make_learner(folder, saved, **settings))
+    assert "\n" not in str(e.value)
+
+
+def test_weights_that_cannot_be_read_are_damage_of_the_checkpoint_too(trained, folder, tmp_path):
+    saved = save_checkpoint(tmp_path, 1, trained)
+    damage(saved / "model.safetensors", "cut")
+    with pytest.raises(InputError, match=r"step-000001 is damaged \(.+\); delete it to go on"):
+        make_learner(folder, saved)
+
+
+def test_what_belongs_to_another_checkpoint_is_damage(trained, folder, tmp_path):
+    saved = save_checkpoint(tmp_path, 1, trained)
+    state = torch.load(saved / "optimizer.pt")
+    state["state"][0]["exp_avg"] = torch.zeros(3)
+    torch.save(state, saved / "optimizer.pt")
+    with pytest.raises(InputError, match=r"damaged .*moment of shape"):
+        restore_checkpoint(saved, trained)
+    other = save_checkpoint(tmp_path, 2, trained)
+    shutil.copy(saved / "trainer_state.json", other / "trainer_state.json")
+    with pytest.raises(InputError, match=r"damaged .*is of step 1"):
+        restore_checkpoint(other, trained)
+    torch.save([], other / "random_states.pt")
+    with pytest.raises(InputError, match=r"damaged .*holds none"):
+        restore_checkpoint(other, trained)
+
+
+def test_memory_that_runs_out_is_no_damage():
+    for error in (torch.OutOfMemoryError("no room"), MemoryError()):
+        with pytest.raises(type(error)), reading(Path("step-000001")):
+            raise error
+
+
+def test_weights_are_finite_until_one_entry_is_not(folder):
+    learner = make_learner(folder)
+    entry = list(learner.policy.model.parameters())[-1].data.view(-1)
+    for value in (0.0, 3e38):  # the sum of squares would be infinite
+        entry[-1] = value
+        assert learner.is_finite()
+    for value in (float("inf"), float("-inf"), float("nan")):
+        entry[-1] = value
+        assert not learner.is_finite()
+
+
+def test_adapters_of_a_rank_above_the_width_are_refused(folder):
+    width = load_policy(folder).config.hidden_size
+    assert make_learner(folder, lora_rank=width).adapters is not None
+    with pytest.raises(InputError, match=f"lora_rank is {width + 1} and the policy is {width} wide"):
+        make_learner(folder, lora_rank=width + 1)
+
+
+def test_random_numbers_go_on_where_they_were(trained, tmp_path):
+    def draw() -> tuple:
+        # An odd count: numpy and torch keep the second of a pair of normal numbers for later.
+        return random.random(), np.random.randn(3).tolist(), torch.randn(3).tolist()
+
+    draw()
+    saved = save_checkpoint(tmp_path, 1, trained)
+    wanted = [draw() for _ in range(2)]
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    restore_checkpoint(saved, trained)
+    assert [draw() for _ in range(2)] == wanted
+
+
+def test_only_the_newest_are_kept(trained, tmp_path):
+    for step in (1, 2, 999_999, 1_000_000):  # past six digits, the order of names is not that of steps
+        save_checkpoint(tmp_path, step, trained, keep=2)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-999999", "step-1000000"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-1000000", "step-999999"]
+
+
+def test_a_crash_while_writing_leaves_no_checkpoint_and_is_cleaned_up_after(trained, tmp_path, monkeypatch):
+    save_checkpoint(tmp_path, 1, trained)
+
+    def crash(*_):
+        raise SystemExit("killed")  # as nothing that is caught: what is on the disk stays as it is
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "write_json", crash)  # the last file but for the renaming
+        with pytest.raises(SystemExit):
+            save_checkpoint(tmp_path, 2, trained)
+    left = tmp_path / "checkpoints/.step-000002.partial"
+    assert (left / "model.safetensors").is_file()
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000001"]
+    shutil.copytree(left, left.with_name(".step-000003.partial"))
+    check_space(tmp_path, trained, 1)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+    shutil.copytree(tmp_path / "checkpoints/step-000001", left)
+    save_checkpoint(tmp_path, 3, trained)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000001", "step-000003"]
+
+
+def test_a_disk_that_fills_up_while_writing_is_one_line_and_keeps_what_there_was(trained, tmp_path):
+    save_checkpoint(tmp_path, 1, trained)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (50_000, 150_000):  # weights take 110 kB, the optimizer's state 245 kB
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(OSError, match=r"step-000002 could not be written .*; the checkpoints before it stay"):
+                save_checkpoint(tmp_path, 2, trained, keep=1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+    restore_checkpoint(tmp_path / "checkpoints/step-000001", trained)
+
+
+def test_a_disk_without_room_for_the_checkpoints_of_the_run_is_told_at_once(trained, tmp_path, monkeypatch):
+    size = sum(f.stat().st_size for f in save_checkpoint(tmp_path / "one", 1, trained).iterdir())
+    # What is asked for is what a checkpoint takes, but for tokenizer and random states.
+    parameters = sum(p.numel() for p in trained.policy.model.parameters())
+    assert 0.8 < 3 * 4 * parameters / size < 1
+
+    def room(count: float) -> None:
+        free = int(count * 3 * 4 * parameters)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+
+    room(2.001)
+    check_space(tmp_path / "run", trained, 2)
+    check_space(tmp_path / "run", trained, 3, to_be_freed=3 * 4 * parameters)
+    with pytest.raises(OSError, match="3 checkpoints take") as raised:
+        check_space(tmp_path / "run", trained, 3)
+    assert not isinstance(raised.value, InputError)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_locked_folder_is_the_users_fault_and_a_full_disk_is_not(code, trained, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(code, "no")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(OSError if code == errno.ENOSPC else InputError) as raised:
+        check_space(tmp_path / "run", trained, 1)
+    assert isinstance(raised.value, InputError) == (code != errno.ENOSPC)
+
+
+def test_a_file_where_checkpoints_go_is_refused(trained, tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        check_space(tmp_path, trained, 1)
+
+
+def test_a_full_disk_ends_the_command_with_1_and_a_blocked_folder_with_2_before_any_step(tmp_path, monkeypatch, capsys):
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    (blocked / "checkpoints").write_text("")
+    command = ["train", "--steps", "40", "--trackers", "--out"]
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, str(blocked)])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, str(tmp_path / "run")])
+    assert stopped.value.code == 1
+    error = capsys.readouterr().err
+    assert "2 checkpoints take 0.02" in error and error.count("\n") == 1
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("keep", [None, 1, 3])
+@pytest.mark.parametrize("every", [1, 3, 20])
+@pytest.mark.parametrize("done", [0, 4, 6])
+def test_the_count_of_checkpoints_is_that_of_a_run_played_through(done, every, keep):
+    total, held, most = 10, 0, 0
+    for step in range(done + 1, total + 1):
+        if step % every == 0 or step == total:
+            held += 1
+            most = max(most, held)
+            held = held if keep is None else min(held, keep)
+    assert count_checkpoints(done, total, every=every, keep=keep) == most
+
+
+def test_a_checkpoint_says_after_which_step_it_was_written(trained, tmp_path):
+    saved = save_checkpoint(tmp_path, 7, trained)
+    assert json.loads((saved / "trainer_state.json").read_text()) == {"step": 7, "nonfinite_in_a_row": 0}
+    assert [checkpoints.checkpoint_step(p) for p in list_checkpoints(tmp_path)] == [7]

@@ -1,0 +1,284 @@
+"""Plans: sums checked by hand, launches compared, networks known without their weights, and what is printed."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from support.policies import make_model, save_checkpoint
+
+from gradscope.errors import InputError
+from gradscope.gradients import Piece, Speeds, kv_bytes, loss_bytes, shape_of
+from gradscope.objective import rows_at_once
+from gradscope.policy import load_policy
+from gradscope.trainer import GIB, PRESETS, TrainConfig, get_preset, plan_training
+from gradscope.trainer.plan import Lengths, largest_micro_batch, step_work
+
+CONFIG = TrainConfig(
+    questions_per_step=16, mini_batch_size=64, micro_batch_size=16, max_new_tokens=400, steps=60, sampling_batch_size=64
+)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return shape_of("embedded")
+
+
+@pytest.fixture(scope="module")
+def large():
+    return shape_of("Qwen/Qwen2.5-7B")
+
+
+def test_the_moments_of_a_small_run_are_the_parts_that_lie_there(tiny):
+    memory, parameters = plan_training(CONFIG, tiny).memory, 805_376
+    always = {"weights", "AdamW's moments", "reference policy"}
+    assert {moment: set(parts) - always for moment, parts in memory.items()} == {
+        "sampling": {"KV cache", "decoding"},
+        "scoring": {"activations"},
+        "training": {"gradients", "activations", "logits"},
+        "optimizer step": {"gradients", "AdamW's denominators"},
+    }
+    assert sum(memory["optimizer step"].values()) == 4 * (1 + 1 + 2 + 1 + 1) * parameters
+    assert memory["sampling"]["KV cache"] == kv_bytes(tiny, "float32") * 64 * (50 + 400)
+    piece = Piece(16, 450, 400)
+    expected = loss_bytes(tiny, piece, "float32", checkpointing=False, chunk=rows_at_once(tiny.vocab, "cuda"))
+    assert {name: memory["training"][name] for name in expected} == expected
+
+
+def test_without_a_kl_or_with_adapters_there_is_no_reference_policy(tiny):
+    for config in (replace(CONFIG, kl_coef=0.0), replace(CONFIG, lora_rank=4)):
+        assert all("reference policy" not in parts for parts in plan_training(config, tiny).memory.values())
+
+
+def test_shards_divide_what_is_trained_and_whole_copies_need_buckets(large):
+    config = replace(CONFIG, engine="vllm", precision="bfloat16", gradient_checkpointing=True)
+    alone, copies, shards = (
+        plan_training(config, large, num_processes=n, sharded=sharded).memory["training"]
+        for n, sharded in ((1, False), (8, False), (8, True))
+    )
+    for part in ("weights", "gradients", "AdamW's moments", "reference policy"):
+        assert alone[part] == copies[part] == 8 * shards[part]
+    assert copies["DDP's buckets"] == copies["gradients"]
+    assert "DDP's buckets" not in alone.keys() | shards.keys()
+    assert "bfloat16 copies" in copies and "bfloat16 copies" not in shards
+    assert alone["activations"] == shards["activations"]
+    assert shards["vLLM"] == 0.4 * 80 * GIB
+
+
+def test_transformers_decodes_with_a_whole_copy_where_weights_lie_in_shards(large):
+    memory = plan_training(replace(CONFIG, precision="bfloat16"), large, num_processes=8, sharded=True).memory
+    assert all(memory[moment]["sampling copy"] == 2 * large.parameters for moment in memory if moment != "loading")
+    assert memory["loading"] == {"weights": 8 * large.parameters}
+
+
+def test_checkpointing_counts_the_logits_or_a_block_whichever_is_more(tiny, large):
+    for shape, name in ((large, "logits"), (tiny, "activations")):
+        config = replace(CONFIG, gradient_checkpointing=True)
+        parts = plan_training(config, shape).memory["training"]
+        assert ("logits" in parts) == (name == "logits")
+        assert max(("logits", "activations"), key=lambda part: parts.get(part, 0)) == name
+
+
+def test_tokens_and_optimizer_steps_are_counted_for_the_whole_batch(tiny):
+    plan = plan_training(CONFIG, tiny, prompt_tokens=30, mean_response=90)
+    assert (plan.tokens_at_most, plan.tokens_expected) == (16 * 8 * 430, 16 * 8 * 120)
+    assert (plan.optimizer_steps, plan.steps) == (2, 60)
+    lopti = plan_training(replace(CONFIG, lopti_eta=0.5, mini_batch_size=50), tiny)
+    assert lopti.optimizer_steps == 2 * 3
+
+
+def test_a_run_is_as_long_as_steps_and_epochs_allow(tiny):
+    epochs = replace(CONFIG, steps=None, epochs=3)
+    assert plan_training(epochs, tiny).steps is None
+    assert plan_training(epochs, tiny, questions=100).steps == 18
+    assert plan_training(replace(epochs, steps=10), tiny, questions=100).steps == 10
+
+
+def test_flops_of_a_step_are_so_many_passes_over_its_tokens(large):
+    """Counted by hand: 128 responses of 100 tokens to 16 prompts of 100, two mini-batches, blocks recomputed."""
+    config = replace(CONFIG, gradient_checkpointing=True)
+    flops = plan_training(config, large, prompt_tokens=100, mean_response=100).flops
+    token, logits, pair = 2 * large.matrices, 2 * large.head, 4 * 28 * 3584
+    matrices, attention = 128 * (200 * token + 100 * logits), 128 * 200 * 200 * pair
+    # The reference scores both mini-batches, the policy the second one.
+    assert flops["scoring"] == pytest.approx(1.5 * (matrices + attention))
+    assert flops["training, forward"] == pytest.approx(2 * (matrices + attention))
+    assert flops["training, backward"] == pytest.approx(2 * matrices + 2.5 * attention)
+    # Each prompt is read once; a token attends to its prompt and to half of the response.
+    prompts = 16 * (100 * token + logits + 100 * 100 * pair)
+    assert flops["sampling"] == pytest.approx(prompts + 128 * 100 * (token + logits + 150 * pair))
+    assert "optimizer" not in flops
+
+
+def test_lopti_doubles_the_flops_of_the_blocks_and_not_those_of_the_head(large):
+    plain, lopti = (
+        plan_training(replace(CONFIG, lopti_eta=eta), large, prompt_tokens=100, mean_response=100).flops
+        for eta in (None, 0.5)
+    )
+    head = 2 * large.head * 128 * 100
+    assert lopti["training, forward"] == 2 * plain["training, forward"] - head
+    assert (lopti["sampling"], lopti["scoring"]) == (plain["sampling"], plain["scoring"])
+
+
+def test_a_control_that_matches_norms_computes_every_gradient_twice(tiny):
+    control = plan_training(replace(CONFIG, control="matched-norm", reweight_alpha=0.3), tiny).flops
+    assert control["training, backward"] == 2 * plan_training(CONFIG, tiny).flops["training, backward"]
+
+
+@pytest.mark.parametrize("lora_rank", [None, 4])
+def test_a_checkpoint_takes_the_room_that_its_tensors_take(tmp_path, tiny, lora_rank):
+    model = load_policy("embedded").model
+    adapters = None
+    if lora_rank is not None:
+        peft = pytest.importorskip("peft")
+        adapters = peft.get_peft_model(model, peft.LoraConfig(r=lora_rank, target_modules="all-linear"))
+        adapters.save_pretrained(tmp_path / "adapter")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    weights = {name: p for name, p in model.state_dict().items() if ".lora_" not in name}
+    torch.save(weights, tmp_path / "weights.pt")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    # Names and formats: a few hundred bytes a tensor.
+    assert plan_training(replace(CONFIG, lora_rank=lora_rank), tiny).checkpoint_bytes == pytest.approx(size, rel=0.05)
+
+
+def test_a_plan_fits_from_its_own_peak_on_and_not_below(tiny):
+    plan = plan_training(CONFIG, tiny)
+    needed = plan.peak / GIB / 0.9
+    assert plan_training(CONFIG, tiny, device_memory=1.001 * needed).fits
+    assert not plan_training(CONFIG, tiny, device_memory=0.999 * needed).fits
+
+
+def test_vllm_needs_room_for_its_weights_and_one_response(large):
+    config = replace(get_preset("kk-qwen2.5-7b"), vllm_memory=0.2)
+    plan = plan_training(config, large, num_processes=8, sharded=True)
+    # 28 layers of 4 heads of keys and of values, 128 numbers each, in bfloat16, of 512 + 4,096 tokens.
+    room = 0.2 * 80 * GIB - 2 * large.parameters
+    assert plan.vllm_responses == room // (28 * 2 * 4 * 128 * 2 * 4608) > 0
+    assert plan.fits
+    scarce = plan_training(replace(config, vllm_memory=0.17), large, num_processes=8, sharded=True)
+    assert scarce.peak < plan.peak and scarce.vllm_responses < 1 and not scarce.fits
+    assert plan_training(CONFIG, large).vllm_responses == math.inf
+
+
+def test_the_largest_micro_batch_is_the_last_that_fits(tiny):
+    plan = plan_training(CONFIG, tiny, num_processes=2, device_memory=0.5)
+    sizes = [size for size in (1, 2, 4, 8, 16, 32) if plan.changed(2, False, micro_batch_size=size).fits]
+    assert 1 < len(sizes) < 6
+    assert largest_micro_batch(plan) == sizes[-1]
+    assert largest_micro_batch(plan_training(CONFIG, tiny, device_memory=0.01)) is None
+
+
+def test_a_changed_plan_is_the_plan_of_the_changed_launch(large):
+    changed = plan_training(CONFIG, large).changed(8, True, micro_batch_size=4)
+    assert changed == plan_training(replace(CONFIG, micro_batch_size=4), large, num_processes=8, sharded=True)
+
+
+@pytest.mark.parametrize("name", ["kk-qwen2.5-3b", "kk-qwen2.5-7b", "math-qwen2.5-7b", "orz-qwen2.5-7b"])
+def test_the_papers_runs_fit_its_machine_four_gpus_of_80_gib(name):
+    preset = get_preset(name)
+    plan = plan_training(preset, shape_of(preset.model), num_processes=4, sharded=True)
+    assert plan.fits and largest_micro_batch(plan) == preset.micro_batch_size
+    assert plan.vllm_responses > 16
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_printed_table_adds_up_and_names_what_was_assumed(name):
+    preset = get_preset(name)
+    plan = plan_training(preset, shape_of(preset.model))
+    lines = str(plan).splitlines()
+    numbers = {line[:24].strip(): line[24:].split() for line in lines if line[24:] and line[24:].strip()[0].isdigit()}
+    start = next(i for i, line in enumerate(lines) if line.startswith(" " * 24))
+    rows = lines[start + 1 : next(i for i, line in enumerate(lines) if line.startswith("total")) + 1]
+    columns = list(zip(*([row[24 + 16 * k : 40 + 16 * k].strip() for k in range(4)] for row in rows), strict=True))
+    assert len(columns) == 4 and "total" in numbers
+    for column in columns:
+        *parts, total = (float(cell or 0) for cell in column)
+        assert sum(parts) == pytest.approx(total, abs=0.005 * len(parts) + 0.006)  # two decimals each
+    text = str(plan)
+    assert f"at most {plan.tokens_at_most:,}" in text and f"{plan.tokens_expected:,} tokens" in text
+    assert f"prompts of at most {plan.lengths.prompt} tokens" in text
+    assert "one process: " in text and "each of 8 processes (FSDP" in text
+
+
+def test_the_printed_plan_says_what_fits(large):
+    text = str(plan_training(get_preset("kk-qwen2.5-7b"), large))
+    assert "one process: does not fit (" in text
+    assert "each of 8 processes (FSDP: all shared): fits (" in text
+    adapters = str(plan_training(replace(get_preset("kk-qwen2.5-7b"), lora_rank=16), large))
+    assert "FSDP" not in adapters and "one process: " in adapters
+
+
+def test_seconds_are_those_of_the_parts_at_the_speeds_that_are_given(tiny):
+    slow = Speeds("a slow one", 1e9, 1e9, 1e9, 1e9, 1e9, 1e-5)
+    assert plan_training(CONFIG, tiny).seconds == {}
+    plan = plan_training(CONFIG, tiny, speeds=slow)
+    work = step_work(CONFIG, tiny, plan.lengths, passes=1)
+    assert plan.seconds == {name: slow.seconds(part) for name, part in work.items()}
+    assert plan.flops == {name: part.flops for name, part in work.items() if name != "optimizer"}
+    assert f"Seconds of a batch on a slow one, in one process: {sum(plan.seconds.values()):.3g} (" in str(plan)
+    assert set(plan.seconds) == {*plan.flops, "optimizer"}
+
+
+def test_work_follows_what_a_step_does(tiny):
+    def work(passes=1, longest=400, **changes):
+        return step_work(replace(CONFIG, **changes), tiny, Lengths(prompt=50, longest=longest, mean=100), passes)
+
+    base = work()
+    # All 128 responses by the reference, and the second mini-batch's 64 by the policy.
+    second = work(kl_coef=0.0)["scoring"].products
+    assert base["scoring"].products == pytest.approx(3 * second)
+    # Who looks at π_old before the first pass has it computed for all.
+    assert work(kl_coef=0.0, control="random-split", lopti_eta=0.5)["scoring"].products == pytest.approx(2 * second)
+    assert work(algorithm="reinforce++")["scoring"].products == pytest.approx(4 * second)
+    # The sampler's π_old leaves the trainer's own scoring to be held against it: of all.
+    assert work(kl_coef=0.0, old_logprobs="sampler")["scoring"].products == pytest.approx(2 * second)
+    assert work(2, lopti_eta=0.5)["training, backward"].moved == 2 * base["training, backward"].moved
+    assert work(2, lopti_eta=0.5)["optimizer"] == base["optimizer"] * 2
+    # Recomputation runs every block once more, on prompts that are not shared.
+    assert work(gradient_checkpointing=True)["training, forward"].products > 2 * base["training, forward"].products
+    # Fewer at once: as many tokens, more steps.
+    few = work(sampling_batch_size=32)["sampling"]
+    assert few.thin == base["sampling"].thin and few.operations > 1.9 * base["sampling"].operations
+    # All equally long: no response ends before the others, and nothing is copied.
+    even = work(longest=100)["sampling"]
+    assert even.moved < base["sampling"].moved
+
+
+def test_prompts_without_room_in_the_context_are_refused(tiny):
+    assert plan_training(CONFIG, tiny, prompt_tokens=1000).lengths.longest == 24
+    with pytest.raises(InputError, match="prompts of 1024 tokens leave no room in a context of 1024"):
+        plan_training(CONFIG, tiny, prompt_tokens=1024)
+
+
+def test_a_folder_needs_no_weights_to_be_planned(tmp_path):
+    folder = save_checkpoint(tmp_path / "qwen2", "qwen2", tokenizer=False)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    assert shape_of(str(folder)).parameters == sum(p.numel() for p in make_model("qwen2").parameters())
+
+
+def test_a_model_that_is_not_at_hand_is_refused_with_what_to_give(tmp_path):
+    with pytest.raises(InputError, match=r"the network of 'Qwen/Qwen9' is not known here; give a folder with its "):
+        shape_of("Qwen/Qwen9")
+    with pytest.raises(InputError, match="is not known here"):
+        shape_of(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"model_type": "no-such-model"}', '{"model_type": "qwen2", "hidden_size": "wide"}']
+)
+def test_a_broken_configuration_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match=r"config\.json is not one that transformers reads"):
+        shape_of(str(tmp_path))
+
+
+def test_a_network_with_an_encoder_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(InputError, match="is a t5 model, not a causal language model"):
+        shape_of(str(tmp_path))

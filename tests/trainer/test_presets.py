@@ -1,0 +1,82 @@
+"""Presets: the paper's numbers, models with the published sizes, data that are there, and runs as long as told."""
+
+import pytest
+
+from gradscope.errors import InputError
+from gradscope.gradients import ModelShape, shape_of
+from gradscope.gradients.architectures import ARCHITECTURES
+from gradscope.objective import PAPER
+from gradscope.tasks import draw_questions, get_task
+from gradscope.tasks.data import find_files
+from gradscope.trainer import PRESETS, get_preset, plan_training
+
+PUZZLES, MATH = ("kk-qwen2.5-3b", "kk-qwen2.5-7b"), ("math-qwen2.5-7b", "orz-qwen2.5-7b")
+
+
+@pytest.mark.parametrize("name", PUZZLES + MATH)
+def test_what_both_columns_of_the_papers_tables_share_is_as_there(name):
+    preset = get_preset(name)
+    assert preset.loss == PAPER
+    assert (preset.algorithm, preset.reweight_alpha, preset.lopti_eta) == ("grpo", None, None)
+    assert (preset.group_size, preset.max_new_tokens, preset.learning_rate) == (8, 4096, 1e-6)
+    assert (preset.clip_ratio_low, preset.clip_ratio_high, preset.kl_coef) == (0.2, 0.24, 0.001)
+    assert (preset.max_grad_norm, preset.warmup_steps, preset.save_every, preset.steps) == (1.0, 0, 20, None)
+    assert (preset.engine, preset.precision, preset.gradient_checkpointing) == ("vllm", "bfloat16", True)
+
+
+@pytest.mark.parametrize("name", PUZZLES + MATH)
+def test_what_differs_between_puzzles_and_math_is_as_in_the_papers_tables(name):
+    preset = get_preset(name)
+    own = (preset.temperature, preset.questions_per_step, preset.mini_batch_size, preset.task)
+    assert own == ((0.7, 64, 256, "knights-knaves") if name in PUZZLES else (1.0, 128, 512, "math-plain"))
+    assert preset.epochs == (1 if name == "orz-qwen2.5-7b" else 5)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_makes_two_optimizer_steps_of_a_batch(name):
+    preset = PRESETS[name]
+    assert preset.num_responses == 2 * preset.mini_batch_size
+    assert get_task(preset.task).name == preset.task
+
+
+def test_the_embedded_presets_share_the_papers_loss_and_a_laptops_sizes():
+    preset = get_preset("kk-embedded")
+    assert (preset.model, preset.people, preset.questions_per_step, preset.group_size) == ("embedded", (2, 3, 4), 16, 8)
+    assert (preset.mini_batch_size, preset.learning_rate, preset.temperature) == (64, 2e-4, 0.7)
+    assert (preset.weight_decay, preset.max_new_tokens, preset.steps, preset.save_every) == (0.01, 400, 60, 20)
+    assert preset.loss == PAPER == get_preset("arithmetic-embedded").loss
+    assert len(draw_questions(get_task(preset.task), 16, seed=0, people=preset.people, files=preset.data)) == 16
+
+
+def test_the_architectures_have_the_published_numbers_of_parameters():
+    # 3.09 and 7.62 billion, as counted by transformers itself without memory for the weights.
+    published = [3_085_938_688, 7_615_616_512, 7_615_616_512]
+    assert [shape_of(model).parameters for model in ARCHITECTURES] == published
+    assert all(preset.model in {"embedded", *ARCHITECTURES} for preset in PRESETS.values())
+
+
+def test_the_architectures_of_the_same_network_differ_in_their_context_alone():
+    million, base = (shape_of(f"Qwen/Qwen2.5-7B{suffix}") for suffix in ("-Instruct-1M", ""))
+    assert (million.context, base.context) == (1_010_000, 131_072)
+    assert ModelShape(**(vars(million) | {"context": base.context})) == base
+
+
+@pytest.mark.parametrize("name", PUZZLES)
+def test_five_epochs_of_puzzles_are_about_350_steps(name, data_folder):
+    preset = get_preset(name)
+    questions = draw_questions(get_task(preset.task), None, seed=0, files=preset.data)
+    assert len(questions) == 4500
+    assert sorted({question.level for question in questions}) == [3, 4, 5, 6, 7]
+    assert plan_training(preset, shape_of("embedded"), prompt_tokens=9, questions=len(questions)).steps == 351
+
+
+def test_five_epochs_of_dsr_uniform_are_390_steps(data_folder):
+    preset = get_preset("math-qwen2.5-7b")
+    assert len(find_files(preset.data)) == 1
+    questions = draw_questions(get_task(preset.task), None, seed=0, files=preset.data)
+    assert plan_training(preset, shape_of("embedded"), prompt_tokens=9, questions=len(questions)).steps == 390
+
+
+def test_an_unknown_preset_is_refused_with_the_names_of_all():
+    with pytest.raises(InputError, match=r"no preset is called 'kk'; give one of kk-embedded, .*, orz-qwen2\.5-7b$"):
+        get_preset("kk")

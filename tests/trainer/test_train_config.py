@@ -1,0 +1,195 @@
+"""TrainConfig: what makes no sense is refused in one line, and config.json gives the same run back."""
+
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import pytest
+
+from gradscope.errors import InputError
+from gradscope.objective import PAPER, LossSettings
+from gradscope.trainer import TrainConfig
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_the_defaults_are_the_papers_for_knights_and_knaves():
+    config = TrainConfig()
+    assert (config.questions_per_step, config.group_size, config.num_responses) == (64, 8, 512)
+    assert (config.mini_batch_size, config.micro_batch_size, config.max_new_tokens) == (256, 32, 4096)
+    assert (config.temperature, config.learning_rate, config.max_grad_norm) == (0.7, 1e-6, 1.0)
+    assert config.loss == PAPER == LossSettings(0.2, 0.24, 10.0, 0.001, None)
+    assert (config.reweight_alpha, config.lopti_eta, config.mask_probs, config.control) == (None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("steps", [0, -1]),
+        ("epochs", [0]),
+        ("questions_per_step", [0]),
+        ("group_size", [0, 1]),
+        ("max_new_tokens", [0]),
+        ("mini_batch_size", [0]),
+        ("micro_batch_size", [0]),
+        ("lora_rank", [0]),
+        ("sampling_batch_size", [0]),
+        ("save_every", [0]),
+        ("keep_checkpoints", [0]),
+        ("gradients_every", [0]),
+        ("kl_coef", [-0.1, NAN, INF]),
+        ("warmup_steps", [-1]),
+        ("weight_decay", [-0.1, NAN, INF]),
+        ("seed", [-1]),
+        ("temperature", [0.0, -1.0, NAN, INF]),
+        ("learning_rate", [0, -1e-6, NAN, INF]),
+        ("max_grad_norm", [0, NAN, INF]),
+        ("lora_alpha", [0, NAN]),
+        ("clip_ratio_low", [-0.1, 1.1, NAN]),
+        ("clip_ratio_high", [-0.1, NAN]),
+        ("clip_ratio_c", [1.0, NAN]),
+        ("reweight_alpha", [-0.1, 1.1, NAN]),
+        ("lopti_eta", [-0.1, 1.1, NAN]),
+        ("mask_probs", [(0.5, 0.5), (0.5, 0.2), (-0.1, 0.5), (0.5, 1.1), (NAN, 1.0), (0.0, NAN)]),
+        ("vllm_memory", [0.0, 1.1, NAN]),
+        ("micro_batch_size", [10**20, 2**31]),
+        ("group_size", [10**20]),
+        ("questions_per_step", [10**20]),
+        ("seed", [2**64]),
+        ("lora_rank", [2**31]),
+        ("learning_rate", [1e39, 2_000_000]),
+        ("clip_ratio_high", [1e300]),
+        ("clip_ratio_c", [1e300]),
+        ("kl_coef", [1e300]),
+        ("lora_alpha", [1e300]),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused_in_one_line_that_names_field_and_value(name, values):
+    for value in values:
+        with pytest.raises(InputError) as caught:
+            TrainConfig(**{name: value})
+        message = str(caught.value)
+        assert "\n" not in message
+        # alpha, eta: the words of the function that refuses them.
+        assert name.rpartition("_")[2] in message
+        assert str(value) in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("algorithm", "ppo", "give one of grpo, reinforce++"),
+        ("algorithm", None, "give one of grpo, reinforce++"),
+        ("lopti_order", "low_first", "give one of low-first, high-first"),
+        ("lopti_schedule", "L1H1", "give one of sweep, interleaved"),
+        ("control", "random", "give one of random-split, permuted-weights, matched-norm, None"),
+        ("precision", "float16", "give one of float32, bfloat16"),
+        ("engine", "transformers", "give one of hf, vllm"),
+        ("old_logprobs", "reference", "give one of trainer, sampler"),
+        ("mask_probs", (0.5,), "give two probabilities"),
+        ("mask_probs", (0.0, 0.5, 1.0), "give two probabilities"),
+    ],
+)
+def test_a_word_or_a_pair_of_another_type_is_refused_too_where_nothing_checks_annotations(name, value, wanted):
+    config = TrainConfig()
+    object.__setattr__(config, name, value)  # these tests check annotations: the constructor would stop before
+    with pytest.raises(InputError, match=wanted) as caught:
+        config.__post_init__()
+    assert "\n" not in str(caught.value)
+    assert f"{name} is {value!r}" in str(caught.value)
+
+
+def test_a_step_of_too_many_responses_and_a_mask_of_every_token_are_refused():
+    assert TrainConfig(questions_per_step=10_000, group_size=1000).num_responses == 10_000_000
+    with pytest.raises(InputError, match="10,001,000; give 10,000,000 responses at most"):
+        TrainConfig(questions_per_step=10_001, group_size=1000)
+    assert TrainConfig(mask_probs=(0.001, 1.0)).mask_probs == (0.001, 1.0)
+    with pytest.raises(InputError, match="mask_probs is 0 to 1, which leaves no token"):
+        TrainConfig(mask_probs=(0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("steps", 1.5, r"int \| None"),
+        ("steps", "3", r"int \| None"),
+        ("steps", True, r"int \| None"),
+        ("data", "foo", r"tuple\[str, ...\]"),
+        ("people", [2], r"tuple\[int, ...\]"),
+        ("people", (2.0,), r"tuple\[int, ...\]"),
+        ("mask_probs", ("low", "high"), r"tuple\[float, float\] \| None"),
+        ("learning_rate", "fast", "float"),
+        ("learning_rate", None, "float"),
+        ("clip_ratio_c", False, r"float \| None"),
+        ("save_rollouts", 1, "bool"),
+        ("model", 3, "str"),
+        ("device", 0, r"str \| None"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_the_type_that_is_wanted(name, value, wanted):
+    config = TrainConfig()
+    object.__setattr__(config, name, value)
+    with pytest.raises(InputError, match=f"of type {type(value).__name__}; give {wanted}$") as caught:
+        config.__post_init__()
+    assert str(caught.value).startswith(f"{name} is {value!r}")
+
+
+def test_whole_numbers_for_floats_and_a_path_for_the_model_are_taken():
+    config = TrainConfig(learning_rate=1)
+    for name, value in (("model", Path("runs") / "policy"), ("mask_probs", (0, 0.5)), ("vllm_memory", 1)):
+        object.__setattr__(config, name, value)
+    config.__post_init__()
+    assert config.model == "runs/policy"
+
+
+def test_a_group_of_one_is_enough_for_reinforce_pp_alone():
+    assert TrainConfig(algorithm="reinforce++", group_size=1).num_responses == 64
+    with pytest.raises(InputError, match="GRPO compares the responses to one question; give 2 or more"):
+        TrainConfig(group_size=1)
+
+
+@pytest.mark.parametrize(
+    ("control", "needed", "value"),
+    [
+        ("random-split", "lopti_eta", 0.5),
+        ("permuted-weights", "reweight_alpha", 0.3),
+        ("matched-norm", "reweight_alpha", 0.3),
+    ],
+)
+def test_a_control_is_refused_without_the_method_that_it_is_matched_to(control, needed, value):
+    assert TrainConfig(control=control, **{needed: value}).control == control
+    other = {"lopti_eta": "reweight_alpha", "reweight_alpha": "lopti_eta"}[needed]
+    for settings in ({}, {other: 0.5}):
+        with pytest.raises(InputError, match=f"control {control} is matched to {needed}, which is off; give {needed}"):
+            TrainConfig(control=control, **settings)
+
+
+def test_reinforce_pp_has_its_kl_in_the_reward_and_so_none_in_the_loss():
+    settings = {"kl_coef": 0.05, "reweight_alpha": 0.1, "clip_ratio_low": 0.1, "clip_ratio_high": 0.3}
+    loss = LossSettings(0.1, 0.3, None, 0.05, 0.1)
+    assert TrainConfig(**settings, clip_ratio_c=None).loss == loss
+    assert TrainConfig(**settings, clip_ratio_c=None, algorithm="reinforce++").loss == replace(loss, kl_coef=0.0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainConfig(),
+        TrainConfig(
+            data=("a/*.parquet", "b.parquet"),
+            people=(2, 3),
+            steps=7,
+            mask_probs=(0.25, 0.5),
+            clip_ratio_c=None,
+            reweight_alpha=0.1,
+            control="matched-norm",
+            learning_rate=3e-7,
+            trackers=(),
+        ),
+    ],
+)
+def test_a_config_goes_through_json_and_comes_back_equal(config):
+    stored = json.loads(json.dumps(asdict(config), allow_nan=False))
+    assert stored.keys() == {field.name for field in fields(config)}
+    read = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
+    assert TrainConfig(**read) == config

@@ -1,0 +1,561 @@
+"""Direction statistics against double loops: over tokens, over redrawn prompts one by one, and over pairs of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.intervals import prompt_clusters
+from gradscope.objective import TokenStatistics
+from gradscope.objective.logprobs import token_statistics
+from gradscope.rollouts import Response, TokenBatch, collate
+from gradscope.updates import (
+    batch_direction_shares,
+    movement_summary,
+    net_weights,
+    over_batches,
+    right_direction_shares,
+    similarity,
+    without_extremes,
+)
+from gradscope.updates.directions import log_odds_change
+
+EDGES = (0.0, 0.25, 0.5, 0.75, 1.0)
+INF = math.inf
+VALUES = ("delta_prob", "delta_logprob", "delta_log_odds")
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def make_table(num_groups: int = 8, seed: int = 0) -> pd.DataFrame:
+    """Tokens of uneven prompts with movements of two updates; some tied, some advantages 0 or NaN, an odd index."""
+    draw = rng(seed)
+    group = np.repeat(np.arange(num_groups) * 3 + 1, draw.integers(8, 25, num_groups))
+    size = len(group)
+    shift = draw.normal(size=num_groups)[(group - 1) // 3]
+    table = pd.DataFrame({"group": group, "interval": draw.integers(0, 4, size), "advantage": draw.normal(size=size)})
+    for name in ("all", "only-0"):
+        for value in VALUES:
+            table[f"{value}.{name}"] = 0.4 * table["advantage"] + shift + draw.standard_normal(size)
+        table.loc[draw.random(size) < 0.15, [f"{value}.{name}" for value in VALUES]] = 0.0
+    table.loc[::11, "advantage"] = 0.0
+    table.loc[::13, "advantage"] = np.nan
+    table["net_weight"] = draw.normal(size=size)
+    table.index = draw.permutation(size) + 1000
+    return table
+
+
+def share_by_loop(table: pd.DataFrame, chosen: Callable[[dict], bool], against: str, sign: int) -> tuple:
+    """(tokens, ties, share) of update "all" among the rows that `chosen` takes."""
+    tokens = ties = right = 0
+    for row in table.to_dict("records"):
+        if chosen(row) and row[against] * sign > 0:
+            moved = row["delta_log_odds.all"]
+            tokens += 1
+            ties += moved == 0
+            right += moved * sign > 0
+    return tokens, ties, right / (tokens - ties) if tokens > ties else math.nan
+
+
+def redrawn(table: pd.DataFrame, statistic: Callable[[pd.DataFrame], float], clusters: list, draws: np.ndarray) -> list:
+    """The statistic of each resample, put together token by token from the drawn clusters."""
+    parts = [table[which] for which in clusters]
+    return [statistic(pd.concat([p for p, n in zip(parts, counts, strict=True) for _ in range(n)])) for counts in draws]
+
+
+@pytest.mark.parametrize("against", ["advantage", "net_weight"])
+def test_shares_and_their_bounds_equal_loops_over_tokens_and_over_redrawn_prompts(against):
+    table = make_table()
+    found = right_direction_shares(table, against=against, rng=rng(4), resamples=30, confidence=0.8)
+    assert list(found.columns) == ["interval", "sign", "num_tokens", "tied", "share", "lower", "upper"]
+    draws = rng(4).multinomial(8, [1 / 8] * 8, size=30)
+    clusters = [table["group"] == g for g in sorted(table["group"].unique())]
+    for number, row in enumerate(found.itertuples()):
+        sign = 1 if number % 2 == 0 else -1
+        assert (row.interval, row.sign) == (number // 2, "positive" if sign == 1 else "negative")
+
+        def by_loop(tokens: pd.DataFrame, row=row, sign=sign) -> tuple:
+            return share_by_loop(tokens, lambda token: token["interval"] == row.interval, against, sign)
+
+        assert (row.num_tokens, row.tied) == by_loop(table)[:2]
+        assert row.share == pytest.approx(by_loop(table)[2], rel=1e-12)
+        shares = redrawn(table, lambda tokens, by_loop=by_loop: by_loop(tokens)[2], clusters, draws)
+        assert (row.lower, row.upper) == pytest.approx(tuple(np.nanquantile(shares, [0.1, 0.9])), rel=1e-10)
+    assert found["tied"].sum() > 5
+
+
+def test_the_same_group_number_in_two_batches_is_two_prompts():
+    one, other = make_table(3, seed=1), make_table(3, seed=2)
+    table = pd.concat({10: one, 20: other}, names=["batch"]).reset_index("batch")
+    draws = rng(0).multinomial(6, [1 / 6] * 6, size=25)
+    clusters = [(table["batch"] == b) & (table["group"] == g) for b in (10, 20) for g in (1, 4, 7)]
+    assert prompt_clusters(table).tolist() == [int(np.flatnonzero(c)[0]) for c in np.array(clusters).T]
+    row = right_direction_shares(table, rng=rng(0), resamples=25).iloc[0]
+
+    def share(tokens: pd.DataFrame) -> float:
+        return share_by_loop(tokens, lambda token: token["interval"] == 0, "advantage", 1)[2]
+
+    expected = np.nanquantile(redrawn(table, share, clusters, draws), [0.025, 0.975])
+    assert (row.lower, row.upper) == pytest.approx(tuple(expected), rel=1e-10)
+
+
+def test_any_column_makes_the_rows_and_a_value_without_tokens_has_no_share():
+    table = make_table().assign(kind=lambda t: np.where(t["interval"] < 2, "digit", "word"))
+    by_kind = right_direction_shares(table, by="kind", rng=None)
+    assert by_kind["kind"].tolist() == ["digit", "digit", "word", "word"]
+    expected = share_by_loop(table, lambda token: token["kind"] == "word", "advantage", -1)
+    assert tuple(by_kind.loc[3, ["num_tokens", "tied"]]) == expected[:2]
+    assert by_kind.loc[3, "share"] == pytest.approx(expected[2])
+
+    categorical = table.assign(kind=pd.Categorical(table["kind"], ["space", "word", "digit"]))
+    rows = right_direction_shares(categorical, by="kind", rng=rng())
+    assert rows["kind"].tolist() == ["space", "space", "word", "word", "digit", "digit"]
+    assert rows["num_tokens"].tolist()[:2] == [0, 0]
+    assert rows.loc[:1, ["share", "lower", "upper"]].isna().all(axis=None)
+    assert rows.loc[2:, ["share", "lower", "upper"]].notna().all(axis=None)
+
+    chosen = right_direction_shares(table, values=[3, 9], rng=None)
+    assert chosen["interval"].tolist() == [3, 3, 9, 9]
+    assert chosen["share"].isna().tolist() == [False, False, True, True]
+    unknown = table.assign(kind=table["kind"].where(table["interval"] != 0))  # belongs to no row
+    assert right_direction_shares(unknown, by="kind", rng=None)["num_tokens"].sum() < by_kind["num_tokens"].sum()
+
+
+def test_where_no_token_moved_there_is_no_share_and_with_one_prompt_no_bound():
+    table = make_table()
+    still = right_direction_shares(table.assign(**{"delta_log_odds.all": 0.0}), rng=rng())
+    assert (still["tied"] == still["num_tokens"]).all() and (still["tied"] > 0).all()
+    assert still[["share", "lower", "upper"]].isna().all(axis=None)
+    one = right_direction_shares(table.assign(group=1), rng=rng())
+    assert one["share"].notna().all() and one[["lower", "upper"]].isna().all(axis=None)
+    single = table[table["advantage"] > 0].iloc[:1].assign(**{"delta_log_odds.all": 0.5})
+    assert right_direction_shares(single, rng=rng())["share"].fillna(-1).tolist() == [1.0, -1.0]
+
+
+def test_a_token_that_becomes_certain_has_moved():
+    table = pd.DataFrame({"group": [0, 1], "interval": 0, "advantage": [1.0, 1.0], "delta_log_odds.all": [INF, -INF]})
+    assert right_direction_shares(table, rng=None)["share"].iloc[0] == 0.5
+
+
+def without(*columns: str) -> pd.DataFrame:
+    return make_table().drop(columns=list(columns))
+
+
+@pytest.mark.parametrize(
+    ("table", "settings", "message"),
+    [
+        (make_table(), {"name": "lopti"}, "no column delta_log_odds.lopti; the movements in it are: all, only-0"),
+        (make_table(), {"by": "kind"}, "no column kind"),
+        (without("group"), {}, "no column group"),
+        (without("net_weight"), {"against": "net_weight"}, "net_weight is what `net_weights"),
+        (make_table().assign(advantage=np.nan), {}, "advantage is nowhere known"),
+        (make_table().assign(kind="word"), {"against": "kind"}, "kind is no column of numbers"),
+        (make_table().assign(**{"delta_log_odds.all": np.nan}), {}, "is NaN on"),
+        (make_table().assign(sign="word"), {"by": "sign"}, "rename the column"),
+        (make_table(), {"values": [1, 1]}, "has one twice"),
+        (make_table().assign(group=np.nan), {}, "every token belongs to a prompt"),
+        (make_table().iloc[:0], {}, "nowhere known"),
+        (make_table(), {"confidence": 95.0}, "level inside"),
+    ],
+)
+def test_a_table_that_cannot_be_judged_is_refused(table, settings, message):
+    with pytest.raises(InputError, match=message):
+        right_direction_shares(table, rng=rng(), **settings)
+
+
+def test_movements_equal_loops_and_numpy_per_cell():
+    table = make_table()
+    found = movement_summary(table, "only-0", value="delta_logprob", rng=rng(3), resamples=20, confidence=0.5)
+    clusters = [table["group"] == g for g in sorted(table["group"].unique())]
+    draw = rng(3)
+    draws = {name: draw.multinomial(8, [1 / 8] * 8, size=20) for name in ("mean", "mean_abs")}
+    for number, row in enumerate(found.itertuples()):
+
+        def moved(tokens: pd.DataFrame, number=number) -> np.ndarray:
+            sign = 1 if number % 2 == 0 else -1
+            return np.array(
+                [
+                    token["delta_logprob.only-0"]
+                    for token in tokens.to_dict("records")
+                    if token["interval"] == number // 2 and token["advantage"] * sign > 0
+                ]
+            )
+
+        values = moved(table)
+        assert (row.interval, row.num_tokens) == (number // 2, len(values))
+        quantiles = [row.q05, row.q25, row.median, row.q75, row.q95]
+        assert quantiles == pytest.approx(np.quantile(values, [0.05, 0.25, 0.5, 0.75, 0.95]).tolist(), rel=1e-12)
+        assert row.sd == pytest.approx(values.std(ddof=1), rel=1e-12)
+        for name, amount in (("mean", lambda v: v), ("mean_abs", np.abs)):
+            assert getattr(row, name) == pytest.approx(amount(values).mean(), rel=1e-12)
+            means = redrawn(table, lambda t, m=moved, a=amount: pd.Series(a(m(t))).mean(), clusters, draws[name])
+            bounds = (getattr(row, f"{name}_lower"), getattr(row, f"{name}_upper"))
+            assert bounds == pytest.approx(tuple(np.nanquantile(means, [0.25, 0.75])), rel=1e-10)
+
+
+def test_a_cell_of_one_token_has_a_mean_and_no_sd_and_an_empty_one_has_nothing():
+    table = make_table()
+    one = table[table["advantage"] > 0].iloc[:1]
+    found = movement_summary(one, values=[int(one["interval"].iloc[0])], rng=rng())
+    assert found["num_tokens"].tolist() == [1, 0]
+    assert found.loc[0, ["mean", "median"]].tolist() == [one["delta_prob.all"].iloc[0]] * 2
+    assert found.loc[0, ["sd", "mean_lower"]].isna().all()
+    assert found.loc[1, ["mean", "mean_abs", "sd", "median"]].isna().all()
+
+
+def test_an_infinite_movement_and_an_unknown_value_are_refused():
+    table = make_table().assign(**{"delta_logprob.all": -INF})
+    with pytest.raises(InputError, match=r"delta_logprob\.all is infinite on"):
+        movement_summary(table, value="delta_logprob", rng=None)
+    with pytest.raises(InputError, match="known are delta_prob, delta_logprob, delta_log_odds"):
+        movement_summary(table, value="delta", rng=None)
+    with pytest.raises(InputError, match=r"delta_prob\.lopti; the movements in it are: all, only-0"):
+        movement_summary(table, "lopti", rng=None)
+
+
+@pytest.mark.parametrize(("share", "left_out"), [(0.0, 0), (0.01, 2), (0.07, 14), (0.5, 100)])
+def test_the_tokens_that_moved_most_are_left_out_and_the_rest_keep_their_order(share, left_out):
+    moved = rng().normal(size=200)
+    table = pd.DataFrame({"delta_prob.all": moved, "delta_logprob.all": moved[::-1]}, index=np.arange(200) + 5)
+    rest = without_extremes(table, share=share)
+    limit = sorted(np.abs(moved))[200 - left_out - 1]
+    assert rest.index.tolist() == [5 + i for i in range(200) if abs(moved[i]) <= limit]
+    other = without_extremes(table, value="delta_logprob", share=share)
+    assert other.index.tolist() == [5 + i for i in range(200) if abs(moved[::-1][i]) <= limit]
+
+
+def test_extremes_refuse_a_share_that_leaves_nothing_and_split_ties():
+    table = pd.DataFrame({"delta_prob.all": [1.0, -1.0, 1.0, 0.0]})
+    assert without_extremes(table, share=0.5).index.tolist() == [0, 3]
+    for share in (1.0, -0.1, math.nan):
+        with pytest.raises(InputError, match="give a number from 0 up to"):
+            without_extremes(table, share=share)
+
+
+def test_mean_and_sd_over_batches_are_numpys_and_skip_batches_without_a_value():
+    shares = {b: right_direction_shares(make_table(seed=b), rng=None) for b in range(4)}
+    shares[2].loc[shares[2]["interval"] == 1, "share"] = np.nan
+    frame = pd.concat(shares, names=["batch"]).reset_index("batch")
+    found = over_batches(frame)
+    assert found[["interval", "sign"]].equals(shares[0][["interval", "sign"]])
+    for row, (_, values) in zip(found.itertuples(), frame.groupby(["interval", "sign"], sort=False), strict=True):
+        known = [v for v in values["share"] if not math.isnan(v)]
+        assert row.num_batches == len(known) == (3 if row.interval == 1 else 4)
+        assert (row.mean, row.sd) == pytest.approx((np.mean(known), np.std(known, ddof=1)), rel=1e-12)
+    one = over_batches(frame[frame["batch"] == 2])
+    assert one["sd"].isna().all()
+    assert one.loc[one["interval"] == 1, "mean"].isna().all()
+    with pytest.raises(InputError, match="several rows with the same sign"):
+        over_batches(frame, keys=["sign"])
+    with pytest.raises(InputError, match="no column batch"):
+        over_batches(shares[0])
+
+
+@pytest.mark.parametrize(("outside", "value"), [(0, "delta_log_odds"), ([1, 3], "delta_prob"), ([], "delta_log_odds")])
+def test_similarity_is_pearsons_over_the_other_tokens_with_bounds_over_prompts(outside, value):
+    table = make_table()
+    updated = [outside] if isinstance(outside, int) else outside
+
+    def pearson(tokens: pd.DataFrame) -> float:
+        rest = tokens[[i not in updated for i in tokens["interval"]]]
+        return float(np.corrcoef(rest[f"{value}.all"], rest[f"{value}.only-0"])[0, 1])
+
+    settings = {"outside": outside, "value": value, "rng": rng(2), "resamples": 30, "confidence": 0.9}
+    found = similarity(table, "all", "only-0", **settings)
+    assert found.num_tokens == sum(i not in updated for i in table["interval"])
+    assert found.correlation == pytest.approx(pearson(table), rel=1e-9)
+    clusters = [table["group"] == g for g in sorted(table["group"].unique())]
+    draws = rng(2).multinomial(8, [1 / 8] * 8, size=30)
+    expected = np.quantile(redrawn(table, pearson, clusters, draws), [0.05, 0.95])
+    assert (found.lower, found.upper) == pytest.approx(tuple(expected), rel=1e-8)
+
+
+def test_similarity_of_an_update_that_moved_nothing_or_of_no_token_is_unknown():
+    table = make_table()
+    cases = [
+        (table.assign(**{"delta_log_odds.all": 0.3}), 0),
+        (table.assign(**{"delta_log_odds.only-0": 0.0}), 0),
+        (table, [0, 1, 2, 3]),
+        (table.iloc[:1], []),
+    ]
+    for tokens, outside in cases:
+        found = similarity(tokens, "all", "only-0", outside=outside, rng=rng(), resamples=20)
+        assert all(math.isnan(number) for number in (found.correlation, found.lower, found.upper))
+    one = similarity(table.assign(group=5), "all", "all", outside=0, rng=rng())
+    assert one.correlation == pytest.approx(1.0) and math.isnan(one.lower)
+    tiny = table.assign(**{"delta_log_odds.all": 7 + 1e-9 * table["delta_log_odds.only-0"]})
+    # 7 + 1e-9·x keeps seven digits of x.
+    assert similarity(tiny, "all", "only-0", outside=0, rng=None).correlation == pytest.approx(1.0, abs=1e-6)
+    with pytest.raises(InputError, match=r"delta_log_odds\.lopti"):
+        similarity(table, "all", "lopti", outside=0, rng=None)
+
+
+def test_resamples_in_which_an_update_moved_nothing_enter_no_bound():
+    table = make_table(4)
+    still = table["group"] != 1
+    table.loc[still, "delta_log_odds.all"] = 0.1  # its variance among these tokens is rounding
+    draws = rng(6).multinomial(4, [1 / 4] * 4, size=40)
+    assert (draws[:, 0] == 0).sum() > 5
+
+    def pearson(tokens: pd.DataFrame) -> float:
+        if tokens["delta_log_odds.all"].nunique() == 1:
+            return math.nan
+        return float(np.corrcoef(tokens["delta_log_odds.all"], tokens["delta_log_odds.only-0"])[0, 1])
+
+    clusters = [table["group"] == g for g in (1, 4, 7, 10)]
+    expected = np.nanquantile(redrawn(table, pearson, clusters, draws), [0.025, 0.975])
+    found = similarity(table, "all", "only-0", outside=[], rng=rng(6), resamples=40)
+    assert (found.lower, found.upper) == pytest.approx(tuple(expected), rel=1e-8)
+
+
+def net_by_loop(table: pd.DataFrame, batch: TokenBatch) -> list[float]:
+    """Σ weight over all tokens whose real ids up to and with their own, and whose temperature, are the same."""
+
+    def key(row: dict) -> tuple:
+        response = row["response"]
+        column = int(batch.response_start[response]) + row["position"]
+        ids = [int(batch.input_ids[response, s]) for s in range(column + 1) if batch.attention_mask[response, s]]
+        return float(batch.temperature[response]), tuple(ids)
+
+    rows = table.to_dict("records")
+    return [math.fsum(other["weight"] for other in rows if key(other) == key(row)) for row in rows]
+
+
+def tokens_of(batch: TokenBatch, seed: int = 0) -> pd.DataFrame:
+    """Response, position, id and a random weight of the kept tokens, shuffled."""
+    rows = [
+        {
+            "response": response,
+            "position": column - int(batch.response_start[response]),
+            "token_id": int(batch.input_ids[response, column]),
+        }
+        for response, column in batch.response_mask.nonzero().tolist()
+    ]
+    table = pd.DataFrame(rows)
+    table["weight"] = rng(seed).normal(size=len(table))
+    return table.sample(frac=1, random_state=seed)
+
+
+def many_responses(seed: int = 0) -> list[Response]:
+    """Short responses over three ids, so that many contexts meet; holes, prompts of several lengths, temperatures."""
+    draw = rng(seed)
+    prompts = [[0], [0, 1], [1], [0]]  # the first token of a response to [0] may make the context [0, 1]
+    responses = []
+    for number in range(40):
+        ids = draw.integers(0, 3, draw.integers(1, 6)).tolist()
+        mask = (draw.random(len(ids)) < 0.8).tolist()
+        temperature = 0.7 if number % 4 == 3 else 1.0
+        responses.append(Response(prompts[number % 4], ids, number % 4, temperature, response_mask=mask))
+    return responses
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_net_weights_sum_every_occurrence_of_the_same_context_and_token(side):
+    batch = collate(many_responses(), side=side, pad_id=1)
+    table = tokens_of(batch)
+    found = net_weights(table, batch)
+    assert found.index.equals(table.index)
+    assert found.tolist() == pytest.approx(net_by_loop(table, batch), abs=1e-12)
+    assert (np.abs(found - table["weight"]) > 1e-3).mean() > 0.4  # pairs that occur more than once
+
+
+def test_padding_on_both_sides_and_the_order_of_rows_change_no_net_weight():
+    batch = collate(many_responses())
+    wide = replace(
+        batch,
+        input_ids=torch.nn.functional.pad(batch.input_ids, (2, 3), value=2),
+        attention_mask=torch.nn.functional.pad(batch.attention_mask, (2, 3), value=False),
+        response_mask=torch.nn.functional.pad(batch.response_mask, (2, 3), value=False),
+        response_start=batch.response_start + 2,
+    )
+    table = tokens_of(batch)
+    expected = net_weights(table, batch)
+    assert net_weights(table, wide).equals(expected)
+    pd.testing.assert_series_equal(net_weights(table.sort_index(), batch), expected.sort_index())
+
+
+def test_a_pair_in_a_good_and_a_bad_response_is_half_wrong_by_advantages_and_right_by_its_net_weight():
+    # Both responses begin with 7: it rises, as the good one asks and the net weight 2 − 1 does.
+    batch = collate([Response([5], [7, 8]), Response([5], [7, 9])])
+    table = pd.DataFrame({"response": [0, 0, 1, 1], "position": [0, 1, 0, 1], "token_id": [7, 8, 7, 9]})
+    table = table.assign(group=0, interval=0, advantage=[2.0, 2.0, -1.0, -1.0], weight=[2.0, 2.0, -1.0, -1.0])
+    table["delta_log_odds.all"] = [0.3, 0.1, 0.3, -0.2]
+    table["net_weight"] = net_weights(table, batch)
+    assert table["net_weight"].tolist() == [1.0, 2.0, 1.0, -1.0]
+    assert right_direction_shares(table, rng=None)["share"].tolist() == [1.0, 0.5]
+    net = right_direction_shares(table, against="net_weight", rng=None)
+    assert (net["share"].tolist(), net["num_tokens"].tolist()) == ([1.0, 1.0], [3, 1])
+
+
+def test_a_token_that_the_whole_group_shares_has_no_net_weight_though_rounding_leaves_one():
+    rewards = np.array([1, 1, 1, 0, 0, 0, 0, 0], dtype=np.float32)
+    advantages = (rewards - rewards.mean()) / rewards.std(ddof=1)
+    batch = collate([Response([5], [7, 10 + i]) for i in range(8)])
+    table = pd.DataFrame({"response": np.repeat(range(8), 2), "position": [0, 1] * 8})
+    table["token_id"] = [i for r in range(8) for i in (7, 10 + r)]
+    table["weight"] = np.repeat(advantages, 2)
+    assert math.fsum(advantages.tolist()) != 0
+    found = net_weights(table, batch).to_numpy().reshape(8, 2)
+    assert found[:, 0].tolist() == [0.0] * 8
+    np.testing.assert_array_equal(found[:, 1], advantages.astype(float))
+
+
+def test_an_unknown_weight_makes_its_pair_unknown_and_no_other():
+    batch = collate([Response([5], [7, 8]), Response([5], [7, 9])])
+    table = tokens_of(batch).sort_index()
+    table.loc[0, "weight"] = np.nan
+    assert net_weights(table, batch).isna().tolist() == [True, False, True, False]
+
+
+def test_a_table_of_other_tokens_has_no_net_weights():
+    batch = collate([Response([5], [7, 8], response_mask=[True, True]), Response([5], [7, 9, 9])])
+    table = tokens_of(batch).sort_index()
+    others = [
+        table.iloc[:-1],
+        pd.concat([table.iloc[:-1], table.iloc[:1]]),
+        table.assign(token_id=7),
+        table.assign(response=table["response"] + 1),
+        table.assign(response=table["response"] - 2),
+        table.assign(position=table["position"] - 1),
+        table.assign(position=table["position"] + 100),
+    ]
+    for other in others:
+        with pytest.raises(InputError, match="are not the 5 tokens of the batch"):
+            net_weights(other, batch)
+    with pytest.raises(InputError, match="no column weight"):
+        net_weights(table.drop(columns="weight"), batch)
+
+
+def make_batch(advantages: Tensor, mask: Tensor | None = None) -> TokenBatch:
+    """A batch of these advantages; column 0 is the prompt, and the ids do not matter."""
+    shape = advantages.shape
+    mask = torch.ones(shape, dtype=torch.bool) if mask is None else mask.clone()
+    mask[:, 0] = False
+    return TokenBatch(
+        input_ids=torch.zeros(shape, dtype=torch.long),
+        attention_mask=torch.ones(shape, dtype=torch.bool),
+        response_mask=mask,
+        response_start=torch.ones(len(advantages), dtype=torch.long),
+        group_ids=torch.arange(len(advantages)),
+        temperature=torch.ones(len(advantages)),
+        advantages=advantages,
+    )
+
+
+def statistics_of(gaps: Tensor) -> TokenStatistics:
+    """Of a token whose logit is that much above the only other one's: π = 1 / (1 + e^−gap)."""
+    logits = torch.stack([gaps, torch.zeros_like(gaps)], dim=-1)
+    return token_statistics(logits, torch.zeros(gaps.shape, dtype=torch.long))
+
+
+def shares_by_loop(before: Tensor, after: Tensor, batch: TokenBatch) -> list[tuple[int, str, int, int, float]]:
+    """(interval, sign, tokens, ties, share) from the logit gaps themselves, which no rounding of π touches."""
+    rows = []
+    for interval in range(4):
+        for name, sign in (("positive", 1), ("negative", -1)):
+            tokens = ties = right = 0
+            for row in range(len(batch)):
+                for column in range(1, before.shape[1]):
+                    gap, new = before[row, column].item(), after[row, column].item()
+                    probability = 1 / (1 + math.exp(-gap))
+                    here = EDGES[interval] <= probability < EDGES[interval + 1] or (interval == 3 and probability == 1)
+                    advantage = batch.advantages[row, column].item()
+                    if here and batch.response_mask[row, column] and advantage * sign > 0:
+                        tokens += 1
+                        ties += new == gap
+                        right += (new > gap) if sign == 1 else (new < gap)
+            rows.append((interval, name, tokens, ties, right / (tokens - ties) if tokens > ties else math.nan))
+    return rows
+
+
+def as_rows(before: TokenStatistics, after: TokenStatistics, batch: TokenBatch) -> list[tuple]:
+    table = batch_direction_shares(before, after, batch)
+    assert table["label"].tolist() == [label for label in ("[0, ¼)", "[¼, ½)", "[½, ¾)", "[¾, 1]") for _ in range(2)]
+    return list(table[["interval", "sign", "num_tokens", "tied", "share"]].itertuples(index=False, name=None))
+
+
+def assert_same(found: list[tuple], expected: list[tuple]) -> None:
+    assert [row[:4] for row in found] == [row[:4] for row in expected]
+    assert [row[4] for row in found] == pytest.approx([row[4] for row in expected], nan_ok=True)
+
+
+def test_shares_of_a_batch_equal_a_double_loop_with_ties_and_a_mask_with_holes():
+    generator = torch.Generator().manual_seed(0)
+    before = 2 * torch.randn(12, 20, generator=generator)
+    after = before + 0.1 * torch.randn(12, 20, generator=generator)
+    after[:, 5:8] = before[:, 5:8]
+    advantages = torch.randn(12, 20, generator=generator)
+    advantages[:, 3] = 0.0  # no direction is right
+    advantages[:, 4] = math.nan  # unknown
+    batch = make_batch(advantages, torch.rand(12, 20, generator=generator) < 0.8)
+    expected = shares_by_loop(before, after, batch)
+    assert sum(row[3] for row in expected) > 10
+    assert min(row[2] for row in expected) > 3
+    assert_same(as_rows(statistics_of(before), statistics_of(after), batch), expected)
+
+
+def test_tokens_whose_probability_rounds_to_one_still_have_a_direction():
+    # float32 1/(1 + e^−gap) is 1.0 from 18 on, and log π is 0 from 104 on: there log(1−π) alone tells.
+    before = torch.tensor([[0.0, 18.0, 40.0, 120.0, 300.0, 18.0, 120.0, 300.0]])
+    after = torch.tensor([[0.0, 19.0, 39.5, 121.0, 299.0, 18.0, 120.0, 301.0]])
+    advantages = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0]])
+    assert (statistics_of(before).logprob.exp()[0, 1:] == 1).all()
+    assert (statistics_of(before).logprob[0, [3, 4, 6, 7]] == 0).all()
+    batch = make_batch(advantages)
+    expected = shares_by_loop(before, after, batch)
+    assert expected[6:] == [(3, "positive", 5, 1, 0.5), (3, "negative", 2, 1, 0.0)]
+    assert_same(as_rows(statistics_of(before), statistics_of(after), batch), expected)
+    change = log_odds_change(statistics_of(before), statistics_of(after))
+    assert change.tolist()[0] == pytest.approx((after - before).tolist()[0], rel=1e-6)
+
+
+def test_a_probability_that_is_exactly_one_or_zero_before_and_after_is_tied_and_becoming_so_is_a_movement():
+    nothing, possible = torch.tensor([-INF]), torch.tensor([-1.0])
+
+    def statistics(*columns: tuple[Tensor, Tensor]) -> TokenStatistics:
+        logprob, complement = (torch.stack(values, dim=1) for values in zip(*columns, strict=True))
+        return TokenStatistics(logprob, complement, torch.zeros_like(logprob))
+
+    one, zero = (torch.zeros(1), nothing), (nothing, torch.zeros(1))
+    half = (possible, torch.log1p(-possible.exp()))  # π = 0.37
+    before, after = statistics(half, one, zero, half, half, zero), statistics(half, one, zero, one, zero, half)
+    batch = make_batch(torch.ones(1, 6))
+    assert log_odds_change(before, after).tolist()[0] == [0.0, 0.0, 0.0, INF, -INF, INF]
+    found = {row[:2]: row[2:] for row in as_rows(before, after, batch)}
+    assert found[3, "positive"][:2] == (1, 1)  # 1 stays 1
+    assert found[0, "positive"] == (2, 1, 1.0)  # 0 stays 0, and 0 becomes possible
+    assert found[1, "positive"] == (2, 0, 0.5)  # one becomes certain, one impossible
+
+
+def test_a_logprob_rounded_above_zero_counts_as_certain():
+    above = TokenStatistics(*(torch.full((1, 2), value) for value in (1e-7, -15.0, 0.0)))
+    after = replace(above, log_one_minus_prob=torch.full((1, 2), -14.0))
+    assert as_rows(above, after, make_batch(torch.tensor([[0.0, -1.0]])))[7] == (3, "negative", 1, 0, 1.0)
+
+
+def test_other_edges_make_other_rows():
+    gaps = torch.tensor([[0.0, -1.0, 1.0]])
+    table = batch_direction_shares(
+        statistics_of(gaps), statistics_of(gaps + 1), make_batch(torch.ones(1, 3)), edges=(0.0, 0.5, 1.0)
+    )
+    assert table["num_tokens"].tolist() == [1, 0, 1, 0]
+    np.testing.assert_array_equal(table["share"], [1.0, math.nan, 1.0, math.nan])
+
+
+def test_a_batch_without_advantages_and_a_policy_of_nan_are_refused():
+    batch, statistics = make_batch(torch.ones(1, 3)), statistics_of(torch.ones(1, 3))
+    with pytest.raises(InputError, match="no advantages, so no direction is right"):
+        batch_direction_shares(statistics, statistics, replace(batch, advantages=None))
+    broken = replace(statistics, logprob=torch.full((1, 3), math.nan))
+    with pytest.raises(InputError, match="is NaN on 2 tokens"):
+        batch_direction_shares(statistics, broken, batch)

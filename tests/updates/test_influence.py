@@ -1,0 +1,307 @@
+"""Contributions to a step, against an optimizer's step split by hand, the step itself, and loops over tokens."""
+
+import copy
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.gradients import raising, state_of
+from support.oracle import TrueFloat64
+from support.policies import make_batch, make_policy
+from support.steps import NARROW, STEPS, Brute, assert_split_as, brute_force, contributions_of, split_step, warm_state
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.gradients import predict_changes
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch
+from gradscope.updates import (
+    StepSettings,
+    apply_update,
+    first_order,
+    influence,
+    influence_table,
+    moved_against,
+    movement_table,
+)
+
+# torch itself calls torch.jit.script the first time that forward mode is used.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    """GPT-2 alone computes everything in float64."""
+    return make_policy("gpt2", torch.float64)
+
+
+@pytest.fixture(scope="module")
+def batch(policy) -> TokenBatch:
+    return make_batch(policy, temperature=0.7)
+
+
+@pytest.fixture(scope="module")
+def brute(policy, batch) -> Brute:
+    return brute_force(policy, batch, NARROW)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_each_source_contributes_its_part_of_a_step_that_is_split_by_hand(policy, batch, brute, step):
+    state = warm_state(policy) if step.optimizer == "adamw" else None
+    result = influence(policy, batch, settings=NARROW, step=step, optimizer_state=state)
+    assert (result.clip_factor < 1) == (step.max_grad_norm == 0.01)
+    parts = split_step(policy, brute, step, state)
+    assert all(part.any() for part in parts.values()) or step.weight_decay == 0
+    assert_split_as(result, brute, parts, 1e-10)
+    assert result.method == "forward mode"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_split_adds_up_to_the_step_that_the_trainer_takes(policy, batch, brute, step):
+    state = warm_state(policy) if step.optimizer == "adamw" else None
+    movement = apply_update(policy, batch, settings=NARROW, step=step, optimizer_state=state)
+    result = influence(policy, batch, settings=NARROW, step=step, optimizer_state=state)
+    assert result.update_norm == pytest.approx(movement.update_norm, rel=1e-9)
+    (taken,) = movement.results
+    assert result.clip_factor == pytest.approx(taken.grad_norm_clipped / taken.grad_norm, rel=1e-9)
+
+
+def test_a_fresh_adamw_takes_a_sign_step(policy, batch, brute):
+    step = StepSettings("adamw", 1e-5, eps=1e-12)
+    result = influence(policy, batch, settings=NARROW, step=step)
+    parts = split_step(policy, brute, step, None)
+    assert not contributions_of(result)["momentum"].any()
+    whole = sum(parts.values())
+    moving = sum(brute.gradients().values()).abs() > 1e-9
+    assert (whole[moving].abs() / 1e-5 - 1).abs().max() < 1e-2
+    assert_split_as(result, brute, parts, 1e-6)  # G / |G| of an entry that is nearly 0 has few digits
+
+
+def test_what_the_optimizer_does_not_hold_is_not_moved(policy, batch, brute):
+    held = [n for n, _ in policy.model.named_parameters() if "h.1.mlp" in n or "wte" in n][::-1]
+    state = warm_state(policy, held)
+    result = influence(policy, batch, settings=NARROW, step=STEPS[2], optimizer_state=state)
+    parts = split_step(policy, brute, STEPS[2], state)
+    assert 0 < sum(parts.values()).count_nonzero() < 0.5 * brute.jacobian.shape[1]
+    assert_split_as(result, brute, parts, 1e-10)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("step", [STEPS[0], STEPS[2]])
+def test_the_same_holds_for_other_architectures(name, step):
+    policy = make_policy(name, torch.float64)
+    batch = make_batch(policy, temperature=0.7, side="left")
+    state = warm_state(policy) if step.optimizer == "adamw" else None
+    with TrueFloat64():
+        brute = brute_force(policy, batch, NARROW)
+        result = influence(policy, batch, settings=NARROW, step=step, optimizer_state=state)
+    assert_split_as(result, brute, split_step(policy, brute, step, state), 1e-9)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
+@pytest.mark.parametrize("step", STEPS)
+def test_contributions_sum_to_the_prediction_for_the_whole_step(monkeypatch, name, step):
+    policy = make_policy(name)
+    batch = make_batch(policy)
+    state = warm_state(policy) if step.optimizer == "adamw" else None
+    whole = []
+
+    def predict(model, batch, directions, **settings):
+        whole.append(directions.sum(0, keepdim=True))
+        return predict_changes(model, batch, directions, **settings)
+
+    monkeypatch.setattr(first_order, "predict_changes", predict)
+    table = influence(policy, batch, settings=NARROW, step=step, optimizer_state=state).contributions
+    changes, _ = predict_changes(policy.model, batch, whole[0], micro_batch_size=8)
+    expected = changes[0, batch.response_mask].double().numpy()
+    sources = table[[name for name in table if name.startswith("by.")]].sum(axis=1)
+    np.testing.assert_allclose(table["predicted"], sources, rtol=1e-12)
+    assert np.abs(sources - expected).max() < 1e-5 * np.sqrt(np.mean(expected**2))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("step", [STEPS[0], STEPS[2]])
+def test_the_error_of_the_prediction_falls_linearly_with_the_step_size(name, step):
+    policy = make_policy(name, torch.float64)
+    batch = make_batch(policy)
+    state = warm_state(policy) if step.optimizer == "adamw" else None
+    rates, errors = [4.0**-k * 4e-3 for k in range(4)], []
+    for rate in rates:
+        keywords = {"settings": NARROW, "step": replace(step, learning_rate=rate), "optimizer_state": state}
+        with TrueFloat64():
+            actual = movement_table([apply_update(policy, batch, **keywords)])["delta_logprob.all"]
+            predicted = influence(policy, batch, **keywords).contributions["predicted"]
+        errors.append(np.sqrt(np.mean((actual - predicted) ** 2) / np.mean(actual**2)))
+    assert errors[0] < 0.1
+    assert np.polyfit(np.log(rates), np.log(errors), 1)[0] == pytest.approx(1, abs=0.15)
+
+
+def test_the_keys_are_those_of_the_movement_table(policy, batch):
+    edges = (0.0, 0.4, 1.0)
+    table = influence(policy, batch, settings=NARROW, edges=edges).contributions
+    expected = movement_table([apply_update(policy, batch, settings=NARROW, edges=edges)])
+    keys = [name for name in expected if not name.startswith("delta_")]
+    pd.testing.assert_frame_equal(table[keys], expected[keys])
+    assert [*table][len(keys) :] == ["by.0", "by.1", "by.kl", "by.decay", "predicted"]
+
+
+def test_unknown_old_logprobs_are_the_policys_own(policy, batch):
+    table = influence(policy, replace(batch, old_logprobs=None, ref_logprobs=None)).contributions
+    np.testing.assert_array_equal(table["old_prob"], table["prob"])
+    np.testing.assert_allclose(table["weight"], table["advantage"], rtol=1e-12)
+    assert (table["interval"] == np.searchsorted([0.25, 0.5, 0.75], table["prob"], side="right")).all()
+    assert not table["by.kl"].any()
+    assert table[["by.0", "by.3"]].any().all()
+
+
+def test_without_forward_mode_the_same_comes_from_central_differences_and_is_called_so(monkeypatch, policy, batch):
+    state = warm_state(policy)
+    expected = influence(policy, batch, settings=NARROW, step=STEPS[2], optimizer_state=state).contributions
+    monkeypatch.setattr(torch.func, "jvp", raising(NotImplementedError("op")))
+    with pytest.warns(UserWarning, match="no forward mode"):
+        result = influence(policy, batch, settings=NARROW, step=STEPS[2], optimizer_state=state)
+    assert result.method == "central differences"
+    assert "by central differences" in repr(result)
+    for name in [name for name in expected if name.startswith("by.")]:
+        error = result.contributions[name] - expected[name]
+        assert np.sqrt((error**2).mean()) < 1e-3 * np.sqrt((expected[name] ** 2).mean())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_policy_is_unchanged_bit_for_bit(monkeypatch, fails):
+    policy = make_policy("gpt2", attention="sdpa")
+    batch = make_batch(policy)
+    state = warm_state(policy)
+    kept = copy.deepcopy(state["state"])
+    policy.model.train()
+    for i, parameter in enumerate(policy.model.parameters()):
+        parameter.requires_grad_(i % 2 == 0)
+        parameter.grad = torch.full_like(parameter, 0.5) if i % 3 == 0 else None
+    before = state_of(policy)
+    if fails:
+        monkeypatch.setattr(torch.func, "jvp", raising(ValueError("broken")))
+    with pytest.raises(ValueError, match="broken") if fails else nullcontext():
+        influence(policy, batch, step=STEPS[2], optimizer_state=state)
+    after = state_of(policy)
+    assert len(before) == len(after)
+    assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(before, after, strict=True))
+    for index, moments in kept.items():
+        assert all(torch.equal(value, state["state"][index][key]) for key, value in moments.items())
+
+
+def test_input_that_cannot_be_predicted_is_refused(policy, batch):
+    state, infinite = warm_state(policy), torch.full_like(batch.old_logprobs, math.inf)
+    with pytest.raises(InputError, match="optimizer sgd"):
+        influence(policy, batch, optimizer_state=state)
+    with pytest.raises(InputError, match="betas and eps"):
+        influence(policy, batch, step=StepSettings("adamw"), optimizer_state=state)
+    with pytest.raises(InputError, match="bfloat16"):
+        influence(make_policy("gpt2", torch.bfloat16), batch)
+    with pytest.raises(InputError, match="neither"):
+        influence(policy, replace(batch, rewards=None))
+    with pytest.raises(InputError, match="no step is taken"):
+        influence(policy, replace(batch, advantages=infinite))
+    with pytest.raises(InputError, match="keeps no token"):
+        influence(policy, replace(batch, response_mask=torch.zeros_like(batch.response_mask)))
+    with pytest.raises(InputError, match="learning_rate is -1"):
+        influence(policy, batch, step=StepSettings(learning_rate=-1))
+    with pytest.raises(InputError, match="holds no contributions"):
+        influence_table(pd.DataFrame({"interval": [0]}), rng=None)
+    with pytest.raises(InputError, match="n is 0"):
+        moved_against(made_up(), 0)
+
+
+# Statistics of contributions
+
+
+def made_up(tokens: int = 60, groups: int = 5) -> pd.DataFrame:
+    """Random contributions of three intervals, the KL and momentum; interval 2 has tokens in a single group."""
+    rng = np.random.default_rng(3)
+    table = pd.DataFrame({"group": rng.integers(0, groups, tokens), "interval": rng.integers(0, 2, tokens)})
+    table.loc[table["group"] == 1, "interval"] = rng.integers(0, 3, (table["group"] == 1).sum())
+    table["advantage"] = rng.integers(-1, 2, tokens) * 0.5
+    for k, name in enumerate(("0", "1", "2", "kl", "momentum")):
+        table[f"by.{name}"] = rng.normal(0.2 * k, 1, tokens)
+    return table.assign(predicted=table.filter(like="by.").sum(axis=1))
+
+
+def naive(tokens: list[dict], source: str) -> list[float]:
+    """mean |c|, mean c and Cov(c, Δ)/Var(Δ) by loops over tokens."""
+    n = len(tokens)
+    if n == 0:
+        return [math.nan] * 3
+    mean = sum(t[f"by.{source}"] for t in tokens) / n
+    whole = sum(t["predicted"] for t in tokens) / n
+    covariance = sum((t[f"by.{source}"] - mean) * (t["predicted"] - whole) for t in tokens) / n
+    variance = sum((t["predicted"] - whole) ** 2 for t in tokens) / n
+    share = covariance / variance if variance > 1e-12 else math.nan
+    return [sum(abs(t[f"by.{source}"]) for t in tokens) / n, mean, share]
+
+
+def test_the_table_and_its_bounds_are_those_of_loops_over_tokens_and_redrawn_prompts():
+    table = made_up()
+    found = influence_table(table, rng=np.random.default_rng(8), resamples=40, confidence=0.9)
+    assert [*found["source"].unique()] == [0, 1, 2, "kl", "momentum"]
+    assert [*found["target"].unique()] == [0, 1, 2, "all"]
+    tokens, rng = table.to_dict("records"), np.random.default_rng(8)
+    for target in (0, 1, 2, "all"):
+        inside = [t for t in tokens if target in ("all", t["interval"])]
+        draws = rng.multinomial(5, np.full(5, 0.2), size=40)
+        for source in (0, 1, 2, "kl", "momentum"):
+            (row,) = found[(found["source"] == source) & (found["target"] == target)].to_dict("records")
+            assert row["num_tokens"] == len(inside)
+            wanted = naive(inside, source)
+            redrawn = [naive([t for t in inside for _ in range(draw[t["group"]])], source) for draw in draws]
+            for k, name in enumerate(("mean_abs", "mean", "share")):
+                assert row[name] == pytest.approx(wanted[k], rel=1e-9)
+                bounds = np.nanquantile([values[k] for values in redrawn], [0.05, 0.95])
+                if target == 2:
+                    bounds = [math.nan, math.nan]  # one prompt says nothing about prompts
+                assert [row[f"{name}_lower"], row[f"{name}_upper"]] == pytest.approx(bounds, rel=1e-9, nan_ok=True)
+
+
+def test_shares_of_a_target_add_up_to_one_and_need_no_generator():
+    found = influence_table(made_up(), rng=None)
+    assert found.groupby("target")["share"].sum().to_numpy() == pytest.approx(np.ones(4), rel=1e-12)
+    assert found[["share_lower", "mean_upper"]].isna().all(axis=None)
+
+
+def test_groups_of_different_batches_are_different_prompts():
+    table = made_up()
+    table = pd.concat([table.assign(batch=0), table.assign(batch=1)], ignore_index=True)
+    apart = table.assign(group=table["group"] + 100 * table["batch"]).drop(columns="batch")
+    one, other = (influence_table(t, rng=np.random.default_rng(2), resamples=50) for t in (table, apart))
+    pd.testing.assert_frame_equal(one, other)
+
+
+def test_a_target_without_tokens_or_without_variation_has_no_share():
+    table = made_up()
+    table = table[(table["interval"] != 1) & (table["group"] != 1)]
+    found = influence_table(table, rng=np.random.default_rng(0), resamples=20)
+    empty = found[found["target"] == 1]
+    assert (empty["num_tokens"] == 0).all()
+    assert empty.drop(columns=["source", "target", "num_tokens"]).isna().all(axis=None)
+    columns = [name for name in table if name.startswith("by.") or name == "predicted"]
+    table[columns] = 1.5
+    found = influence_table(table, rng=np.random.default_rng(0), resamples=20)
+    assert found["share"].isna().all()
+    assert (found.loc[found["num_tokens"] > 0, "mean"] == 1.5).all()
+
+
+def test_tokens_moved_against_their_advantage_are_ranked_and_say_by_whom():
+    table = made_up()
+    expected = []
+    for token in table.to_dict("records"):
+        if token["advantage"] * token["predicted"] < 0:
+            sign = 1 if token["predicted"] > 0 else -1
+            pushes = {name.removeprefix("by."): sign * token[name] for name in token if name.startswith("by.")}
+            mover = max(pushes, key=pushes.get)
+            expected.append((abs(token["predicted"]), mover, pushes[mover]))
+    expected.sort(reverse=True)
+    found = moved_against(table, 4)
+    assert list(found[["against", "mover", "mover_change"]].itertuples(index=False, name=None)) == expected[:4]
+    assert len(moved_against(table, 1000)) == len(expected) < 60

@@ -1,0 +1,203 @@
+"""The tokens that each variant trains, against a double loop that asks each token by itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from support.variants import by_loop, selected
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.objective import LossSettings
+from gradscope.rollouts import TokenBatch
+from gradscope.trainer import TrainConfig
+from gradscope.trainer.algorithm import plan_update
+from gradscope.updates import Variant, old_intervals
+from gradscope.updates.variants import VARIANTS, make_variant
+
+SETTINGS = LossSettings(clip_ratio_low=0.1, kl_coef=0.02)
+
+
+def make_random_batch(rows: int = 5, width: int = 14, seed: int = 0) -> TokenBatch:
+    """Responses of every probability behind prompts of two tokens, with holes; the last one's mask keeps nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, width, generator=generator) < 0.8
+    mask[:, :2] = mask[-1] = False
+    old = torch.rand(rows, width, generator=generator).log()
+    old[0, 5:9] = torch.tensor([0.0, 1e-7, -1e-9, -80.0])  # certain, rounded above 0, nearly certain, impossible
+    mask[0, 5:9] = True
+    advantages = torch.randn(rows, width, generator=generator)
+    advantages[1, 4] = 0.0
+    mask[1, 4] = True
+    advantages[~mask] = old[~mask] = math.nan  # what the mask drops may be anything
+    return TokenBatch(
+        input_ids=torch.randint(4, 90, (rows, width), generator=generator),
+        attention_mask=torch.ones(rows, width, dtype=torch.bool),
+        response_mask=mask,
+        response_start=torch.full((rows,), 2),
+        group_ids=torch.arange(rows) // 2,
+        temperature=torch.ones(rows),
+        advantages=advantages,
+        old_logprobs=old,
+    )
+
+
+def make_entropy(batch: TokenBatch) -> Tensor:
+    """Few values, so that some are tied with the last one taken."""
+    return torch.randint(0, 12, batch.input_ids.shape, generator=torch.Generator().manual_seed(1)) / 4
+
+
+def as_steps(variant: Variant) -> list[tuple[str, Tensor, int]]:
+    return [(p.name, p.batch.response_mask, p.num_tokens) for p in variant.passes]
+
+
+@pytest.fixture(scope="module")
+def batch() -> TokenBatch:
+    return make_random_batch()
+
+
+@pytest.fixture(scope="module")
+def entropy(batch) -> Tensor:
+    return make_entropy(batch)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "random-split"])
+def test_a_variant_selects_the_tokens_that_a_double_loop_selects(batch, entropy, name, size):
+    variant = make_variant(name, batch, entropy=entropy, mini_batch_size=size, settings=SETTINGS, eta=0.6)
+    expected = by_loop(name, batch, entropy, size=size, eta=0.6)
+    assert variant.name == name
+    assert len(variant.passes) == len(expected)
+    for part, (wanted, rows, tokens, count) in zip(variant.passes, expected, strict=True):
+        assert part.name == wanted
+        assert torch.equal(part.batch.input_ids, batch.input_ids[rows])
+        assert torch.equal(part.batch.response_mask, tokens)
+        assert part.num_tokens == count
+        for values in ("advantages", "old_logprobs"):
+            assert torch.equal(getattr(part.batch, values)[tokens], getattr(batch, values)[rows][tokens])
+    assert all(tokens.any() for _, rows, tokens, _ in expected if 4 not in rows)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_only_the_reweighted_variants_change_the_loss(batch, entropy, name):
+    found = make_variant(name, batch, entropy=entropy, settings=SETTINGS, alpha=0.25).settings
+    assert found == (replace(SETTINGS, reweight_alpha=0.25) if name.startswith("reweight") else SETTINGS)
+    own = replace(SETTINGS, reweight_alpha=0.1)
+    found = make_variant(name, batch, entropy=entropy, settings=own, alpha=0.25).settings
+    assert found.reweight_alpha == (0.25 if name.startswith("reweight") else 0.1)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_random_split_has_the_sizes_of_lopti_in_every_mini_batch_and_other_tokens(batch, size):
+    generator = torch.Generator().manual_seed(3)
+    lopti = as_steps(make_variant("lopti", batch, mini_batch_size=size))
+    drawn = as_steps(make_variant("random-split", batch, mini_batch_size=size, generator=generator))
+    assert [name for name, _, _ in drawn] == [f"random-{name}" for name, _, _ in lopti]
+    assert [(int(mask.sum()), count) for _, mask, count in drawn] == [(int(m.sum()), c) for _, m, c in lopti]
+    assert any(not torch.equal(a[1], b[1]) for a, b in zip(drawn, lopti, strict=True))
+    half = len(drawn) // 2
+    minis = batch.response_mask.split(len(batch) if size is None else size)
+    for (_, low, _), (_, high, _), mini in zip(drawn[:half], drawn[half:], minis, strict=True):
+        assert not (low & high).any()
+        assert torch.equal(low | high, mini)
+
+
+def test_a_random_split_is_drawn_by_its_generator_alone(batch):
+    def low(seed: int | None) -> Tensor:
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        return make_variant("random-split", batch, generator=generator).passes[0].batch.response_mask
+
+    assert torch.equal(low(5), low(5))
+    assert torch.equal(low(None), low(0))
+    assert not torch.equal(low(5), low(6))
+
+
+TRAINED = {
+    "all": {},
+    "reweight": {"reweight_alpha": 0.3},
+    "lopti": {"lopti_eta": 0.6},
+    "reweight-lopti": {"lopti_eta": 0.6, "reweight_alpha": 0.3},
+    "lopti-high-first": {"lopti_eta": 0.6, "lopti_order": "high-first"},
+    "random-split": {"lopti_eta": 0.6, "control": "random-split"},
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_the_trainer_trains_is_planned_as_the_trainer_plans_it(batch, name):
+    update = plan_update(batch, TrainConfig(**TRAINED[name], mini_batch_size=2), torch.Generator().manual_seed(8))
+    variant = make_variant(name, batch, eta=0.6, mini_batch_size=2, generator=torch.Generator().manual_seed(8))
+    assert variant.settings == update.settings
+    for ours, theirs in zip(variant.passes, update.passes, strict=True):
+        assert (ours.name, ours.num_tokens) == (theirs.name, theirs.num_tokens)
+        for value in ("input_ids", "response_mask", "advantages", "old_logprobs"):
+            kept = theirs.batch.response_mask
+            assert torch.equal(getattr(ours.batch, value)[kept], getattr(theirs.batch, value)[kept])
+        assert torch.equal(ours.batch.response_mask, theirs.batch.response_mask)
+
+
+def test_other_edges_make_other_intervals(batch):
+    edges = (0.0, 0.1, 0.2, 0.3, 0.4, 1.0)
+    found = make_variant("only-4", batch, edges=edges).passes[0].batch.response_mask
+    assert torch.equal(found, batch.response_mask & (batch.old_logprobs.exp() >= 0.4))
+    found = make_variant("without-0", batch, edges=(0, 0.3, 1)).passes[0].batch.response_mask
+    assert torch.equal(found, batch.response_mask & (batch.old_logprobs.exp() >= 0.3))
+
+
+def test_intervals_are_those_of_a_loop_and_minus_one_where_no_token_is_kept(batch):
+    found = old_intervals(batch)
+    for row in range(len(batch)):
+        for column in range(batch.input_ids.shape[1]):
+            names = [k for k in range(4) if selected(f"only-{k}", batch, found.float(), row, column)]
+            assert [found[row, column].item()] == (names or [-1])
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0]])
+def test_high_entropy_is_a_fifth_of_the_tokens_rounded_up(batch, rows):
+    some = batch.select(rows)
+    entropy = torch.rand(some.input_ids.shape, generator=torch.Generator().manual_seed(2))
+    [part] = make_variant("high-entropy", some, entropy=entropy).passes
+    assert some.num_tokens % 5
+    assert part.batch.num_tokens == some.num_tokens // 5 + 1
+    assert entropy[part.batch.response_mask].min() > entropy[some.response_mask & ~part.batch.response_mask].max()
+
+
+def test_a_selection_without_tokens_is_a_pass_without_tokens(batch):
+    sure = replace(batch, old_logprobs=torch.full_like(batch.old_logprobs, -0.01))
+    [part] = make_variant("only-2", sure).passes
+    assert part.batch.num_tokens == 0
+    assert part.num_tokens == batch.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "choices", "message"),
+    [
+        ("lopti-low", {}, {}, "no variant is called 'lopti-low'; give one of all, only-0"),
+        ("only-", {}, {}, "no variant is called 'only-'"),
+        ("only-4", {}, {}, "only-4: the edges make intervals 0 to 3"),
+        ("without-1", {}, {"edges": (0.0, 1.0)}, "without-1: the edges make intervals 0 to 0"),
+        ("all", {"advantages": None}, {}, "advantages are unknown at 38 of 38 response tokens"),
+        ("all", {"old_logprobs": None}, {}, "old_logprobs are unknown at 38 of 38 response tokens"),
+        ("all", {"response_mask": torch.zeros(5, 14, dtype=torch.bool)}, {}, "response_mask keeps no token"),
+        ("all", {}, {"mini_batch_size": 0}, "mini_batch_size is 0"),
+        ("all", {}, {"settings": LossSettings(kl_coef=-1.0)}, "kl_coef is -1.0"),
+        ("reweight", {}, {"alpha": 1.5}, "reweight_alpha is 1.5"),
+        ("lopti", {}, {"eta": 1.5}, "eta is 1.5"),
+        ("high-entropy", {}, {}, "high-entropy needs the entropy of every response token"),
+        ("high-entropy", {}, {"entropy": torch.full((5, 14), math.nan)}, "high-entropy needs the entropy"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_one_line(batch, name, changes, choices, message):
+    with pytest.raises(InputError, match=message) as caught:
+        make_variant(name, replace(batch, **changes), **choices)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_advantage_of_one_kept_token_is_refused_and_of_a_dropped_one_is_not(batch):
+    row, column = batch.response_mask.nonzero()[7].tolist()
+    advantages = batch.advantages.clone()
+    advantages[row, column] = math.nan
+    with pytest.raises(InputError, match="advantages are unknown at 1 of 38 response tokens"):
+        make_variant("lopti", replace(batch, advantages=advantages))
