@@ -10,8 +10,7 @@ import pandas as pd
 import torch
 
 import gradscope
-from gradscope.objective import equations as objective
-from gradscope.theory import closed_form as theory
+from gradscope import objective, theory
 
 
 def main(inputs: Path, out: Path) -> None:
@@ -28,7 +27,8 @@ def main(inputs: Path, out: Path) -> None:
     step = gradscope.StepSettings(optimizer="adamw", learning_rate=1e-3)
     movements = gradscope.apply_updates(policy, batch, ["all", "reweight", "lopti"], step=step)
     gradscope.movement_table(movements).to_parquet(out / "movements.parquet")
-    found = gradscope.updates.influence(policy, batch)
+    rooms = hasattr(gradscope.updates, "influence")  # an older commit has it in a module of its own
+    found = (gradscope.updates if rooms else gradscope.influence).influence(policy, batch)
     found.contributions.to_parquet(out / "influence.parquet")
     diagnosis = gradscope.diagnose(policy, batch, table)
     diagnosis.statistics.to_parquet(out / "diagnosis.parquet")
