@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradscope.policy.parameters import model_bytes
 from gradscope.runs import check_room, scratch_zeros
 
 

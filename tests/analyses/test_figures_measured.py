@@ -132,7 +132,12 @@ def test_every_measurement_of_the_file_has_its_module_and_its_runs():
     for measurement in measurements.list_measurements():
         assert set(measurement.after) <= places and set(measurement.figures) <= set(figures.SCRIPTS)
         if measurement.module.startswith("analyses.measure."):
-            assert Path(experiments.__file__).with_name(f"{measurement.module.rpartition('.')[2]}.py").is_file()
+            assert (
+                Path(experiments.__file__)
+                .parents[1]
+                .joinpath("measure", f"{measurement.module.rpartition('.')[2]}.py")
+                .is_file()
+            )
 
 
 def test_the_run_in_training_is_that_of_the_file():
