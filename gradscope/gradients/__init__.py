@@ -43,7 +43,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "sums": [
             "BACKWARD",
             "FORWARD_MODE",
-            "Method",
+            "Derivative",
             "predict_changes",
             "refuse_narrow_arithmetic",
             "refuse_narrow_weights",

@@ -29,7 +29,7 @@ from gradscope.runs import scratch_zeros
 
 Vectors = dict[str, Tensor]
 """A tensor of each parameter's shape, by its name in _KeptLogprobs."""
-Method = Literal["forward mode", "central differences"]
+Derivative = Literal["forward mode", "central differences"]
 
 REACH = 1e-2
 """Root mean square change of log π, in nats, at which a central difference is taken: there, in float32, rounding and
@@ -91,7 +91,7 @@ def predict_changes(
     *,
     micro_batch_size: int,
     progress: bool = False,
-) -> tuple[Float[Tensor, "C B S"], Method]:
+) -> tuple[Float[Tensor, "C B S"], Derivative]:
     """⟨∇ log π_t, direction⟩ of every kept token for each direction, 0 elsewhere, in nats and on the CPU; and how.
 
     If the parameters move by a direction, each log π changes by that much to first order. A direction that is not zero

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.objective import LOPTI_ORDERS, check_eta, lopti_split, reweight
+from gradscope.objective import ORDERS, Method
 
 Number = int | float
 
@@ -53,12 +53,7 @@ class ReweightLoptiMixin:
         lopti_order: str = "low-first",
         **keywords: Any,
     ) -> None:
-        if reweight_alpha is not None and not 0 <= reweight_alpha <= 1:
-            raise InputError(f"reweight_alpha is {reweight_alpha}; give a number from 0 to 1, or None: off")
-        if lopti_eta is not None:
-            check_eta(lopti_eta)
-        if lopti_order not in LOPTI_ORDERS:
-            raise InputError(f"lopti_order is {lopti_order!r}; known are {', '.join(LOPTI_ORDERS)}; give one of them")
+        self.method = Method(reweight_alpha, lopti_eta, lopti_order)
         self.reweight_alpha, self.lopti_eta, self.lopti_order = reweight_alpha, lopti_eta, lopti_order
         self._lopti_pass: str | None = None
         self._lopti_window: list[dict[str, Any]] = []
@@ -72,7 +67,7 @@ class ReweightLoptiMixin:
         """TRL's; with Lopti the first pass's backward and, on the last micro-batch, the step and the second pass."""
         if self.lopti_eta is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        first, second = LOPTI_ORDERS[self.lopti_order]
+        first, second = ORDERS[self.lopti_order]
         try:
             self._lopti_pass = first
             loss = super().training_step(model, inputs, num_items_in_batch)
@@ -160,8 +155,7 @@ class ReweightLoptiMixin:
         old = inputs.get("old_per_token_logps", logprobs)
         advantages = inputs["advantages"]
         advantages = advantages if advantages.dim() == 2 else advantages[:, None].expand(logprobs.shape)
-        if self.reweight_alpha is not None:
-            advantages = reweight(advantages, old, alpha=self.reweight_alpha)
+        advantages = self.method.advantages(advantages, old)
         if self._lopti_pass is not None:
             chosen = self._choose(inputs, old)
             advantages = advantages.masked_fill(~chosen, 0.0)
@@ -173,11 +167,11 @@ class ReweightLoptiMixin:
         """The tokens of the pass; in the first one, the micro-batch is kept for the second."""
         mask = inputs["completion_mask"]
         mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
-        low, high = lopti_split(old, mask, eta=self.lopti_eta)
+        chosen = dict(self.method.groups(old, mask))
         if not self._lopti_replays:
             self._lopti_window.append(inputs | {"old_per_token_logps": old})
-            self._lopti_counts.append(torch.stack([low.sum(), high.sum()]))
-        return low if self._lopti_pass == "low" else high
+            self._lopti_counts.append(torch.stack([chosen["low"].sum(), chosen["high"].sum()]))
+        return chosen[self._lopti_pass]
 
 
 def _refuse_unsupported(trainer: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from gradscope.errors import InputError
 from gradscope.integrations.verl_methods import RUNNING_PASS, pass_loss, pass_mask
-from gradscope.objective import LOPTI_ORDERS
+from gradscope.objective import ORDERS
 
 try:
     from verl.utils.device import get_device_id
@@ -50,7 +50,7 @@ class LoptiPasses:
         if eta is None or settings.lopti_pass is not None:
             return super().train_batch(data, loss_function)
         _refuse_unsupported(config, loss_function)
-        counts = {name: self._count(data, eta, name) for name in LOPTI_ORDERS[settings.lopti_order]}
+        counts = {name: self._count(data, eta, name) for name in ORDERS[settings.lopti_order]}
         taken = [name for name, count in counts.items() if count]
         outputs = [self._pass(data, loss_function, eta, name) for name in taken or counts]
         joined = outputs[-1]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.objective import LOPTI_ORDERS, check_eta, lopti_split, reweight
+from gradscope.objective import Method
 
 RUNNING_PASS: ContextVar[str | None] = ContextVar("RUNNING_PASS", default=None)
 """Name of the pass that the engine is taking; None outside Lopti's two."""
@@ -20,12 +20,7 @@ RUNNING_PASS: ContextVar[str | None] = ContextVar("RUNNING_PASS", default=None)
 
 def check_methods(settings: Any) -> None:
     """InputError for settings (fields `reweight_alpha`, `lopti_eta`, `lopti_pass`, `lopti_order`) that mean nothing."""
-    if settings.reweight_alpha is not None and not 0 <= settings.reweight_alpha <= 1:
-        raise InputError(f"reweight_alpha is {settings.reweight_alpha}; give a number from 0 to 1, or null: off")
-    if settings.lopti_eta is not None:
-        check_eta(settings.lopti_eta)
-    if settings.lopti_order not in LOPTI_ORDERS:
-        raise InputError(f"lopti_order is {settings.lopti_order!r}; give one of {', '.join(LOPTI_ORDERS)}")
+    Method(settings.reweight_alpha, settings.lopti_eta, settings.lopti_order)
     if settings.lopti_pass not in (None, "low", "high"):
         raise InputError(f"lopti_pass is {settings.lopti_pass!r}; give low or high for that group alone, or null: both")
     if settings.lopti_pass is not None and settings.lopti_eta is None:
@@ -57,8 +52,7 @@ def changed_policy_loss(
             "VERL_ENGINE_VENDOR=gradscope and "
             "VERL_USE_EXTERNAL_MODULES=gradscope.integrations.verl,gradscope.integrations.verl_engine"
         )
-    if alpha is not None:
-        advantages = reweight(advantages, old_log_prob, alpha=alpha)
+    advantages = Method(alpha).advantages(advantages, old_log_prob)
     if only is not None:
         advantages = advantages.masked_fill(~pass_mask(old_log_prob, response_mask, eta=eta, name=only), 0.0)
     return vanilla(
@@ -73,10 +67,9 @@ def changed_policy_loss(
 
 
 def pass_mask(old_log_prob: Tensor, response_mask: Tensor, *, eta: int | float, name: str) -> Tensor:
-    """The tokens of pass `name`, by `lopti_split`; tensors [B, T], or nested with the same lengths of rows."""
+    """The tokens of pass `name`, by `Method.groups`; tensors [B, T], or nested with the same lengths of rows."""
     if not response_mask.is_nested:
-        low, high = lopti_split(old_log_prob, response_mask.bool(), eta=eta)
-        return low if name == "low" else high
+        return dict(Method(lopti_eta=eta).groups(old_log_prob, response_mask.bool()))[name]
     flat = pass_mask(old_log_prob.values()[None], response_mask.values()[None], eta=eta, name=name)[0]
     chosen = response_mask.clone()  # a clone pads to the same length as verl's own mask; a new nested tensor may not
     chosen.values().copy_(flat)

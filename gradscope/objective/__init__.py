@@ -15,8 +15,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "micro_batches",
         ],
         "equations": [
-            "LOPTI_ORDERS",
-            "check_eta",
             "grpo_advantages",
             "kl_k3",
             "lopti_split",
@@ -35,6 +33,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "widen",
         ],
         "loss": ["LossSettings", "PAPER", "batch_loss", "batch_weights", "own_where_unknown", "resolve_advantages"],
-        "steps": ["Pass", "StepResult", "Updater", "clip_scale", "random_split", "split_passes", "whole_passes"],
+        "methods": ["Method", "ORDERS", "random_split"],
+        "steps": ["Pass", "StepResult", "Updater", "clip_scale", "split_passes", "whole_passes"],
     },
 )

@@ -91,10 +91,6 @@ def reweight(advantages: Advantages, old_logprobs: Float[Tensor, "B T"], *, alph
     return (alpha * old_logprobs.exp() + (1 - alpha)) * _per_token(advantages)
 
 
-LOPTI_ORDERS = {"low-first": ("low", "high"), "high-first": ("high", "low")}
-"""Orders of Lopti's two passes, by name: the paper's, and its ablation."""
-
-
 def lopti_split(
     old_logprobs: Float[Tensor, "B T"], response_mask: Bool[Tensor, "B T"], *, eta: Number
 ) -> tuple[Bool[Tensor, "B T"], Bool[Tensor, "B T"]]:
@@ -102,7 +98,8 @@ def lopti_split(
 
     Use each as the `response_mask` of its pass, with `num_tokens` still the count of all response tokens.
     """
-    check_eta(eta)
+    if not 0 <= eta <= 1:
+        raise InputError(f"eta is {eta}; Lopti splits at a probability from 0 to 1; the paper uses 0.5")
     _refuse_nan(old_logprobs, response_mask, "old_logprobs")
     # Compared as logarithms: exp may differ by a rounding between devices, and a token be in both masks or in neither.
     low = response_mask & (old_logprobs < (math.log(eta) if eta > 0 else -math.inf))
@@ -264,12 +261,6 @@ def _per_token(tensor: Float[Tensor, " B"] | Float[Tensor, "B T"]) -> Tensor:
 def _float_dtype(rewards: Rewards) -> torch.dtype:
     """The rewards' dtype, or torch's default one for whole-number rewards."""
     return rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
-
-
-def check_eta(eta: Number) -> None:
-    """Raise InputError for an η that Lopti does not take."""
-    if not 0 <= eta <= 1:
-        raise InputError(f"eta is {eta}; Lopti splits at a probability from 0 to 1; the paper uses 0.5")
 
 
 def check_clipping(low: Number, high: Number, dual: Number | None) -> None:

@@ -19,9 +19,9 @@ from gradscope.objective.equations import (
     check_clipping,
     grpo_advantages,
     policy_loss,
-    reweight,
     token_weight_parts,
 )
+from gradscope.objective.methods import Method
 from gradscope.rollouts import TokenBatch
 
 Number = int | float
@@ -48,8 +48,7 @@ class LossSettings:
             if value is not None and not (isfinite(value) and value >= 0):
                 raise InputError(f"{name} is {value}; give a finite number, 0 or more")
         check_clipping(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
-        if self.reweight_alpha is not None and self.reweight_alpha > 1:
-            raise InputError(f"reweight_alpha is {self.reweight_alpha}; give a number from 0 (off) to 1")
+        Method(self.reweight_alpha)  # refuses an α beyond 1
 
 
 PAPER = LossSettings()
@@ -105,13 +104,11 @@ def batch_weights(
 
 def _arguments(logprobs: Tensor, batch: TokenBatch, settings: LossSettings, num_tokens: Number) -> dict[str, Any]:
     """What both take, policy_loss and token_weight_parts."""
-    old, advantages = own_where_unknown(batch.old_logprobs, logprobs), resolve_advantages(batch)
-    if settings.reweight_alpha is not None:
-        advantages = reweight(advantages, old, alpha=settings.reweight_alpha)
+    old = own_where_unknown(batch.old_logprobs, logprobs)
     return {
         "logprobs": logprobs,
         "old_logprobs": old,
-        "advantages": advantages,
+        "advantages": Method(settings.reweight_alpha).advantages(resolve_advantages(batch), old),
         "response_mask": batch.response_mask,
         "clip_ratio_low": settings.clip_ratio_low,
         "clip_ratio_high": settings.clip_ratio_high,

@@ -71,6 +71,11 @@ class StepResult:
     clipped_dual: int
     """Tokens with Â < 0 and π_θ/π_old > c."""
 
+    @classmethod
+    def empty(cls, part: Pass) -> StepResult:
+        """The result of a pass without tokens."""
+        return cls(part.name, "empty", 0.0, math.nan, math.nan, 0, 0, 0, 0)
+
 
 def whole_passes(batch: TokenBatch, mini_batch_size: int) -> list[Pass]:
     """One pass over each mini-batch of consecutive responses."""
@@ -98,16 +103,6 @@ def split_passes(
         part = batch.select(rows)
         passes.append(Pass(name, replace(part, response_mask=part.response_mask & mask[rows]), part.num_tokens))
     return passes
-
-
-def random_split(low: Mask, response_mask: Mask, mini_batch_size: int, generator: torch.Generator) -> tuple[Mask, Mask]:
-    """A random split of each mini-batch's response tokens into as many as `low` has there, and the rest."""
-    chosen = torch.zeros_like(low)
-    for rows in torch.arange(len(low)).split(mini_batch_size):
-        places = response_mask[rows].nonzero()
-        drawn = places[torch.randperm(len(places), generator=generator)[: int(low[rows].sum())]]
-        chosen[rows[drawn[:, 0]], drawn[:, 1]] = True
-    return chosen, response_mask & ~chosen
 
 
 def clip_scale(norm: float, max_grad_norm: Number | None) -> float:
@@ -155,7 +150,7 @@ class Updater:
             raise InputError("match and accumulated are given, and the gradient cannot be both; leave one of them out")
         if part.batch.num_tokens == 0:
             self.optimizer.zero_grad()
-            return StepResult(part.name, "empty", 0.0, float("nan"), float("nan"), 0, 0, 0, 0)
+            return StepResult.empty(part)
         wanted = None
         if match is not None:
             self.accumulate(part, match)

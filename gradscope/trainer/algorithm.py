@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from gradscope.errors import InputError
@@ -13,13 +13,9 @@ from gradscope.objective import (
     Choose,
     LossSettings,
     Pass,
-    lopti_split,
-    random_split,
     reinforce_pp_advantages,
     resolve_advantages,
-    reweight,
     split_passes,
-    whole_passes,
 )
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer.config import TrainConfig
@@ -51,17 +47,16 @@ def compute_advantages(batch: TokenBatch, config: TrainConfig) -> Float[Tensor, 
 
 def plan_update(batch: TokenBatch, config: TrainConfig, generator: torch.Generator) -> Update:
     """The passes of one batch that has advantages and old_logprobs; the generator draws what a control permutes."""
-    settings, match = config.loss, None
-    if config.control == "matched-norm":
+    method, settings, match = config.method, config.loss, None
+    place = (batch.old_logprobs, batch.response_mask, config.mini_batch_size, generator)
+    if method.control == "matched-norm":
         settings, match = replace(settings, reweight_alpha=None), settings
-    elif config.control == "permuted-weights":
-        batch = replace(batch, advantages=_permuted_reweight(batch, config, generator))
+    elif method.control == "permuted-weights":
+        batch = replace(batch, advantages=batch.advantages * method.permuted_factors(*place))
         settings = replace(settings, reweight_alpha=None)
-    if config.lopti_eta is None:
-        passes = whole_passes(batch, config.mini_batch_size)
-    else:
-        passes = _lopti_passes(batch, config, generator)
-    return Update([_without_masked(part, config.mask_probs) for part in passes], batch, settings, match)
+    groups = method.drawn_groups(*place)
+    passes = split_passes(batch, config.mini_batch_size, groups, schedule=config.lopti_schedule)
+    return Update(passes, batch, settings, match)
 
 
 def scores_in_first_pass(config: TrainConfig) -> bool:
@@ -75,52 +70,5 @@ def scores_in_first_pass(config: TrainConfig) -> bool:
 
 def first_choice(config: TrainConfig) -> Choose | None:
     """Which tokens of the first mini-batch `plan_update`'s first pass takes, by their π_old; None: all."""
-    if config.lopti_eta is None and config.mask_probs is None:
-        return None
-
-    def choose(old_logprobs: Float[Tensor, "b n"], response_mask: Bool[Tensor, "b n"]) -> Bool[Tensor, "b n"]:
-        chosen = response_mask
-        if config.lopti_eta is not None:
-            low, high = lopti_split(old_logprobs, response_mask, eta=config.lopti_eta)
-            chosen = low if config.lopti_order == "low-first" else high
-        return chosen & ~_masked(old_logprobs, config.mask_probs)
-
-    return choose
-
-
-def _lopti_passes(batch: TokenBatch, config: TrainConfig, generator: torch.Generator) -> list[Pass]:
-    low, high = lopti_split(batch.old_logprobs, batch.response_mask, eta=config.lopti_eta)
-    names = ("low", "high")
-    if config.control == "random-split":
-        low, high = random_split(low, batch.response_mask, config.mini_batch_size, generator)
-        names = ("random-low", "random-high")
-    groups = list(zip(names, (low, high), strict=True))
-    if config.lopti_order == "high-first":
-        groups.reverse()
-    return split_passes(batch, config.mini_batch_size, groups, schedule=config.lopti_schedule)
-
-
-def _permuted_reweight(batch: TokenBatch, config: TrainConfig, generator: torch.Generator) -> Float[Tensor, "B S"]:
-    """Advantages times Reweight's factors α·π_old + 1 − α (Eq. 4), dealt out at random within each mini-batch."""
-    factors = reweight(torch.ones_like(batch.old_logprobs), batch.old_logprobs, alpha=config.reweight_alpha)
-    dealt = torch.ones_like(factors)
-    for rows in torch.arange(len(batch)).split(config.mini_batch_size):
-        mask = batch.response_mask[rows]
-        own = factors[rows][mask]
-        dealt[rows] = dealt[rows].masked_scatter(mask, own[torch.randperm(len(own), generator=generator)])
-    return batch.advantages * dealt
-
-
-def _without_masked(part: Pass, mask_probs: tuple[float, float] | None) -> Pass:
-    """The pass without tokens whose π_old lies in the masked range; the denominator stays."""
-    keep = part.batch.response_mask & ~_masked(part.batch.old_logprobs, mask_probs)
-    return replace(part, batch=replace(part.batch, response_mask=keep))
-
-
-def _masked(old_logprobs: Float[Tensor, "b n"], mask_probs: tuple[float, float] | None) -> Bool[Tensor, "b n"]:
-    """Where π_old lies in [low, high), or in [low, 1] for a high of 1; nowhere for None."""
-    if mask_probs is None:
-        return torch.zeros_like(old_logprobs, dtype=torch.bool)
-    low, high = mask_probs
-    probs = old_logprobs.exp()
-    return (probs >= low) & ((probs < high) | (high == 1))
+    method = config.method
+    return (lambda old_logprobs, mask: method.groups(old_logprobs, mask)[0][1]) if method.chooses else None

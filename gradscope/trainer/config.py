@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gradscope.errors import InputError
-from gradscope.objective import LossSettings, check_eta
+from gradscope.objective import LossSettings, Method
 
 Number = int | float
 
@@ -134,20 +134,14 @@ class TrainConfig:
                 raise InputError(f"{name} is {getattr(self, name)}; give a positive number")
         if self.algorithm == "grpo" and self.group_size == 1:
             raise InputError("group_size is 1: GRPO compares the responses to one question; give 2 or more")
-        if self.lopti_eta is not None:
-            check_eta(self.lopti_eta)
-        masked = (0, 0.5) if self.mask_probs is None else self.mask_probs
-        if len(masked) != 2 or not 0 <= masked[0] < masked[1] <= 1:
-            raise InputError(f"mask_probs is {self.mask_probs}; give two probabilities, the lower one first")
-        if tuple(masked) == (0, 1):
-            raise InputError("mask_probs is 0 to 1, which leaves no token to train on; give a part of that range")
-        needed = {None: (), "random-split": ("lopti_eta",)}.get(self.control, ("reweight_alpha",))
-        if missing := [name for name in needed if getattr(self, name) is None]:
-            raise InputError(f"control {self.control} is matched to {missing[0]}, which is off; give {missing[0]}")
-        if self.control == "random-split" and self.mask_probs is not None:
-            raise InputError("mask_probs would leave control random-split's passes other sizes than Lopti's; give one")
+        _ = self.method  # refuses what no weighting is
         if not 0 < self.vllm_memory <= 1:
             raise InputError(f"vllm_memory is {self.vllm_memory}, a share of the GPU's memory; give 0 to 1")
+
+    @property
+    def method(self) -> Method:
+        """Which tokens each optimizer step trains, and with which advantages."""
+        return Method(self.reweight_alpha, self.lopti_eta, self.lopti_order, self.mask_probs, self.control)
 
     @property
     def loss(self) -> LossSettings:

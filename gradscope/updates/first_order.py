@@ -28,7 +28,7 @@ from gradscope.errors import InputError
 from gradscope.gradients import (
     BACKWARD,
     FORWARD_MODE,
-    Method,
+    Derivative,
     predict_changes,
     vector_bytes,
     vectors_within,
@@ -58,7 +58,7 @@ class Influence:
     """A row per kept response token with the keys of `updates.movement_table` (`response` to `weight`); then for each
     source its part of the predicted change of log π, nats, float64: `by.0`, … per interval of π_old, `by.kl`,
     `by.momentum` (AdamW), `by.decay`; and `predicted`, their sum."""
-    method: Method
+    method: Derivative
     """How the derivatives were taken."""
     clip_factor: float
     """k: what clipping the gradient's norm multiplied the whole gradient by."""
@@ -213,7 +213,7 @@ class _Sources:
     passes: dict[str, Any]
     """Keywords of `weighted_gradients` and `predict_changes`."""
 
-    def all_at_once(self) -> tuple[Float[Tensor, "C B S"], Method, float, float]:
+    def all_at_once(self) -> tuple[Float[Tensor, "C B S"], Derivative, float, float]:
         """What each source does to each token, how that was found, the clip factor, and the norm of Δθ."""
         model, seeds = self.policy.model, torch.stack(list(self.seeds.values()))
         rows = weighted_gradients(model, self.batch, seeds, **self.passes)
@@ -224,7 +224,7 @@ class _Sources:
         changes, method = predict_changes(model, self.batch, rows, **self.passes)
         return changes, method, clip_factor, _norm_of_sum(model, rows)
 
-    def one_by_one(self, memory: int) -> tuple[Float[Tensor, "C B S"], Method, float, float]:
+    def one_by_one(self, memory: int) -> tuple[Float[Tensor, "C B S"], Derivative, float, float]:
         """The same with two vectors: the whole gradient is made first, then one source's at a time."""
         model = self.policy.model
         room = vectors_within(model, 2, memory)

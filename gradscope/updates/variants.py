@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
-from gradscope.objective import PAPER, LossSettings, Pass, lopti_split, random_split, split_passes, whole_passes
+from gradscope.objective import PAPER, LossSettings, Method, Pass, split_passes
 from gradscope.rollouts import TokenBatch
 
 Number = int | float
@@ -76,10 +76,17 @@ def make_variant(
     if name in ("reweight", "reweight-lopti"):
         settings = replace(settings, reweight_alpha=alpha)
     settings.check()
-    if name in ("all", "reweight"):
-        return Variant(name, whole_passes(batch, size), settings)
-    if name in ("lopti", "reweight-lopti", "lopti-high-first", "random-split"):
-        groups = _lopti_groups(name, batch, eta, size, generator)
+    methods = {
+        "all": {},
+        "reweight": {},
+        "lopti": {"lopti_eta": eta},
+        "reweight-lopti": {"lopti_eta": eta},
+        "lopti-high-first": {"lopti_eta": eta, "lopti_order": "high-first"},
+        "random-split": {"lopti_eta": eta, "control": "random-split"},
+    }
+    if name in methods:
+        generator = generator or torch.Generator().manual_seed(0)
+        groups = Method(**methods[name]).drawn_groups(batch.old_logprobs, batch.response_mask, size, generator)
     elif name == "positive":
         groups = [(name, batch.response_mask & (batch.advantages > 0))]
     elif name == "high-entropy":
@@ -95,19 +102,6 @@ def old_intervals(batch: TokenBatch, edges: Sequence[Number] = EDGES) -> Int[Ten
     prob = batch.old_logprobs[batch.response_mask].double().exp().clamp(max=1.0)
     indices = torch.from_numpy(assign_intervals(prob.numpy(), list(edges)))
     return torch.full(batch.input_ids.shape, -1).masked_scatter(batch.response_mask, indices)
-
-
-def _lopti_groups(
-    name: str, batch: TokenBatch, eta: Number, size: int, generator: torch.Generator | None
-) -> list[tuple[str, Mask]]:
-    """Alg. 1's groups of tokens in the order in which they are trained."""
-    low, high = lopti_split(batch.old_logprobs, batch.response_mask, eta=eta)
-    if name == "random-split":
-        generator = generator or torch.Generator().manual_seed(0)
-        low, high = random_split(low, batch.response_mask, size, generator)
-        return [("random-low", low), ("random-high", high)]
-    groups = [("low", low), ("high", high)]
-    return groups[::-1] if name == "lopti-high-first" else groups
 
 
 def _interval_mask(name: str, batch: TokenBatch, edges: Sequence[Number]) -> Mask:

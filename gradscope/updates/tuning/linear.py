@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import sqrt
 from typing import Any
 
@@ -29,7 +30,7 @@ from gradscope.errors import InputError
 from gradscope.gradients import (
     BACKWARD,
     FORWARD_MODE,
-    Method,
+    Derivative,
     gram,
     predict_changes,
     vector_bytes,
@@ -37,7 +38,7 @@ from gradscope.gradients import (
     weighted_gradients,
 )
 from gradscope.intervals import EDGES, interval_labels
-from gradscope.objective import PAPER, LossSettings, batch_weights, check_eta, clip_scale, lopti_split
+from gradscope.objective import PAPER, LossSettings, Method, batch_weights, clip_scale, lopti_split
 from gradscope.policy import PART, Policy, flat_slices, flat_spans, float_parameters
 from gradscope.rollouts import TokenBatch
 from gradscope.updates.movement import measure_start
@@ -82,12 +83,8 @@ def make_grid(alphas: Iterable[Number | None], etas: Iterable[Number | None]) ->
     ['plain', 'η=0.5', 'α=0.3', 'α=0.3, η=0.5']
     """
     alphas, etas = sorted(alphas, key=bool), sorted(etas, key=lambda eta: eta is not None)
-    for alpha in alphas:
-        if alpha is not None and not 0 <= alpha <= 1:
-            raise InputError(f"alpha is {alpha}; Reweight takes a number from 0 (off) to 1; the paper uses 0.1 to 0.3")
-    for eta in etas:
-        if eta is not None:
-            check_eta(eta)
+    for alpha, eta in product(alphas, etas):
+        Method(alpha, eta)  # refuses what neither takes
     grid = list(dict.fromkeys([PLAIN, *(Setting(alpha or None, eta) for alpha in alphas for eta in etas)]))
     if len(grid) < 2:
         raise InputError("the grid has nothing to compare with the plain loss; give an alpha above 0, or an eta")
@@ -166,7 +163,7 @@ class Linearisation:
     step: StepSettings
     steps_taken: int
     """By the optimizer, before."""
-    method: Method
+    method: Derivative
     """How the responses were derived."""
     num_intervals: int = 4
 
