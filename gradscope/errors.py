@@ -8,6 +8,10 @@ class InputError(ValueError):
     """What the user gave cannot be used; one line that says what, where and what to do (the CLI exits with 2)."""
 
 
+class NanLogitsError(InputError):
+    """A policy whose logits are NaN, so that nothing can be sampled; in training it has diverged."""
+
+
 class SelfCheckError(RuntimeError):
     """The engine's numbers differ from plain autograd's on this model; nothing was measured (the CLI exits with 1)."""
 

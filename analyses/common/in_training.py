@@ -21,7 +21,7 @@ from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 from gradscope.sampling import HFSampler, batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
-from gradscope.trainer import OPTIMIZER, TrainConfig, checkpoint_step, list_checkpoints, train
+from gradscope.trainer import OPTIMIZER, TrainConfig, list_checkpoints, step_of, train
 from gradscope.updates import StepSettings
 
 PLACE = ("cpu", "in-training", "grpo")
@@ -79,12 +79,12 @@ def moments(run: Path = RUN, *, last: int | None = None) -> list[Moment]:
     config = configure(*PLACE)
     there = list_checkpoints(run)
     # A finished run is not opened again: that would lock it, and measurements read it side by side.
-    if not there or checkpoint_step(there[-1]) < config.steps:
+    if not there or step_of(there[-1]) < config.steps:
         train(config, run, resume=True)
     reference = load_policy(config.model)
     return [
         Moment(
-            checkpoint_step(folder),
+            step_of(folder),
             load_policy(folder),
             reference,
             torch.load(folder / OPTIMIZER, weights_only=True),

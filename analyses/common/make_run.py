@@ -40,7 +40,7 @@ from gradscope.policy import Policy
 from gradscope.runs import end_at_once, write_text
 from gradscope.sampling import Evaluation, Sampler, evaluate, make_sampler
 from gradscope.tasks import draw_questions, get_task
-from gradscope.trainer import TrainConfig, checkpoint_step, list_checkpoints, scalars, train
+from gradscope.trainer import TrainConfig, list_checkpoints, scalars, step_of, train
 
 LAST = "responses.parquet"
 CONFIG, ENDED = "config.json", "ended.txt"
@@ -69,7 +69,7 @@ def make(run: Run) -> Run:
     tables = []
     for checkpoint in list_checkpoints(work)[-run.test.checkpoints :]:
         result = judge(checkpoint, run.test, engine=run.config.engine, dtype=run.config.precision)
-        tables.append(result.table.assign(step=checkpoint_step(checkpoint)))
+        tables.append(result.table.assign(step=step_of(checkpoint)))
     write(pd.concat(tables, ignore_index=True), kept / "test.csv")
     write(keep_responses(result.responses), kept / LAST)
     return run

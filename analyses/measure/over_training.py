@@ -38,7 +38,7 @@ from gradscope import load_policy
 from gradscope.errors import InputError
 from gradscope.policy import AdamWState
 from gradscope.runs import MANIFEST
-from gradscope.trainer import OPTIMIZER, checkpoint_step, list_checkpoints
+from gradscope.trainer import OPTIMIZER, list_checkpoints, step_of
 
 NAME = "over_training"
 STEP, QUESTIONS, RESPONSES = 100, 32, 8
@@ -94,10 +94,10 @@ def measure_checkpoint(run: Run, step: int, checkpoint: Path | None) -> Tables:
 
 def _measure_run(run: Run, parts: Path) -> Iterator[tuple[Run, int, Path]]:
     """Each checkpoint of the run with the folder of its tables, which is there when it is whole."""
-    found = {checkpoint_step(folder): folder for folder in list_checkpoints(WORK / run.place)}
+    found = {step_of(folder): folder for folder in list_checkpoints(WORK / run.place)}
     checkpoints = {step: folder for step, folder in found.items() if _is_wanted(run, step)}
     folder = parts / run.variant / f"seed{run.seed}"
-    measured = {checkpoint_step(part): part for part in folder.glob("step-*")}
+    measured = {step_of(part): part for part in folder.glob("step-*")}
     steps = {0, *checkpoints, *measured} if checkpoints or measured else set()
     for step in sorted(steps):
         part = folder / f"step-{step:06d}"

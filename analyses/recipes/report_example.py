@@ -30,7 +30,7 @@ from gradscope.cli import STATISTICS, describe_rollouts
 from gradscope.cli import main as gradscope
 from gradscope.diagnosis import make_trend_report, write_report
 from gradscope.runs import MANIFEST, read_json
-from gradscope.trainer import checkpoint_step, list_checkpoints
+from gradscope.trainer import list_checkpoints, step_of
 
 STEPS = (4, 12, 20, 28, 40)
 SAMPLE = ["--questions", "16", "--n", "8", "--people", "2", "3", "4", "--temperature", "0.7"]
@@ -79,7 +79,7 @@ def write_pages(folders: dict[int, Path], out: Path) -> None:
 def main(options: Options) -> None:
     torch.set_num_threads(1)
     moments(options.run, last=1)
-    checkpoints = {step: path for path in list_checkpoints(options.run) if (step := checkpoint_step(path)) in STEPS}
+    checkpoints = {step: path for path in list_checkpoints(options.run) if (step := step_of(path)) in STEPS}
     work = options.run / "report"
     folders = {step: diagnose(path, work, EARLIER if step < max(STEPS) else []) for step, path in checkpoints.items()}
     write_pages(folders, options.out)

@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from gradscope.errors import InputError, SelfCheckError
+from gradscope.errors import InputError, NanLogitsError, SelfCheckError
 
-KINDS = (InputError, SelfCheckError, OSError)
+KINDS = (NanLogitsError, InputError, SelfCheckError, OSError)
 """Errors that one process tells the others of; any other ends it, and the launcher ends the rest."""
 EXCHANGED = 1 << 26
 """Numbers that GPUs add up at a time of a tensor that does not lie on them."""

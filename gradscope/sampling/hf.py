@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, NanLogitsError
 from gradscope.policy import Policy, takes
 from gradscope.sampling.protocol import Sample
 
@@ -138,7 +138,7 @@ def _log_softmax(logits: Float[Tensor, "B N"], temperature: float) -> Float[Tens
     if logprobs[:, 0].isnan().any():  # one NaN makes a whole row NaN
         if logits.isfinite().all():
             raise InputError(f"temperature is {temperature}: logits divided by it overflow; give a higher one")
-        raise InputError("the policy's logits are NaN: its weights or its dtype are broken; try --dtype float32")
+        raise NanLogitsError("the policy's logits are NaN: its weights or its dtype are broken; try --dtype float32")
     return logprobs
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, NanLogitsError
 from gradscope.policy import DTYPES, Policy
 from gradscope.sampling.hf import check_prompts, check_settings, stop_ids
 from gradscope.sampling.protocol import Sample
@@ -180,7 +180,9 @@ class VLLMSampler:
         ids = list(output.token_ids)
         logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, ids, strict=True)]
         if any(map(isnan, logprobs)):
-            raise InputError("the policy's logits are NaN: its weights or its dtype are broken; try --dtype float32")
+            raise NanLogitsError(
+                "the policy's logits are NaN: its weights or its dtype are broken; try --dtype float32"
+            )
         return Sample(ids, logprobs if known else [nan] * len(ids), ids[-1] in self._stops)
 
 

@@ -9,7 +9,7 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "checkpoints": ["OPTIMIZER", "checkpoint_step", "list_checkpoints"],
+        "checkpoints": ["OPTIMIZER", "step_of", "list_checkpoints"],
         "config": ["TrainConfig"],
         "loop": ["train"],
         "metrics": ["scalars"],

@@ -76,7 +76,7 @@ def _restore(folder: Path, learner: Learner) -> int:
     if rank < len(states):  # an earlier start may have had fewer processes
         _set_random_states(states[rank])
     state = json.loads((folder / STATE).read_bytes())
-    if state["step"] != checkpoint_step(folder):
+    if state["step"] != step_of(folder):
         raise ValueError(f"{STATE} is of step {state['step']}")
     return state.get("nonfinite_in_a_row", 0)
 
@@ -84,11 +84,11 @@ def _restore(folder: Path, learner: Learner) -> int:
 def list_checkpoints(out: Path) -> list[Path]:
     """The run's checkpoints, oldest first."""
     found = [p for p in (out / CHECKPOINTS).glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
-    return sorted(found, key=checkpoint_step)
+    return sorted(found, key=step_of)
 
 
-def checkpoint_step(folder: Path) -> int:
-    """After how many steps it was written."""
+def step_of(folder: Path) -> int:
+    """How many steps a run had made when it wrote this checkpoint, by the folder's name."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -102,11 +102,10 @@ def count_checkpoints(done: int, total: int, *, every: int, keep: int | None = N
     return ahead if keep is None else min(ahead, keep + 1)
 
 
-def check_space(out: Path, learner: Learner, count: int, *, to_be_freed: int = 0) -> None:
+def check_space(out: Path, learner: Learner, count: int) -> None:
     """Raise InputError if the folder cannot be written, OSError if its disk has no room for so many checkpoints.
 
-    to_be_freed: bytes that will be free, beside those that are, before the first one is written. What a crash has left
-    of a checkpoint is removed.
+    What a crash has left of a checkpoint is removed.
     """
     folder = out / CHECKPOINTS
     try:
@@ -121,7 +120,7 @@ def check_space(out: Path, learner: Learner, count: int, *, to_be_freed: int = 0
     _drop_unfinished(out)
     weights = sum(p.numel() for p in learner.policy.model.parameters())
     trained = sum(p.numel() for p in learner.policy.model.parameters() if p.requires_grad)
-    needed, free = count * 4 * (weights + 2 * trained), shutil.disk_usage(out).free + to_be_freed
+    needed, free = count * 4 * (weights + 2 * trained), shutil.disk_usage(out).free
     if free < needed:
         raise OSError(
             f"the disk of {out} has {free / 2**30:.2f} GiB free and {count} checkpoints take {needed / 2**30:.2f}; "

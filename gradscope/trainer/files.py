@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,11 +22,11 @@ from gradscope.runs import Processes, check_is_folder, library_versions, read_js
 from gradscope.trainer.checkpoints import (
     CHECKPOINTS,
     check_space,
-    checkpoint_step,
     count_checkpoints,
     list_checkpoints,
     restore_checkpoint,
     save_checkpoint,
+    step_of,
 )
 from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.learner import Learner
@@ -36,8 +36,6 @@ from gradscope.trainer.rollout import Questions, Rollout
 CONFIG, METRICS, MANIFEST = "config.json", "metrics.jsonl", "manifest.json"
 ROLLOUTS, TRACKERS = "rollouts", "trackers"
 WRITTEN = (METRICS, MANIFEST, CHECKPOINTS, ROLLOUTS, TRACKERS, CONFIG)
-REPLACED, DROPPED = ".replaced", ".dropped"
-"""Where a run that is overwritten waits until the new one has made a step, and where it is deleted from then."""
 CHANGEABLE = ("steps", "epochs", "save_every", "keep_checkpoints", "save_rollouts", "trackers")
 """Fields that a resumed run may have otherwise: they do not change the numbers of a step."""
 
@@ -65,7 +63,7 @@ def find_start(config: TrainConfig, out: Path, total: int, *, resume: bool, over
         values = ", ".join(f"{name} {earlier[name]}, not {wanted[name]}" for name in changed[:3])
         raise InputError(f"{out} holds a run with other settings ({values}); give another --out, or --overwrite")
     newest = next(iter(list_checkpoints(out)[::-1]), None)
-    done = 0 if newest is None else checkpoint_step(newest)
+    done = 0 if newest is None else step_of(newest)
     if done > total:
         raise InputError(
             f"{out} holds a run of {done} steps already, more than the {total} asked for; its last checkpoint is "
@@ -84,43 +82,6 @@ def remove_run(out: Path) -> None:
             shutil.rmtree(out / name)
         else:
             (out / name).unlink(missing_ok=True)
-
-
-def set_aside(out: Path) -> int:
-    """Move a run that is to be replaced to where `bring_back` finds it; its size in bytes."""
-    if not (out / CONFIG).is_file():
-        return 0
-    aside = out / REPLACED
-    aside.mkdir()
-    for name in WRITTEN:  # config.json last: once it is there, all of the run is
-        if (out / name).exists():
-            os.replace(out / name, aside / name)
-    return sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
-
-
-def bring_back(out: Path) -> bool:
-    """Put a run that was set aside in the place of the one that was to replace it; False if there is none.
-
-    What is left of one that was dropped goes. Killed at any point, it can be called again.
-    """
-    shutil.rmtree(out / DROPPED, ignore_errors=True)
-    aside = out / REPLACED
-    if not aside.is_dir():
-        return False
-    if (aside / CONFIG).is_file():
-        remove_run(out)
-    for name in reversed(WRITTEN):  # config.json first: from then on, what lies in the folder is the old run's
-        if (aside / name).exists():
-            os.replace(aside / name, out / name)
-    aside.rmdir()
-    return True
-
-
-def drop_replaced(out: Path) -> None:
-    """Delete the run that was set aside, if there is one."""
-    if (out / REPLACED).is_dir():
-        os.replace(out / REPLACED, out / DROPPED)  # at once: it is no more to be brought back
-        shutil.rmtree(out / DROPPED)
 
 
 @contextmanager
@@ -199,10 +160,10 @@ class Journal:
     def opened(self, start: Path | None, *, overwrite: bool) -> Iterator[int]:
         """Make the folder ready, and the trackers, which are closed in the end.
 
-        Yields how many optimizer steps in a row had no finite gradient so far. A run that is overwritten comes back
-        where this one fails before it has logged a step.
+        Yields how many optimizer steps in a row had no finite gradient so far. A run that is overwritten is deleted,
+        and a line on stderr says so.
         """
-        done = 0 if start is None else checkpoint_step(start)
+        done = 0 if start is None else step_of(start)
         try:
             with self._tracking():
                 nonfinite = 0
@@ -215,7 +176,7 @@ class Journal:
                 yield nonfinite
         except BaseException as error:
             untouched = not list_checkpoints(self.out) and isinstance(error, InputError)
-            if self.processes.is_main and not bring_back(self.out) and not done and untouched:
+            if self.processes.is_main and not done and untouched:
                 remove_run(self.out)  # nothing was learnt: the next attempt is not held up by this one's settings
             raise
 
@@ -228,10 +189,12 @@ class Journal:
                 self.accelerator.end_training()
 
     def _make_ready(self, done: int, *, overwrite: bool) -> None:
-        size = set_aside(self.out) if overwrite else 0
+        if overwrite and (self.out / CONFIG).is_file():
+            print(f"the run in {self.out} is deleted (overwrite)", file=sys.stderr)
+            remove_run(self.out)
         config, total = self.config, self.questions.steps
         ahead = count_checkpoints(done, total, every=config.save_every, keep=config.keep_checkpoints)
-        check_space(self.out, self.learner, ahead, to_be_freed=size)
+        check_space(self.out, self.learner, ahead)
         kept = lines_up_to(self.out / METRICS, done)
         write_description(self.out, config, self.learner, self.questions.hash, resumed=done > 0)
         write_text(self.out / METRICS, kept)
@@ -247,12 +210,11 @@ class Journal:
                 raise
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a step's record; with the first one, a run that was overwritten is gone."""
+        """Write a step's record."""
         with self.processes.together():
             if self.processes.is_main:
                 with writing(self.out / METRICS):
                     write_line(self.out / METRICS, record)
-                drop_replaced(self.out)
             with writing(self.out / TRACKERS):
                 self.accelerator.log(scalars(record), step=record["step"])
 
@@ -286,6 +248,6 @@ class Journal:
 
     def diverged(self, words: str, *, up_to: int | None = None) -> DivergedError:
         """With the last checkpoint that was written after no more than `up_to` steps; None: the last one."""
-        good = [path for path in list_checkpoints(self.out) if up_to is None or checkpoint_step(path) <= up_to]
+        good = [path for path in list_checkpoints(self.out) if up_to is None or step_of(path) <= up_to]
         kept = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint from before"
         return DivergedError(f"{words}; {kept}; try a lower learning_rate")

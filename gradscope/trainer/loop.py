@@ -5,7 +5,7 @@
     OUT/checkpoints/step-000020/        a folder that transformers loads, with optimizer and random states
     OUT/rollouts/step-000001.parquet    with save_rollouts: the responses, in the native format
     OUT/trackers/                       what TensorBoard reads
-    OUT/.lock, .replaced/               while it runs; the run that it overwrites, until a step has been made
+    OUT/.lock                           while it runs
 
 Everything drawn at random is a function of the seed, the step and the place among the processes, so a run resumed with
 as many processes goes on to the same numbers.
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from gradscope.errors import DivergedError, InputError, SyncError
+from gradscope.errors import DivergedError, InputError, NanLogitsError, SyncError
 from gradscope.objective import TokenStatistics
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import Processes, locked
@@ -32,9 +32,9 @@ from gradscope.sampling import Sampler, make_sampler
 from gradscope.tasks import get_task
 from gradscope.trainer.algorithm import Update, compute_advantages, first_choice, plan_update, scores_in_first_pass
 from gradscope.trainer.callbacks import OnStep, Step, measure_gradients
-from gradscope.trainer.checkpoints import checkpoint_step, list_checkpoints
+from gradscope.trainer.checkpoints import list_checkpoints, step_of
 from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.files import Journal, bring_back, find_start
+from gradscope.trainer.files import Journal, find_start
 from gradscope.trainer.launch import make_accelerator
 from gradscope.trainer.learner import Learner, build_learner
 from gradscope.trainer.metrics import rollout_metrics, token_metrics, update_metrics
@@ -42,8 +42,6 @@ from gradscope.trainer.rollout import Questions, Rollout, derive_seed, sample_ro
 
 MOST_NONFINITE = 3
 """Optimizer steps in a row without a finite gradient that end a run."""
-NAN_LOGITS = "logits are NaN"
-"""What both samplers say of them; of another process's error, the words are all that comes."""
 SYNC_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 """Mean |Δ log π| in nats of sampler and trainer from which they are taken to hold different weights.
 
@@ -66,7 +64,7 @@ def train(
 
     Raises InputError for whatever the user can mend, DivergedError after three steps in a row without a finite
     gradient and for weights or logits that steps have made infinite or NaN, SyncError if the sampler's weights are not
-    the trainer's; checkpoints stay in all cases, and so does a run to be overwritten until the first step is made.
+    the trainer's; checkpoints stay in all cases. A run to be overwritten is deleted once the settings were accepted.
     """
     out = Path(out)
     questions = Questions(get_task(config.task), config)
@@ -76,9 +74,8 @@ def train(
         with processes.together():
             if processes.is_main:
                 stack.enter_context(locked(out, ".lock"))
-                bring_back(out)
         start = find_start(config, out, questions.steps, resume=resume, overwrite=overwrite)
-        if start is not None and checkpoint_step(start) == questions.steps:
+        if start is not None and step_of(start) == questions.steps:
             accelerator.end_training()
             return start
         learner = build_learner(config, accelerator, start)
@@ -90,7 +87,7 @@ def train(
         sampler = stack.enter_context(closing(_make_sampler(config, learner)))
         watchers = [] if config.gradients_every is None else [measure_gradients]
         watchers += [] if on_step is None else [on_step]
-        run = _Run(journal, sampler, watchers, done=0 if start is None else checkpoint_step(start), nonfinite=nonfinite)
+        run = _Run(journal, sampler, watchers, done=0 if start is None else step_of(start), nonfinite=nonfinite)
         run.go(progress=progress)
     return list_checkpoints(out)[-1]
 
@@ -174,7 +171,7 @@ class _Run:
             try:
                 return sample_rollout(self.learner.policy, self.sampler, questions, self.config, index, self.processes)
             except (InputError, KeyboardInterrupt) as error:
-                if self.done and NAN_LOGITS in str(error):
+                if self.done and isinstance(error, NanLogitsError):
                     raise self._diverged_logits() from error
                 # The weights are those of the last finished step: nothing of it is lost. Several processes save
                 # together or not at all, and an interruption finds them at different places.

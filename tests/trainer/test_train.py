@@ -13,7 +13,6 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -30,7 +29,6 @@ from gradscope.policy import EMBEDDED
 from gradscope.sampling import HFSampler, evaluate
 from gradscope.tasks import get_task
 from gradscope.trainer import TrainConfig, train
-from gradscope.trainer.files import bring_back, drop_replaced, set_aside
 from gradscope.trainer.learner import Learner
 
 SMALL = TrainConfig(
@@ -266,48 +264,27 @@ def files(out: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("stopped_by", [InputError, OSError, KeyboardInterrupt, DivergedError])
-def test_a_run_comes_back_when_the_one_that_is_to_replace_it_makes_no_step(stopped_by, tmp_path, monkeypatch):
-    out = tmp_path / "run"
-    train(replace(SMALL, steps=1, trackers=("tensorboard",)), out, progress=False)
-    (out / "notes.txt").write_text("mine")
-    before, other = files(out), replace(SMALL, seed=3, save_rollouts=True, trackers=("tensorboard",))
-    if stopped_by is InputError:
-        other = replace(other, max_new_tokens=3)
-    elif stopped_by is OSError:
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
-    elif stopped_by is DivergedError:
-        monkeypatch.setattr(Learner, "is_finite", lambda _: False)
-    else:
-        monkeypatch.setattr(HFSampler, "sample", interrupt)
-    with pytest.raises(stopped_by):
-        train(other, out, overwrite=True, progress=False)
-    assert files(out) == before
-    assert not (out / ".replaced").exists()
-    monkeypatch.undo()
-    train(replace(SMALL, steps=1, seed=3), out, overwrite=True, progress=False)
-    assert sorted(p.name for p in out.iterdir()) == [
-        "checkpoints",
-        "config.json",
-        "manifest.json",
-        "metrics.jsonl",
-        "notes.txt",
-    ]
-
-
-def test_the_room_of_the_run_that_is_replaced_counts_as_free(tmp_path, monkeypatch):
-    train(replace(SMALL, steps=1), tmp_path / "run", progress=False)
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6)
-    )  # a checkpoint takes ten times that
-    train(replace(SMALL, steps=1, seed=3), tmp_path / "run", overwrite=True, progress=False)
-
-
 def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 
-def test_a_run_that_has_made_a_step_stays_when_it_is_stopped_and_the_replaced_one_is_gone(tmp_path, monkeypatch):
+def test_overwriting_deletes_what_the_old_run_wrote_and_says_so(tmp_path, capsys):
+    out = tmp_path / "run"
+    train(replace(SMALL, steps=1, save_rollouts=True, trackers=("tensorboard",)), out, progress=False)
+    (out / "notes.txt").write_text("mine")
+    before = files(out)
+    with pytest.raises(InputError, match="vanished"):
+        train(replace(SMALL, model="vanished"), out, overwrite=True, progress=False)
+    assert files(out) == before  # settings are looked at first
+    capsys.readouterr()
+    train(replace(SMALL, steps=1, seed=3), out, overwrite=True, progress=False)
+    assert capsys.readouterr().err.count(str(out)) == 1
+    kept = {path.relative_to(out).parts[0] for path in files(out)}
+    assert kept == {"checkpoints", "config.json", "manifest.json", "metrics.jsonl", "notes.txt"}
+    assert json.loads((out / "config.json").read_text())["seed"] == 3
+
+
+def test_a_new_run_that_is_stopped_keeps_its_steps(tmp_path):
     out = tmp_path / "run"
     train(replace(SMALL, steps=1), out, progress=False)
 
@@ -321,57 +298,6 @@ def test_a_run_that_has_made_a_step_stays_when_it_is_stopped_and_the_replaced_on
         train(replace(SMALL, seed=3), out, overwrite=True, on_step=stop_at_two, progress=False)
     assert json.loads((out / "config.json").read_text())["seed"] == 3
     assert [record["step"] for record in records(out)] == [1]
-    assert not (out / ".replaced").exists() and not (out / ".dropped").exists()
-
-
-class Killed(BaseException):
-    pass
-
-
-@pytest.mark.parametrize("killed_after", range(12))
-def test_a_replaced_run_is_brought_back_whole_wherever_a_kill_strikes(killed_after, tmp_path, monkeypatch):
-    """Old and new run have the same names with other content; the new one has rollouts in addition."""
-
-    def write(names: tuple[str, ...], content: str) -> None:
-        for name in names:
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_text(content)
-
-    old = ("metrics.jsonl", "manifest.json", "checkpoints/step-000001", "trackers/events", "config.json")
-    write(old, "old")
-    before, moves, move = files(tmp_path), [], os.replace
-
-    def replace_or_die(*paths):
-        if len(moves) == killed_after:
-            raise Killed
-        moves.append(paths)
-        move(*paths)
-
-    monkeypatch.setattr(os, "replace", replace_or_die)
-    try:
-        assert set_aside(tmp_path) == 3 * len(old)
-        write(("rollouts/step-000001.parquet", *old), "new")
-        assert bring_back(tmp_path)
-    except Killed:
-        monkeypatch.undo()
-        assert bring_back(tmp_path)
-    assert files(tmp_path) == before
-    assert not bring_back(tmp_path)
-
-
-def test_a_replaced_run_that_a_kill_left_behind_comes_back_at_the_next_start_and_half_a_deleted_one_goes(tmp_path):
-    out = tmp_path / "run"
-    last = train(replace(SMALL, steps=1), out, progress=False)
-    before = files(out)
-    set_aside(out)
-    (out / "config.json").write_text("{}")
-    (out / ".dropped").mkdir()
-    (out / ".dropped/config.json").write_text("{}")
-    assert train(replace(SMALL, steps=1), out, progress=False) == last
-    assert files(out) == before
-    set_aside(out)
-    drop_replaced(out)
-    assert files(out) == {}
 
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path):
