@@ -34,3 +34,13 @@ def data_folder() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data: {folder} is not a folder (set GRADSCOPE_DATA to where they are)")
     return folder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--regenerate", action="store_true", help="rewrite golden texts, to be read before they are kept")
+
+
+@pytest.fixture
+def regenerate(request: pytest.FixtureRequest) -> bool:
+    """Whether golden texts are to be rewritten."""
+    return request.config.getoption("--regenerate")

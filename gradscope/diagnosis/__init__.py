@@ -12,7 +12,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "page.trend": ["make_trend_report"],
         "plots": ["plot_dominance"],
         "precision": ["sampling_error"],
-        "result": ["Diagnosis", "DiagnosisSettings"],
+        "result": ["Diagnosis", "DiagnosisSettings", "Finding", "Verdict"],
         "steps": ["state_step"],
         "summary": [
             "PAPER_NORMS",

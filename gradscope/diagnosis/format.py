@@ -8,9 +8,6 @@ import pandas as pd
 
 from gradscope.diagnosis.result import Diagnosis
 
-Finding = tuple[str, str, str]
-"""Statement, detail, and tone: plain, good, warn or bad."""
-
 
 def percent(value: float) -> str:
     """A share in percent, without the sign.

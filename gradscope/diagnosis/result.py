@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal
 
 import numpy as np
@@ -247,3 +248,39 @@ class BoundMargins:
     """Smallest 1 − ‖e − π‖ / upper bound."""
     tolerance: float
     """Largest relative slack granted to a token, for the rounding of float32."""
+
+
+class Verdict(StrEnum):
+    """What a finding decides; code asks this, never what its sentence says."""
+
+    DOMINATES = "dominates"
+    """More than in proportion, and more than any other interval."""
+    MORE = "more"
+    """More than what it is compared with: its number, 1−π, one half, the rest."""
+    LESS = "less"
+    UNDECIDED = "undecided"
+    """The interval holds both, or the prompts are too few."""
+    UNKNOWN = "unknown"
+    """The numbers are not there."""
+    BROKEN = "broken"
+    """A bound that must hold does not."""
+    FACT = "fact"
+    """A number of this batch with nothing to decide."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence of a diagnosis; unpacks as (statement, detail, tone)."""
+
+    kind: str
+    """What it is about: dominance_raw, dominance_adamw, added, norms, summed_raw, summed_adamw, signal, influence,
+    direction_positive, direction_negative, where_token_class, where_position_bin, driver, spikes, lag, bounds or
+    setting."""
+    verdict: Verdict
+    statement: str
+    detail: str = ""
+    tone: str = "plain"
+    """plain, good, warn or bad."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((self.statement, self.detail, self.tone))

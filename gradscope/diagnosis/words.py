@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from math import inf, isnan, nan
 
 import pandas as pd
 
-from gradscope.diagnosis.format import Finding, bits_words, number_words, percent, share_words, short_number, step_words
+from gradscope.diagnosis.format import bits_words, number_words, percent, share_words, short_number, step_words
 from gradscope.diagnosis.glossary import DEFINITIONS
-from gradscope.diagnosis.result import Diagnosis
+from gradscope.diagnosis.result import Diagnosis, Finding, Verdict
 from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities
 
 ROUNDING = 1e-3
@@ -37,7 +39,8 @@ def influence_words(d: Diagnosis) -> list[Finding]:
         bounds = {"share": "value", "share_lower": "lower", "share_upper": "upper"}
         detail += f", the momentum of earlier steps {share_words(rows.iloc[0][list(bounds)].rename(bounds))}"
     more = d.judges and share["lower"] > own["upper"]
-    return [(statement, f"{detail}.", "warn" if more else "plain")]
+    tone, verdict = ("warn", Verdict.MORE) if more else ("plain", Verdict.FACT)
+    return [Finding("influence", verdict, statement, f"{detail}.", tone)]
 
 
 def direction_words(d: Diagnosis) -> list[Finding]:
@@ -53,20 +56,19 @@ def direction_words(d: Diagnosis) -> list[Finding]:
         statement = f"{done}, {share_words(row)} of the {row['n']:,} tokens with {word} that moved {way}"
         each = [(label, d.pick(name, "none", label)) for label in d.labels]
         parts = ", ".join(f"{label} {share_words(r)} of {r['n']:,}" for label, r in each if not isnan(r["value"]))
-        tone, end = "plain", ": not to be told from one half."
+        verdict, tone, end = Verdict.UNDECIDED, "plain", ": not to be told from one half."
         if isnan(row["lower"]) or not d.judges:
             end = "."
         elif row["lower"] > 0.5:
-            end = ", more than half."
+            verdict, end = Verdict.MORE, ", more than half."
         elif row["upper"] < 0.5:
-            tone, end = "warn", ", less than half."
-        found.append((statement + end, f"By interval of π before the step: {parts}.", tone))
-    if [statement.endswith(("more than half.", "less than half.")) for statement, _, _ in found] == [True, True] and (
-        {tone for _, _, tone in found} == {"plain", "warn"}
-    ):
+            verdict, tone, end = Verdict.LESS, "warn", ", less than half."
+        detail = f"By interval of π before the step: {parts}."
+        found.append(Finding(f"direction_{sign}", verdict, statement + end, detail, tone))
+    if {finding.verdict for finding in found} == {Verdict.MORE, Verdict.LESS}:
         # One sign gains what the other loses: tokens of both move alike, which is neither's success.
         words = " Tokens of both signs mostly move the same way."
-        found = [(statement + words, detail, "warn") for statement, detail, _ in found]
+        found = [replace(finding, statement=finding.statement + words, tone="warn") for finding in found]
     return found
 
 
@@ -81,11 +83,11 @@ def lag_words(d: Diagnosis) -> list[Finding]:
     if worst["value"] < ROUNDING:
         statement = f"The policy is the one that sampled, up to rounding: {numbers}."
     if isnan(low["value"]):
-        return [(statement, f"Over {mean['n']:,} tokens.", "plain")]
+        return [Finding("lag", Verdict.FACT, statement, f"Over {mean['n']:,} tokens.")]
     detail = (
         f"Of {low['n']:,} tokens, clipped low {share_words(low)}, clipped high {share_words(high)}, by the dual clip "
     )
-    return [(statement, f"{detail}{share_words(dual)}.", "plain")]
+    return [Finding("lag", Verdict.FACT, statement, f"{detail}{share_words(dual)}.")]
 
 
 def bound_words(d: Diagnosis) -> list[Finding]:
@@ -99,8 +101,9 @@ def bound_words(d: Diagnosis) -> list[Finding]:
     ).replace("-", "−")
     if b.violations:
         words = f"The bounds of Prop. 4.2 break on {b.violations:,} of {b.num_tokens:,} tokens: do not trust this."
-        return [(words, detail, "bad")]
-    return [(f"The bounds of Prop. 4.2 hold at the logits of all {b.num_tokens:,} tokens.", detail, "plain")]
+        return [Finding("bounds", Verdict.BROKEN, words, detail, "bad")]
+    words = f"The bounds of Prop. 4.2 hold at the logits of all {b.num_tokens:,} tokens."
+    return [Finding("bounds", Verdict.FACT, words, detail)]
 
 
 def setting_words(d: Diagnosis) -> list[Finding]:
@@ -113,21 +116,23 @@ def setting_words(d: Diagnosis) -> list[Finding]:
     )
     if not best.eta_judged:
         detail += " η is not judged: to first order its two steps are plain's one."
-    if best.setting == "plain" and best.verdict == "undecided":
-        return [("No α or η has a better predicted right-direction score than the plain loss on these prompts: too few "
-                 "batches for a verdict.", detail, "plain")]  # fmt: skip
     if best.setting == "plain":
-        return [("No α or η has a better predicted right-direction score than the plain loss: nothing to try.", detail,
-                 "plain")]  # fmt: skip
+        undecided, words = best.verdict == "undecided", "No α or η has a better predicted right-direction score than "
+        words += (
+            f"the plain loss{' on these prompts: too few batches for a verdict' if undecided else ': nothing to try'}."
+        )
+        return [Finding("setting", Verdict.UNDECIDED if undecided else Verdict.LESS, words, detail)]
     row = pd.Series({"value": best.difference, "lower": best.lower, "upper": best.upper})
     bounds = "" if isnan(row["lower"]) else f" [{100 * row['lower']:+.2f}, {100 * row['upper']:+.2f}]"
     points = f"{100 * best.difference:+.2f} points{bounds}".replace("-", "−")
     words = f"{best.setting} scores {points} against the plain loss on held-out prompts"
-    end = {
-        "better": ": worth a run.", "worse": ": no reason for a run.",
-        "no difference": ": no difference can be told.", "undecided": ": too few batches for a verdict.",
-    }[best.verdict]  # fmt: skip
-    return [(words + end, detail, "good" if best.verdict == "better" else "plain")]
+    verdict, end, tone = {
+        "better": (Verdict.MORE, ": worth a run.", "good"),
+        "worse": (Verdict.LESS, ": no reason for a run.", "plain"),
+        "no difference": (Verdict.UNDECIDED, ": no difference can be told.", "plain"),
+        "undecided": (Verdict.UNDECIDED, ": too few batches for a verdict.", "plain"),
+    }[best.verdict]
+    return [Finding("setting", verdict, words + end, detail, tone)]
 
 
 def _span(prompts: Sequence[int]) -> str:
@@ -153,9 +158,10 @@ def _dominance(d: Diagnosis) -> list[Finding]:
     tokens, index = d.pick("token_share", "none", low), d.pick("dominance_index", "raw", low)
     if index is None:
         why = "some weights are unknown" if d.table["weight"].isna().any() else "every weight is 0"
-        return [(f"Dominance is not known: {why}.", " ".join(d.notes), "plain")]
+        return [Finding("dominance_raw", Verdict.UNKNOWN, f"Dominance is not known: {why}.", " ".join(d.notes))]
     if not tokens["n"]:
-        return [(f"No token has π in {low}, so there is nothing that could dominate.", "", "plain")]
+        words = f"No token has π in {low}, so there is nothing that could dominate."
+        return [Finding("dominance_raw", Verdict.UNKNOWN, words)]
     found = [_dominance_in(d, "raw", "")]
     if d.pick("dominance_index", "adamw", low) is not None:
         found.append(_dominance_in(d, "adamw", " in AdamW's metric"))
@@ -163,18 +169,15 @@ def _dominance(d: Diagnosis) -> list[Finding]:
 
 
 def _dominance_in(d: Diagnosis, metric: str, words: str) -> Finding:
-    low = d.labels[0]
+    low, say = d.labels[0], partial(Finding, f"dominance_{metric}")
     tokens, index, share = (
         d.pick(*key, low) for key in (("token_share", "none"), ("dominance_index", metric), ("squared_share", metric))
     )
     if share["value"] == 0:
-        return (
-            f"Tokens with π in {low} hold nothing of Σ‖w·g‖²{words}: none that was measured has a weight.",
-            "",
-            "plain",
-        )
+        none = f"Tokens with π in {low} hold nothing of Σ‖w·g‖²{words}: none that was measured has a weight."
+        return say(Verdict.UNKNOWN, none)
     if isnan(index["value"]):
-        return (f"How much of Σ‖w·g‖²{words} tokens with π in {low} hold is not known.", "", "plain")
+        return say(Verdict.UNKNOWN, f"How much of Σ‖w·g‖²{words} tokens with π in {low} hold is not known.")
     are = f"are {share_words(tokens)} of the tokens and hold {share_words(share)} of Σ‖w·g‖²{words}"
     holds = f"they {are}"
     shares = [d.pick("squared_share", metric, label) for label in d.labels]
@@ -185,26 +188,20 @@ def _dominance_in(d: Diagnosis, metric: str, words: str) -> Finding:
     detail = f"Dominance index {bits_words(index)}: their mean ‖w·g‖² is {times}. Of Σ‖w·g‖²: {each}."
     largest = share["value"] >= max(row["value"] for row in shares if not isnan(row["value"]))
     if isnan(index["lower"]):
-        return (
-            f"Tokens with π in {low}: {holds}; the tokens of one prompt give no interval, so no verdict.",
-            detail,
-            "plain",
-        )
+        alone = "the tokens of one prompt give no interval, so no verdict"
+        return say(Verdict.UNDECIDED, f"Tokens with π in {low}: {holds}; {alone}.", detail)
     if not d.judges:
         few = f"{d.num_telling} prompt{'s are' if d.num_telling != 1 else ' is'} too few for a verdict"
-        return (f"Tokens with π in {low} {are}; {few}.", detail, "plain")
+        return say(Verdict.UNDECIDED, f"Tokens with π in {low} {are}; {few}.", detail)
+    rare = f"ow-probability tokens (π in {low})"
     if index["lower"] > 0 and largest:
-        return (f"Low-probability tokens (π in {low}) dominate{words}: {holds}.", detail, "warn")
+        return say(Verdict.DOMINATES, f"L{rare} dominate{words}: {holds}.", detail, "warn")
     if index["lower"] > 0:
-        return (f"Tokens with π in {low} hold more than their number, but another interval holds the most: {holds}.",
-                detail, "plain")  # fmt: skip
+        more = "hold more than their number, but another interval holds the most"
+        return say(Verdict.MORE, f"Tokens with π in {low} {more}: {holds}.", detail)
     if index["upper"] < 0:
-        return (
-            f"Low-probability tokens (π in {low}) do not dominate: {holds}, less than their number.",
-            detail,
-            "good",
-        )
-    return (f"Cannot tell whether low-probability tokens (π in {low}) dominate: {holds}.", detail, "plain")
+        return say(Verdict.LESS, f"L{rare} do not dominate: {holds}, less than their number.", detail, "good")
+    return say(Verdict.UNDECIDED, f"Cannot tell whether l{rare} dominate: {holds}.", detail)
 
 
 def _added(d: Diagnosis) -> list[Finding]:
@@ -213,12 +210,12 @@ def _added(d: Diagnosis) -> list[Finding]:
     if added is None or isnan(added["lower"]):
         return []
     detail = f"(1−π) alone predicts an index of {bits_words(alone)}; measured minus predicted: {bits_words(added)}."
-    words = "cannot be told from what 1−π alone predicts."
+    verdict, words = Verdict.UNDECIDED, "cannot be told from what 1−π alone predicts."
     if added["lower"] > 0 and d.judges:
-        words = "is more than 1−π alone predicts: the network adds to it."
+        verdict, words = Verdict.MORE, "is more than 1−π alone predicts: the network adds to it."
     elif added["upper"] < 0 and d.judges:
-        words = "is less than 1−π alone predicts: the network takes from it."
-    return [(f"What tokens with π in {low} hold of Σ‖w·g‖² {words}", detail, "plain")]
+        verdict, words = Verdict.LESS, "is less than 1−π alone predicts: the network takes from it."
+    return [Finding("added", verdict, f"What tokens with π in {low} hold of Σ‖w·g‖² {words}", detail)]
 
 
 def _norms(d: Diagnosis) -> list[Finding]:
@@ -238,10 +235,10 @@ def _norms(d: Diagnosis) -> list[Finding]:
     )
     layers = ratios[[name.startswith(LAYER) for name in ratios.index]]
     if layers.empty:
-        return [(statement, "", "plain")]
+        return [Finding("norms", Verdict.FACT, statement)]
     least, most = (_place(name) for name in (layers.idxmin(), layers.idxmax()))
     detail = f"By layer, from {short_number(layers.min())} times ({least}) to {short_number(layers.max())} ({most})."
-    return [(statement, detail, "plain")]
+    return [Finding("norms", Verdict.FACT, statement, detail)]
 
 
 def _place(quantity: str) -> str:
@@ -268,10 +265,15 @@ def _summed(d: Diagnosis) -> list[Finding]:
         shares = ", ".join(f"{label} {share_words(row)}" for label, row in each if not isnan(row["value"]))
         detail = f"All intervals: {shares}. Index of the summed gradients {bits_words(index)}; cosine of G_a with G "
         detail += f"{number_words(cosine)}."
-        more = d.judges and share["lower"] > tokens["upper"]
-        if not (more or (d.judges and share["upper"] < tokens["lower"])):
+        verdict = Verdict.UNDECIDED
+        if d.judges and share["lower"] > tokens["upper"]:
+            verdict = Verdict.MORE
+        elif d.judges and share["upper"] < tokens["lower"]:
+            verdict = Verdict.LESS
+        else:
             statement += " Whether that is more than their number, this batch cannot tell."
-        found.append((statement, detail, "warn" if more else "plain"))
+        tone = "warn" if verdict is Verdict.MORE else "plain"
+        found.append(Finding(f"summed_{metric}", verdict, statement, detail, tone))
     return found
 
 
@@ -286,12 +288,13 @@ def _signal(d: Diagnosis) -> list[Finding]:
     names = ", ".join("all tokens together" if name == "all" else name for name in clear)
     low = d.labels[0]
     if not clear:
-        return [("In no interval can the summed gradient's signal be told from noise: other prompts may give another "
-                 "gradient.", detail, "warn")]  # fmt: skip
+        words = "In no interval can the summed gradient's signal be told from noise: other prompts may give another "
+        return [Finding("signal", Verdict.UNDECIDED, f"{words}gradient.", detail, "warn")]
     statement = f"The summed gradient has a signal that other prompts share for {names}"
     missing = low not in clear and low in dict(known)
     statement += f"; for π in {low} it cannot be told from noise." if missing else "."
-    return [(statement, detail, "warn" if missing else "plain")]
+    tone, verdict = ("warn", Verdict.UNDECIDED) if missing else ("plain", Verdict.MORE)
+    return [Finding("signal", verdict, statement, detail, tone)]
 
 
 def _where(d: Diagnosis) -> list[Finding]:
@@ -309,7 +312,8 @@ def _where(d: Diagnosis) -> list[Finding]:
         statement += "." if d.judges else f" by {d.num_telling} prompts: too few for a verdict."
         if len(over):
             statement = f"Σ‖w·g‖² {words}: more than their share of the tokens have {names}."
-        found.append((statement, f"Of Σ‖w·g‖²: {each}.", "plain"))
+        verdict = Verdict.MORE if len(over) else Verdict.UNDECIDED
+        found.append(Finding(f"where_{driver}", verdict, statement, f"Of Σ‖w·g‖²: {each}."))
     return found
 
 
@@ -330,9 +334,8 @@ def _driver(d: Diagnosis) -> list[Finding]:
     rows = d.drivers[d.drivers["quantity"] == PARAMETERS].set_index("driver")
     row, names = rows.loc["difference"], ("log_one_minus_prob", "entropy")
     if row["collinear"]:
-        return [
-            ("Probability and entropy go together too closely here to say which of them norms follow.", "", "plain")
-        ]
+        words = "Probability and entropy go together too closely here to say which of them norms follow."
+        return [Finding("driver", Verdict.UNDECIDED, words)]
     if isnan(row["lower"]):
         return []
     fits = ", ".join(
@@ -341,13 +344,13 @@ def _driver(d: Diagnosis) -> list[Finding]:
     )
     detail = f"Standardised coefficients of the log norm over {d.parameters}, {row['tokens']:,} tokens that are not "
     detail += f"nearly certain: {fits}; R² of both {row['r2']:.2f}."
-    words = "cannot be told to follow probability or entropy more"
+    verdict, words = Verdict.UNDECIDED, "cannot be told to follow probability or entropy more"
     words += "" if d.judges else f" by {d.num_telling} prompts, too few for a verdict"
     if row["lower"] > 0 and d.judges:
-        words = "follow probability more than entropy"
+        verdict, words = Verdict.MORE, "follow probability more than entropy"
     elif row["upper"] < 0 and d.judges:
-        words = "follow entropy more than probability"
-    return [(f"Norms of single tokens {words}.", detail, "plain")]
+        verdict, words = Verdict.LESS, "follow entropy more than probability"
+    return [Finding("driver", verdict, f"Norms of single tokens {words}.", detail)]
 
 
 def _spikes(d: Diagnosis) -> list[Finding]:
@@ -360,4 +363,5 @@ def _spikes(d: Diagnosis) -> list[Finding]:
     weight = f"{first['weight']:+.2g}".replace("-", "−")
     where = f"token {first['token']!r} at position {first['position']} of response {first['response']}"
     detail = f"The largest: {where}, π {first['prob']:.2g}, weight {weight}, with "
-    return [(statement, f"{detail}{percent(first['squared_share'])} %. A fact of this batch, not of others.", "plain")]
+    detail += f"{percent(first['squared_share'])} %. A fact of this batch, not of others."
+    return [Finding("spikes", Verdict.FACT, statement, detail)]
