@@ -43,19 +43,6 @@ def assign_intervals(prob: Column, edges: Column = EDGES) -> np.ndarray:
     return np.asarray(np.minimum(np.searchsorted(edges, prob, side="right") - 1, len(edges) - 2))
 
 
-def quantile_edges(prob: Column, n: int) -> tuple[float, ...]:
-    """Edges from 0 to 1 that split `prob` into n intervals of equal count; ties that share an edge leave fewer than n.
-
-    >>> quantile_edges([0.1, 0.3, 0.5, 0.9], 2)
-    (0.0, 0.4, 1.0)
-    """
-    prob = np.asarray(prob, dtype=np.float64)
-    if n < 1 or prob.size == 0 or np.isnan(prob).any():
-        raise InputError(f"{n} quantile intervals of {prob.size} values, NaN among them or none at all; drop the NaN")
-    inner = np.quantile(prob, np.arange(1, n) / n)
-    return tuple(float(edge) for edge in np.unique(np.concatenate([[0.0], inner, [1.0]])))
-
-
 def interval_labels(edges: Column = EDGES) -> list[str]:
     """One label per interval, with as many digits as tell the edges apart (three at least).
 

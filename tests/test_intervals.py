@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from gradscope.errors import InputError
-from gradscope.intervals import EDGES, assign_intervals, interval_labels, interval_shares, quantile_edges, summarize
+from gradscope.intervals import EDGES, assign_intervals, interval_labels, interval_shares, summarize
 
 COLUMNS = ["interval", "label", "num_tokens", "num_measured", "value", "lower", "upper"]
 
@@ -66,26 +66,6 @@ def test_what_is_no_probability_is_refused(bad):
 def test_edges_that_do_not_increase_are_refused(edges):
     with pytest.raises(InputError, match="strictly increasing"):
         assign_intervals([0.5], edges)
-
-
-@pytest.mark.parametrize("n", [1, 2, 4, 5])
-def test_quantile_edges_give_equal_counts(n):
-    prob = np.random.default_rng(1).beta(3, 0.5, size=1000)
-    edges = quantile_edges(prob, n)
-    assert np.bincount(assign_intervals(prob, edges)).tolist() == [1000 // n] * n
-
-
-def test_ties_leave_fewer_quantile_intervals_that_still_hold_every_token():
-    prob = np.array([0.1, 0.2, 0.3] + [1.0] * 9)
-    edges = quantile_edges(prob, 4)
-    assert edges == (0.0, pytest.approx(0.825), 1.0)  # a quarter of the way from 0.3 to 1
-    assert np.bincount(assign_intervals(prob, edges)).tolist() == [3, 9]
-
-
-def test_quantiles_of_nothing_or_nan_are_refused():
-    for prob, n in (([], 4), ([0.5, math.nan], 2), ([0.5], 0)):
-        with pytest.raises(InputError, match="quantile intervals"):
-            quantile_edges(prob, n)
 
 
 def test_labels_tell_close_edges_apart():

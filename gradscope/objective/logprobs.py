@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -125,30 +125,6 @@ def statistics_and_gradient(
     surprise = shifted.clamp_(min=torch.finfo(shifted.dtype).min).mul_(probs).sum(-1)
     gradient = probs.neg_().scatter_(-1, token_ids.unsqueeze(-1), log_one_minus_prob.exp().unsqueeze(-1))
     return TokenStatistics(logprob, log_one_minus_prob, normaliser - surprise), gradient
-
-
-@torch.no_grad()
-def token_statistics_from_head(
-    head: Callable[[Tensor], Tensor],
-    hidden: Float[Tensor, "tokens hidden"],
-    token_ids: Int[Tensor, " tokens"],
-    *,
-    temperature: Number = 1.0,
-    chunk_size: int = 1024,
-) -> TokenStatistics:
-    """`token_statistics(head(hidden), token_ids)` with logits of only `chunk_size` tokens in memory at a time.
-
-    `head` maps the last hidden states to logits; it must include whatever the model does there (a soft cap, a scale).
-    """
-    if chunk_size < 1:
-        raise InputError(f"chunk_size is {chunk_size}; at least one token is needed; pass a positive number")
-    chunks = [
-        token_statistics(head(states), ids, temperature=temperature)
-        for states, ids in zip(hidden.split(chunk_size), token_ids.split(chunk_size), strict=True)
-    ]
-    return TokenStatistics(
-        *(torch.cat([getattr(chunk, field.name) for chunk in chunks]) for field in fields(chunks[0]))
-    )
 
 
 def gather_logprobs(

@@ -227,17 +227,6 @@ def mean_over_questions(scores: npt.ArrayLike, *, seed: int = 0) -> Mean:
     return Mean(*(float(row[name]) if varies or name == "value" else np.nan for name in ("value", "lower", "upper")))
 
 
-def paired_gain(before: npt.ArrayLike, after: npt.ArrayLike, *, seed: int = 0) -> Mean:
-    """Mean of after − before over the same questions in the same order: a column of `Evaluation.scores` of each."""
-    before, after = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
-    if before.shape != after.shape or before.ndim != 1:
-        raise InputError(
-            f"before and after have shapes {before.shape} and {after.shape}; give one score per question, of the same "
-            "questions"
-        )
-    return mean_over_questions(after - before, seed=seed)
-
-
 def _add_pass_at_k(table: pd.DataFrame, num_correct: pd.Series) -> pd.DataFrame:
     """The table with its sampled accuracy under the name of avg@k, and pass@j beside it."""
     counts = table["sampled_responses"].unique()

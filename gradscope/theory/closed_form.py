@@ -54,15 +54,6 @@ def logit_grad_bounds(
     return one_minus_prob * math.sqrt(vocab_size / (vocab_size - 1)), one_minus_prob * math.sqrt(2)
 
 
-def sqrt_envelope(log_one_minus_prob: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
-    """√2·√(1−π): above the upper bound of Prop. 4.2 everywhere (1−π ≤ √(1−π)), hence true of ‖e − π‖ too, but loose.
-
-    >>> round(sqrt_envelope(torch.tensor(0.01).log()).item(), 6)  # ten times the bound √2·(1−π)
-    0.141421
-    """
-    return (0.5 * widen(log_one_minus_prob)).exp() * math.sqrt(2)
-
-
 @dataclass(frozen=True)
 class BoundCheck:
     """How many tokens break a bound of Prop. 4.2 by more than rounding."""

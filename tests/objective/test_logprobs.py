@@ -15,7 +15,6 @@ from gradscope.objective.logprobs import (
     _first_largest,
     sequence_logprobs,
     token_statistics,
-    token_statistics_from_head,
 )
 
 # Token 0 at gaps that make 1 − π about .5, 1e-3, 1e-7, 1e-12 and 1e-26, a flat row, one with an impossible token.
@@ -203,18 +202,6 @@ def test_a_temperature_per_row_equals_one_call_per_row():
         assert torch.allclose(together[row], alone, rtol=1e-6, atol=0)  # 0.7 as float32 and as float64 differ
 
 
-def test_chunks_of_a_head_give_the_numbers_of_the_whole():
-    generator = torch.Generator().manual_seed(4)
-    head, hidden = torch.nn.Linear(5, 11), torch.randn(7, 5, generator=generator)
-    token_ids = torch.randint(11, (7,), generator=generator)
-    whole = token_statistics(head(hidden), token_ids, temperature=0.7)
-    for chunk_size in (1, 3, 7, 100):
-        chunked = token_statistics_from_head(head, hidden, token_ids, temperature=0.7, chunk_size=chunk_size)
-        assert torch.allclose(chunked.logprob, whole.logprob, rtol=1e-5)  # the head's matmul may round differently
-        assert torch.allclose(chunked.log_one_minus_prob, whole.log_one_minus_prob, rtol=1e-5)
-        assert torch.allclose(chunked.entropy, whole.entropy, rtol=1e-5)
-
-
 class MeanOfPast(torch.nn.Module):
     """A causal "language model": logits from the running mean of attended embeddings plus one of the position."""
 
@@ -264,10 +251,3 @@ def test_a_temperature_that_is_not_positive_is_refused(temperature):
             function(logits, token_ids, temperature=temperature)
     with pytest.raises(InputError, match="temperature"):
         gather_logprobs(logits, token_ids, temperature=torch.tensor([1.0, temperature]))
-
-
-def test_a_chunk_of_no_tokens_is_refused():
-    with pytest.raises(InputError, match="chunk_size is 0"):
-        token_statistics_from_head(
-            torch.nn.Identity(), torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), chunk_size=0
-        )

@@ -17,7 +17,7 @@ from gradscope.errors import InputError
 from gradscope.rollouts import read_rollouts
 from gradscope.runs import write_parquet
 from gradscope.sampling import Exam, HFSampler, Sample, evaluate, evaluation
-from gradscope.sampling.evaluation import mean_over_questions, paired_gain, pass_at_k, score_questions, tabulate
+from gradscope.sampling.evaluation import mean_over_questions, pass_at_k, score_questions, tabulate
 from gradscope.tasks import Grade, Question
 
 WORDS = [f"w{i}" for i in range(4, 96)]
@@ -131,21 +131,6 @@ def test_one_question_has_no_interval_and_a_missing_score_does_not_count():
     one = mean_over_questions([0.5])
     assert one.value == 0.5 and np.isnan([one.lower, one.upper]).all()
     assert mean_over_questions([0.0, nan, 1.0]).value == 0.5
-
-
-def test_a_paired_gain_is_the_mean_difference_without_the_spread_between_questions():
-    difficulty = np.random.default_rng(0).random(50)
-    before, after = difficulty, difficulty + np.where(np.arange(50) % 2, 0.1, 0.2)
-    gain = paired_gain(before, after)
-    half = 1.96 * 0.05 / sqrt(50)
-    assert gain.value == pytest.approx(0.15) and gain.upper - gain.lower == pytest.approx(2 * half, rel=0.2)
-    unpaired = mean_over_questions(after)
-    assert unpaired.upper - unpaired.lower > 4 * (gain.upper - gain.lower)
-
-
-def test_scores_of_different_questions_cannot_be_paired():
-    with pytest.raises(InputError, match=r"shapes \(3,\) and \(2,\)"):
-        paired_gain([1, 0, 1], [1, 0])
 
 
 # Tables.

@@ -7,6 +7,7 @@ import re
 from math import nan
 
 import pytest
+from support.puzzles import parse_compact, parse_quiz
 
 from gradscope.errors import InputError
 from gradscope.tasks import Grade, Question, get_task, grade_response
@@ -28,8 +29,6 @@ from gradscope.tasks.knights_knaves_wording import (
     compact_text,
     draw_sayings,
     parse_claim,
-    parse_compact,
-    parse_quiz,
     quiz_text,
 )
 

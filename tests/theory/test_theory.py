@@ -7,7 +7,7 @@ import torch
 
 from gradscope.errors import InputError
 from gradscope.theory import logit_grad_bounds, rounding_tolerance
-from gradscope.theory.closed_form import check_logit_grad_bounds, logit_grad_norm, sqrt_envelope
+from gradscope.theory.closed_form import check_logit_grad_bounds, logit_grad_norm
 
 
 def norm_by_loop(probs: list[float], token: int) -> float:
@@ -107,14 +107,6 @@ def test_the_granted_slack_is_rounding_and_stays_finite_where_a_token_is_certain
     slack = rounding_tolerance(torch.tensor([0.0, -10.0, -math.inf]))
     assert slack.tolist() == pytest.approx([4 * 1.1920929e-7 * f for f in (8.0, 18.0, 8.0 + 87.33655)], rel=1e-5)
     assert check_logit_grad_bounds(torch.tensor(0.0), torch.tensor(-math.inf), 10).holds
-
-
-def test_the_square_root_envelope_is_above_the_upper_bound_and_loose():
-    log_one_minus_prob = torch.linspace(-25, 0, 100, dtype=torch.float64)
-    _, upper = logit_grad_bounds(log_one_minus_prob, 100)
-    ratio = sqrt_envelope(log_one_minus_prob) / upper
-    assert torch.allclose(ratio, (-log_one_minus_prob / 2).exp(), rtol=1e-12)  # (1−π)^(−½)
-    assert (ratio >= 1 - 1e-12).all()
 
 
 def test_half_precision_is_computed_in_float32():
