@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradscope.errors import InputError
+from gradscope.resampling import bootstrap
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -158,33 +159,6 @@ def interval_shares(
     return _label(_table(evaluate, totals, counts, confidence, resamples, rng), edges)
 
 
-def bootstrap(
-    evaluate: Callable[[np.ndarray], np.ndarray],
-    num_clusters: int,
-    *,
-    rng: np.random.Generator | None,
-    confidence: float = 0.95,
-    resamples: int = 1000,
-) -> np.ndarray:
-    """[3, n]: n statistics of the sample, and lower and upper percentiles of them over redrawn clusters.
-
-    evaluate: how often each cluster is drawn, [draws, num_clusters], to the statistics, [draws, n]; NaN where a draw
-    has none, which then counts in no percentile. The bounds are NaN with fewer than two clusters, and without `rng`.
-
-    >>> heights = np.array([1.0, 2.0, 6.0])
-    >>> bootstrap(lambda weights: weights @ heights[:, None] / 3, 3, rng=None).tolist()
-    [[3.0], [nan], [nan]]
-    """
-    if not 0 < confidence < 1 or resamples < 1:
-        raise InputError(f"confidence {confidence}, {resamples} resamples; give a level inside (0, 1) and at least one")
-    sample = evaluate(np.ones((1, num_clusters)))[0]
-    bounds = np.full((2, len(sample)), np.nan)
-    if num_clusters > 1 and rng is not None:
-        draws = evaluate(rng.multinomial(num_clusters, np.full(num_clusters, 1 / num_clusters), size=resamples))
-        bounds = _percentiles(draws, (1 - confidence) / 2)
-    return np.vstack([sample, bounds])
-
-
 def _cluster_totals(
     intervals: Column, clusters: Column, columns: list[np.ndarray], num_intervals: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -226,31 +200,9 @@ def _label(table: "pd.DataFrame", edges: Column) -> "pd.DataFrame":
     return table
 
 
-def _percentiles(draws: np.ndarray, tail: float) -> np.ndarray:
-    """[2, intervals]: both tails' percentiles over the resamples that drew the interval; NaN where none did."""
-    bounds = np.full((2, draws.shape[1]), np.nan)
-    for interval, column in enumerate(draws.T):
-        drawn = column[~np.isnan(column)]
-        if drawn.size:
-            bounds[:, interval] = np.quantile(drawn, [tail, 1 - tail])
-    return bounds
-
-
 def _check_edges(edges: Column) -> np.ndarray:
     """The edges as a float64 array; InputError unless they are at least two and increase strictly."""
     edges = np.asarray(edges, dtype=np.float64)
     if edges.ndim != 1 or len(edges) < 2 or not (np.diff(edges) > 0).all():
         raise InputError(f"edges are {edges.tolist()}; at least two strictly increasing numbers are wanted")
     return edges
-
-
-def prompt_clusters(table: "pd.DataFrame") -> np.ndarray:
-    """Number of each row's prompt from 0 on: of `group`, or of (`batch`, `group`) where there is a column batch."""
-    if "group" not in table:
-        raise InputError("the table has no column group, the number of each token's prompt; give one that has it")
-    keys = ["batch", "group"] if "batch" in table else ["group"]
-    if table.empty or table[keys].isna().any(axis=None):
-        raise InputError(
-            f"the table has no rows, or rows without {' and '.join(keys)}; every token belongs to a prompt"
-        )
-    return table.groupby(keys, observed=True).ngroup().to_numpy()

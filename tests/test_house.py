@@ -7,7 +7,7 @@ from pathlib import Path
 import gradscope
 
 ROOMS = (
-    *("errors", "intervals", "resampling", "runs", "tasks", "policy", "rollouts", "sampling", "objective", "gradients"),
+    *("errors", "resampling", "intervals", "runs", "tasks", "policy", "rollouts", "sampling", "objective", "gradients"),
     *("theory", "updates", "trainer", "plots", "diagnosis", "integrations", "cli", "embedded"),
 )
 """A room imports those that stand before it in this list, and nothing else of the package."""

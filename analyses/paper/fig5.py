@@ -44,8 +44,8 @@ from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.paper.words import CATEGORIES, count_categories, embedded_categories
 from gradscope.errors import InputError
-from gradscope.intervals import bootstrap
 from gradscope.plots import NEUTRAL, finish, new_panels, paper_style, save_figure
+from gradscope.resampling import bootstrap
 
 BASELINE = "grpo"
 PAPER = {

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.intervals import EDGES, Column, assign_intervals, bootstrap, interval_labels
+from gradscope.intervals import EDGES, Column, assign_intervals, interval_labels
 from gradscope.objective import PAPER, LossSettings, batch_weights, resolve_advantages
+from gradscope.resampling import bootstrap
 from gradscope.rollouts import Dump
 
 if TYPE_CHECKING:

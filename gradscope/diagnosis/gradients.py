@@ -30,8 +30,9 @@ from scipy.stats import norm, t
 from torch import Tensor
 
 from gradscope.diagnosis.result import join_rows, make_rows
-from gradscope.gradients import Index, PromptGradients, SumsPlan, Way, gram, jackknife_error, own_rows, zero_vectors
+from gradscope.gradients import Index, PromptGradients, SumsPlan, Way, gram, own_rows, zero_vectors
 from gradscope.policy import AdamWState, Policy, square_norm
+from gradscope.resampling import centred_bootstrap, jackknife_error
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, Processes
 
@@ -202,30 +203,6 @@ def gradient_rows(
     # Noise is a variance, so that no signal exceeds the whole.
     fraction = np.where(counts > 0, np.minimum(fraction, 1.0), np.nan)
     return join_rows([*parts, make_rows("signal_fraction", fraction, counts, unit="share", **everything)])
-
-
-def centred_bootstrap(
-    evaluate: Callable[[np.ndarray], np.ndarray],
-    num_clusters: int,
-    *,
-    rng: np.random.Generator | None,
-    confidence: float = 0.95,
-    resamples: int = 1000,
-) -> Float[np.ndarray, "3 k"]:
-    """As `intervals.bootstrap`, for statistics that redrawing biases: value, lower and upper.
-
-    The bounds are value + (percentile − mean of the draws) · t/z · √(n/(n−1)), with the quantiles t of Student's
-    distribution with n − 1 degrees of freedom and z of the normal one. NaN with one cluster, and without rng.
-    """
-    value = evaluate(np.ones((1, num_clusters)))[0]
-    bounds = np.full((2, len(value)), np.nan)
-    if num_clusters > 1 and rng is not None:
-        draws = evaluate(rng.multinomial(num_clusters, np.full(num_clusters, 1 / num_clusters), size=resamples))
-        known, tail = ~np.isnan(draws).all(0), (1 - confidence) / 2
-        factor = t.ppf(1 - tail, num_clusters - 1) / norm.ppf(1 - tail) * np.sqrt(num_clusters / (num_clusters - 1))
-        away = np.nanquantile(draws[:, known], [tail, 1 - tail], axis=0) - np.nanmean(draws[:, known], axis=0)
-        bounds[:, known] = value[known] + factor * away
-    return np.vstack([value, bounds])
 
 
 def signal_and_noise(

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from gradscope.diagnosis.result import Recommendation, join_rows, make_rows, one_row
 from gradscope.errors import InputError
-from gradscope.intervals import prompt_clusters, summarize_cells
+from gradscope.intervals import summarize_cells
 from gradscope.objective import LossSettings, resolve_advantages
 from gradscope.policy import Policy
+from gradscope.resampling import prompt_clusters
 from gradscope.rollouts import TokenBatch
 from gradscope.updates import (
     BY,

@@ -23,7 +23,8 @@ from jaxtyping import Float
 
 from gradscope.diagnosis.result import BoundMargins, join_rows, make_rows
 from gradscope.gradients import LAYER, LOGITS, PARAMETERS, SUMS, sampling_probabilities
-from gradscope.intervals import bootstrap, interval_shares, prompt_clusters, summarize
+from gradscope.intervals import interval_shares, summarize
+from gradscope.resampling import bootstrap, prompt_clusters
 from gradscope.theory import add_drivers, logit_grad_bounds, rounding_tolerance
 
 Number = int | float

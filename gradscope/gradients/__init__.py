@@ -39,7 +39,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "rounds": ["PILOT", "Round", "Stopwatch", "join_rounds", "measure_rounds"],
         "sample": ["sampling_probabilities", "sampling_weights", "weighted_quantiles"],
         "settings": ["AFTERWARDS", "BUDGET", "MeasureSettings", "check_batch", "settle_minutes"],
-        "sketches": ["jackknife_error"],
         "sums": [
             "BACKWARD",
             "FORWARD_MODE",

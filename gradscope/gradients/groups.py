@@ -27,11 +27,11 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.gradients.prompts import Index, PromptGradients, SumsPlan, Way
-from gradscope.gradients.sketches import jackknife_error
 from gradscope.gradients.sums import zero_vectors
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.objective import PAPER, LossSettings, batch_loss, own_where_unknown, resolve_advantages
 from gradscope.policy import PART, AdamWState, Policy, gradient_budget, square_norm
+from gradscope.resampling import jackknife_error
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, Processes
 

@@ -12,7 +12,6 @@ blocks of them in turn (`jackknife_error`) shows how far any smooth statistic of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from math import ceil
 
 import numpy as np
@@ -44,15 +43,3 @@ class Sketcher:
             fits = min(len(values), self.size - shift)
             into[shift : shift + fits].add_(values[:fits], alpha=sign)
             into[: len(values) - fits].add_(values[fits:], alpha=sign)
-
-
-def jackknife_error(
-    statistic: Callable[[np.ndarray], np.ndarray], blocks: Sequence[Float[np.ndarray, "*shape"]]
-) -> Float[np.ndarray, "*numbers"]:
-    """Standard error of `statistic(sum of the blocks)` that the blocks of a sketch's coordinates show.
-
-    blocks: each block's part of the inner products, which add up over the coordinates. NaN where the statistic is.
-    """
-    whole, count = sum(blocks), len(blocks)
-    left = np.stack([statistic((whole - block) * (count / (count - 1))) for block in blocks])
-    return np.sqrt((count - 1) / count * ((left - left.mean(0)) ** 2).sum(0))

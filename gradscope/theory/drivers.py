@@ -13,7 +13,8 @@ import pandas as pd
 
 from gradscope.errors import InputError
 from gradscope.gradients import PARAMETERS, sampling_weights
-from gradscope.intervals import assign_intervals, bootstrap, interval_labels, prompt_clusters
+from gradscope.intervals import assign_intervals, interval_labels
+from gradscope.resampling import bootstrap, prompt_clusters
 from gradscope.theory.gains import FLOOR, is_measured, quantities, require_columns
 
 Number = int | float

@@ -17,6 +17,7 @@ import pandas as pd
 
 from gradscope.errors import InputError
 from gradscope.gradients import LAYER, LOGITS, PARAMETERS, sampling_weights, weighted_quantiles
+from gradscope.resampling import draw_clusters, percentiles
 
 FLOOR = 1e-3
 """Fits take tokens with 1−π above this: the many nearly certain ones would decide the slope."""
@@ -183,7 +184,7 @@ def _resampled_moments(
     labels, cluster = np.unique(groups, return_inverse=True)
     parts = (np.ones_like(x), x, y, x * x, y * y, x * y)
     sums = np.stack([np.bincount(cluster, count * v) for v in parts], axis=1)
-    draws = rng.multinomial(len(labels), np.full(len(labels), 1 / len(labels)), size=resamples)
+    draws = draw_clusters(len(labels), resamples, rng)
     n, sx, sy, sxx, syy, sxy = (np.vstack([np.ones(len(labels)), draws]) @ sums).T
     return np.stack([sxx / n - (sx / n) ** 2, syy / n - (sy / n) ** 2, sxy / n - sx * sy / n**2])
 
@@ -196,7 +197,6 @@ def _divide(over: npt.ArrayLike, under: npt.ArrayLike) -> npt.ArrayLike:
 
 def _interval(draws: np.ndarray, groups: np.ndarray) -> tuple[float, float]:
     """Percentiles of the resamples (all but the first); NaN with one prompt, which says nothing about prompts."""
-    draws = draws[1:][np.isfinite(draws[1:])]
-    if len(np.unique(groups)) < 2 or not len(draws):
-        return np.nan, np.nan
-    return tuple(np.quantile(draws, [0.025, 0.975]).tolist())
+    several = len(np.unique(groups)) > 1
+    known = np.where(np.isfinite(draws[1:]) & several, draws[1:], np.nan)
+    return tuple(percentiles(known[:, None], 0.95)[:, 0].tolist())

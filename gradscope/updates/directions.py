@@ -25,8 +25,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.intervals import EDGES, assign_intervals, bootstrap, interval_labels, prompt_clusters, summarize_cells
+from gradscope.intervals import EDGES, assign_intervals, interval_labels, summarize_cells
 from gradscope.objective import TokenStatistics, own_where_unknown
+from gradscope.resampling import bootstrap, prompt_clusters
 from gradscope.rollouts import TokenBatch
 
 Number = int | float

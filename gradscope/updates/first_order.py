@@ -34,9 +34,10 @@ from gradscope.gradients import (
     vectors_within,
     weighted_gradients,
 )
-from gradscope.intervals import EDGES, bootstrap, interval_labels, prompt_clusters
+from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import PAPER, LossSettings, TokenStatistics, batch_weights, clip_scale
 from gradscope.policy import PART, Policy, flat_slices, flat_spans, float_parameters
+from gradscope.resampling import bootstrap, prompt_clusters
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import check_room
 from gradscope.updates.movement import Movement, measure_start, movement_table

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.intervals import prompt_clusters
 from gradscope.objective import TokenStatistics
 from gradscope.objective.logprobs import token_statistics
+from gradscope.resampling import prompt_clusters
 from gradscope.rollouts import Response, TokenBatch, collate
 from gradscope.updates import (
     batch_direction_shares,

@@ -14,10 +14,11 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float
-from scipy.stats import rankdata, t
+from scipy.stats import rankdata
 
 from gradscope.errors import InputError
 from gradscope.intervals import interval_labels
+from gradscope.resampling import draw_clusters, percentiles, students_t
 from gradscope.updates.directions import SIGNS
 from gradscope.updates.tuning.counts import NUM_INTERVALS, SHARES
 from gradscope.updates.tuning.linear import PLAIN, Setting
@@ -183,7 +184,7 @@ class _Tally:
                 " or ask for fewer tokens"
             )
         sizes = [counts.shape[2] for counts in self.counts["predicted"]]
-        self.draws = [rng.multinomial(n, np.full(n, 1 / n), size=resamples).astype(float) for n in sizes]
+        self.draws = [draw_clusters(n, resamples, rng).astype(float) for n in sizes]
         """For each batch, how often each prompt is drawn [resamples, prompts]: of a single one, unknown."""
         for draws in self.draws:
             if draws.shape[1] < 2:
@@ -198,9 +199,9 @@ class _Tally:
         each = self._each(kind, batches)
         each = each - each[:, :1]
         if len(batches) >= ENOUGH_BATCHES:
-            return self._students_t(each)
+            return students_t(each, self.confidence)
         drawn = self._drawn(kind, batches)
-        return np.vstack([each.mean(0), self._percentiles(drawn - drawn[:, :1])])
+        return np.vstack([each.mean(0), percentiles(drawn - drawn[:, :1], self.confidence)])
 
     def rankings(self, select: Sequence[int], confirm: Sequence[int]) -> dict[str, Spearman]:
         """Of the actual scores on `confirm` with the predicted ones on either."""
@@ -209,7 +210,7 @@ class _Tally:
         found, actual, drawn = {}, self.scores("actual", confirm), self._drawn("actual", confirm)
         for name, batches in (("selection", select), ("held-out", confirm)):
             value = spearman(self.scores("predicted", batches)[None], actual[None])
-            bounds = self._percentiles(spearman(self._drawn("predicted", batches), drawn)[:, None])
+            bounds = percentiles(spearman(self._drawn("predicted", batches), drawn)[:, None], self.confidence)
             found[name] = Spearman(*np.concatenate([value, bounds[:, 0]]).tolist())
         return found
 
@@ -217,15 +218,9 @@ class _Tally:
         found, actual = {}, self._each("actual", confirm)
         chosen = np.broadcast_to(self.scores("predicted", select), actual.shape)
         for name, predicted in (("selection", chosen), ("held-out", self._each("predicted", confirm))):
-            mean_and_bounds = self._students_t(spearman(predicted, actual)[:, None])[:, 0]
+            mean_and_bounds = students_t(spearman(predicted, actual)[:, None], self.confidence)[:, 0]
             found[name] = Spearman(*mean_and_bounds.clip(-1, 1).tolist())
         return found
-
-    def _students_t(self, each: Float[np.ndarray, "b n"]) -> Float[np.ndarray, "3 n"]:
-        """Mean over batches, and bounds."""
-        mean = each.mean(0)
-        error = each.std(0, ddof=1) / np.sqrt(len(each)) * t.ppf((1 + self.confidence) / 2, len(each) - 1)
-        return np.stack([mean, mean - error, mean + error])
 
     def _each(self, kind: Kind, batches: Sequence[int]) -> Float[np.ndarray, "b N"]:
         everyone = [np.ones((1, self.draws[b].shape[1])) for b in batches]
@@ -241,15 +236,6 @@ class _Tally:
         shares = np.divide(right, moved, out=np.zeros_like(right), where=drawn)
         with np.errstate(invalid="ignore"):  # 0/0 where nothing is known
             return shares.sum(-1) / drawn.sum(-1)
-
-    def _percentiles(self, drawn: Float[np.ndarray, "D n"]) -> Float[np.ndarray, "2 n"]:
-        """Over the draws that have a value; NaN where none has."""
-        tail = (1 - self.confidence) / 2
-        bounds = np.full((2, drawn.shape[1]), np.nan)
-        some = ~np.isnan(drawn).all(0)
-        if some.any():
-            bounds[:, some] = np.nanquantile(drawn[:, some], [tail, 1 - tail], axis=0)
-        return bounds
 
 
 def _counts(part: pd.DataFrame, num_settings: int, kind: Kind) -> Float[np.ndarray, "2 N n C"]:
