@@ -48,7 +48,7 @@ class Products:
 
     pairs: Gram
     blocks: tuple[Gram, ...] = ()
-    """Of sketches: what each block of their coordinates adds to the pairs."""
+    """With sketches, what each block of their coordinates adds to the pairs."""
 
     def error(self, statistic: Callable[[Gram], Float[np.ndarray, "*shape"]]) -> Float[np.ndarray, "*shape"]:
         """Standard error that sketches give a statistic of the pairs; 0 of exact ones."""

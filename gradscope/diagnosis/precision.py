@@ -24,7 +24,8 @@ LITTLE = 0.1
 
 @dataclass(frozen=True)
 class SamplingError:
-    """Of one headline number of a sampled table: the lowest interval's share of Σ‖w·g‖² or, unweighted, mean ‖g‖."""
+    """How sampling affects one headline number of a sampled table: the lowest interval's share of Σ‖w·g‖² or,
+    unweighted, mean ‖g‖."""
 
     quantity: str
     """In words, with the interval."""
@@ -35,7 +36,8 @@ class SamplingError:
     standard_error: float
     """That of the sample alone: of other tokens of the same responses."""
     part: float
-    """Of the variance behind lower and upper, what is due to the sample; the rest is the prompts'. NaN with one."""
+    """Share of the variance behind lower and upper that is due to the sample; the rest is the prompts'. NaN with
+    one."""
     measured: int
     """Tokens."""
     tokens: int
@@ -75,7 +77,7 @@ class SamplingError:
 def sampling_error(
     table: pd.DataFrame, labels: Sequence[str], *, rng: np.random.Generator, resamples: int = 1000
 ) -> SamplingError | None:
-    """Of the lowest interval that has measured tokens; None where all were measured, or none."""
+    """Sampling error of the lowest interval that has measured tokens; None where all tokens were measured, or none."""
     probabilities, measured = sampling_probabilities(table), table[PARAMETERS].notna().to_numpy()
     if probabilities is None or not measured.any():
         return None
@@ -131,6 +133,6 @@ def design_variances(
 
 
 def _part(error: float, lower: float, upper: float) -> float:
-    """Of the variance behind the bounds, that of this standard error; at most 1."""
+    """Share of the variance behind the bounds that this standard error explains; at most 1."""
     whole = (upper - lower) / (2 * NORMAL)
     return float(np.minimum(1.0, (error / whole) ** 2)) if whole > 0 else np.nan

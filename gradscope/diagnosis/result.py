@@ -89,7 +89,7 @@ class DiagnosisSettings:
     loss: LossSettings = PAPER
     """The objective; a table that is given must have been measured with it."""
     edges: tuple[Number, ...] = EDGES
-    """Of the intervals of π; those of a table that is given."""
+    """Edges of the intervals of π; a table that is given must have the same."""
     tokens_per_interval: int | None = None
     """Where the table is measured here: see `MeasureSettings`."""
     bins: int = 4
@@ -118,13 +118,13 @@ class DiagnosisSettings:
     alphas: tuple[Number | None, ...] = (None, 0.1, 0.2, 0.3, 0.5)
     etas: tuple[Number | None, ...] = (None, 0.5)
     step: StepSettings | None = None
-    """Of all steps; None: as the optimizer state says, else the paper's SGD."""
+    """Optimizer of all steps; None: as the optimizer state says, else the paper's SGD."""
     micro_batch_size: int = 8
     """Most responses in a forward pass of the gradients; changes nothing but rounding."""
     resamples: int = 1000
-    """Of every bootstrap."""
+    """Resamples of every bootstrap."""
     seed: int = 0
-    """Of every random number."""
+    """Seed of every random number."""
 
     def check(self) -> None:
         """Raise InputError for numbers that no diagnosis can be made with."""
@@ -157,7 +157,7 @@ class Diagnosis:
     table: pd.DataFrame
     """The token table."""
     labels: tuple[str, ...]
-    """Of the intervals."""
+    """Labels of the intervals."""
     num_prompts: int
     num_responses: int
     settings: DiagnosisSettings

@@ -38,7 +38,7 @@ class PromptSums:
     tokens: Matrix
     """Counts."""
     measured: Matrix
-    """Of them, those whose norm is known."""
+    """How many of them have a known norm."""
     squares: Matrix
     """Σ‖w·g‖²/p over the measured ones, p their sampling probability, or 1 where all of an interval have the same."""
     predicted: Matrix

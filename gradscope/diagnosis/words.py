@@ -219,7 +219,7 @@ def _added(d: Diagnosis) -> list[Finding]:
 
 
 def _norms(d: Diagnosis) -> list[Finding]:
-    """Of tokens one by one, without their weights."""
+    """Norms of single tokens, without their weights."""
     if d.layers is None:
         return []
     means = d.layers.pivot(index="quantity", columns="interval", values="value")

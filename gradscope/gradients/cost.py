@@ -20,20 +20,20 @@ Number = int | float
 Dtype = Literal["float32", "bfloat16"]
 
 BYTES = {"float32": 4, "bfloat16": 2}
-"""Of one number that a matrix multiplication reads."""
+"""Bytes of one number that a matrix multiplication reads."""
 
 CAPPED_LOGITS = 3
 """Arrays of logits in the backward pass of `trained_logprobs` where they are capped: the cap's, themselves and their
 gradient, which otherwise takes the place of a product's logits."""
 
 STATISTICS_LOGIT_BYTES = 12
-"""Of one logit in `token_statistics`, beside itself: three float32 arrays."""
+"""Bytes of one logit in `token_statistics`, beside itself: three float32 arrays."""
 
 TRAINED_LOGIT_BYTES = {"float32": 4, "bfloat16": 8}
-"""Of one logit in `trained_logprobs`, beside itself: its power, made of a widened copy."""
+"""Bytes of one logit in `trained_logprobs`, beside itself: its power, made of a widened copy."""
 
 SAMPLED_LOGIT_BYTES = 24
-"""Of one logit while a token is drawn: four float32 arrays, or two and their cumulative sum in float64."""
+"""Bytes of one logit while a token is drawn: four float32 arrays, or two and their cumulative sum in float64."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class ModelShape:
     """Width of the residual stream."""
     layers: int
     heads: int
-    """Of queries."""
+    """Query heads."""
     kv_heads: int
-    """Of keys and values."""
+    """Key and value heads."""
     head_dim: int
     vocab: int
     context: int | None
@@ -118,7 +118,7 @@ class ModelShape:
 
     @property
     def mlp_width(self) -> float:
-        """Of the gated MLP that has the weights which are not attention's."""
+        """Width of a gated MLP that has all weights which are not attention's."""
         attention = 2 * self.hidden * (self.query_width + self.kv_width)
         return (self.active / self.layers - attention) / (3 * self.hidden)
 

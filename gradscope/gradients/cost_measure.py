@@ -89,8 +89,8 @@ STATISTICS_PASSES, LOGIT_PASSES, HEAD_OPERATIONS = 32, 45, 128 * IN_PYTHON
 """Arrays of logits that a token's statistics read and write, and those that a measured token's head does, and
 operations for each pass; counted by work_counts, like the next four."""
 SETTLED_STREAMS, SETTLED_GATES, SETTLED_SCORES, SETTLED_OPERATIONS = 103, 23.5, 8.3, 98 * IN_PYTHON
-"""Of a block whose activations are made of a pass and tried, for the rules: arrays of hidden and of the MLP's width at
-each position, of its scores, operations."""
+"""What trying one block's activations for the analytic backward pass touches: arrays of hidden and of the MLP's width
+at each position, of its scores, operations."""
 WHOLE_PASSES, CHECK_PASSES = 1.5, 6
 """Forward passes over the longest response that finding the structure makes; those that take as long as the self-check
 of a token: measured."""
@@ -182,7 +182,8 @@ def upcast_work(
     device: str,
     self_check: bool = True,
 ) -> Work:
-    """Of upcasting half-precision weights where they are used: once in each pass of `measure_work`, forward or back."""
+    """Work of upcasting half-precision weights where they are used: once in each pass of `measure_work`, forward or
+    back."""
     cut = {"engine": engine, "rows": rows, "memory": memory, "device": device}
     groups = group_responses(shape, responses, **cut)
     runs = sum(1 for group in groups for _ in split_chunks(shape, group, **cut))
@@ -216,7 +217,7 @@ def split_chunks(
 
 
 def find_limits(shape: ModelShape, *, engine: Engine, rows: int | None, memory: int, device: str) -> Limits:
-    """Of chunks, as the engine has them."""
+    """Chunk limits, as the engine has them."""
     row = int(_row_bytes(shape, engine))
     if not engine.by_rules:
         return Limits(min(ROWS if rows is None else rows, max(1, memory // (2 * row))), start=None)
@@ -360,7 +361,7 @@ def measure_bytes(
 
 
 def _logit_positions(group: Sequence[Response]) -> int:
-    """Of all responses: each position that predicts a measured token of one of them."""
+    """Positions, over all responses, that predict a measured token of one of them."""
     return len(group) * len({prefix for response in group for prefix in response.prefixes})
 
 
@@ -382,12 +383,12 @@ def _kept_bytes(shape: ModelShape, engine: Engine, length: int, *, keeps_probs: 
 
 
 def _widths(shape: ModelShape) -> tuple[Number, Number, Number, Number]:
-    """Of the stream, of all queries, of all keys and of the MLP."""
+    """Widths of the residual stream, of all queries, of all keys and of the MLP."""
     return shape.hidden, shape.query_width, shape.kv_width, shape.mlp_width
 
 
 def _row_bytes(shape: ModelShape, engine: Engine, strip: int = WIDEST) -> Number:
-    """Of one token at one position of a chunk."""
+    """Bytes of one token at one position of a chunk."""
     if engine.by_rules:
         return row_bytes(shape.hidden, shape.mlp_width, shape.heads, strip=strip)
     return 4 * (_outputs(shape) + (3 * shape.layers + 1) * shape.hidden)

@@ -17,10 +17,10 @@ from gradscope.gradients.machine_speed import Work
 Number = int | float
 
 FORWARD_STREAMS, FORWARD_GATES, FORWARD_OPERATIONS = 45, 5, 150
-"""Of a block's forward pass: arrays as wide as the stream and as the MLP that its elementwise operations read and write
-for each token, and operations."""
+"""What a block's forward pass touches: arrays as wide as the stream and as the MLP that its elementwise operations read
+and write for each token, and operations."""
 BOTH_STREAMS, BOTH_GATES, BOTH_OPERATIONS = 140, 15, 400
-"""Of a block's forward and backward pass together: arrays of hidden and of the MLP's width, and operations."""
+"""Arrays of hidden and of the MLP's width, and operations, of a block's forward and backward pass together."""
 FORWARD_LAYOUT, BOTH_LAYOUT = 45, 80
 """Arrays of hidden, beside these, where responses share their prompts and attention lays them out."""
 SAMPLED_PASSES, SCORED_PASSES, TRAINED_PASSES = 8, 6, 8

@@ -38,9 +38,9 @@ Number = int | float
 PASSES, DRAWS = 4, 32
 """What the rule takes."""
 EXACT_COST = 0.7
-"""Of exact norms by backward rules, in forward passes of as many positions as there are in all prefixes."""
+"""Cost of exact norms by the analytic backward pass, in forward passes over as many positions as all prefixes have."""
 DRAW_COST = 7
-"""Of a draw, in forward passes."""
+"""Cost of a draw, in forward passes."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class EstimatePlan:
     """In forward passes over the batch, as the other two; 0 without passes."""
     draws_cost: Number
     exact_cost: Number
-    """Of what is not done: exact norms of every token."""
+    """What exact norms of every token, which are not made, would cost."""
     reason: str
     """Why these numbers of passes and draws."""
 

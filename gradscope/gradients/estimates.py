@@ -44,9 +44,9 @@ class EstimateCounts:
     """How many random numbers the estimates are means of."""
 
     passes: int | None
-    """Of random signs, for the intervals' sums; None: those come from the draws."""
+    """Passes of random signs, for the intervals' sums; None: those come from the draws."""
     draws: int | None
-    """Of directions, for every token's own norm; None: no token's own norm is estimated."""
+    """Random directions, for every token's own norm; None: no token's own norm is estimated."""
 
 
 def chi_factor(draws: int) -> float:

@@ -190,7 +190,7 @@ class _Products:
     """Inner products over the parameters, in float64; of sketches a part for each block of their coordinates."""
 
     halves: Float[np.ndarray, "M 2 A 2 A"]
-    """Of the G_a of both halves of the prompts."""
+    """Inner products between the G_a of both halves of the prompts."""
     squares: Float[np.ndarray, "M A1"]
     """Σ_p ‖g_{p,a}‖² and, last, Σ_p ‖Σ_a g_{p,a}‖²."""
     num_prompts: int

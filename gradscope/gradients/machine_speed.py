@@ -45,7 +45,7 @@ class Work:
 
     @property
     def flops(self) -> Number:
-        """Of all products."""
+        """FLOPs of all products."""
         return self.products + self.thin + self.attention
 
 
@@ -109,7 +109,7 @@ BYTES_OF_A_WEIGHT = {"bfloat16": 2, "float16": 2, "tf32": 4, "float32": 4}
 
 
 def gpu_speeds(name: str, precision: str, *, thin_rows: Number = 1) -> Speeds:
-    """Of a GPU that is not at hand. thin_rows: responses decoded together.
+    """Speeds of a GPU that is not at hand. thin_rows: responses decoded together.
 
     Raises InputError for a GPU that is not in GPUS, and for a precision that its datasheet does not give.
     """
@@ -135,7 +135,7 @@ def gpu_speeds(name: str, precision: str, *, thin_rows: Number = 1) -> Speeds:
 
 @dataclass(frozen=True)
 class JobSizes:
-    """Of a job's arrays, as far as speeds depend on them."""
+    """Sizes of a job's arrays, as far as speeds depend on them."""
 
     rows: int
     """Tokens (× positions) that go through a layer at once."""
@@ -209,8 +209,8 @@ LOGIT_PROBE_PASSES = 5
 """Arrays of logits that the probe reads and writes: two in and two out, and the sum's."""
 
 BLOCK_PASSES, BLOCK_OPERATIONS = 161, 84
-"""Of each block of `_Blocks.run`: arrays as wide as the stream that it reads and writes beside its products, and
-operations; counted by a dispatch mode (tests/gradients/test_machine_speed.py)."""
+"""What each block of `_Blocks.run` touches: arrays as wide as the stream that it reads and writes beside its products,
+and operations; counted by a dispatch mode (tests/gradients/test_machine_speed.py)."""
 
 
 class _Arrays:

@@ -66,7 +66,7 @@ from gradscope.rollouts import TokenBatch
 Number = int | float
 
 TABLE_COLUMNS = 22
-"""Of tokens.parquet beside a norm for each layer, four bytes each at most."""
+"""Columns of tokens.parquet beside a norm for each layer, four bytes each at most."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class MeasurePlan:
     measured: int
     """Tokens that get a backward pass."""
     mean_prefix: Number
-    """Of these, in tokens."""
+    """Their mean prefix, in tokens."""
     longest: int
     """Sequence, in tokens."""
     engine: Engine
@@ -122,7 +122,7 @@ class MeasurePlan:
 
     @property
     def disk_bytes(self) -> Number:
-        """Of the table, uncompressed."""
+        """Bytes of the table, uncompressed."""
         return 4 * self.tokens * (TABLE_COLUMNS + self.shape.layers)
 
     def __str__(self) -> str:
@@ -257,7 +257,7 @@ class _Products:
     """How what flows back is multiplied."""
 
     dtype: torch.dtype
-    """Of the arrays."""
+    """Dtype of the arrays."""
     precision: Precision
 
     @property
@@ -288,7 +288,7 @@ def _find_products(
 
 
 def _find_speeds(shape: ModelShape, products: _Products, *, device: str, rows: int, longest: int) -> Speeds:
-    """Of this machine, on arrays of the job's sizes; longest: of its responses, in tokens with their prompts."""
+    """Speeds of this machine, on arrays of the job's sizes; longest: of its responses, in tokens with their prompts."""
     sizes = JobSizes(
         rows=rows,
         thin_rows=1,

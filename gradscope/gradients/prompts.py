@@ -60,14 +60,14 @@ SKETCH = 1 << 16
 """Numbers of a sketch: errors of inner products are 1/256 of the norms' product."""
 LEAST_SKETCH = 1 << 10
 MOST_SLICES = 1 << 12
-"""Of the parameters: smaller slices are made of overhead."""
+"""Most slices of the parameters: smaller ones are made of overhead."""
 DEAREST = 2.0
 """Times the cost of sketches, up to which exact slices are taken."""
 WRITING = 1000.0
 """FLOPs in whose time a number of a vector is written, scaled, multiplied or sketched, beside the products that make
 it: 900 to 1,200 measured at 0.5 B on two cores."""
 SEED = 5929
-"""Of the random projections: the same in every run, as nothing else decides which they are."""
+"""Seed of the random projections: the same in every run, as nothing else decides which they are."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Sizes:
     hidden: int
     """Width of the residual stream."""
     positions: int
-    """Of all responses with their prompts, padded as they are passed."""
+    """Positions of all responses with their prompts, padded as they are passed."""
     masks: int
     """Numbers of the attention masks that a forward pass makes of them."""
     prompts: int
@@ -515,7 +515,7 @@ class _State:
     passed: Passed
     seeds: Float[Tensor, "R K"]
     deltas: dict[int, Float[Tensor, "b n hidden"]]
-    """Of each vector that has a seed here: its gradient at the output of `block`; behind them all, at their input."""
+    """Each vector's gradient, where it has a seed here, at the output of `block`; behind them all, at their input."""
     block: int
 
 

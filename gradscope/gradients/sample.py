@@ -23,9 +23,9 @@ from jaxtyping import Bool, Float, Int
 Design = Literal["proportional", "stratified"]
 
 COLUMN = "sampling_probability"
-"""Of the token table, where a sample was drawn."""
+"""Column of the token table, where a sample was drawn."""
 EQUAL_PART = 0.25
-"""Of a token's size, what is the same for all of its interval: no chance is less than this part of equal chances'."""
+"""Part of a token's size that all of its interval share: no chance is less than this part of equal chances'."""
 
 
 class TokenSample:
@@ -90,7 +90,8 @@ def token_sizes(
 
 
 def sampling_probabilities(table: pd.DataFrame) -> Float[np.ndarray, " n"] | None:
-    """Of each token of a token table; None where every measured one has had the same chance within its interval."""
+    """Each token's chance to be measured, [K]; None where every measured one has had the same chance within its
+    interval."""
     return table[COLUMN].to_numpy(np.float64) if COLUMN in table else None
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 BLOCKS = 32
-"""Of coordinates, which the jackknife leaves out in turn."""
+"""Blocks of coordinates, which the jackknife leaves out in turn."""
 
 
 class Sketcher:

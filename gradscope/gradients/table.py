@@ -204,7 +204,7 @@ class TableMeasurement:
         self.groups = sorted([*empty, *([filled[i] for i in group] for group in groups)], key=min)
 
     def _places(self, row: int) -> np.ndarray:
-        """Of one response's tokens that get a backward pass, among all."""
+        """Places, among all tokens, of one response's tokens that get a backward pass."""
         start, end = self._bounds[row : row + 2]
         return start + self._measured[start:end].nonzero()[0]
 
@@ -213,7 +213,7 @@ class TableMeasurement:
         return bool(self._measured[slice(*self._bounds[row : row + 2])].any())
 
     def _unmeasured(self, row: int) -> TokenGradients:
-        """Of a response, what takes no backward pass, NaN for the rest."""
+        """What takes no backward pass in a response, NaN for the rest."""
         statistics, norms = self._known[row]
         unknown = torch.full_like(norms, float("nan"))
         act = unknown[:, None].expand(-1, len(self.policy.blocks) + 1).clone()

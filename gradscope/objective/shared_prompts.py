@@ -36,7 +36,8 @@ SHARED_PROMPTS = "gradscope_shared_prompts"
 WORTH = 0.95
 """Most tokens of a packed pass, as a share of the padded one's: its attention has copies to pay for."""
 TOLERANCE = 1e-4
-"""Of the largest logit: what a packed pass may be off the padded one in the trial; in float32 rounding is 1e-6."""
+"""Relative to the largest logit, what a packed pass may be off the padded one in the trial; in float32 rounding is
+1e-6."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Packing:
     """Where the tokens of a micro-batch [b, n] stand in one row of N: its parts, one after the other."""
 
     lengths: list[int]
-    """Of the parts: each distinct prompt, then each row's response."""
+    """Lengths of the parts: each distinct prompt, then each row's response."""
     prompts: list[int]
     """Which part is each row's prompt."""
     ids: Int[Tensor, " N"]

@@ -57,7 +57,7 @@ class StepResult:
     outcome: Literal["taken", "empty", "nonfinite"]
     """empty: no token, no step (AdamW would decay and coast); nonfinite: a NaN or infinite gradient, no step."""
     loss: float
-    """Of the pass, by its denominator."""
+    """Loss of the pass, by its denominator."""
     grad_norm: float
     """Before clipping, rescaled already where a `match` was asked for; NaN for an empty pass."""
     grad_norm_clipped: float
@@ -122,7 +122,7 @@ class Updater:
     model: nn.Module
     """As it is called: wrapped by accelerate where several processes share it."""
     optimizer: Any
-    """Of torch, or wrapped by accelerate."""
+    """An optimizer of torch, or one wrapped by accelerate."""
     device: torch.device
     micro_batch_size: int
     """Most responses in one forward pass; changes nothing but rounding."""

@@ -62,5 +62,5 @@ def _draw_map(ax: Axes, numbers: pd.DataFrame, limit: float) -> Axes:
 
 
 def _names(column: pd.Series) -> list[str]:
-    """Of an axis's values, in order."""
+    """Names of an axis's values, in order."""
     return [f"{value:g}" if value >= 0 else "off" for value in sorted(column.fillna(-1.0).unique())]

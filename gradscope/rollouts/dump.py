@@ -104,7 +104,7 @@ class Dump:
 
 
 def keep_own_step(dump: Dump, checkpoint: int | None) -> Dump:
-    """Of a dump of several training steps, the one whose responses a checkpoint sampled: that after its own step.
+    """The part of a dump that a checkpoint sampled: the responses of the training step after its own.
 
     checkpoint: how many steps it had taken. Where the dump lacks that step, the nearest one; a note says which was
     taken. The whole dump, where it holds one step or none is known; a note says if that step is another's.

@@ -16,7 +16,7 @@ from gradscope.sampling.protocol import Sampler
 from gradscope.tasks import Question, Task, grade_response
 
 MOST_RESPONSES = 10_000_000
-"""Of one call: all of them are held in memory."""
+"""Most responses of one call: all of them are held in memory."""
 
 
 def rollout_rows(

@@ -135,7 +135,7 @@ def _quantile_bins(column: pd.Series, bins: int) -> pd.Categorical:
 
 
 def _fitted_tokens(table: pd.DataFrame, columns: list[str], floor: float) -> tuple[np.ndarray, ...]:
-    """Of the tokens to fit in each of the columns: log(1−π), entropy, log norm [n, 3]; column; prompt; 1/p."""
+    """Tokens to fit in each of the columns: log(1−π), entropy, log norm [n, 3]; column; prompt; 1/p."""
     known, clusters = np.isfinite(table["entropy"].to_numpy(np.float64)), prompt_clusters(table)
     values, layers, prompts, counts, weights = [], [], [], [], sampling_weights(table)
     for layer, name in enumerate(columns):
@@ -177,7 +177,8 @@ def _fit(
 def _cluster_sums(
     values: np.ndarray, layer: np.ndarray, prompts: np.ndarray, tokens: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the standardised values per prompt: counts [C, L] and sums [C, L, 3] by layer, sums of products [C, 3, 3].
+    """Sums of the standardised values per prompt: counts [C, L] and sums [C, L, 3] by layer, sums of products [C, 3,
+    3].
 
     tokens: how many each counts for.
     """

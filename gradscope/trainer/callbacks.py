@@ -25,9 +25,9 @@ class Step:
     batch: TokenBatch
     """With the advantages that are trained on, old_logprobs and, where there is a reference, ref_logprobs."""
     statistics: TokenStatistics
-    """Of the batch's tokens before the update."""
+    """Statistics of the batch's tokens before the update."""
     settings: LossSettings
-    """Of the loss that is trained."""
+    """Settings of the loss that is trained."""
     config: TrainConfig
     score: Callable[[TokenBatch], TokenStatistics]
     """The statistics of a batch's tokens under the policy as it is, in the precision of training."""

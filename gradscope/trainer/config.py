@@ -35,7 +35,7 @@ class TrainConfig:
     max_new_tokens: int = 4096
     """Longest response."""
     temperature: float = 0.7
-    """Of sampling; every probability is taken at it."""
+    """Sampling temperature; every probability is taken at it."""
 
     algorithm: Literal["grpo", "reinforce++"] = "grpo"
     """Advantages within groups with the KL in the loss, or of whole returns with the KL in the reward (Eq. 20, 21)."""
@@ -66,15 +66,15 @@ class TrainConfig:
     micro_batch_size: int = 32
     """Most responses in one forward pass; changes speed and memory only."""
     learning_rate: Number = 1e-6
-    """Of AdamW, constant after the warm-up."""
+    """AdamW's learning rate, constant after the warm-up."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly."""
     weight_decay: Number = 0.01
-    """Of AdamW."""
+    """AdamW's weight decay."""
     max_grad_norm: Number = 1.0
     """Each optimizer step's gradient is clipped to this norm."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Of forward and backward passes; weights and optimizer are float32 either way."""
+    """Precision of forward and backward passes; weights and optimizer are float32 either way."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: a third more time for a fraction of their memory."""
     lora_rank: int | None = None
@@ -100,7 +100,7 @@ class TrainConfig:
     gradients_every: int | None = None
     """Every so many steps, log the intervals' gradient norms and right-direction shares; none: never."""
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Of accelerate, beside metrics.jsonl: tensorboard, wandb, trackio, … if installed."""
+    """Trackers of accelerate, beside metrics.jsonl: tensorboard, wandb, trackio, … if installed."""
     seed: int = 0
     """Draws questions, responses and whatever a control permutes."""
     device: str | None = None
@@ -174,7 +174,7 @@ _MOST = {
 }
 """The largest value of each count, and of numbers that float32 must hold with room to spare."""
 MOST_RESPONSES = 10_000_000
-"""Of one step."""
+"""Most responses of one step."""
 
 
 def _fits(value: Any, kind: Any) -> bool:

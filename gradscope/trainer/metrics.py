@@ -19,7 +19,7 @@ from gradscope.trainer.rollout import Rollout
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """Of the responses: means over responses, format_rate NaN for a task without a format."""
+    """Metrics of the responses: means over responses, format_rate NaN for a task without a format."""
     rewards = rollout.batch.rewards
     formats = [row["format_ok"] for row in rollout.rows if row["format_ok"] is not None]
     lengths = [len(row["response_ids"]) for row in rollout.rows]
@@ -38,7 +38,8 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def token_metrics(batch: TokenBatch, statistics: TokenStatistics, sampler_logprobs: torch.Tensor) -> dict[str, float]:
-    """Of the response tokens before the update, means over tokens: entropy and KL in nats, shares by interval of π_old.
+    """Metrics of the response tokens before the update, means over tokens: entropy and KL in nats, shares by interval
+    of π_old.
 
     mismatch is |log π of the sampler − log π of the trainer|.
     """
@@ -60,7 +61,7 @@ def token_metrics(batch: TokenBatch, statistics: TokenStatistics, sampler_logpro
 
 
 def update_metrics(results: Sequence[StepResult]) -> dict[str, Any]:
-    """Of the optimizer steps: lists have an entry per pass; clip fractions are of all tokens of all passes."""
+    """Metrics of the optimizer steps: lists have an entry per pass; clip fractions are of all tokens of all passes."""
     tokens = max(1, sum(result.num_tokens for result in results))
     return {
         "passes": [result.name for result in results],

@@ -101,7 +101,7 @@ def _beside(
 
 
 def weights_bytes(config: TrainConfig, shape: ModelShape) -> Number:
-    """Of a copy that only samples."""
+    """Bytes of a copy that only samples."""
     return BYTES[config.precision] * shape.parameters
 
 
@@ -160,12 +160,12 @@ def step_work(config: TrainConfig, shape: ModelShape, lengths: Lengths, passes: 
 
 
 def optimizer_steps(config: TrainConfig, passes: int) -> int:
-    """Of one batch of responses."""
+    """Optimizer steps on one batch of responses."""
     return passes * math.ceil(config.num_responses / config.mini_batch_size)
 
 
 def step_speeds(config: TrainConfig, shape: ModelShape, lengths: Lengths, machine: str | None = None) -> Speeds:
-    """Of a GPU of machine_speed.GPUS; None: of this machine, measured on arrays like a step's."""
+    """Speeds of a GPU of machine_speed.GPUS; None: of this machine, measured on arrays like a step's."""
     # Decoding begins with all rows and ends with one.
     alive = max(1, round(min(config.sampling_batch_size, config.num_responses) * lengths.mean / lengths.longest))
     if machine is not None:
@@ -205,17 +205,17 @@ class Plan:
     memory: Mapping[str, Mapping[str, Number]]
     """Bytes of one process: moment → part → bytes, at most."""
     tokens_at_most: int
-    """Of a step: prompts and responses of full length."""
+    """Tokens of a step with prompts and responses of full length."""
     tokens_expected: int
-    """Of a step, with responses of the assumed mean length."""
+    """Tokens of a step with responses of the assumed mean length."""
     optimizer_steps: int
-    """Of one batch of responses."""
+    """Optimizer steps on one batch of responses."""
     steps: int | None
     """Batches of the whole run; None: it depends on how many questions the data hold."""
     checkpoint_bytes: Number
     """On disk."""
     speeds: Speeds | None = None
-    """Of the machine that seconds are expected on; None: no seconds."""
+    """Speeds of the machine that seconds are expected on; None: no seconds."""
 
     @property
     def peak(self) -> Number:
@@ -224,17 +224,17 @@ class Plan:
 
     @property
     def work(self) -> dict[str, Work]:
-        """Of one step by part, in one process, with responses of the assumed mean length."""
+        """Work of one step by part, in one process, with responses of the assumed mean length."""
         return step_work(self.config, self.shape, self.lengths, self.passes)
 
     @property
     def flops(self) -> dict[str, Number]:
-        """Of that work, where it has any."""
+        """FLOPs of that work, where it has any."""
         return {name: part.flops for name, part in self.work.items() if part.flops}
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of the same work; empty without speeds."""
+        """Seconds of the same work; empty without speeds."""
         return {} if self.speeds is None else {name: self.speeds.seconds(part) for name, part in self.work.items()}
 
     @property

@@ -51,7 +51,7 @@ def right_direction_shares(
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
-    """Of the tokens whose `against` is positive, the share that rose; if negative, the share that fell (Fig. 3).
+    """The share of tokens that moved as asked: rose where `against` is positive, fell where it is negative (Fig. 3).
 
     against: "advantage" or "net_weight" (see `net_weights`), or another column; tokens where it is 0 or NaN are in no
     row. values: the values of `by` that make rows; None: those that occur. rng None: no bounds.

@@ -46,7 +46,7 @@ class Movement:
     batch: TokenBatch
     """With the advantages that were trained on and with π_old."""
     before: TokenStatistics
-    """Of the kept tokens, [B, S], before the first step."""
+    """Statistics of the kept tokens, [B, S], before the first step."""
     after: TokenStatistics
     """The same after the last step."""
     results: list[StepResult]
@@ -54,9 +54,9 @@ class Movement:
     update_norm: float
     """L2 norm of θ_after − θ_before over all parameters."""
     settings: LossSettings = PAPER
-    """Of the loss, before the variant changed it."""
+    """Settings of the loss, before the variant changed it."""
     edges: Sequence[Number] = EDGES
-    """Of the intervals of π_old."""
+    """Edges of the intervals of π_old."""
 
     def __repr__(self) -> str:
         steps = ", ".join(f"{r.name}: {r.outcome}, {r.num_tokens} tokens" for r in self.results)
@@ -193,7 +193,7 @@ def movement_table(movements: Sequence[Movement], *, edges: Sequence[Number] | N
 
 
 def _changes(movement: Movement) -> dict[str, Float[Tensor, "B S"]]:
-    """Of π, log π and the log odds, after minus before, without the difference of two probabilities near 1."""
+    """Changes of π, log π and the log odds, after minus before, without the difference of two probabilities near 1."""
     before, after = movement.before, movement.after
     rise = torch.where(after.logprob == before.logprob, 0.0, after.logprob - before.logprob)  # −∞ − (−∞) = 0
     # log π keeps its digits near 0, and so does π·(e^rise − 1), unlike π' − π.

@@ -105,7 +105,7 @@ def old_intervals(batch: TokenBatch, edges: Sequence[Number] = EDGES) -> Int[Ten
 
 
 def _interval_mask(name: str, batch: TokenBatch, edges: Sequence[Number]) -> Mask:
-    """Of "only-A" and "without-A"."""
+    """Mask of "only-A" or "without-A"."""
     found, count = re.fullmatch(r"(only|without)-(\d+)", name), len(interval_labels(edges))
     if found is None:
         raise InputError(f"no variant is called {name!r}; give one of {', '.join(VARIANTS)}")

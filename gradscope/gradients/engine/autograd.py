@@ -99,7 +99,8 @@ class GraphBody:
         """Bytes that flow back for one token at one position."""
 
     def limits(self, rows: int | None, memory: int) -> Limits:
-        """Of chunks, which end at wide gaps alone: each pays for a forward pass. rows: most positions × tokens."""
+        """Chunk limits; a chunk ends at wide gaps alone, for each pays for a forward pass. rows: most positions ×
+        tokens."""
         return Limits(min(ROWS if rows is None else rows, max(1, memory // self.bytes_per_row)), start=None)
 
     def record(self, ids: Int[Tensor, " n"]) -> Recorder:

@@ -18,8 +18,9 @@ WORTHWHILE = 0.03
 ROWS = 1536
 """Positions × tokens of a run, unless starting it calls for more."""
 START_PART = 1 / 18
-"""Of a run, that its start may be. At S, T = 64 and 128, runs of 3,072 rows are 3 and 6 % faster than of 1,536; with
-hidden 64, those of 12,288 are 14 and 19 % faster; where starting costs less, longer ones gain nothing."""
+"""Share of a run's time that starting it may take. At S, T = 64 and 128, runs of 3,072 rows are 3 and 6 % faster than
+of 1,536; with hidden 64, those of 12,288 are 14 and 19 % faster; where starting costs less, longer ones gain
+nothing."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Run:
     """Neighbouring tokens that one backward pass carries."""
 
     tokens: tuple[slice, ...]
-    """Of each sequence, as many sequences of the group as have any; the first has most."""
+    """Tokens of each sequence of the group that has any; the first has most."""
     length: int
     """Longest prefix."""
 
@@ -73,7 +74,7 @@ class Chunk:
         return cls(rectangle, positions[rectangle] * held, held, run.length)
 
     def values(self, tokens: Tensor) -> Tensor:
-        """Of the places that hold a token, [tokens, …], from [B, K, …]."""
+        """Values at the places that hold a token, [tokens, …], from [B, K, …]."""
         return tokens.flatten(0, 1) if self.held is None else tokens[self.held]
 
 
@@ -148,6 +149,6 @@ def group_sequences(
 
 
 def _cost(lengths: Sequence[Sequence[int]], group: list[int], limits: Limits) -> float:
-    """Of a group's runs."""
+    """Cost of a group's runs."""
     runs = neighbours([lengths[i] for i in group], limits)
     return sum(run.rows + limits.fixed(len(run.tokens), run.length) for run in runs)

@@ -16,8 +16,8 @@ from gradscope.objective import TokenStatistics, parts_at_once, statistics_and_g
 from gradscope.policy import Policy, takes
 
 LOGIT_BYTES = 5 * 4
-"""Of one logit in the pass: itself and what its gradient needs, five float32 arrays where it is capped and targets are
-laid out anew."""
+"""Bytes of one logit in the pass: itself and what its gradient needs, five float32 arrays where it is capped and
+targets are laid out anew."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class HeadPass:
     local: dict[str, tuple[Call, Tensor, Tensor]]
     """Module → (call, gradient at its output, its input), both at the target's own position, [m, width]."""
     calls: list[Call]
-    """Of every claimed module, over the whole stack."""
+    """Calls of every claimed module, over the whole stack."""
 
 
 class Head:
@@ -137,7 +137,7 @@ class Head:
         return self.model(input_ids=ids, use_cache=False, **kept).logits
 
     def _local_inputs(self, call: Call, targets_at: _TargetRows) -> Tensor:
-        """Of a module of the head: its inputs [m, width]; for a diagonal one its slopes [m, parameters, width]."""
+        """Inputs of a module of the head, [m, width]; for a diagonal one its slopes, [m, parameters, width]."""
         if self.claims.rules[call.name] != "diagonal":
             return targets_at.rows(call.inputs)
         return torch.stack([targets_at.rows(s) for s in parameter_slopes(call.module, call.inputs)], 1)

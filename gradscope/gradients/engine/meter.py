@@ -78,7 +78,7 @@ class TokenGradientMeter:
 
     @property
     def precision(self) -> Precision | None:
-        """Of the backward rules; None: the model goes along its graph."""
+        """Precision of the analytic backward pass; None: autograd differentiates the model."""
         return self._precision if self.decoder is not None else None
 
     @property
@@ -140,7 +140,7 @@ class TokenGradientMeter:
         return TokenGradients(TokenStatistics(unknown, unknown, unknown), unknown, act, unknown, {})
 
     def _measure_stack(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
-        """Of sequences all of whose targets are measured, those with more of them first."""
+        """Gradients of sequences all of whose targets are measured, those with more of them first."""
         stack = Stack.of(sequences, torch.promote_types(self.model.dtype, torch.float32))
         head, body = self._start(stack)
         if body is None:
@@ -195,7 +195,7 @@ class TokenGradientMeter:
                 square[name] = self.head.square_norms(head, name)
 
     def _limits(self, body: DecoderBody | GraphBody) -> Limits:
-        """Of chunks: neighbouring tokens, as many as fill the rows and fit the memory."""
+        """Chunk limits: neighbouring tokens, as many as fill the rows and fit the memory."""
         return body.limits(self.rows, self.memory)
 
     # What no rule claims: one autograd gradient a token.
@@ -279,7 +279,7 @@ def keep_freed_memory() -> None:
 
 
 def _spread(gradients: TokenGradients, sequence: SequenceTokens) -> TokenGradients:
-    """Of the measured tokens, among all targets."""
+    """The measured tokens' norms among NaN for all other targets."""
     if len(sequence.measured) == len(sequence.targets):
         return gradients
 

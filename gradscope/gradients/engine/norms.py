@@ -23,7 +23,7 @@ NARROWEST, WIDEST = 28, 128
 
 
 def strip_width(n: int, narrowest: int = NARROWEST) -> int:
-    """Of four equal parts of n positions, or fewer that are not too narrow, or more that are not too wide."""
+    """Width of a strip: a quarter of n positions, unless that is too narrow or too wide."""
     return min(-(-n // min(4, max(1, n // narrowest))), WIDEST)
 
 

@@ -60,9 +60,9 @@ class _Visits:
     untouched: bool = True
     """Neither what it was given nor what it returned was changed in place afterwards."""
     inputs: Tensor | None = None
-    """Of an embedding or a norm: of the first call; a norm's at the first positions alone."""
+    """Input of an embedding's or a norm's first call; a norm's at the first positions alone."""
     output: Tensor | None = None
-    """Of such a module: of the last call, at the same."""
+    """Output of such a module's last call, at the same positions."""
     pending: list[tuple[Tensor, int]] = field(default_factory=list)
     """Tensors of which `untouched` is not known yet, with their versions at the time."""
 

@@ -30,7 +30,7 @@ class Call:
     module: nn.Module
     inputs: Tensor
     edge: GradientEdge | None
-    """Of the module's output, as it was returned; None if no gradient flows there."""
+    """Graph edge of the module's output, as it was returned; None if no gradient flows there."""
     width: int
     """Numbers in the output."""
 

@@ -23,7 +23,7 @@ class SequenceTokens:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the prefix of each measured token."""
+        """Length of each measured token's prefix."""
         return self.targets[self.measured].tolist()
 
     @property

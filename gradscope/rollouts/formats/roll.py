@@ -33,7 +33,7 @@ def _row(record: Record, policy: Policy | None) -> Row:
 
 
 def _temperature(settings: Any) -> int | float | None:
-    """Of sampling_params, a JSON text; None where it says none."""
+    """The temperature in sampling_params, a JSON text; None where it says none."""
     try:
         found = json.loads(settings) if isinstance(settings, str) else settings
     except ValueError:

@@ -56,9 +56,9 @@ class Setting:
     """A choice of α and η."""
 
     alpha: Number | None = None
-    """Of Advantage Reweighting (Eq. 4); None: off."""
+    """α of Advantage Reweighting (Eq. 4); None: off."""
     eta: Number | None = None
-    """Lopti's (Alg. 1); None: off."""
+    """η of Lopti (Alg. 1); None: off."""
 
     @property
     def name(self) -> str:
@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def variant(self) -> str:
-        """Of `variants`."""
+        """Name of the setting's variant, see `variants`."""
         if self.eta is None:
             return "all" if self.alpha is None else "reweight"
         return "lopti" if self.alpha is None else "reweight-lopti"
@@ -98,7 +98,7 @@ class Cells:
     of: Int[Tensor, "B S"]
     """Number of each kept token's cell; −1 elsewhere."""
     interval: Int[np.ndarray, " C"]
-    """Of each cell."""
+    """Interval of π_old of each cell."""
     below: dict[Number, Bool[np.ndarray, " C"]]
     """For each η: whether the cell is in Lopti's first pass."""
 
@@ -135,11 +135,12 @@ class Prediction:
     """What one setting's step does, to first order."""
 
     delta_logprob: Float[np.ndarray, " K"]
-    """Of each kept token of `Linearisation.judged`, by row and column, nats. Δ of the log odds has the same sign."""
+    """Change of log π of each kept token of `Linearisation.judged`, by row and column, nats. Δ of the log odds has the
+    same sign."""
     gradient_shares: Float[np.ndarray, " A"]
     """⟨G_a, G⟩/‖G‖² of each interval; G is the sum of the passes' gradients, clipped. NaN for G = 0."""
     cosine: float
-    """Of G and the gradient of the plain loss."""
+    """Cosine of G and the gradient of the plain loss."""
     num_steps: int
     """Optimizer steps: passes that have a token."""
     adds_up: bool

@@ -64,19 +64,19 @@ class Screening:
     """A row per batch, setting, interval and sign: batch, held_out, setting, interval, sign, counted (in the score),
     num_tokens, predicted_tied, predicted_share, actual_tied, actual_share."""
     prompts: list[int]
-    """Of each batch."""
+    """Prompts of each batch."""
     held_out: list[bool]
-    """Of each batch: whether it confirms; the others select."""
+    """Whether each batch confirms; the others select."""
     cells: list[str]
-    """Of CELLS, those that count."""
+    """Those of CELLS that count."""
     min_tokens: int
     confidence: Number
     eta_judged: bool
     """False where on the selection batches every η's two steps add up to the one without η, so that the prediction is
     the same for all of them."""
     rankings: dict[str, Spearman]
-    """Of the actual scores on the held-out batches with predicted ones: "selection", on the selection batches;
-    "held-out", on the same. Empty without actual updates."""
+    """Rank correlations of the actual scores on the held-out batches with predicted ones: "selection", on the selection
+    batches; "held-out", on the same. Empty without actual updates."""
 
     @property
     def candidate(self) -> pd.Series:
@@ -191,7 +191,7 @@ class _Tally:
                 draws[:] = np.nan
 
     def scores(self, kind: Kind, batches: Sequence[int]) -> Float[np.ndarray, " N"]:
-        """Of each setting, mean over these batches."""
+        """Score of each setting, mean over these batches."""
         return np.mean(self._each(kind, batches), axis=0)
 
     def differences(self, kind: Kind, batches: Sequence[int]) -> Float[np.ndarray, "3 N"]:
@@ -204,7 +204,7 @@ class _Tally:
         return np.vstack([each.mean(0), percentiles(drawn - drawn[:, :1], self.confidence)])
 
     def rankings(self, select: Sequence[int], confirm: Sequence[int]) -> dict[str, Spearman]:
-        """Of the actual scores on `confirm` with the predicted ones on either."""
+        """Rank correlations of the actual scores on `confirm` with the predicted ones on either."""
         if len(confirm) >= ENOUGH_BATCHES:
             return self._rankings_by_batch(select, confirm)
         found, actual, drawn = {}, self.scores("actual", confirm), self._drawn("actual", confirm)

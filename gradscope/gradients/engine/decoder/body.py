@@ -49,7 +49,7 @@ def chunk_limits(
     rows: int | None,
     fit: int,
 ) -> Limits:
-    """Of chunks through blocks with so many weights that a token is multiplied by, and with these widths.
+    """Chunk limits for blocks of `weights` parameters (2·weights FLOPs per row), and with these widths.
 
     query, key: of all queries, of all keys. rows: most positions × tokens; None: as many as it takes for starting a
     chunk to be a small part of it. fit: as many fit the memory.
@@ -67,7 +67,7 @@ def row_bytes(hidden: int, mlp: int | float, heads: int, *, strip: int = WIDEST)
 
 
 def probs_bytes(heads: int, length: int) -> int:
-    """Of attention's probabilities within a sequence; heads: of all blocks together."""
+    """Bytes of attention's probabilities within a sequence; heads: of all blocks together."""
     return 4 * heads * length**2
 
 
@@ -89,8 +89,8 @@ def kept_bytes(hidden: int, query: int | float, key: int | float, mlp: int | flo
 
 
 def most_sequences(length: int, kept: int | float, *, rows: int, logits: int, memory: int) -> int:
-    """Of a length, that may be measured together: one token of each fits the rows, all their logits and what they leave
-    the memory.
+    """How many sequences of this length fit: one token of each within the rows, all their logits and what they leave
+    within the memory.
 
     kept: bytes that one leaves; logits: positions whose logits fit.
     """
@@ -140,14 +140,15 @@ class DecoderBody:
         return record_blocks(self.model, self.blocks)
 
     def limits(self, rows: int | None, memory: int) -> Limits:
-        """Of chunks. rows: most positions × tokens, or None, see `chunk_limits`; memory: bytes that they may take."""
+        """Chunk limits. rows: most positions × tokens, or None, see `chunk_limits`; memory: bytes that they may
+        take."""
         weights = max(sum(matrix.module.weight.numel() for matrix in block.matrices) for block in self.blocks)
         fit = max(1, memory // self.bytes_per_row)
         return chunk_limits(weights, *self._widths, device=self.model.device.type, rows=rows, fit=fit)
 
     @property
     def _widths(self) -> tuple[int, int, int, int]:
-        """Of the stream, of all queries, of all keys and of the MLP."""
+        """Widths of the residual stream, of all queries, of all keys and of the MLP."""
         block = self.blocks[0]
         mlp, hidden = block.gate.module.weight.shape
         return hidden, block.query.module.out_features, block.key.module.out_features, mlp
@@ -162,7 +163,7 @@ class DecoderBody:
         return batch * probs_bytes(sum(block.heads for block in self.blocks), length) <= self.memory
 
     def most_sequences(self, length: int, *, rows: int, logits: int) -> int:
-        """Of this length, that may be measured together; see the function of this name."""
+        """How many sequences of this length fit; see the function of this name."""
         kept = len(self.blocks) * seen_bytes(*self._widths, length)
         kept += probs_bytes(sum(block.heads for block in self.blocks), length)
         return most_sequences(length, kept, rows=rows, logits=logits, memory=self.memory)

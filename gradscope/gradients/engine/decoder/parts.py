@@ -61,11 +61,11 @@ class DecoderBlock:
     activation: Callable[[Tensor], Tensor]
     head_dim: int
     scaling: float
-    """Of the attention scores."""
+    """Factor of the attention scores."""
 
     @property
     def heads(self) -> int:
-        """Of queries."""
+        """Query heads."""
         return self.query.module.out_features // self.head_dim
 
     @cached_property

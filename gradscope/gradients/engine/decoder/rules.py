@@ -15,7 +15,7 @@ from gradscope.gradients.engine.norms import strips
 from gradscope.gradients.engine.products import Product, multiply_exactly
 
 NARROWEST_QUERIES = 56
-"""Of a strip in `attention_backward`, whose loop has many operations."""
+"""Fewest queries of a strip in `attention_backward`, whose loop has many operations."""
 
 
 def linear_backward(
