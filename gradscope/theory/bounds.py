@@ -176,7 +176,7 @@ class TheoryReport:
         if self.constants is None:
             return [
                 "2. The head's and the layers' constants were not computed (gradscope measure --constants N, or",
-                "   gradscope.theory.constants.layer_constants)",
+                "   gradscope.theory.layer_constants)",
             ]
         head = self.constants[self.constants["module"] == "head"]
         vocab, width = (int(head[c].iloc[0]) for c in ("outputs", "inputs"))
