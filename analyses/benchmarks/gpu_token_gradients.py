@@ -5,8 +5,8 @@
 Policies have the shapes of Qwen2.5 0.5B, 1.5B and 3B with random weights: nothing is downloaded. Sequences of T tokens,
 the first quarter the prompt. In every sequence, runs of neighbouring tokens are measured at several depths (all of them
 would take hours at 3B); a token's time depends on its prefix alone, so the runs' middle stands for a sequence. Per row:
-response tokens per second, the floor's FLOPs (`gradscope.gradients.cost_measure.floor_flops`) per second as a fraction
-of the bfloat16 matrix product's, measured in the same run, and the peak of allocated memory.
+response tokens per second, the floor's FLOPs (`gradscope.gradients.cost.measuring.floor_flops`) per second as a
+fraction of the bfloat16 matrix product's, measured in the same run, and the peak of allocated memory.
 
     graph       along the model's own graph, float32: what any architecture costs (the first length only)
     exact       backward rules, float32

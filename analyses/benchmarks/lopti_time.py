@@ -13,7 +13,7 @@ from torch import nn
 from analyses.benchmarks.trainer_loops import Size
 from analyses.benchmarks.turns import read_clocks
 from gradscope.gradients import ModelShape, Piece
-from gradscope.gradients.cost import forward_flops
+from gradscope.gradients.cost.model import forward_flops
 from gradscope.objective import Pass, Updater, batch_statistics, micro_batches
 from gradscope.objective.shared_prompts import can_pack, packing_for
 from gradscope.policy import Policy, load_policy

@@ -30,7 +30,7 @@ from analyses.common.script import exit_with
 from gradscope.diagnosis import Products, block_products, prompt_vectors
 from gradscope.diagnosis.gradients import signal_and_noise, sum_gradients
 from gradscope.gradients import measuring
-from gradscope.gradients.sketches import BLOCKS, Sketcher
+from gradscope.gradients.summed.sketches import BLOCKS, Sketcher
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.objective import batch_statistics, resolve_advantages
 from gradscope.policy import Policy, flat_slices, load_policy

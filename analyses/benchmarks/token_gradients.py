@@ -16,7 +16,7 @@ tokens, the first quarter of each the prompt. Methods:
     gradscope       TokenGradientMeter by backward rules, in the groups that it makes itself; both yield every layer's
                     activation gradient as well
 
-The floor is the least that an exact norm takes (`gradscope.gradients.cost_measure.floor_flops`: the activation
+The floor is the least that an exact norm takes (`gradscope.gradients.cost.measuring.floor_flops`: the activation
 gradients' backward pass over each token's prefix, and the contractions to norms) at the speed of a large float32 matrix
 product, measured in every round. A meter is made once for a policy, before the rounds (`setup_s`, for any number of
 sequences). Every method's norms are held against the sequence loop's. Peak memory is what a method allocates at most

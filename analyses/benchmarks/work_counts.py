@@ -1,4 +1,5 @@
-"""What the engine does beside its products, counted: constants of gradscope.gradients.cost_measure that are said to be.
+"""What the engine does beside its products, counted: constants of gradients.cost.measuring that are said to be.
+be.
 
     python -m analyses.benchmarks.work_counts
 
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from gradscope.gradients import SequenceTokens, TokenGradientMeter, measuring
-from gradscope.gradients.cost_train import FORWARD_GATES, FORWARD_STREAMS
+from gradscope.gradients.cost.training import FORWARD_GATES, FORWARD_STREAMS
 from gradscope.gradients.engine.chunks import neighbours
 from gradscope.gradients.engine.decoder.rules import NARROWEST_QUERIES
 from gradscope.gradients.engine.norms import strip_width

@@ -6,7 +6,7 @@ time is varied. CPU time of one thread, self-check left out, medians of interlea
 
     growth.csv          CPU ms of a token, measured and predicted, by what is varied
     gpu.csv             the same model for Qwen2.5 on one GPU that was not at hand: its datasheet, with the shares of it
-                        that are assumed (gradscope.gradients.machine_speed), stands in every row
+                        that are assumed (gradscope.gradients.cost.speed), stands in every row
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from gradscope.errors import InputError, SelfCheckError
 from gradscope.gradients.engine.results import FLOOR, TOLERANCES, SelfCheck
 from gradscope.gradients.estimates import EstimateCounts, relative_norm_error, signed_square_norms, squared_changes
-from gradscope.gradients.sums import differentiable, predict_changes, zero_vectors
+from gradscope.gradients.summed.weighted import differentiable, predict_changes, zero_vectors
 from gradscope.objective import logit_gradient
 from gradscope.policy import arithmetic_dtype, float_parameters
 from gradscope.rollouts import TokenBatch

@@ -27,7 +27,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
-from gradscope.gradients.sums import differentiable, predict_changes, zero_vectors
+from gradscope.gradients.summed.weighted import differentiable, predict_changes, zero_vectors
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import kept_logprobs, micro_batches
 from gradscope.policy import float_parameters

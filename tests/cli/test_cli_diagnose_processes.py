@@ -12,7 +12,7 @@ from support.pages import BRIEF, write_rows
 from support.policies import make_batch, make_policy, save_checkpoint
 from support.processes import launch
 
-from gradscope.gradients.prompts import Sizes, plan_sums
+from gradscope.gradients.summed.prompts import Sizes, plan_sums
 
 
 def test_two_processes_write_the_numbers_of_one_for_each_of_several_checkpoints(tmp_path):

@@ -8,7 +8,8 @@ from support.policies import CAUSAL, HIDDEN, LAYERS, VOCAB, make_config, make_mo
 from torch.utils.flop_counter import FlopCounterMode
 
 from analyses.benchmarks.plan_memory import Case, allocated_peak, compare, make_batch, make_policy
-from gradscope.gradients import ModelShape, Piece, cost
+from gradscope.gradients import ModelShape, Piece
+from gradscope.gradients.cost import model as cost
 from gradscope.objective.logprobs import trained_logprobs
 
 SMALL = Case(hidden=128, layers=4, vocab=1024, responses=2, length=64)

@@ -21,7 +21,7 @@ from gradscope.gradients import (
     measure_work,
     measuring,
 )
-from gradscope.gradients.cost_measure import (
+from gradscope.gradients.cost.measuring import (
     GRAPH,
     HEAD_OPERATIONS,
     IN_PYTHON,
@@ -36,7 +36,7 @@ from gradscope.gradients.cost_measure import (
     measure_bytes,
     split_chunks,
 )
-from gradscope.gradients.cost_train import forward_work
+from gradscope.gradients.cost.training import forward_work
 from gradscope.gradients.engine.chunks import neighbours
 
 TARGETS = torch.arange(16, 48)

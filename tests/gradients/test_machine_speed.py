@@ -8,8 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradscope.errors import InputError
-from gradscope.gradients import JobSizes, Speeds, Work, gpu_speeds, machine_speed, measure_speeds
-from gradscope.gradients.machine_speed import GPUS, total
+from gradscope.gradients import JobSizes, Speeds, Work, gpu_speeds, measure_speeds
+from gradscope.gradients.cost import speed as machine_speed
+from gradscope.gradients.cost.speed import GPUS, total
 
 SMALL = JobSizes(rows=64, thin_rows=4, hidden=64, head_dim=16, heads=2, length=32, vocab=128, logit_rows=8)
 SPEEDS = Speeds("a machine", products=2.0, thin=4.0, attention=5.0, moved=10.0, logits=20.0, operation=0.5)

@@ -26,7 +26,7 @@ from gradscope.gradients import (
     TokenGradients,
     measuring,
 )
-from gradscope.gradients.cost_measure import GRAPH, group_responses
+from gradscope.gradients.cost.measuring import GRAPH, group_responses
 from gradscope.gradients.engine import norms as rules
 from gradscope.gradients.engine.chunks import MOST_SEQUENCES
 from gradscope.gradients.engine.decoder import block as decoder_block

@@ -350,7 +350,7 @@ from gradscope.updates.first_order import influence
 from gradscope.policy import Policy, find_blocks
 from gradscope.updates.step import StepSettings
 from gradscope.updates.movement import apply_update
-from gradscope.gradients.sums import vector_bytes
+from gradscope.gradients.summed.weighted import vector_bytes
 
 sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 20000}
 torch.manual_seed(0)
@@ -405,7 +405,7 @@ def test_memory_of_the_process_does_not_grow_with_sources_and_a_step_takes_one_g
 SUMS = """
 import sys
 from gradscope.diagnosis.gradients import sum_gradients
-from gradscope.gradients.groups import interval_gradients
+from gradscope.gradients.summed.intervals import interval_gradients
 
 def make(prompts):
     rows = [Response(draw(4), draw(8), advantage=(-1.0) ** i, group=i // 2) for i in range(2 * prompts)]

@@ -15,10 +15,10 @@ from torch import Tensor
 from gradscope.diagnosis import Products, block_products, gradient_rows
 from gradscope.errors import InputError
 from gradscope.gradients import PromptGradients, Way, interval_gradients, own_rows, zero_vectors
-from gradscope.gradients.prompts import SEED, Sizes, plan_sums, slices_memory
-from gradscope.gradients.sketches import BLOCKS, Sketcher
-from gradscope.gradients.sums import differentiable
-from gradscope.gradients.sweep import Sweep
+from gradscope.gradients.summed.prompts import SEED, Sizes, plan_sums, slices_memory
+from gradscope.gradients.summed.sketches import BLOCKS, Sketcher
+from gradscope.gradients.summed.sweep import Sweep
+from gradscope.gradients.summed.weighted import differentiable
 from gradscope.objective import micro_batches
 from gradscope.policy import AdamWState, Policy, flat_slices, float_parameters, load_policy
 from gradscope.rollouts import TokenBatch

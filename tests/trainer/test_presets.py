@@ -4,7 +4,7 @@ import pytest
 
 from gradscope.errors import InputError
 from gradscope.gradients import ModelShape, shape_of
-from gradscope.gradients.architectures import ARCHITECTURES
+from gradscope.gradients.cost.outline import ARCHITECTURES
 from gradscope.objective import PAPER
 from gradscope.tasks import draw_questions, get_task
 from gradscope.tasks.data import find_files

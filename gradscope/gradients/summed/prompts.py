@@ -31,8 +31,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gradscope.errors import InputError
-from gradscope.gradients.sketches import BLOCKS, Sketcher
-from gradscope.gradients.sums import (
+from gradscope.gradients.summed.sketches import BLOCKS, Sketcher
+from gradscope.gradients.summed.sweep import OUTER, Passed, Sweep
+from gradscope.gradients.summed.weighted import (
     BACKWARD,
     add_gradients,
     differentiable,
@@ -41,7 +42,6 @@ from gradscope.gradients.sums import (
     vectors_within,
     zero_vectors,
 )
-from gradscope.gradients.sweep import OUTER, Passed, Sweep
 from gradscope.objective import fitting_size, kept_logprobs, micro_batches
 from gradscope.policy import Policy, flat_slices, float_parameters, free_memory
 from gradscope.rollouts import TokenBatch

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradscope.errors import InputError
-from gradscope.gradients.cost import ModelShape
+from gradscope.gradients.cost.model import ModelShape
 from gradscope.policy import BROKEN_FILE, EMBEDDED
 
 _QWEN_7B = {

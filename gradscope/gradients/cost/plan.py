@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from gradscope.errors import InputError
-from gradscope.gradients.architectures import config_of
-from gradscope.gradients.cost import ModelShape
-from gradscope.gradients.cost_measure import (
+from gradscope.gradients.cost.measuring import (
     GRAPH,
     RULES,
     Engine,
@@ -26,9 +24,9 @@ from gradscope.gradients.cost_measure import (
     measure_work,
     upcast_work,
 )
-from gradscope.gradients.engine.meter import keep_freed_memory
-from gradscope.gradients.engine.products import PRODUCTS, Precision
-from gradscope.gradients.machine_speed import (
+from gradscope.gradients.cost.model import ModelShape
+from gradscope.gradients.cost.outline import config_of
+from gradscope.gradients.cost.speed import (
     GPUS,
     MIXED_WITH_KEPT_MEMORY,
     JobSizes,
@@ -38,7 +36,8 @@ from gradscope.gradients.machine_speed import (
     gpu_speeds,
     measure_speeds,
 )
-from gradscope.gradients.prompts import SumsPlan, largest_share, own_rows, plan_batch_sums
+from gradscope.gradients.engine.meter import keep_freed_memory
+from gradscope.gradients.engine.products import PRODUCTS, Precision
 from gradscope.gradients.settings import (
     AFTERWARDS,
     MeasureSettings,
@@ -49,6 +48,7 @@ from gradscope.gradients.settings import (
     no_fast_mode,
     settle_sample,
 )
+from gradscope.gradients.summed.prompts import SumsPlan, largest_share, own_rows, plan_batch_sums
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.policy import (
     DTYPES,

@@ -26,8 +26,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.gradients.prompts import Index, PromptGradients, SumsPlan, Way
-from gradscope.gradients.sums import zero_vectors
+from gradscope.gradients.summed.prompts import Index, PromptGradients, SumsPlan, Way
+from gradscope.gradients.summed.weighted import zero_vectors
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.objective import PAPER, LossSettings, batch_loss, own_where_unknown, resolve_advantages
 from gradscope.policy import PART, AdamWState, Policy, gradient_budget, square_norm

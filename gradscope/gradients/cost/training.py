@@ -11,8 +11,15 @@ from __future__ import annotations
 
 import math
 
-from gradscope.gradients.cost import ModelShape, Piece, backward_flops, forward_flops, kv_bytes, trained_parameters
-from gradscope.gradients.machine_speed import Work
+from gradscope.gradients.cost.model import (
+    ModelShape,
+    Piece,
+    backward_flops,
+    forward_flops,
+    kv_bytes,
+    trained_parameters,
+)
+from gradscope.gradients.cost.speed import Work
 
 Number = int | float
 

@@ -4,7 +4,7 @@ A token whose logits stand at position p has a gradient at the n = p + 1 positio
 it back through every block over that prefix, and to turn what arrives at each linear layer into the norm of its
 weight's gradient, ‖Σ_s δ_s a_sᵀ‖. The last block is nearly free: up to its attention's values, δ lives at p alone.
 
-Blocks are those of `gradscope.gradients.cost`, without biases. All counts are sums over the tokens or chunks of a
+Blocks are those of `gradscope.gradients.cost.model`, without biases. All counts are sums over the tokens or chunks of a
 batch.
 """
 
@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gradscope.gradients.checked_tokens import LIGHT
-from gradscope.gradients.cost import ModelShape, Piece, block_activation_bytes
-from gradscope.gradients.cost_train import forward_work
+from gradscope.gradients.cost.model import ModelShape, Piece, block_activation_bytes
+from gradscope.gradients.cost.speed import Work, total
+from gradscope.gradients.cost.training import forward_work
 from gradscope.gradients.engine.chunks import ROWS, Limits, Run, group_sequences, neighbours
 from gradscope.gradients.engine.decoder.body import (
     chunk_limits,
@@ -29,7 +30,6 @@ from gradscope.gradients.engine.decoder.rules import NARROWEST_QUERIES
 from gradscope.gradients.engine.head import LOGIT_BYTES, logit_rows
 from gradscope.gradients.engine.meter import TRIAL
 from gradscope.gradients.engine.norms import WIDEST, strip_width
-from gradscope.gradients.machine_speed import Work, total
 from gradscope.gradients.settings import CHECKED_EACH
 from gradscope.intervals import EDGES
 
