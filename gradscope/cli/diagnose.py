@@ -313,7 +313,7 @@ class Diagnose:
         with folder.writing():
             folder.stage()
             write_report(folder.staged, report)
-            folder.close(folder.manifest | {"diagnosis": drawn})
+            folder.publish(folder.manifest | {"diagnosis": drawn})
         print(f"{folder.folder / PAGE}\n\n{in_words(found)}\n")
 
     def _diagnose_dump(self) -> None:

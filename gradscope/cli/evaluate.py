@@ -76,7 +76,7 @@ class Evaluate:
         policy = load_quietly(self.model, dtype=self.dtype, device=self.device)
         settings = {name: getattr(self, name) for name in ("k", "temperature", "max_new_tokens", "seed")}
         folder = RunFolder(self.out, self._key(policy, questions, settings), results=(TABLE, RESPONSES))
-        if folder.look(overwrite=self.overwrite) == "finished":
+        if folder.status(overwrite=self.overwrite) == "finished":
             report = self._report_again()
             print(f"already evaluated with these arguments: {self.out / TABLE}\n{report}")
             return
@@ -105,7 +105,7 @@ class Evaluate:
 
     def _evaluate(self, exam: Exam, folder: RunFolder) -> None:
         """Parts hold responses without grades: a task that raises is mended, and no response is sampled again."""
-        if folder.open(overwrite=self.overwrite):
+        if folder.begin(overwrite=self.overwrite):
             print(f"taking up the unfinished run in {folder.folder}")
         graded = []
         with tqdm(total=len(exam.questions), desc="evaluating", unit="question", disable=None) as bar:
@@ -117,7 +117,7 @@ class Evaluate:
         evaluation = summarize_responses(graded)
         write_text(folder.staged / TABLE, evaluation.table.to_csv(index=False))
         write_parquet(folder.staged / RESPONSES, evaluation.responses)
-        folder.close(self._manifest(exam, folder.key, evaluation))
+        folder.publish(self._manifest(exam, folder.key, evaluation))
         print(f"{len(evaluation.responses):,} responses: {folder.folder / RESPONSES}; table: {folder.folder / TABLE}")
 
     def _manifest(self, exam: Exam, key: dict[str, Any], evaluation: Evaluation) -> dict[str, Any]:

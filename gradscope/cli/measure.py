@@ -183,7 +183,7 @@ class Measure:
         with processes.together():
             sums = self.plan_sums(policy, measurement.batch, memory)
             folder = RunFolder(self.out, self._key(policy, measurement.settings))
-            found = folder.look(overwrite=self.overwrite) if processes.is_main else None
+            found = folder.status(overwrite=self.overwrite) if processes.is_main else None
         measured = Measured(policy, dump, measurement, folder, memory)
         if processes.is_main:
             print_notes(dump.notes)
@@ -294,7 +294,7 @@ class Measure:
             with processes.together():
                 if processes.is_main:
                     held.enter_context(folder.writing())
-                    self._announce(measurement, resumed=folder.open(overwrite=self.overwrite))
+                    self._announce(measurement, resumed=folder.begin(overwrite=self.overwrite))
             rounds = []
             if measurement.settings.minutes is not None:
                 rounds = self._measure_rounds(measured, watch)
@@ -309,7 +309,7 @@ class Measure:
             if measurement.estimate_plan is not None:
                 write_text(folder.staged / "interval_norms.csv", interval_norms(table).to_csv(index=False))
             sample = self._describe_sample(measurement, table, rounds, watch)
-            folder.close(self._manifest(measured, table) | {"sample": sample})
+            folder.publish(self._manifest(measured, table) | {"sample": sample})
         print(f"{len(table):,} tokens of {count} responses: {folder.folder / TABLE}")
         if not isinstance(sample, str) and "error" in sample:
             print(sample["error"])
@@ -403,7 +403,7 @@ class Measure:
                 return
             write_figures(folder.staged / "figures", policy, table, summary, progress=progress)
             told = {} if summary.gradients is None else {"summed_gradients": asdict(summary.gradients.plan)}
-            folder.close(folder.manifest | {"figures": drawn, **told})
+            folder.publish(folder.manifest | {"figures": drawn, **told})
 
     def _manifest(self, measured: Measured, table: pd.DataFrame) -> dict[str, Any]:
         policy, measurement, key = measured.policy, measured.measurement, measured.folder.key

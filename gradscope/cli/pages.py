@@ -99,7 +99,7 @@ def trend_folder(out: Path, folders: Sequence[Path], *, overwrite: bool) -> RunF
     key = {"gradscope": __version__, "pages": [file_hash(folder / PAGE) for folder in folders]}
     run = RunFolder(out, key, results=RESULTS)
     earlier = (run.manifest or {}).get("key")
-    run.look(overwrite=overwrite or (isinstance(earlier, dict) and "pages" in earlier))
+    run.status(overwrite=overwrite or (isinstance(earlier, dict) and "pages" in earlier))
     return run
 
 
@@ -122,9 +122,9 @@ def write_trend(models: Sequence[str], folders: Sequence[Path], out: Path, *, ov
     facts = {f"step {step}": describe_rollouts(manifest) for step, manifest in zip(steps, manifests, strict=True)}
     report = make_trend_report(trend, links=links, notes=notes, facts=facts | {"gradscope": __version__})
     with run.writing():
-        run.open(overwrite=True)
+        run.begin(overwrite=True)
         write_report(run.staged, report)
-        run.close({"gradscope": __version__, "versions": library_versions(), "checkpoints": list(models)})
+        run.publish({"gradscope": __version__, "versions": library_versions(), "checkpoints": list(models)})
     print(f"the trend over {len(folders)} checkpoints: {out / PAGE}")
 
 
@@ -152,7 +152,7 @@ def diagnose_dump(
 
     key = {"gradscope": __version__, "rollouts": rollouts_hash(path), "format": format, "step": step, "policy": None}
     folder = RunFolder(out, key | {"loss": asdict(loss), "seed": seed}, results=RESULTS)
-    if folder.look(overwrite=overwrite) == "finished":
+    if folder.status(overwrite=overwrite) == "finished":
         print(f"already diagnosed with these arguments: {out / PAGE}")
         return
     dump = read_dump(path, format=format, step=step)
@@ -163,12 +163,12 @@ def diagnose_dump(
     facts = {"rollouts": f"{path} ({dump.format})", "policy": "none", "gradscope": __version__}
     report = make_logit_report(table, shares, facts=facts, notes=notes)
     with folder.writing():
-        folder.open(overwrite=overwrite)
+        folder.begin(overwrite=overwrite)
         write_parquet(folder.staged / "tokens.parquet", table)
         write_report(folder.staged, report)
         rollouts = {"path": str(path), "sha256": key["rollouts"], "format": dump.format, "notes": list(notes)}
         told = {"gradscope": __version__, "versions": library_versions(), "policy": None}
-        folder.close(told | {"rollouts": rollouts, "tokens": len(table)})
+        folder.publish(told | {"rollouts": rollouts, "tokens": len(table)})
     print(f"{len(table):,} tokens at the logits, without a policy and so without a verdict: {out / PAGE}")
 
 

@@ -119,7 +119,7 @@ class Tune:
         settings = self._settings(optimizer, None if state is None else read_optimizer_file(state))
         key = self._key(policy, grid, settings, state)
         folder = RunFolder(self.out, key, results=(SETTINGS, BY_INTERVAL, SUMMARY, "figures"))
-        if folder.look(overwrite=self.overwrite) == "finished":
+        if folder.status(overwrite=self.overwrite) == "finished":
             if missing := [name for name in (SETTINGS, BY_INTERVAL, SUMMARY) if not (self.out / name).is_file()]:
                 raise InputError(f"{self.out / missing[0]} of the finished run is gone; tune again with --overwrite")
             print(f"already tuned with these arguments: {self.out / SETTINGS}")
@@ -228,7 +228,7 @@ class Tune:
         folder: RunFolder,
     ) -> list[pd.DataFrame]:
         """A part per batch."""
-        if folder.open(overwrite=self.overwrite):
+        if folder.begin(overwrite=self.overwrite):
             print(f"taking up the unfinished run in {folder.folder}")
         left = [index for index in range(len(batches)) if not folder.has_part(index)]
         bar = {"desc": "batches", "total": len(batches), "initial": len(batches) - len(left), "disable": None}
@@ -272,7 +272,7 @@ class Tune:
         write_text(folder.staged / BY_INTERVAL, found.by_interval.to_csv(index=False))
         write_text(folder.staged / SUMMARY, f"{report(found, step=describe_step(settings))}\n")
         save_figure(plot_tuning(found.settings), folder.staged / FIGURE)
-        folder.close(self._manifest(policy, found, folder.key, parts))
+        folder.publish(self._manifest(policy, found, folder.key, parts))
         print(f"settings: {self.out / SETTINGS}; figure: {self.out / FIGURE}")
 
     def _manifest(
