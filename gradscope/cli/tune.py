@@ -16,14 +16,14 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from gradscope import __version__
-from gradscope.cli.flags import DeviceFlag, Dtype, FormatFlag, load_quietly, print_notes
+from gradscope.cli.flags import Dtype, FormatFlag, PolicyFlags, load_quietly, print_notes
+from gradscope.cli.manifest import make_key, make_manifest
 from gradscope.errors import InputError
 from gradscope.gradients import refuse_narrow_weights
 from gradscope.objective import PAPER, LossSettings, resolve_advantages
 from gradscope.policy import Policy, find_optimizer_file, find_policy_state, hash_ahead, read_optimizer_file
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import RunFolder, file_hash, library_versions, write_text
+from gradscope.runs import RunFolder, file_hash, write_text
 from gradscope.updates import (
     MIN_TOKENS,
     SGD,
@@ -43,8 +43,8 @@ Optimizer = Literal["sgd", "adamw"]
 FRESH = "fresh: its first step is a sign step, of which the prediction says little"
 
 
-@dataclass(frozen=True)
-class Tune:
+@dataclass(frozen=True, kw_only=True)
+class Tune(PolicyFlags):
     """Screen α (Advantage Reweighting) and η (Lopti) by what one step does to the tokens of a few batches.
 
     Every setting's step is predicted to first order and, on half of the batches, taken and rewound: OUT gets a row per
@@ -102,8 +102,6 @@ class Tune:
     """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
     dtype: Dtype = "float32"
     """Precision of the weights and of all that is computed; below float32 an update vanishes by rounding."""
-    device: DeviceFlag = None
-    """A device of torch: cpu, cuda, cuda:1, …"""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
 
@@ -111,7 +109,7 @@ class Tune:
         grid = make_grid(self.alphas, self.etas)
         self._check()
         hash_ahead(self.model)
-        policy = load_quietly(self.model, dtype=self.dtype, device=self.device)
+        policy = load_quietly(self.model, **self.loading)
         refuse_narrow_weights(policy.model)
         batches = self._read_batches(policy)
         check_batches(batches, self.min_tokens)
@@ -125,8 +123,7 @@ class Tune:
             print(f"already tuned with these arguments: {self.out / SETTINGS}")
         else:
             with folder.writing():
-                parts = self._count(policy, batches, grid, settings, folder)
-                self._write(policy, parts, grid, settings, folder)
+                self._write(policy, self._count(policy, batches, grid, settings, folder), grid, settings, folder)
         print(f"\n{self._read_summary()}")
 
     def _read_summary(self) -> str:
@@ -197,27 +194,23 @@ class Tune:
     def _key(
         self, policy: Policy, grid: Sequence[Setting], settings: dict[str, Any], state: Path | None
     ) -> dict[str, Any]:
-        from gradscope.policy import policy_hashes
         from gradscope.rollouts import rollouts_hash
 
         step = {name: value for name, value in asdict(settings["step"]).items() if name != "micro_batch_size"}
-        return {
-            "gradscope": __version__,
-            **policy_hashes(policy),
-            "rollouts": [rollouts_hash(path) for path in self.rollouts],
-            "format": self.format,
-            "batches": self.batches if len(self.rollouts) == 1 else len(self.rollouts),
-            "grid": [setting.name for setting in grid],
-            "loss": asdict(settings["settings"]),
-            "step": step,
-            "optimizer_state": None if state is None else file_hash(state),
-            "actual": self.actual,
-            "min_tokens": self.min_tokens,
-            "temperature": self.temperature,
-            "seed": self.seed,
-            "dtype": self.dtype,
-            "device": policy.device.type,
-        }
+        return make_key(
+            policy,
+            rollouts=[rollouts_hash(path) for path in self.rollouts],
+            format=self.format,
+            batches=self.batches if len(self.rollouts) == 1 else len(self.rollouts),
+            grid=[setting.name for setting in grid],
+            loss=asdict(settings["settings"]),
+            step=step,
+            optimizer_state=None if state is None else file_hash(state),
+            actual=self.actual,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+        )
 
     def _count(
         self,
@@ -279,32 +272,28 @@ class Tune:
         self, policy: Policy, found: Screening, key: dict[str, Any], parts: Sequence[pd.DataFrame]
     ) -> dict[str, Any]:
         best = found.candidate
-        return {
-            "gradscope": __version__,
-            "versions": library_versions(),
-            "model": {"path": self.model, "class": type(policy.model).__name__, "sha256": key["model"]},
-            "rollouts": [
-                {"path": str(path), "sha256": digest}
-                for path, digest in zip(self.rollouts, key["rollouts"], strict=True)
-            ],
-            "settings": asdict(self) | {"optimizer": key["step"]["optimizer"], "step": key["step"]},
-            "seed": self.seed,
-            "dtype": key["dtype"],
-            "device": str(policy.device),
-            "method": sorted({method for part in parts for method in part["method"]}),
-            "prompts": found.prompts,
-            "candidate": {name: best[name] for name in ("setting", "difference", "lower", "upper", "verdict")},
-            "worth_a_run": found.worth_a_run,
-            "eta_judged": found.eta_judged,
-            "spearman": {name: asdict(ranking) for name, ranking in found.rankings.items()},
-        }
+        rollouts = zip(self.rollouts, key["rollouts"], strict=True)
+        return make_manifest(
+            self.model,
+            policy,
+            key,
+            rollouts=[{"path": str(path), "sha256": digest} for path, digest in rollouts],
+            settings=asdict(self) | {"optimizer": key["step"]["optimizer"], "step": key["step"]},
+            seed=self.seed,
+            method=sorted({method for part in parts for method in part["method"]}),
+            prompts=found.prompts,
+            candidate={name: best[name] for name in ("setting", "difference", "lower", "upper", "verdict")},
+            worth_a_run=found.worth_a_run,
+            eta_judged=found.eta_judged,
+            spearman={name: asdict(ranking) for name, ranking in found.rankings.items()},
+        )
 
 
 def _count_apart(
     tune: Tune, batch: TokenBatch, grid: Sequence[Setting], actual: bool, settings: dict[str, Any]
 ) -> pd.DataFrame:
     """In a process of its own, with a policy of its own: a sent one would share its weights, which the steps change."""
-    policy = load_quietly(tune.model, dtype=tune.dtype, device=tune.device)
+    policy = load_quietly(tune.model, **tune.loading)
     return tune_batch(policy, batch, grid, actual=actual, **settings)
 
 

@@ -248,7 +248,7 @@ def read_adamw_state(
     try:
         return AdamWState.from_state_dict(policy.model, state, max_grad_norm=max_grad_norm)
     except InputError as error:
-        raise InputError(f"{file}: {error}") from error
+        raise InputError(error.reason, path=file) from error
 
 
 def find_optimizer_file(path: str | Path) -> Path | None:
@@ -275,15 +275,16 @@ def read_optimizer_file(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, ValueError, TypeError, OSError) as error:
         raise InputError(
-            f"{path} is no file of torch.save that can be read safely ({unpickling_reason(error)}); give an AdamW "
-            "state_dict"
+            f"it is no file of torch.save that can be read safely ({unpickling_reason(error)}); give an AdamW "
+            "state_dict",
+            path=path,
         ) from error
     try:
         check_structure(state)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from error
+        raise InputError(error.reason, path=path) from error
     if extra := sorted({name for moments in state["state"].values() for name in moments} - KNOWN):
-        raise InputError(f"{path}: the state holds {extra[0]}, which AdamW does not keep; give the state of an AdamW")
+        raise InputError(f"the state holds {extra[0]}, which AdamW does not keep; give one of AdamW's", path=path)
     return state
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from support.adapters import save_adapter
 from support.cli import Outcome, assert_one_line, outcome_of
 from support.policies import save_checkpoint
 
@@ -322,3 +324,16 @@ def test_the_folder_of_a_training_run_is_refused_with_its_newest_checkpoint(run,
     args = ("--task", task, "--out", tmp_path / "out", *SHORT)
     assert_one_line(run(runs, *args), f"such as the newest: {runs / 'checkpoints' / 'step-000120'}")
     assert run(runs / "checkpoints" / "step-000020", *args).status == 0
+
+
+def test_an_adapter_whose_base_changed_is_another_policy(run, model, task, tmp_path):
+    """The base is given by a flag, and its weights decide the answers as much as the adapter's own."""
+    base, out = Path(shutil.copytree(model, tmp_path / "base")), tmp_path / "out"
+    adapter = save_adapter(tmp_path / "adapter", model, r=2, target_modules=["q_proj"])
+    args = (adapter, "--base", base, "--task", task, "--out", out, *SHORT)
+    assert run(*args).status == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["base_model"]["path"] == str(base) and manifest["params"] == "all"
+    assert "already evaluated" in run(*args).out
+    save_checkpoint(base, "llama", sharpness=4.0)
+    assert_one_line(run(*args), "base_model")

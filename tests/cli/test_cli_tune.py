@@ -244,7 +244,7 @@ def test_a_batch_without_some_advantages_is_refused(model, rollouts):
 
 
 def test_batches_side_by_side_give_the_same_files(run, model, rollouts, tmp_path):
-    flags = (*SMALL, "--batches", 3)
+    flags = (*SMALL, "--batches", 2)
     for name, jobs in (("one", 1), ("two", 2)):
         assert run(model, rollouts, "--out", tmp_path / name, *flags, "--jobs", jobs).status == 0
     for file in ("settings.csv", "by_interval.csv", "summary.txt"):
