@@ -46,7 +46,7 @@ from gradscope.runs import check_is_folder, check_results, file_hash, plain_json
 
 @dataclass(frozen=True)
 class MeasureOwn(Measure):
-    """Of a dump of several training steps, what the checkpoint itself sampled."""
+    """Measure a checkpoint on its own rollouts: the step that it sampled, where a dump holds several."""
 
     keeps_prompts: ClassVar[bool] = True
     optimizer_state: Path | None = None
@@ -95,7 +95,7 @@ class Diagnose(MeasuredPolicyFlags):
     max_new_tokens: int = 512
     """Longest response that is sampled."""
     engine: Literal["hf", "vllm"] = "hf"
-    """What samples: transformers or vLLM."""
+    """The engine that samples: transformers or vLLM."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
         default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
     )
@@ -141,7 +141,7 @@ class Diagnose(MeasuredPolicyFlags):
             write_trend(self.model, folders, self.out, overwrite=self.overwrite)
 
     def _check(self) -> None:
-        """What no other file looks at."""
+        """InputError for flags that contradict each other, before anything is loaded."""
         if self.out is None and not self.plan:
             raise InputError("--out is missing; give the folder of the report")
         if self.out is not None:
@@ -181,7 +181,7 @@ class Diagnose(MeasuredPolicyFlags):
             raise InputError(f"--{flag} is of a checkpoint, and none is given; leave it out, or give the checkpoint")
 
     def _check_files(self) -> None:
-        """What would otherwise come to light when much is measured already."""
+        """InputError for files that would otherwise fail after much is measured."""
         for model in self.model:
             if model != "embedded" and not os.path.isdir(model):
                 raise InputError(f"{model} is no folder here; give the folder of a checkpoint, or 'embedded'")

@@ -52,7 +52,7 @@ class Evaluate(PolicyFlags):
     seed: int = 0
     """Draws the questions and the responses."""
     engine: Literal["hf", "vllm"] = "hf"
-    """What samples: transformers or vLLM."""
+    """The engine that samples: transformers or vLLM."""
     batch_size: int = 64
     """hf: responses decoded together; changes speed and memory only."""
     vllm_memory: float = 0.4

@@ -1,4 +1,4 @@
-"""What several commands share: flags, a look at the prompts, and a quiet way to load a policy."""
+"""Flags that several commands share, checks of their values, and a quiet way to load a policy."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class MeasuredPolicyFlags(PolicyFlags):
 
 
 def print_notes(notes: Sequence[str]) -> None:
-    """What must be known of a trainer's dump, a line each."""
+    """Print the notes on a trainer's dump, a line each."""
     for note in notes:
         print(f"note: {note}")
 

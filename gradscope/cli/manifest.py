@@ -1,4 +1,4 @@
-"""What decides a run's numbers, and what it was made with: the key of its folder and its manifest."""
+"""The key of a run's folder, all that decides its numbers, and its manifest, all that it was made with."""
 
 from __future__ import annotations
 

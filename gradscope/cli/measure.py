@@ -53,7 +53,7 @@ SUMMARY = "figures/summary.txt"
 
 
 def describe_speedup(speedup: float) -> str:
-    """What the fast mode is worth on this machine.
+    """The speed of the fast mode on this machine, in words.
 
     >>> describe_speedup(0.5)
     'fast: rounded products are .5 times as fast as exact ones here; leave --fast out, exact norms take less time'
@@ -378,7 +378,7 @@ class Measure(MeasuredPolicyFlags):
             sample |= {"seconds": times, "rounds": told}
 
         def seconds(more: float) -> float:
-            """Of a run that measures so many times the tokens."""
+            """Seconds of a run that measures so many times the tokens."""
             size = round(min(measurement.sample.largest, more * each))
             costs = [measurement.cost_of_more(0, end) for end in (size, each)]
             return times["preparing"] + times["measuring"] * costs[0] / costs[1]

@@ -41,7 +41,7 @@ class Sample(PolicyFlags):
     max_new_tokens: int = 512
     """Longest response; the policy's context ends one too."""
     engine: Literal["hf", "vllm"] = "hf"
-    """What samples: transformers or vLLM."""
+    """The engine that samples: transformers or vLLM."""
     batch_size: int = 64
     """hf: responses decoded together; changes speed and memory only."""
     seed: int = 0

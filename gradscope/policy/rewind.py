@@ -1,4 +1,4 @@
-"""Let a model be trained for a while, and put everything back, bit for bit."""
+"""Let a model be trained for a while, then restore it bit for bit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradscope.policy.parameters import model_bytes
 from gradscope.runs import check_room, scratch_zeros
 
 

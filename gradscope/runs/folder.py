@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MANIFEST, KEY, PARTIAL, LOCK = "manifest.json", "key.json", ".partial", "lock"
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
-"""What the system says where the user has to name another folder; the rest (a full disk, …) is not the user's."""
+"""errno values after which the user has to name another folder; others (a full disk, …) are not the user's fault."""
 LIBRARIES = ("torch", "transformers", "numpy", "pandas", "matplotlib", "seaborn", "scipy", "accelerate", "peft", "vllm")
 
 
@@ -60,7 +60,7 @@ class RunFolder:
 
     @property
     def manifest(self) -> dict[str, Any] | None:
-        """What the folder's manifest says; None if there is none."""
+        """The content of the folder's manifest.json; None if there is none."""
         return read_json(self.folder / MANIFEST)
 
     def status(self, *, overwrite: bool = False) -> Literal["nothing", "unfinished", "finished"]:
@@ -238,7 +238,7 @@ def _is_of_a_run(manifest: dict[str, Any]) -> bool:
 
 
 def provenance() -> dict[str, Any]:
-    """What made a result: the versions of gradscope, of Python and of the installed libraries that it may depend on."""
+    """The versions that made a result: gradscope's, Python's and those of the libraries it may depend on."""
     return {"gradscope": __version__, "versions": library_versions()}
 
 
