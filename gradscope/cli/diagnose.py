@@ -128,12 +128,12 @@ class Diagnose(MeasuredPolicyFlags):
                 self._measure(model, rollouts, None).run()
             return
         check_no_plan(machine=self.machine, processes=self.processes)
-        for folder in name_folders(self.model, self.out) if self.model else [self.out]:
+        folders = name_folders(self.model, self.out) if self.model else [self.out]
+        for folder in folders:
             check_results(folder, RESULTS)
         if not self.model:
             self._diagnose_dump()
             return
-        folders = name_folders(self.model, self.out)
         if len(folders) > 1:
             trend_folder(self.out, [], overwrite=self.overwrite)  # before anything is measured
         done = [self._diagnose(*pair, folder) for pair, folder in zip(self._pairs(), folders, strict=True)]

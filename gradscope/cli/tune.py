@@ -28,7 +28,6 @@ from gradscope.updates import (
     MIN_TOKENS,
     SGD,
     Screening,
-    Setting,
     StepSettings,
     count_tokens,
     is_held_out,
@@ -114,8 +113,8 @@ class Tune(PolicyFlags):
         batches = self._read_batches(policy)
         check_batches(batches, self.min_tokens)
         optimizer, state = self._find_optimizer(policy)
-        settings = self._settings(optimizer, None if state is None else read_optimizer_file(state))
-        key = self._key(policy, grid, settings, state)
+        how = {"grid": grid} | self._settings(optimizer, None if state is None else read_optimizer_file(state))
+        key = self._key(policy, how, state)
         folder = RunFolder(self.out, key, results=(SETTINGS, BY_INTERVAL, SUMMARY, "figures"))
         if folder.status(overwrite=self.overwrite) == "finished":
             if missing := [name for name in (SETTINGS, BY_INTERVAL, SUMMARY) if not (self.out / name).is_file()]:
@@ -123,7 +122,7 @@ class Tune(PolicyFlags):
             print(f"already tuned with these arguments: {self.out / SETTINGS}")
         else:
             with folder.writing():
-                self._write(policy, self._count(policy, batches, grid, settings, folder), grid, settings, folder)
+                self._write(policy, self._count(policy, batches, how, folder), how, folder)
         print(f"\n{self._read_summary()}")
 
     def _read_summary(self) -> str:
@@ -171,7 +170,7 @@ class Tune(PolicyFlags):
         return self.optimizer or ("sgd" if state is None else "adamw"), state
 
     def _settings(self, optimizer: Optimizer, state: dict[str, Any] | None) -> dict[str, Any]:
-        """The keywords of `tune_batch`: loss, step, and the state that it goes on from."""
+        """Keywords of `tune_batch`: the loss, the step, and the optimizer state that it continues from."""
         loss = LossSettings(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c, self.kl_coef)
         loss.check()
         saved = {} if state is None else state["param_groups"][0]
@@ -191,19 +190,17 @@ class Tune(PolicyFlags):
             raise InputError(f"the optimizer's state has learning rate {step.learning_rate:g}; give --learning-rate")
         return {"settings": loss, "step": step, "optimizer_state": state, "memory": self.gradient_memory}
 
-    def _key(
-        self, policy: Policy, grid: Sequence[Setting], settings: dict[str, Any], state: Path | None
-    ) -> dict[str, Any]:
+    def _key(self, policy: Policy, how: dict[str, Any], state: Path | None) -> dict[str, Any]:
         from gradscope.rollouts import rollouts_hash
 
-        step = {name: value for name, value in asdict(settings["step"]).items() if name != "micro_batch_size"}
+        step = {name: value for name, value in asdict(how["step"]).items() if name != "micro_batch_size"}
         return make_key(
             policy,
             rollouts=[rollouts_hash(path) for path in self.rollouts],
             format=self.format,
             batches=self.batches if len(self.rollouts) == 1 else len(self.rollouts),
-            grid=[setting.name for setting in grid],
-            loss=asdict(settings["settings"]),
+            grid=[setting.name for setting in how["grid"]],
+            loss=asdict(how["settings"]),
             step=step,
             optimizer_state=None if state is None else file_hash(state),
             actual=self.actual,
@@ -213,14 +210,9 @@ class Tune(PolicyFlags):
         )
 
     def _count(
-        self,
-        policy: Policy,
-        batches: Sequence[TokenBatch],
-        grid: Sequence[Setting],
-        settings: dict[str, Any],
-        folder: RunFolder,
+        self, policy: Policy, batches: Sequence[TokenBatch], how: dict[str, Any], folder: RunFolder
     ) -> list[pd.DataFrame]:
-        """A part per batch."""
+        """A part per batch, those of an interrupted run among them. how: the keywords of `tune_batch`."""
         if folder.begin(overwrite=self.overwrite):
             print(f"taking up the unfinished run in {folder.folder}")
         left = [index for index in range(len(batches)) if not folder.has_part(index)]
@@ -228,16 +220,11 @@ class Tune(PolicyFlags):
         if self.jobs == 1:
             for index in tqdm(left, **bar):
                 progress = sys.stderr.isatty()
-                part = tune_batch(
-                    policy, batches[index], grid, actual=self._takes(index), progress=progress, **settings
-                )
+                part = tune_batch(policy, batches[index], actual=self._takes(index), progress=progress, **how)
                 folder.write_part(index, part)
             return folder.read_parts(len(batches))
         with ProcessPoolExecutor(self.jobs, get_context("spawn"), _use_one_thread) as pool:
-            jobs = {
-                pool.submit(_count_apart, self, batches[index], grid, self._takes(index), settings): index
-                for index in left
-            }
+            jobs = {pool.submit(_count_apart, self, batches[index], self._takes(index), how): index for index in left}
             try:
                 for job in tqdm(as_completed(jobs), **bar):
                     folder.write_part(jobs[job], job.result())
@@ -250,20 +237,13 @@ class Tune(PolicyFlags):
         """Whether the steps on this batch are also taken."""
         return self.actual and is_held_out(index)
 
-    def _write(
-        self,
-        policy: Policy,
-        parts: Sequence[pd.DataFrame],
-        grid: Sequence[Setting],
-        settings: dict[str, Any],
-        folder: RunFolder,
-    ) -> None:
+    def _write(self, policy: Policy, parts: Sequence[pd.DataFrame], how: dict[str, Any], folder: RunFolder) -> None:
         from gradscope.plots import plot_tuning, save_figure
 
-        found = screen(parts, grid, rng=np.random.default_rng(self.seed), min_tokens=self.min_tokens)
+        found = screen(parts, how["grid"], rng=np.random.default_rng(self.seed), min_tokens=self.min_tokens)
         write_text(folder.staged / SETTINGS, found.settings.to_csv(index=False))
         write_text(folder.staged / BY_INTERVAL, found.by_interval.to_csv(index=False))
-        write_text(folder.staged / SUMMARY, f"{report(found, step=describe_step(settings))}\n")
+        write_text(folder.staged / SUMMARY, f"{report(found, step=describe_step(how))}\n")
         save_figure(plot_tuning(found.settings), folder.staged / FIGURE)
         folder.publish(self._manifest(policy, found, folder.key, parts))
         print(f"settings: {self.out / SETTINGS}; figure: {self.out / FIGURE}")
@@ -289,12 +269,10 @@ class Tune(PolicyFlags):
         )
 
 
-def _count_apart(
-    tune: Tune, batch: TokenBatch, grid: Sequence[Setting], actual: bool, settings: dict[str, Any]
-) -> pd.DataFrame:
+def _count_apart(tune: Tune, batch: TokenBatch, actual: bool, how: dict[str, Any]) -> pd.DataFrame:
     """In a process of its own, with a policy of its own: a sent one would share its weights, which the steps change."""
     policy = load_quietly(tune.model, **tune.loading)
-    return tune_batch(policy, batch, grid, actual=actual, **settings)
+    return tune_batch(policy, batch, actual=actual, **how)
 
 
 def _use_one_thread() -> None:

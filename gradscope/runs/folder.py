@@ -1,17 +1,17 @@
 """A folder of results that is written whole or not at all, and whose unfinished run can be taken up again.
 
-status     what lies in DIR                               a run of this key …
-nothing    no `.partial`, no manifest                     begins
-unfinished `.partial` with parts and this key             goes on after its last part
-finished   manifest.json with this key                    leaves it alone
-refused    parts or a manifest of another key, results    raises InputError (exit status 2); with overwrite it
-           without a manifest                             begins, and replaces them when it publishes
+status        what lies in DIR                        a run of this key …
+nothing       neither parts nor a manifest            begins
+unfinished    .partial with parts of this key         continues after its last part
+finished      manifest.json with this key             leaves it alone, or adds files to it
+(InputError)  a run of another key, or results of     is refused; with `overwrite` it begins, and its results
+              an unknown one                          replace the others when it publishes them
 
-          begin                  write_part                publish
-nothing ─────────▶ `.partial` made ─────────▶ unfinished ─────────▶ finished
-   ▲                    │                         │ ▲                  │ stage, publish: adds files
-   └── ends, no parts ──┘              interrupted └─┘ begin           ▼
-                                                                    finished
+          begin           write_part               publish
+nothing ─────────▶ begun ───────────▶ unfinished ─────────▶ finished ──┐
+   ▲                 │                 ▲      │                ▲       │ stage,
+   └─────────────────┘                 └──────┘                └───────┘ publish
+     ends without parts             killed, begin
 """
 
 from __future__ import annotations

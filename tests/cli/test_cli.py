@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from support.cli import Outcome, assert_one_line, outcome_of
 from support.policies import CONTEXT, VOCAB, make_policy, make_responses, save_checkpoint, write_jsonl
 
-from gradscope.cli import measure as cli_measure
 from gradscope.cli.sample import Sample
 from gradscope.gradients import TableMeasurement, interval_norms, measure
 from gradscope.gradients.engine import autograd as graph_body
@@ -143,15 +142,6 @@ def test_estimates_are_labelled_as_such_everywhere(run, model, rollouts, tmp_pat
     assert pictures == {"figure_1", "cosines"} == {p.stem for p in (out / "figures").glob("*.csv")}
 
 
-def test_exact_norms_take_the_place_of_estimates(run, model, rollouts, tmp_path):
-    out, estimate = tmp_path / "out", ["--norms", "estimate", "--passes", 1]
-    assert run("measure", model, rollouts, "--out", out, *QUICK, *estimate).status == 0
-    assert_one_line(run("measure", model, rollouts, "--out", out, *QUICK), "norms estimate, not exact")
-    assert run("measure", model, rollouts, "--out", out, *QUICK, "--overwrite").status == 0
-    assert set(os.listdir(out)) == {"tokens.parquet", "manifest.json"}
-    assert json.loads((out / "manifest.json").read_text())["norms"] == "exact"
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_estimates_are_taken_up_to_the_same_numbers(run, model, rollouts, tmp_path, monkeypatch):
     flags = [*QUICK, "--norms", "estimate", "--passes", 2, "--draws", 2]
@@ -216,8 +206,14 @@ BAD_CHECKPOINTS = {
     "four bytes of weights": (lambda d: cut(d / "model.safetensors", 4), "no usable weights"),
     "an empty .bin": (lambda d: replace_by_bin(d, b""), "no usable weights"),
     "a .bin of rubbish": (lambda d: replace_by_bin(d, b"rubbish"), "no usable weights"),
-    "a layer without weights": (lambda d: configure(d, num_hidden_layers=4), "lacks weights that the model needs"),
-    "a layer too many": (lambda d: configure(d, num_hidden_layers=2), "weights that config.json makes no use of"),
+    "a layer without weights": (
+        lambda d: configure(d, num_hidden_layers=4),
+        "needs (model.layers.3.",
+    ),
+    "a layer too many": (
+        lambda d: configure(d, num_hidden_layers=2),
+        "no use of (model.layers.2.",
+    ),
     "another vocabulary": (lambda d: configure(d, vocab_size=200), "config.json makes it (200, 32)"),
     "no configuration": (lambda d: (d / "config.json").unlink(), "holds no config.json"),
     "half a configuration": (lambda d: cut(d / "config.json", 50), "config.json"),
@@ -372,19 +368,6 @@ def test_nothing_there_is_named(run, model, rollouts, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_out_must_be_a_folder(run, model, rollouts):
-    before = rollouts.read_bytes()
-    for out in (rollouts, rollouts / "deeper"):
-        assert_one_line(run("measure", model, rollouts, "--out", out), f"{rollouts} is a file")
-    assert rollouts.read_bytes() == before
-
-
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder where nobody may write")
-def test_a_folder_that_cannot_be_written_is_refused_in_one_line(run, model, rollouts):
-    outcome = run("measure", model, rollouts, "--out", "/proc/gradscope-out", *QUICK)
-    assert_one_line(outcome, "/proc/gradscope-out/manifest.json cannot be written")
-
-
 def test_a_full_disk_is_one_line_and_the_run_can_be_taken_up(run, model, rollouts, tmp_path, monkeypatch):
     right = run_folder.write_parquet
 
@@ -412,18 +395,6 @@ def test_a_failed_self_check_is_one_line_with_status_1_and_nothing_is_written(
     assert_one_line(run("measure", model, rollouts, "--out", out), "module model.layers.", status=1)
     assert not out.exists()
     assert run("measure", model, rollouts, "--out", out, *QUICK).status == 0
-
-
-def test_other_peoples_files_are_kept(run, model, rollouts, tmp_path):
-    out = tmp_path / "out"
-    (out / "figures").mkdir(parents=True)
-    (out / "figures" / "figure_1.png").write_bytes(b"mine")
-    before = files(out)
-    assert_one_line(run("measure", model, rollouts, "--out", out), "holds figures without a manifest")
-    assert files(out) == before
-    shutil.move(out / "figures", out / "notes")
-    assert run("measure", model, rollouts, "--out", out, *QUICK).status == 0
-    assert (out / "notes" / "figure_1.png").read_bytes() == b"mine"
 
 
 # Finished, other arguments, killed.
@@ -481,14 +452,6 @@ def test_overwriting_with_a_run_that_fails_its_self_check_keeps_the_old_one(
         monkeypatch.setattr(module, "outer_square_norms", lambda delta, *_args, **_kw: delta.square().sum(1))
     assert_one_line(run(*args, "--seed", 1, "--overwrite"), "self-check failed", status=1)
     assert files(out) == before
-
-
-def test_another_configuration_beside_the_same_weights_is_another_run(run, checkpoints, rollouts, tmp_path):
-    copy = spoil(checkpoints, tmp_path / "model", lambda _folder: None)
-    args = ["measure", copy, rollouts, "--out", tmp_path / "out", *QUICK]
-    assert run(*args).status == 0
-    configure(copy, rms_norm_eps=1e-3)
-    assert_one_line(run(*args), "configuration")
 
 
 def test_killed_in_the_middle_a_run_is_taken_up_where_it_was(run, model, tmp_path):
@@ -550,18 +513,6 @@ def test_stopped_within_a_group_a_run_finishes_to_the_same_table(run, model, tmp
     assert "taking up the unfinished run" in run(*args, stopped).out
     assert run(*args, whole).status == 0
     assert (stopped / "tokens.parquet").read_bytes() == (whole / "tokens.parquet").read_bytes()
-
-
-def test_overwrite_starts_an_unfinished_run_anew(run, model, rollouts, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    args = ["measure", model, rollouts, "--out", out, *QUICK]
-    with monkeypatch.context() as patch:
-        patch.setattr(cli_measure, "join_responses", lambda _frames: (_ for _ in ()).throw(OSError("made up")))
-        assert_one_line(run(*args), "made up", status=1)
-    part = out / ".partial" / "part-000000.parquet"
-    part.write_bytes(b"not to be read")
-    outcome = run(*args, "--overwrite")
-    assert outcome.status == 0 and "taking up" not in outcome.out
 
 
 def test_what_a_file_says_does_not_steer_the_terminal(run, model, tmp_path):

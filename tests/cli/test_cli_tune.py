@@ -252,14 +252,6 @@ def test_batches_side_by_side_give_the_same_files(run, model, rollouts, tmp_path
     assert_one_line(run(model, rollouts, "--out", tmp_path / "none", *flags, "--jobs", 0), "--jobs is 0")
 
 
-@pytest.mark.parametrize("content", [b"", b"hello world", b"PK\x03\x04cut"])
-def test_a_state_file_that_cannot_be_read_is_one_line(run, model, rollouts, tmp_path, content):
-    (tmp_path / "optimizer.pt").write_bytes(content)
-    flags = (*SMALL, "--optimizer", "adamw", "--optimizer-state", tmp_path / "optimizer.pt")
-    assert_one_line(run(model, rollouts, "--out", tmp_path / "out", *flags), "optimizer.pt")
-    assert not (tmp_path / "out").exists()
-
-
 def test_states_of_another_optimizer_or_without_a_learning_rate_are_one_line(run, model, rollouts, tmp_path):
     parameters = list(load_policy(model).model.parameters())
     for optimizer, said in (

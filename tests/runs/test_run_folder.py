@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from gradscope.errors import InputError
-from gradscope.runs import RunFolder, check_writable, file_hash, write_json, write_parquet, write_text
+from gradscope.runs import RunFolder, check_writable, file_hash, replacing, write_json, write_parquet, write_text
 from gradscope.runs import folder as run_folder
 
 KEY = {"model": "0" * 64, "settings": {"seed": 0, "temperature": None, "loss": {"kl_coef": 0.001}}}
@@ -317,24 +317,36 @@ def test_a_file_in_the_place_of_the_folder_or_above_it_is_refused(tmp_path):
         assert f"{tmp_path / 'file'} is a file" in refusal(RunFolder(path, KEY), overwrite=True)
 
 
-def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_is_replaced_stays_as_it_was_until_the_whole_is_there(tmp_path, kind):
+    def write(path: Path, text: str) -> None:
+        if kind == "folder":
+            path.mkdir()
+        (path / "inside" if kind == "folder" else path).write_text(text)
+
+    target = tmp_path / "target"
+    write(target, "old")
+    before = contents(tmp_path)
+    with pytest.raises(ZeroDivisionError), replacing(target) as partial:
+        write(partial, "half")
+        raise ZeroDivisionError
+    assert contents(tmp_path) == before
+    write(partial, "left by a killed run")
+    with replacing(target) as partial:
+        write(partial, "new")
+    assert {*contents(tmp_path).values()} == {b"new"} and contents(tmp_path).keys() == before.keys()
+
+
+def test_tables_and_objects_are_written_so(tmp_path):
+    write_json(tmp_path / "m.json", {"a": (1.0, float("nan"))})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "m.json", {("a",): 2})
+    assert json.loads((tmp_path / "m.json").read_text()) == {"a": [1.0, None]}
     write_parquet(tmp_path / "t.parquet", FRAME)
-    write_json(tmp_path / "m.json", {"a": 1})
-    before = {name: (tmp_path / name).read_bytes() for name in ("t.parquet", "m.json")}
-
-    def fail(path, *_args, **_settings):
-        Path(path).write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(pd.DataFrame, "to_parquet", lambda _frame, path, **_settings: fail(path))
-    monkeypatch.setattr(Path, "write_text", lambda path, *_args, **_settings: path.write_bytes(b"half") and fail(path))
-    for write in (
-        lambda: write_parquet(tmp_path / "t.parquet", FRAME),
-        lambda: write_json(tmp_path / "m.json", {"a": 2}),
-    ):
-        with pytest.raises(OSError, match="No space"):
-            write()
-    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    with pytest.raises(ValueError, match="Duplicate column"):
+        write_parquet(tmp_path / "t.parquet", pd.DataFrame([[1, 2]], columns=["a", "a"]))
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "t.parquet"), FRAME)
+    assert sorted(os.listdir(tmp_path)) == ["m.json", "t.parquet"]
 
 
 def test_the_hash_of_a_file_is_its_sha256(tmp_path):
