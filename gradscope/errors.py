@@ -5,7 +5,18 @@ import sys
 
 
 class InputError(ValueError):
-    """What the user gave cannot be used; one line that says what, where and what to do (the CLI exits with 2)."""
+    """What the user gave cannot be used; one line that says what, where and what to do (the CLI exits with 2).
+
+    path: the file at fault, named before the reason.
+
+    >>> error = InputError("it is empty; give a prompt per line", path="prompts.txt")
+    >>> str(error), error.reason
+    ('prompts.txt: it is empty; give a prompt per line', 'it is empty; give a prompt per line')
+    """
+
+    def __init__(self, reason: str, *, path: object = None) -> None:
+        super().__init__(reason if path is None else f"{path}: {reason}")
+        self.reason = reason
 
 
 class NanLogitsError(InputError):

@@ -37,7 +37,7 @@ from analyses.common.script import COMPLAINT, end_with, exit_with
 from gradscope import load_policy
 from gradscope.errors import DivergedError, InputError, first_line
 from gradscope.policy import Policy
-from gradscope.runs import end_at_once, write_text
+from gradscope.runs import end_at_once, replacing, write_text
 from gradscope.sampling import Evaluation, Sampler, evaluate, make_sampler
 from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer import TrainConfig, list_checkpoints, scalars, step_of, train
@@ -171,13 +171,12 @@ def read_metrics(file: Path) -> pd.DataFrame:
 
 
 def write(table: pd.DataFrame, file: Path) -> None:
-    """Beside it first, then under its name: a file that is there is whole."""
-    beside = file.with_name(f".{file.name}")
-    if file.suffix == ".parquet":
-        table.to_parquet(beside, index=False, compression="zstd")
-    else:
-        table.to_csv(beside, index=False, float_format="%.6g")
-    os.replace(beside, file)
+    """A file that is there is whole."""
+    with replacing(file) as beside:
+        if file.suffix == ".parquet":
+            table.to_parquet(beside, index=False, compression="zstd")
+        else:
+            table.to_csv(beside, index=False, float_format="%.6g")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import platform
 import re
 import shutil
@@ -29,7 +28,7 @@ from analyses.common.experiments import RUNS, check_scale, read
 from analyses.common.script import exit_with
 from analyses.common.tables import read_whole
 from gradscope.errors import InputError
-from gradscope.runs import MANIFEST, library_versions, read_json, write_text
+from gradscope.runs import MANIFEST, library_versions, read_json, replacing, write_text
 
 MEASURED = "measured"
 """Beside a scale's tracks, below RUNS."""
@@ -93,8 +92,8 @@ def part(out: Path, name: str, make: Callable[[], pd.DataFrame]) -> pd.DataFrame
     file = out / PARTS / f"{name}.parquet"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
-        make().to_parquet(beside := file.with_suffix(".partial"))
-        os.replace(beside, file)
+        with replacing(file) as beside:
+            make().to_parquet(beside)
     return pd.read_parquet(file)
 
 
@@ -106,17 +105,16 @@ def keep(out: Path, tables: Mapping[str, pd.DataFrame], **facts: Any) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / MANIFEST).unlink(missing_ok=True)
     for name, table in tables.items():
-        beside = out / f".{name}"
-        if beside.suffix == ".parquet":
-            floats = [str(column) for column in table.columns if table[column].dtype.kind == "f"]
-            others = [str(column) for column in table.columns if table[column].dtype.kind != "f"]
-            few = [column for column in floats if table[column].nunique() < len(table) / 50]
-            split = [column for column in floats if column not in few]
-            how = {"use_dictionary": [*others, *few], "use_byte_stream_split": split, "compression_level": 12}
-            table.to_parquet(beside, index=False, compression="zstd", **how)
-        else:
-            table.to_csv(beside, index=False, lineterminator="\n")
-        os.replace(beside, out / name)
+        with replacing(out / name) as beside:
+            if Path(name).suffix == ".parquet":
+                floats = [str(column) for column in table.columns if table[column].dtype.kind == "f"]
+                others = [str(column) for column in table.columns if table[column].dtype.kind != "f"]
+                few = [column for column in floats if table[column].nunique() < len(table) / 50]
+                split = [column for column in floats if column not in few]
+                how = {"use_dictionary": [*others, *few], "use_byte_stream_split": split, "compression_level": 12}
+                table.to_parquet(beside, index=False, compression="zstd", **how)
+            else:
+                table.to_csv(beside, index=False, lineterminator="\n")
     write_manifest(out, {name: table.columns for name, table in tables.items()}, **facts)
     shutil.rmtree(out / PARTS, ignore_errors=True)
 

@@ -19,8 +19,6 @@ new is measured. manifest.json is written when all runs are in.
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +35,7 @@ from analyses.common.measurements import list_measurements, write_manifest
 from gradscope import load_policy
 from gradscope.errors import InputError
 from gradscope.policy import AdamWState
-from gradscope.runs import MANIFEST
+from gradscope.runs import MANIFEST, replacing
 from gradscope.trainer import OPTIMIZER, list_checkpoints, step_of
 
 NAME = "over_training"
@@ -113,13 +111,11 @@ def _is_wanted(run: Run, step: int) -> bool:
 
 
 def _keep(tables: Tables, part: Path) -> None:
-    """Beside it first, then under its name: a folder that is there is whole."""
-    beside = part.with_name(f".{part.name}")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    for name in TABLES:
-        write(tables[name], beside / f"{name}.csv")
-    os.replace(beside, part)
+    """A folder that is there is whole."""
+    with replacing(part) as beside:
+        beside.mkdir(parents=True)
+        for name in TABLES:
+            write(tables[name], beside / f"{name}.csv")
 
 
 def _read(file: Path, run: Run, step: int) -> pd.DataFrame:

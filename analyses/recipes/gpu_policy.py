@@ -43,6 +43,7 @@ from analyses.recipes.embedded_policy import (
 )
 from gradscope.errors import InputError
 from gradscope.policy import find_device
+from gradscope.runs import replacing
 from gradscope.tasks.knights_knaves import NAMES
 
 PEOPLE = (3, 4, 5, 6, 7)
@@ -133,8 +134,8 @@ class Training:
         """All that going on needs, whole or not at all."""
         state = {"settings": self.settings, "stage": self.stage, "step": self.step}
         state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        torch.save(state, self.folder / ".state.pt")
-        os.replace(self.folder / ".state.pt", self.file)
+        with replacing(self.file) as beside:
+            torch.save(state, beside)
 
     @property
     def settings(self) -> dict[str, Any]:

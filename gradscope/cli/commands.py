@@ -31,7 +31,7 @@ COMMANDS = {
 }
 """A class of that name, with a capital, is in the file of that name."""
 GO_ON = {"train": "the same command with --resume goes on where it was", "sample": "nothing of it is kept"}
-"""What to do after an interruption; of the other commands, the same command goes on."""
+"""Advice after an interruption; the other commands are simply run again."""
 OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 
 

@@ -12,8 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from gradscope.cli.flags import DeviceFlag, FormatFlag, MeasuredDtypeFlag, MemoryFlag, check_no_plan
-from gradscope.cli.measure import Measure, Measured
+from gradscope.cli.flags import FormatFlag, MeasuredPolicyFlags, MemoryFlag, check_no_plan
+from gradscope.cli.measure import Measure
+from gradscope.cli.measured import Measured
 from gradscope.cli.pages import (
     PAGE,
     RESULTS,
@@ -39,13 +40,13 @@ from gradscope.policy import (
     refuse_training_run,
     weights_hash,
 )
-from gradscope.rollouts import ON_POLICY, Dump, keep_own_step, list_files
+from gradscope.rollouts import Dump, keep_own_step, list_files
 from gradscope.runs import check_is_folder, check_results, file_hash, plain_json
 
 
 @dataclass(frozen=True)
 class MeasureOwn(Measure):
-    """Of a dump of several training steps, what the checkpoint itself sampled."""
+    """Measure a checkpoint on its own rollouts: the step that it sampled, where a dump holds several."""
 
     keeps_prompts: ClassVar[bool] = True
     optimizer_state: Path | None = None
@@ -64,7 +65,7 @@ class MeasureOwn(Measure):
 
 
 @dataclass(frozen=True)
-class Diagnose:
+class Diagnose(MeasuredPolicyFlags):
     """Which tokens does the update of your checkpoints serve? One HTML page each, with what it is made of beside it."""
 
     model: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = ()
@@ -94,20 +95,10 @@ class Diagnose:
     max_new_tokens: int = 512
     """Longest response that is sampled."""
     engine: Literal["hf", "vllm"] = "hf"
-    """What samples: transformers or vLLM."""
+    """The engine that samples: transformers or vLLM."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
         default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
     )
-    params: Literal["all", "adapter"] = "all"
-    """Parameters whose gradients are measured: all, an adapter merged into its base; or those of the adapter alone."""
-    base: str | None = None
-    """An adapter's base model, where its adapter_config.json does not name a folder that is here."""
-    trust_remote_code: bool = False
-    """Run the Python files of a checkpoint that brings its own."""
-    device_map: str | None = None
-    """Spread one policy over several devices, in place of --device: auto, balanced, or what else transformers knows."""
-    blocks: str | None = None
-    """Name of the ModuleList of blocks, where it is not found by itself."""
     optimizer_state: Path | None = None
     """AdamW's state_dict, saved by torch; none: optimizer.pt in the checkpoint's folder, if it is there and fits."""
     max_grad_norm: float | None = 1.0
@@ -121,11 +112,6 @@ class Diagnose:
     """Tokens of the step whose movement is split by source; none: leave that out."""
     recommend: Annotated[bool | None, tyro.conf.arg(constructor=bool)] = None
     """Screen α and η by predicted steps: the longest part; none: of policies below 100 M parameters."""
-    dtype: MeasuredDtypeFlag = None
-    """Precision of the weights and of all that is computed; upcast: the checkpoint's own half-precision weights, each
-    matrix upcast to float32 where it is used: float32's numbers in half of its memory."""
-    device: DeviceFlag = None
-    """A device of torch: cpu, cuda, cuda:1, …"""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
     plan: bool = False
@@ -142,12 +128,12 @@ class Diagnose:
                 self._measure(model, rollouts, None).run()
             return
         check_no_plan(machine=self.machine, processes=self.processes)
-        for folder in name_folders(self.model, self.out) if self.model else [self.out]:
+        folders = name_folders(self.model, self.out) if self.model else [self.out]
+        for folder in folders:
             check_results(folder, RESULTS)
         if not self.model:
             self._diagnose_dump()
             return
-        folders = name_folders(self.model, self.out)
         if len(folders) > 1:
             trend_folder(self.out, [], overwrite=self.overwrite)  # before anything is measured
         done = [self._diagnose(*pair, folder) for pair, folder in zip(self._pairs(), folders, strict=True)]
@@ -155,7 +141,7 @@ class Diagnose:
             write_trend(self.model, folders, self.out, overwrite=self.overwrite)
 
     def _check(self) -> None:
-        """What no other file looks at."""
+        """InputError for flags that contradict each other, before anything is loaded."""
         if self.out is None and not self.plan:
             raise InputError("--out is missing; give the folder of the report")
         if self.out is not None:
@@ -195,7 +181,7 @@ class Diagnose:
             raise InputError(f"--{flag} is of a checkpoint, and none is given; leave it out, or give the checkpoint")
 
     def _check_files(self) -> None:
-        """What would otherwise come to light when much is measured already."""
+        """InputError for files that would otherwise fail after much is measured."""
         for model in self.model:
             if model != "embedded" and not os.path.isdir(model):
                 raise InputError(f"{model} is no folder here; give the folder of a checkpoint, or 'embedded'")
@@ -241,23 +227,24 @@ class Diagnose:
 
     def _sample(self, model: str, folder: Path) -> Path:
         """Rollouts in the run's folder, under a name of their own for every way to sample them."""
-        names = ("task", "prompts", "data", "questions", "n", "max_new_tokens", "engine", "dtype", "device")
-        wanted = {name: getattr(self, name) for name in names} | {"seed": self.settings.seed}
-        wanted["temperature"] = 1.0 if self.settings.temperature is None else self.settings.temperature
+        temperature = 1.0 if self.settings.temperature is None else self.settings.temperature
+        wanted = {"task": self.task, "prompts": self.prompts, "data": self.data, "questions": self.questions}
+        wanted |= {"n": self.n, "temperature": temperature, "max_new_tokens": self.max_new_tokens}
+        wanted |= {"engine": self.engine, "seed": self.settings.seed, "dtype": self.dtype, "device": self.device}
         files = {"weights": weights_hash(EMBEDDED if model == "embedded" else model)}
         if self.prompts is not None and self.prompts.is_file():
             files["asked"] = file_hash(self.prompts)
         told = json.dumps({**wanted, **files, "model": model}, default=str, sort_keys=True)
         path = folder / f"rollouts-{hashlib.sha256(told.encode()).hexdigest()[:8]}.jsonl"
         if not path.is_file():
-            load = {"base": self.base, "trust_remote_code": self.trust_remote_code}
-            Sample(model=model, out=path, **wanted, **load).run()
+            Sample(model, path, **wanted, base=self.base, trust_remote_code=self.trust_remote_code).run()
         return path
 
     def _measure(self, model: str, rollouts: Path, folder: Path | None) -> Measure:
-        names = ("settings", "params", "base", "trust_remote_code", "device_map", "blocks", "dtype", "device")
-        names += ("overwrite", "plan", "machine", "format", "step", "optimizer_state", "gradient_memory", "processes")
-        return MeasureOwn(model, rollouts, folder, **{name: getattr(self, name) for name in names})
+        plan = {"plan": self.plan, "machine": self.machine, "processes": self.processes}
+        given = plan | {"format": self.format, "step": self.step, "gradient_memory": self.gradient_memory}
+        given |= {"optimizer_state": self.optimizer_state, "overwrite": self.overwrite}
+        return MeasureOwn(model, rollouts, folder, self.settings, **given, **self.loading)
 
     def _diagnosis_settings(self, measured: Measured | None = None) -> DiagnosisSettings:
         """measured: None for a look at the flags alone."""
@@ -308,16 +295,16 @@ class Diagnose:
             return
         facts = make_facts(model, measured) | {"optimizer state": "none" if state is None else "AdamW's, saved"}
         facts |= {"step that is shown": describe_step(found.step)}
-        said = (*(note for note in measured.dump.notes if note != ON_POLICY), *notes)
+        said = (*measured.dump.without_notes("on-policy").notes, *notes)
         report = make_report(found, policy, batch, title=f"gradscope diagnosis: {model}", facts=facts, notes=said)
         with folder.writing():
             folder.stage()
             write_report(folder.staged, report)
-            folder.close(folder.manifest | {"diagnosis": drawn})
+            folder.publish(folder.manifest | {"diagnosis": drawn})
         print(f"{folder.folder / PAGE}\n\n{in_words(found)}\n")
 
     def _diagnose_dump(self) -> None:
         """What the rollouts say without any policy."""
         (path,) = self.rollouts
-        given = {name: getattr(self, name) for name in ("format", "step", "overwrite")}
-        diagnose_dump(path, self.out, loss=self.settings.loss, seed=self.settings.seed, **given)
+        read = {"format": self.format, "step": self.step, "overwrite": self.overwrite}
+        diagnose_dump(path, self.out, loss=self.settings.loss, seed=self.settings.seed, **read)

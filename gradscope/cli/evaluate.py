@@ -12,12 +12,12 @@ import pandas as pd
 import tyro
 from tqdm import tqdm
 
-from gradscope import __version__
-from gradscope.cli.flags import DeviceFlag, DtypeFlag, check_prompts, load_quietly
+from gradscope.cli.flags import PolicyFlags, check_prompts, load_quietly
+from gradscope.cli.manifest import make_key, make_manifest
 from gradscope.errors import InputError
 from gradscope.policy import Policy, hash_ahead
-from gradscope.runs import RunFolder, library_versions, write_parquet, write_text
-from gradscope.sampling import Evaluation, Exam, check_count, make_sampler, summarize_responses
+from gradscope.runs import RunFolder, write_parquet, write_text
+from gradscope.sampling import Exam, check_count, make_sampler, summarize_responses
 from gradscope.tasks import Question, draw_questions, get_task, questions_hash
 
 TABLE, RESPONSES = "evaluation.csv", "responses.parquet"
@@ -28,7 +28,7 @@ FORMS = {"format rate": "{:.3f}", "reward": "{:.3f}", "tokens": "{:.1f}", "trunc
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class Evaluate(PolicyFlags):
     """Ask a policy a task's questions, greedily and k times each: accuracy, avg@k and pass@k with their intervals."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -52,15 +52,11 @@ class Evaluate:
     seed: int = 0
     """Draws the questions and the responses."""
     engine: Literal["hf", "vllm"] = "hf"
-    """What samples: transformers or vLLM."""
+    """The engine that samples: transformers or vLLM."""
     batch_size: int = 64
     """hf: responses decoded together; changes speed and memory only."""
     vllm_memory: float = 0.4
     """vllm: share of the GPU's memory for its weights and KV cache, beside the policy's own weights."""
-    dtype: DtypeFlag = None
-    """Precision of the weights and of all that is computed."""
-    device: DeviceFlag = None
-    """A device of torch: cpu, cuda, cuda:1, …"""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
 
@@ -73,10 +69,15 @@ class Evaluate:
         questions = draw_questions(task, count, seed=self.seed, files=self.data, people=self.people)
         check_prompts(questions, parquet=True)
         hash_ahead(self.model)
-        policy = load_quietly(self.model, dtype=self.dtype, device=self.device)
-        settings = {name: getattr(self, name) for name in ("k", "temperature", "max_new_tokens", "seed")}
+        policy = load_quietly(self.model, **self.loading)
+        settings = {
+            "temperature": self.temperature,
+            "max_new_tokens": self.max_new_tokens,
+            "seed": self.seed,
+            "k": self.k,
+        }
         folder = RunFolder(self.out, self._key(policy, questions, settings), results=(TABLE, RESPONSES))
-        if folder.look(overwrite=self.overwrite) == "finished":
+        if folder.status(overwrite=self.overwrite) == "finished":
             report = self._report_again()
             print(f"already evaluated with these arguments: {self.out / TABLE}\n{report}")
             return
@@ -88,24 +89,12 @@ class Evaluate:
         print(self._report(read_table(self.out / TABLE)))
 
     def _key(self, policy: Policy, questions: Sequence[Question], settings: dict[str, Any]) -> dict[str, Any]:
-        from gradscope.policy import configuration_hash, weights_hash
-
-        return {
-            "gradscope": __version__,
-            "model": weights_hash(policy.path),
-            "configuration": configuration_hash(policy.path),
-            "task": self.task,
-            "number_of_questions": len(questions),
-            "questions": questions_hash(questions),
-            "settings": settings,
-            "engine": self.engine,
-            "dtype": str(policy.dtype).removeprefix("torch."),
-            "device": policy.device.type,
-        }
+        asked = {"number_of_questions": len(questions), "questions": questions_hash(questions), "engine": self.engine}
+        return make_key(policy, task=self.task, settings=settings, **asked)
 
     def _evaluate(self, exam: Exam, folder: RunFolder) -> None:
         """Parts hold responses without grades: a task that raises is mended, and no response is sampled again."""
-        if folder.open(overwrite=self.overwrite):
+        if folder.begin(overwrite=self.overwrite):
             print(f"taking up the unfinished run in {folder.folder}")
         graded = []
         with tqdm(total=len(exam.questions), desc="evaluating", unit="question", disable=None) as bar:
@@ -117,21 +106,11 @@ class Evaluate:
         evaluation = summarize_responses(graded)
         write_text(folder.staged / TABLE, evaluation.table.to_csv(index=False))
         write_parquet(folder.staged / RESPONSES, evaluation.responses)
-        folder.close(self._manifest(exam, folder.key, evaluation))
+        counts = {"questions": len(exam.questions), "responses": len(evaluation.responses)}
+        folder.publish(
+            make_manifest(self.model, exam.policy, folder.key, settings=asdict(self), seed=self.seed, **counts)
+        )
         print(f"{len(evaluation.responses):,} responses: {folder.folder / RESPONSES}; table: {folder.folder / TABLE}")
-
-    def _manifest(self, exam: Exam, key: dict[str, Any], evaluation: Evaluation) -> dict[str, Any]:
-        return {
-            "gradscope": __version__,
-            "versions": library_versions(),
-            "model": {"path": self.model, "class": type(exam.policy.model).__name__, "sha256": key["model"]},
-            "settings": asdict(self),
-            "seed": self.seed,
-            "dtype": key["dtype"],
-            "device": str(exam.policy.device),
-            "questions": len(exam.questions),
-            "responses": len(evaluation.responses),
-        }
 
     def _report_again(self) -> str:
         """The report of a finished run; InputError if its table is not the one that was written."""

@@ -1,9 +1,10 @@
-"""What several commands share: flags, a look at the prompts, and a quiet way to load a policy."""
+"""Flags that several commands share, checks of their values, and a quiet way to load a policy."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,8 +53,47 @@ MemoryFlag = Annotated[
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PolicyFlags:
+    """How a command loads its policy."""
+
+    base: str | None = None
+    """An adapter's base model, where its adapter_config.json does not name a folder that is here."""
+    trust_remote_code: bool = False
+    """Run the Python files of a checkpoint that brings its own."""
+    dtype: DtypeFlag = None
+    """Precision of the weights and of all that is computed."""
+    device: DeviceFlag = None
+    """A device of torch: cpu, cuda, cuda:1, …"""
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """The keywords of `load_policy`."""
+        files = {"base": self.base, "trust_remote_code": self.trust_remote_code}
+        return files | {"dtype": self.dtype, "device": self.device}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredPolicyFlags(PolicyFlags):
+    """How a command loads a policy whose token gradients it measures."""
+
+    params: Literal["all", "adapter"] = "all"
+    """Parameters whose gradients are measured: all, an adapter merged into its base; or those of the adapter alone."""
+    device_map: str | None = None
+    """Spread one policy over several devices, in place of --device: auto, balanced, or what else transformers knows."""
+    blocks: str | None = None
+    """Name of the ModuleList of blocks, where it is not found by itself."""
+    dtype: MeasuredDtypeFlag = None
+    """Precision of the weights and of all that is computed; upcast: the checkpoint's own half-precision weights, each
+    matrix upcast to float32 where it is used: float32's numbers in half of its memory."""
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        return super().loading | {"params": self.params, "device_map": self.device_map, "blocks": self.blocks}
+
+
 def print_notes(notes: Sequence[str]) -> None:
-    """What must be known of a trainer's dump, a line each."""
+    """Print the notes on a trainer's dump, a line each."""
     for note in notes:
         print(f"note: {note}")
 

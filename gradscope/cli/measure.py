@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -15,21 +15,20 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from gradscope import __version__
 from gradscope.cli.flags import (
-    DeviceFlag,
     FormatFlag,
-    MeasuredDtypeFlag,
+    MeasuredPolicyFlags,
     MemoryFlag,
     check_no_plan,
     load_quietly,
     print_notes,
     quiet_transformers,
 )
+from gradscope.cli.manifest import describe_dump, make_key, make_manifest
+from gradscope.cli.measured import TABLE, Measured
 from gradscope.diagnosis import sampling_error
 from gradscope.errors import InputError
 from gradscope.gradients import (
-    AFTERWARDS,
     BUDGET,
     PILOT,
     MeasureSettings,
@@ -37,28 +36,24 @@ from gradscope.gradients import (
     Stopwatch,
     SumsPlan,
     TableMeasurement,
-    Way,
     describe_seconds,
     interval_norms,
     join_responses,
     join_rounds,
-    largest_share,
     measure_rounds,
-    own_rows,
     plan_batch_sums,
 )
 from gradscope.intervals import interval_labels
-from gradscope.policy import Policy, find_device, gradient_budget, hash_ahead, join_launch, precision_in_words
-from gradscope.rollouts import NO_TEMPERATURE, Dump, TokenBatch
-from gradscope.runs import Processes, RunFolder, is_table, library_versions, write_parquet, write_text
+from gradscope.policy import Policy, find_device, gradient_budget, hash_ahead, join_launch
+from gradscope.rollouts import Dump, TokenBatch
+from gradscope.runs import RunFolder, is_table, write_parquet, write_text
 
 SUMMARY = "figures/summary.txt"
 """Where in its folder a run keeps the summary that it prints."""
-TABLE = "tokens.parquet"
 
 
 def describe_speedup(speedup: float) -> str:
-    """What the fast mode is worth on this machine.
+    """The speed of the fast mode on this machine, in words.
 
     >>> describe_speedup(0.5)
     'fast: rounded products are .5 times as fast as exact ones here; leave --fast out, exact norms take less time'
@@ -68,31 +63,7 @@ def describe_speedup(speedup: float) -> str:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a measurement was made with, once its table is in its folder."""
-
-    policy: Policy
-    dump: Dump
-    measurement: TableMeasurement
-    folder: RunFolder
-    gradient_memory: int
-    """Bytes for summed gradients, the same in all processes."""
-
-    @property
-    def processes(self) -> Processes:
-        return self.measurement.processes
-
-    @property
-    def pass_seconds(self) -> float | None:
-        """Seconds of a forward pass over the batch in one process, maybe of an earlier run; None: not known."""
-        return self.measurement.pass_seconds or (self.folder.manifest or {}).get("pass_seconds")
-
-    def read_table(self) -> pd.DataFrame:
-        return pd.read_parquet(self.folder.folder / TABLE)
-
-
-@dataclass(frozen=True)
-class Measure:
+class Measure(MeasuredPolicyFlags):
     """Measure every response token's own gradient: a token table, figures and a summary, in one folder."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -105,21 +76,6 @@ class Measure:
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
         default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
     )
-    params: Literal["all", "adapter"] = "all"
-    """Parameters whose gradients are measured: all, an adapter merged into its base; or those of the adapter alone."""
-    base: str | None = None
-    """An adapter's base model, where its adapter_config.json does not name a folder that is here."""
-    trust_remote_code: bool = False
-    """Run the Python files of a checkpoint that brings its own."""
-    device_map: str | None = None
-    """Spread one policy over several devices, in place of --device: auto, balanced, or what else transformers knows."""
-    blocks: str | None = None
-    """Name of the ModuleList of blocks, where it is not found by itself."""
-    dtype: MeasuredDtypeFlag = None
-    """Precision of the weights and of all that is computed; upcast: the checkpoint's own half-precision weights, each
-    matrix upcast to float32 where it is used: float32's numbers in half of its memory."""
-    device: DeviceFlag = None
-    """A device of torch: cpu, cuda, cuda:1, …"""
     chunk_rows: int | None = None
     """Positions × tokens of one batched backward, by default 1,536 or, for a small policy and on a GPU, more, as far as
     --chunk-memory goes; changes speed, memory and rounding only."""
@@ -169,10 +125,9 @@ class Measure:
         if self.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InputError("--device-map spreads one process's policy, and several were launched; leave it out")
         watch, (processes, device) = Stopwatch(), join_launch(self.device)
-        names = ("dtype", "blocks", "params", "base", "trust_remote_code", "device_map")
         with processes.together():
             hash_ahead(self.model)
-            policy = load_quietly(self.model, device=device, **{name: getattr(self, name) for name in names})
+            policy = load_quietly(self.model, **(self.loading | {"device": device}))
             dump = self.read(policy)
             cut = {"chunk_rows": self.chunk_rows, "chunk_memory": self.chunk_memory}
             measurement = TableMeasurement(
@@ -183,8 +138,8 @@ class Measure:
         with processes.together():
             sums = self.plan_sums(policy, measurement.batch, memory)
             folder = RunFolder(self.out, self._key(policy, measurement.settings))
-            found = folder.look(overwrite=self.overwrite) if processes.is_main else None
-        measured = Measured(policy, dump, measurement, folder, memory)
+            found = folder.status(overwrite=self.overwrite) if processes.is_main else None
+        measured = Measured(policy, dump, measurement, folder, memory, sums)
         if processes.is_main:
             print_notes(dump.notes)
             if sums is not None and sums.way != "whole":
@@ -209,9 +164,7 @@ class Measure:
         from gradscope.rollouts import read_dump
 
         dump = read_dump(self.rollouts, policy, format=self.format, step=self.step)
-        if self.settings.temperature is None:
-            return dump
-        return replace(dump, notes=tuple(note for note in dump.notes if note != NO_TEMPERATURE))
+        return dump if self.settings.temperature is None else dump.without_notes("temperature")
 
     def has_metric(self, policy: Policy) -> bool:
         """Whether summed gradients are also made in AdamW's metric."""
@@ -226,27 +179,9 @@ class Measure:
 
     def reserve(self, measured: Measured) -> float:
         """Seconds of the minutes that what follows the table takes."""
-        most, seconds = 60 * AFTERWARDS * measured.measurement.settings.minutes, self.sums_seconds(measured)
-        if seconds is None:
+        if measured.sums_seconds is None:
             return 0.0
-        return most if self.keeps_prompts else min(most, seconds)
-
-    def sums_seconds(self, measured: Measured) -> float | None:
-        """Seconds of the summed gradients, made as the budget says; None: not known, or there are none."""
-        policy, batch = measured.policy, measured.measurement.batch
-        sums = self.plan_sums(policy, batch, measured.gradient_memory)
-        if sums is None or measured.pass_seconds is None:
-            return None
-        share = largest_share(len(own_rows(batch)), measured.processes.count)
-        return sums.forward_passes * measured.pass_seconds * share
-
-    def sums_way(self, measured: Measured) -> Way | None:
-        """Sketches, if what the budget says would take longer than the minutes have for it; None: as it says."""
-        minutes, seconds = measured.measurement.settings.minutes, self.sums_seconds(measured)
-        if minutes is None or seconds is None or seconds <= 60 * AFTERWARDS * minutes:
-            return None
-        sums = self.plan_sums(measured.policy, measured.measurement.batch, measured.gradient_memory)
-        return "sketches" if sums.way == "slices" and sums.sketched_passes is not None else None
+        return measured.sums_limit if self.keeps_prompts else min(measured.sums_limit, measured.sums_seconds)
 
     def _check_constants(self) -> None:
         if self.constants < 0:
@@ -272,20 +207,10 @@ class Measure:
         print(plan_batch(policy, self.read(policy).batch, self.settle(policy, kind), **given))
 
     def _key(self, policy: Policy, settings: MeasureSettings) -> dict[str, Any]:
-        from gradscope.policy import policy_hashes
         from gradscope.rollouts import rollouts_hash
 
-        return {
-            "gradscope": __version__,
-            **policy_hashes(policy),
-            "rollouts": rollouts_hash(self.rollouts),
-            "format": self.format,
-            "step": self.step,
-            "settings": asdict(settings),
-            "blocks": policy.blocks_name,
-            "dtype": precision_in_words(policy.model),
-            "device": policy.device.type,
-        }
+        read = {"rollouts": rollouts_hash(self.rollouts), "format": self.format, "step": self.step}
+        return make_key(policy, **read, settings=asdict(settings), blocks=policy.blocks_name)
 
     def _measure(self, measured: Measured, watch: Stopwatch) -> None:
         measurement, folder = measured.measurement, measured.folder
@@ -294,7 +219,7 @@ class Measure:
             with processes.together():
                 if processes.is_main:
                     held.enter_context(folder.writing())
-                    self._announce(measurement, resumed=folder.open(overwrite=self.overwrite))
+                    self._announce(measurement, resumed=folder.begin(overwrite=self.overwrite))
             rounds = []
             if measurement.settings.minutes is not None:
                 rounds = self._measure_rounds(measured, watch)
@@ -309,7 +234,7 @@ class Measure:
             if measurement.estimate_plan is not None:
                 write_text(folder.staged / "interval_norms.csv", interval_norms(table).to_csv(index=False))
             sample = self._describe_sample(measurement, table, rounds, watch)
-            folder.close(self._manifest(measured, table) | {"sample": sample})
+            folder.publish(self._manifest(measured, table) | {"sample": sample})
         print(f"{len(table):,} tokens of {count} responses: {folder.folder / TABLE}")
         if not isinstance(sample, str) and "error" in sample:
             print(sample["error"])
@@ -395,7 +320,7 @@ class Measure:
                 measurement.settings,
                 contexts=self.constants if processes.is_main else 0,
                 memory=measured.gradient_memory,
-                way=self.sums_way(measured),
+                way=measured.sums_way,
                 processes=processes,
                 progress=progress,
             )
@@ -403,33 +328,24 @@ class Measure:
                 return
             write_figures(folder.staged / "figures", policy, table, summary, progress=progress)
             told = {} if summary.gradients is None else {"summed_gradients": asdict(summary.gradients.plan)}
-            folder.close(folder.manifest | {"figures": drawn, **told})
+            folder.publish(folder.manifest | {"figures": drawn, **told})
 
     def _manifest(self, measured: Measured, table: pd.DataFrame) -> dict[str, Any]:
         policy, measurement, key = measured.policy, measured.measurement, measured.folder.key
         meter, check = measurement.meter, measurement.check
-        return {
-            "gradscope": __version__,
-            "versions": library_versions(),
-            "model": {"path": self.model, "class": type(policy.model).__name__, "sha256": key["model"]},
-            "base_model": None if policy.base is None else {"path": policy.base, "sha256": key["base_model"]},
-            "params": policy.params,
-            "rollouts": {
-                "path": str(self.rollouts),
-                "sha256": key["rollouts"],
-                "format": measured.dump.format,
-                "notes": list(measured.dump.notes),
-            },
-            "settings": asdict(measurement.settings),
-            "seed": self.settings.seed,
-            "dtype": key["dtype"],
-            "device": str(policy.device),
-            "device_map": getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None,
-            "processes": measurement.processes.count,
-            "threads": torch.get_num_threads(),
-            "pass_seconds": measured.pass_seconds,
-            "self_check": "off" if check is None else asdict(check),
-            "engine": {
+        return make_manifest(
+            self.model,
+            policy,
+            key,
+            rollouts=describe_dump(self.rollouts, measured.dump, key["rollouts"]),
+            settings=asdict(measurement.settings),
+            seed=self.settings.seed,
+            device_map=getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None,
+            processes=measurement.processes.count,
+            threads=torch.get_num_threads(),
+            pass_seconds=measured.pass_seconds,
+            self_check="off" if check is None else asdict(check),
+            engine={
                 "blocks": policy.blocks_name,
                 "rules": "the model's graph" if meter.precision is None else "decoder",
                 "precision": meter.precision or "exact",
@@ -438,8 +354,9 @@ class Measure:
                 "modules_by_rule": len(meter.claims.rules),
                 "parameters_on_the_general_path": list(meter.claims.general),
             },
-            "tokens": len(table),
-        } | self._norms(measurement, table)
+            tokens=len(table),
+            **describe_norms(measurement, table),
+        )
 
     def _describe_sample(
         self, measurement: TableMeasurement, table: pd.DataFrame, rounds: list[Round], watch: Stopwatch
@@ -461,7 +378,7 @@ class Measure:
             sample |= {"seconds": times, "rounds": told}
 
         def seconds(more: float) -> float:
-            """Of a run that measures so many times the tokens."""
+            """Seconds of a run that measures so many times the tokens."""
             size = round(min(measurement.sample.largest, more * each))
             costs = [measurement.cost_of_more(0, end) for end in (size, each)]
             return times["preparing"] + times["measuring"] * costs[0] / costs[1]
@@ -472,11 +389,12 @@ class Measure:
             sample["error"] = error.in_words(None if times is None else seconds)
         return sample
 
-    def _norms(self, measurement: TableMeasurement, table: pd.DataFrame) -> dict[str, Any]:
-        """What the manifest says of the norms: how many tokens have one, and how it was come by."""
-        known = int(table["param_grad_norm"].notna().sum())
-        if measurement.estimate_plan is None:
-            return {"norms": "exact", "tokens_measured": known}
-        plan = asdict(measurement.estimate_plan)
-        plan = plan.pop("counts") | plan | {"in_words": str(measurement.estimate_plan)}
-        return {"norms": "estimate", "tokens_measured": 0, "tokens_estimated": known, "estimate": plan}
+
+def describe_norms(measurement: TableMeasurement, table: pd.DataFrame) -> dict[str, Any]:
+    """What the manifest says of the norms: how many tokens have one, and whether it is exact or estimated."""
+    known = int(table["param_grad_norm"].notna().sum())
+    if measurement.estimate_plan is None:
+        return {"norms": "exact", "tokens_measured": known}
+    plan = asdict(measurement.estimate_plan)
+    plan = plan.pop("counts") | plan | {"in_words": str(measurement.estimate_plan)}
+    return {"norms": "estimate", "tokens_measured": 0, "tokens_estimated": known, "estimate": plan}

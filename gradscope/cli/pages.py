@@ -14,13 +14,14 @@ import pandas as pd
 
 from gradscope import __version__
 from gradscope.cli.flags import print_notes
-from gradscope.cli.measure import Measured
+from gradscope.cli.manifest import describe_dump
+from gradscope.cli.measured import Measured
 from gradscope.diagnosis import Diagnosis, state_step
 from gradscope.errors import InputError
 from gradscope.objective import LossSettings
 from gradscope.policy import Policy, checkpoint_step, read_optimizer_file
 from gradscope.rollouts import read_dump
-from gradscope.runs import MANIFEST, RunFolder, file_hash, library_versions, read_json, write_parquet
+from gradscope.runs import MANIFEST, RunFolder, file_hash, provenance, read_json, write_parquet
 from gradscope.updates import SGD, StepSettings, read_moments
 
 PAGE = "report.html"
@@ -99,7 +100,7 @@ def trend_folder(out: Path, folders: Sequence[Path], *, overwrite: bool) -> RunF
     key = {"gradscope": __version__, "pages": [file_hash(folder / PAGE) for folder in folders]}
     run = RunFolder(out, key, results=RESULTS)
     earlier = (run.manifest or {}).get("key")
-    run.look(overwrite=overwrite or (isinstance(earlier, dict) and "pages" in earlier))
+    run.status(overwrite=overwrite or (isinstance(earlier, dict) and "pages" in earlier))
     return run
 
 
@@ -117,22 +118,23 @@ def write_trend(models: Sequence[str], folders: Sequence[Path], out: Path, *, ov
     manifests = [read_json(folder / MANIFEST) for folder in folders]
     if len({manifest["diagnosis"]["optimizer_state"] is None for manifest in manifests}) > 1:
         notes = [*notes, "only some checkpoints have an optimizer state: the steps of the others are SGD's"]
-    told = (note for manifest in manifests for note in manifest["rollouts"]["notes"] if "training steps" not in note)
+    rollouts = [manifest["rollouts"] for manifest in manifests]
+    told = (note for dump in rollouts for note in dump["notes"] if note != dump.get("step_note"))
     notes = [*notes, *dict.fromkeys(told)]
     facts = {f"step {step}": describe_rollouts(manifest) for step, manifest in zip(steps, manifests, strict=True)}
     report = make_trend_report(trend, links=links, notes=notes, facts=facts | {"gradscope": __version__})
     with run.writing():
-        run.open(overwrite=True)
+        run.begin(overwrite=True)
         write_report(run.staged, report)
-        run.close({"gradscope": __version__, "versions": library_versions(), "checkpoints": list(models)})
+        run.publish({**provenance(), "checkpoints": list(models)})
     print(f"the trend over {len(folders)} checkpoints: {out / PAGE}")
 
 
 def describe_rollouts(manifest: dict[str, Any]) -> str:
     """What a checkpoint's own page was made of, and which step of a dump."""
     rollouts = manifest["rollouts"]
-    taken = [note for note in rollouts["notes"] if "training steps" in note]
-    return "; ".join([f"{manifest['tokens']:,} tokens of {rollouts['path']}", *taken])
+    taken = f"{manifest['tokens']:,} tokens of {rollouts['path']}"
+    return "; ".join(filter(None, (taken, rollouts.get("step_note"))))
 
 
 def name_steps(models: Sequence[str]) -> tuple[list[int], list[str]]:
@@ -152,23 +154,22 @@ def diagnose_dump(
 
     key = {"gradscope": __version__, "rollouts": rollouts_hash(path), "format": format, "step": step, "policy": None}
     folder = RunFolder(out, key | {"loss": asdict(loss), "seed": seed}, results=RESULTS)
-    if folder.look(overwrite=overwrite) == "finished":
+    if folder.status(overwrite=overwrite) == "finished":
         print(f"already diagnosed with these arguments: {out / PAGE}")
         return
     dump = read_dump(path, format=format, step=step)
     table = logit_table(dump, loss=loss)
-    notes = (*dump.notes, *logit_notes(table))
-    print_notes(notes)
+    rollouts = describe_dump(path, dump, key["rollouts"])
+    rollouts["notes"] += logit_notes(table)
+    print_notes(rollouts["notes"])
     shares = logit_shares(table, rng=np.random.default_rng(seed))
     facts = {"rollouts": f"{path} ({dump.format})", "policy": "none", "gradscope": __version__}
-    report = make_logit_report(table, shares, facts=facts, notes=notes)
+    report = make_logit_report(table, shares, facts=facts, notes=rollouts["notes"])
     with folder.writing():
-        folder.open(overwrite=overwrite)
+        folder.begin(overwrite=overwrite)
         write_parquet(folder.staged / "tokens.parquet", table)
         write_report(folder.staged, report)
-        rollouts = {"path": str(path), "sha256": key["rollouts"], "format": dump.format, "notes": list(notes)}
-        told = {"gradscope": __version__, "versions": library_versions(), "policy": None}
-        folder.close(told | {"rollouts": rollouts, "tokens": len(table)})
+        folder.publish({**provenance(), "policy": None, "rollouts": rollouts, "tokens": len(table)})
     print(f"{len(table):,} tokens at the logits, without a policy and so without a verdict: {out / PAGE}")
 
 
@@ -187,10 +188,9 @@ def read_step(
         step.check()
         read_moments(policy.model, step, state)
     except InputError as error:
-        told = str(error).removeprefix(str(path)).removeprefix(":").strip()  # where it is named, it is so first
         if asked:
-            raise InputError(f"{path}: {told}") from error
-        return None, None, [f"{path.name} beside the checkpoint is left out: {told}"]
+            raise InputError(error.reason, path=path) from error
+        return None, None, [f"{path.name} beside the checkpoint is left out: {error.reason}"]
     if step.learning_rate > 0:
         return state, step, []
     # A schedule has come to its end: the step is shown at the rate that it began with.

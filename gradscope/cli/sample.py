@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradscope.cli.flags import DeviceFlag, DtypeFlag, check_prompts, load_quietly
+from gradscope.cli.flags import PolicyFlags, check_prompts, load_quietly
 from gradscope.errors import InputError
 from gradscope.policy import check_prompt
 from gradscope.runs import check_is_folder, check_writable
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sample(PolicyFlags):
     """Sample responses from a policy, as rollouts that `measure` reads: JSONL or parquet, a row per response."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -41,19 +41,11 @@ class Sample:
     max_new_tokens: int = 512
     """Longest response; the policy's context ends one too."""
     engine: Literal["hf", "vllm"] = "hf"
-    """What samples: transformers or vLLM."""
+    """The engine that samples: transformers or vLLM."""
     batch_size: int = 64
     """hf: responses decoded together; changes speed and memory only."""
     seed: int = 0
     """Draws the questions and the responses."""
-    base: str | None = None
-    """An adapter's base model, where its adapter_config.json does not name a folder that is here."""
-    trust_remote_code: bool = False
-    """Run the Python files of a checkpoint that brings its own."""
-    dtype: DtypeFlag = None
-    """Precision of the weights and of all that is computed."""
-    device: DeviceFlag = None
-    """A device of torch: cpu, cuda, cuda:1, …"""
     overwrite: bool = False
     """Replace the file if it exists."""
 
@@ -80,11 +72,10 @@ class Sample:
             options = {"files": self.data, "people": self.people}
             questions = draw_questions(task, self.questions, seed=self.seed, **options)
         check_prompts(questions, parquet=self.out.suffix == ".parquet")
-        names = ("dtype", "device", "base", "trust_remote_code")
-        policy = load_quietly(self.model, **{name: getattr(self, name) for name in names})
-        settings = {name: getattr(self, name) for name in ("n", "temperature", "max_new_tokens", "seed")}
+        policy = load_quietly(self.model, **self.loading)
+        settings = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens, "seed": self.seed}
         with closing(make_sampler(self.engine, policy, batch_size=self.batch_size)) as sampler:
-            rows = rollout_rows(policy, questions, task=task, sampler=sampler, **settings)
+            rows = rollout_rows(policy, questions, task=task, sampler=sampler, n=self.n, **settings)
         self.out.parent.mkdir(parents=True, exist_ok=True)
         write_rollouts(self.out, rows)
         tokens = sum(len(row["response_ids"]) for row in rows)

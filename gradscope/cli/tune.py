@@ -16,19 +16,18 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from gradscope import __version__
-from gradscope.cli.flags import DeviceFlag, Dtype, FormatFlag, load_quietly, print_notes
+from gradscope.cli.flags import Dtype, FormatFlag, PolicyFlags, load_quietly, print_notes
+from gradscope.cli.manifest import make_key, make_manifest
 from gradscope.errors import InputError
 from gradscope.gradients import refuse_narrow_weights
 from gradscope.objective import PAPER, LossSettings, resolve_advantages
 from gradscope.policy import Policy, find_optimizer_file, find_policy_state, hash_ahead, read_optimizer_file
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import RunFolder, file_hash, library_versions, write_text
+from gradscope.runs import RunFolder, file_hash, write_text
 from gradscope.updates import (
     MIN_TOKENS,
     SGD,
     Screening,
-    Setting,
     StepSettings,
     count_tokens,
     is_held_out,
@@ -43,8 +42,8 @@ Optimizer = Literal["sgd", "adamw"]
 FRESH = "fresh: its first step is a sign step, of which the prediction says little"
 
 
-@dataclass(frozen=True)
-class Tune:
+@dataclass(frozen=True, kw_only=True)
+class Tune(PolicyFlags):
     """Screen α (Advantage Reweighting) and η (Lopti) by what one step does to the tokens of a few batches.
 
     Every setting's step is predicted to first order and, on half of the batches, taken and rewound: OUT gets a row per
@@ -102,8 +101,6 @@ class Tune:
     """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
     dtype: Dtype = "float32"
     """Precision of the weights and of all that is computed; below float32 an update vanishes by rounding."""
-    device: DeviceFlag = None
-    """A device of torch: cpu, cuda, cuda:1, …"""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
 
@@ -111,22 +108,21 @@ class Tune:
         grid = make_grid(self.alphas, self.etas)
         self._check()
         hash_ahead(self.model)
-        policy = load_quietly(self.model, dtype=self.dtype, device=self.device)
+        policy = load_quietly(self.model, **self.loading)
         refuse_narrow_weights(policy.model)
         batches = self._read_batches(policy)
         check_batches(batches, self.min_tokens)
         optimizer, state = self._find_optimizer(policy)
-        settings = self._settings(optimizer, None if state is None else read_optimizer_file(state))
-        key = self._key(policy, grid, settings, state)
+        how = {"grid": grid} | self._settings(optimizer, None if state is None else read_optimizer_file(state))
+        key = self._key(policy, how, state)
         folder = RunFolder(self.out, key, results=(SETTINGS, BY_INTERVAL, SUMMARY, "figures"))
-        if folder.look(overwrite=self.overwrite) == "finished":
+        if folder.status(overwrite=self.overwrite) == "finished":
             if missing := [name for name in (SETTINGS, BY_INTERVAL, SUMMARY) if not (self.out / name).is_file()]:
                 raise InputError(f"{self.out / missing[0]} of the finished run is gone; tune again with --overwrite")
             print(f"already tuned with these arguments: {self.out / SETTINGS}")
         else:
             with folder.writing():
-                parts = self._count(policy, batches, grid, settings, folder)
-                self._write(policy, parts, grid, settings, folder)
+                self._write(policy, self._count(policy, batches, how, folder), how, folder)
         print(f"\n{self._read_summary()}")
 
     def _read_summary(self) -> str:
@@ -174,7 +170,7 @@ class Tune:
         return self.optimizer or ("sgd" if state is None else "adamw"), state
 
     def _settings(self, optimizer: Optimizer, state: dict[str, Any] | None) -> dict[str, Any]:
-        """The keywords of `tune_batch`: loss, step, and the state that it goes on from."""
+        """Keywords of `tune_batch`: the loss, the step, and the optimizer state that it continues from."""
         loss = LossSettings(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c, self.kl_coef)
         loss.check()
         saved = {} if state is None else state["param_groups"][0]
@@ -194,57 +190,41 @@ class Tune:
             raise InputError(f"the optimizer's state has learning rate {step.learning_rate:g}; give --learning-rate")
         return {"settings": loss, "step": step, "optimizer_state": state, "memory": self.gradient_memory}
 
-    def _key(
-        self, policy: Policy, grid: Sequence[Setting], settings: dict[str, Any], state: Path | None
-    ) -> dict[str, Any]:
-        from gradscope.policy import policy_hashes
+    def _key(self, policy: Policy, how: dict[str, Any], state: Path | None) -> dict[str, Any]:
         from gradscope.rollouts import rollouts_hash
 
-        step = {name: value for name, value in asdict(settings["step"]).items() if name != "micro_batch_size"}
-        return {
-            "gradscope": __version__,
-            **policy_hashes(policy),
-            "rollouts": [rollouts_hash(path) for path in self.rollouts],
-            "format": self.format,
-            "batches": self.batches if len(self.rollouts) == 1 else len(self.rollouts),
-            "grid": [setting.name for setting in grid],
-            "loss": asdict(settings["settings"]),
-            "step": step,
-            "optimizer_state": None if state is None else file_hash(state),
-            "actual": self.actual,
-            "min_tokens": self.min_tokens,
-            "temperature": self.temperature,
-            "seed": self.seed,
-            "dtype": self.dtype,
-            "device": policy.device.type,
-        }
+        step = {name: value for name, value in asdict(how["step"]).items() if name != "micro_batch_size"}
+        return make_key(
+            policy,
+            rollouts=[rollouts_hash(path) for path in self.rollouts],
+            format=self.format,
+            batches=self.batches if len(self.rollouts) == 1 else len(self.rollouts),
+            grid=[setting.name for setting in how["grid"]],
+            loss=asdict(how["settings"]),
+            step=step,
+            optimizer_state=None if state is None else file_hash(state),
+            actual=self.actual,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+        )
 
     def _count(
-        self,
-        policy: Policy,
-        batches: Sequence[TokenBatch],
-        grid: Sequence[Setting],
-        settings: dict[str, Any],
-        folder: RunFolder,
+        self, policy: Policy, batches: Sequence[TokenBatch], how: dict[str, Any], folder: RunFolder
     ) -> list[pd.DataFrame]:
-        """A part per batch."""
-        if folder.open(overwrite=self.overwrite):
+        """A part per batch, those of an interrupted run among them. how: the keywords of `tune_batch`."""
+        if folder.begin(overwrite=self.overwrite):
             print(f"taking up the unfinished run in {folder.folder}")
         left = [index for index in range(len(batches)) if not folder.has_part(index)]
         bar = {"desc": "batches", "total": len(batches), "initial": len(batches) - len(left), "disable": None}
         if self.jobs == 1:
             for index in tqdm(left, **bar):
                 progress = sys.stderr.isatty()
-                part = tune_batch(
-                    policy, batches[index], grid, actual=self._takes(index), progress=progress, **settings
-                )
+                part = tune_batch(policy, batches[index], actual=self._takes(index), progress=progress, **how)
                 folder.write_part(index, part)
             return folder.read_parts(len(batches))
         with ProcessPoolExecutor(self.jobs, get_context("spawn"), _use_one_thread) as pool:
-            jobs = {
-                pool.submit(_count_apart, self, batches[index], grid, self._takes(index), settings): index
-                for index in left
-            }
+            jobs = {pool.submit(_count_apart, self, batches[index], self._takes(index), how): index for index in left}
             try:
                 for job in tqdm(as_completed(jobs), **bar):
                     folder.write_part(jobs[job], job.result())
@@ -257,55 +237,42 @@ class Tune:
         """Whether the steps on this batch are also taken."""
         return self.actual and is_held_out(index)
 
-    def _write(
-        self,
-        policy: Policy,
-        parts: Sequence[pd.DataFrame],
-        grid: Sequence[Setting],
-        settings: dict[str, Any],
-        folder: RunFolder,
-    ) -> None:
+    def _write(self, policy: Policy, parts: Sequence[pd.DataFrame], how: dict[str, Any], folder: RunFolder) -> None:
         from gradscope.plots import plot_tuning, save_figure
 
-        found = screen(parts, grid, rng=np.random.default_rng(self.seed), min_tokens=self.min_tokens)
+        found = screen(parts, how["grid"], rng=np.random.default_rng(self.seed), min_tokens=self.min_tokens)
         write_text(folder.staged / SETTINGS, found.settings.to_csv(index=False))
         write_text(folder.staged / BY_INTERVAL, found.by_interval.to_csv(index=False))
-        write_text(folder.staged / SUMMARY, f"{report(found, step=describe_step(settings))}\n")
+        write_text(folder.staged / SUMMARY, f"{report(found, step=describe_step(how))}\n")
         save_figure(plot_tuning(found.settings), folder.staged / FIGURE)
-        folder.close(self._manifest(policy, found, folder.key, parts))
+        folder.publish(self._manifest(policy, found, folder.key, parts))
         print(f"settings: {self.out / SETTINGS}; figure: {self.out / FIGURE}")
 
     def _manifest(
         self, policy: Policy, found: Screening, key: dict[str, Any], parts: Sequence[pd.DataFrame]
     ) -> dict[str, Any]:
         best = found.candidate
-        return {
-            "gradscope": __version__,
-            "versions": library_versions(),
-            "model": {"path": self.model, "class": type(policy.model).__name__, "sha256": key["model"]},
-            "rollouts": [
-                {"path": str(path), "sha256": digest}
-                for path, digest in zip(self.rollouts, key["rollouts"], strict=True)
-            ],
-            "settings": asdict(self) | {"optimizer": key["step"]["optimizer"], "step": key["step"]},
-            "seed": self.seed,
-            "dtype": key["dtype"],
-            "device": str(policy.device),
-            "method": sorted({method for part in parts for method in part["method"]}),
-            "prompts": found.prompts,
-            "candidate": {name: best[name] for name in ("setting", "difference", "lower", "upper", "verdict")},
-            "worth_a_run": found.worth_a_run,
-            "eta_judged": found.eta_judged,
-            "spearman": {name: asdict(ranking) for name, ranking in found.rankings.items()},
-        }
+        rollouts = zip(self.rollouts, key["rollouts"], strict=True)
+        return make_manifest(
+            self.model,
+            policy,
+            key,
+            rollouts=[{"path": str(path), "sha256": digest} for path, digest in rollouts],
+            settings=asdict(self) | {"optimizer": key["step"]["optimizer"], "step": key["step"]},
+            seed=self.seed,
+            method=sorted({method for part in parts for method in part["method"]}),
+            prompts=found.prompts,
+            candidate={name: best[name] for name in ("setting", "difference", "lower", "upper", "verdict")},
+            worth_a_run=found.worth_a_run,
+            eta_judged=found.eta_judged,
+            spearman={name: asdict(ranking) for name, ranking in found.rankings.items()},
+        )
 
 
-def _count_apart(
-    tune: Tune, batch: TokenBatch, grid: Sequence[Setting], actual: bool, settings: dict[str, Any]
-) -> pd.DataFrame:
+def _count_apart(tune: Tune, batch: TokenBatch, actual: bool, how: dict[str, Any]) -> pd.DataFrame:
     """In a process of its own, with a policy of its own: a sent one would share its weights, which the steps change."""
-    policy = load_quietly(tune.model, dtype=tune.dtype, device=tune.device)
-    return tune_batch(policy, batch, grid, actual=actual, **settings)
+    policy = load_quietly(tune.model, **tune.loading)
+    return tune_batch(policy, batch, actual=actual, **how)
 
 
 def _use_one_thread() -> None:

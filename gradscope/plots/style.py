@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, interval_labels
+from gradscope.runs import replacing
 
 NEUTRAL = "#555555"
 """Ink of everything that belongs to no interval: all tokens, fits, reference lines."""
@@ -123,17 +124,12 @@ def save_figure(figure: Figure | Axes, path: str | os.PathLike, data: pd.DataFra
         )
     data = drawn_numbers(figure) if data is None else data
     path.parent.mkdir(parents=True, exist_ok=True)
-    targets = [path, path.with_suffix(".csv")]
-    partials = [target.with_name(f".{target.name}.partial") for target in targets]
     try:
-        with paper_style():
-            figure.savefig(partials[0], format=path.suffix[1:], metadata=_METADATA[path.suffix])
-        data.to_csv(partials[1], index=not isinstance(data.index, pd.RangeIndex), lineterminator="\n")
-        for partial, target in zip(partials, targets, strict=True):
-            os.replace(partial, target)
+        with replacing(path.with_suffix(".csv")) as numbers, replacing(path) as picture:
+            with paper_style():
+                figure.savefig(picture, format=path.suffix[1:], metadata=_METADATA[path.suffix])
+            data.to_csv(numbers, index=not isinstance(data.index, pd.RangeIndex), lineterminator="\n")
     finally:
-        for partial in partials:
-            partial.unlink(missing_ok=True)
         plt.close(figure)
     return path
 

@@ -19,7 +19,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "checkpoint": [
             "ADAPTER_CONFIG",
             "checkpoint_step",
-            "configuration_hash",
             "fetch_policy",
             "hash_ahead",
             "policy_hashes",

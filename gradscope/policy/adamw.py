@@ -27,7 +27,7 @@ PART = 1 << 22
 
 @dataclass(frozen=True)
 class AdamWState:
-    """What AdamW remembers of the second moment; it makes the metric in which its update sees a gradient.
+    """AdamW's second moments, which define the metric in which its update sees a gradient.
 
     One step, with all of G clipped to max_grad_norm by the factor k = min(1, max_grad_norm / (‖G‖ + 1e-6)), moves by
 
@@ -220,9 +220,9 @@ def check_structure(state_dict: Any) -> None:
 
 
 OPTIMIZER = "optimizer.pt"
-"""What transformers' Trainer, TRL and gradscope's trainer call it, beside the weights."""
+"""The name of a saved optimizer beside the weights: transformers' Trainer, TRL and gradscope's trainer agree on it."""
 KNOWN = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
-"""What AdamW keeps of a parameter; who keeps more is another optimizer."""
+"""The tensors that AdamW keeps per parameter; an optimizer that keeps others is not AdamW."""
 
 
 def read_adamw_state(
@@ -248,7 +248,7 @@ def read_adamw_state(
     try:
         return AdamWState.from_state_dict(policy.model, state, max_grad_norm=max_grad_norm)
     except InputError as error:
-        raise InputError(f"{file}: {error}") from error
+        raise InputError(error.reason, path=file) from error
 
 
 def find_optimizer_file(path: str | Path) -> Path | None:
@@ -266,24 +266,25 @@ def find_policy_state(policy: Policy) -> Path | None:
 
 
 def read_optimizer_file(path: Path) -> dict[str, Any]:
-    """What `torch.save(optimizer.state_dict(), path)` wrote, for AdamW; nothing in it is executed.
+    """Read the AdamW state_dict that `torch.save` wrote; nothing in the file is executed.
 
     The tensors stay in the file, mapped: memory holds of them what is being read. Only torch's old format, which cannot
-    be mapped, is read as a whole. Who writes into them changes a copy of his own, never the file.
+    be mapped, is read as a whole. Writing into them changes a private copy, never the file.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, ValueError, TypeError, OSError) as error:
         raise InputError(
-            f"{path} is no file of torch.save that can be read safely ({unpickling_reason(error)}); give an AdamW "
-            "state_dict"
+            f"it is no file of torch.save that can be read safely ({unpickling_reason(error)}); give an AdamW "
+            "state_dict",
+            path=path,
         ) from error
     try:
         check_structure(state)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from error
+        raise InputError(error.reason, path=path) from error
     if extra := sorted({name for moments in state["state"].values() for name in moments} - KNOWN):
-        raise InputError(f"{path}: the state holds {extra[0]}, which AdamW does not keep; give the state of an AdamW")
+        raise InputError(f"the state holds {extra[0]}, which AdamW does not keep; give one of AdamW's", path=path)
     return state
 
 

@@ -1,4 +1,4 @@
-"""Adapters of peft (LoRA) as checkpoints: where their base is, and the model with them in it."""
+"""LoRA adapters of peft as checkpoints: find the base model, attach or merge the adapter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MISFITS = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ImportError, re.error)
-"""What peft raises where an adapter and a model have other layers, shapes or settings."""
+"""Errors that peft raises where an adapter and a model differ in layers, shapes or settings."""
 KEY = "base_model_name_or_path"
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints as files: what a folder holds, of which step it is, and the hashes that tell two of them apart."""
+"""Checkpoints as files: what a folder holds, its training step, and the hashes that tell two checkpoints apart."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-"""Files of weights, in the order in which they are looked for."""
+"""Patterns of weight files, in the order in which they are looked for."""
 STATE = "trainer_state.json"
-"""Where trainers say of which step a checkpoint is."""
+"""The file in which trainers record the step of a checkpoint."""
 WORTH_A_THREAD = 1 << 26
 """Bytes of weights that take a twentieth of a second."""
 
 _State = tuple[tuple[Path, int, int], ...]
 _AHEAD: dict[_State, Future[str]] = {}
-"""Hashes that were begun with, by what the files were then."""
+"""Hashes that are being computed in threads, keyed by the files' names, sizes and times."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -54,7 +54,7 @@ def model_weights(folder: Path) -> list[Path]:
 
 
 def refuse_training_run(folder: Path) -> None:
-    """Its config.json, if it has one, is not a model's: InputError, with the newest checkpoint."""
+    """InputError for the folder of a training run, whose config.json is no model's; names the newest checkpoint."""
     # Of a name that is too long, Path raises.
     if not os.path.isdir(folder) or model_weights(folder) or (folder / ADAPTER_CONFIG).is_file():
         return
@@ -69,7 +69,7 @@ def refuse_training_run(folder: Path) -> None:
 
 
 def checkpoint_step(path: str | Path) -> int | None:
-    """Of which training step a checkpoint is; None if nothing tells.
+    """The training step at which a checkpoint was saved; None if neither its files nor its name tell.
 
     Looked for in this order: `global_step` (transformers, TRL) or `step` (gradscope) of trainer_state.json in the
     folder, or beside it where the folder is `adapter` within a checkpoint; then the number at the end of the folder's
@@ -147,9 +147,9 @@ def weights_hash(path: str | Path) -> str:
 
 
 def hash_ahead(path: str | Path) -> None:
-    """Begin with `weights_hash` of a folder in a thread, beside the loading of what it reads; a small one can wait.
+    """Start computing `weights_hash` of a folder in a thread, while its weights load; small ones are left for later.
 
-    Of what is no checkpoint, nothing: whoever loads it says so.
+    A folder that is no checkpoint is ignored: loading it gives the error.
     """
     files = _weight_files(path) if os.path.isdir(path) else []  # of a name that is too long, Path raises
     if sum(file.stat().st_size for file in files) < WORTH_A_THREAD:
@@ -167,7 +167,7 @@ def hash_ahead(path: str | Path) -> None:
 
 
 def configuration_hash(path: str | Path) -> str:
-    """SHA-256 of what else decides a policy's numbers: its configuration and its tokenizer's files."""
+    """SHA-256 of the other files that decide a policy's numbers: the configuration and the tokenizer."""
     kinds = ("config.json", ADAPTER_CONFIG, "tokenizer", "vocab", "merges")
     kinds += ("special_tokens", "added_tokens", "chat_template")
     return _hash_files(sorted(p for p in Path(path).iterdir() if p.is_file() and p.name.startswith(kinds)))

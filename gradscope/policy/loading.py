@@ -1,4 +1,4 @@
-"""Load a policy from a checkpoint or from an adapter on its base: its device, its precision, its tokenizer tried."""
+"""Load a policy from a checkpoint, or from an adapter and its base: weights, precision, device, tokenizer."""
 
 from __future__ import annotations
 
@@ -23,108 +23,18 @@ from gradscope.policy.upcasting import UPCAST, upcast_on_use
 from gradscope.runs import ALONE, Processes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside the weights, tried on a string; None if the folder holds none.
-
-    AutoTokenizer picks a class by model_type and can then encode everything to nothing (a word-level tokenizer.json
-    beside a Qwen2 configuration does that), so the class that reads tokenizer.json as it stands is tried next.
-    """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    folder = Path(folder)
-    if not any(
-        (folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    ):
-        return None
-    loaders = [AutoTokenizer] + ([PreTrainedTokenizerFast] if (folder / "tokenizer.json").is_file() else [])
-    for loader in loaders:
-        try:
-            tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-            if round_trips(tokenizer):
-                return tokenizer
-            failure = "it does not give back the text that it encodes"
-        except Exception as error:  # the library of tokenizers raises bare Exceptions for what it cannot read
-            failure = first_line(error)
-    raise InputError(f"the tokenizer in {folder} cannot be used: {failure}. Save the right one there")
-
-
-def round_trips(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether decoding gives back the text: tried on words of its own vocabulary, one by one and as one string."""
-    special = set(tokenizer.all_special_ids)
-    ids = [i for i in range(len(tokenizer)) if i not in special]
-    sample = ids[len(ids) // 3 :: max(1, len(ids) // 24)][:16]
-    words = [w for w in (tokenizer.decode([i]) for i in sample) if w.strip() and "\ufffd" not in w]
-    # One string, too: a wrong class may know every single token and still drop the spaces between them.
-    texts = [*words, " ".join(w.strip() for w in words)]
-    return bool(words) and all(
-        tokenizer.decode(tokenizer(t, add_special_tokens=False).input_ids).strip() == t.strip() for t in texts
-    )
-
-
-GRADIENT_SHARE = 1 / 6
-"""Of the memory that is free: the budget of summed gradients, unless one is given."""
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def find_device(device: str | None) -> str:
-    """The device, tried; a GPU where there is one, if none is named."""
-    if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=device).tolist()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(f"device {device!r} cannot be used: {first_line(error)}; give cpu, or leave it out") from error
-    return device
-
-
-def parse_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | str:
-    """The dtype by its name; None: float32 on a CPU, elsewhere "auto", the checkpoint's own; so for what is upcast."""
-    if dtype == UPCAST:
-        return "auto"
-    if dtype is None:
-        return torch.float32 if torch.device(device).type == "cpu" else "auto"
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in DTYPES:
-        raise InputError(f"dtype {dtype!r} is not one of {', '.join((*DTYPES, UPCAST))}")
-    return DTYPES[dtype]
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a GPU, or on the machine."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-
-
-def gradient_budget(device: torch.device, processes: Processes = ALONE) -> int:
-    """Bytes that summed gradients may take in each process, where nobody says how many: one number for all.
-
-    All processes call it together; those on a CPU share its memory.
-    """
-    own = int(GRADIENT_SHARE * free_memory(device) / (processes.count if device.type == "cpu" else 1))
-    return min(processes.gather([own]))
-
-
-def return_freed_memory() -> None:
-    """Give the system back what the C library keeps of freed memory, where it can be asked to, as glibc can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
-
-
-if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 """The small Knights & Knaves policy that comes with gradscope; `load_policy("embedded")` finds it too."""
-
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GRADIENT_SHARE = 1 / 6
+"""The share of free memory that summed gradients may take, unless a budget is given."""
 BROKEN_FILE = (OSError, EOFError, struct.error, pickle.UnpicklingError, RuntimeError)
 BROKEN_FILE += (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ImportError)
-"""What the parsers of checkpoint files raise where the content makes no sense."""
+"""Errors that parsers of checkpoint files raise on malformed content."""
 CAUSAL_MASK = re.compile(r"(attn|attention)\.(masked_)?bias$")
-"""Of an older GPT checkpoint: no weight, and the model makes its own."""
+"""Causal masks saved by older GPT checkpoints; they are no weights, and the model builds its own."""
 
 
 def load_policy(
@@ -196,7 +106,7 @@ def _load_model(
     device_map: str | dict[str, Any] | None,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    """A whole model, on its device or devices, seen to be causal."""
+    """Load a whole model onto its device or devices and check that it is causal."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -275,6 +185,13 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
     return config
 
 
+def _known_types() -> set[str]:
+    """Model types that transformers has classes of its own for: a checkpoint's code is not run for them."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return set(CONFIG_MAPPING.keys())
+
+
 def _check_buildable(folder: Path, config: Any, *, trust_remote_code: bool) -> None:
     """InputError where the configuration makes no model even without weights, as with the name of no activation."""
     from transformers import AutoModelForCausalLM
@@ -286,13 +203,6 @@ def _check_buildable(folder: Path, config: Any, *, trust_remote_code: bool) -> N
         raise InputError(
             f"{folder}/config.json makes no model ({type(error).__name__}: {first_line(error)}); save it anew"
         ) from error
-
-
-def _known_types() -> set[str]:
-    """Model types that transformers has classes of its own for: a checkpoint's code is not run for them."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    return set(CONFIG_MAPPING.keys())
 
 
 def _check_weights(folder: Path, info: dict[str, Any], model: nn.Module) -> None:
@@ -317,25 +227,9 @@ def _check_weights(folder: Path, info: dict[str, Any], model: nn.Module) -> None
         )
 
 
-def _main_device(device_map: str | dict[str, Any] | None) -> str:
-    """The kind of device that decides the precision of a policy that is spread over several."""
-    if isinstance(device_map, dict):
-        return "cpu" if {str(device) for device in device_map.values()} <= {"cpu", "disk"} else "cuda"
-    return find_device(None)
-
-
-def _find_tokenizer(folder: Path, base: Path | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """Beside the weights, above the folder where a run has it, or with an adapter's base."""
-    places = [folder] + ([folder.absolute().parent] if is_checkpoint_of_a_run(folder.absolute()) else [])
-    for place in (*places, *([] if base is None else [base])):
-        if (tokenizer := load_tokenizer(place, trust_remote_code=trust_remote_code)) is not None:
-            return tokenizer
-    return None
-
-
 @torch.no_grad()
 def is_causal(model: nn.Module) -> bool:
-    """Whether the logits of a token stay when the next token changes: encoders load as causal models too."""
+    """Whether a token's logits stay the same when the next token changes: encoders load as causal models too."""
     last = len(model.get_input_embeddings().weight) - 1  # of a vocabulary of one, both rows are the same
     first, second = model(input_ids=torch.tensor([[0, 0], [0, last]], device=model.device)).logits[:, 0].double()
     # Two rows of one batch can differ by rounding.
@@ -345,7 +239,7 @@ def is_causal(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _check_finite(model: nn.Module, folder: Path) -> None:
-    """InputError for weights or logits that are NaN or infinite: nothing can be told from them."""
+    """InputError for weights or logits that are NaN or infinite."""
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise InputError(
@@ -355,3 +249,102 @@ def _check_finite(model: nn.Module, folder: Path) -> None:
     if not model(input_ids=torch.tensor([[0, 0]], device=model.device)).logits.isfinite().all():
         wider = "another checkpoint" if model.dtype in (torch.float32, torch.float64) else "--dtype float32"
         raise InputError(f"{folder}: the logits are not finite in {model.dtype}; give {wider}")
+
+
+def _find_tokenizer(folder: Path, base: Path | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside the weights, in the run's folder above a checkpoint, or beside an adapter's base."""
+    places = [folder] + ([folder.absolute().parent] if is_checkpoint_of_a_run(folder.absolute()) else [])
+    for place in (*places, *([] if base is None else [base])):
+        if (tokenizer := load_tokenizer(place, trust_remote_code=trust_remote_code)) is not None:
+            return tokenizer
+    return None
+
+
+def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside the weights, tried on a string; None if the folder holds none.
+
+    AutoTokenizer picks a class by model_type and can then encode everything to nothing (a word-level tokenizer.json
+    beside a Qwen2 configuration does that), so the class that reads tokenizer.json as it stands is tried next.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = Path(folder)
+    if not any(
+        (folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    ):
+        return None
+    loaders = [AutoTokenizer] + ([PreTrainedTokenizerFast] if (folder / "tokenizer.json").is_file() else [])
+    for loader in loaders:
+        try:
+            tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+            if round_trips(tokenizer):
+                return tokenizer
+            failure = "it does not give back the text that it encodes"
+        except Exception as error:  # the library of tokenizers raises bare Exceptions for what it cannot read
+            failure = first_line(error)
+    raise InputError(f"the tokenizer in {folder} cannot be used: {failure}. Save the right one there")
+
+
+def round_trips(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether decoding gives back the text: tried on words of its own vocabulary, one by one and as one string."""
+    special = set(tokenizer.all_special_ids)
+    ids = [i for i in range(len(tokenizer)) if i not in special]
+    sample = ids[len(ids) // 3 :: max(1, len(ids) // 24)][:16]
+    words = [w for w in (tokenizer.decode([i]) for i in sample) if w.strip() and "\ufffd" not in w]
+    # One string, too: a wrong class may know every single token and still drop the spaces between them.
+    texts = [*words, " ".join(w.strip() for w in words)]
+    return bool(words) and all(
+        tokenizer.decode(tokenizer(t, add_special_tokens=False).input_ids).strip() == t.strip() for t in texts
+    )
+
+
+def find_device(device: str | None) -> str:
+    """The named device, after a trial allocation on it; without a name, a GPU where there is one, else the CPU."""
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(f"device {device!r} cannot be used: {first_line(error)}; give cpu, or leave it out") from error
+    return device
+
+
+def _main_device(device_map: str | dict[str, Any] | None) -> str:
+    """The device type that decides the default precision of a policy spread over several devices."""
+    if isinstance(device_map, dict):
+        return "cpu" if {str(device) for device in device_map.values()} <= {"cpu", "disk"} else "cuda"
+    return find_device(None)
+
+
+def parse_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | str:
+    """The dtype of that name; None is float32 on a CPU, elsewhere "auto", the checkpoint's own, as for upcast."""
+    if dtype == UPCAST:
+        return "auto"
+    if dtype is None:
+        return torch.float32 if torch.device(device).type == "cpu" else "auto"
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is not one of {', '.join((*DTYPES, UPCAST))}")
+    return DTYPES[dtype]
+
+
+def free_memory(device: torch.device) -> int:
+    """Free bytes on a GPU, or on the host for any other device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def gradient_budget(device: torch.device, processes: Processes = ALONE) -> int:
+    """Bytes that summed gradients may take in each process, where nobody says how many: one number for all.
+
+    All processes call it together; those on a CPU share its memory.
+    """
+    own = int(GRADIENT_SHARE * free_memory(device) / (processes.count if device.type == "cpu" else 1))
+    return min(processes.gather([own]))
+
+
+def return_freed_memory() -> None:
+    """Return memory that the C library has freed but kept to the system, where it offers malloc_trim, as glibc does."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)

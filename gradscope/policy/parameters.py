@@ -14,7 +14,7 @@ _MARK = "_gradscope_measured"
 
 
 def measure_only(model: nn.Module, names: Iterable[str]) -> None:
-    """From here on, only these parameters of the model have gradients that are measured and steps that are taken.
+    """Restrict measured gradients and optimizer steps to these parameters of the model, from now on.
 
     names: in `model.named_parameters()`. It is a property of the model, as the division into a frozen base and an
     adapter is, and not of one measurement. Raises InputError for names that it has not, and for none.
@@ -71,5 +71,5 @@ def flat_spans(model: nn.Module, size: int) -> Iterator[tuple[slice, list[tuple[
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Of parameters, tied ones once, and buffers."""
+    """Bytes of all parameters, tied ones counted once, and of all buffers."""
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))

@@ -37,7 +37,7 @@ class Policy:
 
     @property
     def parameters_in_words(self) -> str:
-        """What norms and sums over parameters are over."""
+        """The parameters over which norms and sums are taken."""
         return "all parameters" if self.params == "all" else "the adapter's parameters"
 
     @property
@@ -55,7 +55,7 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in: float32 where half-precision weights are upcast."""
+        """The dtype of its arithmetic: float32 where half-precision weights are upcast."""
         return arithmetic_dtype(self.model)
 
     @property
@@ -172,7 +172,7 @@ def takes(model: nn.Module, argument: str) -> bool:
 
 @lru_cache
 def _arguments(kind: type[nn.Module]) -> frozenset[str]:
-    """Of a class's forward, looked up once: decoding asks in every step."""
+    """The parameters of a class's forward, looked up once, because decoding asks at every step."""
     return frozenset(inspect.signature(kind.forward).parameters)
 
 

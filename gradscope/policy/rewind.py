@@ -1,4 +1,4 @@
-"""Let a model be trained for a while, and put everything back, bit for bit."""
+"""Let a model be trained for a while, then restore it bit for bit."""
 
 from __future__ import annotations
 

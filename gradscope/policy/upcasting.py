@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from gradscope.errors import InputError, first_line
 
 UPCAST = "upcast"
-"""Its name among the dtypes that a policy is loaded in."""
+"""The value of `dtype` that asks for it."""
 HALF = (torch.bfloat16, torch.float16)
 _MARK = "_gradscope_upcasts"
 """Attribute of a model, and of each of its modules, that computes so."""
@@ -36,7 +36,7 @@ _TANGENT = "_gradscope_tangent"
 
 
 def upcast_on_use(model: nn.Module) -> None:
-    """From here on the model computes in float32, with the half-precision weights that it has; it is tried.
+    """Make the model compute in float32 with its half-precision weights, and verify it by a forward pass.
 
     A model without any is left as it is. Raises InputError for an architecture that would still round to half precision
     somewhere, or stop where float32 meets half precision.
@@ -86,14 +86,14 @@ def moving(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
 
 
 def arithmetic_dtype(module: nn.Module) -> torch.dtype:
-    """What a model, or a module with parameters, computes in: its weights' dtype, float32 where they are upcast."""
+    """The dtype of a module's arithmetic: its weights' own, or float32 where they are upcast."""
     if is_upcast(module):
         return torch.float32
     return next(p.dtype for p in module.parameters() if p.is_floating_point())
 
 
 def precision_in_words(model: nn.Module) -> str:
-    """What the model computes in, and what its weights are in where that is another.
+    """The dtype of the model's arithmetic and, where it differs, of its weights.
 
     >>> precision_in_words(nn.Linear(1, 1))
     'float32'
@@ -104,7 +104,7 @@ def precision_in_words(model: nn.Module) -> str:
 
 
 def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """What was put in the place of its class's forward, upcasting aside; None: nothing."""
+    """The function that replaces the forward of the module's class, upcasting aside; None if nothing does."""
     forward = vars(module).get("forward")
     return forward.replaced if isinstance(forward, _Upcast) else forward
 
@@ -116,7 +116,7 @@ class _Upcast:
     owner: weakref.ref[nn.Module]
     """The module, which would never be let go of if it held itself."""
     replaced: Callable[..., Any] | None
-    """Its forward where that was not its class's already."""
+    """The module's forward where it was not its class's already."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Upcast:
         return _Upcast(weakref.ref(memo[id(self.owner())]), copy.deepcopy(self.replaced, memo))

@@ -8,7 +8,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "batch": ["LARGEST", "ROUNDING", "Response", "TokenBatch", "collate"],
         "dump": ["Dump", "keep_own_step"],
         "files": ["list_files", "rollouts_hash"],
-        "formats.base": ["NO_TEMPERATURE", "ON_POLICY"],
         "formats.native": ["write_rollouts"],
         "reading": ["READERS", "read_dump", "read_rollouts"],
     },

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradscope.errors import InputError
 from gradscope.policy import Policy
 from gradscope.rollouts.batch import Response, TokenBatch, collate
-from gradscope.rollouts.formats.base import EMPTY, EXTRAS, FROM_REWARDS, NO_TEMPERATURE, ON_POLICY, Row
+from gradscope.rollouts.formats.base import EMPTY, EXTRAS, FROM_REWARDS, NO_TEMPERATURE, ON_POLICY, Note, Row
 from gradscope.rollouts.formats.values import (
     check_sizes,
     parse_ids,
@@ -88,7 +88,7 @@ class Dump:
     prev_logprobs, slime's log_probs (rollout_log_probs where the dump has these alone), open-instruct's logprobs."""
     format: str
     """Name of the format."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     """Sentences that a reader of any number made from this must know."""
     steps: Int[Tensor, " B"] | None = None
     """Training step of each response; None: the dump does not say."""
@@ -102,6 +102,14 @@ class Dump:
     clipped: Bool[Tensor, "B S"] | None = None
     """True on tokens whose policy term the trainer itself left out of its loss (prime-rl's is_masked)."""
 
+    def with_note(self, text: str, kind: str = "dump") -> Dump:
+        """The dump with one more note."""
+        return replace(self, notes=(*self.notes, Note(text, kind)))
+
+    def without_notes(self, kind: str) -> Dump:
+        """The dump without its notes of this kind, where something else answers for what they say."""
+        return replace(self, notes=tuple(note for note in self.notes if note.kind != kind))
+
 
 def keep_own_step(dump: Dump, checkpoint: int | None) -> Dump:
     """The part of a dump that a checkpoint sampled: the responses of the training step after its own.
@@ -114,10 +122,10 @@ def keep_own_step(dump: Dump, checkpoint: int | None) -> Dump:
         return dump
     if len(known) == 1:
         alone = f"the dump holds training step {known[0]} alone, another policy's: this checkpoint sampled step"
-        return replace(dump, notes=(*dump.notes, f"{alone} {checkpoint + 1}"))
+        return dump.with_note(f"{alone} {checkpoint + 1}")
     span = f"the dump holds {len(known)} training steps, {known[0]} to {known[-1]}"
     if checkpoint is None:
-        return replace(dump, notes=(*dump.notes, f"{span}; of which one this checkpoint is, is unknown: all are taken"))
+        return dump.with_note(f"{span}; of which one this checkpoint is, is unknown: all are taken", "step")
     own = min(known, key=lambda step: (abs(step - checkpoint - 1), step))
     taken = f"step {own} is taken, which this checkpoint sampled"
     if own != checkpoint + 1:
@@ -125,7 +133,7 @@ def keep_own_step(dump: Dump, checkpoint: int | None) -> Dump:
     rows = (dump.steps == own).nonzero()[:, 0]
     tensors = ("steps", "entropy", "logprobs", "sampler_logprobs", "clipped")
     kept = {name: value[rows] for name in tensors if (value := getattr(dump, name)) is not None}
-    return replace(dump, batch=dump.batch.select(rows), notes=(*dump.notes, f"{span}; {taken}"), **kept)
+    return replace(dump, batch=dump.batch.select(rows), **kept).with_note(f"{span}; {taken}", "step")
 
 
 def make_dump(
@@ -154,7 +162,9 @@ def make_dump(
         extras["clipped"] = extras["clipped"] == 1
     steps = None if None in reading.steps else torch.tensor(reading.steps)
     unknown = _name_unknown(batch, reading) if is_dump else []
-    return Dump(batch, format, (*notes, *unknown, *reading.unknown_notes(), *reading.left_out_notes()), steps, **extras)
+    said = (*notes, *unknown, *reading.unknown_notes(), *reading.left_out_notes())
+    told = tuple(note if isinstance(note, Note) else Note(note) for note in said)
+    return Dump(batch, format, told, steps, **extras)
 
 
 class _Reading:

@@ -1,29 +1,44 @@
-"""A folder of results that is written whole or not at all, and whose unfinished run can be taken up again."""
+"""A folder of results that is written whole or not at all, and whose unfinished run can be taken up again.
+
+status        what lies in DIR                        a run of this key …
+nothing       neither parts nor a manifest            begins
+unfinished    .partial with parts of this key         continues after its last part
+finished      manifest.json with this key             leaves it alone, or adds files to it
+(InputError)  a run of another key, or results of     is refused; with `overwrite` it begins, and its results
+              an unknown one                          replace the others when it publishes them
+
+          begin           write_part               publish
+nothing ─────────▶ begun ───────────▶ unfinished ─────────▶ finished ──┐
+   ▲                 │                 ▲      │                ▲       │ stage,
+   └─────────────────┘                 └──────┘                └───────┘ publish
+     ends without parts             killed, begin
+"""
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
-import math
 import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import pandas as pd
-
+from gradscope import __version__
 from gradscope.errors import InputError
+from gradscope.runs.files import is_table, read_json, write_json, write_parquet
 from gradscope.runs.lock import locked
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MANIFEST, KEY, PARTIAL, LOCK = "manifest.json", "key.json", ".partial", "lock"
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
-"""What the system says where the user has to name another folder; the rest (a full disk, …) is not the user's."""
+"""errno values after which the user has to name another folder; others (a full disk, …) are not the user's fault."""
 LIBRARIES = ("torch", "transformers", "numpy", "pandas", "matplotlib", "seaborn", "scipy", "accelerate", "peft", "vllm")
 
 
@@ -45,11 +60,11 @@ class RunFolder:
 
     @property
     def manifest(self) -> dict[str, Any] | None:
-        """What the folder's manifest says; None if there is none."""
+        """The content of the folder's manifest.json; None if there is none."""
         return read_json(self.folder / MANIFEST)
 
-    def look(self, *, overwrite: bool = False) -> Literal["nothing", "unfinished", "finished"]:
-        """How far the run of this key has come here; nothing is written.
+    def status(self, *, overwrite: bool = False) -> Literal["nothing", "unfinished", "finished"]:
+        """How far the run of this key has come; nothing is written.
 
         Raises InputError if the folder holds a run with another key, or results of an unknown one; with `overwrite`
         only if it is no folder, or has a manifest that is not a run's.
@@ -78,13 +93,13 @@ class RunFolder:
             raise InputError(f"{self.folder} holds {found} without a manifest; give another --out, or --overwrite")
         return "nothing"
 
-    def open(self, *, overwrite: bool = False) -> bool:
+    def begin(self, *, overwrite: bool = False) -> bool:
         """Prepare the folder to be written; True if an unfinished run of the same key is taken up again.
 
-        With `overwrite`, what is unfinished goes; finished results stay until `close` has others. Raises what `look`
-        raises, and InputError where nothing can be written.
+        With `overwrite`, what is unfinished goes; finished results stay until `publish` has others. Raises what
+        `status` raises, and InputError where nothing can be written.
         """
-        resumed = self.look(overwrite=overwrite) == "unfinished"
+        resumed = self.status(overwrite=overwrite) == "unfinished"
         check_writable(self.folder / MANIFEST)
         if not resumed:
             self._clear()
@@ -126,9 +141,11 @@ class RunFolder:
         write_parquet(self.part(index), frame)
 
     def read_parts(self, count: int) -> list[pd.DataFrame]:
+        import pandas as pd
+
         return [pd.read_parquet(self.part(index)) for index in range(count)]
 
-    def close(self, manifest: dict[str, Any]) -> None:
+    def publish(self, manifest: dict[str, Any]) -> None:
         """Put what is staged in the place of what an earlier run wrote, the manifest last; drop the rest of `.partial`.
 
         Killed on the way, the run is unfinished.
@@ -154,7 +171,7 @@ class RunFolder:
 
     def _clear(self) -> None:
         """Drop from `.partial` what a run writes there; the lock stays, and what is not ours."""
-        for pattern in (self.staged.name, KEY, "part-*.parquet", ".*.tmp"):
+        for pattern in (self.staged.name, KEY, "part-*.parquet", ".*.partial"):
             for path in self.partial.glob(pattern):
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
@@ -172,7 +189,7 @@ class RunFolder:
 
 
 def check_is_folder(path: Path) -> None:
-    """InputError if a file stands where this folder is, or would be made, or if its name is no text."""
+    """InputError if a file stands where this folder is or would be made, or if its name is not UTF-8."""
     try:
         str(path).encode()
     except UnicodeEncodeError as error:  # parquet files are not written there
@@ -220,72 +237,18 @@ def _is_of_a_run(manifest: dict[str, Any]) -> bool:
     return isinstance(manifest.get("key"), dict) and named
 
 
-def is_table(path: Path) -> bool:
-    """Whether a whole parquet file is there."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        pq.read_metadata(path)
-    except (pa.ArrowException, OSError):
-        return False
-    return True
-
-
-def write_parquet(path: Path, frame: pd.DataFrame) -> None:
-    """Write beside, then rename: a reader never sees half a file."""
-    beside = path.with_name(f".{path.name}.tmp")
-    frame.to_parquet(beside, index=False)
-    os.replace(beside, path)
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """NaN and infinity become null, which every JSON reader takes."""
-    write_text(path, json.dumps(plain_json(value), indent=2, default=str, allow_nan=False) + "\n")
-
-
-def plain_json(value: Any) -> Any:
-    """The value with null for NaN and infinity, and lists for tuples."""
-    if isinstance(value, Mapping):
-        return {name: plain_json(v) for name, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_json(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write beside, then rename."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+def provenance() -> dict[str, Any]:
+    """The versions that made a result: gradscope's, Python's and those of the libraries it may depend on."""
+    return {"gradscope": __version__, "versions": library_versions()}
 
 
 def library_versions() -> dict[str, str]:
     """Versions of Python and of the installed libraries that a result may depend on."""
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
-
-
-def file_hash(path: str | Path) -> str:
-    """SHA-256 of a file."""
-    with Path(path).open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no such file, an empty one if it cannot be read."""
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _flatten(key: dict[str, Any]) -> dict[str, Any]:

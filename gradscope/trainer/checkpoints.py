@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
@@ -17,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.runs import UNWRITABLE, whole, write_json
+from gradscope.runs import UNWRITABLE, replacing, whole, write_json
 from gradscope.trainer.adapters import ADAPTER
 from gradscope.trainer.damage import reading
 from gradscope.trainer.learner import Learner
@@ -37,15 +36,12 @@ def save_checkpoint(
     with learner.processes.together():
         if learner.processes.is_main:
             _drop_unfinished(out)
-            beside = folder.with_name(f".{folder.name}.partial")
-            beside.mkdir(parents=True)
             try:
-                _write(beside, {"step": step, "nonfinite_in_a_row": nonfinite_in_a_row}, learner, content)
+                with replacing(folder) as beside:
+                    beside.mkdir(parents=True)
+                    _write(beside, {"step": step, "nonfinite_in_a_row": nonfinite_in_a_row}, learner, content)
             except (OSError, RuntimeError, SafetensorError) as error:
-                shutil.rmtree(beside, ignore_errors=True)
                 raise OSError(f"{folder} could not be written ({error}); the checkpoints before it stay") from error
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(beside, folder)
             for old in list_checkpoints(out)[:-keep] if keep is not None else []:
                 shutil.rmtree(old)
     # Writing draws random numbers of its own; this run goes on from where a resumed one will.

@@ -160,8 +160,9 @@ def test_of_an_adapter_alone_all_shares_are_of_its_own_parameters(job, tmp_path)
 
 
 def test_an_optimizer_of_something_else_is_left_out_beside_the_checkpoint_and_refused_where_it_is_named(
-    job, tmp_path, capsys
+    job, single, tmp_path, capsys
 ):
+    shutil.copytree(single, tmp_path / "out")
     model = Path(shutil.copytree(job / "checkpoint-3", tmp_path / "checkpoint-3"))
     other = torch.nn.Linear(3, 2)
     torch.save(torch.optim.AdamW(other.parameters()).state_dict(), model / "optimizer.pt")

@@ -10,13 +10,11 @@ import pandas as pd
 import pytest
 import torch
 from support.cli import run
-from support.pages import native_rows, read_page, read_statistics, value, write_rows
+from support.pages import BRIEF, native_rows, read_page, read_statistics, value, write_rows
 from support.policies import make_policy, save_checkpoint
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
-QUICK = ("--no-self-check", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +29,7 @@ def diagnosed(model, tmp_path):
     def call(rows: list[dict], *flags: object, model: Path = model) -> tuple[pd.DataFrame, pd.DataFrame, str]:
         out = tmp_path / "out"
         rollouts = write_rows(tmp_path / "rollouts.jsonl", rows)
-        run("diagnose", model, "--rollouts", rollouts, "--out", out, *QUICK, *flags)
+        run("diagnose", model, "--rollouts", rollouts, "--out", out, *BRIEF, *flags)
         assert not (out / ".partial").exists()
         return pd.read_parquet(out / "tokens.parquet"), read_statistics(out), read_page(out).text
 
@@ -67,7 +65,7 @@ def test_one_prompt_alone_has_numbers_without_intervals(diagnosed):
 
 def test_an_empty_low_interval_is_named_and_the_others_have_their_numbers(diagnosed, tmp_path):
     sure = save_checkpoint(tmp_path / "sure", "qwen2", sharpness=14.0)
-    table, statistics, page = diagnosed(greedy_rows(), "--no-recommend", model=sure)
+    table, statistics, page = diagnosed(greedy_rows(), model=sure)
     assert 0 not in {*table["interval"]} and 3 in {*table["interval"]}
     assert "No token has π in [0, ¼): its numbers are NaN." in page
     found = [share for share in value(statistics, "squared_share") if share == share]
@@ -95,9 +93,7 @@ def greedy_rows() -> list[dict]:
 
 
 def test_of_a_stratified_sample_the_sums_are_scaled_and_the_page_says_how_many_norms_are_known(diagnosed):
-    table, statistics, page = diagnosed(
-        native_rows(), "--tokens-per-interval", "3", "--sample", "stratified", "--no-recommend"
-    )
+    table, statistics, page = diagnosed(native_rows(), "--tokens-per-interval", "3", "--sample", "stratified")
     known = table[table["param_grad_norm"].notna()]
     assert (known["interval"].value_counts() <= 3).all() and len(known) < len(table)
     assert f"The norms of {len(known)} of {len(table)} tokens are known" in page and "3 of each interval" in page
@@ -106,9 +102,7 @@ def test_of_a_stratified_sample_the_sums_are_scaled_and_the_page_says_how_many_n
 
 
 def test_estimated_norms_are_called_so(diagnosed, tmp_path):
-    table, statistics, page = diagnosed(
-        native_rows(), "--norms", "estimate", "--passes", "2", "--draws", "4", "--no-recommend"
-    )
+    table, statistics, page = diagnosed(native_rows(), "--norms", "estimate", "--passes", "2", "--draws", "4")
     assert "Norms are estimates by random numbers, not exact." in page
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["norms"] == "estimate"
     assert table["act_grad_norm.1"].isna().all() and table["param_grad_norm"].notna().all()
@@ -116,7 +110,7 @@ def test_estimated_norms_are_called_so(diagnosed, tmp_path):
 
 
 def test_in_bfloat16_the_shares_are_of_its_own_table(diagnosed):
-    table, statistics, page = diagnosed(native_rows(), "--dtype", "bfloat16", "--no-recommend")
+    table, statistics, page = diagnosed(native_rows(), "--dtype", "bfloat16", "--actual-step")
     assert "bfloat16, cpu" in page
     found = [share for share in value(statistics, "squared_share") if share == share]
     assert found == pytest.approx(shares_by_hand(table), rel=1e-5)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
+from pathlib import Path
 
 import pandas as pd
+import pytest
 import torch
 from support.cli import run
 from support.pages import BRIEF, write_rows
@@ -13,18 +15,6 @@ from support.policies import make_batch, make_policy, save_checkpoint
 from support.processes import launch
 
 from gradscope.gradients.summed.prompts import Sizes, plan_sums
-
-
-def test_two_processes_write_the_numbers_of_one_for_each_of_several_checkpoints(tmp_path):
-    models = [save_checkpoint(tmp_path / f"step-{step}", "qwen2", seed=step) for step in (0, 1)]
-    command = ("diagnose", *models, "--rollouts", write_rows(tmp_path / "rollouts.jsonl"), *BRIEF, "--out")
-    ended = launch("-m", "gradscope", *command, tmp_path / "two")
-    assert [process.status for process in ended] == [0, 0], ended[0].stderr + ended[1].stderr
-    run(*command, tmp_path / "one")
-    for name in ("step-0/data/statistics.csv", "step-1/data/statistics.csv", "data/trend.csv"):
-        assert (tmp_path / "two" / name).read_text() == (tmp_path / "one" / name).read_text(), name
-    assert json.loads((tmp_path / "two" / "step-1" / "manifest.json").read_text())["processes"] == 2
-    assert (tmp_path / "two" / "report.html").is_file()
 
 
 def largest_sliced(held: int) -> str:
@@ -38,28 +28,50 @@ def largest_sliced(held: int) -> str:
     return str(bisect_left(range(10**9), True, lo=10**6, key=is_whole) - 1)
 
 
-def test_two_processes_share_the_summed_gradients_of_page_and_figures(tmp_path):
-    model, rollouts = save_checkpoint(tmp_path / "step-1", "qwen2"), write_rows(tmp_path / "rollouts.jsonl")
-    save_state(model / "optimizer.pt")
-    page = ("diagnose", model, "--rollouts", rollouts, *BRIEF, "--gradient-memory", largest_sliced(12))
-    figures = ("measure", model, rollouts, "--no-self-check", "--device", "cpu")
-    figures = (*figures, "--gradient-memory", largest_sliced(8), "--minutes", "0.000001")  # sketches, then
-    for command, results in (
-        (page, ["data/statistics.csv"]),
-        (figures, ["figures/cosines.csv", "figures/figure_1.csv"]),
-    ):
-        one, two = (tmp_path / f"{command[0]}-{count}" for count in ("one", "two"))
-        run(*command, "--out", one)
-        ended = launch("-m", "gradscope", *command, "--out", two)
-        assert [process.status for process in ended] == [0, 0], ended[0].stderr + ended[1].stderr
-        for name in results:
-            pd.testing.assert_frame_equal(*(pd.read_csv(folder / name) for folder in (one, two)), rtol=1e-4, atol=1e-9)
-    assert "adamw" in set(pd.read_csv(tmp_path / "diagnose-two" / "data/statistics.csv")["metric"])
-    assert "slices of the parameters" in (tmp_path / "diagnose-two" / "report.html").read_text()
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[Path]:
+    """Two checkpoints, the second with AdamW's state, and rollouts beside them."""
+    folder = tmp_path_factory.mktemp("models")
+    write_rows(folder / "rollouts.jsonl")
+    models = [save_checkpoint(folder / f"step-{step}", "qwen2", seed=step) for step in (0, 1)]
+    save_state(models[1] / "optimizer.pt")
+    return models
+
+
+def run_both_ways(folder: Path, *command: object) -> tuple[Path, Path]:
+    """The folders of one process and of two."""
+    one, two = folder / "one", folder / "two"
+    run(*command, "--out", one)
+    ended = launch("-m", "gradscope", *command, "--out", two)
+    assert [process.status for process in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    return one, two
+
+
+def assert_equal_numbers(one: Path, two: Path, *names: str) -> None:
+    """Sums over prompts are added up in another order: float32 against float32."""
+    for name in names:
+        pd.testing.assert_frame_equal(*(pd.read_csv(folder / name) for folder in (one, two)), rtol=1e-4, atol=1e-9)
+
+
+def test_two_processes_diagnose_what_one_does_for_each_of_several_checkpoints(models, tmp_path):
+    command = ("diagnose", *models, "--rollouts", models[0].parent / "rollouts.jsonl", *BRIEF)
+    one, two = run_both_ways(tmp_path, *command, "--gradient-memory", largest_sliced(12))
+    assert_equal_numbers(one, two, "step-0/data/statistics.csv", "step-1/data/statistics.csv", "data/trend.csv")
+    assert json.loads((two / "step-1" / "manifest.json").read_text())["processes"] == 2
+    assert "adamw" in set(pd.read_csv(two / "step-1/data/statistics.csv")["metric"])
+    assert "slices of the parameters" in (two / "step-1" / "report.html").read_text()
+    assert (two / "report.html").is_file()
+
+
+def test_two_processes_share_the_sketches_of_the_figures(models, tmp_path):
+    command = ("measure", models[1], models[0].parent / "rollouts.jsonl", "--no-self-check", "--device", "cpu")
+    command += ("--gradient-memory", largest_sliced(8), "--minutes", "0.000001")
+    one, two = run_both_ways(tmp_path, *command)
+    assert_equal_numbers(one, two, "figures/cosines.csv", "figures/figure_1.csv")
     assert json.loads((two / "manifest.json").read_text())["summed_gradients"]["way"] == "sketches"
 
 
-def save_state(path) -> None:
+def save_state(path: Path) -> None:
     model = make_policy("qwen2").model
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():

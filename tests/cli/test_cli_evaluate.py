@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from support.adapters import save_adapter
 from support.cli import Outcome, assert_one_line, outcome_of
 from support.policies import save_checkpoint
 
@@ -238,14 +240,6 @@ def test_an_empty_set_of_questions_is_refused(run, model, task, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_text_and_chats_together_are_refused_before_they_are_sampled(run, model, task, tmp_path, monkeypatch):
-    mixed = PARITY.replace("for i, level", "if i else Question([{'role': 'user', 'content': 'w4'}], 0) for i, level")
-    (tmp_path / "parity.py").write_text(mixed)
-    monkeypatch.setattr("gradscope.sampling.evaluation.Exam.answer", None)
-    words = "several kinds, which one column of parquet cannot hold"
-    assert_one_line(run(model, "--task", task, "--out", tmp_path / "out", *SHORT), words)
-
-
 def test_a_chat_template_that_raises_is_one_line(run, model, task, tmp_path):
     folder = save_checkpoint(tmp_path / "chatty", "llama", chat=True)
     (tmp_path / "parity.py").write_text(
@@ -285,40 +279,14 @@ def test_a_finished_run_without_its_table_is_one_line(run, model, task, tmp_path
     assert run(*args, "--overwrite").status == 0 and "already evaluated" in run(*args).out
 
 
-def test_a_part_without_content_is_made_again_and_mended_arguments_are_not_blocked(run, model, task, tmp_path):
-    args = (model, "--task", task, "--out", tmp_path / "out", *SHORT)
-    (tmp_path / "parity.py").write_text(PARITY.replace("correct = len", "1 / 0; correct = len"))
-    assert_one_line(run(*args, "--temperature", "1e-300"), "temperature is 1e-300")
-    assert_one_line(run(*args), "raised ZeroDivisionError")  # not by what the first one left
-    (tmp_path / "parity.py").write_text(PARITY)
-    (tmp_path / "out" / ".partial" / "part-000000.parquet").write_bytes(b"")
-    assert run(*args).status == 0 and run(*args[:-4], *args[-4:], "--out", tmp_path / "whole").status == 0
-    for name in ("evaluation.csv", "responses.parquet"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
-def test_two_at_once_are_not_let_into_one_folder(run, model, task, tmp_path):
-    args = (model, "--task", task, "--out", tmp_path / "out", *SHORT)
-    with run_folder.RunFolder(tmp_path / "out", {}).writing():
-        assert_one_line(run(*args), f"another run is writing to {tmp_path / 'out'}")
+def test_an_adapter_whose_base_changed_is_another_policy(run, model, task, tmp_path):
+    """The base is given by a flag, and its weights decide the answers as much as the adapter's own."""
+    base, out = Path(shutil.copytree(model, tmp_path / "base")), tmp_path / "out"
+    adapter = save_adapter(tmp_path / "adapter", model, r=2, target_modules=["q_proj"])
+    args = (adapter, "--base", base, "--task", task, "--out", out, *SHORT)
     assert run(*args).status == 0
-
-
-def test_results_of_somebody_else_stay_as_they_are(run, model, task, tmp_path):
-    args = (model, "--task", task, "--out", tmp_path / "out", *SHORT)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "evaluation.csv").write_text("mine")
-    assert_one_line(run(*args), "holds evaluation.csv without a manifest")
-    assert contents(tmp_path / "out") == {"evaluation.csv": b"mine"}
-    assert run(*args, "--overwrite").status == 0
-    assert_one_line(run(model, "--task", task, "--out", tmp_path / "parity.py", *SHORT), "is a file")
-
-
-def test_the_folder_of_a_training_run_is_refused_with_its_newest_checkpoint(run, task, tmp_path):
-    runs = tmp_path / "run"
-    for step in (20, 120, 100):
-        save_checkpoint(runs / "checkpoints" / f"step-{step:06d}", "llama")
-    (runs / "config.json").write_text(json.dumps({"model": "embedded", "steps": 120}))
-    args = ("--task", task, "--out", tmp_path / "out", *SHORT)
-    assert_one_line(run(runs, *args), f"such as the newest: {runs / 'checkpoints' / 'step-000120'}")
-    assert run(runs / "checkpoints" / "step-000020", *args).status == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["base_model"]["path"] == str(base) and manifest["params"] == "all"
+    assert "already evaluated" in run(*args).out
+    save_checkpoint(base, "llama", sharpness=4.0)
+    assert_one_line(run(*args), "base_model")

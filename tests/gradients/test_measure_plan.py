@@ -17,8 +17,8 @@ from support.policies import (
 from analyses.measure.cost_growth import gpu_table
 from gradscope.errors import InputError
 from gradscope.gradients import MeasureSettings, Speeds, gpu_speeds, measure, outline_policy, plan_batch
-from gradscope.gradients.cost.measuring import GRAPH
 from gradscope.gradients.cost import plan as measure_plan
+from gradscope.gradients.cost.measuring import GRAPH
 from gradscope.gradients.cost.plan import choose_tokens, follows_rules
 from gradscope.gradients.engine.products import PRODUCTS
 from gradscope.rollouts import read_rollouts

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from gradscope.errors import InputError
-from gradscope.runs import RunFolder, file_hash, write_json, write_parquet, write_text
+from gradscope.runs import RunFolder, check_writable, file_hash, replacing, write_json, write_parquet, write_text
 from gradscope.runs import folder as run_folder
 
 KEY = {"model": "0" * 64, "settings": {"seed": 0, "temperature": None, "loss": {"kl_coef": 0.001}}}
@@ -26,13 +26,13 @@ FRAME = pd.DataFrame({"token": ["a", "b"], "logprob": [-1.0, -2.0]})
 def finish(folder: RunFolder) -> None:
     write_parquet(folder.staged / "tokens.parquet", FRAME)
     write_text(folder.staged / "summary.txt", "done")
-    folder.close({"seed": 0})
+    folder.publish({"seed": 0})
 
 
 def begin(path: Path) -> RunFolder:
     """An unfinished run with one part."""
     folder = RunFolder(path, KEY)
-    folder.open()
+    folder.begin()
     folder.write_part(0, FRAME)
     return folder
 
@@ -43,7 +43,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 def refusal(folder: RunFolder, **settings) -> str:
     before = contents(folder.folder)
-    for ask in (folder.look, folder.open):
+    for ask in (folder.status, folder.begin):
         with pytest.raises(InputError) as caught:
             ask(**settings)
         assert "\n" not in str(caught.value) and contents(folder.folder) == before
@@ -55,48 +55,48 @@ def test_what_is_not_of_a_run_stays_in_its_hidden_folder(tmp_path):
     mine.parent.mkdir(parents=True)
     mine.write_text("x")
     folder = RunFolder(tmp_path, KEY)
-    folder.open(overwrite=True)
+    folder.begin(overwrite=True)
     folder.write_part(0, pd.DataFrame({"a": [1]}))
-    folder.close({})
+    folder.publish({})
     assert mine.read_text() == "x" and sorted(p.name for p in (tmp_path / ".partial").iterdir()) == ["mine"]
 
 
 def test_looking_writes_nothing_and_opening_makes_an_unfinished_run(tmp_path):
     folder = RunFolder(tmp_path / "a" / "b", KEY)
-    assert folder.look() == "nothing" and not (tmp_path / "a").exists()
-    assert folder.open() is False
-    assert folder.look() == "nothing" and set(contents(tmp_path)) == {"a/b/.partial/key.json"}
+    assert folder.status() == "nothing" and not (tmp_path / "a").exists()
+    assert folder.begin() is False
+    assert folder.status() == "nothing" and set(contents(tmp_path)) == {"a/b/.partial/key.json"}
     folder.write_part(0, FRAME)
-    assert folder.look() == "unfinished"
+    assert folder.status() == "unfinished"
 
 
 def test_an_unfinished_run_of_the_same_key_keeps_its_parts_and_drops_what_was_staged(tmp_path):
     folder = RunFolder(tmp_path, KEY)
-    folder.open()
+    folder.begin()
     folder.write_part(0, FRAME)
     write_text(folder.staged / "half a figure.txt", "…")
     again = RunFolder(tmp_path, dict(reversed(KEY.items())))
-    assert again.open() is True
+    assert again.begin() is True
     assert again.part(0).is_file() and not again.part(1).is_file() and not any(again.staged.iterdir())
     pd.testing.assert_frame_equal(again.read_parts(1)[0], FRAME)
 
 
 def test_a_response_without_tokens_is_a_part_too(tmp_path):
     folder = RunFolder(tmp_path, KEY)
-    folder.open()
+    folder.begin()
     folder.write_part(0, pd.DataFrame())
     assert len(folder.read_parts(1)[0]) == 0
 
 
 def test_closing_puts_everything_in_place_and_leaves_nothing_else(tmp_path):
     folder = RunFolder(tmp_path, KEY)
-    folder.open()
+    folder.begin()
     folder.write_part(0, FRAME)
     (folder.staged / "figures").mkdir()
     write_text(folder.staged / "figures" / "one.csv", "1")
     finish(folder)
     assert set(contents(tmp_path)) == {"figures/one.csv", "manifest.json", "summary.txt", "tokens.parquet"}
-    assert not folder.partial.exists() and folder.look() == "finished"
+    assert not folder.partial.exists() and folder.status() == "finished"
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest == {"seed": 0, "files": ["figures/one.csv", "summary.txt", "tokens.parquet"], "key": KEY}
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "tokens.parquet"), FRAME)
@@ -104,34 +104,34 @@ def test_closing_puts_everything_in_place_and_leaves_nothing_else(tmp_path):
 
 def test_something_may_be_added_to_a_finished_run(tmp_path):
     folder = RunFolder(tmp_path, KEY)
-    folder.open()
+    folder.begin()
     finish(folder)
     folder.stage()
     write_text(folder.staged / "more.txt", "more")
-    assert folder.look() == "finished"  # killed here, it is still what it was
-    folder.close(folder.manifest)
-    assert folder.manifest["files"] == ["summary.txt", "tokens.parquet", "more.txt"] and folder.look() == "finished"
+    assert folder.status() == "finished"  # killed here, it is still what it was
+    folder.publish(folder.manifest)
+    assert folder.manifest["files"] == ["summary.txt", "tokens.parquet", "more.txt"] and folder.status() == "finished"
     assert set(os.listdir(tmp_path)) == {"summary.txt", "tokens.parquet", "more.txt", "manifest.json"}
 
 
 def test_killed_between_table_and_manifest_the_run_is_unfinished(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path, KEY)
-    folder.open()
+    folder.begin()
     folder.write_part(0, FRAME)
     with monkeypatch.context() as patch:
         patch.setattr(run_folder, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             finish(folder)
     assert (tmp_path / "tokens.parquet").is_file() and not (tmp_path / "manifest.json").exists()
-    assert folder.look() == "unfinished" and folder.open() is True and folder.part(0).is_file()
+    assert folder.status() == "unfinished" and folder.begin() is True and folder.part(0).is_file()
     finish(folder)
-    assert folder.look() == "finished"
+    assert folder.status() == "finished"
 
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_run_with_other_arguments_is_refused_with_what_differs(tmp_path, finished):
     folder = RunFolder(tmp_path, KEY)
-    folder.open()
+    folder.begin()
     folder.write_part(0, FRAME)
     if finished:
         finish(folder)
@@ -148,48 +148,48 @@ def test_a_difference_in_a_hash_is_told_by_its_first_digits(tmp_path):
 def test_overwriting_takes_away_what_a_run_wrote_and_nothing_else(tmp_path):
     write_text(tmp_path / "notes.txt", "mine")
     folder = RunFolder(tmp_path, KEY)
-    folder.open()
+    folder.begin()
     finish(folder)
     write_text(tmp_path / "more.txt", "mine too")
     other = RunFolder(tmp_path, OTHER)
-    assert other.look(overwrite=True) == "nothing" and folder.look() == "finished"
-    assert other.open(overwrite=True) is False and folder.look() == "finished"  # until there is something else
+    assert other.status(overwrite=True) == "nothing" and folder.status() == "finished"
+    assert other.begin(overwrite=True) is False and folder.status() == "finished"  # until there is something else
     other.write_part(0, FRAME)
-    assert other.open(overwrite=True) is False and not other.part(0).exists()  # the same key starts anew too
+    assert other.begin(overwrite=True) is False and not other.part(0).exists()  # the same key starts anew too
     write_text(other.staged / "tokens.parquet", "other")
-    other.close({})
+    other.publish({})
     assert set(contents(tmp_path)) == {"tokens.parquet", "manifest.json", "more.txt", "notes.txt"}
-    assert other.look() == "finished" and (tmp_path / "tokens.parquet").read_text() == "other"
+    assert other.status() == "finished" and (tmp_path / "tokens.parquet").read_text() == "other"
 
 
 def test_an_unfinished_replacement_is_taken_up_beside_the_finished_run(tmp_path):
     finish(begin(tmp_path))
     other = RunFolder(tmp_path, OTHER)
-    other.open(overwrite=True)
+    other.begin(overwrite=True)
     other.write_part(0, FRAME)
-    assert RunFolder(tmp_path, KEY).look() == "finished"
-    assert other.look() == "unfinished" and other.open() is True and other.has_part(0)
+    assert RunFolder(tmp_path, KEY).status() == "finished"
+    assert other.status() == "unfinished" and other.begin() is True and other.has_part(0)
     finish(other)
-    assert other.look() == "finished"
+    assert other.status() == "finished"
 
 
 def test_killed_while_results_are_replaced_the_new_run_is_unfinished(tmp_path, monkeypatch):
     finish(begin(tmp_path))
     other = RunFolder(tmp_path, OTHER)
-    other.open(overwrite=True)
+    other.begin(overwrite=True)
     other.write_part(0, FRAME)
     with monkeypatch.context() as patch:
         patch.setattr(run_folder, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             finish(other)
     assert "holds an unfinished run" in refusal(RunFolder(tmp_path, KEY))  # not its own results any more
-    assert other.look() == "unfinished" and other.open() is True and other.has_part(0)
+    assert other.status() == "unfinished" and other.begin() is True and other.has_part(0)
 
 
 def test_a_folder_with_other_peoples_files_keeps_them(tmp_path):
     write_text(tmp_path / "notes.txt", "mine")
     folder = RunFolder(tmp_path, KEY)
-    folder.open()
+    folder.begin()
     finish(folder)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
@@ -220,18 +220,18 @@ def test_an_unreadable_key_is_another_run(tmp_path, content):
     folder = begin(tmp_path)
     (folder.partial / "key.json").write_bytes(content)
     assert "holds an unfinished run" in refusal(folder)
-    assert folder.open(overwrite=True) is False
+    assert folder.begin(overwrite=True) is False
 
 
 def test_parts_of_an_unknown_run_are_not_taken_up(tmp_path):
     folder = begin(tmp_path)
     (folder.partial / "key.json").unlink()
-    assert folder.look() == "nothing" and folder.open() is False and not folder.part(0).exists()
+    assert folder.status() == "nothing" and folder.begin() is False and not folder.part(0).exists()
 
 
 def test_a_run_without_any_part_is_in_nobodys_way(tmp_path):
-    RunFolder(tmp_path, KEY).open()
-    assert RunFolder(tmp_path, OTHER).open() is False
+    RunFolder(tmp_path, KEY).begin()
+    assert RunFolder(tmp_path, OTHER).begin() is False
 
 
 @pytest.mark.parametrize("size", [0, 50])
@@ -256,14 +256,14 @@ def test_one_run_writes_at_a_time(tmp_path):
 def test_the_lock_is_held_until_the_run_ends(tmp_path):
     folder, other = RunFolder(tmp_path, KEY), RunFolder(tmp_path, OTHER)
     with folder.writing():
-        for step in (folder.open, lambda: finish(folder)):
+        for step in (folder.begin, lambda: finish(folder)):
             step()
             with pytest.raises(InputError, match="another run is writing"), other.writing():
                 pass
 
 
 def test_a_killed_run_holds_nothing_back(tmp_path):
-    code = f"import os; from gradscope.runs.folder import RunFolder; w = RunFolder({str(tmp_path)!r}, {{}}).writing()"
+    code = f"import os; from gradscope.runs import RunFolder; w = RunFolder({str(tmp_path)!r}, {{}}).writing()"
     code += "; w.__enter__(); print('in', flush=True); os.kill(os.getpid(), 9)"
     process = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False)
     assert (process.returncode, process.stdout) == (-9, b"in\n") and (tmp_path / ".partial" / "lock").is_file()
@@ -281,14 +281,14 @@ def test_a_run_without_parts_leaves_nothing_and_one_with_parts_all_of_them(tmp_p
     folder = RunFolder(tmp_path / "out", KEY)
     for parts in (0, 1):
         with pytest.raises(ZeroDivisionError), folder.writing():
-            folder.open()
+            folder.begin()
             for part in range(parts):
                 folder.write_part(part, FRAME)
             raise ZeroDivisionError
         assert folder.folder.exists() is bool(parts)
     assert set(contents(folder.folder)) == {".partial/key.json", ".partial/part-000000.parquet"}
     with folder.writing():
-        assert folder.open() is True
+        assert folder.begin() is True
         finish(folder)
     assert set(os.listdir(folder.folder)) == {"manifest.json", "summary.txt", "tokens.parquet"}
     with RunFolder(tmp_path, KEY).writing():  # an empty folder of the user's stays
@@ -300,10 +300,10 @@ def test_a_run_without_parts_leaves_nothing_and_one_with_parts_all_of_them(tmp_p
 def test_what_cannot_be_written_is_refused_with_what_to_do(tmp_path):
     for path in (Path("/proc/a"), Path("/proc/a/b"), tmp_path / ("a" * 300)):
         with pytest.raises(InputError, match=r"cannot be written \(.*\); give another --out"):
-            RunFolder(path, KEY).open()
+            RunFolder(path, KEY).begin()
         with pytest.raises(InputError, match="cannot be written"), RunFolder(path, KEY).writing():
             pass
-    run_folder.check_writable(tmp_path / "deep" / "er" / "file")
+    check_writable(tmp_path / "deep" / "er" / "file")
     assert os.listdir(tmp_path) == []
 
 
@@ -317,24 +317,36 @@ def test_a_file_in_the_place_of_the_folder_or_above_it_is_refused(tmp_path):
         assert f"{tmp_path / 'file'} is a file" in refusal(RunFolder(path, KEY), overwrite=True)
 
 
-def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_is_replaced_stays_as_it_was_until_the_whole_is_there(tmp_path, kind):
+    def write(path: Path, text: str) -> None:
+        if kind == "folder":
+            path.mkdir()
+        (path / "inside" if kind == "folder" else path).write_text(text)
+
+    target = tmp_path / "target"
+    write(target, "old")
+    before = contents(tmp_path)
+    with pytest.raises(ZeroDivisionError), replacing(target) as partial:
+        write(partial, "half")
+        raise ZeroDivisionError
+    assert contents(tmp_path) == before
+    write(partial, "left by a killed run")
+    with replacing(target) as partial:
+        write(partial, "new")
+    assert {*contents(tmp_path).values()} == {b"new"} and contents(tmp_path).keys() == before.keys()
+
+
+def test_tables_and_objects_are_written_so(tmp_path):
+    write_json(tmp_path / "m.json", {"a": (1.0, float("nan"))})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "m.json", {("a",): 2})
+    assert json.loads((tmp_path / "m.json").read_text()) == {"a": [1.0, None]}
     write_parquet(tmp_path / "t.parquet", FRAME)
-    write_json(tmp_path / "m.json", {"a": 1})
-    before = {name: (tmp_path / name).read_bytes() for name in ("t.parquet", "m.json")}
-
-    def fail(path, *_args, **_settings):
-        Path(path).write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(pd.DataFrame, "to_parquet", lambda _frame, path, **_settings: fail(path))
-    monkeypatch.setattr(Path, "write_text", lambda path, *_args, **_settings: path.write_bytes(b"half") and fail(path))
-    for write in (
-        lambda: write_parquet(tmp_path / "t.parquet", FRAME),
-        lambda: write_json(tmp_path / "m.json", {"a": 2}),
-    ):
-        with pytest.raises(OSError, match="No space"):
-            write()
-    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    with pytest.raises(ValueError, match="Duplicate column"):
+        write_parquet(tmp_path / "t.parquet", pd.DataFrame([[1, 2]], columns=["a", "a"]))
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "t.parquet"), FRAME)
+    assert sorted(os.listdir(tmp_path)) == ["m.json", "t.parquet"]
 
 
 def test_the_hash_of_a_file_is_its_sha256(tmp_path):

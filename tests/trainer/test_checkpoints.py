@@ -196,18 +196,20 @@ def test_only_the_newest_are_kept(trained, tmp_path):
 
 def test_a_crash_while_writing_leaves_no_checkpoint_and_is_cleaned_up_after(trained, tmp_path, monkeypatch):
     save_checkpoint(tmp_path, 1, trained)
+    left, seen = tmp_path / "checkpoints/.step-000002.partial", tmp_path / "seen"
 
     def crash(*_):
-        raise SystemExit("killed")  # as nothing that is caught: what is on the disk stays as it is
+        shutil.copytree(left, seen)  # what a kill leaves on the disk at this moment
+        raise SystemExit("killed")
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "write_json", crash)  # the last file but for the renaming
         with pytest.raises(SystemExit):
             save_checkpoint(tmp_path, 2, trained)
-    left = tmp_path / "checkpoints/.step-000002.partial"
-    assert (left / "model.safetensors").is_file()
+    assert (seen / "model.safetensors").is_file()
+    for step in (2, 3):
+        shutil.copytree(seen, left.with_name(f".step-{step:06d}.partial"))
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000001"]
-    shutil.copytree(left, left.with_name(".step-000003.partial"))
     check_space(tmp_path, trained, 1)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
     shutil.copytree(tmp_path / "checkpoints/step-000001", left)

@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gradscope.errors import InputError
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
+
+
+class Note(str):
+    """A sentence that a reader of any number made from a dump must know, and what it is about."""
+
+    kind: Literal["dump", "step", "on-policy", "temperature"]
+
+    def __new__(cls, text: str, kind: str = "dump") -> Note:
+        note = super().__new__(cls, text)
+        note.kind = kind
+        return note
+
 
 RETOKENISED = (
     "the dump holds text: prompts and responses were tokenized again, which may not give the ids that were sampled"
@@ -18,8 +30,8 @@ NO_SPECIAL_TOKENS = (
     "responses were decoded without special tokens: the end-of-sequence token that closed a response is not among its "
     "tokens"
 )
-ON_POLICY = "no log-probabilities in the dump: taken as on-policy (ratio 1)"
-NO_TEMPERATURE = "temperature not in the dump, taken as 1; give --temperature"
+ON_POLICY = Note("no log-probabilities in the dump: taken as on-policy (ratio 1)", "on-policy")
+NO_TEMPERATURE = Note("temperature not in the dump, taken as 1; give --temperature", "temperature")
 FROM_REWARDS = (
     "no advantages in the dump: they are GRPO's from its rewards within each prompt's responses, which is not what "
     "another algorithm or a filter made of them"

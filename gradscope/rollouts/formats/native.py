@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,6 +12,7 @@ from gradscope.errors import InputError
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import Format, Row
+from gradscope.runs import replacing
 
 COLUMNS = (
     "prompt_ids",
@@ -77,16 +77,12 @@ def write_rollouts(path: str | Path, rows: Iterable[dict[str, Any]]) -> Path:
     """Write rows as JSONL or parquet, by the suffix; the file appears whole or not at all."""
     path = Path(path)
     _check_suffix(path)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    with replacing(path) as partial:
         if path.suffix == ".parquet":
             _write_parquet(partial, list(rows))
         else:
             with partial.open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in rows)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
     return path
 
 

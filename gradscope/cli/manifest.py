@@ -1,0 +1,43 @@
+"""The key of a run's folder, all that decides its numbers, and its manifest, all that it was made with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gradscope import __version__
+from gradscope.policy import Policy, policy_hashes, precision_in_words
+from gradscope.rollouts import Dump
+from gradscope.runs import provenance
+
+
+def make_key(policy: Policy, **asked: Any) -> dict[str, Any]:
+    """The key of a run: gradscope's version, the policy (an adapter with its base), its precision, what was asked."""
+    return {
+        "gradscope": __version__,
+        **policy_hashes(policy),
+        "dtype": precision_in_words(policy.model),
+        "device": policy.device.type,
+        **asked,
+    }
+
+
+def make_manifest(model: str, policy: Policy, key: dict[str, Any], **facts: Any) -> dict[str, Any]:
+    """manifest.json of a run with a policy: who made it, from which files by their hashes, how, and other facts."""
+    base = None if policy.base is None else {"path": policy.base, "sha256": key["base_model"]}
+    return {
+        **provenance(),
+        "model": {"path": model, "class": type(policy.model).__name__, "sha256": key["model"]},
+        "base_model": base,
+        "params": policy.params,
+        "dtype": key["dtype"],
+        "device": str(policy.device),
+        **facts,
+    }
+
+
+def describe_dump(path: Path, dump: Dump, sha256: str) -> dict[str, Any]:
+    """The rollouts in a manifest: which file, as which format it was read, and what a reader must know of it."""
+    step = next((note for note in dump.notes if note.kind == "step"), None)
+    told = {"path": str(path), "sha256": sha256, "format": dump.format, "notes": list(dump.notes)}
+    return told | {"step_note": step}

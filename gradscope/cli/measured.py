@@ -1,0 +1,61 @@
+"""What a measurement was made with, once its table is in its folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from gradscope.gradients import AFTERWARDS, SumsPlan, TableMeasurement, Way, largest_share, own_rows
+from gradscope.policy import Policy
+from gradscope.rollouts import Dump
+from gradscope.runs import Processes, RunFolder
+
+TABLE = "tokens.parquet"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A policy, its rollouts, the measurement of their tokens, and the folder that holds the table."""
+
+    policy: Policy
+    dump: Dump
+    measurement: TableMeasurement
+    folder: RunFolder
+    gradient_memory: int
+    """Bytes for summed gradients, the same in all processes."""
+    sums: SumsPlan | None
+    """How that budget lets summed gradients be made; None: none are asked for, or no token has a weight."""
+
+    @property
+    def processes(self) -> Processes:
+        return self.measurement.processes
+
+    @property
+    def pass_seconds(self) -> float | None:
+        """Seconds of a forward pass over the batch in one process, maybe of an earlier run; None: not known."""
+        return self.measurement.pass_seconds or (self.folder.manifest or {}).get("pass_seconds")
+
+    @property
+    def sums_seconds(self) -> float | None:
+        """Seconds that the summed gradients take as planned; None: not known, or there are none."""
+        if self.sums is None or self.pass_seconds is None:
+            return None
+        share = largest_share(len(own_rows(self.measurement.batch)), self.processes.count)
+        return self.sums.forward_passes * self.pass_seconds * share
+
+    @property
+    def sums_limit(self) -> float:
+        """Seconds that the summed gradients may take; infinite without a limit in minutes."""
+        minutes = self.measurement.settings.minutes
+        return float("inf") if minutes is None else 60 * AFTERWARDS * minutes
+
+    @property
+    def sums_way(self) -> Way | None:
+        """Sketches, if what was planned takes longer than the limit and they are possible; None: as planned."""
+        if self.sums_seconds is None or self.sums_seconds <= self.sums_limit:
+            return None
+        return "sketches" if self.sums.way == "slices" and self.sums.sketched_passes is not None else None
+
+    def read_table(self) -> pd.DataFrame:
+        return pd.read_parquet(self.folder.folder / TABLE)

@@ -1,0 +1,97 @@
+"""Single files: replaced whole or not at all, hashed, and read where somebody else may have written them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, and rename what was written there to `path` when the block ends.
+
+    A reader never sees half a file, or half a folder: where the block raises, `path` stays as it was and the temporary
+    file or folder (`.NAME.partial`) is removed.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    _remove(partial)  # left by a run that was killed
+    try:
+        yield partial
+        if partial.is_dir():
+            _remove(path)
+        os.replace(partial, path)
+    finally:
+        _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text, whole or not at all."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_parquet(path: Path, frame: pd.DataFrame) -> None:
+    """Write a table without its index, whole or not at all."""
+    with replacing(path) as partial:
+        frame.to_parquet(partial, index=False)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """NaN and infinity become null, which every JSON reader takes."""
+    write_text(path, json.dumps(plain_json(value), indent=2, default=str, allow_nan=False) + "\n")
+
+
+def plain_json(value: Any) -> Any:
+    """The value with null for NaN and infinity, and lists for tuples."""
+    if isinstance(value, Mapping):
+        return {name: plain_json(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no such file, an empty one if it cannot be read."""
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def is_table(path: Path) -> bool:
+    """Whether a whole parquet file is there."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        pq.read_metadata(path)
+    except (pa.ArrowException, OSError):
+        return False
+    return True
+
+
+def file_hash(path: str | Path) -> str:
+    """SHA-256 of a file."""
+    with Path(path).open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
