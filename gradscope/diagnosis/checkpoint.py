@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 
 from gradscope.diagnosis import gradients, steps, tokens
-from gradscope.diagnosis.notes import check_table, has_gradient, note_limits, telling_prompts
+from gradscope.diagnosis.notes import check_table, count_informative_prompts, has_gradient, note_limits
 from gradscope.diagnosis.result import LARGE, Diagnosis, DiagnosisSettings, join_rows, make_rows, one_row
 from gradscope.errors import InputError, first_line
 from gradscope.gradients import largest_share, measure, measuring, own_rows, plan_batch_sums
@@ -157,7 +157,9 @@ class _Work:
             found[0] = self.counts / self.counts.sum()
             self.rows.append(make_rows("token_share", found, self.counts, unit="share", intervals=self.labels))
         self.rows.append(self._count_rows())
-        self.rows.append(one_row("prompts", float(telling_prompts(self.table)), len(self.table), unit="prompts"))
+        self.rows.append(
+            one_row("prompts", float(count_informative_prompts(self.table)), len(self.table), unit="prompts")
+        )
         self.parts["layers"] = tokens.layer_norms(self.table, self.settings.edges, rng=rng, **resamples)
         self._keep("drivers", lambda: regress_norms(self.table, rng=rng, **resamples), "probability against entropy")
         self.rows.append(self._bound_rows())
@@ -315,7 +317,7 @@ class _Work:
             labels=tuple(self.labels),
             num_prompts=self.table["group"].nunique(),
             num_responses=responses,
-            num_served=telling_prompts(self.table),
+            num_informative_prompts=count_informative_prompts(self.table),
             settings=self.settings,
             step=self.step,
             parameters=self.policy.parameters_in_words,

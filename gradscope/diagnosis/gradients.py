@@ -70,7 +70,7 @@ class SummedGradients:
 def sum_gradients(
     policy: Policy,
     batch: TokenBatch,
-    seeds: Float[Tensor, "A B S"],
+    cotangents: Float[Tensor, "A B S"],
     *,
     metric: AdamWState | None = None,
     sign_passes: int | None = None,
@@ -81,21 +81,21 @@ def sum_gradients(
     processes: Processes = ALONE,
     progress: bool = False,
 ) -> SummedGradients:
-    """All inner products of g_{p,a} = Σ_t seeds[a, t]·∇ log π_t over prompt p's tokens; raw and in AdamW's metric.
+    """All inner products of g_{p,a} = Σ_t cotangents[a, t]·∇ log π_t over prompt p's tokens; raw and in AdamW's metric.
 
     sign_passes: passes for Σ_t ‖w_t g_t‖² in AdamW's metric, ‖Σ_t z_t·w_t·g_t‖² with random signs z_t = ±1, which has
     that mean; None: it is not estimated. memory, way: see `prompt_gradients`. processes: share the prompts; the result
     is everybody's. The policy is as it was.
     """
-    size = len(seeds)
+    size = len(cotangents)
     passes = {"memory": memory, "micro_batch_size": micro_batch_size, "processes": processes, "progress": progress}
     passes |= {"metric": metric is not None, "rows": size}
 
-    def make(seeds: Float[Tensor, "A B S"], held: int, way: Way | None) -> PromptGradients:
-        return PromptGradients(policy, batch, partial(_pick, seeds), held=held, way=way, **passes)
+    def make(cotangents: Float[Tensor, "A B S"], held: int, way: Way | None) -> PromptGradients:
+        return PromptGradients(policy, batch, partial(_pick, cotangents), held=held, way=way, **passes)
 
     prompts = own_rows(batch)
-    source = make(seeds, len(prompts) * size, way)
+    source = make(cotangents, len(prompts) * size, way)
     total = None if metric is None else source.new_total()
     raw, vectors = _multiply(source, total=total)
     if metric is None:
@@ -109,30 +109,30 @@ def sum_gradients(
     del vectors
     if sign_passes is None:
         return SummedGradients(raw, source.plan, adamw)
-    signs = torch.zeros(sign_passes, *seeds.shape[1:], dtype=seeds.dtype)
+    signs = torch.zeros(sign_passes, *cotangents.shape[1:], dtype=cotangents.dtype)
     for rows in prompts:
         for draw in signs:
-            draw[rows] = (2.0 * torch.randint(2, seeds[0, rows].shape, generator=generator) - 1).to(draw)
+            draw[rows] = (2.0 * torch.randint(2, cotangents[0, rows].shape, generator=generator) - 1).to(draw)
     squares = np.zeros((len(prompts), size))
     for draw in signs:
-        for _, found in make(seeds * draw, 0, source.plan.way).parts(scale=scale):
+        for _, found in make(cotangents * draw, 0, source.plan.way).parts(scale=scale):
             for prompt, signed in found:
                 squares[prompt] += [square_norm(vector) / sign_passes for vector in signed]
     return SummedGradients(raw, source.plan, adamw, processes.sum(torch.from_numpy(squares)).numpy())
 
 
 def prompt_vectors(
-    policy: Policy, batch: TokenBatch, seeds: Float[Tensor, "A B S"], *, micro_batch_size: int
+    policy: Policy, batch: TokenBatch, cotangents: Float[Tensor, "A B S"], *, micro_batch_size: int
 ) -> Float[Tensor, "n A P"]:
     """All g_{p,a} of a small policy themselves."""
     everything = {"held": 0, "memory": 1 << 62, "way": "whole"}
-    own = partial(_pick, seeds)
-    source = PromptGradients(policy, batch, own, rows=len(seeds), micro_batch_size=micro_batch_size, **everything)
+    own = partial(_pick, cotangents)
+    source = PromptGradients(policy, batch, own, rows=len(cotangents), micro_batch_size=micro_batch_size, **everything)
     return torch.stack([found.clone() for _, vectors in source.parts() for _, found in vectors])
 
 
-def _pick(seeds: Float[Tensor, "A B S"], index: Index, _: TokenBatch, logprobs: Tensor) -> Float[Tensor, "A K"]:
-    return seeds[:, index[0], index[1]].to(logprobs)
+def _pick(cotangents: Float[Tensor, "A B S"], index: Index, _: TokenBatch, logprobs: Tensor) -> Float[Tensor, "A K"]:
+    return cotangents[:, index[0], index[1]].to(logprobs)
 
 
 def _multiply(source: PromptGradients, **scaled: Tensor | None) -> tuple[Products, Tensor]:

@@ -22,7 +22,7 @@ def has_gradient(table: pd.DataFrame) -> bool:
     return bool(table["weight"].notna().all()) and bool((table["weight"] != 0).any())
 
 
-def telling_prompts(table: pd.DataFrame) -> int:
+def count_informative_prompts(table: pd.DataFrame) -> int:
     """How many prompts the numbers rest on: those with an advantage other than 0, or all where nothing is weighted."""
     own = table[table["advantage"] != 0] if has_gradient(table) else table
     return own["group"].nunique()
@@ -40,7 +40,7 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
         )
     elif not weighted:
         notes.append("Every weight of the loss is 0 (equal rewards in each group, or all clipped): no gradient.")
-    prompts, telling = table["group"].nunique(), telling_prompts(table)
+    prompts, telling = table["group"].nunique(), count_informative_prompts(table)
     if prompts == 1:
         notes.append("All responses are to one prompt: no interval over prompts, no signal against noise.")
     elif telling < FEW_PROMPTS:

@@ -165,7 +165,7 @@ class Diagnosis:
     """The one that was used for steps, predicted or taken."""
     parameters: str = "all parameters"
     """What ‖g‖ and G_a are over, in words."""
-    num_served: int | None = None
+    num_informative_prompts: int | None = None
     """Prompts with an advantage other than 0, on which all that is said of gradients rests; None: all."""
     bounds: BoundMargins | None = None
     layers: pd.DataFrame | None = None
@@ -190,15 +190,14 @@ class Diagnosis:
     position."""
     recommendation: Recommendation | None = None
 
+    def __post_init__(self) -> None:
+        if self.num_informative_prompts is None:
+            object.__setattr__(self, "num_informative_prompts", self.num_prompts)
+
     @property
     def judges(self) -> bool:
         """Whether there are prompts enough for a verdict."""
-        return self.num_telling >= VERDICT_PROMPTS
-
-    @property
-    def num_telling(self) -> int:
-        """Prompts that intervals rest on."""
-        return self.num_prompts if self.num_served is None else self.num_served
+        return self.num_informative_prompts >= VERDICT_PROMPTS
 
     def pick(self, statistic: str, metric: str = "none", interval: str = "") -> pd.Series | None:
         """The row of `statistics` of that name; None where it was not computed."""

@@ -191,7 +191,8 @@ def _dominance_in(d: Diagnosis, metric: str, words: str) -> Finding:
         alone = "the tokens of one prompt give no interval, so no verdict"
         return say(Verdict.UNDECIDED, f"Tokens with π in {low}: {holds}; {alone}.", detail)
     if not d.judges:
-        few = f"{d.num_telling} prompt{'s are' if d.num_telling != 1 else ' is'} too few for a verdict"
+        prompts = d.num_informative_prompts
+        few = f"{prompts} prompt{'s are' if prompts != 1 else ' is'} too few for a verdict"
         return say(Verdict.UNDECIDED, f"Tokens with π in {low} {are}; {few}.", detail)
     rare = f"ow-probability tokens (π in {low})"
     if index["lower"] > 0 and largest:
@@ -309,7 +310,7 @@ def _where(d: Diagnosis) -> list[Finding]:
         over = rows[(rows["squared_lower"] > rows["token_upper"]) & d.judges]
         names = ", ".join(f"{r['value']} ({_squared(r)} against {_tokens(r)})" for _, r in over.iterrows())
         statement = f"Σ‖w·g‖² {words}: no value's share can be told to be above its share of the tokens"
-        statement += "." if d.judges else f" by {d.num_telling} prompts: too few for a verdict."
+        statement += "." if d.judges else f" by {d.num_informative_prompts} prompts: too few for a verdict."
         if len(over):
             statement = f"Σ‖w·g‖² {words}: more than their share of the tokens have {names}."
         verdict = Verdict.MORE if len(over) else Verdict.UNDECIDED
@@ -345,7 +346,7 @@ def _driver(d: Diagnosis) -> list[Finding]:
     detail = f"Standardised coefficients of the log norm over {d.parameters}, {row['tokens']:,} tokens that are not "
     detail += f"nearly certain: {fits}; R² of both {row['r2']:.2f}."
     verdict, words = Verdict.UNDECIDED, "cannot be told to follow probability or entropy more"
-    words += "" if d.judges else f" by {d.num_telling} prompts, too few for a verdict"
+    words += "" if d.judges else f" by {d.num_informative_prompts} prompts, too few for a verdict"
     if row["lower"] > 0 and d.judges:
         verdict, words = Verdict.MORE, "follow probability more than entropy"
     elif row["upper"] < 0 and d.judges:

@@ -34,6 +34,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         ],
         "loss": ["LossSettings", "PAPER", "batch_loss", "batch_weights", "own_where_unknown", "resolve_advantages"],
         "methods": ["Method", "ORDERS", "random_split"],
-        "steps": ["Pass", "StepResult", "Updater", "clip_scale", "split_passes", "whole_passes"],
+        "steps": ["Pass", "PassTotals", "StepResult", "Updater", "clip_scale", "split_passes", "whole_passes"],
     },
 )

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -46,6 +46,15 @@ class Pass:
     """A mini-batch, with advantages and π_old; its response_mask keeps only the tokens of this pass."""
     num_tokens: int
     """The loss's denominator: all response tokens of the mini-batch, whichever pass they are in."""
+
+
+class PassTotals(NamedTuple):
+    """Sums over a pass's micro-batches."""
+
+    loss: float
+    clipped_low: float
+    clipped_high: float
+    clipped_dual: float
 
 
 @dataclass(frozen=True)
@@ -138,16 +147,16 @@ class Updater:
         settings: LossSettings,
         *,
         match: LossSettings | None = None,
-        accumulated: list[float] | None = None,
+        first_pass: PassTotals | None = None,
     ) -> StepResult:
         """One optimizer step on the gradient of the pass's loss under `settings`.
 
         match: rescale that gradient, before clipping, to the norm that it has under these other settings.
-        accumulated: what `score_and_accumulate` has said of this pass, whose gradient is in `.grad` already.
+        first_pass: totals of the first pass, whose gradient is already in `.grad`: those of `score_and_accumulate`.
         A gradient that is not finite, and a pass without tokens, take no step. Raises InputError for both at once.
         """
-        if match is not None and accumulated is not None:
-            raise InputError("match and accumulated are given, and the gradient cannot be both; leave one of them out")
+        if match is not None and first_pass is not None:
+            raise InputError("match and first_pass are given, and the gradient cannot be both; leave one of them out")
         if part.batch.num_tokens == 0:
             self.optimizer.zero_grad()
             return StepResult.empty(part)
@@ -156,7 +165,8 @@ class Updater:
             self.accumulate(part, match)
             wanted = self.grad_norm()
             self.optimizer.zero_grad()
-        loss, *counts = self.accumulate(part, settings) if accumulated is None else accumulated
+        totals = self.accumulate(part, settings) if first_pass is None else first_pass
+        loss, counts = totals.loss, totals[1:]
         norm = self.grad_norm()
         finite = all(map(math.isfinite, (loss, norm, norm if wanted is None else wanted)))
         if finite and wanted is not None:
@@ -174,8 +184,8 @@ class Updater:
         result = (loss, norm, clipped if finite else float("nan"), part.batch.num_tokens, *map(int, counts))
         return StepResult(part.name, "taken" if finite else "nonfinite", *result)
 
-    def accumulate(self, part: Pass, settings: LossSettings) -> list[float]:
-        """Add the gradient of the pass's loss to `.grad`; the loss, and tokens clipped low, high and by the dual clip.
+    def accumulate(self, part: Pass, settings: LossSettings) -> PassTotals:
+        """Add the gradient of the pass's loss to `.grad`.
 
         Each micro-batch's loss has the whole mini-batch's denominator, so that they add up to the pass's own.
         """
@@ -186,11 +196,11 @@ class Updater:
             with nullcontext() if last else self.no_sync(self.model):
                 logprobs = loss_logprobs(self.model, piece)
                 totals.append(self._backward(logprobs, piece.to(self.device), settings, part.num_tokens))
-        return self.processes.sum(torch.stack(totals).double().sum(0).float()).tolist()
+        return PassTotals(*self.processes.sum(torch.stack(totals).double().sum(0).float()).tolist())
 
     def score_and_accumulate(
         self, batch: TokenBatch, settings: LossSettings, choose: Choose | None
-    ) -> tuple[TokenStatistics, list[float]]:
+    ) -> tuple[TokenStatistics, PassTotals]:
         """`accumulate` of a mini-batch's first pass, and the statistics that give it its π_old, from one forward pass.
 
         The policy that is trained is then the one that π_old is of. choose: the tokens of the pass, by their π_old;
@@ -204,7 +214,7 @@ class Updater:
             totals.append(self._backward(logprobs, scored, settings, batch.num_tokens))
             found.append(statistics)
         table = tabulate(batch, pieces, found, self.model)
-        return TokenStatistics(*table), torch.stack(totals).double().sum(0).float().tolist()
+        return TokenStatistics(*table), PassTotals(*torch.stack(totals).double().sum(0).float().tolist())
 
     def _pieces(self, batch: TokenBatch) -> list[Piece]:
         return micro_batches(batch, self.micro_batch_size, by_group=can_pack(self.model))

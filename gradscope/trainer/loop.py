@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from gradscope.errors import DivergedError, InputError, NanLogitsError, SyncError
-from gradscope.objective import TokenStatistics
+from gradscope.objective import PassTotals, TokenStatistics
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import Processes, locked
 from gradscope.sampling import Sampler, make_sampler
@@ -137,7 +137,7 @@ class _Run:
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         started = time.perf_counter()
         rollout = self._sample(index)
-        batch, statistics, begun = self._score(index, rollout)
+        batch, statistics, first_pass = self._score(index, rollout)
         self._check_sync(rollout.batch, statistics)
         self.journal.keep_rollout(index + 1, rollout, batch)
         record = {"step": index + 1, **rollout_metrics(rollout)}
@@ -158,7 +158,7 @@ class _Run:
         with ExitStack() as stack:
             for watch in self.watchers if self.processes.is_main else []:
                 stack.enter_context(watch(step))
-            record |= self._update(index, update, begun)
+            record |= self._update(index, update, first_pass)
         total = time.perf_counter() - started
         self.seconds["other"] = total - self.seconds["sampling"] - self.seconds["training"]
         record |= {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
@@ -180,19 +180,19 @@ class _Run:
                     self._save()
                 raise
 
-    def _score(self, index: int, rollout: Rollout) -> tuple[TokenBatch, TokenStatistics, list[float] | None]:
+    def _score(self, index: int, rollout: Rollout) -> tuple[TokenBatch, TokenStatistics, PassTotals | None]:
         """The batch with π_old, π_ref and advantages, and the statistics of its tokens under the policy.
 
-        Third: None or, where the first mini-batch is scored by the forward pass of its first pass, what
-        `Updater.score_and_accumulate` has said of that, whose gradient waits for its optimizer step.
+        Third: None or, where the first mini-batch is scored by the forward pass of its first pass, the totals of
+        that pass, whose gradient waits for its optimizer step.
         """
-        batch, config, begun = rollout.batch, self.config, None
+        batch, config, first_pass = rollout.batch, self.config, None
         at_once = self._scores_in_first_pass(index)
         if config.kl_coef > 0:
             batch = replace(batch, ref_logprobs=self.learner.reference_logprobs(batch))
         if at_once:
             batch = replace(batch, advantages=compute_advantages(batch, config))
-            statistics, begun = self._begin_update(batch)
+            statistics, first_pass = self._begin_update(batch)
         else:
             statistics = self.learner.statistics(batch)
         if self.done and not statistics.logprob[batch.response_mask].isfinite().all():
@@ -201,7 +201,7 @@ class _Run:
             batch = replace(batch, old_logprobs=statistics.logprob)
         if not at_once:
             batch = replace(batch, advantages=compute_advantages(batch, config))
-        return batch, statistics, begun
+        return batch, statistics, first_pass
 
     def _scores_in_first_pass(self, index: int) -> bool:
         """Whether nobody needs π_old, or looks at the policy, between sampling and the first pass."""
@@ -210,15 +210,15 @@ class _Run:
         able = self.processes.count == 1 and (first_choice(self.config) is None or self.learner.has_plain_head)
         return scores_in_first_pass(self.config) and able and not watched
 
-    def _begin_update(self, batch: TokenBatch) -> tuple[TokenStatistics, list[float]]:
+    def _begin_update(self, batch: TokenBatch) -> tuple[TokenStatistics, PassTotals]:
         """Statistics of the batch, those of the first mini-batch from its first pass; and what is said of that pass."""
         first, *others = torch.arange(len(batch)).split(self.config.mini_batch_size)
         found = [self.learner.statistics(batch.select(torch.cat(others)))] if others else []
         with self._timed("training"), self.learner.autocast():
             choose = first_choice(self.config)
-            head, begun = self.learner.updater.score_and_accumulate(batch.select(first), self.config.loss, choose)
+            head, first_pass = self.learner.updater.score_and_accumulate(batch.select(first), self.config.loss, choose)
         parts = [[getattr(s, field.name) for s in (head, *found)] for field in fields(TokenStatistics)]
-        return TokenStatistics(*map(torch.cat, parts)), begun
+        return TokenStatistics(*map(torch.cat, parts)), first_pass
 
     def _check_sync(self, sampled: TokenBatch, statistics: TokenStatistics) -> None:
         """Each process's sampler must hold the trainer's weights: four responses of each have their log π compared."""
@@ -233,14 +233,14 @@ class _Run:
                 "does not sample with the trained weights, or not at this temperature"
             )
 
-    def _update(self, index: int, update: Update, begun: list[float] | None) -> dict[str, Any]:
-        """All optimizer steps on the batch; begun: what has been said of the first one, whose gradient is there."""
+    def _update(self, index: int, update: Update, first_pass: PassTotals | None) -> dict[str, Any]:
+        """All optimizer steps on the batch; first_pass: totals of the first one, whose gradient is already in .grad."""
         config, results = self.config, []
         self.learner.set_learning_rate(config.learning_rate * min(1.0, (index + 1) / max(1, config.warmup_steps)))
         with self._timed("training"), self.learner.autocast():
             for part in update.passes:
-                result = self.learner.updater.step(part, update.settings, match=update.match, accumulated=begun)
-                begun = None
+                result = self.learner.updater.step(part, update.settings, match=update.match, first_pass=first_pass)
+                first_pass = None
                 results.append(result)
                 if result.outcome != "empty":
                     self.nonfinite = self.nonfinite + 1 if result.outcome == "nonfinite" else 0

@@ -113,11 +113,11 @@ def influence(
         check_room(2 * vector_bytes(policy.model))  # before anything is measured
     batch, before = measure_start(policy, batch, step)
     passes = {"micro_batch_size": step.micro_batch_size, "progress": progress}
-    seeds = _seeds(batch, before, settings, step, edges)
-    sources = _Sources(policy, batch, seeds, step, moments, passes)
+    cotangents = _cotangents(batch, before, settings, step, edges)
+    sources = _Sources(policy, batch, cotangents, step, moments, passes)
     changes, method, clip_factor, update_norm = sources.all_at_once() if at_once else sources.one_by_one(memory)
     found = changes[:, batch.response_mask].double().numpy()
-    parts = pd.DataFrame({f"{BY}{name}": values for name, values in zip(seeds, found, strict=True)})
+    parts = pd.DataFrame({f"{BY}{name}": values for name, values in zip(cotangents, found, strict=True)})
     keys = _keys(batch, before, settings, edges)
     contributions = pd.concat([keys, parts.assign(predicted=found.sum(0))], axis=1)
     return Influence(contributions, method, clip_factor, update_norm)
@@ -189,16 +189,16 @@ def moved_against(contributions: pd.DataFrame, n: int = 20) -> pd.DataFrame:
     return table[table["against"] > 0].nlargest(n, "against").reset_index(drop=True)
 
 
-def _seeds(
+def _cotangents(
     batch: TokenBatch, before: TokenStatistics, settings: LossSettings, step: StepSettings, edges: Sequence[Number]
 ) -> dict[str, Float[Tensor, "B S"]]:
     """∂loss/∂log π of each token by source; 0 where the source is none of the loss's."""
     weights = batch_weights(before.logprob, batch, settings, num_tokens=batch.num_tokens)
     intervals = old_intervals(batch, edges)
     policy, kl = -weights.policy / batch.num_tokens, -weights.kl / batch.num_tokens
-    seeds = {str(a): policy * (intervals == a) for a in range(len(interval_labels(edges)))} | {"kl": kl}
+    cotangents = {str(a): policy * (intervals == a) for a in range(len(interval_labels(edges)))} | {"kl": kl}
     others = ("momentum", "decay") if step.optimizer == "adamw" else ("decay",)
-    return seeds | {name: torch.zeros_like(kl) for name in others}
+    return cotangents | {name: torch.zeros_like(kl) for name in others}
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,8 @@ class _Sources:
 
     policy: Policy
     batch: TokenBatch
-    seeds: dict[str, Float[Tensor, "B S"]]
-    """By source, see `_seeds`."""
+    cotangents: dict[str, Float[Tensor, "B S"]]
+    """By source, see `_cotangents`."""
     step: StepSettings
     moments: Moments | None
     passes: dict[str, Any]
@@ -216,12 +216,12 @@ class _Sources:
 
     def all_at_once(self) -> tuple[Float[Tensor, "C B S"], Derivative, float, float]:
         """What each source does to each token, how that was found, the clip factor, and the norm of Δθ."""
-        model, seeds = self.policy.model, torch.stack(list(self.seeds.values()))
-        rows = weighted_gradients(model, self.batch, seeds, **self.passes)
+        model, cotangents = self.policy.model, torch.stack(list(self.cotangents.values()))
+        rows = weighted_gradients(model, self.batch, cotangents, **self.passes)
         self._keep_held(rows)
         clip_factor = clip_scale(_norm_of_sum(model, rows), self.step.max_grad_norm)
         for span, crossed in flat_spans(model, PART):
-            self._shape(rows[:, span], list(self.seeds), rows[:, span].sum(0), clip_factor, crossed)
+            self._shape(rows[:, span], list(self.cotangents), rows[:, span].sum(0), clip_factor, crossed)
         changes, method = predict_changes(model, self.batch, rows, **self.passes)
         return changes, method, clip_factor, _norm_of_sum(model, rows)
 
@@ -230,11 +230,11 @@ class _Sources:
         model = self.policy.model
         room = vectors_within(model, 2, memory)
         whole, row = room[:1], room[1:]
-        self._gradient(sum(self.seeds.values()), whole)
+        self._gradient(sum(self.cotangents.values()), whole)
         clip_factor = clip_scale(_norm_of_sum(model, whole), self.step.max_grad_norm)
         changes, methods = [], []
-        for name, seeds in self.seeds.items():
-            self._gradient(seeds, row.zero_())
+        for name, cotangents in self.cotangents.items():
+            self._gradient(cotangents, row.zero_())
             for span, crossed in flat_spans(model, PART):
                 self._shape(row[:, span], [name], whole[0, span], clip_factor, crossed)
             change, method = predict_changes(model, self.batch, row, **self.passes)
@@ -244,9 +244,9 @@ class _Sources:
         method = "central differences" if "central differences" in methods else "forward mode"
         return torch.stack(changes), method, clip_factor, self._update_norm(whole[0], clip_factor)
 
-    def _gradient(self, seeds: Float[Tensor, "B S"], out: Float[Tensor, "1 P"]) -> None:
-        if seeds.any():
-            weighted_gradients(self.policy.model, self.batch, seeds[None], out=out, **self.passes)
+    def _gradient(self, cotangents: Float[Tensor, "B S"], out: Float[Tensor, "1 P"]) -> None:
+        if cotangents.any():
+            weighted_gradients(self.policy.model, self.batch, cotangents[None], out=out, **self.passes)
             self._keep_held(out)
 
     def _keep_held(self, rows: Float[Tensor, "C P"]) -> None:

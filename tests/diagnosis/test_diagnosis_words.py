@@ -146,7 +146,7 @@ CASES: dict[str, tuple[Diagnosis, dict[str, Verdict]]] = {
         {"dominance_raw": V.UNDECIDED, "added": V.UNDECIDED, "summed_raw": V.UNDECIDED, "influence": V.FACT,
          "direction_positive": V.UNDECIDED},
     ),
-    "five prompts with an advantage": (plant(num_prompts=12, num_served=5), {"dominance_raw": V.UNDECIDED}),
+    "five prompts with an advantage": (plant(num_informative_prompts=5), {"dominance_raw": V.UNDECIDED}),
     "another interval holds the most": (
         plant(one_change("squared_share", [0.1, 0.2, 0.3, 0.4], half=0.05)), {"dominance_raw": V.MORE}
     ),

@@ -294,7 +294,7 @@ def test_input_that_cannot_be_measured_is_refused():
             bad()
     with pytest.raises(InputError, match="keeps no token"):
         weighted_gradients(policy.model, empty, seeds, micro_batch_size=8)
-    with pytest.raises(InputError, match="seeds have shape"):
+    with pytest.raises(InputError, match="cotangents have shape"):
         weighted_gradients(policy.model, batch, seeds[:, :, 1:], micro_batch_size=8)
     with pytest.raises(InputError, match="directions have 7 entries"):
         predict_changes(policy.model, batch, torch.ones(2, 7), micro_batch_size=8)

@@ -23,6 +23,7 @@ from gradscope.objective import (
     PAPER,
     LossSettings,
     Pass,
+    PassTotals,
     StepResult,
     Updater,
     batch_statistics,
@@ -102,7 +103,7 @@ def flat(model: nn.Module, grads: list[Tensor | None]) -> Tensor:
 def own_gradient(updater: Updater, part: Pass, settings: LossSettings) -> tuple[Tensor, list[float]]:
     """What accumulate adds to .grad, flat, and what it returns."""
     updater.model.zero_grad()
-    found = updater.accumulate(part, settings)
+    found = [*updater.accumulate(part, settings)]
     gradient = flat(updater.model, [p.grad for p in updater.model.parameters()])
     updater.model.zero_grad()
     return gradient, found
@@ -295,15 +296,15 @@ def test_scoring_in_the_first_pass_gives_what_scoring_before_it_gives(batch, met
         part = plan_update(replace(batch, old_logprobs=before.logprob), config, torch.Generator()).passes[0]
         updater = make_updater(model, size)
         expected, totals = own_gradient(updater, part, config.loss)
-        found, begun = updater.score_and_accumulate(
+        found, first_pass = updater.score_and_accumulate(
             replace(batch, old_logprobs=None), config.loss, first_choice(config)
         )
     assert_same(flat(model, [p.grad for p in model.parameters()]), expected)
-    assert begun == pytest.approx(totals, rel=1e-6)
+    assert first_pass == pytest.approx(totals, rel=1e-6)
     for name in ("logprob", "log_one_minus_prob", "entropy"):
         torch.testing.assert_close(getattr(found, name), getattr(before, name), rtol=1e-9, atol=1e-12)
     # The step that follows is the one that would have been taken.
-    result = updater.step(part, config.loss, accumulated=begun)
+    result = updater.step(part, config.loss, first_pass=first_pass)
     assert result.grad_norm == pytest.approx(expected.norm().item(), rel=1e-9)
     assert (result.name, result.outcome, result.num_tokens) == (part.name, "taken", part.batch.num_tokens)
 
@@ -312,11 +313,12 @@ def test_a_first_pass_that_takes_no_token_leaves_no_gradient_and_takes_no_step(b
     model = make_model("llama", dtype=torch.float64, attention="sdpa")
     config = TrainConfig(lopti_eta=0.0)
     updater = make_updater(model)
-    found, begun = updater.score_and_accumulate(replace(batch, old_logprobs=None), config.loss, first_choice(config))
+    unscored = replace(batch, old_logprobs=None)
+    found, first_pass = updater.score_and_accumulate(unscored, config.loss, first_choice(config))
     part = plan_update(replace(batch, old_logprobs=found.logprob), config, torch.Generator()).passes[0]
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
     before = copy.deepcopy(model.state_dict())
-    assert updater.step(part, config.loss, accumulated=begun).outcome == "empty"
+    assert updater.step(part, config.loss, first_pass=first_pass).outcome == "empty"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -326,16 +328,19 @@ def test_a_model_that_is_nan_is_said_by_the_statistics_and_takes_no_step(batch):
         model.lm_head.weight[0, 0] = torch.nan
     config = TrainConfig(lopti_eta=0.5)
     updater = make_updater(model)
-    found, begun = updater.score_and_accumulate(replace(batch, old_logprobs=None), config.loss, first_choice(config))
+    unscored = replace(batch, old_logprobs=None)
+    found, first_pass = updater.score_and_accumulate(unscored, config.loss, first_choice(config))
     assert found.logprob[batch.response_mask].isnan().all()
     part = Pass("low", batch, batch.num_tokens)
-    assert updater.step(part, config.loss, accumulated=begun).outcome == "nonfinite"
+    assert updater.step(part, config.loss, first_pass=first_pass).outcome == "nonfinite"
 
 
 def test_a_gradient_that_waits_for_its_step_cannot_be_rescaled_to_another(model, batch):
     updater = make_updater(model)
-    with pytest.raises(InputError, match="match and accumulated"):
-        updater.step(Pass("all", batch, batch.num_tokens), PAPER, match=PAPER, accumulated=[0.0] * 4)
+    with pytest.raises(InputError, match="match and first_pass"):
+        updater.step(
+            Pass("all", batch, batch.num_tokens), PAPER, match=PAPER, first_pass=PassTotals(0.0, 0.0, 0.0, 0.0)
+        )
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "gemma2"])

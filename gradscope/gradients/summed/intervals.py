@@ -115,7 +115,7 @@ def interval_gradients(
     size, counts = len(edges) - 1, {}
     memory = gradient_budget(policy.device, processes) if memory is None else memory
 
-    def seeds(index: Index, piece: TokenBatch, logprobs: Float[Tensor, " K"]) -> Float[Tensor, "A K"]:
+    def cotangents(index: Index, piece: TokenBatch, logprobs: Float[Tensor, " K"]) -> Float[Tensor, "A K"]:
         slopes, cells = _slopes(index, piece, logprobs, batch.num_tokens, settings, intervals, edges)
         inside = cells == torch.arange(size, device=cells.device)[:, None]
         counts[tuple(index[0].unique().tolist())] = inside.sum(1).cpu()
@@ -123,7 +123,7 @@ def interval_gradients(
 
     passes = {"micro_batch_size": micro_batch_size, "processes": processes, "progress": progress}
     passes |= {"memory": memory, "way": way, "metric": optimizer_state is not None}
-    source = PromptGradients(policy, batch, seeds, rows=size, held=2 * size, **passes)
+    source = PromptGradients(policy, batch, cotangents, rows=size, held=2 * size, **passes)
     halves = torch.randperm(source.num_prompts, generator=generator) * 2 // source.num_prompts
     total = None if optimizer_state is None else source.new_total()
     raw = _Products.of(source, halves, total=total)

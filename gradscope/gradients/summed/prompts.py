@@ -50,7 +50,7 @@ from gradscope.runs import ALONE, Processes, deal_by_cost
 Way = Literal["whole", "slices", "sketches"]
 Index = tuple[Int[Tensor, " K"], Int[Tensor, " K"]]
 """Rows and columns in the batch of a piece's kept tokens."""
-Seeds = Callable[[Index, TokenBatch, Float[Tensor, " K"]], Float[Tensor, "R K"]]
+Cotangents = Callable[[Index, TokenBatch, Float[Tensor, " K"]], Float[Tensor, "R K"]]
 """∂loss/∂log π of a piece's kept tokens, a row for each vector, from where they stand in the batch and their log π."""
 Piece = tuple[Index, TokenBatch]
 Take = Callable[[int, str, Tensor], None]
@@ -274,10 +274,10 @@ class Part:
 
 
 class PromptGradients:
-    """The vectors Σ_t seeds[r, t]·∇ log π_t of each prompt, over all measured parameters, part by part.
+    """The vectors Σ_t cotangents[r, t]·∇ log π_t of each prompt, over all measured parameters, part by part.
 
-    seeds: R rows for the kept tokens. metric: `new_total` is asked for. processes: of several, each makes those of its
-    share of the prompts, and all go through the parts together; what is made of them is for the reader to add up.
+    cotangents: R rows for the kept tokens. metric: `new_total` is asked for. processes: of several, each makes those of
+    its share of the prompts, and all go through the parts together; what is made of them is for the reader to add up.
     The model measures in eval mode; flags, modes and `.grad` stay as they were.
     """
 
@@ -285,7 +285,7 @@ class PromptGradients:
         self,
         policy: Policy,
         batch: TokenBatch,
-        seeds: Seeds,
+        cotangents: Cotangents,
         *,
         rows: int,
         held: int,
@@ -297,7 +297,7 @@ class PromptGradients:
         processes: Processes = ALONE,
         progress: bool = False,
     ) -> None:
-        self.model, self.rows, self._seeds, self._progress = policy.model, rows, seeds, progress
+        self.model, self.rows, self._cotangents, self._progress = policy.model, rows, cotangents, progress
         self.processes, self._sketch_seed = processes, sketch_seed
         self._pieces = _cut_prompts(policy, batch, own_rows(batch), micro_batch_size)
         self.num_prompts = len(self._pieces)
@@ -349,7 +349,7 @@ class PromptGradients:
                 found.zero_()
                 for index, piece in pieces:
                     logprobs = kept_logprobs(self.model, piece)[piece.response_mask]
-                    add_gradients(self.model, logprobs, self._seeds(index, piece, logprobs.detach()), found)
+                    add_gradients(self.model, logprobs, self._cotangents(index, piece, logprobs.detach()), found)
                 if total is not None:
                     total.add_(found.sum(0).to(total))
                 yield prompt, found if scale is None else found.mul_(scale.to(found))
@@ -377,7 +377,7 @@ class PromptGradients:
                     if self._swept:
                         self._sweep_through(index, piece, take)
                     else:
-                        stream_gradients(self.model, piece, partial(self._seeds, index, piece), take)
+                        stream_gradients(self.model, piece, partial(self._cotangents, index, piece), take)
                 yield prompt, found
 
         yield Part((), sketcher.size), vectors()
@@ -443,25 +443,25 @@ class PromptGradients:
     def _start(self, index: Index, piece: TokenBatch) -> _State:
         """After one forward pass, and from the logits back to the last block's output."""
         passed, logprobs = self._sweep.record(piece)
-        seeds, deltas = self._seeds(index, piece, logprobs), {}
-        for row, leaf, (logprobs, seed) in self._tails(passed, seeds):
-            (deltas[row],) = torch.autograd.grad(logprobs, leaf, seed)
-        return _State(passed, seeds, deltas, len(passed.calls) - 1)
+        cotangents, deltas = self._cotangents(index, piece, logprobs), {}
+        for row, leaf, (logprobs, cotangent) in self._tails(passed, cotangents):
+            (deltas[row],) = torch.autograd.grad(logprobs, leaf, cotangent)
+        return _State(passed, cotangents, deltas, len(passed.calls) - 1)
 
     def _tails(
-        self, passed: Passed, seeds: Float[Tensor, "R K"]
+        self, passed: Passed, cotangents: Float[Tensor, "R K"]
     ) -> Iterator[tuple[int, Tensor, tuple[Float[Tensor, " k"], Float[Tensor, " k"]]]]:
-        """(row, hidden states before the head, log π of the row's own tokens with their seeds), of rows with a seed.
+        """(row, hidden states before the head, log π of its own tokens with cotangents), of rows that have any.
 
         The head sees each row's tokens alone: rows that share none cost no more than one of all.
         """
-        for row, seed in enumerate(seeds):
-            kept = seed.nonzero()[:, 0]
+        for row, cotangent in enumerate(cotangents):
+            kept = cotangent.nonzero()[:, 0]
             if len(kept):
                 names = ("places", "token_ids", "temperatures")
                 own = replace(passed, **{name: getattr(passed, name)[kept] for name in names})
                 leaf, logprobs = self._sweep.run_tail(own)
-                yield row, leaf, (logprobs, seed[kept])
+                yield row, leaf, (logprobs, cotangent[kept])
 
     def _pass_block(self, state: _State, wanted: list[str], take: Take, *, stay: bool) -> None:
         """From the output of the state's block to the gradients that are wanted and, unless it stays, to its input."""
@@ -478,8 +478,8 @@ class PromptGradients:
         """What is in no block: before the first one, and after the last."""
         if not (wanted and state.deltas):
             return
-        for row, _, (logprobs, seed) in self._tails(state.passed, state.seeds):
-            self._differentiate(logprobs, {row: seed}, [], wanted, take)
+        for row, _, (logprobs, cotangent) in self._tails(state.passed, state.cotangents):
+            self._differentiate(logprobs, {row: cotangent}, [], wanted, take)
         hidden = self._sweep.run_embedding(state.passed)
         if hidden.requires_grad:
             self._differentiate(hidden, state.deltas, [], wanted, take)
@@ -513,9 +513,9 @@ class _State:
     """How far a piece has gone backward."""
 
     passed: Passed
-    seeds: Float[Tensor, "R K"]
+    cotangents: Float[Tensor, "R K"]
     deltas: dict[int, Float[Tensor, "b n hidden"]]
-    """Each vector's gradient, where it has a seed here, at the output of `block`; behind them all, at their input."""
+    """Each vector's gradient at the output of `block`, where it has a cotangent; behind them all, at their input."""
     block: int
 
 

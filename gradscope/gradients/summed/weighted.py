@@ -1,8 +1,8 @@
 """Weighted sums of token gradients, and how much a step along a direction changes each token's log π, to first order.
 
 Both are products with one Jacobian J [tokens, P], of log π of a batch's kept tokens with respect to all P parameters,
-flat in the order of `parameters.float_parameters`, which is never formed: seeds·J by backward passes, J·direction by
-forward mode (`torch.func.jvp`).
+flat in the order of `parameters.float_parameters`, which is never formed: cotangents·J by backward passes, J·direction
+by forward mode (`torch.func.jvp`).
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ ATTEMPTS = 8
 def weighted_gradients(
     model: nn.Module,
     batch: TokenBatch,
-    seeds: Float[Tensor, "C B S"],
+    cotangents: Float[Tensor, "C B S"],
     *,
     micro_batch_size: int,
     progress: bool = False,
     out: Float[Tensor, "C P"] | None = None,
 ) -> Float[Tensor, "C P"]:
-    """Row c is Σ_t seeds[c, t] · ∇ log π_t over all parameters, frozen ones too; seeds are read on kept tokens only.
+    """Row c is Σ_t cotangents[c, t] · ∇ log π_t over all parameters, frozen ones too; only kept tokens are read.
 
-    With seeds −w_t / num_tokens (Eq. 2) it is the gradient of the loss. log π is at each response's temperature, in
-    nats. micro_batch_size: most responses in one forward pass, which serves every row; each row costs a backward pass,
-    where it has a seed in the piece. Of a large vocabulary, fewer responses go together (see `fitting_size`).
-    The model measures in eval mode; flags, modes and `.grad` stay as they were.
+    With cotangents −w_t / num_tokens (Eq. 2) it is the gradient of the loss. log π is at each response's temperature,
+    in nats. micro_batch_size: most responses in one forward pass, which serves every row; each row costs a backward
+    pass, where it has a cotangent in the piece. Of a large vocabulary, fewer responses go together (see
+    `fitting_size`). The model measures in eval mode; flags, modes and `.grad` stay as they were.
 
     Memory besides the model and its activations: C + 1 vectors as long as the parameters, in float32 at least, on the
     model's device. out: zeros to add to, of `vectors_within`; then no other vector is needed, for each parameter's
-    gradient goes there as soon as it is made. The numbers are the same. Raises InputError for seeds that do not fit the
-    batch, and for a batch without kept tokens.
+    gradient goes there as soon as it is made. The numbers are the same. Raises InputError for cotangents that do not
+    fit the batch, and for a batch without kept tokens.
     """
     _check(batch, micro_batch_size)
-    if tuple(seeds.shape[1:]) != (wanted := tuple(batch.input_ids.shape)):
+    if tuple(cotangents.shape[1:]) != (wanted := tuple(batch.input_ids.shape)):
         raise InputError(
-            f"seeds have shape {tuple(seeds.shape)}, the batch {wanted}; give rows with one number per column of it"
+            f"cotangents have shape {tuple(cotangents.shape)}, the batch {wanted}; give rows with one number per column"
         )
     slices = flat_slices(model)
     with differentiable(model):
@@ -75,12 +75,12 @@ def weighted_gradients(
                 def add(c: int, name: str, gradient: Float[Tensor, " p"]) -> None:
                     out[c, slices[name]] += gradient.to(out)
 
-                stream_gradients(model, piece, lambda logprobs, own=seeds[:, row, column]: own.to(logprobs), add)
+                stream_gradients(model, piece, lambda logprobs, own=cotangents[:, row, column]: own.to(logprobs), add)
             return out
-        sums = zero_vectors(model, len(seeds))
+        sums = zero_vectors(model, len(cotangents))
         for piece, (row, column) in _pieces(model, batch, micro_batch_size, progress, copies=4):
             logprobs = kept_logprobs(model, piece)[piece.response_mask]
-            add_gradients(model, logprobs, seeds[:, row, column].to(logprobs), sums)
+            add_gradients(model, logprobs, cotangents[:, row, column].to(logprobs), sums)
     return sums
 
 
@@ -193,14 +193,17 @@ def vector_bytes(model: nn.Module) -> int:
 
 
 def add_gradients(
-    model: nn.Module, logprobs: Float[Tensor, "*tokens"], seeds: Float[Tensor, "C *tokens"], sums: Float[Tensor, "C P"]
+    model: nn.Module,
+    logprobs: Float[Tensor, "*tokens"],
+    cotangents: Float[Tensor, "C *tokens"],
+    sums: Float[Tensor, "C P"],
 ) -> None:
-    """Add Σ_t seeds[c, t] · ∇ logprobs[t] to row c of the sums: a backward pass for each row that is not all zero."""
+    """Add Σ_t cotangents[c, t] · ∇ logprobs[t] to row c of the sums: a backward pass for each row that is not 0."""
     slices, parameters = flat_slices(model).values(), [p for _, p in float_parameters(model)]
-    active = [c for c, seed in enumerate(seeds) if seed.any()]
+    active = [c for c, cotangent in enumerate(cotangents) if cotangent.any()]
     for c in active:
         last = c == active[-1]
-        gradients = torch.autograd.grad(logprobs, parameters, seeds[c], retain_graph=not last, allow_unused=True)
+        gradients = torch.autograd.grad(logprobs, parameters, cotangents[c], retain_graph=not last, allow_unused=True)
         for part, gradient in zip(slices, gradients, strict=True):
             if gradient is not None:
                 sums[c, part] += gradient.flatten().to(sums)
@@ -209,13 +212,13 @@ def add_gradients(
 def stream_gradients(
     model: nn.Module,
     piece: TokenBatch,
-    seeds: Callable[[Float[Tensor, " K"]], Float[Tensor, "C K"]],
+    cotangents: Callable[[Float[Tensor, " K"]], Float[Tensor, "C K"]],
     take: Callable[[int, str, Float[Tensor, " p"]], None],
 ) -> None:
-    """Σ_t seeds[c, t] · ∇ log π_t of a piece on the model's device, a parameter at a time, after one forward pass.
+    """Σ_t cotangents[c, t] · ∇ log π_t of a piece on the model's device, a parameter at a time, after one forward pass.
 
-    seeds: what makes them of the kept tokens' log π. take: called with c, a parameter's name and its flat gradient, as
-    soon as the backward pass has made it: none waits until that is through.
+    cotangents: what makes them of the kept tokens' log π. take: called with c, a parameter's name and its flat
+    gradient, as soon as the backward pass has made it: none waits until that is through.
     """
     # Leaves of our own on the same memory: no hook of another's runs, and no `.grad` of the model is touched.
     leaves = {f"model.{name}": p.detach().requires_grad_() for name, p in float_parameters(model)}
@@ -230,8 +233,8 @@ def stream_gradients(
             leaf.grad_dtype = torch.promote_types(leaf.dtype, torch.float32)
         leaf.register_post_accumulate_grad_hook(partial(pass_on, name.removeprefix("model.")))
     logprobs = _logprobs_at(_KeptLogprobs(model), piece, leaves)
-    wanted = seeds(logprobs.detach())
-    active = [c for c, seed in enumerate(wanted) if seed.any()]
+    wanted = cotangents(logprobs.detach())
+    active = [c for c, cotangent in enumerate(wanted) if cotangent.any()]
     for row in active:  # which `pass_on` reads
         logprobs.backward(wanted[row], retain_graph=row != active[-1], inputs=list(leaves.values()))
 

@@ -117,7 +117,7 @@ def make_cells(batch: TokenBatch, etas: Iterable[Number], edges: Sequence[Number
     return Cells(of, patterns[0].numpy(), below)
 
 
-def cell_seeds(
+def cell_cotangents(
     cells: Cells, batch: TokenBatch, logprobs: Float[Tensor, "B S"], settings: LossSettings
 ) -> Float[Tensor, "R B S"]:
     """∂loss/∂log π of each token, a row per gradient: plain of each cell, then weighted, then KL.
@@ -157,7 +157,7 @@ class Linearisation:
     """Its responses that have an advantage: of the others no direction is right."""
     cells: Cells
     gram: Float[np.ndarray, "R R"]
-    """Inner products of the gradients, rows as of `cell_seeds`."""
+    """Inner products of the gradients, rows as of `cell_cotangents`."""
     responses: Float[np.ndarray, "R+2 K"]
     """Change of each judged token's log π by the gradients, the momentum and the weights, preconditioned as the step's
     direction is; nats. The last two are 0 where the optimizer has neither momentum nor decay."""
@@ -242,12 +242,12 @@ def linearise(
     steps_taken = _steps_taken(moments)
     batch, before = measure_start(policy, batch, step)
     cells = make_cells(batch, dict.fromkeys(eta for eta in etas if eta is not None), edges)
-    seeds = cell_seeds(cells, batch, before.logprob, settings)
+    cotangents = cell_cotangents(cells, batch, before.logprob, settings)
     passes = {"micro_batch_size": step.micro_batch_size, "progress": progress}
     trained = trained_rows(batch, settings)
-    # Two rows more, without a seed: for momentum and weights.
-    seeds = nn.functional.pad(seeds[:, trained], (0, 0, 0, 0, 0, 2))
-    rows = _make_gradients(policy.model, batch.select(trained), seeds, memory, passes)
+    # Two rows more, without a cotangent: for momentum and weights.
+    cotangents = nn.functional.pad(cotangents[:, trained], (0, 0, 0, 0, 0, 2))
+    rows = _make_gradients(policy.model, batch.select(trained), cotangents, memory, passes)
     gram = _make_directions(policy.model, rows, len(cells.interval), step, moments)
     judged = batch.select(_rows_with_advantage(batch))
     responses, method = predict_changes(policy.model, judged, rows, **passes)
@@ -265,13 +265,13 @@ def linearise_cost(
 
 
 def _make_gradients(
-    model: nn.Module, batch: TokenBatch, seeds: Float[Tensor, "Q B S"], memory: int | None, passes: dict[str, Any]
+    model: nn.Module, batch: TokenBatch, cotangents: Float[Tensor, "Q B S"], memory: int | None, passes: dict[str, Any]
 ) -> Float[Tensor, "Q P"]:
     """Weighted gradients, in a scratch file where they exceed `memory` bytes."""
-    if memory is None or (len(seeds) + 1) * vector_bytes(model) <= memory:
-        return weighted_gradients(model, batch, seeds, **passes)
-    rows = vectors_within(model, len(seeds), 0)
-    for row, own in zip(rows, seeds, strict=True):
+    if memory is None or (len(cotangents) + 1) * vector_bytes(model) <= memory:
+        return weighted_gradients(model, batch, cotangents, **passes)
+    rows = vectors_within(model, len(cotangents), 0)
+    for row, own in zip(rows, cotangents, strict=True):
         # Each with its own forward passes, so that one row at a time is written to.
         if own.any():
             weighted_gradients(model, batch, own[None], out=row[None], **passes)
