@@ -38,15 +38,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "sample": ["sampling_probabilities", "sampling_weights", "weighted_quantiles"],
         "settings": ["AFTERWARDS", "BUDGET", "MeasureSettings", "check_batch", "settle_minutes"],
         "summed.intervals": ["IntervalGradients", "gram", "interval_gradients", "interval_gradients_over"],
-        "summed.prompts": [
-            "Index",
-            "PromptGradients",
-            "SumsPlan",
-            "Way",
-            "largest_share",
-            "own_rows",
-            "plan_batch_sums",
-        ],
+        "summed.plan": ["Index", "SumsPlan", "Way", "largest_share", "own_rows", "plan_batch_sums"],
+        "summed.prompts": ["PromptGradients"],
         "summed.weighted": [
             "BACKWARD",
             "Derivative",

@@ -14,7 +14,7 @@ from support.pages import BRIEF, write_rows
 from support.policies import make_batch, make_policy, save_checkpoint
 from support.processes import launch
 
-from gradscope.gradients.summed.prompts import Sizes, plan_sums
+from gradscope.gradients.summed.plan import Sizes, plan_sums
 
 
 def largest_sliced(held: int) -> str:

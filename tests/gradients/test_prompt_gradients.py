@@ -15,7 +15,8 @@ from torch import Tensor
 from gradscope.diagnosis import Products, block_products, gradient_rows
 from gradscope.errors import InputError
 from gradscope.gradients import PromptGradients, Way, interval_gradients, own_rows, zero_vectors
-from gradscope.gradients.summed.prompts import SEED, Sizes, plan_sums, slices_memory
+from gradscope.gradients.summed.plan import Sizes, plan_sums, slices_memory
+from gradscope.gradients.summed.prompts import SEED
 from gradscope.gradients.summed.sketches import BLOCKS, Sketcher
 from gradscope.gradients.summed.sweep import Sweep
 from gradscope.gradients.summed.weighted import differentiable

@@ -33,7 +33,7 @@ from gradscope.objective import (
 from gradscope.objective.shared_prompts import can_pack
 from gradscope.policy import Policy, load_policy
 from gradscope.rollouts import Response, TokenBatch, collate
-from gradscope.runs import ALONE
+from gradscope.runs import ALONE, Processes
 from gradscope.sampling import HFSampler, batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer import TrainConfig, get_preset

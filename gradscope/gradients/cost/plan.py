@@ -48,7 +48,7 @@ from gradscope.gradients.settings import (
     no_fast_mode,
     settle_sample,
 )
-from gradscope.gradients.summed.prompts import SumsPlan, largest_share, own_rows, plan_batch_sums
+from gradscope.gradients.summed.plan import SumsPlan, largest_share, own_rows, plan_batch_sums
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.policy import (
     DTYPES,

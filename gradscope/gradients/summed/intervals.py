@@ -26,7 +26,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.gradients.summed.prompts import Index, PromptGradients, SumsPlan, Way
+from gradscope.gradients.summed.plan import Index, SumsPlan, Way
+from gradscope.gradients.summed.prompts import PromptGradients
 from gradscope.gradients.summed.weighted import zero_vectors
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.objective import PAPER, LossSettings, batch_loss, own_where_unknown, resolve_advantages
