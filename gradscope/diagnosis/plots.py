@@ -1,6 +1,6 @@
 """Pictures of a diagnosis: dominance, signal against noise, where the norm is, and the trend over checkpoints.
 
-Numbers come in, ink goes out, as in `plots`: the tidy statistics of `diagnosis`, or those of several by `trend`.
+Numbers come in, ink goes out, as in `plots`: the tidy statistics of a diagnosis, or of several with their step.
 """
 
 from collections.abc import Sequence
@@ -118,7 +118,7 @@ def plot_where(where: pd.DataFrame, driver: str = "token_class", *, ax: Axes | N
 
 @paper_style()
 def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
-    """Headline numbers over training steps, a panel each, with bands of 95 %: what `diagnosis.trend` gives.
+    """Headline numbers over training steps, a panel each, with bands of 95 %: statistics with a column step.
 
     A number with an interval of π names it. Raises InputError where none of them is there.
     """

@@ -14,7 +14,6 @@ from support.steps import warm_state
 from torch import Tensor
 
 from gradscope.diagnosis import Diagnosis, DiagnosisSettings, block_products, diagnose, state_step
-from gradscope.diagnosis.checkpoint import trend
 from gradscope.diagnosis.gradients import sum_gradients
 from gradscope.diagnosis.result import COLUMNS
 from gradscope.diagnosis.steps import recommend, seeds_of
@@ -477,21 +476,6 @@ def test_other_edges_are_followed_throughout(policy, batch):
     shares = [value(diagnosis, "gradient_share", "raw", label) for label in diagnosis.labels]
     assert sum(shares) == pytest.approx(1)
     assert np.isfinite(value(diagnosis, "low_to_high_share", "none", "[½, 1]"))
-
-
-def test_a_trend_is_the_statistics_by_step(policy, batch, table, whole):
-    other = diagnose(policy, batch, table, settings=QUICK)
-    frame = trend({20: whole, 4: other})
-    assert frame.columns.tolist() == ["step", *COLUMNS]
-    assert frame["step"].is_monotonic_increasing and set(frame["step"]) == {4, 20}
-    pd.testing.assert_frame_equal(
-        frame[frame["step"] == 20].drop(columns="step").reset_index(drop=True), whole.statistics
-    )
-    pd.testing.assert_frame_equal(frame, trend([(20, whole), (4, other)]))
-    with pytest.raises(InputError, match="no diagnosis"):
-        trend({})
-    with pytest.raises(InputError, match="2 diagnoses are of 1 training steps"):
-        trend([(4, whole), (4, other)])
 
 
 def test_products_in_small_slices_are_those_of_the_whole_vectors(monkeypatch):
