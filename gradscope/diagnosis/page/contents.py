@@ -72,7 +72,7 @@ def make_logit_report(
     facts: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
-    """The page of the cheap mode; table, shares: of `logit_diagnosis.logit_table` and `logit_shares`. No verdict."""
+    """The page of the cheap mode; table, shares: of `logit_table` and `logit_shares`. No verdict."""
     sheets = Sheets()
     blocks = (
         Paragraph(
