@@ -1,4 +1,4 @@
-# make setup | demo | figures | test | vllm | lint | format | clean.  PYTHON= picks the interpreter, PIP_ARGS= is passed on to every pip install,
+# make setup | demo | figures | test | test-fast | vllm | lint | format | clean.  PYTHON= picks the interpreter, PIP_ARGS= is passed on to every pip install,
 # JOBS= is how many test processes run side by side.
 PYTHON ?= python3.11
 PIP_ARGS ?=
@@ -13,9 +13,9 @@ INSTALL := $(BIN)/python -m pip install $(PIP_ARGS) --constraint $(CONSTRAINTS)
 
 # Threads that spin while they wait slow each other down on a busy machine; the small policies here gain nothing from many.
 export OMP_WAIT_POLICY ?= PASSIVE
-test demo figures: export OMP_NUM_THREADS ?= 1
+test test-fast demo figures: export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo figures test vllm lint format clean
+.PHONY: setup demo figures test test-fast vllm lint format clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,9 @@ figures: setup
 
 test: lint $(VLLM_STAMP)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+
+test-fast: lint
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not slow"
 
 vllm: $(VLLM_STAMP)
 	@test -e $(VLLM_STAMP)

@@ -36,6 +36,43 @@ def data_folder() -> Path:
     return folder
 
 
+SLOW = frozenset(
+    [
+        "test_train",
+        "test_reproduce",
+        "test_memory_budget",
+        "test_cli",
+        "test_measure_together",
+        "test_vllm",
+        "test_norm_estimates",
+        "test_distributed",
+        "test_prompt_gradients",
+        "test_figures_measured",
+        "test_notebooks",
+        "test_cli_diagnose",
+        "test_figures_math",
+        "test_figures_ablations",
+        "test_cli_diagnose_processes",
+        "test_cli_diagnose_cases",
+        "test_cost_measure",
+        "test_cli_tune",
+        "test_cli_diagnose_rollouts",
+        "test_diagnosis",
+        "test_trl",
+        "test_measure_processes",
+        "test_trl_methods",
+        "test_real_size",
+    ]
+)
+"""Files of the dearest tests, which `make test-fast` leaves out."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in SLOW:
+            item.add_marker("slow")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate", action="store_true", help="rewrite golden texts, to be read before they are kept")
 

@@ -98,10 +98,11 @@ def count_checkpoints(done: int, total: int, *, every: int, keep: int | None = N
     return ahead if keep is None else min(ahead, keep + 1)
 
 
-def check_space(out: Path, learner: Learner, count: int) -> None:
+def check_space(out: Path, learner: Learner, count: int, *, to_be_freed: int = 0) -> None:
     """Raise InputError if the folder cannot be written, OSError if its disk has no room for so many checkpoints.
 
-    What a crash has left of a checkpoint is removed.
+    to_be_freed: bytes of what will be deleted before the first one is written. What a crash has left of a checkpoint is
+    removed.
     """
     folder = out / CHECKPOINTS
     try:
@@ -116,7 +117,7 @@ def check_space(out: Path, learner: Learner, count: int) -> None:
     _drop_unfinished(out)
     weights = sum(p.numel() for p in learner.policy.model.parameters())
     trained = sum(p.numel() for p in learner.policy.model.parameters() if p.requires_grad)
-    needed, free = count * 4 * (weights + 2 * trained), shutil.disk_usage(out).free
+    needed, free = count * 4 * (weights + 2 * trained), shutil.disk_usage(out).free + to_be_freed
     if free < needed:
         raise OSError(
             f"the disk of {out} has {free / 2**30:.2f} GiB free and {count} checkpoints take {needed / 2**30:.2f}; "

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -157,25 +157,30 @@ class Journal:
         return self.learner.processes
 
     @contextmanager
-    def opened(self, start: Path | None, *, overwrite: bool) -> Iterator[int]:
-        """Make the folder ready, and the trackers, which are closed in the end.
+    def opened(self, start: Path | None, *, overwrite: bool) -> Iterator[Callable[[], int]]:
+        """Yield what begins the run: it restores `start`, makes the folder ready and starts the trackers.
 
-        Yields how many optimizer steps in a row had no finite gradient so far. A run that is overwritten is deleted,
-        and a line on stderr says so.
+        It returns how many optimizer steps in a row had no finite gradient so far. Until it is called nothing is
+        written; a run that is overwritten is deleted by it, and a line on stderr says so. Trackers end with the block.
         """
-        done = 0 if start is None else step_of(start)
+        done, begun = 0 if start is None else step_of(start), False
+
+        def begin() -> int:
+            nonlocal begun
+            nonfinite, begun = 0, True
+            with self.processes.together():
+                if start is not None:
+                    nonfinite = restore_checkpoint(start, self.learner)
+                if self.processes.is_main:
+                    self._make_ready(done, overwrite=overwrite)
+            self._init_trackers(done)
+            return nonfinite
+
         try:
             with self._tracking():
-                nonfinite = 0
-                with self.processes.together():
-                    if start is not None:
-                        nonfinite = restore_checkpoint(start, self.learner)
-                    if self.processes.is_main:
-                        self._make_ready(done, overwrite=overwrite)
-                self._init_trackers(done)
-                yield nonfinite
+                yield begin
         except BaseException as error:
-            untouched = not list_checkpoints(self.out) and isinstance(error, InputError)
+            untouched = begun and not list_checkpoints(self.out) and isinstance(error, InputError)
             if self.processes.is_main and not done and untouched:
                 remove_run(self.out)  # nothing was learnt: the next attempt is not held up by this one's settings
             raise
@@ -189,12 +194,14 @@ class Journal:
                 self.accelerator.end_training()
 
     def _make_ready(self, done: int, *, overwrite: bool) -> None:
-        if overwrite and (self.out / CONFIG).is_file():
-            print(f"the run in {self.out} is deleted (overwrite)", file=sys.stderr)
-            remove_run(self.out)
+        replaced = [self.out / name for name in WRITTEN] if overwrite and (self.out / CONFIG).is_file() else []
+        files = [file for path in replaced for file in (path, *path.rglob("*")) if file.is_file()]
         config, total = self.config, self.questions.steps
         ahead = count_checkpoints(done, total, every=config.save_every, keep=config.keep_checkpoints)
-        check_space(self.out, self.learner, ahead)
+        check_space(self.out, self.learner, ahead, to_be_freed=sum(file.stat().st_size for file in files))
+        if replaced:
+            print(f"the run in {self.out} is deleted (overwrite)", file=sys.stderr)
+            remove_run(self.out)
         kept = lines_up_to(self.out / METRICS, done)
         write_description(self.out, config, self.learner, self.questions.hash, resumed=done > 0)
         write_text(self.out / METRICS, kept)

@@ -64,7 +64,8 @@ def train(
 
     Raises InputError for whatever the user can mend, DivergedError after three steps in a row without a finite
     gradient and for weights or logits that steps have made infinite or NaN, SyncError if the sampler's weights are not
-    the trainer's; checkpoints stay in all cases. A run to be overwritten is deleted once the settings were accepted.
+    the trainer's; checkpoints stay in all cases. A run to be overwritten is deleted as the new one begins: settings,
+    sampler and room on the disk have been looked at by then.
     """
     out = Path(out)
     questions = Questions(get_task(config.task), config)
@@ -82,11 +83,12 @@ def train(
         if on_step is not None and learner.is_sharded:
             raise InputError("on_step looks at whole weights and these lie in shards (FSDP); launch with --multi_gpu")
         journal = Journal(config, out, questions, learner, accelerator)
-        nonfinite = stack.enter_context(journal.opened(start, overwrite=overwrite))
+        begin = stack.enter_context(journal.opened(start, overwrite=overwrite))
         # Closed before the journal is, whose trackers end the process group that vLLM needs.
         sampler = stack.enter_context(closing(_make_sampler(config, learner)))
         watchers = [] if config.gradients_every is None else [measure_gradients]
         watchers += [] if on_step is None else [on_step]
+        nonfinite = begin()
         run = _Run(journal, sampler, watchers, done=0 if start is None else step_of(start), nonfinite=nonfinite)
         run.go(progress=progress)
     return list_checkpoints(out)[-1]

@@ -36,9 +36,9 @@ def test_two_processes_go_on_where_one_was_stopped_and_write_its_table(job, tmp_
     shares = [row for row in range(6) if len(expected[expected["response"] == row])]
     assert len(shares) == 6
 
-    # A folder stands where the part of response 4 would be written first: whoever has it fails, and so do both.
+    # A folder stands where the part of response 4 would be written: whoever has it fails, and so do both.
     out = tmp_path / "two"
-    obstacle = out / ".partial" / ".part-000004.parquet.tmp"
+    obstacle = out / ".partial" / "part-000004.parquet"
     stopped_before(out, tmp_path / "one", expected)
     obstacle.mkdir()
     ended = launch("-m", "gradscope", *arguments, out)

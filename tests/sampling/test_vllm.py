@@ -264,7 +264,7 @@ def test_two_processes_have_an_engine_each_and_keep_their_process_group(tmp_path
     script = tmp_path / "worker.py"
     script.write_text(WORKER, encoding="utf-8")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    path = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    path = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(launch, env=os.environ | path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

@@ -13,6 +13,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -272,16 +273,34 @@ def test_overwriting_deletes_what_the_old_run_wrote_and_says_so(tmp_path, capsys
     out = tmp_path / "run"
     train(replace(SMALL, steps=1, save_rollouts=True, trackers=("tensorboard",)), out, progress=False)
     (out / "notes.txt").write_text("mine")
-    before = files(out)
-    with pytest.raises(InputError, match="vanished"):
-        train(replace(SMALL, model="vanished"), out, overwrite=True, progress=False)
-    assert files(out) == before  # settings are looked at first
     capsys.readouterr()
     train(replace(SMALL, steps=1, seed=3), out, overwrite=True, progress=False)
     assert capsys.readouterr().err.count(str(out)) == 1
     kept = {path.relative_to(out).parts[0] for path in files(out)}
     assert kept == {"checkpoints", "config.json", "manifest.json", "metrics.jsonl", "notes.txt"}
     assert json.loads((out / "config.json").read_text())["seed"] == 3
+
+
+@pytest.mark.parametrize("refused", ["model", "tracker", "engine", "disk"])
+def test_what_is_refused_before_the_new_run_begins_leaves_the_old_one_alone(refused, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    train(replace(SMALL, steps=1), out, progress=False)
+    before, other = files(out), replace(SMALL, seed=3)
+    if refused == "disk":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=-(10**9)))
+    if refused == "engine":
+        monkeypatch.setitem(sys.modules, "vllm", None)  # cannot be imported
+    changed = {"model": {"model": "vanished"}, "tracker": {"trackers": ("none",)}, "engine": {"engine": "vllm"}}
+    with pytest.raises(OSError if refused == "disk" else InputError):
+        train(replace(other, **changed.get(refused, {})), out, overwrite=True, progress=False)
+    assert files(out) == before
+
+
+def test_the_room_of_the_run_that_is_replaced_counts_as_free(tmp_path, monkeypatch):
+    train(replace(SMALL, steps=1), tmp_path / "run", progress=False)
+    # A checkpoint takes ten times that.
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
+    train(replace(SMALL, steps=1, seed=3), tmp_path / "run", overwrite=True, progress=False)
 
 
 def test_a_new_run_that_is_stopped_keeps_its_steps(tmp_path):
