@@ -111,6 +111,15 @@ def jackknife_error(statistic: Callable[[np.ndarray], np.ndarray], blocks: Seque
     return np.sqrt((count - 1) / count * ((left - left.mean(0)) ** 2).sum(0))
 
 
+def in_brackets(lower: float, upper: float, write: Callable[[float], str]) -> str:
+    """Bounds as they stand behind their number, each as `write` has it; nothing where there are none.
+
+    >>> in_brackets(0.25, 0.5, "{:.1f}".format)
+    ' [0.2, 0.5]'
+    """
+    return "" if np.isnan(lower) else f" [{write(lower)}, {write(upper)}]"
+
+
 def prompt_clusters(table: pd.DataFrame) -> np.ndarray:
     """Number of each row's prompt from 0 on: of `group`, or of (`batch`, `group`) where there is a column batch."""
     if "group" not in table:

@@ -16,6 +16,7 @@ from gradscope.cli.flags import PolicyFlags, check_prompts, load_quietly
 from gradscope.cli.manifest import make_key, make_manifest
 from gradscope.errors import InputError
 from gradscope.policy import Policy, hash_ahead
+from gradscope.resampling import in_brackets
 from gradscope.runs import RunFolder, write_parquet, write_text
 from gradscope.sampling import Exam, check_count, make_sampler, summarize_responses
 from gradscope.tasks import Question, draw_questions, get_task, questions_hash
@@ -144,7 +145,7 @@ def format_table(table: pd.DataFrame, k: int) -> str:
     for name in ("greedy_accuracy", f"avg@{k}", f"pass@{k}"):
         if name in table:
             bounds = zip(table[name], table[f"{name}_lower"], table[f"{name}_upper"], strict=True)
-            cells = [f"{value:.3f}" + (f" [{lo:.3f}, {hi:.3f}]" if lo == lo else "") for value, lo, hi in bounds]
+            cells = [f"{value:.3f}{in_brackets(lower, upper, '{:.3f}'.format)}" for value, lower, upper in bounds]
             shown[name.replace("_", " ")] = cells
     for name, form in FORMS.items():
         if column_of(name, kind) in table:

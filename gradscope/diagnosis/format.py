@@ -7,6 +7,7 @@ from math import isnan
 import pandas as pd
 
 from gradscope.diagnosis.result import Diagnosis
+from gradscope.resampling import in_brackets
 
 
 def percent(value: float) -> str:
@@ -30,8 +31,7 @@ def share_words(row: pd.Series) -> str:
     >>> share_words(pd.Series({"value": 0.48, "lower": 0.27, "upper": 0.64}))
     '48 % [27, 64]'
     """
-    bounds = "" if isnan(row["lower"]) else f" [{percent(row['lower'])}, {percent(row['upper'])}]"
-    return f"{percent(row['value'])} %{bounds}"
+    return f"{percent(row['value'])} %{in_brackets(row['lower'], row['upper'], percent)}"
 
 
 def bits_words(row: pd.Series) -> str:
@@ -40,8 +40,7 @@ def bits_words(row: pd.Series) -> str:
     >>> bits_words(pd.Series({"value": -0.6, "lower": -1.23, "upper": 0.16}))
     '−0.6 bits [−1.2, +0.2]'
     """
-    bounds = "" if isnan(row["lower"]) else f" [{row['lower']:+.1f}, {row['upper']:+.1f}]"
-    return f"{row['value']:+.1f} bits{bounds}".replace("-", "−")
+    return f"{row['value']:+.1f} bits{in_brackets(row['lower'], row['upper'], '{:+.1f}'.format)}".replace("-", "−")
 
 
 def short_number(value: float) -> str:
@@ -58,6 +57,8 @@ def step_words(d: Diagnosis) -> str:
 
 
 def number_words(row: pd.Series, form: str = ".2f") -> str:
-    """A number with its interval."""
-    bounds = "" if isnan(row["lower"]) else f" [{row['lower']:{form}}, {row['upper']:{form}}]"
-    return f"{row['value']:{form}}{bounds}".replace("-", "−")
+    """A number with its interval; a dash where there is none."""
+    if isnan(row["value"]):
+        return "–"
+    write = f"{{:{form}}}".format
+    return f"{write(row['value'])}{in_brackets(row['lower'], row['upper'], write)}".replace("-", "−")

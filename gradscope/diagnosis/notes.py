@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pandas as pd
 
 from gradscope.diagnosis.result import VERDICT_PROMPTS, DiagnosisSettings
 from gradscope.errors import InputError
 from gradscope.gradients import LAYER, LOGITS, PARAMETERS, SUMS, refuse_endless_weights, sampling_probabilities
 from gradscope.intervals import assign_intervals
-from gradscope.rollouts import TokenBatch
+from gradscope.rollouts import Note, TokenBatch
 
 FEW_PROMPTS = 8
 """Below so many, an interval over prompts is a rough guess, and a note says so."""
@@ -28,45 +27,36 @@ def count_informative_prompts(table: pd.DataFrame) -> int:
     return own["group"].nunique()
 
 
-def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: bool, whole_state: bool) -> list[str]:
-    """What of the numbers is missing, sampled or rough: of the tokens, and of the optimizer's state that was given."""
-    notes: list[str] = []
-    weighted, counts = has_gradient(table), np.bincount(table["interval"], minlength=len(labels))
-    weights, size = table["weight"], len(table)
-    if unknown := int(weights.isna().sum()):
-        notes.append(
-            f"Advantages are unknown at {unknown:,} of {size:,} tokens, so nothing weighted is computed: no shares "
-            "of gradients, no index, no steps."
-        )
-    elif not weighted:
-        notes.append("Every weight of the loss is 0 (equal rewards in each group, or all clipped): no gradient.")
-    prompts, telling = table["group"].nunique(), count_informative_prompts(table)
-    if prompts == 1:
-        notes.append("All responses are to one prompt: no interval over prompts, no signal against noise.")
-    elif telling < FEW_PROMPTS:
-        end = "they are rough." if telling >= VERDICT_PROMPTS else "they are too rough for verdicts."
-        notes.append(f"Intervals rest on {telling} prompt{'s' if telling != 1 else ''}: {end}")
-    if idle := prompts - telling:
-        notes.append(
-            f"Advantage 0 throughout (equal rewards): {idle} of {prompts} prompts; their tokens count, but have no "
-            "gradient, that of KL apart."
-        )
-    for label, count in zip(labels, counts, strict=True):
-        if not count:
-            notes.append(f"No token has π in {label}: its numbers are NaN.")
-    probabilities = sampling_probabilities(table)
-    if (measured := int(table[PARAMETERS].notna().sum())) < size:
-        notes.append(
-            f"The norms of {measured:,} of {size:,} tokens are known: sums over an interval are its count times "
-            + ("the mean of those." if probabilities is None else "a mean in which each counts for 1 / its chance.")
-        )
-    if SUMS[1] in table:
-        notes.append("Norms are estimates by random numbers, not exact.")
-    if not second_moments:
-        notes.append("No optimizer state: nothing is measured in the metric of the AdamW update.")
-    elif not whole_state:
-        notes.append("Of the optimizer, second moments alone are given: steps are not the run's own.")
-    return notes
+def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: bool, whole_state: bool) -> list[Note]:
+    """What is missing, sampled or rough: tokens, prompts, norms, and the optimizer's state that was given."""
+    size, unknown = len(table), int(table["weight"].isna().sum())
+    prompts, informative = table["group"].nunique(), count_informative_prompts(table)
+    measured, probabilities = int(table[PARAMETERS].notna().sum()), sampling_probabilities(table)
+    end = "they are rough." if informative >= VERDICT_PROMPTS else "they are too rough for verdicts."
+    mean = "the mean of those." if probabilities is None else "a mean in which each counts for 1 / its chance."
+    told = [
+        (unknown, "unknown-advantages", f"Advantages are unknown at {unknown:,} of {size:,} tokens, so "
+         "nothing weighted is computed: no shares of gradients, no index, no steps."),
+        (not unknown and not has_gradient(table), "no-gradient",
+         "Every weight of the loss is 0 (equal rewards in each group, or all clipped): no gradient."),
+        (prompts == 1, "one-prompt",
+         "All responses are to one prompt: no interval over prompts, no signal against noise."),
+        (prompts > 1 and informative < FEW_PROMPTS, "few-prompts",
+         f"Intervals rest on {informative} prompt{'s' if informative != 1 else ''}: {end}"),
+        (informative < prompts, "idle-prompts",
+         f"Advantage 0 throughout (equal rewards): {prompts - informative} of {prompts} prompts; their tokens count, "
+         "but have no gradient, that of KL apart."),
+        *((not (table["interval"] == place).any(), "empty-interval",
+           f"No token has π in {label}: its numbers are NaN.") for place, label in enumerate(labels)),
+        (measured < size, "sampled-norms", f"The norms of {measured:,} of {size:,} tokens are known: sums over an "
+         f"interval are its count times {mean}"),
+        (SUMS[1] in table, "estimated-norms", "Norms are estimates by random numbers, not exact."),
+        (not second_moments, "no-optimizer",
+         "No optimizer state: nothing is measured in the metric of the AdamW update."),
+        (second_moments and not whole_state, "second-moments",
+         "Of the optimizer, second moments alone are given: steps are not the run's own."),
+    ]  # fmt: skip
+    return [Note(text, kind) for holds, kind, text in told if holds]
 
 
 def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSettings) -> None:

@@ -1,6 +1,6 @@
 """Pictures of a diagnosis: dominance, signal against noise, where the norm is, and the trend over checkpoints.
 
-Numbers come in, ink goes out, as in `plots`: the tidy statistics of `diagnosis`, or those of several by `trend`.
+Numbers come in, ink goes out, as in `plots`: the tidy statistics of a diagnosis, or of several with their step.
 """
 
 from collections.abc import Sequence
@@ -103,8 +103,7 @@ def plot_where(where: pd.DataFrame, driver: str = "token_class", *, ax: Axes | N
     ax, places = new_axes(ax), np.arange(len(rows))
     drawn = (("token", "of the tokens", NEUTRAL, "s", 0.12), ("squared", "of Σ‖w·g‖²", "#0072b2", "o", -0.12))
     for name, words, ink, marker, shift in drawn:
-        value = rows[f"{name}_share"].to_numpy()
-        bars = _bars(value, rows[f"{name}_lower"].to_numpy(), rows[f"{name}_upper"].to_numpy())
+        value, bars = _bars(rows, f"{name}_share", f"{name}_lower", f"{name}_upper")
         ax.errorbar(100 * value, places + shift, xerr=100 * bars, fmt=marker, color=ink, ms=4, lw=0.9, label=words)
     ax.set_yticks(
         places, [f"{value} ({count:,})" for value, count in zip(rows["value"], rows["num_tokens"], strict=True)]
@@ -118,7 +117,7 @@ def plot_where(where: pd.DataFrame, driver: str = "token_class", *, ax: Axes | N
 
 @paper_style()
 def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
-    """Headline numbers over training steps, a panel each, with bands of 95 %: what `diagnosis.trend` gives.
+    """Headline numbers over training steps, a panel each, with bands of 95 %: statistics with a column step.
 
     A number with an interval of π names it. Raises InputError where none of them is there.
     """
@@ -161,10 +160,9 @@ def plot_right_directions(directions: pd.DataFrame, labels: Sequence[str]) -> Fi
             ink, marker = _KINDS[kind]
             own = directions[(directions["kind"] == kind) & (directions["sign"] == sign)].set_index("interval")
             rows = own.reindex(list(labels))
-            value, lower, upper = (rows[name].to_numpy(dtype=float) for name in ("share", "lower", "upper"))
+            value, bars = _bars(rows, "share")
             x = np.arange(len(labels)) + 0.2 * (place - (len(kinds) - 1) / 2)
-            bars = 100 * _bars(value, lower, upper)
-            ax.errorbar(x, 100 * value, bars, fmt=marker, color=ink, ms=3.5, elinewidth=0.9, label=f"{kind} step")
+            ax.errorbar(x, 100 * value, 100 * bars, fmt=marker, color=ink, ms=3.5, elinewidth=0.9, label=f"{kind} step")
         ax.axhline(50, color=NEUTRAL, lw=0.6, ls=":", zorder=0)
         ax.set_xticks(range(len(labels)))
         name_intervals(ax, labels)
@@ -179,7 +177,7 @@ def plot_right_directions(directions: pd.DataFrame, labels: Sequence[str]) -> Fi
 def plot_logit_shares(shares: pd.DataFrame) -> Axes:
     """What a dump alone says: each interval's shares, as ranges where norms are known by their bounds alone.
 
-    shares: of `logit_diagnosis.logit_shares`. Thick: from the least to the most; thin: their 95 % interval.
+    shares: of `logit_shares`. Thick: from the least to the most; thin: their 95 % interval.
     """
     require(shares, ["sign", "quantity", "label", "least", "most", "lower", "upper"], what="the table of shares")
     ax, shown = new_axes(None, width=5.2, height=3.2), shares[shares["sign"] == "all"]
@@ -218,8 +216,7 @@ def _draw_series(
     for place, ((statistic, metric), (words, ink, marker)) in enumerate(here.items()):
         own = statistics[(statistics["statistic"] == statistic) & (statistics["metric"] == metric)]
         rows = own.set_index("interval").reindex(list(labels))
-        value = rows["value"].to_numpy(dtype=float)
-        bars = _bars(value, rows["lower"].to_numpy(dtype=float), rows["upper"].to_numpy(dtype=float))
+        value, bars = _bars(rows, "value")
         x = np.arange(len(labels)) + width * (place - (len(here) - 1) / 2)
         ax.errorbar(x, factor * value, factor * bars, fmt=marker, color=ink, ms=3.5, elinewidth=0.9, label=words)
         drawn.append(rows.reset_index())
@@ -236,7 +233,8 @@ def _put_legend_below(ax: Axes) -> None:
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, columnspacing=1.0)
 
 
-def _bars(value: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
-    """[2, n] distances to the bounds; none where they are unknown, or where a percentile lies on the other side."""
-    bars = np.stack([value - lower, upper - value])
-    return np.where(np.isfinite(bars), np.maximum(bars, 0.0), 0.0)
+def _bars(rows: pd.DataFrame, value: str, lower: str = "lower", upper: str = "upper") -> tuple[np.ndarray, np.ndarray]:
+    """(values, [2, n] distances to their bounds); 0 where unknown, or where a percentile lies on the other side."""
+    middle, low, high = (rows[name].to_numpy(dtype=float) for name in (value, lower, upper))
+    bars = np.stack([middle - low, high - middle])
+    return middle, np.where(np.isfinite(bars), np.maximum(bars, 0.0), 0.0)

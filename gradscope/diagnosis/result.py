@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
 from gradscope.errors import InputError
-from gradscope.intervals import (
-    EDGES,
-    Column,
-    interval_labels,
-)
+from gradscope.intervals import EDGES, Column, interval_labels
 from gradscope.objective import PAPER, LossSettings
-from gradscope.updates import (
-    StepSettings,
-)
+from gradscope.updates import StepSettings
+
+if TYPE_CHECKING:
+    from gradscope.rollouts import Note
 
 COLUMNS = ["statistic", "metric", "interval", "value", "lower", "upper", "n", "unit"]
 """metric: "raw" or "adamw" for a gradient, "none" for what is none; interval: a label such as "[0, ¼)", "all", or "";
@@ -151,9 +148,9 @@ class Diagnosis:
     """What one checkpoint does with one batch of rollouts. A part that was not computed is None; a note says why."""
 
     statistics: pd.DataFrame
-    """Every headline number, a row each: see `diagnosis_rows.COLUMNS`."""
-    notes: tuple[str, ...]
-    """What a reader must know: what is missing, sampled or rough."""
+    """Every headline number, a row each: see `COLUMNS`."""
+    notes: tuple[Note, ...]
+    """What a reader must know: what is missing, sampled or rough; sentences, each with a `kind`."""
     table: pd.DataFrame
     """The token table."""
     labels: tuple[str, ...]
@@ -169,13 +166,13 @@ class Diagnosis:
     """Prompts with an advantage other than 0, on which all that is said of gradients rests; None: all."""
     bounds: BoundMargins | None = None
     layers: pd.DataFrame | None = None
-    """Mean norms by place and interval: `diagnosis_tokens.layer_norms`."""
+    """Mean norms by place and interval: `tokens.layer_norms`."""
     drivers: pd.DataFrame | None = None
     """Probability or entropy: `drivers.regress_norms`."""
     where: pd.DataFrame | None = None
-    """Shares by token class, position, entropy, sign of Â: `diagnosis_tokens.shares_by`."""
+    """Shares by token class, position, entropy, sign of Â: `tokens.shares_by`."""
     spikes: pd.DataFrame | None = None
-    """Tokens of the largest ‖w·g‖: `diagnosis_tokens.largest_tokens`."""
+    """Tokens of the largest ‖w·g‖: `tokens.largest_tokens`."""
     cosines: pd.DataFrame | None = None
     """Between the intervals' summed gradients."""
     adamw_cosines: pd.DataFrame | None = None

@@ -5,7 +5,7 @@ The **dominance index** of an interval is log₂(its share of Σ‖w·g‖² / i
 index that (1−π) alone predicts, of Σ(w·(1−π))²: what is left if every token's norm were its 1−π times one constant
 (Prop. 4.2 of arXiv:2505.12929 up to a factor √2, at the logits). Their difference is what the network adds.
 
-Σ‖w·g‖², of single tokens, knows no cancellation: it is not the summed gradient, whose shares `diagnosis_gradients` has.
+Σ‖w·g‖², of single tokens, knows no cancellation: it is not the summed gradient, whose shares `gradients` has.
 Where a sample of an interval's tokens was measured, a measured one counts for 1 / p of them, p its sampling probability
 (`token_sample`): with equal chances, the sum is the count of the tokens times the mean over the measured ones.
 Intervals are percentile bootstraps of 95 % that redraw whole prompts, measured tokens with them: they cover the choice
@@ -192,14 +192,24 @@ def scaled_squares(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
     return scaled if probabilities is None else scaled / probabilities
 
 
+def total_squares(table: pd.DataFrame) -> float:
+    """Σ‖w·g‖² over all tokens where a sample with chances of their own was measured, else over the measured ones."""
+    sampled = sampling_probabilities(table) is not None
+    return float(np.nansum(scaled_squares(table) if sampled else weighted_norms(table) ** 2))
+
+
+def add_weighted_norms(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with weighted_norm, ‖w·g‖, and squared_share, of `total_squares` in percent; NaN where that is 0."""
+    norm, total = weighted_norms(table), total_squares(table)
+    return table.assign(weighted_norm=norm, squared_share=100 * norm**2 / total if total > 0 else np.nan)
+
+
 def largest_tokens(table: pd.DataFrame, n: int) -> pd.DataFrame:
     """The n measured tokens of the largest ‖w·g‖, the largest first: where the gradient's norm spikes.
 
-    Columns of the table, then weighted_norm, ‖w·g‖, and squared_share, of Σ‖w·g‖² over all tokens, which is estimated
-    where a sample with chances of their own was measured; over the measured tokens where all had the same.
+    Columns of the table, then weighted_norm, ‖w·g‖, and squared_share, of `total_squares`.
     """
-    norm = weighted_norms(table)
-    whole = np.nansum(norm**2 if sampling_probabilities(table) is None else scaled_squares(table))
+    norm, whole = weighted_norms(table), total_squares(table)
     columns = ["response", "position", "token", "prob", "entropy", "advantage", "weight", "interval", PARAMETERS]
     chosen = table[[c for c in columns if c in table]].assign(weighted_norm=norm, squared_share=norm**2 / whole)
     return chosen[norm > 0].nlargest(n, "weighted_norm").reset_index(drop=True)

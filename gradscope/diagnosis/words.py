@@ -7,15 +7,30 @@ from dataclasses import replace
 from functools import partial
 from math import inf, isnan, nan
 
+import numpy as np
 import pandas as pd
 
 from gradscope.diagnosis.format import bits_words, number_words, percent, share_words, short_number, step_words
-from gradscope.diagnosis.glossary import DEFINITIONS
 from gradscope.diagnosis.result import Diagnosis, Finding, Verdict
 from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities
+from gradscope.resampling import in_brackets
 
 ROUNDING = 1e-3
 """Largest |Δ log π| of any token, nats, that float32 and another order of its sums explain."""
+
+
+def compare(d: Diagnosis, row: pd.Series, against: float | tuple[float, float] = 0.0) -> Verdict:
+    """Whether a number's whole interval is above or below what it is compared with, of enough prompts."""
+    least, most = against if isinstance(against, tuple) else (against, against)
+    if d.judges and row["lower"] > most:
+        return Verdict.MORE
+    return Verdict.LESS if d.judges and row["upper"] < least else Verdict.UNDECIDED
+
+
+def name_shares(d: Diagnosis, statistic: str, metric: str) -> str:
+    """The share of each interval that has one."""
+    rows = [(label, d.pick(statistic, metric, label)) for label in d.labels]
+    return ", ".join(f"{label} {share_words(row)}" for label, row in rows if not isnan(row["value"]))
 
 
 def influence_words(d: Diagnosis) -> list[Finding]:
@@ -56,15 +71,12 @@ def direction_words(d: Diagnosis) -> list[Finding]:
         statement = f"{done}, {share_words(row)} of the {row['n']:,} tokens with {word} that moved {way}"
         each = [(label, d.pick(name, "none", label)) for label in d.labels]
         parts = ", ".join(f"{label} {share_words(r)} of {r['n']:,}" for label, r in each if not isnan(r["value"]))
-        verdict, tone, end = Verdict.UNDECIDED, "plain", ": not to be told from one half."
-        if isnan(row["lower"]) or not d.judges:
-            end = "."
-        elif row["lower"] > 0.5:
-            verdict, end = Verdict.MORE, ", more than half."
-        elif row["upper"] < 0.5:
-            verdict, tone, end = Verdict.LESS, "warn", ", less than half."
+        verdict = compare(d, row, 0.5)
+        tone = "warn" if verdict is Verdict.LESS else "plain"
+        end = "" if isnan(row["lower"]) or not d.judges else ": not to be told from one half"
+        end = {Verdict.MORE: ", more than half", Verdict.LESS: ", less than half"}.get(verdict, end)
         detail = f"By interval of π before the step: {parts}."
-        found.append(Finding(f"direction_{sign}", verdict, statement + end, detail, tone))
+        found.append(Finding(f"direction_{sign}", verdict, f"{statement}{end}.", detail, tone))
     if {finding.verdict for finding in found} == {Verdict.MORE, Verdict.LESS}:
         # One sign gains what the other loses: tokens of both move alike, which is neither's success.
         words = " Tokens of both signs mostly move the same way."
@@ -122,8 +134,7 @@ def setting_words(d: Diagnosis) -> list[Finding]:
             f"the plain loss{' on these prompts: too few batches for a verdict' if undecided else ': nothing to try'}."
         )
         return [Finding("setting", Verdict.UNDECIDED if undecided else Verdict.LESS, words, detail)]
-    row = pd.Series({"value": best.difference, "lower": best.lower, "upper": best.upper})
-    bounds = "" if isnan(row["lower"]) else f" [{100 * row['lower']:+.2f}, {100 * row['upper']:+.2f}]"
+    bounds = in_brackets(100 * best.lower, 100 * best.upper, "{:+.2f}".format)
     points = f"{100 * best.difference:+.2f} points{bounds}".replace("-", "−")
     words = f"{best.setting} scores {points} against the plain loss on held-out prompts"
     verdict, end, tone = {
@@ -139,9 +150,6 @@ def _span(prompts: Sequence[int]) -> str:
     """How many prompts batches have: 1 prompt, or 2 to 3 prompts."""
     least, most = min(prompts), max(prompts)
     return f"{least if least == most else f'{least} to {most}'} prompt{'' if most == 1 else 's'}"
-
-
-__all__ = ["DEFINITIONS", "Finding", "findings"]
 
 
 def findings(diagnosis: Diagnosis) -> list[Finding]:
@@ -180,13 +188,10 @@ def _dominance_in(d: Diagnosis, metric: str, words: str) -> Finding:
         return say(Verdict.UNKNOWN, f"How much of Σ‖w·g‖²{words} tokens with π in {low} hold is not known.")
     are = f"are {share_words(tokens)} of the tokens and hold {share_words(share)} of Σ‖w·g‖²{words}"
     holds = f"they {are}"
-    shares = [d.pick("squared_share", metric, label) for label in d.labels]
-    each = ", ".join(
-        f"{label} {share_words(row)}" for label, row in zip(d.labels, shares, strict=True) if not isnan(row["value"])
-    )
-    times = f"{short_number(2.0 ** index['value'])} times that of all tokens"
-    detail = f"Dominance index {bits_words(index)}: their mean ‖w·g‖² is {times}. Of Σ‖w·g‖²: {each}."
-    largest = share["value"] >= max(row["value"] for row in shares if not isnan(row["value"]))
+    times, each = short_number(2.0 ** index["value"]), name_shares(d, "squared_share", metric)
+    detail = f"Dominance index {bits_words(index)}: their mean ‖w·g‖² is {times} times that of all tokens. "
+    detail += f"Of Σ‖w·g‖²: {each}."
+    largest = share["value"] >= np.nanmax([d.pick("squared_share", metric, label)["value"] for label in d.labels])
     if isnan(index["lower"]):
         alone = "the tokens of one prompt give no interval, so no verdict"
         return say(Verdict.UNDECIDED, f"Tokens with π in {low}: {holds}; {alone}.", detail)
@@ -195,14 +200,15 @@ def _dominance_in(d: Diagnosis, metric: str, words: str) -> Finding:
         few = f"{prompts} prompt{'s are' if prompts != 1 else ' is'} too few for a verdict"
         return say(Verdict.UNDECIDED, f"Tokens with π in {low} {are}; {few}.", detail)
     rare = f"ow-probability tokens (π in {low})"
-    if index["lower"] > 0 and largest:
+    verdict = compare(d, index)
+    if verdict is Verdict.MORE and largest:
         return say(Verdict.DOMINATES, f"L{rare} dominate{words}: {holds}.", detail, "warn")
-    if index["lower"] > 0:
+    if verdict is Verdict.MORE:
         more = "hold more than their number, but another interval holds the most"
-        return say(Verdict.MORE, f"Tokens with π in {low} {more}: {holds}.", detail)
-    if index["upper"] < 0:
-        return say(Verdict.LESS, f"L{rare} do not dominate: {holds}, less than their number.", detail, "good")
-    return say(Verdict.UNDECIDED, f"Cannot tell whether l{rare} dominate: {holds}.", detail)
+        return say(verdict, f"Tokens with π in {low} {more}: {holds}.", detail)
+    if verdict is Verdict.LESS:
+        return say(verdict, f"L{rare} do not dominate: {holds}, less than their number.", detail, "good")
+    return say(verdict, f"Cannot tell whether l{rare} dominate: {holds}.", detail)
 
 
 def _added(d: Diagnosis) -> list[Finding]:
@@ -211,11 +217,11 @@ def _added(d: Diagnosis) -> list[Finding]:
     if added is None or isnan(added["lower"]):
         return []
     detail = f"(1−π) alone predicts an index of {bits_words(alone)}; measured minus predicted: {bits_words(added)}."
-    verdict, words = Verdict.UNDECIDED, "cannot be told from what 1−π alone predicts."
-    if added["lower"] > 0 and d.judges:
-        verdict, words = Verdict.MORE, "is more than 1−π alone predicts: the network adds to it."
-    elif added["upper"] < 0 and d.judges:
-        verdict, words = Verdict.LESS, "is less than 1−π alone predicts: the network takes from it."
+    verdict = compare(d, added)
+    words = {
+        Verdict.MORE: "is more than 1−π alone predicts: the network adds to it.",
+        Verdict.LESS: "is less than 1−π alone predicts: the network takes from it.",
+    }.get(verdict, "cannot be told from what 1−π alone predicts.")
     return [Finding("added", verdict, f"What tokens with π in {low} hold of Σ‖w·g‖² {words}", detail)]
 
 
@@ -249,29 +255,22 @@ def _place(quantity: str) -> str:
 
 def _summed(d: Diagnosis) -> list[Finding]:
     found = []
-    for metric, words in (
-        ("raw", "this batch's summed gradient"),
-        ("adamw", "this batch's summed gradient in AdamW's metric"),
-    ):
-        low = d.labels[0]
+    low = d.labels[0]
+    for metric, words in (("raw", ""), ("adamw", " in AdamW's metric")):
         share, index = d.pick("gradient_share", metric, low), d.pick("gradient_index", metric, low)
         cosine, tokens = d.pick("cosine_with_all", metric, low), d.pick("token_share", "none", low)
         if share is None or isnan(share["value"]):
             continue
         statement = (
-            f"Of {words}, ⟨G_a, G⟩/‖G‖², tokens with π in {low} make {share_words(share)}, being {share_words(tokens)} "
-            "of the tokens."
+            f"Of this batch's summed gradient{words}, ⟨G_a, G⟩/‖G‖², tokens with π in {low} make {share_words(share)}, "
+            f"being {share_words(tokens)} of the tokens."
         )
-        each = [(label, d.pick("gradient_share", metric, label)) for label in d.labels]
-        shares = ", ".join(f"{label} {share_words(row)}" for label, row in each if not isnan(row["value"]))
-        detail = f"All intervals: {shares}. Index of the summed gradients {bits_words(index)}; cosine of G_a with G "
-        detail += f"{number_words(cosine)}."
-        verdict = Verdict.UNDECIDED
-        if d.judges and share["lower"] > tokens["upper"]:
-            verdict = Verdict.MORE
-        elif d.judges and share["upper"] < tokens["lower"]:
-            verdict = Verdict.LESS
-        else:
+        detail = (
+            f"All intervals: {name_shares(d, 'gradient_share', metric)}. Index of the summed gradients "
+            f"{bits_words(index)}; cosine of G_a with G {number_words(cosine)}."
+        )
+        verdict = compare(d, share, (tokens["lower"], tokens["upper"]))
+        if verdict is Verdict.UNDECIDED:
             statement += " Whether that is more than their number, this batch cannot tell."
         tone = "warn" if verdict is Verdict.MORE else "plain"
         found.append(Finding(f"summed_{metric}", verdict, statement, detail, tone))
@@ -286,8 +285,7 @@ def _signal(d: Diagnosis) -> list[Finding]:
     each = ", ".join(f"{'all tokens' if name == 'all' else name} {share_words(row)}" for name, row in known)
     detail = f"Signal fraction of ‖G_a‖², over {d.num_prompts} prompts: {each}. Below 0 is chance."
     clear = [name for name, row in known if row["lower"] > 0]
-    names = ", ".join("all tokens together" if name == "all" else name for name in clear)
-    low = d.labels[0]
+    names, low = ", ".join("all tokens together" if name == "all" else name for name in clear), d.labels[0]
     if not clear:
         words = "In no interval can the summed gradient's signal be told from noise: other prompts may give another "
         return [Finding("signal", Verdict.UNDECIDED, f"{words}gradient.", detail, "warn")]
@@ -345,12 +343,12 @@ def _driver(d: Diagnosis) -> list[Finding]:
     )
     detail = f"Standardised coefficients of the log norm over {d.parameters}, {row['tokens']:,} tokens that are not "
     detail += f"nearly certain: {fits}; R² of both {row['r2']:.2f}."
-    verdict, words = Verdict.UNDECIDED, "cannot be told to follow probability or entropy more"
-    words += "" if d.judges else f" by {d.num_informative_prompts} prompts, too few for a verdict"
-    if row["lower"] > 0 and d.judges:
-        verdict, words = Verdict.MORE, "follow probability more than entropy"
-    elif row["upper"] < 0 and d.judges:
-        verdict, words = Verdict.LESS, "follow entropy more than probability"
+    few = "" if d.judges else f" by {d.num_informative_prompts} prompts, too few for a verdict"
+    verdict = compare(d, row)
+    words = {
+        Verdict.MORE: "follow probability more than entropy",
+        Verdict.LESS: "follow entropy more than probability",
+    }.get(verdict, f"cannot be told to follow probability or entropy more{few}")
     return [Finding("driver", verdict, f"Norms of single tokens {words}.", detail)]
 
 

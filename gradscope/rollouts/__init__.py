@@ -7,6 +7,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "batch": ["LARGEST", "ROUNDING", "Response", "TokenBatch", "collate"],
         "dump": ["Dump", "keep_own_step"],
+        "formats.base": ["Note"],
         "files": ["list_files", "rollouts_hash"],
         "formats.native": ["write_rollouts"],
         "reading": ["READERS", "read_dump", "read_rollouts"],

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 
 from gradscope.diagnosis import Diagnosis, DiagnosisSettings, Finding, Verdict, findings, plot_dominance
-from gradscope.diagnosis.checkpoint import trend
 from gradscope.diagnosis.format import percent
 from gradscope.diagnosis.glossary import DEFINITIONS
 from gradscope.diagnosis.plots import plot_signal, plot_trend, plot_where
@@ -283,7 +282,8 @@ def test_where_draws_both_shares_of_one_driver(tmp_path):
 
 def test_a_trend_is_drawn_over_steps_in_order(tmp_path):
     later = plant({"squared_share": rows("squared_share", [0.4, 0.3, 0.2, 0.1], metric="raw")})
-    figure = plot_trend(trend({20: later, 4: plant()}), LABELS)
+    trend = pd.concat([later.statistics.assign(step=20), plant().statistics.assign(step=4)])
+    figure = plot_trend(trend, LABELS)
     drawn = drawn_numbers(figure)
     squares = drawn[drawn["statistic"] == "squared_share"]
     assert squares["step"].tolist() == [4, 20] and squares["value"].tolist() == [0.5, 0.4]

@@ -16,6 +16,7 @@ from gradscope.diagnosis.page.drawings import inline_svg
 from gradscope.diagnosis.page.page import Definition, Figure, Finding, Formula, Page, Paragraph, Section, Table
 from gradscope.diagnosis.page.render import render, write_page
 from gradscope.diagnosis.page.viewer import Quantity, Viewer, prompt_texts, viewer_data
+from gradscope.diagnosis.tokens import add_weighted_norms
 from gradscope.errors import InputError
 from gradscope.plots import new_axes, paper_style
 from gradscope.rollouts import TokenBatch
@@ -70,7 +71,7 @@ def test_the_viewers_numbers_are_the_tables_bit_for_bit():
 def test_a_share_of_the_squares_is_of_all_measured_tokens():
     table = token_table()
     table.loc[[0, 5], "param_grad_norm"] = np.nan
-    data = json.loads(viewer_data(Viewer(table)).json)
+    data = json.loads(viewer_data(Viewer(add_weighted_norms(table))).json)
     squares = [
         (w * g) ** 2 for w, g in zip(table["weight"].astype(float), table["param_grad_norm"].astype(float), strict=True)
     ]
@@ -146,7 +147,7 @@ def test_the_data_hold_no_markup_and_come_back_as_they_were():
 
 def test_quantities_that_the_table_lacks_are_left_out():
     table = token_table().assign(advantage=np.nan)
-    named = [quantity.column for quantity in viewer_data(Viewer(table)).quantities]
+    named = [quantity.column for quantity in viewer_data(Viewer(add_weighted_norms(table))).quantities]
     assert named == ["prob", "param_grad_norm", "weighted_norm", "squared_share"]
     cheap = table.drop(columns=["param_grad_norm", "weight"])
     assert [quantity.column for quantity in viewer_data(Viewer(cheap)).quantities] == ["prob"]

@@ -14,6 +14,7 @@ from gradscope.diagnosis.page.render import write_page
 from gradscope.diagnosis.page.sections import KEYS, Sheets, make_sections
 from gradscope.diagnosis.page.viewer import Viewer, prompt_texts
 from gradscope.diagnosis.result import Diagnosis
+from gradscope.diagnosis.tokens import add_weighted_norms
 from gradscope.diagnosis.words import findings
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
@@ -71,7 +72,7 @@ def make_logit_report(
     facts: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
-    """The page of the cheap mode; table, shares: of `logit_diagnosis.logit_table` and `logit_shares`. No verdict."""
+    """The page of the cheap mode; table, shares: of `logit_table` and `logit_shares`. No verdict."""
     sheets = Sheets()
     blocks = (
         Paragraph(
@@ -113,7 +114,7 @@ def as_sentence(note: str) -> str:
 
 def _make_viewer(d: Diagnosis, policy: Policy, batch: TokenBatch) -> Viewer:
     """The tokens that were diagnosed, with their movement where a step was taken."""
-    table = d.table
+    table = add_weighted_norms(d.table)
     if d.movement is not None:
         moved = d.movement[[*KEYS, "delta_logprob.all"]].rename(columns={"delta_logprob.all": "delta_logprob"})
         table = table.merge(moved, on=KEYS, how="left", validate="one_to_one")

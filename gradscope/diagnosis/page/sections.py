@@ -10,6 +10,7 @@ import pandas as pd
 
 from gradscope import plots
 from gradscope.diagnosis import plots as plot_diagnosis
+from gradscope.diagnosis.format import number_words
 from gradscope.diagnosis.glossary import DEFINITIONS
 from gradscope.diagnosis.page.page import Block, Definition, Figure, Paragraph, Section, Table
 from gradscope.diagnosis.result import Diagnosis
@@ -185,7 +186,7 @@ def _layers(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if d.layers is None or not d.layers["quantity"].str.startswith(LAYER).any():
         return []
     sheets.tables[f"{DATA}/layer_norms.csv"] = d.layers
-    told = d.layers.assign(told=[f"{_number(row)}" for _, row in d.layers.iterrows()])
+    told = d.layers.assign(told=[number_words(row, ".3g") for _, row in d.layers.iterrows()])
     wide = told.pivot(index="quantity", columns="label", values="told").loc[[*dict.fromkeys(d.layers["quantity"])]]
     wide = wide[list(d.labels)].rename_axis("mean norm").rename_axis(None, axis=1).reset_index()
     return [
@@ -196,14 +197,6 @@ def _layers(d: Diagnosis, sheets: Sheets) -> list[Block]:
         ),
         Table(wide, "Mean norms with 95 % intervals (data/layer_norms.csv)."),
     ]
-
-
-def _number(row: pd.Series) -> str:
-    """A value with its interval, three digits each."""
-    if np.isnan(row["value"]):
-        return "–"
-    bounds = "" if np.isnan(row["lower"]) else f" [{row['lower']:.3g}, {row['upper']:.3g}]"
-    return f"{row['value']:.3g}{bounds}"
 
 
 def _where(d: Diagnosis, sheets: Sheets) -> list[Block]:

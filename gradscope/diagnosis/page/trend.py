@@ -36,7 +36,8 @@ def make_trend_report(
 ) -> Report:
     """The page of several checkpoints; InputError for one.
 
-    trend: of `diagnosis.trend`. links: words and file, relative to this page, of each checkpoint's own page.
+    trend: the statistics of each, one below the other, with a column `step`. links: words and file, relative to this
+    page, of each checkpoint's own page.
     """
     steps = sorted(trend["step"].unique().tolist())
     if len(steps) < 2:

@@ -11,9 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from gradscope.diagnosis.tokens import scaled_squares, weighted_norms
 from gradscope.errors import InputError
-from gradscope.gradients import sampling_probabilities
 from gradscope.rollouts import TokenBatch
 
 DECADES = 4
@@ -73,7 +71,7 @@ QUANTITIES = (
     ),
     Quantity("logprob", "log π", "linear", "nats", reverse=True, definition="Log-probability of the sampled token."),
 )  # fmt: skip
-"""What a viewer offers, where the table has it. `weighted_norm` and `squared_share` are computed from the table."""
+"""What a viewer offers, where the table has it."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ def viewer_data(viewer: Viewer) -> ViewerData:
     same in every response. Raises InputError if the table lacks `response`, `position` or `token`, has no row, or has
     none of the quantities, and for prompts, rewards or responses that do not fit it.
     """
-    table = _with_products(_checked(viewer))
+    table = _checked(viewer)
     quantities = tuple(q for q in viewer.quantities if q.column in table and np.isfinite(table[q.column]).any())
     if not quantities:
         raise InputError("the token table has no number to shade tokens by; measure it, or name other quantities")
@@ -187,16 +185,6 @@ def _checked(viewer: Viewer) -> pd.DataFrame:
             )
     order = table.groupby("response", sort=False).ngroup().to_numpy()
     return table.iloc[np.lexsort((table["position"].to_numpy(), order))]
-
-
-def _with_products(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with the size of each token's term, and its share of the sum of squares."""
-    if not {"weight", "param_grad_norm"} <= {*table.columns}:
-        return table
-    size = weighted_norms(table)
-    total = float(np.nansum(size**2 if sampling_probabilities(table) is None else scaled_squares(table)))
-    products = {"weighted_norm": size, "squared_share": 100 * size**2 / total if total > 0 else size * np.nan}
-    return table.assign(**{name: values for name, values in products.items() if name not in table})
 
 
 def _encode_response(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from gradscope.errors import InputError
 from gradscope.policy import Policy
@@ -15,7 +15,8 @@ from gradscope.rollouts.files import Record
 class Note(str):
     """A sentence that a reader of any number made from a dump must know, and what it is about."""
 
-    kind: Literal["dump", "step", "on-policy", "temperature"]
+    kind: str
+    """Of a dump: dump, step, on-policy or temperature."""
 
     def __new__(cls, text: str, kind: str = "dump") -> Note:
         note = super().__new__(cls, text)

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
+from gradscope.resampling import in_brackets
 from gradscope.updates.tuning.screen import CELLS, ENOUGH_BATCHES, Screening
 
 CAUTION = """No one has shown that this statistic predicts a run's final accuracy: it says which way one step moves the
@@ -56,7 +57,7 @@ def _finding(screening: Screening) -> list[str]:
     if not best["verdict"]:
         return [*lines, "Nothing confirms this: no actual update was made."]
     if best.name != plain.name:
-        difference = f"{best['difference']:+.4f} [{best['lower']:+.4f}, {best['upper']:+.4f}]"
+        difference = f"{best['difference']:+.4f}{in_brackets(best['lower'], best['upper'], '{:+.4f}'.format)}"
         lines.append(f"On the held-out batches its actual score minus the plain loss's is {difference}:")
         lines.append(f"{best['verdict']}; {_answer(screening)}.")
     return [*lines, f"[{_interval(screening, 'held-out')}]"]
