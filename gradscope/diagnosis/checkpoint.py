@@ -365,7 +365,7 @@ class StepPart:
     influence: pd.DataFrame | None = None
     against: pd.DataFrame | None = None
     directions: tuple[pd.DataFrame, ...] = ()
-    """Of the predicted step, then of the one that was taken."""
+    """Tables of the predicted step, then of the one that was taken."""
     movement: pd.DataFrame | None = None
 
 

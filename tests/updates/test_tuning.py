@@ -32,7 +32,7 @@ from gradscope.updates import (
     tune_batch,
 )
 from gradscope.updates.tuning.counts import take_step
-from gradscope.updates.tuning.linear import PLAIN, Linearisation, cell_seeds, linearise, make_cells
+from gradscope.updates.tuning.linear import PLAIN, Linearisation, cell_cotangents, linearise, make_cells
 from gradscope.updates.tuning.screen import CELLS, spearman
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
@@ -106,7 +106,7 @@ def test_combined_gradients_are_those_of_a_direct_backward_pass_with_that_alpha(
     own = torch.log_softmax(logits / batch.temperature[:, None, None], -1).roll(1, dims=1)
     own = own.gather(2, batch.input_ids[..., None])[..., 0]
     cells = make_cells(batch, ETAS)
-    gradients = weighted_gradients(policy.model, batch, cell_seeds(cells, batch, own, NARROW), micro_batch_size=4)
+    gradients = weighted_gradients(policy.model, batch, cell_cotangents(cells, batch, own, NARROW), micro_batch_size=4)
     none = np.zeros((len(gradients) + 2, 0))
     linear = Linearisation(batch, batch, cells, np.eye(len(gradients)), none, STEPS[0], 0, "forward mode")
     passes = linear.passes(setting)

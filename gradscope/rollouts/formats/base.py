@@ -16,7 +16,7 @@ class Note(str):
     """A sentence that a reader of any number made from a dump must know, and what it is about."""
 
     kind: str
-    """Of a dump: dump, step, on-policy or temperature."""
+    """What it is about; of a dump: dump, step, on-policy or temperature."""
 
     def __new__(cls, text: str, kind: str = "dump") -> Note:
         note = super().__new__(cls, text)
