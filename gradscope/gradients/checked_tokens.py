@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 
+CHECKED_EACH = 2
+"""Tokens of each interval, at most, that the self-check recomputes."""
 LIGHT = 2e11
 """FLOPs that plain backward passes of the tokens as drawn may take, some 3 s of a processor's core; beyond, the check
 is lightened."""
+
+
+def choose_checked(
+    intervals: np.ndarray, rows: np.ndarray, prefixes: np.ndarray, generator: np.random.Generator, *, parameters: int
+) -> np.ndarray:
+    """True for CHECKED_EACH random tokens of each interval, or all of one that has fewer; then as in `lighten_check`.
+
+    parameters: of the policy; 0: every token costs the same.
+    """
+    chosen = np.zeros(len(intervals), dtype=bool)
+    for interval in np.unique(intervals):
+        members = (intervals == interval).nonzero()[0]
+        chosen[generator.choice(members, min(CHECKED_EACH, len(members)), replace=False)] = True
+    return lighten_check(chosen, intervals, rows, prefixes, parameters=parameters)
 
 
 def lighten_check(

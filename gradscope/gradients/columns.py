@@ -1,8 +1,8 @@
-"""Columns of the token table that take no backward pass: who a token is, how probable it was, what its weight is."""
+"""Columns of the token table: who a token is, how probable it was, what its weight is, and its gradient's norms."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gradscope.errors import InputError
+from gradscope.gradients.engine.results import TokenGradients
 from gradscope.objective import LossSettings, TokenStatistics, batch_weights
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
@@ -95,6 +96,24 @@ def known_advantages(batch: TokenBatch) -> Float[Tensor, "B S"]:
     """The batch's advantages, NaN throughout where it has none."""
     unknown = batch.advantages is None
     return torch.full(batch.input_ids.shape, float("nan")) if unknown else batch.advantages.float()
+
+
+def gradient_columns(found: TokenGradients, modules: Sequence[str]) -> dict[str, Tensor]:
+    """The columns that take a backward pass: norms by layer, over all parameters and of these modules' own."""
+    layers = {f"{LAYER}{layer}": norms for layer, norms in enumerate(found.act_grad_norm.T)}
+    unused = torch.where(found.param_grad_norm.isnan(), found.param_grad_norm, 0.0)
+    own = {f"{PARAMETERS}.{name}": found.module_grad_norm.get(name, unused) for name in modules}
+    return layers | {PARAMETERS: found.param_grad_norm} | own
+
+
+def backward_columns(table: pd.DataFrame) -> list[str]:
+    """Names of the columns that `gradient_columns` fills."""
+    return [name for name in table if name == PARAMETERS or name.startswith((LAYER, f"{PARAMETERS}."))]
+
+
+def to_frame(columns: Mapping[str, object]) -> pd.DataFrame:
+    """Columns as the table has them: floating tensors as float32."""
+    return pd.DataFrame({name: to_column(values) for name, values in columns.items()})
 
 
 def to_column(values: object) -> object:

@@ -12,7 +12,7 @@ from gradscope.errors import InputError
 from gradscope.gradients.engine.products import Precision
 from gradscope.gradients.sample import Design
 from gradscope.intervals import EDGES
-from gradscope.objective import PAPER, LossSettings
+from gradscope.objective import PAPER, LossSettings, resolve_advantages
 from gradscope.policy import Policy
 from gradscope.rollouts import LARGEST, ROUNDING, TokenBatch
 
@@ -26,8 +26,6 @@ LARGE = {"cpu": 10**8, "gpu": 3 * 10**9}
 """Parameters above which a policy is large, by the kind of device."""
 AFTERWARDS = 0.6
 """Most of the minutes that is kept for what sums gradients once the table is made."""
-CHECKED_EACH = 2
-"""Tokens of each interval, at most, that the self-check recomputes."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +143,16 @@ def settle_minutes(settings: MeasureSettings, policy: Policy, device: str) -> Me
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     large = parameters > LARGE["cpu" if device == "cpu" else "gpu"]
     return replace(settings, minutes=MINUTES) if large else settings
+
+
+def settle_batch(settings: MeasureSettings, policy: Policy, batch: TokenBatch) -> TokenBatch:
+    """The batch at the temperatures and with the advantages that are measured with. Raises what `check_batch` does."""
+    if settings.temperature is not None:
+        batch = batch.at_temperature(settings.temperature)
+    check_batch(policy, batch)
+    if batch.advantages is None and batch.rewards is not None:
+        batch = replace(batch, advantages=resolve_advantages(batch, eps=settings.advantage_eps))
+    return batch
 
 
 def check_batch(policy: Policy, batch: TokenBatch) -> None:

@@ -102,14 +102,14 @@ def test_a_response_costs_what_its_measured_tokens_look_back_on():
     with measurement:
         assert measurement.groups == [[row] for row in range(len(batch))]  # with rows for one token at a time
         assert measurement.share([3, 1]) == [[1], [3]]
-        costs = [float(measurement._prefixes[measurement._places(row)].sum()) for row in range(len(batch))]
+        costs = [float(sum(measurement.selection.sequences[row].lengths)) for row in range(len(batch))]
         for rank, rows in enumerate(deal_by_cost(range(len(batch)), costs, 2)):
             measurement.processes = Processes(rank, 2)
             assert measurement.share(range(len(batch))) == [[row] for row in rows]
         measurement.processes = ALONE
         for row in range(len(batch)):
             _, targets = batch.sequence(row)
-            assert measurement._prefixes[measurement._places(row)].tolist() == targets.tolist()
+            assert measurement.selection.sequences[row].lengths == targets.tolist()
 
 
 class Other(Processes):

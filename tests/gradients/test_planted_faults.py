@@ -190,7 +190,7 @@ def test_a_fault_that_shows_only_beside_another_sequence_fails_the_trial(monkeyp
 def test_a_light_check_has_a_token_of_every_interval_and_no_more(monkeypatch):
     monkeypatch.setattr(checked_tokens, "LIGHT", 0)
     with TableMeasurement(policy(DECODER), batch(DECODER), MeasureSettings()) as measurement:
-        intervals = set(measurement._intervals.tolist())
+        intervals = set(measurement.statistics.intervals.tolist())
         assert len(intervals) > 2 and measurement.check.tokens == len(intervals)
 
 

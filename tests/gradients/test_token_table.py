@@ -368,7 +368,7 @@ def test_the_model_comes_back_as_it_was_after_an_error_too(used_policy, batch, m
     def fail(*_args, **_settings):
         raise SelfCheckError("made up")
 
-    name = {"enter": "TokenGradientMeter", "self-check": "check_engine", "middle": "describe_tokens"}[where]
+    name = {"enter": "TokenGradientMeter", "self-check": "check_engine", "middle": "find_statistics"}[where]
     monkeypatch.setattr(token_table, name, fail)
     with pytest.raises(SelfCheckError, match="made up"):
         measure(used_policy, batch)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gradscope.gradients.checked_tokens import LIGHT
+from gradscope.gradients.checked_tokens import CHECKED_EACH, LIGHT
 from gradscope.gradients.cost.model import ModelShape, Piece, block_activation_bytes
 from gradscope.gradients.cost.speed import Work, total
 from gradscope.gradients.cost.training import forward_work
@@ -30,7 +30,6 @@ from gradscope.gradients.engine.decoder.rules import NARROWEST_QUERIES
 from gradscope.gradients.engine.head import LOGIT_BYTES, logit_rows
 from gradscope.gradients.engine.meter import TRIAL
 from gradscope.gradients.engine.norms import WIDEST, strip_width
-from gradscope.gradients.settings import CHECKED_EACH
 from gradscope.intervals import EDGES
 
 Number = int | float

@@ -56,7 +56,7 @@ class TokenGradientMeter:
         rules: bool = True,
         precision: Precision = "exact",
     ) -> None:
-        self.model, self.blocks, self.vocab_size = policy.model, policy.blocks, policy.vocab_size
+        self.model, self.blocks, self.device = policy.model, policy.blocks, policy.device
         self.rows, self.memory, self._precision = rows, memory, precision
         probe = probe_model(self.model, self.blocks, probe_ids)
         check_prefixes(policy, probe_ids, probe.hidden)
@@ -80,6 +80,12 @@ class TokenGradientMeter:
     def precision(self) -> Precision | None:
         """Precision of the analytic backward pass; None: autograd differentiates the model."""
         return self._precision if self.decoder is not None else None
+
+    @property
+    def module_names(self) -> list[str]:
+        """Modules that own parameters; of two that share a table, the embedding."""
+        claims = self.claims
+        return sorted({*claims.rules, *claims.general.values()} - set(claims.tied[1:] if claims.tied else ()))
 
     @property
     def speedup(self) -> float:

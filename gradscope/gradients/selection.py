@@ -1,0 +1,60 @@
+"""Which tokens get a backward pass, and which responses are measured together for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+
+from gradscope.gradients.engine.meter import TokenGradientMeter
+from gradscope.gradients.engine.stack import SequenceTokens
+from gradscope.rollouts import TokenBatch
+from gradscope.runs import Processes, deal_by_cost
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Tokens that get a backward pass, and the groups of responses that share their passes."""
+
+    measured: Bool[np.ndarray, " n"]
+    """Of all tokens, in the table's order."""
+    sequences: list[SequenceTokens]
+    """By response."""
+    groups: list[list[int]]
+    """Responses that are measured together; one without a kept token is alone."""
+
+    def share(self, rows: Sequence[int], processes: Processes) -> list[list[int]]:
+        """The groups with any of these rows that a process measures: shares are everyone's.
+
+        They cost about the same, as far as whole groups allow. A response is taken to cost what its measured tokens
+        have before them, in tokens.
+        """
+        wanted = set(rows)
+        indices = [index for index, group in enumerate(self.groups) if wanted & set(group)]
+        costs = [float(sum(sum(self.sequences[row].lengths) for row in self.groups[index])) for index in indices]
+        mine = deal_by_cost(indices, costs, processes.count)[processes.rank]
+        return [self.groups[index] for index in mine]
+
+
+def select(meter: TokenGradientMeter, batch: TokenBatch, measured: Bool[np.ndarray, " n"]) -> Selection:
+    """These tokens, and the groups in which the engine measures them best."""
+    sequences = cut_sequences(meter, batch, measured)
+    filled = [row for row, sequence in enumerate(sequences) if len(sequence.targets)]
+    groups = meter.group([sequences[row] for row in filled])
+    empty = [[row] for row, sequence in enumerate(sequences) if not len(sequence.targets)]
+    return Selection(measured, sequences, sorted([*empty, *([filled[i] for i in g] for g in groups)], key=min))
+
+
+def cut_sequences(
+    meter: TokenGradientMeter, batch: TokenBatch, measured: Bool[np.ndarray, " n"]
+) -> list[SequenceTokens]:
+    """A batch's responses for the engine, with those of their kept tokens that are measured."""
+    out, counts = [], batch.response_mask.sum(1).tolist()
+    for row, mine in enumerate(torch.from_numpy(measured).split(counts)):
+        ids, targets = (values.to(meter.device) for values in batch.sequence(row))
+        picks = mine.nonzero()[:, 0].to(meter.device)
+        out.append(SequenceTokens(ids, targets, picks, float(batch.temperature[row])))
+    return out

@@ -1,0 +1,108 @@
+"""What takes no backward pass, of every response token: its probability, its weight, ‖e − π‖, its interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import inf
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.gradients.columns import describe_tokens, refuse_endless_weights
+from gradscope.gradients.engine.chunks import POSITION_COST
+from gradscope.gradients.engine.meter import TokenGradientMeter
+from gradscope.intervals import assign_intervals
+from gradscope.objective import LossSettings, TokenStatistics
+from gradscope.rollouts import TokenBatch
+from gradscope.runs import Processes
+
+
+@dataclass(frozen=True)
+class BatchStatistics:
+    """Known of every response token before any is measured; arrays are in the table's order."""
+
+    columns: list[dict[str, Tensor]]
+    """By response: the columns of `describe_tokens`, and `logit_grad_norm`; on the CPU."""
+    intervals: Int[np.ndarray, " n"]
+    """Which interval of π each token is in."""
+    prefixes: Int[np.ndarray, " n"]
+    """Tokens before each."""
+    bounds: Int[np.ndarray, " b"]
+    """Where each response's tokens begin; behind them, how many there are in all."""
+
+    def span(self, row: int) -> slice:
+        """Places of one response's tokens among all."""
+        return slice(*self.bounds[row : row + 2])
+
+    @property
+    def responses(self) -> Int[np.ndarray, " n"]:
+        """The response of each token."""
+        return np.repeat(np.arange(len(self.columns)), np.diff(self.bounds))
+
+    def backward_cost(self, measured: Bool[np.ndarray, " n"]) -> float:
+        """Cost of measuring these tokens: positions × tokens that a backward pass carries, and each response's."""
+        rows = np.unique(self.responses[measured])
+        reaches = self.prefixes[self.bounds[rows + 1] - 1].sum()
+        return float(self.prefixes[measured].sum() + POSITION_COST * reaches)
+
+    def column(self, name: str) -> np.ndarray:
+        """One column of all tokens."""
+        return torch.cat([columns[name] for columns in self.columns]).numpy()
+
+
+def find_statistics(
+    meter: TokenGradientMeter,
+    batch: TokenBatch,
+    loss: LossSettings,
+    *,
+    edges: Sequence[float],
+    processes: Processes,
+) -> BatchStatistics:
+    """Statistics of a whole batch, one forward pass for each response, which the processes share.
+
+    Raises InputError where the policy gives a token no probability at all, or a token has an infinite weight.
+    """
+    with processes.together():
+        mine = range(processes.rank, len(batch), processes.count)
+        found = [(row, _response_columns(meter, batch, row, loss)) for row in mine]
+    columns = [known for _, known in sorted(processes.gather(found), key=lambda pair: pair[0])]
+    return BatchStatistics(
+        columns,
+        assign_intervals(torch.cat([known["prob"] for known in columns]).numpy(), edges).astype(np.int16),
+        np.concatenate([batch.sequence(row)[1].numpy() for row in range(len(batch))]),
+        np.cumsum([0, *batch.response_mask.sum(1).tolist()]),
+    )
+
+
+def _response_columns(meter: TokenGradientMeter, batch: TokenBatch, row: int, loss: LossSettings) -> dict[str, Tensor]:
+    """Columns of one response's tokens.
+
+    They come from a pass of their own: whatever is measured beside the response, π has the same digits.
+    """
+    ids, targets = (values.to(meter.device) for values in batch.sequence(row))
+    one = batch.select([row])
+    if not len(targets):
+        statistics, norms = TokenStatistics(*torch.zeros(3, 0)), torch.zeros(0)
+    else:
+        statistics, norms = meter.measure_cheaply(ids, targets, temperature=float(batch.temperature[row]))
+        _check_probabilities(statistics, one, row)
+        statistics = TokenStatistics(*(getattr(statistics, f.name).cpu() for f in fields(statistics)))
+    columns = describe_tokens(one, statistics, loss, num_tokens=batch.num_tokens)
+    positions = one.positions()[0][one.response_mask[0]]
+    refuse_endless_weights(columns | {"response": torch.full_like(positions, row), "position": positions})
+    return columns | {"logit_grad_norm": norms.cpu()}
+
+
+def _check_probabilities(statistics: TokenStatistics, one: TokenBatch, row: int) -> None:
+    if not statistics.entropy.isfinite().all():
+        raise InputError(f"the policy's logits are NaN on response {row}; load a sound checkpoint, or another --dtype")
+    if impossible := (statistics.logprob == -inf).nonzero().flatten().tolist():
+        position = int(one.positions()[0][one.response_mask[0]][impossible[0]])
+        raise InputError(
+            f"response {row} has a token at position {position} that the policy cannot produce (π is exactly 0); "
+            "was it sampled by another policy? Drop the token by response_mask, or the response"
+        )
