@@ -2,8 +2,8 @@
 
     python -m analyses.benchmarks.plan_time --out figures/benchmark_plan_time.csv
 
-CPU time of one thread, in rounds: every round takes each case in turn, measures the machine's speeds as the plan does
-and then the time, so that both meet the same neighbours on the machine. Reported are medians over the rounds, and the
+Time of one thread, in rounds: every round takes each case in turn, tries the machine as the plan does and then takes
+the time, so that both meet the same neighbours on the machine. Reported are medians over the rounds, and the
 median of each round's ratio. Cases:
 
     measure   exact norms of all tokens of a few responses, self-check included, table and files left out: S and M of
@@ -37,7 +37,7 @@ from analyses.benchmarks.turns import Turns, parts_of
 from gradscope.gradients import MeasureSettings, ModelShape, TableMeasurement, plan_batch, shape_of
 from gradscope.policy import Policy, find_blocks, load_policy
 from gradscope.rollouts import Response, TokenBatch, collate
-from gradscope.trainer import TrainConfig, find_lengths, plan_training, step_speeds, train
+from gradscope.trainer import TrainConfig, find_lengths, plan_training, step_rates, train
 from gradscope.trainer.files import Journal
 
 
@@ -81,12 +81,12 @@ def make_sequences(vocab: int, count: int, length: int) -> TokenBatch:
 
 
 def time_measurement(policy: Policy, batch: TokenBatch) -> float:
-    """CPU seconds of the whole measurement."""
-    start = time.process_time()
+    """Seconds of the whole measurement."""
+    start = time.perf_counter()
     with TableMeasurement(policy, batch, MeasureSettings()) as measurement:
         for group in measurement.groups:
             measurement.measure_responses(group)
-    return time.process_time() - start
+    return time.perf_counter() - start
 
 
 def measure_cases(options: Options) -> pd.DataFrame:
@@ -169,10 +169,11 @@ def predict_step(config: TrainConfig, shape: ModelShape, batch: TokenBatch) -> d
     prompt = round(float((batch.attention_mask.sum(1) - responses).float().mean()))
     config = replace(config, max_new_tokens=int(responses.max()))
     given = {"prompt_tokens": prompt, "mean_response": round(float(responses.float().mean()))}
-    speeds = step_speeds(config, shape, find_lengths(config, shape, *given.values()))
-    seconds = plan_training(config, shape, speeds=speeds, **given).seconds
-    training = sum(seconds[part] for part in ("training, forward", "training, backward", "optimizer"))
-    return {"sampling": seconds["sampling"], "scoring": seconds["scoring"], "training": training}
+    rates = step_rates(config, shape, find_lengths(config, shape, *given.values()))
+    seconds = plan_training(config, shape, rates=rates, **given).seconds
+    parts = {"sampling": ("reading prompts", "sampling", "compacting the cache"), "scoring": ("scoring",)}
+    parts["training"] = ("training, forward", "training, backward", "optimizer")
+    return {name: sum(seconds[part] for part in own) for name, own in parts.items()}
 
 
 def summarize(rounds: pd.DataFrame) -> pd.DataFrame:

@@ -174,7 +174,7 @@ class Plan:
         tokens = "every token" if self.tokens_per_interval is None else f"{plan.measured} tokens"
         about = {"size": self.size, "weights": self.dtype, "kind": "plan", "run": f"diagnose, {tokens}"}
         about["run"] += "" if self.processes == 1 else f", {self.processes} processes"
-        append_rows(self.out, [about | {"machine": plan.speeds.device} | row for row in rows])
+        append_rows(self.out, [about | {"machine": plan.rates.machine} | row for row in rows])
 
 
 @dataclass

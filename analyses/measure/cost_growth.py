@@ -1,12 +1,12 @@
 """Measures how the cost of a token's exact gradient norms grows: on one core, by the model, and for large policies.
 
 Starting from one policy (hidden 128, 4 layers, vocabulary 512, sequences of 128 tokens, 4 of them) one quantity at a
-time is varied. CPU time of one thread, self-check left out, medians of interleaved rounds; predicted is what
-`gradscope measure --plan` says from this machine's speeds, measured in the same rounds. Leaves
+time is varied. Time of one thread, self-check left out, medians of interleaved rounds; predicted is what `gradscope
+measure --plan` says, whose pilot runs in the same rounds. Leaves
 
-    growth.csv          CPU ms of a token, measured and predicted, by what is varied
+    growth.csv          ms of a token, measured and predicted, by what is varied
     gpu.csv             the same model for Qwen2.5 on one GPU that was not at hand: its datasheet, with the shares of it
-                        that are assumed (gradscope.gradients.cost.speed), stands in every row
+                        that are assumed (gradscope.gradients.cost.machine), stands in every row
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ import torch
 from analyses.benchmarks.plan_time import make_sequences
 from analyses.common.measurements import keep
 from gradscope.gradients import (
-    RULES,
     MeasureSettings,
     ModelShape,
     Response,
     TableMeasurement,
     floor_flops,
-    gpu_speeds,
-    measure_work,
+    gpu_rates,
+    measure_flops,
     plan_batch,
 )
 from gradscope.policy import Policy, find_blocks
@@ -98,11 +97,11 @@ def run(case: Case) -> dict[str, float]:
     policy, settings = make_policy(case), MeasureSettings(self_check=False)
     batch = make_sequences(case.vocab, case.responses, case.length)
     plan = plan_batch(policy, batch, settings)
-    start = time.process_time()
+    start = time.perf_counter()
     with TableMeasurement(policy, batch, settings) as measurement:
         for group in measurement.groups:
             measurement.measure_responses(group)
-    seconds = time.process_time() - start
+    seconds = time.perf_counter() - start
     predicted = sum(plan.seconds.values())
     each = {"measured_ms": 1e3 * seconds / batch.num_tokens, "predicted_ms": 1e3 * predicted / batch.num_tokens}
     return each | {"floor_mflop": plan.floor / plan.measured / 1e6}
@@ -130,12 +129,13 @@ def gpu_table() -> pd.DataFrame:
             response = Response(len(prefixes), prefixes, length - 1)
             floor = sum(floor_flops(shape, prefixes).values()) / len(prefixes)
             for precision in ("float32", "tf32", "bfloat16"):
-                speeds = gpu_speeds(GPU, precision)
-                work = measure_work(shape, [response], engine=RULES, device="cuda", rows=CHUNK_ROWS, self_check=False)
-                seconds = sum(speeds.seconds(part) for part in work.values()) / len(prefixes)
+                cut = {"rules": True, "device": "cuda", "rows": CHUNK_ROWS}
+                flops = measure_flops(shape, [response], self_check=False, **cut)
+                rates = gpu_rates(GPU, precision, dict.fromkeys(flops))
+                seconds = sum(rates.seconds(flops).values()) / len(prefixes)
                 row = {"policy": f"Qwen2.5-{name}", "length": length, "products_in": precision}
                 row |= {"floor_gflop_per_token": floor / 1e9, "ms_per_token": 1e3 * seconds}
-                row |= {"tokens_per_second": 1 / seconds, "assumed": f"{speeds.device}; --chunk-rows {CHUNK_ROWS}"}
+                row |= {"tokens_per_second": 1 / seconds, "assumed": f"{rates.machine}; --chunk-rows {CHUNK_ROWS}"}
                 rows.append(row)
     return pd.DataFrame(rows)
 

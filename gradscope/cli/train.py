@@ -70,14 +70,14 @@ class Train:
 
     def _plan(self) -> None:
         from gradscope.gradients import shape_of
-        from gradscope.trainer import find_lengths, plan_training, step_speeds
+        from gradscope.trainer import find_lengths, plan_training, step_rates
 
         memory = 80.0 if self.device_memory is None else self.device_memory
         if not 0 < memory < float("inf"):
             raise InputError(f"--device-memory is {memory}; give the GiB of one GPU")
         shape, questions = shape_of(self.config.model), _count_questions(self.config)
-        speeds = step_speeds(self.config, shape, find_lengths(self.config, shape), self.machine)
-        print(plan_training(self.config, shape, device_memory=memory, questions=questions, speeds=speeds))
+        rates = step_rates(self.config, shape, find_lengths(self.config, shape), self.machine)
+        print(plan_training(self.config, shape, device_memory=memory, questions=questions, rates=rates))
 
 
 def _count_questions(config: TrainConfig) -> int | None:

@@ -12,6 +12,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "fitting_size",
             "has_plain_head",
             "kept_logprobs",
+            "loss_logprobs",
             "micro_batches",
         ],
         "equations": [
@@ -34,6 +35,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         ],
         "loss": ["LossSettings", "PAPER", "batch_loss", "batch_weights", "own_where_unknown", "resolve_advantages"],
         "methods": ["Method", "ORDERS", "random_split"],
+        "shared_prompts": ["can_pack"],
         "steps": ["Pass", "PassTotals", "StepResult", "Updater", "clip_scale", "split_passes", "whole_passes"],
     },
 )

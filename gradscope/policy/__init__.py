@@ -41,6 +41,14 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "parameters": ["flat_slices", "flat_spans", "float_parameters", "is_subset", "model_bytes"],
         "policy": ["Policy", "check_prompt", "find_blocks", "takes"],
         "rewind": ["rewound"],
-        "upcasting": ["UPCAST", "arithmetic_dtype", "is_upcast", "moving", "precision_in_words", "replaced_forward"],
+        "upcasting": [
+            "UPCAST",
+            "arithmetic_dtype",
+            "is_upcast",
+            "moving",
+            "precision_in_words",
+            "replaced_forward",
+            "upcast_on_use",
+        ],
     },
 )

@@ -13,7 +13,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "config": ["TrainConfig"],
         "loop": ["train"],
         "metrics": ["scalars"],
-        "plan": ["GIB", "Plan", "find_lengths", "plan_training", "step_speeds"],
+        "plan": ["GIB", "Plan", "find_lengths", "plan_training", "step_rates"],
         "presets": ["PRESETS", "get_preset"],
         "rollout": ["Questions"],
     },

@@ -6,43 +6,36 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
 from gradscope.errors import InputError
 from gradscope.gradients import (
     BYTES,
-    JobSizes,
     ModelShape,
     Piece,
-    Speeds,
-    Work,
+    Rates,
     describe_seconds,
     embedding_gradient_bytes,
     frozen_copies_bytes,
-    gpu_speeds,
+    gpu_rates,
     kv_bytes,
     loss_bytes,
-    measure_speeds,
     optimizer_bytes,
-    optimizer_work,
     recompute_bytes,
     sampling_bytes,
-    sampling_work,
     scoring_bytes,
-    scoring_work,
     state_bytes,
     trained_parameters,
-    training_work,
     working_weights_bytes,
 )
 from gradscope.objective import rows_at_once
-from gradscope.policy import DTYPES, find_device
-from gradscope.trainer.algorithm import scores_in_first_pass
 from gradscope.trainer.config import TrainConfig
+from gradscope.trainer.pilot import try_step
+from gradscope.trainer.work import Lengths, decoded_together, optimizer_steps, step_work
 
 Number = int | float
 
 GIB = 2**30
+NO_FLOPS = ("compacting the cache", "optimizer")
+"""Parts of `step_work` in bytes and in parameters."""
 
 
 def step_memory(
@@ -111,81 +104,13 @@ def checkpoint_bytes(config: TrainConfig, shape: ModelShape) -> Number:
     return 4 * (shape.parameters + 2 * trained + (trained if config.lora_rank is not None else 0))
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """How long the texts are taken to be, in tokens."""
+def step_rates(config: TrainConfig, shape: ModelShape, lengths: Lengths, machine: str | None = None) -> Rates:
+    """Rates of `step_work`'s parts on a GPU of `machine.GPUS`; None: on this machine, tried for some seconds."""
+    if machine is None:
+        return try_step(config, lengths)
+    parts = dict.fromkeys(step_work(config, shape, lengths, passes=1))
+    return gpu_rates(machine, config.precision, parts | {"sampling": decoded_together(config, lengths)})
 
-    prompt: int
-    longest: int
-    """Response that the memory must hold."""
-    mean: int
-    """Response that times and FLOPs are counted for."""
-
-
-def step_work(config: TrainConfig, shape: ModelShape, lengths: Lengths, passes: int) -> dict[str, Work]:
-    """By part, as gradscope's trainer does it in micro-batches, in one process.
-
-    Responses have their mean length and differ little from it within a micro-batch: they are sorted by length. There
-    the responses to a question share its prompt, and the first mini-batch is scored by its training pass where the
-    algorithm lets it be.
-    """
-    length, count = lengths.prompt + lengths.mean, config.num_responses
-    size = min(config.micro_batch_size, config.mini_batch_size)
-    tokens = None  # recomputation knows no shared prompts
-    if not config.gradient_checkpointing:
-        tokens = size * lengths.mean + max(1, size / config.group_size) * lengths.prompt
-    part = training_work(
-        shape,
-        Piece(size, length, math.ceil(lengths.mean / passes)),
-        lora_rank=config.lora_rank,
-        checkpointing=config.gradient_checkpointing,
-        tokens=tokens,
-    )
-    times = passes * (2 if config.control == "matched-norm" else 1) * count / size
-    trained_first = min(count, config.mini_batch_size) if scores_in_first_pass(config) else 0
-    scored = count - trained_first + (count if config.kl_coef > 0 else 0)  # by the policy, by its reference
-    whole = Piece(count, length, lengths.mean)
-    return {
-        "sampling": sampling_work(
-            shape,
-            whole,
-            prompts=config.questions_per_step,
-            longest=lengths.longest,
-            at_once=min(config.sampling_batch_size, count),
-        ),
-        "scoring": scoring_work(shape, Piece(size, length, lengths.mean), tokens=tokens) * (scored / size),
-        **{name: work * times for name, work in part.items()},
-        "optimizer": optimizer_work(shape, lora_rank=config.lora_rank) * optimizer_steps(config, passes),
-    }
-
-
-def optimizer_steps(config: TrainConfig, passes: int) -> int:
-    """Optimizer steps on one batch of responses."""
-    return passes * math.ceil(config.num_responses / config.mini_batch_size)
-
-
-def step_speeds(config: TrainConfig, shape: ModelShape, lengths: Lengths, machine: str | None = None) -> Speeds:
-    """Speeds of a GPU of machine_speed.GPUS; None: of this machine, measured on arrays like a step's."""
-    # Decoding begins with all rows and ends with one.
-    alive = max(1, round(min(config.sampling_batch_size, config.num_responses) * lengths.mean / lengths.longest))
-    if machine is not None:
-        return gpu_speeds(machine, config.precision, thin_rows=alive)
-    size, length = min(config.micro_batch_size, config.mini_batch_size), lengths.prompt + lengths.mean
-    sizes = JobSizes(
-        rows=size * length,
-        thin_rows=alive,
-        hidden=shape.hidden,
-        head_dim=shape.head_dim,
-        heads=shape.heads,
-        length=length,
-        vocab=shape.vocab,
-        logit_rows=size * lengths.mean,
-    )
-    device = torch.device(find_device(config.device))
-    return measure_speeds(sizes, device=device, dtype=DTYPES[config.precision])
-
-
-Number = int | float
 
 USABLE = 0.9
 """Share of a GPU's memory that a plan counts on: the rest goes to the driver, to kernels and to fragmentation."""
@@ -214,8 +139,8 @@ class Plan:
     """Batches of the whole run; None: it depends on how many questions the data hold."""
     checkpoint_bytes: Number
     """On disk."""
-    speeds: Speeds | None = None
-    """Speeds of the machine that seconds are expected on; None: no seconds."""
+    rates: Rates | None = None
+    """Of the machine that seconds are expected on; None: no seconds."""
 
     @property
     def peak(self) -> Number:
@@ -223,19 +148,19 @@ class Plan:
         return max(sum(parts.values()) for parts in self.memory.values())
 
     @property
-    def work(self) -> dict[str, Work]:
-        """Work of one step by part, in one process, with responses of the assumed mean length."""
+    def work(self) -> dict[str, Number]:
+        """`step_work` of one step in one process, with responses of the assumed mean length."""
         return step_work(self.config, self.shape, self.lengths, self.passes)
 
     @property
     def flops(self) -> dict[str, Number]:
-        """FLOPs of that work, where it has any."""
-        return {name: part.flops for name, part in self.work.items() if part.flops}
+        """FLOPs of that work."""
+        return {name: part for name, part in self.work.items() if name not in NO_FLOPS}
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of the same work; empty without speeds."""
-        return {} if self.speeds is None else {name: self.speeds.seconds(part) for name, part in self.work.items()}
+        """Seconds of the same work; empty without rates."""
+        return {} if self.rates is None else self.rates.seconds(self.work)
 
     @property
     def passes(self) -> int:
@@ -280,7 +205,7 @@ def plan_training(
     prompt_tokens: int | None = None,
     mean_response: int | None = None,
     questions: int | None = None,
-    speeds: Speeds | None = None,
+    rates: Rates | None = None,
 ) -> Plan:
     """What a step of this configuration takes with a network of this shape.
 
@@ -288,7 +213,7 @@ def plan_training(
     device_memory: GiB of each process's GPU.
     prompt_tokens: of the longest prompt; default an eighth of max_new_tokens. mean_response: default a quarter of it.
     questions: how many the data hold, for the length of a run that is given in epochs.
-    speeds: of the machine that seconds are wanted for; None: no seconds.
+    rates: of the machine that seconds are wanted for; None: no seconds.
     Raises InputError where prompts leave no room in the context.
     """
     lengths = find_lengths(config, shape, prompt_tokens, mean_response)
@@ -306,7 +231,7 @@ def plan_training(
         optimizer_steps=optimizer_steps(config, passes),
         steps=_steps(config, questions),
         checkpoint_bytes=checkpoint_bytes(config, shape),
-        speeds=speeds,
+        rates=rates,
     )
 
 
@@ -404,7 +329,8 @@ def _describe_step(plan: Plan) -> Iterator[str]:
     if seconds := plan.seconds:
         whole = sum(seconds.values())
         yield (
-            f"Seconds of a batch on {plan.speeds.device}, in one process: {whole:.3g} ("
+            f"Seconds of a batch on {plan.rates.machine}, in one process: {whole:.3g} ("
             + ", ".join(f"{name} {part:.3g}" for name, part in seconds.items())
             + (")." if plan.steps is None else f"); {describe_seconds(plan.steps * whole)} in all.")
+            + " Of machines that were tried, batches were within a factor of 1.5 of it, their parts within 2."
         )

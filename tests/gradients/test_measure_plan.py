@@ -1,5 +1,7 @@
 """A plan of a measurement: counts that the table will have, no weights, no files, and what it prints."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -16,14 +18,13 @@ from support.policies import (
 
 from analyses.measure.cost_growth import gpu_table
 from gradscope.errors import InputError
-from gradscope.gradients import MeasureSettings, Speeds, gpu_speeds, measure, outline_policy, plan_batch
-from gradscope.gradients.cost import plan as measure_plan
-from gradscope.gradients.cost.measuring import GRAPH
+from gradscope.gradients import MeasureSettings, Rates, gpu_rates, measure, outline_policy, plan_batch
+from gradscope.gradients.cost import pilot
 from gradscope.gradients.cost.plan import choose_tokens, follows_rules
-from gradscope.gradients.engine.products import PRODUCTS
 from gradscope.rollouts import read_rollouts
 
-SPEEDS = Speeds("a machine", 1e9, 1e9, 1e9, 1e9, 1e9, 1e-6)
+PARTS = ("preparation", "forward", "head", "factors", "backward", "norms")
+RATES = Rates("a machine", dict.fromkeys(PARTS, 1e9))
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def batch(policy):
 @pytest.mark.parametrize("each", [None, 2])
 def test_a_plan_counts_the_tokens_that_the_table_will_have_measured(policy, batch, each):
     settings = MeasureSettings(tokens_per_interval=each, self_check=False)
-    plan = plan_batch(policy, batch, settings, speeds=SPEEDS)
+    plan = plan_batch(policy, batch, settings, rates=RATES)
     table = measure(policy, batch, tokens_per_interval=each, self_check=False)
     assert (plan.responses, plan.tokens) == (len(batch), len(table))
     if each is None:
@@ -83,34 +84,48 @@ def test_the_blocks_that_the_engine_has_rules_for_are_known_without_weights(name
 def test_products_on_a_gpu_are_counted_in_the_precision_that_they_are_made_in(name, dtype, fast, wanted):
     policy = make_policy(name)
     plan = plan_batch(policy, make_batch(policy), MeasureSettings(fast=fast), dtype=dtype, machine="h200")
-    assert plan.speeds == gpu_speeds("h200", wanted)
+    assert plan.rates == gpu_rates("h200", wanted, dict.fromkeys(PARTS))
     assert f"with products in {wanted}" in str(plan)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fast", "arrays", "product"),
-    [
-        (None, False, torch.float32, "exact"),
-        (None, True, torch.float32, "bfloat16"),
-        ("bfloat16", False, torch.float32, "exact"),
-        ("float64", False, torch.float64, "exact"),
-    ],
-)
-def test_this_machine_is_measured_with_the_products_that_the_engine_will_make(
-    policy, batch, monkeypatch, dtype, fast, arrays, product
-):
-    asked = {}
-    monkeypatch.setattr(measure_plan, "measure_speeds", lambda sizes, **how: asked.update(how) or SPEEDS)
-    plan_batch(policy, batch, MeasureSettings(fast=fast), dtype=dtype, device="cpu")
-    assert (asked["dtype"], asked["multiply"]) == (arrays, PRODUCTS[product])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("blocks", ["all", "two"])
+def test_a_pilot_finds_a_rate_for_every_part_of_the_job(name, blocks, monkeypatch):
+    policy = make_policy(name)
+    if blocks == "two":
+        monkeypatch.setattr(pilot, "SMALL", 0)
+    monkeypatch.setattr(pilot, "SECONDS", 0.01)
+    before = torch.random.get_rng_state()
+    plan = plan_batch(policy, make_batch(policy), MeasureSettings(tokens_per_interval=2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert set(plan.seconds) == set(PARTS) == set(plan.rates.by_part)
+    assert all(0 < seconds < 60 for seconds in plan.seconds.values())
+    assert f"{len(policy.blocks) if blocks == 'all' else 2} of its blocks" in plan.rates.machine
+
+
+def test_a_pilots_seconds_are_those_of_its_clock(policy, batch, monkeypatch):
+    """A clock that counts its looks: 1 s between two, so that rates are FLOPs over counted seconds."""
+    looks = itertools.count()
+    monkeypatch.setattr(pilot, "perf_counter", lambda: float(next(looks)))
+    monkeypatch.setattr(pilot, "FIRST", 1e15)  # all tokens at once
+    plan = plan_batch(policy, batch, MeasureSettings(self_check=False))
+    engine = plan.flops["head"] + plan.flops["factors"] + plan.flops["backward"] + plan.flops["norms"]
+    assert plan.rates.by_part["backward"] == pytest.approx(engine)
+    assert sum(plan.seconds[part] for part in PARTS[2:]) == pytest.approx(1.0)
+    assert plan.seconds["preparation"] + plan.seconds["forward"] == pytest.approx(1.0)
+
+
+def test_rows_that_wait_for_weights_are_as_fast_as_the_memory():
+    few, many = (gpu_rates("h100", "bfloat16", {"sampling": rows}).by_part["sampling"] for rows in (4, 10**6))
+    assert few == pytest.approx(2 * 4 * 0.7 * 3.35e12 / 2) and many == pytest.approx(0.4 * 989e12)
 
 
 def test_a_fast_mode_that_measure_would_refuse_is_refused(policy, batch):
     with pytest.raises(InputError, match="the policy is float64 and the fast mode"):
-        plan_batch(policy, batch, MeasureSettings(fast=True), dtype="float64", device="cpu", speeds=SPEEDS)
+        plan_batch(policy, batch, MeasureSettings(fast=True), dtype="float64", device="cpu", rates=RATES)
     other = make_policy("gpt2")
     with pytest.raises(InputError, match="GPT2LMHeadModel is not built of blocks that the fast mode knows"):
-        plan_batch(other, make_batch(other), MeasureSettings(fast=True), speeds=SPEEDS)
+        plan_batch(other, make_batch(other), MeasureSettings(fast=True), rates=RATES)
 
 
 def test_a_policy_is_outlined_without_memory_for_a_weight(tmp_path):
@@ -129,26 +144,26 @@ def test_the_printed_parts_add_up_and_name_what_was_assumed(tmp_path):
     rollouts = write_jsonl(tmp_path / "rollouts.jsonl", rows)
     policy = outline_policy(str(folder))
     plan = plan_batch(policy, read_rollouts(rollouts, policy), MeasureSettings(tokens_per_interval=3), machine="h200")
-    assert plan.engine is GRAPH and plan.measured <= 12
+    assert not plan.rules and plan.measured <= 12
     text = str(plan)
     _, work, memory = text.split("\n\n")
     rows = {line[:16].strip(): line[16:].split() for line in work.splitlines()}
-    flops, seconds = zip(*(map(float, rows[name]) for name in plan.work), strict=True)
+    flops, seconds = zip(*(map(float, rows[name]) for name in plan.flops), strict=True)
     # Three digits each.
     assert [sum(flops), sum(seconds)] == pytest.approx([float(number) for number in rows["total"]], rel=0.01)
     assert sum(plan.seconds.values()) == pytest.approx(sum(seconds), rel=0.01)
     rows = {line[:16].strip(): line[16:].split() for line in memory.splitlines()}
     assert float(rows["total"][0]) == pytest.approx(sum(plan.memory["head"].values()) / 2**20, abs=0.006)
-    for words in ("the model's own graph", "is not known without old_logprobs", "NVIDIA H200", "assumed 60%"):
+    for words in ("the model's own graph", "is not known without old_logprobs", "NVIDIA H200", "assumed 40%"):
         assert words in text
 
 
 def test_what_measure_would_refuse_is_refused_by_its_plan(policy, batch):
     with pytest.raises(InputError, match="tokens_per_interval is 0"):
-        plan_batch(policy, batch, MeasureSettings(tokens_per_interval=0), speeds=SPEEDS)
+        plan_batch(policy, batch, MeasureSettings(tokens_per_interval=0), rates=RATES)
     for cut in ({"chunk_rows": 0}, {"chunk_memory": -1}):
         with pytest.raises(InputError, match=r"chunk_\w+ is (0|-1); give 1 or more"):
-            plan_batch(policy, batch, MeasureSettings(), speeds=SPEEDS, **cut)
+            plan_batch(policy, batch, MeasureSettings(), rates=RATES, **cut)
     with pytest.raises(InputError, match="no GPU is known as"):
         plan_batch(policy, batch, MeasureSettings(), machine="abacus")
 

@@ -16,7 +16,6 @@ from transformers.models.llama import modeling_llama
 from gradscope import measure
 from gradscope.errors import SelfCheckError
 from gradscope.gradients import (
-    RULES,
     MeasureSettings,
     ModelShape,
     Response,
@@ -26,7 +25,7 @@ from gradscope.gradients import (
     TokenGradients,
     measuring,
 )
-from gradscope.gradients.cost.measuring import GRAPH, group_responses
+from gradscope.gradients.cost.measuring import group_responses
 from gradscope.gradients.engine import norms as rules
 from gradscope.gradients.engine.chunks import MOST_SEQUENCES
 from gradscope.gradients.engine.decoder import block as decoder_block
@@ -195,7 +194,7 @@ def test_the_cost_model_groups_as_the_engine_does(rules, memory):
         meter = TokenGradientMeter(policy, random_ids(20), rules=rules, memory=memory)
         groups = meter.group(sequences)
     responses = [Response(len(s.targets), tuple(s.lengths), s.reach) for s in sequences]
-    cut = {"engine": RULES if rules else GRAPH, "rows": None, "memory": memory, "device": "cpu"}
+    cut = {"rules": rules, "rows": None, "memory": memory, "device": "cpu"}
     found = group_responses(ModelShape.from_config(policy.model.config), responses, **cut)
     expected = [[responses[index] for index in group] for group in groups]
     assert sorted(found, key=str) == sorted(expected, key=str)

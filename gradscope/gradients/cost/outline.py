@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gradscope.errors import InputError
 from gradscope.gradients.cost.model import ModelShape
-from gradscope.policy import BROKEN_FILE, EMBEDDED
+from gradscope.policy import BROKEN_FILE, EMBEDDED, Policy, find_blocks, load_tokenizer
 
 _QWEN_7B = {
     "hidden_size": 3584,
@@ -66,3 +68,18 @@ def config_of(model: str) -> Any:
     if getattr(config, "is_encoder_decoder", False) or type(config) not in AutoModelForCausalLM._model_mapping:
         raise InputError(f"{folder} is a {config.model_type} model, not a causal language model; give one that is")
     return config
+
+
+def outline_policy(model: str, blocks: str | None = None) -> Policy:
+    """The policy without memory for weights: its configuration, its tokenizer and its modules on the meta device.
+
+    model: a folder with config.json, "embedded", or a model of the presets.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(model)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config).eval()
+    folder = EMBEDDED if model == "embedded" else Path(model)
+    tokenizer = load_tokenizer(folder) if folder.is_dir() else None
+    return Policy(network, tokenizer, find_blocks(network, blocks), model)

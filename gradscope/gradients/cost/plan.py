@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,31 +12,10 @@ import torch
 from torch import nn
 
 from gradscope.errors import InputError
-from gradscope.gradients.cost.measuring import (
-    GRAPH,
-    RULES,
-    Engine,
-    Response,
-    find_limits,
-    floor_flops,
-    measure_bytes,
-    measure_work,
-    upcast_work,
-)
+from gradscope.gradients.cost.machine import GPUS, WITHIN, Rates, describe_seconds, gpu_rates
+from gradscope.gradients.cost.measuring import describe_responses, floor_flops, measure_bytes, measure_flops
 from gradscope.gradients.cost.model import ModelShape
-from gradscope.gradients.cost.outline import config_of
-from gradscope.gradients.cost.speed import (
-    GPUS,
-    MIXED_WITH_KEPT_MEMORY,
-    JobSizes,
-    Speeds,
-    Work,
-    describe_seconds,
-    gpu_speeds,
-    measure_speeds,
-)
-from gradscope.gradients.engine.meter import keep_freed_memory
-from gradscope.gradients.engine.products import PRODUCTS, Precision
+from gradscope.gradients.cost.pilot import make_pilot, try_measuring
 from gradscope.gradients.settings import (
     AFTERWARDS,
     MeasureSettings,
@@ -52,14 +30,11 @@ from gradscope.gradients.summed.plan import SumsPlan, largest_share, own_rows, p
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.policy import (
     DTYPES,
-    EMBEDDED,
     GRADIENT_SHARE,
     UPCAST,
     Policy,
-    find_blocks,
     find_device,
     free_memory,
-    load_tokenizer,
 )
 from gradscope.rollouts import TokenBatch
 
@@ -84,12 +59,13 @@ class MeasurePlan:
     """Their mean prefix, in tokens."""
     longest: int
     """Sequence, in tokens."""
-    engine: Engine
-    work: Mapping[str, Work]
+    rules: bool
+    """Whether the engine goes by backward rules."""
+    flops: Mapping[str, Number]
     """By part."""
     floor: Number
     """FLOPs that the norms need at least."""
-    speeds: Speeds
+    rates: Rates
     memory: Mapping[str, Mapping[str, Number]]
     """Bytes: moment → part → bytes, at most."""
     products_in: str
@@ -98,8 +74,8 @@ class MeasurePlan:
     """How the measured tokens were drawn."""
     sums: SumsPlan | None
     """How the summed gradients of figures, summary or diagnosis are made; None where the rollouts have no weights."""
-    sums_work: Work
-    """That of making them once: `work` is without it."""
+    sums_flops: Number
+    """FLOPs of making them once: `flops` is without them."""
     processes: int
     """How many share the responses, each on a device of its own."""
     prompts: int
@@ -108,12 +84,14 @@ class MeasurePlan:
     def seconds(self) -> dict[str, float]:
         """By part, in each process: all prepare alike, and share the rest."""
         shared = min(self.processes, self.responses)
-        return {n: self.speeds.seconds(w) / (1 if n == "preparation" else shared) for n, w in self.work.items()}
+        alone = self.rates.seconds(self.flops)
+        return {part: seconds / (1 if part == "preparation" else shared) for part, seconds in alone.items()}
 
     @property
     def sums_seconds(self) -> float:
         """For summed gradients once, in each process, which share the prompts."""
-        return self.speeds.seconds(self.sums_work) * largest_share(self.prompts, self.processes)
+        once = self.rates.seconds({"forward": self.sums_flops})["forward"]
+        return once * largest_share(self.prompts, self.processes)
 
     @property
     def peak(self) -> Number:
@@ -137,7 +115,7 @@ def plan_batch(
     dtype: str | None = None,
     device: str | None = None,
     machine: str | None = None,
-    speeds: Speeds | None = None,
+    rates: Rates | None = None,
     chunk_rows: int | None = None,
     chunk_memory: int = 1 << 30,
     gradient_memory: int | None = None,
@@ -151,8 +129,9 @@ def plan_batch(
     keeps_prompts: whether these are kept of each prompt, as a diagnosis does, or of two halves. metric: whether AdamW's
     is asked for. processes: how many are launched, each on a GPU of its own.
 
-    machine: a name of machine_speed.GPUS; None: this machine's device, measured in about a second unless its speeds
-    are given. Raises InputError for what `measure` would refuse, as far as it can be seen without weights.
+    machine: a name of `machine.GPUS`; None: this machine's device, on which a pilot measures a few tokens for some
+    seconds unless its rates are given. Raises InputError for what `measure` would refuse, as far as it can be seen
+    without weights.
     """
     check_settings(settings)
     check_chunks(chunk_rows, chunk_memory)
@@ -168,7 +147,7 @@ def plan_batch(
     given |= {"gradient_memory": gradient_memory, "keeps_prompts": keeps_prompts, "processes": processes}
     given["metric"] = metric
     if settings.minutes is not None:
-        return _plan_minutes(policy, batch, settings, speeds=speeds, chunk_memory=chunk_memory, **given)
+        return _plan_minutes(policy, batch, settings, rates=rates, chunk_memory=chunk_memory, **given)
     kind = "cuda" if machine is not None else torch.device(find_device(device)).type
     if processes > 1 and kind == "cpu":
         raise InputError(
@@ -177,23 +156,22 @@ def plan_batch(
     weights, computed = _find_dtypes(policy, dtype, kind)
     shape = ModelShape.from_config(policy.model.config)
     chosen, draw = choose_tokens(batch, settings)
-    responses = [r for row in range(len(batch)) if (r := _response(batch, row, chosen)) is not None]
+    responses = describe_responses(batch, chosen)
     prefixes = [n for response in responses for n in response.prefixes]
-    longest = max(response.length for response in responses)
-    engine = RULES if follows_rules(policy) else GRAPH
-    products = _find_products(policy, engine, settings, computed, kind)
-    cut = {"engine": engine, "rows": chunk_rows, "memory": chunk_memory, "device": "cpu" if kind == "cpu" else "cuda"}
-    if machine is not None:
-        speeds = gpu_speeds(machine, products.name)
-    elif speeds is None:
-        rows = find_limits(shape, **cut).rows
-        speeds = _find_speeds(shape, products, device=find_device(device), rows=rows, longest=longest)
-    work = measure_work(shape, responses, self_check=settings.self_check, **cut)
-    memory = measure_bytes(shape, responses, weight_bytes=weights.itemsize, **cut)
+    rules = follows_rules(policy)
+    products = _find_products(policy, rules, settings, computed, kind)
+    cut = {"rules": rules, "rows": chunk_rows, "memory": chunk_memory}
+    sizes = cut | {"device": "cpu" if kind == "cpu" else "cuda"}
+    flops = measure_flops(shape, responses, self_check=settings.self_check, **sizes)
+    memory = measure_bytes(shape, responses, weight_bytes=weights.itemsize, **sizes)
     if weights != computed:
-        work["upcasting"] = upcast_work(shape, responses, self_check=settings.self_check, **cut)
         for moment, widest in (("head", shape.vocab), ("chunk", shape.mlp_width)):
             memory[moment]["upcast"] = computed.itemsize * shape.hidden * widest
+    if machine is not None:
+        rates = gpu_rates(machine, products, dict.fromkeys(flops))
+    elif rates is None:
+        found = {"dtype": weights, "device": torch.device(find_device(device)), "upcast": weights != computed}
+        rates = try_measuring(make_pilot(policy, **found), batch, chosen, settings, **cut)
     if gradient_memory is None:
         free = free_memory(torch.device(find_device(device))) if machine is None else GPUS[machine].memory
         gradient_memory = max(1, int(GRADIENT_SHARE * (free - weights.itemsize * shape.parameters)))
@@ -208,27 +186,26 @@ def plan_batch(
         tokens=batch.num_tokens,
         measured=len(prefixes),
         mean_prefix=sum(prefixes) / max(1, len(prefixes)),
-        longest=longest,
-        engine=engine,
-        work=work,
+        longest=max(response.length for response in responses),
+        rules=rules,
+        flops=flops,
         floor=sum(floor_flops(shape, prefixes).values()),
-        speeds=speeds,
+        rates=rates,
         memory=memory,
-        products_in=products.name,
+        products_in=products,
         draw=draw,
         sums=sums,
-        sums_work=Work() if sums is None else _forward_work(shape, batch) * sums.forward_passes,
+        sums_flops=0 if sums is None else _forward_flops(shape, batch) * sums.forward_passes,
         processes=processes,
         prompts=len(own_rows(batch)),
     )
 
 
-def _forward_work(shape: ModelShape, batch: TokenBatch) -> Work:
+def _forward_flops(shape: ModelShape, batch: TokenBatch) -> Number:
     """One forward pass over the batch, with logits of the response tokens."""
     lengths = batch.attention_mask.sum(1).double()
     products = shape.active * lengths.sum().item() + shape.hidden * shape.vocab * batch.num_tokens
-    pairs = lengths.square().sum().item() / 2
-    return Work(products=2 * products, attention=4 * pairs * shape.layers * shape.query_width)
+    return 2 * products + 2 * lengths.square().sum().item() * shape.layers * shape.query_width
 
 
 def _plan_minutes(policy: Policy, batch: TokenBatch, settings: MeasureSettings, **given: Any) -> MeasurePlan:
@@ -237,7 +214,7 @@ def _plan_minutes(policy: Policy, batch: TokenBatch, settings: MeasureSettings, 
 
     def plan(each: int) -> MeasurePlan:
         if found:  # the machine is tried once
-            given["speeds"] = next(iter(found.values())).speeds
+            given["rates"] = next(iter(found.values())).rates
         if each not in found:
             asked = replace(settings, minutes=None, tokens_per_interval=each)
             found[each] = plan_batch(policy, batch, asked, **given)
@@ -252,19 +229,6 @@ def _plan_minutes(policy: Policy, batch: TokenBatch, settings: MeasureSettings, 
     return replace(best, draw=f"{best.draw}; as many as {settings.minutes:g} min allow by the seconds below")
 
 
-@dataclass(frozen=True)
-class _Products:
-    """How what flows back is multiplied."""
-
-    dtype: torch.dtype
-    """Dtype of the arrays."""
-    precision: Precision
-
-    @property
-    def name(self) -> str:
-        return str(self.dtype).removeprefix("torch.") if self.precision == "exact" else self.precision
-
-
 def _find_dtypes(policy: Policy, dtype: str | None, kind: str) -> tuple[torch.dtype, torch.dtype]:
     """(of the weights, of what is computed)."""
     if dtype == UPCAST:
@@ -275,53 +239,18 @@ def _find_dtypes(policy: Policy, dtype: str | None, kind: str) -> tuple[torch.dt
     return weights, weights
 
 
-def _find_products(
-    policy: Policy, engine: Engine, settings: MeasureSettings, weights: torch.dtype, kind: str
-) -> _Products:
-    """kind: of device. The rules carry float32 at least, the graph what the weights are."""
-    if not engine.by_rules:
+def _find_products(policy: Policy, rules: bool, settings: MeasureSettings, weights: torch.dtype, kind: str) -> str:
+    """Precision in which what flows back is multiplied: the rules carry float32 at least, the graph what weights are.
+
+    kind: of device.
+    """
+    if not rules:
         if settings.fast:
             raise no_fast_mode(policy)
-        return _Products(weights, "exact")
+        return str(weights).removeprefix("torch.")
     precision = fast_precision(weights, kind) if settings.fast else "exact"
-    return _Products(torch.promote_types(weights, torch.float32), precision)
-
-
-def _find_speeds(shape: ModelShape, products: _Products, *, device: str, rows: int, longest: int) -> Speeds:
-    """Speeds of this machine, on arrays of the job's sizes; longest: of its responses, in tokens with their prompts."""
-    sizes = JobSizes(
-        rows=rows,
-        thin_rows=1,
-        hidden=shape.hidden,
-        head_dim=shape.head_dim,
-        heads=shape.heads,
-        length=longest,
-        vocab=shape.vocab,
-        logit_rows=longest,
-    )
-    keep_freed_memory()  # as what measures does
-    return measure_speeds(
-        sizes,
-        device=torch.device(device),
-        dtype=products.dtype,
-        multiply=PRODUCTS[products.precision],
-        mixed=MIXED_WITH_KEPT_MEMORY,
-    )
-
-
-def outline_policy(model: str, blocks: str | None = None) -> Policy:
-    """The policy without memory for weights: its configuration, its tokenizer and its modules on the meta device.
-
-    model: a folder with config.json, "embedded", or a model of the presets.
-    """
-    from transformers import AutoModelForCausalLM
-
-    config = config_of(model)
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config).eval()
-    folder = EMBEDDED if model == "embedded" else Path(model)
-    tokenizer = load_tokenizer(folder) if folder.is_dir() else None
-    return Policy(network, tokenizer, find_blocks(network, blocks), model)
+    widened = str(torch.promote_types(weights, torch.float32)).removeprefix("torch.")
+    return widened if precision == "exact" else precision
 
 
 def follows_rules(policy: Policy) -> bool:
@@ -361,19 +290,9 @@ def choose_tokens(batch: TokenBatch, settings: MeasureSettings) -> tuple[np.ndar
     return chosen, f"at most {wanted} of each interval of π_old"
 
 
-def _response(batch: TokenBatch, row: int, chosen: np.ndarray) -> Response | None:
-    """None where response_mask keeps nothing."""
-    _, targets = batch.sequence(row)
-    if not len(targets):
-        return None
-    start = int(batch.response_mask[:row].sum())
-    picked = targets.numpy()[chosen[start : start + len(targets)]]
-    return Response(len(targets), tuple(picked.tolist()), int(targets[-1]))
-
-
 def _describe_tokens(plan: MeasurePlan) -> Iterator[str]:
     shape, way = plan.shape, "the model's own graph"
-    if plan.engine.by_rules:
+    if plan.rules:
         way = "backward rules, if its blocks compute what their names say (tried when it measures)"
     yield (
         f"{plan.model}: {shape.parameters:,} parameters, {shape.layers} layers of width {shape.hidden:,}, vocabulary "
@@ -389,11 +308,14 @@ def _describe_tokens(plan: MeasurePlan) -> Iterator[str]:
 def _describe_work(plan: MeasurePlan) -> Iterator[str]:
     seconds = plan.seconds
     yield f"{'':16}{'FLOPs':>12}{'seconds':>12}"
-    for name, work in plan.work.items():
-        yield f"{name:16}{work.flops:12.3g}{seconds[name]:12.3g}"
-    yield f"{'total':16}{sum(work.flops for work in plan.work.values()):12.3g}{sum(seconds.values()):12.3g}"
+    for name, flops in plan.flops.items():
+        yield f"{name:16}{flops:12.3g}{seconds[name]:12.3g}"
+    yield f"{'total':16}{sum(plan.flops.values()):12.3g}{sum(seconds.values()):12.3g}"
     each = "" if plan.processes == 1 else f", each of {plan.processes} processes"
-    yield f"on {plan.speeds.device}{each}: {describe_seconds(sum(seconds.values()))}, without figures and summary."
+    yield (
+        f"on {plan.rates.machine}{each}: {describe_seconds(sum(seconds.values()))}, without figures and summary; "
+        f"on a machine that was tried, within a factor of {WITHIN}."
+    )
     if plan.sums is not None:
         once, most = describe_seconds(plan.sums_seconds), f"{plan.sums.memory / 2**30:.1f} GiB"
         yield f"{str(plan.sums).capitalize()}: {once}; at most {most} beside the weights."

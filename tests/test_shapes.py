@@ -1,0 +1,46 @@
+"""Shape annotations hold: cheap tests of every room once more, with jaxtyping and beartype around every function.
+
+Checked annotations make the tests half as slow again, so that not all of them pay for it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+FILES = (
+    *("test_intervals.py", "policy/test_saved_optimizer.py", "rollouts"),
+    *("sampling/test_engines.py", "objective/test_objective.py", "objective/test_logprobs.py"),
+    *("objective/test_batch_logprobs.py", "objective/test_batch_loss.py", "objective/test_shared_prompts.py"),
+    *("objective/test_trained_logprobs.py", "objective/test_methods.py", "gradients/test_token_table.py"),
+    *("gradients/test_measure_rounds.py", "gradients/test_weighted_gradients.py", "gradients/test_self_check.py"),
+    *("gradients/test_recording.py", "theory/test_theory.py"),
+    *("updates/test_updates.py", "updates/test_directions.py", "trainer/test_algorithm.py"),
+    *("diagnosis/test_summary.py", "diagnosis/test_report_contents.py"),
+)
+"""Below tests/."""
+CHECKED = "GRADSCOPE_SHAPES_CHECKED"
+HOOK = "--jaxtyping-packages=gradscope,beartype.beartype"
+
+
+def test_cheap_tests_of_every_room_pass_with_checked_shapes(repository):
+    if CHECKED in os.environ:
+        pytest.skip("this is that process")
+    command = [sys.executable, "-m", "pytest", HOOK, "-q", "-p", "no:cacheprovider", "--no-header", __file__]
+    command += [str(repository / "tests" / file) for file in FILES]
+    done = subprocess.run(command, cwd=repository, env=os.environ | {CHECKED: "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.skipif(CHECKED not in os.environ, reason="shapes are checked in the process that the test above starts")
+def test_a_wrong_shape_is_refused():
+    import jaxtyping
+    import torch
+
+    from gradscope.theory import logit_grad_bounds
+
+    with pytest.raises(jaxtyping.TypeCheckError):
+        logit_grad_bounds(torch.zeros(3, dtype=torch.int64), 5)  # the log-probabilities are floats
