@@ -34,6 +34,8 @@ Number = int | float
 
 STEPS = 16
 """Tokens that are decoded of each response."""
+VOCAB = 8192
+"""Tokens of a large network's pilot, at most."""
 SECONDS = 0.5
 """A part is repeated, three times at least, until it took so long in all; not at all if once takes longer."""
 MOST = {"cpu": 1e10, "cuda": 1e13}
@@ -43,7 +45,8 @@ MOST = {"cpu": 1e10, "cuda": 1e13}
 def try_step(config: TrainConfig, lengths: Lengths) -> Rates:
     """Rates of `step_work`'s parts, each timed on a micro-batch of random tokens of these lengths, or shorter ones."""
     device = torch.device(find_device(config.device))
-    policy = make_pilot(outline_policy(config.model), dtype=torch.float32, device=device)
+    small = {"blocks": 1, "vocab": VOCAB, "copies": 5}  # weights, gradients, AdamW's moments and denominators
+    policy = make_pilot(outline_policy(config.model), dtype=torch.float32, device=device, **small)
     shape, model = ModelShape.from_config(policy.model.config), policy.model
     config, lengths = _shorten(config, shape, lengths, MOST["cpu" if device.type == "cpu" else "cuda"])
     if config.lora_rank is not None:

@@ -681,7 +681,7 @@ def test_a_policy_without_a_tokenizer_cannot_sample_text(run, checkpoints, promp
 
 
 def test_a_plan_is_made_for_gpus_of_any_size(run):
-    plan = ("train", "--preset", "kk-qwen2.5-7b", "--plan", "--device-memory")
+    plan = ("train", "--preset", "kk-qwen2.5-7b", "--plan", "--machine", "h200", "--device-memory")
     assert "On GPUs of 24 GiB" in run(*plan, 24).out
     for size in ("0", "nan", "inf"):
         assert_one_line(run(*plan, size), "--device-memory is")

@@ -24,7 +24,7 @@ Number = int | float
 SMALL = 10**8
 """Parameters up to which a pilot has all blocks."""
 BLOCKS = 2
-"""Blocks of a larger network's pilot: one whose backward pass is dense, and the last."""
+"""Blocks of a larger network that measures: one whose backward pass is dense, and the last."""
 SECONDS = 1.0
 """A pilot is tried on more tokens until their own gradients take so long."""
 GROWTH = 4
@@ -33,10 +33,19 @@ FIRST = 1e9
 """FLOPs of the tokens of the first try, which also warms up."""
 
 
-def make_pilot(policy: Policy, *, dtype: torch.dtype, device: torch.device, upcast: bool = False) -> Policy:
-    """The policy's network with random weights, and with BLOCKS of its blocks if it is large.
+def make_pilot(
+    policy: Policy,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    upcast: bool = False,
+    blocks: int = BLOCKS,
+    vocab: int | None = None,
+    copies: int = 2,
+) -> Policy:
+    """The policy's network with random weights, and with so few of its blocks and tokens if it is large.
 
-    Raises InputError where not even these fit the device's memory.
+    vocab: None, all tokens. Raises InputError where not even so many copies of its weights fit the device's memory.
     """
     from transformers import AutoModelForCausalLM
 
@@ -45,10 +54,13 @@ def make_pilot(policy: Policy, *, dtype: torch.dtype, device: torch.device, upca
     if shape.parameters > SMALL:
         kinds = getattr(text, "layer_types", None)
         if kinds is not None:
-            text.layer_types = list(kinds)[:BLOCKS]
-        text.num_hidden_layers = min(BLOCKS, shape.layers)
+            text.layer_types = list(kinds)[:blocks]
+        text.num_hidden_layers = min(blocks, shape.layers)
+        if vocab is not None:
+            text.vocab_size = min(vocab, shape.vocab)
+            text.pad_token_id = text.bos_token_id = text.eos_token_id = None
         shape = ModelShape.from_config(config)
-    if 2 * shape.parameters * dtype.itemsize > free_memory(device):
+    if copies * shape.parameters * dtype.itemsize > free_memory(device):
         raise InputError(
             f"{shape.layers} blocks of {policy.path} with embedding and head, {shape.parameters:,} parameters, do not "
             "fit this machine, so its speed cannot be tried; name a GPU by machine"
