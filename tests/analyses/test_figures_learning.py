@@ -378,13 +378,9 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-def test_a_page_is_drawn_from_the_runs_that_are_there_and_alike_twice(script, runs, tmp_path):
+def test_a_page_is_drawn_from_the_runs_that_are_there(script, runs, tmp_path):
     script.main(script.Options(out=tmp_path / "one"))
-    made = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
-    assert set(made) == SCRIPTS[script]
-    if script in (fig4, table6):  # the others draw with the same functions, and take long
-        script.main(script.Options(out=tmp_path / "two"))
-        assert made == {path.name: path.read_bytes() for path in (tmp_path / "two").iterdir()}
+    assert {path.name for path in (tmp_path / "one").iterdir()} == SCRIPTS[script]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)

@@ -131,20 +131,17 @@ def test_the_papers_averages_are_those_of_its_columns():
         assert np.mean(values) == pytest.approx(average, abs=0.006), variant  # rounded to two digits
 
 
-def test_files_hold_what_was_computed_and_are_the_same_twice(sums, tmp_path):
-    for out in ("one", "two"):
-        for script in (table1, fig9_10):
-            script.main(script.Options(out=tmp_path / out))
-    names = sorted(file.name for file in (tmp_path / "one").iterdir())
+def test_files_hold_what_was_computed(sums, tmp_path):
+    for script in (table1, fig9_10):
+        script.main(script.Options(out=tmp_path / "out"))
+    names = sorted(file.name for file in (tmp_path / "out").iterdir())
     assert names == [
         "fig9_10.csv", "fig9_10.png", "fig9_10_contrasts.csv", "fig9_10_contrasts.md",
         "table1.csv", "table1.md", "table1_contrasts.csv", "table1_contrasts.md",
     ]  # fmt: skip
-    for name in names:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    saved = pd.read_csv(tmp_path / "one" / "table1.csv")
+    saved = pd.read_csv(tmp_path / "out" / "table1.csv")
     assert saved["mean"].to_numpy() == pytest.approx(table1.table("cpu")[0]["mean"].to_numpy(), rel=1e-5)
-    text = (tmp_path / "one" / "table1.md").read_text()
+    text = (tmp_path / "out" / "table1.md").read_text()
     assert "| paper | ORZ | Reweight |  | 40.81 |" in text
     assert "2 steps, greedy (paper: OlympiadBench, greedy)" in text
 

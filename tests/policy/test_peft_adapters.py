@@ -203,8 +203,8 @@ def test_an_adapters_head_is_cut_where_the_whole_models_is(simple):
     policy = load_policy(simple, params="adapter")
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, torch.arange(4, 24))
-    assert meter.joint == f"model.layers.{LAYERS - 1}.self_attn.o_proj" and meter.precision is None
-    assert set(meter.claims.rules.values()) == {"linear"} and not meter.claims.general
+    assert meter.split_point == f"model.layers.{LAYERS - 1}.self_attn.o_proj" and meter.precision is None
+    assert set(meter.ownership.rules.values()) == {"linear"} and not meter.ownership.general
 
 
 def test_a_base_is_found_from_the_adapters_folder_then_from_here_then_where_it_is_said(broken, tmp_path, monkeypatch):

@@ -360,4 +360,4 @@ def test_a_plan_has_half_of_the_weights_and_one_copy(job):
     assert upcast["weights"] == whole["weights"] / 2
     assert upcast["upcast"] == 4 * policy.config.hidden_size * policy.config.vocab_size
     assert {**upcast, "weights": whole["weights"]} == {**whole, "upcast": upcast["upcast"]}
-    assert plans["upcast"].products_in == "float32" and plans["upcast"].seconds["upcasting"] > 0
+    assert plans["upcast"].products_in == "float32"

@@ -20,7 +20,7 @@ from gradscope.gradients.engine.chunks import ROWS, Chunk, Limits
 from gradscope.gradients.engine.embeddings import table_square_norms
 from gradscope.gradients.engine.head import HeadPass
 from gradscope.gradients.engine.norms import Squares, diagonal_square_norms, linear_square_norms, prefix_factor
-from gradscope.gradients.engine.ownership import Claims, parameter_slopes
+from gradscope.gradients.engine.ownership import Ownership, parameter_slopes
 from gradscope.gradients.engine.recording import Call, Recorder
 from gradscope.policy import Policy
 
@@ -89,12 +89,12 @@ class GraphBody:
     def __init__(
         self,
         policy: Policy,
-        claims: Claims,
-        joint: str | None,
+        ownership: Ownership,
+        split_point: str | None,
         probe_ids: Int[Tensor, " n"],
         seen: Recorder | None = None,
     ) -> None:
-        self.model, self.blocks, self.claims, self.joint = policy.model, policy.blocks, claims, joint
+        self.model, self.blocks, self.ownership, self.split_point = policy.model, policy.blocks, ownership, split_point
         self.batched, self.bytes_per_row = self._probe(seen or self.record(probe_ids), len(probe_ids))
         """Bytes that flow back for one token at one position."""
 
@@ -105,12 +105,12 @@ class GraphBody:
 
     def record(self, ids: Int[Tensor, " n"]) -> Recorder:
         """The body's forward pass."""
-        with Recorder(self.model, self.blocks, self.claims, self.joint, "body") as recorder:
+        with Recorder(self.model, self.blocks, self.ownership, self.split_point, "body") as recorder:
             self.model.base_model(input_ids=ids[None], use_cache=False)
         return recorder
 
     def _probe(self, recorder: Recorder, length: int) -> tuple[bool, int]:
-        joints = 1 if self.joint is None else 2
+        joints = 1 if self.split_point is None else 2
         once = len(recorder.block_edges) == len(self.blocks) and len(recorder.joints) == joints
         if not once or len({id(block) for block in self.blocks}) != len(self.blocks):
             raise InputError(
@@ -166,8 +166,8 @@ class GraphSequence:
 
     def _square_norms(self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor) -> Tensor:
         """Squared gradient norm [K] of one module, from all of its calls."""
-        claims = self.body.claims
-        rule = claims.rules[name]
+        ownership = self.body.ownership
+        rule = ownership.rules[name]
         if rule in ("linear", "conv1d"):
             deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
             return linear_square_norms(deltas.transpose(0, 1)[None], self.factors.factor(flow)[None])[0]
@@ -176,7 +176,7 @@ class GraphSequence:
             return sum(_diagonal_over_calls(flow, parameter) for parameter in slopes)
         call, delta = flow[0]
         ids, delta = call.inputs.flatten()[None], delta.flatten(1, -2).transpose(0, 1)[None]
-        return table_square_norms(claims, name, call.module, ids, delta, self.head, picks[None])[0]
+        return table_square_norms(ownership, name, call.module, ids, delta, self.head, picks[None])[0]
 
 
 def _diagonal_over_calls(flow: list[tuple[Call, Tensor]], slopes: tuple[Tensor, ...]) -> Tensor:

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.gradients.engine.norms import diagonal_square_norms, outer_square_norms
-from gradscope.gradients.engine.ownership import Claims, parameter_slopes
+from gradscope.gradients.engine.ownership import Ownership, parameter_slopes
 from gradscope.gradients.engine.recording import Call, Recorder
 from gradscope.gradients.engine.stack import Stack
 from gradscope.objective import TokenStatistics, parts_at_once, statistics_and_gradient
@@ -31,7 +31,7 @@ class HeadPass:
     last_norm: Float[Tensor, " m"]
     """‖δ_L‖."""
     joint_deltas: list[Tensor]
-    """Gradient at each joint, at the target's own position, [m, width]."""
+    """Gradient at each split point, at the target's own position, [m, width]."""
     local: dict[str, tuple[Call, Tensor, Tensor]]
     """Module → (call, gradient at its output, its input), both at the target's own position, [m, width]."""
     calls: list[Call]
@@ -39,13 +39,13 @@ class HeadPass:
 
 
 class Head:
-    """Runs the head of a policy that is cut at its joint; see `recording`.
+    """Runs the head of a policy that is cut at its split point; see `recording`.
 
     memory: bytes that the logits of one pass may take, with the copies that their gradient needs.
     """
 
-    def __init__(self, policy: Policy, claims: Claims, joint: str | None, memory: int) -> None:
-        self.model, self.blocks, self.claims, self.joint = policy.model, policy.blocks, claims, joint
+    def __init__(self, policy: Policy, ownership: Ownership, split_point: str | None, memory: int) -> None:
+        self.model, self.blocks, self.ownership, self.split_point = policy.model, policy.blocks, ownership, split_point
         self._keeps_logits = takes(self.model, "logits_to_keep")
         self.rows = logit_rows(policy.vocab_size, memory)
         """Positions whose logits fit the memory."""
@@ -95,7 +95,7 @@ class Head:
     def square_norms(self, head: HeadPass, name: str) -> Float[Tensor, " m"]:
         """Squared gradient norm of a module of the head, which sees one position of each token."""
         call, delta, inputs = head.local[name]
-        if self.claims.rules[name] == "diagonal":
+        if self.ownership.rules[name] == "diagonal":
             width = call.inputs.shape[-1]
             slopes = (slope.reshape(len(delta), -1, width) for slope in inputs.unbind(1))
             return sum(diagonal_square_norms(delta.reshape(s.shape), s) for s in slopes)
@@ -107,7 +107,7 @@ class Head:
             values[part] for values in (stack.sequences, stack.positions, stack.token_ids, stack.temperature)
         )
         targets_at = _TargetRows(sequences, positions, length=stack.ids.shape[1])
-        with Recorder(self.model, self.blocks, self.claims, self.joint, "head") as recorder:
+        with Recorder(self.model, self.blocks, self.ownership, self.split_point, "head") as recorder:
             logits = targets_at.rows(self._logits_of_all(stack.ids, targets_at.kept))
         seeds, found, sizes, norms = torch.empty_like(logits, requires_grad=False), [], [], []
         for few in parts_at_once(logits):
@@ -138,7 +138,7 @@ class Head:
 
     def _local_inputs(self, call: Call, targets_at: _TargetRows) -> Tensor:
         """Inputs of a module of the head, [m, width]; for a diagonal one its slopes, [m, parameters, width]."""
-        if self.claims.rules[call.name] != "diagonal":
+        if self.ownership.rules[call.name] != "diagonal":
             return targets_at.rows(call.inputs)
         return torch.stack([targets_at.rows(s) for s in parameter_slopes(call.module, call.inputs)], 1)
 

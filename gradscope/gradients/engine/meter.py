@@ -22,7 +22,7 @@ from gradscope.gradients.engine.chunks import Chunk, Limits, Run, group_sequence
 from gradscope.gradients.engine.decoder.body import DecoderBody, DecoderStack
 from gradscope.gradients.engine.head import Head, HeadPass, unit_errors
 from gradscope.gradients.engine.norms import outer_square_norms
-from gradscope.gradients.engine.ownership import Claims, check_prefixes, claim_parameters, probe_model
+from gradscope.gradients.engine.ownership import Ownership, check_prefixes, find_ownership, probe_model
 from gradscope.gradients.engine.products import PRODUCTS, Precision, measure_speedup
 from gradscope.gradients.engine.recording import Cut, Recorder, find_cut
 from gradscope.gradients.engine.results import TokenGradients
@@ -60,15 +60,15 @@ class TokenGradientMeter:
         self.rows, self.memory, self._precision = rows, memory, precision
         probe = probe_model(self.model, self.blocks, probe_ids)
         check_prefixes(policy, probe_ids, probe.hidden)
-        self.claims: Claims = claim_parameters(self.model, self.blocks, probe)
+        self.ownership: Ownership = find_ownership(self.model, self.blocks, probe)
         del probe
         short = probe_ids[:TRIAL]
-        cut = find_cut(self.model, self.blocks, self.claims, short) if len(short) > 2 else Cut(None, None)
-        self.joint = cut.joint
-        self.head = Head(policy, self.claims, self.joint, memory)
-        self.graph = GraphBody(policy, self.claims, self.joint, short, cut.body)
+        cut = find_cut(self.model, self.blocks, self.ownership, short) if len(short) > 2 else Cut(None, None)
+        self.split_point = cut.split_point
+        self.head = Head(policy, self.ownership, self.split_point, memory)
+        self.graph = GraphBody(policy, self.ownership, self.split_point, short, cut.body)
         """For what goes along the model's own graph."""
-        self.decoder = DecoderBody.find(policy, self.claims, self.joint, memory) if rules else None
+        self.decoder = DecoderBody.find(policy, self.ownership, self.split_point, memory) if rules else None
         """For a common decoder, by backward rules; None: this is none."""
         if self.decoder is not None and not self._rules_hold(short, cut.body):
             self.decoder = None
@@ -84,8 +84,10 @@ class TokenGradientMeter:
     @property
     def module_names(self) -> list[str]:
         """Modules that own parameters; of two that share a table, the embedding."""
-        claims = self.claims
-        return sorted({*claims.rules, *claims.general.values()} - set(claims.tied[1:] if claims.tied else ()))
+        ownership = self.ownership
+        return sorted(
+            {*ownership.rules, *ownership.general.values()} - set(ownership.tied[1:] if ownership.tied else ())
+        )
 
     @property
     def speedup(self) -> float:
@@ -137,7 +139,7 @@ class TokenGradientMeter:
     @property
     def _together(self) -> bool:
         """Whether several sequences may share their passes."""
-        return self.decoder is not None and not self.claims.general
+        return self.decoder is not None and not self.ownership.general
 
     def _measure_nothing(self, sequence: SequenceTokens) -> TokenGradients:
         dtype = torch.promote_types(self.model.dtype, torch.float32)
@@ -191,7 +193,7 @@ class TokenGradientMeter:
 
     def _add_head(self, square: dict[str, Tensor], head: HeadPass) -> None:
         """Squared gradient norms of the modules that the head alone calls, and the head's part of a shared table."""
-        table, tied_head = self.claims.tied or (None, None)
+        table, tied_head = self.ownership.tied or (None, None)
         for name, (call, delta, inputs) in head.local.items():
             if name == tied_head:  # The table counts under the embedding's name, the head's bias under its own.
                 square[table] += outer_square_norms(delta, inputs, bias=False)
@@ -208,10 +210,10 @@ class TokenGradientMeter:
 
     def _measure_general(self, sequence: SequenceTokens, picks: Tensor) -> dict[str, Tensor]:
         """Squared gradient norms [K] by module, of parameters that no rule claims; picks: some of the targets."""
-        if not self.claims.general:
+        if not self.ownership.general:
             return {}
         ids, targets, temperature = sequence.ids, sequence.targets, sequence.temperature
-        parameters = [self.model.get_parameter(name) for name in self.claims.general]
+        parameters = [self.model.get_parameter(name) for name in self.ownership.general]
         for parameter in parameters:
             parameter.requires_grad_(True)
         try:
@@ -225,7 +227,7 @@ class TokenGradientMeter:
                 gradients = torch.autograd.grad(
                     each[k], parameters, seeds[k].to(logits.dtype), retain_graph=k + 1 < len(picks), allow_unused=True
                 )
-                for module, gradient in zip(self.claims.general.values(), gradients, strict=True):
+                for module, gradient in zip(self.ownership.general.values(), gradients, strict=True):
                     if gradient is not None:
                         square[module][k] += gradient.to(seeds.dtype).square().sum().to(seeds.device)
             return square

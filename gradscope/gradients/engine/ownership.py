@@ -25,7 +25,7 @@ Rule = Literal["linear", "conv1d", "diagonal", "embedding"]
 
 
 @dataclass(frozen=True)
-class Claims:
+class Ownership:
     """The division of a model's parameters among the ways to measure them."""
 
     rules: dict[str, Rule]
@@ -109,7 +109,7 @@ def check_prefixes(policy: Policy, ids: Int[Tensor, " n"], whole: Float[Tensor, 
         )
 
 
-def claim_parameters(model: nn.Module, blocks: nn.ModuleList, probe: Probe) -> Claims:
+def find_ownership(model: nn.Module, blocks: nn.ModuleList, probe: Probe) -> Ownership:
     """Find the rule for every module that owns parameters, by its type and by what one forward pass has shown.
 
     Of a model that is measured on some parameters alone (`measure_only`), these are claimed and no others.
@@ -145,21 +145,21 @@ def claim_parameters(model: nn.Module, blocks: nn.ModuleList, probe: Probe) -> C
         if not any(owner in rules for owner in owners[key]):
             general[name] = name.rpartition(".")[0]
     scales = {n: _embedding_scale(modules[n], visits[n]) for n, rule in rules.items() if rule == "embedding"}
-    claims = Claims(rules, tied, scales, general)
-    check_claims(model, claims)
-    return claims
+    ownership = Ownership(rules, tied, scales, general)
+    check_ownership(model, ownership)
+    return ownership
 
 
-def check_claims(model: nn.Module, claims: Claims) -> None:
+def check_ownership(model: nn.Module, ownership: Ownership) -> None:
     """RuntimeError unless every measured parameter is claimed exactly once (a tied table: by embedding and head)."""
     counts: dict[int, int] = defaultdict(int)
-    for name in claims.rules:
+    for name in ownership.rules:
         for parameter in model.get_submodule(name).parameters(recurse=False):
             counts[id(parameter)] += 1
-    for name in claims.general:
+    for name in ownership.general:
         counts[id(model.get_parameter(name))] += 1
-    if claims.tied:
-        counts[id(model.get_submodule(claims.tied[1]).weight)] -= 1
+    if ownership.tied:
+        counts[id(model.get_submodule(ownership.tied[1]).weight)] -= 1
     measured = {id(parameter) for _, parameter in float_parameters(model)}
     for name, parameter in model.named_parameters():
         wanted = 1 if id(parameter) in measured else 0

@@ -2,7 +2,7 @@
 
 The model is seen in two parts. The **head** is all that acts on each position by itself: from the logits back through
 the last block's feed-forward network to the output projection of its attention, whose input (with the block's own
-input, which the residual carries past it) is the **joint**. The **body** is the rest, which mixes positions.
+input, which the residual carries past it) is the **split point**. The **body** is the rest, which mixes positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradscope.errors import InputError
-from gradscope.gradients.engine.ownership import Claims
+from gradscope.gradients.engine.ownership import Ownership
 from gradscope.gradients.hooks import first_tensor, forward_hooks
 from gradscope.policy import is_subset, takes
 
@@ -47,19 +47,30 @@ class Call:
 class Recorder:
     """A context in which forward passes of the model are recorded.
 
-    part="head": the graph is cut open at the joint, so that a backward pass ends there.
-    part="body": the graph starts at the embeddings, and the joint's tensors are kept to start a backward pass from.
-    joint: name of the module whose input is the joint; None: the joint is the last block's output.
+    part="head": the graph is cut open at the split point, so that a backward pass ends there.
+    part="body": the graph starts at the embeddings; the split point's tensors are kept to start a backward pass from.
+    split_point: name of the module whose input is the split point; None: the split point is the last block's output.
     """
 
     def __init__(
-        self, model: nn.Module, blocks: nn.ModuleList, claims: Claims, joint: str | None, part: Literal["head", "body"]
+        self,
+        model: nn.Module,
+        blocks: nn.ModuleList,
+        ownership: Ownership,
+        split_point: str | None,
+        part: Literal["head", "body"],
     ) -> None:
-        self.model, self.blocks, self.claims, self.joint, self.part = model, blocks, claims, joint, part
+        self.model, self.blocks, self.ownership, self.split_point, self.part = (
+            model,
+            blocks,
+            ownership,
+            split_point,
+            part,
+        )
         self.calls: list[Call] = []
         self.joints: list[Tensor] = []
-        """Head: the leaves that it was cut at. Body: what they stand for. [the last block's input, the joint's input]
-        or [the last block's output]."""
+        """Head: the leaves that it was cut at. Body: what they stand for. [the last block's input, the split point's
+        input] or [the last block's output]."""
         self.block_edges: list[GradientEdge] = []
         """Body: input of the first block and outputs of all but the last. Head: output of the last block."""
         self._done = False
@@ -71,10 +82,10 @@ class Recorder:
         with ExitStack() as stack:  # taken down at once if a hook cannot be set
             for block, hook in ((self.blocks[0], self._enter_first), (self.blocks[-1], self._enter_last)):
                 stack.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            if self.joint is not None:
-                joint = self.model.get_submodule(self.joint)
-                stack.callback(joint.register_forward_pre_hook(self._enter_joint).remove)
-            stack.enter_context(forward_hooks(self.model, [*self.claims.rules, *self._blocks], self._leave))
+            if self.split_point is not None:
+                split_point = self.model.get_submodule(self.split_point)
+                stack.callback(split_point.register_forward_pre_hook(self._enter_split_point).remove)
+            stack.enter_context(forward_hooks(self.model, [*self.ownership.rules, *self._blocks], self._leave))
             stack.enter_context(torch.enable_grad())
             self._stack = stack.pop_all()
         return self
@@ -90,7 +101,7 @@ class Recorder:
             self.block_edges.append(get_gradient_edge(hidden))
 
     def _enter_last(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.joint is None:
+        if self.split_point is None:
             return None
         hidden = block_input(args, kwargs)
         if self.part == "body":
@@ -100,7 +111,7 @@ class Recorder:
         self.joints.append(leaf)
         return ((leaf, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": leaf})
 
-    def _enter_joint(self, _module: nn.Module, args: tuple[Any, ...]) -> Any:
+    def _enter_split_point(self, _module: nn.Module, args: tuple[Any, ...]) -> Any:
         if self.part == "body":
             self.joints.append(args[0])
             return None
@@ -132,10 +143,10 @@ class Recorder:
             return None
         self._done = True
         replaced = None
-        if self.part == "head" and self.joint is None:
+        if self.part == "head" and self.split_point is None:
             hidden = hidden.detach().requires_grad_(True)
             replaced = hidden if isinstance(output, Tensor) else (hidden, *output[1:])
-        if self.joint is None:
+        if self.split_point is None:
             self.joints.append(hidden)
         if self.part == "head":
             self.block_edges.append(get_gradient_edge(hidden))
@@ -157,26 +168,25 @@ def block_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 class Cut:
     """Where a model falls into head and body."""
 
-    joint: str | None
-    """Name of the module whose input is the joint; None: the joint is the last block's output."""
+    split_point: str | None
+    """Name of the module whose input is the split point; None: the split point is the last block's output."""
     body: Recorder | None
     """The body's pass over the sequence that it was tried on, with its graph; None where there was no such pass."""
 
 
-def find_cut(model: nn.Module, blocks: nn.ModuleList, claims: Claims, input_ids: Tensor) -> Cut:
-    """The joint is the first linear module of the last block whose input, cut off, leaves a head that acts position by
-    position.
+def find_cut(model: nn.Module, blocks: nn.ModuleList, ownership: Ownership, input_ids: Tensor) -> Cut:
+    """The first linear module of the last block whose input, cut off, leaves a head that acts position by position.
 
     Each candidate is tried on input_ids [n]: a gradient that starts at one position must come back at that position
-    alone, exactly, at every cut and every claimed module. No joint if there is no such module.
+    alone, exactly, at every cut and every claimed module. No split point if there is no such module.
     """
-    for joint in _find_candidates(model, blocks, claims, input_ids):
-        if (body := _cut_at(model, blocks, claims, input_ids, joint)) is not None:
-            return Cut(joint, body)
+    for split_point in _find_candidates(model, blocks, ownership, input_ids):
+        if (body := _cut_at(model, blocks, ownership, input_ids, split_point)) is not None:
+            return Cut(split_point, body)
     return Cut(None, None)
 
 
-def _find_candidates(model: nn.Module, blocks: nn.ModuleList, claims: Claims, input_ids: Tensor) -> list[str]:
+def _find_candidates(model: nn.Module, blocks: nn.ModuleList, ownership: Ownership, input_ids: Tensor) -> list[str]:
     """Linear modules of the last block, as they are called, with nothing behind them that mixes positions: a gradient
     that starts at one position, and is stopped at the module's input, comes back at that position alone.
 
@@ -189,7 +199,7 @@ def _find_candidates(model: nn.Module, blocks: nn.ModuleList, claims: Claims, in
         layers = [name for name in layers if not any(name.startswith(f"{other}.") for other in layers)]
     else:
         layers = [
-            name for name, rule in claims.rules.items() if rule in ("linear", "conv1d") and name.startswith(inside)
+            name for name, rule in ownership.rules.items() if rule in ("linear", "conv1d") and name.startswith(inside)
         ]
     stopped, start, called = None, [], {}
 
@@ -254,10 +264,12 @@ def _is_layer(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D" or hasattr(module, "base_layer")
 
 
-def _cut_at(model: nn.Module, blocks: nn.ModuleList, claims: Claims, input_ids: Tensor, joint: str) -> Recorder | None:
-    """The body's pass, if the head behind this joint acts position by position and all passes the cut; else None."""
+def _cut_at(
+    model: nn.Module, blocks: nn.ModuleList, ownership: Ownership, input_ids: Tensor, split_point: str
+) -> Recorder | None:
+    """The body's pass, if the head behind the split point acts position by position and all passes the cut; or None."""
     length = len(input_ids)
-    with Recorder(model, blocks, claims, joint, "head") as recorder:
+    with Recorder(model, blocks, ownership, split_point, "head") as recorder:
         logits = model(input_ids=input_ids[None], use_cache=False).logits
     calls = [call for call in recorder.calls if call.edge is not None]
     if len(recorder.joints) != 2 or recorder.joints[1].ndim < 3 or recorder.joints[1].shape[:2] != (1, length):
@@ -279,15 +291,15 @@ def _cut_at(model: nn.Module, blocks: nn.ModuleList, claims: Claims, input_ids: 
     names = [call.name for call, delta in zip(calls, deltas[2:], strict=True) if delta is not None]
     if len(names) != len(set(names)):
         return None
-    return _follow_cut(model, blocks, claims, input_ids, joint, set(names), seed, deltas[:2])
+    return _follow_cut(model, blocks, ownership, input_ids, split_point, set(names), seed, deltas[:2])
 
 
 def _follow_cut(
     model: nn.Module,
     blocks: nn.ModuleList,
-    claims: Claims,
+    ownership: Ownership,
     input_ids: Tensor,
-    joint: str,
+    split_point: str,
     local: set[str],
     seed: Tensor,
     at_cut: Sequence[Tensor],
@@ -296,7 +308,7 @@ def _follow_cut(
 
     local: claimed modules of the head. seed: a gradient of the logits; at_cut: what it comes to at both sides.
     """
-    with Recorder(model, blocks, claims, joint, "body") as body:
+    with Recorder(model, blocks, ownership, split_point, "body") as body:
         logits = model(input_ids=input_ids[None], use_cache=False).logits
     edges = [*body.block_edges, *(call.edge for call in body.calls if call.name not in local)]
     whole = torch.autograd.grad([logits], edges, [seed], retain_graph=True, allow_unused=True)

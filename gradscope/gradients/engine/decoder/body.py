@@ -22,7 +22,7 @@ from gradscope.gradients.engine.decoder.parts import DecoderBlock, find_decoder_
 from gradscope.gradients.engine.embeddings import table_square_norms
 from gradscope.gradients.engine.head import HeadPass
 from gradscope.gradients.engine.norms import WIDEST, Squares, square_norms
-from gradscope.gradients.engine.ownership import Claims
+from gradscope.gradients.engine.ownership import Ownership
 from gradscope.gradients.engine.products import Product, multiply_exactly
 from gradscope.gradients.engine.stack import Stack
 from gradscope.policy import Policy
@@ -104,21 +104,29 @@ class DecoderBody:
     chunk of tokens to the next, and that sequences beside one another may leave.
     """
 
-    def __init__(self, policy: Policy, claims: Claims, blocks: list[DecoderBlock], table: str, memory: int) -> None:
-        self.model, self.claims, self.blocks, self.table, self.memory = policy.model, claims, blocks, table, memory
+    def __init__(
+        self, policy: Policy, ownership: Ownership, blocks: list[DecoderBlock], table: str, memory: int
+    ) -> None:
+        self.model, self.ownership, self.blocks, self.table, self.memory = (
+            policy.model,
+            ownership,
+            blocks,
+            table,
+            memory,
+        )
         self.multiply: Product = multiply_exactly
         """Matrix product of what flows back with weights, activations and factors."""
 
     @classmethod
-    def find(cls, policy: Policy, claims: Claims, joint: str | None, memory: int) -> DecoderBody | None:
+    def find(cls, policy: Policy, ownership: Ownership, split_point: str | None, memory: int) -> DecoderBody | None:
         """None unless the blocks are a common decoder's, on one device, and the head begins at the last's output."""
         if len({parameter.device for parameter in policy.model.parameters()}) > 1:
             return None  # the graph finds its way between devices by itself
-        blocks = find_decoder_blocks(policy.model, policy.blocks, claims)
-        tables = [name for name, rule in claims.rules.items() if rule == "embedding"]
-        if blocks is None or len(tables) != 1 or joint != blocks[-1].output.name:
+        blocks = find_decoder_blocks(policy.model, policy.blocks, ownership)
+        tables = [name for name, rule in ownership.rules.items() if rule == "embedding"]
+        if blocks is None or len(tables) != 1 or split_point != blocks[-1].output.name:
             return None
-        return cls(policy, claims, blocks, tables[0], memory)
+        return cls(policy, ownership, blocks, tables[0], memory)
 
     def follow(self, stack: Stack, head: HeadPass, seen: list[Seen]) -> DecoderStack | None:
         """Sequences after the head's pass over them; None if the blocks did anything that the rules do not know.
@@ -193,5 +201,5 @@ class DecoderStack:
             squares |= backward.squares
             layers.append(square_norms(delta).sqrt())
         ids, table = self.stack.ids[:batch, : chunk.length], body.model.get_submodule(body.table)
-        squares[body.table] = table_square_norms(body.claims, body.table, table, ids, delta, self.head, picks)
+        squares[body.table] = table_square_norms(body.ownership, body.table, table, ids, delta, self.head, picks)
         return torch.stack(layers[::-1], 2), squares

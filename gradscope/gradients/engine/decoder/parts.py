@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gradscope.gradients.engine.ownership import Claims
+from gradscope.gradients.engine.ownership import Ownership
 from gradscope.policy import arithmetic_dtype
 
 
@@ -83,7 +83,7 @@ class DecoderBlock:
         return tuple(n for n in (self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm) if n is not None)
 
 
-def find_decoder_blocks(model: nn.Module, blocks: nn.ModuleList, claims: Claims) -> list[DecoderBlock] | None:
+def find_decoder_blocks(model: nn.Module, blocks: nn.ModuleList, ownership: Ownership) -> list[DecoderBlock] | None:
     """The parts of every block, or None if one of them is built otherwise or holds parameters that are none of these.
 
     What the parts are used for is not seen here: that a backward pass by the rules is right must be tried.
@@ -91,24 +91,24 @@ def find_decoder_blocks(model: nn.Module, blocks: nn.ModuleList, claims: Claims)
     names = {id(module): name for name, module in model.named_modules()}
     found = []
     for block in blocks:
-        parts = _find_parts(names[id(block)], block, claims)
+        parts = _find_parts(names[id(block)], block, ownership)
         if parts is None:
             return None
         found.append(parts)
     known = {part.name for parts in found for part in (*parts.matrices, *parts.norms)}
     inside = tuple(names[id(block)] + "." for block in blocks)
-    claimed = {name for name in claims.rules if name.startswith(inside)}
-    return found if claimed == known and not any(name.startswith(inside) for name in claims.general) else None
+    claimed = {name for name in ownership.rules if name.startswith(inside)}
+    return found if claimed == known and not any(name.startswith(inside) for name in ownership.general) else None
 
 
-def _find_parts(name: str, block: nn.Module, claims: Claims) -> DecoderBlock | None:
+def _find_parts(name: str, block: nn.Module, ownership: Ownership) -> DecoderBlock | None:
     attention, mlp = getattr(block, "self_attn", None), getattr(block, "mlp", None)
     if attention is None or mlp is None:
         return None
 
     def matrix(owner: nn.Module, prefix: str, role: str) -> Matrix | None:
         full = f"{name}.{prefix}.{role}"
-        return Matrix(full, getattr(owner, role)) if claims.rules.get(full) == "linear" else None
+        return Matrix(full, getattr(owner, role)) if ownership.rules.get(full) == "linear" else None
 
     q, k, v, o = (matrix(attention, "self_attn", f"{role}_proj") for role in "qkvo")
     gate, up, down = (matrix(mlp, "mlp", f"{role}_proj") for role in ("gate", "up", "down"))

@@ -11,7 +11,7 @@ from support.oracle import as_policy
 from support.policies import CAUSAL, VOCAB, make_policy
 from torch import nn
 
-from gradscope.gradients.engine.ownership import Claims, check_claims, claim_parameters, probe_model
+from gradscope.gradients.engine.ownership import Ownership, check_ownership, find_ownership, probe_model
 from gradscope.policy import Policy
 
 GENERAL = {
@@ -26,32 +26,32 @@ GENERAL = {
 TIED = {"qwen2", "gpt2", "gemma2", "gemma3", "qwen3", "opt"}
 
 
-def claim(policy: Policy, vocab: int = VOCAB) -> Claims:
+def claim(policy: Policy, vocab: int = VOCAB) -> Ownership:
     ids = torch.randint(4, vocab, (16,), generator=torch.Generator().manual_seed(0))
-    return claim_parameters(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids))
+    return find_ownership(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids))
 
 
-def claim_handmade(name: str) -> Claims:
+def claim_handmade(name: str) -> Ownership:
     return claim(as_policy(handmade.make(name)), handmade.VOCAB)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_every_parameter_is_claimed_once_and_only_the_unknown_goes_the_general_way(name):
     policy = make_policy(name)
-    claims = claim(policy)
+    ownership = claim(policy)
     counts = dict.fromkeys(map(id, policy.model.parameters()), 0)
-    for owner in claims.rules:
+    for owner in ownership.rules:
         for parameter in policy.model.get_submodule(owner).parameters(recurse=False):
             counts[id(parameter)] += 1
-    for parameter in claims.general:
+    for parameter in ownership.general:
         counts[id(policy.model.get_parameter(parameter))] += 1
-    if claims.tied:
-        counts[id(policy.model.get_submodule(claims.tied[0]).weight)] -= 1
+    if ownership.tied:
+        counts[id(policy.model.get_submodule(ownership.tied[0]).weight)] -= 1
     assert set(counts.values()) == {1}
-    assert (claims.tied is not None) == (name in TIED)
+    assert (ownership.tied is not None) == (name in TIED)
     endings = GENERAL.get(name, set())
-    assert all(any(p.endswith(e) for e in endings) for p in claims.general)
-    assert all(any(p.endswith(e) for p in claims.general) for e in endings)
+    assert all(any(p.endswith(e) for e in endings) for p in ownership.general)
+    assert all(any(p.endswith(e) for p in ownership.general) for e in endings)
 
 
 def test_claiming_takes_no_logits_of_a_whole_sequence():
@@ -65,23 +65,23 @@ def test_claiming_takes_no_logits_of_a_whole_sequence():
 @pytest.mark.parametrize("name", handmade.EXACT | handmade.REFUSED)
 def test_every_parameter_of_a_handmade_decoder_is_claimed_once(name):
     policy = as_policy(handmade.make(name))
-    check_claims(policy.model, claim(policy, handmade.VOCAB))  # As it stands, and by itself within claim_parameters.
+    check_ownership(policy.model, claim(policy, handmade.VOCAB))  # As it stands, and by itself within find_ownership.
 
 
 def test_a_doctored_division_is_an_error():
     policy = make_policy("mixtral")
-    claims = claim(policy)
-    lost = dict(list(claims.rules.items())[1:])
+    ownership = claim(policy)
+    lost = dict(list(ownership.rules.items())[1:])
     with pytest.raises(RuntimeError, match="claimed 0 times"):
-        check_claims(policy.model, replace(claims, rules=lost))
+        check_ownership(policy.model, replace(ownership, rules=lost))
     with pytest.raises(RuntimeError, match="claimed 0 times"):
-        check_claims(policy.model, replace(claims, general={}))
-    twice = claims.general | {"model.norm.weight": "model.norm"}
+        check_ownership(policy.model, replace(ownership, general={}))
+    twice = ownership.general | {"model.norm.weight": "model.norm"}
     with pytest.raises(RuntimeError, match=r"model\.norm\.weight is claimed 2 times"):
-        check_claims(policy.model, replace(claims, general=twice))
+        check_ownership(policy.model, replace(ownership, general=twice))
     tied = make_policy("qwen2")
     with pytest.raises(RuntimeError, match="claimed 2 times"):
-        check_claims(tied.model, replace(claim(tied), tied=None))
+        check_ownership(tied.model, replace(claim(tied), tied=None))
 
 
 def test_the_scale_of_an_embedding_is_read_from_what_it_returns():
@@ -108,20 +108,20 @@ RULES_GIVEN_UP = {
 
 @pytest.mark.parametrize("name", RULES_GIVEN_UP)
 def test_a_module_that_is_not_what_a_rule_knows_goes_the_general_way(name):
-    claims = claim_handmade(name)
-    general = set(claims.general.values())
+    ownership = claim_handmade(name)
+    general = set(ownership.general.values())
     for module in RULES_GIVEN_UP[name]:
-        assert f"model.{module}" not in claims.rules
+        assert f"model.{module}" not in ownership.rules
         # A parameter of several owners goes under the first of them.
         assert f"model.{module}" in general or "shared" in name
-    assert not any(n in claims.rules for n, m in handmade.make(name).named_modules() if isinstance(m, nn.ModuleList))
+    assert not any(n in ownership.rules for n, m in handmade.make(name).named_modules() if isinstance(m, nn.ModuleList))
 
 
 @pytest.mark.parametrize("name", ["attention_shared_by_all_blocks", "low_rank_adapters", "head_with_layers_of_its_own"])
 def test_modules_that_a_rule_knows_keep_it_where_they_are_shared_or_nested(name):
-    claims = claim_handmade(name)
+    ownership = claim_handmade(name)
     # All that is left: a number the logits are multiplied with, and what the last block shares with the others.
-    assert {n for n in claims.general if n != "temperature" and n.split(".")[-2] not in "qkvo"} == set()
+    assert {n for n in ownership.general if n != "temperature" and n.split(".")[-2] not in "qkvo"} == set()
 
 
 def test_claims_read_well():
