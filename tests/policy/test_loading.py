@@ -239,7 +239,7 @@ def test_dispatched_over_devices_a_policy_has_the_norms_that_it_has_whole(name):
         assert found[column].tolist() == expected[column].tolist(), column
     with measuring(spread.model), measuring(whole.model):
         meters = [TokenGradientMeter(policy, batch.sequence(0)[0]) for policy in (spread, whole)]
-    assert meters[0].claims == meters[1].claims  # nothing went the slow way for the hooks' sake
+    assert meters[0].ownership == meters[1].ownership  # nothing went the slow way for the hooks' sake
 
 
 def test_a_forward_that_is_replaced_by_anyone_else_is_still_no_rules():
@@ -249,7 +249,7 @@ def test_a_forward_that_is_replaced_by_anyone_else_is_still_no_rules():
     batch = make_batch(policy, lengths=(4, 3), prompt_lengths=(4, 4))
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, batch.sequence(0)[0])
-    assert [*meter.claims.general] == ["model.layers.0.mlp.up_proj.weight"]
+    assert [*meter.ownership.general] == ["model.layers.0.mlp.up_proj.weight"]
 
 
 def test_a_device_map_places_the_policy_or_is_refused(folder):
