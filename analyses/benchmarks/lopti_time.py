@@ -12,8 +12,7 @@ from torch import nn
 
 from analyses.benchmarks.trainer_loops import Size
 from analyses.benchmarks.turns import read_clocks
-from gradscope.gradients import ModelShape, Piece
-from gradscope.gradients.cost.model import forward_flops
+from gradscope.gradients import ModelShape
 from gradscope.objective import Pass, Updater, batch_statistics, micro_batches
 from gradscope.objective.shared_prompts import can_pack, packing_for
 from gradscope.policy import Policy, load_policy
@@ -22,6 +21,7 @@ from gradscope.sampling import HFSampler, batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer import TrainConfig, get_preset
 from gradscope.trainer.algorithm import Update, compute_advantages, plan_update
+from gradscope.trainer.work import Piece, forward_flops
 
 SHARES = (0.2, 0.3, 0.4)
 """Of low-probability tokens, where η is set by them."""

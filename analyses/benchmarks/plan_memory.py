@@ -35,8 +35,7 @@ import pandas as pd
 import torch
 import tyro
 
-from gradscope.gradients import ModelShape
-from gradscope.gradients.cost.model import Dtype
+from gradscope.gradients import Dtype, ModelShape
 from gradscope.objective import PAPER, Updater, batch_statistics, whole_passes
 from gradscope.policy import Policy, find_blocks
 from gradscope.rollouts import Response, TokenBatch, collate

@@ -16,7 +16,7 @@ of the policy that comes with gradscope, "large" hidden 256, 4 layers, vocabular
     lopti    All optimizer steps on one batch. "large" has random weights and responses, so η is set at the quantile of
              π_old below which the wanted share of tokens lies, spread over all responses (the paper's policies: 19 %
              below ¼, 29 % below ½); "embedded" is the real one with its own responses at η = ½. Beside the times, the
-             products' FLOPs by gradscope.gradients.cost.model: Lopti computes the blocks twice and the head once for
+             products' FLOPs by gradscope.trainer.work: Lopti computes the blocks twice and the head once for
              each token.
     parts    Steps of the preset kk-embedded with and without Lopti (Table 6, in small); the ratio is that of training.
 """

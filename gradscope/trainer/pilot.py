@@ -10,27 +10,25 @@ from time import perf_counter
 
 import torch
 
-from gradscope.gradients import (
-    ModelShape,
-    Piece,
-    Rates,
-    decoding_flops,
-    kv_bytes,
-    make_pilot,
-    outline_policy,
-    pass_flops,
-    prompt_flops,
-    training_flops,
-)
+from gradscope.gradients import ModelShape, Rates, make_pilot, outline_policy
 from gradscope.objective import batch_statistics, can_pack, loss_logprobs, micro_batches
 from gradscope.policy import Policy, find_device
 from gradscope.rollouts import Response, TokenBatch, collate
 from gradscope.sampling import HFSampler
 from gradscope.trainer.adapters import add_adapters
 from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.work import Lengths, decoded_together, shared_tokens
-
-Number = int | float
+from gradscope.trainer.work import (
+    Lengths,
+    Number,
+    Piece,
+    decoded_together,
+    decoding_flops,
+    kv_bytes,
+    pass_flops,
+    prompt_flops,
+    shared_tokens,
+    training_flops,
+)
 
 STEPS = 16
 """Tokens that are decoded of each response."""

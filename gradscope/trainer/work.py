@@ -5,16 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gradscope.gradients import (
-    ModelShape,
-    Piece,
-    decoding_flops,
-    kv_bytes,
-    pass_flops,
-    prompt_flops,
-    trained_parameters,
-    training_flops,
-)
+from gradscope.gradients import BYTES, Dtype, ModelShape
 from gradscope.trainer.algorithm import scores_in_first_pass
 from gradscope.trainer.config import TrainConfig
 
@@ -30,6 +21,26 @@ class Lengths:
     """Response that the memory must hold."""
     mean: int
     """Response that times and FLOPs are counted for."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What goes through the network at once."""
+
+    responses: int
+    length: int
+    """Tokens of each, prompt and padding included."""
+    kept: int
+    """Tokens of each whose logits are needed."""
+
+    @property
+    def tokens(self) -> int:
+        return self.responses * self.length
+
+    @property
+    def logits(self) -> int:
+        """Tokens whose logits are needed, over all responses."""
+        return self.responses * self.kept
 
 
 def step_work(config: TrainConfig, shape: ModelShape, lengths: Lengths, passes: int) -> dict[str, Number]:
@@ -90,3 +101,71 @@ def decoded_together(config: TrainConfig, lengths: Lengths) -> int:
 def optimizer_steps(config: TrainConfig, passes: int) -> int:
     """Optimizer steps on one batch of responses."""
     return passes * math.ceil(config.num_responses / config.mini_batch_size)
+
+
+def trained_parameters(shape: ModelShape, lora_rank: int | None = None) -> int:
+    """All of them, or those of adapters of this rank on all linear layers of the blocks."""
+    return shape.parameters if lora_rank is None else lora_rank * shape.sides
+
+
+def kv_bytes(shape: ModelShape, precision: Dtype) -> int:
+    """Keys and values of one token, in all layers."""
+    return 2 * BYTES[precision] * shape.layers * shape.kv_width
+
+
+def forward_flops(shape: ModelShape, piece: Piece) -> Number:
+    """Two per weight and token, and attention's two products, of which a causal mask needs half."""
+    matrices = 2 * shape.active * piece.tokens + 2 * shape.hidden * shape.vocab * piece.logits
+    pairs = piece.responses * piece.length * (piece.length + 1) / 2
+    return matrices + 4 * shape.layers * shape.query_width * pairs
+
+
+def backward_flops(shape: ModelShape, piece: Piece, *, lora_rank: int | None = None) -> Number:
+    """Each product has two gradients; those of frozen weights are not computed, those of the adapters are.
+
+    That attention computes its scores once more is not counted.
+    """
+    forward = forward_flops(shape, piece)
+    if lora_rank is None:
+        return 2 * forward
+    frozen = 2 * shape.active * piece.tokens + 2 * shape.hidden * shape.vocab * piece.logits
+    # The adapters' own forward pass is counted here too.
+    return 2 * forward - frozen + 6 * trained_parameters(shape, lora_rank) * piece.tokens
+
+
+def pass_flops(shape: ModelShape, piece: Piece, *, tokens: Number | None = None) -> Number:
+    """A pass without gradient through all blocks, scores of all pairs of positions among it, and the head where logits
+    are kept.
+
+    tokens: that go through the layers, where responses share their prompts; None: the piece's.
+    """
+    tokens = piece.tokens if tokens is None else tokens
+    matrices = 2 * shape.active * tokens + 2 * shape.hidden * shape.vocab * piece.logits
+    return matrices + _attention(shape, piece)
+
+
+def _attention(shape: ModelShape, piece: Piece) -> Number:
+    return 4 * shape.layers * shape.query_width * piece.tokens * piece.length
+
+
+def prompt_flops(shape: ModelShape, prompts: int, length: int) -> Number:
+    """Reading each prompt once, with the logits of its last token."""
+    return pass_flops(shape, Piece(prompts, length, 1))
+
+
+def decoding_flops(shape: ModelShape, whole: Piece) -> Number:
+    """Decoding all responses token by token; whole: they with their prompts, kept the response tokens."""
+    keys = whole.logits * (whole.length - whole.kept / 2)
+    matrices = 2 * (shape.active + shape.hidden * shape.vocab) * whole.logits
+    return matrices + 4 * shape.layers * shape.query_width * keys
+
+
+def training_flops(
+    shape: ModelShape, piece: Piece, *, lora_rank: int | None, checkpointing: bool, tokens: Number | None = None
+) -> dict[str, Number]:
+    """Forward and backward pass of one micro-batch; tokens as in `pass_flops`."""
+    forward, attention = pass_flops(shape, piece, tokens=tokens), _attention(shape, piece)
+    # Each product has two gradients; `backward_flops` knows which of them adapters save.
+    times = backward_flops(shape, piece, lora_rank=lora_rank) / forward_flops(shape, piece)
+    backward = times * (forward - attention) + 2.5 * attention  # sdpa computes its scores once more
+    return {"training, forward": (2 if checkpointing else 1) * forward, "training, backward": backward}

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from analyses.benchmarks import precisions
-from analyses.benchmarks.lopti_time import SHARES, compare_lopti
 from analyses.benchmarks.real_size_policy import write_checkpoint
-from analyses.benchmarks.token_gradients import METHODS, OUTSIDE, Options, benchmark, describe
-from analyses.benchmarks.trainer import OURS, compare_trainers, time_parts
+from analyses.benchmarks.token_gradients import METHODS, OUTSIDE, Options, benchmark
+from analyses.benchmarks.trainer import time_parts
 from analyses.benchmarks.trainer_loops import Size, finishing, random_workload
 from analyses.benchmarks.turns import Turns
 from gradscope.rollouts import Response, collate
@@ -32,14 +31,6 @@ def test_every_method_of_the_benchmark_gives_the_same_norms():
     assert (table["max_relative_error"] < 1e-5).all()
     assert table["ratio"].iloc[-1] == 1
     assert (table["peak_mb"] > 0.1).all()  # one sequence's activations at least
-
-
-def test_the_words_name_the_best_method_from_outside_and_not_our_own_other_way():
-    ratios = {"batch loop": 20.0, "sequence loop": 4.0, "vmap": 3.5, "opacus": 6.0, "graph": 1.5, "gradscope": 1.0}
-    table = pd.DataFrame({"method": ratios.keys(), "ratio": ratios.values(), "fraction_of_floor": 0.5})
-    assert describe(table) == (
-        "gradscope is 3.50 times as fast as vmap, 1.50 times as fast as along the graph, and at 0.50 of the floor"
-    )
 
 
 def test_loops_take_turns_step_by_step_and_the_parts_of_a_step_are_all_of_it():
@@ -67,34 +58,6 @@ def test_loops_take_turns_step_by_step_and_the_parts_of_a_step_are_all_of_it():
         assert step["outer"][1] < 0.01
 
 
-def test_what_a_loop_raises_comes_out_when_the_others_have_ended():
-    ended = []
-
-    def fails(pass_on):
-        pass_on()
-        raise ValueError("broken")
-
-    def works(pass_on):
-        for _ in range(3):
-            pass_on()
-        ended.append(True)
-
-    with pytest.raises(ValueError, match="broken"):
-        Turns({"fails": fails, "works": works}).run()
-    assert ended
-
-
-@pytest.mark.filterwarnings("ignore")  # TRL's and transformers' own
-def test_both_trainers_train_on_equally_many_tokens_in_every_step(tmp_path):
-    pytest.importorskip("trl")
-    workload = replace(random_workload(TINY, tmp_path), mini_batch_size=8)
-    settings = {"rounds": 2, "micro_batches": (4, 8), "names": (OURS, "TRL")}
-    table = compare_trainers(workload, tmp_path / "runs", **settings)
-    assert (table["tokens"] == 2 * 4 * 10).all()
-    assert (table.filter(["cpu_sampling", "cpu_training"]) > 0).all(axis=None)
-    assert table["cpu_ratio"].notna().sum() == 1
-
-
 def test_the_parts_of_a_step_of_the_trainer_add_up_to_it_with_and_without_lopti(tmp_path):
     workload = replace(random_workload(TINY, tmp_path), micro_batch_size=8)
     with finishing():
@@ -104,18 +67,6 @@ def test_the_parts_of_a_step_of_the_trainer_add_up_to_it_with_and_without_lopti(
     parts = table.filter(regex="^cpu_(sampling|old|reference|training|rest)$")
     np.testing.assert_allclose(parts.sum(axis=1), table["cpu_s"], rtol=1e-9)
     assert list(table["tokens"]) == [80, 80]
-
-
-def test_lopti_computes_the_blocks_twice_and_the_head_once_for_every_token():
-    table = compare_lopti(TINY, rounds=1, micro_batch_size=2)
-    plain, *lopti = table.to_dict("records")
-    assert [row["method"] for row in table.to_dict("records")] == ["plain", "Lopti", "Lopti", "Lopti"]
-    for share, row in zip(SHARES, lopti, strict=True):
-        # 80 tokens: a quantile lies within one of them.
-        assert row["low_share"] == pytest.approx(share, abs=1 / 80)
-        assert row["gflop_head"] == plain["gflop_head"]
-        # A pass stops at its last token, so it may compute a little less than everything.
-        assert 1.5 < row["gflop_blocks"] / plain["gflop_blocks"] <= 2
 
 
 def test_the_readmes_speeds_are_those_of_its_csv():
@@ -148,23 +99,3 @@ def test_precisions_are_compared_on_the_same_weights(monkeypatch):
     # Upcast weights are exact; bfloat16 has 8 bits, of which a sum of rounded products loses fewer than a whole pass.
     assert (errors.loc[["float32", "upcast"]] < 1e-5).all(axis=None)
     assert errors.loc["float32, fast"].between(1e-6, 0.02).all() and errors.loc["bfloat16"].between(1e-3, 0.3).all()
-
-
-def test_the_readmes_precisions_are_those_of_its_csv():
-    root = Path(__file__).parents[2]
-    table = pd.read_csv(root / "figures" / "benchmark_precisions.csv").set_index(["policy", "way"])
-    readme = " ".join((root / "README.md").read_text(encoding="utf-8").split())
-    ms, (small, large) = table["ms_per_token"], ("embedded", "4 blocks of 0.5B")
-    fast = table[table.index.get_level_values("way").str.endswith("fast")]
-    ratios = sorted(ms[policy, "upcast"] / ms[policy, "float32"] for policy in (small, large))
-    own = table.loc[small, "bfloat16"]
-    for words in (
-        f"{ms[large, 'float32, fast']:.0f} ms a token in place of {ms[large, 'float32']:.0f}",
-        f"the embedded policy {ms[small, 'float32, fast']:.1f} in place of {ms[small, 'float32']:.1f}",
-        f"off by {fast['norm_median'].max():.0e} in the median or less, by {fast['layers_largest'].max():.1e} at most",
-        f"{ratios[0]:.2f} to {ratios[1]:.2f} of the time",
-        f"off by {100 * own['norm_median']:.1f} % in the median and {100 * own['norm_largest']:.0f} % at most",
-    ):
-        assert words in readme
-    upcast = table[table.index.get_level_values("way") == "upcast"]
-    assert not upcast.filter(regex="median|largest").any(axis=None)  # bit for bit

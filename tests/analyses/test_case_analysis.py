@@ -2,34 +2,12 @@
 
 import itertools
 import random
-import re
 
 import pytest
 
 from analyses.recipes.case_analysis import judge, write_response
 from gradscope.tasks.knights_knaves import draw_statements, reward, solve
 from gradscope.tasks.knights_knaves_wording import COMPACT_NAMES
-
-CLAIMS = [("and", ("lying", 1), ("telling-truth", 0)), ("not", ("lying", 0))]
-
-
-def test_a_trace_reads_like_this():
-    assert solve(CLAIMS) == [(False, False)]
-    assert write_response(CLAIMS, COMPACT_NAMES, rng=random.Random(0)) == (
-        "try Zoey+\n"
-        "Zoey+: Oliver? is a knave and Zoey+ is a knight so Oliver-\n"
-        "Oliver-: Zoey+ is not a knave no\n"
-        "else Zoey- Oliver?\n"
-        "Zoey-: Oliver? is a knave and Zoey- is a knight ok\n"
-        "try Oliver+\n"
-        "Oliver+: Zoey- is not a knave no\n"
-        "else Oliver-\n"
-        "Oliver-: Zoey- is not a knave ok\n"
-        "check\n"
-        "Zoey-: Oliver- is a knave and Zoey- is a knight ok\n"
-        "Oliver-: Zoey- is not a knave ok\n"
-        "</think><answer> Zoey is a knave, Oliver is a knave </answer>"
-    )
 
 
 @pytest.mark.parametrize("people", range(2, 9))
@@ -40,21 +18,6 @@ def test_a_clean_trace_always_ends_in_the_solution(people):
         response = write_response(statements, COMPACT_NAMES, rng=rng, check=0.5, free=rng.random() < 0.5)
         assert reward(response, names=COMPACT_NAMES[:people], solution=solve(statements)[0]) == 3.0
         assert "again" not in response
-
-
-@pytest.mark.parametrize("people", range(2, 6))
-def test_the_last_mention_of_a_name_holds_its_status(people):
-    rng = random.Random(people)
-    for _ in range(40):
-        statements = draw_statements(people, rng)
-        trace = write_response(statements, COMPACT_NAMES, rng=rng, noise=0.2, check=0.5, free=True).partition(
-            "</think>"
-        )[0]
-        status = dict.fromkeys(COMPACT_NAMES, "?")
-        for line in trace.splitlines():
-            copied, _, follows = line.partition(" so ") if ": " in line else ("", "", line)
-            assert all(status[name] == sign for name, sign in re.findall(r"(\w+)([+?-])", copied))
-            status |= dict(re.findall(r"(\w+)([+?-])", follows))
 
 
 def test_noise_makes_some_answers_wrong_and_leaves_all_well_formed():

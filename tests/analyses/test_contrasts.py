@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from analyses.common.contrasts import compare, differences, holm, mean_interval, seeds_to_tell, summarize
+from analyses.common.contrasts import compare, differences, holm, mean_interval, seeds_to_tell
 
 
 def runs(**values):
@@ -23,13 +23,6 @@ def test_the_interval_of_a_mean_is_the_textbooks():
     values = [0.3, 0.5, 0.4, 0.9]
     half = stats.t.ppf(0.975, 3) * np.std(values, ddof=1) / math.sqrt(4)
     assert mean_interval(values) == pytest.approx((0.525, 0.525 - half, 0.525 + half))
-
-
-def test_one_seed_has_a_mean_and_no_interval():
-    mean, lower, upper = mean_interval([0.7])
-    assert mean == 0.7 and math.isnan(lower) and math.isnan(upper)
-    found = summarize(runs(grpo=[0.7]), "accuracy").loc[0]
-    assert found["seeds"] == 1 and math.isnan(found["lower"])
 
 
 def test_seeds_that_are_all_alike_have_no_spread_to_claim_anything_from():
@@ -81,11 +74,6 @@ def test_what_rounding_leaves_of_equal_numbers_is_no_difference():
     assert ones != others
     found = compare(runs(grpo=ones, lopti=others), "accuracy", [("lopti", "grpo")]).loc[0]
     assert found["difference"] == 0.0 and math.isnan(found["p"]) and not found["differs"]
-
-
-def test_no_rows_make_a_summary_of_no_rows():
-    found = summarize(runs(grpo=[1.0]).iloc[:0], "accuracy")
-    assert found.empty and list(found) == ["variant", "label", "seeds", "mean", "lower", "upper"]
 
 
 @pytest.mark.parametrize("claims", [1, 2])

@@ -1,20 +1,15 @@
 """The dry run: what is there and in order, what is absent, what fails, on made-up files; and on the real data."""
 
 import random
-import subprocess
-import sys
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from analyses.common import dry_run as module
 from analyses.common import experiments
 from analyses.common.dry_run import Options, dry_run, main
-from analyses.common.dry_run_data import DataSet, check_answers, most_tokens
 from gradscope.errors import InputError
-from gradscope.tasks import Question
 from gradscope.tasks.knights_knaves import generate_puzzle
 
 TRACKS = """
@@ -77,21 +72,6 @@ def test_everything_that_is_there_is_counted_and_what_is_absent_is_named_with_it
     assert details["puzzles-tiny", "runs"] == "4: 2 variants, seeds 0, 1"
 
 
-def test_answers_that_math_verify_can_only_compare_as_text_are_listed_by_file_and_row(made_up):
-    found = dry_run("tiny", only=("table1",), progress=False)
-    assert found.unverified[["file", "row", "answer"]].values.tolist() == [
-        ["math/train.parquet", 2, "]"],
-        ["math/train.parquet", 3, "6:00"],
-    ]
-    detail = found.table.set_index(["subject", "what"])["detail"]["math/train.parquet", "answers"]
-    assert detail.startswith("5 of 5 reference answers earn 1; 2 of them only as the same text")
-
-
-def test_only_a_figures_tracks_are_looked_at(made_up):
-    subjects = set(dry_run("tiny", only=("fig4",), progress=False).table["subject"])
-    assert subjects == {"kk/*/train.parquet", "kk/test.parquet", "puzzles-tiny"}
-
-
 def test_a_reference_answer_that_does_not_earn_all_fails_the_run_in_one_line(made_up, capsys):
     rng = random.Random(1)
     wrong = puzzle(3, rng)
@@ -106,43 +86,6 @@ def test_a_reference_answer_that_does_not_earn_all_fails_the_run_in_one_line(mad
     assert "kk/*/train.parquet  answers" in capsys.readouterr().out
 
 
-def test_a_file_that_cannot_be_read_fails_and_the_rest_is_still_looked_at(made_up):
-    (made_up / "kk/test.parquet").write_text("no parquet", encoding="utf-8")
-    found = dry_run("tiny", only=("fig4",), progress=False)
-    [failure] = found.named("fails")
-    assert (failure.subject, failure.what) == ("kk/test.parquet", "questions")
-    assert "cannot be read as parquet" in failure.detail
-    assert ("puzzles-tiny", "memory") in {(check.subject, check.what) for check in found.named("ok")}
-
-
-def test_another_number_of_steps_than_the_papers_fails(made_up):
-    rng = random.Random(0)
-    write(made_up / "kk/1/train.parquet", [puzzle(3, rng) for _ in range(8)])
-    found = dry_run("tiny", only=("fig4",), progress=False)
-    [failure] = found.named("fails")
-    assert failure.what == "batches" and "12 batches in all" in failure.detail
-
-
-def test_a_network_that_does_not_fit_fails(made_up, monkeypatch):
-    monkeypatch.setattr(module, "launch_of", lambda scale: {"processes": 1, "sharded": False, "gpu_gib": 0.01})
-    found = dry_run("tiny", only=("fig4",), progress=False)
-    [failure] = found.named("fails")
-    assert failure.what == "memory" and "GPUs of 0.01 GiB: does not fit" in failure.detail
-
-
-def test_a_prompt_has_no_more_tokens_than_bytes():
-    questions = [Question("ab", None), Question([{"role": "user", "content": "äö"}], None)]
-    assert most_tokens(questions) == 4
-
-
-def test_a_row_without_its_solution_in_words_is_named(made_up):
-    row = puzzle(3, random.Random(0))
-    row["reward_model"] = {"ground_truth": {"statements": "()"}, "style": "rule"}
-    write(made_up / "kk/1/train.parquet", [row])
-    with pytest.raises(InputError, match=r"train.parquet, row 0: .*solution_text_format is missing; add it"):
-        check_answers(DataSet("knights-knaves", ("kk/1/train.parquet",)), 1, progress=False)
-
-
 def test_at_scale_cpu_all_is_in_order_and_prompts_are_encoded_by_the_policys_tokenizer():
     found = dry_run("cpu", progress=False)
     assert {check.state for check in found.checks} == {"ok"}
@@ -150,18 +93,6 @@ def test_at_scale_cpu_all_is_in_order_and_prompts_are_encoded_by_the_policys_tok
     assert details["state"]["puzzles", "prompts"] == "ok"
     assert " tokens; prompts of " in details["detail"]["puzzles", "prompts"]
     assert "150 batches in all" in details["detail"]["puzzles", "batches"]
-
-
-def test_at_scale_gpu_the_policy_is_absent_until_it_is_made(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    found = dry_run("gpu", only=("fig4",), progress=False)
-    assert {check.what for check in found.named("absent")} == {"prompts", "memory"} and not found.named("fails")
-
-
-def test_an_unknown_scale_ends_with_one_line_and_status_2(repository):
-    command = [sys.executable, "-m", "analyses.common.dry_run", "--scale", "vast"]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("error: no scale is called 'vast'")
 
 
 def test_the_papers_puzzles_are_all_there_and_their_answers_all_earn_three(data_folder):
@@ -173,13 +104,6 @@ def test_the_papers_puzzles_are_all_there_and_their_answers_all_earn_three(data_
     for track in ("puzzles-3b", "puzzles-7b"):
         assert "351 batches in all" in details[track, "batches"]
         assert "GPUs of 80 GiB; vLLM holds" in details[track, "memory"]
-
-
-def test_of_a_benchmark_the_rows_that_math_verify_cannot_read_are_told(data_folder):
-    dataset = DataSet("math-plain", ("math/minerva.parquet",))
-    check, table = check_answers(dataset, 272, progress=False)
-    assert check.state == "ok" and check.detail.startswith("351 of 351 reference answers earn 1; 5 of them only as")
-    assert table["row"].tolist() == [27, 264, 264, 266, 270]
 
 
 def puzzle(people, rng):

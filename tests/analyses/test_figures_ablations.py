@@ -67,14 +67,6 @@ def test_variants_take_their_panels_by_their_settings_whatever_their_names():
     assert list(roles.eta.items()) == [("eta-0.3", 0.3), ("lopti", 0.5), ("eta-0.7", 0.7), ("eta-0.9", 0.9)]
 
 
-def test_a_setting_and_not_a_name_decides(monkeypatch):
-    renamed = {"a": "eta-0.9", "b": "masked", "c": "alpha-0.9", "d": "reversed", "e": "both", "f": "grpo"}
-    configure = fig6.configure
-    monkeypatch.setattr(fig6, "configure", lambda scale, track, name: configure(scale, track, renamed[name]))
-    roles = fig6.assign_roles("cpu", "puzzles", list(renamed))
-    assert roles == fig6.Roles(["b"], {"d": 0.5}, {"c": 0.9}, {"a": 0.9})
-
-
 def test_fig_6_has_eleven_claims_paired_by_seed_and_corrected_together(runs, tmp_path):
     variants = read()["figures"]["fig6"]["puzzles"]
     accuracies = {"grpo": [0.5, 0.52, 0.55, 0.49]}
@@ -116,17 +108,6 @@ def test_the_sweep_of_alpha_begins_with_grpo_at_0_and_keeps_each_variants_own_se
     assert drawn.loc[drawn["setting"] == 0.3, "lower"].min() < 0 and panel.get_ylim()[0] >= -0.02
 
 
-def test_reward_curves_are_exponential_means_of_095(runs, tmp_path):
-    write_run(runs, "grpo", 0, rewards=(0.0, 1.0, 1.0))
-    write_run(runs, "masked", 0, rewards=(2.0, 0.0, 0.0))
-    fig6.main(fig6.Options(out=tmp_path))
-    drawn = pd.read_csv(tmp_path / "fig6.csv")
-    masked = drawn[(drawn["panel"].str.startswith("(a)")) & (drawn["variant"] == "masked")]
-    # Weights .95², .95, 1 of the three steps, normalised.
-    expected = [2, 2 * 0.95 / (0.95 + 1), 2 * 0.95**2 / (0.95**2 + 0.95 + 1)]
-    assert masked["mean"].tolist() == pytest.approx(expected)
-
-
 # Controls
 
 
@@ -158,55 +139,6 @@ def test_the_two_contrasts_named_beforehand_are_corrected_over_these_two_alone(r
     assert first["p"] < second["p"]
     assert first["p_holm"] == pytest.approx(2 * first["p"], rel=2e-5)
     assert second["p_holm"] == pytest.approx(max(second["p"], 2 * first["p"]), rel=2e-5)
-
-
-def test_the_other_contrasts_are_corrected_over_those_that_were_run(runs, tmp_path):
-    # Of eight others, four have two seeds or more here: Lopti, the random split and matched norm against GRPO, and
-    # Reweight against matched norm.
-    accuracies = {
-        "grpo": [0.50, 0.52, 0.55],
-        "reweight": [0.53, 0.56, 0.57],
-        "lopti": [0.51, 0.50, 0.56],
-        "random-split": [0.50, 0.49, 0.57],
-        "matched-norm": [0.48, 0.53, 0.52],
-        "permuted-weights": [0.5],
-    }
-    write_runs(runs, accuracies)
-    controls.main(controls.Options(out=tmp_path))
-    found = pd.read_csv(tmp_path / "controls_contrasts.csv", dtype={"level": str})
-    deciding = found[found["decides"] & (found["family"] == "others")]
-    assert len(deciding) == 8 and deciding["seeds"].tolist() == [0, 3, 3, 0, 1, 3, 1, 3]
-    smallest = deciding.loc[deciding["p"].idxmin()]
-    assert smallest["p_holm"] == pytest.approx(min(1, 4 * smallest["p"]), rel=2e-5)
-    assert deciding["p_holm"].notna().sum() == 4
-
-
-def test_greedy_accuracy_and_single_levels_decide_nothing_and_change_no_deciding_p(runs):
-    accuracy = pd.DataFrame(
-        {"variant": variant, "seed": seed, "level": level, "sampled": value + bonus, "greedy": value**2}
-        for variant, values in {"grpo": [0.5, 0.6, 0.8], "reweight": [0.6, 0.65, 0.95]}.items()
-        for seed, value in enumerate(values)
-        for level, bonus in (("2", 0.1 if variant == "reweight" else 0), ("3", 0.0), ("all", 0.0))
-    )
-    found = controls.contrast(accuracy)
-    alone = controls.contrast(accuracy[accuracy["level"] == "all"])
-    assert found[found["decides"]].reset_index(drop=True).equals(alone[alone["decides"]].reset_index(drop=True))
-    assert set(zip(found["kind"], found["level"], found["decides"], strict=True)) == {
-        ("sampled", "all", True), ("sampled", "2", False), ("sampled", "3", False),
-        ("greedy", "all", False), ("greedy", "2", False), ("greedy", "3", False),
-    }  # fmt: skip
-    assert named(found, "reweight", "grpo")["difference"] == pytest.approx(0.1)
-    assert named(found, "reweight", "grpo", level="2")["difference"] == pytest.approx(0.2)
-    greedy = np.mean([0.6**2 - 0.5**2, 0.65**2 - 0.6**2, 0.95**2 - 0.8**2])
-    assert named(found, "reweight", "grpo", kind="greedy")["difference"] == pytest.approx(greedy)
-
-
-def test_an_accuracy_is_the_mean_of_the_judged_checkpoints(runs, tmp_path):
-    write_runs(runs, {"grpo": [0.5, 0.5], "reweight": [0.6, 0.7]}, greedy=0.25)
-    controls.main(controls.Options(out=tmp_path))
-    found = pd.read_csv(tmp_path / "controls_contrasts.csv", dtype={"level": str})
-    assert named(found, "reweight", "grpo", level="3")["difference"] == pytest.approx(0.15)
-    assert named(found, "reweight", "grpo", kind="greedy")["difference"] == pytest.approx(0.0)
 
 
 # Fig. 5
@@ -267,36 +199,6 @@ def test_the_bootstrap_redraws_whole_puzzles(sample, scope):
     assert (lower, upper) == pytest.approx(tuple(np.quantile(found, [0.025, 0.975])), abs=1e-10)
 
 
-def test_words_that_only_go_with_the_level_correlate_overall_and_not_within():
-    level = np.repeat([2, 3, 4, 5], 8)
-    puzzle = np.repeat(np.arange(8), 4)
-    words = np.tile([0.0, 0.0, 1.0, 1.0], 8) + 3 * level
-    rewards = np.tile([0.0, 1.0, 0.0, 1.0], 8) - level
-    over_all, *_ = fig5.correlate(words, rewards, puzzle, 0 * level, rng=np.random.default_rng(0))
-    within, *_ = fig5.correlate(words, rewards, puzzle, level, rng=np.random.default_rng(0))
-    assert over_all < -0.8 and within == pytest.approx(0.0, abs=1e-12)
-
-
-def test_words_that_never_vary_have_no_correlation():
-    puzzle = np.arange(6)
-    found = fig5.correlate(np.full(6, 2.0), np.arange(6.0), puzzle, 0 * puzzle, rng=np.random.default_rng(0))
-    assert np.isnan(found).all()
-
-
-def test_a_category_outside_the_language_is_absent_and_one_that_is_not_used_is_0():
-    table = responses(
-        ["so it is", "check so", "so"], [3.0, -0.5, 9.0], [0, 1, 1], [2, 3, 3], greedy=[False, False, True]
-    )
-    table = table.assign(variant="grpo", label="GRPO", seed=0)
-    found = fig5.count(table, writable={"Assumption"})
-    words = found[found["measure"] == "words per response"].groupby("category")["words"].agg(list)
-    assert words["Conclusion Indicator"] == [1.0, 1.0] and words["Analysis"] == [0.0, 1.0]
-    assert words["Assumption"] == [0.0, 0.0]
-    assert np.isnan(words["Statement"]).all() and np.isnan(words["Assertion"]).all()
-    rates = found[found["measure"] == "words per 100 tokens"].groupby("category")["words"].agg(list)
-    assert rates["Analysis"] == [0.0, 10.0]
-
-
 def test_the_p_of_a_correlation_is_that_of_fishers_z():
     value, half = np.tanh(0.5), 1.96 * 0.2
     bounds = np.tanh(0.5 - half), np.tanh(0.5 + half)
@@ -346,12 +248,6 @@ def test_fig_5_tells_words_over_grpos_seed_by_seed(runs, tmp_path, capsys):
     assert together["p_holm"].min() == pytest.approx(min(1, len(together) * together["p"].min()), rel=2e-5)
 
 
-def test_fig_5_without_a_run_of_grpo_is_refused_in_one_line(runs, tmp_path):
-    write_run(runs, "lopti", 0, responses=say(1, 1, 0))
-    with pytest.raises(InputError, match=r"^no run of grpo .*analyses\.reproduce --scale cpu$"):
-        fig5.main(fig5.Options(out=tmp_path))
-
-
 # All of them
 
 
@@ -361,11 +257,3 @@ def test_a_figure_without_any_run_says_in_one_line_what_to_do(runs, tmp_path, fi
         figure.main(figure.Options(out=tmp_path))
     with pytest.raises(InputError, match=r"^[^\n]*$"):
         figure.main(figure.Options(out=tmp_path, scale="moon"))
-
-
-@pytest.mark.parametrize("figure", [fig5, fig6, controls])
-def test_one_run_of_grpo_is_enough_to_draw(runs, tmp_path, figure):
-    write_run(runs, "grpo", 0, responses=say(1, 1, 0))
-    figure.main(figure.Options(out=tmp_path / "figures"))
-    names = sorted(file.name for file in (tmp_path / "figures").iterdir())
-    assert len(names) >= 3 and any(name.endswith(".png") for name in names)

@@ -1,8 +1,6 @@
 """Figures of learning from kept runs: their numbers against loops on made-up runs, and what they do where runs lack."""
 
 import math
-import shutil
-from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -12,15 +10,10 @@ from scipy import stats
 
 from analyses.common import read_runs
 from analyses.common.accuracy import accuracy_by_people, average, beside_paper, compare_by_people, lay_out, slopes
-from analyses.common.colors import COLORS, LINES
 from analyses.common.curves import draw_curves, smooth
-from analyses.common.experiments import labels, read
-from analyses.common.records import compare_late, late_means
-from analyses.common.tables import to_markdown, write_table
-from analyses.measure import untrained as measure_untrained
-from analyses.paper import fig4, fig7_8, fig11_12, sharpening, table6
+from analyses.common.experiments import labels
+from analyses.paper import fig4, sharpening, table6
 from gradscope.errors import InputError
-from gradscope.plots import drawn_numbers
 
 LEVELS = ("2", "3", "4", "5")
 SEEDS = {"grpo": (0, 1, 2), "reweight": (0, 1, 2), "lopti": (0, 1), "rpp": (0, 1), "rpp-lopti": (0, 1)}
@@ -84,13 +77,6 @@ def kept(runs, variant, seed, name):
 # --- curves, colours, tables --------------------------------------------------------------------------------------
 
 
-def test_every_variant_has_a_colour_and_no_two_of_a_figure_look_alike():
-    assert set(COLORS) == set(LINES) == set(labels())
-    for tracks in read()["figures"].values():
-        for variants in tracks.values():
-            assert len({(COLORS[variant], LINES[variant]) for variant in variants}) == len(variants)
-
-
 def test_a_curve_is_the_normalised_exponential_mean_of_each_run_averaged_over_seeds():
     rng = np.random.default_rng(0)
     values = {0: rng.normal(size=12), 1: rng.normal(size=12)}
@@ -141,18 +127,6 @@ def test_a_run_that_ended_early_is_not_carried_on():
     assert [line.get_linewidth() for line in ax.lines] == [2.4, 1.7, 1.0]
 
 
-def test_a_table_is_written_as_csv_and_as_markdown(tmp_path):
-    table = pd.DataFrame({"method": ["a|b", None], "seeds": [3, 2], "accuracy": [0.123456, np.nan]})
-    file = write_table(table, tmp_path / "new" / "made.csv", digits=2)
-    pd.testing.assert_frame_equal(pd.read_csv(file), table)
-    lines = file.with_suffix(".md").read_text(encoding="utf-8").splitlines()
-    assert lines == ["| method | seeds | accuracy |", "|---|---:|---:|", "| a\\|b | 3 | 0.12 |", "| – | 2 | – |"]
-    write_table(table, file, shown=table[["seeds"]])
-    assert file.with_suffix(".md").read_text(encoding="utf-8") == to_markdown(table[["seeds"]])
-    pd.testing.assert_frame_equal(pd.read_csv(file), table)
-    assert sorted(path.name for path in file.parent.iterdir()) == ["made.csv", "made.md"]
-
-
 # --- Fig. 4, Table 7 ----------------------------------------------------------------------------------------------
 
 
@@ -170,13 +144,6 @@ def test_an_accuracy_is_the_mean_over_the_judged_checkpoints_then_over_seeds(run
             assert (row["seeds"], row["sampled"]) == (len(finals), pytest.approx(np.mean(finals)))
             assert row["sampled_upper"] - row["sampled"] == pytest.approx(half)
             assert row["greedy"] == pytest.approx(row["sampled"] + 0.1)
-
-
-def test_tests_of_several_k_are_refused():
-    with pytest.raises(InputError, match=r"avg@2, avg@16; judge all of them with one k"):
-        accuracy_by_people(pd.DataFrame({"step": [1], "avg@2": [0.1], "avg@16": [0.1]}).assign(
-            track="t", variant="grpo", label="GRPO", seed=0, level="all", greedy_accuracy=0.0
-        ))  # fmt: skip
 
 
 def accuracies():
@@ -246,50 +213,7 @@ def test_the_papers_numbers_stand_beside_ours_and_both_keep_levels_of_their_own(
     assert cells.loc[("here", "GRPO"), "2"] == f".30±{half:.2f}".replace("±0", "±")
 
 
-def test_each_papers_average_is_that_of_its_levels():
-    for paper in (fig4.PAPER, fig11_12.PAPER):
-        for rows in paper.values():
-            for values in rows.values():
-                # Levels and average are rounded to two digits each.
-                assert np.mean(values[:5]) == pytest.approx(values[5], abs=0.0101)
-
-
-def test_reinforce_against_grpo_is_a_claim_and_slopes_are_none(runs):
-    _, found = fig11_12.table("cpu", "puzzles", ["rpp", "rpp-reweight", "rpp-lopti", "rpp-both"])
-    claims = found[found["family"] == "claims"]
-    assert list(zip(claims["variant"], claims["baseline"], claims["of"], strict=True)) == [
-        ("rpp-reweight", "rpp", "all"),
-        ("rpp-lopti", "rpp", "all"),
-        ("rpp-both", "rpp", "all"),
-        ("rpp", "grpo", "all"),
-    ]
-    assert claims["seeds"].tolist() == [0, 2, 0, 2]
-    known = claims.dropna(subset="p").sort_values("p")
-    assert known["p_holm"].tolist() == pytest.approx(
-        [2 * known["p"].iloc[0], max(2 * known["p"].iloc[0], known["p"].iloc[1])]
-    )
-    assert set(found.loc[found["of"] == "slope per person", "family"]) == {"slopes"}
-
-
 # --- records, seconds ---------------------------------------------------------------------------------------------
-
-
-def test_records_are_compared_at_the_end_of_training(runs):
-    metrics = read_runs.read_metrics(["grpo", "reweight", "lopti"])
-    late = late_means(metrics, ["grad_norm"]).set_index(["variant", "seed"])["grad_norm"]
-    for variant, seeds in SEEDS.items():
-        for seed in seeds if variant in ("grpo", "reweight", "lopti") else ():
-            own = kept(runs, variant, seed, "metrics.csv")
-            assert late[variant, seed] == pytest.approx(
-                np.mean([x for s, x in zip(own["step"], own["grad_norm"], strict=True) if s > 10])
-            )
-    found = compare_late(metrics, fig7_8.CLAIMS, ["reweight", "lopti", "both"], "grpo")
-    assert found["seeds"].tolist() == [3, 2, 0] * 2
-    known = found.dropna(subset="p").sort_values("p")
-    assert len(known) == 4 and known["p_holm"].iloc[0] == pytest.approx(min(1, 4 * known["p"].iloc[0]))
-    row = found.iloc[0]
-    base = np.mean([late["grpo", seed] for seed in range(3)])
-    assert row["relative"] == pytest.approx(np.mean([late["reweight", s] - late["grpo", s] for s in range(3)]) / base)
 
 
 def test_seconds_are_medians_and_ratios_geometric_means_over_seeds(runs):
@@ -323,99 +247,7 @@ def test_the_untrained_policy_is_matched_at_equal_entropy():
         sharpening.match(0.04, untrained.assign(entropy=[0.04, 0.01, 0.04]))
 
 
-def test_entropy_is_the_mean_over_the_sampled_tokens_of_each_level(runs):
-    found = sharpening.table("cpu").set_index(["variant", "seed", "level"])
-    for variant, seeds in SEEDS.items():
-        for seed in seeds if variant != "rpp-lopti" else ():
-            answers = pd.read_parquet(runs / "cpu" / "puzzles" / variant / f"seed{seed}" / "responses.parquet")
-            for level in ("3", "all"):
-                own = [a for a in answers.itertuples() if level in (str(a.level), "all")]
-                sampled = [a for a in own if not a.greedy]
-                entropy = -sum(a.logprob for a in sampled) / sum(a.tokens for a in sampled)
-                row = found.loc[(variant, seed, level)]
-                assert row["entropy"] == pytest.approx(entropy)
-                assert row["sampled"] == pytest.approx(sum(a.correct for a in sampled) / len(sampled))
-                assert row["greedy"] == pytest.approx(np.mean([a.correct for a in own if a.greedy]))
-                # Entropy is .1 T and accuracy .6 − .4 T there.
-                assert row["untrained_matched"] == pytest.approx(0.6 - 4 * entropy)
-
-
-def test_gains_over_the_untrained_policy_are_corrected_together(runs):
-    results = sharpening.table("cpu")
-    found = sharpening.compare_gains(results)
-    claims = found[found["family"] == "claims"]
-    assert set(claims["gain"]) == {"sampled at equal entropy", "greedy"} and set(claims["level"]) == {"all"}
-    row = claims[(claims["variant"] == "grpo") & (claims["gain"] == "sampled at equal entropy")].iloc[0]
-    own = results[(results["variant"] == "grpo") & (results["level"] == "all")]
-    gains = own["sampled"] - own["untrained_matched"]
-    assert (row["seeds"], row["mean"]) == (3, pytest.approx(gains.mean()))
-    assert row["p"] == pytest.approx(stats.ttest_1samp(gains, 0).pvalue)
-    known = claims.dropna(subset="p").sort_values("p")
-    assert known["p_holm"].iloc[0] == pytest.approx(min(1, len(known) * known["p"].iloc[0]))
-
-
-def test_the_untrained_policys_entropy_is_over_all_tokens_of_a_level():
-    responses = pd.DataFrame({"level": pd.array([2, 2, 3, 2], dtype="Int64"), "greedy": [False, False, False, True]})
-    responses["old_logprobs"] = [[-1.0, -2.0, -3.0], [-6.0], [-0.5, -1.5], [-100.0]]
-    table = pd.DataFrame({"level": ["2", "3", "all"], "questions": [2, 1, 3], "greedy_accuracy": [1.0, 0.0, 0.5]})
-    found = measure_untrained.tabulate(SimpleNamespace(table=table.assign(**{"avg@4": 0.25}), responses=responses))
-    assert found["entropy"].tolist() == pytest.approx([12 / 4, 2 / 2, 14 / 6])
-    assert found["sampled"].tolist() == [0.25] * 3 and found["greedy"].tolist() == [1.0, 0.0, 0.5]
-
-
 # --- pages --------------------------------------------------------------------------------------------------------
-
-SCRIPTS = {
-    fig4: {"fig4.png", "fig4.csv"}
-    | {f"fig4_{table}.{kind}" for table in ("accuracy", "contrasts") for kind in ("csv", "md")},
-    fig7_8: {"fig7_8.png", "fig7_8.csv"}
-    | {f"fig7_8_{table}.{kind}" for table in ("accuracy", "contrasts") for kind in ("csv", "md")},
-    fig11_12: {"fig11_12.png", "fig11_12.csv", "table7.csv", "table7.md"}
-    | {f"fig11_12_{table}.{kind}" for table in ("accuracy", "contrasts") for kind in ("csv", "md")},
-    sharpening: {"sharpening.png", "sharpening.csv", "sharpening_contrasts.csv", "sharpening_contrasts.md"},
-    table6: {"table6.csv", "table6.md"},
-}
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-def test_a_page_is_drawn_from_the_runs_that_are_there(script, runs, tmp_path):
-    script.main(script.Options(out=tmp_path / "one"))
-    assert {path.name for path in (tmp_path / "one").iterdir()} == SCRIPTS[script]
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-def test_a_page_without_a_single_run_says_what_makes_them(script, tmp_path, monkeypatch):
-    monkeypatch.setattr(read_runs, "RUNS", tmp_path)
-    with pytest.raises(InputError, match=r"python -m analyses\.reproduce --scale cpu"):
-        script.main(script.Options(out=tmp_path / "figures"))
-
-
-def test_figure_4_draws_its_tables_and_says_how_many_seeds_they_rest_on(runs):
-    curves, accuracies, contrasts = fig4.table("cpu", "puzzles", ["grpo", "reweight", "lopti", "both"])
-    figure = fig4.draw(curves, accuracies, lay_out(accuracies, contrasts, fig4.PAPER))
-    reward, people, table = figure.axes
-    pd.testing.assert_frame_equal(drawn_numbers(reward), curves)
-    names = [text.get_text() for text in reward.get_legend().get_texts()]
-    assert names == ["GRPO (3 seeds)", "Reweight (3 seeds)", "Lopti (2 seeds)"]
-    lopti = curves[curves["variant"] == "lopti"]
-    assert reward.lines[2].get_ydata().tolist() == lopti["mean"].tolist()
-    points = {container[0].get_color(): container[0].get_ydata().tolist() for container in people.containers}
-    ours = accuracies[accuracies["variant"] == "reweight"].dropna(subset="sampled")
-    assert points[COLORS["reweight"]] == ours["sampled"].tolist()
-    words = [text.get_text() for text in table.texts]
-    assert "+46.2 %" in words and words.count("untrained") == 3  # ours was measured too
-
-
-def test_the_page_of_another_track_has_a_name_of_its_own(runs, monkeypatch):
-    (runs / "cpu" / "puzzles-3b").mkdir()
-    (runs / "cpu" / "puzzles" / "grpo").rename(runs / "cpu" / "puzzles-3b" / "grpo")
-    monkeypatch.setattr(
-        read_runs, "needs", lambda figure, scale: [("puzzles", "lopti"), ("puzzles-3b", "grpo"), ("x", "grpo")]
-    )
-    assert read_runs.pages("fig4", "cpu") == [
-        ("fig4", "puzzles", ["lopti"]),
-        ("fig4_puzzles-3b", "puzzles-3b", ["grpo"]),
-    ]
 
 
 # --- damaged runs -------------------------------------------------------------------------------------------------
@@ -438,41 +270,3 @@ def test_a_file_of_a_run_that_is_cut_short_is_named_with_what_to_do(runs, name, 
         InputError, match=rf"^[^\n]*seed1/{name} .*; restore .*seed1, or remove it and make the run again"
     ):
         READERS[name](["grpo"])
-
-
-@pytest.mark.parametrize(
-    ("name", "column"), [("metrics.csv", "reward_mean"), ("test.csv", "level"), ("responses.parquet", "logprob")]
-)
-def test_a_table_of_a_run_without_a_column_is_not_passed_over(runs, name, column):
-    file = runs / "cpu" / "puzzles" / "grpo" / "seed1" / name
-    if file.suffix == ".csv":
-        pd.read_csv(file).drop(columns=column).to_csv(file, index=False)
-    else:
-        pd.read_parquet(file).drop(columns=column).to_parquet(file)
-    with pytest.raises(InputError, match=f"{name} has no '{column}'"):
-        READERS[name](["grpo"])
-
-
-@pytest.mark.parametrize(("name", "column"), [("metrics.csv", "entropy"), ("test.csv", "avg@2")])
-def test_a_word_for_a_number_is_named(runs, name, column):
-    file = runs / "cpu" / "puzzles" / "grpo" / "seed1" / name
-    table = pd.read_csv(file, dtype={column: object})
-    table.loc[3, column] = "much"
-    table.to_csv(file, index=False)
-    with pytest.raises(InputError, match=rf"grpo/seed1/{name} has 'much' for a number in '{column}'; restore .*seed1"):
-        READERS[name](["grpo"])
-
-
-def test_a_checkpoint_that_lacks_a_level_is_named(runs):
-    file = runs / "cpu" / "puzzles" / "grpo" / "seed1" / "test.csv"
-    table = pd.read_csv(file)
-    table[(table["level"] != "3") | (table["step"] != 40)].to_csv(file, index=False)
-    with pytest.raises(InputError, match=r"grpo/seed1/test\.csv has 4 levels at step 40, others 5; restore"):
-        read_runs.read_tests(["grpo", "reweight"])
-
-
-def test_a_folder_beside_the_seeds_is_no_run(runs):
-    variant = runs / "cpu" / "puzzles" / "grpo"
-    for name in ("seed1.bak", "seed01", "seeds"):
-        shutil.copytree(variant / "seed1", variant / name)
-    assert read_runs.read_metrics(["grpo"])["seed"].unique().tolist() == [0, 1, 2]

@@ -7,7 +7,6 @@ from scipy import stats
 
 from analyses.common import math_tracks, read_runs
 from analyses.paper import fig9_10, table1
-from gradscope.errors import InputError
 
 LEVELS = ("2", "3", "4", "5", "6")
 VARIANTS = {"grpo": 0.0, "reweight": 0.02, "lopti": 0.01, "both": 0.03}
@@ -99,33 +98,6 @@ def test_the_claims_are_about_the_average_and_corrected_together(sums):
     assert set(rest["baseline"]) == {"grpo"}
 
 
-def test_the_policy_before_training_comes_first_where_it_was_judged(sums):
-    write_run(sums / "elsewhere", "grpo", 0)
-    table = pd.read_csv(sums / "elsewhere" / "grpo" / "seed0" / "test.csv").query("step == 75")
-    table.assign(step=0).to_csv(sums / "cpu" / "math" / "untrained.csv", index=False)
-    means, _ = table1.table("cpu")
-    first = means.head(7)
-    assert set(first["variant"]) == {"untrained"}
-    assert set(first["seeds"]) == {0}
-    assert first["mean"].to_numpy() == pytest.approx(by_hand("grpo", 0))
-    assert first["upper"].isna().all()
-
-
-def test_two_sets_of_training_problems_are_read_by_the_same_code(runs, monkeypatch):
-    for track in ("math-dsr", "math-orz"):
-        for seed in SEEDS[:2]:
-            write_run(runs / "paper" / track, "grpo", seed, [level for _, level, _ in table1.PROBLEMS[:5]])
-    wanted = [(track, "grpo") for track in ("math-dsr", "math-orz")]
-    monkeypatch.setattr(read_runs, "needs", lambda figure, scale: wanted)
-    means, contrasts = table1.table("paper")
-    assert list(means["data"].unique()) == ["DSR-Uniform", "ORZ"]
-    expected = np.mean([by_hand("grpo", seed) for seed in SEEDS[:2]], 0)
-    assert means.loc[means["data"] == "ORZ", "mean"].to_numpy() == pytest.approx(expected)
-    assert contrasts.empty
-    shown = table1.lay_out(means)
-    assert list(shown.columns[4:]) == [*(title for title, _, _ in table1.PROBLEMS), "average"]
-
-
 def test_the_papers_averages_are_those_of_its_columns():
     for (_, variant), (*values, average) in table1.PAPER.items():
         assert np.mean(values) == pytest.approx(average, abs=0.006), variant  # rounded to two digits
@@ -144,35 +116,3 @@ def test_files_hold_what_was_computed(sums, tmp_path):
     text = (tmp_path / "out" / "table1.md").read_text()
     assert "| paper | ORZ | Reweight |  | 40.81 |" in text
     assert "2 steps, greedy (paper: OlympiadBench, greedy)" in text
-
-
-def test_records_are_compared_over_the_last_fifty_steps(sums):
-    metrics = read_runs.read_metrics(list(VARIANTS), track="math")
-    _, contrasts = fig9_10.table(metrics, list(VARIANTS))
-    found = contrasts.set_index(["record", "variant"])
-    assert list(contrasts["family"]) == ["claims"] * 3 + ["other records"] * 9
-    for variant, gain in list(VARIANTS.items())[1:]:
-        assert found.loc[("reward_mean", variant), "difference"] == pytest.approx(gain)
-        assert found.loc[("response_length", variant), "difference"] == pytest.approx(100 * gain)
-        assert found.loc[("grad_norm", variant), "difference"] == pytest.approx(-10 * gain)
-
-
-def test_curves_are_exponential_means_over_steps_averaged_over_seeds(sums):
-    curves = fig9_10.table(read_runs.read_metrics(["grpo"], track="math"), ["grpo"])[0]
-    curves = curves[curves["record"] == "entropy"]
-    mean, expected = 0.0, []
-    for step in range(1, 101):
-        mean = 0.95 * mean + 0.05 / step
-        expected.append(mean / (1 - 0.95**step))
-    assert curves["mean"].to_numpy() == pytest.approx(np.array(expected))
-
-
-def test_missing_runs_are_named_and_some_are_enough(runs):
-    for script in (table1, fig9_10):
-        with pytest.raises(InputError, match=r"none of the runs of .*; make them: python -m analyses\.reproduce"):
-            script.main(script.Options())
-    write_run(runs / "cpu" / "math", "lopti", 4)
-    means, contrasts = table1.table("cpu")
-    assert set(means["seeds"]) == {1}
-    assert means["lower"].isna().all()
-    assert not contrasts["differs"].any()

@@ -1,6 +1,5 @@
 """Scale gpu in small: the recipe of its policy, interrupted and taken up again, and a run of its track on that."""
 
-import json
 from dataclasses import replace
 
 import pandas as pd
@@ -8,13 +7,12 @@ import pytest
 
 from analyses.common import make_run
 from analyses.common.experiments import list_runs
-from analyses.common.puzzles import NAMED_TEST, NAMED_TRAIN, is_for_test, named_prompt
+from analyses.common.puzzles import NAMED_TEST, NAMED_TRAIN, is_for_test
 from analyses.recipes import gpu_policy
 from analyses.recipes.embedded_policy import build_tokenizer
 from analyses.recipes.gpu_policy import Options, main
 from gradscope import load_policy
-from gradscope.errors import InputError
-from gradscope.tasks.knights_knaves import NAMES, reward
+from gradscope.tasks.knights_knaves import NAMES
 from gradscope.tasks.knights_knaves_wording import parse_claim
 
 TINY = {"tokens": 2_000, "hidden": 32, "layers": 2, "batch": 4, "longest": 100, "questions": 5, "target": 1.0}
@@ -32,24 +30,6 @@ def made(tmp_path_factory):
     return out, commands
 
 
-@pytest.fixture(scope="module")
-def log(made):
-    return [json.loads(line) for line in (made[0] / "training.jsonl").read_text().splitlines()]
-
-
-def test_a_command_ends_when_its_minutes_do_and_the_next_goes_on(made, log):
-    assert made[1] == 3 and not made[0].with_name("policy-unfinished").exists()
-    starts = [line for line in log if line.get("event") == "start"]
-    assert len(starts) == 3
-    last = [(line["stage"], line["step"]) for line in log if "stage" in line]
-    steps = starts[0]["steps"]
-    assert last == [("clean", steps["clean"]), ("noise 0.15", steps["noise 0.15"])]
-
-
-def test_noise_ends_as_soon_as_the_target_is_met(log):
-    assert [line["event"] for line in log if "accuracy" in line] == ["after clean", "after noise 0.15"]
-
-
 def test_the_policy_is_small_loads_and_knows_the_names_as_single_tokens(made):
     policy = load_policy(made[0])
     assert sum(p.numel() for p in policy.model.parameters()) < 40_000
@@ -58,13 +38,6 @@ def test_the_policy_is_small_loads_and_knows_the_names_as_single_tokens(made):
     ids = policy.encode_prompt(question.prompt)
     assert policy.decode(ids) == question.prompt
     assert all(len(policy.encode_response(name)) == 1 for name in NAMES)
-
-
-def test_other_settings_do_not_go_on_with_a_training(tmp_path):
-    out = tmp_path / "policy"
-    main(Options(out=out, minutes=0.0, **TINY))
-    with pytest.raises(InputError, match="give the same settings, or remove"):
-        main(Options(out=out, **TINY | {"tokens": 3_000}))
 
 
 def test_no_puzzle_of_the_test_is_learned_from_whatever_the_names():
@@ -76,26 +49,6 @@ def test_no_puzzle_of_the_test_is_learned_from_whatever_the_names():
     assert all(is_for_test(statements_of(q.prompt)) for q in NAMED_TEST.questions(10, seed=0, people=(3, 4)))
     assert not any(is_for_test(statements_of(q.prompt)) for q in NAMED_TRAIN.questions(10, seed=0, people=(3, 4)))
     assert len({statement.partition(":")[0] for text in seen for statement in text.splitlines()[:-1]}) > 20
-
-
-def test_a_named_question_is_its_puzzle_and_its_solution_earns_three():
-    for question in NAMED_TEST.questions(6, seed=2, people=(3, 5, 7)):
-        names, solution = question.answer["names"], question.answer["solution"]
-        answer = ", ".join(f"{n} is a {'knight' if s else 'knave'}" for n, s in zip(names, solution, strict=True))
-        response = f"</think><answer> {answer} </answer>"
-        assert NAMED_TEST.reward(response, question) == reward(response, names=names, solution=solution) == 3.0
-        assert named_prompt(statements_of(question.prompt), names) == question.prompt
-        assert question.level == len(names)
-
-
-def test_the_policys_own_size_is_within_what_can_be_carried():
-    settings = Options()
-    tokenizer = build_tokenizer(NAMES)
-    with gpu_policy.torch.device("meta"):
-        heads = settings.hidden // 64
-        model = gpu_policy.build_model(tokenizer, hidden=settings.hidden, layers=settings.layers, heads=heads)
-    assert 10e6 < model.num_parameters() < 30e6
-    assert 2 * model.num_parameters() < 60e6  # bytes in bfloat16
 
 
 def test_a_run_of_the_track_goes_through_on_it(made, tmp_path, monkeypatch):

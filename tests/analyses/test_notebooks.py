@@ -72,19 +72,6 @@ def advantages_of(rows):
     return grpo_advantages(rewards.float(), groups)
 
 
-def gradient(model, rows, factor):
-    """∇ of −Σ factor·Â·π/π_old / num_tokens, flat; on-policy, where no token is clipped."""
-    model.zero_grad()
-    total = sum(len(row["response_ids"]) for row in rows)
-    start = 0
-    for row, advantage in zip(rows, advantages_of(rows), strict=True):
-        new = logprobs(model, row)
-        weights = factor[start : start + len(new)] * advantage
-        (-(weights * (new - new.detach()).exp()).sum() / total).backward()
-        start += len(new)
-    return torch.cat([p.grad.flatten().clone() for p in model.parameters()]).double()
-
-
 def test_every_notebook_is_looked_at_and_holds_no_output(repository):
     files = {path.stem: path for path in (repository / "analyses" / "notebooks").iterdir() if path.is_file()}
     assert sorted(files) == sorted(SHOWN) and all(path.suffix == ".py" for path in files.values())
@@ -105,17 +92,6 @@ def test_the_largest_token_of_the_first_look_has_the_norm_that_autograd_finds(ex
     assert top["size"] == found["table"]["size"].max()
 
 
-def test_the_first_look_sorts_tokens_by_their_probability(executed):
-    found = executed("first_look")
-    sizes = [[], [], [], []]
-    for prob, norm in zip(found["table"]["prob"], found["table"]["param_grad_norm"], strict=True):
-        sizes[min(int(prob * 4), 3)].append(norm)
-    assert found["by_interval"]["size"].tolist() == [len(part) for part in sizes]
-    means = [np.mean(np.array(part, dtype=float)) for part in sizes]
-    np.testing.assert_allclose(found["by_interval"]["mean"], means, rtol=1e-5)  # means in float32
-    assert "tokens were measured" in found["printed"]
-
-
 def test_schemes_are_compared_by_sizes_that_a_loop_over_tokens_finds(executed):
     found = executed("custom_weighting")
     table = found["table"]
@@ -129,44 +105,6 @@ def test_schemes_are_compared_by_sizes_that_a_loop_over_tokens_finds(executed):
     for name, expected in sums.items():
         np.testing.assert_allclose(found["sizes"][name], np.array(expected) / sum(expected), atol=1e-5)  # float32
     assert abs(found["sizes"]["entropy 5 %"] - found["sizes"]["GRPO"]).max() > 0.05
-
-
-def test_directions_of_schemes_have_the_cosines_of_plain_backward_passes(executed, model):
-    found = executed("custom_weighting")
-    rows, cosine = found["rows"], found["cosine"]["SGD"]
-    old = torch.tensor(found["table"]["old_logprob"].to_numpy())
-    whole = gradient(model, rows, torch.ones_like(old))
-    reweighted = gradient(model, rows, 0.3 * old.exp() + 0.7)
-    expected = float(whole @ reweighted / whole.norm() / reweighted.norm())
-    assert 0.5 < expected < 0.99999
-    assert cosine["Reweight"] == pytest.approx(expected, abs=1e-5)  # float32 gradients
-    assert cosine["GRPO"] == pytest.approx(1, abs=1e-6) and cosine["Lopti"] == pytest.approx(1, abs=1e-6)
-    assert found["cosine"].loc["Lopti", "AdamW"] < 0.99
-
-
-def test_right_direction_shares_are_those_of_a_plain_step(executed, model):
-    found = executed("custom_weighting")
-    rows, table, directions = found["rows"], found["table"], found["directions"]
-    assert set(directions["scheme"]) == {"GRPO", "Reweight", "entropy 20 %", "entropy 5 %", "Lopti"}
-    factor = torch.tensor(table["entropy"].ge(table["entropy"].quantile(0.95)).to_numpy()).float()
-    change = -1e-3 * gradient(model, rows, factor)  # shorter than the norm of 1 at which the trainer clips
-    assert change.norm() < 1e-3
-    before, start = [logprobs(model, row).detach() for row in rows], 0
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += change[start : start + parameter.numel()].view_as(parameter)
-            start += parameter.numel()
-        after = [logprobs(model, row) for row in rows]
-        start = 0
-        for parameter in model.parameters():
-            parameter -= change[start : start + parameter.numel()].view_as(parameter)
-            start += parameter.numel()
-    moved = torch.cat(after).numpy() - torch.cat(before).numpy()
-    shares = directions[directions["scheme"] == "entropy 5 %"].set_index("interval")
-    for interval in (0, 1, 2):  # nearer to certainty a change of log π is no larger than its rounding
-        chosen = ((table["interval"] == interval) & (table["advantage"] > 0)).to_numpy()
-        assert shares["num_tokens"][interval] == chosen.sum() > 0
-        assert shares["share"][interval] == pytest.approx(np.mean(moved[chosen] > 0), abs=1e-9)
 
 
 def test_your_checkpoint_is_diagnosed_on_the_dump_that_was_read(executed):

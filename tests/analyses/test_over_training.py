@@ -12,8 +12,8 @@ from support.groups import CASTS, NARROW, brute_force, cosine
 from support.policies import make_batch, make_policy
 from support.steps import flat_state, warm_state
 
-from analyses.common.batch_gradients import cosine_table, measure_batch
-from gradscope.objective import LossSettings, resolve_advantages
+from analyses.common.batch_gradients import measure_batch
+from gradscope.objective import resolve_advantages
 from gradscope.policy import AdamWState
 
 SEED = 3
@@ -105,28 +105,6 @@ def test_cosines_and_signals_are_those_of_loops_over_prompts(tables, brute, scal
         assert rows.loc[(a, b), "signal_product"] == pytest.approx(1.5 * apart, rel=2e-4, abs=1e-5 * size)
 
 
-def test_signal_and_noise_are_those_of_three_prompts_taken_for_draws(tables, brute, scaled):
-    metric, gradients = scaled
-    rows = pick(tables["gradients"], metric).set_index("interval")
-    each = parts(brute, gradients)
-    for a, own in [*((a, each[:, a]) for a in range(4)), ("all", each.sum(1))]:
-        # ‖mean‖² of the three, less the third of the variance that it has by chance; both times 3², as of the sum.
-        variance = sum(float((own[p] - own.mean(0)).square().sum()) for p in range(3)) / 2
-        signal = 9 * (float(own.mean(0).square().sum()) - variance / 3)
-        assert rows.loc[a, "signal"] == pytest.approx(signal, rel=2e-4, abs=1e-5 * 9 * variance)
-        assert rows.loc[a, "noise"] == pytest.approx(3 * variance, rel=2e-4)
-        # The noise of one prompt is its variance, the signal ‖mean‖².
-        assert rows.loc[a, "signal_to_noise"] == pytest.approx(signal / 9 / variance, rel=4e-4, abs=1e-5)
-        assert rows.loc[a, "signal_fraction"] == pytest.approx(signal / (signal + 3 * variance), rel=4e-4, abs=1e-5)
-
-
-def test_the_signals_product_of_an_interval_with_itself_is_its_signal(tables):
-    rows = tables["cosines"].query("interval == other").sort_values(["metric", "interval"])
-    signals = tables["gradients"].query("interval != 'all'").sort_values(["metric", "interval"])
-    # Sums of a few numbers in float64, in another order.
-    assert rows["signal_product"].to_numpy() == pytest.approx(signals["signal"].to_numpy(), rel=1e-9)
-
-
 def test_shares_of_squares_are_those_of_the_drawn_signs_the_same_in_both_metrics(tables, batch, brute, scaled):
     metric, gradients = scaled
     signs = 2.0 * torch.randint(2, batch.input_ids.shape, generator=torch.Generator().manual_seed(SEED)) - 1
@@ -173,17 +151,3 @@ def test_tokens_are_counted_and_what_one_minus_pi_predicts_is_a_loops(tables, po
     [facts] = tables["batches"].to_dict("records")
     assert facts["entropy"] == pytest.approx(entropies.sum() / counts.sum(), rel=100 * CASTS)
     assert (facts["prompts"], facts["responses"], facts["tokens"]) == (3, 6, counts.sum())
-
-
-def test_a_prompt_of_equal_rewards_is_not_served_and_without_a_state_there_are_raw_numbers_alone(policy, batch):
-    advantages = batch.advantages.masked_fill((batch.group_ids == 1)[:, None], 0.0)
-    settings = {"generator": torch.Generator().manual_seed(SEED)}
-    tables = measure_batch(policy, replace(batch, advantages=advantages), LossSettings(), None, **settings)
-    assert tables["batches"]["served"].tolist() == [2] and tables["batches"]["prompts"].tolist() == [3]
-    assert set(tables["gradients"]["metric"]) == set(tables["cosines"]["metric"]) == {"raw"}
-
-
-def test_one_prompt_has_cosines_and_no_signal():
-    found = cosine_table(np.eye(4).reshape(1, 4, 1, 4))
-    assert found["cosine"].tolist() == (found["interval"] == found["other"]).astype(float).tolist()
-    assert found["signal_product"].isna().all()

@@ -12,8 +12,7 @@ from scipy import stats
 
 from analyses.common import measurements
 from analyses.measure import over_training as measure_over_training
-from analyses.paper import dominance_adamw, over_training
-from gradscope.errors import InputError
+from analyses.paper import over_training
 from gradscope.intervals import interval_labels
 
 LABELS = interval_labels()
@@ -66,46 +65,6 @@ def test_only_new_checkpoints_are_measured_and_all_are_in_the_tables(work):
     assert table["step"].tolist() == [0, 0, 100, 100, 150, 150]
     assert table["interval"].tolist() == ["0", "all"] * 3
     assert table["number"].tolist() == [seed, seed, seed + 1, seed + 1, seed + 1.5, seed + 1.5]
-
-
-def test_a_measured_run_stays_in_the_tables_when_its_checkpoints_are_gone(work):
-    tmp_path, done = work
-    first, second, _ = runs_of("grpo")
-    add_checkpoints(tmp_path, first, [100])
-    measure_over_training.measure(tmp_path / "out")
-    (tmp_path / "runs" / first.place / "checkpoints/step-000100").rmdir()
-    add_checkpoints(tmp_path, second, [100])
-    measure_over_training.measure(tmp_path / "out")
-    a, b = first.seed, second.seed
-    assert [key for key in done if key[1] == a] == [("grpo", a, 0), ("grpo", a, 100)]
-    table = pd.read_csv(tmp_path / "out/tokens.csv")
-    assert list(zip(table["seed"], table["step"], strict=True))[::2] == [(a, 0), (a, 100), (b, 0), (b, 100)]
-
-
-def test_the_manifest_is_written_when_every_run_is_there_to_its_end(work, capsys):
-    tmp_path, _ = work
-    runs = runs_of()
-    for run in runs[:-1]:
-        add_checkpoints(tmp_path, run, [run.config.steps])
-    add_checkpoints(tmp_path, runs[-1], [50])
-    measure_over_training.measure(tmp_path / "out")
-    assert not (tmp_path / "out/manifest.json").exists()
-    assert runs[-1].place.as_posix() in capsys.readouterr().out
-    add_checkpoints(tmp_path, runs[-1], [runs[-1].config.steps])
-    measure_over_training.measure(tmp_path / "out")
-    assert (tmp_path / "out/manifest.json").is_file()
-
-
-def test_the_runs_are_those_that_the_file_names():
-    runs = measure_over_training.runs_to_measure("cpu")
-    assert [str(run.place) for run in runs[:3]] == [f"cpu/puzzles/grpo/seed{seed}" for seed in (3, 4, 5)]
-    assert {run.variant for run in runs} == {"grpo", "reweight", "lopti"} and len(runs) == 9
-    assert {run.seed for run in measure_over_training.runs_to_measure("gpu")} == {0, 1, 2}
-
-
-def test_without_any_run_one_line_says_how_to_make_them(work):
-    with pytest.raises(InputError, match=r"analyses\.reproduce --scale cpu"):
-        measure_over_training.measure(work[0] / "out")
 
 
 def test_variants_meet_the_same_questions_each_under_its_own_loss(monkeypatch):
@@ -197,55 +156,3 @@ def test_eight_claims_of_cosines_and_signal_are_paired_over_seeds(measured):
     assert claims["p"][0] == pytest.approx(stats.ttest_1samp(values, 0.0).pvalue)
     assert claims["difference"][[6, 7]].tolist() == pytest.approx([0.101, 0.06 - 0.003])
     assert claims["p"][6] == pytest.approx(stats.ttest_1samp([0.1, 0.101, 0.102], 0.0).pvalue)
-
-
-def test_shares_in_both_metrics_are_drawn_beside_those_of_the_tokens(measured):
-    drawn, claims = dominance_adamw.table("cpu")
-    for (column, metric), words in dominance_adamw.SHARES.items():
-        factor = 1.0 if column == "squared_share" else 0.5
-        values = [factor * planted(seed, 25, 0, metric) for seed in SEEDS]
-        assert pick(drawn, words, LABELS[0], 25)["mean"] == pytest.approx(np.mean(values))
-        assert len(drawn.query("quantity == @words and step == 0")) == (4 if metric == "raw" else 0)
-    assert pick(drawn, "tokens", LABELS[3], "after 0")["mean"] == pytest.approx(0.7 - 0.05)
-    # Seed 1 and step 37.5 are the means; the tokens' share in the mean is .1 + .05/3.
-    low, tokens = 0.00375, 0.1 + 0.05 / 3
-    first = [-0.2 + 0.02, -0.1 + 0.01, 0.1 - 0.04, 0.05 - 0.02]
-    assert claims["difference"].tolist() == pytest.approx([*first, 0.61 + low - tokens, 0.43 + low - tokens])
-
-
-@pytest.mark.parametrize("script", [over_training, dominance_adamw])
-def test_a_figure_travels_with_its_numbers(measured, tmp_path, script):
-    script.main(script.Options(out=tmp_path / "figures"))
-    files = sorted(path.name for path in (tmp_path / "figures").iterdir())
-    stem = script.__name__.rsplit(".", 1)[-1]
-    assert files == [f"{stem}.csv", f"{stem}.png", f"{stem}_contrasts.csv"]
-    drawn, _ = script.table("cpu")
-    written = pd.read_csv(tmp_path / "figures" / f"{stem}.csv")
-    assert written["mean"].to_numpy() == pytest.approx(drawn["mean"].to_numpy(), nan_ok=True)
-
-
-@pytest.mark.parametrize("script", [over_training, dominance_adamw])
-def test_one_seed_is_drawn_without_intervals_and_claims_nothing(measured, tmp_path, script):
-    for file in measured.glob("*.csv"):
-        table = pd.read_csv(file)
-        table[table["seed"] == 0].to_csv(file, index=False)
-    drawn, claims = script.table("cpu")
-    assert drawn["seeds"].eq(1).all() and drawn["lower"].isna().all()
-    assert not claims["differs"].any()
-    script.main(script.Options(out=tmp_path / "out"))
-
-
-@pytest.mark.parametrize("script", [over_training, dominance_adamw])
-def test_without_measurements_the_command_that_makes_them_is_named(tmp_path, monkeypatch, script):
-    monkeypatch.setattr(measurements, "RUNS", tmp_path)
-    with pytest.raises(InputError, match=r"analyses\.common\.measurements over_training"):
-        script.main(script.Options(out=tmp_path))
-
-
-@pytest.mark.parametrize("script", [over_training, dominance_adamw])
-def test_untrained_policies_alone_make_no_figure(measured, script):
-    for file in measured.glob("*.csv"):
-        table = pd.read_csv(file)
-        table[table["step"] == 0].to_csv(file, index=False)
-    with pytest.raises(InputError, match="only untrained policies"):
-        script.table("cpu")

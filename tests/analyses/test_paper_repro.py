@@ -8,7 +8,6 @@ import pytest
 
 from analyses.paper_repro import Numbers, render
 from gradscope.errors import InputError
-from gradscope.intervals import interval_labels
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -27,39 +26,6 @@ def numbers(tmp_path):
     ]
     pd.DataFrame(rows).to_csv(tmp_path / "made.csv", index=False)
     return Numbers(tmp_path)
-
-
-def test_a_cell_is_written_as_the_text_writes_numbers(numbers):
-    where = {"variant": "lopti", "level": "all"}
-    assert numbers.number("made", "difference", digits=3, **where) == ".031"
-    assert numbers.percent("made", "lower", **where) == "−1.2"
-    assert numbers.count("made", "seeds", **where) == "6"
-    assert numbers.interval("made", ("difference", "lower", "upper"), **where) == ".03 [−.01, .07]"
-
-
-def test_a_contrast_says_difference_interval_corrected_p_and_seeds(numbers):
-    assert numbers.contrast("made", "lopti", "grpo", level="all") == "+.031 [−.012, .074], p = .21, 6 seeds"
-    assert numbers.contrast("made", "both", "grpo", level="all") == "−.050 [−.060, −.040], p < .001, 3 seeds"
-    assert numbers.contrast("made", "both", "grpo", level=2) == "+.200, 1 seed, which decides nothing"
-
-
-def test_the_four_intervals_are_told_in_a_row_whether_by_number_or_by_label(tmp_path):
-    values = [0.1, 2e-4, 0.333, 0.4]
-    for name, intervals in (("numbers", [0, 1, 2, 3]), ("labels", interval_labels())):
-        columns = {"interval": [*intervals, "all"], "norm": [*values, 9], "batch": ["a", "a", "b", "b", "all"]}
-        pd.DataFrame(columns).to_csv(tmp_path / f"{name}.csv", index=False)
-    numbers = Numbers(tmp_path)
-    for name in ("numbers", "labels"):
-        assert numbers.each(numbers.number, name, "norm", digits=1) == ".1 / .0 / .3 / .4"
-        assert numbers.each(numbers.scientific, name, "norm") == "1.0e-1 / 2.0e-4 / 3.3e-1 / 4.0e-1"
-    assert numbers.extremes("numbers", "norm") == ".00 to 9.00"
-    assert numbers.extremes("numbers", "norm", without={"batch": "all"}) == ".00 to .40"
-    assert numbers.extremes("numbers", "norm", batch="b") == ".33 to .40"
-
-
-def test_rows_that_are_told_from_0_are_counted(numbers):
-    assert numbers.told("made") == "2 of 4"
-    assert numbers.told("made", variant="lopti") == numbers.told("made", level="2") == "0 of 1"
 
 
 def test_a_verdict_claims_no_more_than_the_corrected_test(numbers):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from pathlib import Path
 
 import pandas as pd
@@ -12,9 +10,8 @@ import pytest
 import torch
 
 from analyses.benchmarks import real_size
-from analyses.benchmarks.real_size import GIB, WHOLE, append_rows, stage_rows, watch
+from analyses.benchmarks.real_size import WHOLE
 from analyses.benchmarks.real_size_policy import SHAPES, make_config
-from gradscope.errors import InputError
 from gradscope.gradients import ModelShape
 from gradscope.policy import AdamWState, load_policy
 from gradscope.rollouts import read_rollouts
@@ -77,45 +74,3 @@ def test_a_run_and_a_plan_leave_their_stages_in_the_table(made, tmp_path):
     measuring = plan["seconds"].filter(regex="^(?!summed|whole)")
     assert measuring.sum() == pytest.approx(plan["seconds"][WHOLE], abs=0.1)
     assert plan.loc[WHOLE, "planned_gib"] > 0.9  # 494 M parameters in bfloat16
-
-
-def test_what_takes_more_than_the_limit_is_killed_and_what_it_started_too(tmp_path):
-    hungry = "import time; held = bytearray(300 << 20); held[::4096] = b'x' * len(held[::4096]); time.sleep(60)"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hungry!r}])"
-    start = time.monotonic()
-    seen = watch([sys.executable, "-c", parent], tmp_path / "log", limit=200 << 20)
-    assert time.monotonic() - start < 30
-    assert seen.killed and seen.status < 0 and seen.ending == "the limit of its memory"
-    assert max(anonymous for _, anonymous, _ in seen.samples) > 200 << 20
-
-
-def test_a_stages_memory_and_time_are_its_own(tmp_path):
-    events = tmp_path / "events.jsonl"
-    # Within "outer" from second 1 to 4, "inner" from 2 to 3.
-    stages = [(0, "rest", 0), (1, "outer", 0), (2, "inner", 1), (3, "outer", 3), (4, "rest", 3)]
-    marks = [{"stage": s, "time": t, "cpu": t / 2, "passes": p, "device_bytes": t * GIB} for t, s, p in stages]
-    events.write_text("".join(json.dumps(mark) + "\n" for mark in marks))
-    seen = real_size.Watched(0, False, 0.0, 5.0, 3.0, [(t + 0.5, t * GIB, 2 * t * GIB) for t in range(5)])
-    rows = {row["stage"]: row for row in stage_rows(seen, events)}
-    assert {name: row["seconds"] for name, row in rows.items()} == {"rest": 2, "outer": 2, "inner": 1, WHOLE: 5}
-    assert {name: row["cpu_seconds"] for name, row in rows.items()} == {"rest": 1.5, "outer": 1, "inner": 0.5, WHOLE: 3}
-    assert {n: row["anonymous_gib"] for n, row in rows.items()} == {"rest": 4, "outer": 3, "inner": 2, WHOLE: 4}
-    assert {n: row["device_gib"] for n, row in rows.items()} == {"rest": 1, "outer": 4, "inner": 3, WHOLE: 4}
-    assert {n: row["forward_passes"] for n, row in rows.items()} == {"rest": 0, "outer": 1, "inner": 2, WHOLE: 3}
-
-
-def test_a_run_that_is_made_again_replaces_its_rows_and_no_others(tmp_path):
-    key = {"size": "1m", "weights": "float32", "kind": "measured", "machine": "here"}
-    for name, seconds in (("a", 1.0), ("b", 2.0), ("a", 3.0)):
-        append_rows(tmp_path / "t.csv", [key | {"run": name, "stage": WHOLE, "seconds": seconds}])
-    table = pd.read_csv(tmp_path / "t.csv")
-    assert dict(zip(table["run"], table["seconds"], strict=True)) == {"a": 3.0, "b": 2.0}
-
-
-def test_bad_input_is_refused(tmp_path):
-    with pytest.raises(InputError, match="nothing stands after --"):
-        run("run", tmp_path)
-    with pytest.raises(InputError, match="holds nothing that `make` wrote"):
-        run("run", tmp_path, "--", *MEASURE)
-    with pytest.raises(InputError, match="prompts is 0"):
-        run("plan", "1m", "--prompts", 0)

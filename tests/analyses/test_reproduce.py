@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -51,12 +51,6 @@ checkpoints = 2
 fig4 = { puzzles = ["grpo"] }
 fig6 = { puzzles = ["lopti"], other = ["grpo"] }
 """
-MEASURED = """
-[measurements]
-updates = { module = "made_up", after = ["puzzles/lopti"], figures = ["fig1"], scales = ["tiny"] }
-base = { module = "made_up", after = [], figures = ["fig2"], scales = ["tiny"] }
-other = { module = "made_up", after = [], figures = ["fig2"], scales = ["vast"] }
-"""
 MAIN = """
 import pathlib, sys
 import analyses.common.experiments as e
@@ -93,27 +87,10 @@ def test_settings_are_the_presets_then_the_tracks_then_the_variants_then_the_tra
     assert configure("tiny", "puzzles", "grpo").lopti_eta is None
 
 
-def test_runs_come_stage_by_stage_and_seed_by_seed_each_with_its_seed(tiny):
-    found = [(run.variant, run.seed, run.config.seed) for run in list_runs("tiny")]
-    assert found == [("grpo", 0, 0), ("grpo", 1, 1), ("lopti", 0, 0)]
-
-
 def test_only_what_a_figure_needs_is_chosen(tiny):
     chosen = reproduce.choose(reproduce.Options(scale="tiny", only=("fig4",)))
     assert [(run.variant, run.seed) for run in chosen] == [("grpo", 0), ("grpo", 1)]
     assert needs("fig6", "tiny") == [("puzzles", "lopti")]  # the scale has no track `other`
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"scale": "vast"}, "no scale is called 'vast'; give one of tiny"),
-        ({"only": ("fig99",)}, "no figure is called 'fig99'; give one of fig4, fig6"),
-    ],
-)
-def test_an_unknown_name_is_refused_with_those_that_there_are(tiny, options, words):
-    with pytest.raises(InputError, match=words):
-        reproduce.choose(reproduce.Options(**({"scale": "tiny"} | options)))
 
 
 @pytest.mark.parametrize(
@@ -140,31 +117,6 @@ def test_what_is_wrong_in_the_file_is_one_line(tiny, old, new, words):
     tiny.write_text(TINY.replace(old, new), encoding="utf-8")
     with pytest.raises(InputError, match=words):
         reproduce.choose(reproduce.Options(scale="tiny", only=("fig4",)))
-
-
-@pytest.mark.parametrize("jobs", [0, -1])
-def test_less_than_one_run_at_a_time_is_refused(tiny, jobs):
-    with pytest.raises(InputError, match=f"--jobs is {jobs}; give at least 1"):
-        reproduce.main(reproduce.Options(scale="tiny", jobs=jobs))
-
-
-def test_a_figure_that_is_drawn_from_measurements_needs_their_runs(tiny):
-    tiny.write_text(TINY + MEASURED, encoding="utf-8")
-    experiments.read.cache_clear()
-    assert needs("fig1", "tiny") == [("puzzles", "lopti")] and needs("fig2", "tiny") == []
-    chosen = reproduce.choose(reproduce.Options(scale="tiny", only=("fig1",)))
-    assert [(run.variant, run.seed) for run in chosen] == [("lopti", 0)]
-    options = {name: reproduce.Options(scale="tiny", only=(name,)) for name in ("fig1", "fig2")}
-    assert [found.name for found in reproduce.choose_measurements(options["fig2"])] == ["base"]
-    assert reproduce.choose_measurements(options["fig1"]) == []  # its run is not finished
-
-
-def test_a_dry_run_makes_nothing(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert reproduce.main(reproduce.Options(scale="tiny", dry_run=True)) == 0
-    told = capsys.readouterr().out
-    assert "3 runs, 0 finished" in told and "tiny/puzzles/lopti/seed0" in told and " fails" in told
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny.toml"]
 
 
 def test_killed_and_started_again_it_repeats_no_finished_work_and_ends_at_the_same_numbers(tiny, tmp_path):
@@ -239,18 +191,6 @@ def several(tiny, tmp_path, monkeypatch):
         monkeypatch.setattr(module, name, tmp_path / name.lower())
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     return tmp_path
-
-
-def test_where_the_scale_says_so_a_run_is_several_processes_with_its_own_settings(several):
-    [run, *_] = list_runs("tiny")
-    make_run.make(run)
-    kept = several / "runs" / run.place
-    manifest = json.loads((kept / "manifest.json").read_text())
-    assert manifest["processes"] == 2 and manifest["ended"] == "as planned"
-    assert pd.read_csv(kept / "metrics.csv")["step"].tolist() == [1, 2, 3, 4]
-    assert json.loads((kept / "config.json").read_text()) == json.loads(json.dumps(asdict(run.config)))
-    assert reproduce.count_jobs(reproduce.Options(scale="tiny")) == 1
-    assert reproduce.count_jobs(reproduce.Options(scale="tiny", jobs=3)) == 3
 
 
 def test_what_one_of_several_processes_complains_of_is_one_line(several):

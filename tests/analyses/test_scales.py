@@ -2,16 +2,11 @@
 
 from collections import Counter
 
-import pandas as pd
 import pytest
 
 import analyses.common.puzzles  # noqa: F401  (registers its tasks)
 from analyses.common import experiments
-from analyses.common.experiments import configure, drawn_as, list_runs, needs, tracks_of
-from analyses.common.make_run import judge
-from analyses.figures import SCRIPTS
-from gradscope import load_policy
-from gradscope.sampling import evaluate
+from analyses.common.experiments import configure, list_runs, tracks_of
 from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer import get_preset
 
@@ -48,12 +43,6 @@ def test_no_run_is_listed_twice_and_every_variant_has_seed_0(scale, track):
     assert steps == {configure(scale, track, "grpo").mini_batch_size // 2}
 
 
-def test_controls_come_last_at_scale_paper():
-    for track in PAPER:
-        order = list(dict.fromkeys(run.variant for run in list_runs("paper") if run.track == track))
-        assert order[-4:] == ["random-split", "twice-the-steps", "permuted-weights", "matched-norm"]
-
-
 def test_every_figure_of_the_papers_puzzles_has_its_variants_in_the_scales_gpu_and_paper():
     wanted = {name: tracks.get("puzzles", []) for name, tracks in experiments.read()["figures"].items()}
     only_3b = ("fig6",)  # the paper's ablations are of one model
@@ -62,21 +51,6 @@ def test_every_figure_of_the_papers_puzzles_has_its_variants_in_the_scales_gpu_a
             made = {run.variant for run in list_runs(scale) if run.track == track}
             for name, variants in wanted.items():
                 assert set(variants) <= made or (name in only_3b and track == "puzzles-7b"), (name, track)
-
-
-def test_what_can_be_drawn_can_be_asked_of_reproduce_by_the_same_name_and_by_its_pages():
-    for name in SCRIPTS:
-        assert all(len(pair) == 2 for pair in needs(name, "cpu"))
-    for page, name in {"fig7": "fig7_8", "fig12": "fig11_12", "table7": "fig11_12", "table3": "tables2_4"}.items():
-        assert drawn_as(page) == name and needs(page, "cpu") == needs(name, "cpu")
-    assert set(experiments.read()["pages"]) <= set(SCRIPTS) and drawn_as("fig4") == "fig4"
-
-
-def test_tracks_are_found_by_their_name_or_their_kind():
-    assert tracks_of("puzzles", "paper") == [*PUZZLES]
-    assert tracks_of("math", "paper") == [*MATH]
-    assert tracks_of("puzzles", "gpu") == tracks_of("puzzles", "cpu") == ["puzzles"]
-    assert tracks_of("math-dsr", "paper") == ["math-dsr"] and tracks_of("knitting", "paper") == []
 
 
 def test_math_is_judged_as_in_table_1():
@@ -103,26 +77,6 @@ def test_the_papers_tests_read_every_row_of_the_data(data_folder):
             assert {name: len(questions) for name, questions in drawn.items()} == sizes
             if kind == "puzzles":
                 assert Counter(question.level for question in drawn["all"]) == dict.fromkeys((3, 4, 5, 6, 7), 100)
-
-
-def test_a_benchmark_is_a_level_of_the_results_with_the_numbers_that_it_has_alone():
-    own = {"easy": {"people": [2], "samples": 2}, "hard": {"people": [3], "samples": 0}}
-    test = experiments.Test("kk-compact-test", 0.7, 40, 1, questions=3, benchmarks=own)
-    joined = judge("embedded", test)
-    assert joined.table["level"].tolist() == ["easy", "hard"]
-    assert joined.responses.groupby("level").size().to_dict() == {"easy": 9, "hard": 3}
-    policy, task = load_policy("embedded"), get_task("kk-compact-test")
-    for name, people, k in (("easy", 2, 2), ("hard", 3, 0)):
-        questions = draw_questions(task, 3, seed=0, people=(people,))
-        alone = evaluate(policy, task, questions, k=k, temperature=0.7, max_new_tokens=40)
-        row = joined.table[joined.table["level"] == name].iloc[0].drop("level").dropna()
-        expected = alone.table[alone.table["level"] == "all"].iloc[0].drop("level").dropna()
-        pd.testing.assert_series_equal(row[expected.index], expected, check_names=False)
-
-
-def test_without_benchmarks_a_test_is_its_only_part():
-    test = experiments.Test("kk-compact-test", 0.7, 40, 1, questions=3, people=(2,))
-    assert test.parts() == {None: test}
 
 
 def read_tracks(scale):

@@ -17,12 +17,6 @@ def test_every_setting_of_table_2_is_the_presets_and_equals_the_papers():
     assert table.loc["mini_batch_size", ["K&K: paper", "math: paper"]].tolist() == [256, 512]
 
 
-def test_a_value_that_is_not_the_papers_is_told(monkeypatch):
-    monkeypatch.setattr(tables2_4, "TABLE_2", (("Sampling temperature", "temperature", 0.7, 0.7),))
-    row = table2().iloc[0]
-    assert (row["K&K: equal"], row["math: equal"], row["math: here"]) == (True, False, 1.0)
-
-
 def test_table_3_is_of_the_runs_and_says_nothing_where_the_paper_or_the_scale_does_not():
     table = table3().set_index(["variant", "setting here"])
     assert table.loc[("reweight", "reweight_alpha"), ["K&K: here", "math: here"]].tolist() == [0.3, 0.1]

@@ -27,18 +27,14 @@ from analyses.measure import (
 from analyses.measure import (
     updates as measure_updates,
 )
-from analyses.paper import drivers, fig1, fig3, influence
-from gradscope import load_policy, read_rollouts
-from gradscope.intervals import interval_labels
+from analyses.paper import fig1, fig3, influence
+from gradscope import read_rollouts
 from gradscope.objective import batch_statistics
-from gradscope.plots import drawn_numbers
 from gradscope.policy import AdamWState
-from gradscope.trainer import loop
-from gradscope.updates import apply_update, influence_table, over_batches
+from gradscope.updates import apply_update
 
 TINY = {"questions_per_step": 2, "group_size": 4, "mini_batch_size": 8, "max_new_tokens": 150, "save_rollouts": True}
 TINY["save_every"], TINY["weight_decay"] = 1, 5.0  # large enough to be seen in one step
-WRITTEN = ("metrics.jsonl", "checkpoints/*/*", "rollouts/*")
 
 
 @pytest.fixture(autouse=True)
@@ -66,21 +62,6 @@ def batch(made):
 
 def weights(policy):
     return {name: p.detach().double() for name, p in policy.model.named_parameters()}
-
-
-def test_the_run_goes_on_where_it_was_and_is_not_made_again(made, monkeypatch):
-    lines = (made.run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    assert (lines[0], len(lines)) == (made.first, 2)
-    files = [file for pattern in WRITTEN for file in made.run.glob(pattern)]
-    before = {file: (file.stat().st_mtime_ns, file.stat().st_ino) for file in files}
-    monkeypatch.setattr(loop, "sample_rollout", lambda *_: pytest.fail("trains again"))
-    [last] = in_training.moments(made.run, last=1)
-    assert {file: (file.stat().st_mtime_ns, file.stat().st_ino) for file in before} == before
-    assert [moment.step for moment in made.moments] == [1, 2]
-    assert last.step == 2
-    newest, before_training = weights(made.moments[1].policy), weights(load_policy("embedded"))
-    assert all(torch.equal(weight, newest[name]) for name, weight in weights(last.policy).items())
-    assert all(torch.equal(weight, before_training[name]) for name, weight in weights(last.reference).items())
 
 
 def test_each_checkpoint_has_the_optimizer_state_of_its_policy(made, batch):
@@ -131,12 +112,6 @@ def test_a_sample_has_both_policies_probabilities_and_grpo_advantages(made, batc
     assert (batch.old_logprobs - batch.ref_logprobs)[batch.response_mask].abs().max() > 0.05
 
 
-def test_a_sample_is_a_function_of_its_seed(made, batch):
-    again, other = (made.moments[1].sample(3, seed=in_training.FRESH + i, responses=4) for i in (0, 1))
-    assert torch.equal(again.input_ids, batch.input_ids)
-    assert other.input_ids.shape != batch.input_ids.shape or not torch.equal(other.input_ids, batch.input_ids)
-
-
 # torch itself calls torch.jit.script the first time that forward mode is used.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_what_is_measured_at_the_run_is_kept_and_drawn(made, tmp_path, monkeypatch):
@@ -164,11 +139,6 @@ def test_what_is_measured_at_the_run_is_kept_and_drawn(made, tmp_path, monkeypat
     np.testing.assert_allclose(columns.dropna(), 1, atol=1e-6)
     errors = measurements.read_table("influence", "errors.csv").groupby("optimizer")["relative_error"].max()
     assert 0 < errors["sgd"] < 0.1  # a step of 1e-3 is nearly its first order
-
-
-def test_pooled_tables_lie_one_below_the_other_with_their_numbers():
-    pooled = in_training.pool([pd.DataFrame({"x": [1, 2]}, index=[5, 6]), pd.DataFrame({"x": [3]}, index=[5])])
-    pd.testing.assert_frame_equal(pooled, pd.DataFrame({"x": [1, 2, 3], "batch": [0, 0, 1]}))
 
 
 @pytest.fixture
@@ -204,29 +174,6 @@ def test_likeness_is_the_correlation_outside_the_updated_interval(moved):
             assert row.lower < row.correlation < row.upper
         else:
             assert math.isnan(row.lower) and math.isnan(row.upper)
-
-
-def test_figure_1_draws_the_numbers_of_its_tables(moved):
-    norms = pd.DataFrame({"interval": [0, 1, 2, 3, "all"], "label": [*interval_labels(), "all"]})
-    norms["norm"] = [5.0, 4.0, 3.0, 2.0, 6.0]
-    similar = measure_updates.compare(moved).assign(optimizer="sgd")
-    other = similar.assign(optimizer="adamw", correlation=-0.5, lower=-0.6, upper=-0.4)
-    figure = fig1.draw(measure_updates.slim(moved), norms, pd.concat([other, similar]))
-    drawn = drawn_numbers(figure)
-    panels = {title[:3]: own for title, own in drawn.groupby("panel", sort=False)}
-    assert list(panels) == ["(a)", "(b)", "(c)", "(d)", "(e)", "(f)"]
-    assert panels["(a)"]["tokens"].head(4).tolist() == moved["interval"].value_counts().sort_index().tolist()
-    assert panels["(a)"]["paper_percent"].head(4).tolist() == [19.22, 10.15, 10.09, 60.54]
-    assert panels["(d)"]["norm"].tolist() == norms["norm"].tolist()
-    for panel, name in zip(("(c)", "(e)", "(f)"), ("all", "only-0", "only-3"), strict=True):
-        means = moved[f"delta_prob.{name}"].abs().groupby(moved["interval"]).mean()
-        np.testing.assert_allclose(panels[panel]["mean_abs_of_all"].astype(float), np.repeat(means, 2))
-        row = similar[(similar["update"] == name) & (similar["batch"] == "all")]
-        [ax] = [ax for ax in figure.axes if ax.get_title(loc="left").startswith(panel)]
-        for value in row[["correlation", "lower", "upper"]].to_numpy().ravel():
-            assert f"{value:.2f}" in ax.get_title(loc="right")
-    movements = [ax for ax in figure.axes if ax.get_title(loc="left")[:3] in ("(c)", "(e)", "(f)")]
-    assert len({ax.get_ylim() for ax in movements}) == 1
 
 
 @pytest.fixture
@@ -279,57 +226,6 @@ def test_differences_of_methods_are_paired_by_step(shares, baseline):
     assert set(seen) == {1, 5, 6}
 
 
-def test_no_two_methods_are_compared_twice(shares, monkeypatch):
-    monkeypatch.setattr(fig3, "read_table", lambda *_, **__: shares)
-    _, methods, _ = fig3.table(fig3.Options())
-    pairs = [frozenset(pair) for pair in methods[["method", "baseline"]].drop_duplicates().itertuples(index=False)]
-    assert len(pairs) == len(set(pairs)) == 4 + 3
-
-
-def test_the_most_certain_tokens_are_compared_with_others_of_the_same_checkpoint(shares):
-    found = fig3.compare_intervals(shares)
-    assert len(found) == 2 * 2 * 5 * 2 * 3 and sorted(found["interval"].unique()) == [0, 1, 2]
-    for row in found.itertuples():
-        own = shares.query("optimizer == @row.optimizer and against == @row.against and method == @row.method")
-        own = own[own["sign"] == row.sign]
-        below, highest = (own[own["interval"] == i].set_index("batch")["share"] for i in (row.interval, 3))
-        batches = below.dropna().index
-        assert row.steps == len(batches)
-        assert row.difference == pytest.approx(highest[batches].mean() - below[batches].mean())
-        if len(batches) > 1:
-            bounds = stats.ttest_rel(highest[batches], below[batches]).confidence_interval(0.95)
-            assert (row.lower, row.upper) == pytest.approx((bounds.low, bounds.high))
-
-
-def test_figure_3_draws_the_means_of_both_signs_and_optimizers(shares):
-    means = over_batches(shares.dropna(), keys=("optimizer", "against", "method", "interval", "sign"))
-    means = means[means["against"] == "advantage"].fillna({"sd": 0.0})
-    drawn = drawn_numbers(fig3.draw(means))
-    assert drawn["panel"].nunique() == 4
-    words = {"adamw": "the run's AdamW", "sgd": "SGD, 1e-3"}
-    titles = {"positive": "Â > 0", "negative": "Â < 0"}
-    panel = means["optimizer"].map(words) + "; " + means["sign"].map(titles)
-    keys = ["panel", "method", "interval", "sign"]
-    expected = means.assign(panel=panel).set_index(keys)[["mean", "sd"]].sort_index()
-    pd.testing.assert_frame_equal(drawn.set_index(keys)[["mean", "sd"]].sort_index(), expected)
-
-
-def test_the_influence_maps_show_each_optimizers_shares_and_errors(moved):
-    rng = np.random.default_rng(2)
-    tables, errors = [], []
-    for number, name in enumerate(("sgd", "adamw")):
-        parts = {f"by.{source}": rng.normal(size=len(moved)) for source in ("0", "1", "2", "3", "kl")}
-        contributions = moved.assign(**parts, predicted=sum(parts.values()))
-        tables.append(influence_table(contributions, rng=None).assign(optimizer=name))
-        errors += [{"optimizer": name, "relative_error": 0.1 * (1 + number) + 0.03 * batch} for batch in range(3)]
-    figure = influence.draw(pd.concat(tables), pd.DataFrame(errors))
-    for ax, table, said in zip(figure.axes, tables, ("10% to 16%", "20% to 26%"), strict=True):
-        assert said in ax.get_title(loc="left")
-        pd.testing.assert_frame_equal(drawn_numbers(ax), table)
-    drawn = drawn_numbers(figure)
-    assert drawn.groupby("panel", sort=False)["optimizer"].unique().map(list).tolist() == [["sgd"], ["adamw"]]
-
-
 def test_drivers_share_out_tokens_and_weighted_norms():
     rng = np.random.default_rng(3)
     columns = {name: rng.random(200) for name in ("param_grad_norm", "prob")}
@@ -349,18 +245,3 @@ def test_drivers_share_out_tokens_and_weighted_norms():
         assert row.share_of_weighted_norms == pytest.approx(weighted / whole)
     sums = found.groupby("driver")[["share_of_tokens", "share_of_weighted_norms"]].sum()
     np.testing.assert_allclose(sums, 1)
-
-
-def test_the_figure_of_drivers_shows_its_fits():
-    rows = []
-    for number, quantity in enumerate(("act_grad_norm.0", "param_grad_norm")):
-        for driver, value in (("log_one_minus_prob", 0.8), ("entropy", 0.1)):
-            bounds = {"lower": value - 0.1, "upper": value + 0.1 * (1 + number)}
-            rows.append({"quantity": quantity, "driver": driver, "coefficient": value + 0.01 * number, **bounds})
-    fits = pd.DataFrame(rows)
-    figure = drivers.draw(fits)
-    pd.testing.assert_frame_equal(drawn_numbers(figure), fits)
-    [ax] = figure.axes
-    for container, driver in zip(ax.containers, ("log_one_minus_prob", "entropy"), strict=True):
-        expected = fits.loc[fits["driver"] == driver, "coefficient"].tolist()
-        assert container[0].get_ydata() == pytest.approx(expected)

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from analyses.paper.words import CATEGORIES, Options, can_write, count_categories, embedded_categories, main, table
+from analyses.paper.words import CATEGORIES, Options, count_categories, main
 
 RESPONSE = """Let's analyze Zoey's statement first. Since Zoey says that Noah is a knave, we should check both cases.
 If Zoey is a knight, then Noah is a knave. Because Noah's statements contradict this, Zoey must be a knave.
@@ -24,22 +24,6 @@ def test_a_response_counted_by_hand():
         "Conclusion Indicator": 3,  # So, therefore, so
         "Assumption": 2,  # If …, then …; assumed
         "Assertion": 2,  # must be, definite
-    }
-
-
-def test_another_response_counted_by_hand():
-    text = (
-        "Considering Mia first: looked at closely, her claim is false, due to Jack. Thus Mia is a knave; hence Jack is "
-        "a knight. As a result, Ava lies. Consequently she is a knave. I examined all and analyzed each. Assume not: "
-        "if Ava told the truth then Liam would. If Liam lies then we are done."
-    )
-    assert count_categories(text) == {
-        "Analysis": 4,  # Considering, looked at, examined, analyzed
-        "Statement": 0,
-        "Causal Indicator": 1,  # due to
-        "Conclusion Indicator": 4,  # Thus, hence, As a result, Consequently
-        "Assumption": 3,  # Assume, if … then, If … then
-        "Assertion": 0,
     }
 
 
@@ -103,20 +87,6 @@ def test_the_trace_of_the_embedded_policy_counted_by_hand():
         "<answer> Zoey is a knight </answer>"
     )
     assert counts(text) == {"Analysis": 1, "Conclusion Indicator": 2, "Assumption": 1}
-
-
-def test_the_embedded_policy_has_check_so_and_if_then_and_nothing_else_of_table_5():
-    rows = table().set_index("word")["embedded policy has it"]
-    assert sorted(rows.index[rows == "yes"]) == ["check", "if…then…", "so"]
-    assert embedded_categories() == {"Analysis", "Conclusion Indicator", "Assumption"}
-
-
-def test_a_phrase_needs_all_its_words_and_no_letters_make_one():
-    [look] = [word for word in CATEGORIES["Analysis"] if word.name == "look at"]
-    [so] = [word for word in CATEGORIES["Conclusion Indicator"] if word.name == "so"]
-    assert can_write(["look ", "at\n"], look)
-    assert not can_write(["look ", "the "], look)
-    assert not can_write(["s", "o", "sofa"], so)
 
 
 def test_table_5_has_the_papers_words_category_by_category(tmp_path, capsys):

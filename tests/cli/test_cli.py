@@ -25,8 +25,6 @@ from support.policies import CONTEXT, VOCAB, make_policy, make_responses, save_c
 from gradscope.cli.sample import Sample
 from gradscope.gradients import TableMeasurement, interval_norms, measure
 from gradscope.gradients.engine import autograd as graph_body
-from gradscope.gradients.engine import head
-from gradscope.gradients.engine import meter as token_gradients
 from gradscope.gradients.engine import norms as rules
 from gradscope.gradients.engine.decoder import block as decoder_block
 from gradscope.objective import LossSettings
@@ -162,16 +160,6 @@ def test_estimates_are_taken_up_to_the_same_numbers(run, model, rollouts, tmp_pa
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_help_names_every_flag_that_others_use(run):
-    text = re.sub(r"\s+", " ", run("measure", "--help").out)
-    flags = ["--out", "--temperature", "--tokens-per-interval", "--blocks", "--no-self-check"]
-    flags += ["--norms {exact,estimate}", "--passes", "--draws"]
-    shared = ["--seed", "--dtype", "--device", "--overwrite"]
-    assert all(word in text for word in [*flags, *shared, "MODEL", "ROLLOUTS"])
-    text = re.sub(r"\s+", " ", run("sample", "--help").out)
-    assert all(word in text for word in ["MODEL", "--task", "--prompts", "--out", "--n", "--temperature", *shared])
-
-
 # What is refused.
 
 
@@ -236,19 +224,6 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_in_one_line(run, checkpoint
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_that_overflow_in_float16_are_told_from_another_kind_of_model(run, checkpoints, rollouts, tmp_path):
-    folder = spoil(checkpoints, tmp_path / "spoiled", lambda d: spoil_weight(d, 6e4))
-    outcome = run("measure", folder, rollouts, "--out", tmp_path / "out", "--dtype", "float16")
-    assert_one_line(outcome, "the logits are not finite in torch.float16; give --dtype float32")
-
-
-@pytest.mark.parametrize("name", ["bert", "t5"])
-def test_a_model_that_is_not_decoder_only_is_refused_in_one_line(run, checkpoints, rollouts, tmp_path, name):
-    outcome = run("measure", checkpoints / name, rollouts, "--out", tmp_path / "out")
-    assert_one_line(outcome, f"is a {name} model, not a decoder-only causal LM")
-    assert not (tmp_path / "out").exists()
-
-
 BAD_ROLLOUTS = {
     "an unknown column": (
         [ROW | {"advantages": 1.0}],
@@ -267,30 +242,6 @@ BAD_ROLLOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("logs", "flags", "words"),
-    [
-        ({"old_logprobs": [-200.0] * 3}, ["--clip-ratio-c", "none"], "0 of response 0 is -inf: its ratio, the expon"),
-        ({"ref_logprobs": [0.0] * 3}, ["--kl-coef", "1e38"], "0 of response 0 is inf: its KL term, of log π"),
-    ],
-)
-def test_a_weight_beyond_float32_is_refused_before_anything_is_written(run, model, tmp_path, logs, flags, words):
-    row = {"prompt_ids": [4, 5], "response_ids": [7, 8, 9], "advantage": -1.0} | logs
-    path = write_jsonl(tmp_path / "rows.jsonl", [row])
-    assert_one_line(run("measure", model, path, "--out", tmp_path / "out", *flags), words)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("command", ["measure", "diagnose"])
-def test_a_budget_that_holds_no_gradient_is_refused_before_anything_is_measured(
-    run, model, rollouts, tmp_path, command, monkeypatch
-):
-    monkeypatch.setattr(TableMeasurement, "__enter__", None)  # nothing may be measured
-    given = [model, rollouts] if command == "measure" else [model, "--rollouts", rollouts]
-    assert_one_line(run(command, *given, "--out", tmp_path / "out", "--gradient-memory", "10KiB"), "10,240")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_small_budget_changes_how_gradients_are_summed_and_the_run_says_how(run, model, rollouts, tmp_path):
     budgets = {"whole": (), "slices": ("1MiB",), "sketches": ("1MiB", "--minutes", "0.001")}
     for way, flags in budgets.items():
@@ -301,11 +252,6 @@ def test_a_small_budget_changes_how_gradients_are_summed_and_the_run_says_how(ru
     numbers = [pd.read_csv(tmp_path / way / "figures" / "cosines.csv") for way in ("whole", "slices")]
     pd.testing.assert_frame_equal(*numbers, rtol=1e-5)
     assert "gradient_share_error" in (tmp_path / "sketches" / "figures" / "summary.txt").read_text()
-
-
-def test_a_command_alone_shows_what_there_is(run):
-    outcome = run()
-    assert outcome.status == 2 and "gradscope" in outcome.err
 
 
 @pytest.mark.parametrize("what", BAD_ROLLOUTS)
@@ -341,30 +287,6 @@ def test_rollouts_that_cannot_be_used_are_refused_in_one_line(run, model, tmp_pa
 )
 def test_flags_with_impossible_values_are_refused_in_one_line(run, model, rollouts, tmp_path, flags, words):
     assert_one_line(run("measure", model, rollouts, "--out", tmp_path / "out", *flags), words)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused_in_one_line(run, model, rollouts, tmp_path):
-    outcome = run("measure", model, rollouts, "--out", tmp_path / "out", "--device", "cuda")
-    assert_one_line(outcome, "device 'cuda' cannot be used")
-
-
-@pytest.mark.parametrize(
-    "args",
-    [["--dtype", "int8"], ["--temperature", "warm"], ["--tokens-per-interval", "1.5"], ["--no-such"], ["--out", ""]],
-)
-def test_flags_that_cannot_be_read_exit_with_2_in_the_parsers_words(run, tmp_path, args):
-    outcome = run("measure", "model", "rollouts", "--out", tmp_path / "out", *args)
-    assert outcome.status == 2 and args[0].removeprefix("--") in outcome.err and "Traceback" not in outcome.err
-
-
-def test_nothing_there_is_named(run, model, rollouts, tmp_path):
-    out = ["--out", tmp_path / "out"]
-    assert_one_line(run("measure", tmp_path / "no model", rollouts, *out), "no model holds no config.json")
-    assert_one_line(run("measure", model, tmp_path / "no.jsonl", *out), "no.jsonl is not there")
-    assert_one_line(run("measure", rollouts, rollouts, *out), "holds no config.json")
-    assert_one_line(run("measure", "a" * 300, rollouts, *out), "holds no config.json")
     assert not (tmp_path / "out").exists()
 
 
@@ -414,15 +336,6 @@ def test_a_finished_run_says_so_and_is_left_alone(run, model, rollouts, tmp_path
     assert run(*args).out == with_figures.out and files(tmp_path / "out") == after
 
 
-@pytest.mark.parametrize("spoil_table", [Path.unlink, lambda table: cut(table, 100)], ids=["gone", "cut"])
-def test_a_finished_run_whose_table_is_gone_or_broken_says_so(run, model, rollouts, tmp_path, spoil_table):
-    args = ["measure", model, rollouts, "--out", tmp_path / "out", "--no-figures"]
-    assert run(*args).status == 0
-    spoil_table(tmp_path / "out" / "tokens.parquet")
-    assert_one_line(run(*args), "tokens.parquet is missing or cannot be read; --overwrite measures again")
-    assert run(*args, "--overwrite").status == 0 and len(pd.read_parquet(tmp_path / "out" / "tokens.parquet"))
-
-
 def test_other_arguments_are_refused_until_overwrite_is_given(run, model, rollouts, tmp_path):
     out = tmp_path / "out"
     args = ["measure", model, rollouts, "--out", out, *QUICK]
@@ -439,19 +352,6 @@ def test_other_arguments_are_refused_until_overwrite_is_given(run, model, rollou
     policy = load_policy(model)
     expected = measure(policy, read_rollouts(rollouts, policy), temperature=0.7, self_check=False)
     pd.testing.assert_frame_equal(pd.read_parquet(out / "tokens.parquet"), expected)
-
-
-def test_overwriting_with_a_run_that_fails_its_self_check_keeps_the_old_one(
-    run, model, rollouts, tmp_path, monkeypatch
-):
-    out = tmp_path / "out"
-    args = ["measure", model, rollouts, "--out", out, "--no-figures"]
-    assert run(*args).status == 0
-    before = files(out)
-    for module in (head, token_gradients):
-        monkeypatch.setattr(module, "outer_square_norms", lambda delta, *_args, **_kw: delta.square().sum(1))
-    assert_one_line(run(*args, "--seed", 1, "--overwrite"), "self-check failed", status=1)
-    assert files(out) == before
 
 
 def test_killed_in_the_middle_a_run_is_taken_up_where_it_was(run, model, tmp_path):
@@ -515,12 +415,6 @@ def test_stopped_within_a_group_a_run_finishes_to_the_same_table(run, model, tmp
     assert (stopped / "tokens.parquet").read_bytes() == (whole / "tokens.parquet").read_bytes()
 
 
-def test_what_a_file_says_does_not_steer_the_terminal(run, model, tmp_path):
-    path = tmp_path / "r.jsonl"
-    path.write_text(json.dumps({"\x1b[2Jcleared\u202e": 1}) + "\n")
-    assert_one_line(run("measure", model, path, "--out", tmp_path / "out", *QUICK), r"\x1b[2Jcleared\u202e")
-
-
 def test_a_real_process_prints_one_line_of_error_and_no_traceback(tmp_path):
     command = [sys.executable, "-m", "gradscope", "sample", "embedded", "--out", str(tmp_path / "out.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -557,15 +451,6 @@ def test_sample_writes_what_measure_reads_and_the_same_for_the_same_seed(run, mo
     assert (table["logprob"] - table["old_logprob"]).abs().max() < 1e-4
 
 
-def test_sample_does_not_replace_a_file_unasked(run, model, prompts, tmp_path):
-    out = tmp_path / "out.jsonl"
-    out.write_text("mine")
-    args = ["sample", model, "--prompts", prompts, "--out", out, *SHORT]
-    assert_one_line(run(*args), f"{out} exists")
-    assert out.read_text() == "mine"
-    assert run(*args, "--overwrite").status == 0 and len(out.read_text().splitlines()) == 6
-
-
 def test_sample_takes_a_task_from_a_file_of_the_users(run, model, tmp_path):
     task = tmp_path / "parity.py"
     task.write_text(
@@ -583,39 +468,6 @@ def test_sample_takes_a_task_from_a_file_of_the_users(run, model, tmp_path):
     assert outcome.status == 0 and "9 responses to 3 prompts" in outcome.out and "mean reward" in outcome.out
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert all(row["reward"] == (len(row["response"].split()) % 2 == row["group"] % 2) for row in rows)
-
-
-BAD_PROMPTS = {
-    "empty.txt": (b"\n  \n", "is empty"),
-    "latin.txt": (b"\xe9t\xe9\n", "is not UTF-8"),
-    "number.jsonl": (b'{"prompt": 5}\n', "line 1: the prompt is neither a string nor a chat but 5"),
-    "misnamed.jsonl": (b'{"prompt": "w4"}\n{"prompts": "w4"}\n', 'line 2: not a JSON object with a field "prompt"'),
-    "nothing.jsonl": (b'{"prompt": null}\n', "line 1: the prompt is neither a string nor a chat but None"),
-    "half.jsonl": (b'{"prompt": "w4 \\ud800"}\n', "line 1: the prompt holds what is no text"),
-    "half.chat.jsonl": (
-        b'{"prompt": [{"role": "user", "content": [{"text": "\\udc00"}]}]}\n',
-        "line 1: the prompt holds what is no text",
-    ),
-    "rubbish.jsonl": (b"rubbish\n", "line 1: not a JSON object"),
-    "long.txt": (b"w4 " * (CONTEXT + 1), "no room for a response"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_PROMPTS)
-def test_prompts_that_cannot_be_used_are_refused_in_one_line(run, model, tmp_path, name):
-    content, words = BAD_PROMPTS[name]
-    (tmp_path / name).write_bytes(content)
-    out = tmp_path / "deep" / "out.jsonl"
-    assert_one_line(run("sample", model, "--prompts", tmp_path / name, "--out", out), words)
-    assert not out.parent.exists()
-
-
-def test_text_and_chats_together_fit_jsonl_and_not_parquet(run, model, tmp_path, monkeypatch):
-    rows = [{"prompt": "w4 w5"}, {"prompt": [{"role": "user", "content": "w4 w5"}]}]
-    args = ("sample", model, "--prompts", write_jsonl(tmp_path / "mixed.jsonl", rows), *SHORT, "--out")
-    assert run(*args, tmp_path / "out.jsonl").status == 0
-    monkeypatch.setattr("gradscope.sampling.rollouts.rollout_rows", None)  # before anything is sampled
-    assert_one_line(run(*args, tmp_path / "out.parquet"), "several kinds, which one column of parquet cannot hold")
 
 
 def test_a_chat_is_sampled_through_the_template(run, model, tmp_path):
@@ -653,30 +505,6 @@ def test_what_sample_cannot_do_is_refused_in_one_line(run, model, prompts, tmp_p
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_sample_says_where_it_can_write(run, model, prompts, tmp_path):
-    assert_one_line(run("sample", model, "--prompts", prompts, "--out", tmp_path / "a.csv"), ".jsonl or .parquet")
-    assert_one_line(run("sample", model, "--prompts", prompts, "--out", prompts / "a.jsonl"), "is a file")
-    for out in ("/proc/a.jsonl", "/proc/deep/a.jsonl", tmp_path / f"{'a' * 245}.jsonl"):  # before anything is loaded
-        outcome = run("sample", "no model", "--prompts", prompts, "--out", out)
-        assert_one_line(outcome, "give another --out")
-    assert os.listdir(tmp_path) == [prompts.name]
-
-
-def test_a_seed_of_any_length_and_a_length_beyond_the_context_are_taken(run, model, prompts, tmp_path):
-    outs = [tmp_path / f"{name}.jsonl" for name in "abcd"]
-    settings = [(0, 10**20), (0, CONTEXT), (2**64, 5), (2**65, 5)]
-    for out, (seed, length) in zip(outs, settings, strict=True):
-        flags = ("--seed", seed, "--n", 2, "--max-new-tokens", length)
-        assert run("sample", model, "--prompts", prompts, "--out", out, *flags).status == 0
-    assert outs[0].read_bytes() == outs[1].read_bytes() and outs[2].read_bytes() != outs[3].read_bytes()
-
-
-def test_a_policy_without_a_tokenizer_cannot_sample_text(run, checkpoints, prompts, tmp_path):
-    folder = spoil(checkpoints, tmp_path / "mute", lambda d: [p.unlink() for p in d.glob("*token*")])
-    outcome = run("sample", folder, "--prompts", prompts, "--out", tmp_path / "out.jsonl")
-    assert_one_line(outcome, "text needs a tokenizer")
-
-
 # train
 
 
@@ -685,31 +513,6 @@ def test_a_plan_is_made_for_gpus_of_any_size(run):
     assert "On GPUs of 24 GiB" in run(*plan, 24).out
     for size in ("0", "nan", "inf"):
         assert_one_line(run(*plan, size), "--device-memory is")
-
-
-@pytest.mark.parametrize(
-    ("command", "flag", "value"),
-    [
-        (("measure", "embedded", "rollouts.jsonl"), "--machine", "h200"),
-        (("train", "--preset", "kk-embedded"), "--machine", "h200"),
-        (("train", "--preset", "kk-embedded"), "--device-memory", "40.0"),
-    ],
-)
-def test_what_is_of_a_plan_is_refused_without_one(run, tmp_path, command, flag, value):
-    out = tmp_path / "out"
-    outcome = run(*command, "--out", out, flag, value)
-    assert_one_line(outcome, f"{flag} is {value}, which only a plan is made for; add --plan, or leave it out")
-    assert not out.exists()
-
-
-def test_a_training_run_is_no_model_for_any_command(run, prompts, tmp_path):
-    folder = tmp_path / "run"
-    save_checkpoint(folder / "checkpoints" / "step-000020", "llama")
-    (folder / "config.json").write_text('{"model": "embedded"}')
-    words = f"give one of its checkpoints, such as the newest: {folder / 'checkpoints' / 'step-000020'}"
-    assert_one_line(run("sample", folder, "--prompts", prompts, "--out", tmp_path / "a.jsonl"), words)
-    flags = ("--model", folder, "--task", "arithmetic", "--steps", 1, "--device", "cpu", "--trackers")
-    assert_one_line(run("train", "--out", tmp_path / "out", *flags), words)
 
 
 # demo

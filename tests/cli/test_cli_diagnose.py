@@ -16,7 +16,7 @@ from support.pages import BRIEF, read_page, read_statistics, value, write_rows
 from support.policies import make_model, make_tokenizer, save_checkpoint
 from support.training import train
 
-from gradscope.cli.pages import name_folders, read_step
+from gradscope.cli.pages import read_step
 from gradscope.diagnosis import DiagnosisSettings, diagnose
 from gradscope.gradients import measure
 from gradscope.policy import load_policy, read_optimizer_file
@@ -188,30 +188,6 @@ def test_an_optimizer_of_something_else_is_left_out_beside_the_checkpoint_and_re
         assert notes[0].startswith("optimizer.pt beside the checkpoint is left out: ") and str(model) not in notes[0]
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "wrong", "words"),
-    [
-        ("state", "exp_avg", torch.tensor([torch.nan]), "exp_avg of"),
-        ("state", "exp_avg_sq", torch.tensor([torch.inf]), "is negative or NaN, infinite"),
-        ("state", "step", torch.tensor(-5.0), "of a negative step"),
-        ("state", "step", torch.tensor(torch.inf), "is not AdamW's"),
-        ("state", "step", torch.ones(2), "is not AdamW's"),
-        ("param_groups", "lr", -1.0, "learning_rate is -1.0"),
-        ("param_groups", "betas", (0.9, 1.0), "betas are"),
-        ("param_groups", "weight_decay", "x", "is not AdamW's"),
-        ("param_groups", "param_names", 5, "is not AdamW's"),
-    ],
-)
-def test_a_damaged_optimizer_beside_the_checkpoint_is_left_out(trained, where, name, wrong, words, tmp_path):
-    policy = load_policy(trained)
-    state = torch.load(trained / "optimizer.pt")
-    held = state[where][0]
-    held[name] = wrong.expand_as(held[name]) if name.startswith("exp_avg") else wrong
-    torch.save(state, tmp_path / "optimizer.pt")
-    found, step, notes = read_step(policy, tmp_path / "optimizer.pt", asked=False)
-    assert found is step is None and len(notes) == 1 and words in notes[0]
-
-
 # Several checkpoints.
 
 
@@ -243,15 +219,6 @@ def test_several_checkpoints_have_a_page_each_and_one_of_the_trend_with_their_ve
     to = ("--rollouts", rollouts, "--out", out, *BRIEF)
     assert "give another --out, or --overwrite" in refusal(capsys, "diagnose", models[0], *to)
     assert (out / "data" / "trend.csv").is_file()
-
-
-def test_a_trend_does_not_replace_a_page_of_another_kind_and_says_so_before_it_measures(job, single, tmp_path, capsys):
-    out = Path(shutil.copytree(single, tmp_path / "out"))
-    models = (job / "checkpoint-3", job / "checkpoint-20")
-    assert "give another --out, or --overwrite" in refusal(
-        capsys, "diagnose", *models, "--rollouts", job / "rollouts.jsonl", "--out", out, *BRIEF
-    )
-    assert (out / "tokens.parquet").is_file() and not (out / "checkpoint-20").exists()
 
 
 # Refused before anything is written.
@@ -321,15 +288,3 @@ def test_a_plan_is_printed_for_each_checkpoint_and_nothing_is_written(job, tmp_p
     run("diagnose", *command, "--plan", "--machine", "h200", "--out", tmp_path / "out")
     assert capsys.readouterr().out.count("FLOP") >= 2
     assert not (tmp_path / "out").exists()
-
-
-def test_two_folders_of_one_name_and_names_of_a_pages_files_stay_apart(tmp_path, monkeypatch):
-    def names(*models: str) -> list[str]:
-        return [folder.name for folder in name_folders(models, tmp_path)]
-
-    monkeypatch.chdir(tmp_path)
-    assert name_folders(["a/b"], tmp_path) == [tmp_path]
-    assert names("run/step-1", "run/step-2/") == ["step-1", "step-2"]
-    assert names("x/last", "y/last") == ["00-last", "01-last"] and names("x/data", "y") == ["00-data", "01-y"]
-    assert names("run/epoch:3", "run/a\\b") == ["epoch_3", "a_b"]  # no address, in a link
-    assert names(".", "..") == [tmp_path.name, tmp_path.parent.name]  # none of them above --out

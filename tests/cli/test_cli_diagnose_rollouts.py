@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 from support import dumps
 from support.cli import refusal, run
-from support.pages import BRIEF, Reader, native_rows, read_page, read_statistics, write_rows
-from support.policies import save_checkpoint, write_jsonl
+from support.pages import BRIEF, native_rows, read_page, read_statistics, write_rows
+from support.policies import save_checkpoint
 
 from gradscope.diagnosis import logit_table
 from gradscope.gradients import measure
@@ -64,19 +64,6 @@ def test_without_a_policy_the_page_is_of_the_logits_alone_and_gives_no_verdict(w
     assert "seed 0, not 5" in refusal(capsys, "diagnose", "--rollouts", path, "--out", out, "--seed", "5")
 
 
-def test_a_dump_without_log_probabilities_needs_a_policy(tmp_path, capsys):
-    given = ("--rollouts", dumps.write_open_instruct(tmp_path / "dump"), "--out", tmp_path / "out")
-    rows = [{"prompt_ids": [4, 5], "response_ids": [6], "reward": 1.0}]
-    assert "without log-probabilities" in refusal(
-        capsys, "diagnose", "--rollouts", write_jsonl(tmp_path / "r.jsonl", rows), *given[2:]
-    )
-    rows = [{"prompt_ids": [4, 5], "response_ids": [6], "old_logprobs": [-1.0]}]
-    assert "neither advantages nor rewards" in refusal(
-        capsys, "diagnose", "--rollouts", write_jsonl(tmp_path / "r.jsonl", rows), *given[2:]
-    )
-    assert not (tmp_path / "out").exists()
-
-
 # Rollouts that it samples.
 
 
@@ -113,20 +100,6 @@ def test_without_rollouts_a_task_is_sampled_once_and_diagnosed(model, tmp_path, 
     assert "rollouts" in refusal(capsys, "diagnose", *command[1:], "--seed", "1")  # other responses, in the same folder
 
 
-def test_prompts_without_a_reward_have_no_weights_and_the_page_says_so(model, tmp_path, capsys):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("w4 w5\nw6 w7 w8\n")
-    command = (model, "--prompts", prompts, "--n", "2", "--max-new-tokens", "4", "--out", tmp_path / "out", *BRIEF)
-    run("diagnose", *command)
-    table, statistics = pd.read_parquet(tmp_path / "out" / "tokens.parquet"), read_statistics(tmp_path / "out")
-    assert table["weight"].isna().all() and table["param_grad_norm"].notna().all()
-    assert f"Advantages are unknown at {len(table)} of {len(table)} tokens" in read_page(tmp_path / "out").text
-    assert {*statistics["metric"]} == {"none"} and "token_share" in {*statistics["statistic"]}
-    # Other prompts under the same name are other rollouts: these are not taken for theirs.
-    prompts.write_text("w9 w5\nw6 w7 w8\n")
-    assert "(rollouts " in refusal(capsys, "diagnose", *command)
-
-
 # What a model wrote stays text.
 
 
@@ -151,8 +124,3 @@ def test_tokens_prompts_and_paths_that_look_like_html_stay_text(model, tmp_path)
     assert "img" not in page.tags and "b" not in page.tags
     assert page.tags.count("script") == 2  # the viewer's data and the page's own
     assert not [name for name, _ in page.attributes if name.startswith("on")]
-
-
-def test_the_reader_of_these_tests_sees_what_runs():
-    page = Reader("<p>a &lt;b&gt;</p><img src=x onerror='f()'><script>f('<b>')</script>")
-    assert page.tags == ["p", "img", "script"] and ("onerror", "f()") in page.attributes and page.text == "a <b>"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from support.adapters import save_adapter
 from support.cli import Outcome, assert_one_line, outcome_of
 from support.policies import save_checkpoint
 
@@ -116,38 +114,6 @@ def test_it_writes_what_the_function_returns_and_a_manifest(run, model, task, tm
     }
 
 
-def test_the_printed_table_has_the_numbers_and_intervals_of_the_file(run, model, task, tmp_path):
-    outcome = run(model, "--task", task, "--out", tmp_path / "out", *SHORT)
-    table = pd.read_csv(tmp_path / "out" / "evaluation.csv").set_index("level")
-    line = next(line for line in outcome.out.splitlines() if line.split()[:1] == ["all"])
-    names = ("greedy_accuracy", "avg@2", "pass@2")
-    cells = [
-        f"{table[n]['all']:.3f} [{table[n + '_lower']['all']:.3f}, {table[n + '_upper']['all']:.3f}]" for n in names
-    ]
-    rest = [f"{table[f'sampled_{n}']['all']:.3f}" for n in ("format_rate", "reward")]
-    assert line.split() == ["all", "5", *" ".join(cells).split(), *rest, *line.split()[-2:]]
-    assert f"{table['sampled_tokens']['all']:.1f}" == line.split()[-2]
-
-
-def test_k_0_is_greedy_only(run, model, task, tmp_path):
-    outcome = run(model, "--task", task, "--out", tmp_path / "out", *SHORT, "--k", 0)
-    assert outcome.status == 0 and "to each 1 greedy response, of" in outcome.out and "avg@" not in outcome.out
-    table = pd.read_csv(tmp_path / "out" / "evaluation.csv")
-    assert not [name for name in table if "@" in name or name == "sampled_reward"]
-    assert pd.read_parquet(tmp_path / "out" / "responses.parquet")["greedy"].all()
-
-
-def test_a_chat_survives_being_written_and_read(run, model, tmp_path):
-    chat = PARITY.replace("Question(f", "Question(wrap(f", 1).replace('}", i % 2, level)', '}"), i % 2, level)', 1)
-    chat += "\ndef wrap(text):\n    return [{'role': 'user', 'content': text}]\n"
-    (tmp_path / "chat.py").write_text(chat, encoding="utf-8")
-    folder = save_checkpoint(tmp_path / "chatty", "llama", chat=True)
-    outcome = run(folder, "--task", f"{tmp_path / 'chat.py'}:parity", "--out", tmp_path / "out", *SHORT)
-    assert outcome.status == 0, outcome.err
-    prompts = pd.read_parquet(tmp_path / "out" / "responses.parquet")["prompt"]
-    assert [list(prompt) for prompt in prompts[:1]] == [[{"role": "user", "content": "w4 w4"}]]
-
-
 # Taken up again.
 
 
@@ -234,24 +200,6 @@ def test_what_it_cannot_do_is_refused_in_one_line_and_writes_nothing(run, model,
     assert not (tmp_path / "out").exists()
 
 
-def test_an_empty_set_of_questions_is_refused(run, model, task, tmp_path):
-    (tmp_path / "parity.py").write_text(PARITY.replace("return [Question", "return [] and [Question"))
-    assert_one_line(run(model, "--task", task, "--out", tmp_path / "out", *SHORT), "no questions")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_chat_template_that_raises_is_one_line(run, model, task, tmp_path):
-    folder = save_checkpoint(tmp_path / "chatty", "llama", chat=True)
-    (tmp_path / "parity.py").write_text(
-        PARITY.replace('Question(f"w{', "Question([{'role': 'user', 'content': 'w4'}] or f\"{")
-    )
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system\n role') }}")
-    args = ("--task", task, "--out", tmp_path / "out", *SHORT)
-    assert_one_line(run(folder, *args), "the tokenizer's chat template raised TemplateError (no system)")
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content / 0 }}")
-    assert_one_line(run(folder, *args), "the tokenizer's chat template raised TypeError")
-
-
 def test_a_run_that_is_refused_keeps_the_finished_one(run, model, task, tmp_path):
     args = (model, "--task", task, "--out", tmp_path / "out", *SHORT)
     assert run(*args).status == 0
@@ -266,27 +214,3 @@ def test_a_run_that_is_refused_keeps_the_finished_one(run, model, task, tmp_path
     assert "already evaluated" in run(*args).out
     assert "taking up the unfinished run" in run(*args, "--seed", 1).out
     assert set(os.listdir(tmp_path / "out")) == RESULTS and contents(tmp_path / "out") != before
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, lambda p: p.write_text(""), lambda p: p.write_bytes(b"\xff\0"), None])
-def test_a_finished_run_without_its_table_is_one_line(run, model, task, tmp_path, damage):
-    args = (model, "--task", task, "--out", tmp_path / "out", *SHORT)
-    assert run(*args).status == 0
-    junk = [lambda p: p.write_text("a,b\n1,2\n"), lambda p: p.write_text("level,questions,greedy_accuracy\nall,5,x\n")]
-    for spoil in [damage] if damage else junk:
-        spoil(tmp_path / "out" / "evaluation.csv")
-        assert_one_line(run(*args), "evaluation.csv is gone or was changed")
-    assert run(*args, "--overwrite").status == 0 and "already evaluated" in run(*args).out
-
-
-def test_an_adapter_whose_base_changed_is_another_policy(run, model, task, tmp_path):
-    """The base is given by a flag, and its weights decide the answers as much as the adapter's own."""
-    base, out = Path(shutil.copytree(model, tmp_path / "base")), tmp_path / "out"
-    adapter = save_adapter(tmp_path / "adapter", model, r=2, target_modules=["q_proj"])
-    args = (adapter, "--base", base, "--task", task, "--out", out, *SHORT)
-    assert run(*args).status == 0
-    manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["base_model"]["path"] == str(base) and manifest["params"] == "all"
-    assert "already evaluated" in run(*args).out
-    save_checkpoint(base, "llama", sharpness=4.0)
-    assert_one_line(run(*args), "base_model")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from support.cli import assert_one_line, outcome_of
 from support.policies import make_policy, make_responses, save_checkpoint, write_jsonl
 
 from gradscope.cli import tune as cli_tune
-from gradscope.errors import InputError
 from gradscope.policy import load_policy
 from gradscope.rollouts import read_rollouts
 from gradscope.updates import StepSettings, make_grid, screen, tune_batch
@@ -93,21 +91,6 @@ def test_it_writes_what_the_functions_return_and_prints_the_summary(run, model, 
     assert actual.tolist() == pytest.approx(expected.settings["difference"].tolist(), rel=1e-12)
 
 
-def test_a_single_file_is_split_into_whole_prompts_of_equal_numbers(run, model, rollouts, tmp_path):
-    outcome = run(model, rollouts, "--out", tmp_path / "out", *SMALL, "--batches", 3, "--no-actual")
-    assert outcome.status == 0 and "no actual update was made" in outcome.out
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["prompts"] == [3, 3, 2]
-    policy = load_policy(model)
-    whole = read_rollouts(rollouts, policy)
-    batches = cli_tune.split_prompts(whole, 3, seed=0)
-    assert sorted(g for b in batches for g in b.group_ids.unique().tolist()) == list(range(PROMPTS))
-    assert sum(len(b) for b in batches) == len(whole)
-    again = cli_tune.split_prompts(whole, 3, seed=1)
-    assert [b.group_ids.tolist() for b in batches] != [b.group_ids.tolist() for b in again]
-    table = pd.read_csv(tmp_path / "out" / "settings.csv")
-    assert table["actual_score"].isna().all() and table["predicted_score"].notna().all()
-
-
 def save_state(model: Path, path: Path) -> None:
     parameters = load_policy(model).model.named_parameters()
     optimizer = torch.optim.AdamW(parameters, lr=2e-4, weight_decay=0.01, betas=(0.8, 0.95))
@@ -141,14 +124,6 @@ def test_the_state_beside_the_model_says_how_adamw_steps(run, rollouts, tmp_path
     assert tables[0] == tables[1] != tables[2]
 
 
-def test_a_temperature_beats_the_rollouts_own(run, model, rollouts, tmp_path):
-    flags = (*SMALL, "--batches", 2, "--no-actual")
-    for name, more in (("own", ()), ("same", ("--temperature", 1.0)), ("other", ("--temperature", 0.5))):
-        assert run(model, rollouts, "--out", tmp_path / name, *flags, *more).status == 0
-    own, same, other = ((tmp_path / n / "settings.csv").read_bytes() for n in ("own", "same", "other"))
-    assert own == same != other
-
-
 # Taken up again.
 
 
@@ -178,19 +153,6 @@ def test_an_interrupted_run_goes_on_to_the_files_of_an_undisturbed_one(run, mode
     for manifest in manifests:
         del manifest["settings"]["out"]
     assert first == second and manifests[0] == manifests[1]
-
-
-def test_a_finished_run_is_told_again_and_left_alone(run, model, rollouts, tmp_path):
-    args = (model, rollouts, "--out", tmp_path / "out", *SMALL, "--batches", 2, "--no-actual")
-    first = run(*args)
-    before = contents(tmp_path / "out")
-    again = run(*args, "--micro-batch-size", 4)
-    assert again.status == 0 and "already tuned" in again.out and contents(tmp_path / "out") == before
-    assert first.out.splitlines()[2:] == again.out.splitlines()[2:]
-    assert_one_line(run(*args, "--kl-coef", 0.5), "kl_coef 0.001, not 0.5")
-    assert run(*args, "--kl-coef", 0.5, "--overwrite").status == 0
-    (tmp_path / "out" / "manifest.json").unlink()
-    assert_one_line(run(*args), "without a manifest")
 
 
 # What is refused.
@@ -233,16 +195,6 @@ def test_what_cannot_be_used_is_said_in_one_line_before_anything_is_written(run,
     assert not out.exists()
 
 
-def test_a_batch_without_some_advantages_is_refused(model, rollouts):
-    batch = read_rollouts(rollouts, load_policy(model))
-    advantages = batch.token_weighted(batch.rewards)
-    row, column = batch.response_mask.nonzero()[0].tolist()
-    advantages[row, column] = float("nan")
-    batches = [batch, replace(batch, advantages=advantages)]
-    with pytest.raises(InputError, match="batch 1 has no advantage on 1 tokens"):
-        cli_tune.check_batches(batches, 2)
-
-
 def test_batches_side_by_side_give_the_same_files(run, model, rollouts, tmp_path):
     flags = (*SMALL, "--batches", 2)
     for name, jobs in (("one", 1), ("two", 2)):
@@ -250,22 +202,3 @@ def test_batches_side_by_side_give_the_same_files(run, model, rollouts, tmp_path
     for file in ("settings.csv", "by_interval.csv", "summary.txt"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
     assert_one_line(run(model, rollouts, "--out", tmp_path / "none", *flags, "--jobs", 0), "--jobs is 0")
-
-
-def test_states_of_another_optimizer_or_without_a_learning_rate_are_one_line(run, model, rollouts, tmp_path):
-    parameters = list(load_policy(model).model.parameters())
-    for optimizer, said in (
-        (torch.optim.SGD(parameters, lr=0.1), "not AdamW's"),
-        (torch.optim.AdamW(parameters, lr=0.0), "learning rate 0; give --learning-rate"),
-    ):
-        torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-        flags = (*SMALL, "--optimizer", "adamw", "--optimizer-state", tmp_path / "optimizer.pt")
-        assert_one_line(run(model, rollouts, "--out", tmp_path / "out", *flags), said)
-
-
-def test_a_finished_run_without_its_table_says_so(run, model, rollouts, tmp_path):
-    args = (model, rollouts, "--out", tmp_path / "out", *SMALL, "--batches", 2, "--no-actual")
-    assert run(*args).status == 0
-    json.loads((tmp_path / "out/manifest.json").read_text(), parse_constant=pytest.fail)
-    (tmp_path / "out/settings.csv").unlink()
-    assert_one_line(run(*args), "is gone; tune again with --overwrite")

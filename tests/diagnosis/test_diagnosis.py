@@ -13,7 +13,7 @@ from support.policies import make_batch, make_policy
 from support.steps import warm_state
 from torch import Tensor
 
-from gradscope.diagnosis import Diagnosis, DiagnosisSettings, block_products, diagnose, state_step
+from gradscope.diagnosis import Diagnosis, DiagnosisSettings, diagnose, state_step
 from gradscope.diagnosis.gradients import sum_gradients
 from gradscope.diagnosis.result import COLUMNS
 from gradscope.diagnosis.steps import recommend, seeds_of
@@ -325,13 +325,6 @@ def test_the_recommendation_has_the_best_predicted_score_and_its_difference_on_o
         assert found.verdict == "no difference" and math.isnan(found.difference)
 
 
-def test_a_recommendation_needs_two_prompts_with_an_advantage(policy, batch):
-    batch = replace(batch, rewards=torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]))
-    keywords = {"loss": NARROW, "num_batches": 5, "alphas": (None, 0.5), "etas": (None,)}
-    with pytest.raises(InputError, match="1 prompts have an advantage"):
-        recommend(policy, batch, **keywords, rng=np.random.default_rng(0), generator=torch.Generator())
-
-
 def test_every_part_is_there_and_every_number_has_one_row(whole):
     statistics = whole.statistics
     assert statistics.columns.tolist() == COLUMNS
@@ -354,42 +347,11 @@ def test_the_policy_is_as_it_was(policy, batch, table):
     assert all(p.grad is None for p in policy.model.parameters())
 
 
-def test_leaving_parts_out_changes_no_other_number(policy, batch, table):
-    settings = replace(QUICK, influence_tokens=1000, actual_step=True)
-    more = diagnose(policy, batch, table, settings=settings).statistics
-    less = diagnose(policy, batch, table, settings=QUICK).statistics
-    kept = more.merge(less[["statistic", "metric", "interval"]]).reset_index(drop=True)
-    pd.testing.assert_frame_equal(kept, less)
-    again = diagnose(policy, batch, table, settings=settings).statistics
-    pd.testing.assert_frame_equal(more, again)
-
-
-def test_without_advantages_only_what_is_unweighted_is_left_and_a_note_says_so(policy, batch):
-    bare = replace(batch, advantages=None, rewards=None)
-    diagnosis = diagnose(policy, bare, settings=replace(QUICK, influence_tokens=100, actual_step=True))
-    assert "unknown-advantages" in kinds(diagnosis)
-    assert diagnosis.pick("dominance_index", "raw", LABELS[0]) is None
-    assert diagnosis.influence is None and diagnosis.movement is None and diagnosis.spikes is None
-    assert value(diagnosis, "token_share", "none", LABELS[3]) > 0
-    assert diagnosis.layers is not None and value(diagnosis, "bound_violations") == 0
-
-
 def test_equal_rewards_and_no_reference_give_no_gradient_and_a_note(policy, batch):
     equal = replace(batch, rewards=torch.ones(6), ref_logprobs=None)
     diagnosis = diagnose(policy, equal, settings=replace(QUICK, recommend_batches=2))
     assert "no-gradient" in kinds(diagnosis)
     assert diagnosis.pick("gradient_share", "raw", LABELS[0]) is None and diagnosis.recommendation is None
-
-
-def test_a_single_prompt_has_no_intervals_and_a_note(policy, batch):
-    one = batch.select([0, 1])
-    diagnosis = diagnose(policy, one, settings=replace(QUICK, influence_tokens=100, recommend_batches=2))
-    assert "one-prompt" in kinds(diagnosis)
-    assert "impossible" in kinds(diagnosis)
-    rows = diagnosis.statistics
-    assert rows["lower"].isna().all()
-    assert rows.loc[rows["statistic"] == "signal", "value"].isna().all()
-    assert np.isfinite(value(diagnosis, "gradient_norm", "raw", "all"))
 
 
 def test_an_empty_interval_is_named_and_is_nan(policy, batch, table):
@@ -418,25 +380,6 @@ def test_of_a_sample_each_token_counts_for_one_over_its_chance(policy, batch, sa
     assert "sampled-norms" in kinds(diagnosis)
 
 
-def test_estimated_norms_are_taken_and_called_such(policy, batch, brute):
-    table = measure(policy, batch, loss=NARROW, norms="estimate", passes=60)
-    diagnosis = diagnose(policy, batch, table, settings=QUICK)
-    assert "estimated-norms" in kinds(diagnosis)
-    squares = brute.weight**2 * brute.jacobian.square().sum(1).numpy()
-    low = squares[brute.interval == 0].sum() / squares.sum()
-    # 60 passes: a sum over an interval errs by less than √(2/60) = .18 of itself in the standard deviation.
-    assert value(diagnosis, "squared_share", "raw", LABELS[0]) == pytest.approx(low, abs=0.3)
-
-
-def test_a_table_of_other_rollouts_or_intervals_is_refused(policy, batch, table):
-    with pytest.raises(InputError, match="are not the batch's"):
-        diagnose(policy, batch.select([0, 1, 2, 3]), table, settings=QUICK)
-    with pytest.raises(InputError, match="has no column weight"):
-        diagnose(policy, batch, table.drop(columns="weight"), settings=QUICK)
-    with pytest.raises(InputError, match="not in the interval that the edges give"):
-        diagnose(policy, batch, table, settings=replace(QUICK, edges=(0.0, 0.5, 1.0)))
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -454,24 +397,10 @@ def test_settings_that_make_no_diagnosis_are_refused(policy, batch, table, chang
         diagnose(policy, batch, table, settings=replace(QUICK, **change))
 
 
-def test_a_state_with_a_step_of_sgd_is_refused(policy, batch, table):
-    with pytest.raises(InputError, match=r"settings\.step sgd"):
-        settings = replace(QUICK, step=StepSettings("sgd"))
-        diagnose(policy, batch, table, settings=settings, optimizer_state=warm_state(policy))
-
-
 def test_the_step_goes_on_as_the_saved_optimizer_would(policy):
     state = warm_state(policy)
     state["param_groups"][0] |= {"lr": 3e-4, "weight_decay": 0.02}
     assert state_step(state) == StepSettings("adamw", 3e-4, 0.02, (0.8, 0.95), 1e-6)
-
-
-def test_narrow_weights_leave_out_the_steps_and_say_why(batch):
-    policy = make_policy("qwen2", torch.bfloat16, tokenizer=True)
-    settings = replace(QUICK, influence_tokens=100, actual_step=True)
-    diagnosis = diagnose(policy, batch, settings=settings)
-    assert kinds(diagnosis).count("impossible") == 2
-    assert diagnosis.influence is None and np.isfinite(value(diagnosis, "gradient_norm", "raw", "all"))
 
 
 def test_other_edges_are_followed_throughout(policy, batch):
@@ -481,20 +410,6 @@ def test_other_edges_are_followed_throughout(policy, batch):
     shares = [value(diagnosis, "gradient_share", "raw", label) for label in diagnosis.labels]
     assert sum(shares) == pytest.approx(1)
     assert np.isfinite(value(diagnosis, "low_to_high_share", "none", "[½, 1]"))
-
-
-def test_products_in_small_slices_are_those_of_the_whole_vectors(monkeypatch):
-    vectors = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
-    expected = np.einsum("pai,qbi->paqb", vectors.double().numpy(), vectors.double().numpy())
-    monkeypatch.setattr("gradscope.diagnosis.gradients.SLICE", 12 * 7)
-    assert block_products(vectors) == pytest.approx(expected, rel=1e-12)
-
-
-def test_prompts_without_weight_are_counted_in_a_note(policy, batch):
-    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.5, 0.0])
-    diagnosis = diagnose(policy, replace(batch, rewards=rewards, ref_logprobs=None), settings=QUICK)
-    (note,) = [note for note in diagnosis.notes if note.kind == "idle-prompts"]
-    assert "1 of 3" in note
 
 
 def test_a_weight_without_bound_is_refused_by_its_token(policy, batch, table):

@@ -10,7 +10,7 @@ import torch
 
 from gradscope.diagnosis import Products, cosine_matrix, gradient_rows, token_shares
 from gradscope.diagnosis.gradients import signal_and_noise
-from gradscope.diagnosis.result import COLUMNS, join_rows, make_rows, one_row, pick_row
+from gradscope.diagnosis.result import pick_row
 from gradscope.diagnosis.steps import direction_rows, influence_rows, lag_rows, within_budget
 from gradscope.diagnosis.tokens import (
     bound_margins,
@@ -20,7 +20,6 @@ from gradscope.diagnosis.tokens import (
     shares_by,
     sum_by_prompt,
 )
-from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.objective import LossSettings
 from gradscope.rollouts import Response, collate
@@ -138,40 +137,6 @@ def test_a_planted_boost_is_what_the_network_adds():
     assert np.abs(numbers(rows, "added_index", "lower")).max() < 1e-12
 
 
-def test_an_empty_interval_is_nan_and_the_others_are_not():
-    table = plant_table()
-    table = table[table["interval"] != 0]
-    rows = token_shares(sum_by_prompt(table, 4), LABELS, rng=np.random.default_rng(0))
-    low = rows[rows["interval"] == LABELS[0]]
-    assert low[["value", "lower", "upper"]].isna().all(axis=None)
-    rest = rows[(rows["interval"] != LABELS[0]) & (rows["statistic"] == "squared_share")]
-    assert rest["value"].sum() == pytest.approx(1)
-
-
-def test_weights_that_are_all_zero_give_no_share_of_squares():
-    rows = token_shares(sum_by_prompt(plant_table().assign(weight=0.0), 4), LABELS, rng=np.random.default_rng(0))
-    assert np.isnan(numbers(rows, "squared_share")).all()
-    assert np.isfinite(numbers(rows, "token_share")).all()
-
-
-def test_an_interval_measured_in_one_prompt_has_no_bounds():
-    table = plant_table()
-    others = (table["interval"] == 1) & (table["group"] != 4)
-    table.loc[others, "param_grad_norm"] = np.nan
-    rows = token_shares(sum_by_prompt(table, 4), LABELS, rng=np.random.default_rng(0))
-    assert np.isnan(numbers(rows, "squared_share", "lower")[1])
-    assert np.isfinite(numbers(rows, "squared_share")[1])
-    assert np.isfinite(numbers(rows, "token_share", "lower")).all()
-
-
-def test_estimated_sums_of_responses_enter_once():
-    table = plant_table()
-    squares = (table["weight"] * table["param_grad_norm"]) ** 2
-    table["interval_weighted_square_sum"] = squares.groupby([table["response"], table["interval"]]).transform("sum")
-    exact = token_shares(sum_by_prompt(table.drop(columns="interval_weighted_square_sum"), 4), LABELS, rng=None)
-    pd.testing.assert_frame_equal(token_shares(sum_by_prompt(table, 4), LABELS, rng=None), exact, rtol=1e-12)
-
-
 def test_shares_by_kind_and_position_are_those_of_a_loop_over_measured_tokens():
     table = sample_some(plant_table(), 25)
     where = shares_by(table, bins=3, special={"</s>"}, rng=np.random.default_rng(0))
@@ -240,13 +205,6 @@ def test_the_margins_of_the_bounds_are_the_smallest_distances_and_a_broken_bound
     assert found.violations == 2
     assert found.upper_margin == pytest.approx(1 - 1.5 / math.sqrt(2), abs=1e-5)
     assert found.lower_margin == pytest.approx(0.9 / math.sqrt(n / (n - 1)) - 1, abs=1e-5)
-
-
-def test_a_certain_token_has_no_margin():
-    table = plant_table()
-    table.loc[0, ["logit_grad_norm", "log_one_minus_prob"]] = 0.0, -np.inf
-    found = bound_margins(table, 50)
-    assert found.violations == 0 and found.lower_margin > 0
 
 
 def plant_vectors(
@@ -367,19 +325,6 @@ def test_intervals_of_gradient_shares_cover_in_a_planted_gaussian_model(scale):
     assert inside.min() >= 119, inside
 
 
-@pytest.mark.parametrize(("n", "known"), [(1, []), (2, ["signal", "noise"])])
-def test_few_prompts_leave_signal_or_its_bounds_unknown(n, known):
-    vectors = plant_vectors(n, [1.0, 0.5, 0.2, 0.1], [1.0] * 4, np.random.default_rng(0))
-    rows = gradient_rows(
-        Products(make_gram(vectors)), np.ones((n, 4)), LABELS, metric="raw", rng=np.random.default_rng(0)
-    )
-    for statistic in ("signal", "noise"):
-        assert np.isfinite(numbers(rows, statistic)).all() == (statistic in known)
-        assert np.isnan(numbers(rows, statistic, "lower")).all()
-    assert np.isfinite(numbers(rows, "gradient_share")).all()
-    assert np.isfinite(numbers(rows, "gradient_share", "lower")).all() == (n > 1)
-
-
 def test_an_interval_without_tokens_or_without_a_gradient_is_nan():
     vectors = plant_vectors(5, [0.0, 1.0, 1.0, 1.0], [0.0, 1, 1, 1], np.random.default_rng(0))
     vectors[:, 0] = 0.0
@@ -468,25 +413,3 @@ def test_a_budget_of_tokens_takes_whole_prompts_and_at_least_one():
         rows = within_budget(batch, budget, generator=torch.Generator().manual_seed(0))
         chosen = batch.group_ids[rows]
         assert len(chosen.unique()) == prompts and len(rows) == 2 * prompts
-
-
-def test_a_budget_of_tokens_takes_prompts_with_an_advantage_first():
-    responses = [Response([5], [6] * 3, group=group, advantage=float(group in (1, 4))) for group in range(6)]
-    batch = collate(responses)
-    for seed in range(5):
-        for budget, wanted in ((3, 1), (6, 2), (9, 3)):
-            rows = within_budget(batch, budget, generator=torch.Generator().manual_seed(seed))
-            groups = set(batch.group_ids[rows].tolist())
-            assert len(groups) == wanted and len(groups & {1, 4}) == min(wanted, 2)
-
-
-def test_rows_are_tidy_and_a_name_is_found_once():
-    found = np.array([[1.0, np.inf], [0.5, np.nan], [2.0, 3.0]])
-    rows = make_rows("x", found, [4, 5], unit="bits", metric="raw", intervals=["a", "b"])
-    assert rows.columns.tolist() == COLUMNS
-    assert rows["value"].isna().tolist() == [False, True]
-    rows = join_rows([rows, one_row("y", 2.0, 3, unit="nats"), join_rows([])])
-    assert pick_row(rows, "x", "raw", "a")["upper"] == 2 and pick_row(rows, "y")["value"] == 2
-    assert pick_row(rows, "x", "adamw", "a") is None
-    with pytest.raises(InputError, match="is there 2 times"):
-        pick_row(join_rows([rows, rows]), "y")

@@ -10,13 +10,9 @@ import pandas as pd
 import pytest
 
 from gradscope.diagnosis import Diagnosis, DiagnosisSettings, Finding, Verdict, findings, plot_dominance
-from gradscope.diagnosis.format import percent
-from gradscope.diagnosis.glossary import DEFINITIONS
-from gradscope.diagnosis.plots import plot_signal, plot_trend, plot_where
 from gradscope.diagnosis.result import BoundMargins, Recommendation, join_rows, make_rows, one_row
-from gradscope.errors import InputError
 from gradscope.intervals import interval_labels
-from gradscope.plots import drawn_numbers, save_figure
+from gradscope.plots import drawn_numbers
 from gradscope.updates import SGD, StepSettings
 
 LABELS = tuple(interval_labels())
@@ -243,15 +239,6 @@ def test_a_finding_unpacks_as_sentence_numbers_and_tone_and_none_holds_a_nan():
             assert tone in {"plain", "good", "warn", "bad"}
 
 
-def test_definitions_are_sentences():
-    assert len(DEFINITIONS) > 10
-    assert all(text.endswith(".") and len(text) > 40 for text in DEFINITIONS.values())
-
-
-def test_percents_keep_two_digits():
-    assert [percent(v) for v in (0.999, 0.0994, 0.0996, 1e-7, float("nan"))] == ["100", "9.9", "10", "<0.001", "–"]
-
-
 def test_shares_and_indices_are_drawn_as_they_are():
     figure = plot_dominance(plant().statistics, LABELS)
     drawn = drawn_numbers(figure)
@@ -262,40 +249,3 @@ def test_shares_and_indices_are_drawn_as_they_are():
         assert found["upper"].tolist() == expected["upper"].tolist()
     lines = [line.get_ydata() for line in figure.axes[0].lines]
     assert any(list(line) == pytest.approx([50, 30, 15, 5]) for line in lines)
-
-
-def test_signal_is_drawn_with_all_tokens_last():
-    ax = plot_signal(plant().statistics, LABELS)
-    assert drawn_numbers(ax)["interval"].tolist() == [*LABELS, "all"]
-    assert [tick.get_text() for tick in ax.get_xticklabels()][-1] == "all"
-
-
-def test_where_draws_both_shares_of_one_driver(tmp_path):
-    ax = plot_where(make_where(), "position_bin")
-    assert drawn_numbers(ax)["value"].tolist() == ["[0, 9)", "[9, 20]"]
-    assert list(ax.lines[0].get_xdata()) == pytest.approx([60, 40])
-    save_figure(ax, tmp_path / "where.svg")
-    assert "digit" not in pd.read_csv(tmp_path / "where.csv")["value"].tolist()
-    with pytest.raises(InputError, match="does not have"):
-        plot_where(make_where(), "entropy_bin")
-
-
-def test_a_trend_is_drawn_over_steps_in_order(tmp_path):
-    later = plant({"squared_share": rows("squared_share", [0.4, 0.3, 0.2, 0.1], metric="raw")})
-    trend = pd.concat([later.statistics.assign(step=20), plant().statistics.assign(step=4)])
-    figure = plot_trend(trend, LABELS)
-    drawn = drawn_numbers(figure)
-    squares = drawn[drawn["statistic"] == "squared_share"]
-    assert squares["step"].tolist() == [4, 20] and squares["value"].tolist() == [0.5, 0.4]
-    assert (squares["interval"] == LOW).all()
-    save_figure(figure, tmp_path / "trend.png")
-
-
-def test_pictures_of_nothing_are_refused():
-    empty = plant().statistics.iloc[:0]
-    none = plant({"token_share": None}).statistics.assign(statistic="other")
-    for statistics in (empty, none):
-        with pytest.raises(InputError):
-            plot_dominance(statistics, LABELS)
-    with pytest.raises(InputError, match="none of the numbers"):
-        plot_trend(none.assign(step=1), LABELS)

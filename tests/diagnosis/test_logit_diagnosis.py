@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -14,12 +13,10 @@ from support import dumps
 from support.dumps import SAMPLES
 from support.policies import VOCAB, make_batch, make_policy, write_jsonl
 
-from gradscope.diagnosis import logit_notes, logit_shares, logit_table
-from gradscope.diagnosis.dump_alone import QUANTITIES
+from gradscope.diagnosis import logit_shares, logit_table
 from gradscope.errors import InputError
 from gradscope.gradients import measure
 from gradscope.intervals import interval_shares
-from gradscope.objective import PAPER
 from gradscope.rollouts import Dump, read_dump
 
 
@@ -74,12 +71,6 @@ def test_the_table_is_the_loop_over_the_dump(tmp_path, write, numerator, denomin
     pd.testing.assert_frame_equal(
         table[wanted.columns], wanted, check_dtype=False, rtol=1e-6, atol=0, check_exact=False
     )
-
-
-def test_the_dumps_entropy_is_in_the_table_and_unknown_without(tmp_path):
-    table = logit_table(read_dump(dumps.write_prime_rl(tmp_path)))
-    assert table["entropy"].tolist() == [e for s in SAMPLES for e, keep in zip(s.entropy, s.mask, strict=True) if keep]
-    assert logit_table(read_dump(dumps.write_nemo_rl(tmp_path)))["entropy"].isna().all()
 
 
 @pytest.fixture(scope="module")
@@ -187,31 +178,6 @@ def test_sampling_intervals_hold_the_ranges_and_need_two_prompts():
     assert one[["lower", "upper"]].isna().all(axis=None) and one.query("sign == 'all'")["least"].notna().all()
 
 
-def test_other_edges_make_other_intervals():
-    shares = logit_shares(handmade_table(), [0, 0.5, 1], rng=None).query("sign == 'all' and quantity == 'tokens'")
-    assert shares["num_tokens"].tolist() == [4, 3] and shares["label"].tolist() == ["[0, ½)", "[½, 1]"]
-    assert len(logit_shares(handmade_table(), rng=None)) == 3 * len(QUANTITIES) * 4
-
-
-def test_certain_and_clipped_tokens_are_counted_and_no_verdict_is_given(tmp_path):
-    table = logit_table(read_dump(dumps.write_prime_rl(tmp_path)))
-    notes = logit_notes(table)
-    assert "says nothing on whether low-probability tokens dominate" in notes[0]
-    assert any(note.startswith("1 of 9 tokens have a stored log-probability of exactly 0") for note in notes)
-    assert any(note.startswith("1 of 9 tokens are clipped") for note in notes)
-    assert len(logit_notes(handmade_table())) == 1
-
-
-def test_other_clips_make_other_weights(tmp_path):
-    dump = replace(read_dump(dumps.write_prime_rl(tmp_path)), clipped=None)
-    wide = logit_table(dump, loss=replace(PAPER, clip_ratio_low=1.0, clip_ratio_high=100.0))
-    assert not wide["clipped"].any()
-    narrow = logit_table(dump, loss=replace(PAPER, clip_ratio_low=0.0, clip_ratio_high=0.0))
-    ratio = np.exp(narrow["logprob"] - narrow["old_logprob"])
-    outward = np.where(narrow["advantage"] > 0, ratio > 1, ratio < 1)
-    assert narrow["clipped"].tolist() == outward.tolist() and outward.any()
-
-
 def test_what_a_dump_lacks_is_named_with_the_formats_that_have_it(tmp_path):
     row = {"prompt_ids": [4], "response_ids": [5], "advantage": 1.0}
     with pytest.raises(InputError, match=r"native without log-probabilities.*prime_rl, nemo_rl"):
@@ -219,9 +185,3 @@ def test_what_a_dump_lacks_is_named_with_the_formats_that_have_it(tmp_path):
     row = {"prompt_ids": [4], "response_ids": [5], "old_logprobs": [-1.0]}
     with pytest.raises(InputError, match=r"native has neither advantages nor rewards.*trl, prime_rl"):
         logit_table(read_dump(write_jsonl(tmp_path / "b.jsonl", [row])))
-
-
-@pytest.mark.parametrize(("size", "message"), [(1, "at least 2 tokens"), (17, "the id 17, outside")])
-def test_a_vocabulary_that_cannot_be_is_refused(tmp_path, size, message):
-    with pytest.raises(InputError, match=message):
-        logit_table(read_dump(dumps.write_prime_rl(tmp_path)), vocab_size=size)

@@ -14,11 +14,10 @@ import torch
 
 from gradscope.diagnosis.page.drawings import inline_svg
 from gradscope.diagnosis.page.page import Definition, Figure, Finding, Formula, Page, Paragraph, Section, Table
-from gradscope.diagnosis.page.render import render, write_page
+from gradscope.diagnosis.page.render import render
 from gradscope.diagnosis.page.viewer import Quantity, Viewer, prompt_texts, viewer_data
 from gradscope.diagnosis.tokens import add_weighted_norms
 from gradscope.errors import InputError
-from gradscope.plots import new_axes, paper_style
 from gradscope.rollouts import TokenBatch
 
 HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>{{ 7777 * 7 }}\u2028&amp;"
@@ -80,24 +79,6 @@ def test_a_share_of_the_squares_is_of_all_measured_tokens():
     np.testing.assert_allclose(found, [100 * square / total for square in squares], rtol=1e-6)  # float32
 
 
-def test_rows_in_any_order_are_shown_by_position():
-    table = token_table()
-    shuffled = table.sample(frac=1, random_state=0)
-    shuffled = shuffled.loc[sorted(shuffled.index, key=lambda row: table["response"][row])]
-    assert viewer_data(Viewer(shuffled)).json == viewer_data(Viewer(table)).json
-
-
-def test_jumps_in_the_positions_are_kept():
-    data = json.loads(viewer_data(Viewer(token_table())).json)
-    assert [response["jumps"] for response in data["responses"]] == [[], [[1, 2]], []]
-
-
-def test_a_response_that_starts_late_has_a_jump_at_once():
-    table = token_table()
-    data = json.loads(viewer_data(Viewer(table[table["position"] > 1])).json)
-    assert data["responses"][0]["jumps"] == [[0, 2]]
-
-
 def test_as_many_responses_are_shown_as_the_budget_allows_and_at_least_one():
     table = token_table((40,) * 20)
     whole = viewer_data(Viewer(table))
@@ -107,11 +88,6 @@ def test_as_many_responses_are_shown_as_the_budget_allows_and_at_least_one():
     assert half.tokens == (table["response"] < half.shown).sum()
     assert len(json.loads(half.json)["responses"]) == half.shown
     assert viewer_data(Viewer(table, budget=0)).shown == 1
-
-
-def test_a_response_that_was_chosen_comes_in_its_place():
-    data = json.loads(viewer_data(Viewer(token_table(), responses=[2, 0])).json)
-    assert [response["response"] for response in data["responses"]] == [2, 0]
 
 
 @pytest.mark.parametrize(
@@ -129,12 +105,6 @@ def test_the_page_says_how_many_responses_it_shows_of_how_many(settings, words):
     assert words in render(Page("t", viewer=Viewer(token_table(), **settings)))
 
 
-def test_prompts_are_stored_once_each():
-    data = json.loads(viewer_data(Viewer(token_table(), prompts=["same", "same", "other"])).json)
-    assert data["prompts"] == ["same", "other"]
-    assert [response["prompt"] for response in data["responses"]] == [0, 0, 1]
-
-
 def test_the_data_hold_no_markup_and_come_back_as_they_were():
     hostile = [HOSTILE, "\x00", "\u202e", "\ud800", "<!--", "]]>"]
     table = token_table((len(hostile),) * 3)
@@ -143,21 +113,6 @@ def test_the_data_hold_no_markup_and_come_back_as_they_were():
     assert not set("<>&\u2028\u2029") & set(found) and found.isascii()
     data = json.loads(found)
     assert set(hostile) <= set(data["tokens"]) and data["prompts"] == [HOSTILE]
-
-
-def test_quantities_that_the_table_lacks_are_left_out():
-    table = token_table().assign(advantage=np.nan)
-    named = [quantity.column for quantity in viewer_data(Viewer(add_weighted_norms(table))).quantities]
-    assert named == ["prob", "param_grad_norm", "weighted_norm", "squared_share"]
-    cheap = table.drop(columns=["param_grad_norm", "weight"])
-    assert [quantity.column for quantity in viewer_data(Viewer(cheap)).quantities] == ["prob"]
-
-
-def test_a_column_of_ones_own_can_shade():
-    table = token_table().assign(ratio=2.0)
-    data = json.loads(viewer_data(Viewer(table, quantities=(Quantity("ratio", "π / π_old"),))).json)
-    assert (decoded(data, 0, "ratio") == 2).all()
-    assert data["quantities"][0]["low"] < data["quantities"][0]["high"]
 
 
 @pytest.mark.parametrize(
@@ -226,27 +181,6 @@ def test_two_drawings_on_a_page_share_no_id_and_all_their_references_lead_somewh
     assert len(ids) == len(set(ids))
 
 
-def test_the_same_figure_gives_the_same_svg_and_stays_open():
-    figure = drawing()
-    assert inline_svg(figure, "f") == inline_svg(figure.axes[0], "f") == inline_svg(drawing(), "f")
-
-
-def test_a_label_stays_within_the_drawing_where_smaller_axes_have_wider_ticks():
-    with paper_style():
-        axes = new_axes(None)
-        axes.set(xlabel="x", ylabel="signal", ylim=(-0.78, 1.08))
-        axes.plot([0], [0], label="raw")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))
-    text = inline_svg(axes, "f")
-    baseline = float(re.search(r"rotate\(-90 (-?[\d.]+) [-\d.]+\)[^<]*>signal<", text)[1])
-    assert baseline >= axes.yaxis.label.get_size()  # points, from the left edge; letters rise to it
-
-
-def test_a_drawings_words_stay_words():
-    text = inline_svg(drawing("a < b & <script>window.broken = 1</script>"), "f")
-    assert "a &lt; b &amp; &lt;script&gt;" in text and "<script" not in text
-
-
 def test_what_could_run_or_fetch_is_dropped_from_an_svg():
     source = """<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"
       width="72" height="36" onload="window.broken = 1"><script>window.broken = 1</script><style>@import "http://x.test"</style>
@@ -256,14 +190,6 @@ def test_what_could_run_or_fetch_is_dropped_from_an_svg():
     assert not re.search(r"script|style>|foreign|x\.test|broken|on\w+=|http", text)
     assert '<use href="#f7-g" />' in text and '<g id="f7-g"><text>kept</text></g>' in text
     assert 'viewBox="0 0 72 36"' in text and "--natural: 54pt" in text  # a pixel is ¾ point
-
-
-@pytest.mark.parametrize(
-    ("source", "words"), [("<svg", "cannot be read"), ("<p/>", "an SVG is wanted"), (3, "a matplotlib Figure or Axes")]
-)
-def test_what_is_no_drawing_is_refused(source, words):
-    with pytest.raises(InputError, match=words):
-        inline_svg(source, "f")
 
 
 # ---- the page ----
@@ -312,51 +238,3 @@ def test_the_policy_lets_only_the_pages_own_script_run():
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     assert rules["default-src"] == "'none'" and rules["script-src"] == f"'sha256-{digest}'"
     assert rules["img-src"] == "data:"
-
-
-def test_the_same_page_gives_the_same_bytes():
-    assert render(full_page()) == render(full_page())
-
-
-def test_a_table_writes_numbers_as_told_and_says_what_is_unknown():
-    html = render(full_page())
-    cells = [unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", html)]
-    assert cells == ["12.3%", "1,234", "yes", "–", "−5", "no"]
-    assert re.findall(r'<th scope="col" class="(\w+)">', html) == ["words", "number", "number", "words"]
-
-
-def test_half_a_surrogate_pair_does_not_break_the_file(tmp_path):
-    path = write_page(
-        tmp_path / "new" / "page.html", Page("t", sections=(Section("s", "s", (Paragraph("a\ud800b"),)),))
-    )
-    assert "a?b" in path.read_text("utf-8")
-    assert [file.name for file in path.parent.iterdir()] == ["page.html"]
-
-
-def test_a_page_without_viewer_has_neither_its_script_nor_its_section():
-    html = render(Page("t"))
-    assert "viewer-data" not in html and 'id="tokens"' not in html
-
-
-def test_a_page_that_was_refused_leaves_the_old_one(tmp_path):
-    path = write_page(tmp_path / "page.html", Page("old"))
-    with pytest.raises(InputError):
-        write_page(path, Page("new", viewer=Viewer(token_table()[:0])))
-    assert "<title>old</title>" in path.read_text("utf-8")
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Section("Bad id", "t", ()), "has the id 'Bad id'"),
-        (lambda: Section("tokens", "t", ()), "has the id 'tokens'"),
-        (lambda: Page("t", sections=(Section("a", "t", ()), Section("a", "t", ()))), "two sections have the id 'a'"),
-        (lambda: Figure("<svg/>", "c", "javascript:alert(1)"), "the name of a file beside the page"),
-        (lambda: Figure("<svg/>", "c", "//x.test/a.csv"), "the name of a file beside the page"),
-        (lambda: Figure("<svg/>", "c", "../a.csv"), "the name of a file beside the page"),
-        (lambda: Table(pd.DataFrame({"a": [1]}), "c", {"b": "{}"}), "formats names 'b'"),
-    ],
-)
-def test_a_part_that_would_not_work_is_refused(make, words):
-    with pytest.raises(InputError, match=re.escape(words)):
-        make()

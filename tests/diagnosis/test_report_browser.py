@@ -240,17 +240,6 @@ def test_the_arrow_keys_move_from_token_to_token_and_tell_the_same_numbers(opene
     assert told(opened) == {}
 
 
-def test_up_and_down_move_to_the_line_above_and_below(opened):
-    opened.execute_script("document.querySelectorAll('#list button')[2].click()")
-    line = "return Math.round(document.activeElement.getBoundingClientRect().top)"
-    opened.execute_script("document.querySelectorAll('#responses .token')[2].focus()")
-    first = opened.execute_script(line)
-    opened.switch_to.active_element.send_keys(Keys.ARROW_DOWN)
-    assert opened.execute_script(line) > first
-    opened.switch_to.active_element.send_keys(Keys.ARROW_UP)
-    assert opened.execute_script(line) == first
-
-
 def test_another_quantity_shades_by_its_own_values(opened):
     opened.execute_script("document.querySelectorAll('#list button')[2].click()")
     for label, column, key in (("entropy", "entropy", "7"), ("gradient norm ‖g‖", "param_grad_norm", "2")):
@@ -282,26 +271,6 @@ def test_improbable_tokens_are_shaded_and_certain_ones_hardly(opened):
     assert (np.diff(shades[order]) >= -1e-9).all() and shades[order[-1]] > shades[order[0]] + 0.3
 
 
-def test_signs_have_opposite_colours(opened):
-    select(opened, "quantity", "advantage")
-    means = {}
-    for response in (0, 1, 3):
-        opened.execute_script("document.querySelectorAll('#list button')[arguments[0]].click()", response)
-        means[response] = backgrounds(opened)[0]
-    assert means[0][2] > means[0][0]  # blue above 0
-    assert means[1][0] > means[1][2]  # orange below
-    assert min(means[3]) > 240  # nothing at 0
-
-
-def test_the_legend_says_the_ends_of_the_scale(opened):
-    select(opened, "quantity", "probability π")
-    ticks = [tick.text for tick in opened.find_elements(By.CSS_SELECTOR, "#legend .ticks span")]
-    assert ticks == ["0", "0.25", "0.5", "0.75", "1"]
-    select(opened, "quantity", "advantage")
-    ticks = [number_in(tick.text) for tick in opened.find_elements(By.CSS_SELECTOR, "#legend .ticks span")]
-    assert ticks == pytest.approx([-1.25, -0.625, 0, 0.625, 1.25], rel=0.05)  # two digits
-
-
 def test_tokens_that_were_not_measured_are_hatched_and_say_so(opened):
     opened.execute_script("document.querySelectorAll('#list button')[1].click()")
     select(opened, "quantity", "gradient norm ‖g‖")
@@ -310,15 +279,6 @@ def test_tokens_that_were_not_measured_are_hatched_and_say_so(opened):
     opened.execute_script("arguments[0].focus()", tokens(opened)[3])
     assert told(opened)["param_grad_norm"] == "not measured"
     assert "not measured" in opened.find_element(By.ID, "legend").text
-
-
-def test_a_jump_in_the_positions_is_marked(opened):
-    opened.execute_script("document.querySelectorAll('#list button')[2].click()")
-    (gap,) = opened.find_elements(By.CSS_SELECTOR, "#responses .gap")
-    assert "1 token" in gap.get_attribute("title")
-    assert gap.find_element(By.XPATH, "preceding-sibling::span[1]").get_attribute("data-index") == "3"
-    opened.execute_script("arguments[0].focus()", tokens(opened)[4])
-    assert "position 5 of response 2" in opened.find_element(By.ID, "tooltip").text
 
 
 def test_responses_are_sorted_by_what_is_asked_for(opened):
@@ -340,40 +300,9 @@ def test_responses_are_sorted_by_what_is_asked_for(opened):
     assert listed(opened) == [3, 2, 1, 0]
 
 
-def test_a_response_says_what_it_may_be_sorted_by(opened):
-    rows = TABLE[TABLE["response"] == 0]
-    said = opened.find_element(By.CSS_SELECTOR, "#responses .summary").text.split(" · ")
-    names, numbers = zip(*(text.removesuffix(" %").removesuffix(" nats").rsplit(" ", 1) for text in said), strict=True)
-    assert names == (
-        "reward", "advantage", "mean gradient norm", "largest share of Σ‖w g‖²", "mean entropy", "length",
-    )  # fmt: skip
-    wanted = [1, 0.5, rows["param_grad_norm"].mean(), rows["squared_share"].max(), rows["entropy"].mean(), len(rows)]
-    assert [float(number) for number in numbers] == pytest.approx(wanted, rel=5e-3)  # three digits
-    assert said[3].endswith(" %") and said[4].endswith(" nats")
-
-
 def listed(driver):
     texts = driver.execute_script("return [...document.querySelectorAll('#list button')].map((b) => b.firstChild.data)")
     return [int(text.removeprefix("Response ")) for text in texts]
-
-
-def test_keys_and_buttons_go_to_the_next_response_and_back(opened):
-    opened.find_element(By.ID, "next").click()
-    assert current(opened) == 1
-    opened.execute_script("document.querySelector('#responses .token').focus()")
-    opened.switch_to.active_element.send_keys("n")
-    assert current(opened) == 2 and opened.switch_to.active_element.get_attribute("data-index") == "0"
-    opened.switch_to.active_element.send_keys("p")
-    opened.find_element(By.ID, "previous").click()
-    assert current(opened) == 0 and not opened.find_element(By.ID, "previous").is_enabled()
-    assert opened.find_element(By.ID, "place").text == "1 of 4"
-
-
-def test_the_prompt_is_folded_and_is_text(opened):
-    prompt = opened.find_element(By.CSS_SELECTOR, "#responses .prompt")
-    assert not prompt.find_element(By.TAG_NAME, "pre").is_displayed()
-    prompt.find_element(By.TAG_NAME, "summary").click()
-    assert prompt.find_element(By.TAG_NAME, "pre").text == "prompt <b>one</b>"
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -410,20 +339,6 @@ def test_on_paper_everything_is_there_on_white_even_in_dark_mode(opened):
     emulate(opened, dark=True)
     WebDriverWait(opened, 10).until(lambda driver: len(tokens(driver)) == LENGTHS[0])
     assert not opened.execute_script("return [...document.querySelectorAll('details')].some((d) => d.open)")
-
-
-def test_what_is_printed_holds_all_responses_and_the_page_comes_back_as_it_was(opened):
-    opened.execute_script(
-        """const count = () => ["#responses .token", "[open]"].map((what) => document.querySelectorAll(what).length);
-        addEventListener("beforeprint", () => { window.printed = count(); });
-        addEventListener("afterprint", () => { window.after = count(); });"""
-    )
-    opened.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
-    folded = 4 + 3 + 1 + 1  # prompts, findings' definitions, a definition, the keys
-    assert opened.execute_script("return printed") == [len(TABLE), folded]
-    assert opened.execute_script("return after") == [LENGTHS[0], 0]
-    opened.execute_script("document.querySelectorAll('#list button')[2].click()")
-    assert opened.execute_script("return document.querySelectorAll('[open]').length") == 0
 
 
 def test_a_narrow_screen_scrolls_in_one_direction_only(opened):

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from support import dumps
 from support.pages import Reader
-from support.policies import make_batch, make_policy, write_jsonl
+from support.policies import make_batch, make_policy
 
 from gradscope.diagnosis import (
     DiagnosisSettings,
@@ -21,38 +21,11 @@ from gradscope.diagnosis import (
     make_trend_report,
     write_report,
 )
-from gradscope.diagnosis.page.page import Figure, Paragraph
-from gradscope.diagnosis.page.sections import Sheets
 from gradscope.diagnosis.result import COLUMNS
 from gradscope.errors import InputError
-from gradscope.plots import finish
 from gradscope.rollouts import read_dump
 
 LOW = "[0, ¼)"
-
-
-def draw_line():
-    ax = plt.subplots()[1]
-    ax.plot([0, 1], [2, 3])
-    return finish(ax, pd.DataFrame({"x": [0, 1], "y": [2, 3]}))
-
-
-def test_pyplot_keeps_no_figure_of_a_page_not_even_one_that_was_given_up():
-    def give_up():
-        plt.subplots()
-        raise InputError("too few tokens")
-
-    plt.close("all")
-    mine, sheets = plt.figure(), Sheets()
-    try:
-        block = sheets.figure("line", draw_line, "A line. And more.")
-        left_out = sheets.figure("none", give_up, "Nothing. And more.")
-        assert plt.get_fignums() == [mine.number]  # the user's own stays
-    finally:
-        plt.close(mine)
-    assert isinstance(block, Figure) and block.csv == "data/line.csv"
-    assert left_out == Paragraph("Not drawn: Nothing (too few tokens).")
-    assert [*sheets.tables] == ["data/line.csv"] and sheets.tables["data/line.csv"]["y"].tolist() == [2, 3]
 
 
 def rows(step: int, statistic: str, value: float, lower: float, upper: float, unit: str = "share") -> dict:
@@ -89,17 +62,6 @@ def test_a_trends_sentences_say_what_its_two_ends_bear():
         make_trend_report(frame[frame["step"] == 5])
 
 
-def test_links_of_a_trend_lead_to_files_whatever_their_names(tmp_path):
-    frame = pd.DataFrame([rows(step, "token_share", 0.5, 0.4, 0.6) for step in (1, 2)])
-    links = [("one", "a b#1?/report.html"), ("two", "<b>&/report.html")]
-    page = Reader(write_report(tmp_path, make_trend_report(frame, links=links)).read_text(encoding="utf-8"))
-    found = [href for name, href in page.attributes if name == "href" and href.endswith("report.html")]
-    assert found == ["a%20b%231%3F/report.html", "%3Cb%3E%26/report.html"] and "b" not in page.tags
-    for name in ("javascript:f()/report.html", "../report.html", "/report.html"):
-        with pytest.raises(InputError, match="the name of a file beside the page"):
-            make_trend_report(frame, links=[("three", name)])
-
-
 def test_the_page_of_a_dump_alone_holds_its_shares_and_no_verdict(tmp_path):
     table = logit_table(read_dump(dumps.write_nemo_rl(tmp_path / "dump")))
     shares = logit_shares(table, rng=np.random.default_rng(0))
@@ -111,15 +73,6 @@ def test_the_page_of_a_dump_alone_holds_its_shares_and_no_verdict(tmp_path):
     pd.testing.assert_frame_equal(written, shares, check_dtype=False, rtol=1e-12)
     drawn = pd.read_csv(tmp_path / "data" / "logit_shares_drawn.csv")
     assert drawn["least"].tolist() == pytest.approx(shares.loc[shares["sign"] == "all", "least"].tolist())
-
-
-def test_a_dump_of_equal_rewards_has_a_page_of_its_token_shares(tmp_path):
-    given = {"prompt_ids": [4, 5], "response_ids": [6, 7], "old_logprobs": [-0.1, -2.0], "reward": 1.0}
-    table = logit_table(read_dump(write_jsonl(tmp_path / "r.jsonl", [given] * 2)))
-    assert (table["weight"] == 0).all()
-    shares = logit_shares(table, rng=np.random.default_rng(0))
-    page = Reader(write_report(tmp_path, make_logit_report(table, shares)).read_text(encoding="utf-8"))
-    assert "svg" in page.tags and "nan" not in page.text.lower().split()
 
 
 def test_a_checkpoints_page_holds_its_statistics_and_its_notes(tmp_path):

@@ -7,14 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from support.policies import make_batch, make_policy
 
 from gradscope.diagnosis import Summary, interval_summary, summarize_measurement, write_figures
 from gradscope.diagnosis.summary import add_constants
 from gradscope.gradients import MeasureSettings, interval_norms, measure
 from gradscope.policy import Policy
-from gradscope.rollouts import Response, TokenBatch, collate
+from gradscope.rollouts import TokenBatch
 
 LENGTHS = {"lengths": (14, 9, 12, 7, 10, 6)}
 
@@ -86,18 +85,6 @@ def test_the_sentences_say_what_the_columns_hold(summary, table):
     assert f"(1−π)^s with s from {ends[0]} to {ends[1]} by layer" in text
 
 
-def test_without_a_fitted_power_there_is_no_sentence_of_it(summary):
-    unfitted = replace(summary.theory, powers=summary.theory.powers.assign(slope=np.nan))
-    text = replace(summary, theory=unfitted).sentences()
-    assert "norms grow like" not in text and "nan" not in text
-
-
-def test_a_share_that_rounds_to_zero_has_no_sign(summary):
-    shares = summary.intervals.assign(gradient_share=[-0.004, -0.3, 1.304, 0.0])
-    text = replace(summary, intervals=shares).sentences()
-    assert "-0%" not in text and "0% by" in text and "-30% by" in text
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("counts", [{"passes": 2}, {"passes": 2, "draws": 2}])
 def test_of_estimates_it_says_root_mean_squares_with_their_errors(policy, batch, counts, tmp_path):
@@ -122,32 +109,6 @@ def test_of_estimates_it_says_root_mean_squares_with_their_errors(policy, batch,
     assert "squared_share" not in summary.intervals and "rms_norm" in summary.intervals
 
 
-def test_the_same_seed_gives_the_same_summary(policy, batch, table, summary):
-    assert str(summarize_measurement(policy, batch, table, MeasureSettings())) == str(summary)
-
-
-def test_without_advantages_nothing_is_said_about_the_gradient(policy, batch):
-    bare = replace(batch, rewards=None)
-    summary = summarize_measurement(policy, bare, measure(policy, bare), MeasureSettings())
-    assert summary.gradients is None and "gradient_share" not in summary.intervals
-    assert "times the gradient norm" in str(summary) and "In sum" not in str(summary)
-
-
-def test_with_equal_rewards_nobody_owns_the_gradient(policy, batch):
-    equal = replace(batch, rewards=torch.ones(len(batch)), ref_logprobs=None)
-    table = measure(policy, equal)
-    assert (table["weight"] == 0).all()
-    summary = summarize_measurement(policy, equal, table, MeasureSettings())
-    assert "every weight of the loss is 0" in str(summary) and "nan" not in summary.sentences()
-
-
-def test_an_empty_interval_is_a_row_and_no_sentence(policy):
-    batch = collate([Response([5, 6], [7, 8], reward=1.0), Response([5, 6], [9], reward=0.0)])
-    summary = summarize_measurement(policy, batch, measure(policy, batch), MeasureSettings())
-    assert len(summary.intervals) == 4 and (summary.intervals["tokens"] == 0).any()
-    assert "nan" not in summary.sentences()
-
-
 def test_the_figures_and_the_summary_are_written_with_their_numbers(policy, batch, table, summary, tmp_path):
     write_figures(tmp_path, policy, table, summary)
     assert (tmp_path / "summary.txt").read_text(encoding="utf-8") == f"{summary}\n"
@@ -157,14 +118,6 @@ def test_the_figures_and_the_summary_are_written_with_their_numbers(policy, batc
         == {p.stem for p in tmp_path.glob("*.csv")}
         == {*("figure_1", "figure_2", "cosines", "layers_by_interval", "norm_against_one_minus_prob")}
     )
-
-
-def test_one_token_without_a_reward_has_figures_too(policy, tmp_path):
-    batch = collate([Response([5], [7])])
-    table = measure(policy, batch)
-    summary = summarize_measurement(policy, batch, table, MeasureSettings())
-    write_figures(tmp_path, policy, table, summary)
-    assert {"layers_by_interval", "token_shares"} <= {p.stem for p in tmp_path.glob("*.png")}
 
 
 def test_constants_belong_to_the_shortest_measured_contexts_and_the_bounds_hold_there(policy, batch, table):

@@ -1,7 +1,5 @@
 """FLOPs and bytes of exact token gradients: against counted products, explicit loops and the engine's own chunks."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support.policies import CONTEXT, HIDDEN, LAYERS, VOCAB, make_config, make_policy
@@ -83,19 +81,6 @@ def test_the_floor_is_what_a_loop_over_positions_and_products_adds_up_to(shape):
     assert floor_flops(shape, [n]) == {"backward": backward, "norms": norms}
 
 
-def test_the_floor_of_a_batch_is_the_sum_over_its_tokens(shape):
-    parts = [floor_flops(shape, [n]) for n in (3, 30, 60)]
-    assert floor_flops(shape, [3, 30, 60]) == {name: sum(part[name] for part in parts) for name in parts[0]}
-
-
-def test_beyond_the_width_of_a_layer_norms_cost_no_more_for_each_position(shape):
-    def norms(n):
-        return floor_flops(shape, [n])["norms"]
-
-    # From prefixes wider than every input on, growth is linear.
-    assert norms(300) - norms(200) == norms(400) - norms(300)
-
-
 @pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3", "gpt2"])
 @pytest.mark.parametrize("rules", [True, False])
 def test_products_of_the_engine_are_those_that_torch_counts(name, rules, ids):
@@ -142,32 +127,6 @@ def test_chunks_are_those_that_the_engine_cuts(rules, rows, ids, shape):
         meter = TokenGradientMeter(policy, ids, rows=rows, rules=rules)
         cut = list(neighbours([WHOLE.prefixes], meter._limits(meter.decoder or meter.graph)))
     assert chunks(shape, rules, rows) == cut
-
-
-def test_probabilities_that_do_not_fit_the_memory_are_made_for_every_chunk(ids, shape):
-    """Rows so few that every chunk is one token, whatever the memory: only the probabilities differ."""
-    policy, counted, expected = make_policy("qwen2"), [], []
-    with measuring(policy.model):
-        for memory in (100_000, 1 << 30):
-            meter = TokenGradientMeter(policy, ids, rows=16, memory=memory)
-            counted.append(counted_flops(meter, ids))
-            flops = measure_flops(shape, [WHOLE], rules=True, rows=16, memory=memory, self_check=False)
-            expected.append(flops["backward"])
-    # A product of queries and keys more for each of 32 chunks in each block.
-    again = LAYERS * 2 * shape.query_width * sum(n**2 for n in WHOLE.prefixes)
-    assert expected[0] - expected[1] == counted[0] - counted[1] == again
-
-
-def test_a_longer_prefix_a_deeper_network_and_more_tokens_cost_more_in_every_part(shape):
-    def flops(shape, response):
-        found = measure_flops(shape, [response], rules=True)
-        return [found[part] for part in ("forward", "backward", "norms")]
-
-    base = flops(shape, WHOLE)
-    half = Response(16, WHOLE.prefixes[:16], WHOLE.prefixes[15])
-    assert all(a > b for a, b in zip(base, flops(shape, half), strict=True))
-    deeper = replace(shape, layers=2 * LAYERS, active=2 * shape.active)
-    assert all(a > b for a, b in zip(flops(deeper, WHOLE), base, strict=True))
 
 
 @pytest.mark.parametrize(("name", "memory"), [("qwen2", 1 << 30), ("qwen2", 100_000), ("gpt2", 1 << 30)])

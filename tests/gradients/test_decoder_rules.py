@@ -89,13 +89,6 @@ def test_rotary_backward_is_autograds_also_where_the_halves_have_angles_of_their
     torch.testing.assert_close(rotary_backward(delta, cos[:, :, None], sin[:, :, None]), expected, **CLOSE)
 
 
-def test_rotary_backward_leaves_what_flows_back_as_it_was():
-    delta = random(BATCH, 5, TOKENS, 2, WIDTH)
-    before = delta.clone()
-    rotary_backward(delta, random(BATCH, 5, 1, 1, WIDTH, seed=2), random(BATCH, 5, 1, 1, WIDTH, seed=3))
-    assert torch.equal(delta, before)
-
-
 def attend(
     n: int, heads: int, groups: int, window: int | None = None, sharpness: float = 1.0
 ) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -119,17 +112,6 @@ def plain(*tensors: Tensor) -> list[Tensor]:
 def test_attention_backward_is_autograds_for_every_sharing_of_keys(heads, groups):
     inputs, probs, outputs = attend(9, heads, groups)
     delta = random(BATCH, 9, TOKENS, heads, WIDTH, seed=5)
-    ours = attention_backward(delta, *plain(probs, outputs, *inputs), scaling=SCALING)
-    for a, b in zip(ours, gradients(outputs, inputs, delta), strict=True):
-        torch.testing.assert_close(a, b, **CLOSE)
-
-
-# One strip, two, four, and more than four of the greatest width; at their edges.
-@pytest.mark.parametrize("n", [1, 2, 55, 56, 57, 111, 112, 113, 200, 223, 224, 225, 513])
-@pytest.mark.parametrize("window", [None, 5])
-def test_strips_of_attention_leave_nothing_out(n, window):
-    inputs, probs, outputs = attend(n, 2, 1, window)
-    delta = random(BATCH, n, 2, 2, WIDTH, seed=5)
     ours = attention_backward(delta, *plain(probs, outputs, *inputs), scaling=SCALING)
     for a, b in zip(ours, gradients(outputs, inputs, delta), strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
@@ -227,10 +209,6 @@ def test_every_token_is_in_one_run_and_runs_are_as_long_as_their_limits_allow(se
             assert start is None or run.width == 1 or wasted <= fixed
 
 
-def test_no_tokens_make_no_run():
-    assert list(neighbours([[]], Limits(rows=10, start=5))) == []
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_sequences_are_together_only_where_that_costs_less(seed):
     def cost(group):
@@ -251,28 +229,6 @@ def test_sequences_are_together_only_where_that_costs_less(seed):
         longest = max(reaches[i] for i in group)
         apart = sum(cost([i]) + POSITION_COST * reaches[i] for i in group)
         assert cost(group) + POSITION_COST * longest * len(group) <= apart
-
-
-def test_like_sequences_are_together_and_unlike_ones_are_not():
-    limits = Limits(1536, 150, 0.5)
-
-    def group(lengths: list[list[int]], limits: Limits = limits) -> list[list[int]]:
-        reaches = [max(tokens, default=9) for tokens in lengths]
-        return sorted(group_sequences(lengths, reaches, limits, most=lambda _length: 100))
-
-    alike, unlike = [list(range(16, 48))] * 10, [list(range(16, 48)), list(range(400, 432))]
-    assert sorted(map(len, group(alike))) == [2, MOST_SEQUENCES]
-    assert group(unlike) == [[0], [1]]
-    assert group(alike[:2], Limits(1536, None)) == [[0], [1]]
-    assert group([[], [5]]) == [[0], [1]]
-    # A long one whose early tokens alone are measured would draw the others' passes out.
-    assert sorted(group_sequences([[20, 21], [20, 21]], [22, 2000], limits, most=lambda _length: 100)) == [[0], [1]]
-
-
-def test_long_sequences_that_fill_their_chunks_alone_are_alone():
-    # Two of them would have half as many tokens in each chunk, and fetch what these share for half as many.
-    limits, long = Limits(1536, 150, 0.5), [list(range(64, 256))] * 2
-    assert sorted(group_sequences(long, [255, 255], limits, most=lambda _length: 100)) == [[0], [1]]
 
 
 def test_a_chunk_holds_the_tokens_of_its_run_on_the_right():
@@ -301,12 +257,6 @@ def test_every_product_has_the_left_factors_dtype_and_its_precisions_error(shape
         # The sum is rounded once more, to the 8 bits of bfloat16.
         assert ((ours - exact).abs() <= tolerance * (size + exact.abs())).all()
     assert not torch.equal(multiply_in_bfloat16(left, right), left @ right)
-
-
-def test_a_product_in_tf32_leaves_the_setting_as_it_was():
-    before = torch.get_float32_matmul_precision()
-    PRODUCTS["tf32"](random(2, 2).float(), random(2, 2).float())
-    assert torch.get_float32_matmul_precision() == before
 
 
 def test_a_slower_product_is_found_to_be_slower(monkeypatch):

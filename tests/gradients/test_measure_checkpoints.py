@@ -12,7 +12,7 @@ from support.cli import refusal, run
 from support.policies import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
 
 from gradscope.cli import measure as cli_measure
-from gradscope.gradients import MeasureSettings, TableMeasurement, TokenGradientMeter, measure, plan_batch
+from gradscope.gradients import MeasureSettings, TableMeasurement, measure
 from gradscope.gradients import settings as measure_settings
 from gradscope.gradients.settings import check_settings, settle_sample
 from gradscope.policy import load_policy
@@ -49,12 +49,6 @@ def test_an_adapter_is_measured_merged_or_alone_and_the_manifest_says_which(para
     assert manifest["model"]["sha256"] != manifest["base_model"]["sha256"]
 
 
-def test_the_same_folder_is_not_for_both(job, tmp_path, capsys):
-    adapter, rollouts = job
-    run("measure", adapter, rollouts, "--out", tmp_path, "--params", "adapter", *QUICK)
-    assert "params adapter, not all" in refusal(capsys, "measure", adapter, rollouts, "--out", tmp_path, *QUICK)
-
-
 def test_figures_and_summary_of_an_adapter_are_drawn(job, tmp_path, capsys):
     adapter, rollouts = job
     run("measure", adapter, rollouts, "--out", tmp_path, "--params", "adapter", "--device", "cpu")
@@ -63,17 +57,6 @@ def test_figures_and_summary_of_an_adapter_are_drawn(job, tmp_path, capsys):
     drawn = pd.read_csv(tmp_path / "figures" / "layers_by_interval.csv")
     assert "the adapter's parameters" in {*drawn["layer"]} and "all parameters" not in {*drawn["layer"]}
     assert read(tmp_path)[1]["self_check"]["largest_difference"] < 1e-3
-
-
-def test_a_plan_of_an_adapter_is_of_its_base_and_of_all_parameters(job, tmp_path, capsys):
-    adapter, rollouts = job
-    run("measure", adapter, rollouts, "--plan", "--machine", "h200")
-    plan = capsys.readouterr().out
-    run("measure", adapter.parent / "base", rollouts, "--plan", "--machine", "h200")
-    assert capsys.readouterr().out == plan
-    assert "a plan is of all parameters" in refusal(
-        capsys, "measure", adapter, rollouts, "--plan", "--params", "adapter"
-    )
 
 
 def test_a_plan_is_of_the_training_step_that_would_be_measured(job, tmp_path, capsys):
@@ -87,18 +70,6 @@ def test_a_plan_is_of_the_training_step_that_would_be_measured(job, tmp_path, ca
         run("measure", base, dump, "--plan", "--machine", "h200", *step)
         assert f"{tokens} response tokens" in capsys.readouterr().out
     assert "has no step 6" in refusal(capsys, "measure", base, dump, "--plan", "--machine", "h200", "--step", "6")
-
-
-def test_flags_that_do_not_go_with_the_checkpoint_are_refused(job, tmp_path, capsys, monkeypatch):
-    adapter, rollouts = job
-    to = ("--out", tmp_path / "out", *QUICK)
-    assert "holds no adapter" in refusal(
-        capsys, "measure", adapter.parent / "base", rollouts, "--params", "adapter", *to
-    )
-    assert "give one of the two" in refusal(capsys, "measure", adapter, rollouts, "--device-map", "auto", *to)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "several were launched" in refusal(capsys, "measure", adapter, rollouts, "--device-map", "auto", *to)
-    assert not (tmp_path / "out").exists()
 
 
 # The sample of long rollouts.
@@ -149,21 +120,3 @@ def test_the_command_says_that_it_took_a_sample_and_how_to_measure_everything(jo
     table, manifest = read(tmp_path / "all")
     assert table["param_grad_norm"].notna().all() and manifest["sample"] == "every token"
     assert "at most" not in capsys.readouterr().out
-
-
-def test_a_plan_is_of_the_sample_that_would_be_taken(monkeypatch):
-    policy = make_policy("qwen2")
-    batch = make_batch(policy)
-    monkeypatch.setattr(measure_settings, "BUDGET", 12)
-    every = [MeasureSettings(tokens_per_interval=each) for each in ("auto", 3, None)]
-    plans = [plan_batch(policy, batch, settings, machine="h200") for settings in every]
-    assert plans[0].measured == plans[1].measured < plans[2].measured == batch.num_tokens
-
-
-@pytest.mark.parametrize("speedup, advised", [(0.5, True), (1.6, False)])
-def test_the_fast_mode_says_what_it_is_worth_here(speedup, advised, job, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(TokenGradientMeter, "speedup", speedup)
-    run("measure", *job, "--out", tmp_path, "--fast", *QUICK)
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("fast:"))
-    assert ("leave --fast out" in line) == advised
-    assert read(tmp_path)[1]["engine"]["precision"] == "bfloat16"

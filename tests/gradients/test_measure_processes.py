@@ -60,19 +60,6 @@ def test_two_processes_go_on_where_one_was_stopped_and_write_its_table(job, tmp_
     capsys.readouterr()
 
 
-def test_two_processes_measure_in_their_minutes_what_the_first_one_says(job, tmp_path, capsys):
-    model, rollouts = job
-    # Too few for more than the first round, which is the same however long it takes.
-    flags = ("--device", "cpu", "--no-figures", "--no-self-check", "--minutes", "0.000001", "--out")
-    cli.main([*map(str, ("measure", model, rollouts, *flags)), str(tmp_path / "one")])
-    ended = launch("-m", "gradscope", "measure", model, rollouts, *flags, tmp_path / "two")
-    assert [process.status for process in ended] == [0, 0], ended[0].stderr + ended[1].stderr
-    tables = [pd.read_parquet(tmp_path / name / "tokens.parquet") for name in ("one", "two")]
-    pd.testing.assert_frame_equal(*tables, rtol=1e-5)
-    assert 0 < tables[0]["param_grad_norm"].count() < len(tables[0])
-    capsys.readouterr()
-
-
 def stopped_before(out: Path, finished: Path, table: pd.DataFrame) -> None:
     """What a run of the same key leaves behind that was killed after its first response, which is marked."""
     partial = out / ".partial"
@@ -129,11 +116,6 @@ def test_an_error_of_one_process_is_one_of_the_others(kind):
         pass
     with pytest.raises(kind, match="its own"), Other(0, 2).together():
         raise kind("its own")
-
-
-def test_alone_nothing_is_joined(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert join_launch("cpu") == (ALONE, "cpu") and join_launch(None) == (ALONE, None)
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,8 @@ from gradscope.gradients import (
     measure_rounds,
     settle_minutes,
 )
-from gradscope.gradients.rounds import ENOUGH
 from gradscope.gradients.sample import COLUMN, TokenSample
-from gradscope.gradients.settings import LARGE, MINUTES, check_settings, settle_sample
+from gradscope.gradients.settings import LARGE, MINUTES, check_settings
 from gradscope.runs import ALONE, RunFolder
 
 
@@ -90,18 +89,6 @@ def test_minutes_are_kept_within_a_quarter_however_wrong_the_estimate_of_cost(mi
     assert len(places) == len(set(places)) == 4 * sizes[-1]
 
 
-def test_when_time_is_up_before_the_first_round_a_few_tokens_are_measured_all_the_same():
-    rounds, seconds = run_pretended(1.0, preparing=90.0, rate=0.001)
-    assert [done.each for done in rounds] == [PILOT] and seconds < 100
-    rounds, _ = run_pretended(1.0, preparing=60 * (1 - ENOUGH), rate=0.001)
-    assert [done.each for done in rounds] == [PILOT]
-
-
-def test_all_tokens_are_measured_where_there_is_time_for_them():
-    rounds, seconds = run_pretended(60.0, rate=0.001)
-    assert rounds[-1].each == 1000 and seconds < 60 * 60
-
-
 def test_a_stopped_run_goes_on_with_the_time_that_its_rounds_left(tmp_path):
     whole, seconds = run_pretended(3.0)
     finished = whole[:2]
@@ -162,18 +149,6 @@ def test_minutes_enough_for_all_give_the_table_of_all_and_none_those_of_the_firs
 def test_minutes_that_mean_nothing_are_refused(settings, words):
     with pytest.raises(InputError, match=words):
         check_settings(MeasureSettings(**settings))
-
-
-def test_tokens_and_minutes_are_not_given_together(policy):
-    import torch
-
-    with pytest.raises(InputError, match="minutes too"):
-        measure(policy, make_batch(policy), tokens=torch.tensor([0]), minutes=1)
-
-
-def test_minutes_take_the_place_of_the_number_that_auto_would_choose():
-    found = settle_sample(MeasureSettings(minutes=2, tokens_per_interval="auto"), 10**6)
-    assert (found.minutes, found.tokens_per_interval) == (2, None)
 
 
 def test_a_large_policy_gets_minutes_where_nothing_was_asked_for(policy, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
@@ -21,13 +20,10 @@ from support.steps import NARROW, STEPS, assert_split_as, brute_force, split_ste
 from support.tuning import make_state
 
 from gradscope.diagnosis import DiagnosisSettings, diagnose
-from gradscope.diagnosis import checkpoint as diagnosis
 from gradscope.errors import InputError
 from gradscope.gradients import vector_bytes, vectors_within, weighted_gradients
 from gradscope.objective import batch_logprobs, fitting_size
-from gradscope.policy import flat_slices, flat_spans, float_parameters
-from gradscope.runs import check_room, scratch, scratch_zeros
-from gradscope.runs.scratch import scratch_folder
+from gradscope.runs import scratch
 from gradscope.updates import SGD, StepSettings, apply_update, influence, influence_cost, linearise_cost, update_cost
 from gradscope.updates import movement as updates
 from gradscope.updates.tuning.linear import linearise
@@ -71,27 +67,6 @@ def test_each_source_contributes_its_part_of_a_step_that_is_split_by_hand(on_dis
     assert len(on_disk) == 1 and result.method == "forward mode"
 
 
-def test_what_the_optimizer_does_not_hold_is_not_moved(on_disk):
-    policy = make_policy("gpt2", torch.float64)
-    batch = make_batch(policy, temperature=0.7)
-    state = warm_state(policy, [n for n, _ in policy.model.named_parameters() if "h.1.mlp" in n or "wte" in n][::-1])
-    result = influence(policy, batch, settings=NARROW, step=STEPS[2], optimizer_state=state, memory=1)
-    brute = brute_force(policy, batch, NARROW)
-    assert_split_as(result, brute, split_step(policy, brute, STEPS[2], state), 1e-10)
-
-
-def test_central_differences_are_called_so_also_one_source_at_a_time(on_disk, monkeypatch):
-    policy = make_policy("gpt2", torch.float64)
-    batch = make_batch(policy)
-    keywords = {"settings": NARROW, "step": STEPS[2], "optimizer_state": warm_state(policy)}
-    expected = influence(policy, batch, **keywords).contributions
-    monkeypatch.setattr(torch.func, "jvp", raising(NotImplementedError("op")))
-    with pytest.warns(UserWarning, match="no forward mode"):
-        result = influence(policy, batch, **keywords, memory=1)
-    assert result.method == "central differences"
-    np.testing.assert_allclose(result.contributions["predicted"], expected["predicted"], rtol=0, atol=1e-7)
-
-
 @pytest.mark.parametrize("step", STEPS)
 def test_responses_to_the_gradients_of_cells_are_the_same_bit_for_bit(on_disk, step):
     policy = make_policy("qwen2")
@@ -126,17 +101,6 @@ def test_a_step_in_slices_is_the_optimizers_bit_for_bit(on_disk, step, fresh, ad
     assert on_disk
 
 
-def test_a_parameter_whose_numbers_are_not_in_a_row_is_stepped_like_any_other(on_disk):
-    policy = make_policy("gpt2")
-    batch, weight = make_batch(policy), policy.model.transformer.h[0].mlp.c_fc.weight
-    weight.data = weight.data.t().contiguous().t()
-    assert not weight.is_contiguous()
-    keywords = {"settings": NARROW, "step": STEPS[2], "optimizer_state": warm_state(policy)}
-    expected = apply_update(policy, batch, **keywords)
-    found = apply_update(policy, batch, **keywords, memory=vector_bytes(policy.model))
-    assert torch.equal(found.after.logprob, expected.after.logprob)
-
-
 def test_streamed_gradients_are_the_same_and_touch_nothing_of_the_models(on_disk):
     policy = make_policy("qwen2")  # tied
     batch = make_batch(policy)
@@ -151,18 +115,6 @@ def test_streamed_gradients_are_the_same_and_touch_nothing_of_the_models(on_disk
     assert weighted_gradients(policy.model, batch, seeds, micro_batch_size=2, out=out) is out
     assert torch.equal(out, expected) and out[0].any() and not out[1].any()
     assert snapshot(policy.model)["model"] == before
-
-
-def test_spans_cover_every_parameter_once():
-    model = make_policy("qwen2").model
-    slices, seen = flat_slices(model), torch.zeros(sum(p.numel() for _, p in float_parameters(model)))
-    for span, crossed in flat_spans(model, 777):
-        assert span.stop - span.start <= 777
-        for name, place, own in crossed:
-            seen[span][place] += 1
-            assert slices[name].start + own.start == span.start + place.start
-            assert own.stop - own.start == place.stop - place.start
-    assert (seen == 1).all()
 
 
 # ---- micro-batches at large vocabularies
@@ -189,19 +141,6 @@ def test_fewer_responses_go_together_where_logits_would_take_too_much(monkeypatc
 
 
 # ---- files and room
-
-
-def test_scratch_is_zeros_of_the_asked_shape_that_keep_what_is_written(on_disk):
-    found = scratch_zeros(3, 5, dtype=torch.float64)
-    assert found.shape == (3, 5) and found.dtype == torch.float64 and not found.any()
-    found[1] = torch.arange(5.0)
-    assert found.sum() == 10 and not on_disk[0].exists()  # without a name already
-    assert scratch_zeros(0, 4, dtype=torch.float32).shape == (0, 4)
-
-
-def test_what_is_small_needs_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "from_file", raising(AssertionError("a file")))
-    assert not scratch_zeros(4, dtype=torch.float32).any()
 
 
 @pytest.mark.parametrize("part", ["influence", "linearise", "apply_update"])
@@ -234,31 +173,6 @@ def test_too_little_disk_is_one_line_before_anything_is_measured(on_disk, monkey
     assert on_disk == []
 
 
-def test_a_disk_that_is_full_after_all_is_an_error_and_not_a_crash(on_disk, monkeypatch):
-    monkeypatch.setattr(os, "posix_fallocate", raising(OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(InputError, match="do not fit into"):
-        scratch_zeros(10, dtype=torch.float32)
-    monkeypatch.setattr(os, "posix_fallocate", raising(OSError(errno.EOPNOTSUPP, "not on this file system")))
-    assert not scratch_zeros(10, dtype=torch.float32).any()
-
-
-def test_folders_that_are_memory_themselves_are_passed_over(monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert scratch_folder() == tmp_path
-    monkeypatch.setattr(scratch, "_is_memory", lambda folder: folder == tmp_path)
-    assert scratch_folder() == Path("/var/tmp")
-    monkeypatch.setattr(scratch, "_is_memory", lambda folder: True)
-    assert scratch_folder() == tmp_path  # there is no other
-
-
-@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs")
-def test_a_tmpfs_is_known_for_memory():
-    assert scratch._is_memory(Path("/dev/shm"))
-    assert not scratch._is_memory(Path("/usr"))
-    with pytest.raises(InputError, match="GB free"):
-        check_room(1 << 60)
-
-
 # ---- diagnoses
 
 
@@ -283,19 +197,6 @@ def test_a_diagnosis_leaves_out_the_step_that_does_not_fit_and_says_what_it_want
     assert none.movement is None
     (note,) = (note for note in none.notes if "the actual step" in note)
     assert f"takes {size / 1e9:.3g} GB" in note and "--gradient-memory" in note and "--no-actual-step" in note
-
-
-def test_large_policies_are_screened_on_demand_alone(diagnosed, monkeypatch):
-    policy, batch, settings = diagnosed
-    settings = replace(settings, influence_tokens=None, actual_step=False)
-    monkeypatch.setattr(diagnosis, "LARGE", sum(p.numel() for p in policy.model.parameters()))
-    found = diagnose(policy, batch, settings=settings)
-    assert found.recommendation is None
-    assert any("Left out: α and η" in note and "--recommend" in note for note in found.notes)
-    found = diagnose(policy, batch, settings=replace(settings, recommend=True))
-    assert any("α and η (no interval and sign" in note for note in found.notes)  # screened, with too few tokens
-    found = diagnose(policy, batch, settings=replace(settings, recommend=False))
-    assert found.recommendation is None and not any("α and η" in note for note in found.notes)
 
 
 # ---- cost

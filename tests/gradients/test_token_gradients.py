@@ -117,14 +117,6 @@ def test_chunks_and_slices_of_the_head_change_nothing(name, settings):
         assert_same(measure_all(cached_policy(name), ids, targets, **settings), expected)
 
 
-def test_chunks_change_nothing_in_float32_beyond_rounding():
-    policy = make_policy("qwen2")
-    ids, targets = random_ids(40), torch.arange(5, 40)
-    whole = measure_all(policy, ids, targets)
-    for settings in ({"rows": 1}, {"rows": 100}, {"memory": 40_000}):
-        assert_same(measure_all(policy, ids, targets, **settings), whole, tolerance=2e-5)
-
-
 @pytest.mark.parametrize("rows", [1, 100])
 def test_a_prefix_shorter_than_the_width_in_a_sequence_twice_as_long_is_exact(rows):
     # Here the factor of the whole sequence is the input itself, and the prefix must keep all of its columns.
@@ -175,23 +167,6 @@ def test_a_subset_has_the_numbers_of_everything_and_nan_elsewhere(name, rules):
         assert ours[others].isnan().all() and not ours[picks].isnan().any()
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mixtral", "gpt_neox"])
-def test_one_gradient_after_the_other_and_no_joint_give_the_same(name):
-    with TrueFloat64():
-        policy = cached_policy(name)
-        ids, targets = random_ids(20), torch.arange(3, 20)
-        everything = torch.arange(len(targets))
-        with measuring(policy.model):
-            meter = TokenGradientMeter(policy, ids)
-            assert meter.graph.batched and meter.split_point
-            expected = meter.measure(ids, targets, everything, temperature=1.0)
-            meter.decoder, meter.graph.batched = None, False
-            assert_same(meter.measure(ids, targets, everything, temperature=1.0), expected)
-            meter.graph.batched = True
-            meter.head.split_point = meter.graph.split_point = None
-            assert_same(meter.measure(ids, targets, everything, temperature=1.0), expected)
-
-
 SEQUENCES = {
     "one token of a response": (random_ids(12), [11]),
     "one token kept in the middle": (random_ids(12), [6]),
@@ -215,15 +190,6 @@ def test_unusual_sequences_are_exact(name, case):
         # With the structure learned from another, longer sequence, as a table does.
         ours = measure_all(cached_policy(name), ids, targets, probe_ids=random_ids(20))
         assert largest_error(ours, truth) < TRUE_FLOAT64
-
-
-@pytest.mark.parametrize("length", [4, 5, 6, 8])
-def test_a_sequence_as_long_as_there_are_heads_is_exact(length):
-    # A norm over [1, heads, positions, …] must not take heads for positions.
-    policy = as_policy(handmade.make("modules_that_see_heads_before_positions"))
-    ids, targets = random_ids(length, handmade.VOCAB), torch.arange(1, length)
-    truth = brute_force(policy, ids, targets)
-    assert largest_error(measure_all(policy, ids, targets, rows=1), truth) < TRUE_FLOAT64
 
 
 # Models that nobody wrote with this engine in mind.

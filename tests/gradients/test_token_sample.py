@@ -10,9 +10,8 @@ from support.policies import make_batch, make_policy
 
 from gradscope import measure
 from gradscope.diagnosis import interval_summary, sampling_error, token_shares
-from gradscope.diagnosis.precision import FEWEST, design_variances
+from gradscope.diagnosis.precision import design_variances
 from gradscope.diagnosis.tokens import layer_norms, scaled_squares, shares_by, sum_by_prompt
-from gradscope.gradients import weighted_quantiles
 from gradscope.gradients.sample import COLUMN, EQUAL_PART, TokenSample, token_sizes
 from gradscope.intervals import EDGES, assign_intervals, interval_labels, summarize
 from gradscope.theory import gains, regress_norms
@@ -171,18 +170,6 @@ def test_statistics_are_those_of_a_loop_that_counts_each_token_for_one_over_its_
     assert where["word"] == pytest.approx(words / totals.sum())
 
 
-def test_equal_chances_say_what_a_table_without_the_column_says():
-    table = sample_some(plant_table(), 15, design="stratified")
-    plain, rng = table.drop(columns=COLUMN), np.random.default_rng
-    frames = [
-        [token_shares(sum_by_prompt(t, 4), LABELS, rng=rng(0)), layer_norms(t, EDGES, rng=rng(0))]
-        for t in (table, plain)
-    ]
-    for ours, theirs in zip(*frames, strict=True):
-        pd.testing.assert_frame_equal(ours, theirs, rtol=1e-9)
-    np.testing.assert_allclose(scaled_squares(table), scaled_squares(plain), rtol=1e-9)
-
-
 def test_bounds_redraw_prompts_with_their_chances():
     table, resamples = sample_some(plant_table(), 20), 40
     rows = token_shares(sum_by_prompt(table, 4), LABELS, rng=np.random.default_rng(3), resamples=resamples)
@@ -197,21 +184,6 @@ def test_bounds_redraw_prompts_with_their_chances():
     assert own["lower"].tolist() == pytest.approx(low.tolist()) and own["upper"].tolist() == pytest.approx(
         high.tolist()
     )
-
-
-def test_sums_of_a_sample_are_right_on_average():
-    table = plant_table()
-    squares = (table["weight"] * table["param_grad_norm"]) ** 2
-    whole = np.bincount(table["interval"], squares)
-    found = []
-    for seed in range(400):
-        sample = make_sample(table, seed)
-        found.append(np.bincount(table["interval"], sample.take(20) * squares / sample.probabilities(20)))
-    found = np.array(found)
-    assert (np.abs(found.mean(0) - whole) < 4 * found.std(0) / 20).all()
-    fixed = [token_totals(sample_some(table, 20, seed)) for seed in range(400)]
-    # A ratio's bias is of the order of its variance over the number drawn.
-    np.testing.assert_allclose(np.mean(fixed, axis=0), whole, rtol=0.05)
 
 
 def token_totals(table: pd.DataFrame) -> np.ndarray:
@@ -236,15 +208,6 @@ def test_fits_and_quantiles_of_a_sample_are_those_of_its_tokens_repeated():
     # Quantiles are read between the middles of what values weigh: nearly those of the repeated.
     median = [gains.layer_gains(t)["median"].to_numpy() for t in (table, repeated)]
     np.testing.assert_allclose(*median, rtol=0.05)
-
-
-def test_weighted_quantiles_are_plain_ones_where_all_count_alike():
-    values, levels = np.random.default_rng(0).normal(size=31), np.array([0.0, 0.05, 0.5, 0.9, 1.0])
-    expected = np.quantile(values, levels)
-    np.testing.assert_array_equal(weighted_quantiles(values, np.full(31, 3.0), levels), expected)
-    nearly = np.full(31, 3.0) + 1e-9 * np.arange(31)
-    np.testing.assert_allclose(weighted_quantiles(values, nearly, levels), expected, atol=1e-8)
-    assert np.isnan(weighted_quantiles(values[:0], values[:0], levels)).all()
 
 
 # Errors.
@@ -302,21 +265,6 @@ def test_the_error_of_the_sample_alone_is_the_spread_over_samples_of_the_same_to
     error = errors[0]
     assert error.width(1.0) == pytest.approx(1) and error.width(np.inf) == pytest.approx(math.sqrt(1 - error.part))
     assert 1 > error.width(2.0) > error.width(4.0) > error.width(np.inf)
-
-
-def test_no_error_is_told_of_a_whole_table_and_no_part_of_few_tokens():
-    table, rng = plant_table(), np.random.default_rng(0)
-    assert sampling_error(table, LABELS, rng=rng) is None
-    few = sampling_error(sample_some(table, FEWEST - 1), LABELS, rng=rng)
-    assert math.isnan(few.part) and "too few" in few.in_words()
-    unweighted = sample_some(table.assign(weight=np.nan, advantage=np.nan), 20)
-    error = sampling_error(unweighted, LABELS, rng=rng)
-    means = [sample_some(table.assign(weight=np.nan), 20, seed) for seed in range(200)]
-    spread = np.std([loop_totals(one, one["param_grad_norm"])[0] for one in means]) / (table["interval"] == 0).sum()
-    assert error.quantity.startswith("mean") and error.standard_error == pytest.approx(spread, rel=0.4)
-    one = sampling_error(sample_some(table.assign(group=0), 20), LABELS, rng=rng)
-    assert math.isnan(one.lower) and one.standard_error > 0 and "±" in one.in_words()
-    assert "12 min" in error.in_words(lambda times: 720.0)
 
 
 # Of a real policy.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -128,16 +127,3 @@ def test_shares_in_the_metric_of_adamw_are_those_of_the_saved_moments(run, page,
     np.testing.assert_allclose(column(page, "gradient_share", "adamw"), shares(vectors * metric), atol=FLOAT32)
     assert np.isfinite(column(page, "squared_share", "adamw")).all()
     assert not np.allclose(shares(vectors * metric), shares(vectors), atol=10 * FLOAT32)
-
-
-def test_the_manifest_names_the_dump_and_the_step_that_the_checkpoint_sampled(run, page, completions):
-    manifest = json.loads((page / "manifest.json").read_text(encoding="utf-8"))
-    assert manifest["rollouts"]["path"] == str(run / "completions") and manifest["rollouts"]["format"] == "trl"
-    notes = " ".join(manifest["rollouts"]["notes"])
-    assert f"step {SAVED + 1} is taken, which this checkpoint sampled" in notes
-    assert "--temperature" not in notes  # it was given
-    assert manifest["diagnosis"]["optimizer_state"] is not None
-    table = pd.read_parquet(page / "tokens.parquet")
-    assert table["response"].nunique() == len(completions)
-    html = (page / "report.html").read_text(encoding="utf-8")
-    assert f"AdamW, learning rate {RATE}, weight decay 0.1, gradient clipped to {CLIP}" in html

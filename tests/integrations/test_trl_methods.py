@@ -10,11 +10,9 @@ import torch
 from support.policies import distance
 from support.trl_runs import TEMPERATURE, Recorder, gradients, make_trainer, needs_trl, save_policy, train, weights
 from torch import Tensor
-from transformers import set_seed
 
 from gradscope.errors import InputError
 from gradscope.integrations.trl_batch import batch_from_trl, trl_settings
-from gradscope.integrations.trl_methods import ReweightLoptiMixin
 from gradscope.objective import Updater, batch_statistics
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.algorithm import plan_update
@@ -149,24 +147,6 @@ def test_a_pass_without_tokens_takes_no_step_so_the_update_is_the_plain_one(chec
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {4}
 
 
-def test_a_step_whose_responses_are_all_masked_changes_nothing(checkpoint, tmp_path, ours):
-    settings = {"mask_truncated_completions": True, "max_completion_length": 1, "weight_decay": 0.5}
-    trainer = make_trainer(checkpoint, tmp_path, kind=ours, methods={"lopti_eta": 0.5}, **settings)
-    start = weights(trainer.model)
-    assert equal(trained(trainer), start) and not trainer.optimizer.state
-
-
-def test_a_pair_of_steps_has_one_learning_rate_and_counts_once(checkpoint, tmp_path, ours):
-    settings = {"lr_scheduler_type": "linear", "max_steps": 4}
-    trainer = make_trainer(checkpoint, tmp_path, kind=ours, methods={"lopti_eta": 0.5}, **settings)
-    recorder = Recorder(trainer)
-    train(trainer)
-    falling = [1e-2, 1e-2, 7.5e-3, 7.5e-3, 5e-3, 5e-3, 2.5e-3, 2.5e-3]
-    assert [step["rate"] for step in recorder.steps] == pytest.approx(falling)
-    assert [step["global_step"] for step in recorder.steps] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert trainer.state.global_step == 4
-
-
 def test_the_log_says_of_all_tokens_what_it_says_without_lopti(checkpoint, tmp_path, ours):
     settings = REUSE | {"learning_rate": 0.0, "epsilon": 0.0, "epsilon_high": 0.0, "move": 0.02, "max_steps": 2}
     records = []
@@ -182,22 +162,6 @@ def test_the_log_says_of_all_tokens_what_it_says_without_lopti(checkpoint, tmp_p
     tokens = split[0]["lopti/tokens_low"], split[0]["lopti/tokens_high"]
     assert min(tokens) > 0 and split[1]["lopti/tokens_low"] == 0
     assert sum(tokens) == split[1]["lopti/tokens_high"] == split[2]["lopti/tokens_low"]
-
-
-def test_evaluation_splits_nothing(checkpoint, tmp_path, ours):
-    methods = {"lopti_eta": 0.5}
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_rows": 2, "per_device_eval_batch_size": 4}
-    trainer = make_trainer(checkpoint, tmp_path, kind=ours, methods=methods, **settings)
-    stock = make_trainer(checkpoint, tmp_path, **settings)
-    names = ("eval_loss", "eval_reward", "eval_entropy")
-    found = []
-    for each in (trainer, stock):
-        set_seed(3)
-        each.evaluate()
-        found.append([each.state.log_history[-1][name] for name in names])
-    assert found[0] == found[1]
-    train(trainer)
-    assert sum("eval_loss" in record for record in trainer.state.log_history) == 3
 
 
 @pytest.mark.parametrize(
@@ -218,8 +182,3 @@ def test_what_the_methods_cannot_do_is_refused_in_one_line(checkpoint, tmp_path,
     with pytest.raises(InputError) as caught:
         make_trainer(checkpoint, tmp_path, kind=ours, methods=methods, **settings)
     assert words in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_settings_that_only_lopti_refuses_are_fine_with_reweight_alone(checkpoint, tmp_path, ours):
-    trainer = make_trainer(checkpoint, tmp_path, kind=ours, methods={"reweight_alpha": 0.3}, top_entropy_quantile=0.2)
-    assert isinstance(trainer, ReweightLoptiMixin) and trainer.lopti_eta is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradscope.errors import InputError
-from gradscope.integrations.verl_methods import changed_policy_loss, check_methods, pass_loss, pass_mask
+from gradscope.integrations.verl_methods import changed_policy_loss, check_methods, pass_mask
 from gradscope.objective import lopti_split
 from gradscope.objective.equations import policy_loss
 
@@ -87,11 +87,6 @@ def test_a_pass_alone_has_the_gradient_of_its_tokens_over_the_count_of_all(name)
     assert not gradients[0][~chosen].any()
 
 
-def test_a_token_at_eta_itself_is_in_the_high_pass():
-    old, _, _, mask = make_batch()
-    assert pass_mask(old, mask, eta=0.5, name="high")[0, 0] and not pass_mask(old, mask, eta=0.5, name="low")[0, 0]
-
-
 def test_masks_of_nested_rows_are_those_of_the_padded_ones():
     old, _, _, mask = make_batch()
     mask[1, 2] = False  # a hole, such as a tool's output
@@ -105,19 +100,6 @@ def test_masks_of_nested_rows_are_those_of_the_padded_ones():
     for name in ("low", "high"):
         found = pass_mask(nested(old), nested(mask), eta=0.5, name=name)
         assert torch.equal(found.to_padded_tensor(False).bool(), pass_mask(old, mask, eta=0.5, name=name))
-
-
-def test_a_pass_changes_the_micro_batch_for_the_loss_alone():
-    old, _, _, mask = make_batch()
-    data, seen = {"old_log_probs": old, "response_mask": mask}, []
-    loss = pass_loss(lambda *, model_output, data: seen.append(data["response_mask"]), eta=0.5, name="low")
-    loss(model_output=None, data=data)
-    assert torch.equal(seen[0], mask & (old.exp() < 0.5)) and data["response_mask"] is mask
-
-
-def test_two_passes_without_an_engine_for_them_are_refused_by_name():
-    with pytest.raises(InputError, match=r"lopti_eta is 0\.5.*VERL_ENGINE_VENDOR=gradscope"):
-        changed(make_batch(), lopti_eta=0.5)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from support.policies import CAUSAL, HIDDEN, PAD, Share, make_batch, make_policy
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
-from gradscope.objective import batch_statistics, has_plain_head, kept_logprobs, logprobs, micro_batches
-from gradscope.objective.batch_logprobs import empty_piece, scored_loss_logprobs
+from gradscope.objective import batch_statistics, kept_logprobs, logprobs, micro_batches
+from gradscope.objective.batch_logprobs import scored_loss_logprobs
 from gradscope.objective.logprobs import token_statistics
 from gradscope.policy import Policy
 from gradscope.rollouts import Response, TokenBatch, collate
@@ -131,17 +131,6 @@ def test_the_head_sees_the_kept_tokens_alone_and_no_column_after_the_last_of_the
             handle.remove()
 
 
-def test_a_mask_of_few_tokens_makes_narrower_pieces_of_fewer_rows(policy):
-    batch = mixed_batch(policy)
-    early = torch.zeros_like(batch.response_mask)
-    for row in (0, 2, 4):
-        early[row, batch.response_start[row]] = True  # the first token of three responses
-    pieces = micro_batches(replace(batch, response_mask=early), 8)
-    assert [rows.tolist() for rows, _ in pieces] == [[4, 0, 2]]  # by the length of their prompts
-    assert pieces[0][1].input_ids.shape == (3, 9)
-    assert pieces[0][1].num_tokens == 3
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 10, 99])
 def test_micro_batches_hold_every_response_that_keeps_a_token_once_longest_first(policy, size):
     batch = mixed_batch(policy, "both")
@@ -174,11 +163,6 @@ def test_by_group_the_responses_of_a_group_stand_together_that_of_the_longest_fi
     assert len(set(longest.values())) > 1 and len(rows) > len(longest)
 
 
-@pytest.mark.parametrize(("name", "plain"), [("llama", True), ("gpt2", True), ("gemma2", False)])
-def test_a_head_whose_logits_are_capped_afterwards_is_not_a_plain_one(name, plain):
-    assert has_plain_head(make_policy(name).model) == plain
-
-
 def test_chosen_tokens_have_their_logprobs_and_gradients_and_all_have_statistics(policy):
     _, piece = micro_batches(mixed_batch(policy), 10)[0]
     parameters = list(policy.model.parameters())
@@ -193,24 +177,6 @@ def test_chosen_tokens_have_their_logprobs_and_gradients_and_all_have_statistics
         wanted = torch.autograd.grad(expected[likely].sum(), parameters)
         for ours, theirs in zip(torch.autograd.grad(found.sum(), parameters), wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
-
-
-def test_a_batch_that_keeps_nothing_has_no_pieces_and_statistics_of_zeros(policy):
-    batch = make_batch(policy)
-    batch = replace(batch, response_mask=torch.zeros_like(batch.response_mask))
-    assert micro_batches(batch, 2) == []
-    found = batch_statistics(policy.model, batch, micro_batch_size=2, device=CPU)
-    for name in NAMES:
-        assert torch.equal(getattr(found, name), torch.zeros(batch.input_ids.shape, dtype=torch.float64))
-
-
-def test_a_piece_of_nothing_goes_through_the_model_and_asks_for_no_token(policy):
-    for batch in (make_batch(policy, side="left"), collate(make_responses(policy)[:1])):
-        rows, piece = empty_piece(batch)
-        assert (len(rows), len(piece), piece.num_tokens) == (1, 1, 0)
-        logprobs = kept_logprobs(policy.model, piece)
-        assert logprobs.requires_grad
-        assert not logprobs.any()
 
 
 @pytest.mark.parametrize(("name", "side"), [("llama", "left"), ("gemma2", "right"), ("gpt2", "both"), ("opt", "left")])
@@ -260,21 +226,6 @@ def test_items_are_dealt_once_each_in_equally_long_shares():
             fillers = [share.count(None) for share in shares]
             assert max(fillers) <= 1
             assert fillers == sorted(fillers)
-
-
-def test_a_model_wrapped_to_be_shared_gives_the_same_logprobs(policy):
-    class Wrapped(nn.Module):
-        """What DistributedDataParallel looks like from outside."""
-
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, **arguments):
-            return self.module(**arguments)
-
-    _, piece = micro_batches(make_batch(policy), 6)[0]
-    assert torch.equal(kept_logprobs(Wrapped(policy.model), piece), kept_logprobs(policy.model, piece))
 
 
 def test_the_head_is_whole_again_afterwards_even_if_the_model_breaks(policy, monkeypatch):

@@ -123,23 +123,6 @@ def test_the_losses_of_micro_batches_add_up_once_advantages_are_resolved(batch, 
     assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-13)
 
 
-def test_what_is_unknown_on_masked_tokens_is_not_used(batch, logprobs):
-    spoilt = torch.where(batch.response_mask, resolve_advantages(batch), NAN)
-    expected = slopes(logprobs, batch, NARROW, 5)
-    assert torch.equal(slopes(logprobs, replace(batch, advantages=spoilt), NARROW, 5), expected)
-
-
-@pytest.mark.parametrize("function", [batch_loss, batch_weights])
-def test_unknown_advantages_are_refused(batch, logprobs, function):
-    with pytest.raises(InputError, match="weights need advantages or rewards"):
-        function(logprobs, replace(batch, rewards=None), PAPER, num_tokens=1)
-    one_unknown = resolve_advantages(batch).clone()
-    one_unknown[0, 2] = NAN
-    for advantages, count in [(one_unknown, 1), (torch.full_like(one_unknown, NAN), batch.num_tokens)]:
-        with pytest.raises(InputError, match=rf"advantages is NaN at {count} kept"):
-            function(logprobs, replace(batch, advantages=advantages), PAPER, num_tokens=1)
-
-
 def test_advantages_beat_rewards_and_rewards_are_compared_within_their_group(batch):
     given = torch.arange(batch.input_ids.numel(), dtype=torch.float32).reshape(batch.input_ids.shape)
     assert torch.equal(resolve_advantages(replace(batch, advantages=given)), given)

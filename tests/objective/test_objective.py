@@ -88,35 +88,12 @@ def test_grpo_advantages_equal_a_loop_over_groups_in_any_order():
     assert advantages.tolist() == pytest.approx(grpo_by_loop(rewards, groups, 1e-6), rel=1e-12)
 
 
-def test_grpo_eps_is_added_to_the_standard_deviation():
-    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    advantage = grpo_advantages(rewards, torch.tensor([0, 0]), eps=0.5)[0].item()
-    assert advantage == pytest.approx(0.5 / (math.sqrt(0.5) + 0.5), rel=1e-12)
-
-
 def test_a_group_of_one_and_a_group_of_equal_rewards_get_exactly_zero():
     # Three times 0.1 in float64 has a mean that is not 0.1; rounding over eps would not be 0.
     rewards = torch.tensor([0.1, 0.1, 0.1, 5.0, 1.0, 0.0], dtype=torch.float64)
     advantages = grpo_advantages(rewards, torch.tensor([0, 0, 0, 1, 2, 2]))
     assert advantages[:4].tolist() == [0.0] * 4
     assert advantages[4].item() > 0.7
-
-
-def test_float32_rewards_give_float32_advantages_to_rounding():
-    rewards = torch.randn(40, generator=torch.Generator().manual_seed(1)) + 1000  # a mean that would cost digits
-    groups = torch.arange(40) // 8
-    expected = grpo_by_loop(rewards.tolist(), groups.tolist(), 1e-6)
-    advantages = grpo_advantages(rewards, groups)
-    assert advantages.dtype == torch.float32
-    assert advantages.tolist() == pytest.approx(expected, rel=1e-6)
-
-
-def test_whole_number_rewards_and_settings_give_float_advantages():
-    rewards, groups, mask = torch.tensor([1, 0, 0, 1]), torch.tensor([0, 0, 1, 1]), torch.ones(4, 2, dtype=torch.bool)
-    root = math.sqrt(0.5)
-    assert grpo_advantages(rewards, groups, eps=0).tolist() == pytest.approx([root, -root, -root, root])
-    unknown = torch.full((4, 2), math.nan)
-    assert reinforce_pp_advantages(rewards, unknown, unknown, mask, kl_coef=0).dtype == torch.float32
 
 
 def test_reinforce_pp_advantages_equal_a_double_loop_and_credit_passes_over_holes():
@@ -149,12 +126,6 @@ def test_whitened_values_have_mean_zero_and_unbiased_variance_one_over_kept_toke
     assert statistics.variance(kept) == pytest.approx(1, rel=1e-7)  # the 1e-8 under the root
 
 
-def test_whitening_one_token_equal_tokens_or_none_gives_exactly_zero():
-    values = torch.tensor([[0.1, 0.1, 0.1, 7.0]], dtype=torch.float64)
-    for kept in ([0, 0, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0]):
-        assert torch.equal(whiten(values, torch.tensor([kept]).bool()), torch.zeros_like(values))
-
-
 def test_nan_and_infinite_rewards_are_refused():
     groups, mask = torch.tensor([0, 0]), torch.ones(2, 1, dtype=torch.bool)
     for bad in (math.nan, math.inf):
@@ -180,12 +151,6 @@ def test_reweight_scales_every_advantage_by_equation_4(shape):
     for i, t in itertools.product(range(3), range(4)):
         advantage = advantages[i].item() if len(shape) == 1 else advantages[i, t].item()
         assert scaled[i, t].item() == pytest.approx((0.3 * math.exp(old[i, t]) + 0.7) * advantage, rel=1e-12)
-
-
-def test_reweight_at_zero_changes_nothing_and_at_one_multiplies_by_the_probability():
-    old, advantages = torch.tensor([[0.25, 1.0]]).log(), torch.tensor([[2.0, -3.0]])
-    assert torch.equal(reweight(advantages, old, alpha=0.0), advantages)
-    assert reweight(advantages, old, alpha=1.0).tolist() == [[0.5, -3.0]]
 
 
 def test_lopti_splits_the_kept_tokens_in_two_with_the_edge_itself_high():
@@ -243,18 +208,6 @@ def test_loss_and_weights_equal_a_double_loop_and_autograd_with_every_clip_activ
     assert torch.allclose(weights_by_autograd(batch, **settings), expected, rtol=1e-12, atol=1e-15)
 
 
-def test_the_batch_of_these_tests_clips_on_every_side():
-    batch, _ = clipped_batch()
-    ratio, mask = (batch["logprobs"] - batch["old_logprobs"]).exp(), batch["response_mask"]
-    up, down = (batch["advantages"] > 0) & mask, (batch["advantages"] < 0) & mask
-    for side in (up & (ratio > 1.24), up & (ratio < 0.8), down & (ratio < 0.8), down & (ratio > 1.24)):
-        assert side.sum() >= 3
-    assert (down & (ratio > 10)).any()
-    assert (up & (ratio > 10)).any()
-    clipped = token_weight_parts(**batch, **CLIPS, clip_ratio_c=10.0, num_tokens=1).clipped
-    assert torch.equal(clipped, (up & (ratio > 1.24)) | (down & (ratio < 0.8)) | (down & (ratio > 10)))
-
-
 def test_the_weights_equal_autograd_with_reweight_and_each_mask_of_lopti():
     batch, ref = clipped_batch()
     batch["advantages"] = reweight(batch["advantages"], batch["old_logprobs"], alpha=0.3)
@@ -271,18 +224,6 @@ def test_the_weights_equal_autograd_with_reweight_and_each_mask_of_lopti():
         assert (parts[-1][~mask] == 0).all()
     assert torch.equal(parts[0] + parts[1], whole)
     assert sum(losses) == pytest.approx(policy_loss(**batch, **settings).item(), rel=1e-12)
-
-
-def test_reweight_scales_the_policy_part_of_the_weight_only():
-    batch, ref = clipped_batch()
-    settings = CLIPS | {"kl_coef": 0.05, "ref_logprobs": ref, "num_tokens": 61}
-    plain = token_weight_parts(**batch, **settings)
-    batch["advantages"] = reweight(batch["advantages"], batch["old_logprobs"], alpha=0.3)
-    scaled = token_weight_parts(**batch, **settings)
-    assert torch.equal(plain.kl, scaled.kl)
-    factor = 0.3 * batch["old_logprobs"].exp() + 0.7
-    assert torch.allclose(scaled.policy, factor * plain.policy, rtol=1e-12)
-    assert torch.equal(scaled.total, scaled.policy + scaled.kl)
 
 
 @pytest.mark.parametrize(("ratio", "advantage"), [(1.25, 1.0), (0.75, -1.0), (8.0, -1.0), (1.25, -1.0), (0.75, 1.0)])
@@ -317,13 +258,6 @@ def test_microbatches_add_up_to_the_whole_batch():
     assert math.fsum(parts) == pytest.approx(whole, rel=1e-12)
 
 
-def test_any_slice_of_columns_gives_the_slice_of_the_weights():
-    batch, _ = clipped_batch()
-    settings = CLIPS | {"num_tokens": 61}
-    whole = token_weights(**batch, **settings)
-    assert torch.equal(token_weights(**{k: v[2:4, 3:9] for k, v in batch.items()}, **settings), whole[2:4, 3:9])
-
-
 def test_one_advantage_per_response_equals_the_same_advantage_at_every_token():
     batch, _ = clipped_batch()
     settings = CLIPS | {"num_tokens": 61}
@@ -331,13 +265,6 @@ def test_one_advantage_per_response_equals_the_same_advantage_at_every_token():
     per_token = batch | {"advantages": batch["advantages"][:, :1].expand(8, 12)}
     assert torch.equal(token_weights(**per_response, **settings), token_weights(**per_token, **settings))
     assert torch.equal(policy_loss(**per_response, **settings), policy_loss(**per_token, **settings))
-
-
-def test_on_policy_without_kl_the_weight_is_the_advantage():
-    batch, _ = clipped_batch()
-    batch["logprobs"] = batch["old_logprobs"]
-    weights = token_weights(**batch, **CLIPS, num_tokens=61)
-    assert torch.equal(weights, torch.where(batch["response_mask"], batch["advantages"], 0.0))
 
 
 def test_whatever_stands_at_masked_tokens_reaches_neither_loss_nor_gradient():
@@ -369,16 +296,6 @@ def test_a_clipped_ratio_that_overflows_leaves_loss_and_gradient_finite():
     assert token_weights(**batch, **settings).tolist() == [[0.0, 0.0]]
 
 
-def test_a_clip_beyond_the_dtype_is_none():
-    batch, _ = clipped_batch()
-    batch |= {"logprobs": batch["logprobs"].float(), "old_logprobs": batch["old_logprobs"].float()}
-    found, expected = (
-        policy_loss(**batch, clip_ratio_low=0.2, clip_ratio_high=high, clip_ratio_c=c, num_tokens=61)
-        for high, c in ((1e300, 1e300), (math.inf, None))
-    )
-    assert torch.equal(found, expected)
-
-
 def test_no_gradient_flows_into_old_or_reference_logprobs_or_advantages():
     batch, ref = clipped_batch()
     leaves = {k: v.clone().requires_grad_() for k, v in batch.items() if k != "response_mask"} | {"ref": ref}
@@ -399,10 +316,6 @@ def test_the_kl_estimates_equal_their_formulas_and_k3_keeps_its_digits_near_zero
         exact = math.expm1(difference) - difference if abs(difference) > 0.1 else difference**2 / 2 + difference**3 / 6
         assert estimate == pytest.approx(exact, rel=2e-3)  # float32 expm1(d) − d at d = 1e-4 keeps ε/d
     assert (kl_k3(logprobs, ref) >= 0).all()
-
-
-def test_k3_is_not_clamped():
-    assert kl_k3(torch.tensor(-20.0), torch.tensor(0.0)).item() == pytest.approx(math.exp(20) - 21, rel=1e-6)
 
 
 def test_settings_that_mean_nothing_are_refused_by_loss_and_weights():

@@ -76,19 +76,6 @@ def test_each_token_has_the_logprob_that_its_response_has_alone_on_every_archite
             torch.testing.assert_close(together(model, make_batch(side), size), wanted, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", PACKED)
-def test_a_prompt_goes_through_the_network_once_and_no_padding_or_last_token_does(name):
-    model = make_model(name, attention="sdpa")
-    _, piece = micro_batches(make_batch(), 6, by_group=True)[0]
-    can_pack(model)  # its trial runs the model too
-    seen = []
-    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].numel()))
-    kept_logprobs(model, piece)
-    hook.remove()
-    # Prompts of 7, 4 and 5; of each response what predicts its last kept token (the eighth of the second one).
-    assert seen == [7 + 4 + 5 + 2 + 7 + 0 + 5 + 5 + 1]
-
-
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "mixtral"])
 def test_gradients_are_those_of_each_response_alone(name):
     model = make_model(name, dtype=torch.float64, attention="sdpa")
@@ -117,15 +104,6 @@ def test_rows_are_laid_out_as_they_were_and_taken_back():
             else:
                 assert not laid[row, column].any()
     assert torch.equal(packing.take(laid), values)
-
-
-def test_micro_batches_without_anything_in_common_stay_as_they_are():
-    model = make_model("qwen2", attention="sdpa")
-    ids = torch.randint(4, VOCAB, (4, 50), generator=torch.Generator().manual_seed(0)).tolist()
-    apart = collate([Response(row[:20], row[20:], k) for k, row in enumerate(ids)])
-    shared = collate([Response(ids[0][:20], row[20:]) for row in ids])
-    assert packing_for(model, micro_batches(apart, 4)[0][1]) is None
-    assert packing_for(model, micro_batches(shared, 4)[0][1]) is not None
 
 
 def test_windows_of_attention_are_not_packed_where_they_are_narrower_than_the_responses():

@@ -62,15 +62,6 @@ def test_a_movement_is_drawn_by_interval_and_sign_without_the_top_share_of_each_
         assert along.min() <= row.q05 and row.q95 <= along.max()
 
 
-def test_few_tokens_are_points_and_an_empty_interval_is_empty(tokens):
-    few = tokens[tokens["interval"] == 1].head(6)
-    ax = plot_movement(few)
-    assert not any(isinstance(c, PolyCollection) for c in ax.collections)
-    points = np.concatenate([line.get_ydata() for line in ax.lines if line.get_marker() == "."])
-    assert sorted(points) == pytest.approx(sorted(few["delta_prob.all"]))
-    assert drawn_numbers(ax).loc[lambda d: d["interval"] != interval_labels()[1], "num_drawn"].eq(0).all()
-
-
 def test_directions_are_means_with_their_deviations(tokens):
     frames = []
     for batch, own in tokens.groupby("batch"):

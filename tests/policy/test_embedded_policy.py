@@ -1,6 +1,5 @@
 """The policy that comes with the package: it loads, its tokenizer is lossless, it answers in format, some rightly."""
 
-import math
 import random
 from pathlib import Path
 
@@ -58,11 +57,6 @@ def test_it_is_a_small_qwen2_in_float32_with_tied_embeddings(model):
     assert sum(p.numel() for p in model.parameters()) == 805_376
 
 
-def test_gradscope_loads_it_with_a_tokenizer_that_works(tokenizer):
-    policy = gradscope.load_policy(FOLDER)
-    assert policy.encode_prompt("Zoey: Mia is a knave.\n<think>") == tokenizer.encode("Zoey: Mia is a knave.\n<think>")
-
-
 @pytest.mark.parametrize("people", range(2, 9))
 def test_prompts_and_traces_survive_the_tokenizer(tokenizer, people):
     rng = random.Random(people)
@@ -74,11 +68,6 @@ def test_prompts_and_traces_survive_the_tokenizer(tokenizer, people):
         assert tokenizer.decode(ids) == text
         assert tokenizer.encode(tokenizer.decode(ids)) == ids
         assert len(tokenizer.encode(compact_prompt(statements))) <= 10 * people
-
-
-def test_any_ascii_text_survives_the_tokenizer(tokenizer):
-    text = "".join(map(chr, range(32, 127))) + "\n\n  Is Zoeyx a knight?<answer></answer> If  and or."
-    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_what_it_samples_survives_the_tokenizer(tokenizer, sampled):
@@ -94,16 +83,3 @@ def test_nearly_every_answer_has_the_right_format(sampled):
 def test_it_solves_some_puzzles_and_far_from_all(sampled):
     right = sum(TASK.reward(text, question) == 3.0 for question, _, text in sampled) / len(sampled)
     assert 0.15 < right < 0.85  # chance, with two statuses a person, would be .146 on these levels
-
-
-def test_its_responses_hold_sure_tokens_and_unsure_ones(model, tokenizer, sampled):
-    probs = []
-    for question, ids, _ in sampled[:16]:
-        prompt = tokenizer.encode(question.prompt)
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.7
-        probs.append(logits.softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0])
-    counts = torch.histc(torch.cat(probs), bins=4, min=0.0, max=1.0)
-    assert (counts > 0).all()
-    assert math.isclose(counts.sum(), sum(len(p) for p in probs))
-    assert counts[3] > counts[:3].sum()  # most tokens are copied, hence sure

@@ -93,13 +93,6 @@ def test_the_moments_of_an_adapter_come_back_under_its_names(adapter_run):
     assert any("lora_B" in name for name in live) and any(name.endswith("bias") for name in live)
 
 
-def test_a_merged_adapter_has_no_state_unless_it_is_insisted(adapter_run):
-    folder, _ = adapter_run
-    assert read_adamw_state(load_policy(folder)) is None
-    with pytest.raises(InputError, match=r"optimizer\.pt: the optimizer state has groups of"):
-        read_adamw_state(load_policy(folder), folder)
-
-
 def test_updates_go_on_from_the_trainers_state(run):
     # By hand: AdamW over the two groups, as the Trainer makes them, one step further; decay off in both.
     folder, _ = run
@@ -137,13 +130,6 @@ def test_interval_gradients_are_in_the_metric_of_the_saved_state(run):
     by_hand = AdamWState(live, dict.fromkeys(live, STEPS), 0.999, 1e-8)
     expected = interval_gradients(policy, make_batch(policy), optimizer_state=by_hand).adamw_table
     assert found["norm"].tolist() == expected["norm"].tolist() and found["norm"].iloc[-1] > 0
-
-
-def test_names_that_are_saved_count_and_lose_a_trainers_prefix():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    names = ["1.weight", "0.bias", "1.bias", "0.weight"]
-    state = {"param_groups": [{"param_names": [f"module.{n}" for n in names[:2]]}, {"param_names": names[2:]}]}
-    assert optimizer_names(model, state) == names
 
 
 def test_without_a_file_there_is_no_state_and_a_path_must_hold_one(run, tmp_path):
@@ -195,14 +181,6 @@ def test_other_optimizers_and_pickles_are_refused_and_nothing_runs(tmp_path, mon
     path.write_bytes(b"PK\x03\x04 cut off")
     with pytest.raises(InputError, match="that can be read safely"):
         read_optimizer_file(path)
-
-
-def test_plain_adam_whose_decay_is_in_the_gradient_is_refused(tmp_path):
-    model = make_model("llama")
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    with pytest.raises(InputError, match="not plain AdamW's"):
-        read_adamw_state(Policy(model, None, find_blocks(model)), tmp_path)
 
 
 def test_groups_of_other_sizes_are_refused_with_both(run):

@@ -65,23 +65,12 @@ def test_a_mask_with_holes_counts_only_the_kept_tokens(policy):
     assert collate(responses).num_tokens == sum(sum(r.response_mask) for r in responses)
 
 
-def test_a_single_token_response_has_position_zero():
-    batch = collate([Response([4, 5, 6], [7])])
-    assert batch.sequence(0)[1].tolist() == [3]
-    assert batch.positions()[batch.response_mask].tolist() == [0]
-
-
 def test_micro_batches_hold_every_row_once_and_in_order(policy):
     batch = make_batch(policy)
     parts = list(batch.micro_batches(4))
     assert [len(p) for p in parts] == [4, 2]
     assert [row for p in parts for row in contents(p)] == contents(batch)
     assert sum(p.num_tokens for p in parts) == batch.num_tokens
-
-
-def test_select_takes_rows_in_the_order_given(policy):
-    batch = make_batch(policy)
-    assert contents(batch.select([3, 0])) == [contents(batch)[3], contents(batch)[0]]
 
 
 @pytest.mark.parametrize("side", ["right", "left", "both"])
@@ -99,13 +88,6 @@ def test_left_aligned_rows_start_at_column_zero_and_say_the_same(policy, side):
         # What is put at `columns` comes back to where it was: how a result finds its token.
         assert batch.input_ids[row, columns[row, :length]].tolist() == aligned.input_ids[row, :length].tolist()
     assert columns.max() < batch.input_ids.shape[1]
-
-
-def test_left_aligning_twice_changes_nothing(policy):
-    once, _ = make_batch(policy, side="left").left_aligned()
-    twice, columns = once.left_aligned()
-    assert contents(twice) == contents(once)
-    assert (columns == torch.arange(columns.shape[1])).all()
 
 
 def test_narrow_keeps_the_first_columns_of_every_tensor(policy):
@@ -150,17 +132,6 @@ def test_an_advantage_per_token_stays_with_its_token_and_one_number_is_spread():
     batch = collate([Response([4, 4], [5, 6], advantage=[0.5, -0.5]), Response([4], [5, 6, 7], advantage=3.0)])
     assert batch.advantages[0, 2:4].tolist() == [0.5, -0.5]
     assert batch.advantages[1, 1:4].tolist() == [3.0, 3.0, 3.0]
-
-
-def test_one_number_per_response_is_spread_over_its_tokens():
-    batch = collate([Response([4], [5, 6]), Response([4], [5])])
-    assert batch.token_weighted(torch.tensor([2.0, 3.0])).tolist() == [[2.0, 2.0, 2.0], [3.0, 3.0, 3.0]]
-
-
-def test_the_repr_counts_responses_prompts_and_tokens(policy):
-    batch = make_batch(policy)
-    assert repr(batch).startswith(f"TokenBatch(6 responses to 3 prompts, {batch.num_tokens} response tokens")
-    assert "old_logprobs" in repr(batch)
 
 
 def test_masks_that_would_misalign_are_refused():

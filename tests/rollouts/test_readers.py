@@ -76,12 +76,6 @@ def test_text_and_ids_of_the_same_tokens_make_the_same_batch(policy, tmp_path):
     assert_same(text, read_rollouts(write_jsonl(tmp_path / "ids.jsonl", [GOOD]), policy))
 
 
-def test_ids_are_taken_as_they_are_where_text_is_beside_them(policy, tmp_path):
-    rows = [GOOD | TEXT, GOOD | {"prompt": "w9", "response": "w9"}]
-    batch = read_rollouts(write_jsonl(tmp_path / "r.jsonl", rows), policy)
-    assert batch.input_ids.tolist() == [[4, 5, 6, 7, 8]] * 2
-
-
 def test_a_chat_goes_through_the_template_and_its_last_assistant_turn_stays_open(policy, tmp_path):
     chat = [{"role": "user", "content": "w4 w5"}]
     open_turn = [*chat, {"role": "assistant", "content": "w6"}]
@@ -90,11 +84,6 @@ def test_a_chat_goes_through_the_template_and_its_last_assistant_turn_stays_open
         batch = read_rollouts(write_rollouts(tmp_path / f"r{suffix}", rows), policy)
         assert batch.sequence(0)[0].tolist() == [1, 4, 5, 1, 7]
         assert batch.sequence(1)[0].tolist() == [1, 4, 5, 1, 6, 7]
-
-
-def test_without_a_group_identical_prompts_share_one(tmp_path):
-    rows = [GOOD, GOOD | {"prompt_ids": [4]}, GOOD | {"response_ids": [9]}]
-    assert read_rollouts(write_jsonl(tmp_path / "r.jsonl", rows)).group_ids.tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("names", [[7, 3, 7], ["b", "a", "b"]])
@@ -147,13 +136,6 @@ def test_a_near_miss_of_a_column_is_refused_with_the_right_name(tmp_path, name, 
     path = write_rollouts(tmp_path / f"r{suffix}", [GOOD | {name: [1.0, 1.0]}])
     with pytest.raises(InputError, match=rf"row 0.*'{name}'; did you mean '{meant}'"):
         read_rollouts(path)
-
-
-@pytest.mark.parametrize("name", ["prompts", "responses", "completion"])
-def test_a_near_miss_of_the_text_is_refused_before_the_text_is_missed(tmp_path, name):
-    row = {"prompts": "a", "response": "b"} if name == "prompts" else {"prompt": "a", name: "b"}
-    with pytest.raises(InputError, match=f"'{name}'; did you mean"):
-        read_rollouts(write_jsonl(tmp_path / "r.jsonl", [row]))
 
 
 nan, inf = math.nan, math.inf
@@ -231,12 +213,6 @@ def test_a_column_that_a_row_lacks_and_others_have_is_refused(tmp_path, name):
         read_rollouts(path)
 
 
-def test_the_row_of_a_parquet_file_is_named(tmp_path):
-    path = write_rollouts(tmp_path / "r.parquet", [GOOD, GOOD | {"response_ids": []}])
-    with pytest.raises(InputError, match=r"r\.parquet, row 1: the response is empty"):
-        read_rollouts(path)
-
-
 def test_text_needs_a_policy_with_a_tokenizer_and_a_chat_a_template(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", [TEXT])
     with pytest.raises(InputError, match=r"row 0.*the row is text; give the policy"):
@@ -292,23 +268,3 @@ def test_files_that_are_missing_empty_broken_or_of_another_kind_are_refused(tmp_
 def test_an_unknown_format_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(InputError, match=r"'parchment' is not known; use one of .*native"):
         read_rollouts(tmp_path / "r.jsonl", format="parchment")
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, suffix):
-    path = write_rollouts(tmp_path / f"r{suffix}", [GOOD])
-    before = path.read_bytes()
-
-    def rows():
-        yield GOOD
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_rollouts(path, rows())
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_rows_may_hold_tensors_and_arrays(tmp_path):
-    row = GOOD | {"response_ids": torch.tensor([7, 8]), "reward": torch.tensor(0.5)}
-    assert read_rollouts(write_rollouts(tmp_path / "r.jsonl", [row])).rewards.tolist() == [0.5]

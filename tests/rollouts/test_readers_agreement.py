@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from gradscope.errors import InputError
 from gradscope.policy import Policy
 from gradscope.rollouts import Dump, keep_own_step, read_dump
-from gradscope.rollouts.dump import LOOKED_AT
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +74,6 @@ def test_a_checkpoint_whose_tokenizer_disagrees_with_the_ids_is_refused_with_bot
 )
 def test_special_tokens_blanks_and_what_was_cut_are_no_difference(policy, tmp_path, text):
     assert read(tmp_path, policy, rows(text)) == [[4, 5, 7, 8, 9]]
-
-
-def test_half_of_the_texts_may_differ_and_no_more(policy, tmp_path):
-    right, wrong = ["w7 w8 w9"], ["w7 w9"]
-    assert len(read(tmp_path, policy, rows(*right * 2, *wrong * 2))) == 4
-    with pytest.raises(InputError, match=r"row 2 .* in 3 of the first 5 rows with both"):
-        read(tmp_path, policy, rows(*right * 2, *wrong * 3))
-
-
-def test_only_the_first_rows_are_looked_at_and_those_that_say_nothing_are_none_of_them(policy, tmp_path):
-    right, wrong = ["w7 w8 w9"], ["w7 w9"]
-    assert len(read(tmp_path, policy, rows(*right * LOOKED_AT, *wrong * 20))) == LOOKED_AT + 20
-    with pytest.raises(InputError, match=f"in {LOOKED_AT} of the first {LOOKED_AT} rows"):
-        read(tmp_path, policy, rows(*[""] * 20, *wrong * 20, *right * 20))
 
 
 def test_text_alone_is_encoded_and_not_compared(policy, tmp_path):

@@ -4,7 +4,6 @@ import functools
 import itertools
 import random
 import re
-from math import nan
 
 import pytest
 from support.puzzles import parse_compact, parse_quiz
@@ -14,7 +13,6 @@ from gradscope.tasks import Grade, Question, get_task, grade_response
 from gradscope.tasks.data import data_folder
 from gradscope.tasks.knights_knaves import (
     NAMES,
-    compact_prompt,
     draw_statements,
     generate_puzzle,
     prompt,
@@ -38,14 +36,6 @@ needs_data = pytest.mark.skipif(
     not KK.is_dir(), reason=f"no Knights & Knaves data at {KK}; set GRADSCOPE_DATA to the folder that holds kk"
 )
 ATOMS = [("telling-truth", 0), ("lying", 0), ("telling-truth", 1), ("lying", 1)]
-
-
-def test_the_data_folder_is_the_environments_or_lies_beside_the_repository(monkeypatch, tmp_path):
-    monkeypatch.setenv("GRADSCOPE_DATA", str(tmp_path))
-    assert data_folder() == tmp_path
-    monkeypatch.delenv("GRADSCOPE_DATA")
-    repository = data_folder().parents[1]
-    assert data_folder() == repository / "shared" / "data"
 
 
 # --- solver
@@ -92,11 +82,6 @@ def test_the_solver_finds_exactly_the_consistent_assignments_of_nested_claims(pe
         solutions.append(len(solve(statements)))
     assert 0 in solutions
     assert max(solutions) > 1  # none and several were among them
-
-
-def test_the_solver_refuses_an_unknown_operator():
-    with pytest.raises(InputError, match="unknown operator 'xor'"):
-        solve([("xor", ("lying", 0), ("lying", 0))])
 
 
 @needs_data
@@ -199,13 +184,6 @@ def test_a_puzzle_survives_both_wordings(people):
         assert parse_compact(compact_text(statements)) == (list(statements), list(COMPACT_NAMES[:people]))
 
 
-def test_the_compact_wording_is_a_line_per_person():
-    statements = [("->", ("lying", 1), ("telling-truth", 0)), ("not", ("lying", 0))]
-    assert compact_prompt(statements) == (
-        "Zoey: If Oliver is a knave then Zoey is a knight.\nOliver: Zoey is not a knave.\n<think>"
-    )
-
-
 @pytest.mark.parametrize(
     ("parse", "text"),
     [
@@ -219,12 +197,6 @@ def test_the_compact_wording_is_a_line_per_person():
 def test_what_is_no_puzzle_is_refused(parse, text):
     with pytest.raises(InputError, match=r"wanted|not a Knights"):
         parse(text)
-
-
-def test_an_unknown_saying_is_refused():
-    quiz = quiz_text([("lying", 1), ("lying", 0)], ["Zoey", "Oliver"], [SAYINGS[0], "{name} sang that {claim}."])
-    with pytest.raises(InputError, match="ways in which Oliver may speak"):
-        parse_quiz(quiz)
 
 
 @needs_data
@@ -253,16 +225,6 @@ def test_every_row_of_the_data_converts_to_the_compact_wording(people):
         assert tuple(statements) == puzzle.statements
         assert names == list(COMPACT_NAMES[:people])
         assert solve(statements) == [puzzle.solution]
-
-
-def test_a_file_that_is_no_puzzle_file_is_refused(tmp_path):
-    import pandas as pd
-
-    with pytest.raises(InputError, match="no file matches"):
-        read_puzzles(tmp_path / "none.parquet")
-    pd.DataFrame({"names": [["Zoey"]], "quiz": ["?"]}).to_parquet(tmp_path / "some.parquet")
-    with pytest.raises(InputError, match="has no column statements, solution; wanted"):
-        read_puzzles(tmp_path / "some.parquet")
 
 
 ROW = {
@@ -302,24 +264,6 @@ def test_a_row_that_is_no_puzzle_is_named(tmp_path, wrong, complaint):
     file = write_parquet(tmp_path / "p.parquet", [ROW, ROW | wrong])
     with pytest.raises(InputError, match=complaint):
         read_puzzles(file)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"solution": [nan, 1.0]}, {"solution": ["no", "no"]}, {"solution": [1, 0]}, {"names": "AB"}]
-)
-def test_a_column_of_another_kind_is_not_taken_for_truths_or_names(tmp_path, wrong):
-    [name] = wrong
-    with pytest.raises(InputError, match=rf"p\.parquet, row 0: the {name} (is|are) "):
-        read_puzzles(write_parquet(tmp_path / "p.parquet", [ROW | wrong]))
-
-
-def test_more_people_than_compact_names_are_refused(tmp_path):
-    statements = str(tuple(("lying", (i + 1) % 9) for i in range(9)))
-    row = ROW | {"names": list("ABCDEFGHI"), "statements": statements, "solution": [True] * 9}
-    file = write_parquet(tmp_path / "p.parquet", [row])
-    assert get_task("knights-knaves").questions(1, seed=0, files=(file,))[0].level == 9
-    with pytest.raises(InputError, match="9 people; knights-knaves-compact has 8 names"):
-        get_task("knights-knaves-compact").questions(1, seed=0, files=(file,))
 
 
 def write_parquet(path, rows):
@@ -384,11 +328,6 @@ def test_the_reward_is_the_papers(response, earned):
     assert reward(response, **NAMED) == earned
 
 
-def test_the_reward_takes_a_name_as_it_is_not_as_a_pattern():
-    assert reward(answered("Zo. is a knight"), names=["Zo."], solution=[True]) == 3.0
-    assert reward(answered("Zoe is a knight"), names=["Zo."], solution=[True]) == -1.0
-
-
 # --- tasks
 
 
@@ -404,16 +343,6 @@ def test_the_questions_of_a_seed_are_always_the_same_and_their_right_answer_earn
         words = ", ".join(f"{who} is a {'knight' if knight else 'knave'}" for who, knight in told)
         assert task.reward(answered(words), question) == 3.0
         assert task.reward(answered(words[::-1]), question) == -1.0
-
-
-def test_both_tasks_pose_the_same_puzzles_for_one_seed():
-    full = get_task("knights-knaves").questions(6, seed=3, people=(3, 5))
-    compact = get_task("knights-knaves-compact").questions(6, seed=3, people=(3, 5))
-    for one, other in zip(full, compact, strict=True):
-        quiz = re.search(r"(A very special .+\?)\n<\|im_end\|>", one.prompt, re.DOTALL)[1]
-        statements, _, _ = parse_quiz(quiz)
-        assert compact_prompt(statements) == other.prompt
-        assert one.answer["solution"] == other.answer["solution"]
 
 
 @pytest.mark.parametrize("name", ["knights-knaves", "knights-knaves-compact"])
@@ -454,9 +383,3 @@ def test_questions_can_come_from_many_files_by_one_pattern():
     some = get_task("knights-knaves").questions(None, seed=0, files=("kk/*/test.parquet",), people=(3, 7))
     assert {question.level for question in some} == {3, 7}
     assert len(some) == 200
-
-
-@pytest.mark.parametrize("name", ["knights-knaves", "knights-knaves-compact"])
-def test_all_puzzles_without_files_are_refused(name):
-    with pytest.raises(InputError, match="neither a number of questions nor files"):
-        get_task(name).questions(None, seed=0)

@@ -60,20 +60,6 @@ def test_intervals_over_prompts_cover_the_truth_where_intervals_over_tokens_do_n
     assert covered["tokens"] <= 75, covered
 
 
-def test_tokens_without_a_norm_change_nothing():
-    table = make_table(0.8)
-    holes = pd.concat([table, table.head(40).assign(**{"param_grad_norm": np.nan, "act_grad_norm.0": 0.0})])
-    for measure in (fit_powers, decompose_variance):
-        expected, found = (measure(t, rng=rng()).set_index("quantity") for t in (table, holes))
-        # Not the interval: with the same prompts but other draws before it, that is another resample.
-        chosen = [c for c in expected.columns if not c.endswith(("_lower", "_upper"))]
-        names = ["param_grad_norm", "act_grad_norm.0"]
-        pd.testing.assert_frame_equal(expected.loc[names, chosen], found.loc[names, chosen])
-    for measure in (layer_gains, check_envelopes):
-        expected, found = (measure(t).set_index("quantity") for t in (table, holes))
-        assert expected.loc["param_grad_norm"].equals(found.loc["param_grad_norm"])
-
-
 def test_a_quantity_of_two_tokens_is_nan_and_one_prompt_has_no_interval():
     table = make_table(0.8)
     table.loc[2:, "act_grad_norm.1"] = np.nan
@@ -81,10 +67,6 @@ def test_a_quantity_of_two_tokens_is_nan_and_one_prompt_has_no_interval():
     assert np.isnan(decompose_variance(table, rng=rng()).set_index("quantity").loc["act_grad_norm.1", "carried"])
     one = fitted(table.assign(group=7))
     assert np.isfinite(one.slope) and np.isnan(one.slope_lower) and np.isnan(one.slope_upper)
-
-
-def test_tokens_that_are_all_alike_have_no_slope():
-    assert np.isnan(fitted(make_table(0.8).assign(log_one_minus_prob=-1.0)).slope)
 
 
 def test_a_table_that_says_nothing_is_refused():
@@ -132,9 +114,3 @@ def test_an_envelope_of_the_right_power_is_tight_and_the_square_root_is_loose():
     rest = np.exp(table["log_one_minus_prob"][table["log_one_minus_prob"] < np.log(0.5)])
     assert row["sqrt_slack"] == pytest.approx(np.median(2**0.5 / 1.2 / rest**0.5))
     assert (row["linear_exceeded"], row["sqrt_exceeded"], row["tokens"]) == (0, 0, len(rest))
-
-
-def test_norms_that_follow_the_square_root_break_the_linear_envelope():
-    row = check_envelopes(make_table(0.5, noise=0.0)).set_index("quantity").loc["param_grad_norm"]
-    assert row["linear_exceeded"] > 0.3 * row["tokens"]
-    assert row["sqrt_exceeded"] == 0

@@ -198,17 +198,6 @@ def test_reinforce_pp_with_a_kl_and_no_reference_is_refused(batch):
         compute_advantages(replace(batch, ref_logprobs=None), make_config(algorithm="reinforce++", kl_coef=0.1))
 
 
-def test_reinforce_pp_without_kl_needs_no_reference_policy(batch):
-    config = make_config(algorithm="reinforce++", kl_coef=0.0)
-    alone = compute_advantages(replace(batch, ref_logprobs=None), config)
-    assert torch.equal(alone, compute_advantages(batch, config))
-
-
-def test_grpo_without_rewards_is_refused(batch):
-    with pytest.raises(InputError, match="neither"):
-        compute_advantages(replace(batch, rewards=None, advantages=torch.zeros(ROWS, WIDTH)), make_config())
-
-
 # ---- passes, losses and weights of every method
 
 
@@ -257,24 +246,6 @@ def test_passes_cover_every_token_exactly_once(batch, size, schedule):
         assert len(passes) in (-(-ROWS // size), 2 * -(-ROWS // size))
 
 
-@pytest.mark.parametrize("schedule", ["sweep", "interleaved"])
-def test_the_losses_of_lopti_passes_add_up_to_that_of_the_whole_mini_batch(batch, logprobs, schedule):
-    config = make_config(kl_coef=0.3, lopti_eta=0.5, lopti_schedule=schedule)
-    batch = replace(batch, advantages=compute_advantages(batch, config))
-    whole = plan_update(batch, replace(config, lopti_eta=None), generator())
-    halves = plan_update(batch, config, generator())
-
-    assert len(halves.passes) == 2 * len(whole.passes) == 6
-    whole_loss, halves_loss = (
-        sum(
-            batch_loss(logprobs[rows_of(part, batch)], part.batch, u.settings, num_tokens=part.num_tokens).item()
-            for part in u.passes
-        )
-        for u in (whole, halves)
-    )
-    assert halves_loss == pytest.approx(whole_loss, rel=1e-12)
-
-
 def rows_of(part: Pass, batch: TokenBatch) -> slice:
     """Where in the batch the responses of a pass stand."""
     first = int((batch.old_logprobs == part.batch.old_logprobs[0]).all(1).nonzero()[0])
@@ -300,14 +271,6 @@ def test_the_masked_interval_is_half_open_and_an_end_at_one_closed(batch):
         (part,) = plan_update(batch, make_config(mask_probs=(low, high)), generator()).passes
         assert (part.batch.response_mask[0, 1:].nonzero()[:, 0]).tolist() == left
         assert part.num_tokens == 6
-
-
-def test_a_mask_of_everything_leaves_empty_passes_with_their_denominators(batch):
-    batch = replace(batch, advantages=torch.ones(ROWS, WIDTH))
-    for settings in ({}, {"lopti_eta": 0.5}):
-        update = plan_update(batch, make_config(mask_probs=(1e-9, 1.0), **settings), generator())
-        assert all(part.batch.num_tokens == 0 for part in update.passes)
-        assert sum(part.num_tokens for part in update.passes) == batch.num_tokens * (1 + len(settings))
 
 
 # ---- matched controls

@@ -3,12 +3,11 @@
 import pytest
 
 from gradscope.errors import InputError
-from gradscope.gradients import ModelShape, shape_of
+from gradscope.gradients import shape_of
 from gradscope.gradients.cost.outline import ARCHITECTURES
 from gradscope.objective import PAPER
 from gradscope.tasks import draw_questions, get_task
-from gradscope.tasks.data import find_files
-from gradscope.trainer import PRESETS, get_preset, plan_training
+from gradscope.trainer import PRESETS, get_preset
 
 PUZZLES, MATH = ("kk-qwen2.5-3b", "kk-qwen2.5-7b"), ("math-qwen2.5-7b", "orz-qwen2.5-7b")
 
@@ -53,28 +52,6 @@ def test_the_architectures_have_the_published_numbers_of_parameters():
     published = [3_085_938_688, 7_615_616_512, 7_615_616_512]
     assert [shape_of(model).parameters for model in ARCHITECTURES] == published
     assert all(preset.model in {"embedded", *ARCHITECTURES} for preset in PRESETS.values())
-
-
-def test_the_architectures_of_the_same_network_differ_in_their_context_alone():
-    million, base = (shape_of(f"Qwen/Qwen2.5-7B{suffix}") for suffix in ("-Instruct-1M", ""))
-    assert (million.context, base.context) == (1_010_000, 131_072)
-    assert ModelShape(**(vars(million) | {"context": base.context})) == base
-
-
-@pytest.mark.parametrize("name", PUZZLES)
-def test_five_epochs_of_puzzles_are_about_350_steps(name, data_folder):
-    preset = get_preset(name)
-    questions = draw_questions(get_task(preset.task), None, seed=0, files=preset.data)
-    assert len(questions) == 4500
-    assert sorted({question.level for question in questions}) == [3, 4, 5, 6, 7]
-    assert plan_training(preset, shape_of("embedded"), prompt_tokens=9, questions=len(questions)).steps == 351
-
-
-def test_five_epochs_of_dsr_uniform_are_390_steps(data_folder):
-    preset = get_preset("math-qwen2.5-7b")
-    assert len(find_files(preset.data)) == 1
-    questions = draw_questions(get_task(preset.task), None, seed=0, files=preset.data)
-    assert plan_training(preset, shape_of("embedded"), prompt_tokens=9, questions=len(questions)).steps == 390
 
 
 def test_an_unknown_preset_is_refused_with_the_names_of_all():

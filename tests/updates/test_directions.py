@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -109,28 +108,6 @@ def test_the_same_group_number_in_two_batches_is_two_prompts():
     assert (row.lower, row.upper) == pytest.approx(tuple(expected), rel=1e-10)
 
 
-def test_any_column_makes_the_rows_and_a_value_without_tokens_has_no_share():
-    table = make_table().assign(kind=lambda t: np.where(t["interval"] < 2, "digit", "word"))
-    by_kind = right_direction_shares(table, by="kind", rng=None)
-    assert by_kind["kind"].tolist() == ["digit", "digit", "word", "word"]
-    expected = share_by_loop(table, lambda token: token["kind"] == "word", "advantage", -1)
-    assert tuple(by_kind.loc[3, ["num_tokens", "tied"]]) == expected[:2]
-    assert by_kind.loc[3, "share"] == pytest.approx(expected[2])
-
-    categorical = table.assign(kind=pd.Categorical(table["kind"], ["space", "word", "digit"]))
-    rows = right_direction_shares(categorical, by="kind", rng=rng())
-    assert rows["kind"].tolist() == ["space", "space", "word", "word", "digit", "digit"]
-    assert rows["num_tokens"].tolist()[:2] == [0, 0]
-    assert rows.loc[:1, ["share", "lower", "upper"]].isna().all(axis=None)
-    assert rows.loc[2:, ["share", "lower", "upper"]].notna().all(axis=None)
-
-    chosen = right_direction_shares(table, values=[3, 9], rng=None)
-    assert chosen["interval"].tolist() == [3, 3, 9, 9]
-    assert chosen["share"].isna().tolist() == [False, False, True, True]
-    unknown = table.assign(kind=table["kind"].where(table["interval"] != 0))  # belongs to no row
-    assert right_direction_shares(unknown, by="kind", rng=None)["num_tokens"].sum() < by_kind["num_tokens"].sum()
-
-
 def test_where_no_token_moved_there_is_no_share_and_with_one_prompt_no_bound():
     table = make_table()
     still = right_direction_shares(table.assign(**{"delta_log_odds.all": 0.0}), rng=rng())
@@ -140,11 +117,6 @@ def test_where_no_token_moved_there_is_no_share_and_with_one_prompt_no_bound():
     assert one["share"].notna().all() and one[["lower", "upper"]].isna().all(axis=None)
     single = table[table["advantage"] > 0].iloc[:1].assign(**{"delta_log_odds.all": 0.5})
     assert right_direction_shares(single, rng=rng())["share"].fillna(-1).tolist() == [1.0, -1.0]
-
-
-def test_a_token_that_becomes_certain_has_moved():
-    table = pd.DataFrame({"group": [0, 1], "interval": 0, "advantage": [1.0, 1.0], "delta_log_odds.all": [INF, -INF]})
-    assert right_direction_shares(table, rng=None)["share"].iloc[0] == 0.5
 
 
 def without(*columns: str) -> pd.DataFrame:
@@ -203,26 +175,6 @@ def test_movements_equal_loops_and_numpy_per_cell():
             assert bounds == pytest.approx(tuple(np.nanquantile(means, [0.25, 0.75])), rel=1e-10)
 
 
-def test_a_cell_of_one_token_has_a_mean_and_no_sd_and_an_empty_one_has_nothing():
-    table = make_table()
-    one = table[table["advantage"] > 0].iloc[:1]
-    found = movement_summary(one, values=[int(one["interval"].iloc[0])], rng=rng())
-    assert found["num_tokens"].tolist() == [1, 0]
-    assert found.loc[0, ["mean", "median"]].tolist() == [one["delta_prob.all"].iloc[0]] * 2
-    assert found.loc[0, ["sd", "mean_lower"]].isna().all()
-    assert found.loc[1, ["mean", "mean_abs", "sd", "median"]].isna().all()
-
-
-def test_an_infinite_movement_and_an_unknown_value_are_refused():
-    table = make_table().assign(**{"delta_logprob.all": -INF})
-    with pytest.raises(InputError, match=r"delta_logprob\.all is infinite on"):
-        movement_summary(table, value="delta_logprob", rng=None)
-    with pytest.raises(InputError, match="known are delta_prob, delta_logprob, delta_log_odds"):
-        movement_summary(table, value="delta", rng=None)
-    with pytest.raises(InputError, match=r"delta_prob\.lopti; the movements in it are: all, only-0"):
-        movement_summary(table, "lopti", rng=None)
-
-
 @pytest.mark.parametrize(("share", "left_out"), [(0.0, 0), (0.01, 2), (0.07, 14), (0.5, 100)])
 def test_the_tokens_that_moved_most_are_left_out_and_the_rest_keep_their_order(share, left_out):
     moved = rng().normal(size=200)
@@ -232,14 +184,6 @@ def test_the_tokens_that_moved_most_are_left_out_and_the_rest_keep_their_order(s
     assert rest.index.tolist() == [5 + i for i in range(200) if abs(moved[i]) <= limit]
     other = without_extremes(table, value="delta_logprob", share=share)
     assert other.index.tolist() == [5 + i for i in range(200) if abs(moved[::-1][i]) <= limit]
-
-
-def test_extremes_refuse_a_share_that_leaves_nothing_and_split_ties():
-    table = pd.DataFrame({"delta_prob.all": [1.0, -1.0, 1.0, 0.0]})
-    assert without_extremes(table, share=0.5).index.tolist() == [0, 3]
-    for share in (1.0, -0.1, math.nan):
-        with pytest.raises(InputError, match="give a number from 0 up to"):
-            without_extremes(table, share=share)
 
 
 def test_mean_and_sd_over_batches_are_numpys_and_skip_batches_without_a_value():
@@ -277,44 +221,6 @@ def test_similarity_is_pearsons_over_the_other_tokens_with_bounds_over_prompts(o
     clusters = [table["group"] == g for g in sorted(table["group"].unique())]
     draws = rng(2).multinomial(8, [1 / 8] * 8, size=30)
     expected = np.quantile(redrawn(table, pearson, clusters, draws), [0.05, 0.95])
-    assert (found.lower, found.upper) == pytest.approx(tuple(expected), rel=1e-8)
-
-
-def test_similarity_of_an_update_that_moved_nothing_or_of_no_token_is_unknown():
-    table = make_table()
-    cases = [
-        (table.assign(**{"delta_log_odds.all": 0.3}), 0),
-        (table.assign(**{"delta_log_odds.only-0": 0.0}), 0),
-        (table, [0, 1, 2, 3]),
-        (table.iloc[:1], []),
-    ]
-    for tokens, outside in cases:
-        found = similarity(tokens, "all", "only-0", outside=outside, rng=rng(), resamples=20)
-        assert all(math.isnan(number) for number in (found.correlation, found.lower, found.upper))
-    one = similarity(table.assign(group=5), "all", "all", outside=0, rng=rng())
-    assert one.correlation == pytest.approx(1.0) and math.isnan(one.lower)
-    tiny = table.assign(**{"delta_log_odds.all": 7 + 1e-9 * table["delta_log_odds.only-0"]})
-    # 7 + 1e-9·x keeps seven digits of x.
-    assert similarity(tiny, "all", "only-0", outside=0, rng=None).correlation == pytest.approx(1.0, abs=1e-6)
-    with pytest.raises(InputError, match=r"delta_log_odds\.lopti"):
-        similarity(table, "all", "lopti", outside=0, rng=None)
-
-
-def test_resamples_in_which_an_update_moved_nothing_enter_no_bound():
-    table = make_table(4)
-    still = table["group"] != 1
-    table.loc[still, "delta_log_odds.all"] = 0.1  # its variance among these tokens is rounding
-    draws = rng(6).multinomial(4, [1 / 4] * 4, size=40)
-    assert (draws[:, 0] == 0).sum() > 5
-
-    def pearson(tokens: pd.DataFrame) -> float:
-        if tokens["delta_log_odds.all"].nunique() == 1:
-            return math.nan
-        return float(np.corrcoef(tokens["delta_log_odds.all"], tokens["delta_log_odds.only-0"])[0, 1])
-
-    clusters = [table["group"] == g for g in (1, 4, 7, 10)]
-    expected = np.nanquantile(redrawn(table, pearson, clusters, draws), [0.025, 0.975])
-    found = similarity(table, "all", "only-0", outside=[], rng=rng(6), resamples=40)
     assert (found.lower, found.upper) == pytest.approx(tuple(expected), rel=1e-8)
 
 
@@ -369,21 +275,6 @@ def test_net_weights_sum_every_occurrence_of_the_same_context_and_token(side):
     assert (np.abs(found - table["weight"]) > 1e-3).mean() > 0.4  # pairs that occur more than once
 
 
-def test_padding_on_both_sides_and_the_order_of_rows_change_no_net_weight():
-    batch = collate(many_responses())
-    wide = replace(
-        batch,
-        input_ids=torch.nn.functional.pad(batch.input_ids, (2, 3), value=2),
-        attention_mask=torch.nn.functional.pad(batch.attention_mask, (2, 3), value=False),
-        response_mask=torch.nn.functional.pad(batch.response_mask, (2, 3), value=False),
-        response_start=batch.response_start + 2,
-    )
-    table = tokens_of(batch)
-    expected = net_weights(table, batch)
-    assert net_weights(table, wide).equals(expected)
-    pd.testing.assert_series_equal(net_weights(table.sort_index(), batch), expected.sort_index())
-
-
 def test_a_pair_in_a_good_and_a_bad_response_is_half_wrong_by_advantages_and_right_by_its_net_weight():
     # Both responses begin with 7: it rises, as the good one asks and the net weight 2 − 1 does.
     batch = collate([Response([5], [7, 8]), Response([5], [7, 9])])
@@ -408,13 +299,6 @@ def test_a_token_that_the_whole_group_shares_has_no_net_weight_though_rounding_l
     found = net_weights(table, batch).to_numpy().reshape(8, 2)
     assert found[:, 0].tolist() == [0.0] * 8
     np.testing.assert_array_equal(found[:, 1], advantages.astype(float))
-
-
-def test_an_unknown_weight_makes_its_pair_unknown_and_no_other():
-    batch = collate([Response([5], [7, 8]), Response([5], [7, 9])])
-    table = tokens_of(batch).sort_index()
-    table.loc[0, "weight"] = np.nan
-    assert net_weights(table, batch).isna().tolist() == [True, False, True, False]
 
 
 def test_a_table_of_other_tokens_has_no_net_weights():
@@ -504,21 +388,6 @@ def test_shares_of_a_batch_equal_a_double_loop_with_ties_and_a_mask_with_holes()
     assert_same(as_rows(statistics_of(before), statistics_of(after), batch), expected)
 
 
-def test_tokens_whose_probability_rounds_to_one_still_have_a_direction():
-    # float32 1/(1 + e^−gap) is 1.0 from 18 on, and log π is 0 from 104 on: there log(1−π) alone tells.
-    before = torch.tensor([[0.0, 18.0, 40.0, 120.0, 300.0, 18.0, 120.0, 300.0]])
-    after = torch.tensor([[0.0, 19.0, 39.5, 121.0, 299.0, 18.0, 120.0, 301.0]])
-    advantages = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0]])
-    assert (statistics_of(before).logprob.exp()[0, 1:] == 1).all()
-    assert (statistics_of(before).logprob[0, [3, 4, 6, 7]] == 0).all()
-    batch = make_batch(advantages)
-    expected = shares_by_loop(before, after, batch)
-    assert expected[6:] == [(3, "positive", 5, 1, 0.5), (3, "negative", 2, 1, 0.0)]
-    assert_same(as_rows(statistics_of(before), statistics_of(after), batch), expected)
-    change = log_odds_change(statistics_of(before), statistics_of(after))
-    assert change.tolist()[0] == pytest.approx((after - before).tolist()[0], rel=1e-6)
-
-
 def test_a_probability_that_is_exactly_one_or_zero_before_and_after_is_tied_and_becoming_so_is_a_movement():
     nothing, possible = torch.tensor([-INF]), torch.tensor([-1.0])
 
@@ -535,27 +404,3 @@ def test_a_probability_that_is_exactly_one_or_zero_before_and_after_is_tied_and_
     assert found[3, "positive"][:2] == (1, 1)  # 1 stays 1
     assert found[0, "positive"] == (2, 1, 1.0)  # 0 stays 0, and 0 becomes possible
     assert found[1, "positive"] == (2, 0, 0.5)  # one becomes certain, one impossible
-
-
-def test_a_logprob_rounded_above_zero_counts_as_certain():
-    above = TokenStatistics(*(torch.full((1, 2), value) for value in (1e-7, -15.0, 0.0)))
-    after = replace(above, log_one_minus_prob=torch.full((1, 2), -14.0))
-    assert as_rows(above, after, make_batch(torch.tensor([[0.0, -1.0]])))[7] == (3, "negative", 1, 0, 1.0)
-
-
-def test_other_edges_make_other_rows():
-    gaps = torch.tensor([[0.0, -1.0, 1.0]])
-    table = batch_direction_shares(
-        statistics_of(gaps), statistics_of(gaps + 1), make_batch(torch.ones(1, 3)), edges=(0.0, 0.5, 1.0)
-    )
-    assert table["num_tokens"].tolist() == [1, 0, 1, 0]
-    np.testing.assert_array_equal(table["share"], [1.0, math.nan, 1.0, math.nan])
-
-
-def test_a_batch_without_advantages_and_a_policy_of_nan_are_refused():
-    batch, statistics = make_batch(torch.ones(1, 3)), statistics_of(torch.ones(1, 3))
-    with pytest.raises(InputError, match="no advantages, so no direction is right"):
-        batch_direction_shares(statistics, statistics, replace(batch, advantages=None))
-    broken = replace(statistics, logprob=torch.full((1, 3), math.nan))
-    with pytest.raises(InputError, match="is NaN on 2 tokens"):
-        batch_direction_shares(statistics, broken, batch)

@@ -12,7 +12,7 @@ import torch
 from support.gradients import raising, state_of
 from support.oracle import TrueFloat64
 from support.policies import make_batch, make_policy
-from support.steps import NARROW, STEPS, Brute, assert_split_as, brute_force, contributions_of, split_step, warm_state
+from support.steps import NARROW, STEPS, Brute, assert_split_as, brute_force, split_step, warm_state
 from torch import Tensor
 
 from gradscope.errors import InputError
@@ -70,26 +70,6 @@ def test_the_split_adds_up_to_the_step_that_the_trainer_takes(policy, batch, bru
     assert result.clip_factor == pytest.approx(taken.grad_norm_clipped / taken.grad_norm, rel=1e-9)
 
 
-def test_a_fresh_adamw_takes_a_sign_step(policy, batch, brute):
-    step = StepSettings("adamw", 1e-5, eps=1e-12)
-    result = influence(policy, batch, settings=NARROW, step=step)
-    parts = split_step(policy, brute, step, None)
-    assert not contributions_of(result)["momentum"].any()
-    whole = sum(parts.values())
-    moving = sum(brute.gradients().values()).abs() > 1e-9
-    assert (whole[moving].abs() / 1e-5 - 1).abs().max() < 1e-2
-    assert_split_as(result, brute, parts, 1e-6)  # G / |G| of an entry that is nearly 0 has few digits
-
-
-def test_what_the_optimizer_does_not_hold_is_not_moved(policy, batch, brute):
-    held = [n for n, _ in policy.model.named_parameters() if "h.1.mlp" in n or "wte" in n][::-1]
-    state = warm_state(policy, held)
-    result = influence(policy, batch, settings=NARROW, step=STEPS[2], optimizer_state=state)
-    parts = split_step(policy, brute, STEPS[2], state)
-    assert 0 < sum(parts.values()).count_nonzero() < 0.5 * brute.jacobian.shape[1]
-    assert_split_as(result, brute, parts, 1e-10)
-
-
 @pytest.mark.parametrize("name", ["qwen2", "llama", "gemma2", "mixtral"])
 @pytest.mark.parametrize("step", [STEPS[0], STEPS[2]])
 def test_the_same_holds_for_other_architectures(name, step):
@@ -138,24 +118,6 @@ def test_the_error_of_the_prediction_falls_linearly_with_the_step_size(name, ste
         errors.append(np.sqrt(np.mean((actual - predicted) ** 2) / np.mean(actual**2)))
     assert errors[0] < 0.1
     assert np.polyfit(np.log(rates), np.log(errors), 1)[0] == pytest.approx(1, abs=0.15)
-
-
-def test_the_keys_are_those_of_the_movement_table(policy, batch):
-    edges = (0.0, 0.4, 1.0)
-    table = influence(policy, batch, settings=NARROW, edges=edges).contributions
-    expected = movement_table([apply_update(policy, batch, settings=NARROW, edges=edges)])
-    keys = [name for name in expected if not name.startswith("delta_")]
-    pd.testing.assert_frame_equal(table[keys], expected[keys])
-    assert [*table][len(keys) :] == ["by.0", "by.1", "by.kl", "by.decay", "predicted"]
-
-
-def test_unknown_old_logprobs_are_the_policys_own(policy, batch):
-    table = influence(policy, replace(batch, old_logprobs=None, ref_logprobs=None)).contributions
-    np.testing.assert_array_equal(table["old_prob"], table["prob"])
-    np.testing.assert_allclose(table["weight"], table["advantage"], rtol=1e-12)
-    assert (table["interval"] == np.searchsorted([0.25, 0.5, 0.75], table["prob"], side="right")).all()
-    assert not table["by.kl"].any()
-    assert table[["by.0", "by.3"]].any().all()
 
 
 def test_without_forward_mode_the_same_comes_from_central_differences_and_is_called_so(monkeypatch, policy, batch):
@@ -262,34 +224,6 @@ def test_the_table_and_its_bounds_are_those_of_loops_over_tokens_and_redrawn_pro
                 if target == 2:
                     bounds = [math.nan, math.nan]  # one prompt says nothing about prompts
                 assert [row[f"{name}_lower"], row[f"{name}_upper"]] == pytest.approx(bounds, rel=1e-9, nan_ok=True)
-
-
-def test_shares_of_a_target_add_up_to_one_and_need_no_generator():
-    found = influence_table(made_up(), rng=None)
-    assert found.groupby("target")["share"].sum().to_numpy() == pytest.approx(np.ones(4), rel=1e-12)
-    assert found[["share_lower", "mean_upper"]].isna().all(axis=None)
-
-
-def test_groups_of_different_batches_are_different_prompts():
-    table = made_up()
-    table = pd.concat([table.assign(batch=0), table.assign(batch=1)], ignore_index=True)
-    apart = table.assign(group=table["group"] + 100 * table["batch"]).drop(columns="batch")
-    one, other = (influence_table(t, rng=np.random.default_rng(2), resamples=50) for t in (table, apart))
-    pd.testing.assert_frame_equal(one, other)
-
-
-def test_a_target_without_tokens_or_without_variation_has_no_share():
-    table = made_up()
-    table = table[(table["interval"] != 1) & (table["group"] != 1)]
-    found = influence_table(table, rng=np.random.default_rng(0), resamples=20)
-    empty = found[found["target"] == 1]
-    assert (empty["num_tokens"] == 0).all()
-    assert empty.drop(columns=["source", "target", "num_tokens"]).isna().all(axis=None)
-    columns = [name for name in table if name.startswith("by.") or name == "predicted"]
-    table[columns] = 1.5
-    found = influence_table(table, rng=np.random.default_rng(0), resamples=20)
-    assert found["share"].isna().all()
-    assert (found.loc[found["num_tokens"] > 0, "mean"] == 1.5).all()
 
 
 def test_tokens_moved_against_their_advantage_are_ranked_and_say_by_whom():

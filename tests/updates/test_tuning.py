@@ -33,7 +33,7 @@ from gradscope.updates import (
 )
 from gradscope.updates.tuning.counts import take_step
 from gradscope.updates.tuning.linear import PLAIN, Linearisation, cell_cotangents, linearise, make_cells
-from gradscope.updates.tuning.screen import CELLS, spearman
+from gradscope.updates.tuning.screen import CELLS
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -234,16 +234,6 @@ def test_two_steps_add_up_to_one_only_without_momentum_decay_and_clipped_gradien
         assert not linear.predict(Setting(None, 0)).adds_up
 
 
-def test_without_reference_there_is_no_kl_part_and_without_old_logprobs_the_policy_is_its_own(policy, batch):
-    bare = replace(batch, ref_logprobs=None, old_logprobs=None)
-    linear = linearise(policy, bare, settings=NARROW, step=STEPS[1])
-    cells = len(linear.cells.interval)
-    assert not linear.gram[2 * cells :].any() and linear.gram[:cells, :cells].any()
-    own = linear.batch.old_logprobs
-    known = linearise(policy, replace(bare, old_logprobs=own), settings=replace(NARROW, kl_coef=0), step=STEPS[1])
-    np.testing.assert_allclose(known.predict(PLAIN).delta_logprob, linear.predict(PLAIN).delta_logprob, rtol=1e-12)
-
-
 def test_responses_without_an_advantage_are_left_out_and_change_nothing_but_the_denominator(policy, batch, brute):
     rows = [2, 3]
     advantages = batch.advantages.clone()
@@ -271,21 +261,6 @@ def test_responses_without_an_advantage_are_left_out_and_change_nothing_but_the_
             here = (movement.after.logprob - movement.before.logprob)[kept]
             there = (whole.after.logprob - whole.before.logprob)[[0, 1, 4, 5]][kept]
             torch.testing.assert_close(here, there, rtol=1e-9, atol=1e-12)
-
-
-def test_a_pass_whose_tokens_have_no_advantage_is_a_step_all_the_same(policy, batch, state):
-    low = batch.old_logprobs.exp() < 0.5
-    some = replace(batch, advantages=torch.where(low, 0.0, batch.advantages), ref_logprobs=None)
-    some = replace(some, response_mask=some.response_mask & ~(low & (torch.arange(6) != 2)[:, None]))
-    some = replace(some, advantages=some.advantages * (torch.arange(6) != 2)[:, None])
-    keywords = {"step": StepSettings(learning_rate=1e-7, **ADAMW), "optimizer_state": state}
-    linear, setting = linearise(policy, some, etas=[0.5], **keywords), Setting(None, 0.5)
-    assert masks_of(some, setting)[0].sum() > 0 and not (masks_of(linear.judged, setting)[0]).any()
-    movement = take_step(policy, linear, setting, **keywords)
-    assert [result.outcome for result in movement.results] == ["taken", "taken"]
-    actual = (movement.after.logprob - movement.before.logprob)[linear.judged.response_mask].numpy()
-    # Two steps of momentum; AdamW's own denominator falls from one to the next.
-    assert np.linalg.norm(actual - linear.predict(setting).delta_logprob) < 0.1 * np.linalg.norm(actual)
 
 
 # Counts.
@@ -465,32 +440,6 @@ def test_scores_differences_rankings_and_their_bounds_are_those_of_an_explicit_l
         assert [ranking.value, ranking.lower, ranking.upper] == pytest.approx(wanted, abs=1e-12)
 
 
-def test_three_held_out_batches_and_more_have_students_t():
-    parts = [made_up(3, 6, seed=s, effect=0.1) for s in range(5)]
-    found = screen(parts, settings_of(3), rng=np.random.default_rng(0))
-    pairs = [[score(parts[b], "actual", s, np.ones(6), range(8)) for s in (1, 0)] for b in (0, 2, 4)]
-    one, plain = np.array(pairs).T
-    interval = scipy.stats.ttest_rel(one, plain).confidence_interval(0.95)
-    row = found.settings.iloc[1]
-    assert [row["lower"], row["upper"]] == pytest.approx([interval.low, interval.high], rel=1e-9)
-    text = report(found, step="SGD")
-    assert "95% interval: Student's t over the 3 held-out batches" in text and "about 0.1 of 2 would by chance" in text
-    assert "* 0 is outside the 95% interval: a bootstrap over prompts within the 2 selection batches" in text
-    # Rankings, too, are of each held-out batch.
-    chosen = [np.mean([score(parts[b], "predicted", s, np.ones(6), range(8)) for b in (1, 3)]) for s in range(3)]
-    for name in ("selection", "held-out"):
-        each = []
-        for b in (0, 2, 4):
-            same = [score(parts[b], "predicted", s, np.ones(6), range(8)) for s in range(3)]
-            actual = [score(parts[b], "actual", s, np.ones(6), range(8)) for s in range(3)]
-            each.append(scipy.stats.spearmanr(chosen if name == "selection" else same, actual).statistic)
-        error = scipy.stats.t.ppf(0.975, 2) * np.std(each, ddof=1) / math.sqrt(3)
-        wanted = [np.mean(each), max(np.mean(each) - error, -1), min(np.mean(each) + error, 1)]
-        ranking = found.rankings[name]
-        assert [ranking.value, ranking.lower, ranking.upper] == pytest.approx(wanted, abs=1e-12)
-    assert "mean of each held-out batch's, with Student's t over them" in text
-
-
 def test_what_varies_between_updates_gives_verdicts_at_the_nominal_rate_and_none_on_too_few_batches():
     told, starred, trials, others = 0, 0, 15, 39
     for trial in range(trials):
@@ -505,14 +454,6 @@ def test_what_varies_between_updates_gives_verdicts_at_the_nominal_rate_and_none
     assert 0.023 < told / (trials * others) < 0.077
     # What prompts within two batches would have told.
     assert starred > 0.4 * trials * others
-
-
-def test_a_setting_chosen_among_many_that_do_not_differ_is_rarely_confirmed():
-    confirmed = 0
-    for trial in range(40):
-        parts = [made_up(8, 2, seed=1000 * trial + b) for b in range(6)]
-        confirmed += screen(parts, settings_of(8), rng=np.random.default_rng(0), resamples=10).worth_a_run
-    assert confirmed <= 4  # one in 40 is nominal
 
 
 def test_a_real_effect_is_confirmed():
@@ -532,64 +473,6 @@ def test_two_held_out_batches_decide_nothing_however_large_the_effect():
     assert "95% interval: a bootstrap over prompts within the 2 held-out batches, too few to tell" in text
     assert "[bootstrap over prompts within these batches; pulled towards 0]" in text
     assert "by chance" not in text and "no difference" not in text
-
-
-def test_where_two_steps_add_up_to_one_the_finding_says_that_eta_is_not_judged():
-    grid = make_grid([0.3, 0], [0.5, None])
-    assert grid == [PLAIN, Setting(None, 0.5), Setting(0.3), Setting(0.3, 0.5)]
-    parts = []
-    for batch in range(6):
-        off = made_up(2, 4, seed=batch, effect=0.2)
-        on = off.assign(steps=2, adds_up=True)
-        tables = [off[off["setting"] == 0], on[on["setting"] == 0], off[off["setting"] == 1], on[on["setting"] == 1]]
-        parts.append(pd.concat([table.assign(setting=place) for place, table in enumerate(tables)]))
-    found = screen(parts, grid, rng=np.random.default_rng(0))
-    assert not found.eta_judged and found.candidate["setting"] == "α=0.3"
-    text = " ".join(report(found, step="SGD").split())
-    words = "; η is not judged by the prediction here (no gradient is clipped, so to first order its two steps are"
-    assert f"{words} plain's one). On the held-out" in text
-    assert "Of equal scores the first counts: the plain loss, then off before any α or η." in text
-    alone = parts[1].copy()
-    alone.loc[alone["setting"] == 3, "adds_up"] = False
-    judged = screen([parts[0], alone, *parts[2:]], grid, rng=np.random.default_rng(0))
-    assert judged.eta_judged and "not judged" not in report(judged, step="SGD")
-    without = screen([made_up(2, 4, seed=b) for b in range(2)], settings_of(2), rng=np.random.default_rng(0))
-    assert without.eta_judged
-
-
-def test_without_actual_updates_nothing_is_confirmed_and_the_text_says_so():
-    parts = [made_up(3, 6, seed=b).assign(actual_right=np.nan, actual_tied=np.nan) for b in range(2)]
-    found = screen(parts, settings_of(3), rng=np.random.default_rng(0))
-    assert (found.settings["verdict"] == "").all() and not found.rankings and not found.worth_a_run
-    assert found.settings[["actual_score", "difference", "lower"]].isna().all(axis=None)
-    text = report(found, step="SGD")
-    assert "Candidate: none" in text or "no actual update was made" in text
-    assert "Actual, held-out" not in text and "No one has shown" in text
-
-
-def test_one_prompt_says_nothing_about_prompts():
-    found = screen([made_up(3, 1, seed=b, effect=0.4) for b in range(2)], settings_of(3), rng=np.random.default_rng(0))
-    assert found.settings["lower"].isna().all() and (found.settings["verdict"] == "undecided").all()
-
-
-def test_the_table_by_interval_adds_up_the_prompts():
-    parts = [made_up(2, 3, seed=b) for b in range(2)]
-    found = screen(parts, settings_of(2), rng=np.random.default_rng(0)).by_interval
-    assert len(found) == 2 * 2 * 8
-    chosen = found[(found["batch"] == 1) & (found["setting"] == "α=0.1") & (found["interval"] == 2)]
-    rows = parts[1][(parts[1]["setting"] == 1) & (parts[1]["interval"] == 2) & (parts[1]["sign"] == "negative")]
-    (row,) = chosen[chosen["sign"] == "negative"].to_dict("records")
-    assert not row["held_out"] and row["num_tokens"] == rows["num_tokens"].sum()
-    share = rows["actual_right"].sum() / (rows["num_tokens"] - rows["actual_tied"]).sum()
-    assert row["actual_share"] == pytest.approx(share) and row["actual_tied"] == rows["actual_tied"].sum()
-
-
-def test_spearman_is_scipys_with_ties_and_without_variation():
-    x = np.array([[1.0, 2.0, 2.0, 5.0, 0.0], [3.0, 3.0, 3.0, 3.0, 3.0], [1.0, np.nan, 2.0, 3.0, 4.0]])
-    y = np.array([[0.1, 0.4, 0.3, 0.3, 0.2]] * 3)
-    found = spearman(x, y)
-    assert found[0] == pytest.approx(scipy.stats.spearmanr(x[0], y[0]).statistic, rel=1e-12)
-    assert np.isnan(found[1:]).all()
 
 
 # What is refused.
@@ -630,10 +513,3 @@ def test_what_cannot_be_predicted_is_refused(policy, batch, state):
         screen([made_up(2, 3, seed=0)], settings_of(2), rng=np.random.default_rng(0))
     with pytest.raises(InputError, match="has 1000 tokens that move"):
         screen([made_up(2, 3, seed=0)] * 2, settings_of(2), rng=np.random.default_rng(0), min_tokens=1000)
-
-
-def test_counts_of_another_grid_are_refused():
-    frame = pd.DataFrame({"setting": [0, 1]})
-    for grid in ([PLAIN, Setting(0.1), Setting(0.3)], [Setting(0.1), PLAIN]):
-        with pytest.raises(InputError, match="not of this grid"):
-            screen([frame, frame], grid, rng=np.random.default_rng(0))

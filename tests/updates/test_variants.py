@@ -105,16 +105,6 @@ def test_a_random_split_has_the_sizes_of_lopti_in_every_mini_batch_and_other_tok
         assert torch.equal(low | high, mini)
 
 
-def test_a_random_split_is_drawn_by_its_generator_alone(batch):
-    def low(seed: int | None) -> Tensor:
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        return make_variant("random-split", batch, generator=generator).passes[0].batch.response_mask
-
-    assert torch.equal(low(5), low(5))
-    assert torch.equal(low(None), low(0))
-    assert not torch.equal(low(5), low(6))
-
-
 TRAINED = {
     "all": {},
     "reweight": {"reweight_alpha": 0.3},
@@ -138,14 +128,6 @@ def test_what_the_trainer_trains_is_planned_as_the_trainer_plans_it(batch, name)
         assert torch.equal(ours.batch.response_mask, theirs.batch.response_mask)
 
 
-def test_other_edges_make_other_intervals(batch):
-    edges = (0.0, 0.1, 0.2, 0.3, 0.4, 1.0)
-    found = make_variant("only-4", batch, edges=edges).passes[0].batch.response_mask
-    assert torch.equal(found, batch.response_mask & (batch.old_logprobs.exp() >= 0.4))
-    found = make_variant("without-0", batch, edges=(0, 0.3, 1)).passes[0].batch.response_mask
-    assert torch.equal(found, batch.response_mask & (batch.old_logprobs.exp() >= 0.3))
-
-
 def test_intervals_are_those_of_a_loop_and_minus_one_where_no_token_is_kept(batch):
     found = old_intervals(batch)
     for row in range(len(batch)):
@@ -162,13 +144,6 @@ def test_high_entropy_is_a_fifth_of_the_tokens_rounded_up(batch, rows):
     assert some.num_tokens % 5
     assert part.batch.num_tokens == some.num_tokens // 5 + 1
     assert entropy[part.batch.response_mask].min() > entropy[some.response_mask & ~part.batch.response_mask].max()
-
-
-def test_a_selection_without_tokens_is_a_pass_without_tokens(batch):
-    sure = replace(batch, old_logprobs=torch.full_like(batch.old_logprobs, -0.01))
-    [part] = make_variant("only-2", sure).passes
-    assert part.batch.num_tokens == 0
-    assert part.num_tokens == batch.num_tokens
 
 
 @pytest.mark.parametrize(
@@ -193,11 +168,3 @@ def test_what_cannot_be_made_is_refused_in_one_line(batch, name, changes, choice
     with pytest.raises(InputError, match=message) as caught:
         make_variant(name, replace(batch, **changes), **choices)
     assert "\n" not in str(caught.value)
-
-
-def test_an_unknown_advantage_of_one_kept_token_is_refused_and_of_a_dropped_one_is_not(batch):
-    row, column = batch.response_mask.nonzero()[7].tolist()
-    advantages = batch.advantages.clone()
-    advantages[row, column] = math.nan
-    with pytest.raises(InputError, match="advantages are unknown at 1 of 38 response tokens"):
-        make_variant("lopti", replace(batch, advantages=advantages))

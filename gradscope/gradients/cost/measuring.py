@@ -4,7 +4,7 @@ A token whose logits stand at position p has a gradient at the n = p + 1 positio
 it back through every block over that prefix, and to turn what arrives at each linear layer into the norm of its
 weight's gradient, ‖Σ_s δ_s a_sᵀ‖. The last block is nearly free: up to its attention's values, δ lives at p alone.
 
-Blocks are those of `gradscope.gradients.cost.model`, without biases. All counts are sums over the tokens or chunks of a
+Blocks are those of `ModelShape`, without biases. All counts are sums over the tokens or chunks of a
 batch.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from gradscope.gradients.checked_tokens import CHECKED_EACH, LIGHT
-from gradscope.gradients.cost.model import ModelShape, block_activation_bytes
+from gradscope.gradients.cost.shape import ModelShape, block_activation_bytes
 from gradscope.gradients.engine.chunks import ROWS, Limits, Run, group_sequences, neighbours
 from gradscope.gradients.engine.decoder.body import (
     chunk_limits,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradscope.errors import InputError
-from gradscope.gradients.cost.model import ModelShape
+from gradscope.gradients.cost.shape import ModelShape
 from gradscope.policy import BROKEN_FILE, EMBEDDED, Policy, find_blocks, load_tokenizer
 
 _QWEN_7B = {

@@ -13,7 +13,7 @@ from jaxtyping import Bool
 from gradscope.errors import InputError
 from gradscope.gradients.cost.machine import Rates
 from gradscope.gradients.cost.measuring import describe_responses, measure_flops
-from gradscope.gradients.cost.model import ModelShape
+from gradscope.gradients.cost.shape import ModelShape
 from gradscope.gradients.settings import MeasureSettings
 from gradscope.gradients.table import TableMeasurement
 from gradscope.policy import Policy, find_blocks, free_memory, upcast_on_use

@@ -14,8 +14,8 @@ from torch import nn
 from gradscope.errors import InputError
 from gradscope.gradients.cost.machine import GPUS, WITHIN, Rates, describe_seconds, gpu_rates
 from gradscope.gradients.cost.measuring import describe_responses, floor_flops, measure_bytes, measure_flops
-from gradscope.gradients.cost.model import ModelShape
 from gradscope.gradients.cost.pilot import make_pilot, try_measuring
+from gradscope.gradients.cost.shape import ModelShape
 from gradscope.gradients.settings import (
     AFTERWARDS,
     MeasureSettings,
