@@ -14,7 +14,7 @@ from gradscope.gradients.engine.ownership import find_ownership, probe_model
 from gradscope.gradients.engine.recording import Recorder, find_cut
 from gradscope.policy import Policy
 
-JOINTS = {
+SPLITS = {
     "qwen2": "model.layers.2.self_attn.o_proj",
     "llama": "model.layers.2.self_attn.o_proj",
     "gpt2": "transformer.h.2.attn.c_proj",
@@ -34,7 +34,7 @@ def random_ids(vocab: int = VOCAB, length: int = 16) -> Tensor:
     return torch.randint(4, vocab, (length,), generator=torch.Generator().manual_seed(0))
 
 
-def joint_of(policy: Policy, vocab: int = VOCAB) -> str | None:
+def split_of(policy: Policy, vocab: int = VOCAB) -> str | None:
     ids = random_ids(vocab)
     with measuring(policy.model):
         return find_cut(
@@ -46,8 +46,8 @@ def joint_of(policy: Policy, vocab: int = VOCAB) -> str | None:
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_the_joint_is_the_output_projection_of_the_last_attention(name):
-    assert joint_of(make_policy(name)) == JOINTS[name]
+def test_the_split_point_is_the_output_projection_of_the_last_attention(name):
+    assert split_of(make_policy(name)) == SPLITS[name]
 
 
 NO_JOINT = (
@@ -60,13 +60,13 @@ NO_JOINT = (
 
 
 @pytest.mark.parametrize("name", NO_JOINT)
-def test_there_is_no_joint_where_something_mixes_positions_behind_it_or_goes_around_it(name):
-    assert joint_of(as_policy(handmade.make(name)), handmade.VOCAB) is None
+def test_there_is_no_split_point_where_something_mixes_positions_behind_it_or_goes_around_it(name):
+    assert split_of(as_policy(handmade.make(name)), handmade.VOCAB) is None
 
 
 @pytest.mark.parametrize("name", ["plain", "first_values_reused_by_every_block", "head_with_layers_of_its_own"])
-def test_the_joint_of_a_handmade_decoder(name):
-    assert joint_of(as_policy(handmade.make(name)), handmade.VOCAB) == "model.layers.2.o"
+def test_the_split_point_of_a_handmade_decoder(name):
+    assert split_of(as_policy(handmade.make(name)), handmade.VOCAB) == "model.layers.2.o"
 
 
 @pytest.mark.parametrize("part", ["head", "body"])
@@ -77,11 +77,11 @@ def test_recording_changes_no_logit_and_leaves_no_hook(name, part):
         ownership = find_ownership(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids))
         with torch.no_grad():
             expected = policy.model(input_ids=ids[None], use_cache=False).logits
-        with Recorder(policy.model, policy.blocks, ownership, JOINTS[name], part) as recorder:
+        with Recorder(policy.model, policy.blocks, ownership, SPLITS[name], part) as recorder:
             logits = policy.model(input_ids=ids[None], use_cache=False).logits
     assert torch.equal(logits.detach(), expected)
     assert len(recorder.block_edges) == (LAYERS if part == "body" else 1)
-    assert len(recorder.joints) == (1 if JOINTS[name] is None else 2)
+    assert len(recorder.splits) == (1 if SPLITS[name] is None else 2)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in policy.model.modules())
 
 
@@ -90,13 +90,13 @@ def test_gradients_through_both_parts_are_those_of_the_whole(name):
     policy, ids = make_policy(name, torch.float64), random_ids()
     with measuring(policy.model):
         ownership = find_ownership(policy.model, policy.blocks, probe_model(policy.model, policy.blocks, ids))
-        with Recorder(policy.model, policy.blocks, ownership, JOINTS[name], "head") as head:
+        with Recorder(policy.model, policy.blocks, ownership, SPLITS[name], "head") as head:
             logits = policy.model(input_ids=ids[None], use_cache=False).logits
         seed = torch.randn(logits.shape, dtype=logits.dtype, generator=torch.Generator().manual_seed(1))
-        at_joints = torch.autograd.grad(logits, head.joints, seed)
-        with Recorder(policy.model, policy.blocks, ownership, JOINTS[name], "body") as body:
+        at_splits = torch.autograd.grad(logits, head.splits, seed)
+        with Recorder(policy.model, policy.blocks, ownership, SPLITS[name], "body") as body:
             whole = policy.model(input_ids=ids[None], use_cache=False).logits
         expected = torch.autograd.grad(whole, body.block_edges, seed, retain_graph=True)
-        ours = torch.autograd.grad(body.joints, body.block_edges, at_joints)
+        ours = torch.autograd.grad(body.splits, body.block_edges, at_splits)
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)

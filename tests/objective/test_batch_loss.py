@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.losses import weight_by_loop
 from torch import Tensor
 
 from gradscope.errors import InputError
@@ -56,18 +57,6 @@ def slopes(logprobs: Tensor, batch: TokenBatch, settings: LossSettings, num_toke
     return torch.autograd.grad(batch_loss(own, batch, settings, num_tokens=num_tokens), own)[0]
 
 
-def weight_by_hand(own: float, old: float, ref: float, advantage: float, settings: LossSettings) -> float:
-    """Eq. 2's w_t of one token, NaN being unknown."""
-    old, ref = (own if math.isnan(value) else value for value in (old, ref))
-    if settings.reweight_alpha is not None:
-        advantage *= settings.reweight_alpha * math.exp(old) + 1 - settings.reweight_alpha
-    ratio = math.exp(own - old)
-    above = advantage > 0 and ratio > 1 + settings.clip_ratio_high
-    below = advantage < 0 and ratio < 1 - settings.clip_ratio_low
-    far = advantage < 0 and ratio > (settings.clip_ratio_c or math.inf)
-    return ratio * advantage * (not (above or below or far)) + settings.kl_coef * (math.exp(ref - own) - 1)
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_gradient_of_the_loss_is_minus_the_weight_over_num_tokens_and_zero_off_the_mask(batch, logprobs, settings):
     weights = batch_weights(logprobs, batch, settings, num_tokens=37)
@@ -83,7 +72,10 @@ def test_the_weights_are_those_of_eq_2_written_out_for_each_token(batch, logprob
     for row, column in batch.response_mask.nonzero().tolist():
         at = (row, column)
         known = (logprobs[at], batch.old_logprobs[at], batch.ref_logprobs[at], advantages[at])
-        by_hand = weight_by_hand(*(value.item() for value in known), settings)
+        own, old, ref, advantage = (value.item() for value in known)
+        old, ref = (own if math.isnan(value) else value for value in (old, ref))  # unknown: the policy's own
+        alpha = settings.reweight_alpha or 0.0
+        by_hand, _ = weight_by_loop(own, old, ref, advantage * (alpha * math.exp(old) + 1 - alpha), settings)
         assert weights.total[at].item() == pytest.approx(by_hand, rel=1e-12, abs=1e-15)
     assert (weights.total[~batch.response_mask] == 0).all()
     assert settings is PAPER or 0 < (weights.clipped & batch.response_mask).sum() < batch.num_tokens

@@ -6,12 +6,12 @@ They are written from Eq. 1, 2, 4, 20, 21 and Alg. 1 of arXiv:2505.12929; nothin
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+from support.losses import grpo_by_loop, reinforce_pp_by_loop, term_by_loop, weight_by_loop
 from torch import Tensor
 
 from gradscope.errors import InputError
@@ -96,32 +96,15 @@ def generator(seed: int = 0) -> torch.Generator:
 # ---- the paper's formulas, one token at a time
 
 
-def grpo_by_loop(batch: TokenBatch) -> dict[tuple[int, int], float]:
-    """(R − mean) / (sample standard deviation + 1e-6) of the response's group, at every kept token."""
-    rewards, groups = batch.rewards.tolist(), batch.group_ids.tolist()
-    out = {}
-    for row, column in batch.response_mask.nonzero().tolist():
-        members = [r for r, g in zip(rewards, groups, strict=True) if g == groups[row]]
-        out[row, column] = (rewards[row] - statistics.mean(members)) / (statistics.stdev(members) + 1e-6)
-    return out
-
-
-def reinforce_pp_by_loop(batch: TokenBatch, beta: float) -> dict[tuple[int, int], float]:
-    """A_t = R − β Σ_{j≥t} log(π_old/π_ref) over kept tokens, whitened over all kept tokens of the batch."""
-    mask, returns = batch.response_mask, {}
-    for row, column in mask.nonzero().tolist():
-        later = [j for j in range(column, WIDTH) if mask[row, j]]
-        penalty = sum((batch.old_logprobs[row, j] - batch.ref_logprobs[row, j]).item() for j in later)
-        returns[row, column] = batch.rewards[row].item() - beta * penalty
-    mean, variance = statistics.mean(returns.values()), statistics.variance(returns.values())
-    return {place: (value - mean) / math.sqrt(variance + 1e-8) for place, value in returns.items()}
-
-
 def advantages_by_loop(batch: TokenBatch, config: TrainConfig) -> dict[tuple[int, int], float]:
-    plain = grpo_by_loop(batch) if config.algorithm == "grpo" else reinforce_pp_by_loop(batch, config.kl_coef)
-    if config.reweight_alpha is None:
-        return plain
-    alpha = config.reweight_alpha
+    rewards, kept = batch.rewards.tolist(), [(row, s) for row, s in batch.response_mask.nonzero().tolist()]
+    if config.algorithm == "grpo":
+        each = grpo_by_loop(rewards, batch.group_ids.tolist())
+        plain = {at: each[at[0]] for at in kept}
+    else:
+        known = (values.tolist() for values in (batch.old_logprobs, batch.ref_logprobs, batch.response_mask))
+        plain = reinforce_pp_by_loop(rewards, *known, config.kl_coef)
+    alpha = config.reweight_alpha or 0.0
     return {at: (alpha * math.exp(batch.old_logprobs[at]) + (1 - alpha)) * value for at, value in plain.items()}
 
 
@@ -150,47 +133,7 @@ def passes_by_loop(batch: TokenBatch, config: TrainConfig) -> list[tuple[str, li
     return out
 
 
-def term_by_loop(new: float, old: float, ref: float, advantage: float, config: TrainConfig) -> float:
-    """One token's min(r·Â, clip(r)·Â) − β·k3, at least c·Â for Â < 0."""
-    ratio = math.exp(new - old)
-    clipped = min(max(ratio, 1 - config.clip_ratio_low), 1 + config.clip_ratio_high)
-    surrogate = min(ratio * advantage, clipped * advantage)
-    if config.clip_ratio_c is not None and advantage < 0:
-        surrogate = max(surrogate, config.clip_ratio_c * advantage)
-    beta = config.kl_coef if config.algorithm == "grpo" else 0.0
-    return surrogate - beta * (math.exp(ref - new) - (ref - new) - 1)
-
-
-def weight_by_loop(new: float, old: float, ref: float, advantage: float, config: TrainConfig) -> tuple[float, str]:
-    """One token's w = r·Â·I_trust + β·π_ref/π − β, and which clip has removed its first part."""
-    ratio, clip = math.exp(new - old), ""
-    if advantage > 0 and ratio > 1 + config.clip_ratio_high:
-        clip = "high"
-    elif advantage < 0 and ratio < 1 - config.clip_ratio_low:
-        clip = "low"
-    elif config.clip_ratio_c is not None and advantage < 0 and ratio > config.clip_ratio_c:
-        clip = "dual"
-    beta = config.kl_coef if config.algorithm == "grpo" else 0.0
-    return (0.0 if clip else ratio * advantage) + beta * math.exp(ref - new) - beta, clip
-
-
 # ---- advantages
-
-
-def test_grpo_advantages_are_those_of_a_loop_over_groups_at_every_token(batch):
-    found = compute_advantages(replace(batch, advantages=torch.full((ROWS, WIDTH), 9.0)), make_config())
-    expected = grpo_by_loop(batch)
-    assert any(value == 0 for value in expected.values())  # a group of equal rewards
-    for at, value in expected.items():
-        assert found[at].item() == pytest.approx(value, rel=1e-12, abs=1e-15)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.001, 0.5])
-def test_reinforce_pp_advantages_are_those_of_a_double_loop_over_tokens_and_pass_over_holes(batch, beta):
-    found = compute_advantages(batch, make_config(algorithm="reinforce++", kl_coef=beta))
-    for at, value in reinforce_pp_by_loop(batch, beta).items():
-        assert found[at].item() == pytest.approx(value, rel=1e-11)
-    assert not found[~batch.response_mask].any()
 
 
 def test_reinforce_pp_with_a_kl_and_no_reference_is_refused(batch):
@@ -213,20 +156,22 @@ def test_tokens_loss_and_gradient_of_every_pass_are_those_of_the_papers_formulas
     assert update.match is None
     assert [part.name for part in update.passes] == [name for name, *_ in expected]
     clips: Counter[str] = Counter()
+    # REINFORCE++ has its KL in the reward.
+    loss = config if config.algorithm == "grpo" else replace(config, kl_coef=0.0)
     for part, (_, rows, tokens, denominator) in zip(update.passes, expected, strict=True):
         assert part.num_tokens == denominator
         assert [(rows[row], s) for row, s in part.batch.response_mask.nonzero().tolist()] == tokens
         total, slopes = 0.0, torch.zeros(len(rows), WIDTH, dtype=torch.float64)
         for row, s in tokens:
             token = [values[row, s].item() for values in (logprobs, batch.old_logprobs, batch.ref_logprobs)]
-            total += term_by_loop(*token, advantages[row, s], config)
-            weight, clip = weight_by_loop(*token, advantages[row, s], config)
+            total += term_by_loop(*token, advantages[row, s], loss)
+            weight, clip = weight_by_loop(*token, advantages[row, s], loss)
             slopes[rows.index(row), s] = -weight / denominator
             clips[clip] += 1
         leaf = logprobs[rows].clone().requires_grad_(True)
-        loss = batch_loss(leaf, part.batch, update.settings, num_tokens=part.num_tokens)
-        assert loss.item() == pytest.approx(-total / denominator, rel=1e-12)
-        torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], slopes, rtol=1e-11, atol=1e-16)
+        ours = batch_loss(leaf, part.batch, update.settings, num_tokens=part.num_tokens)
+        assert ours.item() == pytest.approx(-total / denominator, rel=1e-12)
+        torch.testing.assert_close(torch.autograd.grad(ours, leaf)[0], slopes, rtol=1e-11, atol=1e-16)
         weights = batch_weights(leaf, part.batch, update.settings, num_tokens=part.num_tokens)
         torch.testing.assert_close(-weights.total / denominator, slopes, rtol=1e-11, atol=1e-16)
     assert min(clips["low"], clips["high"]) >= 1

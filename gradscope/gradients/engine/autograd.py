@@ -110,19 +110,19 @@ class GraphBody:
         return recorder
 
     def _probe(self, recorder: Recorder, length: int) -> tuple[bool, int]:
-        joints = 1 if self.split_point is None else 2
-        once = len(recorder.block_edges) == len(self.blocks) and len(recorder.joints) == joints
+        splits = 1 if self.split_point is None else 2
+        once = len(recorder.block_edges) == len(self.blocks) and len(recorder.splits) == splits
         if not once or len({id(block) for block in self.blocks}) != len(self.blocks):
             raise InputError(
                 f"{type(self.model).__name__} calls a block of its ModuleList more than once or not at all: a layer's "
                 "gradient is not defined there; name the list whose blocks run once each with --blocks"
             )
         edges = [*recorder.block_edges, *(call.edge for call in recorder.calls)]
-        seeds = [torch.stack([torch.ones_like(tensor)] * 2) for tensor in recorder.joints]
-        numbers = sum(call.width for call in recorder.calls) + recorder.joints[0].numel() * len(recorder.block_edges)
-        flow = 2 * numbers * max(4, recorder.joints[0].element_size()) // length
+        seeds = [torch.stack([torch.ones_like(tensor)] * 2) for tensor in recorder.splits]
+        numbers = sum(call.width for call in recorder.calls) + recorder.splits[0].numel() * len(recorder.block_edges)
+        flow = 2 * numbers * max(4, recorder.splits[0].element_size()) // length
         try:
-            _vjp(recorder.joints, edges, seeds, batched=True, again=True)
+            _vjp(recorder.splits, edges, seeds, batched=True, again=True)
         except RuntimeError:  # An operation that vmap does not know: one gradient after the other gives the same.
             return False, flow
         return True, flow
@@ -146,11 +146,11 @@ class GraphSequence:
         # Of a policy over several devices, what flows back lies where its module does; norms come together in the end.
         token, last = torch.arange(len(picks)), self.head.last_norm
         place, dtype = positions.cpu(), last.dtype
-        seeds = [tensor.new_zeros(len(picks), *tensor.shape) for tensor in recorder.joints]
-        for seed, rows in zip(seeds, self.head.joint_deltas, strict=True):
+        seeds = [tensor.new_zeros(len(picks), *tensor.shape) for tensor in recorder.splits]
+        for seed, rows in zip(seeds, self.head.split_cotangents, strict=True):
             seed[token, 0, place] = rows[picks].reshape(len(picks), *seed.shape[3:]).to(seed)
         edges = [*recorder.block_edges, *(call.edge for call in recorder.calls)]
-        deltas = _vjp(recorder.joints, edges, seeds, batched=self.body.batched, again=self.seen is not None)
+        deltas = _vjp(recorder.splits, edges, seeds, batched=self.body.batched, again=self.seen is not None)
         depth = len(recorder.block_edges)
         act = torch.stack([delta.flatten(1).to(dtype).norm(dim=1).to(last.device) for delta in deltas[:depth]], 1)
         by_module: dict[str, list[tuple[Call, Tensor]]] = defaultdict(list)

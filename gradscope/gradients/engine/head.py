@@ -30,7 +30,7 @@ class HeadPass:
     logit_grad_norm: Float[Tensor, " m"]
     last_norm: Float[Tensor, " m"]
     """‖δ_L‖."""
-    joint_deltas: list[Tensor]
+    split_cotangents: list[Tensor]
     """Gradient at each split point, at the target's own position, [m, width]."""
     local: dict[str, tuple[Call, Tensor, Tensor]]
     """Module → (call, gradient at its output, its input), both at the target's own position, [m, width]."""
@@ -64,7 +64,7 @@ class Head:
             torch.cat([p.size for p in parts]),
             torch.cat([p.logit_grad_norm for p in parts]),
             torch.cat([p.last_norm for p in parts]),
-            [torch.cat(rows) for rows in zip(*(p.joint_deltas for p in parts), strict=True)],
+            [torch.cat(rows) for rows in zip(*(p.split_cotangents for p in parts), strict=True)],
             {
                 name: (call, torch.cat([p.local[name][1] for p in parts]), torch.cat([p.local[name][2] for p in parts]))
                 for name, (call, _, _) in parts[0].local.items()
@@ -119,17 +119,17 @@ class Head:
             seeds[few] = unit.div_(temperature[few, None])
         statistics, size, logit_norm = join_statistics(found), torch.cat(sizes), torch.cat(norms)
         calls = [call for call in recorder.calls if call.edge is not None]
-        edges = [*recorder.joints, recorder.block_edges[0], *(call.edge for call in calls)]
+        edges = [*recorder.splits, recorder.block_edges[0], *(call.edge for call in calls)]
         deltas = torch.autograd.grad([logits], edges, [seeds], allow_unused=True)
         rows = [None if d is None else targets_at.rows(d).to(size) for d in deltas]
-        joints = len(recorder.joints)
+        splits = len(recorder.splits)
         local = {
             call.name: (call, row, self._local_inputs(call, targets_at).to(size))
-            for call, row in zip(calls, rows[joints + 1 :], strict=True)
+            for call, row in zip(calls, rows[splits + 1 :], strict=True)
             if row is not None
         }
-        last = rows[joints].norm(dim=1)
-        return HeadPass(statistics, size, logit_norm, last, rows[:joints], local, recorder.calls)
+        last = rows[splits].norm(dim=1)
+        return HeadPass(statistics, size, logit_norm, last, rows[:splits], local, recorder.calls)
 
     def _logits_of_all(self, ids: Int[Tensor, "B n"], positions: Int[Tensor, " u"]) -> Tensor:
         """Logits of every sequence, at least at these positions: [B, u or n, vocab]."""

@@ -37,13 +37,6 @@ class Ownership:
     general: dict[str, str]
     """Parameter name → module name, for parameters no rule claims: one autograd gradient a token."""
 
-    def __repr__(self) -> str:
-        kinds = defaultdict(int)
-        for rule in self.rules.values():
-            kinds[rule] += 1
-        counts = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
-        return f"Claims({counts}; tied: {self.tied}; {len(self.general)} parameters on the general path)"
-
 
 @dataclass
 class _Visits:

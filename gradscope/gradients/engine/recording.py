@@ -68,7 +68,7 @@ class Recorder:
             part,
         )
         self.calls: list[Call] = []
-        self.joints: list[Tensor] = []
+        self.splits: list[Tensor] = []
         """Head: the leaves that it was cut at. Body: what they stand for. [the last block's input, the split point's
         input] or [the last block's output]."""
         self.block_edges: list[GradientEdge] = []
@@ -105,18 +105,18 @@ class Recorder:
             return None
         hidden = block_input(args, kwargs)
         if self.part == "body":
-            self.joints.append(hidden)
+            self.splits.append(hidden)
             return None
         leaf = hidden.detach().requires_grad_(True)
-        self.joints.append(leaf)
+        self.splits.append(leaf)
         return ((leaf, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": leaf})
 
     def _enter_split_point(self, _module: nn.Module, args: tuple[Any, ...]) -> Any:
         if self.part == "body":
-            self.joints.append(args[0])
+            self.splits.append(args[0])
             return None
         leaf = args[0].detach().requires_grad_(True)
-        self.joints.append(leaf)
+        self.splits.append(leaf)
         return (leaf, *args[1:])
 
     def _leave(self, name: str, module: nn.Module, args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> Any:
@@ -147,7 +147,7 @@ class Recorder:
             hidden = hidden.detach().requires_grad_(True)
             replaced = hidden if isinstance(output, Tensor) else (hidden, *output[1:])
         if self.split_point is None:
-            self.joints.append(hidden)
+            self.splits.append(hidden)
         if self.part == "head":
             self.block_edges.append(get_gradient_edge(hidden))
         return replaced
@@ -272,9 +272,9 @@ def _cut_at(
     with Recorder(model, blocks, ownership, split_point, "head") as recorder:
         logits = model(input_ids=input_ids[None], use_cache=False).logits
     calls = [call for call in recorder.calls if call.edge is not None]
-    if len(recorder.joints) != 2 or recorder.joints[1].ndim < 3 or recorder.joints[1].shape[:2] != (1, length):
+    if len(recorder.splits) != 2 or recorder.splits[1].ndim < 3 or recorder.splits[1].shape[:2] != (1, length):
         return None
-    edges = [*(get_gradient_edge(leaf) for leaf in recorder.joints), *(call.edge for call in calls)]
+    edges = [*(get_gradient_edge(leaf) for leaf in recorder.splits), *(call.edge for call in calls)]
     for position in (length // 2, length - 1):
         seed = _slanted(logits, position)
         deltas = torch.autograd.grad([logits], edges, [seed], retain_graph=True, allow_unused=True)
@@ -312,7 +312,7 @@ def _follow_cut(
         logits = model(input_ids=input_ids[None], use_cache=False).logits
     edges = [*body.block_edges, *(call.edge for call in body.calls if call.name not in local)]
     whole = torch.autograd.grad([logits], edges, [seed], retain_graph=True, allow_unused=True)
-    parts = torch.autograd.grad(body.joints, edges, at_cut, retain_graph=True, allow_unused=True)
+    parts = torch.autograd.grad(body.splits, edges, at_cut, retain_graph=True, allow_unused=True)
     tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 0.1
     for a, b in zip(whole, parts, strict=True):
         if (a is None) != (b is None):

@@ -190,7 +190,7 @@ class DecoderStack:
     def measure(self, chunk: Chunk) -> tuple[Float[Tensor, "B K layers"], Squares]:
         """(‖δ_ℓ‖ for ℓ = 0 … L − 1, squared gradient norms by module); anything where a place holds no token."""
         body, picks, squares, layers = self.body, chunk.picks, {}, []
-        residual, attended = (rows[picks] for rows in self.head.joint_deltas)
+        residual, attended = (rows[picks] for rows in self.head.split_cotangents)
         batch, delta = len(picks), None
         for activations in reversed(self.activations):
             backward = BlockBackward(activations, batch, chunk.length, body.multiply)
