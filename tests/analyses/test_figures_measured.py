@@ -134,7 +134,7 @@ def test_drawing_loads_no_policy_and_no_transformers(tmp_path):
             "import sys; from pathlib import Path; import gradscope.policy.loading; from analyses import figures",
             "gradscope.policy.loading.load_policy = None",
             f"status = figures.main(figures.Options(out=Path({str(tmp_path)!r})))",
-            "loaded = [name for name in sys.modules if name == 'transformers' or name.startswith('analyses.measure_')]",
+            "loaded = [name for name in sys.modules if name == 'transformers' or name.startswith('analyses.measure.')]",
             "assert not loaded, loaded",
             "sys.exit(status)",
         ]
