@@ -242,6 +242,30 @@ BAD_ROLLOUTS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("logs", "flags", "words"),
+    [
+        ({"old_logprobs": [-200.0] * 3}, ["--clip-ratio-c", "none"], "0 of response 0 is -inf: its ratio, the expon"),
+        ({"ref_logprobs": [0.0] * 3}, ["--kl-coef", "1e38"], "0 of response 0 is inf: its KL term, of log π"),
+    ],
+)
+def test_a_weight_beyond_float32_is_refused_before_anything_is_written(run, model, tmp_path, logs, flags, words):
+    row = {"prompt_ids": [4, 5], "response_ids": [7, 8, 9], "advantage": -1.0} | logs
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    assert_one_line(run("measure", model, path, "--out", tmp_path / "out", *flags), words)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["measure", "diagnose"])
+def test_a_budget_that_holds_no_gradient_is_refused_before_anything_is_measured(
+    run, model, rollouts, tmp_path, command, monkeypatch
+):
+    monkeypatch.setattr(TableMeasurement, "__enter__", None)  # nothing may be measured
+    given = [model, rollouts] if command == "measure" else [model, "--rollouts", rollouts]
+    assert_one_line(run(command, *given, "--out", tmp_path / "out", "--gradient-memory", "10KiB"), "10,240")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_small_budget_changes_how_gradients_are_summed_and_the_run_says_how(run, model, rollouts, tmp_path):
     budgets = {"whole": (), "slices": ("1MiB",), "sketches": ("1MiB", "--minutes", "0.001")}
     for way, flags in budgets.items():

@@ -354,6 +354,17 @@ def test_equal_rewards_and_no_reference_give_no_gradient_and_a_note(policy, batc
     assert diagnosis.pick("gradient_share", "raw", LABELS[0]) is None and diagnosis.recommendation is None
 
 
+def test_a_single_prompt_has_no_intervals_and_a_note(policy, batch):
+    one = batch.select([0, 1])
+    diagnosis = diagnose(policy, one, settings=replace(QUICK, influence_tokens=100, recommend_batches=2))
+    assert "one-prompt" in kinds(diagnosis)
+    assert "impossible" in kinds(diagnosis)
+    rows = diagnosis.statistics
+    assert rows["lower"].isna().all()
+    assert rows.loc[rows["statistic"] == "signal", "value"].isna().all()
+    assert np.isfinite(value(diagnosis, "gradient_norm", "raw", "all"))
+
+
 def test_an_empty_interval_is_named_and_is_nan(policy, batch, table):
     keep = batch.response_mask.clone()
     keep[batch.response_mask] = torch.tensor((table["interval"] != 0).to_numpy())

@@ -238,3 +238,20 @@ def test_the_policy_lets_only_the_pages_own_script_run():
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     assert rules["default-src"] == "'none'" and rules["script-src"] == f"'sha256-{digest}'"
     assert rules["img-src"] == "data:"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Section("Bad id", "t", ()), "has the id 'Bad id'"),
+        (lambda: Section("tokens", "t", ()), "has the id 'tokens'"),
+        (lambda: Page("t", sections=(Section("a", "t", ()), Section("a", "t", ()))), "two sections have the id 'a'"),
+        (lambda: Figure("<svg/>", "c", "javascript:alert(1)"), "the name of a file beside the page"),
+        (lambda: Figure("<svg/>", "c", "//x.test/a.csv"), "the name of a file beside the page"),
+        (lambda: Figure("<svg/>", "c", "../a.csv"), "the name of a file beside the page"),
+        (lambda: Table(pd.DataFrame({"a": [1]}), "c", {"b": "{}"}), "formats names 'b'"),
+    ],
+)
+def test_a_part_that_would_not_work_is_refused(make, words):
+    with pytest.raises(InputError, match=re.escape(words)):
+        make()

@@ -129,6 +129,20 @@ def test_chunks_are_those_that_the_engine_cuts(rules, rows, ids, shape):
     assert chunks(shape, rules, rows) == cut
 
 
+def test_probabilities_that_do_not_fit_the_memory_are_made_for_every_chunk(ids, shape):
+    """Rows so few that every chunk is one token, whatever the memory: only the probabilities differ."""
+    policy, counted, expected = make_policy("qwen2"), [], []
+    with measuring(policy.model):
+        for memory in (100_000, 1 << 30):
+            meter = TokenGradientMeter(policy, ids, rows=16, memory=memory)
+            counted.append(counted_flops(meter, ids))
+            flops = measure_flops(shape, [WHOLE], rules=True, rows=16, memory=memory, self_check=False)
+            expected.append(flops["backward"])
+    # A product of queries and keys more for each of 32 chunks in each block.
+    again = LAYERS * 2 * shape.query_width * sum(n**2 for n in WHOLE.prefixes)
+    assert expected[0] - expected[1] == counted[0] - counted[1] == again
+
+
 @pytest.mark.parametrize(("name", "memory"), [("qwen2", 1 << 30), ("qwen2", 100_000), ("gpt2", 1 << 30)])
 def test_predicted_memory_is_what_the_allocator_hands_out(name, memory):
     policy = make_policy(name)

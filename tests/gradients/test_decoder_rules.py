@@ -117,6 +117,17 @@ def test_attention_backward_is_autograds_for_every_sharing_of_keys(heads, groups
         torch.testing.assert_close(a, b, **CLOSE)
 
 
+# One strip, two, four, and more than four of the greatest width; at their edges.
+@pytest.mark.parametrize("n", [1, 2, 55, 56, 57, 111, 112, 113, 200, 223, 224, 225, 513])
+@pytest.mark.parametrize("window", [None, 5])
+def test_strips_of_attention_leave_nothing_out(n, window):
+    inputs, probs, outputs = attend(n, 2, 1, window)
+    delta = random(BATCH, n, 2, 2, WIDTH, seed=5)
+    ours = attention_backward(delta, *plain(probs, outputs, *inputs), scaling=SCALING)
+    for a, b in zip(ours, gradients(outputs, inputs, delta), strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_backward_at_one_position_of_each_token_is_autograds(heads, groups, window):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.policies import CAUSAL, make_batch, make_policy
 
-from gradscope.errors import SelfCheckError
+from gradscope.errors import InputError, SelfCheckError
 from gradscope.gradients import MeasureSettings, TableMeasurement, estimate_plan, measure
 from gradscope.gradients import estimates as norm_estimates
 from gradscope.gradients.estimate_plan import check_estimates, plan_estimate
@@ -77,6 +78,20 @@ def test_long_responses_get_both(policy, long, monkeypatch):
     assert "leave out" not in str(found)
     monkeypatch.setattr(estimate_plan, "DRAWS", 2)
     assert plan(policy, long).counts.draws is None
+
+
+def test_a_model_without_forward_mode_gets_no_draws_unless_asked_and_then_a_refusal(policy, long, monkeypatch):
+    def fail(*_args, **_settings):
+        raise NotImplementedError("no rule for this operation")
+
+    monkeypatch.setattr(torch.func, "jvp", fail)
+    monkeypatch.setattr(estimate_plan, "DRAWS", 1)
+    monkeypatch.setattr(estimate_plan, "PASSES", 1)
+    found = plan(policy, long, intervals=1)
+    assert found.counts == EstimateCounts(1, None) and "no forward mode" in found.reason
+    assert "--" not in found.reason
+    with pytest.raises(InputError, match=r"the model has no forward mode.*; give --passes alone"):
+        measure(policy, long, norms="estimate", draws=1)
 
 
 # The self-check.

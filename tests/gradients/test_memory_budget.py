@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -20,10 +21,11 @@ from support.steps import NARROW, STEPS, assert_split_as, brute_force, split_ste
 from support.tuning import make_state
 
 from gradscope.diagnosis import DiagnosisSettings, diagnose
+from gradscope.diagnosis import checkpoint as diagnosis
 from gradscope.errors import InputError
 from gradscope.gradients import vector_bytes, vectors_within, weighted_gradients
 from gradscope.objective import batch_logprobs, fitting_size
-from gradscope.runs import scratch
+from gradscope.runs import scratch, scratch_zeros
 from gradscope.updates import SGD, StepSettings, apply_update, influence, influence_cost, linearise_cost, update_cost
 from gradscope.updates import movement as updates
 from gradscope.updates.tuning.linear import linearise
@@ -173,6 +175,14 @@ def test_too_little_disk_is_one_line_before_anything_is_measured(on_disk, monkey
     assert on_disk == []
 
 
+def test_a_disk_that_is_full_after_all_is_an_error_and_not_a_crash(on_disk, monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", raising(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(InputError, match="do not fit into"):
+        scratch_zeros(10, dtype=torch.float32)
+    monkeypatch.setattr(os, "posix_fallocate", raising(OSError(errno.EOPNOTSUPP, "not on this file system")))
+    assert not scratch_zeros(10, dtype=torch.float32).any()
+
+
 # ---- diagnoses
 
 
@@ -197,6 +207,19 @@ def test_a_diagnosis_leaves_out_the_step_that_does_not_fit_and_says_what_it_want
     assert none.movement is None
     (note,) = (note for note in none.notes if "the actual step" in note)
     assert f"takes {size / 1e9:.3g} GB" in note and "--gradient-memory" in note and "--no-actual-step" in note
+
+
+def test_large_policies_are_screened_on_demand_alone(diagnosed, monkeypatch):
+    policy, batch, settings = diagnosed
+    settings = replace(settings, influence_tokens=None, actual_step=False)
+    monkeypatch.setattr(diagnosis, "LARGE", sum(p.numel() for p in policy.model.parameters()))
+    found = diagnose(policy, batch, settings=settings)
+    assert found.recommendation is None
+    assert any("Left out: α and η" in note and "--recommend" in note for note in found.notes)
+    found = diagnose(policy, batch, settings=replace(settings, recommend=True))
+    assert any("α and η (no interval and sign" in note for note in found.notes)  # screened, with too few tokens
+    found = diagnose(policy, batch, settings=replace(settings, recommend=False))
+    assert found.recommendation is None and not any("α and η" in note for note in found.notes)
 
 
 # ---- cost

@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from support.policies import make_batch, make_policy
+from support.adapters import save_adapter
+from support.policies import make_batch, make_policy, save_checkpoint
 from torch import Tensor
 
 from gradscope.diagnosis import Products, block_products, gradient_rows
@@ -107,6 +108,17 @@ def test_slices_of_any_width_are_the_whole_and_those_of_single_autograd_calls(na
         source = make_source(policy, batch, "slices", width=width)
         assert source.plan.slice_width == min(width, sizes.parameters)
         assert distance(collect(source), whole) < (1e-9 if dtype == torch.float64 else 1e-5)
+
+
+def test_only_an_adapters_parameters_are_summed_in_slices_too(tmp_path):
+    save_checkpoint(tmp_path / "base", "llama")
+    adapter = save_adapter(tmp_path / "adapter", tmp_path / "base", r=3, target_modules=["q_proj", "down_proj"])
+    policy = load_policy(adapter, params="adapter", dtype="float64")
+    batch = make_batch(policy)
+    whole = collect(make_source(policy, batch, "whole"))
+    assert distance(whole, brute_force(policy, batch)) < 2e-6
+    for width in (100, 700):
+        assert distance(collect(make_source(policy, batch, "slices", width=width)), whole) < 1e-9
 
 
 def test_a_model_whose_blocks_share_a_parameter_or_hear_of_each_other_is_not_swept():

@@ -192,6 +192,15 @@ def test_unusual_sequences_are_exact(name, case):
         assert largest_error(ours, truth) < TRUE_FLOAT64
 
 
+@pytest.mark.parametrize("length", [4, 5, 6, 8])
+def test_a_sequence_as_long_as_there_are_heads_is_exact(length):
+    # A norm over [1, heads, positions, …] must not take heads for positions.
+    policy = as_policy(handmade.make("modules_that_see_heads_before_positions"))
+    ids, targets = random_ids(length, handmade.VOCAB), torch.arange(1, length)
+    truth = brute_force(policy, ids, targets)
+    assert largest_error(measure_all(policy, ids, targets, rows=1), truth) < TRUE_FLOAT64
+
+
 # Models that nobody wrote with this engine in mind.
 
 

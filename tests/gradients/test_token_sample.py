@@ -10,7 +10,7 @@ from support.policies import make_batch, make_policy
 
 from gradscope import measure
 from gradscope.diagnosis import interval_summary, sampling_error, token_shares
-from gradscope.diagnosis.precision import design_variances
+from gradscope.diagnosis.precision import FEWEST, design_variances
 from gradscope.diagnosis.tokens import layer_norms, scaled_squares, shares_by, sum_by_prompt
 from gradscope.gradients.sample import COLUMN, EQUAL_PART, TokenSample, token_sizes
 from gradscope.intervals import EDGES, assign_intervals, interval_labels, summarize
@@ -265,6 +265,21 @@ def test_the_error_of_the_sample_alone_is_the_spread_over_samples_of_the_same_to
     error = errors[0]
     assert error.width(1.0) == pytest.approx(1) and error.width(np.inf) == pytest.approx(math.sqrt(1 - error.part))
     assert 1 > error.width(2.0) > error.width(4.0) > error.width(np.inf)
+
+
+def test_no_error_is_told_of_a_whole_table_and_no_part_of_few_tokens():
+    table, rng = plant_table(), np.random.default_rng(0)
+    assert sampling_error(table, LABELS, rng=rng) is None
+    few = sampling_error(sample_some(table, FEWEST - 1), LABELS, rng=rng)
+    assert math.isnan(few.part) and "too few" in few.in_words()
+    unweighted = sample_some(table.assign(weight=np.nan, advantage=np.nan), 20)
+    error = sampling_error(unweighted, LABELS, rng=rng)
+    means = [sample_some(table.assign(weight=np.nan), 20, seed) for seed in range(200)]
+    spread = np.std([loop_totals(one, one["param_grad_norm"])[0] for one in means]) / (table["interval"] == 0).sum()
+    assert error.quantity.startswith("mean") and error.standard_error == pytest.approx(spread, rel=0.4)
+    one = sampling_error(sample_some(table.assign(group=0), 20), LABELS, rng=rng)
+    assert math.isnan(one.lower) and one.standard_error > 0 and "±" in one.in_words()
+    assert "12 min" in error.in_words(lambda times: 720.0)
 
 
 # Of a real policy.

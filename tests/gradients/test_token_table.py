@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -374,3 +375,16 @@ def test_a_batch_that_does_not_fit_the_policy_is_refused_by_its_response(policy)
     assert "response 1 has no prompt" in refusal(policy, collate([fine, Response([], [7, 8])]))
     nothing = collate([Response([5], [7], response_mask=[False])])
     assert "keeps no token" in refusal(policy, nothing)
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 0.5])
+def test_what_is_no_log_probability_is_refused_where_it_counts(policy, batch, name, value):
+    row, column = batch.response_mask.nonzero()[3].tolist()
+    wrong = getattr(batch, name).clone()
+    wrong[row, column] = value
+    place = f"{name} is {value:g} at position {int(batch.positions()[row, column])} of response {row}"
+    assert place in refusal(policy, replace(batch, **{name: wrong}))
+    masked = batch.response_mask.clone()
+    masked[row, column] = False
+    assert len(measure(policy, replace(batch, **{name: wrong}, response_mask=masked))) == batch.num_tokens - 1

@@ -160,6 +160,14 @@ def test_without_forward_mode_the_same_comes_from_central_differences_and_is_cal
         assert distance(changes[row], expected[row]) < 1e-3
 
 
+def test_running_out_of_memory_is_not_taken_for_a_missing_forward_mode(monkeypatch):
+    policy = make_policy("gpt2")
+    batch = make_batch(policy)
+    monkeypatch.setattr(torch.func, "jvp", raising(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        predict_changes(policy.model, batch, random_directions(policy), micro_batch_size=8)
+
+
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
 def test_flags_modes_gradients_and_parameters_come_back_bit_for_bit(monkeypatch, fails, fallback):

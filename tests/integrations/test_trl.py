@@ -237,6 +237,16 @@ def test_the_norm_of_all_is_that_of_the_gradient_that_trl_steps_with(checkpoint,
         assert row["interval_norm_all"] == pytest.approx(logged["grad_norm"], rel=FLOAT32)
 
 
+def test_with_adapters_the_norms_are_of_the_adapters_alone(checkpoint, tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    trainer, callback, _ = watched(checkpoint, tmp_path, peft=lora, move=0.02, beta=0.1)
+    train(trainer)
+    assert sum(p.requires_grad for p in trainer.model.parameters()) == 12
+    for row, logged in zip(callback.rows, trainer.state.log_history, strict=False):
+        assert row["interval_norm_all"] == pytest.approx(logged["grad_norm"], rel=FLOAT32)
+
+
 def test_the_numbers_of_a_step_are_those_of_interval_gradients_and_of_a_count(checkpoint, tmp_path):
     trainer, callback, recorder = watched(checkpoint, tmp_path, move=0.02, beta=0.1, **ACCUMULATED)
     train(trainer)
@@ -293,6 +303,17 @@ def test_every_kth_step_is_logged_written_and_told(checkpoint, tmp_path):
     assert 0 < table["seconds"].sum() <= callback.seconds
     (told,) = [line for line in words.splitlines() if line.startswith("gradscope:")]
     assert f"measuring took {callback.seconds:.1f} s" in told and "2 measured steps are in" in told
+
+
+def test_a_resumed_training_goes_on_with_the_file_and_a_new_one_starts_it_anew(checkpoint, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3}
+    for resume, steps in ((None, [1, 2, 3]), (str(tmp_path / "checkpoint-2"), [1, 2, 3, 4]), (None, [1, 2, 3, 4])):
+        trainer, callback, _ = watched(checkpoint, tmp_path, **settings)
+        trainer.train(resume_from_checkpoint=resume)
+        found = pd.read_parquet(callback.path)
+        assert list(found["step"]) == steps
+        settings["max_steps"] = 4
+    assert callback.seconds < 60
 
 
 def test_the_callback_refuses_what_it_cannot_measure(checkpoint, tmp_path):

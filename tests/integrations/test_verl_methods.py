@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradscope.errors import InputError
-from gradscope.integrations.verl_methods import changed_policy_loss, check_methods, pass_mask
+from gradscope.integrations.verl_methods import changed_policy_loss, check_methods, pass_loss, pass_mask
 from gradscope.objective import lopti_split
 from gradscope.objective.equations import policy_loss
 
@@ -100,6 +100,14 @@ def test_masks_of_nested_rows_are_those_of_the_padded_ones():
     for name in ("low", "high"):
         found = pass_mask(nested(old), nested(mask), eta=0.5, name=name)
         assert torch.equal(found.to_padded_tensor(False).bool(), pass_mask(old, mask, eta=0.5, name=name))
+
+
+def test_a_pass_changes_the_micro_batch_for_the_loss_alone():
+    old, _, _, mask = make_batch()
+    data, seen = {"old_log_probs": old, "response_mask": mask}, []
+    loss = pass_loss(lambda *, model_output, data: seen.append(data["response_mask"]), eta=0.5, name="low")
+    loss(model_output=None, data=data)
+    assert torch.equal(seen[0], mask & (old.exp() < 0.5)) and data["response_mask"] is mask
 
 
 @pytest.mark.parametrize(

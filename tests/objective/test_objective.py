@@ -84,6 +84,12 @@ def test_whitened_values_have_mean_zero_and_unbiased_variance_one_over_kept_toke
     assert statistics.variance(kept) == pytest.approx(1, rel=1e-7)  # the 1e-8 under the root
 
 
+def test_whitening_one_token_equal_tokens_or_none_gives_exactly_zero():
+    values = torch.tensor([[0.1, 0.1, 0.1, 7.0]], dtype=torch.float64)
+    for kept in ([0, 0, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0]):
+        assert torch.equal(whiten(values, torch.tensor([kept]).bool()), torch.zeros_like(values))
+
+
 def test_nan_and_infinite_rewards_are_refused():
     groups, mask = torch.tensor([0, 0]), torch.ones(2, 1, dtype=torch.bool)
     for bad in (math.nan, math.inf):

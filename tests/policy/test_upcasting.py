@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import weakref
 from pathlib import Path
 
 import pandas as pd
@@ -186,6 +187,18 @@ def test_modules_whose_forward_accelerate_wraps_are_upcast_too(halves):
     torch.testing.assert_close(wrapped(input_ids=ids).logits, whole.model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
     ours, theirs = (measure_all(as_policy(m), ids[0], torch.arange(4, 8)) for m in (wrapped, whole.model))
     torch.testing.assert_close(ours.param_grad_norm, theirs.param_grad_norm, rtol=ROUNDING, atol=0.0)
+
+
+def test_a_copy_computes_with_its_own_weights_and_nothing_holds_a_model_that_is_let_go_of(halves):
+    model = load_policy(halves / "llama", dtype="upcast").model
+    ids, twin = torch.arange(4, 9)[None], copy.deepcopy(model)
+    with torch.no_grad():
+        assert torch.equal(twin(input_ids=ids).logits, model(input_ids=ids).logits)
+        twin.lm_head.weight.zero_()
+        assert not twin(input_ids=ids).logits.any() and model(input_ids=ids).logits.any()
+    gone = weakref.ref(model.lm_head.weight)
+    del model
+    assert gone() is None
 
 
 def test_an_adapter_kept_apart_is_measured_on_an_upcast_base(tmp_path):

@@ -158,6 +158,16 @@ def test_slimes_samples_of_two_ranks_count_once_and_untrained_ones_not(tmp_path)
     assert any(note.startswith("2 of 6 rows left out: no train data") for note in dump.notes)
 
 
+def test_slimes_samples_that_were_masked_or_are_empty_are_left_out(tmp_path):
+    samples = dumps.slime_rollout_samples()
+    samples[0] |= {"loss_mask": [0, 0]}
+    samples[1] |= {"response_length": 0, "loss_mask": [], "rollout_log_probs": []}
+    torch.save({"rollout_id": 3, "samples": samples}, tmp_path / "r.pt")
+    dump = read_dump(tmp_path / "r.pt")
+    assert dump.batch.rewards.tolist() == [s.reward for s in SAMPLES[2:]]
+    assert sum(note.startswith("1 of 4 rows left out") for note in dump.notes) == 2
+
+
 def test_without_the_trainers_own_the_samplers_log_probabilities_are_the_denominator(tmp_path):
     path = dumps.write_nemo_rl(tmp_path)
     for row in range(len(SAMPLES)):
@@ -166,6 +176,15 @@ def test_without_the_trainers_own_the_samplers_log_probabilities_are_the_denomin
     for row, sample in enumerate(SAMPLES):
         assert values(dump, dump.batch.old_logprobs, row) == sample.sampler
     assert dump.logprobs is None
+
+
+def test_the_temperature_of_roll_may_stand_in_its_generation_config(policy, tmp_path):
+    settings = [json.dumps({"request_id": "a", "generation_config": {"temperature": 0.75}})] * len(SAMPLES)
+    path = change(dumps.write_roll(tmp_path), 0, sampling_params=settings)
+    assert read_dump(path, policy).batch.temperature.tolist() == [0.75] * 4
+    dump = read_dump(change(path, 0, sampling_params=["no JSON"] * len(SAMPLES)), policy)
+    assert dump.batch.temperature.tolist() == [1.0] * 4
+    assert any("temperature not in the dump" in note for note in dump.notes)
 
 
 def test_a_templated_prompt_gets_its_first_token_once(tmp_path):
@@ -179,6 +198,14 @@ def test_a_templated_prompt_gets_its_first_token_once(tmp_path):
     batch = read_rollouts(path, policy)
     assert [batch.input_ids[row, :2].tolist() for row in range(4)] == [[BOS, 4], [BOS, 4], [BOS, 5], [BOS, 5]]
     assert batch.response_start.tolist() == [2] * 4
+
+
+def test_slimes_train_data_of_other_tokens_are_refused(tmp_path):
+    samples = dumps.slime_train_samples()
+    samples[0]["tokens"] = samples[0]["tokens"] + 1
+    torch.save({"rollout_id": 3, "samples": samples}, dumps.write_slime(tmp_path) / "train_3_0.pt")
+    with pytest.raises(InputError, match=r"train_3_0\.pt, sample 0: `tokens` differ from those of .*rollout_3\.pt"):
+        read_dump(tmp_path)
 
 
 def test_a_step_is_kept_and_groups_of_other_steps_are_others(policy, tmp_path):
@@ -221,6 +248,23 @@ def test_formats_mixed_in_a_folder_are_refused_with_a_file_of_each(policy, tmp_p
     dumps.write_nemo_rl(tmp_path)
     with pytest.raises(InputError, match=r"mixes formats: .*3\.jsonl is verl, .*train_data_step3\.jsonl is nemo_rl"):
         read_dump(tmp_path, policy)
+
+
+UNKNOWN = {
+    "verl without its score": ({"input": "a", "output": "b", "gts": "c"}, "the nearest is verl, which also has score"),
+    "prime-rl without its mask": (
+        {"token_ids": [1], "inference_logprobs": [0], "entropy": [1], "env_name": "a"},
+        "the nearest is prime_rl, which also has loss_mask",
+    ),
+    "nothing known": ({"foo": 1, "bar": 2}, r"no known format \(bar, foo\); known are native, trl"),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), UNKNOWN.values(), ids=UNKNOWN)
+def test_unknown_columns_are_named_with_the_nearest_format(tmp_path, row, message):
+    with pytest.raises(InputError, match=message) as caught:
+        read_dump(write_jsonl(tmp_path / "r.jsonl", [row]))
+    assert all(name in str(caught.value) for name in row) and "\n" not in str(caught.value)
 
 
 def change(path: Path, row: int, **columns) -> Path:

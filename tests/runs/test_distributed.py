@@ -273,6 +273,31 @@ def test_of_several_processes_none_takes_python_apart_while_threads_free_tensors
     assert (words.stdout, words.stderr) == (done.stdout, done.stderr)
 
 
+ENDS = """
+import os, sys, torch, torch.distributed.nn
+from pathlib import Path
+from gradscope.trainer.config import TrainConfig
+from gradscope.trainer.launch import make_accelerator
+for turn in range(10):
+    store = torch.distributed.FileStore(f"{sys.argv[1]}-{turn}", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+    accelerator = make_accelerator(TrainConfig(device="cpu", trackers=()), Path("."))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+    for _ in range(3):
+        torch.distributed.all_gather_object([None, None], "x" * 100)
+    accelerator.end_training()
+    del model
+    accelerator.state._reset_state(True)
+os._exit(0)
+"""
+"""Processes that train nothing, ten times, and let go of the model right after they have exchanged something."""
+
+
+def test_the_end_of_training_does_not_wait_for_a_thread_that_waits_for_it(tmp_path):
+    ended = launch("-c", ENDS, tmp_path / "store", timeout=300)
+    assert [process.status for process in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+
+
 def test_a_process_without_questions_samples_nothing():
     from gradscope.sampling import HFSampler
     from gradscope.trainer import Questions

@@ -1,6 +1,7 @@
 """Math problems: reading answers and ground truths, grading them, the process that does it; the data's own rows."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -137,6 +138,30 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_one_is_read(answer,
     assert time.process_time() - start < 0.3  # it was not calculated here
     monkeypatch.undo()
     assert agrees("7.0", ("7",))
+
+
+def test_a_process_that_was_killed_is_started_again(forgetful):
+    assert agrees("2/4", ("1/2",))
+    math_verifier._verifier._process.kill()
+    math_verifier._verifier._process.wait()
+    assert agrees("3/6", ("1/2",))
+
+
+def test_an_interrupted_question_does_not_leave_its_reply_to_the_next(forgetful):
+    assert agrees("2/4", ("1/2",))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            agrees("10^{10^{10}}", ("7",))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert agrees("3/6", ("1/2",))
 
 
 def test_grading_is_silent_and_leaves_nothing_running():

@@ -199,6 +199,15 @@ def test_bins_hold_equally_many_tokens_in_order():
     assert found[table.columns].equals(table)
 
 
+def test_ties_leave_fewer_bins_and_what_is_unknown_has_none():
+    table = make_movements().assign(entropy=[0.0] * 390 + [np.nan] * 5 + [1.0] * 5)
+    found = add_drivers(table)["entropy_bin"]
+    assert found.isna().tolist() == table["entropy"].isna().tolist()
+    assert found.cat.categories.tolist() == ["[0, 1]"]
+    assert add_drivers(table.assign(entropy=0.5))["entropy_bin"].unique().tolist() == ["0.5"]
+    assert add_drivers(table.iloc[:1])["position_bin"].notna().all()
+
+
 def test_signs_and_classes_are_the_tokens_own():
     table = make_movements()
     found = add_drivers(table, special={"("})

@@ -172,6 +172,13 @@ def test_random_numbers_go_on_where_they_were(trained, tmp_path):
     assert [draw() for _ in range(2)] == wanted
 
 
+def test_only_the_newest_are_kept(trained, tmp_path):
+    for step in (1, 2, 999_999, 1_000_000):  # past six digits, the order of names is not that of steps
+        save_checkpoint(tmp_path, step, trained, keep=2)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-999999", "step-1000000"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-1000000", "step-999999"]
+
+
 def test_a_crash_while_writing_leaves_no_checkpoint_and_is_cleaned_up_after(trained, tmp_path, monkeypatch):
     save_checkpoint(tmp_path, 1, trained)
     left, seen = tmp_path / "checkpoints/.step-000002.partial", tmp_path / "seen"

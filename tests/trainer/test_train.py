@@ -384,6 +384,19 @@ def test_logits_that_steps_have_made_nan_are_divergence_and_the_checkpoint_befor
     assert [p.name for p in sorted((out / "checkpoints").iterdir())] == ["step-000001", "step-000002"]
 
 
+def test_logits_that_are_nan_for_the_trainer_alone_are_divergence_once_steps_are_taken(tmp_path, monkeypatch):
+    whole, calls = Learner.statistics, []
+
+    def poisoned(self, batch):
+        calls.append(1)
+        found = whole(self, batch)
+        return replace(found, logprob=found.logprob * float("nan")) if len(calls) == 3 else found
+
+    monkeypatch.setattr(Learner, "statistics", poisoned)
+    with pytest.raises(DivergedError, match=r"after step 2; there is no checkpoint from before"):
+        train(SMALL, tmp_path / "run", progress=False)
+
+
 @pytest.mark.parametrize("what", ["__init__", "close"])
 def test_a_disk_that_is_full_for_a_tracker_is_named_with_the_remedy(what, tmp_path, monkeypatch, capsys):
     from torch.utils.tensorboard import SummaryWriter

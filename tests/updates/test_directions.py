@@ -224,6 +224,26 @@ def test_similarity_is_pearsons_over_the_other_tokens_with_bounds_over_prompts(o
     assert (found.lower, found.upper) == pytest.approx(tuple(expected), rel=1e-8)
 
 
+def test_similarity_of_an_update_that_moved_nothing_or_of_no_token_is_unknown():
+    table = make_table()
+    cases = [
+        (table.assign(**{"delta_log_odds.all": 0.3}), 0),
+        (table.assign(**{"delta_log_odds.only-0": 0.0}), 0),
+        (table, [0, 1, 2, 3]),
+        (table.iloc[:1], []),
+    ]
+    for tokens, outside in cases:
+        found = similarity(tokens, "all", "only-0", outside=outside, rng=rng(), resamples=20)
+        assert all(math.isnan(number) for number in (found.correlation, found.lower, found.upper))
+    one = similarity(table.assign(group=5), "all", "all", outside=0, rng=rng())
+    assert one.correlation == pytest.approx(1.0) and math.isnan(one.lower)
+    tiny = table.assign(**{"delta_log_odds.all": 7 + 1e-9 * table["delta_log_odds.only-0"]})
+    # 7 + 1e-9·x keeps seven digits of x.
+    assert similarity(tiny, "all", "only-0", outside=0, rng=None).correlation == pytest.approx(1.0, abs=1e-6)
+    with pytest.raises(InputError, match=r"delta_log_odds\.lopti"):
+        similarity(table, "all", "lopti", outside=0, rng=None)
+
+
 def net_by_loop(table: pd.DataFrame, batch: TokenBatch) -> list[float]:
     """Σ weight over all tokens whose real ids up to and with their own, and whose temperature, are the same."""
 

@@ -70,6 +70,15 @@ def test_the_split_adds_up_to_the_step_that_the_trainer_takes(policy, batch, bru
     assert result.clip_factor == pytest.approx(taken.grad_norm_clipped / taken.grad_norm, rel=1e-9)
 
 
+def test_what_the_optimizer_does_not_hold_is_not_moved(policy, batch, brute):
+    held = [n for n, _ in policy.model.named_parameters() if "h.1.mlp" in n or "wte" in n][::-1]
+    state = warm_state(policy, held)
+    result = influence(policy, batch, settings=NARROW, step=STEPS[2], optimizer_state=state)
+    parts = split_step(policy, brute, STEPS[2], state)
+    assert 0 < sum(parts.values()).count_nonzero() < 0.5 * brute.jacobian.shape[1]
+    assert_split_as(result, brute, parts, 1e-10)
+
+
 @pytest.mark.parametrize("name", ["qwen2", "llama", "gemma2", "mixtral"])
 @pytest.mark.parametrize("step", [STEPS[0], STEPS[2]])
 def test_the_same_holds_for_other_architectures(name, step):
