@@ -12,14 +12,10 @@ import sys
 import pytest
 
 FILES = (
-    *("test_intervals.py", "policy/test_saved_optimizer.py", "rollouts"),
-    *("sampling/test_engines.py", "objective/test_objective.py", "objective/test_logprobs.py"),
-    *("objective/test_batch_logprobs.py", "objective/test_batch_loss.py", "objective/test_shared_prompts.py"),
-    *("objective/test_trained_logprobs.py", "objective/test_methods.py", "gradients/test_token_table.py"),
-    *("gradients/test_measure_rounds.py", "gradients/test_weighted_gradients.py", "gradients/test_self_check.py"),
-    *("gradients/test_recording.py", "theory/test_theory.py"),
-    *("updates/test_updates.py", "updates/test_directions.py", "trainer/test_algorithm.py"),
-    *("diagnosis/test_summary.py", "diagnosis/test_report_contents.py"),
+    *("test_intervals.py", "rollouts/test_batch.py", "objective/test_objective.py", "objective/test_logprobs.py"),
+    *("objective/test_batch_logprobs.py", "objective/test_batch_loss.py", "objective/test_trained_logprobs.py"),
+    *("gradients/test_weighted_gradients.py", "gradients/test_recording.py", "theory/test_theory.py"),
+    *("updates/test_variants.py", "diagnosis/test_logit_diagnosis.py"),
 )
 """Below tests/."""
 CHECKED = "GRADSCOPE_SHAPES_CHECKED"
