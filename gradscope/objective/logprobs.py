@@ -22,13 +22,13 @@ Nothing cancels near π = 1, as in `gather_logprobs`, whose numbers these are to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError
@@ -147,28 +147,6 @@ def gather_logprobs(
     # Masked by a finite floor, not −inf: where no other token is possible, −inf − (−inf) would make the gradient NaN.
     others = (widen(logits) - largest).div_(scale).scatter(-1, index, torch.finfo(own.dtype).min)
     return F.logsigmoid(own.squeeze(-1) - others.logsumexp(-1))
-
-
-def sequence_logprobs(
-    model: Callable,
-    input_ids: Int[Tensor, "B S"],
-    attention_mask: Int[Tensor, "B S"] | Bool[Tensor, "B S"],
-    *,
-    temperature: Number | Float[Tensor, " B"] = 1.0,
-) -> Float[Tensor, "B S"]:
-    """Differentiable log π(token s | tokens before s) in column s, by one call of a causal language model.
-
-    Column 0, padding and each row's first real token are 0.0: nothing predicts them. Positions are counted by the
-    attention mask, so left and right padding give the same numbers. `temperature` is one number or one per row.
-    `model(input_ids=, attention_mask=, position_ids=, use_cache=False)` returns an object with `.logits` [B, S, vocab].
-    """
-    attended = attention_mask.bool()
-    position_ids = (attended.long().cumsum(-1) - 1).clamp_(min=0)
-    output = model(input_ids=input_ids, attention_mask=attended.long(), position_ids=position_ids, use_cache=False)
-    per_row = temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
-    logprobs = gather_logprobs(output.logits[:, :-1], input_ids[:, 1:], temperature=per_row)
-    predicted = attended[:, 1:] & attended[:, :-1]
-    return F.pad(torch.where(predicted, logprobs, 0.0), (1, 0))
 
 
 def _normalise(

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from gradscope.errors import InputError
 from gradscope.gradients import predict_changes, weighted_gradients
 from gradscope.objective import LossSettings, batch_loss, batch_weights, resolve_advantages
-from gradscope.objective.logprobs import sequence_logprobs
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 
@@ -100,7 +99,11 @@ def test_with_the_weights_of_the_loss_it_is_the_losss_gradient(name):
     policy = make_policy(name)
     batch = make_batch(policy)
     batch = replace(batch, advantages=resolve_advantages(batch))
-    logprobs = sequence_logprobs(policy.model, batch.input_ids, batch.attention_mask)
+    attended = batch.attention_mask.long()
+    places = (attended.cumsum(1) - 1).clamp(min=0)
+    logits = policy.model(input_ids=batch.input_ids, attention_mask=attended, position_ids=places).logits
+    chosen = logits[:, :-1].log_softmax(-1).gather(2, batch.input_ids[:, 1:, None])[..., 0]
+    logprobs = torch.nn.functional.pad(chosen, (1, 0))
     expected = flat_gradient(policy.model, batch_loss(logprobs, batch, NARROW, num_tokens=batch.num_tokens))
     weights = batch_weights(logprobs.detach(), batch, NARROW, num_tokens=batch.num_tokens)
     assert weights.clipped.any()

@@ -1,7 +1,6 @@
 """Log-probabilities without cancellation, against sums in plain Python floats and autograd in float64."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from gradscope.errors import InputError
 from gradscope.objective import gather_logprobs, logit_gradient
 from gradscope.objective.logprobs import (
     ARGMAX_PART,
-    sequence_logprobs,
     token_statistics,
 )
 
@@ -156,33 +154,6 @@ def test_a_temperature_per_row_equals_one_call_per_row():
     for row, temperature in enumerate((0.7, 1.3)):
         alone = gather_logprobs(logits[row], token_ids[row], temperature=temperature)
         assert torch.allclose(together[row], alone, rtol=1e-6, atol=0)  # 0.7 as float32 and as float64 differ
-
-
-class MeanOfPast(torch.nn.Module):
-    """A causal "language model": logits from the running mean of attended embeddings plus one of the position."""
-
-    def __init__(self):
-        super().__init__()
-        generator = torch.Generator().manual_seed(5)
-        self.tokens = torch.nn.Parameter(torch.randn(9, 6, generator=generator, dtype=torch.float64))
-        self.positions = torch.nn.Parameter(torch.randn(16, 6, generator=generator, dtype=torch.float64))
-
-    def forward(self, input_ids, attention_mask, position_ids, use_cache):
-        assert use_cache is False
-        states = (self.tokens[input_ids] + self.positions[position_ids]) * attention_mask[..., None]
-        mean = states.cumsum(1) / attention_mask.cumsum(1).clamp(min=1)[..., None]
-        return SimpleNamespace(logits=mean @ self.tokens.T)
-
-
-def test_column_s_is_about_token_s_given_the_tokens_before_it():
-    model, ids = MeanOfPast(), torch.tensor([[3, 1, 4, 1, 5]])
-    logprobs = sequence_logprobs(model, ids, torch.ones_like(ids), temperature=0.7)
-    assert logprobs[0, 0].item() == 0.0
-    for s in range(1, 5):
-        prefix = ids[:, :s]
-        output = model(prefix, torch.ones_like(prefix), torch.arange(s)[None], use_cache=False)
-        expected = (output.logits[0, -1] / 0.7).log_softmax(-1)[ids[0, s]]
-        assert logprobs[0, s].item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])

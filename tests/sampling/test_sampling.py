@@ -9,6 +9,7 @@ from math import nan
 import numpy as np
 import pytest
 import torch
+from support.engines import full_logprobs
 from support.policies import BOS, CAUSAL, CONTEXT, EOS, VOCAB, make_policy
 from transformers import DynamicCache
 
@@ -39,14 +40,6 @@ def stopping_policy(name: str, stops: list[int], dtype: torch.dtype = torch.floa
     policy = make_policy(name, dtype, **settings)
     policy.model.generation_config.eos_token_id = stops
     return policy
-
-
-def full_logprobs(policy: Policy, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
-    """log π of each response token from one pass over the sequence without padding or cache."""
-    with torch.no_grad():
-        logits = policy.model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
-    logprobs = torch.log_softmax(logits.double() / temperature, -1)[len(prompt) - 1 : -1]
-    return logprobs[torch.arange(len(response)), torch.tensor(response)]
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

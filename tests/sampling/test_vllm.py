@@ -239,7 +239,7 @@ def test_the_command_samples_with_vllm(tmp_path):
     main(command)
     policy = load_policy("embedded")
     for row in map(json.loads, out.read_text().splitlines()):
-        expected = full_logprobs(policy, row["prompt_ids"], row["response_ids"], 0.7)
+        expected = full_logprobs(policy, row["prompt_ids"], row["response_ids"], 0.7).float()
         torch.testing.assert_close(torch.tensor(row["old_logprobs"]), expected, atol=1e-4, rtol=0)
     assert len(read_rollouts(out, policy)) == 4
 

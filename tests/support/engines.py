@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gradscope.objective.logprobs import sequence_logprobs
 from gradscope.policy import Policy
 from gradscope.sampling import Sample
 from gradscope.sampling.vllm import VLLMSampler
@@ -38,9 +37,11 @@ class Engine:
 
 
 def full_logprobs(policy: Policy, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
-    ids = torch.tensor([prompt + response])
+    """log π of each response token from one pass over the sequence without padding or cache, in float64."""
     with torch.no_grad():
-        return sequence_logprobs(policy.model, ids, torch.ones_like(ids), temperature=temperature)[0, len(prompt) :]
+        logits = policy.model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
+    logprobs = torch.log_softmax(logits.double() / temperature, -1)[len(prompt) - 1 : -1]
+    return logprobs[torch.arange(len(response)), torch.tensor(response)]
 
 
 def perturbed(policy: Policy, seed: int) -> Policy:
