@@ -8,7 +8,8 @@ not, a constant index or the end of a slice shifted by one, a mask, a clip or a 
 swapped. Tests that import the module come first, then those that import what imports it, until one fails or
 the time is over: "alive" says that those that were run, SECONDS long at most, passed.
 
-A mutant is found again by its function and its expression, so that code may move between files.
+A mutant is found again by its function and its expression, so that code may move between files. The table's column
+`after` was filled by those tests that run the mutant's line, as coverage.py recorded them.
 """
 
 from __future__ import annotations
