@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 
 import tyro
 from tqdm import tqdm
@@ -28,6 +27,7 @@ from analyses.common.make_run import is_finished, make
 from analyses.common.measurements import Measurement, is_measured, list_measurements, make_measurement
 from analyses.common.script import end_with, exit_with
 from gradscope.errors import DivergedError, InputError, SyncError, first_line
+from gradscope.runs import worker_context
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def choose_measurements(options: Options) -> list[Measurement]:
 def make_all(todo: Mapping[str, Callable[[], object]], jobs: int, unit: str) -> list[str]:
     """Do what has a name side by side; a line for each that failed. One that fails holds up no other."""
     failed = []
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (os.getpid(),)) as pool:
+    with ProcessPoolExecutor(jobs, worker_context(), _begin, (os.getpid(),)) as pool:
         names = {pool.submit(do): name for name, do in todo.items()}
         try:
             for job in tqdm(as_completed(names), f"{unit}s", total=len(names), unit=unit):

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +22,7 @@ from gradscope.gradients import refuse_narrow_weights
 from gradscope.objective import PAPER, LossSettings, resolve_advantages
 from gradscope.policy import Policy, find_optimizer_file, find_policy_state, hash_ahead, read_optimizer_file
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import RunFolder, file_hash, write_text
+from gradscope.runs import RunFolder, file_hash, worker_context, write_text
 from gradscope.updates import (
     MIN_TOKENS,
     SGD,
@@ -223,7 +222,7 @@ class Tune(PolicyFlags):
                 part = tune_batch(policy, batches[index], actual=self._takes(index), progress=progress, **how)
                 folder.write_part(index, part)
             return folder.read_parts(len(batches))
-        with ProcessPoolExecutor(self.jobs, get_context("spawn"), _use_one_thread) as pool:
+        with ProcessPoolExecutor(self.jobs, worker_context(), _use_one_thread) as pool:
             jobs = {pool.submit(_count_apart, self, batches[index], self._takes(index), how): index for index in left}
             try:
                 for job in tqdm(as_completed(jobs), **bar):

@@ -27,7 +27,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "provenance",
         ],
         "lock": ["locked"],
-        "processes": ["ALONE", "Processes", "deal_by_cost", "whole"],
+        "processes": ["ALONE", "Processes", "deal_by_cost", "whole", "worker_context"],
         "scratch": ["check_room", "scratch_zeros"],
     },
 )

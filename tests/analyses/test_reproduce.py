@@ -1,16 +1,13 @@
 """The runs of the figures: what the file lists, and a command that can be killed at any time and started again."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from support.processes import Command
 
 from analyses import reproduce
 from analyses.common import experiments, make_run
@@ -52,7 +49,8 @@ fig4 = { puzzles = ["grpo"] }
 fig6 = { puzzles = ["lopti"], other = ["grpo"] }
 """
 MAIN = """
-import pathlib, sys
+import os, pathlib, sys
+os.chdir(sys.argv[2])
 import analyses.common.experiments as e
 e.FILE = pathlib.Path(sys.argv[1])
 from analyses import reproduce
@@ -71,9 +69,7 @@ def tiny(tmp_path, monkeypatch):
 
 
 def start(file, folder):
-    environment = os.environ | {"GRADSCOPE_RUNS": str(folder / "kept"), "PYTHONPATH": str(REPOSITORY)}
-    with (folder / "log.txt").open("w") as log:
-        return subprocess.Popen([sys.executable, "-c", MAIN, str(file)], cwd=folder, env=environment, stdout=log)
+    return Command("-c", MAIN, file, folder, GRADSCOPE_RUNS=str(folder / "kept"))
 
 
 def stamps(folder, pattern):
@@ -122,22 +118,15 @@ def test_what_is_wrong_in_the_file_is_one_line(tiny, old, new, words):
 def test_killed_and_started_again_it_repeats_no_finished_work_and_ends_at_the_same_numbers(tiny, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
-    assert start(tiny, whole).wait() == 0
-
-    process = start(tiny, killed)
-    while not list((killed / "kept").rglob("responses.parquet")):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    assert start(tiny, whole).wait().status == 0
+    start(tiny, killed).kill_when(lambda: list((killed / "kept").rglob("responses.parquet")))
     time.sleep(3)  # its workers see that it is gone
     finished = {path.parent for path in (killed / "kept").rglob("responses.parquet")}
     before = {path: stamps(path, "*") for path in finished}
     checkpoints = stamps(killed / "runs", "step-*/model.safetensors")
 
-    again = start(tiny, killed)
-    assert again.wait() == 0
-    assert f"3 runs, {len(finished)} finished" in (killed / "log.txt").read_text()
+    again = start(tiny, killed).wait()
+    assert again.status == 0 and f"3 runs, {len(finished)} finished" in again.stdout
     assert {path: stamps(path, "*") for path in finished} == before
     later = stamps(killed / "runs", "step-*/model.safetensors")
     assert {path: later[path] for path in checkpoints} == checkpoints

@@ -6,10 +6,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.cli import Outcome, assert_one_line, outcome_of
 from support.policies import CONTEXT, VOCAB, make_policy, make_responses, save_checkpoint, write_jsonl
+from support.processes import Command
 
 from gradscope.cli.sample import Sample
 from gradscope.gradients import TableMeasurement, interval_norms, measure
@@ -385,16 +384,8 @@ def test_killed_in_the_middle_a_run_is_taken_up_where_it_was(run, model, tmp_pat
     rollouts = write_jsonl(tmp_path / "rollouts.jsonl", rows)
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     args = ["measure", model, rollouts, "--no-figures", "--chunk-rows", 1, "--out"]
-    command = [sys.executable, "-m", "gradscope", *map(str, args), str(killed)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ)
     third = killed / ".partial" / "part-000002.parquet"
-    end = time.monotonic() + 120
-    while not third.is_file() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    _, noise = process.communicate()
-    assert process.returncode == -signal.SIGKILL, noise.decode()
-    assert noise == b""
+    assert Command("-m", "gradscope", *args, killed).kill_when(third.is_file).stderr == ""
     parts = {p.name: p.stat().st_mtime_ns for p in (killed / ".partial").glob("part-*.parquet")}
     assert 3 <= len(parts) < len(rows) and set(os.listdir(killed)) == {".partial"}
 

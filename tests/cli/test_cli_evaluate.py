@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from support.cli import Outcome, assert_one_line, outcome_of
 from support.policies import save_checkpoint
+from support.processes import Command
 
 from gradscope.policy import load_policy
 from gradscope.runs import folder as run_folder
@@ -133,14 +130,8 @@ def test_killed_in_the_middle_it_goes_on_to_the_files_of_an_undisturbed_run(run,
     killed, whole, parts = tmp_path / "killed", tmp_path / "whole", 3
     flags = ("--k", 1, "--max-new-tokens", 10, "--questions", parts * QUESTIONS_PER_PART - 3)
     args = (model, "--task", task, *flags, "--out")
-    command = [sys.executable, "-m", "gradscope", "evaluate", *map(str, args), str(killed)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ)
-    first, end = killed / ".partial" / "part-000000.parquet", time.monotonic() + 120
-    while not first.is_file() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    _, noise = process.communicate()
-    assert (process.returncode, noise) == (-signal.SIGKILL, b"")
+    first = killed / ".partial" / "part-000000.parquet"
+    assert Command("-m", "gradscope", "evaluate", *args, killed).kill_when(first.is_file).stderr == ""
     done = len(list((killed / ".partial").glob("part-*.parquet")))
     assert 1 <= done < parts and set(os.listdir(killed)) == {".partial"}
     assert_one_line(run(*args, killed, "--seed", 1), "holds an unfinished run with other arguments")

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.processes import Command
 
 from gradscope import load_policy, read_rollouts
 from gradscope.cli import main
@@ -161,16 +158,12 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(run, tmp_p
 def test_after_kill_9_a_resumed_run_has_the_metrics_of_an_undisturbed_one_bit_for_bit(tmp_path):
     config = replace(SMALL, steps=5, lopti_eta=0.5, reweight_alpha=0.3)
     train(config, tmp_path / "whole", progress=False)
-    command = [sys.executable, "-m", "gradscope", "train", *flags(config), "--lopti-eta", "0.5"]
-    command += ["--reweight-alpha", "0.3", "--out", str(tmp_path / "killed")]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **quiet)
-    log, until = tmp_path / "killed/metrics.jsonl", time.monotonic() + 120
+    killed = ("--lopti-eta", "0.5", "--reweight-alpha", "0.3", "--out", tmp_path / "killed")
+    log = tmp_path / "killed/metrics.jsonl"
     # Past the checkpoint of step 2, so that a line must be dropped.
-    while time.monotonic() < until and not (log.is_file() and log.read_text().count("\n") >= 3):
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    Command("-m", "gradscope", "train", *flags(config), *killed).kill_when(
+        lambda: log.is_file() and log.read_text().count("\n") >= 3
+    )
     assert [record["step"] for record in records(tmp_path / "killed")][:3] == [1, 2, 3]
     assert len(records(tmp_path / "killed")) < config.steps
     train(config, tmp_path / "killed", resume=True, progress=False)
