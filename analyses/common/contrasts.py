@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import pandas as pd
 from scipy import stats
-from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import TTestPower
 
 LEVEL = 0.95
@@ -94,12 +93,12 @@ def seeds_to_tell(difference: float, row: Mapping[str, float], *, claims: int = 
 def holm(claims: pd.DataFrame) -> pd.DataFrame:
     """The claims with p_holm and differs, from their column p; a p that is NaN is no claim and corrects nothing.
 
-    Correct many rows at once: statsmodels collects garbage in each call, which takes longer than all the rest.
+    The k-th smallest of m times m − k + 1, and no smaller than the one before (statsmodels' multipletests says the
+    same, but collects garbage in each call, which takes longer than all the rest).
     """
-    known = claims["p"].notna()
-    corrected = pd.Series(np.nan, index=claims.index)
-    if known.any():
-        corrected[known] = multipletests(claims.loc[known, "p"], alpha=1 - LEVEL, method="holm")[1]
+    ordered = claims["p"].dropna().sort_values()
+    steps = (ordered * np.arange(len(ordered), 0, -1)).cummax().clip(upper=1.0)
+    corrected = steps.reindex(claims.index)
     return claims.assign(p_holm=corrected, differs=corrected < 1 - LEVEL)
 
 

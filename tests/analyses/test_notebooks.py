@@ -1,14 +1,12 @@
 """The notebooks run from top to bottom, and some of what they show is computed here again, by simpler means."""
 
-import os
 import pickle
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+from support.processes import Command
 
 import gradscope
 from gradscope.objective.equations import grpo_advantages
@@ -21,8 +19,12 @@ SHOWN = {
 """Notebook → the variables that are looked at."""
 
 RUN = """
-import pickle, re, sys
-source, names, out = sys.argv[1:]
+import os, pickle, re, sys, warnings
+source, names, out, folder = sys.argv[1:]
+os.chdir(folder)
+warnings.simplefilter("error")
+# OTHERS: torch's own forward mode compiles its rules with a torch.jit.script that torch deprecates.
+warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
 cells = re.split(r"^# %%.*$", open(source, encoding="utf-8").read(), flags=re.MULTILINE)
 values = {"__name__": "notebook"}
 for number, cell in enumerate(cells):
@@ -31,9 +33,6 @@ with open(out, "wb") as file:
     pickle.dump({name: values[name] for name in names.split(",")}, file)
 """
 """What Jupyter does: one cell after the other, in one namespace of a fresh process."""
-
-# OTHERS: torch's own forward mode compiles its rules with a torch.jit.script that torch deprecates.
-WARNINGS = ["-W", "error", "-W", "ignore:`torch.jit.script` is deprecated:DeprecationWarning"]
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +44,8 @@ def executed(repository, tmp_path_factory):
         if name not in results:
             out = folder / f"{name}.pickle"
             source = repository / "analyses" / "notebooks" / f"{name}.py"
-            environment = os.environ | {"PYTHONPATH": str(repository), "TMPDIR": str(folder), "MPLBACKEND": "Agg"}
-            command = [sys.executable, *WARNINGS, "-c", RUN, str(source), ",".join(SHOWN[name]), str(out)]
-            done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
+            done = Command("-c", RUN, source, ",".join(SHOWN[name]), out, folder, TMPDIR=str(folder)).wait()
+            assert done.status == 0, done.stderr
             results[name] = pickle.loads(out.read_bytes()) | {"printed": done.stdout}
         return results[name]
 

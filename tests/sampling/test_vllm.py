@@ -6,9 +6,7 @@ import copy
 import importlib.util
 import json
 import math
-import os
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -22,6 +20,7 @@ import transformers
 from support import policies as tiny
 from support.engines import PROMPTS, Engine, full_logprobs, perturbed
 from support.policies import EOS, VOCAB
+from support.processes import launch
 
 from gradscope.cli import main
 from gradscope.errors import InputError
@@ -245,15 +244,10 @@ def test_the_command_samples_with_vllm(tmp_path):
 
 
 @needs_vllm
-def test_two_processes_have_an_engine_each_and_keep_their_process_group(tmp_path):
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER, encoding="utf-8")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    path = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(launch, env=os.environ | path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert sorted("".join(done.stdout.split())) == ["0", "1"]  # two processes may share a line
+def test_two_processes_have_an_engine_each_and_keep_their_process_group():
+    for rank, ended in enumerate(launch("-c", WORKER)):
+        assert (ended.status, ended.stdout.split()[-1]) == (0, str(rank)), ended.stderr
+        assert "Traceback" not in ended.stderr
 
 
 def test_without_vllm_one_line_says_how_to_install_it(monkeypatch):

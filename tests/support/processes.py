@@ -65,6 +65,7 @@ def _become(folder: str, arguments: list[str], environment: dict[str, str]) -> N
     """In the child: be that command."""
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # TMPDIR is looked at anew
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(folder, name), os.O_CREAT | os.O_WRONLY), number)
     first, *rest = arguments
