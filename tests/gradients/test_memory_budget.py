@@ -297,11 +297,11 @@ def watch():
     global peak
     while running:
         peak = max(peak, anonymous())
-        time.sleep(0.002)
+        time.sleep(0.005)
 threading.Thread(target=watch, daemon=True).start()
 size = vector_bytes(model)
 calls = {}
-for name, intervals in (("warm", 1), ("few", 1), ("many", 6)):
+for name, intervals in (("few", 1), ("many", 3)):
     edges = tuple(i / intervals for i in range(intervals + 1))
     calls[name] = lambda edges=edges: influence(policy, batch, step=step, edges=edges, memory=1)
 calls["step"] = lambda: apply_update(policy, batch, step=step, memory=size)
@@ -344,7 +344,7 @@ def sums(prompts, vectors, memory, way):
 MEMORY = {"slices": 2 * size, "sketches": 5 * size // 4}
 calls = {"warm": lambda: sums(1, 1, 2 * size, "sketches")}
 for way, memory in MEMORY.items():
-    for prompts, vectors in ((1, 2), (4, 4)):
+    for prompts, vectors in ((1, 2), (3, 3)):
         calls[f"{way} {prompts} {vectors}"] = lambda p=prompts, v=vectors, m=memory, w=way: sums(p, v, m, w)
 """
 
@@ -359,6 +359,6 @@ def test_summed_gradients_keep_to_their_budget_however_many_prompts_and_vectors(
     assert done.returncode == 0, done.stderr
     found = {name: float(value) for name, value in (line.split("=") for line in done.stdout.splitlines())}
     for way, budget in (("slices", 2.0), ("sketches", 1.25)):
-        # A whole set of vectors would be 2 and 16 in this unit; the passes' own activations are a tenth or two.
-        assert found[f"{way} 4 4"] < found[f"{way} 1 2"] + 0.4, found
-        assert max(found[f"{way} 4 4"], found[f"{way} 1 2"]) < budget + 0.5, found
+        # A whole set of vectors would be 2 and 9 in this unit; the passes' own activations are a tenth or two.
+        assert found[f"{way} 3 3"] < found[f"{way} 1 2"] + 0.4, found
+        assert max(found[f"{way} 3 3"], found[f"{way} 1 2"]) < budget + 0.5, found

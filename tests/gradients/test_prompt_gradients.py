@@ -94,8 +94,12 @@ def distance(a: Tensor, b: Tensor) -> float:
     return ((a.double() - b).norm() / b.norm()).item()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 2e-6), (torch.float32, 2e-5)])
+IN_FLOAT32 = [(name, torch.float32, 2e-5) for name in ("qwen2", "mixtral")]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"), [*((name, torch.float64, 2e-6) for name in ARCHITECTURES), *IN_FLOAT32]
+)
 def test_slices_of_any_width_are_the_whole_and_those_of_single_autograd_calls(name, dtype, tolerance):
     policy = make_policy(name, dtype)
     batch = make_batch(policy)
@@ -201,7 +205,7 @@ def test_sketched_inner_products_are_unbiased_and_err_as_they_say():
     norms = expected.diagonal().sqrt()
     sd = ((norms[:, None] * norms) ** 2 + expected**2).sqrt() / 32
     found = []
-    for seed in range(60):
+    for seed in range(30):
         source = make_source(policy, batch, "sketches", sketch_seed=seed)
         source.plan = replace(source.plan, slice_width=1024)
         sketches = torch.cat([v.clone() for _, vectors in source.parts() for _, v in vectors])
@@ -210,7 +214,7 @@ def test_sketched_inner_products_are_unbiased_and_err_as_they_say():
     active = norms > 0
     z = ((found - expected) / sd)[:, active][:, :, active]
     assert z.mean().abs() < 0.1
-    assert z.mean(0).abs().max() < 4 / 60**0.5 * 1.2
+    assert z.mean(0).abs().max() < 4 / 30**0.5 * 1.2
     assert 0.85 < z.square().mean().sqrt() < 1.15
 
 

@@ -40,16 +40,30 @@ def test_the_oracle_agrees_with_plain_autograd_from_log_softmax_where_float64_do
         torch.testing.assert_close(ours.logprob, picked.gather(1, ids[targets][:, None])[:, 0].detach())
 
 
+_TRUTHS: dict[tuple, Truth] = {}
+
+
+def true_norms(name: str, ids: Tensor, targets: Tensor, temperature: float) -> Truth:
+    """What brute force finds, once for both paths."""
+    key = name, tuple(ids.tolist()), tuple(targets.tolist()), temperature
+    if key not in _TRUTHS:
+        _TRUTHS[key] = brute_force(cached_policy(name), ids, targets, temperature=temperature)
+    return _TRUTHS[key]
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name, rules", PATHS)
 def test_float64_equals_brute_force_for_every_token_layer_and_module(name, rules, temperature):
     with TrueFloat64():
         policy = cached_policy(name)
         rows = sequences(cached_batch(name, temperature))
+        with measuring(policy.model):
+            meter = TokenGradientMeter(policy, rows[0][0], rules=rules)
         for ids, targets, t in rows if temperature == 1.0 else rows[:3]:
             assert t == pytest.approx(temperature)
-            truth = brute_force(policy, ids, targets, temperature=temperature)
-            ours = measure_all(policy, ids, targets, temperature=temperature, rules=rules)
+            truth = true_norms(name, ids, targets, temperature)
+            with measuring(policy.model):
+                ours = meter.measure(ids, targets, torch.arange(len(targets)), temperature=temperature)
             assert largest_error(ours, truth) < TRUE_FLOAT64
             torch.testing.assert_close(ours.statistics.logprob, truth.logprob, rtol=1e-10, atol=1e-12)
 

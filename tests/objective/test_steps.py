@@ -179,14 +179,14 @@ FIRST = {name: METHODS[name] for name in ("plain", "reweight", "lopti", "lopti, 
 
 @pytest.fixture(scope="module")
 def recorded() -> tuple[Policy, TokenBatch]:
-    """The embedded policy's responses to four puzzles, eight each, and a reference that it has moved away from."""
+    """The embedded policy's responses to four puzzles, four each, and a reference that it has moved away from."""
     policy, config = load_policy("embedded", dtype="float32", device="cpu"), get_preset("kk-embedded")
     task = get_task(config.task)
     rows = rollout_rows(
         policy,
         draw_questions(task, 4, seed=0, people=(2, 3)),
         sampler=HFSampler(policy, progress=False),
-        n=8,
+        n=4,
         temperature=config.temperature,
         max_new_tokens=200,
         seed=0,

@@ -98,12 +98,14 @@ class TrueFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             return args[0].double()
-        widened = {name: _widen(value) for name, value in (kwargs or {}).items()}
-        return func(*(_widen(value) for value in args), **widened)
-
-
-def _widen(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
+        # Called for every attribute of every tensor: most have neither keywords nor a type among their arguments.
+        for value in args:
+            if value is torch.float32:
+                args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+                break
+        if not kwargs:
+            return func(*args)
+        return func(*args, **{n: torch.float64 if value is torch.float32 else value for n, value in kwargs.items()})
 
 
 def in_float64(policy: Policy) -> Policy:

@@ -156,7 +156,7 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(run, tmp_p
 
 
 def test_after_kill_9_a_resumed_run_has_the_metrics_of_an_undisturbed_one_bit_for_bit(tmp_path):
-    config = replace(SMALL, steps=5, lopti_eta=0.5, reweight_alpha=0.3)
+    config = replace(SMALL, steps=5, questions_per_step=2, group_size=3, lopti_eta=0.5, reweight_alpha=0.3)
     train(config, tmp_path / "whole", progress=False)
     killed = ("--lopti-eta", "0.5", "--reweight-alpha", "0.3", "--out", tmp_path / "killed")
     log = tmp_path / "killed/metrics.jsonl"
@@ -537,10 +537,10 @@ def test_what_needs_the_whole_batchs_probabilities_before_the_update_has_them(ch
 
 def test_training_raises_sampled_accuracy_on_puzzles_it_has_not_seen(tmp_path):
     """Every step has new puzzles, for two; analyses/reproduce.py makes the runs that compare methods."""
-    config = replace(SMALL, steps=12, questions_per_step=8, group_size=8, mini_batch_size=32, save_every=12)
+    config = replace(SMALL, steps=8, questions_per_step=8, group_size=8, mini_batch_size=32, save_every=8)
     train(config, tmp_path / "run", progress=False)
     accuracy = [record["accuracy"] for record in records(tmp_path / "run")]
-    assert np.mean(accuracy[-4:]) > np.mean(accuracy[:4]) + 0.05
+    assert np.mean(accuracy[-3:]) > np.mean(accuracy[:3]) + 0.1
 
 
 def test_a_resumed_run_may_be_longer(tmp_path):
