@@ -8,10 +8,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 
+import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from gradscope.tasks import data
 
@@ -75,6 +78,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate", action="store_true", help="rewrite golden texts, to be read before they are kept")
+
+
+@pytest.fixture(scope="module")
+def undrawn() -> Iterator[None]:
+    """Pictures are empty: for tests of numbers and words, since most of a page's time is drawing."""
+    empty = '<svg xmlns="http://www.w3.org/2000/svg" width="9pt" height="9pt" viewBox="0 0 9 9"/>'
+
+    def save(_figure: Figure, target: str | os.PathLike | io.StringIO, **_: object) -> None:
+        if isinstance(target, io.StringIO):
+            target.write(empty)
+        else:
+            Path(target).write_text(empty)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", save)
+        patch.setattr(Figure, "draw_without_rendering", lambda _: None)
+        yield
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from analyses.measure import over_training as measure_over_training
 from analyses.paper import over_training
 from gradscope.intervals import interval_labels
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 LABELS = interval_labels()
 SEEDS, STEPS = (0, 1, 2), (0, 25, 50)
 

@@ -33,6 +33,8 @@ from gradscope.objective import batch_statistics
 from gradscope.policy import AdamWState
 from gradscope.updates import apply_update
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 TINY = {"questions_per_step": 2, "group_size": 4, "mini_batch_size": 8, "max_new_tokens": 150, "save_rollouts": True}
 TINY["save_every"], TINY["weight_decay"] = 1, 5.0  # large enough to be seen in one step
 

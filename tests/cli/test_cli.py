@@ -32,6 +32,8 @@ from gradscope.rollouts import read_rollouts
 from gradscope.runs import file_hash
 from gradscope.runs import folder as run_folder
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 ROW = {"prompt_ids": [4, 5, 6], "response_ids": [7, 8, 9], "reward": 1.0, "group": 0}
 QUICK = ("--no-figures", "--no-self-check")
 

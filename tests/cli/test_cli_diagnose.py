@@ -24,7 +24,10 @@ from gradscope.rollouts import read_rollouts
 from gradscope.updates import StepSettings
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("undrawn"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+]
 
 KEYS = ["statistic", "metric", "interval"]
 

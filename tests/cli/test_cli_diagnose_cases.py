@@ -14,7 +14,10 @@ from support.pages import BRIEF, native_rows, read_page, read_statistics, value,
 from support.policies import make_policy, save_checkpoint
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("undrawn"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope="module")

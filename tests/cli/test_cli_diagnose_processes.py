@@ -16,6 +16,8 @@ from support.processes import launch
 
 from gradscope.gradients.summed.plan import Sizes, plan_sums
 
+pytestmark = pytest.mark.usefixtures("undrawn")  # by the one process; the two draw
+
 
 def largest_sliced(held: int) -> str:
     """Most bytes in which the summed gradients of these rollouts are still made in slices."""

@@ -18,6 +18,8 @@ from gradscope.gradients import measure
 from gradscope.policy import load_policy
 from gradscope.rollouts import read_dump
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:

@@ -19,7 +19,10 @@ from gradscope.rollouts import read_rollouts
 from gradscope.updates import StepSettings, make_grid, screen, tune_batch
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("undrawn"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+]
 
 PROMPTS = 8
 GRID = ("--alphas", 0, 0.5, "--etas", "none", 0.5)

@@ -27,7 +27,10 @@ from gradscope.rollouts import TokenBatch
 from gradscope.updates import SGD, StepSettings, apply_update, influence, make_grid, movement_table, tune_batch
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("undrawn"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+]
 
 LABELS = interval_labels()
 # Old log-probabilities of the batch drift by about 0.1: narrow clips are active on both sides, and so is the KL.

@@ -25,6 +25,8 @@ from gradscope.diagnosis.result import COLUMNS
 from gradscope.errors import InputError
 from gradscope.rollouts import read_dump
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 LOW = "[0, ¼)"
 
 

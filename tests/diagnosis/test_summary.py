@@ -15,6 +15,8 @@ from gradscope.gradients import MeasureSettings, interval_norms, measure
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 LENGTHS = {"lengths": (14, 9, 12, 7, 10, 6)}
 
 

@@ -18,6 +18,8 @@ from gradscope.gradients.settings import check_settings, settle_sample
 from gradscope.policy import load_policy
 from gradscope.rollouts import read_rollouts
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 QUICK = ("--no-figures", "--no-self-check", "--device", "cpu")
 
 

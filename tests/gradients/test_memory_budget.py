@@ -31,7 +31,10 @@ from gradscope.updates import movement as updates
 from gradscope.updates.tuning.linear import linearise
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("undrawn"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+]
 
 SPAN = 1000
 """Numbers worked on at a time: a few of the tiny models' parameters, and parts of others."""

@@ -16,6 +16,8 @@ from gradscope.rollouts import TokenBatch
 from gradscope.theory import layer_constants, theory_report, token_contexts
 from gradscope.theory.bounds import check_layer_bounds, check_logit_bounds
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 def measure_tokens(policy: Policy, batch: TokenBatch, *, dtype: str) -> pd.DataFrame:
     """The columns of a token table that the theory needs, for every kept token, plus `group`."""
