@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from gradscope import __version__
 from gradscope.cli.flags import print_notes
 from gradscope.cli.manifest import describe_dump
 from gradscope.cli.measured import Measured
-from gradscope.diagnosis import Diagnosis, state_step
+from gradscope.diagnosis import Diagnosis
 from gradscope.errors import InputError
 from gradscope.objective import LossSettings
 from gradscope.policy import Policy, checkpoint_step, read_optimizer_file
 from gradscope.rollouts import read_dump
 from gradscope.runs import MANIFEST, RunFolder, file_hash, provenance, read_json, write_parquet
-from gradscope.updates import SGD, StepSettings, read_moments
+from gradscope.updates import StepSettings, read_moments, state_step
 
 PAGE = "report.html"
 RESULTS = ("tokens.parquet", "figures", PAGE, "data")
@@ -191,10 +191,11 @@ def read_step(
         if asked:
             raise InputError(error.reason, path=path) from error
         return None, None, [f"{path.name} beside the checkpoint is left out: {error.reason}"]
-    if step.learning_rate > 0:
-        return state, step, []
-    # A schedule has come to its end: the step is shown at the rate that it began with.
-    first = float(state["param_groups"][0].get("initial_lr", 0.0))
-    first = first if 0 < first < float("inf") else SGD.learning_rate
-    told = f"the optimizer's learning rate is 0 (the end of its schedule): steps here are taken at {first:g}"
-    return state, replace(step, learning_rate=first), [told]
+    return state, step, told_rate(state, step.learning_rate)
+
+
+def told_rate(state: dict[str, Any], rate: float) -> list[str]:
+    """A note where the state's own learning rate is 0, and steps are taken at another."""
+    if float(state["param_groups"][0]["lr"]) > 0:
+        return []
+    return [f"the optimizer's learning rate is 0 (the end of its schedule): steps here are taken at {rate:g}"]

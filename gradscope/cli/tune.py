@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from gradscope.cli.flags import Dtype, FormatFlag, PolicyFlags, load_quietly, print_notes
 from gradscope.cli.manifest import make_key, make_manifest
+from gradscope.cli.pages import told_rate
 from gradscope.errors import InputError
 from gradscope.gradients import refuse_narrow_weights
 from gradscope.objective import PAPER, LossSettings, resolve_advantages
@@ -33,6 +34,7 @@ from gradscope.updates import (
     make_grid,
     report,
     screen,
+    state_step,
     tune_batch,
 )
 
@@ -172,21 +174,14 @@ class Tune(PolicyFlags):
         """Keywords of `tune_batch`: the loss, the step, and the optimizer state that it continues from."""
         loss = LossSettings(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c, self.kl_coef)
         loss.check()
-        saved = {} if state is None else state["param_groups"][0]
-        rate = saved.get("lr", 1e-6 if optimizer == "adamw" else SGD.learning_rate)
-        decay = saved.get("weight_decay", SGD.weight_decay)
-        step = StepSettings(
-            optimizer=optimizer,
-            learning_rate=float(rate if self.learning_rate is None else self.learning_rate),
-            weight_decay=float(decay if self.weight_decay is None else self.weight_decay),
-            betas=tuple(map(float, saved.get("betas", SGD.betas))),
-            eps=float(saved.get("eps", SGD.eps)),
-            max_grad_norm=self.max_grad_norm,
-            micro_batch_size=self.micro_batch_size,
-        )
+        fresh = StepSettings(optimizer, 1e-6 if optimizer == "adamw" else SGD.learning_rate)
+        given = {"learning_rate": self.learning_rate, "weight_decay": self.weight_decay}
+        given = {name: float(value) for name, value in given.items() if value is not None}
+        step = replace(fresh if state is None else state_step(state), max_grad_norm=self.max_grad_norm, **given)
+        step = replace(step, micro_batch_size=self.micro_batch_size)
         step.check()
-        if not step.learning_rate > 0:
-            raise InputError(f"the optimizer's state has learning rate {step.learning_rate:g}; give --learning-rate")
+        if state is not None and self.learning_rate is None:
+            print_notes(told_rate(state, step.learning_rate))
         return {"settings": loss, "step": step, "optimizer_state": state, "memory": self.gradient_memory}
 
     def _key(self, policy: Policy, how: dict[str, Any], state: Path | None) -> dict[str, Any]:
@@ -290,9 +285,7 @@ def split_prompts(batch: TokenBatch, count: int, *, seed: int) -> list[TokenBatc
             f"the rollouts have {len(groups)} prompts for {count} batches of whole prompts; give more rollouts, or a "
             "smaller --batches"
         )
-    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed))
-    parts = groups[order].tensor_split(count)
-    return [batch.select(torch.isin(batch.group_ids, part).nonzero()[:, 0]) for part in parts]
+    return batch.deal(groups, count, torch.Generator().manual_seed(seed))
 
 
 def check_batches(batches: Sequence[TokenBatch], min_tokens: int) -> None:

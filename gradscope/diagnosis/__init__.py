@@ -13,7 +13,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "plots": ["plot_dominance"],
         "precision": ["sampling_error"],
         "result": ["Diagnosis", "DiagnosisSettings", "Finding", "Verdict"],
-        "steps": ["state_step"],
         "summary": [
             "PAPER_NORMS",
             "Summary",

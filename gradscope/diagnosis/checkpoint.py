@@ -48,6 +48,7 @@ from gradscope.updates import (
     linearise_cost,
     moved_against,
     movement_table,
+    state_step,
     update_cost,
 )
 
@@ -216,7 +217,7 @@ def _settle(
     memory = gradient_budget(policy.device, processes) if memory is None else memory
     saved, metric, step = None, optimizer_state, settings.step or SGD
     if isinstance(optimizer_state, dict):
-        saved, step = optimizer_state, settings.step or steps.state_step(optimizer_state)
+        saved, step = optimizer_state, settings.step or state_step(optimizer_state)
         if step.optimizer != "adamw":
             raise InputError("the optimizer state is AdamW's and settings.step sgd; give a step of adamw, or none")
         metric = AdamWState.from_state_dict(policy.model, saved, max_grad_norm=step.max_grad_norm)

@@ -37,21 +37,6 @@ from gradscope.updates import (
 Number = int | float
 
 
-def state_step(state: dict[str, Any]) -> StepSettings:
-    """The step that a saved AdamW goes on with: learning rate, decay, betas and eps of its first parameter group.
-
-    No state tells how the run clipped its gradient: that is the default of StepSettings, unless it is replaced.
-    """
-    group = state["param_groups"][0]
-    return StepSettings(
-        "adamw",
-        float(group["lr"]),
-        float(group.get("weight_decay", 0.0)),
-        tuple(map(float, group["betas"])),
-        float(group["eps"]),
-    )
-
-
 def with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
     """The batch with the table's advantages, where it has rewards alone: steps are then of the weights in the table."""
     if batch.advantages is not None or batch.rewards is None:
@@ -212,10 +197,7 @@ def _deal(batch: TokenBatch, count: int, generator: torch.Generator) -> list[Tok
             f"{len(served)} prompts have an advantage; one has to select a setting and another to confirm it; give "
             "rollouts of more prompts, whose rewards differ"
         )
-    served = served[torch.randperm(len(served), generator=generator)]
-    parts = served.tensor_split(min(count, len(served)))
-    batch = replace(batch, advantages=resolve_advantages(batch))
-    return [batch.select(torch.isin(batch.group_ids, part).nonzero()[:, 0]) for part in parts]
+    return replace(batch, advantages=resolve_advantages(batch)).deal(served, count, generator)
 
 
 def _served_prompts(batch: TokenBatch) -> Int[Tensor, " p"]:

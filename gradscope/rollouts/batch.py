@@ -72,6 +72,12 @@ class TokenBatch:
         rows = torch.as_tensor(rows)
         return replace(self, **{name: value[rows] for name, value in self._tensors().items()})
 
+    def deal(self, prompts: Int[Tensor, " p"], count: int, generator: torch.Generator) -> list[TokenBatch]:
+        """At most `count` batches of these prompts' responses, whole prompts at random, as many in each up to one."""
+        order = prompts[torch.randperm(len(prompts), generator=generator)]
+        parts = order.tensor_split(min(count, len(order)))
+        return [self.select(torch.isin(self.group_ids, part).nonzero()[:, 0]) for part in parts]
+
     def at_temperature(self, temperature: int | float) -> TokenBatch:
         """The same responses, taken as sampled at this temperature.
 

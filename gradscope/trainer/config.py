@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gradscope.errors import InputError
 from gradscope.objective import LossSettings, Method
+from gradscope.sampling import check_count
 
 Number = int | float
 
@@ -125,10 +126,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not least <= value < float("inf"):
                 raise InputError(f"{name} is {value}; give {least} or more")
-        if self.num_responses > MOST_RESPONSES:
-            raise InputError(
-                f"questions_per_step × group_size is {self.num_responses:,}; give {MOST_RESPONSES:,} responses at most"
-            )
+        check_count(self.questions_per_step, self.group_size)
         for name in ("temperature", "learning_rate", "max_grad_norm", "lora_alpha"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InputError(f"{name} is {getattr(self, name)}; give a positive number")
@@ -173,8 +171,6 @@ _MOST = {
     **dict.fromkeys(("learning_rate", "clip_ratio_high", "clip_ratio_c", "kl_coef", "lora_alpha"), 10**6),
 }
 """The largest value of each count, and of numbers that float32 must hold with room to spare."""
-MOST_RESPONSES = 10_000_000
-"""Most responses of one step."""
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -17,7 +17,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         ],
         "first_order": ["BY", "fits_at_once", "influence", "influence_cost", "influence_table", "moved_against"],
         "movement": ["apply_update", "apply_updates", "movement_table", "update_cost"],
-        "step": ["SGD", "StepSettings", "read_moments"],
+        "step": ["SGD", "StepSettings", "read_moments", "state_step"],
         "tuning.counts": ["count_tokens", "tune_batch"],
         "tuning.linear": ["KINDS", "Setting", "linearise_cost", "make_grid"],
         "tuning.report": ["report"],

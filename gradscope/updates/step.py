@@ -52,6 +52,19 @@ class StepSettings:
 SGD = StepSettings()
 
 
+def state_step(state: dict[str, Any]) -> StepSettings:
+    """The step that a saved AdamW goes on with: learning rate, decay, betas and eps of its first parameter group.
+
+    Where a schedule has come to its end, with a rate of 0, it is the rate that it began with, else that of Fig. 1. No
+    state tells how the run clipped its gradient: that is the default of StepSettings, unless it is replaced.
+    """
+    group = state["param_groups"][0]
+    rates = [float(group["lr"]), float(group.get("initial_lr", 0.0)), SGD.learning_rate]
+    rate = rates[0] or next(rate for rate in rates if 0 < rate < float("inf"))
+    decay, betas = float(group.get("weight_decay", 0.0)), tuple(map(float, group["betas"]))
+    return StepSettings("adamw", rate, decay, betas, float(group["eps"]))
+
+
 @dataclass(frozen=True)
 class Moments:
     """What AdamW remembers, by parameter name in the order in which it got them; others it does not train."""

@@ -123,6 +123,11 @@ def test_the_state_beside_the_model_says_how_adamw_steps(run, rollouts, tmp_path
     assert neither.status == 0 and "SGD, learning rate 0.001" in neither.out
     assert json.loads((tmp_path / "neither" / "manifest.json").read_text())["settings"]["optimizer"] == "sgd"
     assert given.status == 0 and "fresh: its first step is a sign step" in fresh.out
+    state = torch.load(tmp_path / "state.pt")
+    state["param_groups"][0] |= {"lr": 0.0, "initial_lr": 3e-4}  # a schedule that has come to its end
+    torch.save(state, tmp_path / "state.pt")
+    ended = run(model, rollouts, "--out", tmp_path / "ended", *flags, "--optimizer-state", tmp_path / "state.pt")
+    assert ended.status == 0 and "learning rate 0.0003" in ended.out and "end of its schedule" in ended.out
     tables = [(tmp_path / name / "by_interval.csv").read_bytes() for name in ("beside", "given", "fresh")]
     assert tables[0] == tables[1] != tables[2]
 

@@ -13,7 +13,7 @@ from support.policies import make_batch, make_policy
 from support.steps import warm_state
 from torch import Tensor
 
-from gradscope.diagnosis import Diagnosis, DiagnosisSettings, diagnose, state_step
+from gradscope.diagnosis import Diagnosis, DiagnosisSettings, diagnose
 from gradscope.diagnosis.gradients import sum_gradients
 from gradscope.diagnosis.result import COLUMNS
 from gradscope.diagnosis.steps import recommend, seeds_of
@@ -24,7 +24,16 @@ from gradscope.objective import LossSettings
 from gradscope.objective.equations import grpo_advantages
 from gradscope.policy import AdamWState, Policy
 from gradscope.rollouts import TokenBatch
-from gradscope.updates import SGD, StepSettings, apply_update, influence, make_grid, movement_table, tune_batch
+from gradscope.updates import (
+    SGD,
+    StepSettings,
+    apply_update,
+    influence,
+    make_grid,
+    movement_table,
+    state_step,
+    tune_batch,
+)
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
 pytestmark = [
@@ -415,6 +424,10 @@ def test_the_step_goes_on_as_the_saved_optimizer_would(policy):
     state = warm_state(policy)
     state["param_groups"][0] |= {"lr": 3e-4, "weight_decay": 0.02}
     assert state_step(state) == StepSettings("adamw", 3e-4, 0.02, (0.8, 0.95), 1e-6)
+    # At the end of its schedule, at the rate that it began with, where that is known.
+    for began, rate in ((2e-4, 2e-4), (0.0, SGD.learning_rate), (float("inf"), SGD.learning_rate)):
+        state["param_groups"][0] |= {"lr": 0.0, "initial_lr": began}
+        assert state_step(state).learning_rate == rate
 
 
 def test_other_edges_are_followed_throughout(policy, batch):

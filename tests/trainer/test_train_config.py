@@ -77,7 +77,7 @@ def test_a_value_that_means_nothing_is_refused_in_one_line_that_names_field_and_
 
 def test_a_step_of_too_many_responses_and_a_mask_of_every_token_are_refused():
     assert TrainConfig(questions_per_step=10_000, group_size=1000).num_responses == 10_000_000
-    with pytest.raises(InputError, match="10,001,000; give 10,000,000 responses at most"):
+    with pytest.raises(InputError, match="1000 responses to each of 10001 questions are more than 10,000,000"):
         TrainConfig(questions_per_step=10_001, group_size=1000)
     assert TrainConfig(mask_probs=(0.001, 1.0)).mask_probs == (0.001, 1.0)
     with pytest.raises(InputError, match="mask_probs is 0 to 1, which leaves no token"):
