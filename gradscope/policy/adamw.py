@@ -6,7 +6,7 @@ import math
 import pickle
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,26 +48,6 @@ class AdamWState:
     eps: float
     max_grad_norm: Number | None = None
     """Clipping of the gradient's norm before the step; None: off."""
-
-    @classmethod
-    def from_optimizer(
-        cls, model: nn.Module, optimizer: torch.optim.Optimizer, *, max_grad_norm: Number | None = None
-    ) -> AdamWState:
-        """The state of an optimizer over (some of) the model's parameters; one that never stepped counts as v = 0.
-
-        Its moments are copied: the optimizer's own next step does not change them.
-        """
-        if not isinstance(optimizer, torch.optim.AdamW):
-            raise InputError(
-                f"the optimizer is {type(optimizer).__name__}; only AdamW's metric is known; give an AdamW"
-            )
-        by_id = {id(p): name for name, p in model.named_parameters()}
-        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        if not all(i in by_id for i in held):
-            raise InputError("the optimizer holds parameters that are not the model's; give the one that trains it")
-        names = [by_id[i] for i in held]
-        state = cls.from_state_dict(model, optimizer.state_dict(), names=names, max_grad_norm=max_grad_norm)
-        return replace(state, exp_avg_sq={name: moment.clone() for name, moment in state.exp_avg_sq.items()})
 
     @classmethod
     def from_state_dict(

@@ -233,7 +233,8 @@ def warm_state(policy: Policy, **settings: float) -> tuple[torch.optim.AdamW, Ad
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": 1e-6 * (4 * noise).exp(),
         }
-    return optimizer, AdamWState.from_optimizer(policy.model, optimizer, max_grad_norm=max_grad_norm)
+    state = copy.deepcopy(optimizer.state_dict())  # the optimizer goes on
+    return optimizer, AdamWState.from_state_dict(policy.model, state, max_grad_norm=max_grad_norm)
 
 
 def real_step(policy: Policy, optimizer: torch.optim.AdamW, gradient: Tensor, max_grad_norm: float | None) -> Tensor:
@@ -312,7 +313,7 @@ def test_signal_and_noise_in_the_adamw_metric_are_those_of_the_scaled_prompt_gra
         assert table["signal"][a] == pytest.approx(mean.square().sum().item() - noise / 3, rel=1e-5, abs=1e-5 * noise)
 
 
-def test_a_state_dict_gives_the_same_as_its_optimizer_in_any_order_of_parameters(policy):
+def test_a_state_dict_is_read_in_any_order_of_parameters(policy):
     named = dict(policy.model.named_parameters())
     order = sorted(named, reverse=True)
     groups = [{"params": [named[n] for n in order[:9]], "weight_decay": 0.1}, {"params": [named[n] for n in order[9:]]}]
@@ -320,12 +321,10 @@ def test_a_state_dict_gives_the_same_as_its_optimizer_in_any_order_of_parameters
     for i, name in enumerate(order):
         moments = {"exp_avg": torch.zeros_like(named[name]), "exp_avg_sq": torch.full_like(named[name], float(i))}
         optimizer.state[named[name]] = {"step": torch.tensor(float(i)), **moments}
-    expected = AdamWState.from_optimizer(policy.model, optimizer)
     result = AdamWState.from_state_dict(policy.model, optimizer.state_dict(), names=order)
     for i, name in enumerate(order):
-        for state in (expected, result):
-            assert state.step[name] == i
-            assert (state.exp_avg_sq[name] == i).all()
+        assert result.step[name] == i
+        assert (result.exp_avg_sq[name] == i).all()
     with pytest.raises(InputError, match="groups of 9 and 29 parameters"):
         AdamWState.from_state_dict(policy.model, optimizer.state_dict())
 
@@ -333,13 +332,9 @@ def test_a_state_dict_gives_the_same_as_its_optimizer_in_any_order_of_parameters
 def test_optimizers_whose_metric_is_not_this_one_are_refused(policy):
     model, parameters = policy.model, list(policy.model.parameters())
     two_rates = [{"params": parameters[:1], "lr": 1e-3}, {"params": parameters[1:], "lr": 1e-4}]
-    with pytest.raises(InputError, match="SGD"):
-        AdamWState.from_optimizer(model, torch.optim.SGD(parameters, lr=1.0))
-    with pytest.raises(InputError, match="not the model's"):
-        AdamWState.from_optimizer(model, torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))
     with pytest.raises(InputError, match="differ in lr"):
-        AdamWState.from_optimizer(model, torch.optim.AdamW(two_rates))
+        AdamWState.from_state_dict(model, torch.optim.AdamW(two_rates).state_dict())
     with pytest.raises(InputError, match="amsgrad"):
-        AdamWState.from_optimizer(model, torch.optim.AdamW(parameters, amsgrad=True))
+        AdamWState.from_state_dict(model, torch.optim.AdamW(parameters, amsgrad=True).state_dict())
     with pytest.raises(InputError, match="names are given"):
         AdamWState.from_state_dict(model, torch.optim.AdamW(parameters[:3]).state_dict())

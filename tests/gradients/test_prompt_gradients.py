@@ -280,7 +280,7 @@ def test_intervals_gradients_are_the_same_by_every_way_raw_and_in_adamws_metric(
     for parameter in policy.model.parameters():
         moments = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         optimizer.state[parameter] = {"step": torch.tensor(9.0), "exp_avg": 0 * moments, "exp_avg_sq": 1e-6 * moments}
-    state = AdamWState.from_optimizer(policy.model, optimizer, max_grad_norm=0.5)
+    state = AdamWState.from_state_dict(policy.model, optimizer.state_dict(), max_grad_norm=0.5)
     expected = interval_gradients(policy, batch, optimizer_state=state)
     memory = 1 << (22 if way == "whole" else 21)
     found = interval_gradients(policy, batch, optimizer_state=state, way=way, memory=memory)
