@@ -43,10 +43,10 @@ figures: setup
 	$(BIN)/python -m analyses.paper_repro
 
 test: lint $(VLLM_STAMP)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-fast: lint
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 vllm: $(VLLM_STAMP)
 	@test -e $(VLLM_STAMP)

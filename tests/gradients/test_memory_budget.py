@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 import torch
 from support.gradients import raising, snapshot
 from support.policies import make_batch, make_policy
+from support.processes import Command
 from support.steps import NARROW, STEPS, assert_split_as, brute_force, split_step, warm_state
 from support.tuning import make_state
 
@@ -270,7 +270,8 @@ def test_costs_count_the_passes_that_are_made(monkeypatch):
 # ---- memory itself
 
 GROWTH = """
-import re, sys, threading, time, torch
+import ctypes, re, sys, threading, time, torch
+ctypes.CDLL(None).mallopt(-3, int(sys.argv[1]))  # M_MMAP_THRESHOLD: what is larger is given back when it is freed
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from gradscope.rollouts.batch import Response, collate
 from gradscope.updates.first_order import influence
@@ -316,14 +317,16 @@ running = False
 """
 
 
+def peaks(script: str, threshold: int) -> dict[str, float]:
+    """What each call of a script takes at most, in vectors as long as the parameters."""
+    ended = Command("-c", script, threshold).wait()
+    assert ended.status == 0, ended.stderr
+    return {name: float(value) for name, value in (line.split("=") for line in ended.stdout.splitlines())}
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
 def test_memory_of_the_process_does_not_grow_with_sources_and_a_step_takes_one_gradient():
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}  # what is freed is given back
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", GROWTH], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    found = {name: float(value) for name, value in (line.split("=") for line in done.stdout.splitlines())}
+    found = peaks(GROWTH, 1 << 20)
     # In vectors as long as the 32 M parameters, of which the embedding is a third.
     assert found["many"] < found["few"] + 0.25
     assert found["many"] < 2 and found["step"] < 2.5
@@ -355,12 +358,7 @@ for way, memory in MEMORY.items():
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
 def test_summed_gradients_keep_to_their_budget_however_many_prompts_and_vectors():
     start, rest = GROWTH.split("calls = {}")
-    script = start + SUMS + rest[rest.index("for name, call in") :]
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-W", "ignore", "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = {name: float(value) for name, value in (line.split("=") for line in done.stdout.splitlines())}
+    found = peaks(start + SUMS + rest[rest.index("for name, call in") :], 1 << 16)
     for way, budget in (("slices", 2.0), ("sketches", 1.25)):
         # A whole set of vectors would be 2 and 9 in this unit; the passes' own activations are a tenth or two.
         assert found[f"{way} 3 3"] < found[f"{way} 1 2"] + 0.4, found

@@ -214,20 +214,20 @@ def test_fits_and_quantiles_of_a_sample_are_those_of_its_tokens_repeated():
 
 
 def test_intervals_of_a_sample_hold_the_planted_truth_as_often_as_those_of_the_whole_table():
-    # Prompts and tokens are drawn each time. Proportional sampling of 200 of each interval; 95 % of 150 are 142, and a
-    # coverage of .93 gives below 127 once in 10,000.
+    # Prompts and tokens are drawn each time. Proportional sampling of 200 of each interval; 95 % of 100 are 95, and a
+    # coverage of .93 gives below 82 once in 10,000.
     world = plant_table(99, prompts=3000)
     truth = headline(world, None)
     inside, wrong = dict.fromkeys(truth, 0), 0
-    for seed in range(150):
+    for seed in range(100):
         table = sample_some(plant_table(seed, prompts=100), 200, 10**6 + seed)
         found = headline(table, np.random.default_rng(seed))
         for name, (value, _, _) in truth.items():
             inside[name] += found[name][1] <= value <= found[name][2]
         _, lower, upper = headline(table.drop(columns=COLUMN), np.random.default_rng(seed))["mean_norm", 3]
         wrong += lower <= truth["mean_norm", 3][0] <= upper
-    assert all(count >= 127 for count in inside.values()), inside
-    assert wrong < 75  # without the chances, the mean is of what was drawn
+    assert all(count >= 82 for count in inside.values()), inside
+    assert wrong < 50  # without the chances, the mean is of what was drawn
 
 
 def headline(table: pd.DataFrame, rng: np.random.Generator | None) -> dict[tuple[str, int], list[float]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from support.cli import complaint
 from support.policies import CAUSAL, make_batch, make_model, make_policy, make_tokenizer, save_checkpoint
+from support.processes import Command
 
 from gradscope.gradients import TokenGradientMeter, measure, measuring
 from gradscope.policy import checkpoint as checkpoint_files
@@ -103,8 +102,7 @@ def test_a_checkpoint_in_shards_is_never_twice_in_memory(dtype, tmp_path):
         torch.nn.init.constant_(parameter, 0.01)
     model.save_pretrained(tmp_path, max_shard_size="20MB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    command = [sys.executable, "-c", MEMORY, str(tmp_path), dtype]
-    peak, weights = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    peak, weights = map(int, Command("-c", MEMORY, tmp_path, dtype).wait().stdout.split())
     assert weights > 60e6
     # As they are in the files they stay the files' own pages, of the page cache; else they are there once.
     assert peak < (1.15 * weights if dtype == "float32" else 0.3 * weights) + 16e6
