@@ -13,7 +13,7 @@ from gradscope.gradients.engine.chunks import (
     POSITION_COST,
     Chunk,
     Limits,
-    Run,
+    Span,
     group_sequences,
     neighbours,
 )
@@ -166,7 +166,7 @@ def test_a_sequence_longer_than_its_width_has_the_norm_of_the_whole_sum(n, d):
 # Runs of tokens.
 
 
-def runs_by_a_double_loop(lengths: list[list[int]], limits: Limits) -> list[Run]:
+def runs_by_a_double_loop(lengths: list[list[int]], limits: Limits) -> list[Span]:
     """Each run as long as it may be, from the last tokens on, everything counted again for every token."""
     runs, start = [], 0
     while start < max(map(len, lengths)):
@@ -184,7 +184,7 @@ def runs_by_a_double_loop(lengths: list[list[int]], limits: Limits) -> list[Run]
             if far or longest * places > limits.rows:
                 break
             size += 1
-        runs.append(Run(tuple(slice(max(0, len(part) - size), len(part)) for part in parts), longest))
+        runs.append(Span(tuple(slice(max(0, len(part) - size), len(part)) for part in parts), longest))
         start += size
     return runs
 
@@ -245,11 +245,11 @@ def test_sequences_are_together_only_where_that_costs_less(seed):
 def test_a_chunk_holds_the_tokens_of_its_run_on_the_right():
     positions = torch.tensor([10, 11, 12, 20, 21])  # of three targets of one sequence and two of another
     picks = [torch.tensor([0, 1, 2]), torch.tensor([3, 4])]
-    chunk = Chunk.of(Run((slice(0, 3), slice(0, 2)), 22), picks, positions)
+    chunk = Chunk.of(Span((slice(0, 3), slice(0, 2)), 22), picks, positions)
     assert chunk.picks.tolist() == [[0, 1, 2], [0, 3, 4]] and chunk.positions.tolist() == [[10, 11, 12], [0, 20, 21]]
     assert chunk.held.tolist() == [[True, True, True], [False, True, True]]
     assert chunk.values(chunk.picks).tolist() == [0, 1, 2, 3, 4]
-    full = Chunk.of(Run((slice(1, 3), slice(0, 2)), 22), picks, positions)
+    full = Chunk.of(Span((slice(1, 3), slice(0, 2)), 22), picks, positions)
     assert full.held is None and full.values(full.positions).tolist() == [11, 12, 20, 21]
 
 

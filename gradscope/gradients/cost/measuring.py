@@ -18,7 +18,7 @@ from jaxtyping import Bool
 
 from gradscope.gradients.checked_tokens import CHECKED_EACH, LIGHT
 from gradscope.gradients.cost.shape import ModelShape, block_activation_bytes
-from gradscope.gradients.engine.chunks import ROWS, Limits, Run, group_sequences, neighbours
+from gradscope.gradients.engine.chunks import ROWS, Limits, Span, group_sequences, neighbours
 from gradscope.gradients.engine.decoder.body import (
     chunk_limits,
     kept_bytes,
@@ -113,24 +113,24 @@ def measure_flops(
     if self_check:
         flops["preparation"] += _check_flops(shape, responses, length)
     for group in group_responses(shape, responses, **cut):
-        runs, length = list(split_chunks(shape, group, **cut)), max(response.reach for response in group)
+        spans, length = list(split_chunks(shape, group, **cut)), max(response.reach for response in group)
         # For the statistics, which find the intervals.
         flops["forward"] += sum(_forward(shape, response.length, response.targets) for response in group)
         flops["head"] += _head(shape, group)
-        if runs:
+        if spans:
             # For the head, which the rules share; along the graph each chunk.
             flops["head"] += len(group) * _forward(shape, length)
             flops["factors"] += _factors(shape, len(group), length)
         if not rules:
-            flops["backward"] += sum(_forward(shape, run.length) for run in runs)
-        elif runs:
+            flops["backward"] += sum(_forward(shape, span.length) for span in spans)
+        elif spans:
             # Attention's probabilities, as the rules need them; of every chunk anew where they do not fit the memory.
             scores = 2 * shape.layers * shape.query_width
             flops["factors"] += 2 * scores * len(group) * length**2
             if not _keeps_probs(shape, group, memory):
-                flops["backward"] += sum(scores * len(run.tokens) * run.length**2 for run in runs)
-        flops["backward"] += sum(run.places * _chunk(shape, run.length, rules=rules) for run in runs)
-        flops["norms"] += sum(run.places * _norms(shape, run.length, last_is_free=rules, cut=True) for run in runs)
+                flops["backward"] += sum(scores * len(span.tokens) * span.length**2 for span in spans)
+        flops["backward"] += sum(span.places * _chunk(shape, span.length, rules=rules) for span in spans)
+        flops["norms"] += sum(span.places * _norms(shape, span.length, last_is_free=rules, cut=True) for span in spans)
     return flops
 
 
@@ -167,7 +167,7 @@ def group_responses(
 
 def split_chunks(
     shape: ModelShape, group: Sequence[Response], *, rules: bool, rows: int | None, memory: int, device: str
-) -> Iterator[Run]:
+) -> Iterator[Span]:
     """The chunks of responses that are measured together, as the engine cuts them."""
     limits = find_limits(shape, rules=rules, rows=rows, memory=memory, device=device)
     return neighbours([response.prefixes for response in group], limits)
@@ -271,8 +271,8 @@ def measure_bytes(
         * _kept_bytes(shape, rules, max(r.reach for r in group), keeps_probs=_keeps_probs(shape, group, memory))
         for group in groups
     )
-    runs = (run for group in groups for run in split_chunks(shape, group, **cut))
-    carried = (run.rows * _row_bytes(shape, rules, strip_width(run.length, NARROWEST_QUERIES)) for run in runs)
+    spans = (span for group in groups for span in split_chunks(shape, group, **cut))
+    carried = (span.rows * _row_bytes(shape, rules, strip_width(span.length, NARROWEST_QUERIES)) for span in spans)
     chunk = {"response": kept, "chunk": max(carried, default=0)}
     if not rules:
         scores = GRAPH_SCORES * shape.heads * longest**2

@@ -16,16 +16,16 @@ POSITION_COST = 3
 WORTHWHILE = 0.03
 """Part of its own cost that a sequence must save to join a group, as each holds its activations meanwhile."""
 ROWS = 1536
-"""Positions × tokens of a run, unless starting it calls for more."""
+"""Positions × tokens of a chunk, unless starting it calls for more."""
 START_PART = 1 / 18
-"""Share of a run's time that starting it may take. At S, T = 64 and 128, runs of 3,072 rows are 3 and 6 % faster than
-of 1,536; with hidden 64, those of 12,288 are 14 and 19 % faster; where starting costs less, longer ones gain
+"""Share of a chunk's time that starting it may take. At S, T = 64 and 128, chunks of 3,072 rows are 3 and 6 % faster
+than of 1,536; with hidden 64, those of 12,288 are 14 and 19 % faster; where starting costs less, longer ones gain
 nothing."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """Neighbouring tokens that one backward pass carries."""
+class Span:
+    """The tokens of a chunk: neighbours, which one backward pass carries."""
 
     tokens: tuple[slice, ...]
     """Tokens of each sequence of the group that has any; the first has most."""
@@ -50,7 +50,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run's tokens in a rectangle of places; a sequence with fewer than others has none in its first places."""
+    """A chunk's tokens in a rectangle of places; a sequence with fewer than others has none in its first places."""
 
     picks: Int[Tensor, "B K"]
     """Which of the stack's targets a place holds; 0 where it holds none."""
@@ -62,16 +62,16 @@ class Chunk:
     """Longest prefix."""
 
     @classmethod
-    def of(cls, run: Run, picks: Sequence[Int[Tensor, " _"]], positions: Int[Tensor, " m"]) -> Chunk:
+    def of(cls, span: Span, picks: Sequence[Int[Tensor, " _"]], positions: Int[Tensor, " m"]) -> Chunk:
         """picks: the group's tokens among a stack's targets, by sequence; positions: the stack's."""
-        parts = [picks[b][tokens] for b, tokens in enumerate(run.tokens)]
-        if all(len(part) == run.width for part in parts):
+        parts = [picks[b][tokens] for b, tokens in enumerate(span.tokens)]
+        if all(len(part) == span.width for part in parts):
             rectangle = torch.stack(parts)
-            return cls(rectangle, positions[rectangle], None, run.length)
-        rectangle = torch.stack([torch.cat([part.new_full((run.width - len(part),), -1), part]) for part in parts])
+            return cls(rectangle, positions[rectangle], None, span.length)
+        rectangle = torch.stack([torch.cat([part.new_full((span.width - len(part),), -1), part]) for part in parts])
         held = rectangle >= 0
         rectangle = rectangle.clamp(min=0)
-        return cls(rectangle, positions[rectangle] * held, held, run.length)
+        return cls(rectangle, positions[rectangle] * held, held, span.length)
 
     def values(self, tokens: Tensor) -> Tensor:
         """Values at the places that hold a token, [tokens, …], from [B, K, …]."""
@@ -80,30 +80,30 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a run may go, in positions × tokens, which are rows of its matrix products."""
+    """How far a chunk may go, in positions × tokens, which are rows of its matrix products."""
 
     rows: int
-    """Most of a run; a single token of each sequence may have more."""
+    """Most of a chunk; a single token of each sequence may have more."""
     start: int | None
-    """What takes as long as starting a run; None: runs end at wide gaps alone, of more than 16 positions and a quarter
-    of the shortest prefix."""
+    """What takes as long as starting a chunk; None: chunks end at wide gaps alone, of more than 16 positions and a
+    quarter of the shortest prefix."""
     shared: float = 0.0
-    """What takes as long as fetching what the tokens of a run share, at one position of one sequence."""
+    """What takes as long as fetching what the tokens of a chunk share, at one position of one sequence."""
 
     def fixed(self, batch: int, length: int) -> float:
-        """Cost of a run before it carries any token."""
+        """Cost of a chunk before it carries any token."""
         return (self.start or 0) + self.shared * batch * length
 
 
-def neighbours(lengths: Sequence[Sequence[int]], limits: Limits) -> Iterator[Run]:
-    """Runs of tokens with ascending prefix lengths, from the last ones on; each is carried over its longest prefix.
+def neighbours(lengths: Sequence[Sequence[int]], limits: Limits) -> Iterator[Span]:
+    """Chunks of tokens with ascending prefix lengths, from the last ones on; each is carried over its longest prefix.
 
-    A run goes on until what it carries in vain, after its shorter tokens' own ends, would cost more than another run.
+    A chunk goes on until the padding after its shorter tokens' own ends would cost more than another chunk.
     lengths: of each sequence of a group, those with more tokens first.
 
-    >>> [(run.tokens, run.length) for run in neighbours([[10, 11, 12, 40]], Limits(rows=1000, start=None))]
+    >>> [(span.tokens, span.length) for span in neighbours([[10, 11, 12, 40]], Limits(rows=1000, start=None))]
     [((slice(3, 4, None),), 40), ((slice(0, 3, None),), 12)]
-    >>> [(run.tokens, run.length) for run in neighbours([[10, 11], [9]], Limits(rows=1000, start=2))]
+    >>> [(span.tokens, span.length) for span in neighbours([[10, 11], [9]], Limits(rows=1000, start=2))]
     [((slice(1, 2, None), slice(0, 1, None)), 11), ((slice(0, 1, None),), 10)]
     """
     end = 0  # tokens that are dealt with, counted from the last
@@ -121,7 +121,7 @@ def neighbours(lengths: Sequence[Sequence[int]], limits: Limits) -> Iterator[Run
                 break
             end += 1
         parts = (slice(max(0, len(tokens) - end), len(tokens) - start) for tokens in lengths[:batch])
-        yield Run(tuple(parts), longest)
+        yield Span(tuple(parts), longest)
 
 
 def group_sequences(
@@ -129,9 +129,9 @@ def group_sequences(
 ) -> list[list[int]]:
     """Indices of sequences that are measured together, in the order that `neighbours` wants; sequences of like length.
 
-    A sequence joins a group where they cost less together; without a price of starting a run, each is alone, as is one
-    without tokens. lengths: as of `neighbours`, in any order. reaches: how long each sequence is, which is more where
-    its last tokens are not measured. most: of sequences so long that may lie in memory together.
+    A sequence joins a group where they cost less together; without a price of starting a chunk, each is alone, as is
+    one without tokens. lengths: as of `neighbours`, in any order. reaches: how long each sequence is, which is more
+    where its last tokens are not measured. most: of sequences so long that may lie in memory together.
     """
     groups = [[index] for index, tokens in enumerate(lengths) if not tokens]
     reach, cost, open_group = 0, 0.0, None
@@ -149,6 +149,6 @@ def group_sequences(
 
 
 def _cost(lengths: Sequence[Sequence[int]], group: list[int], limits: Limits) -> float:
-    """Cost of a group's runs."""
-    runs = neighbours([lengths[i] for i in group], limits)
-    return sum(run.rows + limits.fixed(len(run.tokens), run.length) for run in runs)
+    """Cost of a group's chunks."""
+    spans = neighbours([lengths[i] for i in group], limits)
+    return sum(span.rows + limits.fixed(len(span.tokens), span.length) for span in spans)

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.gradients.engine.autograd import Factors, GraphBody, GraphSequence
-from gradscope.gradients.engine.chunks import Chunk, Limits, Run, group_sequences, neighbours
+from gradscope.gradients.engine.chunks import Chunk, Limits, Span, group_sequences, neighbours
 from gradscope.gradients.engine.decoder.body import DecoderBody, DecoderStack
 from gradscope.gradients.engine.head import Head, HeadPass, unit_errors
 from gradscope.gradients.engine.norms import outer_square_norms
@@ -160,8 +160,8 @@ class TokenGradientMeter:
         act[:, -1] = head.last_norm
         # A module that a prefix does not call has no gradient there.
         square: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(head.last_norm))
-        for run in neighbours([s.lengths for s in sequences], self._limits(body.body)):
-            chunk = Chunk.of(run, picks, stack.positions)
+        for span in neighbours([s.lengths for s in sequences], self._limits(body.body)):
+            chunk = Chunk.of(span, picks, stack.positions)
             layers, by_module = body.measure(chunk)
             tokens = chunk.values(chunk.picks)
             act[tokens, :-1] = chunk.values(layers)
@@ -253,8 +253,11 @@ class TokenGradientMeter:
         everything = torch.arange(len(stack.positions), device=ids.device)
         graph = GraphSequence(self.graph, ids, head, Factors(len(ids)), seen or self.graph.record(ids))
         picks = everything.split([len(at) for at in targets])
-        run = Run(tuple(slice(0, len(at)) for at in targets), stack.ids.shape[1])
-        chunks = Chunk.of(run, picks, stack.positions), Chunk(everything[None], stack.positions[None], None, run.length)
+        span = Span(tuple(slice(0, len(at)) for at in targets), stack.ids.shape[1])
+        chunks = (
+            Chunk.of(span, picks, stack.positions),
+            Chunk(everything[None], stack.positions[None], None, span.length),
+        )
         tolerance = 1e-3 if arithmetic_dtype(self.model) in (torch.float32, torch.float64) else 0.15
         found = []
         for body, chunk in zip((rules, graph), chunks, strict=True):

@@ -135,13 +135,13 @@ class DecoderBody:
         """
         if not all(map(is_complete, self.blocks, seen)):
             return None
-        keep, activations, right = self.keeps_probs(*stack.ids.shape), [], []
+        keep, activations, consistent = self.keeps_probs(*stack.ids.shape), [], []
         for block in self.blocks:
             one = BlockActivations(block, seen.pop(0), keep_probs=keep)
-            right.append(account_for(one, seen[0].hidden.to(one.dtype) if seen else None))
+            consistent.append(account_for(one, seen[0].hidden.to(one.dtype) if seen else None))
             one.settle(last=not seen)
             activations.append(one)
-        return DecoderStack(self, stack, head, activations) if bool(torch.stack(right).all()) else None
+        return DecoderStack(self, stack, head, activations) if bool(torch.stack(consistent).all()) else None
 
     def recording(self) -> AbstractContextManager[list[Seen]]:
         """A context in which the head's pass leaves the blocks' activations."""

@@ -88,18 +88,22 @@ def attention_backward(
     back_q, back_k, back_v = torch.empty_like(delta), None, None
     k, v = (t.transpose(1, 2).reshape(groups, n, width) for t in (keys, values))
     for start, end in reversed([*strips(n, NARROWEST_QUERIES)]):
-        wide = end - start
-        rows = wide * share
+        count = end - start
+        rows = count * share
         d = delta[:, start:end].permute(0, 3, 1, 2, 4).contiguous()  # [B, H, positions, K, c]
         p = probs[:, :, start:end, :end]
         o, q = (t[:, start:end].transpose(1, 2) for t in (attended, queries))
-        flow = (d * o[:, :, :, None]).sum(-1, keepdim=True)
-        s = multiply(d.view(groups, rows * tokens, width), v[:, :end].mT).view(batch, heads, wide, tokens, end)
-        s = s.sub_(flow).mul_((scaling * p)[:, :, :, None])
-        back = multiply(s.view(groups, rows * tokens, end), k[:, :end]).view(batch, heads, wide, tokens, width)
+        # S = scaling · P ∘ (δ vᵀ − δ·o)
+        inner = (d * o[:, :, :, None]).sum(-1, keepdim=True)
+        s = multiply(d.view(groups, rows * tokens, width), v[:, :end].mT).view(batch, heads, count, tokens, end)
+        s = s.sub_(inner).mul_((scaling * p)[:, :, :, None])
+        # ∂/∂q = S k
+        back = multiply(s.view(groups, rows * tokens, end), k[:, :end]).view(batch, heads, count, tokens, width)
         back_q[:, start:end] = back.permute(0, 2, 3, 1, 4)
+        # ∂/∂k = Sᵀ q
         back = multiply(s.view(groups, rows, tokens * end).mT, q.reshape(groups, rows, width))
         back_k = _add_prefix(back_k, back.view(batch, -1, tokens, end, width).permute(0, 3, 2, 1, 4))
+        # ∂/∂v = Pᵀ δ
         back = multiply(p.reshape(groups, rows, end).mT, d.view(groups, rows, tokens * width))
         back_v = _add_prefix(back_v, back.view(batch, -1, end, tokens, width).permute(0, 2, 3, 1, 4))
     return back_q, back_k, back_v
@@ -133,7 +137,7 @@ def attention_backward_at(
     d, o, q = (t.unflatten(2, (groups, -1)).transpose(1, 2) for t in (delta, attended[at], queries[at]))
     p = probs[sequence, :, positions].unflatten(2, (groups, -1)).transpose(1, 2)  # [B, G, K, share, n]
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
-    flow = (d * o).sum(-1, keepdim=True)
-    s = scaling * p * ((d.flatten(2, 3) @ v.mT).view(p.shape) - flow)
+    inner = (d * o).sum(-1, keepdim=True)
+    s = scaling * p * ((d.flatten(2, 3) @ v.mT).view(p.shape) - inner)
     back_q = (s.flatten(2, 3) @ k).view(d.shape).transpose(1, 2).flatten(2, 3)
     return back_q, (s.mT @ q).permute(0, 3, 2, 1, 4), (p.mT @ d).permute(0, 3, 2, 1, 4)
