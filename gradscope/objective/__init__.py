@@ -36,6 +36,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "loss": ["LossSettings", "PAPER", "batch_loss", "batch_weights", "own_where_unknown", "resolve_advantages"],
         "methods": ["Method", "ORDERS", "random_split"],
         "shared_prompts": ["can_pack"],
+        "weightings": ["AGGREGATIONS", "Tokens", "WEIGHTINGS", "Weighting", "make_weighting", "within"],
         "steps": ["Pass", "PassTotals", "StepResult", "Updater", "clip_scale", "split_passes", "whole_passes"],
     },
 )

@@ -29,5 +29,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "lock": ["locked"],
         "processes": ["ALONE", "Processes", "deal_by_cost", "whole", "worker_context"],
         "scratch": ["check_room", "scratch_zeros"],
+        "user_code": ["RAISED", "in_words", "run_file"],
     },
 )

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gradscope.errors import InputError
-from gradscope.tasks.registry import Question, Task, ask_questions, in_words
+from gradscope.runs import in_words
+from gradscope.tasks.registry import Question, Task, ask_questions
 
 T = TypeVar("T")
 MOST_QUESTIONS = 10_000_000

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
-import os
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from gradscope.errors import InputError
+from gradscope.runs import RAISED, in_words, run_file
 
 
 @dataclass(frozen=True)
@@ -62,11 +59,7 @@ class Task(Protocol):
         ...
 
 
-RAISED = (Exception, SystemExit)
-"""A task is the user's code: whatever it raises, they are told where."""
-
 _tasks: dict[str, Task] = {}
-_files_read: dict[Path, ModuleType] = {}
 
 
 def register(task: Any) -> Any:
@@ -104,7 +97,7 @@ def get_task(name: str) -> Task:
         return _tasks[name]
     file, colon, task_name = name.rpartition(":")
     if colon and file.endswith(".py"):
-        module = _run_file(Path(file))
+        module = run_file(Path(file), "task")
         if task_name not in _tasks and hasattr(module, task_name):
             return register(getattr(module, task_name))
         name = task_name
@@ -171,31 +164,6 @@ def ask_questions(task: Task, n: int | None, *, seed: int, **options: Any) -> li
                 "level), whose level is a whole number or None"
             )
     return questions
-
-
-def in_words(error: BaseException) -> str:
-    """What was raised, on one line."""
-    return f"{type(error).__name__} ({' '.join(str(error).split())[:200]})"
-
-
-def _run_file(file: Path) -> ModuleType:
-    file = file.resolve()
-    if file in _files_read:
-        return _files_read[file]
-    if not os.path.isfile(file):  # of a name that is too long, Path raises
-        raise InputError(f"task file {file} does not exist; give path/to/file.py:NAME with an existing file")
-    spec = importlib.util.spec_from_file_location(f"_gradscope_task_{len(_files_read)}_{file.stem}", file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[spec.name]
-        if not isinstance(error, RAISED):
-            raise
-        raise InputError(f"the task file {file} raised {in_words(error)} when it was run; mend it") from error
-    _files_read[file] = module
-    return module
 
 
 def questions_hash(questions: Sequence[Question]) -> str:

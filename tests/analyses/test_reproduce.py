@@ -26,7 +26,7 @@ stages = [ { variants = ["grpo"], seeds = [0, 1] }, { variants = ["lopti"], seed
 [scales.tiny.tracks.puzzles.settings]
 task = "kk-compact-train"
 people = [2]
-steps = 4
+steps = 3
 questions_per_step = 1
 group_size = 2
 mini_batch_size = 2
@@ -93,7 +93,7 @@ def test_only_what_a_figure_needs_is_chosen(tiny):
     ("old", "new", "words"),
     [
         ("[figures]", "[figures", r"tiny\.toml is no TOML: .* line "),
-        ("steps = 4", "stepps = 4", r"tiny/puzzles/grpo: 'stepps' is no setting; give some of model, "),
+        ("steps = 3", "stepps = 3", r"tiny/puzzles/grpo: 'stepps' is no setting; give some of model, "),
         (
             "checkpoints = 2",
             "checkpoint = 2",
@@ -156,10 +156,10 @@ def test_a_run_that_diverges_is_judged_as_far_as_it_got(tiny, tmp_path, monkeypa
     assert manifest["ended"] == "no finite gradient" and make_run.is_finished(run)
     assert str(tmp_path) not in (kept / "manifest.json").read_text() + (kept / "config.json").read_text()
     test = pd.read_csv(kept / "test.csv")
-    assert test["step"].unique().tolist() == [3, 4] and test["level"].tolist() == ["2", "3", "all"] * 2
+    assert test["step"].unique().tolist() == [2, 3] and test["level"].tolist() == ["2", "3", "all"] * 2
     responses = pd.read_parquet(kept / "responses.parquet")
     sampled = responses[~responses["greedy"]]
-    last = test[(test["step"] == 4) & (test["level"] == "all")].iloc[0]
+    last = test[(test["step"] == 3) & (test["level"] == "all")].iloc[0]
     assert last["avg@1"] == pytest.approx(sampled["correct"].mean()) and len(sampled) == 4
 
 

@@ -47,7 +47,7 @@ def run(capsys, monkeypatch):
 
     def call(*args: object) -> Outcome:
         monkeypatch.setattr(registry, "_tasks", dict(registry._tasks))
-        monkeypatch.setattr(registry, "_files_read", {})
+        monkeypatch.setattr("gradscope.runs.user_code._files_read", {})
         return outcome_of(capsys, "evaluate", *args)
 
     return call

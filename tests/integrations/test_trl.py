@@ -17,7 +17,7 @@ from gradscope import interval_gradients, measure
 from gradscope.errors import InputError
 from gradscope.integrations.trl_batch import batch_from_trl, response_denominators, trl_settings
 from gradscope.integrations.trl_callback import GradScopeCallback
-from gradscope.objective import batch_statistics
+from gradscope.objective import batch_statistics, make_weighting
 from gradscope.policy import Policy, find_blocks
 from gradscope.rollouts import Response, collate
 
@@ -80,15 +80,15 @@ def test_a_batch_that_is_not_trls_or_holds_images_is_refused():
         batch_from_trl(dict.fromkeys(names, ids) | {"advantages": torch.ones(1), "pixel_values": ids}, 1.0)
 
 
-def record(checkpoint, folder, **settings):
-    """A trainer, and the micro-batches of its first optimizer step."""
-    trainer = make_trainer(checkpoint, folder, move=0.02, max_steps=1, **settings)
+def record(checkpoint, folder, *, step=0, **settings):
+    """A trainer, and the micro-batches of its optimizer step of that number, as it was before it."""
+    trainer = make_trainer(checkpoint, folder, move=0.02, max_steps=step + 1, **settings)
     recorder = Recorder(trainer)
     train(trainer)
-    trainer.model.load_state_dict(recorder.steps[0]["weights"], strict=False)
-    trainer.current_gradient_accumulation_steps = len(recorder.steps[0]["window"])
+    trainer.model.load_state_dict(recorder.steps[step]["weights"], strict=False)
+    trainer.current_gradient_accumulation_steps = len(recorder.steps[step]["window"])
     trainer.model.train()
-    return trainer, recorder.steps[0]
+    return trainer, recorder.steps[step]
 
 
 def slopes_of_trl(trainer, inputs):
@@ -145,6 +145,49 @@ def test_the_tables_weights_are_those_of_trls_loss(checkpoint, tmp_path, setting
     for positive in (True, False):  # both ends of the range are at work, for both signs
         assert table["clipped"][(advantages > 0).numpy() == positive].any()
     assert rose.any() and not table["clipped"].all()
+
+
+WEIGHTINGS = {
+    "grpo": ("token-mean", {}),
+    "top-entropy:q=0.3": ("token-mean", {"top_entropy_quantile": 0.3}),
+    "cispo:eps_high=1.1": ("token-mean", {"loss_type": "cispo", "epsilon_high": 1.1}),
+    "sapo": ("sequence", {"loss_type": "sapo"}),
+    "gspo:eps_low=0.01,eps_high=0.02": (
+        "sequence",
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.01, "epsilon_high": 0.02},
+    ),
+    "icepop:low=0.8,high=1.3": ("token-mean", {"use_vllm": True, "vllm_importance_sampling_correction": True}),
+}
+"""Weighting → how TRL's loss adds up, and the trainer's attributes with which it has that weighting."""
+
+
+@pytest.mark.parametrize("case", ["on-policy", "two steps old", "other sampler"])
+def test_weightings_are_those_of_trls_loss(checkpoint, tmp_path, case, monkeypatch):
+    old = {"step": 0} if case == "on-policy" else {"step": 2, "num_iterations": 3}
+    trainer, step = record(checkpoint, tmp_path, **old)
+    (inputs,) = step["window"]
+    batch, kept = batch_from_trl(inputs, TEMPERATURE), inputs["completion_mask"].bool()
+    table = measure(policy_of(trainer), batch, loss=trl_settings(trainer.args).loss, self_check=False)
+    assert table["old_logprob"].isna().all() == (case == "on-policy")
+    known = table["old_logprob"].fillna(table["logprob"])
+    spread = 0.3 if case == "other sampler" else 0.0
+    table["sampler_logprob"] = known + spread * np.random.default_rng(0).normal(size=len(table))
+    ratio = np.exp(known - table["sampler_logprob"])  # TRL has it in the batch: what is outside of the range is 0 there
+    ratio = torch.tensor(ratio.where((ratio >= 0.8) & (ratio <= 1.3), 0.0).to_numpy(np.float32))
+    inputs = inputs | {"importance_sampling_ratio": torch.zeros(kept.shape).masked_scatter(kept, ratio)}
+    different = []
+    for name, (aggregation, attributes) in WEIGHTINGS.items():
+        with monkeypatch.context() as patch:
+            for attribute, value in attributes.items():
+                patch.setattr(trainer, attribute, value)
+            wanted = (slopes_of_trl(trainer, inputs) * batch.num_tokens)[kept].numpy()
+        found = make_weighting(name).weights(table, aggregation=aggregation)["all"]
+        np.testing.assert_allclose(found, wanted, atol=FLOAT32 * np.abs(wanted).max(), err_msg=name)
+        plain = make_weighting("grpo").weights(table, aggregation=aggregation)["all"]
+        different += [name] * (not np.allclose(found, plain, rtol=1e-4))
+    clips = ["cispo:eps_high=1.1", "sapo", "gspo:eps_low=0.01,eps_high=0.02"]
+    own = {"on-policy": [], "two steps old": clips, "other sampler": [*clips, "icepop:low=0.8,high=1.3"]}[case]
+    assert different == ["top-entropy:q=0.3", *own]
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

@@ -31,7 +31,7 @@ def registered(monkeypatch):
     from gradscope.tasks import registry
 
     monkeypatch.setattr(registry, "_tasks", dict(registry._tasks))
-    monkeypatch.setattr(registry, "_files_read", {})
+    monkeypatch.setattr("gradscope.runs.user_code._files_read", {})
 
 
 def test_every_task_that_comes_along_is_known_by_name():
