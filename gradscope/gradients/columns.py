@@ -53,6 +53,8 @@ def describe_tokens(
         "ref_logprob": unknown if ref is None else ref[0][kept],
         "advantage": known_advantages(one)[0][kept],
     }
+    if one.sampler_logprobs is not None:
+        out["sampler_logprob"] = one.sampler_logprobs[0][kept]
     return out | _weigh(one, logprob, loss, num_tokens)
 
 

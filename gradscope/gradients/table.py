@@ -272,11 +272,11 @@ def measure(
 
     Columns: `response` (row of the batch), `group` (its prompt's), `position` (0-based within the response, dropped
     tokens counted), `token_id`, `token`, `logprob`, `prob`, `log_one_minus_prob`, `entropy` (nats, at the sampling
-    temperature), `old_logprob`, `ref_logprob`, `advantage` (NaN if unknown), `policy_weight`, `kl_weight`, `weight`
-    (Eq. 2's w_t, NaN without an advantage), `clipped`, `interval`, `sampling_probability` (of being measured, where a
-    sample was drawn: see `token_sample`), and the L2 norms of the token gradient of log π for unit weight:
-    `logit_grad_norm` (with respect to logits / T), `act_grad_norm.0` … `act_grad_norm.L`, `param_grad_norm`. What the
-    token really contributes is `weight · norm`.
+    temperature), `old_logprob`, `ref_logprob`, `advantage` (NaN if unknown), `sampler_logprob` (where the batch has
+    it), `policy_weight`, `kl_weight`, `weight` (Eq. 2's w_t, NaN without an advantage), `clipped`, `interval`,
+    `sampling_probability` (of being measured, where a sample was drawn: see `token_sample`), and the L2 norms of the
+    token gradient of log π for unit weight: `logit_grad_norm` (with respect to logits / T), `act_grad_norm.0` …
+    `act_grad_norm.L`, `param_grad_norm`. What the token really contributes is `weight · norm`.
 
     With norms="estimate" `param_grad_norm` is an unbiased estimate, `act_grad_norm.*` is NaN, and
     `norm_estimates.estimate_response` says what the further columns are; `norm_estimates.interval_norms` sums them up.

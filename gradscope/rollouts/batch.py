@@ -47,6 +47,8 @@ class TokenBatch:
     """log π_old in nats, of the policy that sampled; None: on-policy, ratio 1."""
     ref_logprobs: Float[Tensor, "B S"] | None = None
     """log π_ref in nats, of the reference policy."""
+    sampler_logprobs: Float[Tensor, "B S"] | None = None
+    """What the sampler's engine said of the tokens, nats, where the log has it beside the trainer's `old_logprobs`."""
 
     def __post_init__(self) -> None:
         if self.input_ids.shape[0] == 0:
@@ -135,7 +137,8 @@ class TokenBatch:
 
     def __repr__(self) -> str:
         rows, width = self.input_ids.shape
-        known = [n for n in ("rewards", "advantages", "old_logprobs", "ref_logprobs") if getattr(self, n) is not None]
+        per_token = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
+        known = [name for name in ("rewards", *per_token) if getattr(self, name) is not None]
         return (
             f"TokenBatch({rows} responses to {len(self.group_ids.unique())} prompts, "
             f"{self.num_tokens} response tokens, width {width}; with {', '.join(known) or 'ids only'})"
@@ -155,6 +158,7 @@ class Response:
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
     response_mask: list[bool] | None = None
+    sampler_logprobs: list[float] | None = None
 
 
 def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "right") -> TokenBatch:
@@ -209,4 +213,5 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
         advantages=spread("advantage", float("nan"), torch.float32),
         old_logprobs=spread("old_logprobs", float("nan"), torch.float32),
         ref_logprobs=spread("ref_logprobs", float("nan"), torch.float32),
+        sampler_logprobs=spread("sampler_logprobs", float("nan"), torch.float32),
     )

@@ -75,7 +75,16 @@ def _strip(text: str, special: list[str]) -> str:
     return "".join(text.replace("\ufffd", "").split())
 
 
-ALL_OR_NONE = ("advantage", "reward", "group", "old_logprobs", "ref_logprobs", "temperature", *EXTRAS)
+ALL_OR_NONE = (
+    "advantage",
+    "reward",
+    "group",
+    "old_logprobs",
+    "ref_logprobs",
+    "sampler_logprobs",
+    "temperature",
+    *EXTRAS,
+)
 """Columns that every row must have as soon as one has it: a hole would silently change what is measured."""
 
 
@@ -97,10 +106,13 @@ class Dump:
     logprobs: Float[Tensor, "B S"] | None = None
     """The trainer's own log π, nats, where the dump has the sampler's too: prime-rl's trainer_logprobs, NeMo-RL's
     prev_logprobs, slime's log_probs."""
-    sampler_logprobs: Float[Tensor, "B S"] | None = None
-    """What the sampler said of the same tokens, nats: against `logprobs` it shows the mismatch of the two engines."""
     clipped: Bool[Tensor, "B S"] | None = None
     """True on tokens whose policy term the trainer itself left out of its loss (prime-rl's is_masked)."""
+
+    @property
+    def sampler_logprobs(self) -> Float[Tensor, "B S"] | None:
+        """The batch's: against `logprobs` it shows the mismatch of the two engines."""
+        return self.batch.sampler_logprobs
 
     def with_note(self, text: str, kind: str = "dump") -> Dump:
         """The dump with one more note."""
@@ -131,7 +143,7 @@ def keep_own_step(dump: Dump, checkpoint: int | None) -> Dump:
     if own != checkpoint + 1:
         taken = f"step {own} is taken, another policy's: step {checkpoint + 1}, this one's, is not there"
     rows = (dump.steps == own).nonzero()[:, 0]
-    tensors = ("steps", "entropy", "logprobs", "sampler_logprobs", "clipped")
+    tensors = ("steps", "entropy", "logprobs", "clipped")
     kept = {name: value[rows] for name in tensors if (value := getattr(dump, name)) is not None}
     return replace(dump, batch=dump.batch.select(rows), **kept).with_note(f"{span}; {taken}", "step")
 

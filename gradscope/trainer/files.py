@@ -250,7 +250,7 @@ class Journal:
         for i, row in enumerate(rollout.rows):
             mask = batch.response_mask[i]
             kept = {name: values[i][mask].tolist() for name, values in found.items() if values is not None}
-            rows.append(row | kept | {"step": step})
+            rows.append(row | {"sampler_logprobs": row["old_logprobs"]} | kept | {"step": step})
         write_rollouts(folder / f"step-{step:06d}.parquet", rows)
 
     def diverged(self, words: str, *, up_to: int | None = None) -> DivergedError:

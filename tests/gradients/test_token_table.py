@@ -17,7 +17,7 @@ from support.policies import CONTEXT, LAYERS, VOCAB, make_batch, make_policy, pa
 from gradscope.errors import InputError, SelfCheckError
 from gradscope.gradients import measure
 from gradscope.gradients import table as token_table
-from gradscope.objective import LossSettings, logprobs, reweight
+from gradscope.objective import LossSettings, logprobs, make_weighting, reweight
 from gradscope.objective.equations import grpo_advantages, policy_loss
 from gradscope.policy import Policy
 from gradscope.rollouts import Response, TokenBatch, collate
@@ -169,6 +169,18 @@ def test_unknown_log_probabilities_of_other_policies_are_nan_and_mean_on_policy(
     assert table[["old_logprob", "ref_logprob"]].isna().all(axis=None)
     np.testing.assert_allclose(table["weight"], table["advantage"], rtol=1e-6)
     assert (table["kl_weight"] == 0).all() and not table["clipped"].any()
+
+
+def test_the_samplers_own_log_probabilities_are_a_column_where_the_log_has_them(policy, batch):
+    assert "sampler_logprob" not in measure(policy, batch, self_check=False)
+    noise = torch.randn(batch.input_ids.shape, generator=torch.Generator().manual_seed(3))
+    both = replace(batch, sampler_logprobs=(batch.old_logprobs - noise.abs() / 2).nan_to_num(-1.0))
+    table = measure(policy, both, self_check=False)
+    ratio = (both.old_logprobs - both.sampler_logprobs)[batch.response_mask].exp().numpy()
+    expected = np.where(ratio <= 1.5, ratio, 0.0) * table["policy_weight"]
+    found = make_weighting("icepop:low=0,high=1.5").weights(table)["all"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert 0 < (found == 0).sum() < len(found)
 
 
 def test_an_advantage_beats_a_reward_and_is_known_token_by_token(policy, batch, table):

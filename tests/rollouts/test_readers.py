@@ -147,6 +147,7 @@ VALID = {
     "temperature": 1.0,
     "old_logprobs": [-1.0, -1.0],
     "ref_logprobs": [-1.0, -1.0],
+    "sampler_logprobs": [-1.1, -0.9],
 }
 BAD_ROWS = {
     "no response": ({"prompt_ids": [4]}, "needs `prompt_ids` and `response_ids`.*this one has prompt_ids"),
@@ -205,7 +206,9 @@ def test_a_bad_row_is_refused_in_one_line_that_names_file_row_and_line(policy, t
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["advantage", "reward", "group", "old_logprobs", "ref_logprobs", "temperature"])
+@pytest.mark.parametrize(
+    "name", ["advantage", "reward", "group", "old_logprobs", "ref_logprobs", "sampler_logprobs", "temperature"]
+)
 def test_a_column_that_a_row_lacks_and_others_have_is_refused(tmp_path, name):
     value = [-1.0, -1.0] if "logprobs" in name else 1.0
     path = write_jsonl(tmp_path / "r.jsonl", [GOOD | {name: value}, GOOD | {name: None}, GOOD])

@@ -59,7 +59,7 @@ class Row:
         return self.labels.get(name, name)
 
 
-EXTRAS = ("entropy", "logprobs", "sampler_logprobs", "clipped")
+EXTRAS = ("entropy", "logprobs", "clipped")
 """Columns of a Row, one value per response token, that only a Dump has; see there."""
 
 

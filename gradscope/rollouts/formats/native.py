@@ -24,6 +24,7 @@ COLUMNS = (
     "group",
     "old_logprobs",
     "ref_logprobs",
+    "sampler_logprobs",
     "response_mask",
     "temperature",
 )
@@ -69,7 +70,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 NATIVE = Format("native", needs=frozenset(), knows=" ".join(COLUMNS), rows=_rows)
 """A row holds `prompt_ids` + `response_ids` (taken as they are; refused where most rows' text says something else) or
 `prompt` + `response` (encoded by the policy; a chat goes through its template), then any of COLUMNS; null is none.
-Within `old_logprobs`, `ref_logprobs` and a list of `advantage`, null and NaN may stand where `response_mask` drops the
+Within the log-probabilities and a list of `advantage`, null and NaN may stand where `response_mask` drops the
 token. Without `group`, identical prompts share one."""
 
 

@@ -94,6 +94,7 @@ def parse_response(row: Row, prompt_ids: list[int], response_ids: list[int], gro
         advantage=advantage,
         old_logprobs=parse_logprobs(row, "old_logprobs", kept),
         ref_logprobs=parse_logprobs(row, "ref_logprobs", kept),
+        sampler_logprobs=parse_logprobs(row, "sampler_logprobs", kept),
         response_mask=kept.tolist() if "response_mask" in row.columns else None,
     )
 
