@@ -206,9 +206,10 @@ def test_a_bad_row_is_refused_in_one_line_that_names_file_row_and_line(policy, t
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["advantage", "reward", "group", "old_logprobs", "ref_logprobs", "sampler_logprobs", "temperature"]
-)
+PER_TOKEN = ["old_logprobs", "ref_logprobs", "sampler_logprobs"]
+
+
+@pytest.mark.parametrize("name", ["advantage", "reward", "group", *PER_TOKEN, "temperature"])
 def test_a_column_that_a_row_lacks_and_others_have_is_refused(tmp_path, name):
     value = [-1.0, -1.0] if "logprobs" in name else 1.0
     path = write_jsonl(tmp_path / "r.jsonl", [GOOD | {name: value}, GOOD | {name: None}, GOOD])

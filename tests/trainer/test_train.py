@@ -110,6 +110,7 @@ def test_the_first_steps_rollouts_are_read_natively_and_give_the_logged_gradient
     keep = batch.response_mask
     assert torch.allclose(again[keep], batch.old_logprobs[keep], atol=2e-5)
     assert torch.allclose(batch.ref_logprobs[keep], batch.old_logprobs[keep], atol=2e-5)
+    assert torch.allclose(batch.sampler_logprobs[keep], batch.old_logprobs[keep], atol=2e-5)
     wanted = grpo_advantages(batch.rewards, batch.group_ids)
     assert torch.allclose(batch.advantages[keep], batch.token_weighted(wanted)[keep])
     norms = interval_gradients(policy, batch).table.set_index("interval")["norm"]
