@@ -304,6 +304,24 @@ def test_a_users_own_file_has_weightings_too(tmp_path):
     assert "ZeroDivisionError" in complaint(make_weighting, f"{tmp_path}/broken.py:surprise")
 
 
+def test_the_examples_are_their_formulas_token_by_token(repository):
+    table = plant("old", lengths=(20, 30, 10))
+    rows = table.to_dict("records")
+    mean = sum(row["entropy"] for row in rows) / len(rows)
+    surprisals = sorted((-row["old_logprob"] for row in rows if row["advantage"] > 0), reverse=True)
+    least = surprisals[int(0.1 * len(surprisals)) - 1]
+    expected = {
+        "gtpo:beta=0.5": [1 + 0.5 * (row["entropy"] / mean - 1) for row in rows],
+        "rsi-s": [float(0.1 <= -row["old_logprob"] / row["entropy"] <= 3) for row in rows],
+        "stare": [1.1 if row["advantage"] > 0 and -row["old_logprob"] >= least else 1.0 for row in rows],
+        "stare:target=0.001": [1.0 for _ in rows],
+    }
+    for name, factors in expected.items():
+        found = make_weighting(f"{repository}/analyses/methods/entropy.py:{name}").weights(table)["all"]
+        np.testing.assert_allclose(found, np.array(factors) * table["policy_weight"], err_msg=name)
+        assert name == "stare:target=0.001" or len({*factors}) > 1
+
+
 def test_a_weighting_is_spelled_as_it_is_read():
     for name, kind in WEIGHTINGS.items():
         others = {f.name: f.default for f in fields(kind)}
