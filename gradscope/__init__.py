@@ -20,6 +20,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "gradients": ["capture_activations", "capture_gradients", "interval_gradients", "measure"],
         "policy": ["Policy", "checkpoint_step", "load_policy", "read_adamw_state"],
         "rollouts": ["TokenBatch", "read_dump", "read_rollouts"],
-        "updates": ["StepSettings", "apply_update", "apply_updates", "movement_table"],
+        "updates": ["StepSettings", "apply_update", "apply_updates", "compare", "movement_table"],
     },
 )

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -30,7 +29,7 @@ from scipy.stats import norm, t
 from torch import Tensor
 
 from gradscope.diagnosis.result import join_rows, make_rows
-from gradscope.gradients import Index, PromptGradients, SumsPlan, Way, gram, own_rows, zero_vectors
+from gradscope.gradients import PromptGradients, SumsPlan, Way, fixed_cotangents, gram, own_rows, zero_vectors
 from gradscope.policy import AdamWState, Policy, square_norm
 from gradscope.resampling import centred_bootstrap, jackknife_error
 from gradscope.rollouts import TokenBatch
@@ -92,15 +91,15 @@ def sum_gradients(
     passes |= {"metric": metric is not None, "rows": size}
 
     def make(cotangents: Float[Tensor, "A B S"], held: int, way: Way | None) -> PromptGradients:
-        return PromptGradients(policy, batch, partial(_pick, cotangents), held=held, way=way, **passes)
+        return PromptGradients(policy, batch, fixed_cotangents(cotangents), held=held, way=way, **passes)
 
     prompts = own_rows(batch)
     source = make(cotangents, len(prompts) * size, way)
-    total = None if metric is None else source.new_total()
-    raw, vectors = _multiply(source, total=total)
+    totals = None if metric is None else source.new_totals()
+    raw, vectors = _multiply(source, totals=totals)
     if metric is None:
         return SummedGradients(raw, source.plan)
-    scale = metric.turn_into_scale(policy.model, total)
+    scale = metric.turn_into_scale(policy.model, totals[0])
     if source.plan.way == "whole":
         adamw = Products(block_products(vectors.mul_(scale.to(vectors))))
     else:
@@ -126,13 +125,9 @@ def prompt_vectors(
 ) -> Float[Tensor, "n A P"]:
     """All g_{p,a} of a small policy themselves."""
     everything = {"held": 0, "memory": 1 << 62, "way": "whole"}
-    own = partial(_pick, cotangents)
+    own = fixed_cotangents(cotangents)
     source = PromptGradients(policy, batch, own, rows=len(cotangents), micro_batch_size=micro_batch_size, **everything)
     return torch.stack([found.clone() for _, vectors in source.parts() for _, found in vectors])
-
-
-def _pick(cotangents: Float[Tensor, "A B S"], index: Index, _: TokenBatch, logprobs: Tensor) -> Float[Tensor, "A K"]:
-    return cotangents[:, index[0], index[1]].to(logprobs)
 
 
 def _multiply(source: PromptGradients, **scaled: Tensor | None) -> tuple[Products, Tensor]:

@@ -22,7 +22,7 @@ import pandas as pd
 from jaxtyping import Float
 
 from gradscope.diagnosis.result import BoundMargins, join_rows, make_rows
-from gradscope.gradients import LAYER, LOGITS, PARAMETERS, SUMS, sampling_probabilities
+from gradscope.gradients import LAYER, LOGITS, PARAMETERS, SUMS, sampling_probabilities, stands_for
 from gradscope.intervals import interval_shares, summarize
 from gradscope.resampling import bootstrap, prompt_clusters
 from gradscope.theory import add_drivers, logit_grad_bounds, rounding_tolerance
@@ -178,18 +178,9 @@ def shares_by(
 
 
 def scaled_squares(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
-    """‖w·g‖² of each measured token times the number of tokens that it counts for, NaN for the others.
-
-    That is tokens / measured tokens of its interval or, where these had chances p of their own, Σp over the interval /
-    measured tokens / p. The sum over any choice of tokens estimates that of Σ‖w·g‖² without bias.
-    """
-    squares, probabilities = weighted_norms(table) ** 2, sampling_probabilities(table)
-    interval = table["interval"].to_numpy(np.int64)
-    expected = np.bincount(interval, probabilities).astype(np.float64)
-    measured = np.bincount(interval, ~np.isnan(squares), minlength=len(expected))
-    with np.errstate(divide="ignore", invalid="ignore"):  # an interval without tokens, or none measured
-        scaled = squares * (expected / measured)[interval]
-    return scaled if probabilities is None else scaled / probabilities
+    """‖w·g‖² of each measured token times the number of tokens that it counts for, NaN for the others."""
+    squares = weighted_norms(table) ** 2
+    return squares * stands_for(table, ~np.isnan(squares))
 
 
 def total_squares(table: pd.DataFrame) -> float:

@@ -86,7 +86,7 @@ def signed_square_norms(
     out = torch.zeros(passes, len(scales), dtype=torch.float64)
     with differentiable(model):
         piece = piece.to(device)
-        logprobs = kept_logprobs(model, piece)[piece.response_mask]
+        logprobs = kept_logprobs(model, piece)
         for sample in range(passes):
             signs = 2.0 * torch.randint(2, (len(logprobs),), generator=generator, device=device) - 1
             for c in active:

@@ -101,6 +101,19 @@ def sampling_weights(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
     return np.ones(len(table)) if probabilities is None else 1.0 / probabilities
 
 
+def stands_for(table: pd.DataFrame, measured: Bool[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+    """How many tokens each measured one counts for, so that sums over any choice of tokens are without bias.
+
+    That is tokens / measured tokens of its interval or, where these had chances p of their own, Σp over the interval /
+    measured tokens / p.
+    """
+    probabilities, interval = sampling_probabilities(table), table["interval"].to_numpy(np.int64)
+    expected = np.bincount(interval, probabilities).astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):  # an interval without tokens, or none measured
+        counts = (expected / np.bincount(interval, measured, minlength=len(expected)))[interval]
+    return counts if probabilities is None else counts / probabilities
+
+
 def weighted_quantiles(
     values: Float[np.ndarray, " n"], weights: Float[np.ndarray, " n"], levels: Float[np.ndarray, " q"]
 ) -> Float[np.ndarray, " q"]:

@@ -72,17 +72,17 @@ def empty_piece(batch: TokenBatch) -> Piece:
     return torch.zeros(1, dtype=torch.long), replace(first, response_mask=torch.zeros_like(first.response_mask))
 
 
-def kept_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, "b n"]:
-    """Differentiable log π of the tokens that response_mask keeps, in nats at their temperature; 0 elsewhere.
+def kept_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, " K"]:
+    """Differentiable log π of the tokens that response_mask keeps, row by row, in nats at their temperature.
 
     The piece starts at column 0, as `micro_batches` makes it. The result is on the model's device.
     """
     logits, ids, temperatures = _kept_logits(model, piece)
-    return _spread(gather_logprobs(logits, ids, temperature=temperatures), piece.response_mask)
+    return gather_logprobs(logits, ids, temperature=temperatures)
 
 
 def loss_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, "b n"]:
-    """`kept_logprobs` for a single backward pass, in less time and memory."""
+    """`kept_logprobs`, each where its token stands and 0 elsewhere, for a single backward pass, in less memory."""
     return _spread(trained_logprobs(*_kept_logits(model, piece)), piece.response_mask)
 
 

@@ -5,6 +5,7 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
+        "comparison.compare": ["Comparison", "PLAIN", "compare"],
         "directions": [
             "SIGNS",
             "batch_direction_shares",

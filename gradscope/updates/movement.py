@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from gradscope.errors import InputError
-from gradscope.gradients import BACKWARD, check_batch, measuring, refuse_narrow_arithmetic, refuse_narrow_weights
+from gradscope.gradients import (
+    BACKWARD,
+    check_batch,
+    measuring,
+    refuse_narrow_arithmetic,
+    refuse_narrow_weights,
+    vectors_within,
+)
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import (
     PAPER,
@@ -28,7 +35,7 @@ from gradscope.objective import (
     own_where_unknown,
     resolve_advantages,
 )
-from gradscope.policy import PART, Policy, float_parameters, model_bytes, rewound, square_norm
+from gradscope.policy import PART, Policy, flat_slices, float_parameters, model_bytes, rewound, square_norm
 from gradscope.rollouts import TokenBatch
 from gradscope.updates.directions import log_odds_change
 from gradscope.updates.step import SGD, StepSettings, make_optimizer, read_moments
@@ -57,6 +64,8 @@ class Movement:
     """Settings of the loss, before the variant changed it."""
     edges: Sequence[Number] = EDGES
     """Edges of the intervals of π_old."""
+    displacement: Float[Tensor, " P"] | None = None
+    """θ_after − θ_before, flat in the order of `parameters.float_parameters`, where it was asked for."""
 
     def __repr__(self) -> str:
         steps = ", ".join(f"{r.name}: {r.outcome}, {r.num_tokens} tokens" for r in self.results)
@@ -74,6 +83,7 @@ def apply_update(
     before: TokenStatistics | None = None,
     edges: Sequence[Number] = EDGES,
     memory: int | None = None,
+    displacement: bool = False,
     **choices: Any,
 ) -> Movement:
     """Take a variant's optimizer steps with the trainer's own code, look at every token, and rewind the policy.
@@ -82,7 +92,8 @@ def apply_update(
     `make_variant`; or a Variant. Unknown old_logprobs are the policy's own, advantages those of `resolve_advantages`.
     optimizer_state: what AdamW's `state_dict()` saved: its moments and step counts are gone on from, with the numbers
     of `step` (its betas and eps must be the state's), and only its parameters are trained; None: a fresh optimizer over
-    all float parameters. before: statistics of this batch under this policy, if known.
+    all float parameters. before: statistics of this batch under this policy, if known. displacement: keep it, too, in
+    a scratch file where it is over `memory`.
 
     The model works in eval mode, with its own attention. Afterwards weights, buffers, `.grad`, flags, modes and random
     states are as they were, bit for bit, also if the call raises. Memory: one more copy of the weights, beside
@@ -113,7 +124,11 @@ def apply_update(
         results = [updater.step(part, variant.settings) for part in variant.passes]
         after = _statistics(policy, batch, step)
         square = sum(_square_change(p.detach(), start[name]) for name, p in float_parameters(policy.model))
-    return Movement(variant.name, batch, before, after, results, math.sqrt(square), settings, edges)
+        moved = vectors_within(policy.model, 1, memory)[0] if displacement else None
+        for name, part in flat_slices(policy.model).items() if displacement else ():
+            moved[part] = policy.model.get_parameter(name).detach().flatten()
+            moved[part] -= start[name].flatten().to(moved)
+    return Movement(variant.name, batch, before, after, results, math.sqrt(square), settings, edges, moved)
 
 
 def update_cost(num_passes: int = 1) -> float:

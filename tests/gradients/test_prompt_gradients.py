@@ -172,7 +172,7 @@ def test_the_total_is_the_sum_of_all_vectors_and_a_scale_multiplies_each_entry(w
     whole = collect(make_source(policy, batch, "whole"))
     source = make_source(policy, batch, way, width=1000 if way == "slices" else None)
     total, scale = zero_vectors(policy.model), torch.linspace(0.5, 2.0, whole.shape[-1], dtype=torch.float64)
-    for _, vectors in source.parts(total=total):
+    for _, vectors in source.parts(totals=total[None]):
         assert len(list(vectors)) == 3
     assert distance(total, whole.sum((0, 1))) < 1e-9
     if way != "sketches":

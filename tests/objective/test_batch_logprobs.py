@@ -59,11 +59,17 @@ def naive_logprobs(model: nn.Module, batch: TokenBatch) -> Tensor:
     return out
 
 
+def spread(model: nn.Module, piece: TokenBatch) -> Tensor:
+    """kept_logprobs, each where its token stands; 0 elsewhere."""
+    found = kept_logprobs(model, piece)
+    return found.new_zeros(piece.input_ids.shape).masked_scatter(piece.response_mask, found)
+
+
 def put_back(batch: TokenBatch, size: int, model: nn.Module) -> Tensor:
     """kept_logprobs of the batch's micro-batches, each at the columns where its tokens stand in the batch."""
     out = torch.zeros(batch.input_ids.shape, dtype=torch.float64)
     for rows, piece in micro_batches(batch, size):
-        values = kept_logprobs(model, piece)
+        values = spread(model, piece)
         for i, row in enumerate(rows.tolist()):
             first = int(batch.attention_mask[row].nonzero()[0])
             width = min(piece.input_ids.shape[1], out.shape[1] - first)
@@ -167,7 +173,7 @@ def test_chosen_tokens_have_their_logprobs_and_gradients_and_all_have_statistics
     _, piece = micro_batches(mixed_batch(policy), 10)[0]
     parameters = list(policy.model.parameters())
     with TrueFloat64():
-        expected = kept_logprobs(policy.model, piece)
+        expected = spread(policy.model, piece)
         likely = piece.response_mask & (expected > -2.0)
         assert 3 < likely.sum() < piece.num_tokens - 3
         found, chosen, statistics = scored_loss_logprobs(policy.model, piece, lambda old, mask: mask & (old > -2.0))

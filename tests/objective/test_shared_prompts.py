@@ -56,7 +56,8 @@ def together(model: nn.Module, batch: TokenBatch, size: int, logprobs=kept_logpr
     parts = {}
     for rows, piece in micro_batches(batch, size, by_group=True):
         values = logprobs(model, piece)
-        parts |= {row: values[k][piece.response_mask[k]] for k, row in enumerate(rows.tolist())}
+        values = values if values.dim() == 1 else values[piece.response_mask]
+        parts |= zip(rows.tolist(), values.split(piece.response_mask.sum(1).tolist()), strict=True)
     return torch.cat([parts[row] for row in sorted(parts)])
 
 

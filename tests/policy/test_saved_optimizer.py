@@ -110,9 +110,9 @@ def test_updates_go_on_from_the_trainers_state(run):
         group |= {"lr": 1e-3, "weight_decay": 0.0}
     optimizer.load_state_dict(given)
     before = [p.detach().clone() for p in parameters]
-    from gradscope.objective import PAPER, batch_loss, kept_logprobs
+    from gradscope.objective import PAPER, batch_loss, loss_logprobs
 
-    loss = batch_loss(kept_logprobs(again, moved.batch), moved.batch, PAPER, num_tokens=batch.num_tokens)
+    loss = batch_loss(loss_logprobs(again, moved.batch), moved.batch, PAPER, num_tokens=batch.num_tokens)
     loss.backward()
     optimizer.step()
     square = sum((p - old).double().square().sum() for p, old in zip(parameters, before, strict=True))

@@ -126,14 +126,14 @@ def interval_gradients(
     passes |= {"memory": memory, "way": way, "metric": optimizer_state is not None}
     source = PromptGradients(policy, batch, cotangents, rows=size, held=2 * size, **passes)
     halves = torch.randperm(source.num_prompts, generator=generator) * 2 // source.num_prompts
-    total = None if optimizer_state is None else source.new_total()
-    raw = _Products.of(source, halves, total=total)
+    totals = None if optimizer_state is None else source.new_totals()
+    raw = _Products.of(source, halves, totals=totals)
     num_tokens = processes.sum(sum(counts.values(), torch.zeros(size, dtype=torch.long)))
     table, cosines = raw.tabulate(num_tokens, edges)
     result = IntervalGradients(table, cosines, source.num_prompts, settings, plan=source.plan)
     if optimizer_state is None:
         return result
-    scale = optimizer_state.turn_into_scale(policy.model, total)
+    scale = optimizer_state.turn_into_scale(policy.model, totals[0])
     table, cosines = _Products.of(source, halves, scale=scale).tabulate(num_tokens, edges)
     return replace(result, adamw_table=table, adamw_cosines=cosines)
 

@@ -17,7 +17,7 @@ The way is chosen by `plan_sums`, from one budget of memory and from what each w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -48,8 +48,16 @@ Cotangents = Callable[[Index, TokenBatch, Float[Tensor, " K"]], Float[Tensor, "R
 Take = Callable[[int, str, Tensor], None]
 """What is done with a gradient: called with the vector's row and the parameter's name."""
 
+Sums = Sequence[Tensor | None]
+"""What each of the R vectors is added to, over the prompts; None: nothing."""
+
 SEED = 5929
 """Seed of the random projections: the same in every run, as nothing else decides which they are."""
+
+
+def fixed_cotangents(rows: Float[Tensor, "R B S"]) -> Cotangents:
+    """Those that do not depend on log π, of every column of the batch."""
+    return lambda index, _piece, logprobs: rows[:, index[0], index[1]].to(logprobs)
 
 
 @dataclass(frozen=True)
@@ -76,8 +84,9 @@ class Part:
 class PromptGradients:
     """The vectors Σ_t cotangents[r, t]·∇ log π_t of each prompt, over all measured parameters, part by part.
 
-    cotangents: R rows for the kept tokens. metric: `new_total` is asked for. processes: of several, each makes those of
-    its share of the prompts, and all go through the parts together; what is made of them is for the reader to add up.
+    cotangents: R rows for the kept tokens. metric: one of `new_totals` is asked for. processes: of several, each makes
+    those of its share of the prompts, and all go through the parts together; what is made of them is for the reader to
+    add up.
     The model measures in eval mode; flags, modes and `.grad` stay as they were.
     """
 
@@ -120,27 +129,35 @@ class PromptGradients:
                     )
                 self.plan = plan_sums(sizes, rows=rows, held=held, memory=memory, metric=metric, way="sketches")
 
-    def new_total(self) -> Float[Tensor, " P"]:
-        """Zeros for the sum of all vectors; of vectors that are not whole in a scratch file, or on a GPU with room."""
+    def new_totals(self, count: int = 1) -> Float[Tensor, "count P"]:
+        """Zeros for sums of vectors; of vectors that are not whole in a scratch file, or on a GPU with room."""
         device = next(self.model.parameters()).device
-        roomy = device.type == "cuda" and 4 * vector_bytes(self.model) <= free_memory(device)
-        return vectors_within(self.model, 1, None if roomy or self.plan.way == "whole" else 0)[0]
+        roomy = device.type == "cuda" and (count + 3) * vector_bytes(self.model) <= free_memory(device)
+        return vectors_within(self.model, count, None if roomy or self.plan.way == "whole" else 0)
 
     def parts(
-        self, scale: Float[Tensor, " P"] | None = None, total: Float[Tensor, " P"] | None = None
+        self,
+        scale: Float[Tensor, " P"] | None = None,
+        totals: Float[Tensor, "T P"] | None = None,
+        into: Sequence[int | None] | None = None,
     ) -> Iterator[tuple[Part, Iterator[tuple[int, Float[Tensor, "R size"]]]]]:
         """(part, its vectors): for each part, the prompts' numbers and vectors, to be read once.
 
-        scale: what each entry is multiplied by. total: gets the sum of all vectors, before it is scaled. What is said
-        of one part has to be read to its end before the next, and a prompt's vectors are overwritten by the next one's.
+        scale: what each entry is multiplied by. totals: get sums over the prompts, before they are scaled. into: which
+        of them each of the R vectors is added to, None: none; all to the first, unless it says so. What is said of one
+        part has to be read to its end before the next, and a prompt's vectors are overwritten by the next one's.
         """
         make = {"whole": self._whole, "slices": self._in_slices, "sketches": self._sketched}
+        sums: list[Tensor | None] = [None] * self.rows
+        if totals is not None:
+            places = [0] * self.rows if into is None else into
+            sums = [None if place is None else totals[place] for place in places]
         with differentiable(self.model):
-            yield from make[self.plan.way](scale, total)
-        if total is not None:
-            self.processes.sum(total)
+            yield from make[self.plan.way](scale, sums)
+        if totals is not None:
+            self.processes.sum(totals)
 
-    def _whole(self, scale: Tensor | None, total: Tensor | None) -> Iterator:
+    def _whole(self, scale: Tensor | None, sums: Sums) -> Iterator:
         part = Part(tuple((n, 0, s.stop - s.start) for n, s in self._slices.items()), sum(self._sizes().values()))
 
         def vectors() -> Iterator[tuple[int, Tensor]]:
@@ -148,22 +165,23 @@ class PromptGradients:
             for prompt, pieces in self._counted():
                 found.zero_()
                 for index, piece in pieces:
-                    logprobs = kept_logprobs(self.model, piece)[piece.response_mask]
+                    logprobs = kept_logprobs(self.model, piece)
                     add_gradients(self.model, logprobs, self._cotangents(index, piece, logprobs.detach()), found)
-                if total is not None:
-                    total.add_(found.sum(0).to(total))
+                for total, vector in zip(sums, found, strict=True):
+                    if total is not None:
+                        total.add_(vector.to(total))
                 yield prompt, found if scale is None else found.mul_(scale.to(found))
 
         yield part, vectors()
 
-    def _sketched(self, scale: Tensor | None, total: Tensor | None) -> Iterator:
+    def _sketched(self, scale: Tensor | None, sums: Sums) -> Iterator:
         sketcher = Sketcher(self.plan.slice_width, seed=self._sketch_seed)
         numbers = {name: number for number, name in enumerate(self._slices)}
 
         def take(row: int, name: str, gradient: Tensor) -> None:
             gradient, part = gradient.flatten().to(found), self._slices[name]
-            if total is not None:
-                total[part] += gradient.to(total)
+            if sums[row] is not None:
+                sums[row][part] += gradient.to(sums[row])
             if scale is not None:
                 gradient = gradient * scale[part].to(gradient)
             sketcher.add(gradient, numbers[name], found[row])
@@ -189,7 +207,7 @@ class PromptGradients:
             self._pass_block(state, segments[state.block], take, stay=False)
         self._pass_outer(state, segments[OUTER], take)
 
-    def _in_slices(self, scale: Tensor | None, total: Tensor | None) -> Iterator:
+    def _in_slices(self, scale: Tensor | None, sums: Sums) -> Iterator:
         segments, sizes = self._sweep.segments(), self._sizes()
         inside = sorted((index for index in segments if index != OUTER), reverse=True)
         home = {name: index for index, names in segments.items() for name in names}
@@ -201,7 +219,7 @@ class PromptGradients:
             part = Part(tuple(ranges), sum(last - first for _, first, last in ranges))
             # The segment that the next part begins in, which this part must not go past.
             end = OUTER if following is None else home[following[0][0]]
-            yield part, self._slice_vectors(part, home, end, states, scale, total, room[:, : part.size])
+            yield part, self._slice_vectors(part, home, end, states, scale, sums, room[:, : part.size])
             bar.update()
         bar.close()
 
@@ -212,7 +230,7 @@ class PromptGradients:
         end: int,
         states: dict[int, list[_State]],
         scale: Tensor | None,
-        total: Tensor | None,
+        sums: Sums,
         found: Tensor,
     ) -> Iterator[tuple[int, Tensor]]:
         """One part's vectors of each prompt, in the memory of `found`; its states go on to the segment `end`."""
@@ -236,8 +254,9 @@ class PromptGradients:
                     self._pass_outer(state, wanted[OUTER], take)
                 elif wanted[end]:
                     self._pass_block(state, wanted[end], take, stay=True)
-            if total is not None:
-                part.add(found.sum(0), total, self._slices)
+            for total, vector in zip(sums, found, strict=True):
+                if total is not None:
+                    part.add(vector, total, self._slices)
             yield prompt, found if scale is None else found.mul_(part.take(scale, self._slices).to(found))
 
     def _start(self, index: Index, piece: TokenBatch) -> _State:

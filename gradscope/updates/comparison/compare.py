@@ -1,0 +1,294 @@
+"""Every weighting on one batch: whom each would serve, how far it turns the update, how much of it is signal.
+
+All weightings are judged on the same tokens and against the plain loss, by the policy part of their gradient. Bounds
+redraw or leave out whole prompts, those with equal rewards among them. What depends on the batch as a whole, quantiles
+of entropy, covariances and random draws, stays as it is meanwhile, and so does the update whose directions are judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+
+from gradscope.errors import InputError
+from gradscope.gradients import SUMS, measure
+from gradscope.intervals import EDGES, interval_labels
+from gradscope.objective import PAPER, WEIGHTINGS, LossSettings, Weighting, make_weighting, resolve_advantages
+from gradscope.policy import AdamWState, Policy, gradient_budget
+from gradscope.rollouts import Note, TokenBatch
+from gradscope.runs import ALONE, Processes
+from gradscope.updates.comparison.judge import Judge, columns
+from gradscope.updates.comparison.passes import Passes, pass_through
+from gradscope.updates.comparison.real_steps import take_steps
+from gradscope.updates.step import StepSettings, state_step
+
+PLAIN = "grpo"
+SAME = 1e-6
+"""Weights are the same where they differ by less than this part of the largest: the table's columns are float32."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Comparison:
+    """What each weighting would do with one batch."""
+
+    table: pd.DataFrame
+    """A row per weighting and optimizer step: `method`; `step`, "all", or "low" and "high" of two, and "both" for what
+    two real ones do; `same_as`: the earlier row whose weights these are, up to rounding, and whose numbers they share,
+    or "". Each number has columns NAME_lower and NAME_upper, and where NAME_difference stands, that is to plain GRPO.
+
+    norm_ratio: ‖U‖ over plain's, U the summed gradient; cosine: of U and plain's. signal_to_noise of one prompt (see
+    `IntervalGradients`), and its difference. right_sgd, right_adamw: the share of the tokens with an advantage whose
+    log π goes its way to first order, of those that move; right_step: the same after real steps of AdamW, momentum and
+    decay among them, and step_cosine that of both displacements. effective_share: (Σ|w|‖g‖)²/Σw²‖g‖² over the number of
+    tokens, what part of them carries the update. zero_share: tokens without weight."""
+    by_interval: pd.DataFrame
+    """A row per weighting, step and interval of π: energy_share, of Σ w²‖g‖², with energy_share_difference; and
+    gradient_share, ⟨U_a, U⟩/‖U‖², which adds up to 1 and has no bounds (those would need U_a itself)."""
+    weights: pd.DataFrame
+    """w_t of each token under each weighting: response, position, then a column METHOD or METHOD.STEP."""
+    labels: tuple[str, ...]
+    num_prompts: int
+    num_informative_prompts: int
+    """Those with an advantage other than 0."""
+    notes: tuple[Note, ...]
+    passes: Passes
+    """What they rest on: inner products, changes along the sums, how these were made, and how long it took."""
+    aggregation: str = "token-mean"
+
+    def __repr__(self) -> str:
+        return f"Comparison of {self.table['method'].nunique()} weightings\n{self._numbers().to_string(na_rep='–')}"
+
+    def _repr_html_(self) -> str:
+        return f"<p><b>Comparison</b> on {self.num_prompts} prompts</p>{self._numbers().to_html(na_rep='–')}"
+
+    def _numbers(self) -> pd.DataFrame:
+        names = ["norm_ratio", "cosine", "signal_to_noise", "right_sgd", "right_adamw", "effective_share"]
+        shown = self.table.set_index(["method", "step"])
+        return shown[["same_as", *(name for name in names if name in shown)]].round(3)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One summed gradient: a weighting's in one of its optimizer steps."""
+
+    method: str
+    step: str
+    weights: Float[np.ndarray, " K"]
+    same_as: str = ""
+
+
+def compare(
+    policy: Policy,
+    batch: TokenBatch,
+    methods: Sequence[str | Weighting] | None = None,
+    *,
+    table: pd.DataFrame | None = None,
+    settings: LossSettings = PAPER,
+    aggregation: Literal["token-mean", "sequence"] = "token-mean",
+    edges: Sequence[int | float] = EDGES,
+    optimizer_state: AdamWState | dict[str, Any] | None = None,
+    step: StepSettings | None = None,
+    memory: int | None = None,
+    micro_batch_size: int = 8,
+    seed: int = 0,
+    confidence: float = 0.95,
+    resamples: int = 1000,
+    processes: Processes = ALONE,
+    progress: bool = False,
+) -> Comparison:
+    """Compare token weightings on one batch, each with plain GRPO; the policy is as it was afterwards.
+
+    methods: as `make_weighting` takes them, or Weightings; None: all of WEIGHTINGS that the batch has columns for, a
+    note names the others. table: of `measure(policy, batch, …)` with these settings and edges, maybe of a sample;
+    None: measured here. settings: the plain loss, without its KL part, which no weighting changes. optimizer_state:
+    what AdamW's `state_dict()` saved, from which the real steps of two-step methods go on; or an `AdamWState`, which
+    gives the metric alone; None: no numbers under AdamW. step: of the real ones; None: as the state says. memory: bytes
+    for vectors as long as the parameters, which decides how many weightings go together (`passes`); None: a sixth of
+    what is free. processes: share the prompts; the result is everybody's.
+
+    Costs for each distinct row of weights a backward pass over the batch and a derivative in forward mode along its
+    sum, two with an optimizer state. Raises InputError for a method that is not known or lacks a column, for a batch
+    without advantages and rewards, and for settings, a table or a state that do not fit.
+    """
+    if settings.reweight_alpha is not None:
+        raise InputError(f"reweight_alpha is {settings.reweight_alpha}; plain GRPO has none, name reweight in methods")
+    labels = interval_labels(edges)
+    _check_advantages(batch)
+    if table is None:
+        sample = {"tokens_per_interval": "auto", "seed": seed, "loss": settings}
+        table = measure(policy, batch, edges=edges, progress=progress, **sample)
+    if len(table) != batch.num_tokens:
+        raise InputError(f"the table has {len(table)} rows, the batch {batch.num_tokens} tokens; give the batch's own")
+    saved = optimizer_state if isinstance(optimizer_state, dict) else None
+    metric = optimizer_state
+    if saved is not None:
+        step = state_step(saved) if step is None else step
+        metric = AdamWState.from_state_dict(policy.model, saved, max_grad_norm=step.max_grad_norm)
+    batch = _with_advantages(batch, table)
+    notes: list[Note] = []
+    weightings = _settle(methods, table, notes)
+    rows = _make_rows(weightings, table, aggregation)
+    distinct = [row for row in rows if not row.same_as]
+    weights = np.stack([row.weights for row in distinct])
+    memory = gradient_budget(policy.device, processes) if memory is None else memory
+    passes = pass_through(
+        policy,
+        batch,
+        torch.from_numpy(weights),
+        metric=metric,
+        memory=memory,
+        micro_batch_size=micro_batch_size,
+        processes=processes,
+        progress=progress,
+    )
+    if estimated := SUMS[1] in table:
+        notes.append(Note("Norms are estimates of groups of tokens, so that no weighting's energy is known.", "energy"))
+    judge = Judge(table, labels, not estimated, seed, confidence, resamples)
+    carried, energy = judge.energies(weights)
+    zero = {"zero_share": (weights == 0).mean(1)}
+    known = pd.DataFrame(_keys(distinct) | columns(judge.gradients(passes) | carried) | zero)
+    shares = {"gradient_share": judge.gradient_shares(weights, passes).ravel()}
+    by_interval = pd.DataFrame(_interval_keys(distinct, table, labels) | columns(energy) | shares)
+    steps = pd.DataFrame()
+    if saved is not None:
+        keywords = {"settings": settings, "step": step, "optimizer_state": saved, "memory": memory}
+        steps = _take_steps(policy, batch, rows, judge, keywords)
+    return Comparison(
+        _join(rows, known, steps),
+        _spread(rows, by_interval),
+        _weights(rows, table),
+        tuple(labels),
+        table["group"].nunique(),
+        table.loc[table["advantage"] != 0, "group"].nunique(),
+        tuple(notes),
+        passes,
+        aggregation,
+    )
+
+
+def _check_advantages(batch: TokenBatch) -> None:
+    unknown = int(resolve_advantages(batch)[batch.response_mask].isnan().sum())
+    if unknown:
+        raise InputError(f"{unknown} tokens have no advantage, so no weight; give rewards or advantages of all")
+
+
+def _with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
+    """The batch with the table's advantages: weights and directions are of the same."""
+    advantages = torch.zeros(batch.input_ids.shape)
+    advantages[batch.response_mask] = torch.tensor(table["advantage"].to_numpy(np.float32))
+    return replace(batch, advantages=advantages)
+
+
+def _settle(methods: Sequence[str | Weighting] | None, table: pd.DataFrame, notes: list[Note]) -> list[Weighting]:
+    """The weightings, plain GRPO first; of all known ones, those that the table has columns for."""
+    plain = WEIGHTINGS[PLAIN]()
+    if methods is not None:
+        given = [make_weighting(method) if isinstance(method, str) else method for method in methods]
+        chosen = [plain, *(method for method in given if str(method) != PLAIN)]
+        if twice := [str(method) for method in chosen if chosen.count(method) > 1]:
+            raise InputError(f"{twice[0]} is given twice; give each weighting once")
+        return chosen
+    chosen = [plain]
+    for kind in WEIGHTINGS.values():
+        weighting = kind()
+        try:
+            weighting.weights(table)
+        except InputError as error:
+            notes.append(Note(f"{weighting} is left out: {error.reason}.", "left-out"))
+        else:
+            chosen += [] if weighting == plain else [weighting]
+    return chosen
+
+
+def _make_rows(weightings: Sequence[Weighting], table: pd.DataFrame, aggregation: str) -> list[_Row]:
+    rows: list[_Row] = []
+    for weighting in weightings:
+        for step, weights in weighting.weights(table, aggregation=aggregation).items():
+            if not np.isfinite(weights).all():
+                raise InputError(f"{weighting} has weights that are not finite; leave it out, or give a sound log")
+            earlier = (row for row in rows if not row.same_as and _same(row.weights, weights))
+            same = next(earlier, None)
+            rows.append(_Row(str(weighting), step, weights, "" if same is None else _name(same)))
+    return rows
+
+
+def _name(row: _Row) -> str:
+    return row.method if row.step == "all" else f"{row.method}.{row.step}"
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    return bool(np.abs(one - other).max() <= SAME * max(np.abs(one).max(), np.abs(other).max()))
+
+
+def _keys(rows: Sequence[_Row]) -> dict[str, list[str]]:
+    return {"method": [row.method for row in rows], "step": [row.step for row in rows]}
+
+
+def _interval_keys(rows: Sequence[_Row], table: pd.DataFrame, labels: Sequence[str]) -> dict[str, np.ndarray]:
+    size = len(labels)
+    counts = np.bincount(table["interval"], minlength=size)
+    own = {"interval": np.arange(size), "label": np.array(labels), "num_tokens": counts}
+    keys = {name: np.repeat(values, size) for name, values in _keys(rows).items()}
+    return keys | {name: np.tile(values, len(rows)) for name, values in own.items()}
+
+
+def _take_steps(
+    policy: Policy, batch: TokenBatch, rows: Sequence[_Row], judge: Judge, keywords: dict[str, Any]
+) -> pd.DataFrame:
+    """Real steps of plain GRPO, then of each weighting that splits plain's tokens among several; empty without one."""
+    plain, masks = rows[0].weights, {}
+    for method in dict.fromkeys(row.method for row in rows):
+        own = [row for row in rows if row.method == method]
+        if len(own) > 1 and _same(sum(row.weights for row in own), plain):
+            masks[method] = [(row.step, row.weights != 0) for row in own]
+    if not masks:
+        return pd.DataFrame()
+    changes, cosines = take_steps(policy, batch, masks, **keywords)
+    both = {"method": [PLAIN, *masks], "step": "both", "step_cosine": cosines}
+    return pd.DataFrame(both | columns(judge.directions("right_step", changes)))
+
+
+def _join(rows: Sequence[_Row], known: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """A row for every weighting and step, with the numbers of the row whose weights it has; and those of real steps."""
+    numbers = {_name(row): dict(found) for row, found in _pairs(rows, known)}
+    out = []
+    for row in rows:
+        keys = {"method": row.method, "step": row.step, "same_as": row.same_as}
+        out.append(keys | {k: v for k, v in numbers[row.same_as or _name(row)].items() if k not in keys})
+    found = pd.DataFrame(out)
+    if steps.empty:
+        return found
+    plain = steps.iloc[0].drop(["method", "step"])
+    found[plain.index] = np.nan
+    found.loc[found["method"] == PLAIN, plain.index] = plain.to_numpy(np.float64)
+    added = steps.iloc[1:].assign(same_as="")
+    joined = pd.concat([found, added], ignore_index=True)
+    order = joined["method"].map({name: place for place, name in enumerate(found["method"].unique())})
+    return joined.iloc[np.argsort(order, kind="stable")].reset_index(drop=True)
+
+
+def _spread(rows: Sequence[_Row], known: pd.DataFrame) -> pd.DataFrame:
+    """The intervals' numbers of every weighting and step."""
+    groups = {(method, step): part for (method, step), part in known.groupby(["method", "step"], sort=False)}
+    distinct = {_name(row): (row.method, row.step) for row in rows if not row.same_as}
+    parts = [
+        groups[distinct[row.same_as or _name(row)]].assign(method=row.method, step=row.step, same_as=row.same_as)
+        for row in rows
+    ]
+    return pd.concat(parts, ignore_index=True)
+
+
+def _pairs(rows: Sequence[_Row], known: pd.DataFrame) -> Iterator[tuple[_Row, pd.Series]]:
+    distinct = [row for row in rows if not row.same_as]
+    yield from zip(distinct, (found for _, found in known.iterrows()), strict=True)
+
+
+def _weights(rows: Sequence[_Row], table: pd.DataFrame) -> pd.DataFrame:
+    columns = {_name(row): row.weights.astype(np.float32) for row in rows}
+    return pd.concat([table[["response", "position"]], pd.DataFrame(columns, index=table.index)], axis=1)

@@ -1,0 +1,106 @@
+"""What is said of each row of weights, and of it minus the first, plain row: ratios of sums over redrawn prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+
+from gradscope.gradients import PARAMETERS, stands_for
+from gradscope.resampling import bootstrap, prompt_clusters
+from gradscope.updates.comparison.noise import norms_and_cosines, signal_to_noise, signal_to_noise_difference
+from gradscope.updates.comparison.passes import Passes
+
+Found = Float[np.ndarray, "3 *k"]
+"""Values, lower and upper bounds."""
+DIFFERENCE = "_difference"
+BOUNDS = ("", "_lower", "_upper")
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Judges rows of weights on the tokens of one table; all statistics see the same draws of prompts."""
+
+    table: pd.DataFrame
+    labels: Sequence[str]
+    norms_known: bool
+    """Whether `param_grad_norm` is of single tokens; estimates are of groups."""
+    seed: int
+    confidence: float
+    resamples: int
+
+    def directions(self, name: str, changes: Float[np.ndarray, "R K"]) -> dict[str, Found]:
+        """The share of the tokens that go the way of their advantage, of those that have one and move."""
+        wanted = np.sign(self.table["advantage"].to_numpy(np.float64))
+        moved = (wanted != 0) & (changes != 0)
+        right = self._by_prompt(moved & (np.sign(changes) == wanted))
+        return self._ratios(name, right, self._by_prompt(moved))
+
+    def gradients(self, passes: Passes) -> dict[str, Found]:
+        """Norm, cosine and signal to noise of the summed gradients, and directions along them."""
+        ratios, cosines = norms_and_cosines(passes.products, confidence=self.confidence)
+        numbers = {
+            "norm_ratio": ratios,
+            "cosine": cosines,
+            "signal_to_noise": signal_to_noise(passes.products, confidence=self.confidence),
+            f"signal_to_noise{DIFFERENCE}": signal_to_noise_difference(passes.products, confidence=self.confidence),
+        } | self.directions("right_sgd", passes.changes)
+        if passes.adamw_changes is not None:
+            numbers |= self.directions("right_adamw", passes.adamw_changes)
+        return numbers
+
+    def energies(self, weights: Float[np.ndarray, "R K"]) -> tuple[dict[str, Found], dict[str, Found]]:
+        """The share of the tokens that carry the update, [R]; and shares of Σ w²‖g‖² by interval, [R, A]."""
+        norms = self.table[PARAMETERS].to_numpy(np.float64) if self.norms_known else np.full(len(self.table), np.nan)
+        known = ~np.isnan(norms)
+        counts, norms = np.where(known, stands_for(self.table, known), 0.0), np.where(known, norms, 0.0)
+        force = np.abs(weights) * norms
+        energy = self._by_prompt(force[:, None] ** 2 * counts * self._inside())
+        whole = energy.sum(2, keepdims=True)
+        # (Σ|w|‖g‖)² over Σw²‖g‖² and the number of tokens: two factors below the line.
+        parts = self._by_prompt(force * counts), whole[..., 0]
+        tokens = self._by_prompt(np.ones((1, len(self.table))))
+        carried = self._bootstrap("effective_share", (*parts, tokens), lambda over, squares, n: over**2 / squares / n)
+        return carried, self._ratios("energy_share", energy, np.broadcast_to(whole, energy.shape))
+
+    def gradient_shares(self, weights: Float[np.ndarray, "R K"], passes: Passes) -> Float[np.ndarray, "R A"]:
+        """⟨U_a, U⟩/‖U‖² of each interval."""
+        parts = (weights * passes.changes) @ self._inside().T
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return parts / parts.sum(1, keepdims=True)
+
+    def _inside(self) -> Float[np.ndarray, "A K"]:
+        return (self.table["interval"].to_numpy() == np.arange(len(self.labels))[:, None]).astype(np.float64)
+
+    def _by_prompt(self, values: np.ndarray) -> Float[np.ndarray, "n *k"]:
+        """Sums over the tokens of each prompt, of [*k, K]."""
+        clusters = prompt_clusters(self.table)
+        flat = np.asarray(values, dtype=np.float64).reshape(-1, len(clusters))
+        sums = np.stack([np.bincount(clusters, row, minlength=int(clusters.max()) + 1) for row in flat], axis=1)
+        return sums.reshape(-1, *np.shape(values)[:-1])
+
+    def _ratios(self, name: str, over: np.ndarray, under: np.ndarray) -> dict[str, Found]:
+        return self._bootstrap(name, (over, under), lambda over, under: over / under)
+
+    def _bootstrap(self, name: str, sums: Sequence[np.ndarray], divide: object) -> dict[str, Found]:
+        """What `divide` makes of the sums over prompts, and that minus the first row's."""
+        shape = sums[0].shape[1:]
+
+        def evaluate(draws: Float[np.ndarray, "r n"]) -> Float[np.ndarray, "r m"]:
+            with np.errstate(invalid="ignore", divide="ignore"):  # nothing moved, nothing measured
+                values = divide(*(np.tensordot(draws.astype(np.float64), part, 1) for part in sums))
+            values = np.where(np.isfinite(values), values, np.nan)
+            return np.stack([values, values - values[:, :1]], axis=1).reshape(len(draws), -1)
+
+        settings = {"confidence": self.confidence, "resamples": self.resamples}
+        found = bootstrap(evaluate, len(sums[0]), rng=np.random.default_rng(self.seed), **settings)
+        found = found.reshape(3, 2, *shape)
+        return {name: found[:, 0], f"{name}{DIFFERENCE}": found[:, 1]}
+
+
+def columns(numbers: dict[str, Found]) -> dict[str, np.ndarray]:
+    """Each number as NAME, NAME_lower and NAME_upper."""
+    return {f"{name}{end}": found[i].ravel() for name, found in numbers.items() for i, end in enumerate(BOUNDS)}
