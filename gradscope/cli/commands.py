@@ -25,6 +25,7 @@ COMMANDS = {
     "sample": "Sample responses, with rewards where a task gives them, into a rollout file that `measure` reads.",
     "measure": "Measure the gradient of every response token of a rollout file: token table, figures, summary.",
     "diagnose": "Diagnose checkpoints on their rollouts: which tokens an update serves, in one HTML file.",
+    "compare": "Compare token weightings on one batch: whom each would serve, and how much of the update is signal.",
     "tune": "Screen α of Advantage Reweighting and η of Lopti on one batch, without training.",
     "train": "Train a policy with GRPO or REINFORCE++, Advantage Reweighting and Lopti.",
     "evaluate": "Accuracy of a policy on a task's questions: greedy, avg@k and pass@k, with intervals.",

@@ -8,12 +8,12 @@ import os
 import sys
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from gradscope.cli.flags import FormatFlag, MeasuredPolicyFlags, MemoryFlag, check_no_plan
-from gradscope.cli.measure import Measure
+from gradscope.cli.measure import MeasureOwn
 from gradscope.cli.measured import Measured
 from gradscope.cli.pages import (
     PAGE,
@@ -30,38 +30,17 @@ from gradscope.cli.pages import (
 from gradscope.cli.sample import Sample
 from gradscope.diagnosis import DiagnosisSettings
 from gradscope.errors import InputError
-from gradscope.gradients import AFTERWARDS, MeasureSettings, settle_minutes
+from gradscope.gradients import AFTERWARDS, MeasureSettings
 from gradscope.policy import (
     ADAPTER_CONFIG,
     EMBEDDED,
     Policy,
-    checkpoint_step,
     find_policy_state,
     refuse_training_run,
     weights_hash,
 )
-from gradscope.rollouts import Dump, keep_own_step, list_files
+from gradscope.rollouts import list_files
 from gradscope.runs import check_is_folder, check_results, file_hash, plain_json
-
-
-@dataclass(frozen=True)
-class MeasureOwn(Measure):
-    """Measure a checkpoint on its own rollouts: the step that it sampled, where a dump holds several."""
-
-    keeps_prompts: ClassVar[bool] = True
-    optimizer_state: Path | None = None
-    """An optimizer's file that must be of this policy."""
-
-    def has_metric(self, policy: Policy) -> bool:
-        return (self.optimizer_state or find_policy_state(policy)) is not None
-
-    def settle(self, policy: Policy, device: str) -> MeasureSettings:
-        return settle_minutes(self.settings, policy, device)
-
-    def read(self, policy: Policy) -> Dump:
-        read_step(policy, self.optimizer_state, asked=True)  # refused here, not when all is measured
-        dump = super().read(policy)
-        return dump if self.step is not None else keep_own_step(dump, checkpoint_step(self.model))
 
 
 @dataclass(frozen=True)
@@ -240,7 +219,7 @@ class Diagnose(MeasuredPolicyFlags):
             Sample(model, path, **wanted, base=self.base, trust_remote_code=self.trust_remote_code).run()
         return path
 
-    def _measure(self, model: str, rollouts: Path, folder: Path | None) -> Measure:
+    def _measure(self, model: str, rollouts: Path, folder: Path | None) -> MeasureOwn:
         plan = {"plan": self.plan, "machine": self.machine, "processes": self.processes}
         given = plan | {"format": self.format, "step": self.step, "gradient_memory": self.gradient_memory}
         given |= {"optimizer_state": self.optimizer_state, "overwrite": self.overwrite}

@@ -26,6 +26,7 @@ from gradscope.cli.flags import (
 )
 from gradscope.cli.manifest import describe_dump, make_key, make_manifest
 from gradscope.cli.measured import TABLE, Measured
+from gradscope.cli.pages import read_step
 from gradscope.diagnosis import sampling_error
 from gradscope.errors import InputError
 from gradscope.gradients import (
@@ -42,10 +43,19 @@ from gradscope.gradients import (
     join_rounds,
     measure_rounds,
     plan_batch_sums,
+    settle_minutes,
 )
 from gradscope.intervals import interval_labels
-from gradscope.policy import Policy, find_device, gradient_budget, hash_ahead, join_launch
-from gradscope.rollouts import Dump, TokenBatch
+from gradscope.policy import (
+    Policy,
+    checkpoint_step,
+    find_device,
+    find_policy_state,
+    gradient_budget,
+    hash_ahead,
+    join_launch,
+)
+from gradscope.rollouts import Dump, TokenBatch, keep_own_step
 from gradscope.runs import RunFolder, is_table, write_parquet, write_text
 
 SUMMARY = "figures/summary.txt"
@@ -388,6 +398,26 @@ class Measure(MeasuredPolicyFlags):
         if error is not None:
             sample["error"] = error.in_words(None if times is None else seconds)
         return sample
+
+
+@dataclass(frozen=True)
+class MeasureOwn(Measure):
+    """Measure a checkpoint on its own rollouts: the step that it sampled, where a dump holds several."""
+
+    keeps_prompts: ClassVar[bool] = True
+    optimizer_state: Path | None = None
+    """An optimizer's file that must be of this policy."""
+
+    def has_metric(self, policy: Policy) -> bool:
+        return (self.optimizer_state or find_policy_state(policy)) is not None
+
+    def settle(self, policy: Policy, device: str) -> MeasureSettings:
+        return settle_minutes(self.settings, policy, device)
+
+    def read(self, policy: Policy) -> Dump:
+        read_step(policy, self.optimizer_state, asked=True)  # refused here, not when all is measured
+        dump = super().read(policy)
+        return dump if self.step is not None else keep_own_step(dump, checkpoint_step(self.model))
 
 
 def describe_norms(measurement: TableMeasurement, table: pd.DataFrame) -> dict[str, Any]:

@@ -30,6 +30,9 @@ Weights = Float[np.ndarray, " K"]
 AGGREGATIONS = ("token-mean", "sequence")
 """How a loss adds up: over all tokens alike, or the mean over responses of the mean over their tokens."""
 
+ROUNDING = 1e-4
+"""Nats by which two forward passes of one policy in float32 may differ, as those of a sampler and of a trainer do."""
+
 
 class Tokens:
     """The columns of a token table that weightings read, [K] in float64; InputError for one that is not there."""
@@ -260,7 +263,7 @@ class KLCov(Weighting):
     """w = r·Â, never clipped; less β·sign(log r), the slope of β·|log r|, on the `share` of tokens with the largest c.
 
     arXiv:2505.22617, as verl's kl_cov (read in its source; its default share is 2e-4). On-policy the penalty has no
-    slope.
+    slope: where |log r| is below ROUNDING, its sign is that of the rounding of two forward passes, and counts as 0.
     """
 
     NAME = "kl-cov"
@@ -270,7 +273,8 @@ class KLCov(Weighting):
     def factors(self, tokens: Tokens) -> Weights:
         weights = tokens.ratio * tokens.advantage
         top = np.argsort(-tokens.covariance, kind="stable")[: max(1, int(self.share * len(weights)))]
-        weights[top] -= self.beta * np.sign(tokens["logprob"] - tokens.old)[top]
+        moved = (tokens["logprob"] - tokens.old)[top]
+        weights[top] -= self.beta * np.where(np.abs(moved) < ROUNDING, 0.0, np.sign(moved))
         return weights
 
 

@@ -5,6 +5,7 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
+        "comparison": ["plot_comparison"],
         "layers": ["plot_figure_2", "plot_layers_by_interval", "plot_norm_against_one_minus_prob"],
         "style": [
             "NEUTRAL",

@@ -21,9 +21,9 @@ def plant(case: str, seed: int = 0, lengths: tuple[int, ...] = (5, 9, 1, 12, 7, 
     """Tokens of six responses, as a token table has them; case: "on-policy", "old", or "other sampler"."""
     rng = np.random.default_rng(seed)
     response = np.repeat(np.arange(len(lengths)), lengths)
-    old = np.log(rng.beta(0.6, 0.3, len(response)).clip(1e-4, 1 - 1e-6))
+    old = np.log(rng.beta(0.6, 0.3, len(response)).clip(1e-4, 0.999))
     moved = 0.0 if case == "on-policy" else rng.normal(0, 0.4, len(response))
-    logprob = np.minimum(old + moved, -1e-6)
+    logprob = np.minimum(old + moved, np.log(0.999))
     sampler = old + (rng.normal(0, 1.2, len(response)) if case == "other sampler" else 0.0)
     columns = {
         "response": response,
@@ -180,6 +180,8 @@ def test_on_policy_those_that_only_clip_are_grpo():
     np.testing.assert_allclose(plain, table["advantage"])
     for name in ("cispo", "sapo", "gspo", "dppo-tv", "kl-cov", "icepop"):
         np.testing.assert_allclose(make_weighting(name).weights(table)["all"], plain, err_msg=name)
+    rounded = table.assign(old_logprob=table["logprob"] + np.tile([3e-5, -3e-5], len(table))[: len(table)])
+    np.testing.assert_allclose(make_weighting("kl-cov").weights(rounded)["all"], plain, rtol=1e-4)
 
 
 def test_under_the_mean_over_responses_each_response_has_the_same_part():

@@ -29,8 +29,8 @@ from gradscope.updates.comparison.real_steps import take_steps
 from gradscope.updates.step import StepSettings, state_step
 
 PLAIN = "grpo"
-SAME = 1e-6
-"""Weights are the same where they differ by less than this part of the largest: the table's columns are float32."""
+SAME = 1e-4
+"""Weights are the same where none differs by more than this part of the largest: log π of sampler and trainer round."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -95,7 +95,7 @@ def compare(
     optimizer_state: AdamWState | dict[str, Any] | None = None,
     step: StepSettings | None = None,
     memory: int | None = None,
-    micro_batch_size: int = 8,
+    micro_batch_size: int = 4,
     seed: int = 0,
     confidence: float = 0.95,
     resamples: int = 1000,
@@ -134,6 +134,9 @@ def compare(
     notes: list[Note] = []
     weightings = _settle(methods, table, notes)
     rows = _make_rows(weightings, table, aggregation)
+    if split := _split(rows):
+        words = "takes two optimizer steps" if len(split) == 1 else "take two optimizer steps"
+        notes.append(Note(f"{', '.join(split)} {words}, equal to GRPO's one to first order under SGD.", "two-steps"))
     distinct = [row for row in rows if not row.same_as]
     weights = np.stack([row.weights for row in distinct])
     memory = gradient_budget(policy.device, processes) if memory is None else memory
@@ -238,15 +241,20 @@ def _interval_keys(rows: Sequence[_Row], table: pd.DataFrame, labels: Sequence[s
     return keys | {name: np.tile(values, len(rows)) for name, values in own.items()}
 
 
+def _split(rows: Sequence[_Row]) -> dict[str, list[_Row]]:
+    """The weightings of several optimizer steps whose weights add up to plain's."""
+    own = {
+        method: [row for row in rows if row.method == method] for method in dict.fromkeys(row.method for row in rows)
+    }
+    plain = rows[0].weights
+    return {m: parts for m, parts in own.items() if len(parts) > 1 and _same(sum(p.weights for p in parts), plain)}
+
+
 def _take_steps(
     policy: Policy, batch: TokenBatch, rows: Sequence[_Row], judge: Judge, keywords: dict[str, Any]
 ) -> pd.DataFrame:
     """Real steps of plain GRPO, then of each weighting that splits plain's tokens among several; empty without one."""
-    plain, masks = rows[0].weights, {}
-    for method in dict.fromkeys(row.method for row in rows):
-        own = [row for row in rows if row.method == method]
-        if len(own) > 1 and _same(sum(row.weights for row in own), plain):
-            masks[method] = [(row.step, row.weights != 0) for row in own]
+    masks = {method: [(row.step, row.weights != 0) for row in own] for method, own in _split(rows).items()}
     if not masks:
         return pd.DataFrame()
     changes, cosines = take_steps(policy, batch, masks, **keywords)

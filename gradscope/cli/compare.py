@@ -1,0 +1,132 @@
+"""The command `gradscope compare`: what every token weighting would do with one batch of your own."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from gradscope.cli.flags import FormatFlag, MeasuredPolicyFlags, MemoryFlag
+from gradscope.cli.measure import MeasureOwn
+from gradscope.cli.measured import Measured
+from gradscope.cli.pages import read_step
+from gradscope.errors import InputError
+from gradscope.gradients import MeasureSettings
+from gradscope.objective import make_weighting
+from gradscope.policy import find_policy_state
+from gradscope.runs import check_results, file_hash, plain_json, write_parquet, write_text
+
+TABLE, BY_INTERVAL, WEIGHTS, SUMMARY = "compare.csv", "by_interval.csv", "weights.parquet", "summary.txt"
+FIGURE = "figures/compare.png"
+RESULTS = ("tokens.parquet", "figures", TABLE, BY_INTERVAL, WEIGHTS, SUMMARY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(MeasuredPolicyFlags):
+    """What would every token weighting do with your batch? Whom it serves, how far it turns the update, how much of it
+    is signal, each against plain GRPO, with intervals over prompts."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Checkpoint folder of transformers or of a LoRA adapter, or "embedded"; best a policy in training."""
+    rollouts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
+    """JSONL or parquet, a row per response, or a trainer's dump: a file, or a folder of them (see the README)."""
+    out: Path
+    """Folder for compare.csv, by_interval.csv, weights.parquet, summary.txt, figures/, tokens.parquet and
+    manifest.json. A run that was interrupted is taken up again."""
+    methods: tuple[str, ...] = ()
+    """Weightings, NAME[:key=value,…] or FILE.py:NAME[:key=value,…]; none: all that the rollouts have columns for."""
+    aggregation: Literal["token-mean", "sequence"] = "token-mean"
+    """How the losses add up: over all tokens alike, or the mean over responses of the mean over their tokens."""
+    settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
+    )
+    optimizer_state: Path | None = None
+    """AdamW's state_dict, saved by torch; none: optimizer.pt in MODEL's folder, if it is there and fits."""
+    max_grad_norm: float | None = 1.0
+    """The run's clipping of the gradient's norm; none: it was not clipped."""
+    gradient_memory: MemoryFlag = None
+    """Bytes for vectors as long as the parameters, which decide how many weightings go through the network at a time,
+    and whether their gradients are made whole, in slices of the parameters or as sketches."""
+    format: FormatFlag = None
+    """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
+    step: int | None = None
+    """Only the responses of this training step, where a dump holds several."""
+    overwrite: bool = False
+    """Replace a run with other arguments in the same folder."""
+
+    def run(self) -> None:
+        for method in self.methods:
+            make_weighting(method)  # refused before anything is loaded
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise InputError(f"--max-grad-norm is {self.max_grad_norm}; give a number above 0, or none")
+        if self.optimizer_state is not None and not self.optimizer_state.is_file():
+            raise InputError(f"{self.optimizer_state} is not there; give the file of an AdamW state_dict")
+        check_results(self.out, RESULTS)
+        read = {"format": self.format, "step": self.step, "optimizer_state": self.optimizer_state}
+        read |= {"overwrite": self.overwrite, "figures": False, "gradient_memory": self.gradient_memory}
+        measured = MeasureOwn(self.model, self.rollouts, self.out, self.settings, **read, **self.loading)
+        self._compare(measured.measure())
+
+    def _compare(self, measured: Measured) -> None:
+        processes, asked = measured.processes, self._asked(measured)
+        found = processes.is_main and measured.folder.manifest.get("comparison") == asked
+        found = found and all((self.out / name).is_file() for name in (TABLE, BY_INTERVAL, WEIGHTS, SUMMARY))
+        if not processes.gather([found])[0]:
+            self._write(measured, asked)
+        elif processes.is_main:
+            print(f"already compared with these arguments: {self.out / TABLE}")
+        if processes.is_main:
+            print(f"\n{(self.out / SUMMARY).read_text(encoding='utf-8').rstrip()}")
+
+    def _asked(self, measured: Measured) -> dict[str, Any]:
+        """All that changes the comparison beside the table, as the manifest remembers it."""
+        state = self._find_state(measured)
+        files = [Path(method.rpartition(".py:")[0] + ".py") for method in self.methods if ".py:" in method]
+        asked = {
+            "methods": self.methods,
+            "files": [file_hash(file) for file in files],
+            "aggregation": self.aggregation,
+            "loss": asdict(self.settings.loss),
+            "optimizer_state": None if state is None else file_hash(state),
+            "max_grad_norm": self.max_grad_norm,
+            "gradient_memory": self.gradient_memory,
+        }
+        return plain_json(asked)
+
+    def _find_state(self, measured: Measured) -> Path | None:
+        return self.optimizer_state or find_policy_state(measured.policy)
+
+    def _write(self, measured: Measured, asked: dict[str, Any]) -> None:
+        from gradscope.plots import plot_comparison, save_figure
+        from gradscope.updates import compare, describe
+
+        folder, policy = measured.folder, measured.policy
+        state, step, notes = read_step(policy, self._find_state(measured), asked=self.optimizer_state is not None)
+        found = compare(
+            policy,
+            measured.measurement.batch,
+            self.methods or None,
+            table=measured.read_table(),
+            settings=self.settings.loss,
+            aggregation=self.aggregation,
+            optimizer_state=state,
+            step=None if step is None else replace(step, max_grad_norm=self.max_grad_norm),
+            memory=measured.gradient_memory,
+            seed=self.settings.seed,
+            processes=measured.processes,
+            progress=measured.processes.is_main and sys.stderr.isatty(),
+        )
+        if not measured.processes.is_main:
+            return
+        with folder.writing():
+            folder.stage()
+            write_text(folder.staged / TABLE, found.table.to_csv(index=False))
+            write_text(folder.staged / BY_INTERVAL, found.by_interval.to_csv(index=False))
+            write_parquet(folder.staged / WEIGHTS, found.weights)
+            write_text(folder.staged / SUMMARY, "\n\n".join([describe(found), *notes]) + "\n")
+            save_figure(plot_comparison(found.table, found.by_interval, found.labels), folder.staged / FIGURE)
+            folder.publish(folder.manifest | {"comparison": asked})
+        print(f"weightings: {self.out / TABLE}; figure: {self.out / FIGURE}")

@@ -1,0 +1,96 @@
+"""A picture of what every weighting would do with one batch, a row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gradscope.plots.style import NEUTRAL, finish, interval_colors, paper_style, require
+
+_PANELS = {
+    "norm_ratio": "Norm of the update\nover plain's",
+    "cosine": "Cosine with\nplain's update",
+    "signal_to_noise": "Signal to noise\nof one prompt",
+    "right_sgd": "Tokens that go the\nway of Â (%)",
+    "effective_share": "Tokens that carry\nthe update (%)",
+}
+_KINDS = {"right_sgd": ("SGD", "o"), "right_adamw": ("AdamW", "s"), "right_step": ("real AdamW steps", "D")}
+_ROW = 0.24
+
+
+@paper_style()
+def plot_comparison(table: pd.DataFrame, by_interval: pd.DataFrame, labels: Sequence[str]) -> Figure:
+    """Each weighting's energy by interval of π, norm, cosine, signal to noise, right directions, carrying tokens.
+
+    table, by_interval, labels: of a `Comparison`. Weightings with the weights of another are named below. Bars over the
+    points are 95 % intervals over prompts; the grey line is plain GRPO's value, or 0. Raises InputError for a missing
+    column.
+    """
+    require(table, ["method", "step", "same_as", *_PANELS], what="the comparison")
+    rows = table[table["same_as"] == ""].reset_index(drop=True)
+    names, told = _names(rows), _tell_same(table[table["same_as"] != ""])
+    ratios = [1.5, *[1.0] * len(_PANELS)]
+    size = (11.0, 1.1 + _ROW * len(rows))
+    figure, axes = plt.subplots(1, len(ratios), figsize=size, layout="constrained", sharey=True, width_ratios=ratios)
+    plt.close(figure)
+    _draw_energy(axes[0], rows, by_interval, labels, names)
+    for ax, (column, title) in zip(axes[1:], _PANELS.items(), strict=True):
+        _draw_points(ax, rows, column)
+        ax.set_title(title, loc="left")
+    axes[0].invert_yaxis()
+    figure.supxlabel(told, x=0.99, ha="right", fontsize="medium")
+    return figure
+
+
+def _names(rows: pd.DataFrame) -> list[str]:
+    """What stands at each row: the weighting and, of several, its step."""
+    steps = {"all": "", "both": ", real steps"}
+    return [f"{row.method}{steps.get(row.step, f', step “{row.step}”')}" for row in rows.itertuples()]
+
+
+def _tell_same(same: pd.DataFrame) -> str:
+    """Which weightings are left out of the picture, and whose weights they have."""
+    groups = same.groupby("same_as", sort=False)["method"]
+    return ";  ".join(f"the same as {name} on this batch: {', '.join(own)}" for name, own in groups)
+
+
+def _draw_energy(
+    ax: Axes, rows: pd.DataFrame, by_interval: pd.DataFrame, labels: Sequence[str], names: Sequence[str]
+) -> None:
+    keys = ["method", "step"]
+    shares = by_interval.pivot_table(index=keys, columns="interval", values="energy_share", sort=False)
+    shares = 100 * shares.reindex(pd.MultiIndex.from_frame(rows[keys])).to_numpy()
+    left, colors = np.zeros(len(rows)), interval_colors(max(4, len(labels)))
+    for place, label in enumerate(labels):
+        ax.barh(range(len(rows)), shares[:, place], left=left, color=colors[place], label=label, height=0.75, lw=0)
+        left = left + np.nan_to_num(shares[:, place])
+    ax.set_yticks(range(len(rows)), names)
+    ax.set_xlim(0, 100)
+    ax.set_title("Energy Σ(w‖g‖)² by π (%)", loc="left")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=len(labels), columnspacing=0.8, handlelength=0.8)
+    drawn = pd.DataFrame({f"energy_share {label}": shares[:, place] for place, label in enumerate(labels)})
+    finish(ax, pd.concat([rows[keys], drawn], axis=1))
+
+
+def _draw_points(ax: Axes, rows: pd.DataFrame, column: str) -> None:
+    kinds = {k: v for k, v in _KINDS.items() if k in rows} if column == "right_sgd" else {column: ("", "o")}
+    factor = 100.0 if column in (*_KINDS, "effective_share") else 1.0
+    parts, places = [rows[["method", "step"]]], np.arange(len(rows))
+    for number, (name, (word, marker)) in enumerate(kinds.items()):
+        found = factor * rows[[name, f"{name}_lower", f"{name}_upper"]].to_numpy(np.float64)
+        height = places + 0.22 * (number - (len(kinds) - 1) / 2)
+        color = ("black", "#2a7f62", "#b5483a")[number]
+        ax.hlines(height, found[:, 1], found[:, 2], color=color, lw=0.9)
+        ax.plot(found[:, 0], height, marker, color=color, ms=3.2, label=word)
+        parts.append(pd.DataFrame(found, columns=[name, f"{name}_lower", f"{name}_upper"]))
+    reference = 0.0 if column == "signal_to_noise" else factor * rows[column].iloc[0]
+    ax.axvline(reference, color=NEUTRAL, lw=0.6, zorder=0)
+    ax.tick_params(axis="y", length=0)
+    if len(kinds) > 1:
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), handlelength=0.8)
+    finish(ax, pd.concat(parts, axis=1))

@@ -1,0 +1,93 @@
+"""What a comparison says, in words and a table of text; and what one batch cannot say."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import numpy as np
+import pandas as pd
+
+from gradscope.resampling import in_brackets
+from gradscope.updates.comparison.compare import Comparison
+
+CANNOT = """No weighting is recommended: no number of one batch is known to predict how well a run ends. What is told is
+of this batch: whose gradients each weighting enlarges, how far it turns the update, and whether the update stands out
+from what other prompts would have given."""
+FIXED = """Intervals of 95 % are over prompts, those with equal rewards among them. Thresholds over the batch (quantiles
+of entropy, covariances), random draws and, for directions, the update itself stay as they are meanwhile."""
+
+
+def describe(comparison: Comparison) -> str:
+    """All of it: what was compared, what is the same, the numbers, the signal, and what cannot be told."""
+    parts = [
+        _design(comparison),
+        _same(comparison),
+        _numbers(comparison),
+        signal_sentence(comparison),
+        *comparison.notes,
+    ]
+    return "\n\n".join(part for part in (*parts, f"{FIXED}\n{CANNOT}") if part)
+
+
+def signal_sentence(comparison: Comparison) -> str:
+    """Whether plain GRPO's signal can be told from 0, and at how many prompts it would equal the noise."""
+    row = comparison.table.iloc[0]
+    value, lower, upper = (row[f"signal_to_noise{end}"] for end in ("", "_lower", "_upper"))
+    n = comparison.num_prompts
+    if not np.isfinite(lower):
+        return f"Of {n} prompts no signal can be told from noise; give at least 3."
+    found = f"plain GRPO's signal to noise is {value:.3f}{in_brackets(lower, upper, '{:.3f}'.format)} for one prompt"
+    if lower > 0:
+        return f"The update has a signal: {found}, so that both are equal at about {_prompts(value)} prompts."
+    if upper <= 0:
+        return f"No signal is seen on these {n} prompts: {found}."
+    return (
+        f"On these {n} prompts the update's signal cannot be told from 0: {found}. "
+        f"Signal equals noise at {_prompts(upper)} prompts at the earliest."
+    )
+
+
+def _prompts(ratio: float) -> str:
+    return f"{ceil(1 / ratio):,}"
+
+
+def _design(c: Comparison) -> str:
+    return (
+        f"{c.table['method'].nunique()} weightings on {len(c.weights):,} tokens of {c.num_prompts} prompts, of which "
+        f"{c.num_informative_prompts} have unequal rewards; each against plain GRPO ({c.aggregation})."
+    )
+
+
+def _same(c: Comparison) -> str:
+    same = c.table[c.table["same_as"] != ""]
+    groups = [f"{', '.join(own['method'])}: the same as {name}" for name, own in same.groupby("same_as", sort=False)]
+    return "On this batch these have the weights of another up to rounding:\n" + "\n".join(groups) if groups else ""
+
+
+def _numbers(c: Comparison) -> str:
+    first = c.by_interval[c.by_interval["interval"] == 0].set_index(["method", "step"])
+    shown = c.table[c.table["same_as"] == ""].set_index(["method", "step"])
+    columns = {f"energy, π in {c.labels[0]}": _percent(first.reindex(shown.index), "energy_share")}
+    columns |= {"norm": _plain(shown, "norm_ratio", 2), "cosine": _plain(shown, "cosine", 2)}
+    columns |= {"signal/noise": _plain(shown, "signal_to_noise", 3)}
+    names = {"right_sgd": "right way, SGD", "right_adamw": "AdamW", "right_step": "real AdamW steps"}
+    columns |= {words: _percent(shown, name) for name, words in names.items() if name in shown}
+    columns |= {"tokens that carry it": _percent(shown, "effective_share")}
+    table = pd.DataFrame(columns, index=[" ".join(key).removesuffix(" all") for key in shown.index])
+    return table.to_string()
+
+
+def _percent(frame: pd.DataFrame, name: str) -> list[str]:
+    return _cells(100 * frame[[f"{name}{end}" for end in ("", "_lower", "_upper")]], "{:.0f}", " %")
+
+
+def _plain(frame: pd.DataFrame, name: str, digits: int) -> list[str]:
+    return _cells(frame[[f"{name}{end}" for end in ("", "_lower", "_upper")]], f"{{:.{digits}f}}", "")
+
+
+def _cells(numbers: pd.DataFrame, form: str, unit: str) -> list[str]:
+    write = form.format
+    return [
+        "–" if np.isnan(value) else f"{write(value)}{unit}{in_brackets(lower, upper, write)}"
+        for value, lower, upper in numbers.to_numpy(np.float64)
+    ]

@@ -1,0 +1,109 @@
+"""`gradscope compare`: what it writes, that it is done once, and what it refuses."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.cli import assert_one_line, outcome_of
+from support.policies import make_policy, make_responses, save_checkpoint, write_jsonl
+
+from gradscope.policy import load_policy
+from gradscope.rollouts import read_rollouts
+from gradscope.updates import compare
+
+# torch itself calls torch.jit.script the first time that forward mode is used.
+pytestmark = [
+    pytest.mark.usefixtures("undrawn"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+]
+
+FILES = {"compare.csv", "by_interval.csv", "weights.parquet", "summary.txt", "tokens.parquet", "manifest.json"}
+FIELDS = ("prompt_ids", "response_ids", "group", "temperature", "reward", "old_logprobs", "response_mask")
+
+
+@pytest.fixture
+def run(capsys):
+    """Run `gradscope compare` in this process."""
+    return partial(outcome_of, capsys, "compare")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """With an optimizer that has taken steps beside it."""
+    folder = save_checkpoint(tmp_path_factory.mktemp("model") / "llama", "llama")
+    parameters = load_policy(folder).model.named_parameters()
+    optimizer = torch.optim.AdamW(parameters, lr=2e-4)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = 1e-2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    optimizer.step()
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory) -> Path:
+    rows = [{name: getattr(r, name) for name in FIELDS} for r in make_responses(make_policy("llama"))]
+    return write_jsonl(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl", rows)
+
+
+def test_it_writes_what_the_function_returns_and_does_it_once(run, model, rollouts, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import numpy as np\n"
+        "from gradscope.objective import Weighting\n"
+        "class Halved(Weighting):\n"
+        "    NAME = 'halved'\n"
+        "    def factors(self, tokens):\n"
+        "        return tokens.plain / 2\n"
+    )
+    methods = ["reweight:alpha=0.5", "lopti", f"{own}:halved"]
+    arguments = (model, rollouts, "--out", tmp_path / "out", "--methods", *methods, "--seed", 3)
+    outcome = run(*arguments)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*")} >= FILES
+    assert {p.name for p in (tmp_path / "out" / "figures").iterdir()} == {"compare.png", "compare.csv"}
+    policy = load_policy(model)
+    state = torch.load(model / "optimizer.pt")
+    table = pd.read_parquet(tmp_path / "out" / "tokens.parquet")
+    batch = read_rollouts(rollouts, policy)
+    expected = compare(policy, batch, methods, table=table, optimizer_state=state, seed=3)
+    for name in ("table", "by_interval"):
+        written = pd.read_csv(tmp_path / "out" / ("compare.csv" if name == "table" else f"{name}.csv"))
+        wanted = getattr(expected, name)
+        numbers = wanted.select_dtypes("number").columns
+        np.testing.assert_allclose(written[numbers], wanted[numbers], rtol=1e-6, atol=1e-9)
+    weights = pd.read_parquet(tmp_path / "out" / "weights.parquet")
+    assert list(weights) == ["response", "position", "grpo", "reweight:alpha=0.5", "lopti.low", "lopti.high", "halved"]
+    np.testing.assert_allclose(weights["halved"], table["policy_weight"] / 2, rtol=1e-6)
+    summary = (tmp_path / "out" / "summary.txt").read_text()
+    assert outcome.out.endswith(f"\n{summary}") and "No weighting is recommended" in summary
+    before = (tmp_path / "out" / "compare.csv").stat().st_mtime_ns
+    again = run(*arguments)
+    assert (again.status, (tmp_path / "out" / "compare.csv").stat().st_mtime_ns) == (0, before)
+    assert "already compared" in again.out
+    other = run(*arguments[:-4], "--seed", 3)
+    assert other.status == 0 and "already compared" not in other.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--methods", "lopty"), "lopti"),
+        (("--methods", "reweight:alpah=0.5"), "alpha"),
+        (("--methods", "reweight:alpha=2"), "alpha is 2"),
+        (("--methods", "icepop"), "sampler_logprob"),
+        (("--max-grad-norm", 0), "--max-grad-norm"),
+        (("--optimizer-state", "nowhere.pt"), "nowhere.pt"),
+        (("--gradient-memory", 10), "--gradient-memory"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_one_line(run, model, rollouts, tmp_path, arguments, words):
+    outcome = run(model, rollouts, "--out", tmp_path / "out", *arguments)
+    assert outcome.status == 2
+    assert_one_line(outcome if not outcome.out else type(outcome)(2, "", outcome.err), words)
+    assert not (tmp_path / "out" / "compare.csv").exists()

@@ -1,0 +1,344 @@
+"""Weightings compared: every number against token gradients by one autograd call each, and bounds on planted noise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy.stats import t as student
+from support.gradients import snapshot, token_gradients
+from support.policies import make_batch, make_policy
+from support.steps import BETAS, EPS, NARROW, flat_state, warm_state
+
+from gradscope.errors import InputError
+from gradscope.gradients import interval_gradients, measure, vector_bytes
+from gradscope.objective import Weighting, make_weighting, resolve_advantages
+from gradscope.updates import StepSettings, apply_update, compare, describe
+from gradscope.updates.comparison import noise
+from gradscope.updates.comparison.judge import Judge
+from gradscope.updates.comparison.noise import Products
+
+# torch itself calls torch.jit.script the first time that forward mode is used.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+METHODS = ("grpo", "reweight:alpha=0.5", "lopti", "random-split", "mask:low=0.5,high=1", "gspo", "up-weight")
+STEP = StepSettings("adamw", 1e-3, 0.1, BETAS, EPS, max_grad_norm=0.05)
+SETTINGS = replace(NARROW, kl_coef=0.0)
+
+
+class Case:
+    """A policy, a batch, its table, and all token gradients."""
+
+    def __init__(self, name: str) -> None:
+        self.policy = make_policy(name, torch.float64)
+        self.batch = make_batch(self.policy, temperature=0.7, seed=3)
+        self.table = measure(self.policy, self.batch, loss=SETTINGS, self_check=False)
+        self.jacobian = token_gradients(self.policy, self.batch).numpy()
+        self.group = self.table["group"].to_numpy()
+        self.state = warm_state(self.policy)
+
+    def parts(self, weights: np.ndarray) -> np.ndarray:
+        """u_p of each prompt, [n, P]."""
+        each = weights[:, None] * self.jacobian / len(weights)
+        return np.stack([each[self.group == g].sum(0) for g in np.unique(self.group)])
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return Case("qwen2")
+
+
+@pytest.fixture(scope="module")
+def found(case):
+    return compare(case.policy, case.batch, METHODS, table=case.table, settings=SETTINGS, optimizer_state=case.state,
+                   step=STEP, resamples=50)  # fmt: skip
+
+
+def rows_of(table: pd.DataFrame, weights: dict[str, dict[str, np.ndarray]]):
+    for method, steps in weights.items():
+        for step, values in steps.items():
+            yield table[(table["method"] == method) & (table["step"] == step)].iloc[0], values
+
+
+def weights_of(case: Case) -> dict[str, dict[str, np.ndarray]]:
+    return {name: make_weighting(name).weights(case.table) for name in METHODS}
+
+
+def snr(parts: np.ndarray) -> float:
+    """Of n draws n·u_p: the squared norm of their mean without bias, over their variance."""
+    draws = len(parts) * parts
+    noise = draws.var(0, ddof=1).sum()
+    return float(((draws.mean(0) ** 2).sum() - noise / len(draws)) / noise)
+
+
+def jackknife(statistic, *groups: np.ndarray) -> float:
+    n = len(groups[0])
+    left = np.array([statistic(*(np.delete(g, i, axis=0) for g in groups)) for i in range(n)])
+    return float(np.sqrt((n - 1) / n * ((left - left.mean()) ** 2).sum()))
+
+
+def norm_ratio(own: np.ndarray, plain: np.ndarray) -> float:
+    return float(np.linalg.norm(own.sum(0)) / np.linalg.norm(plain.sum(0)))
+
+
+def cosine(own: np.ndarray, plain: np.ndarray) -> float:
+    a, b = own.sum(0), plain.sum(0)
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+def check(case: Case, table: pd.DataFrame, *, rel: float, adamw: bool = True) -> None:
+    """Norm, cosine, signal to noise and directions of every row, from the vectors themselves."""
+    reach, advantage = student.ppf(0.975, 2), case.table["advantage"].to_numpy()
+    plain = case.parts(case.table["policy_weight"].to_numpy(np.float64))
+    scale = metric(case, plain.sum(0))
+    for row, weights in rows_of(table, weights_of(case)):
+        own = case.parts(weights)
+        for name, statistic in (("norm_ratio", norm_ratio), ("cosine", cosine)):
+            value = statistic(own, plain)
+            assert row[name] == pytest.approx(value, rel=rel), name
+            away = reach * jackknife(statistic, own, plain)
+            low = 0.0 if name == "norm_ratio" else -1.0
+            assert row[f"{name}_lower"] == pytest.approx(max(low, value - away), rel=20 * rel, abs=1e-9), name
+        assert row["signal_to_noise"] == pytest.approx(snr(own), abs=1e-6)
+        assert row["signal_to_noise_difference"] == pytest.approx(snr(own) - snr(plain), abs=1e-6)
+        for name, direction in (("right_sgd", own.sum(0)), ("right_adamw", scale * own.sum(0))):
+            if adamw or name == "right_sgd":
+                moved = np.sign(case.jacobian @ direction)
+                judged = (advantage != 0) & (moved != 0)
+                assert row[name] == pytest.approx((moved == np.sign(advantage))[judged].mean()), name
+
+
+def metric(case: Case, total: np.ndarray) -> np.ndarray:
+    """1 ⊘ (√v̂ + ε) after the plain step's clipped gradient."""
+    clipped = torch.from_numpy(total * min(1.0, STEP.max_grad_norm / np.linalg.norm(total)))
+    second, steps = (flat_state(case.policy, case.state, key, 0.0) for key in ("exp_avg_sq", "step"))
+    corrected = (BETAS[1] * second + (1 - BETAS[1]) * clipped**2) / (1 - BETAS[1] ** (steps + 1))
+    return (1 / (corrected.sqrt() + EPS)).numpy()
+
+
+def test_norms_cosines_signals_and_directions_are_those_of_the_vectors(case, found):
+    check(case, found.table, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_the_same_on_other_architectures(name):
+    case = Case(name)
+    found = compare(case.policy, case.batch, METHODS, table=case.table, settings=SETTINGS, optimizer_state=case.state,
+                    step=STEP, resamples=5)  # fmt: skip
+    check(case, found.table, rel=1e-5)
+
+
+@pytest.mark.parametrize(("vectors", "way", "at_once"), [(12, "whole", 4), (5, "whole", 1), (3, "slices", 1)])
+def test_with_little_memory_the_same_comes_a_few_at_a_time(case, vectors, way, at_once):
+    before = snapshot(case.policy.model)["model"]
+    few = compare(case.policy, case.batch, METHODS, table=case.table, settings=SETTINGS, optimizer_state=case.state,
+                  step=STEP, memory=vectors * vector_bytes(case.policy.model), resamples=5)  # fmt: skip
+    assert (few.passes.plan.way, few.passes.at_once) == (way, at_once)
+    check(case, few.table, rel=1e-5)
+    assert snapshot(case.policy.model)["model"] == before
+
+
+def test_sketches_are_near(case):
+    size = vector_bytes(case.policy.model)
+    few = compare(case.policy, case.batch, ["up-weight"], table=case.table, settings=SETTINGS, memory=3 * size // 4)
+    assert few.passes.plan.way == "sketches"
+    plain = case.parts(case.table["policy_weight"].to_numpy(np.float64))
+    assert few.table.loc[0, "signal_to_noise"] == pytest.approx(snr(plain), abs=0.2)
+
+
+def test_plains_signal_to_noise_is_that_of_the_interval_gradients(case, found):
+    everything = interval_gradients(case.policy, case.batch, settings=SETTINGS).table.iloc[-1]
+    assert found.table.loc[0, "signal_to_noise"] == pytest.approx(everything["signal_to_noise"], rel=1e-5)
+
+
+def test_energies_and_shares_by_interval_are_sums_over_tokens(case, found):
+    norms, interval = case.table["param_grad_norm"].to_numpy(), case.table["interval"].to_numpy()
+    for name, steps in weights_of(case).items():
+        for step, weights in steps.items():
+            own = found.by_interval[(found.by_interval["method"] == name) & (found.by_interval["step"] == step)]
+            force = np.abs(weights) * norms
+            energy = [(force[interval == a] ** 2).sum() for a in range(4)]
+            np.testing.assert_allclose(own["energy_share"], np.array(energy) / sum(energy), rtol=1e-5)
+            total = weights @ case.jacobian
+            along = weights * (case.jacobian @ total)
+            shares = [along[interval == a].sum() / (total @ total) for a in range(4)]
+            np.testing.assert_allclose(own["gradient_share"], shares, rtol=1e-5, atol=1e-7)
+            row = found.table[(found.table["method"] == name) & (found.table["step"] == step)].iloc[0]
+            carried = force.sum() ** 2 / (force**2).sum() / len(force)
+            assert row["effective_share"] == pytest.approx(carried, rel=1e-5)
+            assert row["zero_share"] == (weights == 0).mean()
+
+
+def test_two_steps_are_judged_by_real_ones(case, found):
+    keywords = {"settings": SETTINGS, "step": STEP, "optimizer_state": case.state}
+    moved = {
+        name: apply_update(case.policy, case.batch, name, displacement=True, **keywords) for name in ("all", "lopti")
+    }
+    row = found.table[(found.table["method"] == "lopti") & (found.table["step"] == "both")].iloc[0]
+    one, two = (moved[name].displacement for name in ("all", "lopti"))
+    assert row["step_cosine"] == pytest.approx(float(one @ two / one.norm() / two.norm()), rel=1e-5)
+    after, before = moved["lopti"].after, moved["lopti"].before
+    rise = (after.logprob - before.logprob)[case.batch.response_mask].numpy()
+    judged = (case.table["advantage"].to_numpy() != 0) & (rise != 0)
+    right = (np.sign(rise) == np.sign(case.table["advantage"].to_numpy()))[judged].mean()
+    assert row["right_step"] == pytest.approx(right) and np.isnan(row["signal_to_noise"])
+    assert found.table.loc[0, "step_cosine"] == 1.0
+    assert [note.kind for note in found.notes] == ["two-steps"]
+
+
+def test_equal_weights_are_one_row_and_cost_nothing(case):
+    on_policy = replace(case.batch, old_logprobs=None)
+    table = measure(case.policy, on_policy, self_check=False)
+    found = compare(case.policy, on_policy, table=table, resamples=5)
+    same = found.table.set_index("method")["same_as"]
+    assert set(same[same == "grpo"].index) == {"kl-cov", "cispo", "sapo", "gspo", "dppo-tv"}
+    numbers = found.table.drop(columns=["method", "step", "same_as"])
+    pd.testing.assert_series_equal(
+        numbers[found.table["method"] == "cispo"].iloc[0], numbers.iloc[0], check_names=False
+    )
+    assert [note.kind for note in found.notes] == ["left-out", "two-steps"]  # icepop
+    assert len(found.passes.changes) == (found.table["same_as"] == "").sum()
+    assert "kl-cov, cispo, sapo, gspo, dppo-tv: the same as grpo" in describe(found)
+
+
+def test_each_distinct_row_costs_a_backward_pass_and_a_derivative(case, monkeypatch):
+    counts = {"forward": 0, "backward": 0, "derivative": 0}
+
+    def counted(name: str, make):
+        def call(*arguments, **keywords):
+            counts[name] += 1
+            return make(*arguments, **keywords)
+
+        return call
+
+    monkeypatch.setattr("gradscope.gradients.summed.weighted.TANGENTS", 0)  # each derivative by itself
+    monkeypatch.setattr(torch.autograd, "grad", counted("backward", torch.autograd.grad))
+    monkeypatch.setattr(torch.func, "jvp", counted("derivative", torch.func.jvp))
+    handle = case.policy.model.register_forward_hook(lambda *_: counts.update(forward=counts["forward"] + 1))
+    methods = ["reweight", "up-weight", "cispo:eps_high=100", "cispo:eps_high=200"]
+    compare(case.policy, case.batch, methods, table=case.table, settings=SETTINGS, micro_batch_size=8, resamples=5)
+    handle.remove()
+    prompts, rows = 3, 4  # grpo, two, and the two of cispo that are one
+    # A derivative runs the model itself; all prompts go together where they are not needed apart.
+    assert counts == {"forward": prompts + rows, "backward": prompts * rows, "derivative": rows}
+
+
+class Two(Weighting):
+    """Two optimizer steps that do not add up to plain."""
+
+    NAME = "two"
+
+    def factors(self, tokens):
+        return {"one": tokens.plain, "other": tokens.plain * tokens["entropy"]}
+
+
+def test_a_users_weighting_of_two_steps_is_compared_by_step_alone(case):
+    found = compare(case.policy, case.batch, [Two()], table=case.table, settings=SETTINGS, optimizer_state=case.state,
+                    resamples=5)  # fmt: skip
+    assert list(found.table["step"]) == ["all", "one", "other"] and not found.notes
+    assert list(found.table["same_as"]) == ["", "grpo", ""]
+
+
+def test_a_sample_of_norms_stands_for_all(case):
+    known = case.table.copy()
+    found = compare(case.policy, case.batch, ["reweight"], table=known, settings=SETTINGS, resamples=5)
+    rng, draws = np.random.default_rng(0), []
+    for _ in range(300):
+        sampled = known.copy()
+        for a in range(4):
+            rows = np.flatnonzero(known["interval"] == a)
+            sampled.loc[rng.permutation(rows)[: -(-2 * len(rows) // 3) :], "param_grad_norm"] = np.nan
+        judge = Judge(sampled, ["a", "b", "c", "d"], True, 0, 0.95, 1)
+        _, energy = judge.energies(known["policy_weight"].to_numpy(np.float64)[None])
+        draws.append(energy["energy_share"][0, 0])
+    exact = found.by_interval.loc[:3, "energy_share"].to_numpy()
+    assert np.abs(np.mean(draws, axis=0) - exact).max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"methods": ["lopty"]}, "lopti"),
+        ({"methods": ["reweight:alpah=1"]}, "alpha"),
+        ({"methods": ["reweight:alpha=2"]}, "alpha is 2"),
+        ({"methods": ["icepop"]}, "sampler_logprob"),
+        ({"methods": ["reweight", "reweight"]}, "twice"),
+        ({"aggregation": "mean"}, "aggregation"),
+        ({"settings": replace(SETTINGS, reweight_alpha=0.1)}, "reweight_alpha"),
+        ({"batch": "advantages"}, "no advantage"),
+        ({"table": 3}, "rows"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(case, change, words):
+    batch, keywords = case.batch, {"methods": ["reweight"], "table": case.table, "settings": SETTINGS} | change
+    if keywords.pop("batch", None):
+        advantages = resolve_advantages(batch).clone()
+        advantages[1] = torch.nan
+        batch = replace(batch, advantages=advantages)
+    if change.get("table"):
+        keywords["table"] = case.table[:3]
+    with pytest.raises(InputError, match=words) as caught:
+        compare(case.policy, batch, **keywords)
+    assert "\n" not in str(caught.value)
+
+
+# ---- signal to noise
+
+
+def plant(kind: str, signal: float, n: int, rng: np.random.Generator, draws: int, width: int = 40) -> np.ndarray:
+    """[draws, n, width]: prompts' gradients with noise of variance 1 and a mean of this squared norm."""
+    out = rng.standard_normal((draws, n, width)) / np.sqrt(width)
+    mean = np.full(width, np.sqrt(signal / width))
+    if kind == "one direction":
+        out[..., 1:] = 0.0
+        out[..., 0] *= np.sqrt(width)
+        mean = np.eye(width)[0] * np.sqrt(signal)
+    elif kind == "heavy tails":
+        out *= (rng.standard_t(5, (draws, n)) / np.sqrt(5 / 3))[..., None]
+    return out + mean
+
+
+def products_of(parts: np.ndarray) -> Products:
+    kernel = parts @ parts.transpose(0, 2, 1)
+    own, along = np.einsum("dnn->dn", kernel), kernel.sum(2)
+    return Products(own, along, kernel, own, along, along)
+
+
+@pytest.mark.parametrize("n", [16, 32, 64])
+@pytest.mark.parametrize("signal", [0.0, 0.05, 1.0], ids=["no", "weak", "strong"])
+@pytest.mark.parametrize("kind", ["isotropic", "one direction", "heavy tails"])
+def test_bounds_of_signal_to_noise_hold_the_truth(kind, signal, n):
+    rng = np.random.default_rng(n)
+    lowers, uppers = [], []
+    for _ in range(10):
+        _, lower, upper = noise.signal_to_noise(products_of(plant(kind, signal, n, rng, 200)))
+        lowers.append(lower)
+        uppers.append(upper)
+    lower, upper = np.concatenate(lowers), np.concatenate(uppers)
+    covered = ((lower <= signal) & (signal <= upper)).mean()
+    width = np.median(upper - lower)
+    apart = (lower > 0).mean()
+    print(f"\n{kind}, {signal}, {n} prompts: coverage {covered:.3f}, median width {width:.3f}, above 0 {apart:.3f}")
+    assert covered >= 0.93
+    if signal == 1.0 and n == 64:
+        assert apart >= 0.8
+
+
+def test_differences_of_signal_to_noise_hold_the_truth():
+    rng, n, signal = np.random.default_rng(0), 32, np.array([0.2, 0.5])
+    covered = []
+    for _ in range(300):
+        shared = plant("isotropic", 0.0, n, rng, 1)[0]
+        parts = np.stack([shared + np.sqrt(s / shared.shape[1]) for s in signal])
+        _, lower, upper = noise.signal_to_noise_difference(products_of(parts))
+        covered.append(lower[1] <= 0.3 <= upper[1])
+        assert lower[0] == upper[0] == 0.0
+    assert np.mean(covered) >= 0.93
+
+
+def test_with_two_prompts_there_are_no_bounds():
+    found = noise.signal_to_noise(products_of(plant("isotropic", 1.0, 2, np.random.default_rng(0), 3)))
+    assert np.isfinite(found[0]).all() and np.isnan(found[1:]).all()
