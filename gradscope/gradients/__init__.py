@@ -5,7 +5,7 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "columns": ["LAYER", "LOGITS", "PARAMETERS", "refuse_endless_weights"],
+        "columns": ["ADAMW", "LAYER", "LOGITS", "PARAMETERS", "refuse_endless_weights"],
         "cost.machine": ["Rates", "describe_seconds", "gpu_rates"],
         "cost.measuring": ["Response", "floor_flops", "measure_flops"],
         "cost.outline": ["config_of", "outline_policy", "shape_of"],

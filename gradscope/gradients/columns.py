@@ -19,6 +19,8 @@ from gradscope.rollouts import TokenBatch
 
 LOGITS, PARAMETERS, LAYER = "logit_grad_norm", "param_grad_norm", "act_grad_norm."
 """Norms of token gradients: at the logits / T, over all parameters and, with a block's number behind it, at a layer."""
+ADAMW = "param_grad_norm_adamw"
+"""‖g ⊘ (√v̂ + ε)‖ over all parameters, v̂ of AdamW after the batch's plain clipped step."""
 
 
 def identify_tokens(policy: Policy, one: TokenBatch, row: int) -> dict[str, object]:
@@ -105,12 +107,14 @@ def gradient_columns(found: TokenGradients, modules: Sequence[str]) -> dict[str,
     layers = {f"{LAYER}{layer}": norms for layer, norms in enumerate(found.act_grad_norm.T)}
     unused = torch.where(found.param_grad_norm.isnan(), found.param_grad_norm, 0.0)
     own = {f"{PARAMETERS}.{name}": found.module_grad_norm.get(name, unused) for name in modules}
-    return layers | {PARAMETERS: found.param_grad_norm} | own
+    scaled = {} if found.scaled_grad_norm is None else {ADAMW: found.scaled_grad_norm}
+    return layers | {PARAMETERS: found.param_grad_norm} | scaled | own
 
 
 def backward_columns(table: pd.DataFrame) -> list[str]:
     """Names of the columns that `gradient_columns` fills."""
-    return [name for name in table if name == PARAMETERS or name.startswith((LAYER, f"{PARAMETERS}."))]
+    own = (PARAMETERS, ADAMW)
+    return [name for name in table if name in own or name.startswith((LAYER, f"{PARAMETERS}."))]
 
 
 def to_frame(columns: Mapping[str, object]) -> pd.DataFrame:

@@ -52,6 +52,9 @@ class MeasureSettings:
     """Draws the subset, and the tokens of the self-check."""
     per_module: bool = False
     """Also the columns `param_grad_norm.NAME`, one per module that owns parameters."""
+    metric: Literal["adamw"] | None = None
+    """adamw: also the column `param_grad_norm_adamw`, the exact norm ‖g ⊘ (√v̂ + ε)‖ that AdamW's update sees, v̂ after
+    the batch's plain clipped step; NaN without a saved optimizer or without advantages."""
     fast: bool = False
     """Round the factors of the backward pass's matrix products, to tf32 for a float32 policy on a GPU and to bfloat16
     elsewhere; for common decoders alone. The self-check says by how much the norms err."""
@@ -92,7 +95,7 @@ def check_settings(settings: MeasureSettings) -> None:
         if given:
             raise InputError(f"{given[0]}, but norms are exact; leave it out, or give --norms estimate")
     elif given := [
-        name for name in ("tokens_per_interval", "minutes", "per_module", "fast") if _is_given(settings, name)
+        name for name in ("tokens_per_interval", "minutes", "per_module", "metric", "fast") if _is_given(settings, name)
     ]:
         raise InputError(
             f"{given[0]} is given and norms are estimates, which are of every token and of all parameters at once; "

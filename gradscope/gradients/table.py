@@ -21,7 +21,9 @@ from tqdm import tqdm
 from gradscope.errors import InputError
 from gradscope.gradients.checked_tokens import choose_checked
 from gradscope.gradients.columns import (
+    ADAMW,
     LOGITS,
+    PARAMETERS,
     backward_columns,
     gradient_columns,
     identify_tokens,
@@ -29,6 +31,7 @@ from gradscope.gradients.columns import (
     to_frame,
 )
 from gradscope.gradients.engine.meter import TokenGradientMeter
+from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.results import SelfCheck, TokenGradients
 from gradscope.gradients.engine.self_check import check_engine
 from gradscope.gradients.estimate_plan import EstimatePlan, check_estimates, plan_estimate
@@ -47,12 +50,15 @@ from gradscope.gradients.settings import (
     settle_sample,
 )
 from gradscope.gradients.statistics import find_statistics
+from gradscope.gradients.summed.weighted import weighted_gradients
 from gradscope.intervals import EDGES
-from gradscope.policy import Policy
+from gradscope.policy import AdamWState, Policy, flat_slices, square_norm
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, Processes
 
 Number = int | float
+GRADIENT_RESPONSES = 4
+"""Responses in a forward pass of the whole batch's gradient."""
 
 
 class TableMeasurement:
@@ -76,6 +82,7 @@ class TableMeasurement:
         tokens: Int[Tensor, " k"] | None = None,
         chunk_rows: int | None = None,
         chunk_memory: int = 1 << 30,
+        optimizer_state: AdamWState | None = None,
         processes: Processes = ALONE,
     ) -> None:
         check_settings(settings)
@@ -93,6 +100,7 @@ class TableMeasurement:
         """What is estimated, and why; None for exact norms."""
         self.pass_seconds: float | None = None
         """That a forward pass over the batch took in one process; None before entering."""
+        self._optimizer_state = optimizer_state if settings.metric == "adamw" else None
         self.sample: TokenSample | None = None
         """What is drawn from where not all tokens are measured, once entered."""
 
@@ -120,6 +128,8 @@ class TableMeasurement:
             generator = np.random.default_rng(self.settings.seed)
             self._probabilities: np.ndarray | None = None
             self._select(self._draw(generator))
+            if (metric := self._find_metric()) is not None:
+                self.meter.use_metric(metric)
             if self.settings.self_check:
                 self.check = self._self_check(generator)
             self._stack = stack.pop_all()
@@ -177,6 +187,18 @@ class TableMeasurement:
             raise no_fast_mode(self.policy)
         return meter
 
+    def _find_metric(self) -> Metric | None:
+        """1 ⊘ (√v̂ + ε), with v̂ after the step of the whole batch's gradient; None where none is known or asked for."""
+        weights = torch.from_numpy(self.statistics.column("weight"))
+        if self._optimizer_state is None or weights.isnan().any():
+            return None
+        keep, model = self.batch.response_mask, self.policy.model
+        cotangents = torch.zeros(1, *keep.shape).masked_scatter(keep[None], -weights / self.num_tokens)
+        gradient = weighted_gradients(model, self.batch, cotangents, micro_batch_size=GRADIENT_RESPONSES)[0]
+        state = self._optimizer_state
+        clip = state.clip_factor(sum(square_norm(gradient[flat_slices(model)[name]]) for name in state.exp_avg_sq))
+        return Metric(model, state.turn_into_scale(model, gradient).div_(clip))
+
     def _draw(self, generator: np.random.Generator) -> Bool[np.ndarray, " n"]:
         """Which tokens get a backward pass: none yet where time decides."""
         each = self.settings.tokens_per_interval
@@ -226,6 +248,8 @@ class TableMeasurement:
         columns |= {LOGITS: logit_grad_norm} | gradient_columns(gradients, modules)
         if self.estimate_plan is not None:
             columns |= self._estimate(row)
+        if self.settings.metric is not None and ADAMW not in columns:
+            columns[ADAMW] = torch.full_like(columns[PARAMETERS], float("nan"))
         return to_frame(columns)
 
     def _estimate(self, row: int) -> dict[str, Tensor]:
@@ -259,14 +283,15 @@ def measure(
     edges: Sequence[Number] = EDGES,
     chunk_rows: int | None = None,
     chunk_memory: int = 1 << 30,
+    optimizer_state: AdamWState | None = None,
     progress: bool = False,
     **settings: object,
 ) -> pd.DataFrame:
     """Measure every response token's own gradient: the token table, a row per token that response_mask keeps.
 
     settings: the fields of MeasureSettings (`temperature`, `tokens_per_interval`, `minutes`, `sample`, `loss`,
-    `advantage_eps`, `seed`, `per_module`, `fast`, `self_check`, `norms`, `passes`, `draws`). tokens: indices into the
-    kept tokens in the table's order; only these get a backward pass.
+    `advantage_eps`, `seed`, `per_module`, `metric`, `fast`, `self_check`, `norms`, `passes`, `draws`). tokens: indices
+    into the kept tokens in the table's order; only these get a backward pass. optimizer_state: for metric="adamw".
     edges: of the intervals of π. chunk_rows (positions × tokens; None: as suits the policy) and chunk_memory (bytes):
     how much one batched backward carries; they change speed, memory and rounding only.
 
@@ -276,7 +301,8 @@ def measure(
     it), `policy_weight`, `kl_weight`, `weight` (Eq. 2's w_t, NaN without an advantage), `clipped`, `interval`,
     `sampling_probability` (of being measured, where a sample was drawn: see `token_sample`), and the L2 norms of the
     token gradient of log π for unit weight: `logit_grad_norm` (with respect to logits / T), `act_grad_norm.0` …
-    `act_grad_norm.L`, `param_grad_norm`. What the token really contributes is `weight · norm`.
+    `act_grad_norm.L`, `param_grad_norm`; with metric="adamw" `param_grad_norm_adamw`. What the token really contributes
+    is `weight · norm`.
 
     With norms="estimate" `param_grad_norm` is an unbiased estimate, `act_grad_norm.*` is NaN, and
     `norm_estimates.estimate_response` says what the further columns are; `norm_estimates.interval_norms` sums them up.
@@ -292,6 +318,7 @@ def measure(
         tokens=tokens,
         chunk_rows=chunk_rows,
         chunk_memory=chunk_memory,
+        optimizer_state=optimizer_state,
     )
     if measurement.settings.minutes is not None:
         with measurement:

@@ -17,11 +17,13 @@ from torch.autograd.graph import GradientEdge
 
 from gradscope.errors import InputError
 from gradscope.gradients.engine.chunks import ROWS, Chunk, Limits
-from gradscope.gradients.engine.embeddings import table_square_norms
+from gradscope.gradients.engine.embeddings import TableNorms
 from gradscope.gradients.engine.head import HeadPass
-from gradscope.gradients.engine.norms import Squares, diagonal_square_norms, linear_square_norms, prefix_factor
+from gradscope.gradients.engine.metric import Metric
+from gradscope.gradients.engine.norms import diagonal_square_norms, linear_square_norms, prefix_factor
 from gradscope.gradients.engine.ownership import Ownership, parameter_slopes
 from gradscope.gradients.engine.recording import Call, Recorder
+from gradscope.gradients.engine.results import Measured
 from gradscope.policy import Policy
 
 
@@ -97,6 +99,8 @@ class GraphBody:
         self.model, self.blocks, self.ownership, self.split_point = policy.model, policy.blocks, ownership, split_point
         self.batched, self.bytes_per_row = self._probe(seen or self.record(probe_ids), len(probe_ids))
         """Bytes that flow back for one token at one position."""
+        self.metric: Metric | None = None
+        """Scales of gradients, where their norms are asked for, too."""
 
     def limits(self, rows: int | None, memory: int) -> Limits:
         """Chunk limits; a chunk ends at wide gaps alone, for each pays for a forward pass. rows: most positions ×
@@ -139,8 +143,8 @@ class GraphSequence:
     seen: Recorder | None = None
     """The body's pass, where it was made before; it is left as it is."""
 
-    def measure(self, chunk: Chunk) -> tuple[Float[Tensor, "1 K layers"], Squares]:
-        """(‖δ_ℓ‖ for ℓ = 0 … L − 1, squared gradient norms by module)."""
+    def measure(self, chunk: Chunk) -> Measured:
+        """‖δ_ℓ‖ for ℓ = 0 … L − 1, and squared gradient norms."""
         picks, positions = chunk.picks[0], chunk.positions[0]
         recorder = self.seen or self.body.record(self.ids[: int(positions[-1]) + 1])
         # Of a policy over several devices, what flows back lies where its module does; norms come together in the end.
@@ -162,27 +166,48 @@ class GraphSequence:
                     delta[token, 0, place] += rows.reshape(len(picks), *delta.shape[3:]).to(delta)
                 by_module[call.name].append((call, delta))
         squares = {name: self._square_norms(name, flow, picks) for name, flow in by_module.items()}
-        return act[None], {name: values.to(last.device)[None] for name, values in squares.items()}
+        scaled = None
+        if self.body.metric is not None:
+            found = (self._scaled_square_norms(name, flow, picks) for name, flow in by_module.items())
+            scaled = sum((values.to(last.device) for values in found), torch.zeros_like(act[:, 0]))[None]
+        return Measured(act[None], {name: values.to(last.device)[None] for name, values in squares.items()}, scaled)
 
     def _square_norms(self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor) -> Tensor:
         """Squared gradient norm [K] of one module, from all of its calls."""
-        ownership = self.body.ownership
-        rule = ownership.rules[name]
+        rule = self.body.ownership.rules[name]
         if rule in ("linear", "conv1d"):
             deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
             return linear_square_norms(deltas.transpose(0, 1)[None], self.factors.factor(flow)[None])[0]
         if rule == "diagonal":
             slopes = zip(*(self.factors.slopes(call) for call, _ in flow), strict=True)
             return sum(_diagonal_over_calls(flow, parameter) for parameter in slopes)
+        return self._table(name, flow, picks)
+
+    def _scaled_square_norms(self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor) -> Tensor:
+        """The same of the scaled gradient, over all of the module's parameters."""
+        metric, module, rule = self.body.metric, flow[0][0].module, self.body.ownership.rules[name]
+        if rule in ("linear", "conv1d"):
+            deltas = join([delta.flatten(1, -2) for _, delta in flow], 1).transpose(0, 1)[None]
+            inputs = join([call.inputs.flatten(0, -2) for call, _ in flow], 0)[None]
+            return metric.linear(module, deltas, inputs.to(deltas))[0]
+        if rule == "diagonal":
+            slopes = zip(*(self.factors.slopes(call) for call, _ in flow), strict=True)
+            pairs = zip(slopes, module.parameters(recurse=False), strict=True)
+            return sum(_diagonal_over_calls(flow, slope, metric.of(parameter)) for slope, parameter in pairs)
+        return self._table(name, flow, picks, metric)
+
+    def _table(self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor, metric: Metric | None = None) -> Tensor:
         call, delta = flow[0]
         ids, delta = call.inputs.flatten()[None], delta.flatten(1, -2).transpose(0, 1)[None]
-        return table_square_norms(ownership, name, call.module, ids, delta, self.head, picks[None])[0]
+        return TableNorms(self.body.ownership, name, call.module, self.head).squares(ids, delta, picks[None], metric)[0]
 
 
-def _diagonal_over_calls(flow: list[tuple[Call, Tensor]], slopes: tuple[Tensor, ...]) -> Tensor:
+def _diagonal_over_calls(
+    flow: list[tuple[Call, Tensor]], slopes: tuple[Tensor, ...], scale: Tensor | None = None
+) -> Tensor:
     """Squared norm of one parameter's gradient, which adds up over the module's calls."""
     deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
-    return diagonal_square_norms(deltas, join([s.flatten(0, -2) for s in slopes], 0).to(deltas.dtype))
+    return diagonal_square_norms(deltas, join([s.flatten(0, -2) for s in slopes], 0).to(deltas.dtype), scale)
 
 
 def _vjp(

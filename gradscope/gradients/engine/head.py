@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.norms import diagonal_square_norms, outer_square_norms
 from gradscope.gradients.engine.ownership import Ownership, parameter_slopes
 from gradscope.gradients.engine.recording import Call, Recorder
@@ -92,13 +93,17 @@ class Head:
             return self.model(input_ids=ids[None], use_cache=False, logits_to_keep=positions).logits[0]
         return self.model(input_ids=ids[None], use_cache=False).logits[0, positions]
 
-    def square_norms(self, head: HeadPass, name: str) -> Float[Tensor, " m"]:
-        """Squared gradient norm of a module of the head, which sees one position of each token."""
+    def square_norms(self, head: HeadPass, name: str, metric: Metric | None = None) -> Float[Tensor, " m"]:
+        """Squared gradient norm of a module of the head, which sees one position of each token; metric: scaled."""
         call, delta, inputs = head.local[name]
         if self.ownership.rules[name] == "diagonal":
             width = call.inputs.shape[-1]
             slopes = (slope.reshape(len(delta), -1, width) for slope in inputs.unbind(1))
-            return sum(diagonal_square_norms(delta.reshape(s.shape), s) for s in slopes)
+            scales = [None if metric is None else metric.of(p) for p in call.module.parameters(recurse=False)]
+            pairs = zip(slopes, scales, strict=True)
+            return sum(diagonal_square_norms(delta.reshape(s.shape), s, scale) for s, scale in pairs)
+        if metric is not None:
+            return metric.at_one_position(call.module, delta, inputs)
         return outer_square_norms(delta, inputs, bias=call.module.bias is not None)
 
     def _measure_part(self, stack: Stack, part: Int[Tensor, " k"]) -> HeadPass:

@@ -21,6 +21,7 @@ from gradscope.gradients.engine.autograd import Factors, GraphBody, GraphSequenc
 from gradscope.gradients.engine.chunks import Chunk, Limits, Span, group_sequences, neighbours
 from gradscope.gradients.engine.decoder.body import DecoderBody, DecoderStack
 from gradscope.gradients.engine.head import Head, HeadPass, unit_errors
+from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.norms import outer_square_norms
 from gradscope.gradients.engine.ownership import Ownership, check_prefixes, find_ownership, probe_model
 from gradscope.gradients.engine.products import PRODUCTS, Precision, measure_speedup
@@ -74,7 +75,14 @@ class TokenGradientMeter:
             self.decoder = None
         if self.decoder is not None:
             self.decoder.multiply = PRODUCTS[precision]
+        self.metric: Metric | None = None
         keep_freed_memory()
+
+    def use_metric(self, metric: Metric) -> None:
+        """Also measure norms of gradients that are scaled entry by entry, from here on."""
+        self.metric = self.graph.metric = metric
+        if self.decoder is not None:
+            self.decoder.metric = metric
 
     @property
     def precision(self) -> Precision | None:
@@ -145,7 +153,8 @@ class TokenGradientMeter:
         dtype = torch.promote_types(self.model.dtype, torch.float32)
         unknown = torch.full((len(sequence.targets),), float("nan"), dtype=dtype, device=sequence.ids.device)
         act = unknown[:, None].expand(-1, len(self.blocks) + 1).clone()
-        return TokenGradients(TokenStatistics(unknown, unknown, unknown), unknown, act, unknown, {})
+        scaled = None if self.metric is None else unknown
+        return TokenGradients(TokenStatistics(unknown, unknown, unknown), unknown, act, unknown, {}, scaled)
 
     def _measure_stack(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
         """Gradients of sequences all of whose targets are measured, those with more of them first."""
@@ -160,21 +169,27 @@ class TokenGradientMeter:
         act[:, -1] = head.last_norm
         # A module that a prefix does not call has no gradient there.
         square: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(head.last_norm))
+        scaled = None if self.metric is None else torch.zeros_like(head.last_norm)
         for span in neighbours([s.lengths for s in sequences], self._limits(body.body)):
             chunk = Chunk.of(span, picks, stack.positions)
-            layers, by_module = body.measure(chunk)
+            measured = body.measure(chunk)
             tokens = chunk.values(chunk.picks)
-            act[tokens, :-1] = chunk.values(layers)
-            for name, values in by_module.items():
+            act[tokens, :-1] = chunk.values(measured.layers)
+            for name, values in measured.squares.items():
                 square[name][tokens] = chunk.values(values).to(act)
-            for name, values in self._measure_general(sequences[0], tokens).items():
+            if measured.scaled is not None:
+                scaled[tokens] = chunk.values(measured.scaled).to(act)
+            for name, values in self._measure_general(sequences[0], tokens, scaled).items():
                 square[name][tokens] = values.to(act)
+        called = set(square)
         self._add_head(square, head)
+        if scaled is not None:
+            scaled = head.size * (scaled + self._scaled_head(head, called)).clamp(min=0).sqrt()
         if not square:  # of an adapter that these tokens do not pass
             square[""] = torch.zeros_like(head.last_norm)
         norms = {name: head.size * values.clamp(min=0).sqrt() for name, values in square.items()}
         total = head.size * torch.stack(list(square.values())).sum(0).clamp(min=0).sqrt()
-        found = TokenGradients(head.statistics, head.logit_grad_norm, head.size[:, None] * act, total, norms)
+        found = TokenGradients(head.statistics, head.logit_grad_norm, head.size[:, None] * act, total, norms, scaled)
         return [_change(found, lambda values, ends=ends: values[slice(*ends)]) for ends in pairwise(starts)]
 
     def _start(self, stack: Stack) -> tuple[HeadPass, DecoderStack | GraphSequence | None]:
@@ -202,14 +217,29 @@ class TokenGradientMeter:
             elif name not in square:
                 square[name] = self.head.square_norms(head, name)
 
+    def _scaled_head(self, head: HeadPass, called: set[str]) -> Float[Tensor, " m"]:
+        """What `_add_head` adds, of the scaled gradients; called: modules that the body calls, too."""
+        square, tied = torch.zeros_like(head.last_norm), self.ownership.tied
+        for name, (call, delta, inputs) in head.local.items():
+            if (tied and name == tied[1]) or name not in called:
+                square += (
+                    self.metric.at_one_position(call.module, delta, inputs)
+                    if tied and name == tied[1]
+                    else (self.head.square_norms(head, name, self.metric))
+                )
+        return square
+
     def _limits(self, body: DecoderBody | GraphBody) -> Limits:
         """Chunk limits: neighbouring tokens, as many as fill the rows and fit the memory."""
         return body.limits(self.rows, self.memory)
 
     # What no rule claims: one autograd gradient a token.
 
-    def _measure_general(self, sequence: SequenceTokens, picks: Tensor) -> dict[str, Tensor]:
-        """Squared gradient norms [K] by module, of parameters that no rule claims; picks: some of the targets."""
+    def _measure_general(self, sequence: SequenceTokens, picks: Tensor, scaled: Tensor | None) -> dict[str, Tensor]:
+        """Squared gradient norms [K] by module, of parameters that no rule claims; picks: some of the targets.
+
+        scaled: gets those of the scaled gradients, at the picks.
+        """
         if not self.ownership.general:
             return {}
         ids, targets, temperature = sequence.ids, sequence.targets, sequence.temperature
@@ -227,9 +257,14 @@ class TokenGradientMeter:
                 gradients = torch.autograd.grad(
                     each[k], parameters, seeds[k].to(logits.dtype), retain_graph=k + 1 < len(picks), allow_unused=True
                 )
-                for module, gradient in zip(self.ownership.general.values(), gradients, strict=True):
+                for module, parameter, gradient in zip(
+                    self.ownership.general.values(), parameters, gradients, strict=True
+                ):
                     if gradient is not None:
                         square[module][k] += gradient.to(seeds.dtype).square().sum().to(seeds.device)
+                    if gradient is not None and scaled is not None:
+                        own = self.metric.of(parameter).to(gradient) * gradient
+                        scaled[picks[k]] += own.to(seeds.dtype).square().sum().to(scaled)
             return square
         finally:
             for parameter in parameters:
@@ -261,11 +296,13 @@ class TokenGradientMeter:
         tolerance = 1e-3 if arithmetic_dtype(self.model) in (torch.float32, torch.float64) else 0.15
         found = []
         for body, chunk in zip((rules, graph), chunks, strict=True):
-            layers, by_module = body.measure(chunk)
+            measured = body.measure(chunk)
             square: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(head.last_norm))
-            square |= {name: chunk.values(values) for name, values in by_module.items()}
+            square |= {name: chunk.values(values) for name, values in measured.squares.items()}
             self._add_head(square, head)
-            found.append((chunk.values(layers), {name: values.clamp(min=0).sqrt() for name, values in square.items()}))
+            found.append(
+                (chunk.values(measured.layers), {name: values.clamp(min=0).sqrt() for name, values in square.items()})
+            )
         (layers, norms), (expected_layers, expected) = found
         # A module whose own norm is nearly nothing is rounding.
         slack = torch.stack(list(expected.values())).norm(dim=0) / 100
@@ -311,4 +348,5 @@ def _change(gradients: TokenGradients, change: Callable[[Tensor], Tensor]) -> To
         change(gradients.act_grad_norm),
         change(gradients.param_grad_norm),
         {name: change(norms) for name, norms in gradients.module_grad_norm.items()},
+        None if gradients.scaled_grad_norm is None else change(gradients.scaled_grad_norm),
     )

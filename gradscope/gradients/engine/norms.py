@@ -79,15 +79,15 @@ def outer_square_norms(
 
 
 def diagonal_square_norms(
-    delta: Float[Tensor, "K *rows d"], slope: Float[Tensor, "*broadcast d"]
+    delta: Float[Tensor, "K *rows d"], slope: Float[Tensor, "*broadcast d"], scale: Float[Tensor, " d"] | None = None
 ) -> Float[Tensor, " K"]:
     """Squared norm of Σ_s δ_s ∘ slope_s: a vector parameter that scales or shifts channel by channel.
 
     slope is ∂output/∂parameter, which for such a module is diagonal: the normalised input for a norm's weight, ones
-    for a bias. [*rows, d] if the tokens share it, [K, *rows, d] if each has its own.
+    for a bias. [*rows, d] if the tokens share it, [K, *rows, d] if each has its own. scale: multiplies the gradient.
     """
-    terms = (delta * slope).reshape(len(delta), -1, delta.shape[-1])
-    return terms.sum(1).square().sum(1)
+    gradient = (delta * slope).reshape(len(delta), -1, delta.shape[-1]).sum(1)
+    return (gradient if scale is None else gradient * scale.to(gradient)).square().sum(1)
 
 
 def embedding_square_norms(delta: Float[Tensor, "B n K d"], ids: Int[Tensor, "B n"]) -> Float[Tensor, "B K"]:

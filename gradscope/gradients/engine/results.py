@@ -28,6 +28,20 @@ class TokenGradients:
     """‖g‖ over all parameters, shared ones once."""
     module_grad_norm: dict[str, Float[Tensor, " m"]]
     """‖g‖ of each module's own parameters; a table that the head shares counts under the embedding's name."""
+    scaled_grad_norm: Float[Tensor, " m"] | None = None
+    """‖g ∘ D‖ in the engine's metric D; None without one."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a body's backward pass leaves of K tokens each of B sequences."""
+
+    layers: Float[Tensor, "B K layers"]
+    """‖δ_ℓ‖ for ℓ = 0 … L − 1."""
+    squares: dict[str, Float[Tensor, "B K"]]
+    """Squared gradient norms by module."""
+    scaled: Float[Tensor, "B K"] | None
+    """Squared norm of the scaled gradient over these modules; None without a metric."""
 
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf, isfinite
+from math import hypot, inf, isfinite
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from gradscope.policy import arithmetic_dtype, float_parameters, takes
 
 PART = 1 << 24
 """Numbers of a half-precision gradient that are widened at a time."""
-ALL = "all parameters"
+ALL, SCALED = "all parameters", "scaled"
 NEAR = 16
 """Tokens that are no further apart are taken to be measured in one chunk, where a token could spoil another's norms."""
 
@@ -39,6 +39,8 @@ class CheckedToken:
     module_grad_norm: dict[str, float]
     """‖g‖ by module that owns parameters; a shared table under its first owner's name."""
     param_grad_norm: float
+    scaled_grad_norm: float
+    """‖g ∘ D‖ in the engine's metric; 0 without one."""
 
 
 def check_engine(
@@ -108,6 +110,8 @@ def _compare(ours: TokenGradients, k: int, oracle: CheckedToken) -> dict[str, fl
     for name, norm in oracle.module_grad_norm.items():
         out[f"module {name or 'the model itself'}"] = abs(measured.get(name, 0.0) - norm) / whole
     out[ALL] = _relative(ours.param_grad_norm[k].item(), oracle.param_grad_norm)
+    if ours.scaled_grad_norm is not None:
+        out[f"{ALL} in the optimizer's metric"] = _relative(ours.scaled_grad_norm[k].item(), oracle.scaled_grad_norm)
     # A NaN is no number to compare: it must be the worst, and max() would pass it over.
     return {name: difference if isfinite(difference) else inf for name, difference in out.items()}
 
@@ -129,7 +133,11 @@ def measure_plainly(
     length, handles, norms = int(targets.max()), [], {}
 
     def take(name: str, parameter: Tensor) -> None:
-        norms[name], parameter.grad = _norm(parameter.grad), None
+        norms[name] = _norm(parameter.grad)
+        if meter.metric is not None and parameter.grad is not None:
+            scale = meter.metric.of(parameter)
+            norms[SCALED] = hypot(norms.get(SCALED, 0.0), _norm(parameter.grad.to(scale) * scale))
+        parameter.grad = None
 
     kept = {"logits_to_keep": length - int(targets.min()) + 1} if takes(model, "logits_to_keep") else {}
     before = {name: parameter.grad for name, parameter in parameters.items()}
@@ -171,7 +179,7 @@ def _gather(norms: dict[str | int, float], size: float, layers: int, parameters:
         square[name.rpartition(".")[0]] += (size * norms.get(name, 0.0)) ** 2
     modules = {name: value**0.5 for name, value in square.items()}
     act = torch.tensor([size * norms.get(layer, 0.0) for layer in range(layers)])
-    return CheckedToken(act, modules, sum(square.values()) ** 0.5)
+    return CheckedToken(act, modules, sum(square.values()) ** 0.5, size * norms.get(SCALED, 0.0))
 
 
 @contextmanager

@@ -86,13 +86,14 @@ class BlockActivations:
         self._factors: dict[tuple[str, bool], Tensor] = {}
         self._probs = self._attend(*self.queries.shape[:2]) if keep_probs else None
 
-    def settle(self, *, last: bool) -> None:
+    def settle(self, *, last: bool, keep_inputs: bool = False) -> None:
         """Make what is still needed of the pass, and let the rest go; last: of the blocks, where only keys and values
-        have gradients all over the prefix."""
+        have gradients all over the prefix. keep_inputs: of all matrices, whose gradients are to be formed."""
         for matrix in (self.block.key, self.block.value) if last else self.block.matrices:
             self.factor(matrix, 1)
-        query = self.block.query.name
-        self._seen = Seen(inputs={query: self._seen.inputs[query]} if last else {}, mask=self._seen.mask)
+        kept = [self.block.query.name] if last else []
+        kept = [matrix.name for matrix in self.block.matrices] if keep_inputs else kept
+        self._seen = Seen(inputs={name: self._seen.inputs[name] for name in kept}, mask=self._seen.mask)
         del self.hidden
         if last:
             del self.mlp_norm, self.gate_slope, self.activated

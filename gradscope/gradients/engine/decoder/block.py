@@ -17,6 +17,7 @@ from gradscope.gradients.engine.decoder.rules import (
     rms_norm_backward,
     rotary_backward,
 )
+from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.norms import Squares, linear_square_norms, outer_square_norms
 from gradscope.gradients.engine.products import Product
 
@@ -29,9 +30,13 @@ class BlockBackward:
     Squared norms of its modules' gradients gather in it.
     """
 
-    def __init__(self, activations: BlockActivations, batch: int, n: int, multiply: Product) -> None:
+    def __init__(
+        self, activations: BlockActivations, batch: int, n: int, multiply: Product, metric: Metric | None = None
+    ) -> None:
         self.a, self.block, self.batch, self.n, self.multiply = activations, activations.block, batch, n, multiply
         self.squares: Squares = {}
+        self.metric, self.scaled = metric, []
+        """Squared norms of the scaled gradients, one of each module, where there is a metric."""
 
     def through_block(self, delta: Delta) -> Delta:
         """From the gradient at the block's output to that at its input."""
@@ -53,9 +58,10 @@ class BlockBackward:
         )
         # As a prefix of one position, another for each token.
         q = self._unrotate(q[:, None], block.query_norm, a.query_norm, lambda t: t[at].transpose(1, 2))
-        self.squares[block.query.name] = outer_square_norms(
-            q[:, 0], a.inputs(block.query)[at], bias=block.query.module.bias is not None
-        )
+        inputs = a.inputs(block.query)[at]
+        self.squares[block.query.name] = outer_square_norms(q[:, 0], inputs, bias=block.query.module.bias is not None)
+        if self.metric is not None:
+            self.scaled.append(self.metric.at_one_position(block.query.module, q[:, 0], inputs))
         back = self._through_keys_and_values(k, v)
         back[*at, tokens] += linear_backward(q, block.query.module.weight, multiply=self.multiply)[:, 0]
         back = self._norm(back, block.attention_norm, self._prefix(a.attention_norm))
@@ -95,6 +101,8 @@ class BlockBackward:
 
     def _linear(self, delta: Delta, matrix: Matrix, *, into: Tensor | None = None) -> Float[Tensor, "B n K inputs"]:
         self.squares[matrix.name] = linear_square_norms(delta, self._factor(matrix), multiply=self.multiply)
+        if self.metric is not None:
+            self.scaled.append(self.metric.linear(matrix.module, delta, self._first(self.a.inputs(matrix))))
         return linear_backward(delta, matrix.module.weight, into=into, multiply=self.multiply)
 
     def _norm(
@@ -102,6 +110,8 @@ class BlockBackward:
     ) -> Tensor:
         back, scale = rms_norm_backward(delta, seen[0], norm.scale, seen[1], residual=residual)
         self.squares[norm.name] = scale.square().sum(2)
+        if self.metric is not None:
+            self.scaled.append(self.metric.vector(norm.weight, scale))
         return back
 
     def _factor(self, matrix: Matrix) -> Float[Tensor, "B n r"]:

@@ -11,19 +11,19 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from gradscope.gradients.engine.chunks import ROWS, START_PART, Chunk, Limits
 from gradscope.gradients.engine.decoder.activations import BlockActivations, Seen, record_blocks
 from gradscope.gradients.engine.decoder.block import BlockBackward
 from gradscope.gradients.engine.decoder.check import account_for, is_complete
 from gradscope.gradients.engine.decoder.parts import DecoderBlock, find_decoder_blocks
-from gradscope.gradients.engine.embeddings import table_square_norms
+from gradscope.gradients.engine.embeddings import TableNorms
 from gradscope.gradients.engine.head import HeadPass
-from gradscope.gradients.engine.norms import WIDEST, Squares, square_norms
+from gradscope.gradients.engine.metric import Metric
+from gradscope.gradients.engine.norms import WIDEST, square_norms
 from gradscope.gradients.engine.ownership import Ownership
 from gradscope.gradients.engine.products import Product, multiply_exactly
+from gradscope.gradients.engine.results import Measured
 from gradscope.gradients.engine.stack import Stack
 from gradscope.policy import Policy
 
@@ -116,6 +116,8 @@ class DecoderBody:
         )
         self.multiply: Product = multiply_exactly
         """Matrix product of what flows back with weights, activations and factors."""
+        self.metric: Metric | None = None
+        """Scales of gradients, where their norms are asked for, too."""
 
     @classmethod
     def find(cls, policy: Policy, ownership: Ownership, split_point: str | None, memory: int) -> DecoderBody | None:
@@ -139,7 +141,7 @@ class DecoderBody:
         for block in self.blocks:
             one = BlockActivations(block, seen.pop(0), keep_probs=keep)
             consistent.append(account_for(one, seen[0].hidden.to(one.dtype) if seen else None))
-            one.settle(last=not seen)
+            one.settle(last=not seen, keep_inputs=self.metric is not None)
             activations.append(one)
         return DecoderStack(self, stack, head, activations) if bool(torch.stack(consistent).all()) else None
 
@@ -187,19 +189,23 @@ class DecoderStack:
     activations: list[BlockActivations]
 
     @torch.no_grad()
-    def measure(self, chunk: Chunk) -> tuple[Float[Tensor, "B K layers"], Squares]:
-        """(‖δ_ℓ‖ for ℓ = 0 … L − 1, squared gradient norms by module); anything where a place holds no token."""
-        body, picks, squares, layers = self.body, chunk.picks, {}, []
+    def measure(self, chunk: Chunk) -> Measured:
+        """‖δ_ℓ‖ for ℓ = 0 … L − 1, and squared gradient norms; anything where a place holds no token."""
+        body, picks, squares, scaled, layers = self.body, chunk.picks, {}, [], []
         residual, attended = (rows[picks] for rows in self.head.split_cotangents)
         batch, delta = len(picks), None
         for activations in reversed(self.activations):
-            backward = BlockBackward(activations, batch, chunk.length, body.multiply)
+            backward = BlockBackward(activations, batch, chunk.length, body.multiply, body.metric)
             if delta is None:
                 delta = backward.through_attention_at(residual, attended, chunk.positions)
             else:
                 delta = backward.through_block(delta)
             squares |= backward.squares
+            scaled += backward.scaled
             layers.append(square_norms(delta).sqrt())
         ids, table = self.stack.ids[:batch, : chunk.length], body.model.get_submodule(body.table)
-        squares[body.table] = table_square_norms(body.ownership, body.table, table, ids, delta, self.head, picks)
-        return torch.stack(layers[::-1], 2), squares
+        norms = TableNorms(body.ownership, body.table, table, self.head)
+        squares[body.table] = norms.squares(ids, delta, picks)
+        if body.metric is not None:
+            scaled.append(norms.squares(ids, delta, picks, body.metric))
+        return Measured(torch.stack(layers[::-1], 2), squares, sum(scaled) if scaled else None)

@@ -22,6 +22,7 @@ class Norm:
     scale: Float[Tensor, " d"]
     """What the normalised input is multiplied by: the weight, or 1 + weight in some families."""
     eps: float
+    weight: nn.Parameter
 
     def normalize(self, x: Float[Tensor, "B n *heads d"]) -> tuple[Tensor, Tensor]:
         """(x̂, 1/√(mean(x²) + eps)) with an axis for tokens: [B, n, 1, *heads, d], [B, n, 1, *heads, 1]."""
@@ -146,10 +147,10 @@ def _find_norm(owner: nn.Module, prefix: str, role: str) -> Norm | None:
     x = torch.randn(1, 2, len(weight), generator=generator).to(weight.device, dtype)
     with torch.no_grad():
         wide = torch.promote_types(dtype, torch.float32)
-        normalized = Norm(role, weight, eps).normalize(x.to(wide))[0][0, :, 0]
+        normalized = Norm(role, weight, eps, weight).normalize(x.to(wide))[0][0, :, 0]
         # Largest entries tell the scale of each channel with the fewest roundings.
         outputs = module(x)[0].to(wide)
         scale = (outputs * normalized).sum(0) / normalized.square().sum(0)
         error = (outputs - scale * normalized).abs().max() / outputs.abs().max().clamp(min=1e-30)
     tolerance = 1e-5 if dtype in (torch.float32, torch.float64) else 0.02
-    return Norm(f"{prefix}.{role}", scale, eps) if error <= tolerance else None
+    return Norm(f"{prefix}.{role}", scale, eps, weight) if error <= tolerance else None

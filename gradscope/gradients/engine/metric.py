@@ -1,0 +1,88 @@
+"""Squared norms of token gradients of which each entry is scaled: those that an optimizer's update sees.
+
+‖G ∘ D‖² of a linear layer's gradient G = Σ_s δ_s a_sᵀ has no factor that positions share, as ‖G‖² has: every token's G
+is formed, a few tokens at a time, multiplied by D and let go.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from gradscope.policy import flat_slices
+
+AT_ONCE = 1 << 21
+"""Numbers of token gradients that are formed at once: as many as a core's cache and bandwidth carry well."""
+
+
+class Metric:
+    """D for every measured parameter of a model; scale: flat, in the order of `float_parameters`."""
+
+    def __init__(self, model: nn.Module, scale: Float[Tensor, " P"]) -> None:
+        parameters = {name: model.get_parameter(name) for name in flat_slices(model)}
+        self._scales = {
+            id(p): scale[part].view(p.shape).to(p.device)
+            for p, part in zip(parameters.values(), flat_slices(model).values(), strict=True)
+        }
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """D of one parameter, in its shape."""
+        return self._scales[id(parameter)]
+
+    def linear(
+        self, module: nn.Module, delta: Float[Tensor, "B n K out"], inputs: Float[Tensor, "B n in"]
+    ) -> Float[Tensor, "B K"]:
+        """Of a linear module's weight and bias, from what flows back to its output over n positions."""
+        weight = self._weight(module).to(delta)
+        (batch, _, tokens, outputs), inner = delta.shape, inputs.shape[2]
+        square = delta.new_zeros(batch, tokens)
+        each = max(1, AT_ONCE // max(1, batch * outputs * inner))
+        width = max(1, min(outputs, AT_ONCE // max(1, batch * inner)))
+        for start in range(0, tokens, each):
+            own = slice(start, min(start + each, tokens))
+            for rows in torch.arange(outputs).split(width):
+                part = slice(int(rows[0]), int(rows[-1]) + 1)
+                gradient = delta[:, :, own, part].flatten(2).mT @ inputs
+                gradient = gradient.view(batch, own.stop - own.start, -1, inner).mul_(weight[part])
+                square[:, own] += torch.linalg.vector_norm(gradient.flatten(2), dim=2).square()
+        return square if module.bias is None else square + self.vector(module.bias, delta.sum(1))
+
+    def at_one_position(
+        self, module: nn.Module, delta: Float[Tensor, "*m out"], inputs: Float[Tensor, "*m in"]
+    ) -> Float[Tensor, " *m"]:
+        """The same where each token has one position of its own: Σ_oi (D_oi δ_o a_i)²."""
+        square = ((delta.square() @ self._weight(module).to(delta).square()) * inputs.square()).sum(-1)
+        return square if module.bias is None else square + self.vector(module.bias, delta)
+
+    def vector(self, parameter: Tensor, gradient: Float[Tensor, "*m d"]) -> Float[Tensor, " *m"]:
+        """Of a vector parameter, from its gradient."""
+        return (gradient * self.of(parameter).to(gradient)).square().sum(-1)
+
+    def table(self, table: Tensor, delta: Float[Tensor, "B n K d"], ids: Int[Tensor, "B n"]) -> Float[Tensor, "B K"]:
+        """Of an embedding table, summed where a sequence has an id again."""
+        batch, tokens = len(ids), delta.shape[2]
+        entries = ids * batch + torch.arange(batch, device=ids.device)[:, None]
+        distinct, row = entries.unique(return_inverse=True)
+        sums = delta.new_zeros(len(distinct), *delta.shape[2:]).index_add_(0, row.flatten(), delta.flatten(0, 1))
+        sums *= self.of(table)[distinct // batch][:, None].to(sums)
+        squares = torch.linalg.vector_norm(sums, dim=2).square()
+        return delta.new_zeros(batch, tokens).index_add_(0, distinct % batch, squares)
+
+    def tied_cross_terms(
+        self,
+        table: Tensor,
+        delta: Float[Tensor, "B n K d"],
+        ids: Int[Tensor, "B n"],
+        head_delta: Float[Tensor, "B K vocab"],
+        head_input: Float[Tensor, "B K d"],
+    ) -> Float[Tensor, "B K"]:
+        """2 ⟨head's gradient, embedding's gradient⟩ of one shared table, both scaled."""
+        of_ids = head_delta.gather(2, ids[:, None].expand(-1, head_delta.shape[1], -1))
+        squared = self.of(table)[ids].to(delta).square()
+        return 2 * (of_ids * torch.einsum("bnkd,bkd,bnd->bkn", delta, head_input, squared)).sum(2)
+
+    def _weight(self, module: nn.Module) -> Float[Tensor, "out in"]:
+        """D of the weight as a linear module has it; that of a Conv1D lies the other way round."""
+        weight = self.of(module.weight)
+        return weight if isinstance(module, nn.Linear) else weight.T
