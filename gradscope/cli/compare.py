@@ -67,6 +67,7 @@ class Compare(MeasuredPolicyFlags):
         check_results(self.out, RESULTS)
         read = {"format": self.format, "step": self.step, "optimizer_state": self.optimizer_state}
         read |= {"overwrite": self.overwrite, "figures": False, "gradient_memory": self.gradient_memory}
+        read["max_grad_norm"] = self.max_grad_norm
         measured = MeasureOwn(self.model, self.rollouts, self.out, self.settings, **read, **self.loading)
         self._compare(measured.measure())
 

@@ -223,6 +223,7 @@ class Diagnose(MeasuredPolicyFlags):
         plan = {"plan": self.plan, "machine": self.machine, "processes": self.processes}
         given = plan | {"format": self.format, "step": self.step, "gradient_memory": self.gradient_memory}
         given |= {"optimizer_state": self.optimizer_state, "overwrite": self.overwrite}
+        given["max_grad_norm"] = self.max_grad_norm
         return MeasureOwn(model, rollouts, folder, self.settings, **given, **self.loading)
 
     def _diagnosis_settings(self, measured: Measured | None = None) -> DiagnosisSettings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -30,6 +30,7 @@ from gradscope.cli.pages import read_step
 from gradscope.diagnosis import sampling_error
 from gradscope.errors import InputError
 from gradscope.gradients import (
+    ADAMW,
     BUDGET,
     PILOT,
     MeasureSettings,
@@ -47,6 +48,7 @@ from gradscope.gradients import (
 )
 from gradscope.intervals import interval_labels
 from gradscope.policy import (
+    AdamWState,
     Policy,
     checkpoint_step,
     find_device,
@@ -54,9 +56,10 @@ from gradscope.policy import (
     gradient_budget,
     hash_ahead,
     join_launch,
+    read_adamw_state,
 )
 from gradscope.rollouts import Dump, TokenBatch, keep_own_step
-from gradscope.runs import RunFolder, is_table, write_parquet, write_text
+from gradscope.runs import RunFolder, file_hash, is_table, write_parquet, write_text
 
 SUMMARY = "figures/summary.txt"
 """Where in its folder a run keeps the summary that it prints."""
@@ -112,6 +115,10 @@ class Measure(MeasuredPolicyFlags):
     """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
     step: int | None = None
     """Only the responses of this training step, where a dump holds several."""
+    optimizer_state: Path | None = None
+    """For --metric adamw: its state_dict, saved by torch; none: optimizer.pt in MODEL's folder, if it is there."""
+    max_grad_norm: float | None = 1.0
+    """For --metric adamw: the run's clipping of the gradient's norm; none: it was not clipped."""
 
     keeps_prompts: ClassVar[bool] = False
     """Whether the summed gradients are kept of each prompt, or of two halves of them."""
@@ -139,10 +146,10 @@ class Measure(MeasuredPolicyFlags):
             hash_ahead(self.model)
             policy = load_quietly(self.model, **(self.loading | {"device": device}))
             dump = self.read(policy)
+            settings = self.settle(policy, policy.device.type)
             cut = {"chunk_rows": self.chunk_rows, "chunk_memory": self.chunk_memory}
-            measurement = TableMeasurement(
-                policy, dump.batch, self.settle(policy, policy.device.type), processes=processes, **cut
-            )
+            cut |= {"optimizer_state": self._read_state(policy, settings), "processes": processes}
+            measurement = TableMeasurement(policy, dump.batch, settings, **cut)
         # What is free differs by process and by moment; all later looks are at this number.
         memory = gradient_budget(policy.device, processes) if self.gradient_memory is None else self.gradient_memory
         with processes.together():
@@ -168,6 +175,15 @@ class Measure(MeasuredPolicyFlags):
     def settle(self, policy: Policy, device: str) -> MeasureSettings:
         """The settings for this policy on a device of this type."""
         return self.settings
+
+    def _read_state(self, policy: Policy, settings: MeasureSettings) -> AdamWState | None:
+        """AdamW's second moments, where norms in its metric are asked for."""
+        if settings.metric is None:
+            return None
+        state = read_adamw_state(policy, self.optimizer_state, max_grad_norm=self.max_grad_norm)
+        if state is None:
+            print_notes([f"no optimizer.pt beside {self.model}: {ADAMW} is NaN; give --optimizer-state"])
+        return state
 
     def read(self, policy: Policy) -> Dump:
         """The rollouts that are measured."""
@@ -220,6 +236,9 @@ class Measure(MeasuredPolicyFlags):
         from gradscope.rollouts import rollouts_hash
 
         read = {"rollouts": rollouts_hash(self.rollouts), "format": self.format, "step": self.step}
+        if settings.metric is not None:
+            state = self.optimizer_state or find_policy_state(policy)
+            read |= {"optimizer_state": state and file_hash(state), "max_grad_norm": self.max_grad_norm}
         return make_key(policy, **read, settings=asdict(settings), blocks=policy.blocks_name)
 
     def _measure(self, measured: Measured, watch: Stopwatch) -> None:
@@ -405,14 +424,17 @@ class MeasureOwn(Measure):
     """Measure a checkpoint on its own rollouts: the step that it sampled, where a dump holds several."""
 
     keeps_prompts: ClassVar[bool] = True
-    optimizer_state: Path | None = None
-    """An optimizer's file that must be of this policy."""
 
     def has_metric(self, policy: Policy) -> bool:
         return (self.optimizer_state or find_policy_state(policy)) is not None
 
     def settle(self, policy: Policy, device: str) -> MeasureSettings:
-        return settle_minutes(self.settings, policy, device)
+        """In AdamW's metric, too, where its state is there and fits."""
+        settings = settle_minutes(self.settings, policy, device)
+        known = self.optimizer_state or find_policy_state(policy)
+        state, _, _ = read_step(policy, known, asked=self.optimizer_state is not None)
+        exact = settings.norms == "exact" and settings.metric is None
+        return replace(settings, metric="adamw") if state is not None and exact else settings
 
     def read(self, policy: Policy) -> Dump:
         read_step(policy, self.optimizer_state, asked=True)  # refused here, not when all is measured

@@ -30,7 +30,7 @@ from gradscope.diagnosis.result import (
     one_row,
 )
 from gradscope.errors import InputError, first_line
-from gradscope.gradients import largest_share, measure, measuring, own_rows, plan_batch_sums
+from gradscope.gradients import ADAMW, largest_share, measure, measuring, own_rows, plan_batch_sums
 from gradscope.intervals import interval_labels
 from gradscope.objective import batch_statistics
 from gradscope.policy import AdamWState, Policy, gradient_budget, return_freed_memory
@@ -83,6 +83,8 @@ def diagnose(
     settings.check()
     if table is None:
         sample = {"tokens_per_interval": settings.tokens_per_interval, "seed": settings.seed, "loss": settings.loss}
+        metric = _metric_of(policy, optimizer_state, settings)
+        sample |= {"metric": None if metric is None else "adamw", "optimizer_state": metric}
         table = measure(policy, batch, edges=settings.edges, progress=progress, **sample)
     check_table(table, batch, settings)
     task = _settle(policy, steps.with_advantages(batch, table), table, settings, optimizer_state, processes, progress)
@@ -204,6 +206,16 @@ class Task:
         return numbers | {"edges": self.settings.edges, "memory": self.memory}
 
 
+def _metric_of(
+    policy: Policy, state: AdamWState | dict[str, Any] | None, settings: DiagnosisSettings
+) -> AdamWState | None:
+    """AdamW's second moments, of a whole state with the clipping of the settings' step, else of the state's own."""
+    if not isinstance(state, dict):
+        return state
+    step = settings.step or state_step(state)
+    return AdamWState.from_state_dict(policy.model, state, max_grad_norm=step.max_grad_norm)
+
+
 def _settle(
     policy: Policy,
     batch: TokenBatch,
@@ -215,12 +227,12 @@ def _settle(
 ) -> Task:
     labels, memory = tuple(interval_labels(settings.edges)), settings.gradient_memory
     memory = gradient_budget(policy.device, processes) if memory is None else memory
-    saved, metric, step = None, optimizer_state, settings.step or SGD
+    saved, step = None, settings.step or SGD
     if isinstance(optimizer_state, dict):
         saved, step = optimizer_state, settings.step or state_step(optimizer_state)
         if step.optimizer != "adamw":
             raise InputError("the optimizer state is AdamW's and settings.step sgd; give a step of adamw, or none")
-        metric = AdamWState.from_state_dict(policy.model, saved, max_grad_norm=step.max_grad_norm)
+    metric = _metric_of(policy, optimizer_state, settings)
     weighted, minutes = has_gradient(table), Minutes(settings.minutes)
     if weighted and settings.minutes is not None:
         (seconds,) = processes.gather([_time_pass(policy, batch)] if processes.is_main else [])
@@ -325,7 +337,8 @@ def sum_gradients(task: Task) -> GradientPart:
         once, way = plan.sketched_passes * share, "sketches"
     minutes.spent += once
     metric = metric if metric is not None and task.affords("AdamW's metric", once) else None
-    signs = s.sign_passes
+    exact = ADAMW in task.table and bool(task.table[ADAMW].notna().any())
+    signs = None if exact else s.sign_passes
     if metric is not None and signs is not None:
         signs = signs if task.affords("Σ‖w·g‖² in AdamW's metric", signs * once) else None
     found = gradients.sum_gradients(
@@ -350,8 +363,16 @@ def sum_gradients(task: Task) -> GradientPart:
         gradients.gradient_rows(own, counts, task.labels, metric=name, **task.resampling(2))
         for name, own in made.items()
     ]
-    if found.squares is not None:
-        sums = tokens.PromptSums(counts, counts, found.squares, np.ones_like(counts))
+    if found.squares is not None or exact:
+        if exact:
+            sums = tokens.sum_by_prompt(task.table, size, ADAMW)
+        else:
+            sums = tokens.PromptSums(counts, counts, found.squares, np.ones_like(counts))
+            task.note(
+                "signs",
+                f"Σ‖w·g‖² in AdamW's metric is estimated by {signs} passes of random signs, whose error is in its "
+                "intervals; a table of measure with metric adamw has exact norms.",
+            )
         squares = tokens.token_shares(sums, task.labels, **task.resampling(3))
         kept = squares["statistic"].isin(["squared_share", "dominance_index"])
         rows.append(squares[kept].assign(metric="adamw"))

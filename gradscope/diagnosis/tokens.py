@@ -47,13 +47,16 @@ class PromptSums:
     """Σp over all; None: p is 1."""
 
 
-def weighted_norms(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
-    """‖w·g‖ of each token in float64; NaN where weight or norm is unknown."""
-    return np.abs(table["weight"].to_numpy(np.float64)) * table[PARAMETERS].to_numpy(np.float64)
+def weighted_norms(table: pd.DataFrame, norm: str = PARAMETERS) -> Float[np.ndarray, " n"]:
+    """‖w·g‖ of each token in float64; NaN where weight or norm is unknown. norm: the column of ‖g‖."""
+    return np.abs(table["weight"].to_numpy(np.float64)) * table[norm].to_numpy(np.float64)
 
 
-def sum_by_prompt(table: pd.DataFrame, num_intervals: int) -> PromptSums:
-    """The sums of a token table whose weights are known; estimates (norms="estimate") count every token as measured."""
+def sum_by_prompt(table: pd.DataFrame, num_intervals: int, norm: str = PARAMETERS) -> PromptSums:
+    """The sums of a token table whose weights are known; estimates (norms="estimate") count every token as measured.
+
+    norm: the column of ‖g‖.
+    """
     cell = prompt_clusters(table) * num_intervals + table["interval"].to_numpy(np.int64)
     size = (int(cell.max()) // num_intervals + 1) * num_intervals
 
@@ -68,7 +71,7 @@ def sum_by_prompt(table: pd.DataFrame, num_intervals: int) -> PromptSums:
         first = ~table.duplicated(["response", "interval"]).to_numpy()
         squares = total(table.loc[first, SUMS[1]].to_numpy(np.float64), cell[first])
         return PromptSums(tokens, tokens, squares, predicted)
-    squares = weighted_norms(table) ** 2
+    squares = weighted_norms(table, norm) ** 2
     known, probabilities = ~np.isnan(squares), sampling_probabilities(table)
     measured, squares = total(known.astype(float)), np.where(known, squares, 0.0)
     if probabilities is None:

@@ -19,7 +19,7 @@ from support.training import train
 from gradscope.cli.pages import read_step
 from gradscope.diagnosis import DiagnosisSettings, diagnose
 from gradscope.gradients import measure
-from gradscope.policy import load_policy, read_optimizer_file
+from gradscope.policy import load_policy, read_adamw_state, read_optimizer_file
 from gradscope.rollouts import read_rollouts
 from gradscope.updates import StepSettings
 
@@ -69,7 +69,8 @@ def test_the_files_are_what_the_functions_give_and_steps_go_on_from_the_optimize
     printed = capsys.readouterr().out
     policy = load_policy(trained)
     batch = read_rollouts(rollouts, policy)
-    table = measure(policy, batch)
+    metric = read_adamw_state(policy, max_grad_norm=1.0)
+    table = measure(policy, batch, metric="adamw", optimizer_state=metric)
     pd.testing.assert_frame_equal(pd.read_parquet(out / "tokens.parquet"), table)
 
     # The schedule's last rate is 0: the one that it began with is taken, Trainer's default, clipped at 1.

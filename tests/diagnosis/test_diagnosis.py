@@ -244,7 +244,7 @@ def test_what_does_not_fit_into_the_minutes_is_left_out_and_the_rest_is_the_same
     kept = [metric for metric in whole.statistics["metric"].unique() if metric == "raw"]
     ours, theirs = (d.statistics[d.statistics["metric"].isin(kept)].reset_index(drop=True) for d in (short, whole))
     pd.testing.assert_frame_equal(ours, theirs)
-    long = diagnose(policy, batch, table, settings=replace(settings, minutes=1e9), optimizer_state=state)
+    long = diagnose(policy, batch, whole.table, settings=replace(settings, minutes=1e9), optimizer_state=state)
     pd.testing.assert_frame_equal(long.statistics, whole.statistics)
 
 

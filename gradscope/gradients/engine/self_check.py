@@ -39,7 +39,7 @@ class CheckedToken:
     module_grad_norm: dict[str, float]
     """‖g‖ by module that owns parameters; a shared table under its first owner's name."""
     param_grad_norm: float
-    scaled_grad_norm: float
+    scaled_grad_norm: float = 0.0
     """‖g ∘ D‖ in the engine's metric; 0 without one."""
 
 
