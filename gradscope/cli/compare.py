@@ -12,7 +12,7 @@ import tyro
 from gradscope.cli.flags import FormatFlag, MeasuredPolicyFlags, MemoryFlag
 from gradscope.cli.measure import MeasureOwn
 from gradscope.cli.measured import Measured
-from gradscope.cli.pages import read_step
+from gradscope.cli.optimizer import read_step
 from gradscope.errors import InputError
 from gradscope.gradients import MeasureSettings
 from gradscope.objective import make_weighting

@@ -15,6 +15,7 @@ import tyro
 from gradscope.cli.flags import FormatFlag, MeasuredPolicyFlags, MemoryFlag, check_no_plan
 from gradscope.cli.measure import MeasureOwn
 from gradscope.cli.measured import Measured
+from gradscope.cli.optimizer import read_step
 from gradscope.cli.pages import (
     PAGE,
     RESULTS,
@@ -23,7 +24,6 @@ from gradscope.cli.pages import (
     in_words,
     make_facts,
     name_folders,
-    read_step,
     trend_folder,
     write_trend,
 )
@@ -91,6 +91,8 @@ class Diagnose(MeasuredPolicyFlags):
     """Tokens of the step whose movement is split by source; none: leave that out."""
     recommend: Annotated[bool | None, tyro.conf.arg(constructor=bool)] = None
     """Screen α and η by predicted steps: the longest part; none: of policies below 100 M parameters."""
+    compare: Annotated[bool | None, tyro.conf.arg(constructor=bool)] = None
+    """Compare what each token weighting would change; none: of policies below 100 M parameters."""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
     plan: bool = False
@@ -150,7 +152,16 @@ class Diagnose(MeasuredPolicyFlags):
     def _check_no_checkpoint(self) -> None:
         """Without a policy nothing is measured: InputError for a flag that would change nothing."""
         plain = Diagnose()
-        names = ("params", "base", "device_map", "optimizer_state", "actual_step", "influence_tokens", "recommend")
+        names = (
+            "params",
+            "base",
+            "device_map",
+            "optimizer_state",
+            "actual_step",
+            "influence_tokens",
+            "recommend",
+            "compare",
+        )
         names += ("gradient_memory",)
         given = [name for name in names if getattr(self, name) != getattr(plain, name)]
         settings = replace(self.settings, loss=plain.settings.loss, seed=plain.settings.seed)
@@ -237,6 +248,7 @@ class Diagnose(MeasuredPolicyFlags):
             actual_step=self.actual_step,
             influence_tokens=self.influence_tokens,
             recommend=self.recommend,
+            compare=self.compare,
         )
 
     def _drawn(self, measured: Measured) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from gradscope.cli.flags import (
 )
 from gradscope.cli.manifest import describe_dump, make_key, make_manifest
 from gradscope.cli.measured import TABLE, Measured
-from gradscope.cli.pages import read_step
+from gradscope.cli.optimizer import read_step
 from gradscope.diagnosis import sampling_error
 from gradscope.errors import InputError
 from gradscope.gradients import (

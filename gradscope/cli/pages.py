@@ -17,12 +17,11 @@ from gradscope.cli.flags import print_notes
 from gradscope.cli.manifest import describe_dump
 from gradscope.cli.measured import Measured
 from gradscope.diagnosis import Diagnosis
-from gradscope.errors import InputError
 from gradscope.objective import LossSettings
-from gradscope.policy import Policy, checkpoint_step, read_optimizer_file
+from gradscope.policy import checkpoint_step
 from gradscope.rollouts import read_dump
 from gradscope.runs import MANIFEST, RunFolder, file_hash, provenance, read_json, write_parquet
-from gradscope.updates import StepSettings, read_moments, state_step
+from gradscope.updates import StepSettings
 
 PAGE = "report.html"
 RESULTS = ("tokens.parquet", "figures", PAGE, "data")
@@ -171,31 +170,3 @@ def diagnose_dump(
         write_report(folder.staged, report)
         folder.publish({**provenance(), "policy": None, "rollouts": rollouts, "tokens": len(table)})
     print(f"{len(table):,} tokens at the logits, without a policy and so without a verdict: {out / PAGE}")
-
-
-def read_step(
-    policy: Policy, path: Path | None, *, asked: bool
-) -> tuple[dict[str, Any] | None, StepSettings | None, list[str]]:
-    """(AdamW's state in the file, the step that goes on from it, what a reader must know of the two).
-
-    asked: the user named the file. InputError where it does not fit the policy; another one is then left out.
-    """
-    if path is None:
-        return None, None, []
-    try:
-        state = read_optimizer_file(path)
-        step = state_step(state)
-        step.check()
-        read_moments(policy.model, step, state)
-    except InputError as error:
-        if asked:
-            raise InputError(error.reason, path=path) from error
-        return None, None, [f"{path.name} beside the checkpoint is left out: {error.reason}"]
-    return state, step, told_rate(state, step.learning_rate)
-
-
-def told_rate(state: dict[str, Any], rate: float) -> list[str]:
-    """A note where the state's own learning rate is 0, and steps are taken at another."""
-    if float(state["param_groups"][0]["lr"]) > 0:
-        return []
-    return [f"the optimizer's learning rate is 0 (the end of its schedule): steps here are taken at {rate:g}"]

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from gradscope.cli.flags import Dtype, FormatFlag, PolicyFlags, load_quietly, print_notes
 from gradscope.cli.manifest import make_key, make_manifest
-from gradscope.cli.pages import told_rate
+from gradscope.cli.optimizer import told_rate
 from gradscope.errors import InputError
 from gradscope.gradients import refuse_narrow_weights
 from gradscope.objective import PAPER, LossSettings, resolve_advantages

@@ -40,8 +40,11 @@ from gradscope.theory import regress_norms
 from gradscope.updates import (
     KINDS,
     SGD,
+    Comparison,
     StepSettings,
     apply_update,
+    compare,
+    compare_cost,
     fits_at_once,
     influence,
     influence_cost,
@@ -93,7 +96,7 @@ def diagnose(
     gradient_part = sum_gradients(task)
     if not processes.is_main:
         return None
-    step_part, screening = take_steps(task), screen_settings(task)
+    step_part, screening, comparison = take_steps(task), screen_settings(task), compare_weightings(task)
     return Diagnosis(
         statistics=join_rows([*token_part.rows, *gradient_part.rows, *step_part.rows, *screening.rows]),
         notes=tuple(task.notes),
@@ -116,6 +119,7 @@ def diagnose(
         against=step_part.against,
         directions=pd.concat(step_part.directions, ignore_index=True) if step_part.directions else None,
         movement=step_part.movement,
+        comparison=comparison,
         recommendation=screening.recommendation,
     )
 
@@ -304,6 +308,23 @@ def describe_tokens(task: Task) -> TokenPart:
     if task.weighted and settings.loss.kl_coef and table["ref_logprob"].isna().any():
         task.note("no-kl", "Some or all reference log-probabilities are unknown: these tokens have no KL part.")
     return TokenPart(rows, bounds, layers, drivers, where, spikes)
+
+
+def compare_weightings(task: Task) -> Comparison | None:
+    """What each weighting would change; None where it is not asked for, or was left out."""
+    s, size = task.settings, sum(p.numel() for p in task.policy.model.parameters())
+    if not task.weighted or s.compare is False:
+        return None
+    if s.compare is None and size >= LARGE:
+        words = f"what each weighting would change (of {size:,} parameters; --compare does it all the same)"
+        task.note("large", f"Left out: {words}.")
+        return None
+    if not task.affords("what each weighting would change", compare_cost(metric=task.metric is not None)):
+        return None
+    numbers = {"table": task.table, "settings": s.loss, "edges": s.edges, "memory": task.memory, "seed": s.seed}
+    numbers |= {"optimizer_state": task.saved or task.metric, "step": task.step, "resamples": s.resamples}
+    what = "what each weighting would change"
+    return task.attempt(what, lambda: compare(task.policy, task.batch, progress=task.progress, **numbers))
 
 
 def _without_bounds(

@@ -18,6 +18,7 @@ from gradscope.updates import StepSettings
 
 if TYPE_CHECKING:
     from gradscope.rollouts import Note
+    from gradscope.updates import Comparison
 
 COLUMNS = ["statistic", "metric", "interval", "value", "lower", "upper", "n", "unit"]
 """metric: "raw" or "adamw" for a gradient, "none" for what is none; interval: a label such as "[0, ¼)", "all", or "";
@@ -110,6 +111,8 @@ class DiagnosisSettings:
     """Take the whole batch's step, look, and rewind it."""
     recommend: bool | None = None
     """Screen α and η; None: of policies below `LARGE` parameters."""
+    compare: bool | None = None
+    """Compare every weighting that the table has columns for; None: of policies below `LARGE` parameters."""
     recommend_batches: int | None = 5
     """Batches for the screening of α and η; None: skipped. A verdict takes 5."""
     alphas: tuple[Number | None, ...] = (None, 0.1, 0.2, 0.3, 0.5)
@@ -186,6 +189,8 @@ class Diagnosis:
     """`updates.movement_table` of the actual step, whose columns end with .all; it joins `table` by response and
     position."""
     recommendation: Recommendation | None = None
+    comparison: Comparison | None = None
+    """What each weighting would change: `updates.compare`."""
 
     def __post_init__(self) -> None:
         if self.num_informative_prompts is None:

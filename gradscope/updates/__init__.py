@@ -5,8 +5,8 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "comparison.compare": ["Comparison", "compare"],
-        "comparison.words": ["describe", "signal_sentence"],
+        "comparison.compare": ["Comparison", "compare", "compare_cost"],
+        "comparison.words": ["CANNOT", "FIXED", "describe", "signal_sentence"],
         "directions": [
             "SIGNS",
             "batch_direction_shares",

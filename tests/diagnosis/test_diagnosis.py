@@ -45,7 +45,13 @@ LABELS = interval_labels()
 # Old log-probabilities of the batch drift by about 0.1: narrow clips are active on both sides, and so is the KL.
 NARROW = LossSettings(clip_ratio_low=0.05, clip_ratio_high=0.04, clip_ratio_c=1.1, kl_coef=0.2)
 QUICK = DiagnosisSettings(
-    loss=NARROW, influence_tokens=None, actual_step=False, recommend_batches=None, resamples=50, sign_passes=None
+    loss=NARROW,
+    influence_tokens=None,
+    actual_step=False,
+    recommend_batches=None,
+    resamples=50,
+    sign_passes=None,
+    compare=False,
 )
 # The table is float32, weights and norms among it.
 TABLE = 2e-6
@@ -240,7 +246,7 @@ def test_what_does_not_fit_into_the_minutes_is_left_out_and_the_rest_is_the_same
     short = diagnose(policy, batch, table, settings=settings, optimizer_state=state)
     for part in ("influence", "movement", "adamw_cosines"):
         assert getattr(short, part) is None and getattr(whole, part) is not None
-    assert kinds(short).count("minutes") == 4
+    assert kinds(short).count("minutes") == 5
     kept = [metric for metric in whole.statistics["metric"].unique() if metric == "raw"]
     ours, theirs = (d.statistics[d.statistics["metric"].isin(kept)].reset_index(drop=True) for d in (short, whole))
     pd.testing.assert_frame_equal(ours, theirs)

@@ -193,7 +193,9 @@ def test_a_disk_that_is_full_after_all_is_an_error_and_not_a_crash(on_disk, monk
 @pytest.fixture(scope="module")
 def diagnosed() -> tuple:
     policy = make_policy("gpt2", torch.float64)
-    quick = DiagnosisSettings(loss=NARROW, resamples=20, sign_passes=None, recommend_batches=2, alphas=(None, 0.5))
+    quick = DiagnosisSettings(
+        loss=NARROW, resamples=20, sign_passes=None, compare=False, recommend_batches=2, alphas=(None, 0.5)
+    )
     step = StepSettings("adamw", 1e-3, 0.1, betas=(0.8, 0.95), eps=1e-6)
     return policy, make_batch(policy), replace(quick, step=step, etas=(None,))
 

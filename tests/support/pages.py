@@ -10,7 +10,16 @@ import pandas as pd
 from support.policies import make_policy, make_responses, write_jsonl
 
 COLUMNS = ("prompt_ids", "response_ids", "group", "reward", "old_logprobs", "response_mask")
-BRIEF = ("--no-recommend", "--no-actual-step", "--influence-tokens", "none", "--no-self-check", "--device", "cpu")
+BRIEF = (
+    "--no-recommend",
+    "--no-compare",
+    "--no-actual-step",
+    "--influence-tokens",
+    "none",
+    "--no-self-check",
+    "--device",
+    "cpu",
+)
 """Without the parts that take longest."""
 
 

@@ -20,6 +20,7 @@ from gradscope.gradients import LAYER, PARAMETERS
 from gradscope.plots import drawn_numbers
 from gradscope.policy import Policy
 from gradscope.theory import theory_report
+from gradscope.updates import CANNOT, FIXED, signal_sentence
 
 KEYS = ["response", "position"]
 DATA = "data"
@@ -82,6 +83,7 @@ def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets) -> tuple[Section
         ("directions", "What a step really does", _directions(d, sheets)),
         ("influence", "Who moves whom", _influence(d, sheets)),
         ("drivers", "Probability or entropy", _drivers(d, sheets)),
+        ("weightings", "What each weighting would change", _weightings(d, sheets)),
         ("settings", "What to try", _settings(d, sheets)),
         ("numbers", "All numbers", _numbers(d, sheets)),
     )
@@ -306,6 +308,26 @@ def _settings(d: Diagnosis, sheets: Sheets) -> list[Block]:
     # Here the prediction stands in the place of the actual score.
     settings = d.recommendation.settings.drop(columns="actual_score")
     return [sheets.table("settings", settings, caption, shown), *_define("α and η")]
+
+
+def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
+    if (c := d.comparison) is None:
+        return []
+    caption = (
+        "Each token weighting on this batch beside plain GRPO, by its loss's policy part: whose squared token "
+        "gradients it is made of; how long the summed gradient is and how far turned; signal to noise of one prompt; "
+        "the share of the tokens with an advantage that one step would move its way, to first order; and the share of "
+        "the tokens that carry it. Bars: 95 % over prompts."
+    )
+    same = "" if not (c.table["same_as"] != "").any() else " same_as: its weights are those of that row."
+    return [
+        sheets.figure("weightings_drawn", lambda: plots.plot_comparison(c.table, c.by_interval, c.labels), caption),
+        Paragraph(signal_sentence(c)),
+        *(Paragraph(note) for note in c.notes),
+        sheets.table("weightings", c.table, f"The same in numbers.{same}", folded=True),
+        sheets.table("weightings_by_interval", c.by_interval, "Each weighting by interval of π.", folded=True),
+        Paragraph(f"{FIXED} {CANNOT}"),
+    ]
 
 
 def _numbers(d: Diagnosis, sheets: Sheets) -> list[Block]:

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 
 from gradscope.errors import InputError
-from gradscope.gradients import SUMS, measure
+from gradscope.gradients import ADAMW, BACKWARD, FORWARD_MODE, SUMS, measure
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import PAPER, WEIGHTINGS, LossSettings, Weighting, make_weighting, resolve_advantages
 from gradscope.policy import AdamWState, Policy, gradient_budget
@@ -26,6 +26,7 @@ from gradscope.runs import ALONE, Processes
 from gradscope.updates.comparison.judge import Judge, columns
 from gradscope.updates.comparison.passes import Passes, pass_through
 from gradscope.updates.comparison.real_steps import take_steps
+from gradscope.updates.movement import update_cost
 from gradscope.updates.step import StepSettings, state_step
 
 PLAIN = "grpo"
@@ -46,10 +47,12 @@ class Comparison:
     `IntervalGradients`), and its difference. right_sgd, right_adamw: the share of the tokens with an advantage whose
     log π goes its way to first order, of those that move; right_step: the same after real steps of AdamW, momentum and
     decay among them, and step_cosine that of both displacements. effective_share: (Σ|w|‖g‖)²/Σw²‖g‖² over the number of
-    tokens, what part of them carries the update. zero_share: tokens without weight."""
+    tokens, what part of them carries the update; effective_share_adamw in the optimizer's metric, where the table has
+    norms in it. zero_share: tokens without weight."""
     by_interval: pd.DataFrame
-    """A row per weighting, step and interval of π: energy_share, of Σ w²‖g‖², with energy_share_difference; and
-    gradient_share, ⟨U_a, U⟩/‖U‖², which adds up to 1 and has no bounds (those would need U_a itself)."""
+    """A row per weighting, step and interval of π: energy_share, of Σ w²‖g‖², with energy_share_difference, and
+    energy_share_adamw where the table has norms in that metric; gradient_share, ⟨U_a, U⟩/‖U‖², which adds up to 1 and
+    has no bounds (those would need U_a itself)."""
     weights: pd.DataFrame
     """w_t of each token under each weighting: response, position, then a column METHOD or METHOD.STEP."""
     labels: tuple[str, ...]
@@ -120,16 +123,17 @@ def compare(
         raise InputError(f"reweight_alpha is {settings.reweight_alpha}; plain GRPO has none, name reweight in methods")
     labels = interval_labels(edges)
     _check_advantages(batch)
-    if table is None:
-        sample = {"tokens_per_interval": "auto", "seed": seed, "loss": settings}
-        table = measure(policy, batch, edges=edges, progress=progress, **sample)
-    if len(table) != batch.num_tokens:
-        raise InputError(f"the table has {len(table)} rows, the batch {batch.num_tokens} tokens; give the batch's own")
     saved = optimizer_state if isinstance(optimizer_state, dict) else None
     metric = optimizer_state
     if saved is not None:
         step = state_step(saved) if step is None else step
         metric = AdamWState.from_state_dict(policy.model, saved, max_grad_norm=step.max_grad_norm)
+    if table is None:
+        sample = {"tokens_per_interval": "auto", "seed": seed, "loss": settings}
+        sample |= {"metric": None if metric is None else "adamw", "optimizer_state": metric}
+        table = measure(policy, batch, edges=edges, progress=progress, **sample)
+    if len(table) != batch.num_tokens:
+        raise InputError(f"the table has {len(table)} rows, the batch {batch.num_tokens} tokens; give the batch's own")
     batch = _with_advantages(batch, table)
     notes: list[Note] = []
     weightings = _settle(methods, table, notes)
@@ -154,6 +158,10 @@ def compare(
         notes.append(Note("Norms are estimates of groups of tokens, so that no weighting's energy is known.", "energy"))
     judge = Judge(table, labels, not estimated, seed, confidence, resamples)
     carried, energy = judge.energies(weights)
+    if ADAMW in table and table[ADAMW].notna().any():
+        carried, energy = (
+            a | b for a, b in zip((carried, energy), judge.energies(weights, ADAMW, "_adamw"), strict=True)
+        )
     zero = {"zero_share": (weights == 0).mean(1)}
     known = pd.DataFrame(_keys(distinct) | columns(judge.gradients(passes) | carried) | zero)
     shares = {"gradient_share": judge.gradient_shares(weights, passes).ravel()}
@@ -173,6 +181,12 @@ def compare(
         passes,
         aggregation,
     )
+
+
+def compare_cost(*, metric: bool) -> float:
+    """Forward passes over the batch that take as long as `compare` at most does with all known weightings."""
+    rows = len(WEIGHTINGS) + 2  # two of them take two steps
+    return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + (3 * update_cost(2) if metric else 0)
 
 
 def _check_advantages(batch: TokenBatch) -> None:

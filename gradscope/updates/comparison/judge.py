@@ -52,9 +52,14 @@ class Judge:
             numbers |= self.directions("right_adamw", passes.adamw_changes)
         return numbers
 
-    def energies(self, weights: Float[np.ndarray, "R K"]) -> tuple[dict[str, Found], dict[str, Found]]:
-        """The share of the tokens that carry the update, [R]; and shares of Σ w²‖g‖² by interval, [R, A]."""
-        norms = self.table[PARAMETERS].to_numpy(np.float64) if self.norms_known else np.full(len(self.table), np.nan)
+    def energies(
+        self, weights: Float[np.ndarray, "R K"], norm: str = PARAMETERS, end: str = ""
+    ) -> tuple[dict[str, Found], dict[str, Found]]:
+        """The share of the tokens that carry the update, [R]; and shares of Σ w²‖g‖² by interval, [R, A].
+
+        norm: the column of ‖g‖; end: of the numbers' names.
+        """
+        norms = self.table[norm].to_numpy(np.float64) if self.norms_known else np.full(len(self.table), np.nan)
         known = ~np.isnan(norms)
         counts, norms = np.where(known, stands_for(self.table, known), 0.0), np.where(known, norms, 0.0)
         force = np.abs(weights) * norms
@@ -63,8 +68,10 @@ class Judge:
         # (Σ|w|‖g‖)² over Σw²‖g‖² and the number of tokens: two factors below the line.
         parts = self._by_prompt(force * counts), whole[..., 0]
         tokens = self._by_prompt(np.ones((1, len(self.table))))
-        carried = self._bootstrap("effective_share", (*parts, tokens), lambda over, squares, n: over**2 / squares / n)
-        return carried, self._ratios("energy_share", energy, np.broadcast_to(whole, energy.shape))
+        carried = self._bootstrap(
+            f"effective_share{end}", (*parts, tokens), lambda over, squares, n: over**2 / squares / n
+        )
+        return carried, self._ratios(f"energy_share{end}", energy, np.broadcast_to(whole, energy.shape))
 
     def gradient_shares(self, weights: Float[np.ndarray, "R K"], passes: Passes) -> Float[np.ndarray, "R A"]:
         """⟨U_a, U⟩/‖U‖² of each interval."""

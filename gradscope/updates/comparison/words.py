@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from gradscope.resampling import in_brackets
-from gradscope.updates.comparison.compare import Comparison
+
+if TYPE_CHECKING:
+    from gradscope.updates.comparison.compare import Comparison
 
 CANNOT = """No weighting is recommended: no number of one batch is known to predict how well a run ends. What is told is
 of this batch: whose gradients each weighting enlarges, how far it turns the update, and whether the update stands out
