@@ -36,7 +36,7 @@ from gradscope.objective import batch_statistics
 from gradscope.policy import AdamWState, Policy, gradient_budget, return_freed_memory
 from gradscope.rollouts import Note, TokenBatch
 from gradscope.runs import ALONE, Processes
-from gradscope.theory import regress_norms
+from gradscope.theory import judge_proxies, regress_norms
 from gradscope.updates import (
     KINDS,
     SGD,
@@ -111,6 +111,7 @@ def diagnose(
         bounds=token_part.bounds,
         layers=token_part.layers,
         drivers=token_part.drivers,
+        proxies=token_part.proxies,
         where=token_part.where,
         spikes=token_part.spikes,
         cosines=gradient_part.cosines.get("raw"),
@@ -276,6 +277,7 @@ class TokenPart:
     bounds: BoundMargins | None = None
     layers: pd.DataFrame | None = None
     drivers: pd.DataFrame | None = None
+    proxies: pd.DataFrame | None = None
     where: pd.DataFrame | None = None
     spikes: pd.DataFrame | None = None
 
@@ -293,6 +295,7 @@ def describe_tokens(task: Task) -> TokenPart:
         spikes = tokens.largest_tokens(table, settings.top)
     layers = tokens.layer_norms(table, settings.edges, **draws)
     drivers = task.attempt("probability against entropy", lambda: regress_norms(table, **draws))
+    proxies = task.attempt("proxies of the norm", lambda: judge_proxies(table, **draws))
     bounds = tokens.bound_margins(table, task.policy.vocab_size)
     rows = (
         shares,
@@ -307,7 +310,7 @@ def describe_tokens(task: Task) -> TokenPart:
         task.note("on-policy", "Some or all old log-probabilities are unknown: these tokens are taken as on-policy.")
     if task.weighted and settings.loss.kl_coef and table["ref_logprob"].isna().any():
         task.note("no-kl", "Some or all reference log-probabilities are unknown: these tokens have no KL part.")
-    return TokenPart(rows, bounds, layers, drivers, where, spikes)
+    return TokenPart(rows, bounds, layers, drivers, proxies, where, spikes)
 
 
 def compare_weightings(task: Task) -> Comparison | None:

@@ -172,6 +172,8 @@ class Diagnosis:
     """Mean norms by place and interval: `tokens.layer_norms`."""
     drivers: pd.DataFrame | None = None
     """Probability or entropy: `drivers.regress_norms`."""
+    proxies: pd.DataFrame | None = None
+    """How well cheap numbers stand for the norms: `theory.judge_proxies`."""
     where: pd.DataFrame | None = None
     """Shares by token class, position, entropy, sign of Â: `tokens.shares_by`."""
     spikes: pd.DataFrame | None = None

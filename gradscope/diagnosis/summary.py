@@ -312,6 +312,8 @@ def write_figures(
         draw["norm_against_one_minus_prob"] = lambda: plots.plot_norm_against_one_minus_prob(
             table, powers[powers["quantity"].isin([*shown, PARAMETERS])], **over
         )
+    if any(name.startswith(f"{PARAMETERS}.") for name in table):
+        draw["modules"] = lambda: plots.plot_modules(table)
     for name, make in tqdm(draw.items(), desc="figures", disable=not progress or None):
         plots.save_figure(make(), folder / f"{name}.png")
     write_text(folder / "summary.txt", f"{summary}\n")

@@ -7,6 +7,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "comparison": ["plot_comparison"],
         "layers": ["plot_figure_2", "plot_layers_by_interval", "plot_norm_against_one_minus_prob"],
+        "proxies": ["plot_modules", "plot_proxies"],
         "style": [
             "NEUTRAL",
             "drawn_numbers",

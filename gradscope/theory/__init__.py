@@ -10,5 +10,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "constants": ["layer_constants", "token_contexts"],
         "drivers": ["add_drivers", "regress_norms"],
         "gains": ["FLOOR"],
+        "proxies": ["judge_proxies"],
     },
 )

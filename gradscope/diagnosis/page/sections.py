@@ -83,6 +83,7 @@ def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets) -> tuple[Section
         ("directions", "What a step really does", _directions(d, sheets)),
         ("influence", "Who moves whom", _influence(d, sheets)),
         ("drivers", "Probability or entropy", _drivers(d, sheets)),
+        ("proxies", "What stands for the norm", _proxies(d, sheets)),
         ("weightings", "What each weighting would change", _weightings(d, sheets)),
         ("settings", "What to try", _settings(d, sheets)),
         ("numbers", "All numbers", _numbers(d, sheets)),
@@ -293,6 +294,21 @@ def _drivers(d: Diagnosis, sheets: Sheets) -> list[Block]:
             "What the norm of a token follows: standardised coefficients of its logarithm on log(1 − π) and entropy, "
             "fitted together, at each place in the network. Bars: 95 % over redrawn prompts.",
         )
+    ]
+
+
+def _proxies(d: Diagnosis, sheets: Sheets) -> list[Block]:
+    if d.proxies is None:
+        return []
+    caption = (
+        "Numbers that cost no backward pass per token in the place of the exact norm ‖g‖: rank correlation, how much "
+        "of the variance of log ‖g‖ each explains, and how many of the 1 % of the tokens with the largest norm are "
+        "among the 1 % with the largest proxy. Bars: 95 % over redrawn prompts."
+    )
+    names = "The same for the gradient at each layer's activations."
+    return [
+        sheets.figure("proxies_drawn", lambda: plots.plot_proxies(d.proxies, parameters=d.parameters), caption),
+        sheets.table("proxies", d.proxies, names, folded=True),
     ]
 
 

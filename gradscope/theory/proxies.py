@@ -1,0 +1,155 @@
+"""How well cheap numbers stand for a token's exact gradient norm: rank, explained variance, largest tokens found.
+
+Trainers that cannot afford one backward pass per token take a proxy of its norm: 1 − π, the logit norm ‖e − π‖ (its
+square Σ_v π_v² + 1 − 2π is the optimal token baseline's, arXiv:2602.07078), entropy, surprisal, or the gradient at the
+last layer. A table has all of them beside the exact norms. Position gradients, of the summed loss, are another quantity
+and not in a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool, Float
+
+from gradscope.errors import InputError
+from gradscope.gradients import ADAMW, LAYER, LOGITS, PARAMETERS, sampling_weights
+from gradscope.resampling import bootstrap, prompt_clusters
+from gradscope.theory.gains import FLOOR, quantities, require_columns
+
+Values = Float[np.ndarray, " K"]
+PROXIES: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
+    "1 − π": lambda table: np.exp(table["log_one_minus_prob"]),
+    "‖e − π‖": lambda table: table[LOGITS],
+    "entropy": lambda table: table["entropy"],
+    "−log π": lambda table: -table["logprob"],
+}
+"""Name → its values, from the columns of a token table; the last layer's gradient comes by its column's name."""
+FEWEST = 10
+"""Measured tokens below which nothing is said."""
+
+
+def judge_proxies(
+    table: pd.DataFrame,
+    *,
+    top: float = 0.01,
+    floor: float = FLOOR,
+    rng: np.random.Generator | None,
+    confidence: float = 0.95,
+    resamples: int = 1000,
+) -> pd.DataFrame:
+    """A row per exact norm and proxy: all layers' activations, all parameters, and these in AdamW's metric.
+
+    Columns: quantity (the norm's column), proxy, tokens (measured ones); spearman: rank correlation, and r2: share of
+    the variance of the log norm that the log of the proxy explains, both over the tokens with 1−π > `floor`, for the
+    many nearly certain ones would decide them; found: of the `top` share of all tokens with the largest norm, the share
+    that is among as many with the largest proxy. Each with
+    `_lower` and `_upper` over redrawn prompts, ranks and the sets of largest tokens as they are in the whole table.
+    Where a sample was measured, a token counts for 1 / its chance. Raises InputError for a table without the columns,
+    with fewer than 10 measured tokens, and for a share that is none.
+    """
+    if not 0 < top < 1:
+        raise InputError(f"top is {top}; give a share of the tokens inside (0, 1), such as 0.01")
+    names = quantities(table)
+    require_columns(table, ["entropy", "logprob"])
+    proxies = {name: make(table).to_numpy(np.float64) for name, make in PROXIES.items()}
+    layers = [name for name in names if name.startswith(LAYER)]
+    if layers:
+        proxies["last layer's ‖δ‖"] = table[layers[-1]].to_numpy(np.float64)
+    norms = {name: table[name].to_numpy(np.float64) for name in [*names, ADAMW] if name in table}
+    norms = {name: norm for name, norm in norms.items() if not np.isnan(norm).all()}
+    if not norms or np.isfinite(norms.get(PARAMETERS, np.empty(0))).sum() < FEWEST:
+        raise InputError(f"fewer than {FEWEST} tokens have a measured norm; measure more to judge proxies")
+    clusters, counts = prompt_clusters(table), sampling_weights(table)
+    above = table["log_one_minus_prob"].to_numpy(np.float64) > np.log(floor)
+    seed = None if rng is None else int(rng.integers(2**32))  # the same prompts are redrawn in every row
+    rows = []
+    for quantity, norm in norms.items():
+        for name, values in proxies.items():
+            if name.startswith("last") and quantity == layers[-1]:
+                continue
+            known = np.isfinite(norm) & np.isfinite(values)
+            found = _judge(
+                norm[known],
+                values[known],
+                counts[known],
+                clusters[known],
+                above[known],
+                top,
+                confidence,
+                resamples,
+                seed,
+            )
+            keys = {"quantity": quantity, "proxy": name, "tokens": int(known.sum())}
+            ends = zip(("spearman", "r2", "found"), found.T, strict=True)
+            rows.append(
+                keys | {f"{n}{e}": v for n, three in ends for e, v in zip(("", "_lower", "_upper"), three, strict=True)}
+            )
+    return pd.DataFrame(rows)
+
+
+def _judge(
+    norm: Values,
+    proxy: Values,
+    counts: Values,
+    clusters: np.ndarray,
+    above: Bool[np.ndarray, " K"],
+    top: float,
+    confidence: float,
+    resamples: int,
+    seed: int | None,
+) -> Float[np.ndarray, "3 3"]:
+    """Spearman, R² of logs, share found: values, lower and upper bounds."""
+    _, cluster = np.unique(clusters, return_inverse=True)
+    positive = (norm > 0) & (proxy > 0)
+    logs = [np.log(np.where(positive, values, 1.0)) for values in (norm, proxy)]
+    largest = [_largest(values, counts, top) for values in (norm, proxy)]
+    ranks = (_ranks(values, counts * above) for values in (norm, proxy))
+    pairs = ((*ranks, counts * above), (*logs, counts * (above & positive)))
+    sums = [_moments(*pair, cluster) for pair in pairs]
+    hits = np.stack([np.bincount(cluster, counts * chosen) for chosen in (largest[0] & largest[1], largest[0])], 1)
+
+    def evaluate(draws: np.ndarray) -> np.ndarray:
+        draws = draws.astype(np.float64)
+        ranks, explained = (_correlation(draws @ part) for part in sums)
+        with np.errstate(invalid="ignore", divide="ignore"):  # a draw without any of the largest
+            both, all_ = (draws @ hits).T
+            return np.stack([ranks, explained**2, np.where(all_ > 0, both / all_, np.nan)], 1)
+
+    rng = None if seed is None else np.random.default_rng(seed)
+    settings = {"rng": rng, "confidence": confidence, "resamples": resamples}
+    return bootstrap(evaluate, int(cluster.max()) + 1, **settings)
+
+
+def _ranks(values: Values, counts: Values) -> Values:
+    """Weighted ranks, the mean among ties; from 0 to 1."""
+    _, place = np.unique(values, return_inverse=True)
+    weight = np.bincount(place, counts)
+    return ((np.cumsum(weight) - weight / 2) / max(weight.sum(), 1e-300))[place]
+
+
+def _largest(values: Values, counts: Values, top: float) -> Bool[np.ndarray, " K"]:
+    """The tokens with the largest values that make up this share of all, one at least."""
+    order = np.argsort(-values, kind="stable")
+    within = np.cumsum(counts[order]) <= top * counts.sum()
+    within[0] = True
+    chosen = np.zeros(len(values), dtype=bool)
+    chosen[order[within]] = True
+    return chosen
+
+
+def _moments(x: Values, y: Values, counts: Values, cluster: np.ndarray) -> Float[np.ndarray, "n 6"]:
+    """Sums of 1, x, y, x², y² and xy over each prompt, about the means of all."""
+    x, y = (v - (counts * v).sum() / max(counts.sum(), 1e-300) for v in (x, y))
+    parts = (np.ones_like(x), x, y, x * x, y * y, x * y)
+    return np.stack([np.bincount(cluster, counts * part) for part in parts], 1)
+
+
+def _correlation(sums: Float[np.ndarray, "r 6"]) -> Float[np.ndarray, " r"]:
+    """Pearson's, NaN where nothing varies."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        _, sx, sy, sxx, syy, sxy = (sums / sums[:, :1]).T
+        vx, vy = sxx - sx**2, syy - sy**2
+        return np.where((vx > 1e-14) & (vy > 1e-14), (sxy - sx * sy) / np.sqrt(vx * vy), np.nan)

@@ -1,0 +1,110 @@
+"""Proxies of a token's norm, against scipy and loops over redrawn prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import spearmanr
+
+from gradscope.errors import InputError
+from gradscope.plots import drawn_numbers, plot_modules, plot_proxies
+from gradscope.resampling import draw_clusters
+from gradscope.theory import judge_proxies
+
+
+def plant(seed: int = 0, tokens: int = 400, prompts: int = 8) -> pd.DataFrame:
+    """Norms that follow ‖e − π‖ up to noise; entropy is only loosely the same."""
+    rng = np.random.default_rng(seed)
+    prob = rng.beta(0.6, 0.3, tokens).clip(1e-6, 1 - 1e-6)
+    logits = (1 - prob) * rng.uniform(1, 1.4, tokens)
+    return pd.DataFrame(
+        {
+            "group": rng.integers(prompts, size=tokens),
+            "logprob": np.log(prob),
+            "log_one_minus_prob": np.log1p(-prob),
+            "entropy": (1 - prob) * rng.gamma(1.0, 1.0, tokens),
+            "logit_grad_norm": logits,
+            "act_grad_norm.0": logits * rng.lognormal(0, 0.8, tokens),
+            "act_grad_norm.1": logits * rng.lognormal(0, 0.3, tokens),
+            "param_grad_norm": logits * rng.lognormal(0, 0.5, tokens),
+        }
+    )
+
+
+def row_of(found: pd.DataFrame, quantity: str, proxy: str) -> pd.Series:
+    return found[(found["quantity"] == quantity) & (found["proxy"] == proxy)].iloc[0]
+
+
+def share_found(norm: np.ndarray, proxy: np.ndarray, top: float) -> float:
+    count = int(top * len(norm))
+    best = set(np.argsort(-norm, kind="stable")[:count])
+    return len(best & set(np.argsort(-proxy, kind="stable")[:count])) / count
+
+
+@pytest.mark.parametrize("quantity", ["act_grad_norm.0", "act_grad_norm.1", "param_grad_norm"])
+def test_numbers_are_scipys_and_numpys(quantity):
+    table = plant()
+    found = judge_proxies(table, top=0.05, floor=0.02, rng=None)
+    above = (np.exp(table["log_one_minus_prob"]) > 0.02).to_numpy()
+    assert 0 < above.sum() < len(table)
+    norm = table[quantity].to_numpy()
+    for proxy, values in (
+        ("1 − π", np.exp(table["log_one_minus_prob"])),
+        ("‖e − π‖", table["logit_grad_norm"]),
+        ("entropy", table["entropy"]),
+        ("−log π", -table["logprob"]),
+    ):
+        row = row_of(found, quantity, proxy)
+        assert row["spearman"] == pytest.approx(spearmanr(norm[above], values[above]).statistic)
+        assert row["r2"] == pytest.approx(np.corrcoef(np.log(norm[above]), np.log(values[above]))[0, 1] ** 2)
+        assert row["found"] == share_found(norm, values.to_numpy(), 0.05) and row["tokens"] == 400
+        assert np.isnan(row[["spearman_lower", "r2_upper", "found_lower"]].to_numpy(float)).all()
+    last = found[found["proxy"].str.startswith("last")]
+    assert set(last["quantity"]) == {"act_grad_norm.0", "param_grad_norm"}
+
+
+def test_bounds_redraw_prompts():
+    table = plant(prompts=5)
+    found = row_of(
+        judge_proxies(table, floor=1e-9, rng=np.random.default_rng(3), resamples=40), "param_grad_norm", "entropy"
+    )
+    clusters = np.unique(table["group"], return_inverse=True)[1]
+    x, y = np.log(table["param_grad_norm"]), np.log(table["entropy"])
+    draws = []
+    for counts in draw_clusters(5, 40, np.random.default_rng(int(np.random.default_rng(3).integers(2**32)))):
+        draws.append(np.corrcoef(np.repeat(x, counts[clusters]), np.repeat(y, counts[clusters]))[0, 1] ** 2)
+    assert found[["r2_lower", "r2_upper"]].tolist() == pytest.approx(np.quantile(draws, [0.025, 0.975]).tolist())
+
+
+def test_a_sampled_token_counts_for_one_over_its_chance():
+    table = plant()
+    twice = pd.concat([table, table[:100]], ignore_index=True)
+    weighted = table.assign(sampling_probability=np.where(np.arange(400) < 100, 0.5, 1.0))
+    for name in ("spearman", "r2"):
+        one, other = (row_of(judge_proxies(t, rng=None), "param_grad_norm", "entropy")[name] for t in (twice, weighted))
+        assert one == pytest.approx(other)
+
+
+def test_unmeasured_tokens_and_impossible_questions():
+    table = plant()
+    half = table.copy()
+    half.loc[200:, ["act_grad_norm.0", "act_grad_norm.1", "param_grad_norm"]] = np.nan
+    found = row_of(judge_proxies(half, rng=None), "param_grad_norm", "1 − π")
+    assert found["spearman"] == row_of(judge_proxies(table[:200], rng=None), "param_grad_norm", "1 − π")["spearman"]
+    for change, words in (({"top": 1.5}, "top is 1.5"), ({"table": table[:5]}, "fewer than 10")):
+        with pytest.raises(InputError, match=words):
+            judge_proxies(change.pop("table", table), rng=None, **change)
+    with pytest.raises(InputError, match="log_one_minus_prob"):
+        judge_proxies(table.drop(columns="log_one_minus_prob"), rng=None)
+
+
+def test_pictures_hold_the_numbers():
+    table = plant().assign(weight=1.0)
+    proxies = judge_proxies(table.assign(param_grad_norm_adamw=table["param_grad_norm"] * 2), rng=None)
+    drawn = drawn_numbers(plot_proxies(proxies))
+    assert set(drawn["quantity"]) == {"param_grad_norm", "param_grad_norm_adamw"} and len(drawn) == 3 * 2 * 5
+    modules = table.assign(**{"param_grad_norm.a": 3.0, "param_grad_norm.b": 4.0})
+    assert drawn_numbers(plot_modules(modules)).to_dict("list") == {"module": ["b", "a"], "percent": [64.0, 36.0]}
+    with pytest.raises(InputError, match="per-module"):
+        plot_modules(table)
