@@ -20,6 +20,7 @@ from gradscope.errors import InputError
 from gradscope.objective.batch_logprobs import (
     Choose,
     Piece,
+    batch_statistics,
     empty_piece,
     loss_logprobs,
     micro_batches,
@@ -29,6 +30,7 @@ from gradscope.objective.batch_logprobs import (
 from gradscope.objective.logprobs import TokenStatistics
 from gradscope.objective.loss import LossSettings, batch_loss, batch_weights, own_where_unknown
 from gradscope.objective.shared_prompts import can_pack
+from gradscope.objective.weightings import Weighting
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, Processes, whole
 
@@ -148,11 +150,13 @@ class Updater:
         *,
         match: LossSettings | None = None,
         first_pass: PassTotals | None = None,
+        weighting: Weighting | None = None,
     ) -> StepResult:
         """One optimizer step on the gradient of the pass's loss under `settings`.
 
         match: rescale that gradient, before clipping, to the norm that it has under these other settings.
         first_pass: totals of the first pass, whose gradient is already in `.grad`: those of `score_and_accumulate`.
+        weighting: its w_t, of the policy before the step, in the place of Eq. 2's policy part; the KL part stays.
         A gradient that is not finite, and a pass without tokens, take no step. Raises InputError for both at once.
         """
         if match is not None and first_pass is not None:
@@ -165,7 +169,10 @@ class Updater:
             self.accumulate(part, match)
             wanted = self.grad_norm()
             self.optimizer.zero_grad()
-        totals = self.accumulate(part, settings) if first_pass is None else first_pass
+        if weighting is not None:
+            weights = self._weigh(part, settings, weighting)
+            part = replace(part, batch=replace(part.batch, advantages=weights))
+        totals = self.accumulate(part, settings, weighted=weighting is not None) if first_pass is None else first_pass
         loss, counts = totals.loss, totals[1:]
         norm = self.grad_norm()
         finite = all(map(math.isfinite, (loss, norm, norm if wanted is None else wanted)))
@@ -184,8 +191,8 @@ class Updater:
         result = (loss, norm, clipped if finite else float("nan"), part.batch.num_tokens, *map(int, counts))
         return StepResult(part.name, "taken" if finite else "nonfinite", *result)
 
-    def accumulate(self, part: Pass, settings: LossSettings) -> PassTotals:
-        """Add the gradient of the pass's loss to `.grad`.
+    def accumulate(self, part: Pass, settings: LossSettings, *, weighted: bool = False) -> PassTotals:
+        """Add the gradient of the pass's loss to `.grad`; weighted: its advantages are the tokens' weights themselves.
 
         Each micro-batch's loss has the whole mini-batch's denominator, so that they add up to the pass's own.
         """
@@ -195,7 +202,8 @@ class Updater:
             last = index == len(pieces) - 1
             with nullcontext() if last else self.no_sync(self.model):
                 logprobs = loss_logprobs(self.model, piece)
-                totals.append(self._backward(logprobs, piece.to(self.device), settings, part.num_tokens))
+                loss = _weighted_loss if weighted else batch_loss
+                totals.append(self._backward(logprobs, piece.to(self.device), settings, part.num_tokens, loss))
         return PassTotals(*self.processes.sum(torch.stack(totals).double().sum(0).float()).tolist())
 
     def score_and_accumulate(
@@ -219,14 +227,36 @@ class Updater:
     def _pieces(self, batch: TokenBatch) -> list[Piece]:
         return micro_batches(batch, self.micro_batch_size, by_group=can_pack(self.model))
 
+    def _weigh(self, part: Pass, settings: LossSettings, weighting: Weighting) -> Float[Tensor, "B S"]:
+        """w_t of the pass's tokens under the policy as it is, by one more forward pass."""
+        size, keep = self.micro_batch_size, part.batch.response_mask
+        found = batch_statistics(
+            self.model, part.batch, micro_batch_size=size, device=self.device, processes=self.processes
+        )
+        plain = batch_weights(found.logprob, part.batch, settings, num_tokens=part.num_tokens)
+        known = {"old_logprob": part.batch.old_logprobs, "sampler_logprob": part.batch.sampler_logprobs}
+        columns = {"response": keep.nonzero()[:, 0], "advantage": part.batch.advantages[keep]}
+        columns |= {"logprob": found.logprob[keep], "entropy": found.entropy[keep], "policy_weight": plain.policy[keep]}
+        columns |= {name: values[keep] for name, values in known.items() if values is not None}
+        weights = weighting.weights({name: values.double().numpy() for name, values in columns.items()})
+        if len(weights) > 1:
+            raise InputError(f"{weighting} takes {len(weights)} optimizer steps, which is not trained; give one of one")
+        own = torch.from_numpy(next(iter(weights.values()))).to(found.logprob)
+        return torch.zeros_like(found.logprob).masked_scatter(keep, own)
+
     def _backward(
-        self, logprobs: Float[Tensor, "b n"], piece: TokenBatch, settings: LossSettings, num_tokens: int
+        self,
+        logprobs: Float[Tensor, "b n"],
+        piece: TokenBatch,
+        settings: LossSettings,
+        num_tokens: int,
+        make_loss: Callable[..., Float[Tensor, ""]] = batch_loss,
     ) -> Float[Tensor, " 4"]:
         """Backward from the piece's loss; the loss and the three counts, still on the device."""
         if not logprobs.isfinite().all():  # the loss refuses NaN; the step is skipped by its gradient
             (logprobs.sum() * float("nan")).backward()
             return torch.tensor([float("nan"), 0.0, 0.0, 0.0], device=self.device)
-        loss = batch_loss(logprobs, piece, settings, num_tokens=num_tokens)
+        loss = make_loss(logprobs, piece, settings, num_tokens=num_tokens)
         # Processes share a pass's responses and accelerate averages their gradients: the sum is count times that.
         (loss * self.processes.count).backward()
         return torch.stack([loss.detach(), *_count_clipped(logprobs.detach(), piece, settings)])
@@ -238,6 +268,15 @@ class Updater:
     @torch.no_grad()
     def _scale(self, factor: float) -> None:
         torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], factor)
+
+
+def _weighted_loss(
+    logprobs: Float[Tensor, "b n"], piece: TokenBatch, settings: LossSettings, *, num_tokens: int
+) -> Float[Tensor, ""]:
+    """−Σ w_t·log π_t / N, the weights in the place of the advantages, and the loss's KL part."""
+    keep = piece.response_mask
+    kl = batch_loss(logprobs, replace(piece, advantages=torch.zeros_like(logprobs)), settings, num_tokens=num_tokens)
+    return kl - (piece.advantages[keep].to(logprobs) * logprobs[keep]).sum() / num_tokens
 
 
 def _count_clipped(logprobs: Float[Tensor, "b n"], piece: TokenBatch, settings: LossSettings) -> list[Int[Tensor, ""]]:

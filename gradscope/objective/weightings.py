@@ -105,6 +105,11 @@ class Weighting(ABC):
                 upper = f" to {high:g}" if high < math.inf else " or more"
                 raise InputError(f"{self.NAME}: {parameter.name} is {value!r}; give a number of {low:g}{upper}")
 
+    @property
+    def passes(self) -> Method:
+        """The passes and advantages of a trainer that these are weights of, where masks and factors say all of it."""
+        return Method()
+
     @abstractmethod
     def factors(self, tokens: Tokens) -> Weights | dict[str, Weights]:
         """w_t of each token, under the mean over tokens; by optimizer step, where there are several."""
@@ -155,8 +160,12 @@ class Reweight(Weighting):
     NAME = "reweight"
     alpha: float = within(0.3, 0, 1)
 
+    @property
+    def passes(self) -> Method:
+        return Method(reweight_alpha=self.alpha)
+
     def factors(self, tokens: Tokens) -> Weights:
-        return Method(reweight_alpha=self.alpha).weights(tokens)["all"]
+        return self.passes.weights(tokens)["all"]
 
 
 @dataclass(frozen=True)
@@ -166,8 +175,12 @@ class Lopti(Weighting):
     NAME = "lopti"
     eta: float = within(0.5, 0, 1)
 
+    @property
+    def passes(self) -> Method:
+        return Method(lopti_eta=self.eta)
+
     def factors(self, tokens: Tokens) -> dict[str, Weights]:
-        return Method(lopti_eta=self.eta).weights(tokens)
+        return self.passes.weights(tokens)
 
 
 @dataclass(frozen=True)
@@ -177,6 +190,10 @@ class RandomSplit(Weighting):
     NAME = "random-split"
     eta: float = within(0.5, 0, 1)
     seed: int = within(0, 0)
+
+    @property
+    def passes(self) -> Method:
+        return Method(lopti_eta=self.eta, control="random-split")
 
     def factors(self, tokens: Tokens) -> dict[str, Weights]:
         old = torch.from_numpy(tokens.old)[None]
@@ -193,6 +210,10 @@ class PermutedWeights(Weighting):
     alpha: float = within(0.3, 0, 1)
     seed: int = within(0, 0)
 
+    @property
+    def passes(self) -> Method:
+        return Method(reweight_alpha=self.alpha, control="permuted-weights")
+
     def factors(self, tokens: Tokens) -> Weights:
         old = torch.from_numpy(tokens.old)[None]
         factors = Method(reweight_alpha=self.alpha).advantages(torch.ones_like(old), old)[0].numpy()
@@ -207,8 +228,12 @@ class IntervalMask(Weighting):
     low: float = within(0.0, 0, 1)
     high: float = within(0.25, 0, 1)
 
+    @property
+    def passes(self) -> Method:
+        return Method(mask_probs=(self.low, self.high))
+
     def factors(self, tokens: Tokens) -> Weights:
-        return Method(mask_probs=(self.low, self.high)).weights(tokens)["all"]
+        return self.passes.weights(tokens)["all"]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from gradscope.objective import (
     Choose,
     LossSettings,
     Pass,
+    Weighting,
     reinforce_pp_advantages,
     resolve_advantages,
     split_passes,
@@ -31,6 +32,8 @@ class Update:
     settings: LossSettings
     match: LossSettings | None = None
     """Settings to whose gradient norm each step's gradient is rescaled; None: it is not."""
+    weighting: Weighting | None = None
+    """What weighs the tokens in each step in the place of Eq. 2's policy part; None: nothing."""
 
 
 def compute_advantages(batch: TokenBatch, config: TrainConfig) -> Float[Tensor, "B S"]:
@@ -47,7 +50,7 @@ def compute_advantages(batch: TokenBatch, config: TrainConfig) -> Float[Tensor, 
 
 def plan_update(batch: TokenBatch, config: TrainConfig, generator: torch.Generator) -> Update:
     """The passes of one batch that has advantages and old_logprobs; the generator draws what a control permutes."""
-    method, settings, match = config.method, config.loss, None
+    method, settings, match = config.passes, config.loss, None
     place = (batch.old_logprobs, batch.response_mask, config.mini_batch_size, generator)
     if method.control == "matched-norm":
         settings, match = replace(settings, reweight_alpha=None), settings
@@ -56,19 +59,20 @@ def plan_update(batch: TokenBatch, config: TrainConfig, generator: torch.Generat
         settings = replace(settings, reweight_alpha=None)
     groups = method.drawn_groups(*place)
     passes = split_passes(batch, config.mini_batch_size, groups, schedule=config.lopti_schedule)
-    return Update(passes, batch, settings, match)
+    return Update(passes, batch, settings, match, config.weighting)
 
 
 def scores_in_first_pass(config: TrainConfig) -> bool:
     """Whether the first mini-batch's π_old can be what its own first pass finds, since nothing before it needs π_old.
 
-    REINFORCE++ with a KL whitens over the batch's π_old; the controls deal out what they find in all of it.
+    REINFORCE++ with a KL whitens over the batch's π_old; controls and weightings look at all tokens first.
     """
     before = config.algorithm == "reinforce++" and config.kl_coef > 0
-    return config.old_logprobs == "trainer" and config.control is None and not before
+    plain = config.passes.control is None and config.weighting is None
+    return config.old_logprobs == "trainer" and plain and not before
 
 
 def first_choice(config: TrainConfig) -> Choose | None:
     """Which tokens of the first mini-batch `plan_update`'s first pass takes, by their π_old; None: all."""
-    method = config.method
+    method = config.passes
     return (lambda old_logprobs, mask: method.groups(old_logprobs, mask)[0][1]) if method.chooses else None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gradscope.errors import InputError
-from gradscope.objective import LossSettings, Method
+from gradscope.objective import LossSettings, Method, Weighting, make_weighting
 from gradscope.sampling import check_count
 
 Number = int | float
@@ -48,6 +48,9 @@ class TrainConfig:
     """Dual clip of negative advantages; none: off."""
     kl_coef: Number = 0.001
     """β, of the KL to the policy as it was before training; at 0 no reference policy is kept."""
+    method: str | None = None
+    """A token weighting, NAME[:key=value,…] or FILE.py:NAME[:key=value,…], as `gradscope compare` takes it, in the
+    place of the flags below; none: as those say."""
     reweight_alpha: Number | None = None
     """α of Advantage Reweighting (Eq. 4); none: off. The paper: 0.3 for GRPO on puzzles, else 0.1."""
     lopti_eta: Number | None = None
@@ -132,14 +135,25 @@ class TrainConfig:
                 raise InputError(f"{name} is {getattr(self, name)}; give a positive number")
         if self.algorithm == "grpo" and self.group_size == 1:
             raise InputError("group_size is 1: GRPO compares the responses to one question; give 2 or more")
-        _ = self.method  # refuses what no weighting is
+        _ = self.passes, self.weighting  # refuses what no weighting is
         if not 0 < self.vllm_memory <= 1:
             raise InputError(f"vllm_memory is {self.vllm_memory}, a share of the GPU's memory; give 0 to 1")
 
     @property
-    def method(self) -> Method:
+    def passes(self) -> Method:
         """Which tokens each optimizer step trains, and with which advantages."""
-        return Method(self.reweight_alpha, self.lopti_eta, self.lopti_order, self.mask_probs, self.control)
+        if self.method is None:
+            return Method(self.reweight_alpha, self.lopti_eta, self.lopti_order, self.mask_probs, self.control)
+        own = ("reweight_alpha", "lopti_eta", "mask_probs", "control")
+        if given := [name for name in own if getattr(self, name) is not None]:
+            raise InputError(f"method is {self.method} and {given[0]} is given, too; give one of the two")
+        return replace(make_weighting(self.method).passes, lopti_order=self.lopti_order)
+
+    @property
+    def weighting(self) -> Weighting | None:
+        """What weighs the tokens in every optimizer step; None: `passes` says all of it."""
+        found = None if self.method is None else make_weighting(self.method)
+        return None if found is None or found.passes != Method() or found == make_weighting("grpo") else found
 
     @property
     def loss(self) -> LossSettings:
@@ -149,7 +163,7 @@ class TrainConfig:
             self.clip_ratio_high,
             self.clip_ratio_c,
             kl_coef=0.0 if self.algorithm == "reinforce++" else self.kl_coef,
-            reweight_alpha=self.reweight_alpha,
+            reweight_alpha=self.passes.reweight_alpha,
         )
 
     @property

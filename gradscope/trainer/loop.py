@@ -200,7 +200,7 @@ class _Run:
         if self.done and not statistics.logprob[batch.response_mask].isfinite().all():
             raise self._diverged_logits()
         if config.old_logprobs == "trainer":
-            batch = replace(batch, old_logprobs=statistics.logprob)
+            batch = replace(batch, old_logprobs=statistics.logprob, sampler_logprobs=batch.old_logprobs)
         if not at_once:
             batch = replace(batch, advantages=compute_advantages(batch, config))
         return batch, statistics, first_pass
@@ -241,7 +241,8 @@ class _Run:
         self.learner.set_learning_rate(config.learning_rate * min(1.0, (index + 1) / max(1, config.warmup_steps)))
         with self._timed("training"), self.learner.autocast():
             for part in update.passes:
-                result = self.learner.updater.step(part, update.settings, match=update.match, first_pass=first_pass)
+                how = {"match": update.match, "first_pass": first_pass, "weighting": update.weighting}
+                result = self.learner.updater.step(part, update.settings, **how)
                 first_pass = None
                 results.append(result)
                 if result.outcome != "empty":

@@ -86,7 +86,7 @@ class Plan:
     @property
     def passes(self) -> int:
         """Over each mini-batch."""
-        return 1 if self.config.lopti_eta is None else 2
+        return 1 if self.config.passes.lopti_eta is None else 2
 
     @property
     def fits(self) -> bool:
@@ -138,7 +138,7 @@ def plan_training(
     Raises InputError where prompts leave no room in the context.
     """
     lengths = find_lengths(config, shape, prompt_tokens, mean_response)
-    passes = 1 if config.lopti_eta is None else 2
+    passes = 1 if config.passes.lopti_eta is None else 2
     return Plan(
         config=config,
         shape=shape,
