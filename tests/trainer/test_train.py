@@ -460,6 +460,7 @@ def test_data_are_seen_once_an_epoch_each_epoch_in_another_order(data_folder):
         {"algorithm": "reinforce++"},
         {"lopti_eta": 0.5, "control": "random-split"},
         {"reweight_alpha": 0.3, "control": "matched-norm"},
+        {"method": "icepop"},
         {"precision": "bfloat16", "gradient_checkpointing": True},
         {"lora_rank": 4, "learning_rate": 1e-3},
     ],

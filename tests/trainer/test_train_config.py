@@ -162,3 +162,31 @@ def test_a_config_goes_through_json_and_comes_back_equal(config):
     assert stored.keys() == {field.name for field in fields(config)}
     read = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
     assert TrainConfig(**read) == config
+
+
+def test_a_method_stands_for_the_flags_that_say_the_same():
+    for method, flags in (
+        ("reweight:alpha=0.1", {"reweight_alpha": 0.1}),
+        ("lopti:eta=0.4", {"lopti_eta": 0.4}),
+        ("mask:low=0.25,high=0.5", {"mask_probs": (0.25, 0.5)}),
+        ("random-split", {"lopti_eta": 0.5, "control": "random-split"}),
+        ("permuted-weights", {"reweight_alpha": 0.3, "control": "permuted-weights"}),
+        ("grpo", {}),
+    ):
+        one, other = TrainConfig(method=method), TrainConfig(**flags)
+        assert (one.passes, one.loss, one.weighting) == (other.passes, other.loss, None), method
+    assert str(TrainConfig(method="cispo:eps_high=4").weighting) == "cispo:eps_high=4"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"method": "cispoo"}, "cispo"),
+        ({"method": "sapo:tau=1"}, "tau_pos"),
+        ({"method": "reweight:alpha=3"}, "alpha is 3"),
+        ({"method": "cispo", "lopti_eta": 0.5}, "lopti_eta is given, too"),
+    ],
+)
+def test_a_method_that_is_none_or_one_too_many_is_refused(settings, words):
+    with pytest.raises(InputError, match=words):
+        TrainConfig(**settings)
