@@ -15,6 +15,7 @@ from gradscope.errors import InputError
 from gradscope.gradients.columns import describe_tokens, refuse_endless_weights
 from gradscope.gradients.engine.chunks import POSITION_COST
 from gradscope.gradients.engine.meter import TokenGradientMeter
+from gradscope.gradients.logged import refuse_foreign_logprobs
 from gradscope.intervals import assign_intervals
 from gradscope.objective import LossSettings, TokenStatistics
 from gradscope.rollouts import TokenBatch
@@ -64,12 +65,17 @@ def find_statistics(
 ) -> BatchStatistics:
     """Statistics of a whole batch, one forward pass for each response, which the processes share.
 
-    Raises InputError where the policy gives a token no probability at all, or a token has an infinite weight.
+    Raises InputError where the policy gives a token no probability at all, a token has an infinite weight, or logged
+    log-probabilities cannot be the tokens' own.
     """
     with processes.together():
         mine = range(processes.rank, len(batch), processes.count)
         found = [(row, _response_columns(meter, batch, row, loss)) for row in mine]
     columns = [known for _, known in sorted(processes.gather(found), key=lambda pair: pair[0])]
+    for name in ("old_logprob", "sampler_logprob"):
+        if name in columns[0]:
+            own, logged = ([known[which].cpu() for known in columns] for which in ("logprob", name))
+            refuse_foreign_logprobs(own, logged, name)
     return BatchStatistics(
         columns,
         assign_intervals(torch.cat([known["prob"] for known in columns]).numpy(), edges).astype(np.int16),

@@ -16,7 +16,7 @@ from support.pages import BRIEF, read_page, read_statistics, value, write_rows
 from support.policies import make_model, make_tokenizer, save_checkpoint
 from support.training import train
 
-from gradscope.cli.pages import read_step
+from gradscope.cli.optimizer import read_step
 from gradscope.diagnosis import DiagnosisSettings, diagnose
 from gradscope.gradients import measure
 from gradscope.policy import load_policy, read_adamw_state, read_optimizer_file
