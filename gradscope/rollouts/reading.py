@@ -21,10 +21,14 @@ from gradscope.rollouts.formats.roll import ROLL
 from gradscope.rollouts.formats.slime import SLIME
 from gradscope.rollouts.formats.trl import TRL
 from gradscope.rollouts.formats.verifiers import VERIFIERS
+from gradscope.rollouts.formats.verifiers_graph import VERIFIERS_GRAPH
 from gradscope.rollouts.formats.verl import VERL
 
 READERS: dict[str, Format] = {
-    form.name: form for form in (NATIVE, TRL, VERL, PRIME_RL, NEMO_RL, OPEN_INSTRUCT, SLIME, MS_SWIFT, ROLL, VERIFIERS)
+    form.name: form
+    for form in (
+        *(NATIVE, TRL, VERL, PRIME_RL, NEMO_RL, OPEN_INSTRUCT, SLIME, MS_SWIFT, ROLL, VERIFIERS, VERIFIERS_GRAPH),
+    )
 }
 """What reads a format, by its name; a reader of your own is one more entry."""
 

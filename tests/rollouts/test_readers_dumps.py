@@ -39,14 +39,18 @@ WRITERS = {
     "ms_swift": dumps.write_ms_swift,
     "roll": dumps.write_roll,
     "verifiers": dumps.write_verifiers,
+    "verifiers_graph": dumps.write_verifiers_graph,
 }
 """Each returns what to read."""
 
-WITH_IDS = ("prime_rl", "nemo_rl", "open_instruct", "slime")
-WITH_MASK = ("prime_rl", "nemo_rl", "slime")
-WITH_ADVANTAGE = ("trl", "prime_rl", "nemo_rl", "open_instruct", "ms_swift")
-WITH_REWARD = ("verl", "nemo_rl", "open_instruct", "slime", "roll", "verifiers")
+WITH_IDS = ("prime_rl", "nemo_rl", "open_instruct", "slime", "verifiers_graph")
+WITH_MASK = ("prime_rl", "nemo_rl", "slime", "verifiers_graph")
+WITH_ADVANTAGE = ("trl", "prime_rl", "nemo_rl", "open_instruct", "ms_swift", "verifiers_graph")
+WITH_REWARD = ("verl", "nemo_rl", "open_instruct", "slime", "roll", "verifiers", "verifiers_graph")
+WITHOUT_STEP = ("verifiers", "verifiers_graph")
+WITH_TEMPERATURE = ("roll", "verifiers_graph")
 OLD = {"prime_rl": "sampler", "nemo_rl": "trainer", "open_instruct": "sampler", "slime": "sampler"}
+OLD["verifiers_graph"] = "sampler"
 """Whose log-probabilities are the denominator of the trained ratio; the others have none."""
 
 
@@ -54,6 +58,13 @@ def values(dump, tensor, row) -> list[float]:
     """What a tensor says of the response's tokens, dropped ones too."""
     start = int(dump.batch.response_start[row])
     return tensor[row, start : start + len(SAMPLES[row].response)].tolist()
+
+
+def written(name: str, sample: dumps.Sample, numbers: list[float]) -> list[float]:
+    """Numbers per token as a format has them: verifiers' graph has those of sampled tokens alone."""
+    if name != "verifiers_graph":
+        return numbers
+    return [value if keep else nan for value, keep in zip(numbers, sample.mask, strict=True)]
 
 
 def equal(found: list[float], wanted: list[float]) -> bool:
@@ -75,16 +86,18 @@ def test_a_dump_is_told_by_its_content_and_read_as_it_was_written(policy, tmp_pa
         kept = sample.mask if name in WITH_MASK else [True] * len(sample.response)
         assert targets.tolist() == [len(prompt) + s for s, keep in enumerate(kept) if keep]
         if name in WITH_ADVANTAGE:
-            assert values(dump, dump.batch.advantages, row) == [sample.advantage] * len(sample.response)
+            wanted = written(name, sample, [sample.advantage] * len(sample.response))
+            assert equal(values(dump, dump.batch.advantages, row), wanted)
         if name in OLD:
-            assert values(dump, dump.batch.old_logprobs, row) == getattr(sample, OLD[name])
+            wanted = written(name, sample, getattr(sample, OLD[name]))
+            assert equal(values(dump, dump.batch.old_logprobs, row), wanted)
     if name in WITH_REWARD:
         assert dump.batch.rewards.tolist() == [s.reward for s in SAMPLES]
     assert (dump.batch.advantages is not None) == (name in WITH_ADVANTAGE)
     assert (dump.batch.old_logprobs is not None) == (name in OLD)
     assert dump.batch.group_ids.tolist() == [0, 0, 1, 1]
-    assert dump.steps is None if name == "verifiers" else dump.steps.tolist() == [3] * 4
-    assert dump.batch.temperature.tolist() == [0.5 if name == "roll" else 1.0] * 4
+    assert dump.steps is None if name in WITHOUT_STEP else dump.steps.tolist() == [3] * 4
+    assert dump.batch.temperature.tolist() == [0.5 if name in WITH_TEMPERATURE else 1.0] * 4
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -93,7 +106,7 @@ def test_notes_say_what_a_dump_lost(policy, tmp_path, name):
     assert ("tokenized again" in notes) == (name not in WITH_IDS)
     assert ("on-policy" in notes) == (name not in OLD)
     assert ("they are GRPO's from its rewards" in notes) == (name not in WITH_ADVANTAGE)
-    assert ("temperature not in the dump" in notes) == (name != "roll")
+    assert ("temperature not in the dump" in notes) == (name not in WITH_TEMPERATURE)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -121,6 +134,43 @@ def test_prime_rl_carries_both_log_probabilities_the_entropy_and_what_was_masked
         assert equal(values(dump, dump.entropy, row), sample.entropy)
         assert values(dump, dump.clipped, row) == [False] * (len(sample.response) - 1) + [row == 1]
     assert not dump.clipped[~dump.batch.response_mask].any()
+
+
+def test_verifiers_graph_has_both_log_probabilities_and_a_response_for_each_path(tmp_path):
+    path = dumps.write_verifiers_graph(tmp_path)
+    dump = read_dump(path)
+    for row, sample in enumerate(SAMPLES):
+        for tensor, numbers in ((dump.logprobs, sample.trainer), (dump.sampler_logprobs, sample.sampler)):
+            assert equal(values(dump, tensor, row), written("verifiers_graph", sample, numbers))
+    trace = json.loads(path.read_text().splitlines()[0])
+    asked, told = trace["nodes"]
+    second = told | {"token_ids": [9], "mask": [True]} | {name: [-1.0] for name in ("logprobs", "trainer_logprobs")}
+    tool = asked | {"parent": 1, "token_ids": [21, 22], "mask": [False, False]}
+    last = second | {"parent": 3, "advantages": None, "entropies": None}
+    forked = read_dump(
+        change(path, 0, nodes=[asked, told, second | {"advantages": [2.0], "entropies": [1.0]}, tool, last])
+    )
+    ids = [forked.batch.sequence(row)[0].tolist() for row in range(2)]
+    assert ids == [[4, 5, 6, 9], [4, 5, 6, 7, 8, 21, 22, 9]]
+    assert values(forked, forked.batch.advantages, 1)[:2] == [0.5, 0.5] and forked.batch.advantages[1, 7] == 0.0
+    assert forked.batch.sequence(1)[1].tolist() == [3, 4, 7] and forked.batch.group_ids.tolist() == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("change_of", "words"),
+    [
+        (lambda t: t | {"nodes": []}, "`nodes` is"),
+        (lambda t: t | {"task": {"type": "Math"}}, "no key and no hash"),
+        (lambda t: t | {"nodes": [t["nodes"][0], t["nodes"][1] | {"parent": 5}]}, "parent of node 1"),
+        (lambda t: t | {"nodes": [t["nodes"][0], t["nodes"][1] | {"mask": [True]}]}, "other lengths"),
+        (lambda t: t | {"nodes": [t["nodes"][0], t["nodes"][1] | {"logprobs": [-1.0]}]}, "`logprobs` of node 1"),
+    ],
+)
+def test_a_message_graph_that_does_not_fit_together_is_refused(tmp_path, change_of, words):
+    path = dumps.write_verifiers_graph(tmp_path)
+    trace = change_of(json.loads(path.read_text().splitlines()[0]))
+    with pytest.raises(InputError, match=words):
+        read_dump(change(path, 0, **trace))
 
 
 def test_slimes_train_data_join_its_rollout_data(tmp_path):

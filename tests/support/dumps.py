@@ -264,6 +264,34 @@ def write_verifiers(folder: Path) -> Path:
     return write_jsonl(folder / "results.jsonl", rows)
 
 
+def write_verifiers_graph(folder: Path) -> Path:
+    """traces.jsonl of verifiers' message graph; the second response's path forks off the first one's prompt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for s in SAMPLES:
+        kept = [place for place, keep in enumerate(s.mask) if keep]
+        numbers = {"logprobs": s.sampler, "trainer_logprobs": s.trainer, "entropies": s.entropy}
+        numbers["advantages"] = [s.advantage] * len(s.response)
+        asked = {"parent": None, "message": {"role": "user"}, "sampled": False}
+        asked |= {"token_ids": s.prompt, "mask": [False] * len(s.prompt), "logprobs": []}
+        told = {"parent": 0, "message": {"role": "assistant"}, "sampled": True}
+        told |= {"token_ids": s.response, "mask": s.mask}
+        told |= {name: [values[place] for place in kept] for name, values in numbers.items()}
+        rows.append(
+            {
+                "version": 1,
+                "id": f"{len(rows)}",
+                "task": {"type": "Math", "data": {}, "key": f"task-{s.group}", "hash": None},
+                "agent": {"name": "agent"},
+                "nodes": [asked, told],
+                "calls": [{"node": 1, "sampling": {"temperature": 0.5}}],
+                "rewards": {"right": {"score": s.reward, "weight": 0.5}, "form": {"score": 0.5 * s.reward}},
+                "metrics": {},
+            }
+        )
+    return write_jsonl(folder / "traces.jsonl", rows)
+
+
 def run_trl(model: Path, folder: Path, *, conversational: bool, steps: int = 2) -> list[dict[str, Any]]:
     """Train with TRL's own GRPOTrainer, which writes its dump below `folder`; returns what it sampled, by step.
 

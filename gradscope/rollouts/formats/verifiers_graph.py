@@ -1,0 +1,138 @@
+"""Traces of verifiers' message graph, a JSON object per rollout: nodes with the tokens that each message adds.
+
+A path from a root to a leaf is a sequence; one of a trace that forks is a response of its own. `mask` is true where the
+policy sampled, and numbers per sampled token (`logprobs`, the sampler's, and what a trainer has annotated:
+`trainer_logprobs`, `reference_logprobs`, `advantages`, `entropies`) have an entry for each of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from gradscope.errors import InputError
+from gradscope.policy import Policy
+from gradscope.rollouts.files import Record
+from gradscope.rollouts.formats.base import Format, Row
+from gradscope.rollouts.formats.sequences import split_sequence
+from gradscope.rollouts.formats.values import show
+
+PER_TOKEN = {
+    "advantage": "advantages",
+    "old_logprobs": "logprobs",
+    "sampler_logprobs": "logprobs",
+    "logprobs": "trainer_logprobs",
+    "ref_logprobs": "reference_logprobs",
+    "entropy": "entropies",
+}
+
+
+def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
+    for record in records:
+        nodes = _nodes(record)
+        common = {"group": _group(record)} | _known("reward", _reward(record)) | _known("temperature", _heat(record))
+        parents = {node.get("parent") for node in nodes}
+        for leaf in (place for place in range(len(nodes)) if place not in parents):
+            branch = Record(record.path, f"{record.place}, path to node {leaf}", _join(record, nodes, leaf))
+            yield split_sequence(
+                branch, ids="token_ids", mask="mask", per_token=PER_TOKEN, columns=dict(common), step=None
+            )
+
+
+def _nodes(record: Record) -> list[dict[str, Any]]:
+    nodes = record.columns["nodes"]
+    if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
+        raise InputError(
+            f"{record.place}: `nodes` is {show(nodes)}; wanted is a list of messages; leave the record out"
+        )
+    for place, node in enumerate(nodes):
+        parent = node.get("parent")
+        if not (parent is None or (isinstance(parent, int) and 0 <= parent < place)):
+            raise InputError(f"{record.place}: the parent of node {place} is {show(parent)}; wanted is an earlier node")
+    return nodes
+
+
+def _join(record: Record, nodes: list[dict[str, Any]], leaf: int) -> dict[str, list[Any]]:
+    """Ids, mask and numbers per token of the path to a leaf; None where a number is not known."""
+    path: list[int] = []
+    place: int | None = leaf
+    while place is not None:
+        path.append(place)
+        place = nodes[place].get("parent")
+    out: dict[str, list[Any]] = {"token_ids": [], "mask": []}
+    out |= {name: [] for name in set(PER_TOKEN.values())}
+    for place in reversed(path):
+        node = nodes[place]
+        ids, mask = (node.get(name) or [] for name in ("token_ids", "mask"))
+        if not (isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask)):
+            raise InputError(f"{record.place}: node {place} has ids and a mask of other lengths; leave the record out")
+        out["token_ids"] += ids
+        out["mask"] += mask
+        for name in set(PER_TOKEN.values()):
+            out[name] += _spread(record, place, name, node.get(name), mask)
+    # A message without credit beside others with it has none: 0, as verifiers reads it.
+    if any(value is not None for value in out["advantages"]):
+        pairs = zip(out["advantages"], out["mask"], strict=True)
+        out["advantages"] = [0.0 if value is None and kept else value for value, kept in pairs]
+    return out
+
+
+def _spread(record: Record, place: int, name: str, values: Any, mask: list[Any]) -> list[Any]:
+    """A number for each sampled token at its place among all of the node."""
+    sampled = sum(bool(kept) for kept in mask)
+    if not values:
+        return [None] * len(mask)
+    if not isinstance(values, list) or len(values) != sampled:
+        raise InputError(
+            f"{record.place}: `{name}` of node {place} is {show(values)}; wanted is one for each of its {sampled} "
+            "sampled tokens"
+        )
+    known = iter(values)
+    return [next(known) if kept else None for kept in mask]
+
+
+def _group(record: Record) -> Any:
+    """What tells the task: its key or its hash, which all rollouts of it share."""
+    task = record.columns["task"]
+    found = next((task[name] for name in ("key", "hash") if task.get(name)), None) if isinstance(task, dict) else None
+    if found is None:
+        raise InputError(
+            f"{record.place}: `task` has no key and no hash; nothing tells which rollouts are of one prompt"
+        )
+    return found
+
+
+def _reward(record: Record) -> float | None:
+    """Σ score · weight; None where nothing was scored."""
+    rewards = record.columns.get("rewards") or {}
+    try:
+        parts = [reward["score"] * reward.get("weight", 1.0) for reward in rewards.values()]
+    except (TypeError, KeyError, AttributeError):
+        return None
+    return float(sum(parts)) if parts else None
+
+
+def _heat(record: Record) -> float | None:
+    """The temperature of the first call that names one."""
+    calls = record.columns.get("calls")
+    for call in calls if isinstance(calls, list) else []:
+        sampling = call.get("sampling") if isinstance(call, dict) else None
+        if isinstance(sampling, dict) and sampling.get("temperature") is not None:
+            return sampling["temperature"]
+    return None
+
+
+def _known(name: str, value: Any) -> dict[str, Any]:
+    return {} if value is None else {name: value}
+
+
+VERIFIERS_GRAPH = Format(
+    "verifiers_graph",
+    needs=frozenset({"nodes", "task", "rewards"}),
+    knows=(
+        "version id verifiers agent tools calls metrics info errors timing state root_reply request_rewrites "
+        "response_rewrites mm_token_type_id_map stop_condition is_completed"
+    ),
+    rows=_rows,
+    notes=("each path of a trace's messages from the first to a last one is a response",),
+)
