@@ -24,7 +24,7 @@ NEARER = 4.0
 
 
 def refuse_foreign_logprobs(
-    own: Sequence[Float[Tensor, " k"]], logged: Sequence[Float[Tensor, " k"]], name: str
+    own: Sequence[Float[Tensor, " _"]], logged: Sequence[Float[Tensor, " _"]], name: str
 ) -> None:
     """InputError where logged log π are 0.0 at most tokens that are not likely, or those of the token beside.
 

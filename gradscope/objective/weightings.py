@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cached_property
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 
@@ -26,6 +27,7 @@ from gradscope.objective.equations import lopti_split
 from gradscope.objective.methods import Method
 from gradscope.runs import run_file
 
+Number = int | float
 Weights = Float[np.ndarray, " K"]
 AGGREGATIONS = ("token-mean", "sequence")
 """How a loss adds up: over all tokens alike, or the mean over responses of the mean over their tokens."""
@@ -34,16 +36,22 @@ ROUNDING = 1e-4
 """Nats by which two forward passes of one policy in float32 may differ, as those of a sampler and of a trainer do."""
 
 
-class Tokens:
+class Tokens(Mapping[str, Weights]):
     """The columns of a token table that weightings read, [K] in float64; InputError for one that is not there."""
 
-    def __init__(self, columns: Mapping[str, Any]):
+    def __init__(self, columns: Mapping[str, Any] | pd.DataFrame):
         self._columns = columns
 
     def __getitem__(self, name: str) -> Weights:
         if name not in self._columns:
             raise InputError(f"the tokens have no {name!r}, which this weighting is made of; give a log that has it")
         return np.array(self._columns[name], dtype=np.float64)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
 
     def known(self, name: str) -> Weights:
         """A column without NaN. Raises InputError for a token that has none."""
@@ -86,7 +94,7 @@ class Tokens:
         return (np.bincount(response, values) / np.bincount(response))[response]
 
 
-def within(default: float, low: float, high: float = math.inf) -> Any:
+def within(default: Number, low: Number, high: Number = math.inf) -> Any:
     """A parameter and the range of its values, ends included."""
     return field(default=default, metadata={"range": (low, high)})
 
@@ -114,7 +122,9 @@ class Weighting(ABC):
     def factors(self, tokens: Tokens) -> Weights | dict[str, Weights]:
         """w_t of each token, under the mean over tokens; by optimizer step, where there are several."""
 
-    def weights(self, columns: Mapping[str, Any], *, aggregation: str = "token-mean") -> dict[str, Weights]:
+    def weights(
+        self, columns: Mapping[str, Any] | pd.DataFrame, *, aggregation: str = "token-mean"
+    ) -> dict[str, Weights]:
         """w_t of each token in each optimizer step, [K]; 0 in a step that leaves it out.
 
         columns: those of a token table: `response`, `logprob`, `old_logprob` (NaN: on-policy), `advantage`,

@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "comparison.compare": ["Comparison", "compare", "compare_cost"],
-        "comparison.words": ["CANNOT", "FIXED", "describe", "signal_sentence"],
+        "comparison.words": ["NO_RECOMMENDATION", "WHAT_STAYS", "describe", "signal_sentence"],
         "directions": [
             "SIGNS",
             "batch_direction_shares",

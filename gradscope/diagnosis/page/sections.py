@@ -20,7 +20,7 @@ from gradscope.gradients import LAYER, PARAMETERS
 from gradscope.plots import drawn_numbers
 from gradscope.policy import Policy
 from gradscope.theory import theory_report
-from gradscope.updates import CANNOT, FIXED, signal_sentence
+from gradscope.updates import NO_RECOMMENDATION, WHAT_STAYS, signal_sentence
 
 KEYS = ["response", "position"]
 DATA = "data"
@@ -342,7 +342,7 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
         *(Paragraph(note) for note in c.notes),
         sheets.table("weightings", c.table, f"The same in numbers.{same}", folded=True),
         sheets.table("weightings_by_interval", c.by_interval, "Each weighting by interval of π.", folded=True),
-        Paragraph(f"{FIXED} {CANNOT}"),
+        Paragraph(f"{WHAT_STAYS} {NO_RECOMMENDATION}"),
     ]
 
 

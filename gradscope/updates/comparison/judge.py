@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from gradscope.resampling import bootstrap, prompt_clusters
 from gradscope.updates.comparison.noise import norms_and_cosines, signal_to_noise, signal_to_noise_difference
 from gradscope.updates.comparison.passes import Passes
 
-Found = Float[np.ndarray, "3 *k"]
+Found = Float[np.ndarray, "3 *_"]
 """Values, lower and upper bounds."""
 DIFFERENCE = "_difference"
 BOUNDS = ("", "_lower", "_upper")
@@ -92,11 +92,11 @@ class Judge:
     def _ratios(self, name: str, over: np.ndarray, under: np.ndarray) -> dict[str, Found]:
         return self._bootstrap(name, (over, under), lambda over, under: over / under)
 
-    def _bootstrap(self, name: str, sums: Sequence[np.ndarray], divide: object) -> dict[str, Found]:
+    def _bootstrap(self, name: str, sums: Sequence[np.ndarray], divide: Callable[..., np.ndarray]) -> dict[str, Found]:
         """What `divide` makes of the sums over prompts, and that minus the first row's."""
         shape = sums[0].shape[1:]
 
-        def evaluate(draws: Float[np.ndarray, "r n"]) -> Float[np.ndarray, "r m"]:
+        def evaluate(draws: np.ndarray) -> np.ndarray:
             with np.errstate(invalid="ignore", divide="ignore"):  # nothing moved, nothing measured
                 values = divide(*(np.tensordot(draws.astype(np.float64), part, 1) for part in sums))
             values = np.where(np.isfinite(values), values, np.nan)

@@ -13,11 +13,11 @@ from gradscope.resampling import in_brackets
 if TYPE_CHECKING:
     from gradscope.updates.comparison.compare import Comparison
 
-CANNOT = """No weighting is recommended: no number of one batch is known to predict how well a run ends. What is told is
-of this batch: whose gradients each weighting enlarges, how far it turns the update, and whether the update stands out
-from what other prompts would have given."""
-FIXED = """Intervals of 95 % are over prompts, those with equal rewards among them. Thresholds over the batch (quantiles
-of entropy, covariances), random draws and, for directions, the update itself stay as they are meanwhile."""
+NO_RECOMMENDATION = """No weighting is recommended: no number of one batch is known to predict how well a run ends.
+What is told is of this batch: whose gradients each weighting enlarges, how far it turns the update, and whether the
+update stands out from what other prompts would have given."""
+WHAT_STAYS = """Intervals of 95 % are over prompts, those with equal rewards among them. Thresholds over the batch
+(quantiles of entropy, covariances), random draws and, for directions, the update itself stay as they are meanwhile."""
 
 
 def describe(comparison: Comparison) -> str:
@@ -29,7 +29,7 @@ def describe(comparison: Comparison) -> str:
         signal_sentence(comparison),
         *comparison.notes,
     ]
-    return "\n\n".join(part for part in (*parts, f"{FIXED}\n{CANNOT}") if part)
+    return "\n\n".join(part for part in (*parts, f"{WHAT_STAYS}\n{NO_RECOMMENDATION}") if part)
 
 
 def signal_sentence(comparison: Comparison) -> str:
