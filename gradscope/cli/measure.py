@@ -1,4 +1,7 @@
-"""`gradscope measure`: a token table, figures and a summary, in one folder."""
+"""`gradscope measure`: a token table, figures and a summary, in one folder.
+
+One file: the flags, and one run's way through its folder, which `diagnose` and `compare` begin with.
+"""
 
 from __future__ import annotations
 

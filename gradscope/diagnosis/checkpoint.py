@@ -1,8 +1,9 @@
 """One checkpoint's diagnosis in numbers: who dominates the update, how much, where, what a step does, what to try.
 
-`diagnose` settles the inputs, makes four parts (tokens, gradients, steps, screening) and joins them. All headline
-numbers are rows of one tidy frame (`result.COLUMNS`); what they mean stands in the files that make them and, in words
-that a page can quote, in `glossary.DEFINITIONS`.
+`diagnose` settles the inputs, makes five parts (tokens, gradients, steps, screening, comparison) and joins them; one
+file, for the parts share one budget of minutes and one list of notes. All headline numbers are rows
+of one tidy frame (`result.COLUMNS`); what they mean stands in the files that make them and, in words that a page can
+quote, in `glossary.DEFINITIONS`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A weighting says what stands before ∇ log π_t in the gradient of its loss: w_t = −N · ∂loss/∂ log π_t, N the kept tokens
 of the batch. Notation: π is the policy, π_old the one before the step, r = π/π_old, Â the advantage, s = −log π_old, H
 the entropy, sg what no gradient flows through; `plain` is Eq. 2's r·Â·I_trust (arXiv:2505.12929), what GRPO has there.
-Thresholds over a batch (quantiles, covariances) are those of all the tokens that are given.
+Thresholds over a batch (quantiles, covariances) are those of all the tokens that are given. One file, for who compares
+weightings reads them side by side.
 """
 
 from __future__ import annotations
