@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -35,15 +34,14 @@ class TableNorms:
         For a table that is the head's too, with the cross term 2 ⟨head's gradient, embedding's gradient⟩ of the picked
         rows; the head's own square is not in it. metric: of the scaled gradient.
         """
-        if (scale := self.ownership.embedding_scale[self.name]) != 1:  # else a copy of all that flows back is spared
-            delta = delta * scale
+        if (factor := self.ownership.embedding_scale[self.name]) != 1:  # else a copy of all that flows back is spared
+            delta = delta * factor
         if self.module.padding_idx is not None:
             delta = delta * (ids != self.module.padding_idx)[:, :, None, None]
-        table = self.module.weight
-        square = embedding_square_norms(delta, ids) if metric is None else metric.table(table, delta, ids)
+        scale = None if metric is None else metric.of(self.module.weight)
+        square = embedding_square_norms(delta, ids, scale)
         if self.ownership.tied and self.name == self.ownership.tied[0]:
             _, head_delta, head_input = self.head.local[self.ownership.tied[1]]
             rows = head_delta[picks].to(delta), head_input[picks].to(delta)
-            cross = tied_cross_terms if metric is None else partial(metric.tied_cross_terms, table)
-            square = square + cross(delta, ids, *rows)
+            square = square + tied_cross_terms(delta, ids, *rows, scale)
         return square

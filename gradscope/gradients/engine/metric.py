@@ -7,7 +7,7 @@ is formed, a few tokens at a time, multiplied by D and let go.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from gradscope.policy import flat_slices
@@ -58,29 +58,6 @@ class Metric:
     def vector(self, parameter: Tensor, gradient: Float[Tensor, "*m d"]) -> Float[Tensor, " *m"]:
         """Of a vector parameter, from its gradient."""
         return (gradient * self.of(parameter).to(gradient)).square().sum(-1)
-
-    def table(self, table: Tensor, delta: Float[Tensor, "B n K d"], ids: Int[Tensor, "B n"]) -> Float[Tensor, "B K"]:
-        """Of an embedding table, summed where a sequence has an id again."""
-        batch, tokens = len(ids), delta.shape[2]
-        entries = ids * batch + torch.arange(batch, device=ids.device)[:, None]
-        distinct, row = entries.unique(return_inverse=True)
-        sums = delta.new_zeros(len(distinct), *delta.shape[2:]).index_add_(0, row.flatten(), delta.flatten(0, 1))
-        sums *= self.of(table)[distinct // batch][:, None].to(sums)
-        squares = torch.linalg.vector_norm(sums, dim=2).square()
-        return delta.new_zeros(batch, tokens).index_add_(0, distinct % batch, squares)
-
-    def tied_cross_terms(
-        self,
-        table: Tensor,
-        delta: Float[Tensor, "B n K d"],
-        ids: Int[Tensor, "B n"],
-        head_delta: Float[Tensor, "B K vocab"],
-        head_input: Float[Tensor, "B K d"],
-    ) -> Float[Tensor, "B K"]:
-        """2 ⟨head's gradient, embedding's gradient⟩ of one shared table, both scaled."""
-        of_ids = head_delta.gather(2, ids[:, None].expand(-1, head_delta.shape[1], -1))
-        squared = self.of(table)[ids].to(delta).square()
-        return 2 * (of_ids * torch.einsum("bnkd,bkd,bnd->bkn", delta, head_input, squared)).sum(2)
 
     def _weight(self, module: nn.Module) -> Float[Tensor, "out in"]:
         """D of the weight as a linear module has it; that of a Conv1D lies the other way round."""

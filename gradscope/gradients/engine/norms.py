@@ -90,12 +90,19 @@ def diagonal_square_norms(
     return (gradient if scale is None else gradient * scale.to(gradient)).square().sum(1)
 
 
-def embedding_square_norms(delta: Float[Tensor, "B n K d"], ids: Int[Tensor, "B n"]) -> Float[Tensor, "B K"]:
-    """Squared norm of an embedding table's gradient: what flows back is summed where a sequence has an id again."""
+def embedding_square_norms(
+    delta: Float[Tensor, "B n K d"], ids: Int[Tensor, "B n"], scale: Float[Tensor, "vocab d"] | None = None
+) -> Float[Tensor, "B K"]:
+    """Squared norm of an embedding table's gradient: what flows back is summed where a sequence has an id again.
+
+    scale: multiplies the gradient.
+    """
     batch, tokens = len(ids), delta.shape[2]
     entries = ids * batch + torch.arange(batch, device=ids.device)[:, None]
     distinct, row = entries.unique(return_inverse=True)
     sums = delta.new_zeros(len(distinct), *delta.shape[2:]).index_add_(0, row.flatten(), delta.flatten(0, 1))
+    if scale is not None:
+        sums *= scale[distinct // batch][:, None].to(sums)
     squares = torch.linalg.vector_norm(sums, dim=2).square()
     return delta.new_zeros(batch, tokens).index_add_(0, distinct % batch, squares)
 
@@ -105,7 +112,13 @@ def tied_cross_terms(
     ids: Int[Tensor, "B n"],
     head_delta: Float[Tensor, "B K vocab"],
     head_input: Float[Tensor, "B K d"],
+    scale: Float[Tensor, "vocab d"] | None = None,
 ) -> Float[Tensor, "B K"]:
-    """2 ⟨head's gradient, embedding's gradient⟩ of one shared table: 2 Σ_s head_delta[id_s] · ⟨head_input, δ_s⟩."""
+    """2 ⟨head's gradient, embedding's gradient⟩ of one shared table: 2 Σ_s head_delta[id_s] · ⟨head_input, δ_s⟩.
+
+    scale: multiplies both.
+    """
     of_ids = head_delta.gather(2, ids[:, None].expand(-1, head_delta.shape[1], -1))
+    if scale is not None:
+        delta = delta * scale[ids][:, :, None].to(delta).square()
     return 2 * (of_ids * torch.einsum("bnkd,bkd->bkn", delta, head_input)).sum(2)
