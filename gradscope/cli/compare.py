@@ -85,10 +85,9 @@ class Compare(MeasuredPolicyFlags):
     def _asked(self, measured: Measured) -> dict[str, Any]:
         """All that changes the comparison beside the table, as the manifest remembers it."""
         state = self._find_state(measured)
-        files = [Path(method.rpartition(".py:")[0] + ".py") for method in self.methods if ".py:" in method]
         asked = {
             "methods": self.methods,
-            "files": [file_hash(file) for file in files],
+            "files": own_weightings(self.methods),
             "aggregation": self.aggregation,
             "loss": asdict(self.settings.loss),
             "optimizer_state": None if state is None else file_hash(state),

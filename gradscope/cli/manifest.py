@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from gradscope import __version__
 from gradscope.policy import Policy, policy_hashes, precision_in_words
 from gradscope.rollouts import Dump
-from gradscope.runs import provenance
+from gradscope.runs import file_hash, provenance
 
 
 def make_key(policy: Policy, **asked: Any) -> dict[str, Any]:
@@ -34,6 +35,11 @@ def make_manifest(model: str, policy: Policy, key: dict[str, Any], **facts: Any)
         "device": str(policy.device),
         **facts,
     }
+
+
+def own_weightings(methods: Iterable[str]) -> list[str]:
+    """Hashes of the user's files among weightings, FILE.py:NAME[:key=value,…]."""
+    return [file_hash(Path(method.rpartition(".py:")[0] + ".py")) for method in methods if ".py:" in method]
 
 
 def describe_dump(path: Path, dump: Dump, sha256: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command `gradscope tune`: which α and η are worth a run, judged by one step on a few batches."""
+"""The command `gradscope tune`: which settings are worth a run, judged by one step on a few batches."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import tyro
 from tqdm import tqdm
 
 from gradscope.cli.flags import Dtype, FormatFlag, PolicyFlags, load_quietly, print_notes
-from gradscope.cli.manifest import make_key, make_manifest
+from gradscope.cli.manifest import make_key, make_manifest, own_weightings
 from gradscope.cli.optimizer import told_rate
 from gradscope.errors import InputError
 from gradscope.gradients import refuse_narrow_weights
-from gradscope.objective import PAPER, LossSettings, resolve_advantages
+from gradscope.objective import PAPER, LossSettings, check_weighting, resolve_advantages
 from gradscope.policy import Policy, find_optimizer_file, find_policy_state, hash_ahead, read_optimizer_file
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import RunFolder, file_hash, worker_context, write_text
@@ -39,13 +39,14 @@ from gradscope.updates import (
 )
 
 SETTINGS, BY_INTERVAL, SUMMARY, FIGURE = "settings.csv", "by_interval.csv", "summary.txt", "figures/tuning.png"
+ALPHAS, ETAS = (0.0, 0.1, 0.2, 0.3, 0.5, 1.0), (None, 0.1, 0.3, 0.5, 0.7, 0.9)
 Optimizer = Literal["sgd", "adamw"]
 FRESH = "fresh: its first step is a sign step, of which the prediction says little"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tune(PolicyFlags):
-    """Screen α (Advantage Reweighting) and η (Lopti) by what one step does to the tokens of a few batches.
+    """Screen α (Advantage Reweighting), η (Lopti) and other weightings by what one step does to a few batches' tokens.
 
     Every setting's step is predicted to first order and, on half of the batches, taken and rewound: OUT gets a row per
     setting with its right-direction shares against the plain loss's, and a verdict with an interval.
@@ -58,10 +59,13 @@ class Tune(PolicyFlags):
     out: Path
     """Folder for settings.csv, by_interval.csv, summary.txt, manifest.json and figures/. A run that was interrupted is
     taken up again."""
-    alphas: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.5, 1.0)
-    """α of the grid; 0: no Reweight."""
-    etas: tuple[float | None, ...] = (None, 0.1, 0.3, 0.5, 0.7, 0.9)
-    """η of the grid; none: no Lopti."""
+    alphas: tuple[float, ...] = ()
+    """α of the grid; 0: no Reweight. Not given: 0 .1 .2 .3 .5 1, beside --methods 0 alone."""
+    etas: tuple[float | None, ...] = ()
+    """η of the grid; none: no Lopti. Not given: none .1 .3 .5 .7 .9, beside --methods none alone."""
+    methods: tuple[str, ...] = ()
+    """Further weightings, NAME[:key=value,…] or FILE.py:NAME[:key=value,…] as `gradscope compare` takes them; several
+    values of a key have slashes between them: top-entropy:q=.1/.2/.4."""
     batches: int = 6
     """Batches that a single file is split into, by prompts; every second one is held out, and a verdict takes 3."""
     optimizer: Optimizer | None = None
@@ -106,13 +110,16 @@ class Tune(PolicyFlags):
     """Replace a run with other arguments in the same folder."""
 
     def run(self) -> None:
-        grid = make_grid(self.alphas, self.etas)
+        default = ((0.0,), (None,)) if self.methods else (ALPHAS, ETAS)
+        grid = make_grid(self.alphas or default[0], self.etas or default[1], self.methods)
         self._check()
         hash_ahead(self.model)
         policy = load_quietly(self.model, **self.loading)
         refuse_narrow_weights(policy.model)
         batches = self._read_batches(policy)
         check_batches(batches, self.min_tokens)
+        for weighting in filter(None, (setting.weighting for setting in grid)):
+            check_weighting(weighting, sampler_logprobs=all(b.sampler_logprobs is not None for b in batches))
         optimizer, state = self._find_optimizer(policy)
         how = {"grid": grid} | self._settings(optimizer, None if state is None else read_optimizer_file(state))
         key = self._key(policy, how, state)
@@ -194,6 +201,7 @@ class Tune(PolicyFlags):
             format=self.format,
             batches=self.batches if len(self.rollouts) == 1 else len(self.rollouts),
             grid=[setting.name for setting in how["grid"]],
+            files=own_weightings(self.methods),
             loss=asdict(how["settings"]),
             step=step,
             optimizer_state=None if state is None else file_hash(state),

@@ -1,4 +1,4 @@
-"""Advantage Reweighting (Eq. 4) and Lopti (Alg. 1, arXiv:2505.12929) inside TRL's GRPOTrainer, by overriding."""
+"""Token weightings inside TRL's GRPOTrainer, by overriding; Reweight (Eq. 4) and Lopti (Alg. 1): arXiv:2505.12929."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.objective import ORDERS, Method
+from gradscope.integrations.trl_batch import trl_settings
+from gradscope.objective import ORDERS, Method, Weighting, check_weighting, make_weighting, weigh_step
 
 Number = int | float
 
@@ -41,6 +42,12 @@ class ReweightLoptiMixin:
     Refused with InputError: for both, ratios of whole sequences (importance_sampling_level="sequence") and loss_type
     "vespo"; for Lopti further DeepSpeed, FSDP, fp16, LOMO, several processes, the entropy bonus and an auxiliary loss
     (they would count twice), top_entropy_quantile and off_policy_mask_threshold (their tokens change between passes).
+    weighting: instead of both, any weighting of one optimizer step, as `gradscope compare` takes it ("cispo",
+    "top-entropy:q=0.1", "FILE.py:NAME"). Its w_t take the place of the policy part's of TRL's loss, under TRL's own
+    denominators; the KL part stays. Thresholds (quantiles, covariances) are of the micro-batch's tokens, as that of
+    TRL's top_entropy_quantile is of its micro-batches. Nothing is left to be clipped, so that `clip_ratio` is 0 in the
+    log. Refused for it: a loss_type other than grpo, bnpo, dr_grpo and dapo, top_entropy_quantile,
+    off_policy_mask_threshold, and a KL part that use_bias_correction_kl multiplies by the ratio.
     vLLM's importance weights multiply the changed advantages, as they do TRL's own. `use_liger_kernel` is not refused:
     in TRL 1.16 it changes layers and not the loss.
     """
@@ -51,15 +58,22 @@ class ReweightLoptiMixin:
         reweight_alpha: Number | None = None,
         lopti_eta: Number | None = None,
         lopti_order: str = "low-first",
+        weighting: str | Weighting | None = None,
         **keywords: Any,
     ) -> None:
+        if weighting is not None and (reweight_alpha is not None or lopti_eta is not None):
+            raise InputError("weighting is given beside reweight_alpha or lopti_eta; give one of them")
+        weighting = make_weighting(weighting) if isinstance(weighting, str) else weighting
+        if weighting is not None and (pair := weighting.alpha_and_eta) is not None:
+            (reweight_alpha, lopti_eta), weighting = pair, None
+        self.weighting = weighting
         self.method = Method(reweight_alpha, lopti_eta, lopti_order)
         self.reweight_alpha, self.lopti_eta, self.lopti_order = reweight_alpha, lopti_eta, lopti_order
         self._lopti_pass: str | None = None
         self._lopti_window: list[dict[str, Any]] = []
         self._lopti_counts: list[Tensor] = []
         self._lopti_replays = False
-        self._on_logprobs: Callable[[Tensor], None] | None = None
+        self._on_logprobs: Callable[[Tensor, Tensor | None], None] | None = None
         super().__init__(*args, **keywords)
         _refuse_unsupported(self)
 
@@ -126,12 +140,13 @@ class ReweightLoptiMixin:
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss, of inputs whose advantages (and, in a pass of Lopti, reference) have been changed by token."""
-        if self.reweight_alpha is None and self._lopti_pass is None:
+        if self.weighting is None and self.reweight_alpha is None and self._lopti_pass is None:
             return super()._compute_loss(model, inputs)
         # π_old may be known only from the loss's own forward pass, so that the advantages come after it. If a release
         # of TRL looked at them before, the loss would be NaN.
         changed = inputs | {"advantages": torch.full_like(inputs["advantages"], float("nan"))}
-        self._on_logprobs = lambda logprobs: self._change(inputs, changed, logprobs)
+        change = self._change if self.weighting is None else self._weigh
+        self._on_logprobs = lambda logprobs, entropies: change(inputs, changed, logprobs, entropies)
         loss = super()._compute_loss(model, changed)
         if self._on_logprobs is not None:
             self._on_logprobs = None
@@ -147,14 +162,25 @@ class ReweightLoptiMixin:
         found = super()._get_per_token_logps_and_entropies(*args, **keywords)
         if (tell := self._on_logprobs) is not None:
             self._on_logprobs = None
-            tell(found[0].detach())
+            tell(found[0].detach(), found[1])
         return found
 
-    def _change(self, inputs: dict[str, Any], changed: dict[str, Any], logprobs: Float[Tensor, "B C"]) -> None:
+    def _weigh(
+        self, inputs: dict[str, Any], changed: dict[str, Any], logprobs: Float[Tensor, "B C"], entropies: Tensor | None
+    ) -> None:
+        """Fill in the weighting's w_t as advantages at ratio 1, where TRL's policy loss has the slope −Â."""
+        known = {"entropy": entropies, "sampler_logprobs": inputs.get("sampling_per_token_logps")}
+        old, settings = inputs.get("old_per_token_logps", logprobs), trl_settings(self.args).loss
+        tokens = (logprobs, old, _by_token(inputs["advantages"], logprobs), _response_mask(inputs))
+        changed["advantages"] = weigh_step(self.weighting, *tokens, settings, **known)
+        changed["old_per_token_logps"] = logprobs
+
+    def _change(
+        self, inputs: dict[str, Any], changed: dict[str, Any], logprobs: Float[Tensor, "B C"], entropies: Tensor | None
+    ) -> None:
         """Fill in the advantages of Reweight and of the pass at hand, by π_old."""
         old = inputs.get("old_per_token_logps", logprobs)
-        advantages = inputs["advantages"]
-        advantages = advantages if advantages.dim() == 2 else advantages[:, None].expand(logprobs.shape)
+        advantages = _by_token(inputs["advantages"], logprobs)
         advantages = self.method.advantages(advantages, old)
         if self._lopti_pass is not None:
             chosen = self._choose(inputs, old)
@@ -165,18 +191,26 @@ class ReweightLoptiMixin:
 
     def _choose(self, inputs: dict[str, Any], old: Float[Tensor, "B C"]) -> Bool[Tensor, "B C"]:
         """The tokens of the pass; in the first one, the micro-batch is kept for the second."""
-        mask = inputs["completion_mask"]
-        mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
-        chosen = dict(self.method.groups(old, mask))
+        chosen = dict(self.method.groups(old, _response_mask(inputs)))
         if not self._lopti_replays:
             self._lopti_window.append(inputs | {"old_per_token_logps": old})
             self._lopti_counts.append(torch.stack([chosen["low"].sum(), chosen["high"].sum()]))
         return chosen[self._lopti_pass]
 
 
+def _response_mask(inputs: dict[str, Any]) -> Bool[Tensor, "B C"]:
+    mask = inputs["completion_mask"]
+    return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+
+
+def _by_token(advantages: Tensor, logprobs: Float[Tensor, "B C"]) -> Float[Tensor, "B C"]:
+    return advantages if advantages.dim() == 2 else advantages[:, None].expand(logprobs.shape)
+
+
 def _refuse_unsupported(trainer: Any) -> None:
     """InputError for settings with which the methods would not be what they are called."""
     args, methods = trainer.args, {"reweight_alpha": trainer.reweight_alpha, "lopti_eta": trainer.lopti_eta}
+    methods["weighting"] = trainer.weighting
     given = [name for name, value in methods.items() if value is not None]
     if not given:
         return
@@ -184,6 +218,14 @@ def _refuse_unsupported(trainer: Any) -> None:
         f"importance_sampling_level={args.importance_sampling_level!r}": args.importance_sampling_level != "token",
         "loss_type='vespo'": args.loss_type == "vespo",
     }
+    if trainer.weighting is not None:
+        check_weighting(trainer.weighting, sampler_logprobs=args.use_vllm)
+        reasons |= {
+            f"loss_type={args.loss_type!r}": args.loss_type not in ("grpo", "bnpo", "dr_grpo", "dapo"),
+            "top_entropy_quantile < 1": args.top_entropy_quantile < 1,
+            "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
+            "use_bias_correction_kl": args.beta != 0 and args.use_bias_correction_kl,
+        }
     if trainer.lopti_eta is not None:
         given = ["lopti_eta"]
         reasons |= {

@@ -11,6 +11,8 @@ The environment variable must reach every Ray worker (several nodes: through `ra
 
 What works through verl's own points:
 - Reweight, with any advantage estimator, loss_agg_mode, micro-batch size and number of processes.
+- Any weighting of one optimizer step that `gradscope compare` knows and that verl's policy losses have the columns of
+  (no entropies, no log-probabilities of the sampler): +actor_rollout_ref.actor.policy_loss.weighting=cispo
 - One group of Lopti alone: `lopti_eta` with `lopti_pass=low` or `high`. The KL and entropy terms, which verl adds
   outside of a policy loss, are still of all tokens.
 - Lopti's two passes, L1 H1 L2 H2, with FSDP (strategy fsdp or fsdp2): by an engine, registered for a vendor of its own
@@ -51,10 +53,12 @@ class GradScopePolicyLossConfig(PolicyLossConfig):
     """"low" or "high": only that group is trained, in one pass. None: both, in two passes."""
     lopti_order: str = "low-first"
     """Order of the two passes, or "high-first"."""
+    weighting: str | None = None
+    """Instead of these, a weighting of one optimizer step that needs neither entropies nor the sampler's log π."""
 
     def __post_init__(self) -> None:
         check_methods(self)
-        given = [name for name in ("reweight_alpha", "lopti_eta") if getattr(self, name) is not None]
+        given = [name for name in ("reweight_alpha", "lopti_eta", "weighting") if getattr(self, name) is not None]
         if given and self.loss_mode != LOSS_MODE:
             raise InputError(
                 f"{given[0]} is set and loss_mode is {self.loss_mode!r}, which ignores it; give loss_mode={LOSS_MODE}"

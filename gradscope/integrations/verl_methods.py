@@ -1,4 +1,4 @@
-"""Advantage Reweighting (Eq. 4) and Lopti's passes (Alg. 1, arXiv:2505.12929) as changes to verl's own functions.
+"""Token weightings, with Lopti's passes, as changes to verl's own functions (Eq. 4 and Alg. 1, arXiv:2505.12929).
 
 Nothing here imports verl: its functions and configuration come in as arguments.
 """
@@ -9,18 +9,26 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.objective import Method
+from gradscope.objective import LossSettings, Method, check_weighting, make_weighting, weigh_step
 
 RUNNING_PASS: ContextVar[str | None] = ContextVar("RUNNING_PASS", default=None)
 """Name of the pass that the engine is taking; None outside Lopti's two."""
 
 
 def check_methods(settings: Any) -> None:
-    """InputError for settings (fields `reweight_alpha`, `lopti_eta`, `lopti_pass`, `lopti_order`) that mean nothing."""
+    """InputError for settings (fields of `verl.GradScopePolicyLossConfig`) that mean nothing."""
     Method(settings.reweight_alpha, settings.lopti_eta, settings.lopti_order)
+    if settings.weighting is not None:
+        if settings.reweight_alpha is not None or settings.lopti_eta is not None:
+            raise InputError("weighting is given beside reweight_alpha or lopti_eta; give one of them")
+        weighting = make_weighting(settings.weighting)
+        if weighting.alpha_and_eta is not None:
+            raise InputError(f"weighting is {settings.weighting}; give reweight_alpha and lopti_eta, or none of them")
+        check_weighting(weighting, entropy=False, sampler_logprobs=False)  # verl's policy losses get neither
     if settings.lopti_pass not in (None, "low", "high"):
         raise InputError(f"lopti_pass is {settings.lopti_pass!r}; give low or high for that group alone, or null: both")
     if settings.lopti_pass is not None and settings.lopti_eta is None:
@@ -40,9 +48,11 @@ def changed_policy_loss(
     """`vanilla`, a policy loss of verl, at the advantages that `config.policy_loss` asks for; tensors are [B, T].
 
     With `reweight_alpha`, Â becomes [α·π_old + 1 − α]·Â. With `lopti_pass` "low" only tokens of π_old < `lopti_eta`
-    keep their advantage, with "high" only the others: a token of advantage 0 has no gradient and is still counted, so
-    the denominator of every `loss_agg_mode` stays. Without either, vanilla gets what it would have got. Raises
-    InputError for a `lopti_eta` without `lopti_pass` where no engine takes the passes.
+    keep their advantage, with "high" only the others: a token of advantage 0 has no gradient and is still counted,
+    so the denominator of every `loss_agg_mode` stays. With `weighting` the slope of each token is the weighting's
+    w_t, thresholds over the micro-batch's tokens; verl's metrics stay those of its own loss. Without any of them,
+    vanilla gets what it would have got. Raises InputError for a `lopti_eta` without `lopti_pass` where no engine
+    takes the passes.
     """
     settings = config.policy_loss
     alpha, eta, only = settings.reweight_alpha, settings.lopti_eta, settings.lopti_pass
@@ -52,18 +62,26 @@ def changed_policy_loss(
             "VERL_ENGINE_VENDOR=gradscope and "
             "VERL_USE_EXTERNAL_MODULES=gradscope.integrations.verl,gradscope.integrations.verl_engine"
         )
+    keywords = {"log_prob": log_prob, "response_mask": response_mask, "loss_agg_mode": loss_agg_mode, "config": config}
+    keywords["rollout_is_weights"] = rollout_is_weights
+    if settings.weighting is not None:
+        with torch.no_grad():
+            metrics = vanilla(old_log_prob=old_log_prob, advantages=advantages, **keywords)[1]
+        mask, weighting = response_mask.bool(), make_weighting(settings.weighting)
+        weights = weigh_step(weighting, log_prob, old_log_prob, advantages, mask, _clips(config))
+        # At ratio 1 nothing is clipped, and the slope is −Â.
+        return vanilla(old_log_prob=log_prob.detach(), advantages=weights, **keywords)[0], metrics
     advantages = Method(alpha).advantages(advantages, old_log_prob)
     if only is not None:
         advantages = advantages.masked_fill(~pass_mask(old_log_prob, response_mask, eta=eta, name=only), 0.0)
-    return vanilla(
-        old_log_prob=old_log_prob,
-        log_prob=log_prob,
-        advantages=advantages,
-        response_mask=response_mask,
-        loss_agg_mode=loss_agg_mode,
-        config=config,
-        rollout_is_weights=rollout_is_weights,
-    )
+    return vanilla(old_log_prob=old_log_prob, advantages=advantages, **keywords)
+
+
+def _clips(config: Any) -> LossSettings:
+    """As verl's vanilla reads them."""
+    low, high = (config.get(name) for name in ("clip_ratio_low", "clip_ratio_high"))
+    low, high = (config.clip_ratio if value is None else value for value in (low, high))
+    return LossSettings(low, high, config.get("clip_ratio_c", 3.0), 0.0)
 
 
 def pass_mask(old_log_prob: Tensor, response_mask: Tensor, *, eta: int | float, name: str) -> Tensor:

@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gradscope.errors import InputError
@@ -22,6 +22,7 @@ from gradscope.objective.equations import (
     token_weight_parts,
 )
 from gradscope.objective.methods import Method
+from gradscope.objective.weightings import Weighting
 from gradscope.rollouts import TokenBatch
 
 Number = int | float
@@ -100,6 +101,48 @@ def batch_weights(
     InputError: who wants weights only where advantages are known looks at `resolve_advantages` first.
     """
     return token_weight_parts(**_arguments(logprobs, batch, settings, num_tokens))
+
+
+def weigh_tokens(
+    weighting: Weighting,
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    response_mask: Bool[Tensor, "B T"],
+    settings: LossSettings,
+    *,
+    entropy: Float[Tensor, "B T"] | None = None,
+    sampler_logprobs: Float[Tensor, "B T"] | None = None,
+) -> dict[str, Float[Tensor, "B T"]]:
+    """A weighting's w_t of the kept tokens in each of its optimizer steps, 0 elsewhere, detached.
+
+    settings: of the plain loss, from whose policy part many weightings start. Thresholds are over the tokens given
+    here. Raises InputError for a weighting made of what is not given.
+    """
+    clips = {name: getattr(settings, name) for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
+    plain = token_weight_parts(logprobs.detach(), old_logprobs, advantages, response_mask, **clips, num_tokens=1).policy
+    known = {"logprob": logprobs, "old_logprob": old_logprobs, "advantage": advantages, "policy_weight": plain}
+    known |= {"entropy": entropy, "sampler_logprob": sampler_logprobs}
+    columns = {name: v.detach()[response_mask].double().cpu().numpy() for name, v in known.items() if v is not None}
+    columns["response"] = response_mask.nonzero()[:, 0].cpu().numpy()
+    spread = torch.zeros_like(logprobs)
+    weights = weighting.weights(columns).items()
+    return {step: spread.masked_scatter(response_mask, torch.from_numpy(w).to(spread)) for step, w in weights}
+
+
+def weigh_step(weighting: Weighting, *tokens: Any, **known: Any) -> Float[Tensor, "B T"]:
+    """`weigh_tokens` of a weighting that takes one optimizer step; InputError for one of several."""
+    weights = weigh_tokens(weighting, *tokens, **known)
+    if len(weights) > 1:
+        raise InputError(f"{weighting} takes {len(weights)} optimizer steps, which is not done here; give one of one")
+    return next(iter(weights.values()))
+
+
+def check_weighting(weighting: Weighting, *, entropy: bool = True, sampler_logprobs: bool) -> None:
+    """Raise InputError for one that `weigh_step` cannot do with tokens of which these are known or not."""
+    one = torch.full((1, 1), -0.5)
+    known = {name: one for name, has in (("entropy", entropy), ("sampler_logprobs", sampler_logprobs)) if has}
+    weigh_step(weighting, one, one, one, torch.ones(1, 1, dtype=torch.bool), PAPER, **known)
 
 
 def _arguments(logprobs: Tensor, batch: TokenBatch, settings: LossSettings, num_tokens: Number) -> dict[str, Any]:

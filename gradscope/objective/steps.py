@@ -28,7 +28,7 @@ from gradscope.objective.batch_logprobs import (
     tabulate,
 )
 from gradscope.objective.logprobs import TokenStatistics
-from gradscope.objective.loss import LossSettings, batch_loss, batch_weights, own_where_unknown
+from gradscope.objective.loss import LossSettings, batch_loss, batch_weights, own_where_unknown, weigh_step
 from gradscope.objective.shared_prompts import can_pack
 from gradscope.objective.weightings import Weighting
 from gradscope.rollouts import TokenBatch
@@ -229,20 +229,12 @@ class Updater:
 
     def _weigh(self, part: Pass, settings: LossSettings, weighting: Weighting) -> Float[Tensor, "B S"]:
         """w_t of the pass's tokens under the policy as it is, by one more forward pass."""
-        size, keep = self.micro_batch_size, part.batch.response_mask
         found = batch_statistics(
-            self.model, part.batch, micro_batch_size=size, device=self.device, processes=self.processes
+            self.model, part.batch, micro_batch_size=self.micro_batch_size, device=self.device, processes=self.processes
         )
-        plain = batch_weights(found.logprob, part.batch, settings, num_tokens=part.num_tokens)
-        known = {"old_logprob": part.batch.old_logprobs, "sampler_logprob": part.batch.sampler_logprobs}
-        columns = {"response": keep.nonzero()[:, 0], "advantage": part.batch.advantages[keep]}
-        columns |= {"logprob": found.logprob[keep], "entropy": found.entropy[keep], "policy_weight": plain.policy[keep]}
-        columns |= {name: values[keep] for name, values in known.items() if values is not None}
-        weights = weighting.weights({name: values.double().numpy() for name, values in columns.items()})
-        if len(weights) > 1:
-            raise InputError(f"{weighting} takes {len(weights)} optimizer steps, which is not trained; give one of one")
-        own = torch.from_numpy(next(iter(weights.values()))).to(found.logprob)
-        return torch.zeros_like(found.logprob).masked_scatter(keep, own)
+        known = {"entropy": found.entropy, "sampler_logprobs": part.batch.sampler_logprobs}
+        own = (part.batch.old_logprobs, part.batch.advantages, part.batch.response_mask)
+        return weigh_step(weighting, found.logprob, *own, settings, **known)
 
     def _backward(
         self,

@@ -119,6 +119,17 @@ class Weighting(ABC):
         """The passes and advantages of a trainer that these are weights of, where masks and factors say all of it."""
         return Method()
 
+    @property
+    def alpha_and_eta(self) -> tuple[Number | None, Number | None] | None:
+        """α of Reweight and η of Lopti (None: off), where these two say all of it; None where they do not.
+
+        >>> GRPO().alpha_and_eta, Lopti().alpha_and_eta, CISPO().alpha_and_eta
+        ((None, None), (None, 0.5), None)
+        """
+        pair = self.passes.reweight_alpha, self.passes.lopti_eta
+        known = self.passes == Method(*pair) and (pair != (None, None) or isinstance(self, GRPO))
+        return pair if known else None
+
     @abstractmethod
     def factors(self, tokens: Tokens) -> Weights | dict[str, Weights]:
         """w_t of each token, under the mean over tokens; by optimizer step, where there are several."""

@@ -121,7 +121,7 @@ def apply_update(
         sliced_for = None if fits else len(variant.passes)
         optimizer = make_optimizer(policy.model, step, moments, sliced_for=sliced_for)
         updater = Updater(policy.model, optimizer, policy.device, step.micro_batch_size, step.max_grad_norm)
-        results = [updater.step(part, variant.settings) for part in variant.passes]
+        results = [updater.step(part, variant.settings, weighting=variant.weighting) for part in variant.passes]
         after = _statistics(policy, batch, step)
         square = sum(_square_change(p.detach(), start[name]) for name, p in float_parameters(policy.model))
         moved = vectors_within(policy.model, 1, memory)[0] if displacement else None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
-from gradscope.objective import PAPER, LossSettings, Method, Pass, split_passes
+from gradscope.objective import PAPER, LossSettings, Method, Pass, Weighting, split_passes
 from gradscope.rollouts import TokenBatch
 
 Number = int | float
@@ -50,6 +50,8 @@ class Variant:
     name: str
     passes: list[Pass]
     settings: LossSettings
+    weighting: Weighting | None = None
+    """What stands in the place of Eq. 2's policy weights in every pass; None: nothing."""
 
 
 def make_variant(
@@ -94,6 +96,18 @@ def make_variant(
     else:
         groups = [(name, _interval_mask(name, batch, edges))]
     return Variant(name, split_passes(batch, size, groups), settings)
+
+
+def weighting_variant(weighting: Weighting, batch: TokenBatch, *, settings: LossSettings = PAPER) -> Variant:
+    """One optimizer step under any weighting that takes one, the whole batch at once; its name is the weighting's.
+
+    The KL part is that of all tokens but those that a mask leaves out of training. Raises InputError as
+    `make_variant` does, and when the step is taken for a weighting of several.
+    """
+    _check(batch, len(batch))
+    settings.check()
+    groups = weighting.passes.groups(batch.old_logprobs, batch.response_mask)
+    return Variant(str(weighting), split_passes(batch, len(batch), groups), settings, weighting)
 
 
 def old_intervals(batch: TokenBatch, edges: Sequence[Number] = EDGES) -> Int[Tensor, "B S"]:

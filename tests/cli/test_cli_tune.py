@@ -61,6 +61,21 @@ def rollouts(tmp_path_factory) -> Path:
     return write_jsonl(tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl", make_rows())
 
 
+PAIRS = "reweight-lopti"
+OWN = """
+from dataclasses import dataclass
+from gradscope.objective import Weighting, within
+
+@dataclass(frozen=True)
+class Own(Weighting):
+    NAME = "own"
+    share: float = within(0.5, 0, 1)
+
+    def factors(self, tokens):
+        return tokens.plain * self.share * tokens["entropy"]
+"""
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
@@ -92,6 +107,25 @@ def test_it_writes_what_the_functions_return_and_prints_the_summary(run, model, 
     drawn = pd.read_csv(tmp_path / "out" / "figures" / "tuning.csv")
     actual = drawn.loc[drawn["panel"].str.startswith("actual"), "difference"]
     assert actual.tolist() == pytest.approx(expected.settings["difference"].tolist(), rel=1e-12)
+
+
+def test_any_weightings_grid_is_screened(run, model, rollouts, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(OWN)
+    methods = ("top-entropy:q=.2/.5", "reweight:alpha=0.5", f"{own}:own:share=0.5")
+    flags = ("--batches", 2, "--min-tokens", 2, "--methods", *methods)
+    outcome = run(model, rollouts, "--out", tmp_path / "out", *flags)
+    assert (outcome.status, outcome.err) == (0, "")
+    table = pd.read_csv(tmp_path / "out" / "settings.csv")
+    names = ["plain", "top-entropy", "top-entropy:q=0.5", "α=0.5", "own"]
+    assert table["setting"].tolist() == names
+    assert table["method"].tolist() == [PAIRS, "top-entropy", "top-entropy:q=0.5", PAIRS, "own"]
+    summary = (tmp_path / "out" / "summary.txt").read_text()
+    assert all(f"\n{name} " in summary for name in ("top-entropy", "top-entropy:q=0.5", "own"))
+    drawn = pd.read_csv(tmp_path / "out" / "figures" / "tuning.csv")
+    assert set(drawn["panel"].str.split(", ").str[0]) == {"predicted", "actual"} and drawn["panel"].nunique() == 4
+    own.write_text(OWN.replace("self.share", "2"))
+    assert_one_line(run(model, rollouts, "--out", tmp_path / "out", *flags), "--overwrite")
 
 
 def save_state(model: Path, path: Path) -> None:
@@ -185,7 +219,10 @@ def test_what_cannot_be_used_is_said_in_one_line_before_anything_is_written(run,
         ((rollouts, "--etas", 1.5), "eta is 1.5"),
         ((rollouts, "--alphas", -0.1), "alpha is -0.1"),
         ((rollouts, "--alphas", 0, "--etas", "none"), "nothing to compare"),
-        ((rollouts, "--alphas", "--etas"), "nothing to compare"),
+        ((rollouts, "--methods", "cispos"), "did you mean cispo?"),
+        ((rollouts, "--methods", "cispo:eps_high=2/-1"), "eps_high is -1"),
+        ((rollouts, "--methods", "random-split"), "two optimizer steps"),
+        ((*few, "--methods", "icepop"), "'sampler_logprob'"),
         ((rollouts, "--learning-rate", 0), "--learning-rate is 0"),
         ((rollouts, "--temperature", 0), "--temperature is 0"),
         ((rollouts, "--min-tokens", 0), "--min-tokens is 0"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.integrations.trl_batch import batch_from_trl, trl_settings
-from gradscope.objective import Updater, batch_statistics
+from gradscope.objective import Pass, Updater, batch_statistics, make_weighting, weigh_step
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.algorithm import plan_update
 
@@ -101,6 +101,34 @@ def test_the_gradient_of_each_pass_is_that_of_gradscopes_trainer(checkpoint, tmp
     assert "epsilon" not in settings or clipped > 0
 
 
+@pytest.mark.parametrize("name", ["cispo:eps_high=1.02", "top-entropy:q=0.3", "gspo:eps_low=0.01,eps_high=0.02"])
+def test_under_a_weighting_the_gradient_is_that_of_gradscopes_trainer(checkpoint, tmp_path, ours, name):
+    settings = {"num_iterations": 3, "beta": 0.1, "use_bias_correction_kl": False, "loss_type": "bnpo"}
+    settings |= {"learning_rate": 1e-3, "move": 0.02}
+    trainer = make_trainer(checkpoint, tmp_path, kind=ours, methods={"weighting": name}, **settings)
+    recorder = Recorder(trainer)
+    train(trainer)
+    model = copy.deepcopy(trainer.model)
+    del model.forward  # TRL's, which is bound to the model that it trained
+    loss, different = trl_settings(trainer.args).loss, 0
+    for step in recorder.steps:
+        batch = batch_from_trl(step["window"], TEMPERATURE)
+        model.load_state_dict(step["weights"], strict=False)
+        now = batch_statistics(model, batch, micro_batch_size=8, device=CPU)
+        old = now.logprob if batch.old_logprobs is None else batch.old_logprobs
+        tokens = (now.logprob, old, batch.advantages, batch.response_mask, loss)
+        weighed = replace(batch, advantages=weigh_step(make_weighting(name), *tokens, entropy=now.entropy))
+        found = []
+        for weighted, part in ((True, weighed), (False, replace(batch, old_logprobs=old))):
+            model.zero_grad()
+            updater = Updater(model, None, CPU, micro_batch_size=3)
+            updater.accumulate(Pass("all", part, batch.num_tokens), loss, weighted=weighted)
+            found.append(distance(step["gradient"], gradients(model)))
+        assert found[0] < SUMS
+        different += found[1] > 1e-3
+    assert different > 0
+
+
 @pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "grpo", "dr_grpo", "luspo", "cispo", "sapo"])
 def test_the_passes_add_up_to_the_whole_loss_of_every_type_with_everything_in_it(checkpoint, tmp_path, ours, loss_type):
     methods = {"reweight_alpha": 0.4, "lopti_eta": 0.5}
@@ -176,6 +204,12 @@ def test_the_log_says_of_all_tokens_what_it_says_without_lopti(checkpoint, tmp_p
         ({"lopti_eta": 0.5}, {"top_entropy_quantile": 0.2}, "top_entropy_quantile"),
         ({"lopti_eta": 0.5}, {"off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold"),
         ({"lopti_eta": 0.5}, {"optim": "adalomo"}, "adalomo"),
+        ({"weighting": "cispos"}, {}, "did you mean cispo?"),
+        ({"weighting": "cispo", "lopti_eta": 0.5}, {}, "give one of them"),
+        ({"weighting": "random-split"}, {}, "takes 2 optimizer steps"),
+        ({"weighting": "icepop"}, {}, "no 'sampler_logprob'"),
+        ({"weighting": "sapo"}, {"loss_type": "sapo"}, "loss_type='sapo'"),
+        ({"weighting": "sapo"}, {"beta": 0.1, "use_bias_correction_kl": True}, "use_bias_correction_kl"),
     ],
 )
 def test_what_the_methods_cannot_do_is_refused_in_one_line(checkpoint, tmp_path, ours, methods, settings, words):

@@ -8,7 +8,7 @@ import torch
 
 from gradscope.errors import InputError
 from gradscope.integrations.verl_methods import changed_policy_loss, check_methods, pass_loss, pass_mask
-from gradscope.objective import lopti_split
+from gradscope.objective import lopti_split, make_weighting, token_weights
 from gradscope.objective.equations import policy_loss
 
 CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.24}
@@ -26,7 +26,7 @@ VANILLA_SIGNATURE = {
 
 
 def settings(**given):
-    off = {"reweight_alpha": None, "lopti_eta": None, "lopti_pass": None, "lopti_order": "low-first"}
+    off = {"reweight_alpha": None, "lopti_eta": None, "lopti_pass": None, "lopti_order": "low-first", "weighting": None}
     return SimpleNamespace(**(off | given))
 
 
@@ -47,9 +47,18 @@ def whole_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode,
     return policy_loss(log_prob, old_log_prob, advantages, response_mask, **CLIPS, num_tokens=count), {}
 
 
+class Config(SimpleNamespace):
+    """Read as verl's are, by attribute and by `get`."""
+
+    clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c = 0.5, 0.2, 0.24, 3.0
+
+    def get(self, name, default=None):
+        return getattr(self, name, default)
+
+
 def changed(batch, **given):
     old, new, advantages, mask = batch
-    config = SimpleNamespace(policy_loss=settings(**given))
+    config = Config(policy_loss=settings(**given))
     return changed_policy_loss(whole_loss, old, new, advantages, mask, config=config)[0]
 
 
@@ -87,6 +96,23 @@ def test_a_pass_alone_has_the_gradient_of_its_tokens_over_the_count_of_all(name)
     assert not gradients[0][~chosen].any()
 
 
+@pytest.mark.parametrize("name", ["cispo:eps_high=1.05", "sapo", "gspo:eps_low=0.02,eps_high=0.02", "mask", "kl-cov"])
+def test_under_a_weighting_the_slope_is_its_weight_over_the_count_of_all(name):
+    old, new, advantages, mask = batch = make_batch()
+    new = new.clone().requires_grad_(True)
+    loss = changed((old, new, advantages, mask), weighting=name)
+    (slope,) = torch.autograd.grad(loss, new)
+    columns = {"response": mask.nonzero()[:, 0], "logprob": new.detach()[mask], "old_logprob": old[mask]}
+    columns["advantage"] = advantages[mask]
+    plain = token_weights(new.detach(), old, advantages, mask, **CLIPS, clip_ratio_c=3.0, num_tokens=1)
+    columns = {name: values.numpy() for name, values in (columns | {"policy_weight": plain[mask]}).items()}
+    (wanted,) = make_weighting(name).weights(columns).values()
+    torch.testing.assert_close(-slope[mask] * int(mask.sum()), torch.from_numpy(wanted), rtol=1e-12, atol=1e-14)
+    assert not slope[~mask].any() and not torch.equal(
+        slope, torch.autograd.grad(changed((old, new, *batch[2:])), new)[0]
+    )
+
+
 def test_masks_of_nested_rows_are_those_of_the_padded_ones():
     old, _, _, mask = make_batch()
     mask[1, 2] = False  # a hole, such as a tool's output
@@ -118,6 +144,12 @@ def test_a_pass_changes_the_micro_batch_for_the_loss_alone():
         ({"lopti_eta": 0.5, "lopti_order": "high"}, "lopti_order is 'high'"),
         ({"lopti_eta": 0.5, "lopti_pass": "middle"}, "lopti_pass is 'middle'"),
         ({"lopti_pass": "low"}, "lopti_pass is low without lopti_eta"),
+        ({"weighting": "cispos"}, "did you mean cispo"),
+        ({"weighting": "top-entropy"}, "no 'entropy'"),
+        ({"weighting": "icepop"}, "no 'sampler_logprob'"),
+        ({"weighting": "lopti"}, "give reweight_alpha and lopti_eta"),
+        ({"weighting": "random-split"}, "takes 2 optimizer steps"),
+        ({"weighting": "cispo", "reweight_alpha": 0.3}, "give one of them"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(given, words):

@@ -44,6 +44,8 @@ class Brute:
     interval: list[int]
     policy: list[float]
     kl: list[float]
+    logprob: list[float]
+    entropy: list[float]
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradient of the loss by source."""
@@ -55,14 +57,15 @@ class Brute:
 
 
 def brute_force(policy: Policy, batch: TokenBatch, settings: LossSettings) -> Brute:
-    intervals, policies, kls = [], [], []
+    intervals, policies, kls, owns, entropies = [], [], [], [], []
     advantages = grpo_advantages(batch.rewards, batch.group_ids)
     for row in range(len(batch)):
         ids, kept = batch.sequence(row)
         first = int(batch.attention_mask[row].nonzero()[0])
         logits = policy.model(input_ids=ids[None], use_cache=False).logits[0].detach().double()
         for t in kept.tolist():
-            own = torch.log_softmax(logits[t - 1] / batch.temperature[row], -1)[ids[t]].item()
+            log_softmax = torch.log_softmax(logits[t - 1] / batch.temperature[row], -1)
+            own = log_softmax[ids[t]].item()
             old, ref = (values[row, first + t].item() for values in (batch.old_logprobs, batch.ref_logprobs))
             ratio, advantage = math.exp(own - old), advantages[row].item()
             clipped = (advantage > 0 and ratio > 1 + settings.clip_ratio_high) or (
@@ -71,8 +74,10 @@ def brute_force(policy: Policy, batch: TokenBatch, settings: LossSettings) -> Br
             intervals.append(sum(math.exp(old) >= edge for edge in (0.25, 0.5, 0.75)))
             policies.append(0.0 if clipped else ratio * advantage)
             kls.append(settings.kl_coef * (math.exp(ref - own) - 1))
+            owns.append(own)
+            entropies.append(-(log_softmax.exp() @ log_softmax).item())
     assert 0 < policies.count(0.0) < len(policies)
-    return Brute(token_gradients(policy, batch), intervals, policies, kls)
+    return Brute(token_gradients(policy, batch), intervals, policies, kls, owns, entropies)
 
 
 def warm_state(policy: Policy, names: list[str] | None = None, steps: int = 7) -> dict:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.gradients import weighted_gradients
-from gradscope.objective import LossSettings, batch_loss
+from gradscope.objective import LossSettings, batch_loss, make_weighting
 from gradscope.objective.equations import grpo_advantages
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
@@ -40,6 +40,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated
 
 # Old log-probabilities of the batches drift by about 0.1: narrow clips are active on both sides, and so is the KL.
 NARROW = LossSettings(clip_ratio_low=0.05, clip_ratio_high=0.04, clip_ratio_c=1.1, kl_coef=0.2)
+METHODS = tuple(map(make_weighting, ("top-entropy:q=0.4", "cispo:eps_high=1.02", "mask:high=0.3", "gspo:eps_low=0.02")))
+OTHERS = [Setting(weighting=weighting) for weighting in METHODS]
 GRID = [PLAIN, Setting(0.3), Setting(1.0), Setting(None, 0.5), Setting(0.7, 0.4), Setting(0.2, 0.75)]
 ETAS = [0.5, 0.4, 0.75]
 ADAMW = {"optimizer": "adamw", "betas": BETAS, "eps": EPS}
@@ -82,7 +84,9 @@ def state_for(step: StepSettings, state: dict) -> dict | None:
 def masks_of(batch: TokenBatch, setting: Setting) -> list[Tensor]:
     """The tokens of each pass."""
     if setting.eta is None:
-        return [batch.response_mask]
+        low, high = (0.0, 0.0) if setting.weighting is None else setting.weighting.passes.mask_probs or (0.0, 0.0)
+        probs = batch.old_logprobs.exp()
+        return [batch.response_mask & ~((probs >= low) & (probs < high))]
     low = batch.response_mask & (batch.old_logprobs < math.log(setting.eta))
     return [low, batch.response_mask & ~low]
 
@@ -137,15 +141,30 @@ def test_cells_are_cut_at_the_trainers_own_comparisons(batch):
 # The simulated step.
 
 
+def columns_of(batch: TokenBatch, brute: Brute) -> dict[str, np.ndarray]:
+    """What weightings read, of the kept tokens."""
+    keep = batch.response_mask
+    columns = {"response": keep.nonzero()[:, 0], "old_logprob": batch.old_logprobs[keep]}
+    columns |= {"advantage": batch.advantages[keep]}
+    return {name: values.numpy() for name, values in columns.items()} | {
+        "logprob": np.array(brute.logprob),
+        "entropy": np.array(brute.entropy),
+        "policy_weight": np.array(brute.policy),
+    }
+
+
 def step_by_hand(
     policy: Policy, batch: TokenBatch, brute: Brute, setting: Setting, step: StepSettings, state: dict | None
 ) -> tuple[Tensor, Tensor]:
     """(Δθ, sum of clipped gradients) of the setting's passes, all linearised before the first; the denominator too."""
     jacobian, n = brute.jacobian, len(brute.kl)
     policy_weight, kl_weight = (torch.tensor(w, dtype=torch.float64) for w in (brute.policy, brute.kl))
+    plain_weight = policy_weight
+    if setting.weighting is not None:
+        policy_weight = torch.from_numpy(next(iter(setting.weighting.weights(columns_of(batch, brute)).values())))
     old = batch.old_logprobs[batch.response_mask].exp()
 
-    def clipped_gradient(chosen: Tensor, alpha: float) -> Tensor:
+    def clipped_gradient(chosen: Tensor, alpha: float, policy_weight: Tensor = policy_weight) -> Tensor:
         weight = policy_weight * (alpha * old + 1 - alpha) + kl_weight
         gradient = -(chosen * weight / n) @ jacobian
         limit = math.inf if step.max_grad_norm is None else step.max_grad_norm
@@ -155,7 +174,7 @@ def step_by_hand(
     m = torch.zeros_like(theta)
     if state is not None:
         m, v = (torch.cat([s[key].flatten() for s in state["state"].values()]) for key in ("exp_avg", "exp_avg_sq"))
-        plain = clipped_gradient(torch.ones_like(old), 0.0)
+        plain = clipped_gradient(torch.ones_like(old), 0.0, plain_weight)
         v = (BETAS[1] * v + (1 - BETAS[1]) * plain**2) / (1 - BETAS[1] ** (STEPS_TAKEN + 1))
     total = torch.zeros_like(theta)
     for count, mask in enumerate(masks_of(batch, setting), start=STEPS_TAKEN + 1):
@@ -173,10 +192,11 @@ def step_by_hand(
 @pytest.mark.parametrize("step", STEPS)
 def test_the_step_in_coefficients_is_the_linearised_step_in_explicit_vectors(policy, batch, brute, state, step):
     state = state_for(step, state)
-    linear = linearise(policy, batch, etas=ETAS, settings=NARROW, step=step, optimizer_state=state)
+    keywords = {"settings": NARROW, "step": step, "optimizer_state": state}
+    linear = linearise(policy, batch, etas=ETAS, weightings=METHODS, **keywords)
     assert linear.method == "forward mode"
     _, plain = step_by_hand(policy, batch, brute, PLAIN, step, state)
-    for setting in GRID:
+    for setting in GRID + OTHERS:
         moved, total = step_by_hand(policy, batch, brute, setting, step, state)
         prediction, wanted = linear.predict(setting), (brute.jacobian @ moved).numpy()
         # The advantages are the float32 ones in brute_force.
@@ -187,14 +207,19 @@ def test_the_step_in_coefficients_is_the_linearised_step_in_explicit_vectors(pol
 
 def test_gradient_shares_are_those_of_each_intervals_own_gradient(policy, batch, brute):
     step = StepSettings("sgd", max_grad_norm=None)
-    shares = linearise(policy, batch, settings=NARROW, step=step).predict(Setting(0.3)).gradient_shares
+    linear = linearise(policy, batch, settings=NARROW, step=step, weightings=METHODS)
     old, n = batch.old_logprobs[batch.response_mask].exp(), len(brute.kl)
-    weight = torch.tensor(brute.policy, dtype=torch.float64) * (0.3 * old + 0.7) + torch.tensor(brute.kl)
-    terms = -(weight / n)[:, None] * brute.jacobian
-    whole = terms.sum(0)
-    wanted = [terms[torch.tensor(brute.interval) == a].sum(0) @ whole / (whole @ whole) for a in range(4)]
-    assert shares == pytest.approx(np.array(wanted), rel=1e-6)
-    assert shares.sum() == pytest.approx(1.0, rel=1e-12)
+    weights = {Setting(0.3): torch.tensor(brute.policy, dtype=torch.float64) * (0.3 * old + 0.7)}
+    for setting in OTHERS:
+        weights[setting] = torch.from_numpy(next(iter(setting.weighting.weights(columns_of(batch, brute)).values())))
+    for setting, weight in weights.items():
+        shares = linear.predict(setting).gradient_shares
+        trained = masks_of(batch, setting)[0][batch.response_mask]
+        terms = -((weight + torch.tensor(brute.kl)) * trained / n)[:, None] * brute.jacobian
+        whole = terms.sum(0)
+        wanted = [terms[torch.tensor(brute.interval) == a].sum(0) @ whole / (whole @ whole) for a in range(4)]
+        assert shares == pytest.approx(np.array(wanted), rel=1e-5, abs=1e-7)
+        assert shares.sum() == pytest.approx(1.0, rel=1e-12)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -204,8 +229,8 @@ def test_of_a_tiny_step_the_prediction_is_what_happens(policy, batch, optimizer)
     state = make_state(policy, betas, 10**6) if optimizer == "adamw" else None
     step = StepSettings(optimizer, rate, 0.1, betas=betas, eps=EPS)
     keywords = {"settings": NARROW, "step": step, "optimizer_state": state}
-    linear = linearise(policy, batch, etas=ETAS, **keywords)
-    for setting in GRID:
+    linear = linearise(policy, batch, etas=ETAS, weightings=METHODS, **keywords)
+    for setting in GRID + OTHERS:
         movement = take_step(policy, linear, setting, **keywords)
         actual = (movement.after.logprob - movement.before.logprob)[batch.response_mask].numpy()
         predicted = linear.predict(setting).delta_logprob

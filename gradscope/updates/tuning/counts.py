@@ -21,7 +21,7 @@ from gradscope.updates.directions import SIGNS, log_odds_change, right_direction
 from gradscope.updates.movement import Movement, apply_update
 from gradscope.updates.step import SGD, StepSettings
 from gradscope.updates.tuning.linear import Linearisation, Setting, linearise, trained_rows
-from gradscope.updates.variants import make_variant, old_intervals
+from gradscope.updates.variants import make_variant, old_intervals, weighting_variant
 
 NUM_INTERVALS = len(EDGES) - 1
 SHARES = [f"gradient_share.{a}" for a in range(NUM_INTERVALS)]
@@ -48,7 +48,9 @@ def tune_batch(
     `linearise`. memory: bytes for vectors as long as the parameters; see there and in `apply_update`.
     """
     numbers = {"settings": settings, "step": step, "optimizer_state": optimizer_state, "memory": memory}
-    linear = linearise(policy, batch, etas=[setting.eta for setting in grid], progress=progress, **numbers)
+    weightings = [setting.weighting for setting in grid if setting.weighting is not None]
+    etas = [setting.eta for setting in grid]
+    linear = linearise(policy, batch, etas=etas, weightings=weightings, progress=progress, **numbers)
     tokens, before, frames = _tokens(linear.judged, linear.batch.group_ids), None, []
     for place, setting in enumerate(tqdm(grid, "settings", disable=not progress, leave=False)):
         prediction = linear.predict(setting)
@@ -75,6 +77,9 @@ def take_step(
 
     settings: those of the linearisation. keywords: of `apply_update`.
     """
+    if setting.weighting is not None:  # whose thresholds go by all tokens, also those without an advantage
+        variant = weighting_variant(setting.weighting, linear.batch, settings=settings)
+        return apply_update(policy, linear.judged, variant, settings=settings, **keywords)
     choices = {name: value for name in ("alpha", "eta") if (value := getattr(setting, name)) is not None}
     variant = make_variant(setting.variant, linear.batch, settings=settings, **choices)
     # What has no gradient costs no pass; the loss's denominator stays the whole batch's.

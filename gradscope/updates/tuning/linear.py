@@ -6,6 +6,8 @@ KL part. Reweight's gradient is linear in α (Eq. 4, arXiv:2505.12929), so over 
 
     g(α, A) = Σ_{c ∈ A} [(1 − α)·plain_c + α·weighted_c + KL_c].
 
+Any other weighting of one optimizer step has its own gradients, one per interval, policy and KL part in one.
+
 A setting takes one optimizer step, over all cells, or Lopti's two, over those below η and the others (Alg. 1). Both are
 simulated in the coefficients of these gradients, of AdamW's momentum and of the weights (for decay): the norm to clip
 comes from the Gram matrix, and each token's Δ log π is a sum of its responses to them, by forward mode. First order
@@ -38,7 +40,18 @@ from gradscope.gradients import (
     weighted_gradients,
 )
 from gradscope.intervals import EDGES, interval_labels
-from gradscope.objective import PAPER, LossSettings, Method, batch_weights, clip_scale, lopti_split
+from gradscope.objective import (
+    PAPER,
+    LossSettings,
+    Method,
+    TokenStatistics,
+    Weighting,
+    batch_weights,
+    clip_scale,
+    lopti_split,
+    make_weighting,
+    weigh_step,
+)
 from gradscope.policy import PART, Policy, flat_slices, flat_spans, float_parameters
 from gradscope.rollouts import TokenBatch
 from gradscope.updates.movement import measure_start
@@ -53,15 +66,19 @@ KINDS = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """A choice of α and η."""
+    """A choice of α and η, or of another weighting."""
 
     alpha: Number | None = None
     """α of Advantage Reweighting (Eq. 4); None: off."""
     eta: Number | None = None
     """η of Lopti (Alg. 1); None: off."""
+    weighting: Weighting | None = None
+    """One of one optimizer step, in place of both."""
 
     @property
     def name(self) -> str:
+        if self.weighting is not None:
+            return str(self.weighting)
         parts = [f"{word}={value:g}" for word, value in (("α", self.alpha), ("η", self.eta)) if value is not None]
         return ", ".join(parts) or "plain"
 
@@ -76,19 +93,47 @@ class Setting:
 PLAIN = Setting()
 
 
-def make_grid(alphas: Iterable[Number | None], etas: Iterable[Number | None]) -> list[Setting]:
-    """Every pair of them, each once, off before on, behind PLAIN, which all are compared with; an α of 0 is off.
+def make_grid(
+    alphas: Iterable[Number | None], etas: Iterable[Number | None], methods: Iterable[str] = ()
+) -> list[Setting]:
+    """Every pair of α and η, each once, off before on, behind PLAIN, which all are compared with; an α of 0 is off.
+
+    methods: weightings to follow, as `make_weighting` takes them, a parameter's values with a slash between them.
+    Raises InputError for what is no weighting, or one of several optimizer steps other than Lopti's.
 
     >>> [setting.name for setting in make_grid([0, 0.3], [None, 0.5])]
     ['plain', 'η=0.5', 'α=0.3', 'α=0.3, η=0.5']
+    >>> [setting.name for setting in make_grid([], [], ["top-entropy:q=0.1/0.4"])]
+    ['plain', 'top-entropy:q=0.1', 'top-entropy:q=0.4']
     """
     alphas, etas = sorted(alphas, key=bool), sorted(etas, key=lambda eta: eta is not None)
     for alpha, eta in product(alphas, etas):
         Method(alpha, eta)  # refuses what neither takes
-    grid = list(dict.fromkeys([PLAIN, *(Setting(alpha or None, eta) for alpha in alphas for eta in etas)]))
+    pairs = [Setting(alpha or None, eta) for alpha in alphas for eta in etas]
+    grid = list(dict.fromkeys([PLAIN, *pairs, *(_method_setting(name) for text in methods for name in _names(text))]))
     if len(grid) < 2:
-        raise InputError("the grid has nothing to compare with the plain loss; give an alpha above 0, or an eta")
+        raise InputError("the grid has nothing to compare with the plain loss; give an alpha above 0, an eta, a method")
     return grid
+
+
+def _names(text: str) -> list[str]:
+    """A weighting for every combination of its parameters' values: NAME:a=1/2,b=3 is NAME:a=1,b=3 and NAME:a=2,b=3."""
+    file, colon, rest = text.rpartition(".py:")
+    name, _, given = rest.partition(":")
+    parts = [part.partition("=") for part in given.split(",") if part]
+    values = product(*(value.split("/") for _, _, value in parts))
+    keys = [f"{key}{sign}" for key, sign, _ in parts]
+    combined = [",".join(map("".join, zip(keys, choice, strict=True))) for choice in values]
+    return [f"{file}{colon}{name}" + (f":{choice}" if choice else "") for choice in combined]
+
+
+def _method_setting(name: str) -> Setting:
+    weighting = make_weighting(name)
+    if (pair := weighting.alpha_and_eta) is not None:
+        return Setting(pair[0] or None, pair[1])
+    if weighting.passes.lopti_eta is not None:
+        raise InputError(f"{name} takes two optimizer steps over tokens drawn at random; gradscope compare has it")
+    return Setting(weighting=weighting)
 
 
 @dataclass(frozen=True)
@@ -130,6 +175,30 @@ def cell_cotangents(
     return (kinds[:, None] * inside).flatten(0, 1)
 
 
+def weighting_cotangents(
+    weightings: Iterable[Weighting],
+    batch: TokenBatch,
+    before: TokenStatistics,
+    settings: LossSettings,
+    edges: Sequence[Number] = EDGES,
+) -> Float[Tensor, "R B S"]:
+    """∂loss/∂log π of each token with the weighting's weights in the policy part's place, a row per interval of each.
+
+    The KL part is the plain loss's, of the tokens that no mask leaves out of training. Raises InputError for a
+    weighting that the batch has no columns for.
+    """
+    kl = batch_weights(before.logprob, batch, settings, num_tokens=batch.num_tokens).kl
+    known = {"entropy": before.entropy, "sampler_logprobs": batch.sampler_logprobs}
+    old, keep = batch.old_logprobs, batch.response_mask
+    inside = old_intervals(batch, edges) == torch.arange(len(interval_labels(edges)))[:, None, None]
+    rows = [kl.new_empty(0, *kl.shape)]
+    for weighting in weightings:
+        weights = weigh_step(weighting, before.logprob, old, batch.advantages, keep, settings, **known)
+        [(_, trained)] = weighting.passes.groups(old, keep)
+        rows.append((weights + kl * trained) * inside / -batch.num_tokens)
+    return torch.cat(rows)
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What one setting's step does, to first order."""
@@ -157,7 +226,7 @@ class Linearisation:
     """Its responses that have an advantage: of the others no direction is right."""
     cells: Cells
     gram: Float[np.ndarray, "R R"]
-    """Inner products of the gradients, rows as of `cell_cotangents`."""
+    """Inner products of the gradients, rows as of `cell_cotangents`, then `weighting_cotangents`."""
     responses: Float[np.ndarray, "R+2 K"]
     """Change of each judged token's log π by the gradients, the momentum and the weights, preconditioned as the step's
     direction is; nats. The last two are 0 where the optimizer has neither momentum nor decay."""
@@ -167,23 +236,31 @@ class Linearisation:
     method: Derivative
     """How the responses were derived."""
     num_intervals: int = 4
+    weightings: tuple[Weighting, ...] = ()
+    """Those that settings may have."""
 
     def passes(self, setting: Setting) -> list[Float[np.ndarray, " R"]]:
         """The gradient of each of the setting's passes, in coefficients; a pass without tokens is none."""
+        own = np.zeros((len(self.weightings), self.num_intervals))
+        if setting.weighting is not None:
+            own[self.weightings.index(setting.weighting)] = 1.0
+            return [np.concatenate([np.zeros(KINDS * len(self.cells.interval)), own.ravel()])]
         everything = np.full(len(self.cells.interval), True)
         groups = [everything]
         if setting.eta is not None:
             low = self.cells.below[setting.eta]
             groups = [low, ~low]
         alpha = setting.alpha or 0.0
-        return [np.concatenate([(1 - alpha) * group, alpha * group, group]) for group in groups if group.any()]
+        parts = [((1 - alpha) * group, alpha * group, group) for group in groups if group.any()]
+        return [np.concatenate([*part, own.ravel()]) for part in parts]
 
     def predict(self, setting: Setting) -> Prediction:
         """Take the setting's step in coefficients. Its η must be one that the linearisation was made for."""
         passes = self.passes(setting)
         total = sum(self._clip(gradient) * gradient for gradient in passes)
         products, plain = total * (self.gram @ total), sum(self.passes(PLAIN))
-        square, intervals = products.sum(), np.tile(self.cells.interval, KINDS)
+        intervals = (np.tile(self.cells.interval, KINDS), np.tile(np.arange(self.num_intervals), len(self.weightings)))
+        square, intervals = products.sum(), np.concatenate(intervals)
         with np.errstate(invalid="ignore", divide="ignore"):  # no gradient at all
             shares = np.bincount(intervals, products, self.num_intervals) / square
             cosine = total @ self.gram @ plain / sqrt(max(square, 0.0) * max(plain @ self.gram @ plain, 0.0))
@@ -213,6 +290,7 @@ def linearise(
     batch: TokenBatch,
     *,
     etas: Iterable[Number | None] = (),
+    weightings: Sequence[Weighting] = (),
     settings: LossSettings = PAPER,
     step: StepSettings = SGD,
     optimizer_state: dict[str, Any] | None = None,
@@ -222,17 +300,17 @@ def linearise(
 ) -> Linearisation:
     """Take a batch's gradients by cell and every token's response to them; no step is taken.
 
-    etas: the η that settings will have. Unknown old_logprobs are the policy's own, advantages those of
+    etas, weightings: those that settings will have. Unknown old_logprobs are the policy's own, advantages those of
     `resolve_advantages`; without ref_logprobs there is no KL part. optimizer_state: see `apply_update`; None is a
     fresh AdamW, whose sign step has another denominator under each setting, so that the plain one's predicts little.
 
-    A gradient costs a backward pass, and three forward passes in forward mode; there are two per cell, and three with
-    KL. Responses without an advantage are left out where they change nothing. Memory besides the model, its activations
-    and the given state: a vector as long as the parameters for each of three gradients per cell, and three more. Where
-    that is over `memory` bytes (None: any amount is there), they lie in a scratch file, and each gradient takes a
-    forward pass of its own. The policy is as it was, bit for bit. Raises InputError for weights below float32,
-    advantages that are unknown, NaN or all 0, a state that does not fit, a gradient that is not finite, and where the
-    scratch file finds no room.
+    A gradient costs a backward pass, and three forward passes in forward mode; there are two per cell, and three
+    with KL, and one per interval of each weighting. Responses without an advantage are left out where they change
+    nothing. Memory besides the model, its activations and the given state: a vector as long as the parameters for
+    each of three gradients per cell, and three more. Where that is over `memory` bytes (None: any amount is there),
+    they lie in a scratch file, and each gradient takes a forward pass of its own. The policy is as it was, bit for
+    bit. Raises InputError for weights below float32, advantages that are unknown, NaN or all 0, a state that does
+    not fit, a gradient that is not finite, and where the scratch file finds no room.
     """
     step.check()
     settings.check()
@@ -242,7 +320,8 @@ def linearise(
     steps_taken = _steps_taken(moments)
     batch, before = measure_start(policy, batch, step)
     cells = make_cells(batch, dict.fromkeys(eta for eta in etas if eta is not None), edges)
-    cotangents = cell_cotangents(cells, batch, before.logprob, settings)
+    weighed = weighting_cotangents(weightings, batch, before, settings, edges)
+    cotangents = torch.cat([cell_cotangents(cells, batch, before.logprob, settings), weighed])
     passes = {"micro_batch_size": step.micro_batch_size, "progress": progress}
     trained = trained_rows(batch, settings)
     # Two rows more, without a cotangent: for momentum and weights.
@@ -252,7 +331,8 @@ def linearise(
     judged = batch.select(_rows_with_advantage(batch))
     responses, method = predict_changes(policy.model, judged, rows, **passes)
     kept = responses[:, judged.response_mask].double().numpy()
-    return Linearisation(batch, judged, cells, gram, kept, step, steps_taken, method, len(interval_labels(edges)))
+    found = (batch, judged, cells, gram, kept, step, steps_taken, method)
+    return Linearisation(*found, len(interval_labels(edges)), tuple(weightings))
 
 
 def linearise_cost(
@@ -313,7 +393,8 @@ def _make_directions(
     for name in slices.keys() - held.keys():
         rows[:, slices[name]] = 0.0
     products = gram(rows[:-2]).numpy()
-    whole = np.repeat([1.0, 0.0, 1.0], num_cells)
+    whole = np.zeros(len(products))
+    whole[: KINDS * num_cells] = np.repeat([1.0, 0.0, 1.0], num_cells)
     clip_factor = clip_scale(_norm(whole, products), step.max_grad_norm)
     for span, crossed in flat_spans(model, PART):
         part = rows[:, span]

@@ -1,4 +1,4 @@
-"""What a screening of α and η says, in words and two tables."""
+"""What a screening of settings says, in words and two tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from gradscope.resampling import in_brackets
-from gradscope.updates.tuning.screen import CELLS, ENOUGH_BATCHES, Screening
+from gradscope.updates.tuning.screen import CELLS, ENOUGH_BATCHES, PAIRS, Screening
 
 CAUTION = """No one has shown that this statistic predicts a run's final accuracy: it says which way one step moves the
 tokens of these batches, no more. It can be a reason to try a setting; it is no result."""
@@ -43,7 +43,7 @@ def _design(screening: Screening, step: str) -> str:
         f"{len(CELLS)} intervals of π_old × signs of Â,\n"
         f"those in which at least {screening.min_tokens} tokens moved in every batch under every setting: "
         f"{', '.join(screening.cells)}.\n"
-        "Of equal scores the first counts: the plain loss, then off before any α or η."
+        "Of equal scores the first counts: the plain loss, then off before any α or η, then other methods."
     )
 
 
@@ -106,7 +106,7 @@ def _tally(screening: Screening) -> str:
 
 
 def _grids(screening: Screening) -> str:
-    """Differences in percentage points, α down and η across; starred where the interval excludes 0."""
+    """Differences in percentage points; starred where the interval excludes 0."""
     grids, settings = [], screening.settings
     for kind, role, prefix in (("Predicted", "selection", "predicted_"), ("Actual", "held-out", "")):
         names = [f"{prefix}{name}" for name in ("difference", "lower", "upper")]
@@ -118,12 +118,19 @@ def _grids(screening: Screening) -> str:
 
 
 def _grid(settings: pd.DataFrame, value: str, lower: str, upper: str) -> str:
+    """α down, η across; then a line for every other method."""
     star = np.where((settings[lower] > 0) | (settings[upper] < 0), "*", " ")
-    cells = [f"{100 * v:+.2f}{s}" for v, s in zip(settings[value], star, strict=True)]
+    cells = pd.Series([f"{100 * v:+.2f}{s}" for v, s in zip(settings[value], star, strict=True)])
+    other = settings["method"] != PAIRS
+    width = settings["method"].str.len().max()
+    lines = [f"{name:{width}}  {cell}" for name, cell in zip(settings["method"][other], cells[other], strict=True)]
+    settings, cells = settings[~other], cells[~other]
+    if len(settings) == 1:  # the plain loss alone
+        return "\n".join(lines)
     rows = settings["alpha"].map(lambda a: "α off" if np.isnan(a) else f"α={a:g}")
     columns = settings["eta"].map(lambda e: "η off" if np.isnan(e) else f"η={e:g}")
     table = pd.DataFrame({"row": rows, "column": columns, "cell": cells}).pivot(
         index="row", columns="column", values="cell"
     )
     table = table.reindex(index=rows.unique(), columns=columns.unique())
-    return table.rename_axis(index=None, columns=None).to_string(na_rep="")
+    return "\n".join([table.rename_axis(index=None, columns=None).to_string(na_rep=""), *lines])

@@ -27,6 +27,8 @@ Kind = Literal["predicted", "actual"]
 Number = int | float
 
 MIN_TOKENS = 10
+PAIRS = "reweight-lopti"
+"""The method of a setting of α and η, the plain loss among them."""
 ENOUGH_BATCHES = 3
 """Held-out batches that a verdict takes: it rests on how updates vary, so that intervals are Student's t over batches.
 Of fewer batches an interval is a bootstrap over the prompts within them, which says nothing about other updates."""
@@ -55,11 +57,12 @@ class Screening:
     """Every setting against the plain loss, and whether the one that looked best is worth a run."""
 
     settings: pd.DataFrame
-    """A row per setting, the plain loss first: setting, alpha, eta (NaN: off), candidate. On the selection batches:
-    predicted_score, and predicted_difference to the plain loss's with predicted_lower, predicted_upper. On the held-out
-    batches: predicted_held_out, actual_score, and difference of the actual ones with lower, upper, and verdict:
-    "better" or "worse" where that excludes 0, else "no difference"; "undecided" for fewer than ENOUGH_BATCHES held-out
-    batches; "" without actual updates. Means over all batches: steps, cosine, gradient_share.0, …"""
+    """A row per setting, the plain loss first: setting, alpha, eta (NaN: off), method (PAIRS: α and η say all),
+    candidate. On the selection batches: predicted_score, and predicted_difference to the plain loss's with
+    predicted_lower, predicted_upper. On the held-out batches: predicted_held_out, actual_score, and difference of
+    the actual ones with lower, upper, and verdict: "better" or "worse" where that excludes 0, else "no difference";
+    "undecided" for fewer than ENOUGH_BATCHES held-out batches; "" without actual updates. Means over all batches:
+    steps, cosine, gradient_share.0, …"""
     by_interval: pd.DataFrame
     """A row per batch, setting, interval and sign: batch, held_out, setting, interval, sign, counted (in the score),
     num_tokens, predicted_tied, predicted_share, actual_tied, actual_share."""
@@ -119,6 +122,7 @@ def screen(
     table = pd.DataFrame({"setting": [s.name for s in grid]})
     for name in ("alpha", "eta"):
         table[name] = np.array([getattr(s, name) for s in grid], dtype=float)
+    table["method"] = [PAIRS if s.weighting is None else s.name for s in grid]
     table["predicted_score"] = tally.scores("predicted", select)
     table["candidate"] = table.index == table["predicted_score"].argmax()
     bounds = ("difference", "lower", "upper")
