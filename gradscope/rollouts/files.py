@@ -24,6 +24,9 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".pt")
 IN_FOLDERS = (".jsonl", ".parquet", ".pt")
 """What is read of a folder: trainers leave a metadata.json beside their dumps."""
 
+SINGULAR = {"response_lengths": "response_length", "loss_masks": "loss_mask", "sample_indices": "sample_index"}
+"""Columns of train data that hold lists, and what they are called in one sample."""
+
 
 @dataclass(frozen=True)
 class Record:
@@ -130,15 +133,32 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             f"{path} cannot be read as tensors and plain values ({unpickling_reason(error)}); nothing in it was run; "
             "give a sound dump without pickled objects"
         ) from error
-    samples = content.get("samples") if isinstance(content, dict) else None
+    samples = content.get("samples", _split_columns(content)) if isinstance(content, dict) else None
     if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
         keys = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
-        raise InputError(f"{path} holds no list `samples` but {keys:.80}; give slime's debug rollout or train data")
+        raise InputError(
+            f"{path} holds no list `samples` but {keys:.80}; give debug rollout or train data of slime or miles"
+        )
     shared = {"rollout_id": content.get("rollout_id")}
     for index, sample in enumerate(samples):
         place = f"{path}, sample {index}"
         plain = {name: _plain(place, name, v) for name, v in sample.items()}
         yield place, shared | {name: v for name, v in plain.items() if v is not None}
+
+
+def _split_columns(content: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The samples of train data that hold a list per column, by the names of those that hold one per sample.
+
+    Only columns with an entry for each sample; `raw_reward` is left out, for it is of all ranks, in another order.
+    """
+    data = content.get("rollout_data")
+    tokens = data.get("tokens") if isinstance(data, dict) else None
+    if not isinstance(tokens, list):
+        return None
+    lists = {str(name): v.tolist() if isinstance(v, torch.Tensor) and v.dim() == 1 else v for name, v in data.items()}
+    lists = {SINGULAR.get(n, n): v for n, v in lists.items() if isinstance(v, list) and len(v) == len(tokens)}
+    lists = {name: values for name, values in lists.items() if name != "raw_reward"}
+    return [{name: values[index] for name, values in lists.items()} for index in range(len(tokens))]
 
 
 def _plain(place: str, name: str, value: Any) -> Any:

@@ -91,6 +91,24 @@ def test_with_alpha_the_loss_is_gradscopes_at_reweighted_advantages():
     torch.testing.assert_close(gradient, ours[1], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
+def test_under_a_weighting_the_slopes_are_its_weights_and_the_metrics_verls_own(mode):
+    old, new, advantages, mask = make_tensors()
+    config = make_config(weighting="cispo:eps_high=1.1", loss_agg_mode=mode)
+    leaf = new.clone().requires_grad_()
+    loss, metrics = get_policy_loss_fn("gradscope")(
+        old_log_prob=old, log_prob=leaf, advantages=advantages, response_mask=mask, loss_agg_mode=mode, config=config
+    )
+    loss.backward()
+    wanted = (new - old).exp().clamp(max=1.1) * advantages * mask
+    wanted = wanted / (mask.sum() if mode == "token-mean" else len(mask))
+    torch.testing.assert_close(-leaf.grad, wanted, rtol=1e-12, atol=1e-14)
+    plain = compute_policy_loss_vanilla(
+        old_log_prob=old, log_prob=new, advantages=advantages, response_mask=mask, loss_agg_mode=mode, config=config
+    )[1]
+    assert metrics == plain
+
+
 def test_a_group_alone_has_gradient_where_lopti_split_says_and_all_denominators():
     old, new, advantages, mask = make_tensors()
     groups = dict(zip(("low", "high"), lopti_split(old, mask, eta=0.5), strict=True))

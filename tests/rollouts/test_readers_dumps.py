@@ -191,6 +191,22 @@ def test_slimes_train_data_join_its_rollout_data(tmp_path):
     assert dump.batch.group_ids.tolist() == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("rollout", [True, False])
+def test_miles_lists_of_train_data_are_the_same_samples(tmp_path, rollout):
+    dump = read_dump(dumps.write_miles(tmp_path, rollout=rollout))
+    for row, index in enumerate([3, 2, 1, 0]):
+        sample, start = SAMPLES[index], int(dump.batch.response_start[row])
+        mine = slice(start, start + len(sample.response))
+        assert dump.batch.input_ids[row, :start].tolist() == sample.prompt
+        assert dump.batch.response_mask[row, mine].tolist() == sample.mask
+        assert dump.batch.advantages[row, mine].tolist() == [sample.advantage] * len(sample.response)
+        assert dump.batch.old_logprobs[row, mine].tolist() == sample.trainer
+        assert dump.batch.sampler_logprobs[row, mine].tolist() == sample.sampler
+    assert dump.format == "slime" and dump.batch.group_ids.tolist() == [0, 0, 1, 1]
+    rewards = [SAMPLES[index].reward for index in (3, 2, 1, 0)]
+    assert dump.batch.rewards.tolist() == rewards if rollout else dump.batch.rewards is None
+
+
 def test_slimes_train_data_alone_know_where_the_response_starts(tmp_path):
     dump = read_dump(dumps.write_slime(tmp_path, rollout=False, train=True))
     assert dump.batch.response_start.tolist() == [len(s.prompt) for s in reversed(SAMPLES)]

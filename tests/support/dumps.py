@@ -209,6 +209,22 @@ def write_slime(folder: Path, *, rollout_id: int = 3, rollout: bool = True, trai
     return folder
 
 
+def write_miles(folder: Path, *, rollout_id: int = 3, rollout: bool = True) -> Path:
+    """train_data/3_0.pt of miles, a list per column, `raw_reward` of all ranks; with its rollout data, if asked for."""
+    write_slime(folder, rollout_id=rollout_id, rollout=rollout)
+    samples = slime_train_samples()
+    data = {name: [sample[name] for sample in samples] for name in samples[0] if name != "entropy"}
+    data["sample_indices"] = data.pop("sample_index")
+    own = [SAMPLES[index] for index in data["sample_indices"]]
+    data["response_lengths"] = torch.tensor([len(s.response) for s in own])
+    data["loss_masks"] = [torch.tensor(s.mask, dtype=torch.int) for s in own]
+    data["rollout_log_probs"] = [torch.tensor(s.sampler, dtype=torch.float64) for s in own]
+    data |= {"rewards": [s.advantage for s in own], "raw_reward": [s.reward for s in SAMPLES]}
+    data |= {"dynamic_global_batch_size": 4, "total_lengths": [len(s.prompt + s.response) for s in own]}
+    torch.save({"rollout_id": rollout_id, "rank": 0, "rollout_data": data}, folder / f"{rollout_id}_0.pt")
+    return folder
+
+
 def write_ms_swift(folder: Path, *, step: int = 3) -> Path:
     """completions.jsonl: a dictionary of lists per logging call."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,10 @@
-"""slime's debug dumps, saved by torch: rollout data and train data, joined where both are there.
+"""Debug dumps of slime and of miles, saved by torch: rollout data and train data, joined where both are there.
 
 Rollout data: {rollout_id, samples: [{group_index, index, tokens, response_length, reward, loss_mask,
 rollout_log_probs, …}]}; train data: {rollout_id, samples: [{sample_index, tokens, log_probs, ref_log_probs, advantages,
-entropy, …}]}. All but tokens is about the response alone. Files are read with weights_only: nothing in them is run.
+entropy, …}]}, or, in miles, {rollout_id, rank, rollout_data: {tokens, response_lengths, loss_masks, sample_indices,
+log_probs, …}}, a list per column. All but tokens is about the response alone. Files are read with weights_only: nothing
+in them is run.
 """
 
 from __future__ import annotations
