@@ -58,3 +58,27 @@ class STARE(Weighting):
         weights = tokens.plain.copy()
         weights[most] *= self.factor
         return weights
+
+
+@dataclass(frozen=True)
+class STEER(Weighting):
+    """w = λ·plain, λ from `high` for the smallest estimated entropy change of the batch down to `low` for the largest.
+
+    The change is Ω = |Â/π_old · π(1 − π)(ln π + H)|. With `linear` 1, λ falls linearly; with 0 it is exp(−kΩ), from 1
+    down to `low`, k = −ln low / max(Ω_max, .02) (arXiv:2510.10150; both as read in the authors' source). Not verified.
+    """
+
+    NAME = "steer"
+    low: float = within(0.8, 1e-6, 1)
+    high: float = within(1.2, 0)
+    linear: int = within(1, 0, 1)
+
+    def factors(self, tokens: Tokens) -> np.ndarray:
+        prob = np.exp(tokens["logprob"]).clip(1e-8, 1 - 1e-8)
+        spread = prob * (1 - prob) * (np.log(prob) + tokens.known("entropy"))
+        change = np.abs(tokens.advantage / np.exp(tokens.old).clip(1e-8, 1) * spread)
+        if self.linear:
+            width = np.ptp(change)
+            fall = (change - change.min()) / width if width > 0 else np.full_like(change, 0.5)
+            return (self.high - (self.high - self.low) * fall) * tokens.plain
+        return self.low ** (change / max(change.max(), 0.02)) * tokens.plain

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from gradscope.cli.flags import FormatFlag, MeasuredPolicyFlags, MemoryFlag
+from gradscope.cli.manifest import own_weightings
 from gradscope.cli.measure import MeasureOwn
 from gradscope.cli.measured import Measured
 from gradscope.cli.optimizer import read_step

@@ -131,7 +131,9 @@ def weigh_tokens(
 
 
 def weigh_step(weighting: Weighting, *tokens: Any, **known: Any) -> Float[Tensor, "B T"]:
-    """`weigh_tokens` of a weighting that takes one optimizer step; InputError for one of several."""
+    """`weigh_tokens` of a weighting that takes one optimizer step; InputError for one of several, or of no weights."""
+    if weighting.passes.control == "matched-norm":
+        raise InputError(f"{weighting} goes by the norm of two gradients, which the trainer alone takes; leave it out")
     weights = weigh_tokens(weighting, *tokens, **known)
     if len(weights) > 1:
         raise InputError(f"{weighting} takes {len(weights)} optimizer steps, which is not done here; give one of one")

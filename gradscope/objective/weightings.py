@@ -243,6 +243,24 @@ class PermutedWeights(Weighting):
 
 
 @dataclass(frozen=True)
+class MatchedNorm(Weighting):
+    """Reweight's other control: w = plain, the whole gradient rescaled to the norm that Reweight's has.
+
+    No column tells that norm, so that the weights are plain's: whatever does not go by the update's length is plain's.
+    """
+
+    NAME = "matched-norm"
+    alpha: float = within(0.3, 0, 1)
+
+    @property
+    def passes(self) -> Method:
+        return Method(reweight_alpha=self.alpha, control="matched-norm")
+
+    def factors(self, tokens: Tokens) -> Weights:
+        return tokens.plain
+
+
+@dataclass(frozen=True)
 class IntervalMask(Weighting):
     """w = 0 where π_old lies in [low, high), a high of 1 included; else plain: the ablation of arXiv:2505.12929."""
 
@@ -417,8 +435,8 @@ class Delightful(Weighting):
 WEIGHTINGS = {
     kind.NAME: kind
     for kind in (
-        *(GRPO, Reweight, Lopti, RandomSplit, PermutedWeights, IntervalMask, UpWeight, TopEntropy, ClipCov, KLCov),
-        *(CISPO, SAPO, GSPO, DPPO, IcePop, Delightful),
+        *(GRPO, Reweight, Lopti, RandomSplit, PermutedWeights, MatchedNorm, IntervalMask, UpWeight, TopEntropy),
+        *(ClipCov, KLCov, CISPO, SAPO, GSPO, DPPO, IcePop, Delightful),
     )
 }
 """Name → weighting."""

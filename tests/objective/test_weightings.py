@@ -140,7 +140,7 @@ PRINTED = {
     "delightful": (delightful, {"eta": 0.3}),
 }
 """Name → its loss, and other parameters than the published ones."""
-DRAWN = ("lopti", "random-split", "permuted-weights", "clip-cov")
+DRAWN = ("lopti", "random-split", "permuted-weights", "matched-norm", "clip-cov")
 """Those that are drawn, or take two steps; they have tests of their own."""
 
 
@@ -312,11 +312,19 @@ def test_the_examples_are_their_formulas_token_by_token(repository):
     mean = sum(row["entropy"] for row in rows) / len(rows)
     surprisals = sorted((-row["old_logprob"] for row in rows if row["advantage"] > 0), reverse=True)
     least = surprisals[int(0.1 * len(surprisals)) - 1]
+    changes = []
+    for row in rows:
+        prob = math.exp(row["logprob"])
+        spread = prob * (1 - prob) * (row["logprob"] + row["entropy"])
+        changes.append(abs(row["advantage"] / math.exp(row["old_logprob"]) * spread))
+    assert max(changes) > 0.02
     expected = {
         "gtpo:beta=0.5": [1 + 0.5 * (row["entropy"] / mean - 1) for row in rows],
         "rsi-s": [float(0.1 <= -row["old_logprob"] / row["entropy"] <= 3) for row in rows],
         "stare": [1.1 if row["advantage"] > 0 and -row["old_logprob"] >= least else 1.0 for row in rows],
         "stare:target=0.001": [1.0 for _ in rows],
+        "steer": [1.2 - 0.4 * (change - min(changes)) / (max(changes) - min(changes)) for change in changes],
+        "steer:linear=0,low=0.7": [math.exp(math.log(0.7) * change / max(changes)) for change in changes],
     }
     for name, factors in expected.items():
         found = make_weighting(f"{repository}/analyses/methods/entropy.py:{name}").weights(table)["all"]

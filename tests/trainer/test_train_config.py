@@ -171,6 +171,7 @@ def test_a_method_stands_for_the_flags_that_say_the_same():
         ("mask:low=0.25,high=0.5", {"mask_probs": (0.25, 0.5)}),
         ("random-split", {"lopti_eta": 0.5, "control": "random-split"}),
         ("permuted-weights", {"reweight_alpha": 0.3, "control": "permuted-weights"}),
+        ("matched-norm:alpha=0.2", {"reweight_alpha": 0.2, "control": "matched-norm"}),
         ("grpo", {}),
     ):
         one, other = TrainConfig(method=method), TrainConfig(**flags)

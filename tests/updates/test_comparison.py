@@ -194,14 +194,14 @@ def test_equal_weights_are_one_row_and_cost_nothing(case):
     table = measure(case.policy, on_policy, self_check=False)
     found = compare(case.policy, on_policy, table=table, resamples=5)
     same = found.table.set_index("method")["same_as"]
-    assert set(same[same == "grpo"].index) == {"kl-cov", "cispo", "sapo", "gspo", "dppo-tv"}
+    assert set(same[same == "grpo"].index) == {"matched-norm", "kl-cov", "cispo", "sapo", "gspo", "dppo-tv"}
     numbers = found.table.drop(columns=["method", "step", "same_as"])
     pd.testing.assert_series_equal(
         numbers[found.table["method"] == "cispo"].iloc[0], numbers.iloc[0], check_names=False
     )
-    assert [note.kind for note in found.notes] == ["left-out", "two-steps"]  # icepop
+    assert [note.kind for note in found.notes] == ["left-out", "two-steps", "matched-norm"]  # icepop
     assert len(found.passes.changes) == (found.table["same_as"] == "").sum()
-    assert "kl-cov, cispo, sapo, gspo, dppo-tv: the same as grpo" in describe(found)
+    assert "matched-norm, kl-cov, cispo, sapo, gspo, dppo-tv: the same as grpo" in describe(found)
 
 
 def test_each_distinct_row_costs_a_backward_pass_and_a_derivative(case, monkeypatch):
@@ -221,9 +221,32 @@ def test_each_distinct_row_costs_a_backward_pass_and_a_derivative(case, monkeypa
     methods = ["reweight", "up-weight", "cispo:eps_high=100", "cispo:eps_high=200"]
     compare(case.policy, case.batch, methods, table=case.table, settings=SETTINGS, micro_batch_size=8, resamples=5)
     handle.remove()
-    prompts, rows = 3, 4  # grpo, two, and the two of cispo that are one
+    prompts, rows = 3, 3  # grpo, reweight, of which with grpo up-weight is made, and the two of cispo that are one
     # A derivative runs the model itself; all prompts go together where they are not needed apart.
     assert counts == {"forward": prompts + rows, "backward": prompts * rows, "derivative": rows}
+
+
+class Nearly(Weighting):
+    """Plain but for a thousandth, and what is left of it: the difference of two rows of nearly the same size."""
+
+    NAME = "nearly"
+
+    def factors(self, tokens):
+        return {"most": tokens.plain * (1 - 1e-3 * tokens["entropy"]), "rest": tokens.plain * 1e-3 * tokens["entropy"]}
+
+
+class Rest(Weighting):
+    NAME = "rest"
+
+    def factors(self, tokens):
+        return Nearly().factors(tokens)["rest"]
+
+
+def test_rows_whose_combination_would_cancel_are_taken_by_themselves(case):
+    keywords = {"table": case.table, "settings": SETTINGS, "resamples": 5}
+    both, alone = (compare(case.policy, case.batch, [kind()], **keywords).table.iloc[-1] for kind in (Nearly, Rest))
+    names = ["norm_ratio", "cosine", "signal_to_noise", "signal_to_noise_lower", "right_sgd"]
+    np.testing.assert_allclose(both[names].to_numpy(float), alone[names].to_numpy(float), rtol=1e-6)
 
 
 class Two(Weighting):

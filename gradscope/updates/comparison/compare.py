@@ -141,6 +141,8 @@ def compare(
     if split := _split(rows):
         words = "takes two optimizer steps" if len(split) == 1 else "take two optimizer steps"
         notes.append(Note(f"{', '.join(split)} {words}, equal to GRPO's one to first order under SGD.", "two-steps"))
+    if any(weighting.passes.control == "matched-norm" for weighting in weightings):
+        notes.append(Note("matched-norm is GRPO's update, as long as Reweight's.", "matched-norm"))
     distinct = [row for row in rows if not row.same_as]
     weights = np.stack([row.weights for row in distinct])
     memory = gradient_budget(policy.device, processes) if memory is None else memory

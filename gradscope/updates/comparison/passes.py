@@ -3,7 +3,8 @@
 Of each row of weights one backward pass, prompt by prompt, gives ‖u_p‖², ⟨u_p, u_p of plain⟩ and U; then one pass in
 forward mode along U gives ⟨g_t, U⟩ of every token, and with the weights every inner product with U. Under AdamW
 another one goes along U ⊘ (√v̂ + ε). Rows are taken as many at a time as memory holds: one row needs three vectors as
-long as the parameters (its sum, its prompt's and the plain one's), and autograd's gradient of a prompt.
+long as the parameters (its sum, its prompt's and the plain one's), and autograd's gradient of a prompt. A row that is a
+combination of plain and another one (Lopti's second step is plain less its first) takes no pass: all is linear in it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ SKETCH = 1 << 12, 1 << 16
 SKETCHED_AT_ONCE = 1 << 10
 """Times the sketch's length that a vector may have before the sketch is longer."""
 SEED = 2112
+TRIED = 512
+"""Tokens from which a combination of rows is guessed, before it is tried on all."""
+CANCELLED = 1e-2
+"""Share of the squares that a combination's parts add up to, below which its own rounding would be too large."""
 
 
 @dataclass(frozen=True)
@@ -107,26 +112,48 @@ class _Work:
         size, n = len(cotangents), len(prompts)
         self.own, self.own_plain, self.kernel = np.zeros((size, n)), np.zeros((size, n)), np.zeros((size, n, n))
         self.scale: Tensor | None = None
+        self.crossed: dict[int, Float[np.ndarray, "n n"]] = {}
+        """⟨u_p of plain, u_q⟩, of the sketches."""
         self.seconds = {"backward": 0.0, "forward mode": 0.0}
 
     def run(self, batch: TokenBatch, rows: Int[Tensor, " b"]) -> Passes:
-        size, at_once = len(self.cotangents), self._at_once()
-        found = torch.zeros(1 + (self.metric is not None), size, *batch.input_ids.shape, dtype=torch.float64)
-        for start in range(0, size, at_once):
-            chosen = [*range(start, min(start + at_once, size))]
+        combined = find_combinations(self.cotangents[:, self.batch.response_mask].numpy())
+        found = torch.zeros(1 + (self.metric is not None), *self.cotangents.shape, dtype=torch.float64)
+        plan, method = self._pass([row for row in range(len(self.cotangents)) if row not in combined], found)
+        if cancelled := [row for row, parts in combined.items() if not self._combine(row, *parts, found)]:
+            plan, method = self._pass(cancelled, found)
+        kept = torch.zeros(*found.shape[:2], *batch.input_ids.shape, dtype=torch.float64)
+        kept[:, :, rows] = found
+        kept = kept[:, :, batch.response_mask].numpy()
+        adamw = kept[1] if self.metric is not None else None
+        return Passes(self._products(found[0]), kept[0], adamw, plan, method, self._at_once(), self.seconds)
+
+    def _pass(self, rows: Sequence[int], found: Float[Tensor, "m R b S"]) -> tuple[SumsPlan, Derivative]:
+        """Sums and changes of these rows, the changes into `found`."""
+        at_once = self._at_once()
+        for start in range(0, len(rows), at_once):
+            chosen = rows[start : start + at_once]
             begun = perf_counter()
             totals, plan = self._sums(chosen)
             self.seconds["backward"] += perf_counter() - begun
             begun = perf_counter()
             for number, directions in enumerate(self._directions(totals)):
-                changes, method = self._changes(directions)
-                found[number][np.ix_(chosen, rows.tolist())] = changes
+                found[number, chosen], method = self._changes(directions)
             self.seconds["forward mode"] += perf_counter() - begun
             del totals
-        kept = found[:, :, batch.response_mask].numpy()
-        products = self._products(found[0][:, rows])
-        adamw = kept[1] if self.metric is not None else None
-        return Passes(products, kept[0], adamw, plan, method, at_once, self.seconds)
+        return plan, method
+
+    def _combine(self, row: int, plain: float, factor: float, other: int, found: Float[Tensor, "m R b S"]) -> bool:
+        """All of a row that is plain·(the first) + factor·(other); False, and nothing, where the two cancel."""
+        squares = plain**2 * self.own[0], factor**2 * self.own[other]
+        own = squares[0] + squares[1] + 2 * plain * factor * self.own_plain[other]
+        if own.sum() < CANCELLED * np.sum(squares):
+            return False
+        self.own[row], self.own_plain[row] = own, plain * self.own[0] + factor * self.own_plain[other]
+        crossed = plain * factor * self.crossed[other]
+        self.kernel[row] = plain**2 * self.kernel[0] + factor**2 * self.kernel[other] + crossed + crossed.T
+        found[:, row] = plain * found[:, 0] + factor * found[:, other]
+        return True
 
     def _at_once(self) -> int:
         """Rows of which a sum and a prompt's vector fit, beside the plain one's, autograd's and the metric."""
@@ -143,15 +170,16 @@ class _Work:
         totals, into = source.new_totals(len(chosen)), [*range(len(chosen)), None][: len(rows)]
         n = self.own.shape[1]
         width = source.plan.sketch_size or _sketch_width(totals.shape[1])
-        sketches = torch.zeros(len(chosen), n, width, dtype=torch.float64)
+        sketches = torch.zeros(len(rows), n, width, dtype=torch.float64)
         own, own_plain = (np.zeros((len(chosen), n)) for _ in range(2))
         sketcher = Sketcher(width, seed=SEED)
         for number, (_, vectors) in enumerate(source.parts(totals=totals, into=into)):
             for prompt, found in vectors:
                 place, plain = numbers[prompt], found[rows.index(0)]
-                for row, vector in enumerate(found[: len(chosen)]):
-                    own[row, place] += square_norm(vector)
-                    own_plain[row, place] += _inner(vector, plain)
+                for row, vector in enumerate(found):
+                    if row < len(chosen):
+                        own[row, place] += square_norm(vector)
+                        own_plain[row, place] += _inner(vector, plain)
                     if source.plan.sketch_size is None:
                         sketcher.add(vector.cpu(), number, sketches[row, place])
                     else:
@@ -160,7 +188,8 @@ class _Work:
             self.processes.sum(torch.from_numpy(values))
         self.processes.sum(sketches)
         self.own[chosen], self.own_plain[chosen] = own, own_plain
-        self.kernel[chosen] = (sketches @ sketches.transpose(1, 2)).numpy()
+        self.kernel[chosen] = (sketches @ sketches.transpose(1, 2))[: len(chosen)].numpy()
+        self.crossed |= {row: (sketches[rows.index(0)] @ sketches[k].T).numpy() for k, row in enumerate(chosen)}
         self.mine = source.prompts
         return totals, source.plan
 
@@ -201,6 +230,24 @@ class _Work:
             by_prompt(cotangents * changes[:1]),
             by_prompt(cotangents[:1] * changes),
         )
+
+
+def find_combinations(weights: Float[np.ndarray, "R K"]) -> dict[int, tuple[float, float, int]]:
+    """Row → (a, c, b), where it is a·(the first row) + c·(row b) to rounding, and b itself is none of these.
+
+    >>> find_combinations(np.array([[1.0, 1.0, 2.0], [1.0, 0.0, 0.0], [0.0, 1.0, 2.0]]))
+    {2: (1.0, -1.0, 1)}
+    """
+    some = np.unique(np.linspace(0, weights.shape[1] - 1, TRIED).astype(int))
+    found: dict[int, tuple[float, float, int]] = {}
+    for row, own in enumerate(weights):
+        for other in (o for o in range(1, row) if o not in found):
+            pair = weights[[0, other]]
+            factors = np.linalg.lstsq(pair[:, some].T, own[some], rcond=None)[0]
+            if own.any() and np.abs(factors @ pair - own).max() <= 1e-12 * np.abs(factors[:, None] * pair).max():
+                found[row] = (*np.round(factors, 12).tolist(), other)
+                break
+    return found
 
 
 def _inner(a: Float[Tensor, " p"], b: Float[Tensor, " p"]) -> float:
