@@ -1,14 +1,14 @@
 """How well cheap numbers stand for a token's exact gradient norm: rank, explained variance, largest tokens found.
 
 Trainers that cannot afford one backward pass per token take a proxy of its norm: 1 − π, the logit norm ‖e − π‖ (its
-square Σ_v π_v² + 1 − 2π is the optimal token baseline's, arXiv:2602.07078), entropy, surprisal, or the gradient at the
-last layer. A table has all of them beside the exact norms. Position gradients, of the summed loss, are another quantity
-and not in a table.
+square Σ_v π_v² + 1 − 2π is the optimal token baseline's, arXiv:2602.07078), entropy, surprisal, what π and entropy
+bound ‖e − π‖ by, or the gradient at the last layer. A table has all of them beside the exact norms. Position gradients,
+of the summed loss, are another quantity and not in a table; whoever has them in a column may try them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pandas as pd
@@ -25,6 +25,7 @@ PROXIES: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
     "‖e − π‖": lambda table: table[LOGITS],
     "entropy": lambda table: table["entropy"],
     "−log π": lambda table: -table["logprob"],
+    "bound by π and entropy": lambda table: _least_logit_norm(table),
 }
 """Name → its values, from the columns of a token table; the last layer's gradient comes by its column's name."""
 FEWEST = 10
@@ -36,25 +37,27 @@ def judge_proxies(
     *,
     top: float = 0.01,
     floor: float = FLOOR,
+    more: Mapping[str, str] | None = None,
     rng: np.random.Generator | None,
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
     """A row per exact norm and proxy: all layers' activations, all parameters, and these in AdamW's metric.
 
-    Columns: quantity (the norm's column), proxy, tokens (measured ones); spearman: rank correlation, and r2: share of
-    the variance of the log norm that the log of the proxy explains, both over the tokens with 1−π > `floor`, for the
-    many nearly certain ones would decide them; found: of the `top` share of all tokens with the largest norm, the share
-    that is among as many with the largest proxy. Each with
-    `_lower` and `_upper` over redrawn prompts, ranks and the sets of largest tokens as they are in the whole table.
-    Where a sample was measured, a token counts for 1 / its chance. Raises InputError for a table without the columns,
-    with fewer than 10 measured tokens, and for a share that is none.
+    Columns: quantity (the norm's column), proxy, tokens (measured ones); spearman: rank correlation, and r2: share
+    of the variance of the log norm that the log of the proxy explains, both over the tokens with 1−π > `floor`, for
+    the many nearly certain ones would decide them; found: of the `top` share of all tokens with the largest norm,
+    the share that is among as many with the largest proxy. Each with `_lower` and `_upper` over redrawn prompts,
+    ranks and the sets of largest tokens as they are in the whole table. more: name → column of further proxies.
+    Where a sample was measured, a token counts for 1 / its chance. Raises InputError for a table without the
+    columns, with fewer than 10 measured tokens, and for a share that is none.
     """
     if not 0 < top < 1:
         raise InputError(f"top is {top}; give a share of the tokens inside (0, 1), such as 0.01")
     names = quantities(table)
-    require_columns(table, ["entropy", "logprob"])
+    require_columns(table, ["entropy", "logprob", *(more or {}).values()])
     proxies = {name: make(table).to_numpy(np.float64) for name, make in PROXIES.items()}
+    proxies |= {name: table[column].to_numpy(np.float64) for name, column in (more or {}).items()}
     layers = [name for name in names if name.startswith(LAYER)]
     if layers:
         proxies["last layer's ‖δ‖"] = table[layers[-1]].to_numpy(np.float64)
@@ -92,6 +95,12 @@ def judge_proxies(
                 keys | {f"{n}{e}": v for n, three in ends for e, v in zip(("", "_lower", "_upper"), three, strict=True)}
             )
     return pd.DataFrame(rows)
+
+
+def _least_logit_norm(table: pd.DataFrame) -> pd.Series:
+    """√(1 − 2π + max(e^−H, π²)) ≤ ‖e − π‖: Σ_v π_v² = E[π_v] is at least exp(E[log π_v]) = e^−H, and at least π²."""
+    prob = np.exp(table["logprob"])
+    return np.sqrt(np.maximum(np.exp(table["log_one_minus_prob"]) ** 2, 1 - 2 * prob + np.exp(-table["entropy"])))
 
 
 def _judge(

@@ -12,6 +12,7 @@ from gradscope.gradients import SUMS
 from gradscope.plots import drawn_numbers, plot_modules, plot_proxies
 from gradscope.resampling import draw_clusters
 from gradscope.theory import judge_proxies
+from gradscope.theory.proxies import PROXIES
 
 
 def plant(seed: int = 0, tokens: int = 400, prompts: int = 8) -> pd.DataFrame:
@@ -50,11 +51,14 @@ def test_numbers_are_scipys_and_numpys(quantity):
     above = (np.exp(table["log_one_minus_prob"]) > 0.02).to_numpy()
     assert 0 < above.sum() < len(table)
     norm = table[quantity].to_numpy()
+    prob = np.exp(table["logprob"])
+    bound = np.sqrt(1 - 2 * prob + np.maximum(np.exp(-table["entropy"]), prob**2))
     for proxy, values in (
         ("1 − π", np.exp(table["log_one_minus_prob"])),
         ("‖e − π‖", table["logit_grad_norm"]),
         ("entropy", table["entropy"]),
         ("−log π", -table["logprob"]),
+        ("bound by π and entropy", bound),
     ):
         row = row_of(found, quantity, proxy)
         assert row["spearman"] == pytest.approx(spearmanr(norm[above], values[above]).statistic)
@@ -63,6 +67,28 @@ def test_numbers_are_scipys_and_numpys(quantity):
         assert np.isnan(row[["spearman_lower", "r2_upper", "found_lower"]].to_numpy(float)).all()
     last = found[found["proxy"].str.startswith("last")]
     assert set(last["quantity"]) == {"act_grad_norm.0", "param_grad_norm"}
+
+
+def test_pi_and_entropy_bound_the_logit_norm_from_below():
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(400):
+        probs = rng.dirichlet(np.full(12, rng.uniform(0.05, 2)))
+        token = rng.choice(12, p=probs)
+        rows.append((probs[token], -(probs * np.log(np.maximum(probs, 1e-300))).sum(), np.eye(12)[token] - probs))
+    prob, entropy, gradients = (np.array(values) for values in zip(*rows, strict=True))
+    table = plant(tokens=400).assign(logprob=np.log(prob), log_one_minus_prob=np.log1p(-prob), entropy=entropy)
+    norms = np.linalg.norm(gradients, axis=1)
+    bound = PROXIES["bound by π and entropy"](table).to_numpy()
+    assert (bound <= norms * (1 + 1e-12)).all() and np.corrcoef(bound, norms)[0, 1] > 0.8
+
+
+def test_a_column_of_ones_own_is_a_proxy_too():
+    table = plant().assign(own=lambda t: t["param_grad_norm"] ** 2)
+    row = row_of(judge_proxies(table, more={"mine": "own"}, rng=None), "param_grad_norm", "mine")
+    assert (row["spearman"], row["r2"], row["found"]) == pytest.approx((1, 1, 1))
+    with pytest.raises(InputError, match="gone"):
+        judge_proxies(table, more={"mine": "gone"}, rng=None)
 
 
 def test_bounds_redraw_prompts():
@@ -106,7 +132,7 @@ def test_pictures_hold_the_numbers():
     table = plant().assign(weight=1.0)
     proxies = judge_proxies(table.assign(param_grad_norm_adamw=table["param_grad_norm"] * 2), rng=None)
     drawn = drawn_numbers(plot_proxies(proxies))
-    assert set(drawn["quantity"]) == {"param_grad_norm", "param_grad_norm_adamw"} and len(drawn) == 3 * 2 * 5
+    assert set(drawn["quantity"]) == {"param_grad_norm", "param_grad_norm_adamw"} and len(drawn) == 3 * 2 * 6
     modules = table.assign(**{"param_grad_norm.a": 3.0, "param_grad_norm.b": 4.0})
     assert drawn_numbers(plot_modules(modules)).to_dict("list") == {"module": ["b", "a"], "percent": [64.0, 36.0]}
     with pytest.raises(InputError, match="per-module"):
