@@ -49,10 +49,10 @@ def run_both_ways(folder: Path, *command: object) -> tuple[Path, Path]:
     return one, two
 
 
-def assert_equal_numbers(one: Path, two: Path, *names: str, atol: float = 1e-9) -> None:
+def assert_equal_numbers(one: Path, two: Path, *names: str, rtol: float = 1e-4, atol: float = 1e-9) -> None:
     """Sums over prompts are added up in another order: float32 against float32."""
     for name in names:
-        pd.testing.assert_frame_equal(*(pd.read_csv(folder / name) for folder in (one, two)), rtol=1e-4, atol=atol)
+        pd.testing.assert_frame_equal(*(pd.read_csv(folder / name) for folder in (one, two)), rtol=rtol, atol=atol)
 
 
 def test_two_processes_diagnose_what_one_does_for_each_of_several_checkpoints(models, tmp_path):
@@ -71,7 +71,7 @@ def test_two_processes_compare_what_one_does(models, tmp_path):
     command = ("compare", models[1], models[0].parent / "rollouts.jsonl", "--no-self-check", "--device", "cpu")
     command += ("--methods", "reweight", "up-weight", "lopti", "top-entropy:q=0.4")
     one, two = run_both_ways(tmp_path, *command)
-    assert_equal_numbers(one, two, "compare.csv", "by_interval.csv", atol=1e-6)
+    assert_equal_numbers(one, two, "compare.csv", "by_interval.csv", rtol=1e-3, atol=1e-6)
     assert pd.read_csv(two / "compare.csv")["cosine"].notna().all()
 
 
