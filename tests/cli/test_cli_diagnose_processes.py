@@ -72,7 +72,7 @@ def test_two_processes_compare_what_one_does(models, tmp_path):
     command += ("--methods", "reweight", "up-weight", "lopti", "top-entropy:q=0.4")
     one, two = run_both_ways(tmp_path, *command)
     assert_equal_numbers(one, two, "compare.csv", "by_interval.csv", rtol=1e-3, atol=1e-6)
-    assert pd.read_csv(two / "compare.csv")["cosine"].notna().all()
+    assert pd.read_csv(two / "compare.csv")["cosine"].notna().sum() == 6  # not of both steps together
 
 
 def test_two_processes_share_the_sketches_of_the_figures(models, tmp_path):
