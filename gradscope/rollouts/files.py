@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import warnings
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -18,10 +19,10 @@ from gradscope.errors import InputError, unpickling_reason
 from gradscope.policy import BROKEN_FILE
 from gradscope.runs import file_hash
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".pt")
-"""What a file of rollouts may end in; .json is read as .jsonl."""
+SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".zst")
+"""What a file of rollouts may end in; .json is read as .jsonl, and .jsonl.zst is a compressed one."""
 
-IN_FOLDERS = (".jsonl", ".parquet", ".pt")
+IN_FOLDERS = (".jsonl", ".parquet", ".pt", ".zst")
 """What is read of a folder: trainers leave a metadata.json beside their dumps."""
 
 SINGULAR = {"response_lengths": "response_length", "loss_masks": "loss_mask", "sample_indices": "sample_index"}
@@ -39,14 +40,19 @@ class Record:
 
 
 def list_files(path: Path) -> list[Path]:
-    """The file itself, or those of a folder: its own, else those of its step_N folders; numbers in order of size."""
+    """The file itself, or those of a folder: its own, else those of its step_N folders; numbers in order of size.
+
+    Of a folder with annotations/ (prime-rl's traces) these, and its stream.
+    """
     if path.is_file():
         _check_suffix(path)
         return [path]
     if not path.is_dir():
         raise InputError(f"{path} is not there; give a file of rollouts, or a folder of dumps")
-    for pattern in ("*", "step_*/*"):
-        files = [f for f in path.glob(pattern) if f.is_file() and f.suffix in IN_FOLDERS and f.name[0] != "."]
+    traces = ("annotations/**/*", "stream*", "stream*/*") if (path / "annotations").is_dir() else ()
+    for patterns in (traces, ("*",), ("step_*/*",)):
+        found = {file for pattern in patterns for file in path.glob(pattern)}
+        files = [f for f in found if f.is_file() and f.suffix in IN_FOLDERS and f.name[0] != "."]
         if files:
             return sorted(files, key=_natural_key)
     raise InputError(f"{path} is a folder without {', '.join(IN_FOLDERS)} files; give the folder that holds the dumps")
@@ -80,8 +86,8 @@ def _check_suffix(path: Path) -> None:
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     index = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    with _open_lines(path) as file:
+        for number, line in enumerate(_lines(path, file), start=1):
             if not line.strip():
                 continue
             place = f"{path}, row {index} (line {number})"
@@ -93,6 +99,22 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise InputError(f"{place}: a JSON {type(row).__name__}; write one object per line, {{column: value}}")
             yield place, row
             index += 1
+
+
+def _open_lines(path: Path) -> BinaryIO:
+    """The bytes of a file, or what is compressed in it."""
+    if path.suffix != ".zst":
+        return path.open("rb")
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
+
+
+def _lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    try:
+        yield from file
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({str(error).splitlines()[0]}); give a sound file") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from gradscope.rollouts.formats.native import NATIVE, count_columns, is_native, 
 from gradscope.rollouts.formats.nemo_rl import NEMO_RL
 from gradscope.rollouts.formats.open_instruct import OPEN_INSTRUCT
 from gradscope.rollouts.formats.prime_rl import PRIME_RL
+from gradscope.rollouts.formats.prime_rl_traces import PRIME_RL_TRACES
 from gradscope.rollouts.formats.roll import ROLL
 from gradscope.rollouts.formats.slime import SLIME
 from gradscope.rollouts.formats.trl import TRL
@@ -27,7 +28,8 @@ from gradscope.rollouts.formats.verl import VERL
 READERS: dict[str, Format] = {
     form.name: form
     for form in (
-        *(NATIVE, TRL, VERL, PRIME_RL, NEMO_RL, OPEN_INSTRUCT, SLIME, MS_SWIFT, ROLL, VERIFIERS, VERIFIERS_GRAPH),
+        *(NATIVE, TRL, VERL, PRIME_RL, PRIME_RL_TRACES, NEMO_RL, OPEN_INSTRUCT, SLIME, MS_SWIFT, ROLL, VERIFIERS),
+        VERIFIERS_GRAPH,
     )
 }
 """What reads a format, by its name; a reader of your own is one more entry."""
@@ -113,6 +115,7 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
     if is_native(names):
         return formats["native"]
     fitting = [form for form in formats.values() if form.needs and form.needs <= names]
+    fitting = fitting or [form for form in formats.values() if any(own <= names for own in form.beside)]
     if fitting:
         return max(fitting, key=lambda form: len(form.needs & names))
     common = {form.name: len(names & (form.needs | set(form.knows.split()))) for form in formats.values()}
@@ -131,7 +134,8 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
 
 def check_format(record: Record, form: Format) -> None:
     """InputError for a record that lacks a column of the format that was asked for."""
-    if missing := sorted(form.needs - set(record.columns)):
+    missing = sorted(form.needs - set(record.columns))
+    if missing and not any(own <= set(record.columns) for own in form.beside):
         raise InputError(
             f"{record.place}: no `{missing[0]}`, which every record of the format {form.name} has; leave --format out, "
             "or give another"

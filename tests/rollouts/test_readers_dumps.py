@@ -40,17 +40,19 @@ WRITERS = {
     "roll": dumps.write_roll,
     "verifiers": dumps.write_verifiers,
     "verifiers_graph": dumps.write_verifiers_graph,
+    "prime_rl_traces": dumps.write_prime_rl_traces,
 }
 """Each returns what to read."""
 
-WITH_IDS = ("prime_rl", "nemo_rl", "open_instruct", "slime", "verifiers_graph")
-WITH_MASK = ("prime_rl", "nemo_rl", "slime", "verifiers_graph")
-WITH_ADVANTAGE = ("trl", "prime_rl", "nemo_rl", "open_instruct", "ms_swift", "verifiers_graph")
-WITH_REWARD = ("verl", "nemo_rl", "open_instruct", "slime", "roll", "verifiers", "verifiers_graph")
+GRAPHS = ("verifiers_graph", "prime_rl_traces")
+WITH_IDS = ("prime_rl", "nemo_rl", "open_instruct", "slime", *GRAPHS)
+WITH_MASK = ("prime_rl", "nemo_rl", "slime", *GRAPHS)
+WITH_ADVANTAGE = ("trl", "prime_rl", "nemo_rl", "open_instruct", "ms_swift", *GRAPHS)
+WITH_REWARD = ("verl", "nemo_rl", "open_instruct", "slime", "roll", "verifiers", *GRAPHS)
 WITHOUT_STEP = ("verifiers", "verifiers_graph")
-WITH_TEMPERATURE = ("roll", "verifiers_graph")
+WITH_TEMPERATURE = ("roll", *GRAPHS)
 OLD = {"prime_rl": "sampler", "nemo_rl": "trainer", "open_instruct": "sampler", "slime": "sampler"}
-OLD["verifiers_graph"] = "sampler"
+OLD |= dict.fromkeys(GRAPHS, "sampler")
 """Whose log-probabilities are the denominator of the trained ratio; the others have none."""
 
 
@@ -62,7 +64,7 @@ def values(dump, tensor, row) -> list[float]:
 
 def written(name: str, sample: dumps.Sample, numbers: list[float]) -> list[float]:
     """Numbers per token as a format has them: verifiers' graph has those of sampled tokens alone."""
-    if name != "verifiers_graph":
+    if name not in GRAPHS:
         return numbers
     return [value if keep else nan for value, keep in zip(numbers, sample.mask, strict=True)]
 
@@ -134,6 +136,68 @@ def test_prime_rl_carries_both_log_probabilities_the_entropy_and_what_was_masked
         assert equal(values(dump, dump.entropy, row), sample.entropy)
         assert values(dump, dump.clipped, row) == [False] * (len(sample.response) - 1) + [row == 1]
     assert not dump.clipped[~dump.batch.response_mask].any()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_prime_rls_traces_and_their_annotations_are_one(tmp_path, chunked):
+    dump = read_dump(dumps.write_prime_rl_traces(tmp_path, chunked=chunked))
+    graph = read_dump(dumps.write_verifiers_graph(tmp_path / "graph"))
+    assert dump.format == "prime_rl_traces" and dump.steps.tolist() == [3] * 4
+    assert torch.equal(dump.batch.input_ids, graph.batch.input_ids)
+    assert torch.equal(dump.batch.response_mask, graph.batch.response_mask)
+    assert dump.batch.group_ids.tolist() == graph.batch.group_ids.tolist()
+    for name in ("advantages", "old_logprobs", "sampler_logprobs", "rewards"):
+        torch.testing.assert_close(getattr(dump.batch, name), getattr(graph.batch, name), equal_nan=True)
+    for name in ("logprobs", "entropy"):
+        torch.testing.assert_close(getattr(dump, name), getattr(graph, name), equal_nan=True)
+
+
+def test_prime_rls_traces_that_were_not_trained_are_left_out_and_the_newest_annotation_counts(tmp_path):
+    out = dumps.write_prime_rl_traces(tmp_path)
+    trainer = out / "annotations" / "trainer.jsonl"
+    lines = trainer.read_text().splitlines()[:2]
+    newer = json.loads(lines[1])
+    newer["branches"][0]["trainer_logprobs"] = [
+        None if v is None else v - 1.0 for v in newer["branches"][0]["trainer_logprobs"]
+    ]
+    trainer.write_text("\n".join([*lines, json.dumps(newer)]))
+    stream = [json.loads(line) for line in (out / "stream.jsonl").read_text().splitlines()]
+    stream.append(stream[0] | {"run": {"type": "eval", "id": "run"}})
+    write_jsonl(out / "stream.jsonl", stream)
+    dump = read_dump(out)
+    assert len(dump.batch) == 2
+    assert any("2 of 5 rows left out: no annotation" in note for note in dump.notes)
+    assert any("1 of 5 rows left out: they are of an evaluation" in note for note in dump.notes)
+    pairs = zip(values(dump, dump.logprobs, 1), SAMPLES[1].trainer, SAMPLES[1].mask, strict=True)
+    assert all(found == wanted - 1.0 for found, wanted, keep in pairs if keep)
+
+
+@pytest.mark.parametrize(
+    ("file", "change_of", "words"),
+    [
+        ("stream", lambda row: row | {"traces": 3}, "`traces` is 3"),
+        ("annotations/trainer", lambda row: row | {"branches": {}}, "`branches` is"),
+        ("annotations/trainer", lambda row: row | {"branches": [{"index": 4}]}, "branch 4 is none of the 1"),
+        (
+            "annotations/trainer",
+            lambda row: row | {"branches": [{"index": 0, "trainer_logprobs": "x"}]},
+            "`trainer_logprobs` is",
+        ),
+    ],
+)
+def test_traces_and_annotations_that_do_not_fit_are_refused(tmp_path, file, change_of, words):
+    path = dumps.write_prime_rl_traces(tmp_path) / f"{file}.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps(change_of(json.loads(lines[0]))), *lines[1:]]))
+    with pytest.raises(InputError, match=words):
+        read_dump(tmp_path / "traces")
+
+
+def test_a_sealed_file_that_is_broken_is_refused(tmp_path):
+    path = dumps.write_prime_rl_traces(tmp_path, chunked=True) / "stream" / "00000.jsonl.zst"
+    path.write_bytes(path.read_bytes()[:-20] + b"x" * 20)
+    with pytest.raises(InputError, match=r"00000\.jsonl\.zst"):
+        read_dump(tmp_path / "traces")
 
 
 def test_verifiers_graph_has_both_log_probabilities_and_a_response_for_each_path(tmp_path):

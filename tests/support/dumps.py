@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
 
 from support.policies import write_jsonl
@@ -306,6 +307,49 @@ def write_verifiers_graph(folder: Path) -> Path:
             }
         )
     return write_jsonl(folder / "traces.jsonl", rows)
+
+
+def write_prime_rl_traces(folder: Path, *, step: int = 3, chunked: bool = False) -> Path:
+    """prime-rl's traces: an episode per response, and annotations of the orchestrator and of the trainer.
+
+    chunked: numbered files, that of the stream sealed, with an index beside; returns the folder.
+    """
+    traces = [json.loads(line) for line in write_verifiers_graph(folder / "of").read_text().splitlines()]
+    episodes, trained, credited = [], [], []
+    for trace, s in zip(traces, SAMPLES, strict=True):
+        for name in ("trainer_logprobs", "entropies", "advantages"):
+            trace["nodes"][1].pop(name)
+        episode = {
+            "id": f"e{trace['id']}",
+            "env": {"id": "math"},
+            "task": trace["task"],
+            "group": {"id": f"g{s.group}"},
+        }
+        run = {"type": "train", "id": "run", "work": {"type": "train", "step": step}}
+        episodes.append(episode | {"run": run, "ok": True, "errors": [], "traces": [trace]})
+        ahead = [None] * len(s.prompt)
+        kept = {name: [v if m else None for v, m in zip(values, s.mask, strict=True)]
+                for name, values in (("trainer_logprobs", s.trainer), ("entropies", s.entropy))}  # fmt: skip
+        branch = {"index": 0} | {name: ahead + values for name, values in kept.items()}
+        trained.append({"version": 1, "trace_id": trace["id"], "info": {}, "branches": [branch]})
+        branch = {"index": 0, "advantages": ahead + [s.advantage] * len(s.response)}
+        credited.append(
+            {"version": 1, "trace_id": trace["id"], "info": {"advantage": s.advantage}, "branches": [branch]}
+        )
+    out = folder / "traces"
+    if not chunked:
+        write_jsonl(out / "stream.jsonl", episodes)
+    else:
+        lines = [json.dumps(episode) + "\n" for episode in episodes]
+        (out / "stream").mkdir(parents=True)
+        with pa.output_stream(str(out / "stream" / "00000.jsonl.zst"), compression="zstd") as sealed:
+            sealed.write("".join(lines[:2]).encode())
+        (out / "stream" / "00001.jsonl").write_text("".join(lines[2:]))
+        write_jsonl(out / "stream.index.jsonl", [{"line": 1, "id": "e0", "chunk": 0, "offset": 0}])
+    end = "/00000.jsonl" if chunked else ".jsonl"
+    write_jsonl(out / f"annotations/trainer{end}", trained)
+    write_jsonl(out / f"annotations/orchestrator{end}", credited)
+    return out
 
 
 def run_trl(model: Path, folder: Path, *, conversational: bool, steps: int = 2) -> list[dict[str, Any]]:

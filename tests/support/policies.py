@@ -288,6 +288,7 @@ def pad_both_sides(batch: TokenBatch, left: int, right: int) -> TokenBatch:
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

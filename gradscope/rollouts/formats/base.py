@@ -73,6 +73,8 @@ class Format:
     knows: str
     """What else its trainer writes, apart by blanks; other columns are ignored too."""
     rows: Callable[[Iterable[Record], Policy | None], Iterator[Row]]
+    beside: tuple[frozenset[str], ...] = ()
+    """Columns by which other records of the same dump are told."""
     notes: tuple[str, ...] = ()
     """What a reader must know of every dump of this kind."""
     is_finished: Callable[[Path], bool] = lambda path: True

@@ -7,11 +7,10 @@ policy sampled, and numbers per sampled token (`logprobs`, the sampler's, and wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from gradscope.errors import InputError
-from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import Format, Row
 from gradscope.rollouts.formats.sequences import split_sequence
@@ -27,19 +26,30 @@ PER_TOKEN = {
 }
 
 
-def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
-    for record in records:
-        nodes = _nodes(record)
-        common = {"group": _group(record)} | _known("reward", _reward(record)) | _known("temperature", _heat(record))
-        parents = {node.get("parent") for node in nodes}
-        for leaf in (place for place in range(len(nodes)) if place not in parents):
-            branch = Record(record.path, f"{record.place}, path to node {leaf}", _join(record, nodes, leaf))
-            yield split_sequence(
-                branch, ids="token_ids", mask="mask", per_token=PER_TOKEN, columns=dict(common), step=None
-            )
+def trace_rows(record: Record, *, group: Any = None, step: int | None = None) -> Iterator[Row]:
+    """A row for each path of one trace. group: what tells the prompt; None: the trace's task."""
+    nodes = read_nodes(record)
+    common = {"group": _group(record) if group is None else group}
+    common |= _known("reward", _reward(record)) | _known("temperature", _heat(record))
+    for path in node_paths(nodes):
+        branch = Record(record.path, f"{record.place}, path to node {path[-1]}", _join(record, nodes, path))
+        yield split_sequence(branch, ids="token_ids", mask="mask", per_token=PER_TOKEN, columns=dict(common), step=step)
 
 
-def _nodes(record: Record) -> list[dict[str, Any]]:
+def node_paths(nodes: list[dict[str, Any]]) -> list[list[int]]:
+    """The nodes from a root to each leaf, in the order of the leaves."""
+    parents, paths = {node.get("parent") for node in nodes}, []
+    for leaf in (place for place in range(len(nodes)) if place not in parents):
+        path: list[int] = []
+        place: int | None = leaf
+        while place is not None:
+            path.append(place)
+            place = nodes[place].get("parent")
+        paths.append(path[::-1])
+    return paths
+
+
+def read_nodes(record: Record) -> list[dict[str, Any]]:
     nodes = record.columns["nodes"]
     if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
         raise InputError(
@@ -52,16 +62,11 @@ def _nodes(record: Record) -> list[dict[str, Any]]:
     return nodes
 
 
-def _join(record: Record, nodes: list[dict[str, Any]], leaf: int) -> dict[str, list[Any]]:
-    """Ids, mask and numbers per token of the path to a leaf; None where a number is not known."""
-    path: list[int] = []
-    place: int | None = leaf
-    while place is not None:
-        path.append(place)
-        place = nodes[place].get("parent")
+def _join(record: Record, nodes: list[dict[str, Any]], path: list[int]) -> dict[str, list[Any]]:
+    """Ids, mask and numbers per token of a path; None where a number is not known."""
     out: dict[str, list[Any]] = {"token_ids": [], "mask": []}
     out |= {name: [] for name in set(PER_TOKEN.values())}
-    for place in reversed(path):
+    for place in path:
         node = nodes[place]
         ids, mask = (node.get(name) or [] for name in ("token_ids", "mask"))
         if not (isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask)):
@@ -133,6 +138,6 @@ VERIFIERS_GRAPH = Format(
         "version id verifiers agent tools calls metrics info errors timing state root_reply request_rewrites "
         "response_rewrites mm_token_type_id_map stop_condition is_completed"
     ),
-    rows=_rows,
+    rows=lambda records, policy: (row for record in records for row in trace_rows(record)),
     notes=("each path of a trace's messages from the first to a last one is a response",),
 )

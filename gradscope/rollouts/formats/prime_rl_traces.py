@@ -1,0 +1,121 @@
+"""prime-rl's traces: a stream of episodes, each a JSON object with traces of verifiers' message graph, and annotations.
+
+What becomes known of a trace later stands beside the stream: {trace_id, info, branches: [{index, advantages,
+trainer_logprobs, entropies}]}, a list as long as the branch's tokens in each, null where nothing is known; the newest
+counts. In a folder `traces` these are stream.jsonl, or numbered files of stream/ (sealed: .jsonl.zst), and
+annotations/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from gradscope.errors import InputError
+from gradscope.policy import Policy
+from gradscope.rollouts.files import Record
+from gradscope.rollouts.formats.base import EMPTY, Format, Row
+from gradscope.rollouts.formats.values import show
+from gradscope.rollouts.formats.verifiers_graph import node_paths, read_nodes, trace_rows
+
+STREAMS = ("advantages", "trainer_logprobs", "entropies")
+UNTRAINED = "no annotation of the trainer has them, though it has others"
+EVALUATED = "they are of an evaluation"
+
+
+def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
+    episodes: list[Record] = []
+    updates: dict[Any, list[Record]] = {}
+    for record in records:
+        if "traces" in record.columns:
+            episodes.append(record)
+        elif "branches" in record.columns:
+            updates.setdefault(record.columns.get("trace_id"), []).append(record)
+    trained = any("trainer_logprobs" in part for own in updates.values() for up in own for part in _branches(up))
+    for episode in episodes:
+        run = _object(episode, "run")
+        work = run.get("work") if isinstance(run.get("work"), dict) else run
+        for number, trace in enumerate(_traces(episode)):
+            place = f"{episode.place}, trace {number}"
+            record = Record(episode.path, place, {"task": _object(episode, "task")} | trace)
+            if work.get("type") == "eval" or not trace.get("nodes"):
+                yield Row(place, {}, left_out=EVALUATED if trace.get("nodes") else EMPTY)
+                continue
+            info = _fold(record, updates.get(trace.get("id"), []))
+            if trained and not any(node.get("trainer_logprobs") for node in read_nodes(record)):
+                yield Row(place, {}, left_out=UNTRAINED)
+                continue
+            known = info.get("train") if isinstance(info.get("train"), dict) else {}
+            step = known.get("trained_at_step", work.get("step"))
+            step = step if isinstance(step, int) and not isinstance(step, bool) else None
+            yield from trace_rows(record, group=_object(episode, "group").get("id"), step=step)
+
+
+def _traces(episode: Record) -> list[dict[str, Any]]:
+    traces = episode.columns["traces"]
+    if not isinstance(traces, list) or not all(isinstance(trace, dict) for trace in traces):
+        raise InputError(f"{episode.place}: `traces` is {show(traces)}; wanted is a list of traces; leave the row out")
+    return [{name: value for name, value in trace.items() if value is not None} for trace in traces]
+
+
+def _object(record: Record, name: str) -> dict[str, Any]:
+    """A JSON object of the record; empty without."""
+    value = record.columns.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _branches(update: Record) -> list[dict[str, Any]]:
+    branches = update.columns["branches"]
+    if not isinstance(branches, list) or not all(isinstance(branch, dict) for branch in branches):
+        raise InputError(f"{update.place}: `branches` is {show(branches)}; wanted is a list; leave the row out")
+    return branches
+
+
+def _fold(record: Record, updates: list[Record]) -> dict[str, Any]:
+    """Put what the updates know of sampled tokens into the trace's nodes; their scalars, the newest of each name."""
+    nodes, info = read_nodes(record), dict(_object(record, "info"))
+    paths = node_paths(nodes)
+    for update in updates:
+        info |= _object(update, "info")
+        for branch in _branches(update):
+            index = branch.get("index")
+            if not isinstance(index, int) or not 0 <= index < len(paths):
+                raise InputError(
+                    f"{update.place}: branch {show(index)} is none of the {len(paths)} of {record.place}; give the "
+                    "traces and the annotations of one run"
+                )
+            for name in STREAMS:
+                _spread(update, name, branch.get(name), [nodes[place] for place in paths[index]])
+    credit = info.get("advantage")
+    if isinstance(credit, int | float) and not any(node.get("advantages") for node in nodes):
+        for node in nodes:
+            node["advantages"] = [float(credit)] * sum(map(bool, node.get("mask") or []))
+    return info
+
+
+def _spread(update: Record, name: str, stream: Any, nodes: list[dict[str, Any]]) -> None:
+    """Each node's part of a stream, at its sampled tokens, where the stream knows all of them."""
+    if stream is None:
+        return
+    if not isinstance(stream, list):
+        raise InputError(f"{update.place}: `{name}` is {show(stream)}; wanted is a list, one entry per token")
+    start = 0
+    for node in nodes:
+        mask = node.get("mask") or []
+        own, start = stream[start : start + len(mask)], start + len(mask)
+        values = [value for value, kept in zip(own, mask, strict=False) if kept]
+        if len(own) == len(mask) and values and None not in values:
+            node[name] = values
+
+
+PRIME_RL_TRACES = Format(
+    "prime_rl_traces",
+    needs=frozenset({"traces", "task"}),
+    beside=(frozenset({"trace_id", "branches"}), frozenset({"chunk", "offset"})),
+    knows="id env group run ok errors version info",
+    rows=_rows,
+    notes=(
+        "ratios are of prime-rl's trainer_logprobs to its inference log-probabilities, as trained",
+        "each path of a trace's messages from the first to a last one is a response",
+    ),
+)
