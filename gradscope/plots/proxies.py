@@ -34,6 +34,7 @@ def plot_proxies(proxies: pd.DataFrame, *, parameters: str = "all parameters") -
         ax.tick_params(axis="y", length=0)
         ax.invert_yaxis()
         ax.set_xlim(min(0.0, ax.get_xlim()[0]), 1.02)
+        ax.set_xticks([0.0, 0.5, 1.0])
         ax.set_title(title, loc="left")
         finish(ax, pd.concat(parts, ignore_index=True))
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(kinds))
