@@ -176,6 +176,7 @@ def test_prime_rls_traces_that_were_not_trained_are_left_out_and_the_newest_anno
     ("file", "change_of", "words"),
     [
         ("stream", lambda row: row | {"traces": 3}, "`traces` is 3"),
+        ("stream", lambda row: row | {"run": {"work": {"step": 1.5}}}, "`step` is 1.5"),
         ("annotations/trainer", lambda row: row | {"branches": {}}, "`branches` is"),
         ("annotations/trainer", lambda row: row | {"branches": [{"index": 4}]}, "branch 4 is none of the 1"),
         (

@@ -14,7 +14,7 @@ from typing import Any
 from gradscope.errors import InputError
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EMPTY, Format, Row
+from gradscope.rollouts.formats.base import EMPTY, Format, Row, whole_number
 from gradscope.rollouts.formats.values import show
 from gradscope.rollouts.formats.verifiers_graph import node_paths, read_nodes, trace_rows
 
@@ -46,8 +46,8 @@ def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
                 yield Row(place, {}, left_out=UNTRAINED)
                 continue
             known = info.get("train") if isinstance(info.get("train"), dict) else {}
-            step = known.get("trained_at_step", work.get("step"))
-            step = step if isinstance(step, int) and not isinstance(step, bool) else None
+            step = {"step": known.get("trained_at_step", work.get("step"))}
+            step = whole_number(Record(episode.path, place, step), "step")
             yield from trace_rows(record, group=_object(episode, "group").get("id"), step=step)
 
 
@@ -89,7 +89,7 @@ def _fold(record: Record, updates: list[Record]) -> dict[str, Any]:
     credit = info.get("advantage")
     if isinstance(credit, int | float) and not any(node.get("advantages") for node in nodes):
         for node in nodes:
-            node["advantages"] = [float(credit)] * sum(map(bool, node.get("mask") or []))
+            node["advantages"] = [float(credit)] * sum(map(bool, _mask(node)))
     return info
 
 
@@ -101,11 +101,17 @@ def _spread(update: Record, name: str, stream: Any, nodes: list[dict[str, Any]])
         raise InputError(f"{update.place}: `{name}` is {show(stream)}; wanted is a list, one entry per token")
     start = 0
     for node in nodes:
-        mask = node.get("mask") or []
+        mask = _mask(node)
         own, start = stream[start : start + len(mask)], start + len(mask)
         values = [value for value, kept in zip(own, mask, strict=False) if kept]
         if len(own) == len(mask) and values and None not in values:
             node[name] = values
+
+
+def _mask(node: dict[str, Any]) -> list[Any]:
+    """Where it was sampled; what is no list is refused with the node's ids."""
+    mask = node.get("mask")
+    return mask if isinstance(mask, list) else []
 
 
 PRIME_RL_TRACES = Format(
