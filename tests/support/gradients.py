@@ -32,7 +32,7 @@ def token_gradients(policy: Policy, batch: TokenBatch) -> Tensor:
 
 
 def raising(error: Exception) -> Callable[..., None]:
-    def jvp(*_: object) -> None:
+    def jvp(*_: object, **__: object) -> None:
         raise error
 
     return jvp

@@ -291,7 +291,7 @@ def raise_in_the_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Updater, *args: Any, **keywords: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
-            self.accumulate(*args, **keywords)  # in the middle: gradients are there, the step is not
+            self.accumulate(*args)  # in the middle: gradients are there, the step is not
             raise RuntimeError("out of memory")
         return step(self, *args, **keywords)
 
