@@ -97,9 +97,10 @@ def get_task(name: str) -> Task:
         return _tasks[name]
     file, colon, task_name = name.rpartition(":")
     if colon and file.endswith(".py"):
-        module = run_file(Path(file), "task")
-        if task_name not in _tasks and hasattr(module, task_name):
-            return register(getattr(module, task_name))
+        own = getattr(run_file(Path(file), "task"), task_name, None)
+        # The file's own comes first, even where another task of that name is known.
+        if own is not None and (task_name not in _tasks or (isinstance(own, Task) and not isinstance(own, type))):
+            return register(own)
         name = task_name
     if name not in _tasks:
         raise InputError(

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from math import nan
+from types import SimpleNamespace
 
 import pytest
 
@@ -237,7 +238,7 @@ def test_a_pattern_without_a_file_is_refused_with_both_places(tmp_path, monkeypa
     assert f"no file matches {pattern}" in str(caught.value)
 
 
-def test_a_task_of_a_file_may_be_a_variable_of_it_without_being_registered(tmp_path):
+def test_a_task_of_a_file_may_be_a_variable_of_it_without_being_registered(tmp_path, registered):
     (tmp_path / "mine.py").write_text(
         "class T:\n"
         "    name = 'the-name-of-mine'\n"
@@ -248,7 +249,8 @@ def test_a_task_of_a_file_may_be_a_variable_of_it_without_being_registered(tmp_p
         "doubles = T()\n"
         "number = 3\n"
     )
-    assert get_task(f"{tmp_path}/mine.py:doubles").name == "the-name-of-mine"
+    register(SimpleNamespace(name="doubles", questions=lambda n, *, seed: [], reward=lambda response, question: 1.0))
+    assert get_task(f"{tmp_path}/mine.py:doubles").name == "the-name-of-mine"  # not the other of that name
     assert get_task(f"{tmp_path}/mine.py:the-name-of-mine") is get_task(f"{tmp_path}/mine.py:doubles")
     with pytest.raises(InputError, match="3 is not a task"):
         get_task(f"{tmp_path}/mine.py:number")
