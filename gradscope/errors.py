@@ -1,7 +1,24 @@
 """How a command is refused: the input is at fault, or what would come out cannot be trusted."""
 
+from __future__ import annotations
+
+import inspect
 import os
+import pickle
+import struct
 import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar, get_type_hints
+
+BROKEN_FILE = (OSError, EOFError, struct.error, pickle.UnpicklingError, RuntimeError)
+BROKEN_FILE += (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ImportError)
+"""Errors that parsers of files raise on malformed content."""
+# One each: type checkers see no others.
+P = ParamSpec("P")
+Result = TypeVar("Result")
+Made = TypeVar("Made")
 
 
 class InputError(ValueError):
@@ -59,3 +76,64 @@ def first_line(error: Exception) -> str:
     'no such key'
     """
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".!:")
+
+
+def checked(function: Callable[P, Result]) -> Callable[P, Result]:
+    """The function, with an error that names the argument for one that is not what its annotation says.
+
+    TypeError for one of another type, InputError for a word that is none of those known.
+
+    >>> @checked
+    ... def draw(n: int, *, temperature: float = 1.0): ...
+    >>> draw("4")
+    Traceback (most recent call last):
+    TypeError: draw: n is '4', of type str; wanted: int
+    >>> draw(4, temprature=0.7)
+    Traceback (most recent call last):
+    TypeError: draw: got an unexpected keyword argument 'temprature'; did you mean 'temperature'?
+    """
+    signature = inspect.signature(function)
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    own = [name for name, parameter in signature.parameters.items() if parameter.kind not in variable]
+    hints = cache(lambda: get_type_hints(function))  # not before it is called: a name may be loaded on first use
+
+    @wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> Result:
+        try:
+            given = signature.bind(*args, **keywords).arguments
+        except TypeError as error:
+            near = [match for name in keywords if name not in own for match in get_close_matches(name, own, 1)]
+            advice = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{function.__name__}: {error}{advice}") from None
+        for name in own:
+            if name in given and name in hints() and not _fits(given[name], hints()[name]):
+                value, wanted = given[name], str(function.__annotations__[name])
+                if isinstance(value, str) and "Literal" in wanted:
+                    raise InputError(f"{function.__name__}: {name} is {value!r:.60}; wanted: {wanted}")
+                shown = f"{value!r:.60}, " if isinstance(value, str | int | float) else ""
+                words = f"{name} is {shown}of type {type(value).__name__}"
+                raise TypeError(f"{function.__name__}: {words}; wanted: {wanted}")
+        return function(*args, **keywords)
+
+    return call
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type; numbers of numpy are numbers."""
+    import numpy as np
+    from beartype import BeartypeConf, FrozenDict
+    from beartype.door import is_bearable
+
+    numbers = FrozenDict({int: int | np.integer, float: float | int | np.floating | np.integer})
+    return is_bearable(value, hint, conf=BeartypeConf(hint_overrides=numbers))
+
+
+def make_settings(kind: Callable[..., Made], function: str, given: dict[str, Any]) -> Made:
+    """A dataclass of settings from a function's keywords; TypeError that names an unknown one, and the nearest."""
+    known = inspect.signature(kind).parameters
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            advice = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
+            raise TypeError(f"{function}: got an unexpected keyword argument {name!r}{advice}")
+    return checked(kind)(**given)

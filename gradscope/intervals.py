@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradscope.errors import InputError
-from gradscope.resampling import bootstrap
+from gradscope.resampling import Seed, bootstrap
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,7 +65,7 @@ def summarize(
     intervals: Column,
     clusters: Column,
     *,
-    rng: np.random.Generator,
+    seed: Seed = 0,
     statistic: str = "mean",
     confidence: float = 0.95,
     resamples: int = 1000,
@@ -85,7 +85,7 @@ def summarize(
     """
     settings = {"statistic": statistic, "confidence": confidence, "resamples": resamples}
     settings["probabilities"] = probabilities
-    return _label(summarize_cells(values, intervals, clusters, len(edges) - 1, rng=rng, **settings), edges)
+    return _label(summarize_cells(values, intervals, clusters, len(edges) - 1, seed=seed, **settings), edges)
 
 
 def summarize_cells(
@@ -94,7 +94,7 @@ def summarize_cells(
     clusters: Column,
     num_cells: int,
     *,
-    rng: np.random.Generator | None,
+    seed: Seed = 0,
     statistic: str = "mean",
     confidence: float = 0.95,
     resamples: int = 1000,
@@ -102,7 +102,7 @@ def summarize_cells(
 ) -> "pd.DataFrame":
     """`summarize` for cells of any kind, numbered from 0 to num_cells − 1: its columns without interval and label.
 
-    rng None: lower and upper are NaN.
+    seed None: lower and upper are NaN.
     """
     if statistic not in ("mean", "sum", "rms"):
         raise InputError(f"statistic is {statistic!r}; known are mean, sum and rms; give one of them")
@@ -124,7 +124,7 @@ def summarize_cells(
                 total = mean * (weights @ expected[1])
         return total if statistic == "sum" else np.sqrt(mean) if statistic == "rms" else mean
 
-    table = _table(evaluate, totals, counts, confidence, resamples, rng)
+    table = _table(evaluate, totals, counts, confidence, resamples, seed)
     if statistic != "sum":
         table.loc[(counts > 0).sum(0) < 2, ["lower", "upper"]] = np.nan
     return table
@@ -134,7 +134,7 @@ def interval_shares(
     intervals: Column,
     clusters: Column,
     *,
-    rng: np.random.Generator,
+    seed: Seed = 0,
     values: Column | None = None,
     confidence: float = 0.95,
     resamples: int = 1000,
@@ -156,7 +156,7 @@ def interval_shares(
         with np.errstate(invalid="ignore"):  # 0/0 where nothing at all was measured
             return drawn / drawn.sum(-1, keepdims=True)
 
-    return _label(_table(evaluate, totals, counts, confidence, resamples, rng), edges)
+    return _label(_table(evaluate, totals, counts, confidence, resamples, seed), edges)
 
 
 def _cluster_totals(
@@ -181,12 +181,12 @@ def _table(
     counts: np.ndarray,
     confidence: float,
     resamples: int,
-    rng: np.random.Generator | None,
+    seed: Seed = 0,
 ) -> "pd.DataFrame":
     """Evaluate on the data and on resamples, and lay out the rows."""
     import pandas as pd
 
-    value, lower, upper = bootstrap(evaluate, len(counts), rng=rng, confidence=confidence, resamples=resamples)
+    value, lower, upper = bootstrap(evaluate, len(counts), seed=seed, confidence=confidence, resamples=resamples)
     measured = counts.sum(0).astype(np.int64)
     return pd.DataFrame(
         {"num_tokens": num_tokens, "num_measured": measured, "value": value, "lower": lower, "upper": upper}

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
 Evaluate = Callable[[np.ndarray], np.ndarray]
 """How often each cluster is drawn, [draws, clusters], to the statistics, [draws, n]; NaN where a draw has none."""
+Seed = int | np.random.Generator | None
+"""Of a bootstrap: what `numpy.random.default_rng` takes; None: without intervals."""
 
 
-def draw_clusters(num_clusters: int, resamples: int, rng: np.random.Generator) -> np.ndarray:
+def draw_clusters(num_clusters: int, resamples: int, seed: Seed) -> np.ndarray:
     """[resamples, num_clusters]: how often each cluster is among as many drawn with replacement."""
-    return rng.multinomial(num_clusters, np.full(num_clusters, 1 / num_clusters), size=resamples)
+    shares = np.full(num_clusters, 1 / num_clusters)
+    return np.random.default_rng(seed).multinomial(num_clusters, shares, size=resamples)
 
 
 def percentiles(draws: np.ndarray, confidence: float) -> np.ndarray:
@@ -44,47 +47,63 @@ def bootstrap(
     evaluate: Evaluate,
     num_clusters: int,
     *,
-    rng: np.random.Generator | None,
+    seed: Seed = 0,
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> np.ndarray:
     """[3, n]: n statistics of the sample, and lower and upper percentiles of them over redrawn clusters.
 
-    The bounds are NaN with fewer than two clusters, and without `rng`. Raises InputError for no confidence level and
+    The bounds are NaN with fewer than two clusters, and with seed None. Raises InputError for no confidence level and
     for no resample.
 
     >>> heights = np.array([1.0, 2.0, 6.0])
-    >>> bootstrap(lambda weights: weights @ heights[:, None] / 3, 3, rng=None).tolist()
+    >>> bootstrap(lambda weights: weights @ heights[:, None] / 3, 3, seed=None).tolist()
     [[3.0], [nan], [nan]]
     """
     if not 0 < confidence < 1 or resamples < 1:
         raise InputError(f"confidence {confidence}, {resamples} resamples; give a level inside (0, 1) and at least one")
     sample = evaluate(np.ones((1, num_clusters)))[0]
-    bounds = np.full((2, len(sample)), np.nan)
-    if num_clusters > 1 and rng is not None:
-        bounds = percentiles(evaluate(draw_clusters(num_clusters, resamples, rng)), confidence)
-    return np.vstack([sample, bounds])
+    return np.vstack([sample, percentiles(redraw(evaluate, num_clusters, seed, resamples), confidence)])
+
+
+def redraw(evaluate: Evaluate, num_clusters: int, seed: Seed, resamples: int = 1000) -> np.ndarray:
+    """[resamples, n]: the statistics of redrawn clusters; no row with fewer than two clusters, and with seed None."""
+    if num_clusters < 2 or seed is None:
+        return evaluate(np.ones((1, num_clusters)))[:0]
+    return evaluate(draw_clusters(num_clusters, resamples, seed))
+
+
+def odds_of_largest(draws: np.ndarray) -> np.ndarray:
+    """[n]: in which share of the draws, [draws, n], each column is the largest; NaN without a draw that has a value.
+
+    >>> odds_of_largest(np.array([[1.0, 2.0], [3.0, 2.0], [np.nan, 2.0], [np.nan, np.nan]])).round(2).tolist()
+    [0.33, 0.67]
+    """
+    drawn = draws[~np.isnan(draws).all(1)]
+    if not len(drawn):
+        return np.full(draws.shape[1], np.nan)
+    return np.bincount(np.nanargmax(drawn, axis=1), minlength=draws.shape[1]) / len(drawn)
 
 
 def centred_bootstrap(
     evaluate: Evaluate,
     num_clusters: int,
     *,
-    rng: np.random.Generator | None,
+    seed: Seed = 0,
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> np.ndarray:
     """As `bootstrap`, for statistics that redrawing biases: [3, n], value, lower and upper.
 
     The bounds are value + (percentile − mean of the draws) · t/z · √(n/(n−1)), with the quantiles t of Student's
-    distribution with n − 1 degrees of freedom and z of the normal one. NaN with one cluster, and without rng.
+    distribution with n − 1 degrees of freedom and z of the normal one. NaN with one cluster, and with seed None.
     """
     from scipy.stats import norm, t
 
     value = evaluate(np.ones((1, num_clusters)))[0]
     bounds = np.full((2, len(value)), np.nan)
-    if num_clusters > 1 and rng is not None:
-        draws = evaluate(draw_clusters(num_clusters, resamples, rng))
+    if num_clusters > 1 and seed is not None:
+        draws = evaluate(draw_clusters(num_clusters, resamples, seed))
         known, tail = ~np.isnan(draws).all(0), (1 - confidence) / 2
         factor = t.ppf(1 - tail, num_clusters - 1) / norm.ppf(1 - tail) * np.sqrt(num_clusters / (num_clusters - 1))
         away = percentiles(draws[:, known], confidence) - np.nanmean(draws[:, known], axis=0)

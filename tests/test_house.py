@@ -51,9 +51,9 @@ def test_an_import_from_a_lower_room_is_named(tmp_path):
 
 
 def test_an_import_past_a_door_is_named(tmp_path):
-    door = "import lazy_loader\na = lazy_loader.attach(__name__, submod_attrs={'loading': ['load']})"
+    door = {"policy/__init__.py": "", "policy/__init__.pyi": "from .loading import load as load"}
     user = "from gradscope.policy import load\nfrom gradscope.policy.loading import hidden"
-    write(tmp_path, {"policy/__init__.py": door, "policy/loading.py": "", "rollouts/batch.py": user})
+    write(tmp_path, {**door, "policy/loading.py": "", "rollouts/batch.py": user})
     assert complaints(tmp_path) == ["rollouts.batch imports policy.loading past the door of policy"]
 
 
@@ -102,11 +102,12 @@ class House:
         path, found = self.files.get(room), {}
         if path is None or path.name != "__init__.py":
             return found
+        stub = path.with_suffix(".pyi")
+        for node in ast.walk(ast.parse(stub.read_text(encoding="utf-8"))) if stub.is_file() else ():
+            if isinstance(node, ast.ImportFrom):
+                found |= {alias.name: f"{room}.{node.module}" for alias in node.names}
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.keyword) and node.arg == "submod_attrs":
-                for file, names in ast.literal_eval(node.value).items():
-                    found |= dict.fromkeys(names, f"{room}.{file}")
-            elif isinstance(node, ast.ImportFrom) and node.module.startswith("gradscope."):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("gradscope."):
                 source = node.module.removeprefix("gradscope.")
                 found |= {alias.name: source for alias in node.names if f"{source}.{alias.name}" not in self.files}
         return found

@@ -1,20 +1,86 @@
 """What is shipped: the wheel holds every file of the package, and the checks that the tests rely on are really on."""
 
+import os
 import re
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
+import pytest
 
-def test_the_wheel_holds_every_file_of_the_package(repository, tmp_path):
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+import gradscope
+
+
+@pytest.fixture(scope="module")
+def built(repository, tmp_path_factory) -> Path:
+    """The folder of the wheel and the source distribution, as `python -m build` makes them."""
+    folder = tmp_path_factory.mktemp("built")
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
     done = subprocess.run(build, cwd=repository, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory) -> Path:
+    """The bin of an environment that holds the wheel and sees the libraries of this one, but not this repository."""
+    environment = tmp_path_factory.mktemp("installed") / "env"
+    venv.create(environment, with_pip=False)
+    bin_ = environment / "bin"
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "libraries.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(bin_ / "python"),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+    ]
+    subprocess.run([*pip, str(next(built.glob("*.whl")))], check=True)
+    return bin_
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_the_source_what_its_tests_need(repository, built):
+    (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("gradscope/")}
     assert shipped == {path.relative_to(repository).as_posix() for path in package_files(repository)}
+    with tarfile.open(source) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert shipped | {"README.md", "LICENSE", "Makefile", "tests/conftest.py", "docs/index.md", "mkdocs.yml"} <= names
+
+
+def test_the_wheel_runs_in_another_folder(installed, tmp_path):
+    said = run_in(tmp_path, installed / "gradscope", "--version")
+    assert said.split() == ["gradscope", gradscope.__version__]
+    place = run_in(tmp_path, installed / "python", "-c", "import gradscope; print(gradscope.__file__)")
+    assert Path(place.strip()).is_relative_to(installed.parent)
+
+
+@pytest.mark.all
+def test_the_demo_runs_from_the_wheel(installed, tmp_path):
+    said = run_in(tmp_path, installed / "gradscope", "demo", "--out", "demo")
+    assert "response tokens were measured" in said and (tmp_path / "demo" / "figures" / "figure_1.png").is_file()
+
+
+def run_in(folder: Path, *command: object) -> str:
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(list(map(str, command)), cwd=folder, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_readme_is_one_page(repository):
+    words = (repository / "README.md").read_text(encoding="utf-8").split()
+    assert len(words) <= 1_100
 
 
 def test_the_embedded_policy_is_at_most_four_megabytes(repository):

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import make_dataclass
-from functools import reduce
+from functools import cache, reduce
 from importlib import import_module
 from operator import or_
 from typing import Any
@@ -31,6 +31,33 @@ COMMANDS = {
     "evaluate": "Accuracy of a policy on a task's questions: greedy, avg@k and pass@k, with intervals.",
 }
 """A class of that name, with a capital, is in the file of that name."""
+EXAMPLES = {
+    "demo": ("", "--out demo-out"),
+    "sample": (
+        "embedded --task knights-knaves-compact --temperature 0.7 --out rollouts.jsonl",
+        "runs/checkpoint-500 --prompts prompts.jsonl --out rollouts.jsonl",
+    ),
+    "measure": (
+        "runs/checkpoint-500 runs/completions --step 501 --temperature 0.7 --out measured",
+        "runs/checkpoint-500 rollouts.jsonl --plan",
+    ),
+    "diagnose": (
+        "runs/checkpoint-500 --rollouts runs/completions --temperature 0.7 --out report",
+        "runs/checkpoint-* --rollouts runs/completions --temperature 0.7 --out report",
+        "--rollouts token_exports --out report",
+    ),
+    "compare": (
+        "runs/checkpoint-500 rollouts.jsonl --out compared",
+        "runs/checkpoint-500 rollouts.jsonl --methods reweight:alpha=0.1 lopti own.py:mine --out compared",
+    ),
+    "tune": ("runs/checkpoint-500 rollouts.jsonl --out tuned",),
+    "train": (
+        "--preset kk-embedded --reweight-alpha 0.3 --out runs/reweight",
+        "--preset kk-qwen2.5-3b --plan --device-memory 80",
+    ),
+    "evaluate": ("runs/checkpoint-500 --task math --data math500.parquet --k 16 --out evaluated",),
+}
+"""Arguments of each command, to begin with."""
 GO_ON = {"train": "the same command with --resume goes on where it was", "sample": "nothing of it is kept"}
 """Advice after an interruption; the other commands are simply run again."""
 OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
@@ -38,11 +65,14 @@ OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 
 def _parse(args: Sequence[str]) -> Any:
     """The command that was asked for; prints help, the version or a complaint, and exits, where it is none."""
+    _join_lines_of_help()
     if args and args[0] in COMMANDS:
         flags, module = import_module("gradscope.cli.flags"), import_module(f"gradscope.cli.{args[0]}")
         command = getattr(module, args[0].capitalize())
         defaults = command.defaults(args) if hasattr(command, "defaults") else {}
-        own = {"prog": f"gradscope {args[0]}", "args": args[1:]}
+        lines = [f"  gradscope {args[0]} {example}".rstrip() for example in EXAMPLES[args[0]]]
+        about = "\n".join([" ".join(command.__doc__.split()), "", "Examples:", *lines])
+        own = {"prog": f"gradscope {args[0]}", "args": args[1:], "description": about}
         return tyro.cli(command, **own, **defaults, config=OPTIONS, registry=flags.REGISTRY)
     if list(args) == ["--version"]:
         print(f"gradscope {__version__}")
@@ -52,6 +82,20 @@ def _parse(args: Sequence[str]) -> Any:
         "Which tokens does an RL update of a language model serve? `gradscope COMMAND --help` has a command's flags."
     )
     return tyro.cli(reduce(or_, names), args=args, prog="gradscope", description=about, config=OPTIONS)
+
+
+def _join_lines_of_help() -> None:
+    """tyro would keep the line breaks of indented docstrings."""
+    read = getattr(tyro._docstrings, "parse_docstring_from_object", None)
+    if read is None or hasattr(read, "joins_lines"):
+        return
+
+    @cache
+    def join(kind: object) -> dict[str, str]:
+        return {name: " ".join(words.split()) for name, words in read(kind).items()}
+
+    join.joins_lines = True
+    tyro._docstrings.parse_docstring_from_object = join
 
 
 def main(args: Sequence[str] | None = None) -> None:

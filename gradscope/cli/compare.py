@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradscope.cli.flags import FormatFlag, MeasuredPolicyFlags, MemoryFlag
+from gradscope.cli.flags import FormatFlag, Many, MeasuredPolicyFlags, MemoryFlag
 from gradscope.cli.manifest import own_weightings
 from gradscope.cli.measure import MeasureOwn
 from gradscope.cli.measured import Measured
@@ -33,11 +33,11 @@ class Compare(MeasuredPolicyFlags):
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Checkpoint folder of transformers or of a LoRA adapter, or "embedded"; best a policy in training."""
     rollouts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
-    """JSONL or parquet, a row per response, or a trainer's dump: a file, or a folder of them (see the README)."""
+    """JSONL or parquet, a row per response, or a trainer's rollout log: a file, or a folder of them."""
     out: Path
     """Folder for compare.csv, by_interval.csv, weights.parquet, summary.txt, figures/, tokens.parquet and
     manifest.json. A run that was interrupted is taken up again."""
-    methods: tuple[str, ...] = ()
+    methods: Annotated[tuple[str, ...], Many] = ()
     """Weightings, NAME[:key=value,…] or FILE.py:NAME[:key=value,…]; none: all that the rollouts have columns for."""
     aggregation: Literal["token-mean", "sequence"] = "token-mean"
     """How the losses add up: over all tokens alike, or the mean over responses of the mean over their tokens."""
@@ -52,9 +52,9 @@ class Compare(MeasuredPolicyFlags):
     """Bytes for vectors as long as the parameters, which decide how many weightings go through the network at a time,
     and whether their gradients are made whole, in slices of the parameters or as sketches."""
     format: FormatFlag = None
-    """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
+    """Format of the rollouts: native, trl, verl, prime_rl, …."""
     step: int | None = None
-    """Only the responses of this training step, where a dump holds several."""
+    """Only the responses of this training step, where a log holds several."""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
 
@@ -111,7 +111,7 @@ class Compare(MeasuredPolicyFlags):
             measured.measurement.batch,
             self.methods or None,
             table=measured.read_table(),
-            settings=self.settings.loss,
+            loss=self.settings.loss,
             aggregation=self.aggregation,
             optimizer_state=state,
             step=None if step is None else replace(step, max_grad_norm=self.max_grad_norm),

@@ -40,6 +40,6 @@ class Demo:
                 temperature=0.7,
                 seed=self.seed,
                 overwrite=True,
-            ).run()
+            ).sample()
         settings = MeasureSettings(seed=self.seed)
         Measure("embedded", rollouts, self.out, settings, constants=3, overwrite=self.overwrite).run()

@@ -1,4 +1,4 @@
-"""`gradscope diagnose`: checkpoints, or a trainer's dump alone, as a page to read."""
+"""`gradscope diagnose`: checkpoints, or a trainer's rollout log alone, as a page to read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradscope.cli.flags import FormatFlag, MeasuredPolicyFlags, MemoryFlag, check_no_plan
+from gradscope.cli.flags import FormatFlag, Many, MeasuredPolicyFlags, MemoryFlag, check_no_plan
 from gradscope.cli.measure import MeasureOwn
 from gradscope.cli.measured import Measured
 from gradscope.cli.optimizer import read_step
@@ -30,48 +30,51 @@ from gradscope.cli.pages import (
 from gradscope.cli.sample import Sample
 from gradscope.diagnosis import DiagnosisSettings
 from gradscope.errors import InputError
-from gradscope.gradients import AFTERWARDS, MeasureSettings
+from gradscope.gradients import AFTERWARDS, MeasureSettings, describe_seconds, largest_share
 from gradscope.policy import (
     ADAPTER_CONFIG,
     EMBEDDED,
     Policy,
+    find_checkpoint,
     find_policy_state,
+    gradient_budget,
     refuse_training_run,
     weights_hash,
 )
 from gradscope.rollouts import list_files
 from gradscope.runs import check_is_folder, check_results, file_hash, plain_json
+from gradscope.updates import SGD
 
 
 @dataclass(frozen=True)
 class Diagnose(MeasuredPolicyFlags):
     """Which tokens does the update of your checkpoints serve? One HTML page each, with what it is made of beside it."""
 
-    model: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = ()
+    model: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = ()
     """Checkpoint folders, or "embedded"; several: a page for each, and one of the trend over their training steps.
     None: what the rollouts alone say, without any policy."""
     out: Path | None = None
     """Folder for report.html, tokens.parquet, data/ and manifest.json; of several checkpoints, a folder each in it.
     An interrupted run is taken up again. Needed unless --plan."""
-    rollouts: tuple[Path, ...] = ()
-    """Rollouts or a trainer's dump: one for all checkpoints, or one for each in their order. None: they are sampled
-    from each checkpoint, with --task or --prompts."""
+    rollouts: Annotated[tuple[Path, ...], Many] = ()
+    """Rollouts or a trainer's rollout log: one for all checkpoints, or one for each in their order. None: they are
+    sampled from each checkpoint, with --task or --prompts."""
     step: int | None = None
-    """Only the responses of this training step; none: of a dump that holds several, those that this checkpoint sampled:
+    """Only the responses of this training step; none: of a log that holds several, those that this checkpoint sampled:
     of the step after its own, or the nearest one."""
     format: FormatFlag = None
-    """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
+    """Format of the rollouts: native, trl, verl, prime_rl, …."""
     task: str | None = None
     """Without rollouts: the task whose questions are answered (see `gradscope sample`)."""
     prompts: Path | None = None
     """Without rollouts: prompts in place of a task; without a reward nothing has a weight."""
-    data: tuple[str, ...] = ()
+    data: Annotated[tuple[str, ...], Many] = ()
     """Files of the task's questions (see `gradscope sample`)."""
     questions: int = 16
     """How many questions of the task."""
     n: int = 8
     """Responses per question."""
-    max_new_tokens: int = 512
+    max_new_tokens: int = 1024
     """Longest response that is sampled."""
     engine: Literal["hf", "vllm"] = "hf"
     """The engine that samples: transformers or vLLM."""
@@ -106,7 +109,7 @@ class Diagnose(MeasuredPolicyFlags):
         self._check()
         if self.plan:
             for model, rollouts in self._pairs():
-                self._measure(model, rollouts, None).run()
+                self._plan(model, rollouts)
             return
         check_no_plan(machine=self.machine, processes=self.processes)
         folders = name_folders(self.model, self.out) if self.model else [self.out]
@@ -173,11 +176,12 @@ class Diagnose(MeasuredPolicyFlags):
     def _check_files(self) -> None:
         """InputError for files that would otherwise fail after much is measured."""
         for model in self.model:
-            if model != "embedded" and not os.path.isdir(model):
-                raise InputError(f"{model} is no folder here; give the folder of a checkpoint, or 'embedded'")
-            refuse_training_run(Path(model))
+            folder = find_checkpoint(model)
+            if model != "embedded" and not os.path.isdir(folder):
+                raise InputError(f"{model} is not a folder; give the folder of a checkpoint, or 'embedded'")
+            refuse_training_run(Path(folder))
             if model != "embedded" and not any(
-                (Path(model) / name).is_file() for name in ("config.json", ADAPTER_CONFIG)
+                (Path(folder) / name).is_file() for name in ("config.json", ADAPTER_CONFIG)
             ):
                 raise InputError(f"{model} holds no config.json; give the folder of a checkpoint, or 'embedded'")
         for path in self.rollouts:
@@ -221,13 +225,13 @@ class Diagnose(MeasuredPolicyFlags):
         wanted = {"task": self.task, "prompts": self.prompts, "data": self.data, "questions": self.questions}
         wanted |= {"n": self.n, "temperature": temperature, "max_new_tokens": self.max_new_tokens}
         wanted |= {"engine": self.engine, "seed": self.settings.seed, "dtype": self.dtype, "device": self.device}
-        files = {"weights": weights_hash(EMBEDDED if model == "embedded" else model)}
+        files = {"weights": weights_hash(EMBEDDED if model == "embedded" else find_checkpoint(model))}
         if self.prompts is not None and self.prompts.is_file():
             files["asked"] = file_hash(self.prompts)
         told = json.dumps({**wanted, **files, "model": model}, default=str, sort_keys=True)
         path = folder / f"rollouts-{hashlib.sha256(told.encode()).hexdigest()[:8]}.jsonl"
         if not path.is_file():
-            Sample(model, path, **wanted, base=self.base, trust_remote_code=self.trust_remote_code).run()
+            Sample(model, path, **wanted, base=self.base, trust_remote_code=self.trust_remote_code).sample()
         return path
 
     def _measure(self, model: str, rollouts: Path, folder: Path | None) -> MeasureOwn:
@@ -236,6 +240,23 @@ class Diagnose(MeasuredPolicyFlags):
         given |= {"optimizer_state": self.optimizer_state, "overwrite": self.overwrite}
         given["max_grad_norm"] = self.max_grad_norm
         return MeasureOwn(model, rollouts, folder, self.settings, **given, **self.loading)
+
+    def _plan(self, model: str, rollouts: Path) -> None:
+        """Print what measuring takes, and all that follows it."""
+        from gradscope.diagnosis import SUMS, part_costs
+
+        policy, plan = self._measure(model, rollouts, None).make_plan()
+        print(plan)
+        if plan.sums is None:
+            return
+        _, step, _ = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
+        known = {"sums": plan.sums.forward_passes, "memory": self.gradient_memory or gradient_budget(policy.device)}
+        costs = part_costs(policy, self._diagnosis_settings(), step or SGD, **known, metric=step is not None)
+        shared = plan.sums_seconds / plan.sums.forward_passes
+        alone = shared / largest_share(plan.prompts, plan.processes)  # one process does all but the sums
+        print(f"What diagnose adds to the table, {sum(costs.values()):.0f} forward passes over the batch at most:")
+        for part, passes in costs.items():
+            print(f"    {part:<28}{describe_seconds(passes * (shared if part == SUMS else alone))}")
 
     def _diagnosis_settings(self, measured: Measured | None = None) -> DiagnosisSettings:
         """measured: None for a look at the flags alone."""
@@ -287,13 +308,13 @@ class Diagnose(MeasuredPolicyFlags):
             return
         facts = make_facts(model, measured) | {"optimizer state": "none" if state is None else "AdamW's, saved"}
         facts |= {"step that is shown": describe_step(found.step)}
-        said = (*measured.dump.without_notes("on-policy").notes, *notes)
-        report = make_report(found, policy, batch, title=f"gradscope diagnosis: {model}", facts=facts, notes=said)
+
+        report = make_report(found, policy, batch, title=f"gradscope diagnosis: {model}", facts=facts, notes=notes)
         with folder.writing():
             folder.stage()
             write_report(folder.staged, report)
             folder.publish(folder.manifest | {"diagnosis": drawn})
-        print(f"{folder.folder / PAGE}\n\n{in_words(found)}\n")
+        print(f"{in_words(found)}\n{folder.folder / PAGE}")
 
     def _diagnose_dump(self) -> None:
         """What the rollouts say without any policy."""

@@ -12,7 +12,7 @@ import pandas as pd
 import tyro
 from tqdm import tqdm
 
-from gradscope.cli.flags import PolicyFlags, check_prompts, load_quietly
+from gradscope.cli.flags import Many, PolicyFlags, check_prompts, load_quietly
 from gradscope.cli.manifest import make_key, make_manifest
 from gradscope.errors import InputError
 from gradscope.policy import Policy, hash_ahead
@@ -42,13 +42,13 @@ class Evaluate(PolicyFlags):
     """Sampled responses to each question, beside the greedy one; 0: greedy only."""
     questions: int | None = None
     """How many questions; none: all of --data, or 128 that the task makes up."""
-    data: tuple[str, ...] = ()
+    data: Annotated[tuple[str, ...], Many] = ()
     """Files of questions, wildcards allowed, as given or below $GRADSCOPE_DATA; none: the task makes questions up."""
-    people: tuple[int, ...] | None = None
+    people: Annotated[tuple[int, ...] | None, Many] = None
     """For Knights & Knaves: only puzzles with these numbers of people."""
     temperature: float = 1.0
     """Sampling temperature; every token is drawn from the whole vocabulary."""
-    max_new_tokens: int = 4096
+    max_new_tokens: int = 1024
     """Longest response; the policy's context ends one too."""
     seed: int = 0
     """Draws the questions and the responses."""

@@ -20,7 +20,7 @@ DtypeFlag = Annotated[Dtype | None, _OWN]
 MeasuredDtypeFlag = Annotated[Dtype | Literal["upcast"] | None, _OWN]
 DeviceFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: a GPU where there is one)")]
 
-FormatFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: told by the columns)")]
+FormatFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: detected from the columns)")]
 
 
 def parse_memory(given: str) -> int | None:
@@ -93,7 +93,7 @@ class MeasuredPolicyFlags(PolicyFlags):
 
 
 def print_notes(notes: Sequence[str]) -> None:
-    """Print the notes on a trainer's dump, a line each."""
+    """Print the notes on a trainer's rollout log, a line each."""
     for note in notes:
         print(f"note: {note}")
 
@@ -136,6 +136,9 @@ def check_no_plan(**given: str | float | None) -> None:
             flag = f"--{name.replace('_', '-')}"
             raise InputError(f"{flag} is {value}, which only a plan is made for; add --plan, or leave it out")
 
+
+Many = tyro.conf.arg(help_behavior_hint="(default: none)")
+"""Of a flag that takes several values."""
 
 REGISTRY = tyro.constructors.ConstructorRegistry()
 

@@ -44,6 +44,7 @@ def own_weightings(methods: Iterable[str]) -> list[str]:
 
 def describe_dump(path: Path, dump: Dump, sha256: str) -> dict[str, Any]:
     """The rollouts in a manifest: which file, as which format it was read, and what a reader must know of it."""
-    step = next((note for note in dump.notes if note.kind == "step"), None)
+    step = next((note for note in dump.notes if note.kind in ("step", "other-step")), None)
+    other = any(note.kind == "other-step" for note in dump.notes)
     told = {"path": str(path), "sha256": sha256, "format": dump.format, "notes": list(dump.notes)}
-    return told | {"step_note": step}
+    return told | {"step_note": step, "other_step": other}

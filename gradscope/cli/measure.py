@@ -36,6 +36,7 @@ from gradscope.gradients import (
     ADAMW,
     BUDGET,
     PILOT,
+    MeasurePlan,
     MeasureSettings,
     Round,
     Stopwatch,
@@ -64,8 +65,8 @@ from gradscope.policy import (
 from gradscope.rollouts import Dump, TokenBatch, keep_own_step
 from gradscope.runs import RunFolder, file_hash, is_table, write_parquet, write_text
 
-SUMMARY = "figures/summary.txt"
-"""Where in its folder a run keeps the summary that it prints."""
+SUMMARY, THEORY = "figures/summary.txt", "figures/theory.txt"
+"""Where in its folder a run keeps the summary that it prints, and what --theory adds."""
 
 
 def describe_speedup(speedup: float) -> str:
@@ -83,9 +84,10 @@ class Measure(MeasuredPolicyFlags):
     """Measure every response token's own gradient: a token table, figures and a summary, in one folder."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """Checkpoint folder of transformers (any decoder-only causal LM) or of a LoRA adapter, or "embedded"."""
+    """Checkpoint folder of transformers (any decoder-only causal LM) or of a LoRA adapter, the name of a model in the
+    local Hugging Face cache, or "embedded"."""
     rollouts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
-    """JSONL or parquet, a row per response, or a trainer's dump: a file, or a folder of them (see the README)."""
+    """JSONL or parquet, a row per response, or a trainer's rollout log: a file, or a folder of them."""
     out: Path | None = None
     """Folder for tokens.parquet, manifest.json, figures/ and, with estimates, interval_norms.csv; needed unless --plan.
     A run that was interrupted is taken up again."""
@@ -106,6 +108,8 @@ class Measure(MeasuredPolicyFlags):
     certified by an exact SVD up to 1,024 activations in a context, estimated by Lanczos beyond."""
     figures: bool = True
     """Also draw figures/ and write summary.txt, which asks the network for the intervals' summed gradients."""
+    theory: bool = False
+    """Also print figures/theory.txt: how well Prop. 4.2 and powers of 1−π describe these tokens."""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
     plan: bool = False
@@ -115,9 +119,10 @@ class Measure(MeasuredPolicyFlags):
     processes: int | None = None
     """With --plan: how many processes are launched, each on a GPU of its own."""
     format: FormatFlag = None
-    """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
+    """Format of the rollouts: native, trl, verl, prime_rl, …."""
     step: int | None = None
-    """Only the responses of this training step, where a dump holds several."""
+    """Only the responses of this training step; none: of a log that holds several, those that MODEL sampled, of the
+    step after its own, or of the nearest one."""
     optimizer_state: Path | None = None
     """For --metric adamw: its state_dict, saved by torch; none: optimizer.pt in MODEL's folder, if it is there."""
     max_grad_norm: float | None = 1.0
@@ -128,7 +133,7 @@ class Measure(MeasuredPolicyFlags):
 
     def run(self) -> None:
         if self.plan:
-            self._plan()
+            print(self.make_plan()[1])
             return
         check_no_plan(machine=self.machine, processes=self.processes)
         self._check_constants()
@@ -136,7 +141,17 @@ class Measure(MeasuredPolicyFlags):
         if self.figures:
             self._draw(measured)
         if self.figures and measured.processes.is_main:
-            print(f"figures: {self.out / 'figures'}\n\n{(self.out / SUMMARY).read_text(encoding='utf-8').rstrip()}")
+            texts = [SUMMARY, *([THEORY] if self.theory and (self.out / THEORY).is_file() else [])]
+            print(*((self.out / name).read_text(encoding="utf-8") for name in texts), sep="\n")
+            print(f"{self.out / TABLE}, figures in {self.out / 'figures'}")
+            asked = {
+                "temperature": self.settings.temperature,
+                "step": self.step,
+                "format": self.format,
+                "base": self.base,
+            }
+            flags = "".join(f" --{name} {value}" for name, value in asked.items() if value is not None)
+            print(f"next: gradscope diagnose {self.model} --rollouts {self.rollouts}{flags} --out DIR")
 
     def measure(self) -> Measured:
         """Fill the folder's table, unless that was done before."""
@@ -193,7 +208,10 @@ class Measure(MeasuredPolicyFlags):
         from gradscope.rollouts import read_dump
 
         dump = read_dump(self.rollouts, policy, format=self.format, step=self.step)
-        return dump if self.settings.temperature is None else dump.without_notes("temperature")
+        dump = keep_own_step(dump, checkpoint_step(self.model))
+        if self.settings.temperature is None:
+            return dump
+        return replace(dump, batch=dump.batch.without_notes("temperature"))
 
     def has_metric(self, policy: Policy) -> bool:
         """Whether summed gradients are also made in AdamW's metric."""
@@ -213,6 +231,8 @@ class Measure(MeasuredPolicyFlags):
         return measured.sums_limit if self.keeps_prompts else min(measured.sums_limit, measured.sums_seconds)
 
     def _check_constants(self) -> None:
+        if self.theory and not self.figures:
+            raise InputError("--theory is made with the figures; leave out --no-figures, or --theory")
         if self.constants < 0:
             raise InputError(f"--constants is {self.constants}; give 0 or more contexts")
         if self.constants and self.settings.norms == "estimate":
@@ -220,7 +240,8 @@ class Measure(MeasuredPolicyFlags):
                 f"--constants is {self.constants}, which needs exact norms by layer; leave it out, or --norms"
             )
 
-    def _plan(self) -> None:
+    def make_plan(self) -> tuple[Policy, MeasurePlan]:
+        """The policy, without weights, and what measuring it takes."""
         from gradscope.gradients import outline_policy, plan_batch
         from gradscope.policy import find_whole
 
@@ -233,7 +254,7 @@ class Measure(MeasuredPolicyFlags):
         policy = outline_policy(find_whole(self.model, self.base), self.blocks)
         given["metric"] = self.has_metric(policy)
         kind = "cuda" if self.machine is not None else torch.device(find_device(self.device)).type
-        print(plan_batch(policy, self.read(policy).batch, self.settle(policy, kind), **given))
+        return policy, plan_batch(policy, self.read(policy).batch, self.settle(policy, kind), **given)
 
     def _key(self, policy: Policy, settings: MeasureSettings) -> dict[str, Any]:
         from gradscope.rollouts import rollouts_hash
@@ -416,7 +437,7 @@ class Measure(MeasuredPolicyFlags):
             return times["preparing"] + times["measuring"] * costs[0] / costs[1]
 
         rng = np.random.default_rng(settings.seed)
-        error = sampling_error(table, interval_labels(measurement.edges), rng=rng)
+        error = sampling_error(table, interval_labels(measurement.edges), seed=rng)
         if error is not None:
             sample["error"] = error.in_words(None if times is None else seconds)
         return sample
@@ -424,7 +445,7 @@ class Measure(MeasuredPolicyFlags):
 
 @dataclass(frozen=True)
 class MeasureOwn(Measure):
-    """Measure a checkpoint on its own rollouts: the step that it sampled, where a dump holds several."""
+    """Measure a checkpoint on its own rollouts: the step that it sampled, where a log holds several."""
 
     keeps_prompts: ClassVar[bool] = True
 
@@ -441,8 +462,7 @@ class MeasureOwn(Measure):
 
     def read(self, policy: Policy) -> Dump:
         read_step(policy, self.optimizer_state, asked=True)  # refused here, not when all is measured
-        dump = super().read(policy)
-        return dump if self.step is not None else keep_own_step(dump, checkpoint_step(self.model))
+        return super().read(policy)
 
 
 def describe_norms(measurement: TableMeasurement, table: pd.DataFrame) -> dict[str, Any]:

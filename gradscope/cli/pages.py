@@ -1,4 +1,4 @@
-"""What `gradscope diagnose` writes beside a checkpoint's own page: the trend, a dump alone, and how all was made."""
+"""What `gradscope diagnose` writes beside a checkpoint's own page: the trend, a log alone, and how all was made."""
 
 from __future__ import annotations
 
@@ -85,10 +85,11 @@ def describe_step(step: StepSettings) -> str:
 
 
 def in_words(diagnosis: Diagnosis) -> str:
-    """The findings, a line each."""
-    from gradscope.diagnosis import findings
+    """What the page's first screen says, a line each, what may change it first."""
+    from gradscope.diagnosis import decide
 
-    return "\n".join(f"- {statement}" for statement, _, _ in findings(diagnosis))
+    warnings = [f"warning: {note}" for note in diagnosis.warnings]
+    return "\n".join([*warnings, *(f"- {sentence}" for sentence in decide(diagnosis, diagnosis.findings))])
 
 
 def trend_folder(out: Path, folders: Sequence[Path], *, overwrite: bool) -> RunFolder:
@@ -108,13 +109,16 @@ def write_trend(models: Sequence[str], folders: Sequence[Path], out: Path, *, ov
     from gradscope.diagnosis import make_trend_report, write_report
 
     steps, notes = name_steps(models)
-    frames = [pd.read_csv(folder / STATISTICS).assign(step=step) for folder, step in zip(folders, steps, strict=True)]
+    manifests = [read_json(folder / MANIFEST) for folder in folders]
+    frames = [
+        pd.read_csv(folder / STATISTICS).assign(step=step, other_step=manifest["rollouts"].get("other_step", False))
+        for folder, step, manifest in zip(folders, steps, manifests, strict=True)
+    ]
     trend = pd.concat(frames, ignore_index=True).sort_values("step", kind="stable", ignore_index=True)
     run = trend_folder(out, folders, overwrite=overwrite)
     links = [
         (f"{folder.name}: step {step}", f"{folder.name}/{PAGE}") for folder, step in zip(folders, steps, strict=True)
     ]
-    manifests = [read_json(folder / MANIFEST) for folder in folders]
     if len({manifest["diagnosis"]["optimizer_state"] is None for manifest in manifests}) > 1:
         notes = [*notes, "only some checkpoints have an optimizer state: the steps of the others are SGD's"]
     rollouts = [manifest["rollouts"] for manifest in manifests]
@@ -161,7 +165,7 @@ def diagnose_dump(
     rollouts = describe_dump(path, dump, key["rollouts"])
     rollouts["notes"] += logit_notes(table)
     print_notes(rollouts["notes"])
-    shares = logit_shares(table, rng=np.random.default_rng(seed))
+    shares = logit_shares(table, seed=np.random.default_rng(seed))
     facts = {"rollouts": f"{path} ({dump.format})", "policy": "none", "gradscope": __version__}
     report = make_logit_report(table, shares, facts=facts, notes=rollouts["notes"])
     with folder.writing():

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradscope.cli.flags import PolicyFlags, check_prompts, load_quietly
+from gradscope.cli.flags import Many, PolicyFlags, check_prompts, load_quietly
 from gradscope.errors import InputError
 from gradscope.policy import check_prompt
 from gradscope.runs import check_is_folder, check_writable
@@ -28,9 +28,9 @@ class Sample(PolicyFlags):
     """A registered task (knights-knaves-compact, math, …) or path/to/file.py:NAME: prompts and a reward."""
     prompts: Path | None = None
     """Instead of a task: a text file with a prompt per line, or JSONL with a field "prompt" (a string or a chat)."""
-    data: tuple[str, ...] = ()
+    data: Annotated[tuple[str, ...], Many] = ()
     """Files of the task's questions, wildcards allowed, as given or below $GRADSCOPE_DATA; none: it makes them up."""
-    people: tuple[int, ...] = ()
+    people: Annotated[tuple[int, ...], Many] = ()
     """For Knights & Knaves: only puzzles with these numbers of people; none: all that the task has."""
     questions: int = 16
     """How many questions of the task."""
@@ -38,7 +38,7 @@ class Sample(PolicyFlags):
     """Responses per question."""
     temperature: float = 1.0
     """Sampling temperature; every token is drawn from the whole vocabulary."""
-    max_new_tokens: int = 512
+    max_new_tokens: int = 1024
     """Longest response; the policy's context ends one too."""
     engine: Literal["hf", "vllm"] = "hf"
     """The engine that samples: transformers or vLLM."""
@@ -50,6 +50,11 @@ class Sample(PolicyFlags):
     """Replace the file if it exists."""
 
     def run(self) -> None:
+        self.sample()
+        print(f"next: gradscope measure {self.model} {self.out} --out DIR")
+
+    def sample(self) -> None:
+        """Write the file, and say what is in it."""
         from gradscope.rollouts import write_rollouts
         from gradscope.sampling import check_count, make_sampler, rollout_rows
         from gradscope.tasks import draw_questions, get_task
@@ -94,6 +99,8 @@ def read_prompts(path: Path) -> list[Any]:
         lines = [(number, line) for number, line in enumerate(path.read_text("utf-8").splitlines(), 1) if line.strip()]
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 ({error}); give a text file") from error
+    if path.suffix == ".json":
+        raise InputError(f"{path} is .json; give .jsonl with a field 'prompt', or a text file with a prompt per line")
     if not lines:
         raise InputError(f"{path} is empty; give a prompt per line")
     if path.suffix != ".jsonl":

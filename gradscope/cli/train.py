@@ -15,6 +15,9 @@ from gradscope.errors import InputError
 from gradscope.tasks import get_task
 from gradscope.trainer import TrainConfig
 
+FEW = 5
+"""Steps over which the first and the last rewards are averaged."""
+
 
 @dataclass(frozen=True)
 class Train:
@@ -66,7 +69,22 @@ class Train:
         quiet_transformers()
         last = train(self.config, self.out, resume=self.resume, overwrite=self.overwrite)
         if os.environ.get("RANK", "0") == "0":
-            print(f"trained; last checkpoint: {last}")
+            self._tell(last)
+
+    def _tell(self, last: Path) -> None:
+        """What was reached, and the next command."""
+        import pandas as pd
+
+        steps = pd.read_json(self.out / "metrics.jsonl", lines=True)
+        for name in ("reward_mean", "accuracy"):
+            first, end = steps[name].head(FEW).mean(), steps[name].tail(FEW).mean()
+            print(f"{name.removesuffix('_mean')}: {first:.2f} at first, {end:.2f} at the end of {len(steps)} steps")
+        print(f"last checkpoint: {last}")
+        task = f"--task {self.config.task} --temperature {self.config.temperature:g}"
+        for name in ("data", "people"):
+            if values := getattr(self.config, name):
+                task += f" --{name} {' '.join(map(str, values))}"
+        print(f"next: gradscope evaluate {last} {task} --out DIR")
 
     def _plan(self) -> None:
         from gradscope.gradients import shape_of

@@ -15,13 +15,20 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from gradscope.cli.flags import Dtype, FormatFlag, PolicyFlags, load_quietly, print_notes
+from gradscope.cli.flags import Dtype, FormatFlag, Many, PolicyFlags, load_quietly, print_notes
 from gradscope.cli.manifest import make_key, make_manifest, own_weightings
 from gradscope.cli.optimizer import told_rate
 from gradscope.errors import InputError
 from gradscope.gradients import refuse_narrow_weights
-from gradscope.objective import PAPER, LossSettings, check_weighting, resolve_advantages
-from gradscope.policy import Policy, find_optimizer_file, find_policy_state, hash_ahead, read_optimizer_file
+from gradscope.objective import PAPER, LossSettings, check_weighting, describe_batches, resolve_advantages
+from gradscope.policy import (
+    Policy,
+    checkpoint_step,
+    find_optimizer_file,
+    find_policy_state,
+    hash_ahead,
+    read_optimizer_file,
+)
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import RunFolder, file_hash, worker_context, write_text
 from gradscope.updates import (
@@ -55,15 +62,15 @@ class Tune(PolicyFlags):
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Checkpoint folder of transformers, or "embedded"; best a policy in training."""
     rollouts: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
-    """JSONL or parquet, a row per response (see the README); of several files, each is a batch."""
+    """JSONL or parquet, a row per response, or a trainer's rollout log; of several files, each is a batch."""
     out: Path
     """Folder for settings.csv, by_interval.csv, summary.txt, manifest.json and figures/. A run that was interrupted is
     taken up again."""
-    alphas: tuple[float, ...] = ()
+    alphas: Annotated[tuple[float, ...], Many] = ()
     """α of the grid; 0: no Reweight. Not given: 0 .1 .2 .3 .5 1, beside --methods 0 alone."""
-    etas: tuple[float | None, ...] = ()
+    etas: Annotated[tuple[float | None, ...], Many] = ()
     """η of the grid; none: no Lopti. Not given: none .1 .3 .5 .7 .9, beside --methods none alone."""
-    methods: tuple[str, ...] = ()
+    methods: Annotated[tuple[str, ...], Many] = ()
     """Further weightings, NAME[:key=value,…] or FILE.py:NAME[:key=value,…] as `gradscope compare` takes them; several
     values of a key have slashes between them: top-entropy:q=.1/.2/.4."""
     batches: int = 6
@@ -103,7 +110,7 @@ class Tune(PolicyFlags):
     seed: int = 0
     """Splits a single file, and redraws prompts for the intervals."""
     format: FormatFlag = None
-    """Format of the rollouts: native, trl, verl, prime_rl, … (see the README)."""
+    """Format of the rollouts: native, trl, verl, prime_rl, …."""
     dtype: Dtype = "float32"
     """Precision of the weights and of all that is computed; below float32 an update vanishes by rounding."""
     overwrite: bool = False
@@ -130,7 +137,7 @@ class Tune(PolicyFlags):
             print(f"already tuned with these arguments: {self.out / SETTINGS}")
         else:
             with folder.writing():
-                self._write(policy, self._count(policy, batches, how, folder), how, folder)
+                self._write(policy, batches, self._count(policy, batches, how, folder), how, folder)
         print(f"\n{self._read_summary()}")
 
     def _read_summary(self) -> str:
@@ -157,9 +164,10 @@ class Tune(PolicyFlags):
             raise InputError(f"--temperature is {self.temperature}; give a number above 0")
 
     def _read_batches(self, policy: Policy) -> list[TokenBatch]:
-        from gradscope.rollouts import read_dump
+        from gradscope.rollouts import keep_own_step, read_dump
 
-        dumps = [read_dump(path, policy, format=self.format) for path in self.rollouts]
+        step, own = checkpoint_step(self.model), [read_dump(path, policy, format=self.format) for path in self.rollouts]
+        dumps = [keep_own_step(dump, step) for dump in own]
         print_notes(list(dict.fromkeys(note for dump in dumps for note in dump.notes)))
         batches = [dump.batch for dump in dumps]
         if self.temperature is not None:
@@ -189,7 +197,7 @@ class Tune(PolicyFlags):
         step.check()
         if state is not None and self.learning_rate is None:
             print_notes(told_rate(state, step.learning_rate))
-        return {"settings": loss, "step": step, "optimizer_state": state, "memory": self.gradient_memory}
+        return {"loss": loss, "step": step, "optimizer_state": state, "memory": self.gradient_memory}
 
     def _key(self, policy: Policy, how: dict[str, Any], state: Path | None) -> dict[str, Any]:
         from gradscope.rollouts import rollouts_hash
@@ -202,7 +210,7 @@ class Tune(PolicyFlags):
             batches=self.batches if len(self.rollouts) == 1 else len(self.rollouts),
             grid=[setting.name for setting in how["grid"]],
             files=own_weightings(self.methods),
-            loss=asdict(how["settings"]),
+            loss=asdict(how["loss"]),
             step=step,
             optimizer_state=None if state is None else file_hash(state),
             actual=self.actual,
@@ -239,13 +247,22 @@ class Tune(PolicyFlags):
         """Whether the steps on this batch are also taken."""
         return self.actual and is_held_out(index)
 
-    def _write(self, policy: Policy, parts: Sequence[pd.DataFrame], how: dict[str, Any], folder: RunFolder) -> None:
+    def _write(
+        self,
+        policy: Policy,
+        batches: Sequence[TokenBatch],
+        parts: Sequence[pd.DataFrame],
+        how: dict[str, Any],
+        folder: RunFolder,
+    ) -> None:
         from gradscope.plots import plot_tuning, save_figure
 
-        found = screen(parts, how["grid"], rng=np.random.default_rng(self.seed), min_tokens=self.min_tokens)
+        found = screen(parts, how["grid"], seed=np.random.default_rng(self.seed), min_tokens=self.min_tokens)
         write_text(folder.staged / SETTINGS, found.settings.to_csv(index=False))
         write_text(folder.staged / BY_INTERVAL, found.by_interval.to_csv(index=False))
-        write_text(folder.staged / SUMMARY, f"{report(found, step=describe_step(how))}\n")
+        size = {"micro_batch_size": self.micro_batch_size, "device": policy.device}
+        off_policy = describe_batches(policy.model, batches, how["loss"], **size)
+        write_text(folder.staged / SUMMARY, f"{report(found, step=describe_step(how))}\n\n{off_policy}\n")
         save_figure(plot_tuning(found.settings), folder.staged / FIGURE)
         folder.publish(self._manifest(policy, found, folder.key, parts))
         print(f"settings: {self.out / SETTINGS}; figure: {self.out / FIGURE}")

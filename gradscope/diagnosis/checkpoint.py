@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -19,9 +21,13 @@ import pandas as pd
 import torch
 
 from gradscope.diagnosis import gradients, steps, tokens
+from gradscope.diagnosis.cost import COMPARISON, SCREENING, STEPS, SUMS, TOKENS, Stages, part_costs
+from gradscope.diagnosis.format import as_sentence
 from gradscope.diagnosis.notes import check_table, count_informative_prompts, has_gradient, note_limits
+from gradscope.diagnosis.page.contents import make_report
 from gradscope.diagnosis.result import (
     LARGE,
+    WARNINGS,
     BoundMargins,
     Diagnosis,
     DiagnosisSettings,
@@ -30,12 +36,14 @@ from gradscope.diagnosis.result import (
     make_rows,
     one_row,
 )
-from gradscope.errors import InputError, first_line
+from gradscope.diagnosis.temperatures import temperature_cost, temperature_words, try_temperatures
+from gradscope.diagnosis.words import findings
+from gradscope.errors import InputError, checked, first_line, make_settings
 from gradscope.gradients import ADAMW, largest_share, measure, measuring, own_rows, plan_batch_sums
 from gradscope.intervals import interval_labels
 from gradscope.objective import batch_statistics
-from gradscope.policy import AdamWState, Policy, gradient_budget, return_freed_memory
-from gradscope.rollouts import Note, TokenBatch
+from gradscope.policy import AdamWState, Policy, PolicyLike, gradient_budget, read_state, return_freed_memory
+from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
 from gradscope.runs import ALONE, Processes
 from gradscope.theory import judge_proxies, regress_norms
 from gradscope.updates import (
@@ -59,22 +67,26 @@ from gradscope.updates import (
 Made = TypeVar("Made")
 
 
+@checked
 def diagnose(
-    policy: Policy,
-    batch: TokenBatch,
+    policy: PolicyLike,
+    batch: BatchLike,
     table: pd.DataFrame | None = None,
     *,
     settings: DiagnosisSettings | None = None,
-    optimizer_state: AdamWState | dict[str, Any] | None = None,
+    optimizer_state: AdamWState | dict[str, Any] | str | Path | None = None,
     processes: Processes = ALONE,
     progress: bool = False,
+    **changes: object,
 ) -> Diagnosis | None:
     """Diagnose one checkpoint by one batch of rollouts; the policy is as it was afterwards.
 
-    table: of `measure(policy, batch, …)` with the settings' loss and edges and the batch's temperatures; it may be of a
-    sample of tokens or hold estimates; None: measured here. optimizer_state: what AdamW's `state_dict()` saved, which
-    gives its metric and is what steps go on from; or an `AdamWState`, which gives the metric alone; None: no numbers in
-    AdamW's metric, and steps are `settings.step`, else the paper's SGD.
+    policy, batch: or the paths that `load_policy` and `read_rollouts` take. changes: fields of DiagnosisSettings (loss,
+    seed, minutes, …), each in the place of that in `settings`. table: of `measure(policy, batch, …)` with the settings'
+    loss and edges and the batch's temperatures; it may be of a sample of tokens or hold estimates; None: measured here.
+    optimizer_state: what AdamW's `state_dict()` saved, or its file, which gives its metric and is what steps go on
+    from; or an `AdamWState`, which gives the metric alone; None: no numbers in AdamW's metric, and steps are
+    `settings.step`, else the paper's SGD.
 
     processes: each calls this with the same arguments, a table among them; they share the summed gradients, and all but
     the main one get None.
@@ -83,22 +95,32 @@ def diagnose(
     prompts, and are NaN with one; see `tokens` and `gradients`. Raises InputError for settings, a
     table or a state that do not fit; a part that this policy or batch cannot give is left out, and a note says why.
     """
-    settings = settings or DiagnosisSettings()
+    settings = make_settings(DiagnosisSettings, "diagnose", vars(settings or DiagnosisSettings()) | changes)
     settings.check()
+    policy, batch = read_inputs(policy, batch)
+    optimizer_state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
     if table is None:
         sample = {"tokens_per_interval": settings.tokens_per_interval, "seed": settings.seed, "loss": settings.loss}
         metric = _metric_of(policy, optimizer_state, settings)
         sample |= {"metric": None if metric is None else "adamw", "optimizer_state": metric}
         table = measure(policy, batch, edges=settings.edges, progress=progress, **sample)
     check_table(table, batch, settings)
-    task = _settle(policy, steps.with_advantages(batch, table), table, settings, optimizer_state, processes, progress)
-    with processes.together():
+    task = _settle(policy, steps.with_advantages(batch, table), table, settings, optimizer_state, processes)
+    stages = Stages(_plan_parts(task), shown=progress and processes.is_main)
+    with processes.together(), stages.part(TOKENS):
         token_part = describe_tokens(task) if processes.is_main else TokenPart()
-    gradient_part = sum_gradients(task)
+        tried = try_other_temperatures(task) if processes.is_main else None
+    with stages.part(SUMS):
+        gradient_part = sum_gradients(task)
     if not processes.is_main:
         return None
-    step_part, screening, comparison = take_steps(task), screen_settings(task), compare_weightings(task)
-    return Diagnosis(
+    with stages.part(STEPS):
+        step_part = take_steps(task)
+    with stages.part(SCREENING):
+        screening = screen_settings(task)
+    with stages.part(COMPARISON):
+        comparison = compare_weightings(task)
+    found = Diagnosis(
         statistics=join_rows([*token_part.rows, *gradient_part.rows, *step_part.rows, *screening.rows]),
         notes=tuple(task.notes),
         table=table,
@@ -115,6 +137,7 @@ def diagnose(
         proxies=token_part.proxies,
         where=token_part.where,
         spikes=token_part.spikes,
+        temperatures=tried,
         cosines=gradient_part.cosines.get("raw"),
         adamw_cosines=gradient_part.cosines.get("adamw"),
         influence=step_part.influence,
@@ -124,6 +147,8 @@ def diagnose(
         comparison=comparison,
         recommendation=screening.recommendation,
     )
+    found = replace(found, findings=findings(found))
+    return replace(found, report=partial(make_report, found, policy, batch))
 
 
 @dataclass
@@ -165,7 +190,6 @@ class Task:
     memory: int
     """Bytes for gradients."""
     processes: Processes
-    progress: bool
     minutes: Minutes
     notes: list[Note] = field(default_factory=list)
 
@@ -202,13 +226,13 @@ class Task:
     def resampling(self, part: int) -> dict[str, Any]:
         """Each part's own random numbers, so that leaving one out changes no other."""
         rng = np.random.default_rng([self.settings.seed, part])
-        return {"rng": rng, "resamples": self.settings.resamples}
+        return {"seed": rng, "resamples": self.settings.resamples}
 
     def generator(self, part: int) -> torch.Generator:
         return torch.Generator().manual_seed(self.settings.seed * 64 + part)
 
     def step_keywords(self) -> dict[str, Any]:
-        numbers = {"settings": self.settings.loss, "step": self.step, "optimizer_state": self.saved}
+        numbers = {"loss": self.settings.loss, "step": self.step, "optimizer_state": self.saved}
         return numbers | {"edges": self.settings.edges, "memory": self.memory}
 
 
@@ -229,7 +253,6 @@ def _settle(
     settings: DiagnosisSettings,
     optimizer_state: AdamWState | dict[str, Any] | None,
     processes: Processes,
-    progress: bool,
 ) -> Task:
     labels, memory = tuple(interval_labels(settings.edges)), settings.gradient_memory
     memory = gradient_budget(policy.device, processes) if memory is None else memory
@@ -243,7 +266,10 @@ def _settle(
     if weighted and settings.minutes is not None:
         (seconds,) = processes.gather([_time_pass(policy, batch)] if processes.is_main else [])
         minutes = Minutes(settings.minutes, seconds, spent=1.0)
-    notes = note_limits(table, labels, second_moments=metric is not None, whole_state=saved is not None)
+    told = batch.without_notes("on-policy").notes  # of that the table knows more
+    first = [note for kind in WARNINGS for note in told if note.kind == kind]
+    notes = [*first, *(note for note in told if note not in first)]
+    notes += note_limits(table, labels, second_moments=metric is not None, whole_state=saved is not None)
     return Task(
         policy,
         batch,
@@ -256,10 +282,20 @@ def _settle(
         step,
         memory,
         processes,
-        progress,
         minutes,
         notes,
     )
+
+
+def _plan_parts(task: Task) -> dict[str, float]:
+    """What this diagnosis makes, and what each part costs in forward passes."""
+    if not task.weighted:
+        return {TOKENS: 1.0}
+    asked = {"memory": task.memory, "micro_batch_size": task.settings.micro_batch_size}
+    asked |= {"intervals": len(task.labels), "way": task.settings.gradient_way, "keeps_prompts": True}
+    plan = plan_batch_sums(task.policy, task.batch, metric=task.metric is not None, **asked)
+    known = {"memory": task.memory, "metric": task.metric is not None}
+    return part_costs(task.policy, task.settings, task.step, sums=plan.forward_passes, **known)
 
 
 def _time_pass(policy: Policy, batch: TokenBatch) -> float:
@@ -314,6 +350,20 @@ def describe_tokens(task: Task) -> TokenPart:
     return TokenPart(rows, bounds, layers, drivers, proxies, where, spikes)
 
 
+def try_other_temperatures(task: Task) -> pd.DataFrame | None:
+    """The headline at other temperatures, where the rollouts' own is not known: it is told in that note."""
+    unknown = [place for place, note in enumerate(task.notes) if note.kind == "temperature"]
+    if not task.weighted or not unknown:
+        return None
+    if not task.affords("other temperatures", temperature_cost(task.batch, len(task.labels))):
+        return None
+    numbers = {"seed": task.resampling(8)["seed"]}
+    tried = try_temperatures(task.policy, task.batch, task.table, task.settings, **numbers)
+    place, words = unknown[0], temperature_words(tried, task.labels[0])
+    task.notes[place] = Note(f"{as_sentence(task.notes[place])} {words}", "temperature")
+    return tried
+
+
 def compare_weightings(task: Task) -> Comparison | None:
     """What each weighting would change; None where it is not asked for, or was left out."""
     s, size = task.settings, sum(p.numel() for p in task.policy.model.parameters())
@@ -325,10 +375,10 @@ def compare_weightings(task: Task) -> Comparison | None:
         return None
     if not task.affords("what each weighting would change", compare_cost(metric=task.metric is not None)):
         return None
-    numbers = {"table": task.table, "settings": s.loss, "edges": s.edges, "memory": task.memory, "seed": s.seed}
+    numbers = {"table": task.table, "loss": s.loss, "edges": s.edges, "memory": task.memory, "seed": s.seed}
     numbers |= {"optimizer_state": task.saved or task.metric, "step": task.step, "resamples": s.resamples}
     what = "what each weighting would change"
-    return task.attempt(what, lambda: compare(task.policy, task.batch, progress=task.progress, **numbers))
+    return task.attempt(what, lambda: compare(task.policy, task.batch, **numbers))
 
 
 def _without_bounds(
@@ -361,11 +411,11 @@ def sum_gradients(task: Task) -> GradientPart:
     if known and not minutes.allow(once * (1 + (metric is not None))):
         once, way = plan.sketched_passes * share, "sketches"
     minutes.spent += once
-    metric = metric if metric is not None and task.affords("AdamW's metric", once) else None
+    metric = metric if metric is not None and task.affords("AdamW-preconditioned numbers", once) else None
     exact = ADAMW in task.table and bool(task.table[ADAMW].notna().any())
     signs = None if exact else s.sign_passes
     if metric is not None and signs is not None:
-        signs = signs if task.affords("Σ‖w·g‖² in AdamW's metric", signs * once) else None
+        signs = signs if task.affords("the AdamW-preconditioned gradient energy", signs * once) else None
     found = gradients.sum_gradients(
         task.policy,
         task.batch,
@@ -375,7 +425,6 @@ def sum_gradients(task: Task) -> GradientPart:
         way=way,
         generator=task.generator(1),
         processes=task.processes,
-        progress=task.progress,
         **asked,
     )
     if found.plan.way != "whole":
@@ -395,11 +444,11 @@ def sum_gradients(task: Task) -> GradientPart:
             sums = tokens.PromptSums(counts, counts, found.squares, np.ones_like(counts))
             task.note(
                 "signs",
-                f"Σ‖w·g‖² in AdamW's metric is estimated by {signs} passes of random signs, whose error is in its "
-                "intervals; a table of measure with metric adamw has exact norms.",
+                f"The AdamW-preconditioned gradient energy is estimated by {signs} passes of random signs, whose error "
+                "is in its intervals; a table of measure with metric adamw has exact norms.",
             )
         squares = tokens.token_shares(sums, task.labels, **task.resampling(3))
-        kept = squares["statistic"].isin(["squared_share", "dominance_index"])
+        kept = squares["statistic"].isin(["squared_share", "dominance_index", "largest_share"])
         rows.append(squares[kept].assign(metric="adamw"))
     return GradientPart(tuple(rows), {name: gradients.cosine_matrix(own.pairs) for name, own in made.items()})
 
@@ -430,10 +479,10 @@ def take_steps(task: Task) -> StepPart:
         in_time = task.minutes.share_left(cost) * whole
         budget = s.influence_tokens if math.isinf(in_time) else min(s.influence_tokens, max(0, int(in_time)))
         if budget < min(s.influence_tokens, least):
-            task.leave_out("who moves whom", cost * least / whole)
+            task.leave_out("influence between probability bins", cost * least / whole)
         else:
             task.minutes.spent += cost * min(1.0, budget / whole)
-            part = task.attempt("who moves whom", lambda: _predict(task, budget)) or part
+            part = task.attempt("influence between probability bins", lambda: _predict(task, budget)) or part
     return (task.attempt("the actual step", lambda: _move(task, part)) or part) if moves else part
 
 
@@ -443,10 +492,10 @@ def _predict(task: Task, budget: int) -> StepPart:
     if len(rows) < len(task.batch):
         task.note(
             "influence-sample",
-            f"Who moves whom is of a step on {batch.num_tokens:,} of {len(task.table):,} tokens (whole prompts "
-            f"within influence_tokens = {budget:,}, those with an advantage first).",
+            f"Influence between probability bins is of a step on {batch.num_tokens:,} of {len(task.table):,} tokens "
+            f"(whole prompts within influence_tokens = {budget:,}, those with an advantage first).",
         )
-    found = influence(task.policy, batch, progress=task.progress, **task.step_keywords())
+    found = influence(task.policy, batch, **task.step_keywords())
     draws = task.resampling(5)
     told, table = steps.influence_rows(found.contributions, task.labels, **draws)
     moved = steps.predicted_movement(found.contributions)
@@ -489,8 +538,8 @@ def screen_settings(task: Task) -> ScreeningPart:
     if not task.affords("α and η", linearise_cost(cells, task.step, s.loss, one_by_one=one_by_one)):
         return ScreeningPart()
     numbers = {"alphas": s.alphas, "etas": s.etas, "num_batches": s.recommend_batches, "loss": s.loss}
-    numbers |= {"step": task.step, "optimizer_state": task.saved, "memory": task.memory, "progress": task.progress}
-    random = {"rng": task.resampling(7)["rng"], "generator": task.generator(7)}
+    numbers |= {"step": task.step, "optimizer_state": task.saved, "memory": task.memory}
+    random = {"seed": task.resampling(7)["seed"], "generator": task.generator(7)}
     best = task.attempt("α and η", lambda: steps.recommend(task.policy, task.batch, **numbers, **random))
     if best is None:
         return ScreeningPart()

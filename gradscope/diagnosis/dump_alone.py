@@ -1,6 +1,6 @@
-"""The cheap mode: what a dump alone says about the gradient at the logits, without a policy, in seconds.
+"""The cheap mode: what a log alone says about the gradient at the logits, without a policy, in seconds.
 
-A dump with log-probabilities and advantages holds π and w_t of every token, and Prop. 4.2 (arXiv:2505.12929) bounds the
+A log with log-probabilities and advantages holds π and w_t of every token, and Prop. 4.2 (arXiv:2505.12929) bounds the
 norm of the gradient of log π with respect to the logits by π alone: 1−π ≤ ‖e − π‖ ≤ √2·(1−π) for every vocabulary.
 Nothing here was measured below the logits: whether gradients of parameters follow (1−π) is assumed, not shown, and so
 nothing here says whether low-probability tokens dominate an update. `measure` does, with the policy at hand.
@@ -20,7 +20,7 @@ from torch import Tensor
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, Column, assign_intervals, interval_labels
 from gradscope.objective import PAPER, LossSettings, batch_weights, resolve_advantages
-from gradscope.resampling import bootstrap
+from gradscope.resampling import Seed, bootstrap
 from gradscope.rollouts import Dump
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ WITH_LOGPROBS = "prime_rl, nemo_rl, open_instruct, slime, and native rows with o
 WITH_ADVANTAGES = "trl, prime_rl, nemo_rl, open_instruct, slime's train data, ms_swift, and native rows with advantage"
 
 ASSUMES = (
-    "from the dump alone: the bounds are exact at the logits; that gradients of parameters go as 1 − π is assumed, not "
+    "from the log alone: the bounds are exact at the logits; that gradients of parameters go as 1 − π is assumed, not "
     "measured, so this says nothing on whether low-probability tokens dominate the update"
 )
 
@@ -43,15 +43,15 @@ SIGNS = ("all", "positive", "negative")
 def logit_table(
     dump: Dump, *, vocab_size: int | None = None, loss: LossSettings = PAPER, edges: Column = EDGES
 ) -> pd.DataFrame:
-    """A row per kept response token, from the dump alone.
+    """A row per kept response token, from the log alone.
 
-    π is the trainer's own where the dump has it (`dump.logprobs`), else that of `old_logprobs`, at the sampler's
+    π is the trainer's own where the log has it (`dump.logprobs`), else that of `old_logprobs`, at the sampler's
     temperature. vocab_size: N of Prop. 4.2, the number of logits; None takes the bounds that hold for every N.
-    loss: the objective behind the weights (Eq. 2); where the dump says which tokens its trainer clipped, these are
+    loss: the objective behind the weights (Eq. 2); where the log says which tokens its trainer clipped, these are
     clipped and no others. Reference log-probabilities that are unknown make no KL part.
 
     Columns of the token table: `response`, `group`, `position`, `token_id`, `logprob`, `prob`, `log_one_minus_prob`
-    (−inf for a stored log-probability of exactly 0), `entropy` (the dump's, NaN if unknown), `old_logprob`,
+    (−inf for a stored log-probability of exactly 0), `entropy` (the log's, NaN if unknown), `old_logprob`,
     `ref_logprob`, `advantage`, `policy_weight`, `kl_weight`, `weight`, `clipped`, `interval`; and `logit_grad_lower`,
     `logit_grad_upper`: bounds of Prop. 4.2 on the norm of the gradient of log π with respect to logits / T
     (float64).
@@ -101,7 +101,7 @@ def logit_notes(table: pd.DataFrame) -> tuple[str, ...]:
     if certain := int(np.isneginf(table["log_one_minus_prob"]).sum()):
         notes.append(
             f"{certain:,} of {len(table):,} tokens have a stored log-probability of exactly 0, so that 1 − π is 0 and "
-            "they count nothing in the weighted norms: at the precision of the dump that is all that is known of them"
+            "they count nothing in the weighted norms: at the precision of the log that is all that is known of them"
         )
     if clipped := int(table["clipped"].sum()):
         notes.append(f"{clipped:,} of {len(table):,} tokens are clipped: their policy weight is 0")
@@ -112,7 +112,7 @@ def logit_shares(
     table: pd.DataFrame,
     edges: Column = EDGES,
     *,
-    rng: np.random.Generator | None,
+    seed: Seed = 0,
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
@@ -123,7 +123,7 @@ def logit_shares(
     The norms are known by their bounds alone, so a share of a weighted norm lies in [least, most]: exactly these two if
     every token's norm may lie anywhere within its own bounds (this interval's lower bounds over the others' upper ones,
     and the reverse). For the other quantities both are the share itself. `lower` is the lower percentile of `least`
-    and `upper` the upper one of `most`, over redrawn prompt groups; NaN for one group, and with rng None.
+    and `upper` the upper one of `most`, over redrawn prompt groups; NaN for one group, and with seed None.
 
     These are sums of token norms at the logits: neither the norm of a summed gradient nor anything of parameters. It is
     assumed, not measured, that gradients below the logits follow 1 − π: no share here is a verdict on dominance.
@@ -134,7 +134,7 @@ def logit_shares(
     labels, size = interval_labels(edges), len(interval_labels(edges))
     frames = []
     for sign, chosen in _signs(table):
-        least, most = _range_of_shares(table[chosen], intervals[chosen], size, rng, confidence, resamples)
+        least, most = _range_of_shares(table[chosen], intervals[chosen], size, seed, confidence, resamples)
         for index, quantity in enumerate(QUANTITIES):
             columns = {"sign": sign, "quantity": quantity, "interval": np.arange(size), "label": labels}
             columns["num_tokens"] = np.bincount(intervals[chosen], minlength=size)
@@ -147,7 +147,7 @@ def _range_of_shares(
     table: pd.DataFrame,
     intervals: np.ndarray,
     size: int,
-    rng: np.random.Generator | None,
+    seed: Seed,
     confidence: float,
     resamples: int,
 ) -> np.ndarray:
@@ -167,7 +167,7 @@ def _range_of_shares(
             shares = [own / (own + rest.sum(-1, keepdims=True) - rest) for own, rest in ((least, most), (most, least))]
         return np.stack(shares).transpose(2, 0, 1, 3).reshape(len(draws), -1)
 
-    found = bootstrap(evaluate, len(groups), rng=rng, confidence=confidence, resamples=resamples)
+    found = bootstrap(evaluate, len(groups), seed=seed, confidence=confidence, resamples=resamples)
     return found.reshape(3, 2, len(QUANTITIES), size).swapaxes(0, 1)
 
 
@@ -194,7 +194,7 @@ def _logprobs(dump: Dump) -> Tensor:
     logprobs = dump.batch.old_logprobs if dump.logprobs is None else dump.logprobs
     if logprobs is None:
         raise InputError(
-            f"a dump of format {dump.format} without log-probabilities says nothing of gradients by itself; formats "
+            f"a log of format {dump.format} without log-probabilities says nothing of gradients by itself; formats "
             f"that carry them: {WITH_LOGPROBS}; or measure it with the policy"
         )
     return logprobs
@@ -203,7 +203,7 @@ def _logprobs(dump: Dump) -> Tensor:
 def _advantages(dump: Dump) -> Tensor:
     if dump.batch.advantages is None and dump.batch.rewards is None:
         raise InputError(
-            f"the dump of format {dump.format} has neither advantages nor rewards, so its tokens have no weights; "
+            f"the log of format {dump.format} has neither advantages nor rewards, so its tokens have no weights; "
             f"formats that carry advantages: {WITH_ADVANTAGES}"
         )
     return resolve_advantages(dump.batch).float()
@@ -227,5 +227,5 @@ def _check_vocabulary(ids: Tensor, vocab_size: int) -> None:
         raise InputError(f"vocab_size is {vocab_size}; the bounds need at least 2 tokens; pass the number of logits")
     if len(ids) and int(ids.max()) >= vocab_size:
         raise InputError(
-            f"the dump holds the id {int(ids.max())}, outside a vocabulary of {vocab_size}; pass the number of logits"
+            f"the log holds the id {int(ids.max())}, outside a vocabulary of {vocab_size}; pass the number of logits"
         )

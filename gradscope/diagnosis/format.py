@@ -43,6 +43,30 @@ def bits_words(row: pd.Series) -> str:
     return f"{row['value']:+.1f} bits{in_brackets(row['lower'], row['upper'], '{:+.1f}'.format)}".replace("-", "−")
 
 
+def times_words(row: pd.Series) -> str:
+    """A number of bits, log₂ of a ratio, as that ratio with its interval.
+
+    >>> times_words(pd.Series({"value": 4.75, "lower": 4.3, "upper": 5.1}))
+    '27× [20, 34]'
+    """
+    ratio = 2.0 ** row[["value", "lower", "upper"]].astype(float)
+    return f"{short_number(ratio['value'])}×{in_brackets(ratio['lower'], ratio['upper'], short_number)}"
+
+
+def name_bin(label: str) -> str:
+    """A probability bin as a condition on π, from its label.
+
+    >>> [name_bin(label) for label in ("[0, ¼)", "[¼, ½)", "[¾, 1]", "[0, 1]", "[0.1, 0.9]")]
+    ['π < ¼', '¼ ≤ π < ½', 'π ≥ ¾', '0 ≤ π ≤ 1', '0.1 ≤ π ≤ 0.9']
+    """
+    low, high = label[1:-1].split(", ")
+    if low == "0" and label.endswith(")"):
+        return f"π < {high}"
+    if high == "1" and low != "0":
+        return f"π ≥ {low}"
+    return f"{low} ≤ π {'≤' if label.endswith(']') else '<'} {high}"
+
+
 def short_number(value: float) -> str:
     """Two digits, or all before the point.
 
@@ -62,3 +86,10 @@ def number_words(row: pd.Series, form: str = ".2f") -> str:
         return "–"
     write = f"{{:{form}}}".format
     return f"{write(row['value'])}{in_brackets(row['lower'], row['upper'], write)}".replace("-", "−")
+
+
+def as_sentence(note: str) -> str:
+    """What the command line prints after "note:", with a capital, unless it begins with a name, and a full stop."""
+    first = note.split(" ", 1)[0]
+    start = note[:1].upper() + note[1:] if first.isalpha() and first.islower() else note
+    return start if start.endswith((".", "!", "?")) else f"{start}."

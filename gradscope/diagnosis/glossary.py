@@ -1,62 +1,64 @@
 """What the words of a diagnosis mean, in sentences that a page can quote."""
 
 DEFINITIONS = {
-    "interval of π": (
+    "probability bin": (
         "Response tokens are sorted by π, the probability that the policy gives the token at the sampling temperature, "
-        "into intervals with fixed edges, not quantiles: [0, ¼), [¼, ½), [½, ¾) and [¾, 1] unless others are shown."
+        "into bins with fixed edges, not quantiles: π < ¼, ¼ ≤ π < ½, ½ ≤ π < ¾ and π ≥ ¾ unless others are shown."
     ),
-    "share of the tokens": "An interval's response tokens over all response tokens of the rollouts.",
+    "share of the tokens": "A bin's response tokens over all response tokens of the rollouts.",
     "w": (
         "The weight of a token in the loss's gradient (Eq. 2 of the paper): the clipped ratio times the advantage, "
         "plus the KL term's part. A token whose group has equal rewards has weight 0 there."
     ),
-    "share of Σ‖w·g‖²": (
-        "g is the gradient of one token's own log π over all parameters, or over those of an adapter that is measured "
-        "by itself. The squares of ‖w·g‖ are added up over an "
-        "interval's tokens and divided by the sum over all tokens. It asks how large tokens' gradients are one by one; "
-        "it knows nothing of gradients that cancel."
+    "gradient energy": (
+        "Σ‖w·g‖²: g is the gradient of one token's own log π over all parameters, or over those of an adapter that is "
+        "measured by itself, w its weight in the loss. The squared norms are added up over a bin's tokens; a share is "
+        "of the sum over all tokens. It tells how large tokens' gradients are one by one, and knows nothing of "
+        "gradients that cancel."
     ),
-    "share of the summed gradient": (
-        "G_a is the gradient of the loss over an interval's tokens, G the whole gradient. The share is ⟨G_a, G⟩/‖G‖²: "
-        "the part of G that the interval makes. Shares add up to 1 and may be negative. Another quantity than that of "
-        "Σ‖w·g‖²: tokens whose gradients cancel have no part in it."
+    "summed gradient": (
+        "G_a is the gradient of the loss over a bin's tokens, G the whole gradient. A bin's share is ⟨G_a, G⟩/‖G‖²: "
+        "shares add up to 100 % and may be negative. It differs from the share of the gradient energy: tokens whose "
+        "gradients cancel have no part in it."
     ),
     "dominance index": (
-        "log₂ of an interval's share of Σ‖w·g‖² over its share of the tokens, in bits: 0 is proportional, +1 twice, −1 "
-        "half as much per token as the average token. Tokens dominate only where its 95 % interval lies above 0 and "
-        "their interval holds the largest share of all; its largest possible value is −log₂(share of the tokens)."
+        "log₂ of a bin's share of the gradient energy over its share of the tokens, in bits: 0 is proportional, +1 "
+        "twice, −1 half the average per token. Tokens dominate only if its 95 % interval lies above 0 and their bin "
+        "has the largest share in 95 % of the redrawn batches."
     ),
-    "what (1−π) alone predicts": (
-        "The same index with |w|·(1−π) in the place of ‖w·g‖: if the network passed every token's gradient on alike. "
-        "The difference of the two indices is what the network adds to the power of 1−π."
+    "redrawn batches": (
+        "Batches of as many prompts, drawn with replacement from those that are here: how often a ranking holds in "
+        "them tells whether other prompts would be expected to give it. In fewer than 95 %, it is called undecided."
     ),
-    "index of the summed gradients": (
-        "log₂ of an interval's share of Σ_a ‖G_a‖² over its share of the tokens, in bits."
+    "(1−π)² alone": (
+        "The same share with |w|·(1−π) in the place of ‖w·g‖, as if the network passed every token's gradient on "
+        "alike: what the probabilities and weights predict without any gradient."
     ),
+    "index of the summed gradients": ("log₂ of a bin's share of Σ_a ‖G_a‖² over its share of the tokens, in bits."),
     "signal fraction": (
         "Prompts are taken as draws of one distribution. Signal is the unbiased estimate of ‖E G_a‖², the part of the "
         "squared norm that another batch of as many prompts shares, and noise the rest; the fraction is signal/‖G_a‖², "
         "about the cosine to be expected with the G_a of such another batch. The estimate can fall below 0."
     ),
-    "AdamW's metric": (
+    "AdamW-preconditioned": (
         "Each gradient divided by √v̂ + eps, entry by entry, as the optimizer's next update divides it; v̂ is that of "
         "the whole step. Momentum of earlier steps and weight decay are left out."
     ),
-    "who moves whom": (
+    "influence between bins": (
         "To first order, a step changes each token's log π by a sum with a part per source: the gradients of the "
-        "intervals, KL, momentum, decay. A source's share is Cov(its part, the whole)/Var(the whole) over the tokens "
-        "that are moved; shares add up to 1 and may be negative. Intervals here are of π before the step."
+        "bins, KL, momentum, decay. A source's share is Cov(its part, the whole)/Var(the whole) over the tokens "
+        "that are moved; shares add up to 1 and may be negative. Bins here are of π before the step."
     ),
     "right direction": (
         "Of the tokens with a positive advantage that moved, the share whose probability rose in the step; of those "
         "with a negative one, the share whose probability fell. One half is what chance would give. Responses that "
         "share a prefix and differ in reward pull the same token both ways, so some wrong directions are unavoidable."
     ),
-    "bounds of Prop. 4.2": (
+    "Prop. 4.2": (
         "√(N/(N−1))·(1−π) ≤ ‖e − π‖ ≤ √2·(1−π) for the gradient with respect to the logits. A theorem: a violation "
         "would be a fault of the measurement."
     ),
-    "policy lag": (
+    "off-policy": (
         "|log π − log π_old| of the policy here and the one that sampled, over tokens whose log π_old is in the "
         "rollouts, in nats; clipped low: Â < 0 and π/π_old < 1 − ε_low; clipped high: Â > 0 and π/π_old > 1 + ε_high. "
         "Shares of these tokens."
@@ -73,3 +75,9 @@ DEFINITIONS = {
     ),
 }
 """What the words of the findings mean, for a page to quote."""
+
+TERMS = {
+    term.lower(): term for term in DEFINITIONS if term not in ("w", "α and η", "95 % interval", "share of the tokens")
+}
+"""How a sentence may name a term, in lower case → the term: its meaning is shown where one points at it."""
+TERMS |= {"summed gradients": "summed gradient", "on-policy": "off-policy", "bin of π": "probability bin"}

@@ -31,7 +31,7 @@ from torch import Tensor
 from gradscope.diagnosis.result import join_rows, make_rows
 from gradscope.gradients import PromptGradients, SumsPlan, Way, fixed_cotangents, gram, own_rows, zero_vectors
 from gradscope.policy import AdamWState, Policy, square_norm
-from gradscope.resampling import centred_bootstrap, jackknife_error
+from gradscope.resampling import Seed, centred_bootstrap, jackknife_error
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, Processes
 
@@ -161,7 +161,7 @@ def gradient_rows(
     labels: Sequence[str],
     *,
     metric: str,
-    rng: np.random.Generator | None,
+    seed: Seed = 0,
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
@@ -172,7 +172,7 @@ def gradient_rows(
     tokens: counts by block and interval. NaN where an interval has no token or no gradient, bounds with one block.
     """
     size, pairs, everyone = len(labels), products.pairs, np.ones((1, len(tokens)))
-    settings = {"rng": rng, "confidence": confidence, "resamples": resamples}
+    settings = {"seed": seed, "confidence": confidence, "resamples": resamples}
     found = centred_bootstrap(lambda draws: _ratios(pairs, tokens, draws), len(pairs), **settings)
     error = products.error(lambda pairs: _ratios(pairs, tokens, everyone)[0])
     found = _widen(found, error, confidence).reshape(3, 4, size)

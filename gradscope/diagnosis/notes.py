@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pandas as pd
@@ -12,6 +13,9 @@ from gradscope.gradients import LAYER, LOGITS, PARAMETERS, SUMS, refuse_endless_
 from gradscope.intervals import assign_intervals
 from gradscope.rollouts import Note, TokenBatch
 
+IMPROBABLE = 0.2
+"""Nats a token by which −log π exceeds the entropy on average, from which on the policy is not what sampled the
+tokens."""
 FEW_PROMPTS = 8
 """Below so many, an interval over prompts is a rough guess, and a note says so."""
 
@@ -34,7 +38,9 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
     measured, probabilities = int(table[PARAMETERS].notna().sum()), sampling_probabilities(table)
     end = "they are rough." if informative >= VERDICT_PROMPTS else "they are too rough for verdicts."
     mean = "the mean of those." if probabilities is None else "a mean in which each counts for 1 / its chance."
+    improbable = describe_improbable(table)
     told = [
+        (bool(improbable), "improbable", improbable),
         (unknown, "unknown-advantages", f"Advantages are unknown at {unknown:,} of {size:,} tokens, so "
          "nothing weighted is computed: no shares of gradients, no index, no steps."),
         (not unknown and not has_gradient(table), "no-gradient",
@@ -52,11 +58,36 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
          f"interval are its count times {mean}"),
         (SUMS[1] in table, "estimated-norms", "Norms are estimates by random numbers, not exact."),
         (not second_moments, "no-optimizer",
-         "No optimizer state: nothing is measured in the metric of the AdamW update."),
+         "No optimizer state: there are no AdamW-preconditioned numbers, and steps are SGD's."),
         (second_moments and not whole_state, "second-moments",
          "Of the optimizer, second moments alone are given: steps are not the run's own."),
     ]  # fmt: skip
     return [Note(text, kind) for holds, kind, text in told if holds]
+
+
+def describe_improbable(table: pd.DataFrame) -> str:
+    """What is wrong with tokens that the policy would hardly sample; "" where nothing is.
+
+    Of tokens that a policy sampled itself, −log π is the entropy in the mean. Said from IMPROBABLE nats on, if that is
+    three standard errors over prompts, or if a tenth of the responses, of ten tokens or more (two at least), exceeds it
+    by 1 nat a token: text that was tokenized again errs in some responses, by much.
+    """
+    excess = -table["logprob"].astype(float) - table["entropy"].astype(float)
+    mean, prompts = excess.mean(), table["group"].nunique()
+    away = (excess - mean).groupby(table["group"]).sum()
+    error = math.sqrt(float((away**2).sum()) * prompts / max(1, prompts - 1)) / len(table)
+    own = excess.groupby(table["response"]).agg(["mean", "size"])
+    far = int(((own["mean"] > 1) & (own["size"] >= 10)).sum())
+    sure = (prompts > 1 and mean > 3 * error) or far >= max(2, 0.1 * len(own))
+    if not (mean > IMPROBABLE and sure):
+        return ""
+    far_mean = int((own["mean"] > 1).sum())
+    return (
+        f"These tokens are improbable under this checkpoint: −log π exceeds the entropy by {mean:.2g} nats per token "
+        f"on average, in {far_mean} of {len(own)} responses by more than 1; of tokens that it sampled both are equal "
+        "in the mean. Was text tokenized again, or were they sampled by another checkpoint or at another temperature? "
+        "The numbers below are then not of this policy's own rollouts."
+    )
 
 
 def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSettings) -> None:

@@ -11,23 +11,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from gradscope.diagnosis.format import name_bin
 from gradscope.diagnosis.result import COLUMNS
 from gradscope.errors import InputError
 from gradscope.plots import NEUTRAL, finish, interval_colors, name_intervals, new_axes, new_panels, paper_style, require
 
 SHARES = {
     ("token_share", "none"): ("of the tokens", NEUTRAL, "s"),
-    ("predicted_share", "none"): ("of Σ(w·(1−π))²", "#999999", "D"),
-    ("squared_share", "raw"): ("of Σ‖w·g‖²", "#0072b2", "o"),
+    ("predicted_share", "none"): ("predicted by (1−π)² alone", "#999999", "D"),
+    ("squared_share", "raw"): ("of the gradient energy", "#0072b2", "o"),
     ("gradient_share", "raw"): ("of the summed gradient", "#d55e00", "o"),
-    ("squared_share", "adamw"): ("of Σ‖w·g‖², AdamW", "#56b4e9", "^"),
+    ("squared_share", "adamw"): ("of the energy, AdamW", "#56b4e9", "^"),
     ("gradient_share", "adamw"): ("of the summed gradient, AdamW", "#e69f00", "^"),
 }
 """Statistic and metric → words, ink and marker; those that are there are drawn."""
 INDICES = {
     ("predicted_index", "none"): ("(1−π) alone", "#999999", "D"),
-    ("dominance_index", "raw"): ("measured, Σ‖w·g‖²", "#0072b2", "o"),
-    ("dominance_index", "adamw"): ("Σ‖w·g‖², AdamW", "#56b4e9", "^"),
+    ("dominance_index", "raw"): ("gradient energy", "#0072b2", "o"),
+    ("dominance_index", "adamw"): ("gradient energy, AdamW", "#56b4e9", "^"),
     ("gradient_index", "raw"): ("summed gradients", "#d55e00", "o"),
 }
 FRACTIONS = {
@@ -43,10 +44,10 @@ TREND = (
 """Statistic, metric, and interval (by place, or "all") of the panels of `plot_trend`, if they are there."""
 _TITLES = {
     "token_share": "share of the tokens",
-    "squared_share": "share of Σ‖w·g‖²",
+    "squared_share": "share of the gradient energy",
     "gradient_share": "share of summed gradient",
     "dominance_index": "dominance index (bits)",
-    "added_index": "what the network adds (bits)",
+    "added_index": "measured over predicted (bits)",
     "signal_fraction": "signal fraction",
     "low_to_high_share": "movement caused by the lowest",
     "right_direction_positive_actual": "Â > 0: share that rose",
@@ -66,6 +67,21 @@ _DRIVERS = {
     "entropy_bin": "entropy (nats)",
     "advantage_sign": "sign of Â",
 }
+
+
+@paper_style()
+def plot_shares(statistics: pd.DataFrame, labels: Sequence[str], *, ax: Axes | None = None) -> Axes:
+    """The first screen's figure: per bin its share of the tokens, of the gradient energy and of the summed gradient.
+
+    statistics: of a `Diagnosis`; labels: its intervals; bars are 95 %. Raises InputError where no share is there.
+    """
+    ax, shown = new_axes(ax, width=4.6, height=2.5), ("token_share", "squared_share", "gradient_share")
+    series = {key: look for key, look in SHARES.items() if key[0] in shown and key[1] != "adamw"}
+    _draw_series(ax, statistics, labels, series, factor=100.0, name="share (%)")
+    ax.set_xticks(range(len(labels)), [name_bin(label) for label in labels])
+    ax.set_xlabel("")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.12), ncols=3, columnspacing=1.0, handletextpad=0.3)
+    return ax
 
 
 @paper_style()
@@ -94,14 +110,17 @@ def plot_signal(statistics: pd.DataFrame, labels: Sequence[str], *, ax: Axes | N
 
 @paper_style()
 def plot_where(where: pd.DataFrame, driver: str = "token_class", *, ax: Axes | None = None) -> Axes:
-    """Shares of the tokens and of Σ‖w·g‖² by the values of one driver (`Diagnosis.where`); bars are 95 %."""
+    """Shares of the tokens and of the energy by the values of one driver (`Diagnosis.where`); bars are 95 %."""
     require(where, ["driver", "value", "token_share", "squared_share"], what="the table of shares")
     rows = where[where["driver"] == driver]
     if rows.empty:
         known = ", ".join(dict.fromkeys(where["driver"]))
         raise InputError(f"driver is {driver!r}, which the table of shares does not have; give one of {known}")
     ax, places = new_axes(ax), np.arange(len(rows))
-    drawn = (("token", "of the tokens", NEUTRAL, "s", 0.12), ("squared", "of Σ‖w·g‖²", "#0072b2", "o", -0.12))
+    drawn = (
+        ("token", "of the tokens", NEUTRAL, "s", 0.12),
+        ("squared", "of the gradient energy", "#0072b2", "o", -0.12),
+    )
     for name, words, ink, marker, shift in drawn:
         value, bars = _bars(rows, f"{name}_share", f"{name}_lower", f"{name}_upper")
         ax.errorbar(100 * value, places + shift, xerr=100 * bars, fmt=marker, color=ink, ms=4, lw=0.9, label=words)
@@ -119,7 +138,8 @@ def plot_where(where: pd.DataFrame, driver: str = "token_class", *, ax: Axes | N
 def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
     """Headline numbers over training steps, a panel each, with bands of 95 %: statistics with a column step.
 
-    A number with an interval of π names it. Raises InputError where none of them is there.
+    A number of a bin names it; where a column other_step is True, the point is hollow. Raises InputError where none of
+    them is there.
     """
     require(trend, ["step", *COLUMNS], what="the trend")
     chosen = []
@@ -134,12 +154,15 @@ def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
     ink = interval_colors(max(4, len(labels)))[0]
     for ax, (statistic, interval, rows) in zip(panels, chosen, strict=True):
         ax.fill_between(rows["step"], rows["lower"], rows["upper"], color=ink, alpha=0.2, lw=0)
-        ax.plot(rows["step"], rows["value"], "o-", color=ink, ms=3)
+        ax.plot(rows["step"], rows["value"], "-", color=ink)
+        foreign = rows["other_step"].to_numpy(dtype=bool) if "other_step" in rows else np.zeros(len(rows), dtype=bool)
+        for part, inside in ((~foreign, ink), (foreign, "white")):
+            ax.plot(rows["step"][part], rows["value"][part], "o", color=ink, mfc=inside, ms=4)
         for level in {"bits": (0.0,), "share": (0.5,) if statistic.startswith("right") else (0.0,)}[
             rows["unit"].iat[0]
         ]:
             ax.axhline(level, color=NEUTRAL, lw=0.6, ls=":", zorder=0)
-        ax.set_title(f"{_TITLES[statistic]}\n{'all tokens' if interval == 'all' else f'π in {interval}'}", loc="left")
+        ax.set_title(f"{_TITLES[statistic]}\n{'all tokens' if interval == 'all' else name_bin(interval)}", loc="left")
         ax.set_xlabel("training step")
         ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         finish(ax, rows.reset_index(drop=True))
@@ -175,7 +198,7 @@ def plot_right_directions(directions: pd.DataFrame, labels: Sequence[str]) -> Fi
 
 @paper_style()
 def plot_logit_shares(shares: pd.DataFrame) -> Axes:
-    """What a dump alone says: each interval's shares, as ranges where norms are known by their bounds alone.
+    """What a log alone says: each interval's shares, as ranges where norms are known by their bounds alone.
 
     shares: of `logit_shares`. Thick: from the least to the most; thin: their 95 % interval.
     """

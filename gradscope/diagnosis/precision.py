@@ -13,6 +13,7 @@ from gradscope.diagnosis.notes import has_gradient
 from gradscope.diagnosis.tokens import sum_by_prompt, token_shares, weighted_norms
 from gradscope.gradients import PARAMETERS, describe_seconds, sampling_probabilities
 from gradscope.intervals import summarize_cells
+from gradscope.resampling import Seed
 
 NORMAL = 1.959964
 """Half the width of a 95 % interval, in standard errors of a normal distribution."""
@@ -75,7 +76,7 @@ class SamplingError:
 
 
 def sampling_error(
-    table: pd.DataFrame, labels: Sequence[str], *, rng: np.random.Generator, resamples: int = 1000
+    table: pd.DataFrame, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000
 ) -> SamplingError | None:
     """Sampling error of the lowest interval that has measured tokens; None where all tokens were measured, or none."""
     probabilities, measured = sampling_probabilities(table), table[PARAMETERS].notna().to_numpy()
@@ -87,7 +88,7 @@ def sampling_error(
     if not has_gradient(table):
         norms = table[PARAMETERS].to_numpy(np.float64)
         args = (norms, interval, table["group"], size)
-        row = summarize_cells(*args, rng=rng, resamples=resamples, probabilities=probabilities).iloc[own]
+        row = summarize_cells(*args, seed=seed, resamples=resamples, probabilities=probabilities).iloc[own]
         found = row[["value", "lower", "upper"]].to_numpy(np.float64)
         tokens = np.bincount(interval, minlength=size)[own]
         error = np.sqrt(design_variances(norms, probabilities, interval, size)[own]) / tokens
@@ -95,7 +96,7 @@ def sampling_error(
             f"mean ‖g‖ of tokens with π in {labels[own]}", *found, error, _part(error, *found[1:]), **counts
         )
     sums = sum_by_prompt(table, size)
-    rows = token_shares(sums, labels, rng=rng, resamples=resamples)
+    rows = token_shares(sums, labels, seed=seed, resamples=resamples)
     row = rows[(rows["statistic"] == "squared_share") & (rows["interval"] == labels[own])].iloc[0]
     found = row[["value", "lower", "upper"]].to_numpy(np.float64)
     variances = design_variances(weighted_norms(table) ** 2, probabilities, interval, size)

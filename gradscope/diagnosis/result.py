@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import html
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 import numpy as np
 import pandas as pd
@@ -75,6 +77,8 @@ LARGEST_SEED = 2**57
 """torch takes seeds of 63 bits, and each part of a diagnosis has its own of the 64 that are made of one."""
 LARGE = 100_000_000
 """Parameters from which on α and η are screened only on demand: it takes more passes than all the rest."""
+WARNINGS = ("improbable", "temperature", "other-step")
+"""Kinds of notes that may change the verdict itself: they come first, and the page shows them unfolded."""
 VERDICT_PROMPTS = 6
 """Below so many, bounds are no ground of a verdict: those of a bootstrap lie within what the prompts' own numbers span,
 and n draws all lie on one side of the median with probability 2·2⁻ⁿ, more than 5 % of the time for n < 6."""
@@ -146,6 +150,65 @@ class DiagnosisSettings:
             )
 
 
+class Verdict(StrEnum):
+    """What a finding decides; code asks this, never what its sentence says."""
+
+    DOMINATES = "dominates"
+    """More than in proportion, and more than any other interval."""
+    MORE = "more"
+    """More than what it is compared with: its number, 1−π, one half, the rest."""
+    LESS = "less"
+    UNDECIDED = "undecided"
+    """The interval holds both, or the prompts are too few."""
+    UNKNOWN = "unknown"
+    """The numbers are not there."""
+    BROKEN = "broken"
+    """A bound that must hold does not."""
+    FACT = "fact"
+    """A number of this batch with nothing to decide."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence of a diagnosis; unpacks as (statement, detail, tone)."""
+
+    kind: str
+    """What it is about: dominance_raw, dominance_adamw, added, norms, summed_raw, summed_adamw, signal, influence,
+    direction_positive, direction_negative, where_token_class, where_position_bin, driver, spikes, lag, bounds or
+    setting."""
+    verdict: Verdict
+    statement: str
+    detail: str = ""
+    tone: str = "plain"
+    """plain, good, warn or bad."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((self.statement, self.detail, self.tone))
+
+
+class Findings(tuple[Finding, ...]):
+    """The findings of a diagnosis, the most telling first; by place, or by kind: findings["dominance_raw"]."""
+
+    @overload
+    def __getitem__(self, key: str | SupportsIndex) -> Finding: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[Finding, ...]: ...
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        for finding in self:
+            if finding.kind == key:
+                return finding
+        raise KeyError(f"no finding of the kind {key!r}; there are {', '.join(finding.kind for finding in self)}")
+
+    def __repr__(self) -> str:
+        return "\n".join(f"- {finding.statement}" for finding in self)
+
+    def _repr_html_(self) -> str:
+        items = (f"<b>{html.escape(f.statement)}</b><br>{html.escape(f.detail)}" for f in self)
+        return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class Diagnosis:
     """What one checkpoint does with one batch of rollouts. A part that was not computed is None; a note says why."""
@@ -178,6 +241,8 @@ class Diagnosis:
     """Shares by token class, position, entropy, sign of Â: `tokens.shares_by`."""
     spikes: pd.DataFrame | None = None
     """Tokens of the largest ‖w·g‖: `tokens.largest_tokens`."""
+    temperatures: pd.DataFrame | None = None
+    """The headline at other temperatures, where the rollouts' own is not known: `temperatures.try_temperatures`."""
     cosines: pd.DataFrame | None = None
     """Between the intervals' summed gradients."""
     adamw_cosines: pd.DataFrame | None = None
@@ -193,6 +258,10 @@ class Diagnosis:
     recommendation: Recommendation | None = None
     comparison: Comparison | None = None
     """What each weighting would change: `updates.compare`."""
+    findings: Findings = field(default_factory=Findings)
+    """What the numbers say, in sentences: found.findings["dominance_raw"].verdict."""
+    report: Callable[..., Any] | None = None
+    """`make_report` of this diagnosis, its policy and its batch; None for one that was put together by hand."""
 
     def __post_init__(self) -> None:
         if self.num_informative_prompts is None:
@@ -203,15 +272,34 @@ class Diagnosis:
         """Whether there are prompts enough for a verdict."""
         return self.num_informative_prompts >= VERDICT_PROMPTS
 
+    @property
+    def warnings(self) -> tuple[Note, ...]:
+        """The notes that may change the verdict itself."""
+        return tuple(note for note in self.notes if getattr(note, "kind", "") in WARNINGS)
+
     def pick(self, statistic: str, metric: str = "none", interval: str = "") -> pd.Series | None:
         """The row of `statistics` of that name; None where it was not computed."""
         return pick_row(self.statistics, statistic, metric, interval)
 
     def __repr__(self) -> str:
+        return f"{self._title()}\n{self.findings!r}"
+
+    def _repr_html_(self) -> str:
+        return f"<p><b>{self._title()}</b></p>{self.findings._repr_html_()}"
+
+    def _title(self) -> str:
         return (
-            f"Diagnosis({len(self.table):,} tokens of {self.num_responses} responses to {self.num_prompts} prompts; "
-            f"{len(self.statistics)} statistics, {len(self.notes)} notes)"
+            f"Diagnosis of {len(self.table):,} tokens of {self.num_responses} responses to {self.num_prompts} prompts; "
+            f"{len(self.statistics)} statistics, {len(self.notes)} notes"
         )
+
+    def to_html(self, path: str | Path, **keywords: Any) -> Path:
+        """Write the page as one file that fetches nothing; its path. keywords: title, facts, notes of `make_report`."""
+        if self.report is None:
+            raise InputError(
+                "this diagnosis was put together by hand; make_report(found, policy, batch) makes its page"
+            )
+        return self.report(**keywords).to_html(path)
 
 
 @dataclass(frozen=True)
@@ -251,39 +339,3 @@ class BoundMargins:
     """Smallest 1 − ‖e − π‖ / upper bound."""
     tolerance: float
     """Largest relative slack granted to a token, for the rounding of float32."""
-
-
-class Verdict(StrEnum):
-    """What a finding decides; code asks this, never what its sentence says."""
-
-    DOMINATES = "dominates"
-    """More than in proportion, and more than any other interval."""
-    MORE = "more"
-    """More than what it is compared with: its number, 1−π, one half, the rest."""
-    LESS = "less"
-    UNDECIDED = "undecided"
-    """The interval holds both, or the prompts are too few."""
-    UNKNOWN = "unknown"
-    """The numbers are not there."""
-    BROKEN = "broken"
-    """A bound that must hold does not."""
-    FACT = "fact"
-    """A number of this batch with nothing to decide."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One sentence of a diagnosis; unpacks as (statement, detail, tone)."""
-
-    kind: str
-    """What it is about: dominance_raw, dominance_adamw, added, norms, summed_raw, summed_adamw, signal, influence,
-    direction_positive, direction_negative, where_token_class, where_position_bin, driver, spikes, lag, bounds or
-    setting."""
-    verdict: Verdict
-    statement: str
-    detail: str = ""
-    tone: str = "plain"
-    """plain, good, warn or bad."""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((self.statement, self.detail, self.tone))

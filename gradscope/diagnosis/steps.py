@@ -1,4 +1,4 @@
-"""What a step does and what might do better: who moves whom, right directions, policy lag, α and η at first order."""
+"""What a step does and what might do better: influence, right directions, off-policyness, α and η at first order."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from gradscope.diagnosis.result import Recommendation, join_rows, make_rows, one_row
 from gradscope.errors import InputError
 from gradscope.intervals import summarize_cells
-from gradscope.objective import LossSettings, resolve_advantages
+from gradscope.objective import LossSettings, off_policyness, resolve_advantages
 from gradscope.policy import Policy
-from gradscope.resampling import prompt_clusters
+from gradscope.resampling import Seed, prompt_clusters
 from gradscope.rollouts import TokenBatch
 from gradscope.updates import (
     BY,
@@ -62,7 +62,7 @@ def within_budget(batch: TokenBatch, tokens: int, *, generator: torch.Generator)
 
 
 def influence_rows(
-    contributions: pd.DataFrame, labels: Sequence[str], *, rng: np.random.Generator | None, resamples: int = 1000
+    contributions: pd.DataFrame, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(rows, influence_table): rows of low_to_high_share and high_to_high_share.
 
@@ -71,7 +71,7 @@ def influence_rows(
     own gradient causes. NaN where that interval has no gradient. Shares of all sources (KL, momentum and decay too) add
     up to 1.
     """
-    table = influence_table(contributions, rng=rng, resamples=resamples)
+    table = influence_table(contributions, seed=seed, resamples=resamples)
     top = len(labels) - 1
     parts = []
     for name, source in (("low_to_high_share", 0), ("high_to_high_share", top)):
@@ -84,7 +84,7 @@ def influence_rows(
 
 
 def direction_rows(
-    table: pd.DataFrame, kind: str, labels: Sequence[str], *, rng: np.random.Generator | None, resamples: int = 1000
+    table: pd.DataFrame, kind: str, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(rows, shares): of the tokens with Â > 0 the share that rose, with Â < 0 that fell, by interval of π_old.
 
@@ -92,7 +92,7 @@ def direction_rows(
     right_direction_positive_KIND, right_direction_negative_KIND. Of the tokens that moved; "all" is of every interval.
     """
     parts, frames = [], []
-    settings = {"rng": rng, "resamples": resamples}
+    settings = {"seed": seed, "resamples": resamples}
     for by, values, names in (("interval", range(len(labels)), list(labels)), ("every", [0], ["all"])):
         shares = right_direction_shares(table.assign(every=0), by=by, values=values, **settings)
         for sign in SIGNS:
@@ -105,36 +105,28 @@ def direction_rows(
     return join_rows(parts), pd.concat(frames, ignore_index=True)
 
 
-def lag_rows(
-    table: pd.DataFrame, loss: LossSettings, *, rng: np.random.Generator | None, resamples: int = 1000
-) -> pd.DataFrame:
+def lag_rows(table: pd.DataFrame, loss: LossSettings, *, seed: Seed = 0, resamples: int = 1000) -> pd.DataFrame:
     """How far the policy is from the one that sampled, over the tokens whose old_logprob is known; no rows without one.
 
     logprob_difference_mean, _max: of |log π − log π_old|, nats, as trainers log for the mismatch of trainer and
     sampler; ratio_mean, ratio_max: of π/π_old; clip_low, clip_high, clip_dual: shares of the tokens that Eq. 2's trust
-    region cuts (Â < 0 and ratio < 1 − ε_low; Â > 0 and ratio > 1 + ε_high; Â < 0 and ratio > c), where Â is known.
+    region cuts (`off_policyness`), where Â is known.
     """
     known = table["old_logprob"].notna().to_numpy()
     if not known.any():
         return join_rows([])
     own = table[known]
-    gap = (own["logprob"] - own["old_logprob"]).to_numpy(np.float64)
-    ratio, advantage = np.exp(gap), own["advantage"].to_numpy(np.float64)
-    dual = np.inf if loss.clip_ratio_c is None else loss.clip_ratio_c
-    cut = {
-        "clip_low": (advantage < 0) & (ratio < 1 - loss.clip_ratio_low),
-        "clip_high": (advantage > 0) & (ratio > 1 + loss.clip_ratio_high),
-        "clip_dual": (advantage < 0) & (ratio > dual),
-    }
-    values = {"logprob_difference_mean": (np.abs(gap), "nats"), "ratio_mean": (ratio, "ratio")}
-    values |= {name: (np.where(np.isnan(advantage), np.nan, inside), "share") for name, inside in cut.items()}
+    found = off_policyness(own, loss)
+    gap, ratio = found.pop("logprob_difference"), found.pop("ratio")
+    values = {"logprob_difference_mean": (gap, "nats"), "ratio_mean": (ratio, "ratio")}
+    values |= {name: (inside, "share") for name, inside in found.items()}
     clusters, parts = prompt_clusters(own), []
     for name, (numbers, unit) in values.items():
-        settings = {"rng": rng, "resamples": resamples}
+        settings = {"seed": seed, "resamples": resamples}
         row = summarize_cells(numbers, np.zeros(len(own), dtype=np.int64), clusters, 1, **settings).iloc[0]
         found = row[["value", "lower", "upper"]].to_numpy(np.float64)[:, None]
         parts.append(make_rows(name, found, int(row["num_measured"]), unit=unit))
-    worst = (("logprob_difference_max", np.abs(gap).max(), "nats"), ("ratio_max", ratio.max(), "ratio"))
+    worst = (("logprob_difference_max", gap.max(), "nats"), ("ratio_max", ratio.max(), "ratio"))
     return join_rows([*parts, *(one_row(name, value, len(own), unit=unit) for name, value, unit in worst)])
 
 
@@ -148,7 +140,7 @@ def recommend(
     loss: LossSettings,
     step: StepSettings = SGD,
     optimizer_state: dict[str, Any] | None = None,
-    rng: np.random.Generator,
+    seed: Seed = 0,
     generator: torch.Generator,
     min_tokens: int = MIN_TOKENS,
     memory: int | None = None,
@@ -164,12 +156,12 @@ def recommend(
     """
     grid = make_grid(alphas, etas)
     batches = _deal(batch, num_batches, generator)
-    settings = {"settings": loss, "step": step, "optimizer_state": optimizer_state, "memory": memory}
+    settings = {"loss": loss, "step": step, "optimizer_state": optimizer_state, "memory": memory}
     parts = [tune_batch(policy, part, grid, actual=False, progress=progress, **settings) for part in batches]
     methods = sorted({method for part in parts for method in part["method"]})
     # The prediction confirms too, on other prompts than it selected on.
     parts = [part.assign(actual_right=part["predicted_right"], actual_tied=part["predicted_tied"]) for part in parts]
-    found = screen(parts, grid, rng=rng, min_tokens=min_tokens)
+    found = screen(parts, grid, seed=seed, min_tokens=min_tokens)
     best, plain = found.candidate, found.candidate.name == 0
     choice: Setting = grid[best.name]
     verdict = "no difference" if plain and len(batches) >= 2 * ENOUGH_BATCHES - 1 else best["verdict"]

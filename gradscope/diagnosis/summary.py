@@ -25,6 +25,7 @@ from gradscope.gradients import (
 )
 from gradscope.intervals import interval_labels, summarize
 from gradscope.policy import Policy
+from gradscope.resampling import Seed
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, Processes, write_text
 from gradscope.theory import FLOOR, TheoryReport, layer_constants, theory_report, token_contexts
@@ -33,10 +34,10 @@ PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
 """Fig. 1 (d) of the paper, read off the image: the four intervals, and all tokens."""
 
 
-LEGEND = """mean_norm: ‖g‖ of a token for unit weight, with a 95 % interval over prompts; squared_share: of Σ‖w g‖²;
+LEGEND = """mean_norm: ‖g‖ of a token unweighted, with a 95 % interval over prompts; squared_share: of Σ‖w g‖²;
 gradient_norm: ‖G_a‖/‖G‖; gradient_share: ⟨G_a, G⟩/‖G‖²; half_cosine: of G_a between two halves of the prompts"""
 """What the columns of Summary.intervals are."""
-ESTIMATED = """rms_norm: root mean square of ‖g‖ for unit weight; squared_share: of Σ‖w g‖²; …_se: standard error, of
+ESTIMATED = """rms_norm: root mean square of ‖g‖ unweighted; squared_share: of Σ‖w g‖²; …_se: standard error, of
 the random numbers and not of the choice of prompts; gradient_norm: ‖G_a‖/‖G‖; gradient_share: ⟨G_a, G⟩/‖G‖²;
 half_cosine: of G_a between two halves of the prompts"""
 """The same where norms are estimates."""
@@ -77,8 +78,6 @@ class Summary:
                 "Cosines between the intervals' summed gradients:",
                 matrix.to_string(float_format="{:.2f}".format, na_rep="–"),
             ]
-        if self.theory is not None:
-            parts += ["Prop. 4.2 on these tokens:", str(self.theory)]
         if self.estimated:
             parts.append(LEFT_OUT)
         return "\n\n".join(parts)
@@ -89,19 +88,23 @@ class Summary:
         lines = self._estimated_norms(table) if self.estimated else self._norms(table)
         if self.gradients is not None:
             lines += self._sums(table)
-        if self.theory is not None:
-            powers = self.theory.powers
-            fits = powers[(powers["quantity"] != LOGITS) & (powers["tokens"] >= ENOUGH)]
-            fits = fits.dropna(subset="slope").sort_values("slope")
-            if len(fits):
-                least, most = _power(fits.iloc[0]), _power(fits.iloc[-1])
-                fitted = int(powers["tokens"].max())
-                lines.append(
-                    f"Below the logits, norms grow like (1−π)^s with s from {least} to {most} by layer (theory: 1, "
-                    f"√ law: ½; [95 %]), fitted on the {fitted:,} tokens that are not nearly certain; Prop. 4.2 bounds "
-                    "norms and does not fix s."
-                )
         return "\n".join(lines)
+
+    def theory_words(self) -> str:
+        """Prop. 4.2 and the powers of 1−π on these tokens; "" where there is nothing to say."""
+        if self.theory is None:
+            return ""
+        powers = self.theory.powers
+        fits = powers[(powers["quantity"] != LOGITS) & (powers["tokens"] >= ENOUGH)]
+        fits, words = fits.dropna(subset="slope").sort_values("slope"), []
+        if len(fits):
+            least, most = _power(fits.iloc[0]), _power(fits.iloc[-1])
+            words.append(
+                f"Below the logits, norms grow like (1−π)^s with s from {least} to {most} by layer (theory: 1, "
+                f"√ law: ½; [95 %]), fitted on the {int(powers['tokens'].max()):,} tokens that are not nearly certain; "
+                "Prop. 4.2 bounds norms and does not fix s."
+            )
+        return "\n\n".join([*words, "Prop. 4.2 on these tokens:", str(self.theory)])
 
     def _norms(self, table: pd.DataFrame) -> list[str]:
         """What the norms of the tokens say one by one."""
@@ -113,8 +116,8 @@ class Summary:
                 f"{low['mean_norm']:.3g} against {high['mean_norm']:.3g}",
             )
             lines.append(
-                f"One by one: a token with π < ¼ has {ratio:.1f} times the gradient norm of one with π ≥ ¾ on average "
-                f"({norms}, {self.parameters}, unit weight)."
+                f"Per token: one with π < ¼ has {ratio:.1f} times the gradient norm of one with π ≥ ¾ on average "
+                f"({norms}, {self.parameters}, unweighted)."
             )
         return lines
 
@@ -126,7 +129,7 @@ class Summary:
             norms = " against ".join(f"{row['rms_norm']:.3g} ± {row['rms_norm_se']:.2g}" for row in (low, high))
             lines.append(
                 f"In the root mean square, a token with π < ¼ has {low['rms_norm'] / high['rms_norm']:.1f} times the "
-                f"gradient norm of one with π ≥ ¾ ({norms}, ± one standard error, unit weight)."
+                f"gradient norm of one with π ≥ ¾ ({norms}, ± one standard error, unweighted)."
             )
         return lines
 
@@ -134,16 +137,16 @@ class Summary:
         """What the summed gradients say, and how far to trust it."""
         owned = _rows(table, "token_share", "gradient_share")
         if not owned:
-            return ["In sum: every weight of the loss is 0 (equal rewards in each group, or all clipped): no gradient."]
+            return ["Summed: every weight of the loss is 0 (equal rewards in each group, or all clipped): no gradient."]
         each = ", ".join(
             f"{_percent(share)} by {tokens:.1%} of the tokens (π in {name})" for name, tokens, share in owned
         )
         halves = ", ".join(f"{cosine:.2f}" for _, cosine in _rows(table, "half_cosine"))
         return [
-            f"In sum: of this batch's gradient (⟨G_a, G⟩/‖G‖²), {each}.",
-            f"Between two halves of the {self.gradients.num_prompts} prompts, G_a has cosines {halves or '–'}: an "
-            "interval near 0 is mostly noise, and its share is another in another batch (one split; "
-            "`gradscope diagnose` gives the signal with an interval).",
+            f"Summed: of this batch's gradient (⟨G_a, G⟩/‖G‖²), {each}.",
+            f"Between two halves of the {self.gradients.num_prompts} prompts, G_a has cosines {halves or '–'}: where "
+            "that is near 0, G_a is mostly noise, and another batch would give another share (one split; `gradscope "
+            "diagnose` gives the signal with an interval).",
         ]
 
     def _repr_html_(self) -> str:
@@ -194,18 +197,18 @@ def summarize_measurement(
         intervals = torch.zeros(batch.input_ids.shape, dtype=torch.long)
         intervals[batch.response_mask] = torch.tensor(table["interval"].tolist())
         made = {"memory": memory, "way": way, "processes": processes, "progress": progress}
-        gradients = interval_gradients(policy, batch, settings=settings.loss, intervals=intervals, **made)
+        gradients = interval_gradients(policy, batch, loss=settings.loss, intervals=intervals, **made)
     rng = np.random.default_rng(settings.seed)
     constants = None
     if contexts:
         table, constants = add_constants(policy, batch, table, contexts, progress=progress)
     if settings.norms == "estimate":
-        return Summary(estimated_summary(table, gradients, rng=rng), gradients, None, estimated=True, parameters=over)
+        return Summary(estimated_summary(table, gradients, seed=rng), gradients, None, estimated=True, parameters=over)
     try:
-        theory = theory_report(table, constants, vocab_size=policy.vocab_size, rng=rng)
+        theory = theory_report(table, constants, vocab_size=policy.vocab_size, seed=rng)
     except InputError:  # Too few tokens measured for a fit; the rest of the summary stands.
         theory = None
-    return Summary(interval_summary(table, gradients, rng=rng), gradients, theory, parameters=over)
+    return Summary(interval_summary(table, gradients, seed=rng), gradients, theory, parameters=over)
 
 
 def add_constants(
@@ -230,31 +233,27 @@ def add_constants(
     return table.assign(context=numbers.reindex(table.index)), pd.concat(parts, ignore_index=True)
 
 
-def interval_summary(
-    table: pd.DataFrame, gradients: IntervalGradients | None, *, rng: np.random.Generator
-) -> pd.DataFrame:
+def interval_summary(table: pd.DataFrame, gradients: IntervalGradients | None, *, seed: Seed = 0) -> pd.DataFrame:
     """A row per interval: tokens, token_share, mean_norm with its 95 % interval over prompts, squared_share, gradient…
 
     squared_share: share of Σ‖w_t g_t‖². Of an interval that was measured in part, mean_norm and squared_share are
     estimates for all of its tokens (`intervals.summarize`). gradient_norm, gradient_share: ‖G_a‖ over ‖G‖, and
     ⟨G_a, G⟩/‖G‖²; another quantity altogether.
     """
-    out = _mean_norms(table, rng)
+    out = _mean_norms(table, seed)
     if gradients is not None:
         drawn = {"probabilities": sampling_probabilities(table)}
         args = (table["interval"], table["group"])
-        squares = summarize(table["weight"] * table[PARAMETERS], *args, rng=rng, statistic="rms", **drawn)
+        squares = summarize(table["weight"] * table[PARAMETERS], *args, seed=seed, statistic="rms", **drawn)
         total = squares["value"].fillna(0.0) ** 2 * squares["num_tokens"]
         out["squared_share"] = total / total.sum()
         out = out.join(_gradient_columns(gradients))
     return out
 
 
-def estimated_summary(
-    table: pd.DataFrame, gradients: IntervalGradients | None, *, rng: np.random.Generator
-) -> pd.DataFrame:
+def estimated_summary(table: pd.DataFrame, gradients: IntervalGradients | None, *, seed: Seed = 0) -> pd.DataFrame:
     """`interval_summary` from estimates: rms_norm and squared_share with their errors; mean_norm if there are draws."""
-    out, norms = _mean_norms(table, rng).drop(columns="measured"), interval_norms(table)
+    out, norms = _mean_norms(table, seed).drop(columns="measured"), interval_norms(table)
     if out["mean_norm"].isna().all():
         out = out.drop(columns=["mean_norm", "norm_lower", "norm_upper"])
     out = out.join(norms[["rms_norm", "rms_norm_se"]])
@@ -263,9 +262,9 @@ def estimated_summary(
     return out
 
 
-def _mean_norms(table: pd.DataFrame, rng: np.random.Generator) -> pd.DataFrame:
+def _mean_norms(table: pd.DataFrame, seed: Seed) -> pd.DataFrame:
     drawn = {"probabilities": sampling_probabilities(table)}
-    mean = summarize(table[PARAMETERS], table["interval"], table["group"], rng=rng, statistic="mean", **drawn)
+    mean = summarize(table[PARAMETERS], table["interval"], table["group"], seed=seed, statistic="mean", **drawn)
     return pd.DataFrame(
         {
             "interval": mean["label"],
@@ -290,7 +289,7 @@ def _gradient_columns(gradients: IntervalGradients) -> pd.DataFrame:
 def write_figures(
     folder: Path, policy: Policy, table: pd.DataFrame, summary: Summary, *, progress: bool = False
 ) -> None:
-    """Fig. 1 (a, b, d), Fig. 2, norms by layer and interval, norms against 1−π, cosines: PNG and CSV; summary.txt."""
+    """Fig. 1 (a, b, d), Fig. 2, norms by layer and interval or against 1−π, cosines: PNG, CSV; summary and theory."""
     from gradscope import plots
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -316,6 +315,8 @@ def write_figures(
         draw["modules"] = lambda: plots.plot_modules(table)
     for name, make in tqdm(draw.items(), desc="figures", disable=not progress or None):
         plots.save_figure(make(), folder / f"{name}.png")
+    if words := summary.theory_words():
+        write_text(folder / "theory.txt", f"{words}\n")
     write_text(folder / "summary.txt", f"{summary}\n")
 
 

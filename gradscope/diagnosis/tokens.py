@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from gradscope.diagnosis.result import BoundMargins, join_rows, make_rows
 from gradscope.gradients import LAYER, LOGITS, PARAMETERS, SUMS, sampling_probabilities, stands_for
 from gradscope.intervals import interval_shares, summarize
-from gradscope.resampling import bootstrap, prompt_clusters
+from gradscope.resampling import Seed, odds_of_largest, percentiles, prompt_clusters, redraw
 from gradscope.theory import add_drivers, logit_grad_bounds, rounding_tolerance
 
 Number = int | float
@@ -83,15 +83,16 @@ def token_shares(
     sums: PromptSums,
     labels: Sequence[str],
     *,
-    rng: np.random.Generator | None,
+    seed: Seed = 0,
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
     """Rows, one per interval, of token_share; squared_share, of Σ‖w·g‖²; predicted_share, of Σ(w·(1−π))².
 
-    And dominance_index, predicted_index and added_index, their difference (bits; see the module). NaN where an interval
-    has no token, all shares of Σ‖w·g‖² where one has tokens and none is measured, bounds where fewer than two prompts
-    have measured tokens of the interval.
+    And dominance_index, predicted_index and added_index, their difference (bits; see the module); and largest_share, in
+    which share of the redrawn batches the interval's squared_share is the largest of all (it has no bounds). NaN where
+    an interval has no token, all shares of Σ‖w·g‖² where one has tokens and none is measured, bounds where fewer than
+    two prompts have measured tokens of the interval.
     """
 
     each = sums.tokens if sums.expected is None else sums.expected
@@ -109,8 +110,10 @@ def token_shares(
         parts = np.hstack([*shares, *indices, difference])
         return np.where(np.isfinite(parts), parts, np.nan)
 
-    settings = {"rng": rng, "confidence": confidence, "resamples": resamples}
-    found = bootstrap(evaluate, len(sums.tokens), **settings).reshape(3, 6, len(labels))
+    draws = redraw(evaluate, len(sums.tokens), seed, resamples)
+    bounds = percentiles(draws, confidence)
+    found = np.vstack([evaluate(np.ones((1, len(sums.tokens)))), bounds]).reshape(3, 6, len(labels))
+    largest = odds_of_largest(draws.reshape(-1, 6, len(labels))[:, 1])
     known = {name: (part > 0).sum(0) for name, part in (("tokens", sums.tokens), ("measured", sums.measured))}
     counts = {"tokens": sums.tokens.sum(0), "measured": sums.measured.sum(0)}
     kinds = {
@@ -123,18 +126,18 @@ def token_shares(
         numbers = found[:, column].copy()
         numbers[1:, known[of] < 2] = np.nan
         parts.append(make_rows(name, numbers, counts[of], unit=unit, metric=metric, intervals=labels))
-    return join_rows(parts)
+    alone = np.vstack([largest, np.full((2, len(labels)), np.nan)])
+    odds = make_rows("largest_share", alone, counts["measured"], unit="share", metric="raw", intervals=labels)
+    return join_rows([*parts, odds])
 
 
-def layer_norms(
-    table: pd.DataFrame, edges: Sequence[Number], *, rng: np.random.Generator | None, resamples: int = 1000
-) -> pd.DataFrame:
-    """Mean norm of the token gradients (unit weight) at each place, a row per quantity and interval, logits first.
+def layer_norms(table: pd.DataFrame, edges: Sequence[Number], *, seed: Seed = 0, resamples: int = 1000) -> pd.DataFrame:
+    """Mean norm of the token gradients (unweighted) at each place, a row per quantity and interval, logits first.
 
     Columns: quantity (logit_grad_norm, act_grad_norm.0, …, param_grad_norm), then those of `intervals.summarize`.
     """
     layers = sorted((c for c in table if c.startswith(LAYER)), key=lambda c: int(c.removeprefix(LAYER)))
-    parts, settings = [], {"rng": rng, "resamples": resamples, "edges": edges}
+    parts, settings = [], {"seed": seed, "resamples": resamples, "edges": edges}
     drawn = sampling_probabilities(table)
     for name in (LOGITS, *layers, PARAMETERS):
         # At the logits every token is measured.
@@ -150,14 +153,15 @@ def shares_by(
     *,
     bins: int = 4,
     special: Set[str] = frozenset(),
-    rng: np.random.Generator | None,
+    seed: Seed = 0,
     resamples: int = 1000,
 ) -> pd.DataFrame:
     """Where Σ‖w·g‖² is: a row per value of each driver of `drivers.add_drivers`.
 
     Columns: driver, value; num_tokens, token_share, token_lower, token_upper; num_measured, squared_share,
-    squared_lower, squared_upper. A measured token counts for as many as `scaled_squares` says. The square columns are
-    NaN where weights or norms are unknown. special: the tokenizer's special tokens, as decoded.
+    squared_lower, squared_upper; odds: the share of redrawn batches in which the second share exceeds the first. A
+    measured token counts for as many as `scaled_squares` says. The square columns are NaN where weights or norms are
+    unknown. special: the tokenizer's special tokens, as decoded.
     """
     squares = scaled_squares(table)
     table = add_drivers(table, bins=bins, special=special)
@@ -170,14 +174,34 @@ def shares_by(
         if not names:
             continue
         args = (column.cat.codes.to_numpy()[known], table["group"].to_numpy()[known])
-        settings = {"rng": rng, "resamples": resamples, "edges": range(len(names) + 1)}
+        settings = {"seed": seed, "resamples": resamples, "edges": range(len(names) + 1)}
         tokens = interval_shares(*args, **settings)
         square = interval_shares(*args, values=squares[known], **settings)
         part = {"driver": driver, "value": names, "num_tokens": tokens["num_tokens"], "token_share": tokens["value"]}
         part |= {"token_lower": tokens["lower"], "token_upper": tokens["upper"]}
         part |= {"num_measured": square["num_measured"], "squared_share": square["value"]}
-        parts.append(pd.DataFrame(part | {"squared_lower": square["lower"], "squared_upper": square["upper"]}))
+        part |= {"squared_lower": square["lower"], "squared_upper": square["upper"]}
+        odds = None if seed is None else _odds_of_excess(*args, squares[known], resamples)
+        parts.append(pd.DataFrame(part | {"odds": odds}))
     return pd.concat(parts, ignore_index=True)
+
+
+def _odds_of_excess(
+    cells: Int[np.ndarray, " n"], groups: Int[np.ndarray, " n"], squares: Float[np.ndarray, " n"], resamples: int
+) -> Float[np.ndarray, " a"]:
+    """Of each cell: in which share of redrawn batches its share of the squares exceeds its share of the tokens."""
+    _, prompts = np.unique(groups, return_inverse=True)
+    sums = np.zeros((2, prompts.max() + 1, cells.max() + 1))
+    np.add.at(sums, (0, prompts, cells), 1.0)
+    np.add.at(sums, (1, prompts, cells), np.nan_to_num(squares))
+
+    def excess(draws: np.ndarray) -> np.ndarray:
+        tokens, energy = draws @ sums
+        with np.errstate(invalid="ignore"):  # a batch without energy
+            return energy / energy.sum(1, keepdims=True) - tokens / tokens.sum(1, keepdims=True)
+
+    drawn = redraw(excess, sums.shape[1], 0, resamples)  # numbers of its own: no other interval depends on them
+    return (drawn > 0).mean(0) if len(drawn) else np.full(sums.shape[2], np.nan)
 
 
 def scaled_squares(table: pd.DataFrame) -> Float[np.ndarray, " n"]:

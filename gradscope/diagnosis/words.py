@@ -4,19 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf, isnan, nan
 
-import numpy as np
 import pandas as pd
+from scipy.stats import norm
 
-from gradscope.diagnosis.format import bits_words, number_words, percent, share_words, short_number, step_words
-from gradscope.diagnosis.result import Diagnosis, Finding, Verdict
+from gradscope.diagnosis.format import (
+    name_bin,
+    number_words,
+    percent,
+    share_words,
+    short_number,
+    step_words,
+    times_words,
+)
+from gradscope.diagnosis.result import Diagnosis, Finding, Findings, Verdict
+from gradscope.errors import checked
 from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities
+from gradscope.objective import off_policy_sentence
+from gradscope.plots import label_of
 from gradscope.resampling import in_brackets
 
-ROUNDING = 1e-3
-"""Largest |Δ log π| of any token, nats, that float32 and another order of its sums explain."""
+CERTAIN = 0.95
+"""A bin is said to account for the largest share only if it does in so many of the redrawn batches."""
+MOST_PROMPTS = 100
+"""How many prompts would decide is said up to so many times those that are there: further, it is a guess."""
+ENERGY = {"raw": "gradient energy", "adamw": "AdamW-preconditioned gradient energy"}
+
+
+@checked
+def findings(diagnosis: Diagnosis) -> Findings:
+    """The sentences, the most telling first; a part that was not computed has none."""
+    makers: tuple[Callable[[Diagnosis], list[Finding]], ...] = (
+        _dominance, _added, _norms, _summed, _signal, influence_words, direction_words,
+        _where, _driver, _spikes, lag_words, bound_words, setting_words,
+    )  # fmt: skip
+    return Findings(finding for make in makers for finding in make(diagnosis))
 
 
 def compare(d: Diagnosis, row: pd.Series, against: float | tuple[float, float] = 0.0) -> Verdict:
@@ -28,27 +51,199 @@ def compare(d: Diagnosis, row: pd.Series, against: float | tuple[float, float] =
 
 
 def name_shares(d: Diagnosis, statistic: str, metric: str) -> str:
-    """The share of each interval that has one."""
+    """The share of each bin that has one."""
     rows = [(label, d.pick(statistic, metric, label)) for label in d.labels]
-    return ", ".join(f"{label} {share_words(row)}" for label, row in rows if not isnan(row["value"]))
+    return "; ".join(f"{name_bin(label)}: {share_words(row)}" for label, row in rows if not isnan(row["value"]))
+
+
+def _dominance(d: Diagnosis) -> list[Finding]:
+    low = d.labels[0]
+    tokens, index = d.pick("token_share", "none", low), d.pick("dominance_index", "raw", low)
+    if index is None:
+        why = "some weights are unknown" if d.table["weight"].isna().any() else "every weight is 0"
+        return [Finding("dominance_raw", Verdict.UNKNOWN, f"Dominance is not known: {why}.", " ".join(d.notes))]
+    if not tokens["n"]:
+        words = f"No token has {name_bin(low)}, so there is nothing that could dominate."
+        return [Finding("dominance_raw", Verdict.UNKNOWN, words)]
+    if tokens["value"] == 1:
+        words = f"All tokens have {name_bin(low)}: shares by probability bin say nothing here."
+        return [Finding("dominance_raw", Verdict.UNKNOWN, words)]
+    known = [metric for metric in ENERGY if d.pick("dominance_index", metric, low) is not None]
+    return [_dominance_in(d, metric) for metric in known]
+
+
+def _dominance_in(d: Diagnosis, metric: str) -> Finding:
+    low, kind, energy = d.labels[0], f"dominance_{metric}", energy_words(d, metric)
+    tokens, index, share = (
+        d.pick(*key, low) for key in (("token_share", "none"), ("dominance_index", metric), ("squared_share", metric))
+    )
+    they = f"tokens with {name_bin(low)}"
+    if share["value"] == 0:
+        none = f"T{they[1:]} account for none of the {energy}: none that was measured has a weight."
+        return Finding(kind, Verdict.UNKNOWN, none)
+    if isnan(index["value"]):
+        words = f"How much of the {energy} {they} account for is not known."
+        return Finding(kind, Verdict.UNKNOWN, words)
+    are = f"are {share_words(tokens)} of the tokens and account for {share_words(share)} of the {energy}"
+    detail = f"Share of the {energy} by bin: {name_shares(d, 'squared_share', metric)}. "
+    detail += f"A token with {name_bin(low)} has {times_words(index)} the average energy."
+    if isnan(index["lower"]):
+        alone = "the tokens of one prompt give no interval, so no verdict"
+        return Finding(kind, Verdict.UNDECIDED, f"T{they[1:]} {are}; {alone}.", detail)
+    if not d.judges:
+        prompts = d.num_informative_prompts
+        few = f"{prompts} prompt{'s are' if prompts != 1 else ' is'} too few for a verdict"
+        return Finding(kind, Verdict.UNDECIDED, f"T{they[1:]} {are}; {few}.", detail)
+    verdict = compare(d, index)
+    if verdict is Verdict.MORE:
+        return _rank(d, metric, f"{they} {are}", detail)
+    if verdict is Verdict.LESS:
+        words = f"Low-probability tokens do not dominate: {they} {are}, less than in proportion."
+        return Finding(kind, verdict, words, detail, "good")
+    words = f"Whether low-probability tokens account for more than in proportion is undecided: {they} {are}."
+    return Finding(kind, verdict, words, detail)
+
+
+def _rank(d: Diagnosis, metric: str, are: str, detail: str) -> Finding:
+    """Tokens of the lowest bin account for more than in proportion: whether for more than any other bin does."""
+    odds = pd.Series({label: d.pick("largest_share", metric, label)["value"] for label in d.labels})
+    low, most, kind = d.labels[0], odds.idxmax(), f"dominance_{metric}"
+    if odds[most] >= CERTAIN and most == low:
+        words = f"Low-probability tokens dominate: {are}, the largest share of any bin"
+        return Finding(kind, Verdict.DOMINATES, f"{words} ({_redraws(odds[low])}).", detail, "warn")
+    each = short_number(2.0 ** d.pick("dominance_index", metric, low)["value"])
+    words = f"T{are[1:]}, {each} times the average per token"
+    if odds[most] >= CERTAIN:
+        largest = (
+            f"{name_bin(most)} accounts for the largest share, {share_words(d.pick('squared_share', metric, most))}"
+        )
+        return Finding(kind, Verdict.MORE, f"{words}; but {largest}.", detail)
+    words += f"; whether theirs is the largest share of any bin is undecided ({_redraws(odds[low])})."
+    if (wanted := prompts_to_decide(odds[most], d.num_informative_prompts)) is not None:
+        detail += f" If the shares stay as they are, about {wanted:,} prompts would decide which bin's is the largest."
+    return Finding(kind, Verdict.MORE, words, detail)
+
+
+def _redraws(odds: float) -> str:
+    return f"in {percent(odds)} % of the redrawn batches"
+
+
+def prompts_to_decide(odds: float, prompts: int) -> int | None:
+    """How many prompts would show a ranking in `CERTAIN` of the redraws that so many show in `odds`; None: too many.
+
+    The difference keeps its size and its error falls as 1/√n, so that Φ⁻¹(odds) grows as √n. Two digits.
+    """
+    reached = norm.ppf(odds)
+    wanted = prompts * (norm.ppf(CERTAIN) / reached) ** 2 if reached > 0 else inf
+    return None if not wanted <= MOST_PROMPTS * prompts else int(float(f"{wanted:.2g}"))
+
+
+def energy_words(d: Diagnosis, metric: str) -> str:
+    """The name of Σ‖w·g‖² in this metric; estimated, where norms are."""
+    guessed = {"raw": "estimated-norms", "adamw": "signs"}[metric] in {getattr(note, "kind", "") for note in d.notes}
+    return f"estimated {ENERGY[metric]}" if guessed else ENERGY[metric]
+
+
+def _added(d: Diagnosis) -> list[Finding]:
+    low = d.labels[0]
+    added, alone = d.pick("added_index", "raw", low), d.pick("predicted_index", "none", low)
+    if added is None or isnan(added["lower"]):
+        return []
+    detail = f"(1−π)² alone predicts {times_words(alone)} the average per token; measured over predicted: "
+    detail += f"{times_words(added)}."
+    verdict = compare(d, added)
+    words = {
+        Verdict.MORE: "account for more gradient energy than (1−π)² alone predicts.",
+        Verdict.LESS: "account for less gradient energy than (1−π)² alone predicts.",
+    }.get(verdict, "account for gradient energy that is consistent with (1−π)² alone.")
+    return [Finding("added", verdict, f"Tokens with {name_bin(low)} {words}", detail)]
+
+
+def _norms(d: Diagnosis) -> list[Finding]:
+    """Norms of single tokens, without their weights."""
+    if d.layers is None:
+        return []
+    means = d.layers.pivot(index="quantity", columns="interval", values="value")
+    ratios = (means[0] / means[len(d.labels) - 1]).replace(inf, nan).dropna()
+    if PARAMETERS not in ratios:
+        return []
+    rows = d.layers[d.layers["quantity"] == PARAMETERS].iloc[[0, -1]]
+    low, top = (number_words(row, ".3g") for _, row in rows.iterrows())
+    statement = (
+        f"Unweighted, the gradient norm of a token with {name_bin(d.labels[0])} is {short_number(ratios[PARAMETERS])} "
+        f"times that of one with {name_bin(d.labels[-1])} on average: {low} against {top}, over {d.parameters}."
+    )
+    layers = ratios[[name.startswith(LAYER) for name in ratios.index]]
+    if layers.empty:
+        return [Finding("norms", Verdict.FACT, statement)]
+    least, most = (label_of(name) for name in (layers.idxmin(), layers.idxmax()))
+    detail = f"By layer, from {short_number(layers.min())} times ({least}) to {short_number(layers.max())} ({most})."
+    return [Finding("norms", Verdict.FACT, statement, detail)]
+
+
+def _summed(d: Diagnosis) -> list[Finding]:
+    found = []
+    low = d.labels[0]
+    for metric, words in (("raw", "summed gradient"), ("adamw", "AdamW-preconditioned summed gradient")):
+        share, cosine = d.pick("gradient_share", metric, low), d.pick("cosine_with_all", metric, low)
+        tokens = d.pick("token_share", "none", low)
+        if share is None or isnan(share["value"]):
+            continue
+        statement = (
+            f"Tokens with {name_bin(low)}, {share_words(tokens)} of the tokens, account for {share_words(share)} of "
+            f"this batch's {words}."
+        )
+        detail = (
+            f"Share ⟨G_a, G⟩/‖G‖² by bin: {name_shares(d, 'gradient_share', metric)}. Cosine of "
+            f"{name_bin(low)} with the whole: {number_words(cosine)}."
+        )
+        verdict = compare(d, share, (tokens["lower"], tokens["upper"]))
+        if verdict is Verdict.UNDECIDED:
+            statement += " Whether that is more than in proportion is undecided."
+        tone = "warn" if verdict is Verdict.MORE else "plain"
+        found.append(Finding(f"summed_{metric}", verdict, statement, detail, tone))
+    return found
+
+
+def _signal(d: Diagnosis) -> list[Finding]:
+    rows = [(label, d.pick("signal_fraction", "raw", label)) for label in (*d.labels, "all")]
+    known = [(label, row) for label, row in rows if row is not None and not isnan(row["lower"])]
+    if not known:
+        return []
+    each = "; ".join(f"{_group(name)}: {share_words(row)}" for name, row in known)
+    detail = f"Signal fraction of ‖G_a‖², over {d.num_prompts} prompts: {each}. Negative estimates arise by chance."
+    clear = [name for name, row in known if d.judges and row["lower"] > 0]
+    names, low = ", ".join(map(_group, clear)), d.labels[0]
+    if not clear:
+        words = "In no bin can the summed gradient be told from noise: other prompts may give another gradient."
+        if not d.judges:
+            words = f"{d.num_informative_prompts} prompts are too few to tell the summed gradient's signal from noise."
+        return [Finding("signal", Verdict.UNDECIDED, words, detail, "warn")]
+    statement = f"The summed gradient carries signal that other prompts would share: {names}"
+    missing = low not in clear and low in dict(known)
+    statement += f". For {name_bin(low)} it is indistinguishable from noise." if missing else "."
+    tone, verdict = ("warn", Verdict.UNDECIDED) if missing else ("plain", Verdict.MORE)
+    return [Finding("signal", verdict, statement, detail, tone)]
+
+
+def _group(label: str) -> str:
+    return "all tokens" if label == "all" else name_bin(label)
 
 
 def influence_words(d: Diagnosis) -> list[Finding]:
-    """Whose gradient moves the highest interval's tokens."""
+    """Whose gradient moves the highest bin's tokens."""
     low, top = d.labels[0], d.labels[-1]
     share, own = d.pick("low_to_high_share", "none", top), d.pick("high_to_high_share", "none", top)
     if share is None or isnan(share["value"]):
         return []
     statement = (
-        f"In one {step_words(d)} step, to first order, tokens with π in {low} cause {share_words(share)} of how tokens "
-        f"with π in {top} move."
+        f"In one {step_words(d)} step, to first order, tokens with {name_bin(low)} cause {share_words(share)} of how "
+        f"tokens with {name_bin(top)} move."
     )
     if share["value"] < 0:
-        statement += " Below 0: they move them against the rest."
-    detail = (
-        f"Of the variance of their predicted Δ log π, over {share['n']:,} tokens; the shares of all sources add up to "
-    )
-    detail += f"100 %, that of one against the rest is below 0. Their own interval causes {share_words(own)}"
+        statement += " Below 0: they counteract the rest."
+    detail = f"Share of the variance of the predicted Δ log π of {share['n']:,} tokens; the shares of all sources add "
+    detail += f"up to 100 %, and one that counteracts the rest is below 0. Their own bin causes {share_words(own)}"
     rows = d.influence[(d.influence["source"] == "momentum") & (d.influence["target"] == len(d.labels) - 1)]
     if len(rows):
         bounds = {"share": "value", "share_lower": "lower", "share_upper": "upper"}
@@ -70,12 +265,14 @@ def direction_words(d: Diagnosis) -> list[Finding]:
         done = f"In one {step_words(d)} step on this batch" if kind == "actual" else "In one predicted step"
         statement = f"{done}, {share_words(row)} of the {row['n']:,} tokens with {word} that moved {way}"
         each = [(label, d.pick(name, "none", label)) for label in d.labels]
-        parts = ", ".join(f"{label} {share_words(r)} of {r['n']:,}" for label, r in each if not isnan(r["value"]))
+        parts = "; ".join(
+            f"{name_bin(label)}: {share_words(r)} of {r['n']:,}" for label, r in each if not isnan(r["value"])
+        )
         verdict = compare(d, row, 0.5)
         tone = "warn" if verdict is Verdict.LESS else "plain"
-        end = "" if isnan(row["lower"]) or not d.judges else ": not to be told from one half"
+        end = "" if isnan(row["lower"]) or not d.judges else ": no detectable difference from one half"
         end = {Verdict.MORE: ", more than half", Verdict.LESS: ", less than half"}.get(verdict, end)
-        detail = f"By interval of π before the step: {parts}."
+        detail = f"By bin of π before the step: {parts}."
         found.append(Finding(f"direction_{sign}", verdict, f"{statement}{end}.", detail, tone))
     if {finding.verdict for finding in found} == {Verdict.MORE, Verdict.LESS}:
         # One sign gains what the other loses: tokens of both move alike, which is neither's success.
@@ -84,16 +281,86 @@ def direction_words(d: Diagnosis) -> list[Finding]:
     return found
 
 
+def _where(d: Diagnosis) -> list[Finding]:
+    if d.where is None:
+        return []
+    found = []
+    for driver, words in (("token_class", "kind of token"), ("position_bin", "position in the response")):
+        rows = d.where[(d.where["driver"] == driver) & d.where["squared_share"].notna()]
+        if len(rows) < 2:
+            continue
+        each = "; ".join(f"{r['value']}: {_squared(r)} ({_tokens(r)} of the tokens)" for _, r in rows.iterrows())
+        # Two-sided at 5 % for all rows together: several are looked at.
+        over = rows[(rows["odds"] >= 1 - (1 - CERTAIN) / (2 * len(rows))) & d.judges]
+        names = "; ".join(f"{r['value']}, {_squared(r)} against {_tokens(r)}" for _, r in over.iterrows())
+        statement = f"No {words} accounts for detectably more gradient energy than its share of the tokens"
+        statement += "." if d.judges else f": {d.num_informative_prompts} prompts are too few for a verdict."
+        if len(over):
+            statement = f"By {words}, more gradient energy than in proportion to the tokens: {names}."
+        verdict = Verdict.MORE if len(over) else Verdict.UNDECIDED
+        found.append(Finding(f"where_{driver}", verdict, statement, f"Share of the gradient energy: {each}."))
+    return found
+
+
+def _squared(row: pd.Series) -> str:
+    return share_words(pd.Series({n: row[f"squared_{k}"] for n, k in _BOUNDS}))
+
+
+def _tokens(row: pd.Series) -> str:
+    return share_words(pd.Series({n: row[f"token_{k}"] for n, k in _BOUNDS}))
+
+
+_BOUNDS = (("value", "share"), ("lower", "lower"), ("upper", "upper"))
+
+
+def _driver(d: Diagnosis) -> list[Finding]:
+    if d.drivers is None:
+        return []
+    rows = d.drivers[d.drivers["quantity"] == PARAMETERS].set_index("driver")
+    row, names = rows.loc["difference"], ("log_one_minus_prob", "entropy")
+    if row["collinear"]:
+        words = "Probability and entropy are too closely correlated here to say which of them the norms follow."
+        return [Finding("driver", Verdict.UNDECIDED, words)]
+    if isnan(row["lower"]):
+        return []
+    fits = ", ".join(
+        f"{word} {number_words(rows.loc[name].rename({'coefficient': 'value'}))}"
+        for name, word in zip(names, ("log(1−π)", "entropy"), strict=True)
+    )
+    detail = f"Standardised coefficients of the log norm over {d.parameters}, {row['tokens']:,} tokens that are not "
+    detail += f"nearly certain: {fits}; R² of both {row['r2']:.2f}."
+    few = "" if d.judges else f": {d.num_informative_prompts} prompts are too few for a verdict"
+    verdict = compare(d, row)
+    words = {
+        Verdict.MORE: "Token gradient norms follow probability more than entropy.",
+        Verdict.LESS: "Token gradient norms follow entropy more than probability.",
+    }.get(verdict, f"Whether token gradient norms follow probability or entropy more is undecided{few}.")
+    return [Finding("driver", verdict, words, detail)]
+
+
+def _spikes(d: Diagnosis) -> list[Finding]:
+    if d.spikes is None or d.spikes.empty:
+        return []
+    first, measured = d.spikes.iloc[0], int(d.table[PARAMETERS].notna().sum())
+    together = percent(d.spikes["squared_share"].sum())
+    of = "their gradient energy"
+    if sampling_probabilities(d.table) is not None:
+        of = "the gradient energy, estimated for all tokens"
+    statement = f"The {len(d.spikes)} largest of the {measured:,} measured tokens account for {together} % of {of}."
+    weight = f"{first['weight']:+.2g}".replace("-", "−")
+    where = f"token {first['token']!r} at position {first['position']} of response {first['response']}"
+    detail = f"The largest: {where}, π {first['prob']:.2g}, weight {weight}, with "
+    detail += f"{percent(first['squared_share'])} %. A fact of this batch, not of others."
+    return [Finding("spikes", Verdict.FACT, statement, detail)]
+
+
 def lag_words(d: Diagnosis) -> list[Finding]:
     """How far the policy is from the one that sampled, and what is clipped."""
     mean, worst = d.pick("logprob_difference_mean"), d.pick("logprob_difference_max")
     if mean is None:
         return []
     low, high, dual = (d.pick(f"clip_{name}") for name in ("low", "high", "dual"))
-    numbers = f"mean |Δ log π| {number_words(mean, '.2g')} nats, at most {worst['value']:.2g}".replace("-", "−")
-    statement = f"The policy has moved away from the one that sampled: {numbers}."
-    if worst["value"] < ROUNDING:
-        statement = f"The policy is the one that sampled, up to rounding: {numbers}."
+    statement = off_policy_sentence(number_words(mean, ".2g"), worst["value"])
     if isnan(low["value"]):
         return [Finding("lag", Verdict.FACT, statement, f"Over {mean['n']:,} tokens.")]
     detail = (
@@ -119,248 +386,33 @@ def bound_words(d: Diagnosis) -> list[Finding]:
 
 
 def setting_words(d: Diagnosis) -> list[Finding]:
-    """What α and η are worth a try."""
+    """What α and η are predicted to change."""
     if (best := d.recommendation) is None:
         return []
     detail = (
         f"One {step_words(d)} step predicted to first order on {best.num_batches} batches of "
-        f"{_span(best.prompts_per_batch)}, {len(best.settings)} settings."
+        f"{_span(best.prompts_per_batch)}, {len(best.settings)} settings; no such score is known to predict accuracy."
     )
     if not best.eta_judged:
-        detail += " η is not judged: to first order its two steps are plain's one."
+        detail += " η is not judged: to first order its two steps are the baseline's one."
+    score = "predicted right-direction score"
     if best.setting == "plain":
-        undecided, words = best.verdict == "undecided", "No α or η has a better predicted right-direction score than "
-        words += (
-            f"the plain loss{' on these prompts: too few batches for a verdict' if undecided else ': nothing to try'}."
-        )
+        undecided, words = best.verdict == "undecided", f"No α or η has a better {score} than the baseline"
+        words += " on these prompts: too few batches for a verdict." if undecided else "."
         return [Finding("setting", Verdict.UNDECIDED if undecided else Verdict.LESS, words, detail)]
     bounds = in_brackets(100 * best.lower, 100 * best.upper, "{:+.2f}".format)
     points = f"{100 * best.difference:+.2f} points{bounds}".replace("-", "−")
-    words = f"{best.setting} scores {points} against the plain loss on held-out prompts"
-    verdict, end, tone = {
-        "better": (Verdict.MORE, ": worth a run.", "good"),
-        "worse": (Verdict.LESS, ": no reason for a run.", "plain"),
-        "no difference": (Verdict.UNDECIDED, ": no difference can be told.", "plain"),
-        "undecided": (Verdict.UNDECIDED, ": too few batches for a verdict.", "plain"),
+    words = f"The {score} of {best.setting} differs from the baseline's by {points} on held-out prompts"
+    verdict, end = {
+        "better": (Verdict.MORE, ": better."),
+        "worse": (Verdict.LESS, ": worse."),
+        "no difference": (Verdict.UNDECIDED, ": no detectable difference."),
+        "undecided": (Verdict.UNDECIDED, ": too few batches for a verdict."),
     }[best.verdict]
-    return [Finding("setting", verdict, words + end, detail, tone)]
+    return [Finding("setting", verdict, words + end, detail)]
 
 
 def _span(prompts: Sequence[int]) -> str:
     """How many prompts batches have: 1 prompt, or 2 to 3 prompts."""
     least, most = min(prompts), max(prompts)
     return f"{least if least == most else f'{least} to {most}'} prompt{'' if most == 1 else 's'}"
-
-
-def findings(diagnosis: Diagnosis) -> list[Finding]:
-    """The sentences, the most telling first; a part that was not computed has none."""
-    makers: tuple[Callable[[Diagnosis], list[Finding]], ...] = (
-        _dominance, _added, _norms, _summed, _signal, influence_words, direction_words,
-        _where, _driver, _spikes, lag_words, bound_words, setting_words,
-    )  # fmt: skip
-    return [finding for make in makers for finding in make(diagnosis)]
-
-
-def _dominance(d: Diagnosis) -> list[Finding]:
-    low = d.labels[0]
-    tokens, index = d.pick("token_share", "none", low), d.pick("dominance_index", "raw", low)
-    if index is None:
-        why = "some weights are unknown" if d.table["weight"].isna().any() else "every weight is 0"
-        return [Finding("dominance_raw", Verdict.UNKNOWN, f"Dominance is not known: {why}.", " ".join(d.notes))]
-    if not tokens["n"]:
-        words = f"No token has π in {low}, so there is nothing that could dominate."
-        return [Finding("dominance_raw", Verdict.UNKNOWN, words)]
-    found = [_dominance_in(d, "raw", "")]
-    if d.pick("dominance_index", "adamw", low) is not None:
-        found.append(_dominance_in(d, "adamw", " in AdamW's metric"))
-    return found
-
-
-def _dominance_in(d: Diagnosis, metric: str, words: str) -> Finding:
-    low, say = d.labels[0], partial(Finding, f"dominance_{metric}")
-    tokens, index, share = (
-        d.pick(*key, low) for key in (("token_share", "none"), ("dominance_index", metric), ("squared_share", metric))
-    )
-    if share["value"] == 0:
-        none = f"Tokens with π in {low} hold nothing of Σ‖w·g‖²{words}: none that was measured has a weight."
-        return say(Verdict.UNKNOWN, none)
-    if isnan(index["value"]):
-        return say(Verdict.UNKNOWN, f"How much of Σ‖w·g‖²{words} tokens with π in {low} hold is not known.")
-    are = f"are {share_words(tokens)} of the tokens and hold {share_words(share)} of Σ‖w·g‖²{words}"
-    holds = f"they {are}"
-    times, each = short_number(2.0 ** index["value"]), name_shares(d, "squared_share", metric)
-    detail = f"Dominance index {bits_words(index)}: their mean ‖w·g‖² is {times} times that of all tokens. "
-    detail += f"Of Σ‖w·g‖²: {each}."
-    largest = share["value"] >= np.nanmax([d.pick("squared_share", metric, label)["value"] for label in d.labels])
-    if isnan(index["lower"]):
-        alone = "the tokens of one prompt give no interval, so no verdict"
-        return say(Verdict.UNDECIDED, f"Tokens with π in {low}: {holds}; {alone}.", detail)
-    if not d.judges:
-        prompts = d.num_informative_prompts
-        few = f"{prompts} prompt{'s are' if prompts != 1 else ' is'} too few for a verdict"
-        return say(Verdict.UNDECIDED, f"Tokens with π in {low} {are}; {few}.", detail)
-    rare = f"ow-probability tokens (π in {low})"
-    verdict = compare(d, index)
-    if verdict is Verdict.MORE and largest:
-        return say(Verdict.DOMINATES, f"L{rare} dominate{words}: {holds}.", detail, "warn")
-    if verdict is Verdict.MORE:
-        more = "hold more than their number, but another interval holds the most"
-        return say(verdict, f"Tokens with π in {low} {more}: {holds}.", detail)
-    if verdict is Verdict.LESS:
-        return say(verdict, f"L{rare} do not dominate: {holds}, less than their number.", detail, "good")
-    return say(verdict, f"Cannot tell whether l{rare} dominate: {holds}.", detail)
-
-
-def _added(d: Diagnosis) -> list[Finding]:
-    low = d.labels[0]
-    added, alone = d.pick("added_index", "raw", low), d.pick("predicted_index", "none", low)
-    if added is None or isnan(added["lower"]):
-        return []
-    detail = f"(1−π) alone predicts an index of {bits_words(alone)}; measured minus predicted: {bits_words(added)}."
-    verdict = compare(d, added)
-    words = {
-        Verdict.MORE: "is more than 1−π alone predicts: the network adds to it.",
-        Verdict.LESS: "is less than 1−π alone predicts: the network takes from it.",
-    }.get(verdict, "cannot be told from what 1−π alone predicts.")
-    return [Finding("added", verdict, f"What tokens with π in {low} hold of Σ‖w·g‖² {words}", detail)]
-
-
-def _norms(d: Diagnosis) -> list[Finding]:
-    """Norms of single tokens, without their weights."""
-    if d.layers is None:
-        return []
-    means = d.layers.pivot(index="quantity", columns="interval", values="value")
-    ratios = (means[0] / means[len(d.labels) - 1]).replace(inf, nan).dropna()
-    if PARAMETERS not in ratios:
-        return []
-    rows = d.layers[d.layers["quantity"] == PARAMETERS].iloc[[0, -1]]
-    low, top = (number_words(row, ".3g") for _, row in rows.iterrows())
-    times = short_number(ratios[PARAMETERS])
-    statement = (
-        f"One by one, without weights, a token with π in {d.labels[0]} has {times} times the gradient norm of one with "
-        f"π in {d.labels[-1]} on average: {low} against {top}, over {d.parameters}."
-    )
-    layers = ratios[[name.startswith(LAYER) for name in ratios.index]]
-    if layers.empty:
-        return [Finding("norms", Verdict.FACT, statement)]
-    least, most = (_place(name) for name in (layers.idxmin(), layers.idxmax()))
-    detail = f"By layer, from {short_number(layers.min())} times ({least}) to {short_number(layers.max())} ({most})."
-    return [Finding("norms", Verdict.FACT, statement, detail)]
-
-
-def _place(quantity: str) -> str:
-    number = quantity.removeprefix(LAYER)
-    return "input of block 1" if number == "0" else f"output of block {number}"
-
-
-def _summed(d: Diagnosis) -> list[Finding]:
-    found = []
-    low = d.labels[0]
-    for metric, words in (("raw", ""), ("adamw", " in AdamW's metric")):
-        share, index = d.pick("gradient_share", metric, low), d.pick("gradient_index", metric, low)
-        cosine, tokens = d.pick("cosine_with_all", metric, low), d.pick("token_share", "none", low)
-        if share is None or isnan(share["value"]):
-            continue
-        statement = (
-            f"Of this batch's summed gradient{words}, ⟨G_a, G⟩/‖G‖², tokens with π in {low} make {share_words(share)}, "
-            f"being {share_words(tokens)} of the tokens."
-        )
-        detail = (
-            f"All intervals: {name_shares(d, 'gradient_share', metric)}. Index of the summed gradients "
-            f"{bits_words(index)}; cosine of G_a with G {number_words(cosine)}."
-        )
-        verdict = compare(d, share, (tokens["lower"], tokens["upper"]))
-        if verdict is Verdict.UNDECIDED:
-            statement += " Whether that is more than their number, this batch cannot tell."
-        tone = "warn" if verdict is Verdict.MORE else "plain"
-        found.append(Finding(f"summed_{metric}", verdict, statement, detail, tone))
-    return found
-
-
-def _signal(d: Diagnosis) -> list[Finding]:
-    rows = [(label, d.pick("signal_fraction", "raw", label)) for label in (*d.labels, "all")]
-    known = [(label, row) for label, row in rows if row is not None and not isnan(row["lower"])]
-    if not known:
-        return []
-    each = ", ".join(f"{'all tokens' if name == 'all' else name} {share_words(row)}" for name, row in known)
-    detail = f"Signal fraction of ‖G_a‖², over {d.num_prompts} prompts: {each}. Below 0 is chance."
-    clear = [name for name, row in known if row["lower"] > 0]
-    names, low = ", ".join("all tokens together" if name == "all" else name for name in clear), d.labels[0]
-    if not clear:
-        words = "In no interval can the summed gradient's signal be told from noise: other prompts may give another "
-        return [Finding("signal", Verdict.UNDECIDED, f"{words}gradient.", detail, "warn")]
-    statement = f"The summed gradient has a signal that other prompts share for {names}"
-    missing = low not in clear and low in dict(known)
-    statement += f"; for π in {low} it cannot be told from noise." if missing else "."
-    tone, verdict = ("warn", Verdict.UNDECIDED) if missing else ("plain", Verdict.MORE)
-    return [Finding("signal", verdict, statement, detail, tone)]
-
-
-def _where(d: Diagnosis) -> list[Finding]:
-    if d.where is None:
-        return []
-    found = []
-    for driver, words in (("token_class", "by kind of token"), ("position_bin", "by position in the response")):
-        rows = d.where[(d.where["driver"] == driver) & d.where["squared_share"].notna()]
-        if len(rows) < 2:
-            continue
-        each = ", ".join(f"{r['value']} {_squared(r)} ({_tokens(r)} of the tokens)" for _, r in rows.iterrows())
-        over = rows[(rows["squared_lower"] > rows["token_upper"]) & d.judges]
-        names = ", ".join(f"{r['value']} ({_squared(r)} against {_tokens(r)})" for _, r in over.iterrows())
-        statement = f"Σ‖w·g‖² {words}: no value's share can be told to be above its share of the tokens"
-        statement += "." if d.judges else f" by {d.num_informative_prompts} prompts: too few for a verdict."
-        if len(over):
-            statement = f"Σ‖w·g‖² {words}: more than their share of the tokens have {names}."
-        verdict = Verdict.MORE if len(over) else Verdict.UNDECIDED
-        found.append(Finding(f"where_{driver}", verdict, statement, f"Of Σ‖w·g‖²: {each}."))
-    return found
-
-
-def _squared(row: pd.Series) -> str:
-    return share_words(pd.Series({n: row[f"squared_{k}"] for n, k in _BOUNDS}))
-
-
-def _tokens(row: pd.Series) -> str:
-    return share_words(pd.Series({n: row[f"token_{k}"] for n, k in _BOUNDS}))
-
-
-_BOUNDS = (("value", "share"), ("lower", "lower"), ("upper", "upper"))
-
-
-def _driver(d: Diagnosis) -> list[Finding]:
-    if d.drivers is None:
-        return []
-    rows = d.drivers[d.drivers["quantity"] == PARAMETERS].set_index("driver")
-    row, names = rows.loc["difference"], ("log_one_minus_prob", "entropy")
-    if row["collinear"]:
-        words = "Probability and entropy go together too closely here to say which of them norms follow."
-        return [Finding("driver", Verdict.UNDECIDED, words)]
-    if isnan(row["lower"]):
-        return []
-    fits = ", ".join(
-        f"{word} {number_words(rows.loc[name].rename({'coefficient': 'value'}))}"
-        for name, word in zip(names, ("log(1−π)", "entropy"), strict=True)
-    )
-    detail = f"Standardised coefficients of the log norm over {d.parameters}, {row['tokens']:,} tokens that are not "
-    detail += f"nearly certain: {fits}; R² of both {row['r2']:.2f}."
-    few = "" if d.judges else f" by {d.num_informative_prompts} prompts, too few for a verdict"
-    verdict = compare(d, row)
-    words = {
-        Verdict.MORE: "follow probability more than entropy",
-        Verdict.LESS: "follow entropy more than probability",
-    }.get(verdict, f"cannot be told to follow probability or entropy more{few}")
-    return [Finding("driver", verdict, f"Norms of single tokens {words}.", detail)]
-
-
-def _spikes(d: Diagnosis) -> list[Finding]:
-    if d.spikes is None or d.spikes.empty:
-        return []
-    first, measured = d.spikes.iloc[0], int(d.table[PARAMETERS].notna().sum())
-    together = percent(d.spikes["squared_share"].sum())
-    of = "their Σ‖w·g‖²" if sampling_probabilities(d.table) is None else "Σ‖w·g‖², estimated for all tokens"
-    statement = f"The {len(d.spikes)} largest of the {measured:,} measured tokens hold {together} % of {of}."
-    weight = f"{first['weight']:+.2g}".replace("-", "−")
-    where = f"token {first['token']!r} at position {first['position']} of response {first['response']}"
-    detail = f"The largest: {where}, π {first['prob']:.2g}, weight {weight}, with "
-    detail += f"{percent(first['squared_share'])} %. A fact of this batch, not of others."
-    return [Finding("spikes", Verdict.FACT, statement, detail)]

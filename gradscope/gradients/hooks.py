@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 
 ForwardHook = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
 """(name, module, args, kwargs, output) → None, or what the module shall return instead."""
 
 
+@runtime_checkable
+class HasModel(Protocol):
+    """Anything with a `model`, such as a Policy: the hooks go on the model."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+
 @contextmanager
-def forward_hooks(module: nn.Module, names: Iterable[str], hook: ForwardHook) -> Iterator[None]:
+def forward_hooks(module: nn.Module | HasModel, names: Iterable[str], hook: ForwardHook) -> Iterator[None]:
     """Call `hook` after the forward of each named submodule ("" is the module itself); removed whatever happens."""
     if isinstance(names, str):
         raise InputError(f"names is the string {names!r}; give a list of names, [{names!r}]")
-    names = list(dict.fromkeys(names))
+    names, module = list(dict.fromkeys(names)), module if isinstance(module, nn.Module) else module.model
     modules = dict(module.named_modules(remove_duplicate=False))  # a get_submodule for each takes far longer
     if unknown := [name for name in names if name not in modules]:
         raise InputError(f"{type(module).__name__} has no submodule {unknown[0]!r}; see dict(module.named_modules())")
@@ -45,8 +53,9 @@ def first_tensor(output: Any) -> Tensor | None:
     return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
 
 
+@checked
 @contextmanager
-def capture_activations(module: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+def capture_activations(module: nn.Module | HasModel, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
     """Record the outputs of the named submodules during forward passes.
 
     Yields a dict, filled as the forwards run: name → output (detached, same shape). A module that is called again
@@ -69,8 +78,9 @@ def capture_activations(module: nn.Module, names: Iterable[str]) -> Iterator[dic
         yield activations
 
 
+@checked
 @contextmanager
-def capture_gradients(module: nn.Module, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+def capture_gradients(module: nn.Module | HasModel, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
     """Record the gradients of whatever you backpropagate, with respect to the outputs of the named submodules.
 
     Yields a dict, filled as backward runs: name → gradient, of the output's shape. With a summed loss these are

@@ -1,4 +1,4 @@
-"""From a policy and what it sampled to the token table: one row per response token, measured for unit weight.
+"""From a policy and what it sampled to the token table: one row per response token, measured unweighted.
 
 The way of a batch: its settings are settled; statistics of every token are found, which take no backward pass; they
 decide which tokens get one, and in which groups; the engine measures each group; columns are made of what it found, and
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np
@@ -18,7 +19,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked, make_settings
 from gradscope.gradients.checked_tokens import choose_checked
 from gradscope.gradients.columns import (
     ADAMW,
@@ -52,8 +53,8 @@ from gradscope.gradients.settings import (
 from gradscope.gradients.statistics import find_statistics
 from gradscope.gradients.summed.weighted import weighted_gradients
 from gradscope.intervals import EDGES
-from gradscope.policy import AdamWState, Policy, flat_slices, square_norm
-from gradscope.rollouts import TokenBatch
+from gradscope.policy import AdamWState, Policy, PolicyLike, flat_slices, read_adamw_state, square_norm
+from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
 from gradscope.runs import ALONE, Processes
 
 Number = int | float
@@ -275,32 +276,34 @@ class TableMeasurement:
         )
 
 
+@checked
 def measure(
-    policy: Policy,
-    batch: TokenBatch,
+    policy: PolicyLike,
+    batch: BatchLike,
     *,
     tokens: Int[Tensor, " k"] | None = None,
     edges: Sequence[Number] = EDGES,
     chunk_rows: int | None = None,
     chunk_memory: int = 1 << 30,
-    optimizer_state: AdamWState | None = None,
+    optimizer_state: AdamWState | str | Path | None = None,
     progress: bool = False,
     **settings: object,
 ) -> pd.DataFrame:
     """Measure every response token's own gradient: the token table, a row per token that response_mask keeps.
 
-    settings: the fields of MeasureSettings (`temperature`, `tokens_per_interval`, `minutes`, `sample`, `loss`,
-    `advantage_eps`, `seed`, `per_module`, `metric`, `fast`, `self_check`, `norms`, `passes`, `draws`). tokens: indices
-    into the kept tokens in the table's order; only these get a backward pass. optimizer_state: for metric="adamw".
-    edges: of the intervals of π. chunk_rows (positions × tokens; None: as suits the policy) and chunk_memory (bytes):
-    how much one batched backward carries; they change speed, memory and rounding only.
+    policy, batch: or the paths that `load_policy` and `read_rollouts` take. settings: the fields of MeasureSettings
+    (`temperature`, `tokens_per_interval`, `minutes`, `sample`, `loss`, `advantage_eps`, `seed`, `per_module`, `metric`,
+    `fast`, `self_check`, `norms`, `passes`, `draws`). tokens: indices into the kept tokens in the table's order; only
+    these get a backward pass. optimizer_state: for metric="adamw"; or the file of an AdamW state_dict. edges: of the
+    intervals of π. chunk_rows (positions × tokens; None: as suits the policy) and chunk_memory (bytes): how much one
+    batched backward carries; they change speed, memory and rounding only.
 
     Columns: `response` (row of the batch), `group` (its prompt's), `position` (0-based within the response, dropped
     tokens counted), `token_id`, `token`, `logprob`, `prob`, `log_one_minus_prob`, `entropy` (nats, at the sampling
     temperature), `old_logprob`, `ref_logprob`, `advantage` (NaN if unknown), `sampler_logprob` (where the batch has
     it), `policy_weight`, `kl_weight`, `weight` (Eq. 2's w_t, NaN without an advantage), `clipped`, `interval`,
     `sampling_probability` (of being measured, where a sample was drawn: see `token_sample`), and the L2 norms of the
-    token gradient of log π for unit weight: `logit_grad_norm` (with respect to logits / T), `act_grad_norm.0` …
+    token gradient of log π unweighted: `logit_grad_norm` (with respect to logits / T), `act_grad_norm.0` …
     `act_grad_norm.L`, `param_grad_norm`; with metric="adamw" `param_grad_norm_adamw`. What the token really contributes
     is `weight · norm`.
 
@@ -309,11 +312,14 @@ def measure(
 
     Raises InputError for a batch that does not fit the policy, SelfCheckError if the engine cannot be trusted on it.
     """
-    watch = Stopwatch()
+    watch, asked = Stopwatch(), make_settings(MeasureSettings, "measure", settings)
+    policy, batch = read_inputs(policy, batch)
+    if isinstance(optimizer_state, str | Path):
+        optimizer_state = read_adamw_state(policy, optimizer_state)
     measurement = TableMeasurement(
         policy,
         batch,
-        MeasureSettings(**settings),
+        asked,
         edges=edges,
         tokens=tokens,
         chunk_rows=chunk_rows,

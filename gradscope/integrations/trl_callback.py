@@ -27,13 +27,14 @@ class GradScopeCallback(TrainerCallback):
         trainer.add_callback(GradScopeCallback(trainer, every=10))
 
     Logged beside TRL's own metrics, with the prefix gradscope/, and a row of `OUTPUT_DIR/gradscope/metrics.parquet`
-    (with the column `step`). Intervals of π_old are numbered from 0; G_a is the part of the gradient of TRL's loss,
-    with its denominators and before clipping, that the tokens of interval a have, over all weights that are trained:
-    interval_norm_a, interval_norm_all: ‖G_a‖, ‖G‖ for G = Σ G_a; interval_share_a: ⟨G_a, G⟩/‖G‖², adds up to 1;
-    interval_cosine_a_b, interval_cosine_a_all: of G_a with G_b, and with G; token_share_a: share of the tokens;
-    right_direction_positive_a, right_direction_negative_a: of the tokens with such an advantage, the share whose
-    probability the whole step (both of Lopti's) moved that way; num_tokens; seconds: what measuring cost. What is
-    undefined (an interval without tokens) is left out of the log and NaN in the file.
+    (with the column `step`). A probability bin of π_old is named by its edges in percent, p0-25; G_a is the part of the
+    gradient of TRL's loss, with its denominators and before clipping, that the tokens of bin a have, over all weights
+    that are trained: grad_norm/a, grad_norm/all: ‖G_a‖, ‖G‖ for G = Σ G_a, which is TRL's grad_norm unless Lopti splits
+    the step in two; grad_share/a: ⟨G_a, G⟩/‖G‖², adds up to 1; with cosines=True grad_cosine/a/b, grad_cosine/a/all: of
+    G_a with G_b, and with G; token_share/a: share of the tokens; right_direction_positive/a,
+    right_direction_negative/a: of the tokens with such an advantage, the share whose probability the whole step (both
+    of Lopti's) moved that way; num_tokens; seconds: what measuring cost. What is undefined (a bin without tokens) is
+    left out of the log and NaN in the file.
 
     With a trainer that has a `reweight_alpha`, it is in the weights. A cost of every measured step: three forward
     passes and a backward pass per interval; memory: a vector as long as the weights per interval, one more with LoRA.
@@ -41,12 +42,18 @@ class GradScopeCallback(TrainerCallback):
     the file anew, a resumed one goes on with it. Of several processes the main one measures its own responses; the
     others wait.
 
-    edges: of the intervals. micro_batch_size: most responses in one forward pass. Raises InputError for a trainer that
+    edges: of the bins. micro_batch_size: most responses in one forward pass. Raises InputError for a trainer that
     is not GRPOTrainer, losses that `trl_settings` refuses, weights in shards (DeepSpeed, FSDP), and numbers below 1.
     """
 
     def __init__(
-        self, trainer: Any, *, every: int = 10, edges: Sequence[Number] = EDGES, micro_batch_size: int = 8
+        self,
+        trainer: Any,
+        *,
+        every: int = 10,
+        edges: Sequence[Number] = EDGES,
+        cosines: bool = False,
+        micro_batch_size: int = 8,
     ) -> None:
         for name, number in (("every", every), ("micro_batch_size", micro_batch_size)):
             if number < 1:
@@ -57,6 +64,7 @@ class GradScopeCallback(TrainerCallback):
             raise InputError("the weights lie in shards (DeepSpeed or FSDP), which cannot be measured; leave this out")
         interval_labels(edges)
         self.trainer, self.every, self.edges, self.micro_batch_size = trainer, every, list(edges), micro_batch_size
+        self.cosines = cosines
         alpha = getattr(trainer, "reweight_alpha", None)
         self.settings = replace(trl_settings(trainer.args).loss, reweight_alpha=alpha)
         self.path = Path(trainer.args.output_dir) / "gradscope" / "metrics.parquet"
@@ -89,7 +97,7 @@ class GradScopeCallback(TrainerCallback):
         if batch.num_tokens:
             processes = trainer.accelerator.num_processes
             denominators = response_denominators(trainer.args, window, num_processes=processes)
-            settings = {"edges": self.edges, "micro_batch_size": self.micro_batch_size}
+            settings = {"edges": self.edges, "cosines": self.cosines, "micro_batch_size": self.micro_batch_size}
             self._step = measure_step(trainer.model, batch, self.settings, denominators, **settings)
         self._spent = time.perf_counter() - started
         self.seconds += self._spent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ class StepMeasurement:
         """Add the right-direction shares of the step that the model has taken since."""
         after = score(model, self.batch, micro_batch_size)
         for row in batch_direction_shares(self.before, after, self.batch, edges=self.edges).itertuples():
-            self.numbers[f"right_direction_{row.sign}_{row.interval}"] = float(row.share)
+            self.numbers[f"right_direction_{row.sign}/{name_bins(self.edges)[row.interval]}"] = float(row.share)
 
 
 def measure_step(
@@ -44,6 +44,7 @@ def measure_step(
     denominators: Float[Tensor, " B"],
     *,
     edges: Sequence[Number],
+    cosines: bool,
     micro_batch_size: int,
 ) -> StepMeasurement:
     """Norms, shares and cosines of the intervals' parts of the gradient −Σ_i 1/D_i Σ_t w_t · ∇ log π_t (Eq. 2).
@@ -59,8 +60,19 @@ def measure_step(
     trained = _trained_columns(model)
     sums = weighted_gradients(model, batch, -weights / denominators[:, None] * masks, micro_batch_size=micro_batch_size)
     products = gram(sums if trained is None else sums[:, trained]).numpy()
-    numbers = {f"token_share_{a}": int(mask.sum()) / batch.num_tokens for a, mask in enumerate(masks)}
-    return StepMeasurement(batch, before, edges, numbers | _geometry(products, masks.flatten(1).any(1).numpy()))
+    names = name_bins(edges)
+    numbers = {f"token_share/{a}": int(mask.sum()) / batch.num_tokens for a, mask in zip(names, masks, strict=True)}
+    geometry = _geometry(products, masks.flatten(1).any(1).numpy(), names, cosines=cosines)
+    return StepMeasurement(batch, before, edges, numbers | geometry)
+
+
+def name_bins(edges: Sequence[Number]) -> list[str]:
+    """Probability bins by their edges in percent, as names of scalars.
+
+    >>> name_bins((0, 0.25, 1))
+    ['p0-25', 'p25-100']
+    """
+    return [f"p{100 * low:g}-{100 * high:g}" for low, high in pairwise(edges)]
 
 
 def score(model: nn.Module, batch: TokenBatch, micro_batch_size: int) -> TokenStatistics:
@@ -80,19 +92,19 @@ def _trained_columns(model: nn.Module) -> Tensor | None:
     return torch.cat(columns).to(next(model.parameters()).device)
 
 
-def _geometry(products: np.ndarray, filled: np.ndarray) -> dict[str, float]:
+def _geometry(products: np.ndarray, filled: np.ndarray, bins: Sequence[str], *, cosines: bool) -> dict[str, float]:
     """Norms, shares and cosines from the intervals' inner products; NaN for an interval without tokens, and for 0/0."""
     add_all = np.vstack([np.eye(len(products)), np.ones(len(products))])
     gram = add_all @ products @ add_all.T
     norms = np.sqrt(np.diag(gram).clip(min=0))
     with np.errstate(invalid="ignore", divide="ignore"):
-        cosines, shares = gram / np.outer(norms, norms), gram[:, -1] / gram[-1, -1]
+        between, shares = gram / np.outer(norms, norms), gram[:, -1] / gram[-1, -1]
     empty = ~np.append(filled, True)
     norms[empty] = shares[empty] = np.nan
-    cosines[empty] = cosines[:, empty] = np.nan
-    names = [*range(len(products)), "all"]
-    numbers = {f"interval_norm_{name}": norm for name, norm in zip(names, norms, strict=True)}
-    numbers |= {f"interval_share_{name}": share for name, share in zip(names[:-1], shares, strict=False)}
-    for a, b in combinations(range(len(names)), 2):
-        numbers[f"interval_cosine_{names[a]}_{names[b]}"] = cosines[a, b]
+    between[empty] = between[:, empty] = np.nan
+    names = [*bins, "all"]
+    numbers = {f"grad_norm/{name}": norm for name, norm in zip(names, norms, strict=True)}
+    numbers |= {f"grad_share/{name}": share for name, share in zip(names[:-1], shares, strict=False)}
+    for a, b in combinations(range(len(names)), 2) if cosines else ():
+        numbers[f"grad_cosine/{names[a]}/{names[b]}"] = between[a, b]
     return {name: float(number) for name, number in numbers.items()}

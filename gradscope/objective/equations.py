@@ -12,13 +12,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 
 Number = int | float
 Advantages = Float[Tensor, " B"] | Float[Tensor, "B T"]
 Rewards = Float[Tensor, " B"] | Int[Tensor, " B"]
 
 
+@checked
 def grpo_advantages(rewards: Rewards, group_ids: Int[Tensor, " B"], *, eps: Number = 1e-6) -> Float[Tensor, " B"]:
     """(R − mean of the group) / (sample standard deviation of the group, n − 1, + eps).
 
@@ -41,6 +42,7 @@ def grpo_advantages(rewards: Rewards, group_ids: Int[Tensor, " B"], *, eps: Numb
     return advantages.to(_float_dtype(rewards))
 
 
+@checked
 def reinforce_pp_advantages(
     rewards: Rewards,
     old_logprobs: Float[Tensor, "B T"],
@@ -80,6 +82,7 @@ def whiten(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Ten
     return centred / (variance + 1e-8).sqrt()
 
 
+@checked
 def reweight(advantages: Advantages, old_logprobs: Float[Tensor, "B T"], *, alpha: Number) -> Float[Tensor, "B T"]:
     """Advantage Reweighting (Eq. 4): Â ← [α·π_old + (1 − α)]·Â, so that a token of probability 0 keeps 1 − α of it.
 
@@ -91,6 +94,7 @@ def reweight(advantages: Advantages, old_logprobs: Float[Tensor, "B T"], *, alph
     return (alpha * old_logprobs.exp() + (1 - alpha)) * _per_token(advantages)
 
 
+@checked
 def lopti_split(
     old_logprobs: Float[Tensor, "B T"], response_mask: Bool[Tensor, "B T"], *, eta: Number
 ) -> tuple[Bool[Tensor, "B T"], Bool[Tensor, "B T"]]:
@@ -121,6 +125,7 @@ def kl_k3(logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape
     return torch.expm1(log_ratio) - log_ratio
 
 
+@checked
 def policy_loss(
     logprobs: Float[Tensor, "B T"],
     old_logprobs: Float[Tensor, "B T"],
@@ -201,6 +206,7 @@ def token_weight_parts(
     return TokenWeights(surrogate.masked_fill(clipped, 0.0), kl, clipped)
 
 
+@checked
 def token_weights(
     logprobs: Float[Tensor, "B T"],
     old_logprobs: Float[Tensor, "B T"],

@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.objective.equations import lopti_split
 from gradscope.objective.methods import Method
 from gradscope.runs import run_file
@@ -442,6 +442,7 @@ WEIGHTINGS = {
 """Name → weighting."""
 
 
+@checked
 def make_weighting(text: str) -> Weighting:
     """The weighting that `NAME[:key=value,…]` names; of `FILE.py:NAME[:key=value,…]`, a Weighting of that file's own.
 

@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from gradscope.errors import checked
 from gradscope.plots.style import NEUTRAL, finish, interval_colors, paper_style, require
 
 _PANELS = {
@@ -24,6 +25,7 @@ _ROW = 0.24
 
 
 @paper_style()
+@checked
 def plot_comparison(table: pd.DataFrame, by_interval: pd.DataFrame, labels: Sequence[str]) -> Figure:
     """Each weighting's energy by interval of π, norm, cosine, signal to noise, right directions, carrying tokens.
 

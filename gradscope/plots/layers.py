@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.gradients import sampling_probabilities, sampling_weights, weighted_quantiles
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.plots.style import (
@@ -38,6 +38,7 @@ _FIT = "#d55e00"
 
 
 @paper_style()
+@checked
 def plot_feasible_cone(
     table: pd.DataFrame,
     *,
@@ -48,7 +49,7 @@ def plot_feasible_cone(
     kind: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Fig. 2: the feasible cone of Eq. 3 for unit weight against π, with measured token gradients' norms as points.
+    """Fig. 2: the feasible cone of Eq. 3 unweighted against π, with measured token gradients' norms as points.
 
     The cone is lower_gain · √(N/(N−1)) · (1−π) ≤ ‖δ_ℓ‖ ≤ upper_gain · √2 · (1−π). `layer` is "logits" (both gains 1: a
     theorem) or a block's number ℓ; `kind` says where the gains come from ("measured" or "certified"). Reads `prob`,
@@ -61,6 +62,7 @@ def plot_feasible_cone(
 
 
 @paper_style()
+@checked
 def plot_figure_2(table: pd.DataFrame, cones: pd.DataFrame, *, vocab_size: int) -> Figure:
     """Fig. 2 with measured points: a panel for the logits (the theorem), and one per layer of `cones`.
 
@@ -98,7 +100,7 @@ def _draw_cones(table: pd.DataFrame, cones: pd.DataFrame, vocab_size: int, ax: A
     top = max(top, apex) if apex < 1.6 * top or layer == "logits" else top
     ax.set(xlim=(-0.01, 1.01), ylim=(0, top * (1.1 + 0.085 * len(cones))))
     ax.set(xticks=EDGES, xticklabels=edge_names())
-    ax.set(xlabel="token probability π", ylabel=f"{symbol} of token gradient, unit weight")
+    ax.set(xlabel="token probability π", ylabel=f"{symbol} of token gradient, unweighted")
     words = f"{count_tokens(len(measured))}{tell_drawn(points, len(measured))}"
     _legend(ax, words, loc="upper right", alignment="right")
     points = points[["prob", "interval", column]].rename(columns={column: "norm"}).assign(layer=layer)
@@ -137,6 +139,7 @@ def _legend(ax: Axes, title: str | None, **settings) -> None:
 
 
 @paper_style()
+@checked
 def plot_layers_by_interval(
     table: pd.DataFrame,
     *,
@@ -144,7 +147,7 @@ def plot_layers_by_interval(
     parameters: str = "all parameters",
     ax: Axes | None = None,
 ) -> Axes:
-    """Heat map: median norm of the token gradients (unit weight, log colours) by layer and interval.
+    """Heat map: median norm of the token gradients (unweighted, log colours) by layer and interval.
 
     Rows run from the logits down to the first block's input, then ‖g‖, over the parameters so called. All rows are over
     the same tokens, those measured everywhere, which count for 1 / p each where a sample was drawn; their number is
@@ -192,7 +195,7 @@ def _draw_log_heatmap(ax: Axes, medians: pd.DataFrame) -> None:
     sns.heatmap(
         medians.clip(lower=low), ax=ax, annot=words, fmt="", norm=LogNorm(low, max(high, 1.01 * low)), cmap="viridis",
         annot_kws={"size": 8}, linewidths=0.5,
-        cbar_kws={"label": "median norm of token gradient\n(unit weight)", "pad": 0.02},
+        cbar_kws={"label": "median norm of token gradient\n(unweighted)", "pad": 0.02},
     )  # fmt: skip
     for row, column in np.argwhere(medians.isna().to_numpy()):
         ax.text(column + 0.5, row + 0.5, "–", ha="center", va="center")
@@ -201,6 +204,7 @@ def _draw_log_heatmap(ax: Axes, medians: pd.DataFrame) -> None:
 
 
 @paper_style()
+@checked
 def plot_norm_against_one_minus_prob(
     table: pd.DataFrame, fits: pd.DataFrame, *, floor: float = 1e-3, parameters: str = "all parameters"
 ) -> Figure:
@@ -238,7 +242,7 @@ def _draw_power(table: pd.DataFrame, fit, words: tuple[str, str], ax: Axes) -> N
     counted = count_tokens(len(measured)) + (f",\n{lost:,} of norm 0" if lost else "")
     counted += tell_drawn(points, len(positive))
     ax.text(0.97, 0.03, counted, transform=ax.transAxes, ha="right", va="bottom")
-    ax.set(xlabel="1 − π (grey: not fitted)", ylabel=f"{symbol} of token gradient, unit weight")
+    ax.set(xlabel="1 − π (grey: not fitted)", ylabel=f"{symbol} of token gradient, unweighted")
     if np.isfinite(fit.slope):
         _legend(ax, None, loc="upper left")
     between = f" [{fit.slope_lower:.2f}, {fit.slope_upper:.2f}]" if np.isfinite(fit.slope_lower) else ""

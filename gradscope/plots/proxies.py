@@ -5,21 +5,22 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.gradients import ADAMW, PARAMETERS, sampling_weights
 from gradscope.plots.style import NEUTRAL, finish, new_axes, new_panels, paper_style, require
 
 
 @paper_style()
+@checked
 def plot_proxies(proxies: pd.DataFrame, *, parameters: str = "all parameters") -> Figure:
     """How well each proxy stands for the exact norm: rank correlation, R² of logs, share of the largest tokens found.
 
-    proxies: of `theory.judge_proxies`; drawn of the norm over all parameters, and in AdamW's metric where it is there.
-    Bars are 95 % intervals over prompts. parameters: what ‖g‖ is over.
+    proxies: of `theory.judge_proxies`; drawn of the norm over all parameters, and AdamW-preconditioned where it is
+    there. Bars are 95 % intervals over prompts. parameters: what ‖g‖ is over.
     """
     panels = {"spearman": "Rank correlation", "r2": "R² of the logarithms", "found": "Largest 1 % found"}
     require(proxies, ["quantity", "proxy", *panels], what="the table of proxies")
-    kinds = {PARAMETERS: (f"‖g‖ over {parameters}", "black"), ADAMW: ("in AdamW's metric", "#2a7f62")}
+    kinds = {PARAMETERS: (f"‖g‖ over {parameters}", "black"), ADAMW: ("AdamW-preconditioned", "#2a7f62")}
     kinds = {name: told for name, told in kinds.items() if (proxies["quantity"] == name).any()}
     figure, axes = new_panels(len(panels), width=2.4, height=2.3)
     for ax, (column, title) in zip(axes, panels.items(), strict=True):
@@ -42,8 +43,9 @@ def plot_proxies(proxies: pd.DataFrame, *, parameters: str = "all parameters") -
 
 
 @paper_style()
+@checked
 def plot_modules(table: pd.DataFrame, *, most: int = 24) -> Axes:
-    """Which matrix drives the norm: each module's share of Σ‖w·g‖², in percent, of the `most` with the largest share.
+    """Which matrix drives the norm: the share of the energy, in percent, of the `most` modules with the largest.
 
     table: of `measure` with per_module; without weights it is Σ‖g‖². Raises InputError without modules' columns.
     """
@@ -60,5 +62,5 @@ def plot_modules(table: pd.DataFrame, *, most: int = 24) -> Axes:
     ax = new_axes(None, width=4.6, height=0.9 + 0.17 * len(drawn))
     ax.barh(drawn["module"], drawn["percent"], color=NEUTRAL, height=0.7)
     ax.invert_yaxis()
-    ax.set(xlabel="share of Σ‖w·g‖² (%)", title="Which module drives the norm")
+    ax.set(xlabel="share of the gradient energy (%)", title="Which module drives the norm")
     return finish(ax, drawn)

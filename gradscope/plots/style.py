@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, interval_labels
+from gradscope.plots.labels import LAYER, label_of
 from gradscope.runs import replacing
 
 NEUTRAL = "#555555"
@@ -181,8 +182,7 @@ def norm_words(layer: int | str, parameters: str = "all parameters") -> tuple[st
             "logit_grad_norm": ("logits", r"‖$δ_{\mathrm{logits}}$‖"),
             "param_grad_norm": (parameters, "‖$g$‖"),
         }[column]
-    number = column.removeprefix("act_grad_norm.")
-    return ("input of block 1" if number == "0" else f"output of block {number}"), f"‖$δ_{{{number}}}$‖"
+    return label_of(column), f"‖$δ_{{{column.removeprefix(LAYER)}}}$‖"
 
 
 def tell_drawn(points: pd.DataFrame, tokens: int) -> str:

@@ -2,7 +2,7 @@
 
 Numbers come in, ink goes out: a function takes a DataFrame, draws, and returns the Axes or the Figure; `save_figure`
 writes it together with the numbers that were drawn. Norms are L2 norms. "Token gradient" is of one token's own log π,
-for unit weight; "summed gradient" is of the objective over a group of tokens.
+unweighted; "summed gradient" is of the objective over a group of tokens.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import gaussian_kde
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.plots.layers import (
     plot_feasible_cone,
@@ -59,6 +59,7 @@ _FEW_TOKENS = 10
 
 
 @paper_style()
+@checked
 def plot_token_shares(table: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: Axes | None = None) -> Axes:
     """Fig. 1 (a): share of the tokens in each probability interval (%, log scale), and above it the density of π.
 
@@ -110,6 +111,7 @@ def _draw_density(strip: Axes, probs: np.ndarray) -> pd.DataFrame:
 
 
 @paper_style()
+@checked
 def plot_advantages(table: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: Axes | None = None) -> Axes:
     """Fig. 1 (b): the advantages of each interval's tokens, with their median (white mark) and number.
 
@@ -168,6 +170,7 @@ def _profile(values: np.ndarray, *, discrete: bool) -> pd.DataFrame:
 
 
 @paper_style()
+@checked
 def plot_interval_gradient_norms(norms: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Fig. 1 (d): norm of the summed gradient of each interval's tokens alone, and of all tokens.
 
@@ -205,6 +208,7 @@ def plot_interval_gradient_norms(norms: pd.DataFrame, *, ax: Axes | None = None)
 
 
 @paper_style()
+@checked
 def plot_cosines(cosines: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: Axes | None = None) -> Axes:
     """Heat map of the cosines between the intervals' summed gradients.
 
@@ -239,6 +243,7 @@ def plot_cosines(cosines: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: A
 
 
 @paper_style()
+@checked
 def plot_figure_1(table: pd.DataFrame, norms: pd.DataFrame, *, edges: Sequence[float] = EDGES) -> Figure:
     """Fig. 1 (a), (b) and (d) side by side: token shares, advantages, and norms of the summed gradients."""
     figure, (shares, advantages, gradients) = new_panels(3, width=2.4, height=2.5, ratios=(1.0, 1.05, 1.3))

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from gradscope.errors import checked
 from gradscope.plots.style import NEUTRAL, finish, paper_style, require
 
 PANELS = {"predicted, selection batches": "predicted_", "actual, held-out batches": ""}
@@ -19,6 +20,7 @@ UNDECIDED = "frame: candidate; *: interval over prompts excludes 0"
 
 
 @paper_style()
+@checked
 def plot_tuning(settings: pd.DataFrame) -> Figure:
     """Heat maps α × η of the score minus the plain loss's, in percentage points; below them other methods' intervals.
 

@@ -11,7 +11,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.plots.style import (
     NEUTRAL,
@@ -38,6 +38,7 @@ _WORDS = {
 
 
 @paper_style()
+@checked
 def plot_movement(
     table: pd.DataFrame,
     name: str = "all",
@@ -109,6 +110,7 @@ def _density(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
 
 
 @paper_style()
+@checked
 def plot_directions(
     shares: pd.DataFrame,
     *,
@@ -145,6 +147,7 @@ def plot_directions(
 
 
 @paper_style()
+@checked
 def plot_influence(
     table: pd.DataFrame, *, statistic: str = "share", edges: Sequence[float] = EDGES, ax: Axes | None = None
 ) -> Axes:
@@ -176,6 +179,7 @@ def plot_influence(
 
 
 @paper_style()
+@checked
 def plot_norm_drivers(fits: pd.DataFrame, *, parameters: str = "all parameters", ax: Axes | None = None) -> Axes:
     """Probability or entropy: standardised coefficients of log norm on both, per place in the network, with intervals.
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gradscope.errors import InputError, unpickling_reason
+from gradscope.errors import InputError, checked, unpickling_reason
 from gradscope.policy.checkpoint import checkpoint_homes
 from gradscope.policy.parameters import flat_slices, float_parameters
 from gradscope.policy.policy import Policy
@@ -205,6 +205,7 @@ KNOWN = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 """The tensors that AdamW keeps per parameter; an optimizer that keeps others is not AdamW."""
 
 
+@checked
 def read_adamw_state(
     policy: Policy, path: str | Path | None = None, *, max_grad_norm: int | float | None = None
 ) -> AdamWState | None:
@@ -220,7 +221,7 @@ def read_adamw_state(
     file = find_policy_state(policy) if path is None else find_optimizer_file(path)
     if file is None:
         if path is not None:
-            raise InputError(f"{path} is no file and holds no {OPTIMIZER}; give the file of an AdamW state_dict")
+            raise InputError(f"{path} is not a file and holds no {OPTIMIZER}; give the file of an AdamW state_dict")
         return None
     state = read_optimizer_file(file)
     if path is None and policy.params == "all" and _is_of_an_adapter(state):
@@ -245,6 +246,13 @@ def find_policy_state(policy: Policy) -> Path | None:
     return None if merged or not policy.path else find_optimizer_file(policy.path)
 
 
+def read_state(given: Path | str) -> dict[str, Any]:
+    """The AdamW state_dict in a file, or in a checkpoint's folder. InputError where there is none."""
+    if (file := find_optimizer_file(given)) is None:
+        raise InputError(f"{given} is not a file and holds no {OPTIMIZER}; give the file of an AdamW state_dict")
+    return read_optimizer_file(file)
+
+
 def read_optimizer_file(path: Path) -> dict[str, Any]:
     """Read the AdamW state_dict that `torch.save` wrote; nothing in the file is executed.
 
@@ -255,7 +263,7 @@ def read_optimizer_file(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, ValueError, TypeError, OSError) as error:
         raise InputError(
-            f"it is no file of torch.save that can be read safely ({unpickling_reason(error)}); give an AdamW "
+            f"it is not a torch.save file that can be read safely ({unpickling_reason(error)}); give an AdamW "
             "state_dict",
             path=path,
         ) from error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from gradscope.errors import InputError, first_line
+from gradscope.errors import InputError, checked
 
 if TYPE_CHECKING:
     from gradscope.policy.policy import Policy
@@ -68,6 +68,7 @@ def refuse_training_run(folder: Path) -> None:
         )
 
 
+@checked
 def checkpoint_step(path: str | Path) -> int | None:
     """The training step at which a checkpoint was saved; None if neither its files nor its name tell.
 
@@ -107,23 +108,22 @@ def _trailing_number(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def fetch_policy(name: str) -> str:
-    """The folder of a model: `name` itself if it is one or "embedded", else what the model hub has of that name.
+def find_checkpoint(name: str) -> str:
+    """The folder of a model: `name` itself if it is one or "embedded", else what the Hugging Face cache has of it.
 
-    A name of the hub is owner/model; what was fetched before is taken from huggingface_hub's cache. Raises InputError
-    if it cannot be fetched.
+    A model of the Hub is owner/model. Nothing is downloaded: raises InputError for one that is not in the local cache.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     if name == "embedded" or os.path.isdir(name) or not is_hub_name(name):
         return name
     try:
-        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
-    except (OSError, HfHubHTTPError) as error:
+        return snapshot_download(name, local_files_only=True)
+    except LocalEntryNotFoundError as error:
         raise InputError(
-            f"{name} is no folder here and could not be fetched from the model hub ({first_line(error)}); give the "
-            "folder of a checkpoint"
+            f"{name} is not a folder, nor is a model of that name in the local Hugging Face cache; gradscope downloads "
+            f"nothing: run `hf download {name}`, or give the folder of a checkpoint"
         ) from error
 
 

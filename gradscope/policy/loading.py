@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import re
-import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,9 +12,9 @@ import psutil
 import torch
 from torch import nn
 
-from gradscope.errors import InputError, first_line, unpickling_reason
+from gradscope.errors import BROKEN_FILE, InputError, checked, first_line, unpickling_reason
 from gradscope.policy.adapters import attach_adapter, find_base
-from gradscope.policy.checkpoint import is_adapter, is_checkpoint_of_a_run, refuse_training_run
+from gradscope.policy.checkpoint import find_checkpoint, is_adapter, is_checkpoint_of_a_run, refuse_training_run
 from gradscope.policy.parameters import measure_only
 from gradscope.policy.policy import Policy, find_blocks
 from gradscope.policy.upcasting import UPCAST, upcast_on_use
@@ -27,16 +25,16 @@ if TYPE_CHECKING:
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 """The small Knights & Knaves policy that comes with gradscope; `load_policy("embedded")` finds it too."""
+PolicyLike = Policy | str | Path
+"""A policy, or what `load_policy` loads one from."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GRADIENT_SHARE = 1 / 6
 """The share of free memory that summed gradients may take, unless a budget is given."""
-BROKEN_FILE = (OSError, EOFError, struct.error, pickle.UnpicklingError, RuntimeError)
-BROKEN_FILE += (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ImportError)
-"""Errors that parsers of checkpoint files raise on malformed content."""
 CAUSAL_MASK = re.compile(r"(attn|attention)\.(masked_)?bias$")
 """Causal masks saved by older GPT checkpoints; they are no weights, and the model builds its own."""
 
 
+@checked
 def load_policy(
     path: str | Path,
     *,
@@ -51,7 +49,8 @@ def load_policy(
     """Load a checkpoint in eval mode; nothing is downloaded.
 
     path: a folder of transformers (its weights in one file or in shards), a trainer's `checkpoint-*`, an adapter of
-    peft (LoRA), or "embedded" for the policy that comes with gradscope. What a checkpoint of a run lacks of a tokenizer
+    peft (LoRA), the name of a model (owner/model) in the local cache of the Hugging Face Hub, or "embedded" for the
+    policy that comes with gradscope. What a checkpoint of a run lacks of a tokenizer
     is looked for in the run's folder, then beside an adapter's base.
     dtype: "float32" (default on the CPU), "float64", "bfloat16", "float16"; default on a GPU: the checkpoint's own.
     "upcast": the weights as the checkpoint has them, in half precision, and all arithmetic in float32 (`upcasting`).
@@ -68,7 +67,7 @@ def load_policy(
     upcast, a tokenizer that does not round-trip text, an adapter whose base is not here, and a map that leaves
     parameters on no device (offloaded).
     """
-    folder = EMBEDDED if str(path) == "embedded" else Path(path)
+    folder = EMBEDDED if str(path) == "embedded" else Path(find_checkpoint(str(path)))
     if params not in ("all", "adapter"):
         raise InputError(f"params is {params!r}; give all or adapter")
     if device_map is not None and device is not None:

@@ -2,14 +2,4 @@
 
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__,
-    submod_attrs={
-        "batch": ["LARGEST", "ROUNDING", "Response", "TokenBatch", "collate"],
-        "dump": ["Dump", "keep_own_step"],
-        "formats.base": ["Note"],
-        "files": ["list_files", "rollouts_hash"],
-        "formats.native": ["write_rollouts"],
-        "reading": ["READERS", "read_dump", "read_rollouts"],
-    },
-)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

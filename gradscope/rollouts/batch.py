@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,6 +17,21 @@ LARGEST = 1e12
 
 ROUNDING = 1e-3
 """Nats by which a log-probability may exceed 0: half-precision trainers write such numbers; they are read as 0."""
+
+
+class Note(str):
+    """A sentence that a reader of any number made from rollouts must know, and what it is about."""
+
+    kind: str
+    """What it is about; of a rollout log: dump, step, other-step, on-policy or temperature."""
+
+    def __new__(cls, text: str, kind: str = "dump") -> Note:
+        note = super().__new__(cls, text)
+        note.kind = kind
+        return note
+
+    def __getnewargs__(self) -> tuple[str, str]:
+        return str(self), self.kind
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,8 @@ class TokenBatch:
     """log π_ref in nats, of the reference policy."""
     sampler_logprobs: Float[Tensor, "B S"] | None = None
     """What the sampler's engine said of the tokens, nats, where the log has it beside the trainer's `old_logprobs`."""
+    notes: tuple[Note, ...] = ()
+    """What a reader of any number made from this must know: what was assumed, left out or mixed in reading it."""
 
     def __post_init__(self) -> None:
         if self.input_ids.shape[0] == 0:
@@ -69,10 +87,16 @@ class TokenBatch:
         """Response tokens that response_mask keeps: the denominator of the token-mean loss."""
         return int(self.response_mask.sum())
 
+    def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> TokenBatch:
+        """The batch of these responses: batch[0], batch[:8], batch[[3, 1]] or batch[mask]."""
+        if not isinstance(rows, int | slice | Tensor):
+            rows = torch.as_tensor([*rows]) if len(rows) else torch.zeros(0, dtype=torch.long)
+        return self.select(torch.arange(len(self))[rows].view(-1))
+
     def select(self, rows: Sequence[int] | Tensor) -> TokenBatch:
         """The same batch with only these rows, in this order."""
         rows = torch.as_tensor(rows)
-        return replace(self, **{name: value[rows] for name, value in self._tensors().items()})
+        return replace(self, **{name: value[rows] for name, value in self.tensors().items()})
 
     def deal(self, prompts: Int[Tensor, " p"], count: int, generator: torch.Generator) -> list[TokenBatch]:
         """At most `count` batches of these prompts' responses, whole prompts at random, as many in each up to one."""
@@ -86,7 +110,12 @@ class TokenBatch:
         >>> collate([Response([5], [7]), Response([5], [7, 8])]).at_temperature(0.5).temperature.tolist()
         [0.5, 0.5]
         """
-        return replace(self, temperature=torch.full((len(self),), float(temperature)))
+        known = self.without_notes("temperature")
+        return replace(known, temperature=torch.full((len(self),), float(temperature)))
+
+    def without_notes(self, kind: str) -> TokenBatch:
+        """The batch without its notes of this kind, where something else answers for what they say."""
+        return replace(self, notes=tuple(note for note in self.notes if note.kind != kind))
 
     def micro_batches(self, size: int) -> Iterator[TokenBatch]:
         """Consecutive batches of at most `size` responses."""
@@ -102,7 +131,7 @@ class TokenBatch:
         offsets = torch.arange(int(lengths.max()), device=start.device)
         # A column past the end repeats the last one: it is masked, and its id is one that every vocabulary has.
         columns = (start[:, None] + offsets).clamp(max=self.input_ids.shape[1] - 1)
-        values = self._tensors()
+        values = self.tensors()
         values = {name: v.gather(1, columns) if v.dim() == 2 else v for name, v in values.items()}
         real = offsets < lengths[:, None]
         values["attention_mask"], values["response_mask"] = real, values["response_mask"] & real
@@ -112,20 +141,37 @@ class TokenBatch:
 
     def narrow(self, width: int) -> TokenBatch:
         """The first `width` columns."""
-        return replace(self, **{name: v[:, :width] if v.dim() == 2 else v for name, v in self._tensors().items()})
+        return replace(self, **{name: v[:, :width] if v.dim() == 2 else v for name, v in self.tensors().items()})
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch on another device, for one forward pass."""
-        return replace(self, **{name: v.to(device) for name, v in self._tensors().items()})
+        return replace(self, **{name: v.to(device) for name, v in self.tensors().items()})
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """The fields that are known."""
-        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are known, by name."""
+        return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
 
     def sequence(self, row: int) -> tuple[Int[Tensor, " n"], Int[Tensor, " m"]]:
         """(ids without padding [n], indices in it of the kept response tokens [m]) of one response."""
         real = self.attention_mask[row]
         return self.input_ids[row][real], self.response_mask[row][real].nonzero()[:, 0]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """A native row per response, of what is known: what `write_rollouts` writes and `read_rollouts` reads."""
+        per_token = {"advantage": "advantages"} | {n: n for n in ("old_logprobs", "ref_logprobs", "sampler_logprobs")}
+        for row, start in enumerate(self.response_start.tolist()):
+            real = self.attention_mask[row].nonzero()[:, 0]
+            own = real[real >= start]
+            told = {"prompt_ids": self.input_ids[row, real[real < start]], "response_ids": self.input_ids[row, own]}
+            told |= {"group": self.group_ids[row], "temperature": self.temperature[row]}
+            if self.rewards is not None and not self.rewards[row].isnan():
+                told["reward"] = self.rewards[row]
+            if not (kept := self.response_mask[row, own]).all():
+                told["response_mask"] = kept
+            told |= {
+                to: getattr(self, name)[row, own] for to, name in per_token.items() if getattr(self, name) is not None
+            }
+            yield {name: value.tolist() for name, value in told.items()}
 
     def positions(self) -> Int[Tensor, "B S"]:
         """0-based position within the response, counting kept and dropped tokens; negative on the prompt."""
@@ -139,9 +185,10 @@ class TokenBatch:
         rows, width = self.input_ids.shape
         per_token = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
         known = [name for name in ("rewards", *per_token) if getattr(self, name) is not None]
+        told = f"; {len(self.notes)} notes" if self.notes else ""
         return (
             f"TokenBatch({rows} responses to {len(self.group_ids.unique())} prompts, "
-            f"{self.num_tokens} response tokens, width {width}; with {', '.join(known) or 'ids only'})"
+            f"{self.num_tokens} response tokens, width {width}; with {', '.join(known) or 'ids only'}{told})"
         )
 
 

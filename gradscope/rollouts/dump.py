@@ -1,4 +1,4 @@
-"""What was read of a trainer's dump: the batch, what only dumps have, whether ids and texts agree, and its notes."""
+"""What was read of a trainer's log: the batch, what only trainers' logs have, whether ids and texts agree, notes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.policy import Policy
-from gradscope.rollouts.batch import Response, TokenBatch, collate
-from gradscope.rollouts.formats.base import EMPTY, EXTRAS, FROM_REWARDS, NO_TEMPERATURE, ON_POLICY, Note, Row
+from gradscope.rollouts.batch import Note, Response, TokenBatch, collate
+from gradscope.rollouts.formats.base import EMPTY, EXTRAS, FROM_REWARDS, NO_TEMPERATURE, ON_POLICY, Row
 from gradscope.rollouts.formats.values import (
     check_sizes,
     parse_ids,
@@ -94,17 +94,15 @@ class Dump:
 
     batch: TokenBatch
     """`old_logprobs` is the denominator of the ratio that was trained: prime-rl's inference_logprobs, NeMo-RL's
-    prev_logprobs, slime's log_probs (rollout_log_probs where the dump has these alone), open-instruct's logprobs."""
+    prev_logprobs, slime's log_probs (rollout_log_probs where the log has these alone), open-instruct's logprobs."""
     format: str
     """Name of the format."""
-    notes: tuple[Note, ...] = ()
-    """Sentences that a reader of any number made from this must know."""
     steps: Int[Tensor, " B"] | None = None
-    """Training step of each response; None: the dump does not say."""
+    """Training step of each response; None: the log does not say."""
     entropy: Float[Tensor, "B S"] | None = None
     """The trainer's entropy of the distribution at each response token, nats; NaN where unknown."""
     logprobs: Float[Tensor, "B S"] | None = None
-    """The trainer's own log π, nats, where the dump has the sampler's too: prime-rl's trainer_logprobs, NeMo-RL's
+    """The trainer's own log π, nats, where the log has the sampler's too: prime-rl's trainer_logprobs, NeMo-RL's
     prev_logprobs, slime's log_probs."""
     clipped: Bool[Tensor, "B S"] | None = None
     """True on tokens whose policy term the trainer itself left out of its loss (prime-rl's is_masked)."""
@@ -114,38 +112,42 @@ class Dump:
         """The batch's: against `logprobs` it shows the mismatch of the two engines."""
         return self.batch.sampler_logprobs
 
-    def with_note(self, text: str, kind: str = "dump") -> Dump:
-        """The dump with one more note."""
-        return replace(self, notes=(*self.notes, Note(text, kind)))
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """The batch's: what was assumed, left out or mixed in reading it."""
+        return self.batch.notes
 
-    def without_notes(self, kind: str) -> Dump:
-        """The dump without its notes of this kind, where something else answers for what they say."""
-        return replace(self, notes=tuple(note for note in self.notes if note.kind != kind))
+    def with_note(self, text: str, kind: str = "dump") -> Dump:
+        """The same rollouts with one more note."""
+        return replace(self, batch=replace(self.batch, notes=(*self.notes, Note(text, kind))))
 
 
 def keep_own_step(dump: Dump, checkpoint: int | None) -> Dump:
-    """The part of a dump that a checkpoint sampled: the responses of the training step after its own.
+    """The part of a log that a checkpoint sampled: the responses of the training step after its own.
 
-    checkpoint: how many steps it had taken. Where the dump lacks that step, the nearest one; a note says which was
-    taken. The whole dump, where it holds one step or none is known; a note says if that step is another's.
+    checkpoint: how many steps it had taken. Where the log lacks that step, the nearest one; a note says which was
+    taken. The whole log, where it holds one step or none is known; a note says if that step is another's.
     """
     known = [] if dump.steps is None else dump.steps.unique().tolist()
     if not known or (len(known) == 1 and checkpoint in (None, known[0] - 1)):
         return dump
     if len(known) == 1:
-        alone = f"the dump holds training step {known[0]} alone, another policy's: this checkpoint sampled step"
-        return dump.with_note(f"{alone} {checkpoint + 1}")
-    span = f"the dump holds {len(known)} training steps, {known[0]} to {known[-1]}"
+        taken = f"step {known[0]} is taken, sampled by a different checkpoint"
+        return dump.with_note(f"{taken}: this one's would be step {checkpoint + 1}", "other-step")
+    span = f"the log holds {len(known)} training steps, {known[0]} to {known[-1]}"
     if checkpoint is None:
-        return dump.with_note(f"{span}; of which one this checkpoint is, is unknown: all are taken", "step")
+        return dump.with_note(f"{span}; which of them this checkpoint sampled is unknown, so all are taken", "step")
     own = min(known, key=lambda step: (abs(step - checkpoint - 1), step))
-    taken = f"step {own} is taken, which this checkpoint sampled"
+    taken, kind = f"step {own} is taken, the one after this checkpoint's", "step"
     if own != checkpoint + 1:
-        taken = f"step {own} is taken, another policy's: step {checkpoint + 1}, this one's, is not there"
+        taken = (
+            f"step {own} is taken, sampled by a different checkpoint: step {checkpoint + 1}, this one's, is not there"
+        )
+        kind = "other-step"
     rows = (dump.steps == own).nonzero()[:, 0]
     tensors = ("steps", "entropy", "logprobs", "clipped")
     kept = {name: value[rows] for name in tensors if (value := getattr(dump, name)) is not None}
-    return replace(dump, batch=dump.batch.select(rows), **kept).with_note(f"{span}; {taken}", "step")
+    return replace(dump, batch=dump.batch.select(rows), **kept).with_note(f"{span}; {taken}", kind)
 
 
 def make_dump(
@@ -158,7 +160,7 @@ def make_dump(
     step: int | None = None,
     is_dump: bool = True,
 ) -> Dump:
-    """The rows as a dump, right-padded, each checked.
+    """The rows as a `Dump`, right-padded, each checked.
 
     step: keeps the rows of one training step. is_dump: a trainer wrote them, so rows without a response are left out,
     and what is unknown has a note; False: a user did, and such rows are refused. Without a group, identical prompts
@@ -176,7 +178,7 @@ def make_dump(
     unknown = _name_unknown(batch, reading) if is_dump else []
     said = (*notes, *unknown, *reading.unknown_notes(), *reading.left_out_notes())
     told = tuple(note if isinstance(note, Note) else Note(note) for note in said)
-    return Dump(batch, format, told, steps, **extras)
+    return Dump(replace(batch, notes=told), format, steps, **extras)
 
 
 class _Reading:
@@ -235,7 +237,7 @@ class _Reading:
             raise InputError(f"{path} has no step {self._step}; {_name_steps(self._seen)}")
         if not self.responses:
             reasons = "; ".join(self.left_out_notes())
-            raise InputError(f"{path} leaves no response to measure ({reasons}); give a dump with responses")
+            raise InputError(f"{path} leaves no response to measure ({reasons}); give a log with responses")
         self._agreement.check()
         for name in ALL_OR_NONE:
             having = [name in names for _, names, _ in self._rows]

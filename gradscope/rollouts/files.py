@@ -1,4 +1,4 @@
-"""The files of a dump, whatever trainer wrote them: which there are, and their records with the place of each."""
+"""The files of a log, whatever trainer wrote them: which there are, and their records with the place of each."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from gradscope.errors import InputError, unpickling_reason
-from gradscope.policy import BROKEN_FILE
+from gradscope.errors import BROKEN_FILE, InputError, unpickling_reason
 from gradscope.runs import file_hash
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".zst")
@@ -48,14 +47,16 @@ def list_files(path: Path) -> list[Path]:
         _check_suffix(path)
         return [path]
     if not path.is_dir():
-        raise InputError(f"{path} is not there; give a file of rollouts, or a folder of dumps")
+        raise InputError(f"{path} is not there; give a file of rollouts, or a folder of rollout files")
     traces = ("annotations/**/*", "stream*", "stream*/*") if (path / "annotations").is_dir() else ()
     for patterns in (traces, ("*",), ("step_*/*",)):
         found = {file for pattern in patterns for file in path.glob(pattern)}
         files = [f for f in found if f.is_file() and f.suffix in IN_FOLDERS and f.name[0] != "."]
         if files:
             return sorted(files, key=_natural_key)
-    raise InputError(f"{path} is a folder without {', '.join(IN_FOLDERS)} files; give the folder that holds the dumps")
+    raise InputError(
+        f"{path} is a folder without {', '.join(IN_FOLDERS)} files; give the folder that holds the rollouts"
+    )
 
 
 def rollouts_hash(path: Path) -> str:
@@ -153,7 +154,7 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except BROKEN_FILE as error:  # UnpicklingError for whatever is more than numbers, strings and containers
         raise InputError(
             f"{path} cannot be read as tensors and plain values ({unpickling_reason(error)}); nothing in it was run; "
-            "give a sound dump without pickled objects"
+            "give a file without pickled objects"
         ) from error
     samples = content.get("samples", _split_columns(content)) if isinstance(content, dict) else None
     if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):

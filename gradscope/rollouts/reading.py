@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
-from gradscope.errors import InputError
-from gradscope.policy import Policy
+from gradscope.errors import InputError, checked
+from gradscope.policy import Policy, PolicyLike, checkpoint_step, load_policy
 from gradscope.rollouts.batch import TokenBatch
-from gradscope.rollouts.dump import Dump, make_dump
+from gradscope.rollouts.dump import Dump, keep_own_step, make_dump
 from gradscope.rollouts.files import Record, list_files, read_records
 from gradscope.rollouts.formats.base import Format
 from gradscope.rollouts.formats.ms_swift import MS_SWIFT
@@ -34,16 +35,49 @@ READERS: dict[str, Format] = {
 }
 """What reads a format, by its name; a reader of your own is one more entry."""
 
-__all__ = ["READERS", "Dump", "read_dump", "read_rollouts", "write_rollouts"]
+__all__ = ["READERS", "BatchLike", "Dump", "read_dump", "read_inputs", "read_rollouts", "write_rollouts"]
+
+BatchLike = TokenBatch | str | Path
+"""Rollouts, or what `read_rollouts` reads them from."""
 
 
-def read_rollouts(path: str | Path, policy: Policy | None = None, *, format: str | None = None) -> TokenBatch:
-    """The batch of `read_dump`."""
-    return read_dump(path, policy, format=format).batch
+def read_inputs(policy: PolicyLike, batch: BatchLike) -> tuple[Policy, TokenBatch]:
+    """What a function of a policy and its rollouts works on: those given, or loaded from the paths given."""
+    policy = policy if isinstance(policy, Policy) else load_policy(policy)
+    return policy, batch if isinstance(batch, TokenBatch) else read_rollouts(batch, policy)
 
 
+@checked
+def read_rollouts(
+    path: str | Path,
+    policy: PolicyLike | None = None,
+    *,
+    format: str | None = None,
+    step: int | Literal["all"] | None = None,
+    temperature: int | float | None = None,
+) -> TokenBatch:
+    """The batch of `read_dump`, whose `notes` say what was assumed in reading it.
+
+    temperature: that all responses were sampled at; None: what the log says of each, else 1.0.
+
+    step: the training step whose responses are kept. InputError where the log holds several and none is given, for
+    they were sampled by different policies: "all" takes them together all the same.
+    """
+    dump = read_dump(path, policy, format=format, step=None if step == "all" else step)
+    steps = [] if dump.steps is None else dump.steps.unique().tolist()
+    if step is None and len(steps) > 1:
+        raise InputError(
+            f"{path} holds {len(steps)} training steps, {steps[0]} to {steps[-1]}, each sampled by a different "
+            'checkpoint; give step=, one of them, or "all"'
+        )
+    if isinstance(step, int) and policy is not None:
+        dump = keep_own_step(dump, checkpoint_step(policy.path if isinstance(policy, Policy) else policy))
+    return dump.batch if temperature is None else dump.batch.at_temperature(temperature)
+
+
+@checked
 def read_dump(
-    path: str | Path, policy: Policy | None = None, *, format: str | None = None, step: int | None = None
+    path: str | Path, policy: PolicyLike | None = None, *, format: str | None = None, step: int | None = None
 ) -> Dump:
     """Read the responses of one file, or of all files of a folder in order, which must then be of one format.
 
@@ -52,11 +86,11 @@ def read_dump(
     format: a name in READERS; None tells it by the columns of each file's first record.
     step: keeps the responses of one training step; None keeps all.
 
-    Rows of a trainer's dump that hold no response, or none of whose tokens was trained, are left out, and a note says
-    how many; in native rollouts they are refused. Raises InputError, naming file and row, for anything that cannot be
-    used, and for a step that is not there, naming those that are.
+    Rows of a trainer's rollout log that hold no response, or none of whose tokens was trained, are left out, and a note
+    says how many; in native rollouts they are refused. Raises InputError, naming file and row, for anything that cannot
+    be used, and for a step that is not there, naming those that are.
     """
-    path = Path(path)
+    path, policy = Path(path), load_policy(policy) if isinstance(policy, str | Path) else policy
     if format is not None and format not in READERS:
         raise InputError(f"rollout format {format!r} is not known; use one of {', '.join(sorted(READERS))}")
     files = list_files(path)

@@ -2,13 +2,4 @@
 
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__,
-    submod_attrs={
-        "engines": ["make_sampler"],
-        "evaluation": ["Evaluation", "Exam", "evaluate", "summarize_responses"],
-        "hf": ["HFSampler", "check_prompts"],
-        "protocol": ["Sample", "Sampler"],
-        "rollouts": ["batch_rows", "check_count", "rollout_rows"],
-    },
-)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

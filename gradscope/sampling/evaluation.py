@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.intervals import summarize
 from gradscope.policy import Policy
 from gradscope.sampling.hf import HFSampler, check_prompts, check_settings
@@ -62,7 +62,7 @@ class Exam:
         *,
         k: int = 16,
         temperature: float = 1.0,
-        max_new_tokens: int = 4096,
+        max_new_tokens: int = 1024,
         seed: int = 0,
         sampler: Sampler | None = None,
     ) -> None:
@@ -119,6 +119,7 @@ class Exam:
         return [row | {"group": numbers[row["group"]], "greedy": greedy} for row in rows]
 
 
+@checked
 def evaluate(
     policy: Policy,
     task: Task,
@@ -126,7 +127,7 @@ def evaluate(
     *,
     k: int = 16,
     temperature: float = 1.0,
-    max_new_tokens: int = 4096,
+    max_new_tokens: int = 1024,
     seed: int = 0,
     sampler: Sampler | None = None,
 ) -> Evaluation:
@@ -222,7 +223,7 @@ def mean_over_questions(scores: npt.ArrayLike, *, seed: int = 0) -> Mean:
     scores = np.asarray(scores, dtype=float)
     one_interval = np.zeros(len(scores), dtype=int)
     rng, questions = np.random.default_rng(seed), np.arange(len(scores))
-    row = summarize(scores, one_interval, questions, rng=rng, edges=(0.0, 1.0)).iloc[0]
+    row = summarize(scores, one_interval, questions, seed=rng, edges=(0.0, 1.0)).iloc[0]
     varies = len(np.unique(scores[~np.isnan(scores)])) > 1
     return Mean(*(float(row[name]) if varies or name == "value" else np.nan for name in ("value", "lower", "upper")))
 

@@ -2,21 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from gradscope.errors import InputError
-from gradscope.policy import Policy
+from gradscope.errors import InputError, checked
+from gradscope.policy import Policy, PolicyLike, load_policy
 from gradscope.rollouts import Response, TokenBatch, collate
+from gradscope.sampling.engines import make_sampler
 from gradscope.sampling.hf import HFSampler
 from gradscope.sampling.protocol import Sampler
-from gradscope.tasks import Question, Task, grade_response
+from gradscope.tasks import Question, Task, draw_questions, get_task, grade_response
 
 MOST_RESPONSES = 10_000_000
 """Most responses of one call: all of them are held in memory."""
+
+
+@checked
+def sample(
+    policy: PolicyLike,
+    prompts: Sequence[str | list[dict[str, str]]] | None = None,
+    *,
+    task: str | Task | None = None,
+    questions: int = 16,
+    data: Sequence[str] = (),
+    n: int = 8,
+    temperature: int | float = 1.0,
+    max_new_tokens: int = 1024,
+    seed: int = 0,
+    engine: Literal["hf", "vllm"] = "hf",
+    batch_size: int = 64,
+) -> TokenBatch:
+    """Sample n responses to each prompt, or to each of so many questions of a task, which rewards them.
+
+    policy: or the path that `load_policy` takes. prompts: strings, or chats for the tokenizer's template. task: a name
+    (see `tasks.task_names`), FILE.py:NAME, or a Task; data: files of its questions, None: it makes them up. The batch
+    holds the sampler's log-probabilities as old_logprobs; batch_size: responses decoded together by transformers.
+    Raises InputError with both prompts and a task or neither, and for what cannot be sampled.
+    """
+    if (prompts is None) == (task is None):
+        raise InputError("give either prompts= or task=: one of the two says what to answer")
+    if isinstance(prompts, str):
+        raise InputError("prompts is one string; give a list of prompts")
+    if questions < 1 or n < 1 or seed < 0:
+        raise InputError(f"questions is {questions}, n {n} and seed {seed}; give 1 or more, 1 or more, 0 or more")
+    policy = policy if isinstance(policy, Policy) else load_policy(policy)
+    task = get_task(task) if isinstance(task, str) else task
+    if task is None:
+        asked = [Question(prompt, None) for prompt in prompts]
+    else:
+        asked = draw_questions(task, questions, seed=seed, files=tuple(data))
+    settings = {"n": n, "temperature": float(temperature), "max_new_tokens": max_new_tokens, "seed": seed}
+    with closing(make_sampler(engine, policy, batch_size=batch_size)) as sampler:
+        return batch_rows(rollout_rows(policy, asked, task=task, sampler=sampler, **settings), on_policy=False)
 
 
 def rollout_rows(

@@ -12,8 +12,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.gradients import LAYER, LOGITS
+from gradscope.resampling import Seed
 from gradscope.theory.closed_form import check_logit_grad_bounds
 from gradscope.theory.gains import FLOOR, check_envelopes, decompose_variance, fit_powers, layer_gains, require_columns
 
@@ -214,12 +215,13 @@ class TheoryReport:
         return [*lines, "   Eq. 3 on tokens × layers, with the constants of each token's own context:", *sides]
 
 
+@checked
 def theory_report(
     table: pd.DataFrame,
     constants: pd.DataFrame | None = None,
     *,
     vocab_size: int,
-    rng: np.random.Generator,
+    seed: Seed = 0,
     floor: float = FLOOR,
     resamples: int = 1000,
 ) -> TheoryReport:
@@ -233,9 +235,9 @@ def theory_report(
     known = constants is not None and "context" in table and table["context"].notna().any()
     return TheoryReport(
         logit_bounds=check_logit_bounds(table, vocab_size),
-        powers=fit_powers(table, rng=rng, floor=floor, resamples=resamples),
+        powers=fit_powers(table, seed=seed, floor=floor, resamples=resamples),
         gains=gains,
-        variance=decompose_variance(table, rng=rng, floor=floor, resamples=resamples),
+        variance=decompose_variance(table, seed=seed, floor=floor, resamples=resamples),
         envelopes=check_envelopes(table),
         floor=floor,
         rest_ratio=float(np.exp(rest.max() - rest.min())),

@@ -15,10 +15,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.objective import widen
 
 
+@checked
 def logit_grad_norm(
     logprobs_all: Float[Tensor, "*tokens vocab"], token_ids: Int[Tensor, "*tokens"]
 ) -> Float[Tensor, "*tokens"]:
@@ -37,6 +38,7 @@ def logit_grad_norm(
     return largest.squeeze(-1) * (relative.sum(-1).square() + relative.square().sum(-1)).sqrt()
 
 
+@checked
 def logit_grad_bounds(
     log_one_minus_prob: Float[Tensor, "*tokens"], vocab_size: int
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:

@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor, nn
 
-from gradscope.errors import InputError, SelfCheckError
+from gradscope.errors import InputError, SelfCheckError, checked
 from gradscope.gradients import first_tensor, forward_hooks, measuring
 from gradscope.objective import logit_gradient
 from gradscope.policy import Policy, takes
@@ -140,6 +140,7 @@ def token_deltas(
     return deltas, norms
 
 
+@checked
 def layer_constants(
     policy: Policy, contexts: Sequence[Int[Tensor, "_"]], *, temperature: float, max_exact: int = 1024
 ) -> pd.DataFrame:

@@ -11,10 +11,10 @@ from collections.abc import Set
 import numpy as np
 import pandas as pd
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.gradients import PARAMETERS, sampling_weights
 from gradscope.intervals import assign_intervals, interval_labels
-from gradscope.resampling import bootstrap, prompt_clusters
+from gradscope.resampling import Seed, bootstrap, prompt_clusters
 from gradscope.theory.gains import FLOOR, is_measured, quantities, require_columns
 
 Number = int | float
@@ -46,6 +46,7 @@ def token_classes(tokens: pd.Series, special: Set[str] = frozenset()) -> pd.Seri
     return pd.Series(pd.Categorical(tokens.map(classes), CLASSES), index=tokens.index, name="token_class")
 
 
+@checked
 def add_drivers(table: pd.DataFrame, *, bins: int = 4, special: Set[str] = frozenset()) -> pd.DataFrame:
     """The table with categorical columns that serve as `by=`: entropy_bin, position_bin, advantage_sign, token_class.
 
@@ -66,10 +67,11 @@ def add_drivers(table: pd.DataFrame, *, bins: int = 4, special: Set[str] = froze
     return table.assign(**columns)
 
 
+@checked
 def regress_norms(
     table: pd.DataFrame,
     *,
-    rng: np.random.Generator | None,
+    seed: Seed = 0,
     floor: float = FLOOR,
     max_vif: Number = 10,
     confidence: float = 0.95,
@@ -97,7 +99,7 @@ def regress_norms(
     for quantity, columns in [*((name, [name]) for name in names), (POOLED, layers)]:
         values, layer, prompts, counts = _fitted_tokens(table, columns, floor)
         fit = _fit(
-            values, layer, prompts, counts, max_vif, {"rng": rng, "confidence": confidence, "resamples": resamples}
+            values, layer, prompts, counts, max_vif, {"seed": seed, "confidence": confidence, "resamples": resamples}
         )
         fit.insert(0, "quantity", quantity)
         fit = fit.assign(tokens=len(values), prompts=len(np.unique(prompts)))

@@ -17,7 +17,7 @@ import pandas as pd
 
 from gradscope.errors import InputError
 from gradscope.gradients import LAYER, LOGITS, PARAMETERS, sampling_weights, weighted_quantiles
-from gradscope.resampling import draw_clusters, percentiles
+from gradscope.resampling import Seed, draw_clusters, percentiles
 
 FLOOR = 1e-3
 """Fits take tokens with 1−π above this: the many nearly certain ones would decide the slope."""
@@ -47,9 +47,7 @@ def layer_gains(table: pd.DataFrame, *, floor: float = FLOOR) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def fit_powers(
-    table: pd.DataFrame, *, rng: np.random.Generator, floor: float = FLOOR, resamples: int = 1000
-) -> pd.DataFrame:
+def fit_powers(table: pd.DataFrame, *, seed: Seed = 0, floor: float = FLOOR, resamples: int = 1000) -> pd.DataFrame:
     """Fit log norm = intercept + slope · log(1−π) on 1−π > floor, a row per quantity, the logits first.
 
     Columns: quantity, slope, slope_lower, slope_upper (95 %, NaN with one prompt), intercept, r2, tokens, prompts, and
@@ -61,7 +59,7 @@ def fit_powers(
         x, y, groups, count = _logs(table, name, floor)
         row = dict.fromkeys(("slope", "slope_lower", "slope_upper", "intercept", "r2"), np.nan)
         if len(x) >= FEWEST:
-            vx, vy, cxy = _resampled_moments(x, y, groups, count, resamples, rng)
+            vx, vy, cxy = _resampled_moments(x, y, groups, count, resamples, seed)
             slopes = _divide(cxy, vx)
             lower, upper = _interval(slopes, groups)
             intercept = _mean(y, count) - slopes[0] * _mean(x, count)
@@ -101,7 +99,7 @@ def check_envelopes(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def decompose_variance(
-    table: pd.DataFrame, *, rng: np.random.Generator, floor: float = FLOOR, resamples: int = 1000
+    table: pd.DataFrame, *, seed: Seed = 0, floor: float = FLOOR, resamples: int = 1000
 ) -> pd.DataFrame:
     """Var(log norm) = Var(log(1−π)) + Var(log gain) + 2 Cov, with gain = norm / (1−π), on 1−π > floor, per quantity.
 
@@ -114,7 +112,7 @@ def decompose_variance(
         x, y, groups, count = _logs(table, name, floor)
         shares = [np.nan] * 7
         if len(x) >= FEWEST:
-            vx, vy, cxy = _resampled_moments(x, y, groups, count, resamples, rng)
+            vx, vy, cxy = _resampled_moments(x, y, groups, count, resamples, seed)
             parts = [vx[0], vx[0] + vy[0] - 2 * cxy[0], 2 * (cxy[0] - vx[0])]
             carried = _divide(cxy, vy)
             shares = [vy[0], *(_divide(p, vy[0]) for p in parts), carried[0], *_interval(carried, groups)]
@@ -177,14 +175,14 @@ def _moments(x: np.ndarray, y: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 def _resampled_moments(
-    x: np.ndarray, y: np.ndarray, groups: np.ndarray, count: np.ndarray, resamples: int, rng: np.random.Generator
+    x: np.ndarray, y: np.ndarray, groups: np.ndarray, count: np.ndarray, resamples: int, seed: Seed
 ) -> np.ndarray:
     """`_moments` of the sample, then of samples of as many prompts drawn with replacement: [3, 1 + resamples]."""
     x, y = x - _mean(x, count), y - _mean(y, count)
     labels, cluster = np.unique(groups, return_inverse=True)
     parts = (np.ones_like(x), x, y, x * x, y * y, x * y)
     sums = np.stack([np.bincount(cluster, count * v) for v in parts], axis=1)
-    draws = draw_clusters(len(labels), resamples, rng)
+    draws = draw_clusters(len(labels), resamples, seed)
     n, sx, sy, sxx, syy, sxy = (np.vstack([np.ones(len(labels)), draws]) @ sums).T
     return np.stack([sxx / n - (sx / n) ** 2, syy / n - (sy / n) ** 2, sxy / n - sx * sy / n**2])
 

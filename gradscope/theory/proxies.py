@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.gradients import ADAMW, LAYER, LOGITS, PARAMETERS, SUMS, sampling_weights
-from gradscope.resampling import bootstrap, prompt_clusters
+from gradscope.resampling import Seed, bootstrap, prompt_clusters
 from gradscope.theory.gains import FLOOR, quantities, require_columns
 
 Values = Float[np.ndarray, " K"]
@@ -32,13 +32,14 @@ FEWEST = 10
 """Measured tokens below which nothing is said."""
 
 
+@checked
 def judge_proxies(
     table: pd.DataFrame,
     *,
     top: float = 0.01,
     floor: float = FLOOR,
     more: Mapping[str, str] | None = None,
-    rng: np.random.Generator | None,
+    seed: Seed = 0,
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
@@ -69,7 +70,8 @@ def judge_proxies(
         raise InputError(f"fewer than {FEWEST} tokens have a measured norm; measure more to judge proxies")
     clusters, counts = prompt_clusters(table), sampling_weights(table)
     above = table["log_one_minus_prob"].to_numpy(np.float64) > np.log(floor)
-    seed = None if rng is None else int(rng.integers(2**32))  # the same prompts are redrawn in every row
+    # The same prompts are redrawn in every row.
+    seed = None if seed is None else int(np.random.default_rng(seed).integers(2**32))
     rows = []
     for quantity, norm in norms.items():
         for name, values in proxies.items():
@@ -131,8 +133,7 @@ def _judge(
             both, all_ = (draws @ hits).T
             return np.stack([ranks, explained**2, np.where(all_ > 0, both / all_, np.nan)], 1)
 
-    rng = None if seed is None else np.random.default_rng(seed)
-    settings = {"rng": rng, "confidence": confidence, "resamples": resamples}
+    settings = {"seed": seed, "confidence": confidence, "resamples": resamples}
     return bootstrap(evaluate, int(cluster.max()) + 1, **settings)
 
 

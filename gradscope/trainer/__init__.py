@@ -6,15 +6,4 @@ Read `loop` first: sample, score, advantages, passes, log, checkpoint. The loss 
 
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__,
-    submod_attrs={
-        "checkpoints": ["OPTIMIZER", "step_of", "list_checkpoints"],
-        "config": ["TrainConfig"],
-        "loop": ["train"],
-        "metrics": ["scalars"],
-        "plan": ["GIB", "Plan", "find_lengths", "plan_training", "step_rates"],
-        "presets": ["PRESETS", "get_preset"],
-        "rollout": ["Questions"],
-    },
-)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -52,7 +52,7 @@ def measure_gradients(step: Step) -> Iterator[None]:
         yield
         return
     gradients = interval_gradients(
-        step.policy, step.batch, settings=step.settings, micro_batch_size=config.micro_batch_size
+        step.policy, step.batch, loss=step.settings, micro_batch_size=config.micro_batch_size
     ).table
     for row in gradients.itertuples():
         step.metrics[f"interval_norm_{row.interval}"] = float(row.norm)

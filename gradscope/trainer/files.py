@@ -16,7 +16,7 @@ import torch
 
 from gradscope import __version__
 from gradscope.errors import DivergedError, InputError
-from gradscope.policy import EMBEDDED, fetch_policy, weights_hash
+from gradscope.policy import EMBEDDED, find_checkpoint, weights_hash
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import Processes, check_is_folder, library_versions, read_json, write_json, write_text
 from gradscope.trainer.checkpoints import (
@@ -103,7 +103,7 @@ def write_description(
     questions: a hash of those that are stored. Raises InputError where a resumed run began with another policy or
     other questions; warns where it had another number of processes, which share out the random numbers.
     """
-    begun_with = EMBEDDED if config.model == "embedded" else fetch_policy(config.model)
+    begun_with = EMBEDDED if config.model == "embedded" else find_checkpoint(config.model)
     manifest = {
         "gradscope": __version__,
         "versions": library_versions(),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.objective import TokenStatistics, Updater, batch_statistics, has_plain_head
-from gradscope.policy import Policy, fetch_policy
+from gradscope.policy import Policy, find_checkpoint
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, Processes, whole
 from gradscope.sampling import Sampler
@@ -126,7 +126,7 @@ def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Pat
         with reading(checkpoint):
             policy = sampled = load_whole(checkpoint, accelerator)
     else:
-        policy = sampled = load_whole(fetch_policy(config.model), accelerator)
+        policy = sampled = load_whole(find_checkpoint(config.model), accelerator)
     model = policy.model
     _remove_noise(model)
     if accelerator.is_fsdp2 and config.engine == "hf":
@@ -151,7 +151,7 @@ def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Pat
     )
     reference = None
     if config.kl_coef > 0 and adapters is None:
-        original = load_whole(fetch_policy(config.model), accelerator).model.requires_grad_(False)
+        original = load_whole(find_checkpoint(config.model), accelerator).model.requires_grad_(False)
         reference = share_model(original, config, accelerator) if accelerator.is_fsdp2 else original
     mixed = config.precision == "bfloat16" and not accelerator.is_fsdp2  # whose shards are gathered in bfloat16
 

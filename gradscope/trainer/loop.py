@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from gradscope.errors import DivergedError, InputError, NanLogitsError, SyncError
+from gradscope.errors import DivergedError, InputError, NanLogitsError, SyncError, checked, make_settings
 from gradscope.objective import PassTotals, TokenStatistics
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import Processes, locked
@@ -38,6 +38,7 @@ from gradscope.trainer.files import Journal, find_start
 from gradscope.trainer.launch import make_accelerator
 from gradscope.trainer.learner import Learner, build_learner
 from gradscope.trainer.metrics import rollout_metrics, token_metrics, update_metrics
+from gradscope.trainer.presets import get_preset
 from gradscope.trainer.rollout import Questions, Rollout, derive_seed, sample_rollout
 
 MOST_NONFINITE = 3
@@ -48,16 +49,20 @@ SYNC_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 In bfloat16 that finds weights of another model or another temperature, not weights that are one small step old."""
 
 
+@checked
 def train(
-    config: TrainConfig,
+    config: TrainConfig | str,
     out: str | Path,
     *,
     resume: bool = False,
     overwrite: bool = False,
     on_step: OnStep | None = None,
     progress: bool = True,
+    **changes: object,
 ) -> Path:
     """Train, and return the folder of the last checkpoint.
+
+    config: or the name of a preset. changes: fields of TrainConfig, each in the place of that in `config`.
 
     resume: go on from the newest checkpoint in `out` (from the start, if there is none yet); overwrite: replace a run
     in `out`. With neither, a folder that holds a run is refused. Run under `accelerate launch` for several processes.
@@ -67,7 +72,8 @@ def train(
     the trainer's; checkpoints stay in all cases. A run to be overwritten is deleted as the new one begins: settings,
     sampler and room on the disk have been looked at by then.
     """
-    out = Path(out)
+    config = get_preset(config) if isinstance(config, str) else config
+    config, out = make_settings(TrainConfig, "train", vars(config) | changes), Path(out)
     questions = Questions(get_task(config.task), config)
     accelerator = make_accelerator(config, out)
     processes = Processes(accelerator.process_index, accelerator.num_processes)

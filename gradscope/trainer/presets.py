@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.trainer.config import TrainConfig
 
 _EMBEDDED = TrainConfig(
@@ -93,6 +93,7 @@ PRESETS: dict[str, TrainConfig] = {
 }
 
 
+@checked
 def get_preset(name: str) -> TrainConfig:
     """The settings of that name.
 

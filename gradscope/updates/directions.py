@@ -24,10 +24,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.intervals import EDGES, assign_intervals, interval_labels, summarize_cells
 from gradscope.objective import TokenStatistics, own_where_unknown
-from gradscope.resampling import bootstrap, prompt_clusters
+from gradscope.resampling import Seed, bootstrap, prompt_clusters
 from gradscope.rollouts import TokenBatch
 
 Number = int | float
@@ -40,6 +40,7 @@ _ROUNDING = 1e-6
 _QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
 
 
+@checked
 def right_direction_shares(
     table: pd.DataFrame,
     *,
@@ -47,14 +48,14 @@ def right_direction_shares(
     by: str = "interval",
     against: str = "advantage",
     values: Iterable | None = None,
-    rng: np.random.Generator | None,
+    seed: Seed = 0,
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
     """The share of tokens that moved as asked: rose where `against` is positive, fell where it is negative (Fig. 3).
 
     against: "advantage" or "net_weight" (see `net_weights`), or another column; tokens where it is 0 or NaN are in no
-    row. values: the values of `by` that make rows; None: those that occur. rng None: no bounds.
+    row. values: the values of `by` that make rows; None: those that occur. seed None: no bounds.
     Columns: `by`, sign ("positive", "negative"); num_tokens: with that sign; tied: not moved at all; share: moved the
     right way, of those that moved, NaN where none did; lower, upper. Raises InputError for a table without the
     movement or the columns, where `against` is nowhere known, and for a movement that is NaN.
@@ -62,7 +63,7 @@ def right_direction_shares(
     rows, cells, signs = _cells(table, by, against, values)
     moved = np.sign(_movement(table, "delta_log_odds", name))
     right = np.where(moved == 0, np.nan, moved == signs)
-    settings = {"rng": rng, "confidence": confidence, "resamples": resamples}
+    settings = {"seed": seed, "confidence": confidence, "resamples": resamples}
     shares = summarize_cells(right, cells, prompt_clusters(table), len(rows) + 1, **settings)[:-1]
     rows["num_tokens"], rows["tied"] = shares["num_tokens"], shares["num_tokens"] - shares["num_measured"]
     return rows.assign(share=shares["value"], lower=shares["lower"], upper=shares["upper"])
@@ -86,7 +87,7 @@ def batch_direction_shares(
         "group": batch.group_ids[:, None].expand(keep.shape)[keep].numpy(),
         "delta_log_odds.all": log_odds_change(before, after)[keep].numpy(),
     }
-    shares = right_direction_shares(pd.DataFrame(columns), values=range(len(labels)), rng=None)
+    shares = right_direction_shares(pd.DataFrame(columns), values=range(len(labels)), seed=None)
     shares.insert(1, "label", [label for label in labels for _ in SIGNS])
     return shares.drop(columns=["lower", "upper"])
 
@@ -123,6 +124,7 @@ def net_weights(table: pd.DataFrame, batch: TokenBatch) -> pd.Series:
     return pd.Series(net[pair], index=table.index, name="net_weight")
 
 
+@checked
 def movement_summary(
     table: pd.DataFrame,
     name: str = "all",
@@ -131,7 +133,7 @@ def movement_summary(
     by: str = "interval",
     against: str = "advantage",
     values: Iterable | None = None,
-    rng: np.random.Generator | None,
+    seed: Seed = 0,
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
@@ -143,7 +145,7 @@ def movement_summary(
     """
     rows, cells, _ = _cells(table, by, against, values)
     moved = _finite_movement(table, value, name)
-    clusters, settings = prompt_clusters(table), {"rng": rng, "confidence": confidence, "resamples": resamples}
+    clusters, settings = prompt_clusters(table), {"seed": seed, "confidence": confidence, "resamples": resamples}
     for statistic, amounts in (("mean", moved), ("mean_abs", np.abs(moved))):
         found = summarize_cells(amounts, cells, clusters, len(rows) + 1, **settings)[:-1]
         rows["num_tokens"] = found["num_tokens"]
@@ -202,6 +204,7 @@ class Similarity:
     upper: float
 
 
+@checked
 def similarity(
     table: pd.DataFrame,
     a: str,
@@ -209,7 +212,7 @@ def similarity(
     *,
     outside: int | Iterable,
     value: str = "delta_log_odds",
-    rng: np.random.Generator | None,
+    seed: Seed = 0,
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> Similarity:
@@ -228,7 +231,7 @@ def similarity(
     def evaluate(weights: np.ndarray) -> np.ndarray:
         return _correlation(weights @ sums)[:, None]
 
-    found = bootstrap(evaluate, len(labels), rng=rng, confidence=confidence, resamples=resamples)
+    found = bootstrap(evaluate, len(labels), seed=seed, confidence=confidence, resamples=resamples)
     return Similarity(int(chosen.sum()), *(float(number) for number in found[:, 0]))
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.gradients import (
     BACKWARD,
     FORWARD_MODE,
@@ -36,9 +37,9 @@ from gradscope.gradients import (
 )
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import PAPER, LossSettings, TokenStatistics, batch_weights, clip_scale
-from gradscope.policy import PART, Policy, flat_slices, flat_spans, float_parameters
-from gradscope.resampling import bootstrap, prompt_clusters
-from gradscope.rollouts import TokenBatch
+from gradscope.policy import PART, Policy, PolicyLike, flat_slices, flat_spans, float_parameters, read_state
+from gradscope.resampling import Seed, bootstrap, prompt_clusters
+from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
 from gradscope.runs import check_room
 from gradscope.updates.movement import Movement, measure_start, movement_table
 from gradscope.updates.step import SGD, Moments, StepSettings, read_moments
@@ -73,13 +74,14 @@ class Influence:
         )
 
 
+@checked
 def influence(
-    policy: Policy,
-    batch: TokenBatch,
+    policy: PolicyLike,
+    batch: BatchLike,
     *,
-    settings: LossSettings = PAPER,
+    loss: LossSettings = PAPER,
     step: StepSettings = SGD,
-    optimizer_state: dict[str, Any] | None = None,
+    optimizer_state: dict[str, Any] | str | Path | None = None,
     edges: Sequence[Number] = EDGES,
     memory: int | None = None,
     progress: bool = False,
@@ -105,20 +107,22 @@ def influence(
     state that does not fit, for a gradient that is not finite, with which no step is taken, and where a scratch file
     finds no room.
     """
+    policy, batch = read_inputs(policy, batch)
+    optimizer_state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
     step.check()
-    settings.check()
+    loss.check()
     moments = read_moments(policy.model, step, optimizer_state)
     at_once = fits_at_once(policy, step, len(interval_labels(edges)), memory)
     if not at_once and 2 * vector_bytes(policy.model) > memory:
         check_room(2 * vector_bytes(policy.model))  # before anything is measured
     batch, before = measure_start(policy, batch, step)
     passes = {"micro_batch_size": step.micro_batch_size, "progress": progress}
-    cotangents = _cotangents(batch, before, settings, step, edges)
+    cotangents = _cotangents(batch, before, loss, step, edges)
     sources = _Sources(policy, batch, cotangents, step, moments, passes)
     changes, method, clip_factor, update_norm = sources.all_at_once() if at_once else sources.one_by_one(memory)
     found = changes[:, batch.response_mask].double().numpy()
     parts = pd.DataFrame({f"{BY}{name}": values for name, values in zip(cotangents, found, strict=True)})
-    keys = _keys(batch, before, settings, edges)
+    keys = _keys(batch, before, loss, edges)
     contributions = pd.concat([keys, parts.assign(predicted=found.sum(0))], axis=1)
     return Influence(contributions, method, clip_factor, update_norm)
 
@@ -130,22 +134,23 @@ def fits_at_once(policy: Policy, step: StepSettings, num_intervals: int, memory:
 
 
 def influence_cost(
-    step: StepSettings, settings: LossSettings = PAPER, *, num_intervals: int = 4, one_by_one: bool = False
+    step: StepSettings, loss: LossSettings = PAPER, *, num_intervals: int = 4, one_by_one: bool = False
 ) -> float:
     """Forward passes over the batch that take as long as `influence` does; one_by_one: where memory is too little.
 
     >>> influence_cost(SGD)
     27.0
     """
-    gradients = num_intervals + bool(settings.kl_coef)
+    gradients = num_intervals + bool(loss.kl_coef)
     derivatives = gradients + (step.optimizer == "adamw") + bool(step.weight_decay)
     forward = gradients + 1 if one_by_one else 1  # and the whole gradient's
     backward = BACKWARD * (gradients + one_by_one)
     return 1 + forward + backward + FORWARD_MODE * derivatives
 
 
+@checked
 def influence_table(
-    contributions: pd.DataFrame, *, rng: np.random.Generator | None, confidence: float = 0.95, resamples: int = 1000
+    contributions: pd.DataFrame, *, seed: Seed = 0, confidence: float = 0.95, resamples: int = 1000
 ) -> pd.DataFrame:
     """How much each source moves the tokens of each interval, a row per source and target; the targets end with "all".
 
@@ -154,7 +159,7 @@ def influence_table(
     and share = Cov(c, Δ)/Var(Δ), which over the sources adds up to 1 and can be negative: so source 0's share of
     target 3, the highest interval, says how much of likely tokens' movement unlikely ones cause. Each with `_lower` and
     `_upper`, from redrawn prompts (`group`, or `batch` and `group` where there is a column batch): NaN where fewer than
-    two have tokens of the target, and all without `rng`. share is NaN where Δ does not vary.
+    two have tokens of the target, and all with the seed None. share is NaN where Δ does not vary.
     """
     sources = _sources(contributions)
     clusters, intervals = prompt_clusters(contributions), contributions["interval"].to_numpy()
@@ -162,7 +167,7 @@ def influence_table(
     rows = []
     for target, chosen in (targets | {"all": np.full(len(intervals), True)}).items():
         parts = contributions.loc[chosen, [f"{BY}{name}" for name in sources]].to_numpy(np.float64)
-        found = _target_statistics(parts, clusters[chosen], int(clusters.max()) + 1, rng, confidence, resamples)
+        found = _target_statistics(parts, clusters[chosen], int(clusters.max()) + 1, seed, confidence, resamples)
         for name, numbers in zip(sources, found, strict=True):
             row = {"source": int(name) if name.isdigit() else name, "target": target, "num_tokens": len(parts)}
             for statistic, bounds in zip(STATISTICS, numbers, strict=True):
@@ -171,6 +176,7 @@ def influence_table(
     return pd.DataFrame(rows)
 
 
+@checked
 def moved_against(contributions: pd.DataFrame, n: int = 20) -> pd.DataFrame:
     """The n tokens predicted to move farthest against their own advantage, farthest first, and by whom.
 
@@ -190,10 +196,10 @@ def moved_against(contributions: pd.DataFrame, n: int = 20) -> pd.DataFrame:
 
 
 def _cotangents(
-    batch: TokenBatch, before: TokenStatistics, settings: LossSettings, step: StepSettings, edges: Sequence[Number]
+    batch: TokenBatch, before: TokenStatistics, loss: LossSettings, step: StepSettings, edges: Sequence[Number]
 ) -> dict[str, Float[Tensor, "B S"]]:
     """∂loss/∂log π of each token by source; 0 where the source is none of the loss's."""
-    weights = batch_weights(before.logprob, batch, settings, num_tokens=batch.num_tokens)
+    weights = batch_weights(before.logprob, batch, loss, num_tokens=batch.num_tokens)
     intervals = old_intervals(batch, edges)
     policy, kl = -weights.policy / batch.num_tokens, -weights.kl / batch.num_tokens
     cotangents = {str(a): policy * (intervals == a) for a in range(len(interval_labels(edges)))} | {"kl": kl}
@@ -307,9 +313,9 @@ def _norm_of_sum(model: nn.Module, rows: Float[Tensor, "C P"]) -> float:
     return math.hypot(*(rows[:, span].sum(0).norm().item() for span, _ in flat_spans(model, PART)))
 
 
-def _keys(batch: TokenBatch, before: TokenStatistics, settings: LossSettings, edges: Sequence[Number]) -> pd.DataFrame:
+def _keys(batch: TokenBatch, before: TokenStatistics, loss: LossSettings, edges: Sequence[Number]) -> pd.DataFrame:
     """The columns of `movement_table` that tell tokens apart: those of an update that moves nothing."""
-    still = Movement("all", batch, before, before, [], 0.0, settings, edges)
+    still = Movement("all", batch, before, before, [], 0.0, loss, edges)
     table = movement_table([still])
     return table.drop(columns=[name for name in table if name.startswith("delta_")])
 
@@ -326,7 +332,7 @@ def _target_statistics(
     parts: Float[np.ndarray, "n A"],
     clusters: Int[np.ndarray, " n"],
     num_clusters: int,
-    rng: np.random.Generator | None,
+    seed: Seed,
     confidence: float,
     resamples: int,
 ) -> Float[np.ndarray, "A 3 3"]:
@@ -350,7 +356,7 @@ def _target_statistics(
         varies = variance > 1e-12 * columns[:, -1].mean()
         return np.hstack([size_of, shift + means, (product - shift * mean) / np.where(varies, variance, np.nan)])
 
-    found = bootstrap(evaluate, num_clusters, rng=rng, confidence=confidence, resamples=resamples)
+    found = bootstrap(evaluate, num_clusters, seed=seed, confidence=confidence, resamples=resamples)
     if len(np.unique(clusters)) < 2:
         found[1:] = np.nan
     return found.reshape(3, 3, size).transpose(2, 1, 0)

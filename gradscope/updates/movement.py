@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -13,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.gradients import (
     BACKWARD,
     check_batch,
@@ -35,8 +36,18 @@ from gradscope.objective import (
     own_where_unknown,
     resolve_advantages,
 )
-from gradscope.policy import PART, Policy, flat_slices, float_parameters, model_bytes, rewound, square_norm
-from gradscope.rollouts import TokenBatch
+from gradscope.policy import (
+    PART,
+    Policy,
+    PolicyLike,
+    flat_slices,
+    float_parameters,
+    model_bytes,
+    read_state,
+    rewound,
+    square_norm,
+)
+from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
 from gradscope.updates.directions import log_odds_change
 from gradscope.updates.step import SGD, StepSettings, make_optimizer, read_moments
 from gradscope.updates.variants import Variant, make_variant, old_intervals
@@ -72,14 +83,15 @@ class Movement:
         return f"Movement({self.name}, ‖Δθ‖ = {self.update_norm:.3g}; {steps})"
 
 
+@checked
 def apply_update(
-    policy: Policy,
-    batch: TokenBatch,
+    policy: PolicyLike,
+    batch: BatchLike,
     variant: str | Variant = "all",
     *,
-    settings: LossSettings = PAPER,
+    loss: LossSettings = PAPER,
     step: StepSettings = SGD,
-    optimizer_state: dict[str, Any] | None = None,
+    optimizer_state: dict[str, Any] | str | Path | None = None,
     before: TokenStatistics | None = None,
     edges: Sequence[Number] = EDGES,
     memory: int | None = None,
@@ -88,7 +100,7 @@ def apply_update(
 ) -> Movement:
     """Take a variant's optimizer steps with the trainer's own code, look at every token, and rewind the policy.
 
-    variant: a name of VARIANTS, made with `settings`, `edges` and `choices`, which are the other keywords of
+    variant: a name of VARIANTS, made with `loss`, `edges` and `choices`, which are the other keywords of
     `make_variant`; or a Variant. Unknown old_logprobs are the policy's own, advantages those of `resolve_advantages`.
     optimizer_state: what AdamW's `state_dict()` saved: its moments and step counts are gone on from, with the numbers
     of `step` (its betas and eps must be the state's), and only its parameters are trained; None: a fresh optimizer over
@@ -102,6 +114,8 @@ def apply_update(
     below float32, for advantages that are unknown, for an optimizer state that does not fit, where `memory` is too
     little for a gradient, and where the scratch files find no room.
     """
+    policy, batch = read_inputs(policy, batch)
+    optimizer_state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
     step.check()
     interval_labels(edges)  # refuses what is no edges
     refuse_narrow_weights(policy.model)
@@ -116,7 +130,7 @@ def apply_update(
             before = _statistics(policy, batch, step)
         batch = _resolve(batch, before)
         if isinstance(variant, str):
-            keywords = {"settings": settings, "entropy": before.entropy, "edges": edges}
+            keywords = {"loss": loss, "entropy": before.entropy, "edges": edges}
             variant = make_variant(variant, batch, **keywords, **choices)
         sliced_for = None if fits else len(variant.passes)
         optimizer = make_optimizer(policy.model, step, moments, sliced_for=sliced_for)
@@ -128,7 +142,7 @@ def apply_update(
         for name, part in flat_slices(policy.model).items() if displacement else ():
             moved[part] = policy.model.get_parameter(name).detach().flatten()
             moved[part] -= start[name].flatten().to(moved)
-    return Movement(variant.name, batch, before, after, results, math.sqrt(square), settings, edges, moved)
+    return Movement(variant.name, batch, before, after, results, math.sqrt(square), loss, edges, moved)
 
 
 def update_cost(num_passes: int = 1) -> float:
@@ -136,9 +150,10 @@ def update_cost(num_passes: int = 1) -> float:
     return 2 + (1 + BACKWARD) * num_passes
 
 
+@checked
 def apply_updates(
-    policy: Policy,
-    batch: TokenBatch,
+    policy: PolicyLike,
+    batch: BatchLike,
     variants: Sequence[str | Variant],
     *,
     progress: bool = False,
@@ -148,6 +163,7 @@ def apply_updates(
 
     keywords: those of `apply_update`.
     """
+    policy, batch = read_inputs(policy, batch)
     movements: list[Movement] = []
     before = keywords.pop("before", None)
     for variant in tqdm(variants, "updates", disable=not progress):
@@ -175,6 +191,7 @@ def _square_change(after: Tensor, before: Tensor) -> float:
     return sum(square_norm(new - old.to(new)) for new, old in pairs)
 
 
+@checked
 def movement_table(movements: Sequence[Movement], *, edges: Sequence[Number] | None = None) -> pd.DataFrame:
     """A row per response token that response_mask keeps, by response and position: the keys of the token table.
 

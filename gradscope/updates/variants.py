@@ -58,7 +58,7 @@ def make_variant(
     name: str,
     batch: TokenBatch,
     *,
-    settings: LossSettings = PAPER,
+    loss: LossSettings = PAPER,
     entropy: Float[Tensor, "B S"] | None = None,
     alpha: Number = 0.3,
     eta: Number = 0.5,
@@ -68,7 +68,7 @@ def make_variant(
 ) -> Variant:
     """The variant of that name (see VARIANTS) on a batch whose advantages and old_logprobs are known for every token.
 
-    settings: of the loss; the reweighted variants set `reweight_alpha` to alpha, the others leave it as it is.
+    loss: the reweighted variants set `reweight_alpha` to alpha, the others leave it as it is.
     entropy: of each token's distribution, nats; needed by "high-entropy", which takes the largest of the whole batch.
     eta: Lopti's η. mini_batch_size: responses per optimizer step; None: the whole batch. edges: of the intervals of
     π_old. generator: draws "random-split"; None: seeded with 0. Raises InputError for what cannot be used.
@@ -76,8 +76,8 @@ def make_variant(
     size = len(batch) if mini_batch_size is None else mini_batch_size
     _check(batch, size)
     if name in ("reweight", "reweight-lopti"):
-        settings = replace(settings, reweight_alpha=alpha)
-    settings.check()
+        loss = replace(loss, reweight_alpha=alpha)
+    loss.check()
     methods = {
         "all": {},
         "reweight": {},
@@ -95,19 +95,19 @@ def make_variant(
         groups = [(name, _largest(entropy, batch.response_mask))]
     else:
         groups = [(name, _interval_mask(name, batch, edges))]
-    return Variant(name, split_passes(batch, size, groups), settings)
+    return Variant(name, split_passes(batch, size, groups), loss)
 
 
-def weighting_variant(weighting: Weighting, batch: TokenBatch, *, settings: LossSettings = PAPER) -> Variant:
+def weighting_variant(weighting: Weighting, batch: TokenBatch, *, loss: LossSettings = PAPER) -> Variant:
     """One optimizer step under any weighting that takes one, the whole batch at once; its name is the weighting's.
 
     The KL part is that of all tokens but those that a mask leaves out of training. Raises InputError as
     `make_variant` does, and when the step is taken for a weighting of several.
     """
     _check(batch, len(batch))
-    settings.check()
+    loss.check()
     groups = weighting.passes.groups(batch.old_logprobs, batch.response_mask)
-    return Variant(str(weighting), split_passes(batch, len(batch), groups), settings, weighting)
+    return Variant(str(weighting), split_passes(batch, len(batch), groups), loss, weighting)
 
 
 def old_intervals(batch: TokenBatch, edges: Sequence[Number] = EDGES) -> Int[Tensor, "B S"]:

@@ -12,9 +12,9 @@ import gradscope
 from gradscope.objective.equations import grpo_advantages
 
 SHOWN = {
-    "first_look": ("rows", "table", "by_interval", "largest"),
+    "first_look": ("batch", "table", "by_interval", "largest"),
     "custom_weighting": ("rows", "table", "found"),
-    "your_checkpoint": ("rows", "diagnosis", "settings"),
+    "your_checkpoint": ("batch", "diagnosis"),
 }
 """Notebook → the variables that are looked at."""
 
@@ -81,11 +81,12 @@ def test_every_notebook_is_looked_at_and_holds_no_output(repository):
 def test_the_largest_token_of_the_first_look_has_the_norm_that_autograd_finds(executed, model):
     found = executed("first_look")
     top = found["largest"].iloc[0]
-    row = found["rows"][int(top["response"])]
+    rows = list(found["batch"].rows())
+    row = rows[int(top["response"])]
     model.zero_grad()
     logprobs(model, row)[int(top["position"])].backward()
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm()
-    size = float(norm) * abs(float(advantages_of(found["rows"])[int(top["response"])]))
+    size = float(norm) * abs(float(advantages_of(rows)[int(top["response"])]))
     assert top["size"] == pytest.approx(size, rel=1e-4)  # float32 sums over 0.8 M parameters, in two orders
     assert top["size"] == found["table"]["size"].max()
 
@@ -108,11 +109,11 @@ def test_weightings_are_compared_by_energies_that_a_loop_over_tokens_finds(execu
 
 def test_your_checkpoint_is_diagnosed_on_the_dump_that_was_read(executed):
     found = executed("your_checkpoint")
-    diagnosis, rows = found["diagnosis"], found["rows"]
+    diagnosis, rows = found["diagnosis"], list(found["batch"].rows())
     assert diagnosis.num_responses == len(rows) and diagnosis.num_prompts == len({row["group"] for row in rows})
     assert len(diagnosis.table) == sum(len(row["response_ids"]) for row in rows)
     probs = np.exp([x for row in rows for x in row["old_logprobs"]])
     share = diagnosis.pick("token_share", interval="[0, ¼)")["value"]
     # The dump keeps the sampler's π, the table its own: a token may lie on the other side of ¼ by a rounding.
     assert share == pytest.approx(np.mean(probs < 0.25), abs=1.5 / len(probs))
-    assert "Tokens with π in [0, ¼)" in found["printed"]
+    assert "okens with π < ¼" in repr(diagnosis)

@@ -17,14 +17,8 @@ from analyses.common import in_training, measurements
 from analyses.common.experiments import configure
 from analyses.measure import (
     directions as measure_directions,
-)
-from analyses.measure import (
     drivers as measure_drivers,
-)
-from analyses.measure import (
     influence as measure_influence,
-)
-from analyses.measure import (
     updates as measure_updates,
 )
 from analyses.paper import fig1, fig3, influence
@@ -72,9 +66,7 @@ def test_each_checkpoint_has_the_optimizer_state_of_its_policy(made, batch):
         assert set(state.step.values()) == {moment.step}
         kept = weights(moment.policy)
         settings, step = moment.config.loss, moment.step_settings
-        movement = apply_update(
-            moment.policy, batch, settings=settings, step=step, optimizer_state=moment.optimizer_state
-        )
+        movement = apply_update(moment.policy, batch, loss=settings, step=step, optimizer_state=moment.optimizer_state)
         assert [result.outcome for result in movement.results] == ["taken"]
         assert all(torch.equal(weight, kept[name]) for name, weight in weights(moment.policy).items())
 
@@ -82,7 +74,7 @@ def test_each_checkpoint_has_the_optimizer_state_of_its_policy(made, batch):
 def test_a_step_from_a_checkpoint_is_the_step_that_the_run_took(made):
     one, two = made.moments
     trained_on = read_rollouts(made.run / "rollouts" / "step-000002.parquet", one.policy)
-    keywords = {"settings": one.config.loss, "step": one.step_settings, "optimizer_state": one.optimizer_state}
+    keywords = {"loss": one.config.loss, "step": one.step_settings, "optimizer_state": one.optimizer_state}
     movement = apply_update(one.policy, trained_on, **keywords)
     theirs = batch_statistics(two.policy.model, trained_on, micro_batch_size=8, device=two.policy.device).logprob
     keep = trained_on.response_mask

@@ -23,14 +23,12 @@ from support.processes import Command
 
 from gradscope.cli.sample import Sample
 from gradscope.gradients import TableMeasurement, interval_norms, measure
-from gradscope.gradients.engine import autograd as graph_body
-from gradscope.gradients.engine import norms as rules
+from gradscope.gradients.engine import autograd as graph_body, norms as rules
 from gradscope.gradients.engine.decoder import block as decoder_block
 from gradscope.objective import LossSettings
 from gradscope.policy import load_policy
 from gradscope.rollouts import read_rollouts
-from gradscope.runs import file_hash
-from gradscope.runs import folder as run_folder
+from gradscope.runs import file_hash, folder as run_folder
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

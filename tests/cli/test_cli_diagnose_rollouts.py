@@ -1,4 +1,4 @@
-"""`gradscope diagnose` and what it is given: dumps of several steps, dumps alone, tasks, prompts, hostile text."""
+"""`gradscope diagnose` and what it is given: logs of several steps, logs alone, tasks, prompts, hostile text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_of_a_dump_of_several_steps_each_checkpoint_gets_what_it_sampled(model, 
         dumps.write_prime_rl(tmp_path, step=step)
     command = (model, "--rollouts", tmp_path / "token_exports", *BRIEF)
     run("diagnose", *command, "--out", tmp_path / "own")
-    told = "the dump holds 3 training steps, 3 to 5; step 4 is taken, which this checkpoint sampled"
+    told = "the log holds 3 training steps, 3 to 5; step 4 is taken, the one after this checkpoint's"
     assert f"note: {told}" in capsys.readouterr().out and told[1:] in read_page(tmp_path / "own").text
     assert told in json.loads((tmp_path / "own" / "manifest.json").read_text())["rollouts"]["notes"]
     table = pd.read_parquet(tmp_path / "own" / "tokens.parquet")
@@ -57,7 +57,7 @@ def test_without_a_policy_the_page_is_of_the_logits_alone_and_gives_no_verdict(w
     own = shares[(shares["sign"] == "all") & (shares["quantity"] == "tokens")].sort_values("interval")
     assert own["least"].tolist() == pytest.approx([float((table["interval"] == i).mean()) for i in range(4)])
     page = read_page(out)
-    assert "No verdict: this is from the dump alone." in page.text
+    assert "No verdict: this is from the rollouts alone." in page.text
     for words in ("dominate:", "dominate the", "dominance index", "nearly no", "do not dominate"):
         assert words not in page.text.replace("low-probability tokens dominate the update", ""), words
     assert not (out / "data" / "statistics.csv").exists()

@@ -93,7 +93,7 @@ def test_it_writes_what_the_functions_return_and_prints_the_summary(run, model, 
     parts = [
         tune_batch(policy, read_rollouts(path, policy), grid, step=step, actual=i == 0) for i, path in enumerate(paths)
     ]
-    expected = screen(parts, grid, rng=np.random.default_rng(3), min_tokens=2)
+    expected = screen(parts, grid, seed=np.random.default_rng(3), min_tokens=2)
     for name, frame in (("settings", expected.settings), ("by_interval", expected.by_interval)):
         table = pd.read_csv(tmp_path / "out" / f"{name}.csv")
         pd.testing.assert_frame_equal(table, frame, check_dtype=False, rtol=1e-12)
@@ -231,7 +231,7 @@ def test_what_cannot_be_used_is_said_in_one_line_before_anything_is_written(run,
         ((*few, "--max-grad-norm", 0), "max_grad_norm is 0"),
         ((*few, "--optimizer", "sgd", "--optimizer-state", tmp_path / "text.pt"), "leave out --optimizer sgd"),
         ((*few, "--optimizer-state", tmp_path / "none.pt"), "is not there"),
-        ((*few, "--optimizer", "adamw", "--optimizer-state", tmp_path / "text.pt"), "is no file of torch.save"),
+        ((*few, "--optimizer", "adamw", "--optimizer-state", tmp_path / "text.pt"), "is not a torch.save file"),
         ((*few, "--optimizer", "adamw", "--optimizer-state", tmp_path / "empty.pt"), "not AdamW's"),
         ((tmp_path / "missing.jsonl",), "missing.jsonl"),
         ((), "no rollouts"),

@@ -258,7 +258,7 @@ def test_who_moves_whom_and_both_kinds_of_directions_are_those_of_the_parts_them
     state = warm_state(policy)
     for held in state["state"].values():
         held["step"] = torch.tensor(7.0)
-    keywords = {"settings": NARROW, "step": whole.step, "optimizer_state": state}
+    keywords = {"loss": NARROW, "step": whole.step, "optimizer_state": state}
     contributions = influence(policy, batch, **keywords).contributions
     top = contributions[contributions["interval"] == 3]
     share = np.cov(top["by.0"], top["predicted"])[0, 1] / top["predicted"].var()
@@ -288,11 +288,11 @@ def test_steps_are_of_the_advantages_that_the_table_was_measured_with(policy, ba
         own = batch.rewards[batch.group_ids == group]
         advantages[batch.group_ids == group] = (own - own.mean()) / (own.std() + 1.0)
     given = replace(batch, advantages=advantages[:, None].expand(batch.input_ids.shape))
-    expected = movement_table([apply_update(policy, given, settings=NARROW, step=SGD)])
+    expected = movement_table([apply_update(policy, given, loss=NARROW, step=SGD)])
     np.testing.assert_allclose(found.movement["delta_logprob.all"], expected["delta_logprob.all"], rtol=1e-6)
-    plain = movement_table([apply_update(policy, batch, settings=NARROW, step=SGD)])
+    plain = movement_table([apply_update(policy, batch, loss=NARROW, step=SGD)])
     assert not np.allclose(found.movement["delta_logprob.all"], plain["delta_logprob.all"], rtol=0.01)
-    by_hand = influence(policy, given, settings=NARROW, step=SGD).contributions
+    by_hand = influence(policy, given, loss=NARROW, step=SGD).contributions
     share = np.cov(*by_hand.loc[by_hand["interval"] == 3, ["by.0", "predicted"]].to_numpy().T)
     assert value(found, "low_to_high_share", "none", LABELS[3]) == pytest.approx(share[0, 1] / share[1, 1], rel=1e-6)
 
@@ -312,7 +312,7 @@ def test_the_recommendation_has_the_best_predicted_score_and_its_difference_on_o
     batch = replace(batch, advantages=batch.token_weighted(grpo_advantages(batch.rewards, batch.group_ids)))
     step = StepSettings("sgd", 1e-2, max_grad_norm=0.01)
     keywords = {"loss": NARROW, "step": step, "min_tokens": 1, "num_batches": 5}
-    generators = {"rng": np.random.default_rng(0), "generator": torch.Generator().manual_seed(0)}
+    generators = {"seed": np.random.default_rng(0), "generator": torch.Generator().manual_seed(0)}
     alphas, etas = (None, 0.3, 0.9), (None, 0.5)
     found = recommend(policy, batch, alphas=alphas, etas=etas, **keywords, **generators)
     assert sum(found.prompts_per_batch) == len(batch.group_ids.unique()) and found.num_batches == 5
@@ -322,7 +322,7 @@ def test_the_recommendation_has_the_best_predicted_score_and_its_difference_on_o
     shares = []
     for part in order.tensor_split(5):
         rows = torch.isin(batch.group_ids, part).nonzero()[:, 0]
-        counts = tune_batch(policy, batch.select(rows), grid, settings=NARROW, step=step, actual=False)
+        counts = tune_batch(policy, batch.select(rows), grid, loss=NARROW, step=step, actual=False)
         sums = counts.groupby(["setting", "interval", "sign"])[
             ["num_tokens", "predicted_tied", "predicted_right"]
         ].sum()

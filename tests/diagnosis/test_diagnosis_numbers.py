@@ -87,7 +87,7 @@ def numbers(rows: pd.DataFrame, statistic: str, column: str = "value") -> list[f
 @pytest.mark.parametrize("count", [None, 15])
 def test_shares_and_indices_are_those_of_a_loop_over_tokens_also_where_a_sample_was_measured(count):
     table = plant_table() if count is None else sample_some(plant_table(), count)
-    rows = token_shares(sum_by_prompt(table, 4), LABELS, rng=None)
+    rows = token_shares(sum_by_prompt(table, 4), LABELS, seed=None)
     for statistic, expected in loop_shares(table).items():
         assert numbers(rows, statistic) == pytest.approx(expected, rel=1e-12)
     measured = [int(table["param_grad_norm"][table["interval"] == a].notna().sum()) for a in range(4)]
@@ -97,7 +97,7 @@ def test_shares_and_indices_are_those_of_a_loop_over_tokens_also_where_a_sample_
 
 def test_bounds_are_percentiles_over_tables_whose_prompts_are_redrawn():
     table, resamples = sample_some(plant_table(), 20), 50
-    rows = token_shares(sum_by_prompt(table, 4), LABELS, rng=np.random.default_rng(3), resamples=resamples)
+    rows = token_shares(sum_by_prompt(table, 4), LABELS, seed=np.random.default_rng(3), resamples=resamples)
     draws = np.random.default_rng(3).multinomial(PROMPTS, np.full(PROMPTS, 1 / PROMPTS), size=resamples)
     redrawn = [
         pd.concat([table[table["group"] == p] for p in range(PROMPTS) for _ in range(times[p])]) for times in draws
@@ -111,12 +111,12 @@ def test_bounds_are_percentiles_over_tables_whose_prompts_are_redrawn():
 
 def test_intervals_cover_the_planted_index_about_as_often_as_they_say():
     # The truth is the same statistic of a table so large that its own error is a tenth of theirs.
-    rows = token_shares(sum_by_prompt(plant_table(99, prompts=2000), 4), LABELS, rng=None)
+    rows = token_shares(sum_by_prompt(plant_table(99, prompts=2000), 4), LABELS, seed=None)
     truth = {name: numbers(rows, name)[0] for name in ("dominance_index", "added_index", "squared_share")}
     inside = dict.fromkeys(truth, 0)
     for seed in range(150):
         table = sample_some(plant_table(seed, prompts=16), 60, seed)
-        rows = token_shares(sum_by_prompt(table, 4), LABELS, rng=np.random.default_rng(seed), resamples=300)
+        rows = token_shares(sum_by_prompt(table, 4), LABELS, seed=np.random.default_rng(seed), resamples=300)
         for name, value in truth.items():
             inside[name] += numbers(rows, name, "lower")[0] <= value <= numbers(rows, name, "upper")[0]
     # Percentiles over 16 prompts fall short of .95; a coverage of .93 gives below 127 of 150 once in 10,000.
@@ -127,19 +127,19 @@ def test_a_planted_boost_is_what_the_network_adds():
     """All gains equal but for those of low tokens: share and index follow from the boost by algebra."""
     table = plant_table()
     table["param_grad_norm"] = (1 - table["prob"]) * np.where(table["interval"] == 0, 3.0, 1.0)
-    rows = token_shares(sum_by_prompt(table, 4), LABELS, rng=np.random.default_rng(0))
+    rows = token_shares(sum_by_prompt(table, 4), LABELS, seed=np.random.default_rng(0))
     share = numbers(rows, "predicted_share")[0]
     expected = math.log2(9 / (9 * share + 1 - share))
     assert numbers(rows, "added_index")[0] == pytest.approx(expected, rel=1e-12)
     table["param_grad_norm"] = 7 * (1 - table["prob"])
-    rows = token_shares(sum_by_prompt(table, 4), LABELS, rng=np.random.default_rng(0))
+    rows = token_shares(sum_by_prompt(table, 4), LABELS, seed=np.random.default_rng(0))
     assert np.abs(numbers(rows, "added_index")).max() < 1e-12
     assert np.abs(numbers(rows, "added_index", "lower")).max() < 1e-12
 
 
 def test_shares_by_kind_and_position_are_those_of_a_loop_over_measured_tokens():
     table = sample_some(plant_table(), 25)
-    where = shares_by(table, bins=3, special={"</s>"}, rng=np.random.default_rng(0))
+    where = shares_by(table, bins=3, special={"</s>"}, seed=np.random.default_rng(0))
     kinds = {" knight": "word", "12": "digit", ",": "punctuation", "\n": "space", "</s>": "special"}
     counts, squares = dict.fromkeys(kinds.values(), 0), dict.fromkeys(kinds.values(), 0.0)
     tokens = table["interval"].value_counts()
@@ -154,6 +154,18 @@ def test_shares_by_kind_and_position_are_those_of_a_loop_over_measured_tokens():
         assert rows.loc[kind, "token_share"] == pytest.approx(counts[kind] / len(table))
         assert rows.loc[kind, "squared_share"] == pytest.approx(squares[kind] / sum(squares.values()))
         assert rows.loc[kind, "squared_lower"] < rows.loc[kind, "squared_share"] < rows.loc[kind, "squared_upper"]
+    own = table.assign(kind=table["token"].map(kinds), size=0.0)
+    known = own["param_grad_norm"].notna()
+    each = tokens[own["interval"]].to_numpy() / measured[own["interval"]].to_numpy()
+    own["size"] = (each * (own["weight"] * own["param_grad_norm"]) ** 2).where(known, 0.0)
+    sums = own.groupby(["group", "kind"])["size"].agg(["size", "sum"]).unstack(fill_value=0)
+    prompts, more = len(sums), dict.fromkeys(kinds.values(), 0)
+    for draw in np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), size=1000):
+        total = sums.mul(draw, axis=0).sum()
+        for kind in more:
+            more[kind] += total["sum", kind] / total["sum"].sum() > total["size", kind] / total["size"].sum()
+    for kind, times in more.items():
+        assert rows.loc[kind, "odds"] == pytest.approx(times / 1000)
     positions = where[where["driver"] == "position_bin"]
     assert len(positions) == 3 and positions["token_share"].sum() == pytest.approx(1)
     assert set(where["driver"]) == {"token_class", "position_bin", "entropy_bin", "advantage_sign"}
@@ -182,7 +194,7 @@ def test_the_largest_tokens_come_with_their_share_of_the_squares():
 
 def test_layer_norms_are_means_over_each_places_tokens():
     table = plant_table()
-    layers = layer_norms(table, EDGES, rng=np.random.default_rng(0))
+    layers = layer_norms(table, EDGES, seed=np.random.default_rng(0))
     assert layers["quantity"].unique().tolist() == [
         "logit_grad_norm", "act_grad_norm.0", "act_grad_norm.1", "param_grad_norm",
     ]  # fmt: skip
@@ -222,7 +234,7 @@ def make_gram(vectors: np.ndarray) -> np.ndarray:
 def test_gradient_rows_are_those_of_the_vectors_themselves():
     rng = np.random.default_rng(0)
     vectors, tokens = plant_vectors(5, [1, 0.2, 0.5, 0.1], [0.5, 1, 0.3, 0.2], rng), rng.integers(1, 9, (5, 4))
-    rows = gradient_rows(Products(make_gram(vectors)), tokens.astype(float), LABELS, metric="raw", rng=rng)
+    rows = gradient_rows(Products(make_gram(vectors)), tokens.astype(float), LABELS, metric="raw", seed=rng)
     parts, whole = vectors.sum(0), vectors.sum((0, 1))
     norms, length = [np.linalg.norm(part) for part in parts], np.linalg.norm(whole)
     expected = {
@@ -257,7 +269,7 @@ def test_gradient_rows_are_those_of_the_vectors_themselves():
 def test_the_bounds_of_gradient_shares_are_percentiles_over_redrawn_sums_without_their_bias():
     vectors = plant_vectors(6, [1, 0.2, 0.5, 0.1], [0.5, 1, 0.3, 0.2], np.random.default_rng(1))
     rows = gradient_rows(
-        Products(make_gram(vectors)), np.ones((6, 4)), LABELS, metric="raw", rng=np.random.default_rng(2)
+        Products(make_gram(vectors)), np.ones((6, 4)), LABELS, metric="raw", seed=np.random.default_rng(2)
     )
     shares, cosines = [], []
     for times in np.random.default_rng(2).multinomial(6, np.full(6, 1 / 6), size=1000):
@@ -317,7 +329,7 @@ def test_intervals_of_gradient_shares_cover_in_a_planted_gaussian_model(scale):
         sizes = rng.exponential(size=(n, 1, 1)) if scale == "heavy" else 1.0
         vectors = sizes * plant_vectors(n, [0.0] * 4, sds, rng) + np.eye(4, 150) * np.array(means)[:, None]
         rows = gradient_rows(
-            Products(make_gram(vectors)), np.ones((n, 4)), LABELS, metric="raw", rng=rng, resamples=200
+            Products(make_gram(vectors)), np.ones((n, 4)), LABELS, metric="raw", seed=rng, resamples=200
         )
         rows = rows[rows["statistic"] == "gradient_share"]
         inside += (rows["lower"] <= truth) & (truth <= rows["upper"])
@@ -330,11 +342,11 @@ def test_an_interval_without_tokens_or_without_a_gradient_is_nan():
     vectors[:, 0] = 0.0
     tokens = np.ones((5, 4))
     tokens[:, 0] = 0
-    rows = gradient_rows(Products(make_gram(vectors)), tokens, LABELS, metric="raw", rng=np.random.default_rng(0))
+    rows = gradient_rows(Products(make_gram(vectors)), tokens, LABELS, metric="raw", seed=np.random.default_rng(0))
     assert rows.loc[rows["interval"] == LABELS[0], "value"].isna().all()
     vectors[:] = 0.0
     rows = gradient_rows(
-        Products(make_gram(vectors)), np.ones((5, 4)), LABELS, metric="raw", rng=np.random.default_rng(0)
+        Products(make_gram(vectors)), np.ones((5, 4)), LABELS, metric="raw", seed=np.random.default_rng(0)
     )
     assert rows.loc[rows["statistic"].isin(["gradient_share", "signal_fraction"]), "value"].isna().all()
 
@@ -354,16 +366,16 @@ def test_lag_and_clipping_are_those_of_a_loop_over_tokens_whose_old_logprob_is_k
         low += row.advantage < 0 and ratio < 0.8
         high += row.advantage > 0 and ratio > 1.3
         dual += row.advantage < 0 and ratio > 1.5
-    rows, n = lag_rows(table, loss, rng=np.random.default_rng(0)), len(gaps)
+    rows, n = lag_rows(table, loss, seed=np.random.default_rng(0)), len(gaps)
     expected = {"logprob_difference_mean": sum(gaps) / n, "logprob_difference_max": max(gaps)}
     expected |= {"clip_low": low / n, "clip_high": high / n, "clip_dual": dual / n}
     for statistic, value in expected.items():
         row = pick_row(rows, statistic)
         assert row["value"] == pytest.approx(value) and row["n"] == n
         assert row["lower"] < value < row["upper"] or statistic.endswith("max")
-    off = lag_rows(table, replace(loss, clip_ratio_c=None), rng=None)
+    off = lag_rows(table, replace(loss, clip_ratio_c=None), seed=None)
     assert pick_row(off, "clip_dual")["value"] == 0
-    assert lag_rows(table.assign(old_logprob=np.nan), loss, rng=None).empty
+    assert lag_rows(table.assign(old_logprob=np.nan), loss, seed=None).empty
 
 
 def test_influence_rows_are_covariances_with_the_whole_predicted_change():
@@ -374,7 +386,7 @@ def test_influence_rows_are_covariances_with_the_whole_predicted_change():
     for name in sources:
         table[f"by.{name}"] = rng.normal(size=300) * (3 if name == "0" else 1)
     table["predicted"] = table[[f"by.{name}" for name in sources]].sum(axis=1)
-    rows, _ = influence_rows(table, LABELS, rng=np.random.default_rng(0))
+    rows, _ = influence_rows(table, LABELS, seed=np.random.default_rng(0))
     top = table[interval == 3]
     for statistic, source in (("low_to_high_share", "0"), ("high_to_high_share", "3")):
         row = pick_row(rows, statistic, interval=LABELS[3])
@@ -382,7 +394,7 @@ def test_influence_rows_are_covariances_with_the_whole_predicted_change():
         assert row["value"] == pytest.approx(expected, rel=1e-10)
         assert row["lower"] < expected < row["upper"] and row["n"] == len(top)
     # A source without a gradient causes nothing that could be told: it is not there.
-    rows, _ = influence_rows(table.assign(**{"by.0": 0.0}), LABELS, rng=np.random.default_rng(0))
+    rows, _ = influence_rows(table.assign(**{"by.0": 0.0}), LABELS, seed=np.random.default_rng(0))
     assert np.isnan(pick_row(rows, "low_to_high_share", interval=LABELS[3])["value"])
     assert np.isfinite(pick_row(rows, "high_to_high_share", interval=LABELS[3])["value"])
 
@@ -392,7 +404,7 @@ def test_right_directions_are_counted_among_the_tokens_that_moved():
     table = pd.DataFrame({"interval": rng.integers(0, 3, 400), "group": rng.integers(0, 8, 400)})
     table["advantage"] = rng.choice([-1.0, 0.0, 2.0], 400)
     table["delta_log_odds.all"] = rng.choice([-0.1, 0.0, 0.3], 400)
-    rows, frame = direction_rows(table, "actual", LABELS, rng=np.random.default_rng(0))
+    rows, frame = direction_rows(table, "actual", LABELS, seed=np.random.default_rng(0))
     for sign, word in ((1, "positive"), (-1, "negative")):
         for interval, label in [*enumerate(LABELS), (None, "all")]:
             right, moved = 0, 0

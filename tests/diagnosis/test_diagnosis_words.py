@@ -41,6 +41,7 @@ PLANTED = {
     "token_share": rows("token_share", [0.02, 0.04, 0.06, 0.88], half=0.01),
     "squared_share": rows("squared_share", [0.5, 0.3, 0.15, 0.05], metric="raw"),
     "dominance_index": rows("dominance_index", [4.6, 2.9, 1.3, -4.1], metric="raw", unit="bits", half=0.5),
+    "largest_share": rows("largest_share", [0.98, 0.02, 0.0, 0.0], metric="raw", half=np.nan),
     "predicted_index": rows("predicted_index", [4.0, 3.0, 1.5, -4.0], unit="bits", half=0.1),
     "added_index": rows("added_index", [0.6, -0.1, -0.2, -0.1], metric="raw", unit="bits", half=0.3),
     "gradient_share": rows("gradient_share", [0.6, 0.2, 0.15, 0.05], metric="raw", half=0.2),
@@ -68,6 +69,7 @@ def plant(change: dict[str, pd.DataFrame | None] | None = None, **fields) -> Dia
 
 def make_where() -> pd.DataFrame:
     shares = {"num_tokens": [60, 40], "token_share": [0.6, 0.4], "num_measured": [60, 40], "squared_share": [0.2, 0.8]}
+    shares |= {"odds": [0.0, 0.99]}
     for name, middle in (("token", [0.6, 0.4]), ("squared", [0.2, 0.8])):
         shares |= {f"{name}_lower": np.subtract(middle, 0.1), f"{name}_upper": np.add(middle, 0.1)}
     kinds = pd.DataFrame({"driver": "token_class", "value": ["word", "digit"]} | shares)
@@ -111,7 +113,7 @@ BEST = Recommendation(
 SPIKES = pd.DataFrame({"token": ["\n<b>", "x"], "position": [3, 4], "response": [1, 0], "prob": [0.1, 0.2]})
 SPIKES = SPIKES.assign(weight=[-1.2, 1.0], squared_share=[0.3, 0.1])
 HOLD = BoundMargins(70, 0, 0.01, 0.002, 2e-5)
-ADAMW = ("squared_share", "dominance_index", "gradient_share", "gradient_index", "cosine_with_all")
+ADAMW = ("squared_share", "dominance_index", "largest_share", "gradient_share", "gradient_index", "cosine_with_all")
 MOMENTUM = pd.DataFrame({"source": [0, "momentum", "momentum"], "target": [3, 3, "all"], "share": [0.5, 0.3, 0.9]})
 MOMENTUM = MOMENTUM.assign(share_lower=MOMENTUM["share"] - 0.1, share_upper=MOMENTUM["share"] + 0.1)
 NOTHING = make_rows("token_share", np.full((3, 4), np.nan), [0, 5, 5, 5], unit="share", intervals=LABELS)
@@ -143,7 +145,17 @@ CASES: dict[str, tuple[Diagnosis, dict[str, Verdict]]] = {
     ),
     "five prompts with an advantage": (plant(num_informative_prompts=5), {"dominance_raw": V.UNDECIDED}),
     "another interval holds the most": (
-        plant(one_change("squared_share", [0.1, 0.2, 0.3, 0.4], half=0.05)), {"dominance_raw": V.MORE}
+        plant(
+            one_change("squared_share", [0.1, 0.2, 0.3, 0.4], half=0.05)
+            | one_change("largest_share", [0.0, 0.0, 0.03, 0.97], half=np.nan)
+        ),
+        {"dominance_raw": V.MORE},
+    ),
+    "the ranking is undecided": (
+        plant(one_change("largest_share", [0.8, 0.2, 0.0, 0.0], half=np.nan)), {"dominance_raw": V.MORE}
+    ),
+    "the ranking is open": (
+        plant(one_change("largest_share", [0.49, 0.501, 0.009, 0.0], half=np.nan)), {"dominance_raw": V.MORE}
     ),
     "no weights": (plant({"dominance_index": None, "squared_share": None}), {"dominance_raw": V.UNKNOWN}),
     "no rare token": (plant({"token_share": NOTHING}), {"dominance_raw": V.UNKNOWN}),
@@ -174,7 +186,7 @@ CASES: dict[str, tuple[Diagnosis, dict[str, Verdict]]] = {
     ),
     "a predicted step": (plant(PREDICTED), {"direction_positive": V.MORE}),
     "kinds of tokens": (plant(where=make_where()), {"where_token_class": V.MORE, "where_position_bin": V.MORE}),
-    "kinds of tokens, wide": (plant(where=make_where().assign(squared_lower=0.0)), {"where_token_class": V.UNDECIDED}),
+    "kinds of tokens, wide": (plant(where=make_where().assign(odds=0.98)), {"where_token_class": V.UNDECIDED}),
     "probability": (plant(drivers=make_drivers(0.2, 0.4)), {"driver": V.MORE}),
     "entropy": (plant(drivers=make_drivers(-0.4, -0.2)), {"driver": V.LESS}),
     "either": (plant(drivers=make_drivers(-0.1, 0.3)), {"driver": V.UNDECIDED}),

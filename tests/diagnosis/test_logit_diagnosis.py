@@ -1,4 +1,4 @@
-"""The cheap mode: every column against a loop over the dump, every range against all corners of the bounds."""
+"""The cheap mode: every column against a loop over the log, every range against all corners of the bounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gradscope.rollouts import Dump, read_dump
 
 
 def tokens_by_loop(numerator: str, denominator: str, *, masked: bool) -> list[dict[str, float]]:
-    """A row per kept token, in float64 from the lists that the dump was written from."""
+    """A row per kept token, in float64 from the lists that the log was written from."""
     rows = []
     for row, sample in enumerate(SAMPLES):
         for position, keep in enumerate(sample.mask):
@@ -75,7 +75,7 @@ def test_the_table_is_the_loop_over_the_dump(tmp_path, write, numerator, denomin
 
 @pytest.fixture(scope="module")
 def measured() -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The token table of a policy, and that of a dump with this policy's log-probabilities."""
+    """The token table of a policy, and that of a log with this policy's log-probabilities."""
     policy = make_policy("llama")
     batch = make_batch(policy)
     table = measure(policy, batch, self_check=False)
@@ -103,7 +103,7 @@ def test_measured_norms_lie_within_the_bounds_and_a_vocabulary_sharpens_the_lowe
 
 def test_shares_of_measured_norms_lie_within_the_ranges(measured):
     table, cheap = measured
-    shares = logit_shares(cheap, rng=None).query("sign == 'all'")
+    shares = logit_shares(cheap, seed=None).query("sign == 'all'")
     amounts = (table["weight"] * table["logit_grad_norm"]).abs().astype(float)
     for quantity, values in (("weighted_norm", amounts), ("squared_weighted_norm", amounts**2)):
         rows = shares[shares["quantity"] == quantity]
@@ -145,7 +145,7 @@ def shares_by_corners(table: pd.DataFrame, interval: int, power: int) -> tuple[f
 def test_ranges_are_the_extremes_over_every_corner_of_the_bounds(sign):
     table = handmade_table()
     chosen = {"all": table, "positive": table[table["advantage"] > 0], "negative": table[table["advantage"] < 0]}[sign]
-    shares = logit_shares(table, rng=None).query("sign == @sign").set_index(["quantity", "interval"])
+    shares = logit_shares(table, seed=None).query("sign == @sign").set_index(["quantity", "interval"])
     for interval in range(4):
         for quantity, power in (("weighted_norm", 1), ("squared_weighted_norm", 2)):
             row = shares.loc[(quantity, interval)]
@@ -161,9 +161,9 @@ def test_ranges_are_the_extremes_over_every_corner_of_the_bounds(sign):
 def test_shares_without_bounds_and_their_intervals_are_those_of_interval_shares():
     table = handmade_table()
     intervals = np.minimum((4 * table["prob"]).astype(int), 3)
-    shares = logit_shares(table, rng=np.random.default_rng(5)).query("sign == 'all'")
+    shares = logit_shares(table, seed=np.random.default_rng(5)).query("sign == 'all'")
     for quantity, values in (("tokens", None), ("weight", table["weight"].abs())):
-        known = interval_shares(intervals, table["group"], rng=np.random.default_rng(5), values=values)
+        known = interval_shares(intervals, table["group"], seed=np.random.default_rng(5), values=values)
         found = shares[shares["quantity"] == quantity]
         for name, wanted in (("least", "value"), ("most", "value"), ("lower", "lower"), ("upper", "upper")):
             np.testing.assert_allclose(found[name], known[wanted], rtol=1e-12)
@@ -171,10 +171,10 @@ def test_shares_without_bounds_and_their_intervals_are_those_of_interval_shares(
 
 def test_sampling_intervals_hold_the_ranges_and_need_two_prompts():
     table = handmade_table()
-    shares = logit_shares(table, rng=np.random.default_rng(0)).query("sign == 'all'")
+    shares = logit_shares(table, seed=np.random.default_rng(0)).query("sign == 'all'")
     # Percentiles of three redrawn prompts need not hold the sample itself, but here they do.
     assert (shares["lower"] <= shares["least"]).all() and (shares["most"] <= shares["upper"]).all()
-    one = logit_shares(table.assign(group=0), rng=np.random.default_rng(0))
+    one = logit_shares(table.assign(group=0), seed=np.random.default_rng(0))
     assert one[["lower", "upper"]].isna().all(axis=None) and one.query("sign == 'all'")["least"].notna().all()
 
 

@@ -1,16 +1,23 @@
 """The HTML page in a real Chromium: what a reader sees and does, and that nothing it shows can run or fetch."""
 
 import os
+import re
 import shutil
+from dataclasses import replace
+from importlib.resources import files
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+from support.policies import make_batch, make_policy
 
+from gradscope.diagnosis import DiagnosisSettings, diagnose, make_report, write_report
+from gradscope.diagnosis.glossary import DEFINITIONS, TERMS
 from gradscope.diagnosis.page.page import Definition, Figure, Finding, Page, Section, Table
 from gradscope.diagnosis.page.render import write_page
 from gradscope.diagnosis.page.viewer import Viewer
+from gradscope.rollouts import Note
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 
@@ -287,7 +294,7 @@ def test_responses_are_sorted_by_what_is_asked_for(opened):
         "reward": [2, 0, 3, 1],
         "advantage": by["advantage"].mean().sort_values(ascending=False).index.tolist(),
         "mean gradient norm": by["param_grad_norm"].mean().sort_values(ascending=False).index.tolist(),
-        "largest share of Σ‖w g‖²": by["squared_share"].max().sort_values(ascending=False).index.tolist(),
+        "largest share of the energy": by["squared_share"].max().sort_values(ascending=False).index.tolist(),
         "mean entropy": by["entropy"].mean().sort_values(ascending=False).index.tolist(),
         "length": by.size().sort_values(ascending=False).index.tolist(),
         "as in the rollouts": [0, 1, 2, 3],
@@ -366,3 +373,114 @@ def test_headings_landmarks_and_names_are_there(opened):
         "return [...document.querySelectorAll('[aria-labelledby]')].every((element) => "
         "document.getElementById(element.getAttribute('aria-labelledby')).textContent.trim())"
     )
+
+
+@pytest.fixture(scope="module")
+def diagnosed(tmp_path_factory):
+    """The page of a small policy's diagnosis, with every part, and the diagnosis."""
+    policy = make_policy("qwen2", tokenizer=True)
+    batch = replace(
+        make_batch(policy, lengths=(7, 1, 11, 4, 9, 6) * 3, prompt_lengths=(5, 5, 3, 3, 8, 8) * 3),
+        notes=(Note("a temperature was assumed", "temperature"),),
+    )
+    found = diagnose(policy, batch, settings=DiagnosisSettings(resamples=100))
+    return write_report(tmp_path_factory.mktemp("diagnosed"), make_report(found, policy, batch)), found
+
+
+def open_diagnosed(driver, diagnosed, **settings):
+    emulate(driver, **settings)
+    driver.get("about:blank")
+    driver.get(diagnosed[0].as_uri())
+
+
+def test_the_first_screen_holds_the_decision_four_numbers_and_the_way_to_the_tokens(chromium, diagnosed):
+    open_diagnosed(chromium, diagnosed, width=1300)
+    bottom = "return document.querySelector(arguments[0]).getBoundingClientRect().bottom"
+    for part in (".warnings", ".decision", ".tiles", ".next"):
+        assert 0 < chromium.execute_script(bottom, part) < 900
+    assert chromium.find_element(By.CSS_SELECTOR, ".warnings").text.startswith("A temperature was assumed")
+    assert 1 <= len(chromium.find_elements(By.CSS_SELECTOR, ".decision p")) <= 3
+    assert len(chromium.find_elements(By.CSS_SELECTOR, ".tile")) == 4
+    caveats = chromium.find_element(By.CSS_SELECTOR, "#verdict details.notes")
+    count = len(diagnosed[1].notes) - len(diagnosed[1].warnings)
+    assert caveats.get_attribute("open") is None and caveats.text == f"{count} caveats"
+    assert len(chromium.find_elements(By.CSS_SELECTOR, "#verdict .drawing")) == 1
+
+
+def test_the_viewer_opens_at_the_response_that_the_headline_rests_on(chromium, diagnosed):
+    table = diagnosed[1].table
+    energy = ((table["weight"] * table["param_grad_norm"]) ** 2).groupby(table["response"]).sum()
+    open_diagnosed(chromium, diagnosed, width=1300)
+    assert current(chromium) == energy.idxmax()
+    assert Select(chromium.find_element(By.ID, "quantity")).first_selected_option.text == "size of its term |w|·‖g‖"
+    assert "reward" in chromium.find_element(By.CSS_SELECTOR, "#list .outcome").get_attribute("textContent")
+
+
+def test_rows_about_tokens_lead_to_them_in_the_viewer(chromium, diagnosed):
+    open_diagnosed(chromium, diagnosed, width=1300)
+    links = chromium.find_elements(By.CSS_SELECTOR, "a[href^='#token-']")
+    spikes = diagnosed[1].spikes
+    assert len(links) >= len(spikes)
+    for place in (0, len(spikes) - 1):
+        chromium.execute_script("arguments[0].click()", links[place])
+        row = spikes.iloc[place]
+        WebDriverWait(chromium, 5).until(lambda driver, row=row: current(driver) == row["response"])
+        told_of = WebDriverWait(chromium, 5).until(lambda driver: told(driver))
+        assert told_of["weighted_norm"] == pytest.approx(row["weighted_norm"], rel=1e-5)
+
+
+def test_numbers_stand_beside_the_text_on_a_wide_screen(chromium, diagnosed):
+    open_diagnosed(chromium, diagnosed, width=1300)
+    chromium.execute_script("document.querySelector('#responses .token').focus()")
+    words, box = chromium.execute_script(
+        "return [document.querySelector('.words'), tooltip].map((e) => e.getBoundingClientRect().toJSON())"
+    )
+    assert box["left"] >= words["right"] and box["right"] <= 1300
+
+
+def test_a_term_tells_its_meaning_when_it_is_pointed_at_or_focused(chromium, diagnosed):
+    open_diagnosed(chromium, diagnosed, width=1300)
+    term = chromium.find_element(By.CSS_SELECTOR, ".decision .term")
+    told_of = "return getComputedStyle(arguments[0], '::after').content"
+    assert chromium.execute_script(told_of, term) == "none"
+    chromium.execute_script("arguments[0].focus()", term)
+    assert chromium.execute_script(told_of, term).strip('"') == DEFINITIONS[TERMS[term.text.lower()]]
+
+
+@pytest.mark.parametrize(("width", "media"), [(1300, ""), (390, ""), (718, "print")])
+def test_nothing_is_cut_off(chromium, diagnosed, width, media):
+    """On a wide screen and on paper nothing needs scrolling; on a phone drawings and tables do, by keys too."""
+    open_diagnosed(chromium, diagnosed, width=width, media=media)
+    chromium.execute_script("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    assert chromium.execute_script("return document.documentElement.scrollWidth") <= width
+    wide = "[...document.querySelectorAll('.scroll, .drawing')].filter((e) => e.scrollWidth > e.clientWidth + 1)"
+    if width != 390:
+        assert chromium.execute_script(f"return {wide}.map((e) => e.textContent)") == []
+    chromium.execute_script("dispatchEvent(new Event('resize'))")
+    assert chromium.execute_script(f"return {wide}.every((e) => e.tabIndex === 0)")
+
+
+ALL = pytest.mark.all
+
+
+@pytest.mark.parametrize(
+    ("width", "dark"), [(1300, False), pytest.param(1300, True, marks=ALL), pytest.param(390, False, marks=ALL)]
+)
+def test_axe_finds_no_fault(chromium, diagnosed, width, dark):
+    axe = pytest.importorskip("axe_core_python", reason="axe-core-python is not installed")
+    open_diagnosed(chromium, diagnosed, width=width, dark=dark)
+    chromium.execute_script("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    chromium.execute_script((files(axe) / "axe.min.js").read_text(encoding="utf-8"))
+    chromium.set_script_timeout(120)
+    found = chromium.execute_async_script("axe.run(document).then(arguments[0])")
+    assert [(fault["id"], fault["nodes"][0]["html"]) for fault in found["violations"]] == []
+    assert len(found["passes"]) > 20
+
+
+def test_no_name_of_the_code_is_left_on_the_page(chromium, diagnosed):
+    open_diagnosed(chromium, diagnosed)
+    shown = chromium.execute_script(
+        "return [...document.querySelectorAll('main :is(th, h2, h3, dt, .statement, .detail, figcaption, text)')]"
+        ".map((e) => e.textContent)"
+    )
+    assert [text for text in shown if re.search(r"[a-z]_[a-z]{2}", text)] == []

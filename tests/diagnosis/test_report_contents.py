@@ -54,10 +54,10 @@ def test_a_trends_sentences_say_what_its_two_ends_bear():
     report = make_trend_report(frame, links=[("step 5", "a/report.html")], notes=["a note"])
     said = {finding.statement.split(":")[0] for finding in report.page.findings}
     assert said == {
-        f"The share of the tokens with π in {LOW} fell",
-        f"The share of Σ‖w·g‖² that tokens with π in {LOW} hold cannot be told to have changed",
-        f"The dominance index of tokens with π in {LOW} rose",
-        f"The share of the summed gradient that tokens with π in {LOW} make is known without intervals",
+        "The share of the tokens with π < ¼ fell",
+        "The share of the gradient energy of tokens with π < ¼ shows no detectable change",
+        "The energy of a token with π < ¼ over the average rose",
+        "The share of the summed gradient of tokens with π < ¼ is known without intervals",
     }  # of what is unknown at the last step, nothing
     pd.testing.assert_frame_equal(report.tables["data/trend.csv"], frame.drop(columns="n"))
     with pytest.raises(InputError, match="give two or more"):
@@ -66,11 +66,11 @@ def test_a_trends_sentences_say_what_its_two_ends_bear():
 
 def test_the_page_of_a_dump_alone_holds_its_shares_and_no_verdict(tmp_path):
     table = logit_table(read_dump(dumps.write_nemo_rl(tmp_path / "dump")))
-    shares = logit_shares(table, rng=np.random.default_rng(0))
-    report = make_logit_report(table, shares, notes=logit_notes(table), facts={"rollouts": "a <dump>"})
+    shares = logit_shares(table, seed=np.random.default_rng(0))
+    report = make_logit_report(table, shares, notes=logit_notes(table), facts={"rollouts": "a <log>"})
     page = Reader(write_report(tmp_path, report).read_text(encoding="utf-8"))
     assert [finding.tone for finding in report.page.findings] == ["warn"] and "No verdict" in page.text
-    assert "a <dump>" in page.text and report.page.viewer is None and "svg" in page.tags
+    assert "a <log>" in page.text and report.page.viewer is None and "svg" in page.tags
     written = pd.read_csv(tmp_path / "data" / "logit_shares.csv")
     pd.testing.assert_frame_equal(written, shares, check_dtype=False, rtol=1e-12)
     drawn = pd.read_csv(tmp_path / "data" / "logit_shares_drawn.csv")
@@ -86,9 +86,9 @@ def test_a_checkpoints_page_holds_its_statistics_and_its_notes(tmp_path):
     report = make_report(found, policy, batch, notes=["Of <mine>."])
     assert plt.get_fignums() == before
     titles = [section.title for section in report.page.sections]
-    assert titles[0] == "Whom the update serves" and titles[-1] == "All numbers"
+    assert titles[0] == "Shares by probability bin" and titles[-1] == "All numbers"
     # No step, no influence, no screening: no empty sections of them.
-    assert not {"What a step really does", "Who moves whom", "What to try"} & {*titles}
+    assert not {"What one step does", "Influence between bins", "α and η"} & {*titles}
     assert report.page.notes == ("Of <mine>.", *found.notes)
     page = Reader(write_report(tmp_path, report).read_text(encoding="utf-8"))
     assert "Of <mine>." in page.text

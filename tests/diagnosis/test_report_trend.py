@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import matplotlib.colors as mcolors
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
 
 from gradscope.diagnosis import make_trend_report
+from gradscope.diagnosis.plots import plot_trend
 from gradscope.diagnosis.result import join_rows, make_rows, one_row
 
 LOW = "[0, ¼)"
@@ -23,8 +26,8 @@ def checkpoint(step: int, share: tuple[float, float, float], prompts: int) -> pd
     [
         ((0.4, 0.35, 0.45), 6, "rose"),
         ((0.1, 0.05, 0.14), 6, "fell"),
-        ((0.3, 0.22, 0.45), 6, "cannot be told to have changed"),
-        ((0.4, 0.35, 0.45), 5, "cannot be judged by so few prompts"),
+        ((0.3, 0.22, 0.45), 6, "shows no detectable change"),
+        ((0.4, 0.35, 0.45), 5, "shows no detectable change"),
         ((0.4, np.nan, np.nan), 6, "is known without intervals"),
     ],
 )
@@ -32,16 +35,38 @@ def test_a_trend_is_told_by_intervals_apart_from_prompts_enough(last, prompts, w
     first = checkpoint(10, (0.2, 0.15, 0.25), 8)
     trend = pd.concat([first, checkpoint(30, last, prompts)], ignore_index=True)
     (finding,) = make_trend_report(trend).page.findings
-    assert finding.statement.startswith(f"The share of the tokens with π in {LOW} {word}: 20 % [15, 25] at step 10, ")
+    assert finding.statement.startswith(f"The share of the tokens with π < ¼ {word}: 20 % [15, 25] at step 10, ")
     assert f"{100 * last[0]:.0f} %" in finding.statement
+
+
+def test_the_largest_change_is_named_with_its_steps():
+    shares = [(0.66, 0.6, 0.7), (0.2, 0.15, 0.25), (0.5, 0.3, 0.6), (0.62, 0.5, 0.7)]
+    trend = pd.concat([checkpoint(10 * k, share, 8) for k, share in enumerate(shares)], ignore_index=True)
+    (finding,) = make_trend_report(trend).page.findings
+    assert "shows no detectable change: 66 % [60, 70] at step 0, 62 % [50, 70] at step 30." in finding.statement
+    assert "66 % [60, 70] at step 0, 20 % [15, 25] at step 10; it fell." in finding.detail
+    few = trend.assign(value=trend["value"].where((trend["statistic"] != "prompts") | (trend["step"] != 10), 3.0))
+    assert "it shows no detectable change" in make_trend_report(few).page.findings[0].detail
+
+
+def test_rollouts_of_another_step_are_hollow_and_said_first():
+    trend = pd.concat([checkpoint(step, (0.2, 0.1, 0.3), 8) for step in (1, 2, 3)], ignore_index=True)
+    assert not make_trend_report(trend.assign(other_step=False)).page.warnings
+    marked = trend.assign(other_step=trend["step"] == 3)
+    (warning,) = make_trend_report(marked).page.warnings
+    assert "at step 3 were sampled by a different checkpoint" in warning
+    points = [line for line in plot_trend(marked, [LOW]).axes[0].lines if line.get_marker() == "o"]
+    inside = {mcolors.to_hex(line.get_markerfacecolor()): list(line.get_xdata()) for line in points}
+    plt.close("all")
+    assert inside.pop("#ffffff") == [3] and [*inside.values()] == [[1, 2]]
 
 
 def test_notes_of_a_page_are_sentences():
     trend = pd.concat([checkpoint(step, (0.2, 0.1, 0.3), 8) for step in (1, 2)], ignore_index=True)
-    notes = ("the dump holds text", "TRL's tools are lost.", "optimizer.pt beside the checkpoint is left out")
+    notes = ("the log holds text", "TRL's tools are lost.", "optimizer.pt beside the checkpoint is left out")
     page = make_trend_report(trend, notes=notes).page
     assert page.notes == (
-        "The dump holds text.",
+        "The log holds text.",
         "TRL's tools are lost.",
         "optimizer.pt beside the checkpoint is left out.",
     )

@@ -64,8 +64,8 @@ def test_shares_of_the_gradient_are_those_of_the_networks_own_sums(summary):
 def test_an_interval_of_which_a_subset_was_measured_counts_by_all_of_its_tokens(policy, batch, table):
     part = table.copy()
     part.loc[(part["interval"] == 0) & (np.arange(len(part)) % 2 == 0), "param_grad_norm"] = np.nan
-    intervals = interval_summary(part, None, rng=np.random.default_rng(0))
-    full = interval_summary(table, None, rng=np.random.default_rng(0))
+    intervals = interval_summary(part, None, seed=np.random.default_rng(0))
+    full = interval_summary(table, None, seed=np.random.default_rng(0))
     assert intervals["measured"][0] < intervals["tokens"][0] == full["tokens"][0]
     assert "squared_share" not in intervals
     pd.testing.assert_frame_equal(intervals.iloc[1:], full.iloc[1:])
@@ -80,11 +80,11 @@ def test_the_sentences_say_what_the_columns_hold(summary, table):
         assert share in text
     assert f"cosines {', '.join(f'{c:.2f}' for c in summary.intervals['half_cosine'])}:" in text
     assert text.startswith(f"{len(table)} of {len(table)} response tokens were measured.")
-    assert text in str(summary) and "Cosines between" in str(summary) and "Prop. 4.2" in str(summary)
+    assert text in str(summary) and "Cosines between" in str(summary) and "Prop. 4.2" in summary.theory_words()
     assert "nan" not in text and text.splitlines()[0] in summary._repr_html_()
     below = summary.theory.powers.query("quantity != 'logit_grad_norm' and tokens >= 30").sort_values("slope")
     ends = [f"{r.slope:.2f} [{r.slope_lower:.2f}, {r.slope_upper:.2f}]" for r in below.iloc[[0, -1]].itertuples()]
-    assert f"(1−π)^s with s from {ends[0]} to {ends[1]} by layer" in text
+    assert f"(1−π)^s with s from {ends[0]} to {ends[1]} by layer" in summary.theory_words()
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -101,7 +101,7 @@ def test_of_estimates_it_says_root_mean_squares_with_their_errors(policy, batch,
     text = summary.sentences()
     assert text.startswith(f"Norms are ESTIMATES, over all parameters, of {len(table)} response tokens.")
     assert f"{low / high:.1f} times" in text and f"({low:.3g} ± {low_se:.2g} against {high:.3g} ± {high_se:.2g}" in text
-    assert "In sum: of this batch's gradient" in text and "nan" not in str(summary)
+    assert "Summed: of this batch's gradient" in text and "nan" not in str(summary)
     assert ("mean_norm: of ‖g‖" in str(summary)) == ("draws" in counts) and "Prop. 4.2 on these" not in str(summary)
     write_figures(tmp_path, policy, table, summary)
     assert {p.stem for p in tmp_path.glob("*.png")} == {"figure_1", "cosines"}
@@ -128,7 +128,7 @@ def test_constants_belong_to_the_shortest_measured_contexts_and_the_bounds_hold_
     assert constants["context"].nunique() == 2 and len(constants) == 2 * (len(policy.blocks) + 1)
     bounds = with_constants.theory.layer_bounds
     assert (bounds[["lower_violated", "upper_violated"]] == 0).all(axis=None) and bounds["tokens"].sum() > 0
-    assert "σ_min(Jᵀ)" in str(with_constants)
+    assert "σ_min(Jᵀ)" in with_constants.theory_words()
 
 
 def test_without_an_uncertain_measured_token_there_are_no_constants(policy, batch, table):

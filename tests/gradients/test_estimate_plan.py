@@ -7,8 +7,7 @@ import torch
 from support.policies import CAUSAL, make_batch, make_policy
 
 from gradscope.errors import InputError, SelfCheckError
-from gradscope.gradients import MeasureSettings, TableMeasurement, estimate_plan, measure
-from gradscope.gradients import estimates as norm_estimates
+from gradscope.gradients import MeasureSettings, TableMeasurement, estimate_plan, estimates as norm_estimates, measure
 from gradscope.gradients.estimate_plan import check_estimates, plan_estimate
 from gradscope.gradients.estimates import EstimateCounts
 from gradscope.policy import Policy

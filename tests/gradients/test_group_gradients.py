@@ -14,8 +14,7 @@ from torch import Tensor
 from gradscope.errors import InputError
 from gradscope.gradients import interval_gradients, interval_gradients_over
 from gradscope.objective import LossSettings
-from gradscope.policy import AdamWState, Policy, flat_slices
-from gradscope.policy import adamw as adamw_state
+from gradscope.policy import AdamWState, Policy, adamw as adamw_state, flat_slices
 from gradscope.rollouts import TokenBatch
 
 NUMBERS = ["norm", "share", "cosine_with_all", "half_cosine", "signal", "noise", "signal_to_noise"]
@@ -56,7 +55,7 @@ def brute(policy, batch) -> Brute:
 
 def test_norms_shares_and_cosines_are_those_of_single_token_gradients_with_clipping_and_kl(policy, batch, brute):
     assert 0 < brute.clipped < len(brute.weight)
-    result = interval_gradients(policy, batch, settings=NARROW)
+    result = interval_gradients(policy, batch, loss=NARROW)
     assert result.table["num_tokens"].tolist() == [*(brute.interval.count(a) for a in range(4)), batch.num_tokens]
     assert min(result.table["num_tokens"]) > 0
     assert_matches(result.table, result.cosines, brute.sums(), CASTS)
@@ -71,7 +70,7 @@ def test_norms_shares_and_cosines_are_those_of_single_token_gradients_with_clipp
 def test_the_same_holds_for_other_architectures(name, tolerance):
     policy = make_policy(name, torch.float64)
     batch = make_batch(policy, temperature=0.7)
-    result = interval_gradients(policy, batch, settings=NARROW)
+    result = interval_gradients(policy, batch, loss=NARROW)
     assert_matches(result.table, result.cosines, brute_force(policy, batch, NARROW).sums(), tolerance)
 
 
@@ -79,12 +78,12 @@ def test_the_same_holds_for_other_architectures(name, tolerance):
 def test_on_policy_without_a_reference_the_weights_are_the_advantages_reweighted_or_not(policy, batch, alpha):
     batch = replace(batch, old_logprobs=None, ref_logprobs=None)
     settings = LossSettings(reweight_alpha=alpha)
-    result = interval_gradients(policy, batch, settings=settings)
+    result = interval_gradients(policy, batch, loss=settings)
     assert_matches(result.table, result.cosines, brute_force(policy, batch, settings).sums(), CASTS)
 
 
 def test_signal_and_noise_are_those_of_a_double_loop_over_prompts(policy, batch, brute):
-    table = interval_gradients(policy, batch, settings=NARROW).table
+    table = interval_gradients(policy, batch, loss=NARROW).table
     prompts = [3 * brute.sums({p}) for p in range(3)]  # draws whose mean is G
     for a in range(5):
         products = [(prompts[p][a] @ prompts[q][a]).item() for p in range(3) for q in range(3) if p != q]
@@ -102,7 +101,7 @@ def test_the_half_cosine_is_between_two_sets_of_prompts_that_the_generator_draws
     drawn = set()
     for seed in range(8):
         generator = torch.Generator().manual_seed(seed)
-        half_cosine = interval_gradients(policy, batch, settings=NARROW, generator=generator).table["half_cosine"]
+        half_cosine = interval_gradients(policy, batch, loss=NARROW, generator=generator).table["half_cosine"]
         (split,) = [i for i, value in enumerate(expected) if half_cosine[4] == pytest.approx(value, rel=1e-4)]
         drawn.add(split)
         one, other = (brute.sums(half) for half in splits[split])
@@ -115,9 +114,9 @@ def test_the_half_cosine_is_between_two_sets_of_prompts_that_the_generator_draws
 @pytest.mark.parametrize("padding", [(0, 0), (5, 2)])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_and_micro_batches_change_nothing_beyond_rounding(policy, batch, side, padding, micro_batch_size):
-    expected = interval_gradients(policy, batch, settings=NARROW)
+    expected = interval_gradients(policy, batch, loss=NARROW)
     moved = pad_both_sides(make_batch(policy, temperature=0.7, side=side), *padding)
-    result = interval_gradients(policy, moved, settings=NARROW, micro_batch_size=micro_batch_size)
+    result = interval_gradients(policy, moved, loss=NARROW, micro_batch_size=micro_batch_size)
     for frame in ("table", "cosines"):
         pd.testing.assert_frame_equal(getattr(result, frame), getattr(expected, frame), rtol=CASTS, atol=CASTS * 1e-2)
 
@@ -126,7 +125,7 @@ def test_a_group_of_equal_rewards_adds_nothing_but_counts_as_a_prompt(policy, ba
     batch = replace(batch, rewards=torch.tensor([1.0, -1.0, 2.0, 2.0, 0.5, 3.0]), ref_logprobs=None)
     brute = brute_force(policy, batch, NARROW)
     assert all(w == 0 for w, p in zip(brute.weight, brute.prompt, strict=True) if p == 1)
-    result = interval_gradients(policy, batch, settings=NARROW)
+    result = interval_gradients(policy, batch, loss=NARROW)
     assert result.num_prompts == 3
     assert_matches(result.table, result.cosines, brute.sums(), CASTS)
     prompts = [3 * brute.sums({p})[4] for p in range(3)]
@@ -137,11 +136,11 @@ def test_a_group_of_equal_rewards_adds_nothing_but_counts_as_a_prompt(policy, ba
 
 
 def test_an_interval_without_tokens_is_a_row_of_nan_and_changes_no_other(policy, batch):
-    expected = interval_gradients(policy, batch, settings=NARROW)
+    expected = interval_gradients(policy, batch, loss=NARROW)
     prob = torch.where(batch.response_mask, batch.old_logprobs, 0.0).exp().double()
     intervals = torch.bucketize(prob, torch.tensor(EDGES[1:-1], dtype=torch.float64), right=True)
     result = interval_gradients(
-        policy, batch, settings=NARROW, intervals=intervals + (intervals > 1), edges=(0, 0.25, 0.5, 0.6, 0.75, 1)
+        policy, batch, loss=NARROW, intervals=intervals + (intervals > 1), edges=(0, 0.25, 0.5, 0.6, 0.75, 1)
     )
     assert result.table["label"][2] == "[½, 0.6)"
     assert result.table["num_tokens"][2] == 0
@@ -198,8 +197,8 @@ def test_input_that_cannot_be_measured_is_refused(policy, batch):
 def test_several_batches_give_the_mean_and_standard_deviation_of_each_number(policy, batch):
     batches = [batch, make_batch(policy, seed=1), make_batch(policy, seed=2).select([0, 1])]
     generator = torch.Generator().manual_seed(3)
-    single = [interval_gradients(policy, b, settings=NARROW, generator=generator) for b in batches]
-    result = interval_gradients_over(policy, iter(batches), settings=NARROW, generator=torch.Generator().manual_seed(3))
+    single = [interval_gradients(policy, b, loss=NARROW, generator=generator) for b in batches]
+    result = interval_gradients_over(policy, iter(batches), loss=NARROW, generator=torch.Generator().manual_seed(3))
     assert result.num_prompts == 7
     for a in range(5):
         for column in NUMBERS[:-1]:
@@ -289,7 +288,7 @@ def test_the_adamw_metric_is_that_of_the_step_that_torch_takes(batch, max_grad_n
     policy = make_policy("gpt2", torch.float64)  # float64 all through
     brute = brute_force(policy, batch, NARROW).sums()
     optimizer, state = warm_state(policy, betas=(0.8, 0.95), eps=1e-5, max_grad_norm=max_grad_norm)
-    result = interval_gradients(policy, batch, settings=NARROW, optimizer_state=state)
+    result = interval_gradients(policy, batch, loss=NARROW, optimizer_state=state)
     moved = real_step(policy, optimizer, brute[4], max_grad_norm)
     factor = 1e-3 * (1 - 0.8) / (1 - 0.8**8)
     # Elementwise lr·(1 − β₁)/(1 − β₁^step) · preconditioned G: what torch adds to parameters of 1, rounded there.
@@ -303,7 +302,7 @@ def test_the_adamw_metric_is_that_of_the_step_that_torch_takes(batch, max_grad_n
 
 def test_signal_and_noise_in_the_adamw_metric_are_those_of_the_scaled_prompt_gradients(policy, batch, brute):
     state = warm_state(policy)[1]
-    table = interval_gradients(policy, batch, settings=NARROW, optimizer_state=state).adamw_table
+    table = interval_gradients(policy, batch, loss=NARROW, optimizer_state=state).adamw_table
     scale = state.scale(policy.model, brute.sums()[4])
     prompts = [3 * scale * brute.sums({p}) for p in range(3)]
     for a in range(5):

@@ -12,8 +12,7 @@ from support.cli import refusal, run
 from support.policies import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
 
 from gradscope.cli import measure as cli_measure
-from gradscope.gradients import MeasureSettings, TableMeasurement, measure
-from gradscope.gradients import settings as measure_settings
+from gradscope.gradients import MeasureSettings, TableMeasurement, measure, settings as measure_settings
 from gradscope.gradients.settings import check_settings, settle_sample
 from gradscope.policy import load_policy
 from gradscope.rollouts import read_rollouts
@@ -54,7 +53,7 @@ def test_an_adapter_is_measured_merged_or_alone_and_the_manifest_says_which(para
 def test_figures_and_summary_of_an_adapter_are_drawn(job, tmp_path, capsys):
     adapter, rollouts = job
     run("measure", adapter, rollouts, "--out", tmp_path, "--params", "adapter", "--device", "cpu")
-    assert "the adapter's parameters, unit weight" in capsys.readouterr().out
+    assert "the adapter's parameters, unweighted" in capsys.readouterr().out
     assert (tmp_path / "figures" / "summary.txt").is_file()
     drawn = pd.read_csv(tmp_path / "figures" / "layers_by_interval.csv")
     assert "the adapter's parameters" in {*drawn["layer"]} and "all parameters" not in {*drawn["layer"]}

@@ -20,15 +20,22 @@ from support.processes import Command
 from support.steps import NARROW, STEPS, assert_split_as, brute_force, split_step, warm_state
 from support.tuning import make_state
 
-from gradscope.diagnosis import DiagnosisSettings, diagnose
-from gradscope.diagnosis import checkpoint as diagnosis
+from gradscope.diagnosis import DiagnosisSettings, checkpoint as diagnosis, diagnose
 from gradscope.errors import InputError
 from gradscope.gradients import vector_bytes, vectors_within, weighted_gradients
 from gradscope.gradients.summed import weighted
 from gradscope.objective import batch_logprobs, fitting_size
 from gradscope.runs import scratch, scratch_zeros
-from gradscope.updates import SGD, StepSettings, apply_update, influence, influence_cost, linearise_cost, update_cost
-from gradscope.updates import movement as updates
+from gradscope.updates import (
+    SGD,
+    StepSettings,
+    apply_update,
+    influence,
+    influence_cost,
+    linearise_cost,
+    movement as updates,
+    update_cost,
+)
 from gradscope.updates.tuning.linear import linearise
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
@@ -67,7 +74,7 @@ def test_each_source_contributes_its_part_of_a_step_that_is_split_by_hand(on_dis
     policy = make_policy("gpt2", torch.float64)
     batch = make_batch(policy, temperature=0.7)
     state = warm_state(policy) if step.optimizer == "adamw" else None
-    result = influence(policy, batch, settings=NARROW, step=step, optimizer_state=state, memory=1)
+    result = influence(policy, batch, loss=NARROW, step=step, optimizer_state=state, memory=1)
     brute = brute_force(policy, batch, NARROW)
     assert_split_as(result, brute, split_step(policy, brute, step, state), 1e-10)
     assert len(on_disk) == 1 and result.method == "forward mode"
@@ -77,7 +84,7 @@ def test_each_source_contributes_its_part_of_a_step_that_is_split_by_hand(on_dis
 def test_responses_to_the_gradients_of_cells_are_the_same_bit_for_bit(on_disk, step):
     policy = make_policy("qwen2")
     batch = make_batch(policy)
-    keywords = {"etas": [0.5, 0.4], "settings": NARROW, "step": step}
+    keywords = {"etas": [0.5, 0.4], "loss": NARROW, "step": step}
     keywords["optimizer_state"] = make_state(policy, (0.8, 0.95), 6) if step.optimizer == "adamw" else None
     expected, found = (linearise(policy, batch, **keywords, memory=memory) for memory in (None, 1))
     np.testing.assert_array_equal(found.gram, expected.gram)
@@ -96,7 +103,7 @@ def test_a_step_in_slices_is_the_optimizers_bit_for_bit(on_disk, step, fresh, ad
     batch = make_batch(policy)
     names = [n for n, _ in policy.model.named_parameters() if not adapter or "mlp" in n]
     state = None if fresh or step.optimizer == "sgd" else warm_state(policy, names)
-    keywords = {"settings": NARROW, "step": step, "optimizer_state": state}
+    keywords = {"loss": NARROW, "step": step, "optimizer_state": state}
     expected = apply_update(policy, batch, variant, **keywords)
     before = snapshot(policy.model)["model"]
     found = apply_update(policy, batch, variant, **keywords, memory=vector_bytes(policy.model))
@@ -135,7 +142,7 @@ def test_fewer_responses_go_together_where_logits_would_take_too_much(monkeypatc
     for limit, wanted in ((8 * one, 8), (8 * one - 1, 7), (2 * one, 2), (1, 1)):
         monkeypatch.setitem(batch_logprobs.LOGITS, "cpu", limit)
         assert fitting_size(policy.model, batch, 8, copies=6) == wanted
-    keywords = {"settings": NARROW, "step": STEPS[0]}
+    keywords = {"loss": NARROW, "step": STEPS[0]}
     tables = []
     for limit in (1, 1 << 30):
         monkeypatch.setitem(batch_logprobs.LOGITS, "cpu", limit)
@@ -253,7 +260,7 @@ def test_costs_count_the_passes_that_are_made(monkeypatch):
     state = make_state(policy, (0.9, 0.999), 6)
     for group in state["param_groups"]:
         group["eps"] = 1e-8
-    keywords = {"settings": NARROW, "step": step, "optimizer_state": state}
+    keywords = {"loss": NARROW, "step": step, "optimizer_state": state}
     for memory in (None, vector_bytes(policy.model)):
         for function in (influence, linearise, apply_update):
             counts.update(dict.fromkeys(counts, 0))

@@ -259,7 +259,7 @@ def test_bounds_are_widened_by_the_sketches_error_and_by_nothing_else():
     vectors = plant_vectors()
     products = sketch_products(vectors, 0)
     plain, wide = (
-        gradient_rows(p, np.ones((8, 4)), ["a", "b", "c", "d"], metric="raw", rng=np.random.default_rng(1))
+        gradient_rows(p, np.ones((8, 4)), ["a", "b", "c", "d"], metric="raw", seed=np.random.default_rng(1))
         for p in (Products(products.pairs), products)
     )
     pd.testing.assert_series_equal(plain["value"], wide["value"])

@@ -22,19 +22,13 @@ from gradscope.gradients import (
     check_engine,
     measure,
     measuring,
+    table as token_table,
 )
-from gradscope.gradients import table as token_table
 from gradscope.gradients.engine import (
     autograd as graph_body,
-)
-from gradscope.gradients.engine import (
     embeddings,
     head,
-)
-from gradscope.gradients.engine import (
     meter as token_gradients,
-)
-from gradscope.gradients.engine import (
     norms as rules,
 )
 from gradscope.gradients.engine.decoder import block as decoder_block

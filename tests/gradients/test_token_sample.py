@@ -143,20 +143,20 @@ def test_statistics_are_those_of_a_loop_that_counts_each_token_for_one_over_its_
     counts = np.bincount(table["interval"])
     squares = (table["weight"] * table["param_grad_norm"]) ** 2
     totals, norms = np.array(loop_totals(table, squares)), np.array(loop_totals(table, table["param_grad_norm"]))
-    shares = token_shares(sum_by_prompt(table, 4), LABELS, rng=None)
+    shares = token_shares(sum_by_prompt(table, 4), LABELS, seed=None)
     shares = shares[shares["statistic"] == "squared_share"]
     assert shares["value"].tolist() == pytest.approx((totals / totals.sum()).tolist())
     assert shares["n"].tolist() == [15] * 4
-    layers = layer_norms(table, EDGES, rng=np.random.default_rng(0), resamples=2).set_index("quantity")["value"]
+    layers = layer_norms(table, EDGES, seed=np.random.default_rng(0), resamples=2).set_index("quantity")["value"]
     assert layers["param_grad_norm"].tolist() == pytest.approx((norms / counts).tolist())
     # At the logits every token is known.
     assert layers["logit_grad_norm"].tolist() == pytest.approx(
         table.groupby("interval")["logit_grad_norm"].mean().tolist()
     )
-    summary = interval_summary(table, None, rng=np.random.default_rng(0))
+    summary = interval_summary(table, None, seed=np.random.default_rng(0))
     assert summary["mean_norm"].tolist() == pytest.approx((norms / counts).tolist())
     args = (table["interval"], table["group"])
-    settings = {"rng": np.random.default_rng(0), "resamples": 2, "probabilities": table[COLUMN]}
+    settings = {"seed": np.random.default_rng(0), "resamples": 2, "probabilities": table[COLUMN]}
     rms = summarize(table["weight"] * table["param_grad_norm"], *args, statistic="rms", **settings)
     assert (rms["value"] ** 2 * counts).tolist() == pytest.approx(totals.tolist())
     sums = summarize(squares, *args, statistic="sum", **settings)
@@ -164,7 +164,7 @@ def test_statistics_are_those_of_a_loop_that_counts_each_token_for_one_over_its_
     assert np.bincount(table["interval"], np.nan_to_num(scaled_squares(table))).tolist() == pytest.approx(
         totals.tolist()
     )
-    where = shares_by(table, rng=np.random.default_rng(0), resamples=2)
+    where = shares_by(table, seed=np.random.default_rng(0), resamples=2)
     where = where[where["driver"] == "token_class"].set_index("value")["squared_share"]
     words = np.nansum(scaled_squares(table)[table["token"] == " knight"])
     assert where["word"] == pytest.approx(words / totals.sum())
@@ -172,7 +172,7 @@ def test_statistics_are_those_of_a_loop_that_counts_each_token_for_one_over_its_
 
 def test_bounds_redraw_prompts_with_their_chances():
     table, resamples = sample_some(plant_table(), 20), 40
-    rows = token_shares(sum_by_prompt(table, 4), LABELS, rng=np.random.default_rng(3), resamples=resamples)
+    rows = token_shares(sum_by_prompt(table, 4), LABELS, seed=np.random.default_rng(3), resamples=resamples)
     draws = np.random.default_rng(3).multinomial(12, np.full(12, 1 / 12), size=resamples)
     found = []
     for times in draws:
@@ -199,10 +199,10 @@ def test_fits_and_quantiles_of_a_sample_are_those_of_its_tokens_repeated():
         table.loc[table.index.repeat((1 / table[COLUMN]).astype(int))].drop(columns=COLUMN).reset_index(drop=True)
     )
     for make in (
-        lambda t: gains.fit_powers(t, rng=np.random.default_rng(0))[["slope", "slope_lower", "slope_upper", "r2"]],
-        lambda t: gains.decompose_variance(t, rng=np.random.default_rng(0))[["variance", "carried", "carried_upper"]],
+        lambda t: gains.fit_powers(t, seed=np.random.default_rng(0))[["slope", "slope_lower", "slope_upper", "r2"]],
+        lambda t: gains.decompose_variance(t, seed=np.random.default_rng(0))[["variance", "carried", "carried_upper"]],
         lambda t: gains.layer_gains(t)[["slope", "min", "max"]],
-        lambda t: regress_norms(t, rng=np.random.default_rng(0))[["coefficient", "lower", "upper", "r2", "vif"]],
+        lambda t: regress_norms(t, seed=np.random.default_rng(0))[["coefficient", "lower", "upper", "r2", "vif"]],
     ):
         pd.testing.assert_frame_equal(make(table), make(repeated), rtol=1e-7)
     # Quantiles are read between the middles of what values weigh: nearly those of the repeated.
@@ -232,13 +232,13 @@ def test_intervals_of_a_sample_hold_the_planted_truth_as_often_as_those_of_the_w
 
 def headline(table: pd.DataFrame, rng: np.random.Generator | None) -> dict[tuple[str, int], list[float]]:
     """(value, lower, upper) of some numbers by interval."""
-    shares = token_shares(sum_by_prompt(table, 4), LABELS, rng=rng, resamples=300)
+    shares = token_shares(sum_by_prompt(table, 4), LABELS, seed=rng, resamples=300)
     out = {}
     for name in ("squared_share", "dominance_index"):
         own = shares[shares["statistic"] == name][["value", "lower", "upper"]].to_numpy(float)
         out[name, 0] = own[0].tolist()
     rng = np.random.default_rng(0) if rng is None else rng
-    settings = {"rng": rng, "resamples": 300, "probabilities": table.get(COLUMN)}
+    settings = {"seed": rng, "resamples": 300, "probabilities": table.get(COLUMN)}
     means = summarize(table["param_grad_norm"], table["interval"], table["group"], **settings)
     for a in (0, 3):
         out["mean_norm", a] = means[["value", "lower", "upper"]].to_numpy(float)[a].tolist()
@@ -258,7 +258,7 @@ def test_the_error_of_the_sample_alone_is_the_spread_over_samples_of_the_same_to
     np.testing.assert_allclose(
         np.mean(found, axis=0), totals.var(0), rtol=0.25
     )  # 8 % is the error of 300 draws' variance
-    errors = [sampling_error(one, labels, rng=np.random.default_rng(0), resamples=50) for one in draws[:60]]
+    errors = [sampling_error(one, labels, seed=np.random.default_rng(0), resamples=50) for one in draws[:60]]
     shares = totals[:, 0] / totals.sum(1)
     assert np.mean([error.standard_error for error in errors]) == pytest.approx(shares.std(), rel=0.15)
     assert all(0 < error.part <= 1 for error in errors)
@@ -269,15 +269,15 @@ def test_the_error_of_the_sample_alone_is_the_spread_over_samples_of_the_same_to
 
 def test_no_error_is_told_of_a_whole_table_and_no_part_of_few_tokens():
     table, rng = plant_table(), np.random.default_rng(0)
-    assert sampling_error(table, LABELS, rng=rng) is None
-    few = sampling_error(sample_some(table, FEWEST - 1), LABELS, rng=rng)
+    assert sampling_error(table, LABELS, seed=rng) is None
+    few = sampling_error(sample_some(table, FEWEST - 1), LABELS, seed=rng)
     assert math.isnan(few.part) and "too few" in few.in_words()
     unweighted = sample_some(table.assign(weight=np.nan, advantage=np.nan), 20)
-    error = sampling_error(unweighted, LABELS, rng=rng)
+    error = sampling_error(unweighted, LABELS, seed=rng)
     means = [sample_some(table.assign(weight=np.nan), 20, seed) for seed in range(200)]
     spread = np.std([loop_totals(one, one["param_grad_norm"])[0] for one in means]) / (table["interval"] == 0).sum()
     assert error.quantity.startswith("mean") and error.standard_error == pytest.approx(spread, rel=0.4)
-    one = sampling_error(sample_some(table.assign(group=0), 20), LABELS, rng=rng)
+    one = sampling_error(sample_some(table.assign(group=0), 20), LABELS, seed=rng)
     assert math.isnan(one.lower) and one.standard_error > 0 and "±" in one.in_words()
     assert "12 min" in error.in_words(lambda times: 720.0)
 

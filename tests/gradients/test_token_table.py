@@ -15,8 +15,7 @@ from support.oracle import brute_force, in_float64
 from support.policies import CONTEXT, LAYERS, VOCAB, make_batch, make_policy, pad_both_sides
 
 from gradscope.errors import InputError, SelfCheckError
-from gradscope.gradients import measure
-from gradscope.gradients import table as token_table
+from gradscope.gradients import measure, table as token_table
 from gradscope.objective import LossSettings, logprobs, make_weighting, reweight
 from gradscope.objective.equations import grpo_advantages, policy_loss
 from gradscope.policy import Policy

@@ -24,6 +24,7 @@ from gradscope.rollouts import Response, collate
 pytestmark = needs_trl
 
 CPU = torch.device("cpu")
+BINS = {0: "p0-25", 1: "p25-50", 2: "p50-75", 3: "p75-100"}
 FLOAT32 = 1e-5
 """The same sums in float32, by two programs."""
 LOSS_TYPES = ["dapo", "bnpo", "grpo", "dr_grpo", "luspo"]
@@ -244,7 +245,7 @@ def test_a_loss_without_a_counterpart_is_refused_in_one_line(tmp_path, settings,
 
 def watched(checkpoint, folder, *, every=1, **settings):
     trainer = make_trainer(checkpoint, folder, **settings)
-    callback = GradScopeCallback(trainer, every=every, micro_batch_size=3)
+    callback = GradScopeCallback(trainer, every=every, cosines=True, micro_batch_size=3)
     recorder = Recorder(trainer)
     trainer.add_callback(callback)
     return trainer, callback, recorder
@@ -277,7 +278,7 @@ def test_the_norm_of_all_is_that_of_the_gradient_that_trl_steps_with(checkpoint,
     trainer, callback, _ = watched(checkpoint, tmp_path, **settings, **ACCUMULATED)
     train(trainer)
     for row, logged in zip(callback.rows, trainer.state.log_history, strict=False):
-        assert row["interval_norm_all"] == pytest.approx(logged["grad_norm"], rel=FLOAT32)
+        assert row["grad_norm/all"] == pytest.approx(logged["grad_norm"], rel=FLOAT32)
 
 
 def test_with_adapters_the_norms_are_of_the_adapters_alone(checkpoint, tmp_path):
@@ -287,7 +288,7 @@ def test_with_adapters_the_norms_are_of_the_adapters_alone(checkpoint, tmp_path)
     train(trainer)
     assert sum(p.requires_grad for p in trainer.model.parameters()) == 12
     for row, logged in zip(callback.rows, trainer.state.log_history, strict=False):
-        assert row["interval_norm_all"] == pytest.approx(logged["grad_norm"], rel=FLOAT32)
+        assert row["grad_norm/all"] == pytest.approx(logged["grad_norm"], rel=FLOAT32)
 
 
 def test_the_numbers_of_a_step_are_those_of_interval_gradients_and_of_a_count(checkpoint, tmp_path):
@@ -299,26 +300,26 @@ def test_the_numbers_of_a_step_are_those_of_interval_gradients_and_of_a_count(ch
         model = make_model("qwen2")
         policy = Policy(model, None, find_blocks(model))
         model.load_state_dict(step["weights"], strict=False)
-        wanted = interval_gradients(policy, batch, settings=trl_settings(trainer.args).loss)
+        wanted = interval_gradients(policy, batch, loss=trl_settings(trainer.args).loss)
         old = batch_statistics(model, batch, micro_batch_size=8, device=CPU)
         model.load_state_dict(end, strict=False)
         new = batch_statistics(model, batch, micro_batch_size=8, device=CPU)
         for interval in wanted.table["interval"]:
-            line = wanted.table.set_index("interval").loc[interval]
-            close(row[f"interval_norm_{interval}"], line["norm"])
+            line, name = wanted.table.set_index("interval").loc[interval], BINS.get(interval, interval)
+            close(row[f"grad_norm/{name}"], line["norm"])
             if interval != "all":
-                close(row[f"interval_share_{interval}"], line["share"])
-                close(row[f"interval_cosine_{interval}_all"], line["cosine_with_all"])
-                close(row[f"token_share_{interval}"], line["num_tokens"] / batch.num_tokens)
+                close(row[f"grad_share/{name}"], line["share"])
+                close(row[f"grad_cosine/{name}/all"], line["cosine_with_all"])
+                close(row[f"token_share/{name}"], line["num_tokens"] / batch.num_tokens)
                 prob = old.logprob.exp()
                 inside = batch.response_mask & (prob >= interval / 4) & ((prob < interval / 4 + 0.25) | (interval == 3))
                 for sign, asked in (("positive", batch.advantages > 0), ("negative", batch.advantages < 0)):
                     moved = (log_odds(new) - log_odds(old))[inside & asked]
                     right = moved > 0 if sign == "positive" else moved < 0
                     share = right.float().sum() / (moved != 0).sum()
-                    close(row[f"right_direction_{sign}_{interval}"], float(share))
+                    close(row[f"right_direction_{sign}/{name}"], float(share))
         for a, b in combinations(range(4), 2):
-            close(row[f"interval_cosine_{a}_{b}"], wanted.cosines[b][a])
+            close(row[f"grad_cosine/{BINS[a]}/{BINS[b]}"], wanted.cosines[b][a])
         assert row["num_tokens"] == batch.num_tokens
 
 
@@ -338,7 +339,7 @@ def test_every_kth_step_is_logged_written_and_told(checkpoint, tmp_path):
     pd.testing.assert_frame_equal(table, pd.DataFrame(callback.rows))
     assert list(table["step"]) == [1, 3]
     assert [p.name for p in (tmp_path / "gradscope").iterdir()] == ["metrics.parquet"]
-    logged = [r for r in trainer.state.log_history if "gradscope/interval_norm_all" in r]
+    logged = [r for r in trainer.state.log_history if "gradscope/grad_norm/all" in r]
     assert [record["step"] for record in logged] == [1, 3]
     for record, row in zip(logged, callback.rows, strict=True):
         finite = {f"gradscope/{n}": v for n, v in row.items() if n != "step" and math.isfinite(v)}

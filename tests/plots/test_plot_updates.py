@@ -66,7 +66,7 @@ def test_directions_are_means_with_their_deviations(tokens):
     frames = []
     for batch, own in tokens.groupby("batch"):
         for name in ("all", "lopti"):
-            frames.append(right_direction_shares(own, name=name, rng=None).assign(batch=batch, method=name))
+            frames.append(right_direction_shares(own, name=name, seed=None).assign(batch=batch, method=name))
     means = over_batches(pd.concat(frames), keys=("method", "interval", "sign"))
     ax = plot_directions(means)
     for container, name in zip(ax.containers, ("all", "lopti"), strict=True):
@@ -86,7 +86,7 @@ def test_the_influence_map_shows_every_share_and_leaves_out_sources_that_do_noth
     rng = np.random.default_rng(1)
     parts = {f"by.{name}": rng.normal(size=len(tokens)) for name in ("0", "1", "2", "3", "kl")}
     contributions = tokens.assign(**parts, **{"by.decay": 0.0}, predicted=sum(parts.values()))
-    table = influence_table(contributions, rng=None)
+    table = influence_table(contributions, seed=None)
     ax = plot_influence(table)
     assert [tick.get_text() for tick in ax.get_yticklabels()] == [
         *(w.replace(", ", ",") for w in interval_labels()),

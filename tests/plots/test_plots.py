@@ -28,8 +28,8 @@ from gradscope.plots import (
     plot_norm_against_one_minus_prob,
     plot_token_shares,
     save_figure,
+    style as plot_style,
 )
-from gradscope.plots import style as plot_style
 from gradscope.plots.layers import plot_feasible_cone
 from gradscope.plots.style import norm_column
 

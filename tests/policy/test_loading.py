@@ -14,8 +14,7 @@ from support.policies import CAUSAL, make_batch, make_model, make_policy, make_t
 from support.processes import Command
 
 from gradscope.gradients import TokenGradientMeter, measure, measuring
-from gradscope.policy import checkpoint as checkpoint_files
-from gradscope.policy import checkpoint_step, hash_ahead, load_policy, weights_hash
+from gradscope.policy import checkpoint as checkpoint_files, checkpoint_step, hash_ahead, load_policy, weights_hash
 
 refusal = partial(complaint, load_policy)
 

@@ -28,8 +28,8 @@ from gradscope.errors import InputError
 from gradscope.policy import (
     Policy,
     check_prompt,
-    fetch_policy,
     find_blocks,
+    find_checkpoint,
     load_policy,
     weights_hash,
 )
@@ -66,8 +66,18 @@ def test_a_saved_policy_loads_in_eval_mode_with_its_logits(checkpoints, name):
 @pytest.mark.parametrize("name", ["./nope", "../nope", "a/..", "foo--bar/x", "a/b.git", "nope", "a" * 300, "a/b/c"])
 def test_what_is_no_name_of_the_hub_is_a_folder_that_is_not_there(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", None)
-    assert fetch_policy(name) == name
+    assert find_checkpoint(name) == name
     assert "holds no config.json" in refusal(name)
+
+
+def test_a_name_of_the_hub_is_found_in_the_local_cache_or_told_how(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert "run `hf download somebody/tiny`" in refusal("somebody/tiny")
+    cached = tmp_path / "hub" / "models--somebody--tiny"
+    shutil.copytree(checkpoint, cached / "snapshots" / "abc")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    assert load_policy("somebody/tiny").path == str(cached / "snapshots" / "abc")
 
 
 def test_weights_of_its_layers_that_the_model_has_no_use_for_are_refused_others_are_not(checkpoint):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,13 +96,13 @@ def make_dump(tmp_path, steps: list[int]) -> Dump:
 @pytest.mark.parametrize(
     ("steps", "checkpoint", "own", "why"),
     [
-        ([1, 2, 3], 1, 2, "which this checkpoint sampled"),
-        ([1, 2, 3], 0, 1, "which this checkpoint sampled"),
-        ([10, 20, 30], 12, 10, "another policy's: step 13, this one's, is not there"),
-        ([10, 20, 30], 16, 20, "another policy's: step 17, this one's, is not there"),
-        ([10, 20, 30], 14, 10, "another policy's: step 15, this one's, is not there"),  # as near as 20
-        ([1, 2, 3], 3, 3, "another policy's: step 4, this one's, is not there"),
-        ([2, 10, 9], 100, 10, "another policy's: step 101, this one's, is not there"),
+        ([1, 2, 3], 1, 2, "the one after this checkpoint's"),
+        ([1, 2, 3], 0, 1, "the one after this checkpoint's"),
+        ([10, 20, 30], 12, 10, "sampled by a different checkpoint: step 13, this one's, is not there"),
+        ([10, 20, 30], 16, 20, "sampled by a different checkpoint: step 17, this one's, is not there"),
+        ([10, 20, 30], 14, 10, "sampled by a different checkpoint: step 15, this one's, is not there"),  # as near as 20
+        ([1, 2, 3], 3, 3, "sampled by a different checkpoint: step 4, this one's, is not there"),
+        ([2, 10, 9], 100, 10, "sampled by a different checkpoint: step 101, this one's, is not there"),
     ],
 )
 def test_the_step_after_a_checkpoint_is_its_own_or_the_nearest(tmp_path, steps, checkpoint, own, why):
@@ -110,13 +110,14 @@ def test_the_step_after_a_checkpoint_is_its_own_or_the_nearest(tmp_path, steps, 
     assert len(dump.batch) == 4 * len(steps)
     kept = keep_own_step(dump, checkpoint)
     assert kept.steps.tolist() == [own] * 4
-    told = f"the dump holds 3 training steps, {min(steps)} to {max(steps)}; step {own} is taken, {why}"
+    told = f"the log holds 3 training steps, {min(steps)} to {max(steps)}; step {own} is taken, {why}"
     assert kept.notes == (*dump.notes, told)
     # All that goes with a response went with it: the same as if only that step had been read.
     alone = read_dump(tmp_path / "token_exports", step=own)
     for name in ("entropy", "logprobs", "sampler_logprobs", "clipped"):
         torch.testing.assert_close(getattr(kept, name), getattr(alone, name), rtol=0, atol=0, equal_nan=True)
-    for name in (f.name for f in fields(alone.batch) if f.name != "group_ids"):
+    assert kept.batch.tensors().keys() == alone.batch.tensors().keys()
+    for name in alone.batch.tensors().keys() - {"group_ids"}:
         torch.testing.assert_close(
             getattr(kept.batch, name), getattr(alone.batch, name), rtol=0, atol=0, equal_nan=True
         )
@@ -129,13 +130,14 @@ def test_a_dump_of_one_step_or_of_none_is_whole_and_without_a_checkpoints_step_a
     assert keep_own_step(one, 6) is one and keep_own_step(one, None) is one
     for checkpoint in (3, 7):
         kept = keep_own_step(one, checkpoint)
-        told = "the dump holds training step 7 alone, another policy's: this checkpoint sampled step"
-        assert kept.batch is one.batch and kept.notes == (*one.notes, f"{told} {checkpoint + 1}")
+        told = "step 7 is taken, sampled by a different checkpoint: this one's would be step"
+        assert kept.batch.input_ids is one.batch.input_ids
+        assert kept.notes == (*one.notes, f"{told} {checkpoint + 1}") and kept.notes[-1].kind == "other-step"
     none = read_dump(write_jsonl(tmp_path / "r.jsonl", rows("w7 w8 w9")))
     assert none.steps is None and keep_own_step(none, 3) is none
     two = make_dump(tmp_path / "two", [7, 8])
     kept = keep_own_step(two, None)
-    assert kept.batch is two.batch and kept.steps.tolist() == [7] * 4 + [8] * 4
+    assert kept.batch.input_ids is two.batch.input_ids and kept.steps.tolist() == [7] * 4 + [8] * 4
     assert kept.notes[-1] == (
-        "the dump holds 2 training steps, 7 to 8; of which one this checkpoint is, is unknown: all are taken"
+        "the log holds 2 training steps, 7 to 8; which of them this checkpoint sampled is unknown, so all are taken"
     )

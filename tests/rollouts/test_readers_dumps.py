@@ -107,8 +107,8 @@ def test_notes_say_what_a_dump_lost(policy, tmp_path, name):
     notes = " ".join(read_dump(WRITERS[name](tmp_path), policy).notes)
     assert ("tokenized again" in notes) == (name not in WITH_IDS)
     assert ("on-policy" in notes) == (name not in OLD)
-    assert ("they are GRPO's from its rewards" in notes) == (name not in WITH_ADVANTAGE)
-    assert ("temperature not in the dump" in notes) == (name not in WITH_TEMPERATURE)
+    assert ("they are GRPO's from rewards" in notes) == (name not in WITH_ADVANTAGE)
+    assert ("the sampling temperature is not in the log" in notes) == (name not in WITH_TEMPERATURE)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -315,7 +315,7 @@ def test_the_temperature_of_roll_may_stand_in_its_generation_config(policy, tmp_
     assert read_dump(path, policy).batch.temperature.tolist() == [0.75] * 4
     dump = read_dump(change(path, 0, sampling_params=["no JSON"] * len(SAMPLES)), policy)
     assert dump.batch.temperature.tolist() == [1.0] * 4
-    assert any("temperature not in the dump" in note for note in dump.notes)
+    assert any("the sampling temperature is not in the log" in note for note in dump.notes)
 
 
 def test_a_templated_prompt_gets_its_first_token_once(tmp_path):

@@ -14,8 +14,15 @@ import pandas as pd
 import pytest
 
 from gradscope.errors import InputError
-from gradscope.runs import RunFolder, check_writable, replacing, write_json, write_parquet, write_text
-from gradscope.runs import folder as run_folder
+from gradscope.runs import (
+    RunFolder,
+    check_writable,
+    folder as run_folder,
+    replacing,
+    write_json,
+    write_parquet,
+    write_text,
+)
 
 KEY = {"model": "0" * 64, "settings": {"seed": 0, "temperature": None, "loss": {"kl_coef": 0.001}}}
 OTHER = {"model": "0" * 64, "settings": {"seed": 1, "temperature": None, "loss": {"kl_coef": 0.001}}}

@@ -1,1 +1,1 @@
-"""What tests share: policies, oracles, dumps, runners. No test imports another test."""
+"""What tests share: policies, oracles, logs, runners. No test imports another test."""

@@ -353,7 +353,7 @@ def write_prime_rl_traces(folder: Path, *, step: int = 3, chunked: bool = False)
 
 
 def run_trl(model: Path, folder: Path, *, conversational: bool, steps: int = 2) -> list[dict[str, Any]]:
-    """Train with TRL's own GRPOTrainer, which writes its dump below `folder`; returns what it sampled, by step.
+    """Train with TRL's own GRPOTrainer, which writes its log below `folder`; returns what it sampled, by step.
 
     Each entry: `step`, `prompt_ids` and `completion_ids` (lists of lists, without padding) and `advantages`.
     """

@@ -33,6 +33,9 @@ def write_rows(path: Path, rows: list[dict] | None = None, **changes: object) ->
     return write_jsonl(path, native_rows(**changes) if rows is None else rows)
 
 
+INLINE = ("span", "a")
+
+
 class Reader(HTMLParser):
     """Tags, attributes and visible text of a page, as a browser would see them."""
 
@@ -44,11 +47,15 @@ class Reader(HTMLParser):
         self.scripts: list[str] = []
         self.feed(page)
         self.close()
-        self.text = " ".join(" ".join(self.words).split())
+        self.text = " ".join("".join(self.words).split())
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += attrs
+        self.words.append("" if tag in INLINE else " ")
+
+    def handle_endtag(self, tag):
+        self.words.append("" if tag in INLINE else " ")
 
     def handle_data(self, data):
         if self.tags and self.tags[-1] in ("script", "style"):

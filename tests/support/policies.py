@@ -277,13 +277,12 @@ def make_batch(policy: Policy, *, side: str = "right", **settings: object) -> To
 
 def pad_both_sides(batch: TokenBatch, left: int, right: int) -> TokenBatch:
     """The same batch with that many more columns of padding before and after."""
-    from dataclasses import fields, replace
+    from dataclasses import replace
 
     def widen(value: Tensor) -> Tensor:
         return nn.functional.pad(value, (left, right), value=0)
 
-    wide = {f.name: getattr(batch, f.name) for f in fields(batch) if getattr(batch, f.name) is not None}
-    wide = {name: widen(value) for name, value in wide.items() if value.dim() == 2}
+    wide = {name: widen(value) for name, value in batch.tensors().items() if value.dim() == 2}
     return replace(batch, **wide, response_start=batch.response_start + left)
 
 

@@ -105,7 +105,7 @@ def test_the_report_states_the_three_caveats_as_measured():
     picks = table.index[::7]
     constants = layer_constants(policy, token_contexts(batch, table.loc[picks]), temperature=1.0, max_exact=100)
     table.loc[picks, "context"] = np.arange(len(picks))
-    report = theory_report(table, constants, vocab_size=VOCAB, rng=rng())
+    report = theory_report(table, constants, vocab_size=VOCAB, seed=rng())
     text = str(report)
     assert report.logit_bounds.held and f"{len(table)} of {len(table)} tokens" in text
     assert "theory 1, √ law ½ (2 prompts)" in text and "shows nothing" in text

@@ -51,7 +51,7 @@ def design(table: pd.DataFrame, names: list[str], floor: float = 1e-3) -> tuple[
 
 
 def rows_of(table: pd.DataFrame, quantity: str, **settings: object) -> pd.DataFrame:
-    found = regress_norms(table, rng=rng(), **{"resamples": 100} | settings)
+    found = regress_norms(table, seed=rng(), **{"resamples": 100} | settings)
     return found[found["quantity"] == quantity].set_index("driver")
 
 
@@ -92,7 +92,7 @@ def test_bounds_are_those_of_whole_prompts_redrawn_one_by_one_and_standardised_a
         drivers, layers, y = design(redrawn, names)
         first, second = least_squares(np.hstack([z(drivers), layers]), z(y))[0][:2]
         answers.append((first, second, abs(first) - abs(second)))
-    found = regress_norms(table, rng=rng(3), resamples=40, confidence=0.8)
+    found = regress_norms(table, seed=rng(3), resamples=40, confidence=0.8)
     fit = found[found["quantity"] == (POOLED if len(names) > 1 else names[0])]
     lower, upper = np.quantile(answers, [0.1, 0.9], axis=0)
     assert fit["lower"].iloc[:3].tolist() == pytest.approx(lower.tolist(), rel=1e-8)
@@ -222,8 +222,8 @@ def test_signs_and_classes_are_the_tokens_own():
 @pytest.mark.parametrize("by", ["entropy_bin", "position_bin", "advantage_sign", "token_class"])
 def test_every_driver_makes_the_rows_of_the_statistics(by):
     table = add_drivers(make_movements())
-    shares = right_direction_shares(table, by=by, rng=rng(), resamples=20)
-    movements = movement_summary(table, by=by, rng=rng(), resamples=20)
+    shares = right_direction_shares(table, by=by, seed=rng(), resamples=20)
+    movements = movement_summary(table, by=by, seed=rng(), resamples=20)
     assert shares[by].tolist() == [c for c in table[by].cat.categories for _ in range(2)]
     for row in shares.itertuples():
         here = table[(table[by] == row[1]) & (np.sign(table["advantage"]) == (1 if row.sign == "positive" else -1))]

@@ -10,7 +10,7 @@ from gradscope.theory.gains import check_envelopes, decompose_variance, fit_powe
 
 
 def fitted(table: pd.DataFrame, quantity: str = "param_grad_norm", **settings: object) -> pd.Series:
-    return fit_powers(table, rng=rng(), **settings).set_index("quantity").loc[quantity]
+    return fit_powers(table, seed=rng(), **settings).set_index("quantity").loc[quantity]
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 1.3])
@@ -64,7 +64,7 @@ def test_a_quantity_of_two_tokens_is_nan_and_one_prompt_has_no_interval():
     table = make_table(0.8)
     table.loc[2:, "act_grad_norm.1"] = np.nan
     assert np.isnan(fitted(table, "act_grad_norm.1").slope)
-    assert np.isnan(decompose_variance(table, rng=rng()).set_index("quantity").loc["act_grad_norm.1", "carried"])
+    assert np.isnan(decompose_variance(table, seed=rng()).set_index("quantity").loc["act_grad_norm.1", "carried"])
     one = fitted(table.assign(group=7))
     assert np.isfinite(one.slope) and np.isnan(one.slope_lower) and np.isnan(one.slope_upper)
 
@@ -73,9 +73,9 @@ def test_a_table_that_says_nothing_is_refused():
     table = make_table(0.8)
     unmeasured = table.assign(**{c: np.nan for c in table if "norm" in c})
     with pytest.raises(InputError, match="measure more tokens or lower floor="):
-        fit_powers(unmeasured, rng=rng())
+        fit_powers(unmeasured, seed=rng())
     with pytest.raises(InputError, match="no column group"):
-        fit_powers(table.drop(columns="group"), rng=rng())
+        fit_powers(table.drop(columns="group"), seed=rng())
     assert layer_gains(unmeasured)["median"].isna().all()
     assert check_envelopes(unmeasured)["scale"].isna().all()
 
@@ -96,7 +96,7 @@ def test_shares_of_variance_add_up_and_are_numpys():
     table = make_table(0.7, noise=0.8)
     above = table[table["log_one_minus_prob"] > np.log(1e-3)]
     x, y = above["log_one_minus_prob"].to_numpy(), np.log(above["param_grad_norm"].to_numpy())
-    row = decompose_variance(table, rng=rng()).set_index("quantity").loc["param_grad_norm"]
+    row = decompose_variance(table, seed=rng()).set_index("quantity").loc["param_grad_norm"]
     shares = row[["share_one_minus_prob", "share_gain", "share_covariance"]]
     assert shares.sum() == pytest.approx(1.0, abs=1e-12)
     covariance = np.cov(x, y - x, ddof=0)[0, 1]

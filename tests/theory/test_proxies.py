@@ -47,7 +47,7 @@ def share_found(norm: np.ndarray, proxy: np.ndarray, top: float) -> float:
 @pytest.mark.parametrize("quantity", ["act_grad_norm.0", "act_grad_norm.1", "param_grad_norm"])
 def test_numbers_are_scipys_and_numpys(quantity):
     table = plant()
-    found = judge_proxies(table, top=0.05, floor=0.02, rng=None)
+    found = judge_proxies(table, top=0.05, floor=0.02, seed=None)
     above = (np.exp(table["log_one_minus_prob"]) > 0.02).to_numpy()
     assert 0 < above.sum() < len(table)
     norm = table[quantity].to_numpy()
@@ -85,16 +85,16 @@ def test_pi_and_entropy_bound_the_logit_norm_from_below():
 
 def test_a_column_of_ones_own_is_a_proxy_too():
     table = plant().assign(own=lambda t: t["param_grad_norm"] ** 2)
-    row = row_of(judge_proxies(table, more={"mine": "own"}, rng=None), "param_grad_norm", "mine")
+    row = row_of(judge_proxies(table, more={"mine": "own"}, seed=None), "param_grad_norm", "mine")
     assert (row["spearman"], row["r2"], row["found"]) == pytest.approx((1, 1, 1))
     with pytest.raises(InputError, match="gone"):
-        judge_proxies(table, more={"mine": "gone"}, rng=None)
+        judge_proxies(table, more={"mine": "gone"}, seed=None)
 
 
 def test_bounds_redraw_prompts():
     table = plant(prompts=5)
     found = row_of(
-        judge_proxies(table, floor=1e-9, rng=np.random.default_rng(3), resamples=40), "param_grad_norm", "entropy"
+        judge_proxies(table, floor=1e-9, seed=np.random.default_rng(3), resamples=40), "param_grad_norm", "entropy"
     )
     clusters = np.unique(table["group"], return_inverse=True)[1]
     x, y = np.log(table["param_grad_norm"]), np.log(table["entropy"])
@@ -109,7 +109,9 @@ def test_a_sampled_token_counts_for_one_over_its_chance():
     twice = pd.concat([table, table[:100]], ignore_index=True)
     weighted = table.assign(sampling_probability=np.where(np.arange(400) < 100, 0.5, 1.0))
     for name in ("spearman", "r2"):
-        one, other = (row_of(judge_proxies(t, rng=None), "param_grad_norm", "entropy")[name] for t in (twice, weighted))
+        one, other = (
+            row_of(judge_proxies(t, seed=None), "param_grad_norm", "entropy")[name] for t in (twice, weighted)
+        )
         assert one == pytest.approx(other)
 
 
@@ -117,20 +119,20 @@ def test_unmeasured_tokens_and_impossible_questions():
     table = plant()
     half = table.copy()
     half.loc[200:, ["act_grad_norm.0", "act_grad_norm.1", "param_grad_norm"]] = np.nan
-    found = row_of(judge_proxies(half, rng=None), "param_grad_norm", "1 − π")
-    assert found["spearman"] == row_of(judge_proxies(table[:200], rng=None), "param_grad_norm", "1 − π")["spearman"]
+    found = row_of(judge_proxies(half, seed=None), "param_grad_norm", "1 − π")
+    assert found["spearman"] == row_of(judge_proxies(table[:200], seed=None), "param_grad_norm", "1 − π")["spearman"]
     for change, words in (({"top": 1.5}, "top is 1.5"), ({"table": table[:5]}, "fewer than 10")):
         with pytest.raises(InputError, match=words):
-            judge_proxies(change.pop("table", table), rng=None, **change)
+            judge_proxies(change.pop("table", table), seed=None, **change)
     with pytest.raises(InputError, match="estimates"):
-        judge_proxies(table.assign(**{SUMS[1]: 1.0}), rng=None)
+        judge_proxies(table.assign(**{SUMS[1]: 1.0}), seed=None)
     with pytest.raises(InputError, match="log_one_minus_prob"):
-        judge_proxies(table.drop(columns="log_one_minus_prob"), rng=None)
+        judge_proxies(table.drop(columns="log_one_minus_prob"), seed=None)
 
 
 def test_pictures_hold_the_numbers():
     table = plant().assign(weight=1.0)
-    proxies = judge_proxies(table.assign(param_grad_norm_adamw=table["param_grad_norm"] * 2), rng=None)
+    proxies = judge_proxies(table.assign(param_grad_norm_adamw=table["param_grad_norm"] * 2), seed=None)
     drawn = drawn_numbers(plot_proxies(proxies))
     assert set(drawn["quantity"]) == {"param_grad_norm", "param_grad_norm_adamw"} and len(drawn) == 3 * 2 * 6
     modules = table.assign(**{"param_grad_norm.a": 3.0, "param_grad_norm.b": 4.0})

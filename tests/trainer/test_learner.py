@@ -18,8 +18,7 @@ from gradscope import load_policy
 from gradscope.errors import InputError
 from gradscope.objective import Pass, batch_statistics
 from gradscope.trainer import TrainConfig
-from gradscope.trainer.checkpoints import restore_checkpoint
-from gradscope.trainer.checkpoints import save_checkpoint as save_learner
+from gradscope.trainer.checkpoints import restore_checkpoint, save_checkpoint as save_learner
 from gradscope.trainer.learner import Learner, build_learner
 
 NOISE = {

@@ -53,7 +53,7 @@ def case() -> Case:
 
 @pytest.fixture(scope="module")
 def found(case):
-    return compare(case.policy, case.batch, METHODS, table=case.table, settings=SETTINGS, optimizer_state=case.state,
+    return compare(case.policy, case.batch, METHODS, table=case.table, loss=SETTINGS, optimizer_state=case.state,
                    step=STEP, resamples=50)  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def test_norms_cosines_signals_and_directions_are_those_of_the_vectors(case, fou
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_the_same_on_other_architectures(name):
     case = Case(name)
-    found = compare(case.policy, case.batch, METHODS, table=case.table, settings=SETTINGS, optimizer_state=case.state,
+    found = compare(case.policy, case.batch, METHODS, table=case.table, loss=SETTINGS, optimizer_state=case.state,
                     step=STEP, resamples=5)  # fmt: skip
     check(case, found.table, rel=1e-5)
 
@@ -134,7 +134,7 @@ def test_the_same_on_other_architectures(name):
 @pytest.mark.parametrize(("vectors", "way", "at_once"), [(12, "whole", 4), (5, "whole", 1), (3, "slices", 1)])
 def test_with_little_memory_the_same_comes_a_few_at_a_time(case, vectors, way, at_once):
     before = snapshot(case.policy.model)["model"]
-    few = compare(case.policy, case.batch, METHODS, table=case.table, settings=SETTINGS, optimizer_state=case.state,
+    few = compare(case.policy, case.batch, METHODS, table=case.table, loss=SETTINGS, optimizer_state=case.state,
                   step=STEP, memory=vectors * vector_bytes(case.policy.model), resamples=5)  # fmt: skip
     assert (few.passes.plan.way, few.passes.at_once) == (way, at_once)
     check(case, few.table, rel=1e-5)
@@ -143,14 +143,14 @@ def test_with_little_memory_the_same_comes_a_few_at_a_time(case, vectors, way, a
 
 def test_sketches_are_near(case):
     size = vector_bytes(case.policy.model)
-    few = compare(case.policy, case.batch, ["up-weight"], table=case.table, settings=SETTINGS, memory=3 * size // 4)
+    few = compare(case.policy, case.batch, ["up-weight"], table=case.table, loss=SETTINGS, memory=3 * size // 4)
     assert few.passes.plan.way == "sketches"
     plain = case.parts(case.table["policy_weight"].to_numpy(np.float64))
     assert few.table.loc[0, "signal_to_noise"] == pytest.approx(snr(plain), abs=0.2)
 
 
 def test_plains_signal_to_noise_is_that_of_the_interval_gradients(case, found):
-    everything = interval_gradients(case.policy, case.batch, settings=SETTINGS).table.iloc[-1]
+    everything = interval_gradients(case.policy, case.batch, loss=SETTINGS).table.iloc[-1]
     assert found.table.loc[0, "signal_to_noise"] == pytest.approx(everything["signal_to_noise"], rel=1e-5)
 
 
@@ -173,7 +173,7 @@ def test_energies_and_shares_by_interval_are_sums_over_tokens(case, found):
 
 
 def test_two_steps_are_judged_by_real_ones(case, found):
-    keywords = {"settings": SETTINGS, "step": STEP, "optimizer_state": case.state}
+    keywords = {"loss": SETTINGS, "step": STEP, "optimizer_state": case.state}
     moved = {
         name: apply_update(case.policy, case.batch, name, displacement=True, **keywords) for name in ("all", "lopti")
     }
@@ -186,7 +186,7 @@ def test_two_steps_are_judged_by_real_ones(case, found):
     right = (np.sign(rise) == np.sign(case.table["advantage"].to_numpy()))[judged].mean()
     assert row["right_step"] == pytest.approx(right) and np.isnan(row["signal_to_noise"])
     assert found.table.loc[0, "step_cosine"] == 1.0
-    assert [note.kind for note in found.notes] == ["two-steps"]
+    assert [note.kind for note in found.notes] == ["off-policy", "two-steps"]
 
 
 def test_equal_weights_are_one_row_and_cost_nothing(case):
@@ -199,7 +199,7 @@ def test_equal_weights_are_one_row_and_cost_nothing(case):
     pd.testing.assert_series_equal(
         numbers[found.table["method"] == "cispo"].iloc[0], numbers.iloc[0], check_names=False
     )
-    assert [note.kind for note in found.notes] == ["left-out", "two-steps", "matched-norm"]  # icepop
+    assert [note.kind for note in found.notes] == ["off-policy", "left-out", "two-steps", "matched-norm"]  # icepop
     assert len(found.passes.changes) == (found.table["same_as"] == "").sum()
     assert "matched-norm, kl-cov, cispo, sapo, gspo, dppo-tv: the same as grpo" in describe(found)
 
@@ -219,7 +219,7 @@ def test_each_distinct_row_costs_a_backward_pass_and_a_derivative(case, monkeypa
     monkeypatch.setattr(torch.func, "jvp", counted("derivative", torch.func.jvp))
     handle = case.policy.model.register_forward_hook(lambda *_: counts.update(forward=counts["forward"] + 1))
     methods = ["reweight", "up-weight", "cispo:eps_high=100", "cispo:eps_high=200"]
-    compare(case.policy, case.batch, methods, table=case.table, settings=SETTINGS, micro_batch_size=8, resamples=5)
+    compare(case.policy, case.batch, methods, table=case.table, loss=SETTINGS, micro_batch_size=8, resamples=5)
     handle.remove()
     prompts, rows = 3, 3  # grpo, reweight, of which with grpo up-weight is made, and the two of cispo that are one
     # A derivative runs the model itself; all prompts go together where they are not needed apart.
@@ -243,7 +243,7 @@ class Rest(Weighting):
 
 
 def test_rows_whose_combination_would_cancel_are_taken_by_themselves(case):
-    keywords = {"table": case.table, "settings": SETTINGS, "resamples": 5}
+    keywords = {"table": case.table, "loss": SETTINGS, "resamples": 5}
     both, alone = (compare(case.policy, case.batch, [kind()], **keywords).table.iloc[-1] for kind in (Nearly, Rest))
     names = ["norm_ratio", "cosine", "signal_to_noise", "signal_to_noise_lower", "right_sgd"]
     np.testing.assert_allclose(both[names].to_numpy(float), alone[names].to_numpy(float), rtol=1e-6)
@@ -259,15 +259,17 @@ class Two(Weighting):
 
 
 def test_a_users_weighting_of_two_steps_is_compared_by_step_alone(case):
-    found = compare(case.policy, case.batch, [Two()], table=case.table, settings=SETTINGS, optimizer_state=case.state,
+    found = compare(case.policy, case.batch, [Two()], table=case.table, loss=SETTINGS, optimizer_state=case.state,
                     resamples=5)  # fmt: skip
-    assert list(found.table["step"]) == ["all", "one", "other"] and not found.notes
+    assert list(found.table["step"]) == ["all", "one", "other"] and [note.kind for note in found.notes] == [
+        "off-policy"
+    ]
     assert list(found.table["same_as"]) == ["", "grpo", ""]
 
 
 def test_a_sample_of_norms_stands_for_all(case):
     known = case.table.copy()
-    found = compare(case.policy, case.batch, ["reweight"], table=known, settings=SETTINGS, resamples=5)
+    found = compare(case.policy, case.batch, ["reweight"], table=known, loss=SETTINGS, resamples=5)
     rng, draws = np.random.default_rng(0), []
     for _ in range(300):
         sampled = known.copy()
@@ -290,13 +292,13 @@ def test_a_sample_of_norms_stands_for_all(case):
         ({"methods": ["icepop"]}, "sampler_logprob"),
         ({"methods": ["reweight", "reweight"]}, "twice"),
         ({"aggregation": "mean"}, "aggregation"),
-        ({"settings": replace(SETTINGS, reweight_alpha=0.1)}, "reweight_alpha"),
+        ({"loss": replace(SETTINGS, reweight_alpha=0.1)}, "reweight_alpha"),
         ({"batch": "advantages"}, "no advantage"),
         ({"table": 3}, "rows"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(case, change, words):
-    batch, keywords = case.batch, {"methods": ["reweight"], "table": case.table, "settings": SETTINGS} | change
+    batch, keywords = case.batch, {"methods": ["reweight"], "table": case.table, "loss": SETTINGS} | change
     if keywords.pop("batch", None):
         advantages = resolve_advantages(batch).clone()
         advantages[1] = torch.nan

@@ -75,7 +75,7 @@ def redrawn(table: pd.DataFrame, statistic: Callable[[pd.DataFrame], float], clu
 @pytest.mark.parametrize("against", ["advantage", "net_weight"])
 def test_shares_and_their_bounds_equal_loops_over_tokens_and_over_redrawn_prompts(against):
     table = make_table()
-    found = right_direction_shares(table, against=against, rng=rng(4), resamples=30, confidence=0.8)
+    found = right_direction_shares(table, against=against, seed=rng(4), resamples=30, confidence=0.8)
     assert list(found.columns) == ["interval", "sign", "num_tokens", "tied", "share", "lower", "upper"]
     draws = rng(4).multinomial(8, [1 / 8] * 8, size=30)
     clusters = [table["group"] == g for g in sorted(table["group"].unique())]
@@ -99,7 +99,7 @@ def test_the_same_group_number_in_two_batches_is_two_prompts():
     draws = rng(0).multinomial(6, [1 / 6] * 6, size=25)
     clusters = [(table["batch"] == b) & (table["group"] == g) for b in (10, 20) for g in (1, 4, 7)]
     assert prompt_clusters(table).tolist() == [int(np.flatnonzero(c)[0]) for c in np.array(clusters).T]
-    row = right_direction_shares(table, rng=rng(0), resamples=25).iloc[0]
+    row = right_direction_shares(table, seed=rng(0), resamples=25).iloc[0]
 
     def share(tokens: pd.DataFrame) -> float:
         return share_by_loop(tokens, lambda token: token["interval"] == 0, "advantage", 1)[2]
@@ -110,13 +110,13 @@ def test_the_same_group_number_in_two_batches_is_two_prompts():
 
 def test_where_no_token_moved_there_is_no_share_and_with_one_prompt_no_bound():
     table = make_table()
-    still = right_direction_shares(table.assign(**{"delta_log_odds.all": 0.0}), rng=rng())
+    still = right_direction_shares(table.assign(**{"delta_log_odds.all": 0.0}), seed=rng())
     assert (still["tied"] == still["num_tokens"]).all() and (still["tied"] > 0).all()
     assert still[["share", "lower", "upper"]].isna().all(axis=None)
-    one = right_direction_shares(table.assign(group=1), rng=rng())
+    one = right_direction_shares(table.assign(group=1), seed=rng())
     assert one["share"].notna().all() and one[["lower", "upper"]].isna().all(axis=None)
     single = table[table["advantage"] > 0].iloc[:1].assign(**{"delta_log_odds.all": 0.5})
-    assert right_direction_shares(single, rng=rng())["share"].fillna(-1).tolist() == [1.0, -1.0]
+    assert right_direction_shares(single, seed=rng())["share"].fillna(-1).tolist() == [1.0, -1.0]
 
 
 def without(*columns: str) -> pd.DataFrame:
@@ -142,12 +142,12 @@ def without(*columns: str) -> pd.DataFrame:
 )
 def test_a_table_that_cannot_be_judged_is_refused(table, settings, message):
     with pytest.raises(InputError, match=message):
-        right_direction_shares(table, rng=rng(), **settings)
+        right_direction_shares(table, seed=rng(), **settings)
 
 
 def test_movements_equal_loops_and_numpy_per_cell():
     table = make_table()
-    found = movement_summary(table, "only-0", value="delta_logprob", rng=rng(3), resamples=20, confidence=0.5)
+    found = movement_summary(table, "only-0", value="delta_logprob", seed=rng(3), resamples=20, confidence=0.5)
     clusters = [table["group"] == g for g in sorted(table["group"].unique())]
     draw = rng(3)
     draws = {name: draw.multinomial(8, [1 / 8] * 8, size=20) for name in ("mean", "mean_abs")}
@@ -187,7 +187,7 @@ def test_the_tokens_that_moved_most_are_left_out_and_the_rest_keep_their_order(s
 
 
 def test_mean_and_sd_over_batches_are_numpys_and_skip_batches_without_a_value():
-    shares = {b: right_direction_shares(make_table(seed=b), rng=None) for b in range(4)}
+    shares = {b: right_direction_shares(make_table(seed=b), seed=None) for b in range(4)}
     shares[2].loc[shares[2]["interval"] == 1, "share"] = np.nan
     frame = pd.concat(shares, names=["batch"]).reset_index("batch")
     found = over_batches(frame)
@@ -214,7 +214,7 @@ def test_similarity_is_pearsons_over_the_other_tokens_with_bounds_over_prompts(o
         rest = tokens[[i not in updated for i in tokens["interval"]]]
         return float(np.corrcoef(rest[f"{value}.all"], rest[f"{value}.only-0"])[0, 1])
 
-    settings = {"outside": outside, "value": value, "rng": rng(2), "resamples": 30, "confidence": 0.9}
+    settings = {"outside": outside, "value": value, "seed": rng(2), "resamples": 30, "confidence": 0.9}
     found = similarity(table, "all", "only-0", **settings)
     assert found.num_tokens == sum(i not in updated for i in table["interval"])
     assert found.correlation == pytest.approx(pearson(table), rel=1e-9)
@@ -233,15 +233,15 @@ def test_similarity_of_an_update_that_moved_nothing_or_of_no_token_is_unknown():
         (table.iloc[:1], []),
     ]
     for tokens, outside in cases:
-        found = similarity(tokens, "all", "only-0", outside=outside, rng=rng(), resamples=20)
+        found = similarity(tokens, "all", "only-0", outside=outside, seed=rng(), resamples=20)
         assert all(math.isnan(number) for number in (found.correlation, found.lower, found.upper))
-    one = similarity(table.assign(group=5), "all", "all", outside=0, rng=rng())
+    one = similarity(table.assign(group=5), "all", "all", outside=0, seed=rng())
     assert one.correlation == pytest.approx(1.0) and math.isnan(one.lower)
     tiny = table.assign(**{"delta_log_odds.all": 7 + 1e-9 * table["delta_log_odds.only-0"]})
     # 7 + 1e-9·x keeps seven digits of x.
-    assert similarity(tiny, "all", "only-0", outside=0, rng=None).correlation == pytest.approx(1.0, abs=1e-6)
+    assert similarity(tiny, "all", "only-0", outside=0, seed=None).correlation == pytest.approx(1.0, abs=1e-6)
     with pytest.raises(InputError, match=r"delta_log_odds\.lopti"):
-        similarity(table, "all", "lopti", outside=0, rng=None)
+        similarity(table, "all", "lopti", outside=0, seed=None)
 
 
 def net_by_loop(table: pd.DataFrame, batch: TokenBatch) -> list[float]:
@@ -303,8 +303,8 @@ def test_a_pair_in_a_good_and_a_bad_response_is_half_wrong_by_advantages_and_rig
     table["delta_log_odds.all"] = [0.3, 0.1, 0.3, -0.2]
     table["net_weight"] = net_weights(table, batch)
     assert table["net_weight"].tolist() == [1.0, 2.0, 1.0, -1.0]
-    assert right_direction_shares(table, rng=None)["share"].tolist() == [1.0, 0.5]
-    net = right_direction_shares(table, against="net_weight", rng=None)
+    assert right_direction_shares(table, seed=None)["share"].tolist() == [1.0, 0.5]
+    net = right_direction_shares(table, against="net_weight", seed=None)
     assert (net["share"].tolist(), net["num_tokens"].tolist()) == ([1.0, 1.0], [3, 1])
 
 

@@ -52,7 +52,7 @@ def brute(policy, batch) -> Brute:
 @pytest.mark.parametrize("step", STEPS)
 def test_each_source_contributes_its_part_of_a_step_that_is_split_by_hand(policy, batch, brute, step):
     state = warm_state(policy) if step.optimizer == "adamw" else None
-    result = influence(policy, batch, settings=NARROW, step=step, optimizer_state=state)
+    result = influence(policy, batch, loss=NARROW, step=step, optimizer_state=state)
     assert (result.clip_factor < 1) == (step.max_grad_norm == 0.01)
     parts = split_step(policy, brute, step, state)
     assert all(part.any() for part in parts.values()) or step.weight_decay == 0
@@ -63,8 +63,8 @@ def test_each_source_contributes_its_part_of_a_step_that_is_split_by_hand(policy
 @pytest.mark.parametrize("step", STEPS)
 def test_the_split_adds_up_to_the_step_that_the_trainer_takes(policy, batch, brute, step):
     state = warm_state(policy) if step.optimizer == "adamw" else None
-    movement = apply_update(policy, batch, settings=NARROW, step=step, optimizer_state=state)
-    result = influence(policy, batch, settings=NARROW, step=step, optimizer_state=state)
+    movement = apply_update(policy, batch, loss=NARROW, step=step, optimizer_state=state)
+    result = influence(policy, batch, loss=NARROW, step=step, optimizer_state=state)
     assert result.update_norm == pytest.approx(movement.update_norm, rel=1e-9)
     (taken,) = movement.results
     assert result.clip_factor == pytest.approx(taken.grad_norm_clipped / taken.grad_norm, rel=1e-9)
@@ -73,7 +73,7 @@ def test_the_split_adds_up_to_the_step_that_the_trainer_takes(policy, batch, bru
 def test_what_the_optimizer_does_not_hold_is_not_moved(policy, batch, brute):
     held = [n for n, _ in policy.model.named_parameters() if "h.1.mlp" in n or "wte" in n][::-1]
     state = warm_state(policy, held)
-    result = influence(policy, batch, settings=NARROW, step=STEPS[2], optimizer_state=state)
+    result = influence(policy, batch, loss=NARROW, step=STEPS[2], optimizer_state=state)
     parts = split_step(policy, brute, STEPS[2], state)
     assert 0 < sum(parts.values()).count_nonzero() < 0.5 * brute.jacobian.shape[1]
     assert_split_as(result, brute, parts, 1e-10)
@@ -87,7 +87,7 @@ def test_the_same_holds_for_other_architectures(name, step):
     state = warm_state(policy) if step.optimizer == "adamw" else None
     with TrueFloat64():
         brute = brute_force(policy, batch, NARROW)
-        result = influence(policy, batch, settings=NARROW, step=step, optimizer_state=state)
+        result = influence(policy, batch, loss=NARROW, step=step, optimizer_state=state)
     assert_split_as(result, brute, split_step(policy, brute, step, state), 1e-9)
 
 
@@ -104,7 +104,7 @@ def test_contributions_sum_to_the_prediction_for_the_whole_step(monkeypatch, nam
         return predict_changes(model, batch, directions, **settings)
 
     monkeypatch.setattr(first_order, "predict_changes", predict)
-    table = influence(policy, batch, settings=NARROW, step=step, optimizer_state=state).contributions
+    table = influence(policy, batch, loss=NARROW, step=step, optimizer_state=state).contributions
     changes, _ = predict_changes(policy.model, batch, whole[0], micro_batch_size=8)
     expected = changes[0, batch.response_mask].double().numpy()
     sources = table[[name for name in table if name.startswith("by.")]].sum(axis=1)
@@ -120,7 +120,7 @@ def test_the_error_of_the_prediction_falls_linearly_with_the_step_size(name, ste
     state = warm_state(policy) if step.optimizer == "adamw" else None
     rates, errors = [4.0**-k * 4e-3 for k in range(4)], []
     for rate in rates:
-        keywords = {"settings": NARROW, "step": replace(step, learning_rate=rate), "optimizer_state": state}
+        keywords = {"loss": NARROW, "step": replace(step, learning_rate=rate), "optimizer_state": state}
         with TrueFloat64():
             actual = movement_table([apply_update(policy, batch, **keywords)])["delta_logprob.all"]
             predicted = influence(policy, batch, **keywords).contributions["predicted"]
@@ -131,10 +131,10 @@ def test_the_error_of_the_prediction_falls_linearly_with_the_step_size(name, ste
 
 def test_without_forward_mode_the_same_comes_from_central_differences_and_is_called_so(monkeypatch, policy, batch):
     state = warm_state(policy)
-    expected = influence(policy, batch, settings=NARROW, step=STEPS[2], optimizer_state=state).contributions
+    expected = influence(policy, batch, loss=NARROW, step=STEPS[2], optimizer_state=state).contributions
     monkeypatch.setattr(torch.func, "jvp", raising(NotImplementedError("op")))
     with pytest.warns(UserWarning, match="no forward mode"):
-        result = influence(policy, batch, settings=NARROW, step=STEPS[2], optimizer_state=state)
+        result = influence(policy, batch, loss=NARROW, step=STEPS[2], optimizer_state=state)
     assert result.method == "central differences"
     assert "by central differences" in repr(result)
     for name in [name for name in expected if name.startswith("by.")]:
@@ -181,7 +181,7 @@ def test_input_that_cannot_be_predicted_is_refused(policy, batch):
     with pytest.raises(InputError, match="learning_rate is -1"):
         influence(policy, batch, step=StepSettings(learning_rate=-1))
     with pytest.raises(InputError, match="holds no contributions"):
-        influence_table(pd.DataFrame({"interval": [0]}), rng=None)
+        influence_table(pd.DataFrame({"interval": [0]}), seed=None)
     with pytest.raises(InputError, match="n is 0"):
         moved_against(made_up(), 0)
 
@@ -215,7 +215,7 @@ def naive(tokens: list[dict], source: str) -> list[float]:
 
 def test_the_table_and_its_bounds_are_those_of_loops_over_tokens_and_redrawn_prompts():
     table = made_up()
-    found = influence_table(table, rng=np.random.default_rng(8), resamples=40, confidence=0.9)
+    found = influence_table(table, seed=np.random.default_rng(8), resamples=40, confidence=0.9)
     assert [*found["source"].unique()] == [0, 1, 2, "kl", "momentum"]
     assert [*found["target"].unique()] == [0, 1, 2, "all"]
     tokens, rng = table.to_dict("records"), np.random.default_rng(8)

@@ -192,7 +192,7 @@ def step_by_hand(
 @pytest.mark.parametrize("step", STEPS)
 def test_the_step_in_coefficients_is_the_linearised_step_in_explicit_vectors(policy, batch, brute, state, step):
     state = state_for(step, state)
-    keywords = {"settings": NARROW, "step": step, "optimizer_state": state}
+    keywords = {"loss": NARROW, "step": step, "optimizer_state": state}
     linear = linearise(policy, batch, etas=ETAS, weightings=METHODS, **keywords)
     assert linear.method == "forward mode"
     _, plain = step_by_hand(policy, batch, brute, PLAIN, step, state)
@@ -207,7 +207,7 @@ def test_the_step_in_coefficients_is_the_linearised_step_in_explicit_vectors(pol
 
 def test_gradient_shares_are_those_of_each_intervals_own_gradient(policy, batch, brute):
     step = StepSettings("sgd", max_grad_norm=None)
-    linear = linearise(policy, batch, settings=NARROW, step=step, weightings=METHODS)
+    linear = linearise(policy, batch, loss=NARROW, step=step, weightings=METHODS)
     old, n = batch.old_logprobs[batch.response_mask].exp(), len(brute.kl)
     weights = {Setting(0.3): torch.tensor(brute.policy, dtype=torch.float64) * (0.3 * old + 0.7)}
     for setting in OTHERS:
@@ -228,7 +228,7 @@ def test_of_a_tiny_step_the_prediction_is_what_happens(policy, batch, optimizer)
     betas, rate = (0.8, 0.9999), {"sgd": 1e-6, "adamw": 1e-9}[optimizer]
     state = make_state(policy, betas, 10**6) if optimizer == "adamw" else None
     step = StepSettings(optimizer, rate, 0.1, betas=betas, eps=EPS)
-    keywords = {"settings": NARROW, "step": step, "optimizer_state": state}
+    keywords = {"loss": NARROW, "step": step, "optimizer_state": state}
     linear = linearise(policy, batch, etas=ETAS, weightings=METHODS, **keywords)
     for setting in GRID + OTHERS:
         movement = take_step(policy, linear, setting, **keywords)
@@ -265,7 +265,7 @@ def test_responses_without_an_advantage_are_left_out_and_change_nothing_but_the_
     advantages[rows] = 0.0
     some, step = replace(batch, advantages=advantages), StepSettings("sgd", 0.1, max_grad_norm=None)
     for kl, settings in ((False, replace(NARROW, kl_coef=0)), (True, NARROW)):
-        linear = linearise(policy, some, etas=ETAS, settings=settings, step=step)
+        linear = linearise(policy, some, etas=ETAS, loss=settings, step=step)
         assert len(linear.judged) == 4
         kept = linear.judged.response_mask
         inside = torch.ones(batch.input_ids.shape, dtype=torch.bool)
@@ -278,9 +278,9 @@ def test_responses_without_an_advantage_are_left_out_and_change_nothing_but_the_
             wanted = (brute.jacobian @ moved)[inside].numpy()
             found = linear.predict(setting).delta_logprob
             np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
-            movement = take_step(policy, linear, setting, settings=settings, step=step)
+            movement = take_step(policy, linear, setting, loss=settings, step=step)
             whole = apply_update(
-                policy, some, setting.variant, settings=settings, step=step,
+                policy, some, setting.variant, loss=settings, step=step,
                 **{n: v for n, v in (("alpha", setting.alpha), ("eta", setting.eta)) if v is not None},
             )  # fmt: skip
             here = (movement.after.logprob - movement.before.logprob)[kept]
@@ -309,7 +309,7 @@ def naive_counts(batch: TokenBatch, change: Tensor) -> dict[tuple, list[int]]:
 
 def test_counts_are_those_of_loops_over_predictions_and_over_direct_updates(policy, batch):
     step = StepSettings("sgd", 0.3)
-    keywords = {"settings": NARROW, "step": step}
+    keywords = {"loss": NARROW, "step": step}
     part = tune_batch(policy, batch, GRID, **keywords)
     linear = linearise(policy, batch, etas=ETAS, **keywords)
     for place, setting in enumerate(GRID):
@@ -354,7 +354,7 @@ def signs(batch: TokenBatch, seed: int) -> Tensor:
 def screened(batches: list[TokenBatch], policy: Policy) -> Screening:
     grid, step = make_grid([0, 0.3, 1.0], [None]), StepSettings("sgd", 1e-3, micro_batch_size=16)
     parts = [tune_batch(policy, batch, grid, step=step, actual=i % 2 == 0) for i, batch in enumerate(batches)]
-    return screen(parts, grid, rng=np.random.default_rng(0))
+    return screen(parts, grid, seed=np.random.default_rng(0))
 
 
 @pytest.fixture(scope="module")
@@ -432,7 +432,7 @@ def test_scores_differences_rankings_and_their_bounds_are_those_of_an_explicit_l
     parts = [made_up(4, n, seed=9 + n, effect=0.1, tokens=3) for n in sizes]
     for part in parts:
         part.loc[part["interval"] == 0, ["num_tokens", "predicted_right", "actual_right"]] = 2
-    found = screen(parts, settings_of(4), rng=np.random.default_rng(3), min_tokens=7, resamples=resamples)
+    found = screen(parts, settings_of(4), seed=np.random.default_rng(3), min_tokens=7, resamples=resamples)
     assert found.cells == CELLS[2:] and found.held_out == [True, False, True, False]
     rng = np.random.default_rng(3)
     draws = [rng.multinomial(n, np.full(n, 1 / n), size=resamples) for n in sizes]
@@ -469,7 +469,7 @@ def test_what_varies_between_updates_gives_verdicts_at_the_nominal_rate_and_none
     told, starred, trials, others = 0, 0, 15, 39
     for trial in range(trials):
         parts = [made_up(others + 1, 2, seed=100 * trial + b, spread=0.1, tokens=40) for b in range(6)]
-        keywords = {"rng": np.random.default_rng(0), "resamples": 200}
+        keywords = {"seed": np.random.default_rng(0), "resamples": 200}
         verdicts = screen(parts, settings_of(others + 1), **keywords).settings["verdict"]
         told += verdicts.isin(["better", "worse"]).sum()
         few = screen(parts[:4], settings_of(others + 1), **keywords)
@@ -483,14 +483,14 @@ def test_what_varies_between_updates_gives_verdicts_at_the_nominal_rate_and_none
 
 def test_a_real_effect_is_confirmed():
     parts = [made_up(8, 8, seed=b, effect=0.2) for b in range(6)]
-    found = screen(parts, settings_of(8), rng=np.random.default_rng(0))
+    found = screen(parts, settings_of(8), seed=np.random.default_rng(0))
     assert found.candidate.name == 1 and found.worth_a_run
     assert found.settings["verdict"].iloc[1] == "better" and found.settings["verdict"].iloc[0] == "no difference"
 
 
 def test_two_held_out_batches_decide_nothing_however_large_the_effect():
     parts = [made_up(8, 8, seed=b, effect=0.3) for b in range(4)]
-    found = screen(parts, settings_of(8), rng=np.random.default_rng(0))
+    found = screen(parts, settings_of(8), seed=np.random.default_rng(0))
     assert found.candidate.name == 1 and found.candidate["lower"] > 0.1
     assert found.candidate["verdict"] == "undecided" and not found.worth_a_run
     text = report(found, step="SGD")
@@ -519,7 +519,7 @@ def test_what_no_grid_can_be_made_of_is_refused():
 
 def test_what_cannot_be_predicted_is_refused(policy, batch, state):
     with pytest.raises(InputError, match="reweight_alpha is"):
-        linearise(policy, batch, settings=LossSettings(reweight_alpha=0.3))
+        linearise(policy, batch, loss=LossSettings(reweight_alpha=0.3))
     with pytest.raises(InputError, match="bfloat16"):
         linearise(make_policy("gpt2", torch.bfloat16), batch)
     with pytest.raises(InputError, match="neither"):
@@ -535,6 +535,6 @@ def test_what_cannot_be_predicted_is_refused(policy, batch, state):
         linearise(policy, batch, step=STEPS[2], optimizer_state=state)
     state["state"][3]["step"] -= 2
     with pytest.raises(InputError, match="1 batch"):
-        screen([made_up(2, 3, seed=0)], settings_of(2), rng=np.random.default_rng(0))
+        screen([made_up(2, 3, seed=0)], settings_of(2), seed=np.random.default_rng(0))
     with pytest.raises(InputError, match="has 1000 tokens that move"):
-        screen([made_up(2, 3, seed=0)] * 2, settings_of(2), rng=np.random.default_rng(0), min_tokens=1000)
+        screen([made_up(2, 3, seed=0)] * 2, settings_of(2), seed=np.random.default_rng(0), min_tokens=1000)

@@ -25,8 +25,7 @@ from gradscope.policy import Policy, float_parameters
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.algorithm import plan_update
-from gradscope.updates import StepSettings, apply_update, apply_updates, movement_table
-from gradscope.updates import movement as updates
+from gradscope.updates import StepSettings, apply_update, apply_updates, movement as updates, movement_table
 from gradscope.updates.movement import Movement
 from gradscope.updates.variants import VARIANTS, make_variant
 
@@ -178,7 +177,7 @@ def passes_by_loop(name: str, batch: TokenBatch, before: TokenStatistics, size: 
 def test_every_token_moves_as_under_a_hand_written_loop(starts, batch, kind, name):
     start, size = starts[kind], 4 if kind == "adamw, fresh" else None
     choices = {"step": start.step, "optimizer_state": start.state, "mini_batch_size": size}
-    movement = apply_update(start.policy, batch, name, settings=SETTINGS, **choices)
+    movement = apply_update(start.policy, batch, name, loss=SETTINGS, **choices)
     hand = twin(start.policy)
     before = statistics_by_loop(hand, batch)
     passes = passes_by_loop(name, batch, movement.before, size)
@@ -203,7 +202,7 @@ def test_every_token_moves_as_under_a_hand_written_loop(starts, batch, kind, nam
 
 
 def test_clipping_was_at_work_in_the_loops_above(starts, batch):
-    [result] = apply_update(starts["sgd"].policy, batch, settings=SETTINGS, step=starts["sgd"].step).results
+    [result] = apply_update(starts["sgd"].policy, batch, loss=SETTINGS, step=starts["sgd"].step).results
     assert result.grad_norm > 0.4
     assert result.grad_norm_clipped == pytest.approx(0.3, rel=1e-4)
     assert min(result.clipped_low, result.clipped_high, result.clipped_dual) >= 1
@@ -234,7 +233,7 @@ def test_lopti_ends_at_the_trainers_weights_bit_for_bit(monkeypatch, adamw):
     monkeypatch.setattr(updates, "batch_statistics", record)
     step = replace(ADAMW if adamw else StepSettings(), micro_batch_size=2)
     movement = apply_update(
-        policy, batch, "reweight-lopti", settings=SETTINGS, step=step, alpha=0.3, eta=0.5, mini_batch_size=4
+        policy, batch, "reweight-lopti", loss=SETTINGS, step=step, alpha=0.3, eta=0.5, mini_batch_size=4
     )
     assert movement.results == results
     assert [r.name for r in results] == ["low", "low", "high", "high"]
@@ -246,10 +245,10 @@ def test_lopti_ends_at_the_trainers_weights_bit_for_bit(monkeypatch, adamw):
 
 
 def test_padding_and_micro_batches_change_only_rounding(policy, batch):
-    usual = movement_table([apply_update(policy, batch, "lopti", settings=SETTINGS)])
+    usual = movement_table([apply_update(policy, batch, "lopti", loss=SETTINGS)])
     for size in (1, 2, 5):
         other = pad_both_sides(batch, 2, 3)
-        found = apply_update(policy, other, "lopti", settings=SETTINGS, step=StepSettings(micro_batch_size=size))
+        found = apply_update(policy, other, "lopti", loss=SETTINGS, step=StepSettings(micro_batch_size=size))
         pd.testing.assert_frame_equal(movement_table([found]), usual, rtol=1e-9, atol=1e-13)
 
 
@@ -344,7 +343,7 @@ def test_a_state_that_names_its_parameters_is_read_by_name_and_trains_those_alon
         parameter.requires_grad_(index in order)
     whole = by_loop("all", batch, batch.advantages)
     update_by_hand(hand, batch, whole, SETTINGS, optimizer, 1.0)
-    movement = apply_update(start.policy, batch, settings=SETTINGS, step=ADAMW, optimizer_state=state)
+    movement = apply_update(start.policy, batch, loss=SETTINGS, step=ADAMW, optimizer_state=state)
     wanted = statistics_by_loop(hand, batch)["logprob"]
     found = movement.after.logprob[batch.response_mask]
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-10)
@@ -403,7 +402,7 @@ def test_several_updates_share_the_statistics_before_and_each_starts_from_the_sa
 
 def test_rows_are_the_kept_tokens_by_response_and_position_with_what_a_loop_says_of_them(policy, batch):
     edges = (0.0, 0.3, 1.0)
-    table = movement_table([apply_update(policy, batch, settings=SETTINGS, edges=edges)])
+    table = movement_table([apply_update(policy, batch, loss=SETTINGS, edges=edges)])
     before = statistics_by_loop(policy, batch)
     rows = []
     for response in range(len(batch)):
@@ -424,7 +423,7 @@ def test_rows_are_the_kept_tokens_by_response_and_position_with_what_a_loop_says
     assert list(table.columns) == [*columns, "delta_prob.all", "delta_logprob.all", "delta_log_odds.all"]
     pd.testing.assert_frame_equal(table[columns], wanted, check_dtype=False, rtol=1e-6)
     assert 0 < (wanted["weight"] == 0).sum() < len(wanted)
-    other = movement_table([apply_update(policy, batch, settings=SETTINGS, edges=edges)], edges=(0.0, 0.9, 1.0))
+    other = movement_table([apply_update(policy, batch, loss=SETTINGS, edges=edges)], edges=(0.0, 0.9, 1.0))
     assert other["interval"].tolist() == [int(p >= 0.9) for p in wanted["old_prob"]]
 
 
@@ -530,7 +529,7 @@ def test_a_table_takes_updates_of_the_same_tokens_from_the_same_weights_by_diffe
         ([], "no movement to tabulate"),
         ([movement, movement], "two movements are called all"),
         ([movement, apply_update(policy, batch.select([0, 1, 2]), "only-0")], "all and only-0 differ"),
-        ([movement, apply_update(policy, batch, "only-0", settings=SETTINGS)], "all and only-0 differ"),
+        ([movement, apply_update(policy, batch, "only-0", loss=SETTINGS)], "all and only-0 differ"),
         ([movement, apply_update(policy, batch, "only-0", edges=(0.0, 1.0))], "all and only-0 differ"),
         ([movement, replace(movement, name="x", before=movement.after)], "all and x differ"),
     ]:

@@ -67,7 +67,7 @@ def entropy(batch) -> Tensor:
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "random-split"])
 def test_a_variant_selects_the_tokens_that_a_double_loop_selects(batch, entropy, name, size):
-    variant = make_variant(name, batch, entropy=entropy, mini_batch_size=size, settings=SETTINGS, eta=0.6)
+    variant = make_variant(name, batch, entropy=entropy, mini_batch_size=size, loss=SETTINGS, eta=0.6)
     expected = by_loop(name, batch, entropy, size=size, eta=0.6)
     assert variant.name == name
     assert len(variant.passes) == len(expected)
@@ -83,10 +83,10 @@ def test_a_variant_selects_the_tokens_that_a_double_loop_selects(batch, entropy,
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_only_the_reweighted_variants_change_the_loss(batch, entropy, name):
-    found = make_variant(name, batch, entropy=entropy, settings=SETTINGS, alpha=0.25).settings
+    found = make_variant(name, batch, entropy=entropy, loss=SETTINGS, alpha=0.25).settings
     assert found == (replace(SETTINGS, reweight_alpha=0.25) if name.startswith("reweight") else SETTINGS)
     own = replace(SETTINGS, reweight_alpha=0.1)
-    found = make_variant(name, batch, entropy=entropy, settings=own, alpha=0.25).settings
+    found = make_variant(name, batch, entropy=entropy, loss=own, alpha=0.25).settings
     assert found.reweight_alpha == (0.25 if name.startswith("reweight") else 0.1)
 
 
@@ -157,7 +157,7 @@ def test_high_entropy_is_a_fifth_of_the_tokens_rounded_up(batch, rows):
         ("all", {"old_logprobs": None}, {}, "old_logprobs are unknown at 38 of 38 response tokens"),
         ("all", {"response_mask": torch.zeros(5, 14, dtype=torch.bool)}, {}, "response_mask keeps no token"),
         ("all", {}, {"mini_batch_size": 0}, "mini_batch_size is 0"),
-        ("all", {}, {"settings": LossSettings(kl_coef=-1.0)}, "kl_coef is -1.0"),
+        ("all", {}, {"loss": LossSettings(kl_coef=-1.0)}, "kl_coef is -1.0"),
         ("reweight", {}, {"alpha": 1.5}, "reweight_alpha is 1.5"),
         ("lopti", {}, {"eta": 1.5}, "eta is 1.5"),
         ("high-entropy", {}, {}, "high-entropy needs the entropy of every response token"),

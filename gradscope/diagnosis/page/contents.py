@@ -1,29 +1,35 @@
-"""A diagnosis, or what a dump alone says, as a page with its tables, and both as files."""
+"""A diagnosis, or what a log alone says, as a page with its tables, and both as files."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from gradscope.diagnosis import plots as plot_diagnosis
-from gradscope.diagnosis.page.page import Finding, Page, Paragraph, Section
-from gradscope.diagnosis.page.render import write_page
+from gradscope.diagnosis.format import as_sentence
+from gradscope.diagnosis.page.first_screen import decide, make_tiles
+from gradscope.diagnosis.page.page import Block, Figure, Finding, Page, Paragraph, Section, Table
+from gradscope.diagnosis.page.render import render, write_page
 from gradscope.diagnosis.page.sections import KEYS, Sheets, make_sections
-from gradscope.diagnosis.page.viewer import Viewer, prompt_texts
+from gradscope.diagnosis.page.viewer import Viewer, prompt_texts, viewer_data
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.tokens import add_weighted_norms
 from gradscope.diagnosis.words import findings
+from gradscope.errors import checked
+from gradscope.gradients import PARAMETERS
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import write_text
 
 PAGE = "report.html"
 NO_VERDICT = (
-    "No verdict: this is from the dump alone. It is exact at the logits and assumes that gradients below them go as "
-    "1 − π, which nobody measured here."
+    "No verdict: this is from the rollouts alone. The bounds are exact at the logits; that gradients below them scale "
+    "as 1 − π is assumed, not measured."
 )
 
 
@@ -35,7 +41,17 @@ class Report:
     tables: dict[str, pd.DataFrame] = field(default_factory=dict)
     """By file name, relative to the page."""
 
+    def to_html(self, path: str | Path) -> Path:
+        """Write the page alone, without links to its tables; its path."""
 
+        def alone(block: Block | None) -> Block | None:
+            return replace(block, csv=None) if isinstance(block, Figure | Table) else block
+
+        sections = tuple(replace(s, blocks=tuple(map(alone, s.blocks))) for s in self.page.sections)
+        return write_page(Path(path), replace(self.page, sections=sections, lead=alone(self.page.lead)))
+
+
+@checked
 def make_report(
     diagnosis: Diagnosis,
     policy: Policy,
@@ -51,15 +67,19 @@ def make_report(
     what has to be known beside what the diagnosis says itself, such as how the rollouts were read.
     """
     sheets = Sheets()
-    d = diagnosis
+    d, said = diagnosis, diagnosis.findings or findings(diagnosis)
     page = Page(
         title=title,
-        subtitle=f"{len(d.table):,} response tokens, {d.num_responses:,} responses to {d.num_prompts:,} prompts",
-        findings=tuple(Finding(*sentence) for sentence in findings(d)),
+        subtitle=describe_rollouts(d, batch),
+        findings=tuple(Finding(*sentence) for sentence in said),
         sections=make_sections(d, policy, sheets),
-        viewer=_make_viewer(d, policy, batch),
+        viewer=viewer(d.table, batch=batch, tokenizer=policy.tokenizer, movement=d.movement).page.viewer,
         facts=dict(facts or {}),
-        notes=tuple(map(as_sentence, (*notes, *d.notes))),
+        notes=tuple(as_sentence(note) for note in (*notes, *d.notes) if note not in d.warnings),
+        warnings=tuple(map(as_sentence, d.warnings)),
+        decision=decide(d, said),
+        tiles=make_tiles(d),
+        lead=_lead(d, sheets),
     )
     return Report(page, sheets.tables)
 
@@ -68,7 +88,7 @@ def make_logit_report(
     table: pd.DataFrame,
     shares: pd.DataFrame,
     *,
-    title: str = "gradscope: a dump alone",
+    title: str = "gradscope: rollouts alone",
     facts: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
@@ -92,10 +112,11 @@ def make_logit_report(
     subtitle = f"{len(table):,} response tokens, {table['response'].nunique():,} responses"
     sections = (Section("logits", "Bounds at the logits", blocks),)
     notes = tuple(map(as_sentence, notes))
-    finding = Finding(NO_VERDICT, f"{subtitle}, read in the precision of the dump.", "warn")
+    finding = Finding(NO_VERDICT, f"{subtitle}, at the precision of the rollout log.", "warn")
     return Report(Page(title, subtitle, (finding,), sections, None, dict(facts or {}), notes), sheets.tables)
 
 
+@checked
 def write_report(folder: str | Path, report: Report) -> Path:
     """Write the tables, then report.html, into the folder, each beside and then renamed; its path."""
     folder = Path(folder)
@@ -105,19 +126,70 @@ def write_report(folder: str | Path, report: Report) -> Path:
     return write_page(folder / PAGE, report.page)
 
 
-def as_sentence(note: str) -> str:
-    """What the command line prints after "note:", with a capital, unless it begins with a name, and a full stop."""
-    first = note.split(" ", 1)[0]
-    start = note[:1].upper() + note[1:] if first.isalpha() and first.islower() else note
-    return start if start.endswith((".", "!", "?")) else f"{start}."
+@dataclass(frozen=True, repr=False)
+class TokenViewer:
+    """The page's viewer by itself: shown in a notebook, or written as a page that fetches nothing."""
+
+    page: Page
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the page; its path."""
+        return write_page(Path(path), self.page)
+
+    def __repr__(self) -> str:
+        table = self.page.viewer.table
+        return (
+            f"TokenViewer({len(table):,} tokens of {table['response'].nunique():,} responses; to_html(path) writes it)"
+        )
+
+    def _repr_html_(self) -> str:
+        source = html.escape(render(self.page), quote=True)
+        return f'<iframe srcdoc="{source}" title="Token viewer" style="width: 100%; height: 44rem; border: 0"></iframe>'
 
 
-def _make_viewer(d: Diagnosis, policy: Policy, batch: TokenBatch) -> Viewer:
-    """The tokens that were diagnosed, with their movement where a step was taken."""
-    table = add_weighted_norms(d.table)
-    if d.movement is not None:
-        moved = d.movement[[*KEYS, "delta_logprob.all"]].rename(columns={"delta_logprob.all": "delta_logprob"})
-        table = table.merge(moved, on=KEYS, how="left", validate="one_to_one")
-    prompts = None if policy.tokenizer is None else prompt_texts(batch, policy.tokenizer)
-    rewards = None if batch.rewards is None else batch.rewards.tolist()
-    return Viewer(table, prompts=prompts, rewards=rewards)
+@checked
+def viewer(
+    table: pd.DataFrame,
+    *,
+    batch: TokenBatch | None = None,
+    tokenizer: Any = None,
+    movement: pd.DataFrame | None = None,
+    title: str = "Token by token",
+) -> TokenViewer:
+    """The responses of a token table, each token shaded by its numbers: what a notebook shows as a cell's last value.
+
+    table: of `measure`. batch: the rollouts, for their rewards and, with the policy's tokenizer, their prompts.
+    movement: `movement_table` of one step. Raises InputError for a table that holds nothing to shade by.
+    """
+    shown = table if "weight" not in table or PARAMETERS not in table else add_weighted_norms(table)
+    if movement is not None:
+        moved = movement[[*KEYS, "delta_logprob.all"]].rename(columns={"delta_logprob.all": "delta_logprob"})
+        shown = shown.merge(moved, on=KEYS, how="left", validate="one_to_one")
+    prompts = None if batch is None or tokenizer is None else prompt_texts(batch, tokenizer)
+    rewards = None if batch is None or batch.rewards is None else batch.rewards.tolist()
+    first = None
+    if "squared_share" in shown and (energy := shown.groupby("response")["squared_share"].sum()).max() > 0:
+        first = int(energy.idxmax())
+    made = Viewer(shown, prompts=prompts, rewards=rewards, shade="weighted_norm", first=first)
+    viewer_data(made)  # refused here, not when it is shown
+    return TokenViewer(Page(title, viewer=made))
+
+
+def describe_rollouts(d: Diagnosis, batch: TokenBatch) -> str:
+    """What was looked at, in a line."""
+    temperatures = ", ".join(f"{value:g}" for value in batch.temperature.unique().tolist())
+    told = f"{len(d.table):,} tokens of {d.num_responses:,} responses to {d.num_prompts:,} prompts"
+    if d.num_informative_prompts != d.num_prompts:
+        told += f", {d.num_informative_prompts:,} of them with an advantage"
+    return f"{told}; temperature {temperatures}"
+
+
+def _lead(d: Diagnosis, sheets: Sheets) -> Figure | None:
+    if d.pick("squared_share", "raw", d.labels[0]) is None:
+        return None
+    caption = (
+        "Each probability bin's share of the tokens, of the gradient energy (tokens one by one) and of the summed "
+        "gradient (what is left after they cancel). Bars: 95 % over redrawn prompts."
+    )
+    drawn = sheets.figure("shares", lambda: plot_diagnosis.plot_shares(d.statistics, d.labels), caption)
+    return drawn if isinstance(drawn, Figure) else None

@@ -11,7 +11,7 @@ import pandas as pd
 from gradscope.diagnosis.page.viewer import Viewer
 from gradscope.errors import InputError
 
-RESERVED = ("verdict", "tokens", "made")
+RESERVED = ("verdict", "evidence", "tokens", "made")
 """Ids of the page's own sections."""
 
 
@@ -23,7 +23,7 @@ def _check_beside(file: str) -> None:
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence of the verdict, at the top of the page."""
+    """One sentence that the numbers bear."""
 
     statement: str
     detail: str = ""
@@ -67,6 +67,16 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """A number of the first screen."""
+
+    label: str
+    value: str
+    note: str = ""
+    """Its interval, and what it is of."""
+
+
+@dataclass(frozen=True)
 class Table:
     frame: pd.DataFrame
     """Shown without its index; the first column names the rows."""
@@ -75,8 +85,16 @@ class Table:
     """Column → how `str.format` writes its numbers, as "{:.1%}"; other floats are written with three digits."""
     folded: bool = False
     """Shown only when its caption is opened."""
+    csv: str | None = None
+    """The file with the whole table, relative to the page."""
+    tokens: tuple[tuple[int, int], ...] = ()
+    """(response, position) of the token that each row is about: it links into the viewer; empty: of none."""
 
     def __post_init__(self) -> None:
+        if self.csv is not None:
+            _check_beside(self.csv)
+        if self.tokens and len(self.tokens) != len(self.frame):
+            raise InputError(f"the table has {len(self.frame)} rows and {len(self.tokens)} tokens; give one each")
         if unknown := [name for name in self.formats if name not in self.frame.columns]:
             columns = ", ".join(map(str, self.frame.columns))
             raise InputError(f"formats names {unknown[0]!r}, which the table has not; it has {columns}")
@@ -122,7 +140,15 @@ class Page:
     facts: dict[str, str] = field(default_factory=dict)
     """How the results were made: versions, model, hashes, settings; shown at the end."""
     notes: tuple[str, ...] = ()
-    """What a reader has to know before believing the findings, such as that only a sample was measured."""
+    """What a reader has to know before believing the findings, such as that only a sample was measured: folded behind a
+    line that counts them."""
+    warnings: tuple[str, ...] = ()
+    """What may change the verdict itself: shown first."""
+    decision: tuple[str, ...] = ()
+    """What to take away, in three sentences at most; the findings are then the evidence, further down."""
+    tiles: tuple[Tile, ...] = ()
+    lead: Figure | None = None
+    """The one figure of the first screen."""
 
     def __post_init__(self) -> None:
         ids = [section.id for section in self.sections]

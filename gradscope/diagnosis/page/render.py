@@ -5,22 +5,29 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 from importlib.resources import files
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
 
+from gradscope.diagnosis.glossary import DEFINITIONS, TERMS
 from gradscope.diagnosis.page.drawings import inline_svg
 from gradscope.diagnosis.page.page import Page, Table
 from gradscope.diagnosis.page.viewer import viewer_data
 from gradscope.runs import write_text
 
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
 TONES = {"plain": "", "good": "good", "warn": "caution", "bad": "problem"}
 """What a finding's tone is called, for those who do not see its colour."""
+
+_TERM = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, sorted(TERMS, key=len, reverse=True)))})(?!\w)", re.IGNORECASE)
 
 
 def write_page(path: str | os.PathLike, page: Page) -> Path:
@@ -62,10 +69,27 @@ def render(page: Page) -> str:
         kind=lambda block: type(block).__name__,
         svg=lambda figure: Markup(inline_svg(figure.drawing, f"f{next(number)}")),
         cells=table_cells,
+        explain=explain,
         link=lambda figure: quote(figure.csv),
     )
     # Half of a surrogate pair, as broken tokens can hold, has no UTF-8.
     return html.encode("utf-8", "replace").decode("utf-8")
+
+
+def explain(text: str) -> Markup:
+    """The text, escaped; the first place of each term of the glossary shows its meaning when pointed at or focused."""
+    from markupsafe import Markup, escape
+
+    seen: set[str] = set()
+
+    def mark(found: re.Match) -> str:
+        term = TERMS[found[0].lower()]
+        if term in seen:
+            return found[0]
+        seen.add(term)
+        return f'<span class="term" tabindex="0" data-meaning="{escape(DEFINITIONS[term])}">{found[0]}</span>'
+
+    return Markup(_TERM.sub(mark, str(escape(text))))
 
 
 def content_policy(script: str) -> str:

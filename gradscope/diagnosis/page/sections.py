@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from pandas.api.types import is_numeric_dtype
 
 from gradscope import plots
 from gradscope.diagnosis import plots as plot_diagnosis
-from gradscope.diagnosis.format import number_words
+from gradscope.diagnosis.format import bits_words, name_bin, number_words, share_words, times_words
 from gradscope.diagnosis.glossary import DEFINITIONS
 from gradscope.diagnosis.page.page import Block, Definition, Figure, Paragraph, Section, Table
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.summary import measured_cones
 from gradscope.errors import InputError
 from gradscope.gradients import LAYER, PARAMETERS
-from gradscope.plots import drawn_numbers
+from gradscope.plots import METRICS, drawn_numbers, label_of
 from gradscope.policy import Policy
 from gradscope.theory import theory_report
 from gradscope.updates import NO_RECOMMENDATION, WHAT_STAYS, signal_sentence
@@ -26,7 +28,9 @@ KEYS = ["response", "position"]
 DATA = "data"
 """Folder, beside the page, of the CSV files."""
 PERCENT = "{:.1%}"
-SHARES = ("share", "token_share", "squared_share", "prob", "old_prob", "predicted_score", "predicted_held_out")
+SHARES = ("found", "predicted_held_out")
+BASES = ("value", "share", "coefficient", "difference")
+"""Columns that the bounds `lower` and `upper` are of, the first that is there."""
 
 
 class Sheets:
@@ -63,29 +67,70 @@ class Sheets:
         columns: Sequence[str] | None = None,
         *,
         folded: bool = False,
+        links: bool = False,
     ) -> Table:
-        """columns: those that the page shows, None: all; the file has all."""
+        """columns: those that the page shows, None: all; the file has all, by their names in the code.
+
+        links: each row is about a token, which it links to.
+        """
         self.tables[f"{DATA}/{name}.csv"] = frame
-        frame = frame if columns is None else frame[[column for column in columns if column in frame]]
-        shares = {column: PERCENT for column in frame if column in SHARES or str(column).startswith("% of")}
-        return Table(frame, caption, shares, folded)
+        shown = tell_bounds(frame)
+        if columns is not None:
+            shown = shown[[column for column in columns if column in shown]]
+        tokens: tuple[tuple[int, int], ...] = ()
+        if links and {*KEYS} <= {*frame}:
+            tokens = tuple((int(one), int(other)) for one, other in frame[KEYS].itertuples(index=False))
+        shares = [column for column in shown if is_share(str(column)) and is_numeric_dtype(shown[column])]
+        names = {column: label_of(str(column)) for column in shown}
+        formats = {names[c]: PERCENT for c in shares}
+        return Table(shown.rename(columns=names), caption, formats, folded, f"{DATA}/{name}.csv", tokens)
+
+
+def is_share(column: str) -> bool:
+    """Whether a column holds shares, which are written in percent."""
+    stem = column.removesuffix("_difference")
+    return (
+        stem.endswith("share")
+        or stem.startswith("right_")
+        or "_score" in stem
+        or stem in ("found", "predicted_held_out")
+    )
+
+
+def tell_bounds(frame: pd.DataFrame) -> pd.DataFrame:
+    """The table with each number and its bounds as words in one column, as in the sentences."""
+    base = next((name for name in BASES if name in frame), None)
+    bounds = {name: (f"{name}_lower", f"{name}_upper") for name in frame if f"{name}_lower" in frame}
+    if base is not None and "lower" in frame and base not in bounds:
+        bounds[base] = ("lower", "upper")
+    told = {}
+    for name, ends in bounds.items():
+        write = share_words if is_share(name) or (name == "difference" and "predicted_score" in frame) else number_words
+        cells = frame[[name, *ends]].set_axis(["value", "lower", "upper"], axis=1)
+        told[name] = [write(row) for _, row in cells.iterrows()]
+    frame = frame.assign(**told).drop(columns=[end for ends in bounds.values() for end in ends])
+    if "quantity" in frame:
+        frame = frame.assign(quantity=frame["quantity"].map(label_of))
+    if "label" in frame:  # the bin's number is for code
+        frame = frame.assign(label=frame["label"].map(name_bin)).drop(columns="interval", errors="ignore")
+    return frame
 
 
 def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets) -> tuple[Section, ...]:
     """Those that this diagnosis has numbers for, in the order of the page."""
     made = (
-        ("dominance", "Whom the update serves", _dominance(d, sheets)),
+        ("dominance", "Shares by probability bin", _dominance(d, sheets)),
         ("figure-1", "Tokens, advantages, summed gradients", _figure_1(d, sheets)),
         ("theory", "Norms against 1 − π", _theory(d, policy, sheets)),
         ("layers", "Layer by layer", _layers(d, sheets)),
         ("where", "Kinds of tokens, positions, single tokens", _where(d, sheets)),
         ("signal", "Signal, noise and cosines", _signal(d, sheets)),
-        ("directions", "What a step really does", _directions(d, sheets)),
-        ("influence", "Who moves whom", _influence(d, sheets)),
+        ("directions", "What one step does", _directions(d, sheets)),
+        ("influence", "Influence between bins", _influence(d, sheets)),
         ("drivers", "Probability or entropy", _drivers(d, sheets)),
-        ("proxies", "What stands for the norm", _proxies(d, sheets)),
+        ("proxies", "Cheap proxies of the norm", _proxies(d, sheets)),
         ("weightings", "What each weighting would change", _weightings(d, sheets)),
-        ("settings", "What to try", _settings(d, sheets)),
+        ("settings", "α and η", _settings(d, sheets)),
         ("numbers", "All numbers", _numbers(d, sheets)),
     )
     return tuple(Section(name, title, tuple(blocks)) for name, title, blocks in made if blocks)
@@ -104,37 +149,34 @@ def _dominance(d: Diagnosis, sheets: Sheets) -> list[Block]:
             sheets.figure(
                 "dominance",
                 lambda: plot_diagnosis.plot_dominance(d.statistics, d.labels),
-                "Left: each interval's share of the tokens, of what 1 − π alone predicts, of Σ‖w·g‖² (tokens one by "
-                "one) and of the summed gradient (what is left after they cancel). Right: log₂ of a share over the "
-                "share of the tokens; of summed gradients, the share of Σ_a ‖G_a‖². Bars: 95 % over redrawn prompts.",
+                "Left: each bin's share of the tokens, of what (1−π)² alone predicts, of the gradient energy and "
+                "of the summed gradient (what is left after tokens cancel). Right: log₂ of a share over the share of "
+                "the tokens; of summed gradients, the share of Σ_a ‖G_a‖². Bars: 95 % over redrawn prompts.",
             )
         )
-    blocks.append(sheets.table("intervals", frame, "Each interval of π in numbers; brackets are in the table below."))
-    terms = ("interval of π", "w", "share of Σ‖w·g‖²", "share of the summed gradient", "dominance index")
+    blocks.append(sheets.table("intervals", frame, "Each probability bin in numbers, with intervals of 95 %."))
+    terms = ("probability bin", "w", "gradient energy", "summed gradient", "dominance index")
     return blocks + _define(
-        *terms, "what (1−π) alone predicts", "index of the summed gradients", "AdamW's metric", "95 % interval"
+        *terms, "(1−π)² alone", "index of the summed gradients", "AdamW-preconditioned", "95 % interval"
     )
 
 
 def _interval_row(d: Diagnosis, place: int) -> dict[str, object]:
     label = d.labels[place]
 
-    def value(statistic: str, metric: str = "none") -> float:
+    def told(statistic: str, metric: str, write: Callable[[pd.Series], str]) -> str | None:
         row = d.pick(statistic, metric, label)
-        return np.nan if row is None else float(row["value"])
+        return None if row is None else write(row)
 
-    of_norms = None if d.layers is None else d.layers[d.layers["quantity"] == PARAMETERS]
     return {
-        "π in": label,
-        "tokens": int(value("tokens")),
-        "% of tokens": value("token_share"),
-        "mean ‖g‖": np.nan if of_norms is None else float(of_norms["value"].iloc[place]),
-        "% of Σ‖w·g‖²": value("squared_share", "raw"),
-        "% of summed gradient": value("gradient_share", "raw"),
-        "index (bits)": value("dominance_index", "raw"),
-        "1 − π predicts (bits)": value("predicted_index"),
-        "% of Σ‖w·g‖², AdamW": value("squared_share", "adamw"),
-        "% of summed gradient, AdamW": value("gradient_share", "adamw"),
+        "bin": name_bin(label),
+        "tokens": int(d.pick("tokens", "none", label)["value"]),
+        "share of the tokens": told("token_share", "none", share_words),
+        "share of the gradient energy": told("squared_share", "raw", share_words),
+        "times the average per token": told("dominance_index", "raw", times_words),
+        "share of the summed gradient": told("gradient_share", "raw", share_words),
+        "share of the energy, AdamW": told("squared_share", "adamw", share_words),
+        "share of the summed gradient, AdamW": told("gradient_share", "adamw", share_words),
     }
 
 
@@ -161,7 +203,7 @@ def _theory(d: Diagnosis, policy: Policy, sheets: Sheets) -> list[Block]:
     if not any(name.startswith(LAYER) for name in d.table) or d.settings.edges[0] != 0:
         return []
     try:
-        theory = theory_report(d.table, None, vocab_size=policy.vocab_size, rng=np.random.default_rng(d.settings.seed))
+        theory = theory_report(d.table, None, vocab_size=policy.vocab_size, seed=np.random.default_rng(d.settings.seed))
     except InputError as error:
         return [Paragraph(f"Not drawn: {error}.")]
     depth = sum(name.startswith(LAYER) for name in d.table) - 1
@@ -182,7 +224,7 @@ def _theory(d: Diagnosis, policy: Policy, sheets: Sheets) -> list[Block]:
             token_column="norm",
         ),
     ]
-    return blocks + _define("bounds of Prop. 4.2")
+    return blocks + _define("Prop. 4.2")
 
 
 def _layers(d: Diagnosis, sheets: Sheets) -> list[Block]:
@@ -191,14 +233,15 @@ def _layers(d: Diagnosis, sheets: Sheets) -> list[Block]:
     sheets.tables[f"{DATA}/layer_norms.csv"] = d.layers
     told = d.layers.assign(told=[number_words(row, ".3g") for _, row in d.layers.iterrows()])
     wide = told.pivot(index="quantity", columns="label", values="told").loc[[*dict.fromkeys(d.layers["quantity"])]]
-    wide = wide[list(d.labels)].rename_axis("mean norm").rename_axis(None, axis=1).reset_index()
+    wide = wide[list(d.labels)].rename(index=label_of, columns=name_bin)
+    wide = wide.rename_axis("mean norm").rename_axis(None, axis=1).reset_index()
     return [
         sheets.figure(
             "layers_by_interval",
             lambda: plots.plot_layers_by_interval(d.table, edges=d.settings.edges, parameters=d.parameters),
-            "Median norm of the token gradients (unit weight) by layer and interval of π.",
+            "Median norm of the unweighted token gradients by layer and probability bin.",
         ),
-        Table(wide, "Mean norms with 95 % intervals (data/layer_norms.csv)."),
+        Table(wide, "Mean norms with 95 % intervals.", csv=f"{DATA}/layer_norms.csv"),
     ]
 
 
@@ -209,11 +252,15 @@ def _where(d: Diagnosis, sheets: Sheets) -> list[Block]:
         for driver, words in (("token_class", "kind of token"), ("position_bin", "position in the response")):
             if (d.where["driver"] == driver).any():
                 draw = lambda driver=driver: plot_diagnosis.plot_where(d.where, driver)  # noqa: E731
-                caption = f"Shares by {words}: of the tokens, and of Σ‖w·g‖². Bars: 95 % over redrawn prompts."
+                caption = (
+                    f"Shares by {words}: of the tokens and of the gradient energy. Bars: 95 % over redrawn prompts."
+                )
                 blocks.append(sheets.figure(f"where_{driver}", draw, caption))
     if d.spikes is not None and len(d.spikes):
-        caption = "Where the norm spikes: the tokens of the largest ‖w·g‖ in this batch."
-        blocks.append(sheets.table("spikes", _readable(d.spikes), caption))
+        caption = "The tokens of the largest ‖w·g‖ in this batch, each a link into the viewer."
+        shown = ["response", "position", "token", "prob", "advantage", "weight", "param_grad_norm", "weighted_norm"]
+        shown += ["squared_share"]
+        blocks.append(sheets.table("spikes", _readable(d.spikes), caption, shown, links=True))
     return blocks
 
 
@@ -224,13 +271,16 @@ def _signal(d: Diagnosis, sheets: Sheets) -> list[Block]:
         sheets.figure(
             "signal",
             lambda: plot_diagnosis.plot_signal(d.statistics, d.labels),
-            "How much of each interval's ‖G_a‖² other prompts would share; 0 is noise. Bars: 95 %, a jackknife.",
+            "How much of each bin's ‖G_a‖² other prompts would share; 0 is noise. Bars: 95 %, a jackknife.",
         )
     ]
-    for name, matrix, words in (("cosines", d.cosines, ""), ("adamw_cosines", d.adamw_cosines, ", in AdamW's metric")):
+    for name, matrix, words in (
+        ("cosines", d.cosines, ""),
+        ("adamw_cosines", d.adamw_cosines, ", AdamW-preconditioned"),
+    ):
         if matrix is not None:
             draw = lambda matrix=matrix: plots.plot_cosines(matrix, edges=d.settings.edges)  # noqa: E731
-            caption = f"Cosines between the intervals' summed gradients{words}; near 0 where either is noise."
+            caption = f"Cosines between the bins' summed gradients{words}; near 0 where either is noise."
             blocks.append(sheets.figure(name, draw, caption))
     return blocks + _define("signal fraction")
 
@@ -257,7 +307,7 @@ def _directions(d: Diagnosis, sheets: Sheets) -> list[Block]:
             "prompts. One half is chance.",
         )
     )
-    return blocks + _define("right direction", "policy lag")
+    return blocks + _define("right direction", "off-policy")
 
 
 def _influence(d: Diagnosis, sheets: Sheets) -> list[Block]:
@@ -267,7 +317,7 @@ def _influence(d: Diagnosis, sheets: Sheets) -> list[Block]:
         sheets.figure(
             "influence",
             lambda: plots.plot_influence(d.influence, edges=d.settings.edges),
-            "Whose gradient moves whom: share of each column's movement that each source causes, to first order. "
+            "Whose gradient moves which bin: share of each column's movement that each source causes, to first order. "
             "Columns add up to 1.",
         )
     ]
@@ -280,8 +330,8 @@ def _influence(d: Diagnosis, sheets: Sheets) -> list[Block]:
         against = d.against.merge(d.table[[*KEYS, "token"]], on=KEYS, how="left") if "token" in d.table else d.against
         labels = {str(place): label for place, label in enumerate(d.labels)}
         against = against.assign(mover=against["mover"].replace(labels))
-        blocks.append(sheets.table("against", _readable(against), caption, shown))
-    return blocks + _define("who moves whom")
+        blocks.append(sheets.table("against", _readable(against), caption, shown, links=True))
+    return blocks + _define("influence between bins")
 
 
 def _drivers(d: Diagnosis, sheets: Sheets) -> list[Block]:
@@ -317,10 +367,10 @@ def _settings(d: Diagnosis, sheets: Sheets) -> list[Block]:
         return []
     caption = (
         "Settings by their score, the mean over intervals and signs of Â of the share of tokens that one predicted "
-        "step moves the right way: predicted_score on the batches that select, predicted_held_out on the others, "
-        "there with the difference from the plain loss's."
+        "step moves the right way: on the batches that select, and on the held-out ones, there with the difference "
+        "from the baseline's."
     )
-    shown = ["setting", "predicted_score", "predicted_held_out", "difference", "lower", "upper", "verdict", "steps"]
+    shown = ["setting", "predicted_score", "predicted_held_out", "difference", "verdict", "steps"]
     # Here the prediction stands in the place of the actual score.
     settings = d.recommendation.settings.drop(columns="actual_score")
     return [sheets.table("settings", settings, caption, shown), *_define("α and η")]
@@ -330,25 +380,38 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if (c := d.comparison) is None:
         return []
     caption = (
-        "Each token weighting on this batch beside plain GRPO, by its loss's policy part: whose squared token "
+        "Each token weighting on this batch beside the baseline, plain GRPO, by its loss's policy part: whose token "
         "gradients it is made of; how long the summed gradient is and how far turned; signal to noise of one prompt; "
         "the share of the tokens with an advantage that one step would move its way, to first order; and the share of "
         "the tokens that carry it. Bars: 95 % over prompts."
     )
-    same = "" if not (c.table["same_as"] != "").any() else " same_as: its weights are those of that row."
+    shown = ["method", "step", "same_as", "norm_ratio", "cosine", "signal_to_noise", "right_sgd", "right_adamw"]
+    shown += ["effective_share", "zero_share"]
+    same = "" if not (c.table["same_as"] != "").any() else " Same as: its weights are those of that row."
     return [
         sheets.figure("weightings_drawn", lambda: plots.plot_comparison(c.table, c.by_interval, c.labels), caption),
         Paragraph(signal_sentence(c)),
-        *(Paragraph(note) for note in c.notes),
-        sheets.table("weightings", c.table, f"The same in numbers.{same}", folded=True),
-        sheets.table("weightings_by_interval", c.by_interval, "Each weighting by interval of π.", folded=True),
+        *(Paragraph(note) for note in c.notes if note not in d.notes and note.kind != "off-policy"),
+        sheets.table("weightings", c.table, f"The same in numbers.{same}", shown, folded=True),
+        sheets.table("weightings_by_interval", c.by_interval, "Each weighting by probability bin.", folded=True),
         Paragraph(f"{WHAT_STAYS} {NO_RECOMMENDATION}"),
     ]
 
 
 def _numbers(d: Diagnosis, sheets: Sheets) -> list[Block]:
-    caption = "Every headline number with its 95 % interval; n is the number of tokens that it rests on."
-    return [sheets.table("statistics", d.statistics, caption, folded=True)]
+    caption = "Every headline number with its 95 % interval, and the number of tokens that it rests on."
+    sheets.tables[f"{DATA}/statistics.csv"] = d.statistics
+    write = {"share": share_words, "bits": bits_words}
+    told = [write.get(row["unit"], partial(number_words, form=".3g"))(row) for _, row in d.statistics.iterrows()]
+    shown = {
+        "statistic": d.statistics["statistic"].map(label_of),
+        "metric": d.statistics["metric"].map(METRICS),
+        label_of("interval"): d.statistics["interval"].map(lambda label: name_bin(label) if "," in label else label),
+        "value": told,
+        "tokens": d.statistics["n"],
+        "unit": d.statistics["unit"],
+    }
+    return [Table(pd.DataFrame(shown), caption, folded=True, csv=f"{DATA}/statistics.csv")]
 
 
 def _readable(tokens: pd.DataFrame) -> pd.DataFrame:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
 from gradscope.diagnosis import plots as plot_diagnosis
-from gradscope.diagnosis.format import bits_words, share_words
+from gradscope.diagnosis.format import as_sentence, name_bin, share_words, times_words
 from gradscope.diagnosis.glossary import DEFINITIONS
-from gradscope.diagnosis.page.contents import Report, as_sentence
+from gradscope.diagnosis.page.contents import Report
 from gradscope.diagnosis.page.page import Definition, Finding, Links, Page, Section
 from gradscope.diagnosis.page.sections import Sheets
-from gradscope.diagnosis.result import VERDICT_PROMPTS
+from gradscope.diagnosis.result import VERDICT_PROMPTS, Verdict
 from gradscope.errors import InputError
 
-FOLLOWED = (
-    ("dominance_index", "raw", "The dominance index of tokens with π in {}"),
-    ("squared_share", "raw", "The share of Σ‖w·g‖² that tokens with π in {} hold"),
-    ("gradient_share", "raw", "The share of the summed gradient that tokens with π in {} make"),
-    ("token_share", "none", "The share of the tokens with π in {}"),
-    ("added_index", "raw", "What the network adds to 1 − π for tokens with π in {}"),
-)
-"""Statistic, metric and words of the sentences on the first interval."""
+FOLLOWED = {
+    ("squared_share", "raw"): "The share of the gradient energy of tokens with {}",
+    ("dominance_index", "raw"): "The energy of a token with {} over the average",
+    ("gradient_share", "raw"): "The share of the summed gradient of tokens with {}",
+    ("token_share", "none"): "The share of the tokens with {}",
+    ("added_index", "raw"): "The gradient energy of tokens with {} over what (1−π)² alone predicts",
+}
+"""Statistic and metric → words of the sentences on the first bin."""
 
 
 def make_trend_report(
@@ -36,8 +37,9 @@ def make_trend_report(
 ) -> Report:
     """The page of several checkpoints; InputError for one.
 
-    trend: the statistics of each, one below the other, with a column `step`. links: words and file, relative to this
-    page, of each checkpoint's own page.
+    trend: the statistics of each, one below the other, with a column `step` and, where it is known, `other_step`: True
+    where its rollouts were sampled by a different checkpoint, which is drawn hollow and said first. links: words and
+    file, relative to this page, of each checkpoint's own page.
     """
     steps = sorted(trend["step"].unique().tolist())
     if len(steps) < 2:
@@ -48,10 +50,13 @@ def make_trend_report(
         "trend_drawn",
         lambda: plot_diagnosis.plot_trend(trend, labels),
         f"Headline numbers at {len(steps)} checkpoints, steps {steps[0]} to {steps[-1]}; bands are 95 % over redrawn "
-        "prompts, of the rollouts that each checkpoint was diagnosed on.",
+        "prompts, of the rollouts that each checkpoint was diagnosed on; hollow: of another step's.",
     )
+    foreign = sorted(trend.loc[trend["other_step"], "step"].unique().tolist()) if "other_step" in trend else []
+    which = f"step{'s' if len(foreign) > 1 else ''} {', '.join(map(str, foreign))}"
+    warnings = [f"The rollouts at {which} were sampled by a different checkpoint: drawn hollow."] if foreign else []
     numbers = sheets.table("trend", trend.drop(columns=["n"]), "Every number at every checkpoint.", folded=True)
-    terms = ("dominance index", "share of Σ‖w·g‖²", "share of the summed gradient", "signal fraction", "95 % interval")
+    terms = ("gradient energy", "summed gradient", "signal fraction", "95 % interval")
     sections = (
         Section("trend", "Over training", (drawn, *(Definition(term, DEFINITIONS[term]) for term in terms))),
         Section("checkpoints", "Each checkpoint", (Links(tuple(links)),)),
@@ -60,37 +65,84 @@ def make_trend_report(
     page = Page(
         title=title,
         subtitle=f"{len(steps)} checkpoints, steps {steps[0]} to {steps[-1]}",
-        findings=tuple(_follow(trend, labels[0], steps)),
+        findings=tuple(_follow(trend, labels[0])),
         sections=sections if links else sections[::2],
         facts=dict(facts or {}),
         notes=tuple(map(as_sentence, notes)),
+        warnings=tuple(warnings),
     )
     return Report(page, sheets.tables)
 
 
-def _follow(trend: pd.DataFrame, label: str, steps: Sequence[int]) -> list[Finding]:
-    """A sentence for each number that is known at the first and at the last checkpoint."""
-    prompts = trend[(trend["statistic"] == "prompts") & trend["step"].isin([steps[0], steps[-1]])]
-    judges, found = bool((prompts["value"] >= VERDICT_PROMPTS).all()), []
-    for statistic, metric, words in FOLLOWED:
+@dataclass(frozen=True)
+class Change:
+    """How a number differs between two checkpoints."""
+
+    statistic: str
+    metric: str
+    first: pd.Series
+    """Its row at the earlier checkpoint, whose name is the step."""
+    last: pd.Series
+    verdict: Verdict
+    """MORE: it rose; LESS: it fell; UNDECIDED; UNKNOWN: an interval is not known."""
+
+
+def trend_changes(trend: pd.DataFrame, label: str) -> list[tuple[Change, Change | None]]:
+    """Of each number that is known at both ends: from the first to the last checkpoint, and its largest single step.
+
+    The second is the largest change from one checkpoint to the next; None of two checkpoints alone. A verdict takes
+    intervals of 95 % that do not overlap, for they are of different rollouts, and `VERDICT_PROMPTS` prompts at both.
+    """
+    prompts = trend[trend["statistic"] == "prompts"].set_index("step")["value"]
+    ends, found = {trend["step"].min(), trend["step"].max()}, []
+    for statistic, metric in FOLLOWED:
         same = (trend["statistic"] == statistic) & (trend["metric"] == metric) & (trend["interval"] == label)
-        rows = trend[same & trend["value"].notna()].set_index("step")
-        if not {steps[0], steps[-1]} <= {*rows.index}:
+        rows = trend[same & trend["value"].notna()].set_index("step").sort_index()
+        if not ends <= {*rows.index}:
             continue
-        first, last = rows.loc[steps[0]], rows.loc[steps[-1]]
-        write = bits_words if first["unit"] == "bits" else share_words
-        told = f"{write(first)} at step {steps[0]}, {write(last)} at step {steps[-1]}"
-        change = _change(first, last) if judges else "cannot be judged by so few prompts"
-        found.append(Finding(f"{words.format(label)} {change}: {told}."))
+        enough = (prompts.reindex(rows.index).fillna(np.inf) >= VERDICT_PROMPTS).to_numpy()
+
+        def change(one: int, other: int, rows: pd.DataFrame = rows, enough: np.ndarray = enough) -> Change:
+            first, last = rows.iloc[one], rows.iloc[other]
+            verdict = _judge(first, last) if enough[[one, other]].all() else Verdict.UNDECIDED
+            return Change(str(first["statistic"]), str(first["metric"]), first, last, verdict)
+
+        largest = None
+        if len(rows) > 2:
+            place = int(np.argmax(np.abs(np.diff(rows["value"]))))
+            largest = change(place, place + 1)
+        found.append((change(0, -1), largest))
     return found
 
 
-def _change(first: pd.Series, last: pd.Series) -> str:
-    """What two intervals of 95 % bear: they are of different rollouts."""
+def _judge(first: pd.Series, last: pd.Series) -> Verdict:
+    """What two intervals of 95 % bear."""
     if np.isnan(first["lower"]) or np.isnan(last["lower"]):
-        return "is known without intervals"
+        return Verdict.UNKNOWN
     if last["lower"] > first["upper"]:
-        return "rose"
-    if last["upper"] < first["lower"]:
-        return "fell"
-    return "cannot be told to have changed"
+        return Verdict.MORE
+    return Verdict.LESS if last["upper"] < first["lower"] else Verdict.UNDECIDED
+
+
+SAID = {
+    Verdict.MORE: "rose",
+    Verdict.LESS: "fell",
+    Verdict.UNDECIDED: "shows no detectable change",
+    Verdict.UNKNOWN: "is known without intervals",
+}
+
+
+def _follow(trend: pd.DataFrame, label: str) -> list[Finding]:
+    """A sentence for each number that is followed, with its ends, and one with its largest change."""
+    found = []
+    for ends, largest in trend_changes(trend, label):
+        words = FOLLOWED[ends.statistic, ends.metric].format(name_bin(label))
+        detail = "" if largest is None else f"Largest change from one checkpoint to the next: {_tell(largest)}; it "
+        detail += "" if largest is None else f"{SAID[largest.verdict]}."
+        found.append(Finding(f"{words} {SAID[ends.verdict]}: {_tell(ends)}.", detail))
+    return found
+
+
+def _tell(change: Change) -> str:
+    write = times_words if change.first["unit"] == "bits" else share_words
+    return ", ".join(f"{write(row)} at step {row.name}" for row in (change.first, change.last))

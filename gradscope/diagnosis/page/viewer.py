@@ -54,7 +54,7 @@ QUANTITIES = (
         "without the 1/num_tokens of the mean.",
     ),
     Quantity(
-        "squared_share", "share of Σ‖w g‖²", "log", "%",
+        "squared_share", "share of the gradient energy", "log", "%",
         definition="(|w|·‖g‖)² of this token in the sum of the same over all measured tokens of the batch, in percent. "
         "Not a share in the summed gradient, in which tokens cancel.",
     ),
@@ -88,8 +88,19 @@ class Viewer:
     """Which responses to show, and in which order; None: as in the table."""
     chosen: str = "in the order of the rollouts"
     """How `responses` were chosen; shown on the page."""
+    shade: str = "prob"
+    """Column that shades the tokens at first, where the table has it."""
+    first: int | None = None
+    """Response that is open at first; None: the first one."""
     budget: int = 2_000_000
     """Bytes of data in the page. As many responses are shown as fit, at least one."""
+
+    @property
+    def invitation(self) -> str:
+        """What the link to the viewer says."""
+        named = next((quantity.label for quantity in self.quantities if quantity.column == self.shade), None)
+        shaded = "" if named is None else f", shaded by {named}"
+        return f"Read {'the responses' if self.first is None else f'response {self.first}'} token by token{shaded}"
 
 
 @dataclass(frozen=True)
@@ -154,6 +165,8 @@ def viewer_data(viewer: Viewer) -> ViewerData:
     head = {
         "quantities": [_describe(quantity, table[quantity.column]) for quantity in quantities],
         "orders": _orders(viewer, quantities),
+        "shade": next((place for place, q in enumerate(quantities) if q.column == viewer.shade), 0),
+        "first": viewer.first,
         "tokens": [*tokens.numbers],
         "prompts": [*prompts.numbers],
     }
@@ -242,7 +255,7 @@ def _orders(viewer: Viewer, quantities: Sequence[Quantity]) -> list[dict[str, An
         orders.append({"label": "reward", "by": "reward"})
     size = next((name for name in ("param_grad_norm", "logit_grad_norm") if name in names), None)
     summed = [("advantage", "mean", "advantage"), (size, "mean", "mean gradient norm"),
-              ("squared_share", "max", "largest share of Σ‖w g‖²"), ("entropy", "mean", "mean entropy")]  # fmt: skip
+              ("squared_share", "max", "largest share of the energy"), ("entropy", "mean", "mean entropy")]  # fmt: skip
     for name, by, label in summed:
         if name in names:
             number = names.index(name)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from gradscope.errors import InputError
+from gradscope.errors import BROKEN_FILE, InputError
 from gradscope.gradients.cost.shape import ModelShape
-from gradscope.policy import BROKEN_FILE, EMBEDDED, Policy, find_blocks, load_tokenizer
+from gradscope.policy import EMBEDDED, Policy, find_blocks, load_tokenizer
 
 _QWEN_7B = {
     "hidden_size": 3584,

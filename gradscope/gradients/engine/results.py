@@ -13,7 +13,7 @@ from gradscope.objective import TokenStatistics
 
 @dataclass(frozen=True)
 class TokenGradients:
-    """What the engine knows of m response tokens of one sequence; norms are L2, of log π for unit weight.
+    """What the engine knows of m response tokens of one sequence; norms are L2, of log π unweighted.
 
     Everything is NaN where it was not asked for.
     """

@@ -25,15 +25,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.gradients.summed.plan import Index, SumsPlan, Way
 from gradscope.gradients.summed.prompts import PromptGradients
 from gradscope.gradients.summed.weighted import zero_vectors
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.objective import PAPER, LossSettings, batch_loss, own_where_unknown, resolve_advantages
-from gradscope.policy import PART, AdamWState, Policy, gradient_budget, square_norm
+from gradscope.policy import PART, AdamWState, Policy, PolicyLike, gradient_budget, square_norm
 from gradscope.resampling import jackknife_error
-from gradscope.rollouts import TokenBatch
+from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
 from gradscope.runs import ALONE, Processes
 
 Number = int | float
@@ -72,7 +72,7 @@ class IntervalGradients:
         )
 
     def _parts(self, render: Any) -> Iterator[str]:
-        titles = ("summed gradients", "their cosines", "in the metric of the AdamW update", "their cosines there")
+        titles = ("summed gradients", "their cosines", "summed gradients, AdamW-preconditioned", "their cosines")
         frames = (self.table, self.cosines, self.adamw_table, self.adamw_cosines)
         for title, frame in zip(titles, frames, strict=True):
             if frame is not None:
@@ -80,11 +80,12 @@ class IntervalGradients:
                 yield render(frame, index="label" not in frame, float_format="{:.3g}".format, na_rep="–")
 
 
+@checked
 def interval_gradients(
-    policy: Policy,
-    batch: TokenBatch,
+    policy: PolicyLike,
+    batch: BatchLike,
     *,
-    settings: LossSettings = PAPER,
+    loss: LossSettings = PAPER,
     intervals: Int[Tensor, "B S"] | None = None,
     edges: Sequence[Number] = EDGES,
     micro_batch_size: int = 8,
@@ -109,6 +110,7 @@ def interval_gradients(
     The model measures in eval mode; flags, modes and `.grad` are left as they were. Raises InputError for a batch
     without response tokens, without advantages and rewards, or with a NaN advantage.
     """
+    policy, batch = read_inputs(policy, batch)
     edges = [float(edge) for edge in edges]
     _check(batch, intervals, edges, micro_batch_size)
     batch = replace(batch, advantages=resolve_advantages(batch))
@@ -117,7 +119,7 @@ def interval_gradients(
     memory = gradient_budget(policy.device, processes) if memory is None else memory
 
     def cotangents(index: Index, piece: TokenBatch, logprobs: Float[Tensor, " K"]) -> Float[Tensor, "A K"]:
-        slopes, cells = _slopes(index, piece, logprobs, batch.num_tokens, settings, intervals, edges)
+        slopes, cells = _slopes(index, piece, logprobs, batch.num_tokens, loss, intervals, edges)
         inside = cells == torch.arange(size, device=cells.device)[:, None]
         counts[tuple(index[0].unique().tolist())] = inside.sum(1).cpu()
         return slopes * inside
@@ -130,7 +132,7 @@ def interval_gradients(
     raw = _Products.of(source, halves, totals=totals)
     num_tokens = processes.sum(sum(counts.values(), torch.zeros(size, dtype=torch.long)))
     table, cosines = raw.tabulate(num_tokens, edges)
-    result = IntervalGradients(table, cosines, source.num_prompts, settings, plan=source.plan)
+    result = IntervalGradients(table, cosines, source.num_prompts, loss, plan=source.plan)
     if optimizer_state is None:
         return result
     scale = optimizer_state.turn_into_scale(policy.model, totals[0])

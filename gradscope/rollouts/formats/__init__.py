@@ -1,1 +1,1 @@
-"""One file per trainer whose dumps are read; `base` says what a format is."""
+"""One file per trainer whose logs are read; `base` says what a format is."""

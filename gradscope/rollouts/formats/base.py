@@ -5,36 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradscope.errors import InputError
-from gradscope.policy import Policy
+from gradscope.rollouts.batch import Note
 from gradscope.rollouts.files import Record
 
-
-class Note(str):
-    """A sentence that a reader of any number made from a dump must know, and what it is about."""
-
-    kind: str
-    """What it is about; of a dump: dump, step, on-policy or temperature."""
-
-    def __new__(cls, text: str, kind: str = "dump") -> Note:
-        note = super().__new__(cls, text)
-        note.kind = kind
-        return note
-
+if TYPE_CHECKING:
+    from gradscope.policy import Policy
 
 RETOKENISED = (
-    "the dump holds text: prompts and responses were tokenized again, which may not give the ids that were sampled"
+    "the log holds text: prompts and responses were tokenized again, which may not give the ids that were sampled"
 )
 NO_SPECIAL_TOKENS = (
     "responses were decoded without special tokens: the end-of-sequence token that closed a response is not among its "
     "tokens"
 )
-ON_POLICY = Note("no log-probabilities in the dump: taken as on-policy (ratio 1)", "on-policy")
-NO_TEMPERATURE = Note("temperature not in the dump, taken as 1; give --temperature", "temperature")
+ON_POLICY = Note("the rollouts hold no log-probabilities: taken as on-policy (ratio 1)", "on-policy")
+NO_TEMPERATURE = Note(
+    "the sampling temperature is not in the log and was taken as 1; give --temperature (in Python temperature=)",
+    "temperature",
+)
 FROM_REWARDS = (
-    "no advantages in the dump: they are GRPO's from its rewards within each prompt's responses, which is not what "
+    "the rollouts hold no advantages: they are GRPO's from rewards within each prompt's responses, which is not what "
     "another algorithm or a filter made of them"
 )
 EMPTY = "the response is empty"
@@ -74,9 +67,9 @@ class Format:
     """What else its trainer writes, apart by blanks; other columns are ignored too."""
     rows: Callable[[Iterable[Record], Policy | None], Iterator[Row]]
     beside: tuple[frozenset[str], ...] = ()
-    """Columns by which other records of the same dump are told."""
+    """Columns by which other records of the same log are told."""
     notes: tuple[str, ...] = ()
-    """What a reader must know of every dump of this kind."""
+    """What a reader must know of every log of this kind."""
     is_finished: Callable[[Path], bool] = lambda path: True
     """Whether the trainer has written the whole of this file."""
 

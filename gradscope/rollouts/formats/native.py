@@ -8,8 +8,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.policy import Policy
+from gradscope.rollouts.batch import TokenBatch
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import Format, Row
 from gradscope.runs import replacing
@@ -74,9 +75,10 @@ Within the log-probabilities and a list of `advantage`, null and NaN may stand w
 token. Without `group`, identical prompts share one."""
 
 
-def write_rollouts(path: str | Path, rows: Iterable[dict[str, Any]]) -> Path:
-    """Write rows as JSONL or parquet, by the suffix; the file appears whole or not at all."""
-    path = Path(path)
+@checked
+def write_rollouts(path: str | Path, rows: TokenBatch | Iterable[dict[str, Any]]) -> Path:
+    """Write rows, or a batch's, as JSONL or parquet, by the suffix; the file appears whole or not at all."""
+    path, rows = Path(path), rows.rows() if isinstance(rows, TokenBatch) else rows
     _check_suffix(path)
     with replacing(path) as partial:
         if path.suffix == ".parquet":

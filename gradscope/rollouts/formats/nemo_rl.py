@@ -46,6 +46,6 @@ NEMO_RL = Format(
     notes=(
         "ratios are to NeMo-RL's prev_logprobs (the trainer's own, before the step), the denominator that it trains "
         "with; its correction for the sampler's generation_logprobs is not applied",
-        "the dump names no prompts: samples of a step with the same tokens before the first trained one are a group",
+        "the log names no prompts: samples of a step with the same tokens before the first trained one are a group",
     ),
 )

@@ -27,6 +27,6 @@ OPEN_INSTRUCT = Format(
     rows=row_by_row(_row),
     notes=(
         "the log-probabilities are the sampler's: ratios are to these, where the trainer may have recomputed its own",
-        "the dump has no mask: a tool's output, if there was any, counts as sampled",
+        "the log has no mask: a tool's output, if there was any, counts as sampled",
     ),
 )

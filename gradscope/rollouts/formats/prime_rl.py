@@ -43,7 +43,7 @@ PRIME_RL = Format(
     rows=row_by_row(_row),
     notes=(
         "ratios are of prime-rl's trainer_logprobs to its inference_logprobs, as trained",
-        "the dump names no prompts: sequences of a step with the same tokens before the first trained one are a group",
+        "the log names no prompts: sequences of a step with the same tokens before the first trained one are a group",
     ),
     is_finished=_is_stable,
 )

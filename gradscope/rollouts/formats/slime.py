@@ -1,4 +1,4 @@
-"""Debug dumps of slime and of miles, saved by torch: rollout data and train data, joined where both are there.
+"""Debug logs of slime and of miles, saved by torch: rollout data and train data, joined where both are there.
 
 Rollout data: {rollout_id, samples: [{group_index, index, tokens, response_length, reward, loss_mask,
 rollout_log_probs, …}]}; train data: {rollout_id, samples: [{sample_index, tokens, log_probs, ref_log_probs, advantages,
@@ -65,7 +65,7 @@ def _join(trained: Record, sampled: Record | None) -> Record:
     if trained.columns.get("tokens") != sampled.columns.get("tokens"):
         raise InputError(
             f"{trained.place}: `tokens` differ from those of {sampled.place}, which bears the same index; give "
-            "dumps of one run"
+            "logs of one run"
         )
     return Record(trained.path, trained.place, sampled.columns | trained.columns)
 
@@ -107,7 +107,7 @@ SLIME = Format(
     ),
     rows=_rows,
     notes=(
-        "ratios are to slime's log_probs (the trainer's own, before the step), where the dump has them, else to its "
+        "ratios are to slime's log_probs (the trainer's own, before the step), where the log has them, else to its "
         "rollout_log_probs",
     ),
 )

@@ -1,4 +1,4 @@
-"""Prompts and responses that a dump holds as text or as chat messages."""
+"""Prompts and responses that a log holds as text or as chat messages."""
 
 from __future__ import annotations
 

@@ -45,6 +45,6 @@ TRL = Format(
     notes=(
         RETOKENISED,
         NO_SPECIAL_TOKENS,
-        "TRL's tools and chat template are not in the dump: a chat goes through the policy's own template",
+        "TRL's tools and chat template are not in the log: a chat goes through the policy's own template",
     ),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,12 +17,20 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.gradients import ADAMW, BACKWARD, FORWARD_MODE, SUMS, measure
 from gradscope.intervals import EDGES, interval_labels
-from gradscope.objective import PAPER, WEIGHTINGS, LossSettings, Weighting, make_weighting, resolve_advantages
-from gradscope.policy import AdamWState, Policy, gradient_budget
-from gradscope.rollouts import Note, TokenBatch
+from gradscope.objective import (
+    PAPER,
+    WEIGHTINGS,
+    LossSettings,
+    Weighting,
+    describe_off_policyness,
+    make_weighting,
+    resolve_advantages,
+)
+from gradscope.policy import AdamWState, Policy, PolicyLike, gradient_budget, read_state
+from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
 from gradscope.runs import ALONE, Processes
 from gradscope.updates.comparison.judge import Judge, columns
 from gradscope.updates.comparison.passes import Passes, pass_through
@@ -86,16 +95,17 @@ class _Row:
     same_as: str = ""
 
 
+@checked
 def compare(
-    policy: Policy,
-    batch: TokenBatch,
-    methods: Sequence[str | Weighting] | None = None,
+    policy: PolicyLike,
+    batch: BatchLike,
+    methods: str | Sequence[str | Weighting] | None = None,
     *,
     table: pd.DataFrame | None = None,
-    settings: LossSettings = PAPER,
+    loss: LossSettings = PAPER,
     aggregation: Literal["token-mean", "sequence"] = "token-mean",
     edges: Sequence[int | float] = EDGES,
-    optimizer_state: AdamWState | dict[str, Any] | None = None,
+    optimizer_state: AdamWState | dict[str, Any] | str | Path | None = None,
     step: StepSettings | None = None,
     memory: int | None = None,
     micro_batch_size: int = 4,
@@ -109,7 +119,7 @@ def compare(
 
     methods: as `make_weighting` takes them, or Weightings; None: all of WEIGHTINGS that the batch has columns for, a
     note names the others. table: of `measure(policy, batch, …)` with these settings and edges, maybe of a sample;
-    None: measured here. settings: the plain loss, without its KL part, which no weighting changes. optimizer_state:
+    None: measured here. loss: the plain one, without its KL part, which no weighting changes. optimizer_state:
     what AdamW's `state_dict()` saved, from which the real steps of two-step methods go on; or an `AdamWState`, which
     gives the metric alone; None: no numbers under AdamW. step: of the real ones; None: as the state says. memory: bytes
     for vectors as long as the parameters, which decides how many weightings go together (`passes`); None: a sixth of
@@ -119,8 +129,10 @@ def compare(
     sum, two with an optimizer state. Raises InputError for a method that is not known or lacks a column, for a batch
     without advantages and rewards, and for settings, a table or a state that do not fit.
     """
-    if settings.reweight_alpha is not None:
-        raise InputError(f"reweight_alpha is {settings.reweight_alpha}; plain GRPO has none, name reweight in methods")
+    policy, batch = read_inputs(policy, batch)
+    optimizer_state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
+    if loss.reweight_alpha is not None:
+        raise InputError(f"reweight_alpha is {loss.reweight_alpha}; plain GRPO has none, name reweight in methods")
     labels = interval_labels(edges)
     _check_advantages(batch)
     saved = optimizer_state if isinstance(optimizer_state, dict) else None
@@ -129,14 +141,15 @@ def compare(
         step = state_step(saved) if step is None else step
         metric = AdamWState.from_state_dict(policy.model, saved, max_grad_norm=step.max_grad_norm)
     if table is None:
-        sample = {"tokens_per_interval": "auto", "seed": seed, "loss": settings}
+        sample = {"tokens_per_interval": "auto", "seed": seed, "loss": loss}
         sample |= {"metric": None if metric is None else "adamw", "optimizer_state": metric}
         table = measure(policy, batch, edges=edges, progress=progress, **sample)
     if len(table) != batch.num_tokens:
         raise InputError(f"the table has {len(table)} rows, the batch {batch.num_tokens} tokens; give the batch's own")
     batch = _with_advantages(batch, table)
-    notes: list[Note] = []
-    weightings = _settle(methods, table, notes)
+    notes = list(batch.without_notes("on-policy").notes)
+    notes.append(Note(describe_off_policyness(table, loss), "off-policy"))
+    weightings = _settle([methods] if isinstance(methods, str) else methods, table, notes)
     rows = _make_rows(weightings, table, aggregation)
     if split := _split(rows):
         words = "takes two optimizer steps" if len(split) == 1 else "take two optimizer steps"
@@ -170,7 +183,7 @@ def compare(
     by_interval = pd.DataFrame(_interval_keys(distinct, table, labels) | columns(energy) | shares)
     steps = pd.DataFrame()
     if saved is not None:
-        keywords = {"settings": settings, "step": step, "optimizer_state": saved, "memory": memory}
+        keywords = {"loss": loss, "step": step, "optimizer_state": saved, "memory": memory}
         steps = _take_steps(policy, batch, rows, judge, keywords)
     return Comparison(
         _join(rows, known, steps),

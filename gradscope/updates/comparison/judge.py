@@ -103,7 +103,7 @@ class Judge:
             return np.stack([values, values - values[:, :1]], axis=1).reshape(len(draws), -1)
 
         settings = {"confidence": self.confidence, "resamples": self.resamples}
-        found = bootstrap(evaluate, len(sums[0]), rng=np.random.default_rng(self.seed), **settings)
+        found = bootstrap(evaluate, len(sums[0]), seed=np.random.default_rng(self.seed), **settings)
         found = found.reshape(3, 2, *shape)
         return {name: found[:, 0], f"{name}{DIFFERENCE}": found[:, 1]}
 

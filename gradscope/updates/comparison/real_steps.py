@@ -22,18 +22,18 @@ Masks = Sequence[tuple[str, Bool[np.ndarray, " K"]]]
 
 
 def take_steps(
-    policy: Policy, batch: TokenBatch, masks: Mapping[str, Masks], *, settings: LossSettings, **keywords: Any
+    policy: Policy, batch: TokenBatch, masks: Mapping[str, Masks], *, loss: LossSettings, **keywords: Any
 ) -> tuple[Float[np.ndarray, "M K"], Float[np.ndarray, " M"]]:
     """Δ of each token's log odds by plain's step, then by each method's real steps; and the cosine with plain's Δθ.
 
     masks: by method. keywords: those of `apply_update`. All steps are rewound. Memory: two displacements, beside what
     a step takes.
     """
-    plain = apply_update(policy, batch, settings=settings, displacement=True, **keywords)
+    plain = apply_update(policy, batch, loss=loss, displacement=True, **keywords)
     changes, cosines = [_log_odds(plain)], [1.0]
     for name, groups in masks.items():
         spread = [(step, _spread(plain.batch, mask)) for step, mask in groups]
-        variant = Variant(name, split_passes(plain.batch, len(batch), spread), settings)
+        variant = Variant(name, split_passes(plain.batch, len(batch), spread), loss)
         moved = apply_update(policy, batch, variant, before=plain.before, displacement=True, **keywords)
         changes.append(_log_odds(moved))
         cosines.append(_cosine(moved.displacement, plain.displacement))

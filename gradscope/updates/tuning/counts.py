@@ -32,7 +32,7 @@ def tune_batch(
     batch: TokenBatch,
     grid: Sequence[Setting],
     *,
-    settings: LossSettings = PAPER,
+    loss: LossSettings = PAPER,
     step: StepSettings = SGD,
     optimizer_state: dict[str, Any] | None = None,
     actual: bool = True,
@@ -47,7 +47,7 @@ def tune_batch(
     setting, steps, adds_up, cosine, gradient_share.0, … (see `tuning.Prediction`) and method. Errors are those of
     `linearise`. memory: bytes for vectors as long as the parameters; see there and in `apply_update`.
     """
-    numbers = {"settings": settings, "step": step, "optimizer_state": optimizer_state, "memory": memory}
+    numbers = {"loss": loss, "step": step, "optimizer_state": optimizer_state, "memory": memory}
     weightings = [setting.weighting for setting in grid if setting.weighting is not None]
     etas = [setting.eta for setting in grid]
     linear = linearise(policy, batch, etas=etas, weightings=weightings, progress=progress, **numbers)
@@ -71,21 +71,21 @@ def tune_batch(
 
 
 def take_step(
-    policy: Policy, linear: Linearisation, setting: Setting, *, settings: LossSettings = PAPER, **keywords: Any
+    policy: Policy, linear: Linearisation, setting: Setting, *, loss: LossSettings = PAPER, **keywords: Any
 ) -> Movement:
     """The setting's real step on the linearised batch, rewound: what it does to the tokens of `linear.judged`.
 
-    settings: those of the linearisation. keywords: of `apply_update`.
+    loss: that of the linearisation. keywords: of `apply_update`.
     """
     if setting.weighting is not None:  # whose thresholds go by all tokens, also those without an advantage
-        variant = weighting_variant(setting.weighting, linear.batch, settings=settings)
-        return apply_update(policy, linear.judged, variant, settings=settings, **keywords)
+        variant = weighting_variant(setting.weighting, linear.batch, loss=loss)
+        return apply_update(policy, linear.judged, variant, loss=loss, **keywords)
     choices = {name: value for name in ("alpha", "eta") if (value := getattr(setting, name)) is not None}
-    variant = make_variant(setting.variant, linear.batch, settings=settings, **choices)
+    variant = make_variant(setting.variant, linear.batch, loss=loss, **choices)
     # What has no gradient costs no pass; the loss's denominator stays the whole batch's.
-    rows = trained_rows(linear.batch, settings)
+    rows = trained_rows(linear.batch, loss)
     passes = [_only(part, rows) for part in variant.passes]
-    return apply_update(policy, linear.judged, replace(variant, passes=passes), settings=settings, **keywords)
+    return apply_update(policy, linear.judged, replace(variant, passes=passes), loss=loss, **keywords)
 
 
 def _only(part: Pass, rows: Int[Tensor, " b"]) -> Pass:
@@ -121,7 +121,7 @@ def _tokens(batch: TokenBatch, group_ids: Int[Tensor, " n"]) -> _Tokens:
 def _count(tokens: _Tokens, change: Float[np.ndarray, " K"]) -> pd.DataFrame:
     """prompt, interval, sign, num_tokens, tied, right: a row for each, also where no token is."""
     table = tokens.table.assign(**{"delta_log_odds.all": change})
-    counts = right_direction_shares(table, by="cell", values=range(tokens.num_prompts * NUM_INTERVALS), rng=None)
+    counts = right_direction_shares(table, by="cell", values=range(tokens.num_prompts * NUM_INTERVALS), seed=None)
     prompt, interval = divmod(counts["cell"], NUM_INTERVALS)
     right = (counts["share"] * (counts["num_tokens"] - counts["tied"])).fillna(0).round().astype(int)
     columns = {"prompt": prompt, "interval": interval, "sign": counts["sign"]}

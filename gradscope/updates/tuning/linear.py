@@ -163,13 +163,13 @@ def make_cells(batch: TokenBatch, etas: Iterable[Number], edges: Sequence[Number
 
 
 def cell_cotangents(
-    cells: Cells, batch: TokenBatch, logprobs: Float[Tensor, "B S"], settings: LossSettings
+    cells: Cells, batch: TokenBatch, logprobs: Float[Tensor, "B S"], loss: LossSettings
 ) -> Float[Tensor, "R B S"]:
     """∂loss/∂log π of each token, a row per gradient: plain of each cell, then weighted, then KL.
 
     logprobs: log π of the policy before the step, nats; advantages and old_logprobs of the batch must be known.
     """
-    weights = batch_weights(logprobs, batch, settings, num_tokens=batch.num_tokens)
+    weights = batch_weights(logprobs, batch, loss, num_tokens=batch.num_tokens)
     kinds = torch.stack([weights.policy, weights.policy * batch.old_logprobs.exp(), weights.kl]) / -batch.num_tokens
     inside = cells.of == torch.arange(len(cells.interval))[:, None, None]
     return (kinds[:, None] * inside).flatten(0, 1)
@@ -179,7 +179,7 @@ def weighting_cotangents(
     weightings: Iterable[Weighting],
     batch: TokenBatch,
     before: TokenStatistics,
-    settings: LossSettings,
+    loss: LossSettings,
     edges: Sequence[Number] = EDGES,
 ) -> Float[Tensor, "R B S"]:
     """∂loss/∂log π of each token with the weighting's weights in the policy part's place, a row per interval of each.
@@ -187,13 +187,13 @@ def weighting_cotangents(
     The KL part is the plain loss's, of the tokens that no mask leaves out of training. Raises InputError for a
     weighting that the batch has no columns for.
     """
-    kl = batch_weights(before.logprob, batch, settings, num_tokens=batch.num_tokens).kl
+    kl = batch_weights(before.logprob, batch, loss, num_tokens=batch.num_tokens).kl
     known = {"entropy": before.entropy, "sampler_logprobs": batch.sampler_logprobs}
     old, keep = batch.old_logprobs, batch.response_mask
     inside = old_intervals(batch, edges) == torch.arange(len(interval_labels(edges)))[:, None, None]
     rows = [kl.new_empty(0, *kl.shape)]
     for weighting in weightings:
-        weights = weigh_step(weighting, before.logprob, old, batch.advantages, keep, settings, **known)
+        weights = weigh_step(weighting, before.logprob, old, batch.advantages, keep, loss, **known)
         [(_, trained)] = weighting.passes.groups(old, keep)
         rows.append((weights + kl * trained) * inside / -batch.num_tokens)
     return torch.cat(rows)
@@ -291,7 +291,7 @@ def linearise(
     *,
     etas: Iterable[Number | None] = (),
     weightings: Sequence[Weighting] = (),
-    settings: LossSettings = PAPER,
+    loss: LossSettings = PAPER,
     step: StepSettings = SGD,
     optimizer_state: dict[str, Any] | None = None,
     edges: Sequence[Number] = EDGES,
@@ -313,17 +313,17 @@ def linearise(
     not fit, a gradient that is not finite, and where the scratch file finds no room.
     """
     step.check()
-    settings.check()
-    if settings.reweight_alpha is not None:
-        raise InputError(f"reweight_alpha is {settings.reweight_alpha}; the settings of the grid say α; leave it None")
+    loss.check()
+    if loss.reweight_alpha is not None:
+        raise InputError(f"reweight_alpha is {loss.reweight_alpha}; the settings of the grid say α; leave it None")
     moments = read_moments(policy.model, step, optimizer_state)
     steps_taken = _steps_taken(moments)
     batch, before = measure_start(policy, batch, step)
     cells = make_cells(batch, dict.fromkeys(eta for eta in etas if eta is not None), edges)
-    weighed = weighting_cotangents(weightings, batch, before, settings, edges)
-    cotangents = torch.cat([cell_cotangents(cells, batch, before.logprob, settings), weighed])
+    weighed = weighting_cotangents(weightings, batch, before, loss, edges)
+    cotangents = torch.cat([cell_cotangents(cells, batch, before.logprob, loss), weighed])
     passes = {"micro_batch_size": step.micro_batch_size, "progress": progress}
-    trained = trained_rows(batch, settings)
+    trained = trained_rows(batch, loss)
     # Two rows more, without a cotangent: for momentum and weights.
     cotangents = nn.functional.pad(cotangents[:, trained], (0, 0, 0, 0, 0, 2))
     rows = _make_gradients(policy.model, batch.select(trained), cotangents, memory, passes)
@@ -336,10 +336,10 @@ def linearise(
 
 
 def linearise_cost(
-    num_cells: int, step: StepSettings, settings: LossSettings = PAPER, *, one_by_one: bool = False
+    num_cells: int, step: StepSettings, loss: LossSettings = PAPER, *, one_by_one: bool = False
 ) -> float:
     """Forward passes over the batch that take as long as `linearise` does; one_by_one: where memory is too little."""
-    gradients = num_cells * (KINDS if settings.kl_coef else KINDS - 1)
+    gradients = num_cells * (KINDS if loss.kl_coef else KINDS - 1)
     derivatives = gradients + (step.optimizer == "adamw") + bool(step.weight_decay)
     return 1 + (gradients if one_by_one else 1) + BACKWARD * gradients + FORWARD_MODE * derivatives
 
@@ -358,13 +358,13 @@ def _make_gradients(
     return rows
 
 
-def trained_rows(batch: TokenBatch, settings: LossSettings) -> Int[Tensor, " b"]:
+def trained_rows(batch: TokenBatch, loss: LossSettings) -> Int[Tensor, " b"]:
     """Responses that the loss can have a gradient of: all with a KL part, else those that have an advantage.
 
     Raises InputError where no response has an advantage.
     """
     rows = _rows_with_advantage(batch)
-    return torch.arange(len(batch)) if settings.kl_coef and batch.ref_logprobs is not None else rows
+    return torch.arange(len(batch)) if loss.kl_coef and batch.ref_logprobs is not None else rows
 
 
 def _rows_with_advantage(batch: TokenBatch) -> Int[Tensor, " b"]:

@@ -16,9 +16,9 @@ import pandas as pd
 from jaxtyping import Bool, Float
 from scipy.stats import rankdata
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, checked
 from gradscope.intervals import interval_labels
-from gradscope.resampling import draw_clusters, percentiles, students_t
+from gradscope.resampling import Seed, draw_clusters, percentiles, students_t
 from gradscope.updates.directions import SIGNS
 from gradscope.updates.tuning.counts import NUM_INTERVALS, SHARES
 from gradscope.updates.tuning.linear import PLAIN, Setting
@@ -95,11 +95,12 @@ class Screening:
         return self.candidate["verdict"] == "better"
 
 
+@checked
 def screen(
     parts: Sequence[pd.DataFrame],
     grid: Sequence[Setting],
     *,
-    rng: np.random.Generator,
+    seed: Seed = 0,
     min_tokens: int = MIN_TOKENS,
     confidence: float = 0.95,
     resamples: int = 1000,
@@ -117,7 +118,7 @@ def screen(
         raise InputError("the counts are not of this grid, PLAIN first; give the grid that tune_batch counted")
     held_out = [is_held_out(batch) for batch in range(len(parts))]
     confirm, select = ([b for b, out in enumerate(held_out) if out is wanted] for wanted in (True, False))
-    tally = _Tally(parts, len(grid), min_tokens, rng, confidence, resamples)
+    tally = _Tally(parts, len(grid), min_tokens, seed, confidence, resamples)
     known = all(parts[b]["actual_right"].notna().all() for b in confirm)
     table = pd.DataFrame({"setting": [s.name for s in grid]})
     for name in ("alpha", "eta"):
@@ -172,7 +173,7 @@ class _Tally:
         parts: Sequence[pd.DataFrame],
         num_settings: int,
         min_tokens: int,
-        rng: np.random.Generator,
+        seed: Seed,
         confidence: float,
         resamples: int,
     ) -> None:
@@ -188,7 +189,7 @@ class _Tally:
                 " or ask for fewer tokens"
             )
         sizes = [counts.shape[2] for counts in self.counts["predicted"]]
-        self.draws = [draw_clusters(n, resamples, rng).astype(float) for n in sizes]
+        self.draws = [draw_clusters(n, resamples, seed).astype(float) for n in sizes]
         """For each batch, how often each prompt is drawn [resamples, prompts]: of a single one, unknown."""
         for draws in self.draws:
             if draws.shape[1] < 2:

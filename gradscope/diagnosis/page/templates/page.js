@@ -1,4 +1,4 @@
-// On paper nothing can be opened: what is folded unfolds while printing, and folds again afterwards.
+// What is folded unfolds while printing, for on paper nothing can be opened, and folds again afterwards.
 (() => {
   "use strict";
   const paper = matchMedia("print");
@@ -13,6 +13,15 @@
     for (const details of opened) details.open = false;
     opened = [];
   };
+  // A drawing that is wider than a phone is scrolled, by keys too.
+  const reach = () => {
+    for (const drawing of document.querySelectorAll(".drawing")) {
+      if (drawing.scrollWidth > drawing.clientWidth) drawing.tabIndex = 0;
+      else drawing.removeAttribute("tabindex");
+    }
+  };
+  addEventListener("resize", reach);
+  reach();
   paper.addEventListener("change", () => (paper.matches ? unfold() : fold()));
   addEventListener("beforeprint", unfold);
   addEventListener("afterprint", fold);

@@ -84,7 +84,8 @@
     };
   });
 
-  const state = { quantity: 0, sorted: responses, current: responses[0], printing: paper.matches };
+  const opened = responses.find(({ response }) => response === data.first) ?? responses[0];
+  const state = { quantity: data.shade, sorted: responses, current: opened, printing: paper.matches };
 
   // ---- one response ----
 
@@ -100,6 +101,14 @@
   function describe(response) {
     const parts = data.orders.filter(({ by }) => by !== "place").map((order) => [order, summarize(response, order)]);
     return parts.filter(([, value]) => !Number.isNaN(value)).map(([{ label, unit }, value]) => `${label} ${withUnit(value, unit, 3)}`).join(" · ");
+  }
+
+  // What the response was rewarded with, for the list.
+  const advantage = data.quantities.findIndex(({ column }) => column === "advantage");
+  function outcomeOf(response) {
+    const mean = advantage < 0 ? NaN : summarize(response, { by: "mean", quantity: advantage });
+    const parts = [["reward", response.reward ?? NaN], ["Â", mean]].filter(([, value]) => !Number.isNaN(value));
+    return parts.map(([name, value]) => `${name} ${show(value, 3)}`).join(" · ");
   }
 
   function makeToken(response, index) {
@@ -208,6 +217,8 @@
       button.type = "button";
       button.dataset.place = response.place;
       button.append(make("span", "key", key));
+      const outcome = outcomeOf(response);
+      if (outcome) button.append(make("span", "outcome", outcome));
       item.append(button);
       return item;
     }));
@@ -270,6 +281,13 @@
     tooltip.hidden = false;
     const box = span.getClientRects()[span.getClientRects().length - 1];
     const { offsetWidth: width, offsetHeight: height } = tooltip;
+    const words = span.parentElement.getBoundingClientRect();
+    if (innerWidth - words.right > width + 16) {
+      // Beside the text, which stays readable.
+      tooltip.style.left = `${words.right + 12}px`;
+      tooltip.style.top = `${Math.max(8, Math.min(box.top, innerHeight - height - 8))}px`;
+      return;
+    }
     const below = box.bottom + 8 + height < innerHeight || box.top < height + 8;
     tooltip.style.left = `${Math.max(8, Math.min(box.left, document.documentElement.clientWidth - width - 8))}px`;
     tooltip.style.top = `${below ? box.bottom + 8 : box.top - height - 8}px`;
@@ -376,7 +394,24 @@
   addEventListener("afterprint", () => repaint(false));
 
   data.orders.forEach(({ label }, number) => element("order").append(new Option(label, number)));
+  // A link to #token-RESPONSE-POSITION opens that token.
+  const follow = () => {
+    const [, response, position] = location.hash.match(/^#token-(\d+)-(\d+)$/)?.map(Number) ?? [];
+    const wanted = responses.find((one) => one.response === response);
+    if (!wanted) return;
+    goTo(wanted);
+    const span = wanted.article.querySelector(`[data-index="${wanted.positions.indexOf(position)}"]`);
+    span?.focus();
+    span?.scrollIntoView({ block: "center" });
+  };
+  addEventListener("hashchange", follow);
+  addEventListener("click", (event) => {
+    // Once more to where one was already.
+    if (event.target.closest("a[href^='#token-']")?.hash === location.hash) follow();
+  });
+  element("quantity").value = state.quantity;
   element("viewer").hidden = false;
   showList();
   repaint(paper.matches);
+  follow();
 })();

@@ -1,0 +1,70 @@
+"""What the parts of a diagnosis cost, and one bar over all of them: which part it is, and how much time is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from gradscope.diagnosis.result import LARGE, DiagnosisSettings
+from gradscope.policy import Policy
+from gradscope.updates import (
+    KINDS,
+    StepSettings,
+    compare_cost,
+    fits_at_once,
+    influence_cost,
+    linearise_cost,
+    update_cost,
+)
+
+TOKENS, SUMS, STEPS, SCREENING, COMPARISON = (
+    *("tokens", "summed gradients", "one optimizer step"),
+    *("screening α and η", "comparing token weightings"),
+)
+
+
+def part_costs(
+    policy: Policy, settings: DiagnosisSettings, step: StepSettings, *, sums: float, memory: int, metric: bool
+) -> dict[str, float]:
+    """Part → forward passes over the batch that take as long, of the parts that are made where rollouts have weights.
+
+    policy: it may be without weights. sums: of the summed gradients, as planned. metric: AdamW's is known.
+    """
+    s, intervals = settings, len(settings.edges) - 1
+    size = sum(parameter.numel() for parameter in policy.model.parameters())
+    costs, small = {TOKENS: 1.0, SUMS: sums * (1 + metric)}, size < LARGE
+    steps = update_cost() if s.actual_step else 0.0
+    if s.influence_tokens is not None:
+        alone = not fits_at_once(policy, step, intervals, memory)
+        steps += influence_cost(step, s.loss, num_intervals=intervals, one_by_one=alone)
+    costs[STEPS] = steps
+    if s.recommend_batches is not None and (small if s.recommend is None else s.recommend):
+        alone = not fits_at_once(policy, step, KINDS * 2 * intervals, memory)
+        cells = len({*s.edges, *(eta for eta in s.etas if eta is not None)}) - 1  # intervals, each cut at every η
+        costs[SCREENING] = linearise_cost(cells, step, s.loss, one_by_one=alone)
+    if small if s.compare is None else s.compare:
+        costs[COMPARISON] = compare_cost(metric=metric)
+    return {part: cost for part, cost in costs.items() if cost}
+
+
+class Stages:
+    """One bar over a diagnosis, on stderr where that is a terminal."""
+
+    def __init__(self, costs: Mapping[str, float], *, shown: bool) -> None:
+        self._costs, self._done = costs, 0
+        form = "{desc} {percentage:3.0f}% {bar} about {remaining} left"
+        total = sum(costs.values())
+        self._bar = tqdm(total=total, disable=not shown or None, bar_format=form, leave=False, delay=1)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """While one part is made; one that costs nothing is not shown."""
+        if name in self._costs:
+            self._done += 1
+            self._bar.set_description_str(f"[{self._done}/{len(self._costs)}] {name}")
+        yield
+        self._bar.update(self._costs.get(name, 0.0))
+        if self._done == len(self._costs):
+            self._bar.close()

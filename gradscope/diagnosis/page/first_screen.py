@@ -1,0 +1,72 @@
+"""The first screen of a diagnosis: what to take away in three sentences at most, and four numbers."""
+
+from __future__ import annotations
+
+from math import isnan
+
+import pandas as pd
+
+from gradscope.diagnosis.format import name_bin, percent, share_words, step_words
+from gradscope.diagnosis.page.page import Tile
+from gradscope.diagnosis.result import Diagnosis, Findings
+from gradscope.resampling import in_brackets
+
+NO_METHOD = "no number of one batch is known to predict how accurate a run will be"
+
+
+def decide(d: Diagnosis, findings: Findings) -> tuple[str, ...]:
+    """What to take away: whose energy, whose summed gradient and how much of it is signal, and what comes next."""
+    [first] = [finding.statement for finding in findings if finding.kind == "dominance_raw"]
+    return tuple(filter(None, (first, _summed(d), _next(d))))
+
+
+def _summed(d: Diagnosis) -> str:
+    share, signal = d.pick("gradient_share", "raw", d.labels[0]), d.pick("signal_fraction", "raw", "all")
+    if share is None or isnan(share["value"]):
+        return ""
+    words = f"Tokens with {name_bin(d.labels[0])} account for {share_words(share)} of the summed gradient"
+    if signal is None or isnan(signal["lower"]):
+        return f"{words}; there are too few prompts to tell signal from noise."
+    if d.judges and signal["lower"] > 0:
+        return f"{words}, of which, over all tokens, {share_words(signal)} is signal that other prompts would share."
+    return f"{words}, which is indistinguishable from noise on these {d.num_prompts} prompts."
+
+
+def _next(d: Diagnosis) -> str:
+    if d.comparison is None:
+        return f"No method is recommended: {NO_METHOD}."
+    methods = [name for name in dict.fromkeys(d.comparison.table["method"]) if name != "grpo"]
+    return f"How {len(methods)} other token weightings would change this update is shown below; {NO_METHOD}."
+
+
+def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
+    """Share of the tokens and of the energy, signal, right direction; those that are known."""
+    low, tiles = d.labels[0], []
+    shares = (("token_share", "none", "share of the tokens"), ("squared_share", "raw", "share of the gradient energy"))
+    for statistic, metric, label in shares:
+        row = d.pick(statistic, metric, low)
+        if row is not None and not isnan(row["value"]):
+            tiles.append(_tile(f"{name_bin(low)}: {label}", row, ""))
+    signal = d.pick("signal_fraction", "raw", "all")
+    if signal is not None and not isnan(signal["value"]):
+        tiles.append(_tile("signal fraction", signal, "of the summed gradient of all tokens"))
+    moved = [_moved(d, sign) for sign in ("positive", "negative")]
+    known = [(words, row) for words, row in zip(("Â > 0 rose", "Â < 0 fell"), moved, strict=True) if row is not None]
+    if known:
+        value = " · ".join(f"{percent(row['value'])} %" for _, row in known)
+        told = " · ".join(f"{words}{in_brackets(row['lower'], row['upper'], percent)}" for words, row in known)
+        tiles.append(Tile("right direction", value, f"{told}, in one {step_words(d)} step"))
+    return tuple(tiles)
+
+
+def _tile(label: str, row: pd.Series, of: str) -> Tile:
+    bounds = in_brackets(row["lower"], row["upper"], percent).strip()
+    return Tile(label, f"{percent(row['value'])} %", " ".join(filter(None, (bounds and f"{bounds} %", of))))
+
+
+def _moved(d: Diagnosis, sign: str) -> pd.Series | None:
+    for kind in ("actual", "predicted"):
+        row = d.pick(f"right_direction_{sign}_{kind}", "none", "all")
+        if row is not None and not isnan(row["value"]):
+            return row
+    return None

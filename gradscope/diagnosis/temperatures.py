@@ -1,0 +1,75 @@
+"""How far the headline would move, had the rollouts been sampled at another temperature than the one assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from gradscope.diagnosis.format import name_bin, share_words
+from gradscope.diagnosis.result import DiagnosisSettings, pick_row
+from gradscope.diagnosis.tokens import sum_by_prompt, token_shares
+from gradscope.gradients import measure
+from gradscope.intervals import interval_labels
+from gradscope.policy import Policy
+from gradscope.resampling import Seed
+from gradscope.rollouts import TokenBatch
+
+Number = int | float
+TRIED = (0.6, 0.7, 1.0)
+"""Temperatures that rollouts are usually sampled at."""
+EACH = 100
+"""Tokens of every interval that are measured at each."""
+CLOSE = 0.05
+"""Mean |Δ log π|, nats, up to which a temperature explains the log's own log-probabilities."""
+
+
+def try_temperatures(
+    policy: Policy,
+    batch: TokenBatch,
+    table: pd.DataFrame,
+    settings: DiagnosisSettings,
+    *,
+    seed: Seed = 0,
+    temperatures: Sequence[Number] = TRIED,
+) -> pd.DataFrame:
+    """The lowest interval's share of the tokens and of the gradient energy at other temperatures, a row each.
+
+    table: of the batch at the temperature assumed, which is not measured again; at each other one, a sample of `EACH`
+    tokens per interval is, and the bounds cover its error. Columns: temperature; token_share and squared_share with
+    _lower and _upper, as of `token_shares`; logprob_difference, the mean |log π − log π_old| over the tokens whose
+    log π_old is known, nats.
+    """
+    labels, rows = interval_labels(settings.edges), []
+    sample = {"tokens_per_interval": EACH, "seed": settings.seed, "loss": settings.loss, "self_check": False}
+    for temperature in temperatures:
+        own = table
+        if (batch.temperature != temperature).any():
+            own = measure(policy, batch.at_temperature(temperature), edges=settings.edges, **sample)
+        shares = token_shares(sum_by_prompt(own, len(labels)), labels, seed=seed, resamples=settings.resamples)
+        row: dict[str, float] = {"temperature": float(temperature)}
+        for name, metric in (("token_share", "none"), ("squared_share", "raw")):
+            known = pick_row(shares, name, metric, labels[0])
+            row |= {name: known["value"], f"{name}_lower": known["lower"], f"{name}_upper": known["upper"]}
+        row["logprob_difference"] = (own["logprob"] - own["old_logprob"]).abs().mean()
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def temperature_cost(batch: TokenBatch, intervals: int) -> float:
+    """Forward passes over the batch that trying them takes: a measured token is about three of its response's."""
+    return len(TRIED) * (1 + 3 * EACH * intervals / len(batch))
+
+
+def temperature_words(tried: pd.DataFrame, label: str) -> str:
+    """How far the headline moves, and which temperature the log's own log-probabilities fit, if they fit one."""
+    columns = {"squared_share": "value", "squared_share_lower": "lower", "squared_share_upper": "upper"}
+    shares = tried[list(columns)].rename(columns=columns)
+    pairs = zip(shares.iterrows(), tried["temperature"], strict=True)
+    each = [f"{share_words(row)} at T = {temperature:g}" for (_, row), temperature in pairs]
+    listed = f"{', '.join(each[:-1])} and {each[-1]}"
+    words = f"Tokens with {name_bin(label)} account for {listed} of the gradient energy."
+    gaps = tried.set_index("temperature")["logprob_difference"]
+    if gaps.notna().all() and gaps.min() <= CLOSE and gaps.min() <= gaps.nsmallest(2).iloc[-1] / 2:
+        words += f" The log-probabilities in the rollouts fit T = {gaps.idxmin():g} best."
+    return words

@@ -1,0 +1,74 @@
+"""How far the policy is from the one that sampled: |log π − log π_old|, the ratio, and what the trust region clips."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import nn
+
+from gradscope.objective.batch_logprobs import batch_statistics
+from gradscope.objective.loss import LossSettings, own_where_unknown, resolve_advantages
+from gradscope.rollouts import TokenBatch
+
+ROUNDING = 1e-3
+"""Largest |Δ log π| of any token, nats, that float32 and another order of its sums explain."""
+CLIPS = ("clip_low", "clip_high", "clip_dual")
+
+
+def off_policyness(columns: Mapping[str, np.ndarray], loss: LossSettings) -> dict[str, Float[np.ndarray, " k"]]:
+    """Of each of k tokens with a known log π_old, in float64.
+
+    logprob_difference, |log π − log π_old| in nats; ratio, π/π_old; and 1 or 0 for what Eq. 2's trust region cuts:
+    clip_low (Â < 0 and ratio < 1 − ε_low), clip_high (Â > 0 and ratio > 1 + ε_high), clip_dual (Â < 0 and ratio > c),
+    NaN where Â is unknown. columns: logprob, old_logprob, advantage, [k] each, as in a token table.
+    """
+    logprob, old, advantage = (np.asarray(columns[n], np.float64) for n in ("logprob", "old_logprob", "advantage"))
+    gap = logprob - old
+    ratio, dual = np.exp(gap), math.inf if loss.clip_ratio_c is None else loss.clip_ratio_c
+    cut = (
+        (advantage < 0) & (ratio < 1 - loss.clip_ratio_low),
+        (advantage > 0) & (ratio > 1 + loss.clip_ratio_high),
+        (advantage < 0) & (ratio > dual),
+    )
+    found = {"logprob_difference": np.abs(gap), "ratio": ratio}
+    return found | {name: np.where(np.isnan(advantage), np.nan, own) for name, own in zip(CLIPS, cut, strict=True)}
+
+
+def off_policy_sentence(mean: str, worst: float) -> str:
+    """Whether rollouts are on-policy; mean: mean |Δ log π|, as written, worst: the largest of all tokens, nats."""
+    numbers = f"mean |Δ log π| {mean} nats, at most {worst:.2g}".replace("-", "−")
+    if worst < ROUNDING:
+        return f"The rollouts are on-policy up to rounding: {numbers}."
+    return f"The rollouts are off-policy, against the checkpoint that sampled them: {numbers}."
+
+
+def describe_off_policyness(columns: Mapping[str, np.ndarray], loss: LossSettings) -> str:
+    """`off_policyness` of the tokens whose log π_old is known, in a sentence; what is assumed, where it is of none."""
+    known = ~np.isnan(np.asarray(columns["old_logprob"], np.float64))
+    if not known.any():
+        return "Old log-probabilities are unknown: the rollouts are taken as on-policy (ratio 1)."
+    names = ("logprob", "old_logprob", "advantage")
+    found = off_policyness({name: np.asarray(columns[name])[known] for name in names}, loss)
+    gap = found["logprob_difference"]
+    words = off_policy_sentence(f"{gap.mean():.2g}", gap.max())
+    cut = [f"{100 * found[name].mean():.2g} %" for name in CLIPS]
+    if gap.max() < ROUNDING or np.isnan(found[CLIPS[0]]).any():
+        return words
+    return f"{words} Clipped low {cut[0]} of the tokens, high {cut[1]}, by the dual clip {cut[2]}."
+
+
+def describe_batches(
+    model: nn.Module, batches: Sequence[TokenBatch], loss: LossSettings, *, micro_batch_size: int, device: torch.device
+) -> str:
+    """`describe_off_policyness` of all tokens of these batches, by a forward pass."""
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in ("logprob", "old_logprob", "advantage")}
+    for batch in batches:
+        found = batch_statistics(model, batch, micro_batch_size=micro_batch_size, device=device).logprob
+        columns = (found, own_where_unknown(batch.old_logprobs, torch.full_like(found, math.nan)))
+        for part, values in zip(parts.values(), (*columns, resolve_advantages(batch)), strict=True):
+            part.append(values[batch.response_mask].double().numpy())
+    return describe_off_policyness({name: np.concatenate(part) for name, part in parts.items()}, loss)

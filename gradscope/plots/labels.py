@@ -1,0 +1,123 @@
+"""One map of words: what every column and statistic is called where people read it, in tables, figures and the page."""
+
+from __future__ import annotations
+
+LAYER = "act_grad_norm."
+"""With a block's number behind it: the norm at a layer."""
+LABELS = {
+    # Tokens.
+    "response": "response",
+    "position": "position",
+    "token": "token",
+    "prob": "π",
+    "old_prob": "π before",
+    "entropy": "entropy (nats)",
+    "advantage": "advantage Â",
+    "weight": "weight w",
+    "interval": "bin of π",
+    "label": "bin of π",
+    "param_grad_norm": "‖g‖",
+    "logit_grad_norm": "logits",
+    "weighted_norm": "‖w·g‖",
+    "num_tokens": "tokens",
+    "num_measured": "measured tokens",
+    "n": "tokens",
+    # Statistics.
+    "tokens": "tokens",
+    "prompts": "prompts with an advantage",
+    "token_share": "share of the tokens",
+    "squared_share": "share of the gradient energy",
+    "largest_share": "has the largest share, odds",
+    "predicted_share": "share that (1−π)² alone predicts",
+    "dominance_index": "dominance index",
+    "predicted_index": "index that (1−π)² alone predicts",
+    "added_index": "measured over predicted by (1−π)²",
+    "gradient_norm": "norm of the summed gradient",
+    "gradient_share": "share of the summed gradient",
+    "gradient_index": "index of the summed gradients",
+    "norm_ratio": "norm over the whole's",
+    "cosine_with_all": "cosine with the whole gradient",
+    "signal": "signal",
+    "noise": "noise",
+    "signal_fraction": "signal fraction",
+    "bound_violations": "violations of Prop. 4.2",
+    "bound_lower_margin": "distance from the lower bound",
+    "bound_upper_margin": "distance from the upper bound",
+    "logprob_difference_mean": "mean |Δ log π|",
+    "logprob_difference_max": "largest |Δ log π|",
+    "ratio_mean": "mean π/π_old",
+    "ratio_max": "largest π/π_old",
+    "clip_low": "clipped low",
+    "clip_high": "clipped high",
+    "clip_dual": "clipped by the dual clip",
+    "low_to_high_share": "movement caused by the lowest bin",
+    "high_to_high_share": "movement caused by its own bin",
+    "right_direction_positive_actual": "Â > 0: share that rose",
+    "right_direction_negative_actual": "Â < 0: share that fell",
+    "right_direction_positive_predicted": "Â > 0: share predicted to rise",
+    "right_direction_negative_predicted": "Â < 0: share predicted to fall",
+    "recommended_difference": "best α, η: difference of the score",
+    "recommended_alpha": "best α",
+    "recommended_eta": "best η",
+    # Steps.
+    "predicted": "predicted Δ log π",
+    "mover": "pushed most by",
+    "mover_change": "Δ log π by it",
+    "setting": "setting",
+    "predicted_score": "score, selection batches",
+    "predicted_held_out": "score, held-out batches",
+    "difference": "difference from the baseline",
+    "verdict": "verdict",
+    "steps": "steps",
+    # Weightings.
+    "method": "weighting",
+    "step": "step",
+    "same_as": "same as",
+    "norm": "norm of the update",
+    "cosine": "cosine with the baseline",
+    "signal_to_noise": "signal to noise of a prompt",
+    "right_sgd": "right direction, SGD",
+    "right_adamw": "right direction, AdamW",
+    "effective_share": "share of tokens that carry it",
+    "effective_share_adamw": "share that carries it, AdamW",
+    "zero_share": "share without weight",
+    "energy_share": "share of the gradient energy",
+    "energy_share_adamw": "share of the AdamW-preconditioned energy",
+    # Proxies and logits.
+    "quantity": "quantity",
+    "proxy": "proxy",
+    "rank_correlation": "rank correlation",
+    "sign": "sign of Â",
+    "least": "least",
+    "most": "most",
+    # All of them.
+    "statistic": "statistic",
+    "metric": "metric",
+    "value": "value",
+    "lower": "lower",
+    "upper": "upper",
+    "unit": "unit",
+    "temperature": "temperature",
+    "logprob_difference": "mean |Δ log π| against the log (nats)",
+}
+"""Name of a column or statistic → what people read."""
+
+METRICS = {"raw": "unpreconditioned", "adamw": "AdamW-preconditioned", "none": ""}
+"""Metric → what people read."""
+
+
+def label_of(name: str) -> str:
+    """What a column or statistic is called; one that is not in `LABELS` is spelled with blanks.
+
+    >>> label_of("squared_share"), label_of("signal_to_noise_difference"), label_of("my_own_number")
+    ('share of the gradient energy', 'signal to noise of a prompt, against the baseline', 'my own number')
+    >>> label_of("act_grad_norm.0"), label_of("act_grad_norm.2")
+    ('input of block 1', 'output of block 2')
+    """
+    if name.startswith(LAYER):
+        block = name.removeprefix(LAYER)
+        return "input of block 1" if block == "0" else f"output of block {block}"
+    stem = name.removesuffix("_difference")
+    if name not in LABELS and stem in LABELS:
+        return f"{LABELS[stem]}, against the baseline"
+    return LABELS.get(name, name.replace("_", " "))

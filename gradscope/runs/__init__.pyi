@@ -1,0 +1,33 @@
+"""What is at the door: a file is loaded when one of its names is first used."""
+
+from .ending import end_at_once as end_at_once
+from .files import (
+    file_hash as file_hash,
+    is_table as is_table,
+    plain_json as plain_json,
+    read_json as read_json,
+    replacing as replacing,
+    write_json as write_json,
+    write_parquet as write_parquet,
+    write_text as write_text,
+)
+from .folder import (
+    MANIFEST as MANIFEST,
+    UNWRITABLE as UNWRITABLE,
+    RunFolder as RunFolder,
+    check_is_folder as check_is_folder,
+    check_results as check_results,
+    check_writable as check_writable,
+    library_versions as library_versions,
+    provenance as provenance,
+)
+from .lock import locked as locked
+from .processes import (
+    ALONE as ALONE,
+    Processes as Processes,
+    deal_by_cost as deal_by_cost,
+    whole as whole,
+    worker_context as worker_context,
+)
+from .scratch import check_room as check_room, scratch_zeros as scratch_zeros
+from .user_code import RAISED as RAISED, in_words as in_words, run_file as run_file
