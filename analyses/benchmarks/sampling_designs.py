@@ -193,12 +193,12 @@ def cover(table: pd.DataFrame, options: Options) -> pd.DataFrame:
 def estimate(table: pd.DataFrame, rng: np.random.Generator | None) -> dict[tuple[str, str], np.ndarray]:
     """Value, lower and upper of each statistic and interval, as gradscope reports them."""
     labels = interval_labels()
-    rows = token_shares(sum_by_prompt(table, INTERVALS), labels, rng=rng, resamples=400)
+    rows = token_shares(sum_by_prompt(table, INTERVALS), labels, seed=rng, resamples=400)
     rows = rows[rows["statistic"].isin(["squared_share", "dominance_index"])]
     out = {(r.statistic, r.interval): np.array([r.value, r.lower, r.upper]) for r in rows.itertuples()}
     drawn = table.get(COLUMN)
     args = (table[PARAMETERS], table["interval"], table["group"])
-    means = summarize(*args, rng=rng, resamples=400, probabilities=drawn) if rng is not None else None
+    means = summarize(*args, seed=rng, resamples=400, probabilities=drawn) if rng is not None else None
     if means is None:
         means = pd.DataFrame({"label": labels, "value": table.groupby("interval")[PARAMETERS].mean()})
         means = means.assign(lower=np.nan, upper=np.nan)

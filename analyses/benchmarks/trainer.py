@@ -56,7 +56,7 @@ from analyses.benchmarks.turns import REST, Seconds, Turns, parts_of
 from gradscope.cli.flags import quiet_transformers
 from gradscope.trainer import TrainConfig, get_preset
 
-INSTALL_TRL = "trl is not installed, so the comparison with it is left out; to have it: pip install -e '.[bench]'"
+INSTALL_TRL = "trl is not installed, so the comparison with it is left out; to have it: pip install -e '.[trl]'"
 OURS, TRL = "gradscope", "TRL"
 SETTINGS = ((0.0, 1), (0.001, 2))
 """KL coefficient and optimizer steps per batch; the second is the preset's."""

@@ -88,8 +88,8 @@ def gradient_table(products: Products, sums: PromptSums) -> pd.DataFrame:
     which add up to ‖G_a‖²; signal_fraction, signal/‖G_a‖²; signal_to_noise, that of ONE prompt (the prompts' number
     times smaller than signal/noise of the sum); squared_share, of Σ‖w·g‖², and dominance_index.
     """
-    rows = _widen(gradient_rows(products, sums.tokens, LABELS, metric="raw", rng=None))
-    shares = _widen(token_shares(sums, LABELS, rng=None))[["squared_share", "dominance_index"]]
+    rows = _widen(gradient_rows(products, sums.tokens, LABELS, metric="raw", seed=None))
+    shares = _widen(token_shares(sums, LABELS, seed=None))[["squared_share", "dominance_index"]]
     table = rows.join(shares)
     table["signal_to_noise"] = table["signal"] / table["noise"] / len(products.pairs)
     return table.rename_axis("interval").reset_index()
@@ -114,7 +114,7 @@ def cosine_table(pairs: Gram) -> pd.DataFrame:
 
 
 def _token_table(sums: PromptSums, entropy: Float[np.ndarray, " A"]) -> pd.DataFrame:
-    shares = _widen(token_shares(sums, LABELS, rng=None))[["token_share", "predicted_share"]]
+    shares = _widen(token_shares(sums, LABELS, seed=None))[["token_share", "predicted_share"]]
     counts = sums.tokens.sum(0)
     with np.errstate(invalid="ignore"):  # an interval without tokens
         table = shares.assign(tokens=counts.astype(int), entropy=entropy / counts)

@@ -21,8 +21,7 @@ import torch
 from tqdm import tqdm
 
 from analyses.common.measurements import keep, part
-from gradscope import load_policy
-from gradscope import measure as measure_tokens
+from gradscope import load_policy, measure as measure_tokens
 from gradscope.gradients import LAYER, LOGITS, PARAMETERS, interval_gradients_over
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch

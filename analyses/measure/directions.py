@@ -52,7 +52,7 @@ def take_steps(moment: Moment, optimizer: str, questions: int) -> pd.DataFrame:
         moment.policy,
         batch,
         list(METHODS.values()),
-        settings=moment.config.loss,
+        loss=moment.config.loss,
         step=moment.step_settings if own else StepSettings(micro_batch_size=moment.config.micro_batch_size),
         optimizer_state=moment.optimizer_state if own else None,
         mini_batch_size=len(batch) // 2,
@@ -63,6 +63,6 @@ def take_steps(moment: Moment, optimizer: str, questions: int) -> pd.DataFrame:
     found = []
     for method, name in METHODS.items():
         for against in ("advantage", "net_weight"):
-            shares = right_direction_shares(tokens, name=name, against=against, rng=None)
+            shares = right_direction_shares(tokens, name=name, against=against, seed=None)
             found.append(shares.assign(method=method, against=against))
     return pd.concat(found, ignore_index=True)

@@ -28,14 +28,14 @@ def measure(out: Path, *, run: Path = RUN, questions: int = 24) -> None:
     tokens = measure_tokens(moment.policy, moment.sample(questions, seed=FRESH))
     special = set(moment.policy.tokenizer.all_special_tokens)
     tables = {
-        "fits.csv": regress_norms(tokens, rng=np.random.default_rng(0)),
+        "fits.csv": regress_norms(tokens, seed=np.random.default_rng(0)),
         "by_value.csv": by_driver(add_drivers(tokens, special=special)),
     }
     keep(out, tables, step=moment.step, questions=questions, responses=8, tokens=len(tokens))
 
 
 def by_driver(tokens: pd.DataFrame) -> pd.DataFrame:
-    """Mean norm (unit weight), and shares of the tokens and of Σ‖w·g‖, for each value of each driver."""
+    """Mean norm (unweighted), and shares of the tokens and of Σ‖w·g‖, for each value of each driver."""
     size = tokens["weight"].abs() * tokens["param_grad_norm"]
     rows = []
     for driver in BY:

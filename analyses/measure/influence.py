@@ -36,14 +36,14 @@ def measure(out: Path, *, run: Path = RUN, batches: int = 4, questions: int = 32
     steps = {"sgd": (sgd, None), "adamw": (moment.step_settings, moment.optimizer_state)}
     tables, errors, against = [], [], []
     for name, (step, state) in steps.items():
-        keywords = {"settings": moment.config.loss, "step": step, "optimizer_state": state}
+        keywords = {"loss": moment.config.loss, "step": step, "optimizer_state": state}
         parts = []
         for number, batch in enumerate(tqdm(samples, f"batches, {name}")):
             found = part(out, f"{name}-{number}", partial(split_step, moment.policy, batch, **keywords))
             errors.append({"optimizer": name, "batch": number} | judge_prediction(found))
             parts.append(found.drop(columns=["actual", "method"]))
         tokens = pool(parts)
-        tables.append(influence_table(tokens, rng=np.random.default_rng(0)).assign(optimizer=name))
+        tables.append(influence_table(tokens, seed=np.random.default_rng(0)).assign(optimizer=name))
         worst = moved_against(tokens, MOST_MOVED).assign(optimizer=name)
         worst.insert(0, "token", [moment.policy.decode([i]) for i in worst["token_id"]])
         against.append(worst)

@@ -16,8 +16,7 @@ import numpy as np
 import pandas as pd
 
 from analyses.common.measurements import keep
-from gradscope import load_policy
-from gradscope import measure as measure_tokens
+from gradscope import load_policy, measure as measure_tokens
 from gradscope.gradients import LAYER, LOGITS, PARAMETERS
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch

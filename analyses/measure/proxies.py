@@ -50,7 +50,7 @@ def measure(out: Path, *, run: Path = RUN, questions: int = 12, stages: tuple[St
     policy = train_gpt2(stages)
     found["GPT-2"] = part(out, "gpt2", lambda: tabulate(policy, sample(policy, questions), None))
     more = {"position's ‖g‖": POSITION}
-    tables = [judge_proxies(table, more=more, rng=np.random.default_rng(0)) for table in found.values()]
+    tables = [judge_proxies(table, more=more, seed=np.random.default_rng(0)) for table in found.values()]
     judged = pd.concat([table.assign(policy=name) for name, table in zip(found, tables, strict=True)])
     keep(out, {"proxies.csv": judged}, step=moment.step, questions=questions, responses=8, stages=len(stages))
 

@@ -42,10 +42,10 @@ def measure(out: Path, *, run: Path = RUN, batches: int = 4, questions: int = 64
     moved = {name: [] for name in optimizers}
     for number, batch in enumerate(tqdm(samples, "batches")):
         for name, (step, state) in optimizers.items():
-            keywords = {"settings": moment.config.loss, "step": step, "optimizer_state": state}
+            keywords = {"loss": moment.config.loss, "step": step, "optimizer_state": state}
             move = partial(apply_updates, moment.policy, batch, list(UPDATES), **keywords)
             moved[name].append(part(out, f"{name}-{number}", lambda move=move: movement_table(move())))
-    gradients = interval_gradients_over(moment.policy, samples, settings=moment.config.loss, micro_batch_size=size)
+    gradients = interval_gradients_over(moment.policy, samples, loss=moment.config.loss, micro_batch_size=size)
     tokens = pool(moved["sgd"])
     tables = {
         "tokens.parquet": slim(tokens),
@@ -67,7 +67,7 @@ def compare(tokens: pd.DataFrame) -> pd.DataFrame:
     for name, interval in OUTSIDE.items():
         for batch, chosen in [*tokens.groupby("batch"), ("all", tokens)]:
             rng = np.random.default_rng(0) if batch == "all" else None
-            found = similarity(chosen, "all", name, outside=[interval], rng=rng)
+            found = similarity(chosen, "all", name, outside=[interval], seed=rng)
             row = {"update": name, "batch": batch, "num_tokens": found.num_tokens, "correlation": found.correlation}
             rows.append(row | {"lower": found.lower, "upper": found.upper})
     return pd.DataFrame(rows)
@@ -76,7 +76,7 @@ def compare(tokens: pd.DataFrame) -> pd.DataFrame:
 def summarize(tokens: pd.DataFrame) -> pd.DataFrame:
     """Every update's movements, of π and of log π, by interval and sign of the advantage."""
     parts = [
-        movement_summary(tokens, name, value=value, rng=None).assign(update=name, of=value)
+        movement_summary(tokens, name, value=value, seed=None).assign(update=name, of=value)
         for name in UPDATES
         for value in ("delta_prob", "delta_logprob")
     ]

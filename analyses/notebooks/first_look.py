@@ -23,8 +23,6 @@ import gradscope
 from gradscope import plots
 from gradscope.diagnosis import summarize_measurement
 from gradscope.gradients import MeasureSettings
-from gradscope.sampling import batch_rows, rollout_rows
-from gradscope.tasks import draw_questions, get_task
 
 OUT = Path(tempfile.mkdtemp(prefix="gradscope-"))  # pictures and tables go here
 
@@ -36,18 +34,16 @@ OUT = Path(tempfile.mkdtemp(prefix="gradscope-"))  # pictures and tables go here
 
 # %%
 policy = gradscope.load_policy("embedded")
-task = get_task("knights-knaves-compact")
-questions = draw_questions(task, 4, seed=1)
-rows = rollout_rows(policy, questions, task=task, n=4, temperature=0.7, max_new_tokens=128, seed=1)
-print(rows[0]["prompt"], rows[0]["response"], sep="\n")
+wanted = {"questions": 4, "n": 4, "temperature": 0.7, "max_new_tokens": 128}
+batch = gradscope.sample(policy, task="knights-knaves-compact", **wanted, seed=1)
+print(policy.decode(batch.sequence(0)[0].tolist()))
 
 # %% [markdown]
 # `reward` is the paper's: 3 for a right answer, −0.5 for a wrong one in the right form. A group whose rewards are all
 # equal has advantages of 0: it teaches nothing.
 
 # %%
-batch = batch_rows(rows)
-print([row["reward"] for row in rows])
+batch.rewards.tolist()
 
 # %% [markdown]
 # ## Measure
@@ -89,10 +85,12 @@ print(summary.sentences())
 # %%
 figure = plots.plot_figure_1(table, summary.gradients.table)
 plots.save_figure(figure, OUT / "figure_1.png")
+figure
 
 # %%
 axes = plots.plot_layers_by_interval(table)
 plots.save_figure(axes, OUT / "layers_by_interval.png")
+axes.figure
 
 # %% [markdown]
 # The largest tokens, with what surrounds them in the table, are a good next question: are they forks in the
@@ -102,3 +100,9 @@ plots.save_figure(axes, OUT / "layers_by_interval.png")
 table["size"] = table["weight"].abs() * table["param_grad_norm"]
 largest = table.nlargest(8, "size")[["response", "position", "token", "prob", "advantage", "size"]]
 largest
+
+# %% [markdown]
+# The viewer shows them in their responses, each token shaded by what it adds to the update.
+
+# %%
+gradscope.viewer(table, batch=batch, tokenizer=policy.tokenizer)

@@ -19,8 +19,6 @@ from pathlib import Path
 
 import gradscope
 from gradscope.rollouts import write_rollouts
-from gradscope.sampling import rollout_rows
-from gradscope.tasks import draw_questions, get_task
 
 OUT = Path(tempfile.mkdtemp(prefix="gradscope-"))
 CHECKPOINT = "embedded"  # "runs/grpo/checkpoints/step-000020", "my-trl-run/checkpoint-500", …
@@ -28,10 +26,8 @@ ROLLOUTS = OUT / "rollouts.jsonl"  # "my-trl-run/completions", "rollout_data_dir
 
 policy = gradscope.load_policy(CHECKPOINT)
 if not ROLLOUTS.exists():
-    task = get_task("knights-knaves-compact")
-    questions = draw_questions(task, 6, seed=3)
-    rows = rollout_rows(policy, questions, task=task, n=4, temperature=0.7, max_new_tokens=128, seed=3)
-    write_rollouts(ROLLOUTS, rows)
+    wanted = {"questions": 6, "n": 4, "temperature": 0.7, "max_new_tokens": 128}
+    write_rollouts(ROLLOUTS, gradscope.sample(policy, task="knights-knaves-compact", **wanted, seed=3))
 
 # %% [markdown]
 # ## Read the dump
@@ -48,15 +44,11 @@ print(f"{dump.format}: {len(batch)} responses, {batch.num_tokens} response token
 # ## Diagnose
 #
 # `tokens_per_interval` measures a random sample of tokens, which is what a long rollout wants. Steps are AdamW's
-# from your optimizer state if you give one (`optimizer_state=torch.load(…, weights_only=True)`), else the paper's SGD.
+# from your optimizer state if you give its file (`optimizer_state="…/optimizer.pt"`), else the paper's SGD.
 
 # %%
-from gradscope.diagnosis import DiagnosisSettings, diagnose, findings
-
-settings = DiagnosisSettings(tokens_per_interval=100, recommend_batches=None, resamples=200)
-diagnosis = diagnose(policy, batch, settings=settings)
-for sentence, details, _ in findings(diagnosis):
-    print(f"- {sentence}\n    {details}")
+diagnosis = gradscope.diagnose(policy, batch, tokens_per_interval=100, recommend_batches=None, resamples=200)
+diagnosis
 
 # %% [markdown]
 # Every number behind a sentence is a row of `statistics`, with its interval over prompts.
@@ -74,7 +66,9 @@ print(*diagnosis.notes, sep="\n")
 from gradscope.diagnosis import plot_dominance
 from gradscope.plots import save_figure
 
-save_figure(plot_dominance(diagnosis.statistics, diagnosis.labels), OUT / "dominance.png")
+figure = plot_dominance(diagnosis.statistics, diagnosis.labels)
+save_figure(figure, OUT / "dominance.png")
+figure
 
 # %% [markdown]
 # ## The page
@@ -82,8 +76,7 @@ save_figure(plot_dominance(diagnosis.statistics, diagnosis.labels), OUT / "domin
 # All of it as one HTML file, with a viewer of the tokens; open it in a browser, or send it to somebody.
 
 # %%
-report = gradscope.make_report(diagnosis, policy, batch, title=f"Diagnosis of {CHECKPOINT}", notes=dump.notes)
-page = gradscope.write_report(OUT / "report", report)
+page = diagnosis.to_html(OUT / "report.html", title=f"Diagnosis of {CHECKPOINT}", notes=dump.notes)
 print(f"{page.stat().st_size / 1e6:.1f} MB: {page}")
 
 # %% [markdown]

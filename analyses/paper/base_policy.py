@@ -46,12 +46,12 @@ def table(options: Options) -> tuple[pd.DataFrame, Summary]:
     rng = np.random.default_rng(0)
     theory = read_theory(tokens, read_facts("base_policy", scale=options.scale)["vocab_size"], rng=rng)
     gradients = IntervalGradients(sums, cosines, num_prompts=int(tokens["group"].nunique()), settings=PAPER)
-    return tokens, Summary(interval_summary(tokens, gradients, rng=rng), gradients, theory)
+    return tokens, Summary(interval_summary(tokens, gradients, seed=rng), gradients, theory)
 
 
 def read_theory(tokens: pd.DataFrame, vocab_size: int, *, rng: np.random.Generator | None = None) -> TheoryReport:
     """What of Prop. 4.2 the token table can say."""
-    return theory_report(tokens, vocab_size=vocab_size, rng=rng or np.random.default_rng(0))
+    return theory_report(tokens, vocab_size=vocab_size, seed=rng or np.random.default_rng(0))
 
 
 def shown_layers(tokens: pd.DataFrame) -> list[str]:
@@ -81,11 +81,12 @@ def main(options: Options) -> None:
     tokens, summary = table(options)
     for name, figure in draw(tokens, summary):
         save_figure(figure, options.out / f"{name}.png")
-    write_text(options.out / "base_policy.txt", f"{summary}\n")
+    words = f"{summary}\n\n{summary.theory_words()}\n"
+    write_text(options.out / "base_policy.txt", words)
     tables = {"intervals": summary.intervals, "gradients": summary.gradients.table, "theory": tabulate(summary.theory)}
     for name, numbers in tables.items():
         write_csv(numbers, options.out / f"base_policy_{name}.csv")
-    print(summary)
+    print(words)
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def correlate(
         scale = np.sqrt(np.where(varies, var_x * var_y, np.nan))
         return ((xy - x * y / n).sum(1) / scale)[:, None]
 
-    value, lower, upper = bootstrap(evaluate, len(names), rng=rng)[:, 0]
+    value, lower, upper = bootstrap(evaluate, len(names), seed=rng)[:, 0]
     return float(value), float(lower), float(upper)
 
 

@@ -37,7 +37,7 @@ def table(options: Options) -> TheoryReport:
     names = ("tokens.parquet", "constants.csv")
     tokens, constants = (read_table("layer_constants", name, scale=options.scale) for name in names)
     vocab_size = read_facts("layer_constants", scale=options.scale)["vocab_size"]
-    return theory_report(tokens, constants, vocab_size=vocab_size, rng=np.random.default_rng(0))
+    return theory_report(tokens, constants, vocab_size=vocab_size, seed=np.random.default_rng(0))
 
 
 def spans(report: TheoryReport) -> pd.DataFrame:
