@@ -1,0 +1,214 @@
+"""Pages that are made of the code as mkdocs builds them, so that they cannot go stale.
+
+A page holds a marker, `<!-- gradscope:NAME argument -->`, which the maker of that name fills. Figures, the example of a
+report, paper_repro.md and CHANGELOG.md come from the repository, not from copies in docs/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import inspect
+import io
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from importlib import import_module
+from math import inf
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+MARKER = re.compile(r"<!-- gradscope:(\w+) ?([\w.]*) -->")
+ATTRIBUTES = re.compile(r"^(```\w+) \{[^}\n]*\}$", re.M)
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?!https?:|#)[^)]*)\)")
+PAGES = {"paper.md": "paper_repro.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+"""Pages that stand at the top of the repository."""
+DOORS = ("objective", "theory", "updates", "trainer", "plots", "sampling", "tasks")
+"""Rooms whose doors are documented beside the package's own names."""
+IN_TRL = (
+    *("GradScopeCallback", "ReweightLoptiMixin", "TRLSettings", "trl_settings", "batch_from_trl"),
+    "response_denominators",
+)
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Figures and their CSVs, the example of a report, and pages of the repository."""
+    figures = ROOT / "figures"
+    for path in sorted(figures.rglob("*")):
+        if not path.is_file() or path.suffix not in (".png", ".csv", ".html", ".json"):
+            continue
+        name = path.relative_to(figures).as_posix()
+        place = name if name.startswith("report-example/") else f"figures/{name}"
+        files.append(File.generated(config, place, abs_src_path=str(path)))
+    for page, source in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    for door in DOORS:
+        content = f"# gradscope.{door}\n\n<!-- gradscope:door {door} -->\n"
+        files.append(File.generated(config, f"api/{door}.md", content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Fill the markers; drop what only the tests read; mend links of the repository's own pages."""
+    if page.file.src_uri in PAGES:
+        known = {file.src_uri for file in files}
+        markdown = LINK.sub(lambda found: _link(found, known), markdown)
+    markdown = ATTRIBUTES.sub(r"\1", markdown)
+    return MARKER.sub(lambda found: MAKERS[found[1]](*filter(None, [found[2]])), markdown)
+
+
+def _link(found: re.Match[str], known: set[str]) -> str:
+    target = found[2].replace("figures/report-example/", "report-example/")
+    return f"[{found[1]}]({target})" if target in known else found[1]
+
+
+def make_methods() -> str:
+    """Every weighting of the registry."""
+    from gradscope.objective import WEIGHTINGS
+
+    parts = []
+    for name, kind in WEIGHTINGS.items():
+        rows = ["| parameter | default | values |", "|---|---|---|"]
+        for parameter in fields(kind):
+            low, high = parameter.metadata.get("range", (-inf, inf))
+            span = f"{low:g} to {high:g}" if high < inf else "any number" if low == -inf else f"{low:g} or more"
+            rows.append(f"| `{parameter.name}` | {parameter.default:g} | {span} |")
+        text = inspect.getdoc(kind) or ""
+        text = re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text.replace("*", r"\*"))
+        parts.append(f"### `{name}`\n\n{text}\n\n" + ("\n".join(rows) if len(rows) > 2 else "No parameters."))
+    return "\n\n".join(parts)
+
+
+def make_glossary() -> str:
+    """The definitions that a page quotes."""
+    from gradscope.diagnosis.glossary import DEFINITIONS
+
+    rows = [f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in DEFINITIONS.items()]
+    return "\n".join(["| term | meaning |", "|---|---|", *rows])
+
+
+def make_format(name: str) -> str:
+    """What the reader knows of a format, and what it says of every log of that kind."""
+    from gradscope.rollouts import READERS
+
+    form = READERS[name]
+    said = "\n".join(f"- {note[0].upper()}{note[1:]}." for note in form.notes)
+    columns = ", ".join(f"`{column}`" for column in sorted(form.needs))
+    return f"Detected by the columns {columns}. gradscope says of every log of this kind:\n\n{said}"
+
+
+def make_architectures() -> str:
+    """The table that analyses/docs/architectures.py has measured."""
+    with (ROOT / "docs/data/architectures.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    lines = ["| architecture | variant | path | worst relative error |", "|---|---|---|---|"]
+    lines += ["| {architecture} | {variant} | {path} | {worst_relative_error} |".format(**row) for row in rows]
+    how = {(row["date"], row["torch"], row["transformers"], row["tokens"]) for row in rows}
+    told = "; ".join(f"{date}, torch {torch}, transformers {other}, {n} tokens each" for date, torch, other, n in how)
+    return "\n".join(lines) + f"\n\nMeasured on {told}."
+
+
+def make_cli() -> str:
+    """`--help` of every command, without its boxes."""
+    from gradscope.cli.commands import COMMANDS
+
+    overview = f"```text\n{help_of()}\n```"
+    return overview + "".join(f"\n\n## {name}\n\n```text\n{help_of(name)}\n```" for name in COMMANDS)
+
+
+def help_of(*command: str) -> str:
+    """What `gradscope COMMAND --help` prints, in plain lines."""
+    from gradscope.cli.commands import main
+
+    before, printed = os.environ.get("COLUMNS"), io.StringIO()
+    os.environ["COLUMNS"] = "88"
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            main([*command, "--help"])
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
+    text, lines = re.sub(r"\x1b\[[0-9;]*m", "", printed.getvalue()), []
+    for line in text.splitlines():
+        if found := re.match(r"╭─ (.*?) ─*╮", line):
+            lines += ["", found[1]]
+        elif not line.startswith("╰") and not re.fullmatch(r" *[-─]{20,} *", line):
+            lines.append(line.removeprefix("│").removesuffix("│").removeprefix(" ").rstrip())
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+
+
+def make_api() -> str:
+    """mkdocstrings' directives of the package's own names and of what works inside trainers."""
+    parts = ["## gradscope", *(directive("gradscope", name) for name in sorted(own_names(), key=str.lower))]
+    parts += ["## gradscope.integrations.trl", *(directive("gradscope.integrations.trl", name) for name in IN_TRL)]
+    return "\n\n".join(filter(None, [*parts, _verl()]))
+
+
+def make_door(door: str) -> str:
+    """Those of a room's door; what the package shows too is described there."""
+    module, own = import_module(f"gradscope.{door}"), own_names()
+    names = [name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)]
+    parts = [(module.__doc__ or "").strip()]
+    for name in sorted(names, key=str.lower):
+        if own.get(name) is getattr(module, name):
+            parts.append(f"### {name}\n\nSee [`gradscope.{name}`](../api.md#gradscope.{name}).")
+        else:
+            parts.append(directive(f"gradscope.{door}", name))
+    return "\n\n".join(filter(None, parts))
+
+
+def own_names() -> dict[str, Any]:
+    """What `import gradscope` shows, rooms aside."""
+    import gradscope
+
+    shown = {name: getattr(gradscope, name) for name in gradscope.__all__}
+    return {name: value for name, value in shown.items() if not isinstance(value, ModuleType)}
+
+
+def directive(door: str, name: str) -> str:
+    """The name as its door shows it; a constant, whose place only its door knows, by name alone."""
+    value = getattr(import_module(door), name)
+    anchor = f'<a id="{door}.{name}"></a>\n\n'
+    if not (inspect.isclass(value) or inspect.isfunction(value)) or not value.__module__.startswith("gradscope."):
+        return "" if name.isupper() else f"{anchor}### {name}\n\n`{door}.{name}`"
+    place = f"{value.__module__}.{value.__qualname__}"
+    return f'{anchor}::: {place}\n    options:\n      heading: "{name}"\n      toc_label: "{name}"\n'
+
+
+def _verl() -> str:
+    """verl has an environment of its own: its module's text is read, not run."""
+    path = ROOT / "gradscope/integrations/verl.py"
+    text = inspect.cleandoc(path.read_text(encoding="utf-8").split('"""')[1].replace("\\\\\n", "\\\n"))
+    blocks = [
+        f"```text\n{inspect.cleandoc(block)}\n```" if block.startswith("    ") else re.sub(r":\n- ", ":\n\n- ", block)
+        for block in text.split("\n\n")
+    ]
+    return "## gradscope.integrations.verl\n\n" + "\n\n".join(blocks)
+
+
+MAKERS: dict[str, Callable[..., str]] = {
+    "methods": make_methods,
+    "glossary": make_glossary,
+    "format": make_format,
+    "architectures": make_architectures,
+    "cli": make_cli,
+    "api": make_api,
+    "door": make_door,
+}
+"""Name of a marker → what fills it."""
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """A page without the blanks that generated tables leave at line ends."""
+    return re.sub(r"[ \t]+\n", "\n", output)

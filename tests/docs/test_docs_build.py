@@ -1,0 +1,82 @@
+"""The documentation builds without a warning and without the network, and what it shows needs none either."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support.policies import ARCHITECTURES, RULED, UNRULED
+
+from gradscope.objective import WEIGHTINGS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+needs_mkdocs = pytest.mark.skipif(
+    not all(map(find_spec, ("mkdocs", "material", "mkdocstrings"))), reason="pip install mkdocs-material mkdocstrings"
+)
+ASSET = re.compile(
+    r"<(?:script|link|img|source|iframe)\b[^>]*?(?:src|href)\s*=\s*[\"']?((?:https?:)?//[^\"'\s>]+)", re.I
+)
+IMPORTED = re.compile(r"@import[^;]*//|url\(\s*[\"']?(?:https?:)?//")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The built pages; a proxy that nobody answers at stands before the network."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    nowhere = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+    environment = os.environ | nowhere | {"NO_MKDOCS_2_WARNING": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@needs_mkdocs
+@pytest.mark.slow
+def test_built_pages_load_nothing_from_elsewhere(site):
+    pages, styles = sorted(site.rglob("*.html")), sorted(site.rglob("*.css"))
+    assert len(pages) > 30 and styles
+    assert {page.name: found for page in pages if (found := ASSET.findall(page.read_text()))} == {}
+    assert [style.name for style in styles if IMPORTED.search(style.read_text())] == []
+
+
+@needs_mkdocs
+@pytest.mark.slow
+def test_generated_pages_hold_what_they_are_made_of(site):
+    import gradscope
+
+    assert not [page for page in site.rglob("*.html") if "<!-- gradscope:" in page.read_text()]
+    methods, commands, api = ((site / f"{name}.html").read_text() for name in ("methods", "cli", "api"))
+    assert all(f'id="{name}"' in methods for name in WEIGHTINGS)
+    assert "--tokens-per-interval" in commands and "--reweight-alpha" in commands
+    names = [name for name in gradscope.__all__ if callable(getattr(gradscope, name))]
+    assert [name for name in names if f'id="gradscope.{name}"' not in api] == []
+    assert re.search(r"<li>\s*(<p>)?<code>optimizer_state</code>: ", api)  # parameters of a docstring are a list
+    assert (site / "search/search_index.json").is_file()
+
+
+def test_the_table_of_architectures_has_a_row_for_each_that_the_tests_know():
+    with (REPOSITORY / "docs/data/architectures.csv").open() as file:
+        rows = {row["policy"]: row for row in csv.DictReader(file)}
+    assert rows.keys() == ARCHITECTURES.keys() | RULED.keys() | UNRULED.keys()
+    assert {name for name, row in rows.items() if float(row["worst_relative_error"]) > 1e-12} == set()
+    assert all(rows[name]["path"] == "analytic" for name in RULED)
+    assert all(rows[name]["path"] == "autograd" for name in UNRULED)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_row_of_the_table_of_architectures_is_what_its_script_finds(name):
+    from analyses.docs.architectures import one_row
+
+    with (REPOSITORY / "docs/data/architectures.csv").open() as file:
+        kept = next(row for row in csv.DictReader(file) if row["policy"] == name)
+    found = one_row(name)
+    stable = ("architecture", "variant", "path")
+    assert {key: found[key] for key in stable} == {key: kept[key] for key in stable}
+    assert float(found["worst_relative_error"]) < 1e-12
