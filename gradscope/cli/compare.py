@@ -42,7 +42,7 @@ class Compare(MeasuredPolicyFlags):
     aggregation: Literal["token-mean", "sequence"] = "token-mean"
     """How the losses add up: over all tokens alike, or the mean over responses of the mean over their tokens."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
-        default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
+        default_factory=lambda: MeasureSettings(tokens_per_interval="enough")
     )
     optimizer_state: Path | None = None
     """AdamW's state_dict, saved by torch; none: optimizer.pt in MODEL's folder, if it is there and fits."""

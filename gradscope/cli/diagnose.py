@@ -79,7 +79,7 @@ class Diagnose(MeasuredPolicyFlags):
     engine: Literal["hf", "vllm"] = "hf"
     """The engine that samples: transformers or vLLM."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
-        default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
+        default_factory=lambda: MeasureSettings(tokens_per_interval="enough")
     )
     optimizer_state: Path | None = None
     """AdamW's state_dict, saved by torch; none: optimizer.pt in the checkpoint's folder, if it is there and fits."""

@@ -170,14 +170,14 @@ def _name_value(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.
 
 @REGISTRY.primitive_rule
 def _count_or_auto(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
-    """A number, auto or none."""
-    if info.type != int | Literal["auto"] | None:
+    """A number, auto, enough or none."""
+    if info.type != int | Literal["auto", "enough"] | None:
         return None
-    words = {"auto": "auto", "none": None}
+    words = {"auto": "auto", "enough": "enough", "none": None}
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
-        metavar="N|auto|none",
+        metavar="N|auto|enough|none",
         instance_from_str=lambda given: words[w] if (w := given[0].lower()) in words else int(w),
-        is_instance=lambda value: value in (None, "auto") or isinstance(value, int),
+        is_instance=lambda value: value in words.values() or isinstance(value, int),
         str_from_instance=lambda value: [str(value).lower()],
     )

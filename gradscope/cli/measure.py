@@ -35,6 +35,7 @@ from gradscope.errors import InputError
 from gradscope.gradients import (
     ADAMW,
     BUDGET,
+    EACH_PROMPT,
     PILOT,
     MeasurePlan,
     MeasureSettings,
@@ -176,7 +177,7 @@ class Measure(MeasuredPolicyFlags):
             found = folder.status(overwrite=self.overwrite) if processes.is_main else None
         measured = Measured(policy, dump, measurement, folder, memory, sums)
         if processes.is_main:
-            print_notes(dump.notes)
+            print_notes(dump.remarks)
             if sums is not None and sums.way != "whole":
                 print(sums)
         if processes.gather([found])[0] != "finished":
@@ -305,10 +306,12 @@ class Measure(MeasuredPolicyFlags):
             )
         if self.settings.fast:
             print(describe_speedup(measurement.meter.speedup))
-        if self.settings.tokens_per_interval == "auto" and (each := measurement.settings.tokens_per_interval):
+        chosen, each = self.settings.tokens_per_interval, measurement.settings.tokens_per_interval
+        if chosen in ("auto", "enough") and each:
+            why = f"tokens are more than {BUDGET:,}" if chosen == "auto" else "tokens are of few prompts"
             print(
                 f"measuring a random sample, {each:,} tokens of each interval at most: {measurement.num_tokens:,} "
-                f"tokens are more than {BUDGET:,} (--tokens-per-interval none measures them all)"
+                f"{why} (--tokens-per-interval none measures them all)"
             )
 
     def _measure_share(self, measurement: TableMeasurement, folder: RunFolder, left: list[int]) -> None:
@@ -419,8 +422,8 @@ class Measure(MeasuredPolicyFlags):
         if (each := settings.tokens_per_interval) is None and not rounds:
             return "every token"
         if not rounds:
-            asked = self.settings.tokens_per_interval != "auto"
-            why = "asked for" if asked else f"the default above {BUDGET:,} tokens"
+            reasons = {"auto": f"the default above {BUDGET:,} tokens", "enough": f"{EACH_PROMPT} for each prompt"}
+            why = reasons.get(self.settings.tokens_per_interval, "asked for")
         else:
             each, measuring = rounds[-1].each, sum(done.seconds for done in rounds)
             times = {"preparing": watch.seconds() - measuring, "measuring": measuring}

@@ -168,7 +168,7 @@ class Tune(PolicyFlags):
 
         step, own = checkpoint_step(self.model), [read_dump(path, policy, format=self.format) for path in self.rollouts]
         dumps = [keep_own_step(dump, step) for dump in own]
-        print_notes(list(dict.fromkeys(note for dump in dumps for note in dump.notes)))
+        print_notes(list(dict.fromkeys(note for dump in dumps for note in dump.remarks)))
         batches = [dump.batch for dump in dumps]
         if self.temperature is not None:
             batches = [batch.at_temperature(self.temperature) for batch in batches]

@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 
 from gradscope.diagnosis import gradients, steps, tokens
-from gradscope.diagnosis.cost import COMPARISON, SCREENING, STEPS, SUMS, TOKENS, Stages, part_costs
+from gradscope.diagnosis.cost import COMPARISON, SCREENING, STEPS, SUMS, TOKENS, Stages, part_costs, screening_cost
 from gradscope.diagnosis.format import as_sentence
 from gradscope.diagnosis.notes import check_table, count_informative_prompts, has_gradient, note_limits
 from gradscope.diagnosis.page.contents import make_report
@@ -40,7 +40,7 @@ from gradscope.diagnosis.temperatures import temperature_cost, temperature_words
 from gradscope.diagnosis.words import findings
 from gradscope.errors import InputError, checked, first_line, make_settings
 from gradscope.gradients import ADAMW, largest_share, measure, measuring, own_rows, plan_batch_sums
-from gradscope.intervals import interval_labels
+from gradscope.intervals import assign_intervals, interval_labels
 from gradscope.objective import batch_statistics
 from gradscope.policy import AdamWState, Policy, PolicyLike, gradient_budget, read_state, return_freed_memory
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
@@ -57,7 +57,6 @@ from gradscope.updates import (
     fits_at_once,
     influence,
     influence_cost,
-    linearise_cost,
     moved_against,
     movement_table,
     state_step,
@@ -115,7 +114,7 @@ def diagnose(
     if not processes.is_main:
         return None
     with stages.part(STEPS):
-        step_part = take_steps(task)
+        step_part = take_steps(task, gradient_part.totals)
     with stages.part(SCREENING):
         screening = screen_settings(task)
     with stages.part(COMPARISON):
@@ -395,6 +394,8 @@ class GradientPart:
     rows: tuple[pd.DataFrame, ...] = ()
     cosines: dict[str, pd.DataFrame] = field(default_factory=dict)
     """By metric, raw and adamw."""
+    totals: torch.Tensor | None = None
+    """[A, P], the summed gradient of each interval's tokens, where it is at hand."""
 
 
 def sum_gradients(task: Task) -> GradientPart:
@@ -450,7 +451,8 @@ def sum_gradients(task: Task) -> GradientPart:
         squares = tokens.token_shares(sums, task.labels, **task.resampling(3))
         kept = squares["statistic"].isin(["squared_share", "dominance_index", "largest_share"])
         rows.append(squares[kept].assign(metric="adamw"))
-    return GradientPart(tuple(rows), {name: gradients.cosine_matrix(own.pairs) for name, own in made.items()})
+    cosines = {name: gradients.cosine_matrix(own.pairs) for name, own in made.items()}
+    return GradientPart(tuple(rows), cosines, found.totals)
 
 
 @dataclass(frozen=True)
@@ -465,7 +467,8 @@ class StepPart:
     movement: pd.DataFrame | None = None
 
 
-def take_steps(task: Task) -> StepPart:
+def take_steps(task: Task, totals: torch.Tensor | None) -> StepPart:
+    """totals: the intervals' summed gradients, where they are at hand."""
     if not task.weighted:
         return StepPart()
     s, size, part = task.settings, len(task.labels), StepPart()
@@ -482,11 +485,11 @@ def take_steps(task: Task) -> StepPart:
             task.leave_out("influence between probability bins", cost * least / whole)
         else:
             task.minutes.spent += cost * min(1.0, budget / whole)
-            part = task.attempt("influence between probability bins", lambda: _predict(task, budget)) or part
+            part = task.attempt("influence between probability bins", lambda: _predict(task, budget, totals)) or part
     return (task.attempt("the actual step", lambda: _move(task, part)) or part) if moves else part
 
 
-def _predict(task: Task, budget: int) -> StepPart:
+def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
     rows = steps.within_budget(task.batch, budget, generator=task.generator(4))
     batch = task.batch.select(rows)
     if len(rows) < len(task.batch):
@@ -495,7 +498,11 @@ def _predict(task: Task, budget: int) -> StepPart:
             f"Influence between probability bins is of a step on {batch.num_tokens:,} of {len(task.table):,} tokens "
             f"(whole prompts within influence_tokens = {budget:,}, those with an advantage first).",
         )
-    found = influence(task.policy, batch, **task.step_keywords())
+    # The step's intervals are those of π_old, and its KL part is a source of its own.
+    known = task.table[task.table["old_logprob"].notna()]
+    same = assign_intervals(np.exp(known["old_logprob"].clip(upper=0)), task.settings.edges) == known["interval"]
+    shared = len(rows) == len(task.batch) and same.all() and not task.table["kl_weight"].any()
+    found = influence(task.policy, batch, gradients=totals if shared else None, **task.step_keywords())
     draws = task.resampling(5)
     told, table = steps.influence_rows(found.contributions, task.labels, **draws)
     moved = steps.predicted_movement(found.contributions)
@@ -533,9 +540,8 @@ def screen_settings(task: Task) -> ScreeningPart:
             "--recommend does it all the same).",
         )
         return ScreeningPart()
-    cells = 2 * len(task.labels)
-    one_by_one = not fits_at_once(task.policy, task.step, KINDS * cells, task.memory)
-    if not task.affords("α and η", linearise_cost(cells, task.step, s.loss, one_by_one=one_by_one)):
+    one_by_one = not fits_at_once(task.policy, task.step, KINDS * 2 * len(task.labels), task.memory)
+    if not task.affords("α and η", screening_cost(s, task.step, one_by_one=one_by_one)):
         return ScreeningPart()
     numbers = {"alphas": s.alphas, "etas": s.etas, "num_batches": s.recommend_batches, "loss": s.loss}
     numbers |= {"step": task.step, "optimizer_state": task.saved, "memory": task.memory}

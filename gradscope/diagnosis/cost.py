@@ -42,11 +42,17 @@ def part_costs(
     costs[STEPS] = steps
     if s.recommend_batches is not None and (small if s.recommend is None else s.recommend):
         alone = not fits_at_once(policy, step, KINDS * 2 * intervals, memory)
-        cells = len({*s.edges, *(eta for eta in s.etas if eta is not None)}) - 1  # intervals, each cut at every η
-        costs[SCREENING] = linearise_cost(cells, step, s.loss, one_by_one=alone)
+        costs[SCREENING] = screening_cost(s, step, one_by_one=alone)
     if small if s.compare is None else s.compare:
         costs[COMPARISON] = compare_cost(metric=metric)
     return {part: cost for part, cost in costs.items() if cost}
+
+
+def screening_cost(settings: DiagnosisSettings, step: StepSettings, *, one_by_one: bool) -> float:
+    """Forward passes over the batch that the screening of α and η takes."""
+    etas = {eta for eta in settings.etas if eta is not None}
+    cells = len({*settings.edges, *etas}) - 1  # intervals, each cut at every η
+    return linearise_cost(cells, len(etas) + 1, step, settings.loss, one_by_one=one_by_one)
 
 
 class Stages:

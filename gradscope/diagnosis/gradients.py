@@ -62,6 +62,8 @@ class SummedGradients:
     plan: SumsPlan
     """How they were made."""
     adamw: Products | None = None
+    totals: Float[Tensor, "A P"] | None = None
+    """G_a, where the vectors are whole."""
     squares: Float[np.ndarray, "n A"] | None = None
     """Σ_t ‖w_t g_t‖² of each prompt and interval in AdamW's metric, estimated by random signs."""
 
@@ -97,8 +99,9 @@ def sum_gradients(
     source = make(cotangents, len(prompts) * size, way)
     totals = None if metric is None else source.new_totals()
     raw, vectors = _multiply(source, totals=totals)
+    whole = vectors.sum(0) if source.plan.way == "whole" else None
     if metric is None:
-        return SummedGradients(raw, source.plan)
+        return SummedGradients(raw, source.plan, totals=whole)
     scale = metric.turn_into_scale(policy.model, totals[0])
     if source.plan.way == "whole":
         adamw = Products(block_products(vectors.mul_(scale.to(vectors))))
@@ -107,7 +110,7 @@ def sum_gradients(
         adamw, _ = _multiply(source, scale=scale)
     del vectors
     if sign_passes is None:
-        return SummedGradients(raw, source.plan, adamw)
+        return SummedGradients(raw, source.plan, adamw, whole)
     signs = torch.zeros(sign_passes, *cotangents.shape[1:], dtype=cotangents.dtype)
     for rows in prompts:
         for draw in signs:
@@ -117,7 +120,7 @@ def sum_gradients(
         for _, found in make(cotangents * draw, 0, source.plan.way).parts(scale=scale):
             for prompt, signed in found:
                 squares[prompt] += [square_norm(vector) / sign_passes for vector in signed]
-    return SummedGradients(raw, source.plan, adamw, processes.sum(torch.from_numpy(squares)).numpy())
+    return SummedGradients(raw, source.plan, adamw, whole, processes.sum(torch.from_numpy(squares)).numpy())
 
 
 def prompt_vectors(

@@ -92,7 +92,7 @@ class DiagnosisSettings:
     """The objective; a table that is given must have been measured with it."""
     edges: tuple[Number, ...] = EDGES
     """Edges of the intervals of π; a table that is given must have the same."""
-    tokens_per_interval: int | None = None
+    tokens_per_interval: int | Literal["auto", "enough"] | None = "enough"
     """Where the table is measured here: see `MeasureSettings`."""
     bins: int = 4
     """Bins of position and of entropy."""

@@ -391,15 +391,16 @@ def setting_words(d: Diagnosis) -> list[Finding]:
         return []
     detail = (
         f"One {step_words(d)} step predicted to first order on {best.num_batches} batches of "
-        f"{_span(best.prompts_per_batch)}, {len(best.settings)} settings; no such score is known to predict accuracy."
+        f"{_span(best.prompts_per_batch)}, dealt at random, {len(best.settings)} settings; no such score is "
+        "known to predict accuracy."
     )
     if not best.eta_judged:
         detail += " η is not judged: to first order its two steps are the baseline's one."
     score = "predicted right-direction score"
     if best.setting == "plain":
-        undecided, words = best.verdict == "undecided", f"No α or η has a better {score} than the baseline"
-        words += " on these prompts: too few batches for a verdict." if undecided else "."
-        return [Finding("setting", Verdict.UNDECIDED if undecided else Verdict.LESS, words, detail)]
+        few = " on these prompts: too few batches for a verdict." if best.verdict == "undecided" else "."
+        words = f"No α or η has a better {score} than the baseline{few}"
+        return [Finding("setting", Verdict.UNDECIDED, words, detail)]
     bounds = in_brackets(100 * best.lower, 100 * best.upper, "{:+.2f}".format)
     points = f"{100 * best.difference:+.2f} points{bounds}".replace("-", "−")
     words = f"The {score} of {best.setting} differs from the baseline's by {points} on held-out prompts"

@@ -47,6 +47,7 @@ from .sample import (
 from .settings import (
     AFTERWARDS as AFTERWARDS,
     BUDGET as BUDGET,
+    EACH_PROMPT as EACH_PROMPT,
     MeasureSettings as MeasureSettings,
     check_batch as check_batch,
     settle_minutes as settle_minutes,

@@ -20,8 +20,13 @@ Number = int | float
 
 BUDGET = 50_000
 """Response tokens up to which "auto" measures every one."""
+ENOUGH, EACH_PROMPT = 500, 25
+"""Tokens of each interval that "enough" measures: so many of each prompt, and so many at least. Where tokens differ as
+much as prompts do, 25 of a prompt add 4 % to the variance that the prompts give a share, 2 % to its interval."""
 MINUTES = 10
 """What a diagnosis gives to a large policy's table unless it is told."""
+CHOSEN_HERE = (None, "auto", "enough")
+"""What may stand in the place of a number of tokens."""
 LARGE = {"cpu": 10**8, "gpu": 3 * 10**9}
 """Parameters above which a policy is large, by the kind of device."""
 AFTERWARDS = 0.6
@@ -34,10 +39,10 @@ class MeasureSettings:
 
     temperature: Number | None = None
     """Sampling temperature; None: each response's own, from the rollouts (1.0 if they have none)."""
-    tokens_per_interval: int | Literal["auto"] | None = None
+    tokens_per_interval: int | Literal["auto", "enough"] | None = None
     """Measure a seeded random sample, this many tokens of each probability interval; None: every token; auto: 12,500 if
-    there are more than 50,000, else every one. The others keep their rows, with NaN in the columns that need a backward
-    pass."""
+    there are more than 50,000, else every one; enough: 25 for each prompt, from 500 to 12,500. The others keep their
+    rows, with NaN in the columns that need a backward pass."""
     minutes: Number | None = None
     """Measure as large a sample as makes the table take about so many minutes, loading and preparation among them; not
     together with a number of tokens per interval."""
@@ -81,8 +86,10 @@ def check_settings(settings: MeasureSettings) -> None:
     if settings.temperature is not None and not 1 / LARGEST <= settings.temperature <= LARGEST:
         raise InputError(f"temperature is {settings.temperature}; give a positive number (0, greedy, has no gradient)")
     wanted = settings.tokens_per_interval
-    if wanted not in (None, "auto") and (isinstance(wanted, str) or wanted < 1):
-        raise InputError(f"tokens_per_interval is {wanted!r}; give 1 or more, auto, or none to measure every token")
+    if wanted not in CHOSEN_HERE and (isinstance(wanted, str) or wanted < 1):
+        raise InputError(
+            f"tokens_per_interval is {wanted!r}; give 1 or more, auto, enough, or none to measure every token"
+        )
     _check_minutes(settings)
     if not 0 <= settings.advantage_eps < inf:
         raise InputError(f"advantage_eps is {settings.advantage_eps}; give a finite number, 0 or more")
@@ -111,7 +118,7 @@ def _check_minutes(settings: MeasureSettings) -> None:
         return
     if not 0 < settings.minutes < inf:
         raise InputError(f"minutes is {settings.minutes}; give a finite number above 0")
-    if settings.tokens_per_interval not in (None, "auto"):
+    if settings.tokens_per_interval not in CHOSEN_HERE:
         raise InputError(
             f"minutes is {settings.minutes:g} and tokens_per_interval {settings.tokens_per_interval}, and each says "
             "how many tokens to measure; give one of the two"
@@ -119,29 +126,36 @@ def _check_minutes(settings: MeasureSettings) -> None:
 
 
 def _is_given(settings: MeasureSettings, name: str) -> bool:
-    return getattr(settings, name) not in (None, False, "auto")
+    return getattr(settings, name) not in (*CHOSEN_HERE, False)
 
 
-def settle_sample(settings: MeasureSettings, num_tokens: int, *, intervals: int = len(EDGES) - 1) -> MeasureSettings:
-    """The settings with a number, or None, in the place of "auto": what a batch of so many response tokens makes of it.
+def settle_sample(
+    settings: MeasureSettings, num_tokens: int, *, num_prompts: int = 0, intervals: int = len(EDGES) - 1
+) -> MeasureSettings:
+    """The settings with a number, or None, in the place of "auto" or "enough": what a batch of so many response tokens
+    and prompts makes of it.
 
     With `minutes`, it is None.
 
     >>> [settle_sample(MeasureSettings(tokens_per_interval="auto"), n).tokens_per_interval for n in (50_000, 50_001)]
     [None, 12500]
     """
-    if settings.tokens_per_interval != "auto":
+    if settings.tokens_per_interval not in ("auto", "enough"):
         return settings
-    sampled = settings.norms == "exact" and settings.minutes is None and num_tokens > BUDGET
-    return replace(settings, tokens_per_interval=BUDGET // intervals if sampled else None)
+    each, all_up_to = BUDGET // intervals, BUDGET
+    if settings.tokens_per_interval == "enough":
+        each = all_up_to = min(each, max(ENOUGH, EACH_PROMPT * num_prompts))
+    sampled = settings.norms == "exact" and settings.minutes is None and num_tokens > all_up_to
+    return replace(settings, tokens_per_interval=each if sampled else None)
 
 
 def settle_minutes(settings: MeasureSettings, policy: Policy, device: str) -> MeasureSettings:
-    """The settings with MINUTES where tokens_per_interval is "auto" and this policy is large for this type of device.
+    """The settings with MINUTES where this policy is large for this type of device, and no number of tokens is given.
 
     Large is above LARGE parameters: what takes hours to measure as a whole.
     """
-    if settings.tokens_per_interval != "auto" or settings.minutes is not None or settings.norms != "exact":
+    chosen = settings.tokens_per_interval in ("auto", "enough")
+    if not chosen or settings.minutes is not None or settings.norms != "exact":
         return settings
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     large = parameters > LARGE["cpu" if device == "cpu" else "gpu"]

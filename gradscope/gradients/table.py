@@ -89,8 +89,10 @@ class TableMeasurement:
         check_settings(settings)
         check_chunks(chunk_rows, chunk_memory)
         self.policy, self.edges, self.processes = policy, [float(e) for e in edges], processes
-        self.settings = settle_sample(settings, batch.num_tokens, intervals=len(self.edges) - 1)
-        """Those that are measured with: a number or None where "auto" was given."""
+        self.settings = settle_sample(
+            settings, batch.num_tokens, num_prompts=len(batch.group_ids.unique()), intervals=len(self.edges) - 1
+        )
+        """Those that are measured with: a number or None where "auto" or "enough" was given."""
         self.batch = settle_batch(settings, policy, batch)
         """At the temperatures and with the advantages that are measured with."""
         _check_tokens(tokens, settings, batch.num_tokens)

@@ -117,6 +117,11 @@ class Dump:
         """The batch's: what was assumed, left out or mixed in reading it."""
         return self.batch.notes
 
+    @property
+    def remarks(self) -> tuple[Note, ...]:
+        """The notes but the one that is a rule of the native format: without a temperature it is 1."""
+        return tuple(note for note in self.notes if self.format != "native" or note.kind != "temperature")
+
     def with_note(self, text: str, kind: str = "dump") -> Dump:
         """The same rollouts with one more note."""
         return replace(self, batch=replace(self.batch, notes=(*self.notes, Note(text, kind))))
@@ -163,7 +168,8 @@ def make_dump(
     """The rows as a `Dump`, right-padded, each checked.
 
     step: keeps the rows of one training step. is_dump: a trainer wrote them, so rows without a response are left out,
-    and what is unknown has a note; False: a user did, and such rows are refused. Without a group, identical prompts
+    and what is unknown has a note; False: a user did, such rows are refused, and of what is unknown only the
+    temperature is told. Without a group, identical prompts
     share one; groups are of one step.
     """
     reading = _Reading(policy, step, is_dump)
@@ -175,7 +181,8 @@ def make_dump(
     if "clipped" in extras:
         extras["clipped"] = extras["clipped"] == 1
     steps = None if None in reading.steps else torch.tensor(reading.steps)
-    unknown = _name_unknown(batch, reading) if is_dump else []
+    unknown = _name_unknown(batch, reading)
+    unknown = unknown if is_dump else [note for note in unknown if note is NO_TEMPERATURE]
     said = (*notes, *unknown, *reading.unknown_notes(), *reading.left_out_notes())
     told = tuple(note if isinstance(note, Note) else Note(note) for note in said)
     return Dump(replace(batch, notes=told), format, steps, **extras)
@@ -263,7 +270,7 @@ class _Reading:
         return tuple(f"{n} of {total} rows left out: {reason}" for reason, n in self._left_out.items())
 
 
-def _name_unknown(batch: TokenBatch, reading: _Reading) -> list[str]:
+def _name_unknown(batch: TokenBatch, reading: _Reading) -> list[Note | str]:
     """A sentence for each thing that had to be assumed."""
     assumed = {
         FROM_REWARDS: batch.advantages is None and batch.rewards is not None,

@@ -83,6 +83,7 @@ def influence(
     step: StepSettings = SGD,
     optimizer_state: dict[str, Any] | str | Path | None = None,
     edges: Sequence[Number] = EDGES,
+    gradients: Float[Tensor, "A P"] | None = None,
     memory: int | None = None,
     progress: bool = False,
 ) -> Influence:
@@ -94,6 +95,9 @@ def influence(
     whole step is lr·sign(gradient): an entry in which the sources' gradients cancel then still moves by lr, and each
     source counts with its gradient over their sum, without bound. The contributions add up all the same, but they say
     little of who moved whom: give a state that has taken many steps (see AdamWState).
+
+    gradients: of the loss's policy part over the tokens of each interval, where there is no KL part and they are known;
+    None: made here.
 
     Costs a forward pass, a forward and backward pass per source, and three forward passes per source in forward mode
     (`influence_cost`); see `predict_changes` for models without it, of which a UserWarning and `method` tell. The
@@ -118,7 +122,7 @@ def influence(
     batch, before = measure_start(policy, batch, step)
     passes = {"micro_batch_size": step.micro_batch_size, "progress": progress}
     cotangents = _cotangents(batch, before, loss, step, edges)
-    sources = _Sources(policy, batch, cotangents, step, moments, passes)
+    sources = _Sources(policy, batch, cotangents, step, moments, passes, gradients)
     changes, method, clip_factor, update_norm = sources.all_at_once() if at_once else sources.one_by_one(memory)
     found = changes[:, batch.response_mask].double().numpy()
     parts = pd.DataFrame({f"{BY}{name}": values for name, values in zip(cotangents, found, strict=True)})
@@ -219,11 +223,16 @@ class _Sources:
     moments: Moments | None
     passes: dict[str, Any]
     """Keywords of `weighted_gradients` and `predict_changes`."""
+    known: Float[Tensor, "A P"] | None
+    """Gradients of the first sources, where the others have none."""
 
     def all_at_once(self) -> tuple[Float[Tensor, "C B S"], Derivative, float, float]:
         """What each source does to each token, how that was found, the clip factor, and the norm of Δθ."""
         model, cotangents = self.policy.model, torch.stack(list(self.cotangents.values()))
-        rows = weighted_gradients(model, self.batch, cotangents, **self.passes)
+        if self.known is None:
+            rows = weighted_gradients(model, self.batch, cotangents, **self.passes)
+        else:
+            rows = nn.functional.pad(self.known, (0, 0, 0, len(cotangents) - len(self.known)))
         self._keep_held(rows)
         clip_factor = clip_scale(_norm_of_sum(model, rows), self.step.max_grad_norm)
         for span, crossed in flat_spans(model, PART):

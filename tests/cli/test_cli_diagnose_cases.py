@@ -55,6 +55,15 @@ def test_equal_rewards_leave_no_weight_and_no_sentence_on_gradients(diagnosed):
     assert found == pytest.approx([float((table["interval"] == i).mean()) for i in range(4)])
 
 
+def test_a_temperature_that_the_rows_lack_is_the_first_warning_until_one_is_given(diagnosed, tmp_path):
+    rows = [{name: value for name, value in row.items() if name != "temperature"} for row in native_rows()]
+    for flags, missing in (((), True), (("--temperature", "1.0", "--overwrite"), False)):
+        _, _, page = diagnosed(rows, *flags)
+        assert ("The sampling temperature is not in the log and was taken as 1" in page) == missing
+        notes = json.loads((tmp_path / "out" / "manifest.json").read_text())["rollouts"]["notes"]
+        assert any("temperature" in note for note in notes) == missing
+
+
 def test_one_prompt_alone_has_numbers_without_intervals(diagnosed):
     rows = [row for row in native_rows(group=0) if row["prompt_ids"] == native_rows()[0]["prompt_ids"]]
     table, statistics, page = diagnosed(rows)

@@ -207,7 +207,7 @@ CASES: dict[str, tuple[Diagnosis, dict[str, Verdict]]] = {
     ),
     "plain is best": (
         plant(recommendation=replace(BEST, setting="plain", alpha=None, difference=np.nan, verdict="no difference")),
-        {"setting": V.LESS},
+        {"setting": V.UNDECIDED},
     ),
     "plain, undecided": (
         plant(recommendation=replace(BEST, setting="plain", alpha=None, difference=np.nan, verdict="undecided")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -87,6 +88,14 @@ def test_auto_measures_a_sample_of_more_tokens_than_the_budget_and_all_of_fewer(
     estimates = MeasureSettings(tokens_per_interval="auto", norms="estimate", passes=2)
     check_settings(estimates)  # which serve every token at once
     assert settle_sample(estimates, 10**6).tokens_per_interval is None
+
+
+@pytest.mark.parametrize("prompts, each", [(1, 500), (20, 500), (21, 525), (400, 10_000), (1_000, 12_500)])
+def test_enough_is_so_many_tokens_for_each_prompt_between_a_least_and_a_most(prompts, each):
+    enough = MeasureSettings(tokens_per_interval="enough")
+    assert settle_sample(enough, 10**6, num_prompts=prompts).tokens_per_interval == each
+    assert settle_sample(enough, each, num_prompts=prompts).tokens_per_interval is None
+    assert settle_sample(replace(enough, minutes=1), 10**6, num_prompts=prompts).tokens_per_interval is None
 
 
 def test_the_sample_is_the_one_that_its_number_draws(monkeypatch):

@@ -271,7 +271,7 @@ def test_costs_count_the_passes_that_are_made(monkeypatch):
             if function is influence:
                 assert total == influence_cost(step, NARROW, **apart)
             elif function is linearise:
-                assert total == linearise_cost(len(found.cells.interval), step, NARROW, **apart)
+                assert total == linearise_cost(len(found.cells.interval), 1, step, NARROW, **apart)
             else:
                 assert total == update_cost()
     handle.remove()

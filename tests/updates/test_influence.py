@@ -61,6 +61,18 @@ def test_each_source_contributes_its_part_of_a_step_that_is_split_by_hand(policy
 
 
 @pytest.mark.parametrize("step", STEPS)
+def test_gradients_that_are_known_beforehand_give_the_same_split(policy, batch, step):
+    loss = replace(NARROW, kl_coef=0.0)
+    brute = brute_force(policy, batch, loss)
+    known = torch.stack([brute.gradients()[str(interval)] for interval in range(4)])
+    before = known.clone()
+    state = warm_state(policy) if step.optimizer == "adamw" else None
+    result = influence(policy, batch, loss=loss, step=step, optimizer_state=state, gradients=known)
+    assert_split_as(result, brute, split_step(policy, brute, step, state), 1e-10)
+    assert torch.equal(known, before)
+
+
+@pytest.mark.parametrize("step", STEPS)
 def test_the_split_adds_up_to_the_step_that_the_trainer_takes(policy, batch, brute, step):
     state = warm_state(policy) if step.optimizer == "adamw" else None
     movement = apply_update(policy, batch, loss=NARROW, step=step, optimizer_state=state)

@@ -50,12 +50,14 @@ def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
     signal = d.pick("signal_fraction", "raw", "all")
     if signal is not None and not isnan(signal["value"]):
         tiles.append(_tile("signal fraction", signal, "of the summed gradient of all tokens"))
-    moved = [_moved(d, sign) for sign in ("positive", "negative")]
-    known = [(words, row) for words, row in zip(("Â > 0 rose", "Â < 0 fell"), moved, strict=True) if row is not None]
+    kind = next((kind for kind in ("actual", "predicted") if any(row is not None for row in _moved(d, kind))), "")
+    moved = zip(("Â > 0 rose", "Â < 0 fell"), _moved(d, kind), strict=True)
+    known = [(words, row) for words, row in moved if row is not None]
     if known:
+        which = "one" if kind == "actual" else "a predicted"
         value = " · ".join(f"{percent(row['value'])} %" for _, row in known)
         told = " · ".join(f"{words}{in_brackets(row['lower'], row['upper'], percent)}" for words, row in known)
-        tiles.append(Tile("right direction", value, f"{told}, in one {step_words(d)} step"))
+        tiles.append(Tile("right direction", value, f"{told}, in {which} {step_words(d)} step"))
     return tuple(tiles)
 
 
@@ -64,9 +66,7 @@ def _tile(label: str, row: pd.Series, of: str) -> Tile:
     return Tile(label, f"{percent(row['value'])} %", " ".join(filter(None, (bounds and f"{bounds} %", of))))
 
 
-def _moved(d: Diagnosis, sign: str) -> pd.Series | None:
-    for kind in ("actual", "predicted"):
-        row = d.pick(f"right_direction_{sign}_{kind}", "none", "all")
-        if row is not None and not isnan(row["value"]):
-            return row
-    return None
+def _moved(d: Diagnosis, kind: str) -> list[pd.Series | None]:
+    """Of tokens with Â > 0, then of those with Â < 0; None where no share is known."""
+    rows = [d.pick(f"right_direction_{sign}_{kind}", "none", "all") for sign in ("positive", "negative")]
+    return [None if row is None or isnan(row["value"]) else row for row in rows]

@@ -142,7 +142,7 @@ def plan_batch(
     if processes < 1:
         raise InputError(f"processes is {processes}; give 1 or more")
     check_batch(policy, batch)
-    settings = settle_sample(settings, batch.num_tokens)
+    settings = settle_sample(settings, batch.num_tokens, num_prompts=len(batch.group_ids.unique()))
     given = {"dtype": dtype, "device": device, "machine": machine, "chunk_rows": chunk_rows}
     given |= {"gradient_memory": gradient_memory, "keeps_prompts": keeps_prompts, "processes": processes}
     given["metric"] = metric

@@ -141,7 +141,7 @@ def compare(
         step = state_step(saved) if step is None else step
         metric = AdamWState.from_state_dict(policy.model, saved, max_grad_norm=step.max_grad_norm)
     if table is None:
-        sample = {"tokens_per_interval": "auto", "seed": seed, "loss": loss}
+        sample = {"tokens_per_interval": "enough", "seed": seed, "loss": loss}
         sample |= {"metric": None if metric is None else "adamw", "optimizer_state": metric}
         table = measure(policy, batch, edges=edges, progress=progress, **sample)
     if len(table) != batch.num_tokens:
@@ -192,7 +192,7 @@ def compare(
         tuple(labels),
         table["group"].nunique(),
         table.loc[table["advantage"] != 0, "group"].nunique(),
-        tuple(notes),
+        tuple(dict.fromkeys(notes)),
         passes,
         aggregation,
     )

@@ -10,7 +10,8 @@ Any other weighting of one optimizer step has its own gradients, one per interva
 
 A setting takes one optimizer step, over all cells, or Lopti's two, over those below η and the others (Alg. 1). Both are
 simulated in the coefficients of these gradients, of AdamW's momentum and of the weights (for decay): the norm to clip
-comes from the Gram matrix, and each token's Δ log π is a sum of its responses to them, by forward mode. First order
+comes from the Gram matrix, and each token's Δ log π is a sum of its responses to them, by forward mode; these are taken
+along the sums of those gradients that every setting weighs alike. First order
 means that all gradients are those before the first step: Lopti's second pass, too, is linearised there. AdamW's
 denominator is frozen at that of the plain step. The whole batch is one mini-batch.
 """
@@ -147,6 +148,13 @@ class Cells:
     below: dict[Number, Bool[np.ndarray, " C"]]
     """For each η: whether the cell is in Lopti's first pass."""
 
+    @property
+    def sides(self) -> Int[np.ndarray, " C"]:
+        """Number of each cell's sides of all η, in order of their first cell: cells of one number move together."""
+        patterns = [tuple(row) for row in np.array([*self.below.values()]).T] or [()] * len(self.interval)
+        numbers = {pattern: number for number, pattern in enumerate(dict.fromkeys(patterns))}
+        return np.array([numbers[pattern] for pattern in patterns])
+
 
 def make_cells(batch: TokenBatch, etas: Iterable[Number], edges: Sequence[Number] = EDGES) -> Cells:
     """The cells that have tokens; old_logprobs must be known.
@@ -227,9 +235,10 @@ class Linearisation:
     cells: Cells
     gram: Float[np.ndarray, "R R"]
     """Inner products of the gradients, rows as of `cell_cotangents`, then `weighting_cotangents`."""
-    responses: Float[np.ndarray, "R+2 K"]
-    """Change of each judged token's log π by the gradients, the momentum and the weights, preconditioned as the step's
-    direction is; nats. The last two are 0 where the optimizer has neither momentum nor decay."""
+    responses: Float[np.ndarray, "M+2 K"]
+    """Change of each judged token's log π by the sums of gradients (`_sums`), the momentum and the weights,
+    preconditioned as the step's direction is; nats. The last two are 0 where the optimizer has neither momentum nor
+    decay."""
     step: StepSettings
     steps_taken: int
     """By the optimizer, before."""
@@ -266,7 +275,10 @@ class Linearisation:
             cosine = total @ self.gram @ plain / sqrt(max(square, 0.0) * max(plain @ self.gram @ plain, 0.0))
         moved, whole = self._move(passes), self._move(self.passes(replace(setting, eta=None)))
         adds_up = len(passes) > 1 and np.array_equal(moved, whole)
-        return Prediction(moved @ self.responses, shares, float(cosine), len(passes), adds_up)
+        # Within a sum all coefficients are the same.
+        _, first = np.unique(_sums(self.cells, self.num_intervals, self.weightings), return_index=True)
+        moves = np.concatenate([moved[first], moved[-2:]])
+        return Prediction(moves @ self.responses, shares, float(cosine), len(passes), adds_up)
 
     def _move(self, passes: Sequence[Float[np.ndarray, " R"]]) -> Float[np.ndarray, " R+2"]:
         """θ after the passes minus θ before, in coefficients of what `responses` are to."""
@@ -304,8 +316,9 @@ def linearise(
     `resolve_advantages`; without ref_logprobs there is no KL part. optimizer_state: see `apply_update`; None is a
     fresh AdamW, whose sign step has another denominator under each setting, so that the plain one's predicts little.
 
-    A gradient costs a backward pass, and three forward passes in forward mode; there are two per cell, and three
-    with KL, and one per interval of each weighting. Responses without an advantage are left out where they change
+    A gradient costs a backward pass; there are two per cell, and three with KL, and one per interval of each
+    weighting. Three forward passes in forward mode go to each sum: two, or three, for each side of the η, and one for
+    each weighting. Responses without an advantage are left out where they change
     nothing. Memory besides the model, its activations and the given state: a vector as long as the parameters for
     each of three gradients per cell, and three more. Where that is over `memory` bytes (None: any amount is there),
     they lie in a scratch file, and each gradient takes a forward pass of its own. The policy is as it was, bit for
@@ -329,19 +342,23 @@ def linearise(
     rows = _make_gradients(policy.model, batch.select(trained), cotangents, memory, passes)
     gram = _make_directions(policy.model, rows, len(cells.interval), step, moments)
     judged = batch.select(_rows_with_advantage(batch))
-    responses, method = predict_changes(policy.model, judged, rows, **passes)
+    number = _add_up(rows, _sums(cells, len(interval_labels(edges)), weightings))
+    responses, method = predict_changes(policy.model, judged, rows[:number], **passes)
     kept = responses[:, judged.response_mask].double().numpy()
     found = (batch, judged, cells, gram, kept, step, steps_taken, method)
     return Linearisation(*found, len(interval_labels(edges)), tuple(weightings))
 
 
 def linearise_cost(
-    num_cells: int, step: StepSettings, loss: LossSettings = PAPER, *, one_by_one: bool = False
+    num_cells: int, num_sides: int, step: StepSettings, loss: LossSettings = PAPER, *, one_by_one: bool = False
 ) -> float:
-    """Forward passes over the batch that take as long as `linearise` does; one_by_one: where memory is too little."""
-    gradients = num_cells * (KINDS if loss.kl_coef else KINDS - 1)
-    derivatives = gradients + (step.optimizer == "adamw") + bool(step.weight_decay)
-    return 1 + (gradients if one_by_one else 1) + BACKWARD * gradients + FORWARD_MODE * derivatives
+    """Forward passes over the batch that take as long as `linearise` does; one_by_one: where memory is too little.
+
+    num_sides: sides of all η together that cells are on, see `Cells`.
+    """
+    kinds = KINDS if loss.kl_coef else KINDS - 1
+    gradients, others = num_cells * kinds, (step.optimizer == "adamw") + bool(step.weight_decay)
+    return 1 + (gradients if one_by_one else 1) + BACKWARD * gradients + FORWARD_MODE * (num_sides * kinds + others)
 
 
 def _make_gradients(
@@ -409,6 +426,27 @@ def _make_directions(
             if step.weight_decay:
                 part[-1, place] = parameters[name].detach().flatten()[own].to(rows)
     return products
+
+
+def _sums(cells: Cells, num_intervals: int, weightings: Sequence[Weighting]) -> Int[np.ndarray, " R"]:
+    """Number of the sum that each gradient is part of, in order of the sums' first gradients."""
+    count = cells.sides.max() + 1
+    kinds = count * np.arange(KINDS)[:, None] + cells.sides
+    return np.concatenate([kinds.ravel(), KINDS * count + np.repeat(np.arange(len(weightings)), num_intervals)])
+
+
+def _add_up(rows: Float[Tensor, "R+2 P"], sums: Int[np.ndarray, " R"]) -> int:
+    """Put the sums of the rows into the first ones, the last two rows behind them, in place; how many rows there are.
+
+    A sum's place is no later than its first row, so what lies there is its own or has been added already.
+    """
+    parts = [np.flatnonzero(sums == number).tolist() for number in range(sums.max() + 1)]
+    for place, (first, *others) in enumerate([*parts, [len(rows) - 2], [len(rows) - 1]]):
+        if first != place:
+            rows[place] = rows[first]
+        for other in others:
+            rows[place] += rows[other]
+    return len(parts) + 2
 
 
 def _norm(gradient: Float[np.ndarray, " R"], products: Float[np.ndarray, "R R"]) -> float:
