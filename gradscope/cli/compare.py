@@ -27,8 +27,8 @@ RESULTS = ("tokens.parquet", "figures", TABLE, BY_INTERVAL, WEIGHTS, SUMMARY)
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(MeasuredPolicyFlags):
-    """What would every token weighting do with your batch? Whom it serves, how far it turns the update, how much of it
-    is signal, each against plain GRPO, with intervals over prompts."""
+    """What would every token weighting do with your batch? Which tokens it favours, how far it turns the update, how
+    much of it is signal, each against plain GRPO, with intervals over prompts."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Checkpoint folder of transformers or of a LoRA adapter, or "embedded"; best a policy in training."""

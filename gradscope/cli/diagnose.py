@@ -48,7 +48,7 @@ from gradscope.updates import SGD
 
 @dataclass(frozen=True)
 class Diagnose(MeasuredPolicyFlags):
-    """Which tokens does the update of your checkpoints serve? One HTML page each, with what it is made of beside it."""
+    """Which tokens drive your checkpoints' updates? One HTML page each, with the data behind it."""
 
     model: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = ()
     """Checkpoint folders, or "embedded"; several: a page for each, and one of the trend over their training steps.
@@ -93,7 +93,7 @@ class Diagnose(MeasuredPolicyFlags):
     influence_tokens: int | None = DiagnosisSettings.influence_tokens
     """Tokens of the step whose movement is split by source; none: leave that out."""
     recommend: Annotated[bool | None, tyro.conf.arg(constructor=bool)] = None
-    """Screen α and η by predicted steps: the longest part; none: of policies below 100 M parameters."""
+    """Screen α and η by predicted steps; none: only below 100 M parameters."""
     compare: Annotated[bool | None, tyro.conf.arg(constructor=bool)] = None
     """Compare what each token weighting would change; none: of policies below 100 M parameters."""
     overwrite: bool = False
@@ -101,7 +101,7 @@ class Diagnose(MeasuredPolicyFlags):
     plan: bool = False
     """Only print what the measuring would take: FLOPs, seconds, memory; nothing is written."""
     machine: str | None = None
-    """With --plan: seconds on a GPU that is not here, h200, h100 or a100; none: on this one, tried for seconds."""
+    """With --plan: estimate for another GPU, h200, h100 or a100; none: this machine, by a short pilot."""
     processes: int | None = None
     """With --plan: how many processes are launched, each on a GPU of its own."""
 

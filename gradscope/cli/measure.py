@@ -116,7 +116,7 @@ class Measure(MeasuredPolicyFlags):
     plan: bool = False
     """Only print what this would take: FLOPs, seconds, memory; no weights are loaded, nothing is written."""
     machine: str | None = None
-    """With --plan: seconds on a GPU that is not here, h200, h100 or a100; none: on this one, tried for seconds."""
+    """With --plan: estimate for another GPU, h200, h100 or a100; none: this machine, by a short pilot."""
     processes: int | None = None
     """With --plan: how many processes are launched, each on a GPU of its own."""
     format: FormatFlag = None

@@ -41,7 +41,7 @@ class Train:
     device_memory: float | None = None
     """With --plan: memory of one GPU in GiB, by default 80."""
     machine: str | None = None
-    """With --plan: seconds on a GPU that is not here, h200, h100 or a100; none: on this one, tried for seconds."""
+    """With --plan: estimate for another GPU, h200, h100 or a100; none: this machine, by a short pilot."""
 
     @staticmethod
     def defaults(args: Sequence[str]) -> dict[str, Any]:

@@ -67,9 +67,9 @@ class Tune(PolicyFlags):
     """Folder for settings.csv, by_interval.csv, summary.txt, manifest.json and figures/. A run that was interrupted is
     taken up again."""
     alphas: Annotated[tuple[float, ...], Many] = ()
-    """α of the grid; 0: no Reweight. Not given: 0 .1 .2 .3 .5 1, beside --methods 0 alone."""
+    """α of the grid; 0: no Reweight. Default: 0 .1 .2 .3 .5 1; with --methods, only 0."""
     etas: Annotated[tuple[float | None, ...], Many] = ()
-    """η of the grid; none: no Lopti. Not given: none .1 .3 .5 .7 .9, beside --methods none alone."""
+    """η of the grid; none: no Lopti. Default: none .1 .3 .5 .7 .9; with --methods, only none."""
     methods: Annotated[tuple[str, ...], Many] = ()
     """Further weightings, NAME[:key=value,…] or FILE.py:NAME[:key=value,…] as `gradscope compare` takes them; several
     values of a key have slashes between them: top-entropy:q=.1/.2/.4."""

@@ -8,7 +8,7 @@ DEFINITIONS = {
     "share of the tokens": "A bin's response tokens over all response tokens of the rollouts.",
     "w": (
         "The weight of a token in the loss's gradient (Eq. 2 of the paper): the clipped ratio times the advantage, "
-        "plus the KL term's part. A token whose group has equal rewards has weight 0 there."
+        "plus the KL term's part. Where a group's rewards are all equal, only the KL part is left."
     ),
     "gradient energy": (
         "Σ‖w·g‖²: g is the gradient of one token's own log π over all parameters, or over those of an adapter that is "
@@ -28,11 +28,11 @@ DEFINITIONS = {
     ),
     "redrawn batches": (
         "Batches of as many prompts, drawn with replacement from those that are here: how often a ranking holds in "
-        "them tells whether other prompts would be expected to give it. In fewer than 95 %, it is called undecided."
+        "them shows how much it depends on the choice of prompts. In fewer than 95 %, it is called undecided."
     ),
     "(1−π)² alone": (
-        "The same share with |w|·(1−π) in the place of ‖w·g‖, as if the network passed every token's gradient on "
-        "alike: what the probabilities and weights predict without any gradient."
+        "Gradient energy with |w|·(1−π) for ‖w·g‖, as if the network scaled all tokens' gradients equally: "
+        "what the probabilities and weights predict without any gradient."
     ),
     "index of the summed gradients": ("log₂ of a bin's share of Σ_a ‖G_a‖² over its share of the tokens, in bits."),
     "signal fraction": (
@@ -71,7 +71,7 @@ DEFINITIONS = {
     "95 % interval": (
         "Brackets hold percentiles of a bootstrap that redraws whole prompts; those of summed gradients are corrected "
         "for the bias that redrawing has there. For signal they are a jackknife over prompts, for α and η Student's t "
-        "over batches. They say what other prompts would give, from this checkpoint, and are rough for few prompts."
+        "over batches. They show how much the choice of prompts matters, and are rough for few prompts."
     ),
 }
 """What the words of the findings mean, for a page to quote."""

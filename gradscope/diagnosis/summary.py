@@ -145,8 +145,8 @@ class Summary:
         return [
             f"Summed: of this batch's gradient (⟨G_a, G⟩/‖G‖²), {each}.",
             f"Between two halves of the {self.gradients.num_prompts} prompts, G_a has cosines {halves or '–'}: where "
-            "that is near 0, G_a is mostly noise, and another batch would give another share (one split; `gradscope "
-            "diagnose` gives the signal with an interval).",
+            "that is near 0, G_a may be mostly noise, and another batch would give another share (one split; "
+            "`gradscope diagnose` gives the signal with an interval).",
         ]
 
     def _repr_html_(self) -> str:

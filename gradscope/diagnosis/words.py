@@ -98,9 +98,9 @@ def _dominance_in(d: Diagnosis, metric: str) -> Finding:
     if verdict is Verdict.MORE:
         return _rank(d, metric, f"{they} {are}", detail)
     if verdict is Verdict.LESS:
-        words = f"Low-probability tokens do not dominate: {they} {are}, less than in proportion."
+        words = f"Low-probability tokens do not dominate: {they} {are}, less than their share."
         return Finding(kind, verdict, words, detail, "good")
-    words = f"Whether low-probability tokens account for more than in proportion is undecided: {they} {are}."
+    words = f"Undecided whether low-probability tokens account for more than their share: {they} {are}."
     return Finding(kind, verdict, words, detail)
 
 
@@ -112,13 +112,13 @@ def _rank(d: Diagnosis, metric: str, are: str, detail: str) -> Finding:
         words = f"Low-probability tokens dominate: {are}, the largest share of any bin"
         return Finding(kind, Verdict.DOMINATES, f"{words} ({_redraws(odds[low])}).", detail, "warn")
     each = short_number(2.0 ** d.pick("dominance_index", metric, low)["value"])
-    words = f"T{are[1:]}, {each} times the average per token"
+    words = f"T{are[1:]}, {each} times their share of the tokens"
     if odds[most] >= CERTAIN:
         largest = (
             f"{name_bin(most)} accounts for the largest share, {share_words(d.pick('squared_share', metric, most))}"
         )
         return Finding(kind, Verdict.MORE, f"{words}; but {largest}.", detail)
-    words += f"; whether theirs is the largest share of any bin is undecided ({_redraws(odds[low])})."
+    words += f"; whether theirs is the largest share is undecided (it is {_redraws(odds[low])})."
     if (wanted := prompts_to_decide(odds[most], d.num_informative_prompts)) is not None:
         detail += f" If the shares stay as they are, about {wanted:,} prompts would decide which bin's is the largest."
     return Finding(kind, Verdict.MORE, words, detail)
@@ -155,7 +155,7 @@ def _added(d: Diagnosis) -> list[Finding]:
     words = {
         Verdict.MORE: "account for more gradient energy than (1−π)² alone predicts.",
         Verdict.LESS: "account for less gradient energy than (1−π)² alone predicts.",
-    }.get(verdict, "account for gradient energy that is consistent with (1−π)² alone.")
+    }.get(verdict, "do not differ detectably in gradient energy from what (1−π)² predicts.")
     return [Finding("added", verdict, f"Tokens with {name_bin(low)} {words}", detail)]
 
 
@@ -215,13 +215,13 @@ def _signal(d: Diagnosis) -> list[Finding]:
     clear = [name for name, row in known if d.judges and row["lower"] > 0]
     names, low = ", ".join(map(_group, clear)), d.labels[0]
     if not clear:
-        words = "In no bin can the summed gradient be told from noise: other prompts may give another gradient."
+        words = "No bin's summed gradient can be told from noise: other prompts may give another gradient."
         if not d.judges:
             words = f"{d.num_informative_prompts} prompts are too few to tell the summed gradient's signal from noise."
         return [Finding("signal", Verdict.UNDECIDED, words, detail, "warn")]
-    statement = f"The summed gradient carries signal that other prompts would share: {names}"
+    statement = f"The summed gradient has detectable signal in: {names}"
     missing = low not in clear and low in dict(known)
-    statement += f". For {name_bin(low)} it is indistinguishable from noise." if missing else "."
+    statement += f". For {name_bin(low)} none is detectable." if missing else "."
     tone, verdict = ("warn", Verdict.UNDECIDED) if missing else ("plain", Verdict.MORE)
     return [Finding("signal", verdict, statement, detail, tone)]
 
@@ -240,8 +240,8 @@ def influence_words(d: Diagnosis) -> list[Finding]:
         f"In one {step_words(d)} step, to first order, tokens with {name_bin(low)} cause {share_words(share)} of how "
         f"tokens with {name_bin(top)} move."
     )
-    if share["value"] < 0:
-        statement += " Below 0: they counteract the rest."
+    if share["upper"] < 0:
+        statement += " Below 0: they oppose the overall movement."
     detail = f"Share of the variance of the predicted Δ log π of {share['n']:,} tokens; the shares of all sources add "
     detail += f"up to 100 %, and one that counteracts the rest is below 0. Their own bin causes {share_words(own)}"
     rows = d.influence[(d.influence["source"] == "momentum") & (d.influence["target"] == len(d.labels) - 1)]
@@ -256,14 +256,14 @@ def influence_words(d: Diagnosis) -> list[Finding]:
 def direction_words(d: Diagnosis) -> list[Finding]:
     """Who moved the way that the advantage asks; the actual step before the predicted one."""
     found = []
-    for sign, word, way in (("positive", "Â > 0", "rose"), ("negative", "Â < 0", "fell")):
+    for sign, word, way in (("positive", "Â > 0", "likelier"), ("negative", "Â < 0", "less likely")):
         kind = "actual" if d.pick(f"right_direction_{sign}_actual", "none", "all") is not None else "predicted"
         name = f"right_direction_{sign}_{kind}"
         row = d.pick(name, "none", "all")
         if row is None or isnan(row["value"]):
             continue
         done = f"In one {step_words(d)} step on this batch" if kind == "actual" else "In one predicted step"
-        statement = f"{done}, {share_words(row)} of the {row['n']:,} tokens with {word} that moved {way}"
+        statement = f"{done}, of the {row['n']:,} tokens with {word} that moved, {share_words(row)} became {way}"
         each = [(label, d.pick(name, "none", label)) for label in d.labels]
         parts = "; ".join(
             f"{name_bin(label)}: {share_words(r)} of {r['n']:,}" for label, r in each if not isnan(r["value"])
@@ -293,8 +293,11 @@ def _where(d: Diagnosis) -> list[Finding]:
         # Two-sided at 5 % for all rows together: several are looked at.
         over = rows[(rows["odds"] >= 1 - (1 - CERTAIN) / (2 * len(rows))) & d.judges]
         names = "; ".join(f"{r['value']}, {_squared(r)} against {_tokens(r)}" for _, r in over.iterrows())
-        statement = f"No {words} accounts for detectably more gradient energy than its share of the tokens"
-        statement += "." if d.judges else f": {d.num_informative_prompts} prompts are too few for a verdict."
+        statement = f"No {words} accounts for detectably more gradient energy than its share of the tokens."
+        if not d.judges:
+            statement = (
+                f"{d.num_informative_prompts} prompts are too few to tell which {words} has more than its share."
+            )
         if len(over):
             statement = f"By {words}, more gradient energy than in proportion to the tokens: {names}."
         verdict = Verdict.MORE if len(over) else Verdict.UNDECIDED
@@ -343,10 +346,10 @@ def _spikes(d: Diagnosis) -> list[Finding]:
         return []
     first, measured = d.spikes.iloc[0], int(d.table[PARAMETERS].notna().sum())
     together = percent(d.spikes["squared_share"].sum())
-    of = "their gradient energy"
+    of = "the gradient energy of all"
     if sampling_probabilities(d.table) is not None:
         of = "the gradient energy, estimated for all tokens"
-    statement = f"The {len(d.spikes)} largest of the {measured:,} measured tokens account for {together} % of {of}."
+    statement = f"The {len(d.spikes)} of {measured:,} measured tokens with the largest ‖w·g‖ hold {together} % of {of}."
     weight = f"{first['weight']:+.2g}".replace("-", "−")
     where = f"token {first['token']!r} at position {first['position']} of response {first['response']}"
     detail = f"The largest: {where}, π {first['prob']:.2g}, weight {weight}, with "
@@ -395,15 +398,15 @@ def setting_words(d: Diagnosis) -> list[Finding]:
         "known to predict accuracy."
     )
     if not best.eta_judged:
-        detail += " η is not judged: to first order its two steps are the baseline's one."
+        detail += " η is not judged: to first order its two steps equal the baseline's one."
     score = "predicted right-direction score"
     if best.setting == "plain":
         few = " on these prompts: too few batches for a verdict." if best.verdict == "undecided" else "."
-        words = f"No α or η has a better {score} than the baseline{few}"
+        words = f"No setting tried has a better {score} than the baseline{few}"
         return [Finding("setting", Verdict.UNDECIDED, words, detail)]
     bounds = in_brackets(100 * best.lower, 100 * best.upper, "{:+.2f}".format)
     points = f"{100 * best.difference:+.2f} points{bounds}".replace("-", "−")
-    words = f"The {score} of {best.setting} differs from the baseline's by {points} on held-out prompts"
+    words = f"The {score} of {best.setting} minus the baseline's is {points} on held-out prompts"
     verdict, end = {
         "better": (Verdict.MORE, ": better."),
         "worse": (Verdict.LESS, ": worse."),

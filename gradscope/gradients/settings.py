@@ -44,7 +44,7 @@ class MeasureSettings:
     there are more than 50,000, else every one; enough: 25 for each prompt, from 500 to 12,500. The others keep their
     rows, with NaN in the columns that need a backward pass."""
     minutes: Number | None = None
-    """Measure as large a sample as makes the table take about so many minutes, loading and preparation among them; not
+    """Measure as large a sample as fits in about so many minutes, including loading and preparation; not
     together with a number of tokens per interval."""
     sample: Design = "proportional"
     """How a sample is drawn. proportional: chances grow with |w|·‖e − π‖ and ‖e − π‖, which are known of every token,
@@ -66,8 +66,8 @@ class MeasureSettings:
     self_check: bool = True
     """Recompute some tokens of every interval by plain autograd first, and stop if they differ."""
     norms: Literal["exact", "estimate"] = "exact"
-    """estimate: norms over all parameters by random numbers, with standard errors, where exact ones cost too much; none
-    of single layers. The cost decides what is estimated, unless passes or draws are given: then these alone."""
+    """estimate: randomized estimates of norms over all parameters, with standard errors, where exact ones cost too
+    much; no per-layer norms. The cost decides what is estimated, unless passes or draws are given: then these alone."""
     passes: int | None = None
     """Estimates: passes of random signs, for each interval's mean squared norm."""
     draws: int | None = None

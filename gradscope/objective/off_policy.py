@@ -43,7 +43,7 @@ def off_policy_sentence(mean: str, worst: float) -> str:
     numbers = f"mean |Δ log π| {mean} nats, at most {worst:.2g}".replace("-", "−")
     if worst < ROUNDING:
         return f"The rollouts are on-policy up to rounding: {numbers}."
-    return f"The rollouts are off-policy, against the checkpoint that sampled them: {numbers}."
+    return f"log π differs from the logged log π_old by more than rounding: {numbers}."
 
 
 def describe_off_policyness(columns: Mapping[str, np.ndarray], loss: LossSettings) -> str:

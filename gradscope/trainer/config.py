@@ -66,7 +66,7 @@ class TrainConfig:
     permuted across tokens, or plain advantages with the gradient rescaled to Reweight's norm (need reweight_alpha)."""
 
     mini_batch_size: int = 256
-    """Responses per optimizer step. Twice the steps of plain GRPO, as Lopti takes them: half of this."""
+    """Responses per optimizer step. Halve it to give plain GRPO as many steps as Lopti takes."""
     micro_batch_size: int = 32
     """Most responses in one forward pass; changes speed and memory only."""
     learning_rate: Number = 1e-6

@@ -27,9 +27,11 @@ def _summed(d: Diagnosis) -> str:
     words = f"Tokens with {name_bin(d.labels[0])} account for {share_words(share)} of the summed gradient"
     if signal is None or isnan(signal["lower"]):
         return f"{words}; there are too few prompts to tell signal from noise."
-    if d.judges and signal["lower"] > 0:
-        return f"{words}, of which, over all tokens, {share_words(signal)} is signal that other prompts would share."
-    return f"{words}, which is indistinguishable from noise on these {d.num_prompts} prompts."
+    if not d.judges:
+        return f"{words}; {d.num_informative_prompts} prompts are too few to tell signal from noise."
+    if signal["lower"] > 0:
+        return f"{words}. Of the whole summed gradient, {share_words(signal)} is signal that other prompts would share."
+    return f"{words}. The whole summed gradient cannot be told from noise on these {d.num_prompts} prompts."
 
 
 def _next(d: Diagnosis) -> str:

@@ -380,10 +380,10 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if (c := d.comparison) is None:
         return []
     caption = (
-        "Each token weighting on this batch beside the baseline, plain GRPO, by its loss's policy part: whose token "
-        "gradients it is made of; how long the summed gradient is and how far turned; signal to noise of one prompt; "
-        "the share of the tokens with an advantage that one step would move its way, to first order; and the share of "
-        "the tokens that carry it. Bars: 95 % over prompts."
+        "Each token weighting against the baseline, plain GRPO, policy term only: share of the gradient energy by bin; "
+        "norm and rotation of the summed gradient; signal to noise of one prompt; share of the tokens that one step "
+        "moves the way of their advantage, to first order; share of the tokens that carry the update. Bars: 95 % over "
+        "prompts."
     )
     shown = ["method", "step", "same_as", "norm_ratio", "cosine", "signal_to_noise", "right_sgd", "right_adamw"]
     shown += ["effective_share", "zero_share"]

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from gradscope.updates.comparison.compare import Comparison
 
 NO_RECOMMENDATION = """No weighting is recommended: no number of one batch is known to predict how well a run ends.
-What is told is of this batch: whose gradients each weighting enlarges, how far it turns the update, and whether the
-update stands out from what other prompts would have given."""
-WHAT_STAYS = """Intervals of 95 % are over prompts, those with equal rewards among them. Thresholds over the batch
-(quantiles of entropy, covariances), random draws and, for directions, the update itself stay as they are meanwhile."""
+This describes one batch: which gradients each weighting enlarges, how far it turns the update, and whether the update
+stands out from what other prompts would have given."""
+WHAT_STAYS = """95 % intervals are over prompts, including those with equal rewards. Thresholds over the batch
+(quantiles of entropy, covariances), random draws and, for directions, the update itself are held fixed."""
 
 
 def describe(comparison: Comparison) -> str:
