@@ -24,7 +24,7 @@ def locked(out: Path, lock: str) -> Iterator[None]:
     """
     path = out / lock
     created = [folder for folder in path.parents if not folder.exists()]
-    holder = FileLock(path)
+    holder = FileLock(path, thread_local=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with catch_warnings(action="ignore", category=UserWarning):  # on a disk without flock, the file is the lock

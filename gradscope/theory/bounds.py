@@ -106,9 +106,9 @@ def compare_spreads(gains: pd.DataFrame, constants: pd.DataFrame) -> pd.DataFram
             raise InputError(f"the gains have no row of {LAYER}{layer}; give those of the policy the constants are of")
         c, d = part["product_c"].to_numpy(), part["product_d"].to_numpy()
         with np.errstate(divide="ignore"):
-            ratio = pd.Series(d / c).median()
+            ratio = pd.Series(d / c).dropna().median()
         row = {"layer": layer, "product_kind": kind, "contexts": part["context"].nunique()}
-        row |= {name: part[name].median() for name in ("product_c", "product_d")}
+        row |= {name: part[name].dropna().median() for name in ("product_c", "product_d")}
         row |= {"product_ratio": ratio, "reach_ratio": (part["reach_max"] / part["reach_min"]).median()}
         rows.append(row | {f"gain_{name}": measured[name].iloc[0] for name in ("min", "max", "ratio")})
     return pd.DataFrame(rows)

@@ -76,7 +76,7 @@ def derive_seed(*keys: int) -> int:
     >>> derive_seed(0, 1) == derive_seed(1, 0)
     False
     """
-    return int(np.random.SeedSequence(keys).generate_state(1, np.uint64)[0] >> 2)
+    return int(np.random.SeedSequence(keys).generate_state(1, np.uint64)[0]) >> 2  # numpy 1 shifts no uint64 by an int
 
 
 def sample_rollout(
