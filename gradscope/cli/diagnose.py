@@ -254,9 +254,10 @@ class Diagnose(MeasuredPolicyFlags):
         costs = part_costs(policy, self._diagnosis_settings(), step or SGD, **known, metric=step is not None)
         shared = plan.sums_seconds / plan.sums.forward_passes
         alone = shared / largest_share(plan.prompts, plan.processes)  # one process does all but the sums
+        seconds = {part: passes * (shared if part == SUMS else alone) for part, passes in costs.items()}
         print(f"What diagnose adds to the table, {sum(costs.values()):.0f} forward passes over the batch at most:")
-        for part, passes in costs.items():
-            print(f"    {part:<28}{describe_seconds(passes * (shared if part == SUMS else alone))}")
+        for part, each in (seconds | {"together, at most": sum(seconds.values())}).items():
+            print(f"    {part:<28}{describe_seconds(each)}")
 
     def _diagnosis_settings(self, measured: Measured | None = None) -> DiagnosisSettings:
         """measured: None for a look at the flags alone."""

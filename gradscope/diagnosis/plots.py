@@ -79,6 +79,7 @@ def plot_shares(statistics: pd.DataFrame, labels: Sequence[str], *, ax: Axes | N
     series = {key: look for key, look in SHARES.items() if key[0] in shown and key[1] != "adamw"}
     _draw_series(ax, statistics, labels, series, factor=100.0, name="share (%)")
     ax.set_xticks(range(len(labels)), [name_bin(label) for label in labels])
+    ax.set_ylim(top=max(100.0, ax.get_ylim()[1]))
     ax.set_xlabel("")
     ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.12), ncols=3, columnspacing=1.0, handletextpad=0.3)
     return ax

@@ -61,10 +61,7 @@ class SamplingError:
         said += f" [{self.lower:.3g}, {self.upper:.3g}]"
         if not np.isfinite(self.part):
             return f"{said}, from too few tokens to say how much more of them would narrow it."
-        said += (
-            f". Of the variance behind this interval, {self.part:.0%} is due to which tokens were drawn, the rest to"
-        )
-        said += " which prompts"
+        said += f". {self.part:.0%} of this interval's variance is the sample of tokens', the rest the prompts'"
         if self.part < LITTLE:
             return f"{said}: more tokens would hardly narrow it."
         names = {4.0: "4 times as many tokens", np.inf: "all tokens"}

@@ -84,7 +84,7 @@ def _dominance_in(d: Diagnosis, metric: str) -> Finding:
     if isnan(index["value"]):
         words = f"How much of the {energy} {they} account for is not known."
         return Finding(kind, Verdict.UNKNOWN, words)
-    are = f"are {share_words(tokens)} of the tokens and account for {share_words(share)} of the {energy}"
+    are = f"are {percent(tokens['value'])} % of the tokens and account for {share_words(share)} of the {energy}"
     detail = f"Share of the {energy} by bin: {name_shares(d, 'squared_share', metric)}. "
     detail += f"A token with {name_bin(low)} has {times_words(index)} the average energy."
     if isnan(index["lower"]):
@@ -118,7 +118,12 @@ def _rank(d: Diagnosis, metric: str, are: str, detail: str) -> Finding:
             f"{name_bin(most)} accounts for the largest share, {share_words(d.pick('squared_share', metric, most))}"
         )
         return Finding(kind, Verdict.MORE, f"{words}; but {largest}.", detail)
-    words += f"; whether theirs is the largest share is undecided (it is {_redraws(odds[low])})."
+    rival = odds.drop(low).idxmax()
+    if odds[low] <= 1 - CERTAIN:
+        larger = f"{name_bin(rival)} accounts for {share_words(d.pick('squared_share', metric, rival))}"
+        return Finding(kind, Verdict.MORE, f"{words}; another bin's share is larger ({larger}).", detail)
+    others = f"that of {name_bin(rival)} in {percent(odds[rival])} %"
+    words += f"; whether theirs is the largest share is undecided (it is {_redraws(odds[low])}, {others})."
     if (wanted := prompts_to_decide(odds[most], d.num_informative_prompts)) is not None:
         detail += f" If the shares stay as they are, about {wanted:,} prompts would decide which bin's is the largest."
     return Finding(kind, Verdict.MORE, words, detail)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from gradscope.errors import InputError
 from gradscope.integrations.trl_batch import Inputs, batch_from_trl, response_denominators, trl_settings
 from gradscope.integrations.trl_measure import StepMeasurement, measure_step
 from gradscope.intervals import EDGES, interval_labels
+from gradscope.policy import lost_text
 from gradscope.runs import write_parquet
 
 Number = int | float
@@ -62,6 +64,10 @@ class GradScopeCallback(TrainerCallback):
             raise InputError(f"the trainer is a {type(trainer).__name__}; give TRL's GRPOTrainer, or a subclass of it")
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             raise InputError("the weights lie in shards (DeepSpeed or FSDP), which cannot be measured; leave this out")
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        if (lost := lost_text(tokenizer)) is not None:
+            seen = f"{type(tokenizer).__name__} makes {lost[1]!r} of {lost[0]!r}"
+            warnings.warn(f"the trainer's {seen}, and that is what it trains on", stacklevel=2)
         interval_labels(edges)
         self.trainer, self.every, self.edges, self.micro_batch_size = trainer, every, list(edges), micro_batch_size
         self.cosines = cosines

@@ -146,7 +146,8 @@ def _may_pack(model: nn.Module) -> bool:
     named = getattr(model, "_supports_attention_backend", False)
     attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
     wide = torch.finfo(arithmetic_dtype(model)).bits >= 32
-    return named and wide and attention == "sdpa" and not getattr(model, "is_gradient_checkpointing", False)
+    checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    return named and wide and attention == "sdpa" and not checkpointing
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ from .loading import (
     gradient_budget as gradient_budget,
     load_policy as load_policy,
     load_tokenizer as load_tokenizer,
+    lost_text as lost_text,
     return_freed_memory as return_freed_memory,
 )
 from .parameters import (

@@ -276,25 +276,31 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Pr
     for loader in loaders:
         try:
             tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-            if round_trips(tokenizer):
+            if (lost := lost_text(tokenizer)) is None:
                 return tokenizer
-            failure = "it does not give back the text that it encodes"
+            failure = f"as a {type(tokenizer).__name__} it makes {lost[1]!r} of {lost[0]!r}"
         except Exception as error:  # the library of tokenizers raises bare Exceptions for what it cannot read
             failure = first_line(error)
-    raise InputError(f"the tokenizer in {folder} cannot be used: {failure}. Save the right one there")
+    raise InputError(
+        f"the tokenizer in {folder} cannot be used: {failure}. Save the right one there; a run that was trained with "
+        "this one has seen such text"
+    )
 
 
-def round_trips(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether decoding gives back the text: tried on words of its own vocabulary, one by one and as one string."""
+def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
+    """A text and what encoding and decoding make of it, where these differ: words of its own vocabulary are tried, one
+    by one and as one string. None where all come back."""
     special = set(tokenizer.all_special_ids)
     ids = [i for i in range(len(tokenizer)) if i not in special]
     sample = ids[len(ids) // 3 :: max(1, len(ids) // 24)][:16]
     words = [w for w in (tokenizer.decode([i]) for i in sample) if w.strip() and "\ufffd" not in w]
     # One string, too: a wrong class may know every single token and still drop the spaces between them.
     texts = [*words, " ".join(w.strip() for w in words)]
-    return bool(words) and all(
-        tokenizer.decode(tokenizer(t, add_special_tokens=False).input_ids).strip() == t.strip() for t in texts
-    )
+    for text in texts if words else ["a b"]:
+        back = tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids)
+        if back.strip() != text.strip():
+            return text, back
+    return None
 
 
 def find_device(device: str | None) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.policies import make_model
 from support.trl_runs import TEMPERATURE, Recorder, import_trl, make_trainer, needs_trl, save_policy, train, weights
+from tokenizers import normalizers
 
 from gradscope import interval_gradients, measure
 from gradscope.errors import InputError
@@ -368,6 +369,9 @@ def test_the_callback_refuses_what_it_cannot_measure(checkpoint, tmp_path):
         GradScopeCallback(trainer, every=0)
     with pytest.raises(InputError, match="the trainer is a int"):
         GradScopeCallback(3)
+    trainer.processing_class.backend_tokenizer.normalizer = normalizers.Replace("w", "x")
+    with pytest.warns(UserWarning, match="the trainer's .* makes .* of .*, and that is what it trains on"):
+        GradScopeCallback(trainer)
     trainer.is_fsdp_enabled = True
     with pytest.raises(InputError, match="shards"):
         GradScopeCallback(trainer)

@@ -31,14 +31,15 @@ def _summed(d: Diagnosis) -> str:
         return f"{words}; {d.num_informative_prompts} prompts are too few to tell signal from noise."
     if signal["lower"] > 0:
         return f"{words}. Of the whole summed gradient, {share_words(signal)} is signal that other prompts would share."
-    return f"{words}. The whole summed gradient cannot be told from noise on these {d.num_prompts} prompts."
+    noise = f"The whole summed gradient cannot be told from noise on these {d.num_prompts} prompts"
+    return f"{words}. {noise}: sample more of this checkpoint before you compare methods."
 
 
 def _next(d: Diagnosis) -> str:
     if d.comparison is None:
         return f"No method is recommended: {NO_METHOD}."
-    methods = [name for name in dict.fromkeys(d.comparison.table["method"]) if name != "grpo"]
-    return f"How {len(methods)} other token weightings would change this update is shown below; {NO_METHOD}."
+    same = (d.comparison.table["same_as"] == "grpo").groupby(d.comparison.table["method"]).all().drop("grpo")
+    return f"{(~same).sum()} of {len(same)} other token weightings would change this update (below); {NO_METHOD}."
 
 
 def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
@@ -51,7 +52,11 @@ def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
             tiles.append(_tile(f"{name_bin(low)}: {label}", row, ""))
     signal = d.pick("signal_fraction", "raw", "all")
     if signal is not None and not isnan(signal["value"]):
-        tiles.append(_tile("signal fraction", signal, "of the summed gradient of all tokens"))
+        if signal["lower"] > 0 or isnan(signal["lower"]):
+            tiles.append(_tile("signal fraction", signal, "of the summed gradient of all tokens"))
+        else:
+            most = f"at most {percent(max(signal['upper'], 0.0))} % of the summed gradient (95 % interval)"
+            tiles.append(Tile("signal fraction", "none detected", most))
     kind = next((kind for kind in ("actual", "predicted") if any(row is not None for row in _moved(d, kind))), "")
     moved = zip(("Â > 0 rose", "Â < 0 fell"), _moved(d, kind), strict=True)
     known = [(words, row) for words, row in moved if row is not None]
@@ -59,7 +64,11 @@ def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
         which = "one" if kind == "actual" else "a predicted"
         value = " · ".join(f"{percent(row['value'])} %" for _, row in known)
         told = " · ".join(f"{words}{in_brackets(row['lower'], row['upper'], percent)}" for words, row in known)
-        tiles.append(Tile("right direction", value, f"{told}, in {which} {step_words(d)} step"))
+        told += f", in {which} {step_words(d)} step; 50 % is chance"
+        apart = any(row["lower"] > 0.5 for _, row in known) and any(row["upper"] < 0.5 for _, row in known)
+        if d.judges and apart:
+            told += ": tokens of both signs mostly move the same way"
+        tiles.append(Tile("right direction", value, told))
     return tuple(tiles)
 
 

@@ -107,7 +107,7 @@ def tell_bounds(frame: pd.DataFrame) -> pd.DataFrame:
     for name, ends in bounds.items():
         write = share_words if is_share(name) or (name == "difference" and "predicted_score" in frame) else number_words
         cells = frame[[name, *ends]].set_axis(["value", "lower", "upper"], axis=1)
-        told[name] = [write(row) for _, row in cells.iterrows()]
+        told[name] = ["–" if row["value"] != row["value"] else write(row) for _, row in cells.iterrows()]
     frame = frame.assign(**told).drop(columns=[end for ends in bounds.values() for end in ends])
     if "quantity" in frame:
         frame = frame.assign(quantity=frame["quantity"].map(label_of))

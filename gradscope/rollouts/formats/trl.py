@@ -45,6 +45,7 @@ TRL = Format(
     notes=(
         RETOKENISED,
         NO_SPECIAL_TOKENS,
+        "TRL's loss settings are not in the log: clip ratios and KL are the paper's unless flags say otherwise",
         "TRL's tools and chat template are not in the log: a chat goes through the policy's own template",
     ),
 )

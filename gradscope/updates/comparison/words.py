@@ -44,10 +44,10 @@ def signal_sentence(comparison: Comparison) -> str:
         return f"The update has a signal: {found}, so that both are equal at about {_prompts(value)} prompts."
     if upper <= 0:
         return f"No signal is seen on these {n} prompts: {found}."
-    return (
-        f"On these {n} prompts the update's signal cannot be told from 0: {found}. "
-        f"Signal equals noise at {_prompts(upper)} prompts at the earliest."
-    )
+    needed = f"Signal equals noise at {_prompts(upper)} prompts at the earliest."
+    if ceil(1 / upper) <= n:
+        needed = "They are too few to say how many would be needed."
+    return f"On these {n} prompts the update's signal cannot be told from 0: {found}. {needed}"
 
 
 def _prompts(ratio: float) -> str:
