@@ -21,12 +21,20 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from analyses.common.puzzles import named_prompt
 from analyses.recipes.case_analysis import write_response
@@ -71,11 +79,14 @@ STAGES = (
 )
 
 
-def build_tokenizer(names: Sequence[str] = COMPACT_NAMES) -> PreTrainedTokenizerFast:
-    """Names and phrases as single tokens and every printable ASCII character, so that any ASCII text comes back."""
-    words = [*names, *PHRASES, "\n", *map(chr, range(32, 127))]
+def build_tokenizer(names: Sequence[str] = COMPACT_NAMES, more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Names and phrases as single tokens and every printable ASCII character, so that any ASCII text comes back.
+
+    more: further phrases, whose ids come last.
+    """
+    words = [*names, *PHRASES, "\n", *map(chr, range(32, 127)), *more]
     vocabulary = {word: i for i, word in enumerate([EOS, PAD, UNKNOWN, *words])}
-    longest_first = sorted((*names, *PHRASES), key=len, reverse=True)
+    longest_first = sorted((*names, *PHRASES, *more), key=len, reverse=True)
     pattern = "|".join(phrase.replace("\n", r"\n").replace(".", r"\.") for phrase in longest_first) + r"|[\s\S]"
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
@@ -92,10 +103,15 @@ def build_tokenizer(names: Sequence[str] = COMPACT_NAMES) -> PreTrainedTokenizer
 
 
 def build_model(
-    tokenizer: PreTrainedTokenizerFast, *, hidden: int = 128, layers: int = 4, heads: int = 4
-) -> Qwen2ForCausalLM:
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    hidden: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    config_type: type[PreTrainedConfig] = Qwen2Config,
+) -> PreTrainedModel:
     """The untrained policy; half as many heads of keys as of queries, an MLP three times as wide as the stream."""
-    config = Qwen2Config(
+    config = config_type(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -108,7 +124,7 @@ def build_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return Qwen2ForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def examples(
@@ -120,17 +136,20 @@ def examples(
     people: Sequence[int] = PEOPLE,
     names: Sequence[str] | None = None,
     longest: int = MAX_NEW_TOKENS,
+    write: Callable[..., str] | None = None,
 ) -> Iterator[tuple[list[int], int]]:
     """Endless (ids of prompt and response, length of the prompt); responses of at most `longest` tokens.
 
-    names: of these each puzzle's are drawn; None: the canonical ones.
+    names: of these each puzzle's are drawn; None: the canonical ones. write: makes the response of statements, names
+    and `rng`; None: `write_response` as the stage says.
     """
+    write = write or partial(write_response, noise=stage.noise, check=stage.check, free=stage.free)
     while True:
         statements = draw_statements(rng.choice(people), rng)
         if is_held_out(statements):
             continue
         called = COMPACT_NAMES if names is None else rng.sample(names, len(statements))
-        response = write_response(statements, called, rng=rng, noise=stage.noise, check=stage.check, free=stage.free)
+        response = write(statements, called, rng=rng)
         prompt_ids = tokenizer.encode(named_prompt(statements, called))
         response_ids = [*tokenizer.encode(response), tokenizer.eos_token_id]
         if len(response_ids) <= longest:
