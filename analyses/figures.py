@@ -2,8 +2,9 @@
 
     python -m analyses.figures [--out figures] [--scale cpu] [--only fig4 fig6]
 
-Trains nothing, loads no policy, and needs no network. What each of them is, and how it differs from the paper, is said
-at the top of its script; `python -m analyses.NAME` draws one alone and prints its numbers. One whose runs are not there
+Without a scale: what analyses/runs.toml lists in `drawn`, that of scale cpu in OUT, another in OUT/SCALE. Trains
+nothing, loads no policy, and needs no network. What each of them is, and how it differs from the paper, is said at the
+top of its script; `python -m analyses.paper.NAME` draws one alone and prints its numbers. One whose runs are not there
 is left out and named at the end, with exit status 2.
 """
 
@@ -21,7 +22,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import tyro
 
-from analyses.common.experiments import drawn_as
+from analyses.common.experiments import drawn_as, read
 from analyses.common.script import exit_with
 from gradscope.errors import InputError, first_line
 
@@ -31,7 +32,9 @@ SCRIPTS = (
     *("controls", "sharpening", "over_training", "dominance_adamw", "drivers", "proxies", "influence"),
     *("base_policy", "layer_constants", "cost_growth"),
 )
-"""Modules of analyses with Options(out, scale) and main(options), in the order in which they are drawn."""
+"""Modules of analyses/paper with Options(out, scale) and main(options), in the order in which they are drawn."""
+
+MAIN_SCALE = "cpu"
 
 
 @dataclass(frozen=True)
@@ -39,18 +42,18 @@ class Options:
     """Settings of the script."""
 
     out: Path = Path("figures")
-    scale: str = "cpu"
-    """The scale of analyses/runs.toml whose runs are drawn."""
+    scale: str | None = None
+    """The scale of analyses/runs.toml whose runs are drawn, in OUT."""
     only: tuple[str, ...] = ()
     """Scripts to run, or pages of the paper such as fig7 or table3; none: all."""
 
 
-def draw_one(name: str, options: Options) -> str | None:
+def draw_one(name: str, scale: str, out: Path) -> str | None:
     """Run a script without its prints; the line of its complaint where what it draws is not there."""
     script = importlib.import_module(f"analyses.paper.{name}")
     try:
         with matplotlib.rc_context(), contextlib.redirect_stdout(io.StringIO()):
-            script.main(script.Options(out=options.out, scale=options.scale))
+            script.main(script.Options(out=out, scale=scale))
     except InputError as error:
         return first_line(error)
     finally:
@@ -63,13 +66,19 @@ def main(options: Options) -> int:
     wanted = tuple(dict.fromkeys(map(drawn_as, options.only)))
     if unknown := [name for name in wanted if name not in SCRIPTS]:
         raise InputError(f"no figure is called {unknown[0]!r}; give some of {', '.join(SCRIPTS)}")
+    drawn = read()["drawn"] if options.scale is None else {options.scale: SCRIPTS}
     matplotlib.use("agg")
     missing = []
-    for name in wanted or SCRIPTS:
-        start = time.perf_counter()
-        if complaint := draw_one(name, options):
-            missing.append(f"{name}: {complaint}")
-        print(f"{name}: {'not drawn' if complaint else f'{time.perf_counter() - start:.1f} s'}", flush=True)
+    for scale, names in drawn.items():
+        out = options.out if scale in (options.scale, MAIN_SCALE) else options.out / scale
+        for name in names:
+            if wanted and name not in wanted:
+                continue
+            start = time.perf_counter()
+            if complaint := draw_one(name, scale, out):
+                missing.append(f"{scale}, {name}: {complaint}")
+            took = "not drawn" if complaint else f"{time.perf_counter() - start:.1f} s"
+            print(f"{scale}, {name}: {took}", flush=True)
     for line in missing:
         print(line, file=sys.stderr)
     return 2 if missing else 0

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import gradscope
+from gradscope.policy import EMBEDDED
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +84,11 @@ def test_the_readme_is_one_page(repository):
     assert len(words) <= 1_100
 
 
-def test_the_embedded_policy_is_at_most_four_megabytes(repository):
-    policy = [path for path in package_files(repository) if "embedded" in path.relative_to(repository).parts]
-    assert any(path.suffix == ".safetensors" for path in policy)
-    assert sum(path.stat().st_size for path in policy) <= 4 * 2**20
+def test_each_embedded_policy_is_at_most_four_megabytes(repository):
+    files = [path for path in package_files(repository) if "embedded" in path.relative_to(repository).parts]
+    assert {path.parent for path in files if path.suffix == ".safetensors"} == set(EMBEDDED.values())
+    for folder in EMBEDDED.values():
+        assert sum(path.stat().st_size for path in files if path.parent == folder) <= 4 * 2**20
 
 
 def test_every_dependency_is_pinned(repository):

@@ -102,7 +102,9 @@ def puzzle_workload() -> TrainConfig:
     task = get_task(preset.task)
     puzzles = draw_questions(task, preset.questions_per_step, seed=0, people=preset.people)
     register(SameQuestions("benchmark-puzzles", puzzles, task.reward))
-    return replace(preset, model=str(EMBEDDED), task="benchmark-puzzles", people=(), learning_rate=1e-6)
+    return replace(
+        preset, model=str(EMBEDDED["embedded-certain"]), task="benchmark-puzzles", people=(), learning_rate=1e-6
+    )
 
 
 def save_policy(size: Size, folder: Path) -> Path:

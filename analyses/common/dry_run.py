@@ -180,7 +180,7 @@ def _policy_without_weights(model: str) -> Policy | None:
     """What encodes prompts and knows the context; None where the model is no folder here."""
     from transformers import AutoModelForCausalLM
 
-    folder = EMBEDDED if model == "embedded" else Path(model)
+    folder = Path(EMBEDDED.get(model, model))
     tokenizer = load_tokenizer(folder) if (folder / "config.json").is_file() else None
     if tokenizer is None:
         return None

@@ -24,9 +24,9 @@ from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer import OPTIMIZER, TrainConfig, list_checkpoints, step_of, train
 from gradscope.updates import StepSettings
 
-PLACE = ("cpu", "in-training", "grpo")
-"""Scale, track and variant."""
-RUN = WORK.joinpath(*PLACE, "seed0")
+PLACE = ("in-training", "grpo")
+"""Track and variant."""
+RUN = WORK.joinpath("cpu", *PLACE, "seed0")
 FRESH = 10_000
 """Seeds from here on draw batches that the run was not trained on."""
 
@@ -74,9 +74,13 @@ class Moment:
         return replace(batch, advantages=resolve_advantages(batch), old_logprobs=old, ref_logprobs=ref)
 
 
-def moments(run: Path = RUN, *, last: int | None = None) -> list[Moment]:
-    """The run's checkpoints, oldest first, or only the `last` ones; trains first where they are not there yet."""
-    config = configure(*PLACE)
+def moments(scale: str = "cpu", *, run: Path | None = None, last: int | None = None) -> list[Moment]:
+    """The checkpoints of the scale's run, oldest first, or only the `last` ones.
+
+    run: its folder, where it is not that of analyses/reproduce.py. Trains first where they are not there yet.
+    """
+    config = configure(scale, *PLACE)
+    run = run or WORK.joinpath(scale, *PLACE, "seed0")
     there = list_checkpoints(run)
     # A finished run is not opened again: that would lock it, and measurements read it side by side.
     if not there or step_of(there[-1]) < config.steps:

@@ -1,4 +1,4 @@
-"""Measures the embedded policy before any training, for Fig. 2 of the paper and the base policy's Fig. 1 (a, b, d).
+"""Measures the policy of a scale before any training, for Fig. 2 of the paper and the base policy's Fig. 1 (a, b, d).
 
 Four batches of 64 Knights & Knaves questions (2–5 people), 8 responses each at temperature 0.7, as in the paper. The
 token table is a stratified sample of each batch: 400 tokens of each interval are measured below the logits, the others
@@ -20,6 +20,8 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
+from analyses.common.experiments import configure
+from analyses.common.in_training import PLACE
 from analyses.common.measurements import keep, part
 from gradscope import load_policy, measure as measure_tokens
 from gradscope.gradients import LAYER, LOGITS, PARAMETERS, interval_gradients_over
@@ -34,10 +36,16 @@ KEPT = ["batch", "group", "prob", "log_one_minus_prob", "interval", "advantage",
 
 
 def measure(
-    out: Path, *, batches: int = 4, questions: int = 64, responses: int = 8, tokens_per_interval: int = 400
+    out: Path,
+    *,
+    scale: str = "cpu",
+    batches: int = 4,
+    questions: int = 64,
+    responses: int = 8,
+    tokens_per_interval: int = 400,
 ) -> None:
     """Sample the batches, measure their tokens and their summed gradients, and keep the tables."""
-    policy = load_policy("embedded")
+    policy = load_policy(configure(scale, *PLACE).model)
     samples = [sample_batch(policy, questions, responses, seed) for seed in range(batches)]
     frames = []
     for seed, batch in enumerate(tqdm(samples, "batches")):

@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from analyses.common.in_training import FRESH, RUN, Moment, moments
+from analyses.common.in_training import FRESH, Moment, moments
 from analyses.common.measurements import keep, part
 from gradscope.updates import StepSettings, apply_updates, movement_table, net_weights, right_direction_shares
 
@@ -32,10 +32,10 @@ METHODS = {
 OPTIMIZERS = ("adamw", "sgd")
 
 
-def measure(out: Path, *, run: Path = RUN, questions: int = 32) -> None:
+def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, questions: int = 32) -> None:
     """Take all methods' steps at all checkpoints and keep the shares."""
     frames = []
-    for moment in tqdm(moments(run), "checkpoints"):
+    for moment in tqdm(moments(scale, run=run), "checkpoints"):
         for optimizer in OPTIMIZERS:
             take = partial(take_steps, moment, optimizer, questions)
             frame = part(out, f"{optimizer}-{moment.step}", take)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analyses.common.in_training import FRESH, RUN, moments
+from analyses.common.in_training import FRESH, moments
 from analyses.common.measurements import keep
 from gradscope.gradients import measure as measure_tokens
 from gradscope.theory import add_drivers, regress_norms
@@ -22,9 +22,9 @@ from gradscope.theory import add_drivers, regress_norms
 BY = ("token_class", "position_bin", "entropy_bin", "advantage_sign")
 
 
-def measure(out: Path, *, run: Path = RUN, questions: int = 24) -> None:
+def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, questions: int = 24) -> None:
     """Measure every token of a batch, fit, and keep the tables."""
-    [moment] = moments(run, last=1)
+    [moment] = moments(scale, run=run, last=1)
     tokens = measure_tokens(moment.policy, moment.sample(questions, seed=FRESH))
     special = set(moment.policy.tokenizer.all_special_tokens)
     tables = {

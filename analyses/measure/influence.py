@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from analyses.common.in_training import FRESH, RUN, moments, pool
+from analyses.common.in_training import FRESH, moments, pool
 from analyses.common.measurements import keep, part
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
@@ -28,9 +28,9 @@ from gradscope.updates import StepSettings, apply_update, influence, influence_t
 MOST_MOVED = 40
 
 
-def measure(out: Path, *, run: Path = RUN, batches: int = 4, questions: int = 32) -> None:
+def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, batches: int = 4, questions: int = 32) -> None:
     """Split the steps by source, take them too, and keep the tables."""
-    [moment] = moments(run, last=1)
+    [moment] = moments(scale, run=run, last=1)
     samples = [moment.sample(questions, seed=FRESH + i) for i in range(batches)]
     sgd = StepSettings(micro_batch_size=moment.config.micro_batch_size)
     steps = {"sgd": (sgd, None), "adamw": (moment.step_settings, moment.optimizer_state)}

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from analyses.common.experiments import configure
+from analyses.common.in_training import PLACE
 from analyses.common.measurements import keep
 from gradscope import load_policy, measure as measure_tokens
 from gradscope.gradients import LAYER, LOGITS, PARAMETERS
@@ -29,13 +31,13 @@ KEPT = ["group", "context", "log_one_minus_prob", LOGITS, PARAMETERS]
 """Columns of the token table; and the norms of the layers."""
 
 
-def measure(out: Path, *, prompts: int = 24, certified: int = 4, estimated: int = 4) -> None:
+def measure(out: Path, *, scale: str = "cpu", prompts: int = 24, certified: int = 4, estimated: int = 4) -> None:
     """Measure the tokens, compute the constants at the chosen ones, and keep both.
 
     certified: contexts whose Jacobians get an exact SVD, the first response token of as many prompts; estimated:
     contexts, of 30 to 60 tokens, that get Lanczos.
     """
-    policy = load_policy("embedded", dtype="float64")
+    policy = load_policy(configure(scale, *PLACE).model, dtype="float64")
     batch = sample_batch(policy, prompts)
     tokens = measure_tokens(policy, batch, progress=True)
     chosen = choose_tokens(tokens, batch, certified, estimated)

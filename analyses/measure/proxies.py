@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from analyses.common.in_training import FRESH, RUN, moments
+from analyses.common.in_training import FRESH, moments
 from analyses.common.measurements import keep, part
-from analyses.recipes.embedded_policy import Stage, batches, build_tokenizer, examples, train
+from analyses.recipes.certain_policy import NOISE
+from analyses.recipes.supervised import Stage, batches, build_tokenizer, examples, train
 from gradscope.gradients import measure as measure_tokens
 from gradscope.policy import AdamWState, Policy
 from gradscope.rollouts import TokenBatch
@@ -34,14 +35,16 @@ POSITION = "position_grad_norm"
 STAGES = (
     Stage("large batches", steps=300, batch=32, lr=(2e-3, 1.5e-3)),
     Stage("small batches", steps=1500, batch=10, lr=(1.5e-3, 1e-4)),
-    Stage("noise", steps=400, batch=10, lr=(8e-4, 5e-5), noise=0.35, check=0.3, free=True),
+    Stage("noise", steps=400, batch=10, lr=(8e-4, 5e-5), write=NOISE),
 )
-"""The embedded policy's, shortened."""
+"""The certain policy's, shortened."""
 
 
-def measure(out: Path, *, run: Path = RUN, questions: int = 12, stages: tuple[Stage, ...] = STAGES) -> None:
+def measure(
+    out: Path, *, scale: str = "cpu", run: Path | None = None, questions: int = 12, stages: tuple[Stage, ...] = STAGES
+) -> None:
     """Measure both, judge, and keep the table."""
-    [moment] = moments(run, last=1)
+    [moment] = moments(scale, run=run, last=1)
     state = AdamWState.from_state_dict(
         moment.policy.model, moment.optimizer_state, max_grad_norm=moment.config.max_grad_norm
     )

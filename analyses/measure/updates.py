@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from analyses.common.in_training import FRESH, RUN, moments, pool
+from analyses.common.in_training import FRESH, moments, pool
 from analyses.common.measurements import keep, part
 from gradscope.gradients import interval_gradients_over
 from gradscope.updates import StepSettings, apply_updates, movement_summary, movement_table, similarity
@@ -30,9 +30,9 @@ UPDATES = ("all", *OUTSIDE)
 KEPT = ["batch", "interval", "prob", "advantage", *(f"delta_prob.{name}" for name in UPDATES)]
 
 
-def measure(out: Path, *, run: Path = RUN, batches: int = 4, questions: int = 64) -> None:
+def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, batches: int = 4, questions: int = 64) -> None:
     """Take the steps and keep the tables."""
-    [moment] = moments(run, last=1)
+    [moment] = moments(scale, run=run, last=1)
     samples = [moment.sample(questions, seed=FRESH + i) for i in range(batches)]
     size = moment.config.micro_batch_size
     optimizers = {

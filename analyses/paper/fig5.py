@@ -45,6 +45,7 @@ from analyses.common.tables import write_csv
 from analyses.paper.words import CATEGORIES, count_categories, embedded_categories
 from gradscope.errors import InputError
 from gradscope.plots import NEUTRAL, finish, new_panels, paper_style, save_figure
+from gradscope.policy import EMBEDDED
 from gradscope.resampling import bootstrap
 
 BASELINE = "grpo"
@@ -82,7 +83,7 @@ def table(scale: str, track: str, variants: list[str]) -> Tables:
     if BASELINE not in set(responses["variant"]):
         raise InputError(f"no run of {BASELINE} is there; make it: python -m analyses.reproduce --scale {scale}")
     model = experiments.configure(scale, track, BASELINE).model
-    counted = count(responses, embedded_categories() if model == "embedded" else set())
+    counted = count(responses, embedded_categories(model) if model in EMBEDDED else set())
     correlations = correlate_categories(counted[counted["variant"] == BASELINE], np.random.default_rng(0))
     per_seed = counted.groupby(["measure", "variant", "label", "category", "seed"], sort=False)["words"]
     means, others = per_seed.mean().reset_index(), [variant for variant in variants if variant != BASELINE]

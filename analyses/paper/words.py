@@ -22,13 +22,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 
 import pandas as pd
 import tyro
 
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_table
+from gradscope.policy import EMBEDDED
 
 
 @dataclass(frozen=True)
@@ -97,21 +97,21 @@ def can_write(entries: Sequence[str], word: Word) -> bool:
     return any(known.issuperset(form.split()) for form in word.forms)
 
 
-def embedded_vocabulary() -> list[str]:
-    """The entries of the tokenizer of the policy that comes with gradscope: words, phrases, single characters."""
-    file = resources.files("gradscope") / "embedded" / "tokenizer.json"
+def embedded_vocabulary(name: str) -> list[str]:
+    """The entries of the tokenizer of a policy that comes with gradscope: words, phrases, single characters."""
+    file = EMBEDDED[name] / "tokenizer.json"
     return list(json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"])
 
 
-def embedded_categories() -> set[str]:
-    """The categories of which the embedded policy can write a word."""
-    entries = embedded_vocabulary()
+def embedded_categories(name: str) -> set[str]:
+    """The categories of which a policy that comes with gradscope can write a word."""
+    entries = embedded_vocabulary(name)
     return {name for name, words in CATEGORIES.items() if any(can_write(entries, word) for word in words)}
 
 
 def table() -> pd.DataFrame:
     """Table 5: a row per word, with its forms and whether the embedded policy's vocabulary has it."""
-    entries = embedded_vocabulary()
+    entries = embedded_vocabulary("embedded")
     rows = [(category, word) for category, words in CATEGORIES.items() for word in words]
     return pd.DataFrame(
         {

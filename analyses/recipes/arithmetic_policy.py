@@ -26,13 +26,15 @@ from analyses.common.make_run import judge, write
 from analyses.common.math_tracks import BEFORE
 from analyses.common.script import exit_with
 from analyses.common.sums import STEPS, draw_terms, is_of_test, write_question, write_steps
-from analyses.recipes.embedded_policy import EOS, PAD, UNKNOWN, Stage, batches, open_log, train
+from analyses.recipes.supervised import EOS, PAD, UNKNOWN, Stage, batches, open_log, train
 
 
 @dataclass(frozen=True)
 class SumsStage(Stage):
-    """A stretch of training on sums; `noise` is the share of steps with a slip, `check` and `free` are of puzzles."""
+    """A stretch of training on sums; `write` is of puzzles."""
 
+    noise: float = 0.0
+    """Share of steps with a slip."""
     bare: float = 0.0
     """Share of answers that leave out the steps, times the number of steps."""
 

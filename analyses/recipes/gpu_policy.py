@@ -2,9 +2,10 @@
 
     python -m analyses.recipes.gpu_policy [--out runs/gpu/policy]
 
-From nothing, by the recipe of analyses/recipes/embedded_policy.py, sized for twenty minutes of one H200 (an estimate:
+From nothing, by the recipe of analyses/recipes/certain_policy.py, sized for twenty minutes of one H200 (an estimate:
 it has not been run there). A command ends after `minutes`; started again, it goes on where it was, until the policy is
-in OUT. What differs from the embedded policy: its size, names drawn from the data set's, more people, bfloat16
+in OUT. What differs from the policy
+embedded-certain: its size, names drawn from the data set's, more people, bfloat16
 products, and how much noise: stages with more and more wrong verdicts, until samples of 3-people puzzles are right
 `target` of the time, so that reinforcement learning has something to improve. A fifth of all puzzles, those of the task
 kk-named-test, never occur in training. Seed, number of workers and interruptions decide which examples are drawn.
@@ -18,6 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ from transformers import PreTrainedTokenizerFast
 
 from analyses.common.puzzles import NAMED_TEST, is_for_test
 from analyses.common.script import exit_with
-from analyses.recipes.embedded_policy import (
+from analyses.recipes.case_analysis import write_response
+from analyses.recipes.supervised import (
     EVALUATION_SEED,
     Stage,
     batches,
@@ -187,10 +190,13 @@ def list_stages(options: Options, tokenizer: PreTrainedTokenizerFast) -> list[St
     tokens = options.batch * mean_length(tokenizer, clean, options.longest)
     steps = max(1, round(CLEAN * options.tokens / tokens))
     short = max(1, round((1 - CLEAN) / len(NOISES) * options.tokens / tokens))
-    noisy = {"lr": (4e-4, 4e-5), "check": 0.3, "free": True}
+    noisy = [partial(write_response, noise=noise, check=0.3, free=True) for noise in NOISES]
     return [
         replace(clean, steps=steps),
-        *(Stage(f"noise {noise}", short, options.batch, noise=noise, **noisy) for noise in NOISES),
+        *(
+            Stage(f"noise {noise}", short, options.batch, (4e-4, 4e-5), write)
+            for noise, write in zip(NOISES, noisy, strict=True)
+        ),
     ]
 
 

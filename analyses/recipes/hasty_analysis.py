@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from analyses.recipes.case_analysis import Verdict, holds, mentioned
-from gradscope.tasks.knights_knaves_wording import Statement, claim_text
+from gradscope.tasks.knights_knaves_wording import COMPACT_NAMES, Statement, claim_text
 
 SIGNS = {True: "+", False: "-", None: "?"}
 MOST_LINES = 40
@@ -49,6 +49,8 @@ TRIES = {
 VERDICTS = (" ok", " no", " open", " so")
 PHRASES = (*VERDICTS, *OPENERS, *SAYS, *CONNECTIVES, *TRIES, *ELSES, *(end for end in ENDS if end != ".\n"))
 """Single tokens of the policy, beside those of the puzzles (`.\\n` is one)."""
+WORDING = frozenset([*SAYS, *CONNECTIVES, *ELSES, *ENDS])
+"""Tokens on which nothing depends: any other of the same list would do."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ class _Trace:
 def write_hastily(
     statements: Sequence[Statement], names: Sequence[str], *, rng: random.Random, haste: Haste | None = None
 ) -> str:
-    """Trace, `</think>` and answer, which names everybody in any order: what follows a prompt that ends with `<think>`.
+    """Trace, `</think>` and answer, half of the time in any order: what follows a prompt that ends with `<think>`.
 
     >>> print(write_hastily([("lying", 1), ("not", ("lying", 0))], ["Zoey", "Oliver"], rng=random.Random(0)))
     Assume Oliver-.
@@ -196,8 +198,23 @@ def write_hastily(
     trace = _Trace(statements, names[: len(statements)], haste or Haste(), rng)
     trace.write()
     told = [f"{n} is a {'knight' if value else 'knave'}" for n, value in zip(trace.names, trace.status, strict=True)]
-    rng.shuffle(told)
+    if rng.random() < 0.5:
+        rng.shuffle(told)
     return f"{''.join(trace.lines)}</think><answer> {', '.join(told)} </answer>"
+
+
+def bears_on_answer(tokens: Sequence[str]) -> list[bool]:
+    """Whether each token of a response can matter for the answer: whom to suppose, what is judged next and how, when
+    to stop, what somebody is; not mere wording, nor whom the answer names first.
+
+    >>> bears_on_answer(["Okay, ", "Zoey", " says ", "</think>", "<answer> ", "Zoey", " is a knave"])
+    [True, True, False, True, True, False, True]
+    """
+    answers = itertools.accumulate((token == "<answer> " for token in tokens), max)
+    return [
+        token not in WORDING and not (answering and token in COMPACT_NAMES)
+        for token, answering in zip(tokens, answers, strict=True)
+    ]
 
 
 def _draw(words: dict[str, int], rng: random.Random) -> str:

@@ -77,7 +77,7 @@ def write_pages(folders: dict[int, Path], out: Path) -> None:
 
 def main(options: Options) -> None:
     torch.set_num_threads(1)
-    moments(options.run, last=1)
+    moments(run=options.run, last=1)
     checkpoints = {step: path for path in list_checkpoints(options.run) if (step := step_of(path)) in STEPS}
     work = options.run / "report"
     folders = {step: diagnose(path, work, EARLIER if step < max(STEPS) else []) for step, path in checkpoints.items()}

@@ -2,7 +2,7 @@
 
     python -m analyses.verdicts.checkpoints [--runs runs/verdicts] [--out figures/verdicts_checkpoints.csv]
 
-Five checkpoints of each of two GRPO runs of the embedded policy (trained here first, where they are not there yet).
+Five checkpoints of each of two GRPO runs of `embedded-certain` (trained here first, where they are not there yet).
 At each, 4 responses to each of 2,000 puzzles; of their tokens 3,000 of each probability bin are measured, with known
 chances. All prompts together tell what is true; their 31 disjoint batches of 64 prompts are each given a verdict by
 the code of `diagnose`, on the same sample of tokens, which is about 100 of each bin: `--each 50_000` gives a batch
@@ -73,7 +73,16 @@ def main(
     parts, everything = [], []
     for seed in seeds:
         run = runs / f"seed{seed}"
-        gradscope.train("kk-embedded", run, steps=max(STEPS), save_every=4, seed=seed, trackers=(), resume=True)
+        gradscope.train(
+            "kk-embedded",
+            run,
+            model="embedded-certain",
+            steps=max(STEPS),
+            save_every=4,
+            seed=seed,
+            trackers=(),
+            resume=True,
+        )
         for step in steps:
             kept = runs / f"seed{seed}-{step}-{each}.parquet"
             table = measure_checkpoint(run / "checkpoints" / f"step-{step:06d}", kept, each)

@@ -33,7 +33,6 @@ from gradscope.errors import InputError
 from gradscope.gradients import AFTERWARDS, MeasureSettings, describe_seconds, largest_share
 from gradscope.policy import (
     ADAPTER_CONFIG,
-    EMBEDDED,
     Policy,
     find_checkpoint,
     find_policy_state,
@@ -177,12 +176,10 @@ class Diagnose(MeasuredPolicyFlags):
         """InputError for files that would otherwise fail after much is measured."""
         for model in self.model:
             folder = find_checkpoint(model)
-            if model != "embedded" and not os.path.isdir(folder):
+            if not os.path.isdir(folder):
                 raise InputError(f"{model} is not a folder; give the folder of a checkpoint, or 'embedded'")
             refuse_training_run(Path(folder))
-            if model != "embedded" and not any(
-                (Path(folder) / name).is_file() for name in ("config.json", ADAPTER_CONFIG)
-            ):
+            if not any((Path(folder) / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
                 raise InputError(f"{model} holds no config.json; give the folder of a checkpoint, or 'embedded'")
         for path in self.rollouts:
             list_files(path)
@@ -225,7 +222,7 @@ class Diagnose(MeasuredPolicyFlags):
         wanted = {"task": self.task, "prompts": self.prompts, "data": self.data, "questions": self.questions}
         wanted |= {"n": self.n, "temperature": temperature, "max_new_tokens": self.max_new_tokens}
         wanted |= {"engine": self.engine, "seed": self.settings.seed, "dtype": self.dtype, "device": self.device}
-        files = {"weights": weights_hash(EMBEDDED if model == "embedded" else find_checkpoint(model))}
+        files = {"weights": weights_hash(find_checkpoint(model))}
         if self.prompts is not None and self.prompts.is_file():
             files["asked"] = file_hash(self.prompts)
         told = json.dumps({**wanted, **files, "model": model}, default=str, sort_keys=True)

@@ -14,6 +14,7 @@ from .adamw import (
 from .adapters import find_whole as find_whole
 from .checkpoint import (
     ADAPTER_CONFIG as ADAPTER_CONFIG,
+    EMBEDDED as EMBEDDED,
     checkpoint_step as checkpoint_step,
     find_checkpoint as find_checkpoint,
     hash_ahead as hash_ahead,
@@ -24,7 +25,6 @@ from .checkpoint import (
 from .launch import join_launch as join_launch
 from .loading import (
     DTYPES as DTYPES,
-    EMBEDDED as EMBEDDED,
     GRADIENT_SHARE as GRADIENT_SHARE,
     PolicyLike as PolicyLike,
     find_device as find_device,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gradscope.errors import InputError, first_line
-from gradscope.policy.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, is_hub_name
+from gradscope.policy.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, EMBEDDED, is_adapter, is_hub_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +33,7 @@ def find_base(folder: Path, base: str | Path | None = None) -> Path:
     name = str(config.get(KEY) or "") if base is None else str(base)
     if not name:
         raise InputError(f"{folder / ADAPTER_CONFIG} names no base model ({KEY}); give its folder with --base")
-    for place in ([folder / name] if base is None else []) + [Path(name)]:
+    for place in ([folder / name] if base is None else []) + [Path(EMBEDDED.get(name, name))]:
         if os.path.isdir(place):  # of a name that is too long, Path raises
             return place
     if (cached := _find_in_cache(name, config.get("revision") if base is None else None)) is not None:
@@ -48,7 +48,7 @@ def find_base(folder: Path, base: str | Path | None = None) -> Path:
 def find_whole(model: str, base: str | None = None) -> str:
     """The folder of a whole model that has the shape of this checkpoint: itself, or the base of an adapter."""
     folder = Path(model)
-    return str(find_base(folder, base)) if model != "embedded" and is_adapter(folder) else model
+    return str(find_base(folder, base)) if is_adapter(folder) else model
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:

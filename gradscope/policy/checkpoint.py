@@ -18,6 +18,9 @@ from gradscope.errors import InputError, checked
 if TYPE_CHECKING:
     from gradscope.policy.policy import Policy
 
+_HERE = Path(__file__).parents[1] / "embedded"
+EMBEDDED = {"embedded": _HERE / "uncertain", "embedded-certain": _HERE / "certain"}
+"""The small Knights & Knaves policies that come with gradscope, by the names that stand for their folders."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 """Patterns of weight files, in the order in which they are looked for."""
@@ -109,14 +112,16 @@ def _trailing_number(name: str) -> int | None:
 
 
 def find_checkpoint(name: str) -> str:
-    """The folder of a model: `name` itself if it is one or "embedded", else what the Hugging Face cache has of it.
+    """The folder of a model: of one that comes with gradscope, `name` itself, or what the Hugging Face cache has of it.
 
     A model of the Hub is owner/model. Nothing is downloaded: raises InputError for one that is not in the local cache.
     """
+    if name in EMBEDDED:
+        return str(EMBEDDED[name])
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    if name == "embedded" or os.path.isdir(name) or not is_hub_name(name):
+    if os.path.isdir(name) or not is_hub_name(name):
         return name
     try:
         return snapshot_download(name, local_files_only=True)

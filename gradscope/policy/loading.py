@@ -23,8 +23,6 @@ from gradscope.runs import ALONE, Processes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-EMBEDDED = Path(__file__).parents[1] / "embedded"
-"""The small Knights & Knaves policy that comes with gradscope; `load_policy("embedded")` finds it too."""
 PolicyLike = Policy | str | Path
 """A policy, or what `load_policy` loads one from."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,9 +47,9 @@ def load_policy(
     """Load a checkpoint in eval mode; nothing is downloaded.
 
     path: a folder of transformers (its weights in one file or in shards), a trainer's `checkpoint-*`, an adapter of
-    peft (LoRA), the name of a model (owner/model) in the local cache of the Hugging Face Hub, or "embedded" for the
-    policy that comes with gradscope. What a checkpoint of a run lacks of a tokenizer
-    is looked for in the run's folder, then beside an adapter's base.
+    peft (LoRA), the name of a model (owner/model) in the local cache of the Hugging Face Hub, or one that comes with
+    gradscope: "embedded", as uncertain of its tokens as the paper's, or "embedded-certain". What a checkpoint of a run
+    lacks of a tokenizer is looked for in the run's folder, then beside an adapter's base.
     dtype: "float32" (default on the CPU), "float64", "bfloat16", "float16"; default on a GPU: the checkpoint's own.
     "upcast": the weights as the checkpoint has them, in half precision, and all arithmetic in float32 (`upcasting`).
     device: a torch device; default "cuda" where there is one, else "cpu".
@@ -67,7 +65,7 @@ def load_policy(
     upcast, a tokenizer that does not round-trip text, an adapter whose base is not here, and a map that leaves
     parameters on no device (offloaded).
     """
-    folder = EMBEDDED if str(path) == "embedded" else Path(find_checkpoint(str(path)))
+    folder = Path(find_checkpoint(str(path)))
     if params not in ("all", "adapter"):
         raise InputError(f"params is {params!r}; give all or adapter")
     if device_map is not None and device is not None:
@@ -86,7 +84,7 @@ def load_policy(
                 f"dtype is {UPCAST!r}, and {folder} is an adapter to be merged, which would round the sum to half "
                 "precision; give float32, or params adapter"
             )
-        root = EMBEDDED if str(base) == "embedded" else find_base(folder, base)
+        root = find_base(folder, base)
         model, trained = attach_adapter(_load_model(root, **place), folder, merge=params == "all")
         if trained is not None:
             measure_only(model, trained)

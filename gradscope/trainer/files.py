@@ -16,7 +16,7 @@ import torch
 
 from gradscope import __version__
 from gradscope.errors import DivergedError, InputError
-from gradscope.policy import EMBEDDED, find_checkpoint, weights_hash
+from gradscope.policy import find_checkpoint, weights_hash
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import Processes, check_is_folder, library_versions, read_json, write_json, write_text
 from gradscope.trainer.checkpoints import (
@@ -103,14 +103,13 @@ def write_description(
     questions: a hash of those that are stored. Raises InputError where a resumed run began with another policy or
     other questions; warns where it had another number of processes, which share out the random numbers.
     """
-    begun_with = EMBEDDED if config.model == "embedded" else find_checkpoint(config.model)
     manifest = {
         "gradscope": __version__,
         "versions": library_versions(),
         "model": {
             "path": config.model,
             "class": type(learner.policy.model).__name__,
-            "sha256": weights_hash(begun_with),
+            "sha256": weights_hash(find_checkpoint(config.model)),
         },
         "questions": questions,
         "parameters": sum(p.numel() for p in learner.policy.model.parameters()),

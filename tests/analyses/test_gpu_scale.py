@@ -9,8 +9,8 @@ from analyses.common import make_run
 from analyses.common.experiments import list_runs
 from analyses.common.puzzles import NAMED_TEST, NAMED_TRAIN, is_for_test
 from analyses.recipes import gpu_policy
-from analyses.recipes.embedded_policy import build_tokenizer
 from analyses.recipes.gpu_policy import Options, main
+from analyses.recipes.supervised import build_tokenizer
 from gradscope import load_policy
 from gradscope.tasks.knights_knaves import NAMES
 from gradscope.tasks.knights_knaves_wording import parse_claim

@@ -4,13 +4,9 @@ import itertools
 import random
 
 import pytest
-from transformers import AutoTokenizer, LlamaConfig
 
-from analyses.common.puzzles import named_prompt
 from analyses.recipes.case_analysis import holds
-from analyses.recipes.embedded_policy import build_tokenizer
-from analyses.recipes.hasty_analysis import PHRASES, Haste, judge, write_hastily
-from analyses.recipes.uncertain_policy import CHAT_TEMPLATE
+from analyses.recipes.hasty_analysis import Haste, judge, write_hastily
 from gradscope.tasks.knights_knaves import draw_statements, reward, solve
 from gradscope.tasks.knights_knaves_wording import COMPACT_NAMES
 
@@ -48,20 +44,3 @@ def test_a_verdict_is_what_every_world_that_fits_agrees_on():
         assert dict(verdict.forced) == forced
         assert (verdict.word == "no") == (not fits)
         assert (verdict.word == "ok") == (bool(fits) and fits == worlds and status[0] is not None)
-
-
-def test_phrases_are_single_tokens_and_autotokenizer_gives_the_same_ids(tmp_path):
-    tokenizer, rng = build_tokenizer(more=PHRASES), random.Random(1)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(tmp_path)
-    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert all(len(loaded.encode(phrase)) == 1 for phrase in PHRASES)
-    for _ in range(250):
-        statements = draw_statements(rng.choice((2, 3, 4, 5)), rng)
-        prompt = named_prompt(statements, COMPACT_NAMES)
-        text = prompt + write_hastily(statements, COMPACT_NAMES, rng=rng)
-        assert loaded.encode(text) == tokenizer.encode(text)
-        assert loaded.decode(loaded.encode(text)) == text
-    chat = [{"role": "user", "content": prompt.removesuffix("<think>")}]
-    assert loaded.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == prompt

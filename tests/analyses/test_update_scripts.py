@@ -45,10 +45,10 @@ def made(tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_training, "configure", lambda *place: replace(configure(*place), **TINY, steps=1))
-        in_training.moments(run)
+        in_training.moments(run=run)
         first = (run / "metrics.jsonl").read_text()
         patch.setattr(in_training, "configure", lambda *place: replace(configure(*place), **TINY, steps=2))
-        yield SimpleNamespace(run=run, moments=in_training.moments(run), first=first)
+        yield SimpleNamespace(run=run, moments=in_training.moments(run=run), first=first)
 
 
 @pytest.fixture(scope="module")

@@ -295,7 +295,7 @@ def test_a_run_whose_policy_has_changed_since_it_began_is_not_resumed(tmp_path):
     from safetensors.torch import load_file, save_file
 
     model = tmp_path / "model"
-    shutil.copytree(EMBEDDED, model)
+    shutil.copytree(EMBEDDED["embedded"], model)
     config = replace(SMALL, model=str(model))
     train(replace(config, steps=1), tmp_path / "run", progress=False)
     weights = load_file(model / "model.safetensors")

@@ -40,7 +40,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def shape_of(model: str) -> ModelShape:
-    """The shape of "embedded", of a folder with config.json, or of a model of the presets, without its weights.
+    """The shape of an embedded policy, of a folder with config.json, or of a model of the presets, without its weights.
 
     Raises InputError for any other name, and for a folder whose config.json is not a causal language model's.
     """
@@ -52,12 +52,12 @@ def config_of(model: str) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
-    folder = EMBEDDED if model == "embedded" else Path(model)
+    folder = Path(EMBEDDED.get(model, model))
     if not os.path.isfile(folder / "config.json"):  # of a name that is too long, Path raises
         if model not in ARCHITECTURES:
             raise InputError(
                 f"the network of {model!r} is not known here; give a folder with its config.json (the weights need not "
-                f"be there), or one of embedded, {', '.join(ARCHITECTURES)}"
+                f"be there), or one of {', '.join([*EMBEDDED, *ARCHITECTURES])}"
             )
         return Qwen2Config(**ARCHITECTURES[model])
     try:
@@ -80,6 +80,6 @@ def outline_policy(model: str, blocks: str | None = None) -> Policy:
     config = config_of(model)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config).eval()
-    folder = EMBEDDED if model == "embedded" else Path(model)
+    folder = Path(EMBEDDED.get(model, model))
     tokenizer = load_tokenizer(folder) if folder.is_dir() else None
     return Policy(network, tokenizer, find_blocks(network, blocks), model)

@@ -1,0 +1,63 @@
+"""Measures how much of the summed gradient is of tokens that bear on the answer, and how much of mere wording.
+
+The four batches of analyses/measure/base_policy.py, each by itself. Leaves
+
+    kinds.csv       a row per batch, kind of token (or both) and interval: what `interval_gradients` says of their sum
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+from analyses.common.experiments import configure
+from analyses.common.in_training import PLACE
+from analyses.common.measurements import keep, part
+from analyses.measure.base_policy import sample_batch
+from analyses.recipes.hasty_analysis import bears_on_answer
+from gradscope import load_policy
+from gradscope.gradients import interval_gradients
+from gradscope.intervals import assign_intervals, interval_labels
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch
+
+KINDS = ("wording", "bears on the answer")
+BOTH = "both"
+
+
+def measure(out: Path, *, batches: int = 4, questions: int = 64, responses: int = 8) -> None:
+    """Sample the batches again, sum their gradients by kind, and keep the table."""
+    policy = load_policy(configure("cpu", *PLACE).model)
+    frames = []
+    for seed in tqdm(range(batches), "batches"):
+        make = partial(tabulate, policy, sample_batch(policy, questions, responses, seed))
+        frames.append(part(out, f"kinds-{seed}", make).assign(batch=seed))
+    keep(out, {"kinds.csv": pd.concat(frames)}, batches=batches, questions=questions, responses=responses)
+
+
+def tabulate(policy: Policy, batch: TokenBatch) -> pd.DataFrame:
+    """A row per interval (and one for all) of either kind and of both."""
+    labels = interval_labels()
+    finer = np.linspace(0, 1, len(KINDS) * len(labels) + 1)  # as many groups; their edges mean nothing
+    parts = interval_gradients(policy, batch, intervals=assign_groups(policy, batch), edges=finer).table
+    whole = interval_gradients(policy, batch).table.assign(kind=BOTH)
+    named = [(kind, label) for label in labels for kind in KINDS]
+    parts = parts.iloc[: len(named)].drop(columns=["interval", "label"])
+    kinds, own = zip(*named, strict=True)
+    parts = parts.assign(kind=kinds, label=own, interval=[str(labels.index(label)) for label in own])
+    return pd.concat([whole.astype({"interval": str}), parts], ignore_index=True)
+
+
+def assign_groups(policy: Policy, batch: TokenBatch) -> torch.Tensor:
+    """[B, S]: of each kept token, twice its interval, and one more where it bears on the answer."""
+    groups = torch.zeros(batch.input_ids.shape, dtype=torch.long)
+    for row, mask in enumerate(batch.response_mask):
+        tokens = [policy.decode([i]) for i in batch.input_ids[row][mask].tolist()]
+        intervals = assign_intervals(batch.old_logprobs[row][mask].double().exp().clamp(max=1.0).numpy())
+        groups[row][mask] = torch.from_numpy(2 * intervals + bears_on_answer(tokens))
+    return groups
