@@ -1,4 +1,4 @@
-"""Compact Knights & Knaves puzzles dealt to training or to the test, which therefore have none in common."""
+"""Compact Knights & Knaves puzzles dealt to training, validation or the test, which therefore have none in common."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from gradscope.tasks.knights_knaves import Puzzle, compact_prompt, generate_puzz
 from gradscope.tasks.knights_knaves_wording import Statement, compact_text
 
 
+def fifth_of(statements: Sequence[Statement]) -> int:
+    """In which fifth of all puzzles it is, 0 to 4, whatever the people are called."""
+    return zlib.crc32(compact_prompt(statements).encode()) % 5
+
+
 def is_for_test(statements: Sequence[Statement]) -> bool:
-    """Four fifths of all puzzles are for training, one fifth for the test, whatever the people are called."""
-    return zlib.crc32(compact_prompt(statements).encode()) % 5 == 0
+    """One fifth of all puzzles."""
+    return fifth_of(statements) == 0
 
 
 def named_prompt(statements: Sequence[Statement], names: Sequence[str]) -> str:
@@ -26,10 +31,10 @@ def named_prompt(statements: Sequence[Statement], names: Sequence[str]) -> str:
 
 
 class _Dealt:
-    """The puzzles of one side, with canonical names or, `named`, with names of the data set's drawn for each."""
+    """The puzzles of some fifths, with canonical names or, `named`, with names of the data set's drawn for each."""
 
-    def __init__(self, name: str, *, test: bool, named: bool = False) -> None:
-        self.name, self.test, self.named, self.task = name, test, named, get_task("knights-knaves-compact")
+    def __init__(self, name: str, *fifths: int, named: bool = False) -> None:
+        self.name, self.fifths, self.named, self.task = name, fifths, named, get_task("knights-knaves-compact")
 
     def questions(self, n: int, *, seed: int, people: tuple[int, ...] = (2, 3, 4)) -> list[Question]:
         """n different puzzles, whose number of people cycles."""
@@ -37,7 +42,7 @@ class _Dealt:
         while len(dealt) < n:
             level = people[len(dealt) % len(people)]
             puzzle = generate_puzzle(level, random.Random(rng.getrandbits(62)))
-            if is_for_test(puzzle.statements) == self.test:
+            if fifth_of(puzzle.statements) in self.fifths:
                 question = self.question(puzzle)
                 dealt[question.prompt] = question
         return list(dealt.values())
@@ -56,7 +61,9 @@ class _Dealt:
         return self.task.grade(response, question)
 
 
-TRAIN: Task = register(_Dealt("kk-compact-train", test=False))
-TEST: Task = register(_Dealt("kk-compact-test", test=True))
-NAMED_TRAIN: Task = register(_Dealt("kk-named-train", test=False, named=True))
-NAMED_TEST: Task = register(_Dealt("kk-named-test", test=True, named=True))
+TRAIN: Task = register(_Dealt("kk-compact-train", 1, 2, 3, 4))
+FIT: Task = register(_Dealt("kk-compact-fit", 2, 3, 4))
+VALIDATION: Task = register(_Dealt("kk-compact-validation", 1))
+TEST: Task = register(_Dealt("kk-compact-test", 0))
+NAMED_TRAIN: Task = register(_Dealt("kk-named-train", 1, 2, 3, 4, named=True))
+NAMED_TEST: Task = register(_Dealt("kk-named-test", 0, named=True))
