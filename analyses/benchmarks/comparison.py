@@ -2,8 +2,8 @@
 
     python -m analyses.benchmarks.comparison demo-out/rollouts_seed0.jsonl
 
-CPU time of one thread on the embedded policy with rollouts of yours; ratios are medians of the rounds' own. compare:
-of all weightings that the rollouts have columns for, the table given; under AdamW with a state one step old.
+CPU time of one thread on the policy embedded-certain with rollouts of yours; ratios are medians of the rounds' own.
+compare: of all weightings that the rollouts have columns for, the table given; under AdamW with a state one step old.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Options:
     """Settings of the benchmark."""
 
     rollouts: Annotated[Path, tyro.conf.Positional]
-    """Rollouts of the embedded policy, such as the demo's."""
+    """Rollouts of the policy embedded-certain, such as the demo's."""
     rounds: int = 3
 
 
 def time_all(options: Options) -> pd.DataFrame:
     """Seconds of each part in each round."""
-    policy = load_policy("embedded")
+    policy = load_policy("embedded-certain")
     batch = read_rollouts(options.rollouts, policy)
     table = measure(policy, batch)
     state = _state(policy.model)

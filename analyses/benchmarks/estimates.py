@@ -7,7 +7,7 @@ price    CPU time of one thread in forward passes over one response, medians of 
          passes, by backward rules (eight responses, in the groups that these make) and along the graph. S and M of
          benchmarks.token_gradients, random weights.
 scatter  Relative standard deviation of one sample of an interval's Σ‖g‖² over the responses of a batch: random signs
-         and forward mode, on the embedded policy and its own responses, from independent samples; the sums' own
+         and forward mode, on the policy embedded-certain and its own responses, from independent samples; the sums' own
          standard errors come from the same samples.
 """
 
@@ -112,7 +112,7 @@ def prices(case: str, rounds: int) -> pd.DataFrame:
 
 def scatter(samples: int) -> pd.DataFrame:
     """A row per interval and estimator."""
-    policy = load_policy("embedded", device="cpu")
+    policy = load_policy("embedded-certain", device="cpu")
     batch = sample_responses(policy)
     rows = range(len(batch))
     with measuring(policy.model):

@@ -7,8 +7,8 @@ the time, so that both meet the same neighbours on the machine. Reported are med
 median of each round's ratio. Cases:
 
     measure   exact norms of all tokens of a few responses, self-check included, table and files left out: S and M of
-              benchmarks.token_gradients, the embedded policy, and a GPT-2 of S's shape, which goes along its graph
-    train     the parts of one step with plain GRPO: the embedded policy's preset on sampled puzzles, and a policy of
+              benchmarks.token_gradients, embedded-certain, and a GPT-2 of S's shape, which goes along its graph
+    train     the parts of one step with plain GRPO: embedded-certain's preset on sampled puzzles, and a policy of
               hidden 256 and vocabulary 32,000 with random weights, whose responses are all of one length
 """
 
@@ -62,7 +62,7 @@ SEQUENCES = {"S": 4, "M": 1, "gpt2": 4, "embedded": 4}
 def make_measured(name: str) -> Policy:
     """A policy by its name here."""
     if name == "embedded":
-        return load_policy("embedded", device="cpu")
+        return load_policy("embedded-certain", device="cpu")
     if name != "gpt2":
         return make_policy(name)
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -2,9 +2,9 @@
 
     python -m analyses.benchmarks.precisions --out figures/benchmark_precisions.csv
 
-Two checkpoints in bfloat16: the embedded policy, rounded, on its own responses; and four blocks of Qwen2.5-0.5B's shape
-with random weights (`real_size_policy`, vocabulary 32,000) on a sequence of 228 tokens, of which 32 are measured. Each
-is measured in these ways, which take turns:
+Two checkpoints in bfloat16: the policy embedded-certain, rounded, on its own responses; and four blocks of
+Qwen2.5-0.5B's shape with random weights (`real_size_policy`, vocabulary 32,000) on a sequence of 228 tokens, of which
+32 are measured. Each is measured in these ways, which take turns:
 
     float32           the weights widened as a whole: the reference
     float32, fast     the same, with the factors of the backward pass's products rounded to bfloat16
@@ -60,7 +60,7 @@ class Options:
 
     rounds: int = 3
     questions: int = 4
-    """That the embedded policy answers, once each."""
+    """That the policy embedded-certain answers, once each."""
     tokens: int = 32
     """Measured ones of the larger policy."""
     out: Path | None = None
@@ -69,7 +69,7 @@ class Options:
 
 def embedded_case(folder: Path, options: Options) -> tuple[TokenBatch, None]:
     """The embedded policy's checkpoint in bfloat16, and its own responses."""
-    policy = load_policy("embedded", device="cpu")
+    policy = load_policy("embedded-certain", device="cpu")
     batch = sample_responses(policy, options.questions)
     policy.model.bfloat16().save_pretrained(folder)
     return batch, None

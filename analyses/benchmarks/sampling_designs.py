@@ -51,7 +51,7 @@ from gradscope.tasks import draw_questions, get_task
 
 INTERVALS = len(EDGES) - 1
 POLICIES = {
-    "puzzles": ("embedded", "knights-knaves-compact", 0.7),
+    "puzzles": ("embedded-certain", "knights-knaves-compact", 0.7),
     "sums": ("analyses/runs/cpu/arithmetic-policy", sums.TRAIN.name, 1.0),
 }
 """Checkpoint, task and temperature."""

@@ -153,7 +153,9 @@ def all_tables(options: Options, folder: Path) -> Iterator[pd.DataFrame]:
             table = compare_lopti(size, rounds=options.rounds, micro_batch_size=options.lopti_micro_batch)
             yield _labelled(table, "lopti", size.name, "two mini-batches")
     if "parts" in options.comparisons:
-        table = time_parts(get_preset("kk-embedded"), folder / "parts", rounds=options.rounds)
+        table = time_parts(
+            replace(get_preset("kk-embedded"), model="embedded-certain"), folder / "parts", rounds=options.rounds
+        )
         yield _labelled(table, "parts", "puzzles", "kk-embedded")
 
 

@@ -23,6 +23,7 @@ from analyses.recipes.hasty_analysis import bears_on_answer
 from gradscope import load_policy
 from gradscope.gradients import interval_gradients
 from gradscope.intervals import assign_intervals, interval_labels
+from gradscope.objective import batch_statistics
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 
@@ -43,7 +44,7 @@ def measure(out: Path, *, batches: int = 4, questions: int = 64, responses: int 
 def tabulate(policy: Policy, batch: TokenBatch) -> pd.DataFrame:
     """A row per interval (and one for all) of either kind and of both."""
     labels = interval_labels()
-    finer = np.linspace(0, 1, len(KINDS) * len(labels) + 1)  # as many groups; their edges mean nothing
+    finer = np.linspace(0, 1, len(KINDS) * len(labels) + 1).tolist()  # as many groups; their edges mean nothing
     parts = interval_gradients(policy, batch, intervals=assign_groups(policy, batch), edges=finer).table
     whole = interval_gradients(policy, batch).table.assign(kind=BOTH)
     named = [(kind, label) for label in labels for kind in KINDS]
@@ -56,8 +57,9 @@ def tabulate(policy: Policy, batch: TokenBatch) -> pd.DataFrame:
 def assign_groups(policy: Policy, batch: TokenBatch) -> torch.Tensor:
     """[B, S]: of each kept token, twice its interval, and one more where it bears on the answer."""
     groups = torch.zeros(batch.input_ids.shape, dtype=torch.long)
+    probs = batch_statistics(policy.model, batch, micro_batch_size=8, device=policy.device).logprob.double().exp()
     for row, mask in enumerate(batch.response_mask):
         tokens = [policy.decode([i]) for i in batch.input_ids[row][mask].tolist()]
-        intervals = assign_intervals(batch.old_logprobs[row][mask].double().exp().clamp(max=1.0).numpy())
+        intervals = assign_intervals(probs[row][mask].clamp(max=1.0).numpy())
         groups[row][mask] = torch.from_numpy(2 * intervals + bears_on_answer(tokens))
     return groups

@@ -10,8 +10,8 @@ token at once. The mean S of p squares is unbiased for ‖g_t‖², p·S/‖g_t�
 c_p = E χ_p / √p is unbiased for ‖g_t‖ itself. A sum over an interval has the variance 2 Σ_{s,t∈a} K_st² / p.
 
 Each response draws signs and directions of its own, so no inner product of two responses adds to a variance. On eight
-responses of the embedded policy one pass then has a relative deviation of .19, .12, .06 and .09 by interval, one draw
-.48, .40, .41 and .31 (analyses/benchmarks/estimates.py).
+responses of the policy embedded-certain one pass then has a relative deviation of .19, .12, .06 and .09 by interval,
+one draw .48, .40, .41 and .31 (analyses/benchmarks/estimates.py).
 """
 
 from __future__ import annotations
