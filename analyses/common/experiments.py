@@ -33,6 +33,8 @@ class Test:
     """How many; None: all that the files of `data` hold."""
     samples: int = 0
     """Sampled responses to each question; one more is greedy."""
+    kept: int | None = None
+    """Of how many of the questions the responses are kept; None: of all."""
     people: tuple[int, ...] = ()
     data: tuple[str, ...] = ()
     benchmarks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -131,9 +133,11 @@ def tracks_of(kind: str, scale: str) -> list[str]:
 
 
 def _track(scale: str, track: str) -> dict[str, Any]:
-    """A track's table, filled up from the one that it is `like`. Raises InputError where something lacks."""
+    """A track's table, filled up, settings too, from the one that it is `like`. InputError where something lacks."""
     table = read()["scales"][scale]["tracks"][track]
-    table = _track(scale, table["like"]) | table if "like" in table else table
+    if "like" in table:
+        other = _track(scale, table["like"])
+        table = other | table | {"settings": other["settings"] | table.get("settings", {})}
     return _has(table, f"track {track} of scale {scale}", "preset", "settings", "stages", "test")
 
 

@@ -71,7 +71,7 @@ def make(run: Run) -> Run:
         result = judge(checkpoint, run.test, engine=run.config.engine, dtype=run.config.precision)
         tables.append(result.table.assign(step=step_of(checkpoint)))
     write(pd.concat(tables, ignore_index=True), kept / "test.csv")
-    write(keep_responses(result.responses), kept / LAST)
+    write(keep_responses(result.responses, run.test.kept), kept / LAST)
     return run
 
 
@@ -158,8 +158,10 @@ def join(parts: Mapping[str | None, Evaluation]) -> Evaluation:
     return Evaluation(*(pd.concat(kind, ignore_index=True) for kind in zip(*named, strict=True)))
 
 
-def keep_responses(responses: pd.DataFrame) -> pd.DataFrame:
-    """The responses' text and grades, with how many tokens each has and their summed log-probability in nats."""
+def keep_responses(responses: pd.DataFrame, questions: int | None) -> pd.DataFrame:
+    """The text and grades of so many questions' responses, with their number of tokens and summed log π in nats."""
+    if questions is not None:
+        responses = responses[responses["group"] < questions]
     logprobs = responses["old_logprobs"]
     return responses[KEPT].assign(tokens=logprobs.map(len), logprob=logprobs.map(np.sum))
 

@@ -1,6 +1,6 @@
 """Measures how well cheap numbers stand for a token's exact gradient norm, on policies of two architectures.
 
-Every token of 12 × 8 responses of the embedded policy in training (Qwen2, with AdamW's metric of its run) and of a
+Every token of 12 × 8 responses of the scale's policy in training (with AdamW's metric of its run) and of a
 small GPT-2 that learns the same puzzles here, in some minutes. Besides what a token table has, the gradient at a
 token's position: ‖Σ over linear modules of g ⊗ a‖, g the summed log-likelihood's gradient at the module's output where
 the token is predicted, a its input there; what others call a per-token gradient. Leaves
@@ -49,7 +49,8 @@ def measure(
         moment.policy.model, moment.optimizer_state, max_grad_norm=moment.config.max_grad_norm
     )
     batch = moment.sample(questions, seed=FRESH)
-    found = {"Qwen2": part(out, "qwen2", lambda: tabulate(moment.policy, batch, state))}
+    name = type(moment.policy.model).__name__.removesuffix("ForCausalLM")
+    found = {name: part(out, "in-training", lambda: tabulate(moment.policy, batch, state))}
     policy = train_gpt2(stages)
     found["GPT-2"] = part(out, "gpt2", lambda: tabulate(policy, sample(policy, questions), None))
     more = {"position's ‖g‖": POSITION}

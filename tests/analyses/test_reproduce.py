@@ -163,6 +163,14 @@ def test_a_run_that_diverges_is_judged_as_far_as_it_got(tiny, tmp_path, monkeypa
     assert last["avg@1"] == pytest.approx(sampled["correct"].mean()) and len(sampled) == 4
 
 
+def test_the_responses_to_so_many_questions_are_kept():
+    made = pd.DataFrame(dict.fromkeys(make_run.KEPT, 0), index=range(4))
+    made = made.assign(group=[0, 1, 1, 2], old_logprobs=[[-1.0, -2.0], [-1.0], [-3.0], [-4.0]])
+    found = {kept: make_run.keep_responses(made, kept) for kept in (None, 2, 0)}
+    assert {kept: table["group"].tolist() for kept, table in found.items()} == {None: [0, 1, 1, 2], 2: [0, 1, 1], 0: []}
+    assert found[2]["tokens"].tolist() == [2, 1, 1] and found[2]["logprob"].tolist() == [-3.0, -1.0, -3.0]
+
+
 def test_no_question_of_the_test_is_trained_on():
     from analyses.common.puzzles import TEST, TRAIN
 

@@ -1,6 +1,7 @@
 """The scales gpu and paper: which runs they have, with the paper's settings, and tests of several benchmarks."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -41,6 +42,18 @@ def test_no_run_is_listed_twice_and_every_variant_has_seed_0(scale, track):
     assert all(run.config.seed == run.seed for run in runs)
     steps = {run.config.mini_batch_size for run in runs if run.variant == "twice-the-steps"}
     assert steps == {configure(scale, track, "grpo").mini_batch_size // 2}
+
+
+@pytest.mark.parametrize("scale", ["cpu", "certain"])
+def test_rates_are_varied_alone_and_judged_on_puzzles_that_neither_training_nor_the_test_has(scale):
+    low, middle, high = (configure(scale, f"rate-{name}", "grpo") for name in ("low", "middle", "high"))
+    assert low.learning_rate < middle.learning_rate < high.learning_rate
+    assert low == replace(middle, learning_rate=5e-5) == replace(high, learning_rate=5e-5)
+    tests = {run.track: run.test for run in list_runs(scale)}
+    assert tests["rate-high"] == tests["rate-low"] and tests["rate-low"].task == "kk-compact-validation"
+    tasks = [get_task(name) for name in (low.task, "kk-compact-validation", "kk-compact-test")]
+    drawn = [{question.prompt for question in task.questions(60, seed=0, people=(2, 3))} for task in tasks]
+    assert len(set.union(*drawn)) == 180
 
 
 def test_every_figure_of_the_papers_puzzles_has_its_variants_in_the_scales_gpu_and_paper():
