@@ -1,12 +1,13 @@
 """Make the runs that the paper's figures are drawn from; `make figures` then draws them.
 
-    python -m analyses.reproduce --scale cpu|gpu|paper [--only fig4 ...] [--jobs N] [--dry-run]
+    python -m analyses.reproduce --scale cpu|certain|gpu|paper [--only fig4 ...] [--jobs N] [--dry-run]
 
 analyses/runs.toml lists the runs. Each is a process of one thread, N side by side, or several that `accelerate launch`
 starts, where the scale's `launch` says so (paper: four GPUs). What a run leaves for the figures goes to analyses/runs,
 the rest stays below runs/. Start it again whenever it has been stopped: finished runs are passed over, the others go on
-from their newest checkpoint, and so do runs that failed. The repository holds the runs of scale cpu: to make them anew,
-and to draw figures from one's own, set GRADSCOPE_RUNS to another folder, for both commands.
+from their newest checkpoint, and so do runs that failed. The repository holds the runs of scale certain and what is
+made of scale cpu: to make them anew, and to draw figures from one's own, set GRADSCOPE_RUNS to another folder, for both
+commands.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ DEAR = {
 """Pages whose examples `make test-all` runs; those of the others run with every test."""
 LANGUAGES = {"python", "sh", "json", "text"}
 LEFT_OUT = {
-    "README.md": 1,
+    "README.md": 2,
     "docs/report.md": 1,
     "docs/start.md": 1,
     "docs/training.md": 3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from itertools import combinations
 
@@ -14,13 +15,16 @@ from support.policies import make_model
 from support.trl_runs import TEMPERATURE, Recorder, import_trl, make_trainer, needs_trl, save_policy, train, weights
 from tokenizers import normalizers
 
-from gradscope import interval_gradients, measure
+from analyses.recipes.hasty_analysis import write_hastily
+from gradscope import interval_gradients, load_policy, measure
 from gradscope.errors import InputError
 from gradscope.integrations.trl_batch import batch_from_trl, response_denominators, trl_settings
 from gradscope.integrations.trl_callback import GradScopeCallback
 from gradscope.objective import batch_statistics, make_weighting
-from gradscope.policy import Policy, find_blocks
+from gradscope.policy import Policy, find_blocks, find_checkpoint
 from gradscope.rollouts import Response, collate
+from gradscope.tasks.knights_knaves import compact_prompt, draw_statements
+from gradscope.tasks.knights_knaves_wording import COMPACT_NAMES
 
 pytestmark = needs_trl
 
@@ -35,6 +39,21 @@ ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+def test_trl_loads_the_embedded_policy_from_its_folder_and_its_tokenizer_gives_the_same_ids(tmp_path):
+    from datasets import Dataset
+
+    config = import_trl().GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    data = Dataset.from_dict({"prompt": ["Zoey: Oliver is a knave.\n<think>"]})
+    trainer = import_trl().GRPOTrainer(find_checkpoint("embedded"), lambda **_: [], args=config, train_dataset=data)
+    policy, rng = load_policy("embedded"), random.Random(0)
+    for _ in range(1000):
+        statements = draw_statements(rng.choice((2, 3, 4, 5)), rng)
+        text = compact_prompt(statements) + write_hastily(statements, COMPACT_NAMES, rng=rng)
+        assert trainer.processing_class.encode(text) == policy.encode_prompt(text)
+    kept = dict(policy.model.named_parameters())
+    assert all(torch.equal(kept[name], weight) for name, weight in trainer.model.named_parameters())
 
 
 def test_a_batch_of_trl_is_the_batch_of_its_responses():

@@ -22,12 +22,15 @@ from support.engines import PROMPTS, Engine, full_logprobs, perturbed
 from support.policies import EOS, VOCAB
 from support.processes import launch
 
+from analyses.recipes.hasty_analysis import write_hastily
 from gradscope.cli import main
 from gradscope.errors import InputError
-from gradscope.policy import load_policy
+from gradscope.policy import EMBEDDED, load_policy
 from gradscope.rollouts import read_rollouts
 from gradscope.sampling import HFSampler, Sample, Sampler
 from gradscope.sampling.vllm import VLLMSampler, _process_state_kept
+from gradscope.tasks.knights_knaves import compact_prompt, draw_statements
+from gradscope.tasks.knights_knaves_wording import COMPACT_NAMES
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here: see what `make vllm` says"
@@ -78,10 +81,10 @@ def save_checkpoint(folder: Path, name: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["llama", "embedded"])  # untied; tied with biases (Qwen2)
+@pytest.fixture(scope="module", params=["llama", "embedded-certain"])  # untied; tied with biases (Qwen2)
 def engine(request, tmp_path_factory) -> Iterator[Engine]:
-    if request.param == "embedded":
-        policy = load_policy("embedded")
+    if request.param == "embedded-certain":
+        policy = load_policy("embedded-certain")
     else:
         policy = load_policy(save_checkpoint(tmp_path_factory.mktemp(request.param), request.param))
         policy.model.generation_config.eos_token_id = STOPS
@@ -98,6 +101,18 @@ def restored(engine) -> Iterator[Engine]:
 
 def ids(samples: list[list[Sample]]) -> list[list[list[int]]]:
     return [[s.response_ids for s in group] for group in samples]
+
+
+@needs_vllm
+def test_vllms_own_tokenizer_gives_the_embedded_policys_ids():
+    from vllm.tokenizers import get_tokenizer
+
+    policy, rng = load_policy("embedded"), random.Random(0)
+    theirs = get_tokenizer(str(EMBEDDED["embedded"]))
+    for _ in range(1000):
+        statements = draw_statements(rng.choice((2, 3, 4, 5)), rng)
+        text = compact_prompt(statements) + write_hastily(statements, COMPACT_NAMES, rng=rng)
+        assert theirs.encode(text, add_special_tokens=False) == policy.encode_prompt(text)
 
 
 @needs_vllm
