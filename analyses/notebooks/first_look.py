@@ -10,7 +10,7 @@
 # # A first look at a policy
 #
 # Which tokens would the next update of this policy serve? We sample a few responses, measure the gradient of every
-# token of them, and look. The policy is the one that comes with gradscope: a small Qwen2 that reasons about Knights &
+# token of them, and look. The policy is the one that comes with gradscope: a small Llama that reasons about Knights &
 # Knaves puzzles. Any checkpoint folder of transformers works in its place.
 
 # %%

@@ -63,9 +63,10 @@ def draw(found: pd.DataFrame) -> Figure:
             x = np.arange(len(labels)) + (place - 1) * width
             ax.bar(x, own["mean"], width, color=color, label=kind, yerr=errors, error_kw={"elinewidth": 0.8})
         ax.set_xticks(range(len(labels)), labels)
-        ax.set(xlabel="π", ylabel=title)
+        ax.set(xlabel="π", ylabel=title, ylim=(0, None))
     norms = np.array(PAPER_NORMS)
-    axes[1].plot(range(len(labels)), norms[:-1] / norms[-1], "D", color=NEUTRAL, ms=4, label="the paper's, both")
+    look = {"color": "white", "mec": NEUTRAL, "ms": 4, "label": "the paper's, both"}
+    axes[1].plot(np.arange(len(labels)) - width, norms[:-1] / norms[-1], "D", **look)
     figure.legend(*axes[1].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return figure
 

@@ -1,0 +1,160 @@
+"""Does the first-order gain on other prompts tell which method's next ten steps earn more than GRPO's?
+
+    python -m analyses.paper.prediction [--out figures] [--simulate]
+
+Named beforehand (paper_repro.md): one number, the gain of analyses/measure/predictions.py, mean over four replicates,
+of Reweight, Lopti, the random split and high-entropy tokens alone, minus GRPO's. It is held against the mean reward on
+test puzzles after ten steps (analyses/measure/branches.py), minus GRPO's, at 12 origins: two policies, two GRPO runs of
+each, steps 0, 40 and 80. Scored by the share of right signs (chance: .5) and by Pearson's correlation, with intervals
+that redraw origins. It predicts if the interval of the share lies above .5 and that of the correlation above 0.
+
+prediction.png and .csv (a point per origin and method), prediction_scores.csv. --simulate: with which probability
+that would be found, for true correlations from 0 to .9; prediction_power.csv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import tyro
+from matplotlib.figure import Figure
+
+from analyses.common.experiments import labels
+from analyses.common.measurements import read_table
+from analyses.common.script import Options as Plain, exit_with
+from analyses.common.tables import write_csv
+from gradscope.plots import paper_style, save_figure
+
+SCALES = ("cpu", "certain")
+ORIGIN = ["scale", "seed", "step"]
+DRAWS = 2_000
+MARKERS = {"reweight": "o", "lopti": "s", "random-split": "^", "high-entropy": "D"}
+
+
+@dataclass(frozen=True)
+class Options(Plain):
+    """Settings of the script."""
+
+    simulate: bool = False
+    """The power alone, without any data."""
+
+
+def table() -> pd.DataFrame:
+    """A row per origin and method but GRPO: predicted and actual difference from GRPO, means over replicates."""
+    frames = []
+    for scale in SCALES:
+        predicted = read_table("predictions", "predictions.csv", scale=scale)
+        actual = read_table("branches", "branches.csv", scale=scale)
+        frames.append(predicted.merge(actual, on=["seed", "step", "replicate", "variant"]).assign(scale=scale))
+    means = pd.concat(frames).groupby([*ORIGIN, "variant"], sort=False)[["gain", "reward"]].mean()
+    wide = means.unstack("variant")
+    minus = {name: wide[name].drop(columns="grpo").sub(wide[name]["grpo"], axis=0).stack() for name in means}
+    found = pd.DataFrame({"predicted": minus["gain"], "actual": minus["reward"]}).reset_index()
+    return found
+
+
+def score(found: pd.DataFrame, *, seed: int = 0, draws: int = DRAWS) -> pd.DataFrame:
+    """Share of right signs and correlation, each with a 95 % interval over origins."""
+    predicted, actual = (to_matrix(found, name) for name in ("predicted", "actual"))
+    rng = np.random.default_rng(seed)
+    chosen = rng.integers(len(predicted), size=(draws, len(predicted)))
+    rows = []
+    for name, statistic in (("right signs", right_signs), ("correlation", correlation)):
+        drawn = statistic(predicted[chosen], actual[chosen])
+        lower, upper = np.quantile(drawn, (0.025, 0.975))
+        value = float(statistic(predicted[None], actual[None])[0])
+        rows.append({"score": name, "value": value, "lower": lower, "upper": upper, "origins": len(predicted)})
+    return pd.DataFrame(rows)
+
+
+def to_matrix(found: pd.DataFrame, name: str) -> np.ndarray:
+    """[origins, methods]."""
+    return found.pivot_table(index=ORIGIN, columns="variant", values=name, sort=False).to_numpy()
+
+
+def right_signs(predicted: np.ndarray, actual: np.ndarray) -> np.ndarray:
+    """[…, origins, methods] twice → […]: share of the pairs whose signs are the same."""
+    return (np.sign(predicted) == np.sign(actual)).mean((-2, -1))
+
+
+def correlation(predicted: np.ndarray, actual: np.ndarray) -> np.ndarray:
+    """[…, origins, methods] twice → […]: Pearson's, over all pairs."""
+    one, other = (values - values.mean((-2, -1), keepdims=True) for values in (predicted, actual))
+    size = np.sqrt((one**2).sum((-2, -1)) * (other**2).sum((-2, -1)))
+    return (one * other).sum((-2, -1)) / np.where(size > 0, size, 1.0)
+
+
+def predicts(scores: pd.DataFrame) -> bool:
+    """The rule that was named beforehand."""
+    lower = scores.set_index("score")["lower"]
+    return bool(lower["right signs"] > 0.5 and lower["correlation"] > 0)
+
+
+def simulate(
+    correlations: Sequence[float] = (0.0, 0.3, 0.5, 0.7, 0.9),
+    noises: Sequence[float] = (0.5, 1.0, 2.0),
+    *,
+    origins: int = 12,
+    methods: int = 4,
+    tables: int = 400,
+) -> pd.DataFrame:
+    """How often the rule says that it predicts, of so many tables, by the truth.
+
+    correlations: of the predicted with the true differences, both normal, of which half the variance is an origin's
+    own, common to its methods; noises: standard deviation of a measured difference's error, of the true ones'.
+    """
+    rng, rows = np.random.default_rng(0), []
+    index = [("made up", origin, 0, str(method)) for origin in range(origins) for method in range(methods)]
+    frame = pd.DataFrame(index, columns=[*ORIGIN, "variant"])
+
+    def draw() -> np.ndarray:
+        return (rng.normal(size=(origins, 1)) + rng.normal(size=(origins, methods))) / np.sqrt(2)
+
+    for true in correlations:
+        for noise in noises:
+            said = 0
+            for _ in range(tables):
+                gain = draw()
+                actual = true * gain + np.sqrt(1 - true**2) * draw() + noise * rng.normal(size=gain.shape)
+                made = frame.assign(predicted=gain.ravel(), actual=actual.ravel())
+                said += predicts(score(made, seed=int(rng.integers(1 << 30)), draws=400))
+            rows.append({"correlation": true, "noise": noise, "says that it predicts": said / tables})
+    return pd.DataFrame(rows)
+
+
+@paper_style()
+def draw(found: pd.DataFrame) -> Figure:
+    """Actual against predicted differences."""
+    figure, ax = plt.subplots(figsize=(3.6, 3.0), layout="constrained")
+    ax.axhline(0, color="0.8", lw=0.8)
+    ax.axvline(0, color="0.8", lw=0.8)
+    for variant, marker in MARKERS.items():
+        for scale, filled in zip(SCALES, (True, False), strict=True):
+            own = found[(found["variant"] == variant) & (found["scale"] == scale)]
+            name = labels()[variant] if filled else None
+            ax.plot(own["predicted"], own["actual"], marker, fillstyle="full" if filled else "none", ms=4, label=name)
+    ax.set(xlabel="predicted gain in reward, minus GRPO's", ylabel="reward after 10 steps, minus GRPO's")
+    ax.legend(title="hollow: embedded-certain")
+    return figure
+
+
+def main(options: Options) -> None:
+    if options.simulate:
+        power = simulate()
+        write_csv(power, options.out / "prediction_power.csv")
+        print(power.to_string(index=False))
+        return
+    found = table()
+    scores = score(found)
+    save_figure(draw(found), options.out / "prediction.png", found)
+    write_csv(scores, options.out / "prediction_scores.csv")
+    print(scores.to_string(index=False, float_format="{:.3f}".format))
+    print("it predicts" if predicts(scores) else "not shown to predict")
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))
