@@ -64,8 +64,9 @@ found = gradscope.compare(
 found
 
 # %% [markdown]
-# The mask of 20 % by entropy alone hardly turns this policy's gradient: most of its tokens are nearly certain, and what
-# is left out had next to no gradient to begin with. Whether a mask *can* matter is the first thing to ask of it.
+# The mask of 20 % by entropy turns this policy's gradient: other uncertain tokens, which it leaves out, have gradients
+# too. Load `embedded-certain` in its place, which is sure of nine tokens in ten, and the same mask hardly turns
+# anything: what it leaves out has next to no gradient. Whether a mask *can* matter is the first thing to ask of it.
 
 # %%
 plot_comparison(found.table, found.by_interval, found.labels)
