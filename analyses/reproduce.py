@@ -65,12 +65,14 @@ def choose(options: Options) -> list[Run]:
 
 
 def choose_measurements(options: Options) -> list[Measurement]:
-    """What is asked for and not measured yet. Of one whose runs are not finished, there is nothing to measure."""
+    """What is asked for and not measured yet; not one that comes after a run or a measurement that is not finished."""
     wanted = set(map(drawn_as, options.only))
+    known = list_measurements(options.scale)
     unfinished = {f"{run.track}/{run.variant}" for run in list_runs(options.scale) if not is_finished(run)}
+    unfinished |= {measurement.name for measurement in known if not is_measured(measurement.name, options.scale)}
     return [
         measurement
-        for measurement in list_measurements(options.scale)
+        for measurement in known
         if not is_measured(measurement.name, options.scale)
         and (not wanted or wanted & set(measurement.figures))
         and not unfinished & set(measurement.after)

@@ -80,7 +80,7 @@ def random_batch(size: Size) -> tuple[Policy, TokenBatch]:
 
 
 def sampled_batch(size: Size) -> tuple[Policy, TokenBatch]:
-    """The embedded policy and its responses to puzzles."""
+    """The policy embedded-certain and its responses to puzzles."""
     policy, config = load_policy("embedded-certain", dtype="float32", device="cpu"), get_preset("kk-embedded")
     task = get_task(config.task)
     rows = rollout_rows(

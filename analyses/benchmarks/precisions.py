@@ -68,7 +68,7 @@ class Options:
 
 
 def embedded_case(folder: Path, options: Options) -> tuple[TokenBatch, None]:
-    """The embedded policy's checkpoint in bfloat16, and its own responses."""
+    """The checkpoint of embedded-certain in bfloat16, and its own responses."""
     policy = load_policy("embedded-certain", device="cpu")
     batch = sample_responses(policy, options.questions)
     policy.model.bfloat16().save_pretrained(folder)

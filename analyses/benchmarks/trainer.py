@@ -4,12 +4,12 @@
 
 CPU time (of one thread) and wall time; medians over rounds in which everything compared does one step, in turn, in one
 process; a first step of each is not counted. Ratios are medians of the rounds' own. Policies: "embedded" has the shape
-of the policy that comes with gradscope, "large" hidden 256, 4 layers, vocabulary 32,000; both Qwen2, tied, float32.
+of the policy embedded-certain, "large" hidden 256, 4 layers, vocabulary 32,000; both Qwen2, tied, float32.
 
     trl      gradscope's whole step, logging included, over that of TRL (transformers' generate, no gradient
              checkpointing, no bfloat16), per response token, each at the best of the micro-batch sizes: the same
-             prompts, reward, temperature, KL and optimizer steps per batch. "puzzles" is the preset kk-embedded, the
-             real policy whose responses end where they end; "embedded" and "large" have random weights and an EOS
+             prompts, reward, temperature, KL and optimizer steps per batch. "puzzles" is the preset kk-embedded with
+             that policy, whose responses end where they end; "embedded" and "large" have random weights and an EOS
              outside their vocabulary, so that all responses are equally long and nothing is to be gained from those
              that end early. Both take the training pass's own log-probabilities for π_old where they can: TRL
              where a batch makes one optimizer step, gradscope for the first mini-batch always.
@@ -18,7 +18,7 @@ of the policy that comes with gradscope, "large" hidden 256, 4 layers, vocabular
              below ¼, 29 % below ½); "embedded" is the real one with its own responses at η = ½. Beside the times, the
              products' FLOPs by gradscope.trainer.work: Lopti computes the blocks twice and the head once for
              each token.
-    parts    Steps of the preset kk-embedded with and without Lopti (Table 6, in small); the ratio is that of training.
+    parts    Steps of that preset with and without Lopti (Table 6, in small); the ratio is that of training.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def random_workload(size: Size, folder: Path) -> TrainConfig:
 
 
 def puzzle_workload() -> TrainConfig:
-    """The preset kk-embedded with the same puzzles in every step, and a learning rate that leaves lengths alone."""
+    """The preset kk-embedded of embedded-certain, one step's puzzles, and a rate that leaves lengths alone."""
     preset = get_preset("kk-embedded")
     task = get_task(preset.task)
     puzzles = draw_questions(task, preset.questions_per_step, seed=0, people=preset.people)

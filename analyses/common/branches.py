@@ -48,13 +48,15 @@ class Origin:
 
 
 def list_origins(scale: str) -> Iterator[Origin]:
-    """All of a scale; trains their runs first where they are not there."""
+    """All of a scale, the untrained policy once; trains their runs first where they are not there."""
+    untrained = True
     for run in list_runs(scale):
         if run.track == TRACK:
             there = list_checkpoints(WORK / run.place)
             if not there or there[-1].name != f"step-{max(STEPS):06d}":
                 train(run.config, WORK / run.place, resume=True, progress=False)
-            yield from (Origin(scale, run.seed, step) for step in STEPS)
+            yield from (Origin(scale, run.seed, step) for step in STEPS if step or untrained)
+            untrained = False
 
 
 def take_branch(origin: Origin, variant: str, replicate: int, steps: int) -> Path:

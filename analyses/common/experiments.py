@@ -108,8 +108,8 @@ def needs(figure: str, scale: str) -> list[tuple[str, str]]:
     pairs = [(track, variant) for kind, names in wanted for track in tracks_of(kind, scale) for variant in names]
     if unknown := [variant for _, variant in pairs if variant not in labels()]:
         raise InputError(f"{FILE}, {figure}: no variant is called {unknown[0]!r}; give some of {', '.join(labels())}")
-    places = [place.split("/") for entry in measured if figure in entry["figures"] for place in entry["after"]]
-    return list(dict.fromkeys(pairs + [(track, variant) for track, variant in places]))
+    after = [place for entry in measured if figure in entry["figures"] for place in entry["after"]]
+    return list(dict.fromkeys(pairs + [tuple(place.split("/")) for place in after if "/" in place]))
 
 
 def drawn_as(page: str) -> str:
@@ -136,7 +136,8 @@ def _track(scale: str, track: str) -> dict[str, Any]:
     """A track's table, filled up, settings too, from the one that it is `like`. InputError where something lacks."""
     table = read()["scales"][scale]["tracks"][track]
     if "like" in table:
-        other = _track(scale, table["like"])
+        where, _, name = table["like"].rpartition("/")
+        other = _track(where or scale, name)
         table = other | table | {"settings": other["settings"] | table.get("settings", {})}
     return _has(table, f"track {track} of scale {scale}", "preset", "settings", "stages", "test")
 

@@ -1,4 +1,4 @@
-"""A policy in training, which the measurements of updates share: 40 GRPO steps of the embedded one, with checkpoints.
+"""A policy in training, which the measurements of updates share: 40 GRPO steps of a scale's, with checkpoints.
 
 The run is the track in-training of analyses/runs.toml. It is made once and lies in a folder that the repository does
 not keep; started again, it goes on where it was. Each checkpoint has its optimizer's state: a step is taken as the run

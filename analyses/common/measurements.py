@@ -43,7 +43,7 @@ class Measurement:
     module: str
     """Has `measure(out: Path)`, with a keyword `scale` where it is for several."""
     after: tuple[str, ...]
-    """TRACK/VARIANT of the runs whose checkpoints it reads."""
+    """TRACK/VARIANT of the runs whose checkpoints it reads, and other measurements that it needs."""
     figures: tuple[str, ...]
     """What is drawn from it."""
     scales: tuple[str, ...]

@@ -37,7 +37,7 @@ def measure(out: Path, *, scale: str = "cpu") -> None:
         for origin in origins:
             for replicate in range(REPLICATES):
                 for variant in VARIANTS:
-                    name = f"{origin.seed}-{origin.step}-{replicate}-{variant}"
+                    name = f"{origin.seed}-{origin.step}-{origin.weights}-{replicate}-{variant}"
                     frames.append(part(out, name, partial(take, origin, variant, replicate)))
                     bar.update()
     keep(out, {"branches.csv": pd.concat(frames)}, questions=TEST.questions, samples=TEST.samples, length=LENGTH)

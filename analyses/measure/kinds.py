@@ -1,8 +1,8 @@
-"""Measures how much of the summed gradient is of tokens that bear on the answer, and how much of mere wording.
+"""Measures how much of the summed gradient is of mere wording, of words that steer, and of content.
 
 The four batches of analyses/measure/base_policy.py, each by itself. Leaves
 
-    kinds.csv       a row per batch, kind of token (or both) and interval: what `interval_gradients` says of their sum
+    kinds.csv       a row per batch, kind of token (or all) and interval: what `interval_gradients` says of their sum
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from analyses.common.experiments import configure
 from analyses.common.in_training import PLACE
 from analyses.common.measurements import keep, part
 from analyses.measure.base_policy import sample_batch
-from analyses.recipes.hasty_analysis import bears_on_answer
+from analyses.recipes.hasty_analysis import KINDS, kinds_of
 from gradscope import load_policy
 from gradscope.gradients import interval_gradients
 from gradscope.intervals import assign_intervals, interval_labels
@@ -27,8 +27,7 @@ from gradscope.objective import batch_statistics
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 
-KINDS = ("wording", "bears on the answer")
-BOTH = "both"
+WHOLE = "all kinds"
 
 
 def measure(out: Path, *, batches: int = 4, questions: int = 64, responses: int = 8) -> None:
@@ -42,11 +41,11 @@ def measure(out: Path, *, batches: int = 4, questions: int = 64, responses: int 
 
 
 def tabulate(policy: Policy, batch: TokenBatch) -> pd.DataFrame:
-    """A row per interval (and one for all) of either kind and of both."""
+    """A row per interval of each kind, and of all kinds, which also have one of all intervals."""
     labels = interval_labels()
     finer = np.linspace(0, 1, len(KINDS) * len(labels) + 1).tolist()  # as many groups; their edges mean nothing
     parts = interval_gradients(policy, batch, intervals=assign_groups(policy, batch), edges=finer).table
-    whole = interval_gradients(policy, batch).table.assign(kind=BOTH)
+    whole = interval_gradients(policy, batch).table.assign(kind=WHOLE)
     named = [(kind, label) for label in labels for kind in KINDS]
     parts = parts.iloc[: len(named)].drop(columns=["interval", "label"])
     kinds, own = zip(*named, strict=True)
@@ -55,11 +54,12 @@ def tabulate(policy: Policy, batch: TokenBatch) -> pd.DataFrame:
 
 
 def assign_groups(policy: Policy, batch: TokenBatch) -> torch.Tensor:
-    """[B, S]: of each kept token, twice its interval, and one more where it bears on the answer."""
+    """[B, S]: of each kept token, three times its interval plus the place of its kind in KINDS."""
     groups = torch.zeros(batch.input_ids.shape, dtype=torch.long)
     probs = batch_statistics(policy.model, batch, micro_batch_size=8, device=policy.device).logprob.double().exp()
     for row, mask in enumerate(batch.response_mask):
         tokens = [policy.decode([i]) for i in batch.input_ids[row][mask].tolist()]
         intervals = assign_intervals(probs[row][mask].clamp(max=1.0).numpy())
-        groups[row][mask] = torch.from_numpy(2 * intervals + bears_on_answer(tokens))
+        kinds = [KINDS.index(kind) for kind in kinds_of(tokens)]
+        groups[row][mask] = torch.from_numpy(len(KINDS) * intervals + kinds)
     return groups

@@ -1,6 +1,6 @@
 """Measures the constants of Eq. 3 at some tokens' contexts, beside the gains of real tokens.
 
-The embedded policy in float64 on responses that it samples to two-person puzzles (the shortest contexts it meets). At
+The policy of a scale in float64 on responses that it samples to two-person puzzles (the shortest contexts it meets). At
 some tokens' contexts the singular values of every block's Jacobian are computed over the whole context: by an exact SVD
 at the first response tokens (*certified*), by Lanczos further on (*estimated*). Leaves
 

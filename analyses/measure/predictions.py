@@ -38,7 +38,7 @@ PROMPTS, RESPONSES, TEMPERATURE = 128, 8, 0.7
 def measure(out: Path, *, scale: str = "cpu") -> None:
     """Predict at all origins of a scale, and keep the table."""
     frames = [
-        part(out, f"{origin.seed}-{origin.step}", partial(predict, origin))
+        part(out, f"{origin.seed}-{origin.step}-{origin.weights}", partial(predict, origin))
         for origin in tqdm(list(list_origins(scale)), f"origins, {scale}")
     ]
     keep(out, {"predictions.csv": pd.concat(frames)}, prompts=PROMPTS, responses=RESPONSES, replicates=REPLICATES)

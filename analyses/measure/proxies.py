@@ -60,7 +60,7 @@ def measure(
 
 
 def train_gpt2(stages: tuple[Stage, ...]) -> Policy:
-    """A GPT-2 as large as the embedded policy."""
+    """A GPT-2 as large as the embedded policies."""
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -75,7 +75,7 @@ def train_gpt2(stages: tuple[Stage, ...]) -> Policy:
 
 
 def sample(policy: Policy, questions: int) -> TokenBatch:
-    """Eight responses to each question, at the embedded policy's temperature."""
+    """Eight responses to each question, at the runs' temperature."""
     task = get_task("knights-knaves-compact")
     return batch_rows(
         rollout_rows(

@@ -1,4 +1,4 @@
-"""The embedded policy before training: Fig. 1 (a, b, d) of the paper, and its gradients' norms and cosines.
+"""The policy of a scale before training: Fig. 1 (a, b, d) of the paper, and its gradients' norms and cosines.
 
     python -m analyses.paper.base_policy [--out figures]
 

@@ -2,7 +2,7 @@
 
     python -m analyses.paper.fig2 [--out figures]
 
-Drawn from the measurement `base_policy` (analyses/measure/base_policy.py), the embedded policy before training. At the
+Drawn from the measurement `base_policy` (analyses/measure/base_policy.py), a policy before training. At the
 logits the cone is a theorem; at the layers its gains are those of the very tokens that are drawn, so that it shows how
 wide the gains are, and proves nothing.
 

@@ -15,8 +15,8 @@ claimed; Holm's correction is over both panels' claims.
     fig5_contrasts.csv      (b); p of a paired t test
     fig5_frequencies.csv    words per response and per 100 tokens of each method: mean over seeds, t interval
 
-A category of which no response has a word, and of which the embedded policy's vocabulary has none, is not in the
-policy's language: its numbers are absent, not 0. The embedded policy writes "check" where its check of all claims
+A category of which no response has a word, and of which the policy's vocabulary has none, is not in the policy's
+language: its numbers are absent, not 0. The policy embedded-certain writes "check" where its check of all claims
 begins and "so" before what follows from a claim; its "if … then …" are copies of claims that it judges, while its own
 assumptions begin with "try".
 

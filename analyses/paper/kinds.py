@@ -1,11 +1,12 @@
-"""Which improbable tokens the gradient is of: those that bear on the answer, or mere wording.
+"""Which improbable tokens the gradient is of: mere wording, words that steer, or content.
 
     python -m analyses.paper.kinds [--out figures]
 
-Fig. 1 (d) of the embedded policy, batch by batch and split in two. Words such as " says " or "; hence " are wording:
-any other of their list would do, and so is whom the answer names first. All others bear on the answer: whom to suppose
-a knight, whose claim comes next, how carefully, when to stop (analyses/recipes/hasty_analysis.py). Drawn from the
-measurement `kinds` (analyses/measure/kinds.py): kinds.png and kinds.csv, means over the batches with 95 % t intervals.
+Fig. 1 (d) of the embedded policy, batch by batch and split in three. Words such as " says " or "; hence " are wording:
+any other of their list would do, and so is whom the answer names first. "Now " or "Suppose " steer: they choose between
+judging and supposing, and go with how careful what follows is. Content is all else: whose claim comes next, of whom
+something is supposed and what, verdicts, when to stop (analyses/recipes/hasty_analysis.py). Drawn from the measurement
+`kinds` (analyses/measure/kinds.py): kinds.png and kinds.csv, means over the batches with 95 % t intervals.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from matplotlib.figure import Figure
 from analyses.common.contrasts import mean_interval
 from analyses.common.measurements import read_table
 from analyses.common.script import Options, exit_with
-from analyses.measure.kinds import BOTH, KINDS
+from analyses.recipes.hasty_analysis import KINDS
 from gradscope.diagnosis import PAPER_NORMS
 from gradscope.intervals import interval_labels
 from gradscope.plots import NEUTRAL, paper_style, save_figure
@@ -27,7 +28,7 @@ from gradscope.plots import NEUTRAL, paper_style, save_figure
 QUANTITIES = ("token_share", "norm_of_all", "gradient_share", "half_cosine")
 """Share of the tokens; norm of the summed gradient as a share of that of all tokens; ⟨G_a, G⟩/‖G‖²; cosine of two
 halves of the prompts."""
-COLORS = {BOTH: "#4c566a", KINDS[1]: "#2a9d8f", KINDS[0]: "#e9a23b"}
+COLORS = {"all kinds": "#4c566a"} | dict(zip(KINDS, ("#e9a23b", "#b5548a", "#2a9d8f"), strict=True))
 
 
 def table(options: Options) -> pd.DataFrame:
@@ -51,7 +52,7 @@ def table(options: Options) -> pd.DataFrame:
 def draw(found: pd.DataFrame) -> Figure:
     """Share of the tokens, and norms as shares of the whole, by interval and kind."""
     figure, axes = plt.subplots(1, 2, figsize=(7.0, 2.6), layout="constrained")
-    labels, width = interval_labels(), 0.26
+    labels, width = interval_labels(), 0.2
     titles = {
         "token_share": "share of the tokens",
         "norm_of_all": "norm of the summed gradient,\nof that of all tokens",
@@ -60,14 +61,14 @@ def draw(found: pd.DataFrame) -> Figure:
         for place, (kind, color) in enumerate(COLORS.items()):
             own = found[(found["kind"] == kind) & (found["quantity"] == quantity)].set_index("interval").loc[labels]
             errors = np.abs(own[["lower", "upper"]].to_numpy().T - own["mean"].to_numpy())
-            x = np.arange(len(labels)) + (place - 1) * width
+            x = np.arange(len(labels)) + (place - 1.5) * width
             ax.bar(x, own["mean"], width, color=color, label=kind, yerr=errors, error_kw={"elinewidth": 0.8})
         ax.set_xticks(range(len(labels)), labels)
         ax.set(xlabel="π", ylabel=title, ylim=(0, None))
     norms = np.array(PAPER_NORMS)
-    look = {"color": "white", "mec": NEUTRAL, "ms": 4, "label": "the paper's, both"}
-    axes[1].plot(np.arange(len(labels)) - width, norms[:-1] / norms[-1], "D", **look)
-    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    look = {"color": "white", "mec": NEUTRAL, "ms": 4, "label": "the paper's"}
+    axes[1].plot(np.arange(len(labels)) - 1.5 * width, norms[:-1] / norms[-1], "D", **look)
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside upper center", ncols=5)
     return figure
 
 

@@ -2,7 +2,7 @@
 
     python -m analyses.paper.layer_constants [--out figures]
 
-Drawn from the measurement `layer_constants` (analyses/measure/layer_constants.py): the embedded policy in float64 on
+Drawn from the measurement `layer_constants` (analyses/measure/layer_constants.py): the policy of a scale in float64 on
 responses to two-person puzzles, singular values of every block's Jacobian at eight contexts, *certified* by an exact
 SVD or *estimated* by Lanczos. Writes layer_constants.png with its .csv, the theory report layer_constants.txt, and what
 is in it as layer_constants_theory.csv, _spreads.csv and _bounds.csv.

@@ -4,9 +4,11 @@
 
 Named beforehand (paper_repro.md): one number, the gain of analyses/measure/predictions.py, mean over four replicates,
 of Reweight, Lopti, the random split and high-entropy tokens alone, minus GRPO's. It is held against the mean reward on
-test puzzles after ten steps (analyses/measure/branches.py), minus GRPO's, at 12 origins: two policies, two GRPO runs of
-each, steps 0, 40 and 80. Scored by the share of right signs (chance: .5) and by Pearson's correlation, with intervals
-that redraw origins. It predicts if the interval of the share lies above .5 and that of the correlation above 0.
+test puzzles after ten steps (analyses/measure/branches.py), minus GRPO's, at ten origins: two policies, each untrained
+and after 40 and 80 steps of two GRPO runs. Scored by the share of right signs (chance: .5) and by Pearson's
+correlation, with intervals that redraw origins. It predicts if the interval of the share lies above .5 and that of the
+correlation above 0. A method that is better or worse everywhere counts as well; `within methods`, each method's means
+are taken away first.
 
 prediction.png and .csv (a point per origin and method), prediction_scores.csv. --simulate: with which probability
 that would be found, for true correlations from 0 to .9; prediction_power.csv.
@@ -14,8 +16,9 @@ that would be found, for true correlations from 0 to .9; prediction_power.csv.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -25,7 +28,7 @@ from matplotlib.figure import Figure
 
 from analyses.common.experiments import labels
 from analyses.common.measurements import read_table
-from analyses.common.script import Options as Plain, exit_with
+from analyses.common.script import exit_with
 from analyses.common.tables import write_csv
 from gradscope.plots import paper_style, save_figure
 
@@ -36,9 +39,11 @@ MARKERS = {"reweight": "o", "lopti": "s", "random-split": "^", "high-entropy": "
 
 
 @dataclass(frozen=True)
-class Options(Plain):
+class Options:
     """Settings of the script."""
 
+    out: Path = Path("figures")
+    """Folder of the picture and the tables."""
     simulate: bool = False
     """The power alone, without any data."""
 
@@ -53,8 +58,7 @@ def table() -> pd.DataFrame:
     means = pd.concat(frames).groupby([*ORIGIN, "variant"], sort=False)[["gain", "reward"]].mean()
     wide = means.unstack("variant")
     minus = {name: wide[name].drop(columns="grpo").sub(wide[name]["grpo"], axis=0).stack() for name in means}
-    found = pd.DataFrame({"predicted": minus["gain"], "actual": minus["reward"]}).reset_index()
-    return found
+    return pd.DataFrame({"predicted": minus["gain"], "actual": minus["reward"]}).reset_index()
 
 
 def score(found: pd.DataFrame, *, seed: int = 0, draws: int = DRAWS) -> pd.DataFrame:
@@ -63,7 +67,7 @@ def score(found: pd.DataFrame, *, seed: int = 0, draws: int = DRAWS) -> pd.DataF
     rng = np.random.default_rng(seed)
     chosen = rng.integers(len(predicted), size=(draws, len(predicted)))
     rows = []
-    for name, statistic in (("right signs", right_signs), ("correlation", correlation)):
+    for name, statistic in SCORES.items():
         drawn = statistic(predicted[chosen], actual[chosen])
         lower, upper = np.quantile(drawn, (0.025, 0.975))
         value = float(statistic(predicted[None], actual[None])[0])
@@ -88,6 +92,19 @@ def correlation(predicted: np.ndarray, actual: np.ndarray) -> np.ndarray:
     return (one * other).sum((-2, -1)) / np.where(size > 0, size, 1.0)
 
 
+def within_methods(statistic: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """The statistic of differences from each method's mean over the origins."""
+
+    def compute(*tables: np.ndarray) -> np.ndarray:
+        return statistic(*(values - values.mean(-2, keepdims=True) for values in tables))
+
+    return compute
+
+
+SCORES = {"right signs": right_signs, "correlation": correlation}
+SCORES |= {f"{name}, within methods": within_methods(statistic) for name, statistic in SCORES.items()}
+
+
 def predicts(scores: pd.DataFrame) -> bool:
     """The rule that was named beforehand."""
     lower = scores.set_index("score")["lower"]
@@ -98,7 +115,7 @@ def simulate(
     correlations: Sequence[float] = (0.0, 0.3, 0.5, 0.7, 0.9),
     noises: Sequence[float] = (0.5, 1.0, 2.0),
     *,
-    origins: int = 12,
+    origins: int = 10,
     methods: int = 4,
     tables: int = 400,
 ) -> pd.DataFrame:
@@ -111,15 +128,15 @@ def simulate(
     index = [("made up", origin, 0, str(method)) for origin in range(origins) for method in range(methods)]
     frame = pd.DataFrame(index, columns=[*ORIGIN, "variant"])
 
-    def draw() -> np.ndarray:
+    def draw_differences() -> np.ndarray:
         return (rng.normal(size=(origins, 1)) + rng.normal(size=(origins, methods))) / np.sqrt(2)
 
     for true in correlations:
         for noise in noises:
             said = 0
             for _ in range(tables):
-                gain = draw()
-                actual = true * gain + np.sqrt(1 - true**2) * draw() + noise * rng.normal(size=gain.shape)
+                gain = draw_differences()
+                actual = true * gain + np.sqrt(1 - true**2) * draw_differences() + noise * rng.normal(size=gain.shape)
                 made = frame.assign(predicted=gain.ravel(), actual=actual.ravel())
                 said += predicts(score(made, seed=int(rng.integers(1 << 30)), draws=400))
             rows.append({"correlation": true, "noise": noise, "says that it predicts": said / tables})

@@ -106,7 +106,7 @@ def embedded_vocabulary(name: str) -> list[str]:
 def embedded_categories(name: str) -> set[str]:
     """The categories of which a policy that comes with gradscope can write a word."""
     entries = embedded_vocabulary(name)
-    return {name for name, words in CATEGORIES.items() if any(can_write(entries, word) for word in words)}
+    return {category for category, words in CATEGORIES.items() if any(can_write(entries, word) for word in words)}
 
 
 def table() -> pd.DataFrame:

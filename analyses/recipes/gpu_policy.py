@@ -2,10 +2,9 @@
 
     python -m analyses.recipes.gpu_policy [--out runs/gpu/policy]
 
-From nothing, by the recipe of analyses/recipes/certain_policy.py, sized for twenty minutes of one H200 (an estimate:
-it has not been run there). A command ends after `minutes`; started again, it goes on where it was, until the policy is
-in OUT. What differs from the policy
-embedded-certain: its size, names drawn from the data set's, more people, bfloat16
+From nothing, by the recipe of analyses/recipes/certain_policy.py, sized for twenty minutes of one H200 (an estimate: it
+has not been run there). A command ends after `minutes`; started again, it goes on where it was, until the policy is in
+OUT. What differs from the policy embedded-certain: its size, names drawn from the data set's, more people, bfloat16
 products, and how much noise: stages with more and more wrong verdicts, until samples of 3-people puzzles are right
 `target` of the time, so that reinforcement learning has something to improve. A fifth of all puzzles, those of the task
 kk-named-test, never occur in training. Seed, number of workers and interruptions decide which examples are drawn.

@@ -51,6 +51,9 @@ PHRASES = (*VERDICTS, *OPENERS, *SAYS, *CONNECTIVES, *TRIES, *ELSES, *(end for e
 """Single tokens of the policy, beside those of the puzzles (`.\\n` is one)."""
 WORDING = frozenset([*SAYS, *CONNECTIVES, *ELSES, *ENDS])
 """Tokens on which nothing depends: any other of the same list would do."""
+KINDS = ("wording", "steering", "content")
+"""Mere wording; words that open a line, which say whether somebody is judged or supposed something of, and go with how
+careful what follows is; everything else: names, what somebody is, verdicts, when to stop."""
 
 
 @dataclass(frozen=True)
@@ -203,18 +206,16 @@ def write_hastily(
     return f"{''.join(trace.lines)}</think><answer> {', '.join(told)} </answer>"
 
 
-def bears_on_answer(tokens: Sequence[str]) -> list[bool]:
-    """Whether each token of a response can matter for the answer: whom to suppose, what is judged next and how, when
-    to stop, what somebody is; not mere wording, nor whom the answer names first.
+def kinds_of(tokens: Sequence[str]) -> list[str]:
+    """Of KINDS, that of each token of a response; whom the answer names first is mere wording, too.
 
-    >>> bears_on_answer(["Okay, ", "Zoey", " says ", "</think>", "<answer> ", "Zoey", " is a knave"])
-    [True, True, False, True, True, False, True]
+    >>> kinds_of(["Okay, ", "Zoey", " says ", "</think>", "<answer> ", "Zoey", " is a knave"])
+    ['steering', 'content', 'wording', 'content', 'content', 'wording', 'content']
     """
     answers = itertools.accumulate((token == "<answer> " for token in tokens), max)
-    return [
-        token not in WORDING and not (answering and token in COMPACT_NAMES)
-        for token, answering in zip(tokens, answers, strict=True)
-    ]
+    named = [answering and token in COMPACT_NAMES for token, answering in zip(tokens, answers, strict=True)]
+    kinds = dict.fromkeys(WORDING, "wording") | dict.fromkeys([*OPENERS, *TRIES], "steering")
+    return ["wording" if name else kinds.get(token, "content") for token, name in zip(tokens, named, strict=True)]
 
 
 def _draw(words: dict[str, int], rng: random.Random) -> str:

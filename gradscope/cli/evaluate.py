@@ -33,7 +33,7 @@ class Evaluate(PolicyFlags):
     """Ask a policy a task's questions, greedily and k times each: accuracy, avg@k and pass@k with their intervals."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """Checkpoint folder of transformers, or "embedded" (one that comes along)."""
+    """Checkpoint folder of transformers, "embedded" or "embedded-certain"."""
     task: str
     """A registered task (knights-knaves, knights-knaves-compact, …) or path/to/file.py:NAME."""
     out: Path

@@ -21,7 +21,7 @@ class Sample(PolicyFlags):
     """Sample responses from a policy, as rollouts that `measure` reads: JSONL or parquet, a row per response."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """Checkpoint folder of transformers, or "embedded" (one that comes along)."""
+    """Checkpoint folder of transformers, "embedded" or "embedded-certain"."""
     out: Path
     """File to write: .jsonl or .parquet."""
     task: str | None = None

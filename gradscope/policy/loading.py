@@ -48,8 +48,8 @@ def load_policy(
 
     path: a folder of transformers (its weights in one file or in shards), a trainer's `checkpoint-*`, an adapter of
     peft (LoRA), the name of a model (owner/model) in the local cache of the Hugging Face Hub, or one that comes with
-    gradscope: "embedded", as uncertain of its tokens as the paper's, or "embedded-certain". What a checkpoint of a run
-    lacks of a tokenizer is looked for in the run's folder, then beside an adapter's base.
+    gradscope: "embedded", as uncertain of its tokens as the paper's 3 B model, or "embedded-certain". What a checkpoint
+    of a run lacks of a tokenizer is looked for in the run's folder, then beside an adapter's base.
     dtype: "float32" (default on the CPU), "float64", "bfloat16", "float16"; default on a GPU: the checkpoint's own.
     "upcast": the weights as the checkpoint has them, in half precision, and all arithmetic in float32 (`upcasting`).
     device: a torch device; default "cuda" where there is one, else "cpu".

@@ -1,7 +1,7 @@
 """Sums and differences, made up without end: the path of math problems for policies that write characters only.
 
-The embedded policy's tokenizer writes every prompt and answer, but that policy was trained on puzzles alone and knows
-no arithmetic: with it, the task shows that everything runs, not that anything is learnt.
+The embedded policies' tokenizers write every prompt and answer, but those policies were trained on puzzles alone and
+know no arithmetic: with them, the task shows that everything runs, not that anything is learnt.
 """
 
 from __future__ import annotations

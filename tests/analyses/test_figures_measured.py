@@ -102,7 +102,9 @@ def test_a_measurement_that_is_not_there_is_named_with_its_command(runs):
         measurements.read_table("influence", "errors.csv")
     with pytest.raises(InputError, match=r"has no manifest\.json .*; measure it: python -m .*measurements drivers$"):
         measurements.read_facts("drivers")
-    with pytest.raises(InputError, match=r"fits\.csv is not there; drivers is measured at scale cpu alone$"):
+    with pytest.raises(
+        InputError, match=r"fits\.csv is not there; drivers is measured at scale cpu and certain alone$"
+    ):
         measurements.read_table("drivers", "fits.csv", scale="gpu")
     with pytest.raises(InputError, match="no scale is called 'moon'; give one of cpu, gpu, paper"):
         measurements.list_measurements("moon")
@@ -148,17 +150,17 @@ def test_what_cannot_be_drawn_is_named_at_the_end_and_the_rest_is_drawn(runs, tm
     errors = pd.DataFrame({"optimizer": ["sgd", "adamw"], "relative_error": 0.5})
     rows = {"optimizer": ["sgd", "adamw"], "source": "0", "target": "0", "share": 1.0}
     measurements.keep(measurements.folder("influence"), {"influence.csv": pd.DataFrame(rows), "errors.csv": errors})
-    options = figures.Options(out=tmp_path / "out", only=("drivers", "influence"))
+    options = figures.Options(out=tmp_path / "out", scale="cpu", only=("drivers", "influence"))
     assert figures.main(options) == 2
     said = capsys.readouterr()
-    assert said.err.startswith("drivers: ") and "python -m analyses.common.measurements drivers" in said.err
+    assert said.err.startswith("cpu, drivers: ") and "python -m analyses.common.measurements drivers" in said.err
     assert said.err.count("\n") == 1
-    assert [line.partition(":")[0] for line in said.out.splitlines()] == ["drivers", "influence"]
+    assert [line.partition(":")[0] for line in said.out.splitlines()] == ["cpu, drivers", "cpu, influence"]
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         "influence.png",
         "influence.csv",
         "influence_errors.csv",
     }
-    assert figures.main(figures.Options(out=tmp_path / "out", only=("influence",))) == 0
+    assert figures.main(figures.Options(out=tmp_path / "out", scale="cpu", only=("influence",))) == 0
     with pytest.raises(InputError, match="no figure is called 'fig99'; give some of fig1, "):
         figures.main(figures.Options(only=("fig99",)))

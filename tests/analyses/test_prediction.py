@@ -100,8 +100,19 @@ def planted(sign):
 @pytest.mark.parametrize(("sign", "right", "correlated", "says"), [(1, 1.0, 1.0, True), (-1, 0.0, -1.0, False)])
 def test_the_score_of_planted_predictions(sign, right, correlated, says):
     scores = prediction.score(planted(sign)).set_index("score")
-    assert scores["value"].tolist() == pytest.approx([right, correlated])
+    assert scores["value"].tolist() == pytest.approx([right, correlated] * 2)  # the same within methods
     assert prediction.predicts(scores.reset_index()) is says
+
+
+def test_what_holds_of_a_method_everywhere_is_no_prediction_within_methods():
+    table = planted(0)
+    worse = 10.0 * (table["variant"] == "lopti")
+    made = table.assign(predicted=table["predicted"] - worse, actual=table["actual"] - worse)
+    found = prediction.score(made).set_index("score")["value"]
+    plain = prediction.score(table).set_index("score")["value"]
+    assert found["correlation"] > 0.9
+    for name in ("right signs, within methods", "correlation, within methods"):
+        assert found[name] == pytest.approx(plain[name])
 
 
 def test_a_prediction_without_truth_is_not_said_to_predict_and_one_with_it_is():
