@@ -42,8 +42,9 @@ def table(options: Options) -> pd.DataFrame:
     rows = []
     for (kind, interval), part in own.groupby(["kind", "interval"], sort=False):
         for quantity in QUANTITIES:
-            mean, lower, upper = mean_interval(part[quantity].dropna())
-            row = {"kind": kind, "interval": interval, "quantity": quantity, "batches": part[quantity].count()}
+            known = part[quantity].dropna()
+            mean, lower, upper = mean_interval(known) if len(known) else (np.nan, np.nan, np.nan)
+            row = {"kind": kind, "interval": interval, "quantity": quantity, "batches": len(known)}
             rows.append(row | {"mean": mean, "lower": lower, "upper": upper})
     return pd.DataFrame(rows)
 
