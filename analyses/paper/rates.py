@@ -1,0 +1,121 @@
+"""When does it help? Accuracy at three learning rates, on a policy in the paper's regime and on a certain one.
+
+    python -m analyses.paper.rates [--out figures]
+
+Named before any of these runs was made (paper_repro.md): the number is sampled accuracy on validation puzzles, mean of
+the last three checkpoints; the differences are Reweight − GRPO and Lopti − random split, paired by seed. Of each three
+claims, Holm's correction over all six: the highest rate minus the lowest, the paper's regime minus `embedded-certain`,
+and by how much the former differs between the two policies. rates.png and rates.csv have the differences in each cell,
+rates_claims.csv the claims, rates_accuracy.csv each method's accuracy, from which its rate for the decision is chosen:
+its best in the paper's regime, or GRPO's where the 95 % intervals overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import tyro
+from matplotlib.figure import Figure
+from scipy import stats
+
+from analyses.common.colors import COLORS
+from analyses.common.contrasts import holm, mean_interval, summarize, vary
+from analyses.common.experiments import configure, labels
+from analyses.common.read_runs import last_checkpoints, read_tests
+from analyses.common.script import exit_with
+from analyses.common.tables import write_csv
+from gradscope.plots import paper_style, save_figure
+
+SCALES = {"cpu": "the paper's regime", "certain": "embedded-certain"}
+TRACKS = ("rate-low", "rate-middle", "rate-high")
+PAIRS = {"reweight": "grpo", "lopti": "random-split"}
+VARIANTS = (*PAIRS, *PAIRS.values())
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the script."""
+
+    out: Path = Path("figures")
+    """Folder of the picture and the tables."""
+
+
+def read_accuracies() -> pd.DataFrame:
+    """A row per run: scale, track, variant, seed, accuracy. Raises InputError for a track without any."""
+    frames = []
+    for scale in SCALES:
+        for track in TRACKS:
+            tests = read_tests(VARIANTS, scale=scale, track=track)
+            own = last_checkpoints(tests).query("level == 'all'").rename(columns={"avg@4": "accuracy"})
+            frames.append(own[["track", "variant", "seed", "accuracy"]].assign(scale=scale))
+    return pd.concat(frames, ignore_index=True)
+
+
+def pair(runs: pd.DataFrame) -> pd.DataFrame:
+    """A row per scale, track, method and seed that it and what it is compared with both have: the difference."""
+    wide = runs.pivot(index=["scale", "track", "seed"], columns="variant", values="accuracy").reindex(columns=VARIANTS)
+    parts = [(wide[method] - wide[other]).rename("difference").reset_index() for method, other in PAIRS.items()]
+    found = pd.concat([part.assign(variant=method) for part, method in zip(parts, PAIRS, strict=True)])
+    return found.dropna().reset_index(drop=True)
+
+
+def claim(pairs: pd.DataFrame) -> pd.DataFrame:
+    """A row per method and claim, over the seeds that have every cell: difference, interval, p, Holm's p over all."""
+    rows = []
+    for method in PAIRS:
+        cells = pairs[pairs["variant"] == method].pivot(index="seed", columns=["scale", "track"], values="difference")
+        cells = cells.reindex(columns=pd.MultiIndex.from_product([SCALES, TRACKS])).dropna()
+        regime, certain = (cells[scale].to_numpy() for scale in SCALES)
+        steeper, plainer = regime[:, -1] - regime[:, 0], certain[:, -1] - certain[:, 0]
+        claims = {
+            "highest rate − lowest": (steeper + plainer) / 2,
+            "the paper's regime − certain": regime.mean(1) - certain.mean(1),
+            "interaction": steeper - plainer,
+        }
+        for name, values in claims.items():
+            mean, lower, upper = mean_interval(values) if len(values) else (np.nan, np.nan, np.nan)
+            p = float(stats.ttest_1samp(values, 0.0).pvalue) if len(values) and vary(values) else np.nan
+            row = {"variant": method, "baseline": PAIRS[method], "claim": name, "seeds": len(values)}
+            rows.append(row | {"difference": mean, "lower": lower, "upper": upper, "p": p})
+    return holm(pd.DataFrame(rows))
+
+
+@paper_style()
+def draw(cells: pd.DataFrame) -> Figure:
+    """Both differences against the rate, a panel for each policy."""
+    figure, axes = plt.subplots(1, 2, figsize=(6.4, 2.6), sharey=True, layout="constrained")
+    for ax, (scale, title) in zip(axes, SCALES.items(), strict=True):
+        rates = [configure(scale, track, "grpo").learning_rate for track in TRACKS]
+        ax.axhline(0, color="0.7", lw=0.8)
+        for place, (method, other) in enumerate(PAIRS.items()):
+            own = cells[(cells["scale"] == scale) & (cells["variant"] == method)].set_index("track").reindex(TRACKS)
+            errors = np.abs(own[["lower", "upper"]].to_numpy().T - own["mean"].to_numpy())
+            x = np.array(rates) * (0.96, 1.04)[place]
+            name = f"{labels()[method]} − {labels()[other]}"
+            ax.errorbar(x, own["mean"], errors, fmt="o-", ms=4, color=COLORS[method], label=name)
+        ax.set(xscale="log", xlabel="learning rate", title=title)
+        ax.set_xticks(rates, [f"{rate:g}" for rate in rates], minor=False)
+        ax.minorticks_off()
+    axes[0].set_ylabel("difference in accuracy")
+    axes[0].legend()
+    return figure
+
+
+def main(options: Options) -> None:
+    runs = read_accuracies()
+    pairs = pair(runs)
+    cells = summarize(pairs, "difference", ("scale", "track", "variant"))
+    claims = claim(pairs)
+    save_figure(draw(cells), options.out / "rates.png", cells)
+    write_csv(claims, options.out / "rates_claims.csv")
+    write_csv(summarize(runs, "accuracy", ("scale", "track", "variant")), options.out / "rates_accuracy.csv")
+    print(cells.to_string(index=False, float_format="{:.3f}".format))
+    print(claims.to_string(index=False, float_format="{:.3f}".format))
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))
