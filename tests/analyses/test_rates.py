@@ -71,5 +71,5 @@ def test_what_is_not_there_yet_claims_nothing(runs, tmp_path):
 
 def test_without_any_run_it_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(read_runs, "RUNS", tmp_path)
-    with pytest.raises(InputError, match="rate-low has no run of .*; make them: "):
+    with pytest.raises(InputError, match=r"rate-low has no run of .*; make them: "):
         rates.read_accuracies()
