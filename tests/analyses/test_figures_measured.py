@@ -106,7 +106,7 @@ def test_a_measurement_that_is_not_there_is_named_with_its_command(runs):
         InputError, match=r"fits\.csv is not there; drivers is measured at scale cpu and certain alone$"
     ):
         measurements.read_table("drivers", "fits.csv", scale="gpu")
-    with pytest.raises(InputError, match="no scale is called 'moon'; give one of cpu, gpu, paper"):
+    with pytest.raises(InputError, match="no scale is called 'moon'; give one of certain, cpu, gpu, paper"):
         measurements.list_measurements("moon")
 
 
