@@ -414,7 +414,7 @@ def setting_words(d: Diagnosis) -> list[Finding]:
     words = f"The {score} of {best.setting} minus the baseline's is {points} on held-out prompts"
     verdict, end = {
         "better": (Verdict.MORE, ": better."),
-        "worse": (Verdict.LESS, ": worse."),
+        "worse": (Verdict.UNDECIDED, ": not better."),  # which setting is judged is a matter of the dealing, too
         "no difference": (Verdict.UNDECIDED, ": no detectable difference."),
         "undecided": (Verdict.UNDECIDED, ": too few batches for a verdict."),
     }[best.verdict]

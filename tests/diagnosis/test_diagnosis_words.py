@@ -199,7 +199,7 @@ CASES: dict[str, tuple[Diagnosis, dict[str, Verdict]]] = {
     "moved away": (plant(make_lag(2.5)), {"lag": V.FACT}),
     "on-policy": (plant(make_lag(1e-5)), {"lag": V.FACT}),
     "worth a run": (plant(recommendation=BEST), {"setting": V.MORE}),
-    "no reason for a run": (plant(recommendation=replace(BEST, verdict="worse")), {"setting": V.LESS}),
+    "no reason for a run": (plant(recommendation=replace(BEST, verdict="worse")), {"setting": V.UNDECIDED}),
     "no difference": (plant(recommendation=replace(BEST, verdict="no difference")), {"setting": V.UNDECIDED}),
     "too few batches": (
         plant(recommendation=replace(BEST, verdict="undecided", lower=np.nan, upper=np.nan, prompts_per_batch=(1, 1))),
