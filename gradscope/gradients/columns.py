@@ -118,7 +118,11 @@ def backward_columns(table: pd.DataFrame) -> list[str]:
 
 
 def to_frame(columns: Mapping[str, object]) -> pd.DataFrame:
-    """Columns as the table has them: floating tensors as float32."""
+    """Columns as the table has them: floating tensors as float32. What lies on a device comes in one copy."""
+    there = {name: values for name, values in columns.items() if isinstance(values, Tensor) and not values.is_cpu}
+    if there:
+        here = torch.stack([values.detach().float() for values in there.values()]).cpu()
+        columns = {**columns, **dict(zip(there, here, strict=True))}
     return pd.DataFrame({name: to_column(values) for name, values in columns.items()})
 
 

@@ -82,18 +82,18 @@ def signed_square_norms(
     [(_, piece)] = micro_batches(response, 1)
     parameters = [p for _, p in float_parameters(model)]
     device = parameters[0].device
-    active = [c for c, scale in enumerate(scales) if scale.any()]
-    out = torch.zeros(passes, len(scales), dtype=torch.float64)
+    active = [c for c, any_there in enumerate(scales.any(1).tolist()) if any_there]
+    out = torch.zeros(passes, len(scales), dtype=torch.float64, device=device)
     with differentiable(model):
-        piece = piece.to(device)
         logprobs = kept_logprobs(model, piece)
         for sample in range(passes):
-            signs = 2.0 * torch.randint(2, (len(logprobs),), generator=generator, device=device) - 1
+            drawn = torch.randint(2, (len(logprobs),), generator=generator, device=generator.device)
+            signs = 2.0 * drawn.to(device) - 1
             for c in active:
                 seed = (signs * scales[c].to(signs)).to(logprobs)
                 gradients = torch.autograd.grad(logprobs, parameters, seed, retain_graph=True, allow_unused=True)
                 out[sample, c] = _square_norm(gradients)
-    return out
+    return out.cpu()
 
 
 def squared_changes(
@@ -111,7 +111,7 @@ def squared_changes(
     for start in range(0, draws, at_once):
         directions = size.new_empty(min(at_once, draws - start), size.shape[1])
         for direction in directions:  # one by one: how many lie in memory changes no number
-            direction.normal_(generator=generator)
+            direction.copy_(torch.randn(len(direction), generator=generator, device=generator.device, dtype=size.dtype))
         changes, method = predict_changes(model, response, directions, micro_batch_size=1)
         if method != "forward mode":
             raise InputError(
@@ -200,10 +200,10 @@ def interval_norms(table: pd.DataFrame, *, edges: Sequence[Number] = EDGES) -> p
     return pd.DataFrame(names | columns)
 
 
-def _square_norm(gradients: Sequence[Tensor | None]) -> float:
+def _square_norm(gradients: Sequence[Tensor | None]) -> Float[Tensor, ""]:
     """In float64: the squares of a nearly certain token's gradient are below float32."""
     norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients if g is not None]
-    return torch.stack(norms).square().sum().item()
+    return torch.stack(norms).square().sum()
 
 
 def _generator(model: nn.Module, seed: Sequence[int]) -> torch.Generator:

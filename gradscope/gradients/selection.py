@@ -41,20 +41,16 @@ class Selection:
 
 def select(meter: TokenGradientMeter, batch: TokenBatch, measured: Bool[np.ndarray, " n"]) -> Selection:
     """These tokens, and the groups in which the engine measures them best."""
-    sequences = cut_sequences(meter, batch, measured)
+    sequences = cut_sequences(batch, measured)
     filled = [row for row, sequence in enumerate(sequences) if len(sequence.targets)]
     groups = meter.group([sequences[row] for row in filled])
     empty = [[row] for row, sequence in enumerate(sequences) if not len(sequence.targets)]
     return Selection(measured, sequences, sorted([*empty, *([filled[i] for i in g] for g in groups)], key=min))
 
 
-def cut_sequences(
-    meter: TokenGradientMeter, batch: TokenBatch, measured: Bool[np.ndarray, " n"]
-) -> list[SequenceTokens]:
+def cut_sequences(batch: TokenBatch, measured: Bool[np.ndarray, " n"]) -> list[SequenceTokens]:
     """A batch's responses for the engine, with those of their kept tokens that are measured."""
     out, counts = [], batch.response_mask.sum(1).tolist()
     for row, mine in enumerate(torch.from_numpy(measured).split(counts)):
-        ids, targets = (values.to(meter.device) for values in batch.sequence(row))
-        picks = mine.nonzero()[:, 0].to(meter.device)
-        out.append(SequenceTokens(ids, targets, picks, float(batch.temperature[row])))
+        out.append(SequenceTokens(*batch.sequence(row), mine.nonzero()[:, 0], float(batch.temperature[row])))
     return out

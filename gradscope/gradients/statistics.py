@@ -89,18 +89,19 @@ def _response_columns(meter: TokenGradientMeter, batch: TokenBatch, row: int, lo
 
     They come from a pass of their own: whatever is measured beside the response, π has the same digits.
     """
-    ids, targets = (values.to(meter.device) for values in batch.sequence(row))
+    ids, targets = batch.sequence(row)
     one = batch.select([row])
     if not len(targets):
         statistics, norms = TokenStatistics(*torch.zeros(3, 0)), torch.zeros(0)
     else:
         statistics, norms = meter.measure_cheaply(ids, targets, temperature=float(batch.temperature[row]))
+        *known, norms = torch.stack([*(getattr(statistics, f.name) for f in fields(statistics)), norms]).cpu()
+        statistics = TokenStatistics(*known)
         _check_probabilities(statistics, one, row)
-        statistics = TokenStatistics(*(getattr(statistics, f.name).cpu() for f in fields(statistics)))
     columns = describe_tokens(one, statistics, loss, num_tokens=batch.num_tokens)
     positions = one.positions()[0][one.response_mask[0]]
     refuse_endless_weights(columns | {"response": torch.full_like(positions, row), "position": positions})
-    return columns | {"logit_grad_norm": norms.cpu()}
+    return columns | {"logit_grad_norm": norms}
 
 
 def _check_probabilities(statistics: TokenStatistics, one: TokenBatch, row: int) -> None:

@@ -199,7 +199,7 @@ class TableMeasurement:
         cotangents = torch.zeros(1, *keep.shape).masked_scatter(keep[None], -weights / self.num_tokens)
         gradient = weighted_gradients(model, self.batch, cotangents, micro_batch_size=GRADIENT_RESPONSES)[0]
         state = self._optimizer_state
-        clip = state.clip_factor(sum(square_norm(gradient[flat_slices(model)[name]]) for name in state.exp_avg_sq))
+        clip = state.clip_factor(square_norm(*(gradient[flat_slices(model)[name]] for name in state.exp_avg_sq)))
         return Metric(model, state.turn_into_scale(model, gradient).div_(clip))
 
     def _draw(self, generator: np.random.Generator) -> Bool[np.ndarray, " n"]:
@@ -232,7 +232,7 @@ class TableMeasurement:
             known.intervals, known.responses, known.prefixes, generator, parameters=size if exact else 0
         )
         if exact:
-            return check_engine(self.meter, [s for s in cut_sequences(self.meter, self.batch, chosen) if s.lengths])
+            return check_engine(self.meter, [s for s in cut_sequences(self.batch, chosen) if s.lengths])
         rows = known.responses[chosen]
         picks = list(zip(rows.tolist(), (chosen.nonzero()[0] - known.bounds[rows]).tolist(), strict=True))
         return check_estimates(self.policy.model, self.batch, picks, self.estimate_plan.counts, seed=self.settings.seed)

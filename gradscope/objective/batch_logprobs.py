@@ -129,8 +129,8 @@ def batch_statistics(
     pieces = micro_batches(batch, micro_batch_size, by_group=can_pack(model))
     dealt = processes.deal(pieces, empty_piece(batch))
     found = [_statistics(*_kept_logits(model, piece)) for _, piece in dealt]
-    whole = [processes.sum(values.to(device)).cpu() for values in tabulate(batch, dealt, found, model)]
-    return TokenStatistics(*whole)
+    table = tabulate(batch, dealt, found, model)
+    return TokenStatistics(*(table if processes.count == 1 else processes.sum(table.to(device)).cpu()))
 
 
 def tabulate(
@@ -142,8 +142,8 @@ def tabulate(
     start = batch.attention_mask.int().argmax(1)
     for (rows, piece), statistics in zip(pieces, found, strict=True):
         row, column = piece.response_mask.nonzero().unbind(1)
-        for index, field in enumerate(fields(statistics)):
-            table[index, rows[row], start[rows[row]] + column] = getattr(statistics, field.name).to(table)
+        values = torch.stack([getattr(statistics, field.name) for field in fields(statistics)])
+        table[:, rows[row], start[rows[row]] + column] = values.to(table)
     return table
 
 
@@ -170,19 +170,19 @@ def _kept_logits(
     packing = packing_for(model, piece)
     source = column - 1  # column s is predicted at column s − 1
     if packing is None:
-        ids = piece.input_ids.to(device)
+        ids = piece.input_ids.to(device, non_blocking=True)
         # All ones: padding comes last, where causal attention hides it; and without padding sdpa needs no mask.
         inputs, places = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, row * width + source
     else:
         inputs, places = packed_inputs(packing, device), packing.places(row, source)
     with (
-        choosing_places(model, places.to(device), seen),
+        choosing_places(model, places.to(device, non_blocking=True), seen),
         nullcontext() if packing is None else attending(model, packing),
     ):
         logits = model(**inputs, use_cache=False).logits
     kept = (piece.input_ids[row, column], piece.temperature[row])
     # Not logits[0], whose backward pass would copy the gradient into zeros.
-    return logits.flatten(0, 1), *(values.to(device) for values in kept)
+    return logits.flatten(0, 1), *(values.to(device, non_blocking=True) for values in kept)
 
 
 @contextmanager
@@ -212,7 +212,7 @@ def choosing_places(model: nn.Module, places: Int[Tensor, " K"], seen: list[Tens
 
 def _spread(values: Float[Tensor, " K"], where: Bool[Tensor, "b n"]) -> Float[Tensor, "b n"]:
     """The values at these places, row by row; 0 elsewhere."""
-    return values.new_zeros(where.shape).masked_scatter(where.to(values.device), values)
+    return values.new_zeros(where.shape).masked_scatter(where.to(values.device, non_blocking=True), values)
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -104,7 +104,7 @@ def lopti_split(
     """
     if not 0 <= eta <= 1:
         raise InputError(f"eta is {eta}; Lopti splits at a probability from 0 to 1; the paper uses 0.5")
-    _refuse_nan(old_logprobs, response_mask, "old_logprobs")
+    check_known(response_mask, old_logprobs=old_logprobs)
     # Compared as logarithms: exp may differ by a rounding between devices, and a token be in both masks or in neither.
     low = response_mask & (old_logprobs < (math.log(eta) if eta > 0 else -math.inf))
     return low, response_mask & ~low
@@ -139,6 +139,7 @@ def policy_loss(
     kl_coef: Number = 0.0,
     kl_corrected: bool = False,
     num_tokens: Number,
+    refuse_nan: bool = True,
 ) -> Float[Tensor, ""]:
     """The negative of Eq. 1, a scalar to minimise: −Σ_kept [min(r·Â, clip(r)·Â) − kl_coef·k3] / num_tokens.
 
@@ -147,13 +148,15 @@ def policy_loss(
     Exactly at a clip's edge a token is not clipped and its gradient is that of r·Â: I_trust's inequalities are strict.
     At `kl_coef` 0, `ref_logprobs` is not used. Gradients flow into `logprobs` alone. `kl_corrected` multiplies k3 by
     the ratio r, unclipped, which makes the term's gradient that of KL(π ‖ π_ref) itself; TRL has it on, the paper off.
+    NaN on a kept token is an InputError; refuse_nan=False does not look for it, which waits for a GPU.
     """
     _check_settings(clip_ratio_low, clip_ratio_high, clip_ratio_c, kl_coef, ref_logprobs, num_tokens)
-    new, old, advantage = _kept(response_mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    known = {"old_logprobs": old_logprobs, "advantages": advantages}
+    known |= {"ref_logprobs": ref_logprobs} if kl_coef else {}
+    new, old, advantage, *ref = _kept(response_mask, refuse_nan, logprobs=logprobs, **known)
     objective, _ = _clipped_surrogate(new, old, advantage, clip_ratio_low, clip_ratio_high, clip_ratio_c)
     if kl_coef != 0:
-        (ref,) = _kept(response_mask, ref_logprobs=ref_logprobs)
-        kl = kl_k3(new, ref)
+        kl = kl_k3(new, *ref)
         objective = objective - kl_coef * (kl * (new - old).exp() if kl_corrected else kl)
     return -objective.sum() / num_tokens
 
@@ -189,17 +192,20 @@ def token_weight_parts(
     kl_coef: Number = 0.0,
     kl_corrected: bool = False,
     num_tokens: Number,
+    refuse_nan: bool = True,
 ) -> TokenWeights:
     """Eq. 2's weights in closed form: −num_tokens · ∂policy_loss/∂logprob of every token, by policy and KL part.
 
     The weights do not depend on `num_tokens`; it is asked for so that loss and weights take the same arguments.
     """
     _check_settings(clip_ratio_low, clip_ratio_high, clip_ratio_c, kl_coef, ref_logprobs, num_tokens)
-    new, old, advantage = _kept(response_mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    known = {"old_logprobs": old_logprobs, "advantages": advantages}
+    known |= {"ref_logprobs": ref_logprobs} if kl_coef else {}
+    new, old, advantage, *ref = _kept(response_mask, refuse_nan, logprobs=logprobs, **known)
     surrogate, clipped = _clipped_surrogate(new, old, advantage, clip_ratio_low, clip_ratio_high, clip_ratio_c)
     kl = torch.zeros_like(new)
     if kl_coef != 0:
-        (ref,) = _kept(response_mask, ref_logprobs=ref_logprobs)
+        (ref,) = ref
         # d(r·k3)/d log π = r·k3 + r·(1 − π_ref/π) = −r·log(π_ref/π)
         kl = kl_coef * ((ref - new) * (new - old).exp() if kl_corrected else torch.expm1(ref - new))
     # Where it is not clipped, r·Â is its own derivative with respect to log π.
@@ -247,16 +253,15 @@ def _clipped_surrogate(
     return torch.where(clipped, edge * advantages, trusted), clipped
 
 
-def _kept(mask: Bool[Tensor, "B T"], **tensors: Tensor) -> list[Tensor]:
-    """Each tensor as [B, T] with 0 where the mask drops a token; all but `logprobs` detached, NaN refused.
+def _kept(mask: Bool[Tensor, "B T"], refuse_nan: bool, **tensors: Tensor) -> list[Tensor]:
+    """Each tensor as [B, T] with 0 where the mask drops a token; all but `logprobs` detached.
 
     A dropped token then has ratio 1, advantage 0 and k3 0: it adds exactly nothing to a sum.
     """
-    kept = []
-    for name, tensor in tensors.items():
-        _refuse_nan(_per_token(tensor), mask, name)
-        kept.append(torch.where(mask, _per_token(tensor if name == "logprobs" else tensor.detach()), 0.0))
-    return kept
+    if refuse_nan:
+        check_known(mask, **tensors)
+    own = {name: tensor if name == "logprobs" else tensor.detach() for name, tensor in tensors.items()}
+    return [torch.where(mask, _per_token(tensor), 0.0) for tensor in own.values()]
 
 
 def _per_token(tensor: Float[Tensor, " B"] | Float[Tensor, "B T"]) -> Tensor:
@@ -287,10 +292,14 @@ def _check_settings(
         raise InputError(f"num_tokens is {num_tokens}; the loss is divided by it; give the mini-batch's token count")
 
 
-def _refuse_nan(tensor: Tensor, mask: Tensor, name: str) -> None:
+def check_known(mask: Bool[Tensor, "B T"], **tensors: Tensor) -> None:
     """Raise InputError if a kept token's entry is NaN."""
-    if count := int((tensor.isnan() & mask).sum()):
-        raise InputError(f"{name} is NaN at {count} kept token(s); a number is needed at each; drop them by the mask")
+    counts = torch.stack([(_per_token(tensor).isnan() & mask).sum() for tensor in tensors.values()]).tolist()
+    for name, count in zip(tensors, counts, strict=True):
+        if count:
+            raise InputError(
+                f"{name} is NaN at {count} kept token(s); a number is needed at each; drop them by the mask"
+            )
 
 
 def _refuse_nonfinite(tensor: Tensor, name: str) -> None:

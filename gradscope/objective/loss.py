@@ -17,6 +17,7 @@ from gradscope.errors import InputError
 from gradscope.objective.equations import (
     TokenWeights,
     check_clipping,
+    check_known,
     grpo_advantages,
     policy_loss,
     token_weight_parts,
@@ -68,6 +69,12 @@ def resolve_advantages(batch: TokenBatch, *, eps: Number = 1e-6) -> Float[Tensor
     return batch.token_weighted(grpo_advantages(batch.rewards, batch.group_ids, eps=eps))
 
 
+def check_advantages(batch: TokenBatch) -> None:
+    """Raise InputError for an advantage that is NaN on a kept token."""
+    if batch.advantages is not None:
+        check_known(batch.response_mask, advantages=batch.advantages)
+
+
 def own_where_unknown(known: Float[Tensor, "B S"] | None, logprobs: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
     """The log-probabilities known of another policy and, where they are None or NaN, the policy's own, detached.
 
@@ -79,7 +86,12 @@ def own_where_unknown(known: Float[Tensor, "B S"] | None, logprobs: Float[Tensor
 
 
 def batch_loss(
-    logprobs: Float[Tensor, "B S"], batch: TokenBatch, settings: LossSettings, *, num_tokens: Number
+    logprobs: Float[Tensor, "B S"],
+    batch: TokenBatch,
+    settings: LossSettings,
+    *,
+    num_tokens: Number,
+    refuse_nan: bool = True,
 ) -> Float[Tensor, ""]:
     """`objective.policy_loss` of the batch, a scalar to minimise (Eq. 1; Eq. 4 with reweight_alpha).
 
@@ -87,20 +99,25 @@ def batch_loss(
     num_tokens: the count of response tokens of the whole mini-batch, of which `batch` may be a part.
     Unknown old_logprobs mean ratio 1 and unknown ref_logprobs no KL. Advantages are those of `resolve_advantages`:
     resolve them before a batch is cut, for rewards compare only the responses that are here. Raises InputError
-    without them, and for one that is NaN on a kept token.
+    without them, and for one that is NaN on a kept token, unless refuse_nan is False.
     """
-    return policy_loss(**_arguments(logprobs, batch, settings, num_tokens))
+    return policy_loss(**_arguments(logprobs, batch, settings, num_tokens), refuse_nan=refuse_nan)
 
 
 def batch_weights(
-    logprobs: Float[Tensor, "B S"], batch: TokenBatch, settings: LossSettings, *, num_tokens: Number
+    logprobs: Float[Tensor, "B S"],
+    batch: TokenBatch,
+    settings: LossSettings,
+    *,
+    num_tokens: Number,
+    refuse_nan: bool = True,
 ) -> TokenWeights:
     """Eq. 2's w_t of `batch_loss`: −num_tokens · ∂batch_loss/∂logprob of every token, by policy and KL part.
 
     Arguments and errors are those of `batch_loss`, so advantages that are unknown, or NaN on a kept token, are an
     InputError: who wants weights only where advantages are known looks at `resolve_advantages` first.
     """
-    return token_weight_parts(**_arguments(logprobs, batch, settings, num_tokens))
+    return token_weight_parts(**_arguments(logprobs, batch, settings, num_tokens), refuse_nan=refuse_nan)
 
 
 def weigh_tokens(

@@ -174,11 +174,11 @@ def _try(model: nn.Module) -> bool:
 
 def packed_inputs(packing: Packing, device: torch.device) -> dict[str, Any]:
     """What the model is called with, inside `attending`."""
-    ids = packing.ids[None].to(device)
+    ids = packing.ids[None].to(device, non_blocking=True)
     return {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        "position_ids": packing.columns[None].to(device),
+        "position_ids": packing.columns[None].to(device, non_blocking=True),
     }
 
 

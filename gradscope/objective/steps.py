@@ -28,7 +28,14 @@ from gradscope.objective.batch_logprobs import (
     tabulate,
 )
 from gradscope.objective.logprobs import TokenStatistics
-from gradscope.objective.loss import LossSettings, batch_loss, batch_weights, own_where_unknown, weigh_step
+from gradscope.objective.loss import (
+    LossSettings,
+    batch_loss,
+    batch_weights,
+    check_advantages,
+    own_where_unknown,
+    weigh_step,
+)
 from gradscope.objective.shared_prompts import can_pack
 from gradscope.objective.weightings import Weighting
 from gradscope.rollouts import TokenBatch
@@ -196,6 +203,8 @@ class Updater:
 
         Each micro-batch's loss has the whole mini-batch's denominator, so that they add up to the pass's own.
         """
+        if not weighted:
+            check_advantages(part.batch)  # once, where it lies: no loss on the device looks for it
         pieces = self.processes.deal(self._pieces(part.batch), empty_piece(part.batch))
         totals = [torch.zeros(4, device=self.device)]
         for index, (_, piece) in enumerate(pieces):
@@ -214,6 +223,7 @@ class Updater:
         The policy that is trained is then the one that π_old is of. choose: the tokens of the pass, by their π_old;
         None: all. The statistics are of every response token, [B, S] on the CPU. For a process that is alone.
         """
+        check_advantages(batch)
         pieces, totals, found = self._pieces(batch), [torch.zeros(4, device=self.device)], []
         for _, piece in pieces:
             logprobs, chosen, statistics = scored_loss_logprobs(self.model, piece, choose)
@@ -244,14 +254,17 @@ class Updater:
         num_tokens: int,
         make_loss: Callable[..., Float[Tensor, ""]] = batch_loss,
     ) -> Float[Tensor, " 4"]:
-        """Backward from the piece's loss; the loss and the three counts, still on the device."""
-        if not logprobs.isfinite().all():  # the loss refuses NaN; the step is skipped by its gradient
-            (logprobs.sum() * float("nan")).backward()
-            return torch.tensor([float("nan"), 0.0, 0.0, 0.0], device=self.device)
-        loss = make_loss(logprobs, piece, settings, num_tokens=num_tokens)
+        """Backward from the piece's loss; the loss and the three counts, still on the device.
+
+        Where a log π is not finite, so are loss and gradient, by which the step is skipped: no device is waited for.
+        """
+        loss = make_loss(logprobs, piece, settings, num_tokens=num_tokens, refuse_nan=False)
+        broken = (~logprobs.isfinite()).any()
+        loss = loss + logprobs.sum() * loss.new_zeros(()).masked_fill(broken, math.nan)
         # Processes share a pass's responses and accelerate averages their gradients: the sum is count times that.
         (loss * self.processes.count).backward()
-        return torch.stack([loss.detach(), *_count_clipped(logprobs.detach(), piece, settings)])
+        counts = torch.stack(_count_clipped(logprobs.detach(), piece, settings)).masked_fill(broken, 0)
+        return torch.cat([loss.detach()[None], counts.to(loss)])
 
     def grad_norm(self) -> float:
         """L2 norm of the accumulated gradient over all parameters."""
@@ -263,17 +276,18 @@ class Updater:
 
 
 def _weighted_loss(
-    logprobs: Float[Tensor, "b n"], piece: TokenBatch, settings: LossSettings, *, num_tokens: int
+    logprobs: Float[Tensor, "b n"], piece: TokenBatch, settings: LossSettings, *, num_tokens: int, refuse_nan: bool
 ) -> Float[Tensor, ""]:
     """−Σ w_t·log π_t / N, the weights in the place of the advantages, and the loss's KL part."""
-    keep = piece.response_mask
-    kl = batch_loss(logprobs, replace(piece, advantages=torch.zeros_like(logprobs)), settings, num_tokens=num_tokens)
-    return kl - (piece.advantages[keep].to(logprobs) * logprobs[keep]).sum() / num_tokens
+    plain = replace(piece, advantages=torch.zeros_like(logprobs))
+    kl = batch_loss(logprobs, plain, settings, num_tokens=num_tokens, refuse_nan=refuse_nan)
+    products = torch.where(piece.response_mask, piece.advantages.to(logprobs) * logprobs, 0.0)
+    return kl - products.sum() / num_tokens
 
 
 def _count_clipped(logprobs: Float[Tensor, "b n"], piece: TokenBatch, settings: LossSettings) -> list[Int[Tensor, ""]]:
     """Tokens whose policy gradient clipping removed: low, high, dual."""
-    clipped = batch_weights(logprobs, piece, settings, num_tokens=1).clipped
+    clipped = batch_weights(logprobs, piece, settings, num_tokens=1, refuse_nan=False).clipped
     rose = logprobs > own_where_unknown(piece.old_logprobs, logprobs)
     positive = piece.advantages > 0
     return [(clipped & which).sum() for which in (~positive & ~rose, positive, ~positive & rose)]

@@ -9,7 +9,8 @@ from .adamw import (
     read_optimizer_file as read_optimizer_file,
     read_state as read_state,
     square_norm as square_norm,
-    value_range as value_range,
+    sum_of_squares as sum_of_squares,
+    value_ranges as value_ranges,
 )
 from .adapters import find_whole as find_whole
 from .checkpoint import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ class AdamWState:
                     f"exp_avg_sq of {name} has shape {tuple(moments[name].shape)}, the parameter "
                     f"{tuple(parameters[name].shape)}; give the names in the order in which the optimizer got them"
                 )
-            lowest, highest = value_range(moments[name])
+        for name, (lowest, highest) in value_ranges(moments).items():
             if not 0 <= lowest <= highest < math.inf or steps[name] < 0:
                 raise InputError(
                     f"exp_avg_sq of {name} is negative or NaN, infinite, or of a negative step; give the state of a "
@@ -107,7 +107,7 @@ class AdamWState:
     def turn_into_scale(self, model: nn.Module, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
         """`scale` in the gradient's place, with as much memory besides as one parameter takes."""
         slices = flat_slices(model)
-        clip = self.clip_factor(sum(square_norm(gradient[slices[name]]) for name in self.exp_avg_sq))
+        clip = self.clip_factor(square_norm(*(gradient[slices[name]] for name in self.exp_avg_sq)))
         for name, part in slices.items():
             gradient[part] = self.scale_part(name, gradient[part], clip)
         return gradient
@@ -136,17 +136,25 @@ class AdamWState:
         return scale
 
 
-def square_norm(vector: Float[Tensor, " n"]) -> float:
-    """‖vector‖² in float64, of which only a part is there at a time."""
-    return sum(part.double().square().sum().item() for part in vector.split(PART))
+def square_norm(*vectors: Float[Tensor, " _"]) -> float:
+    """Σ ‖vector‖² in float64, of which only a part is there at a time."""
+    return sum_of_squares(part for vector in vectors for part in vector.split(PART))
 
 
-def value_range(tensor: Tensor) -> tuple[float, float]:
-    """Smallest and largest entry, both NaN where one is NaN, in one walk without a temporary; (0, 0) of none."""
-    if not tensor.numel():
-        return 0.0, 0.0
-    lowest, highest = tensor.aminmax()
-    return lowest.item(), highest.item()
+def sum_of_squares(parts: Iterable[Tensor]) -> float:
+    """Σ ‖part‖² in float64, one part after the other; 0 of none. A device is waited for once."""
+    squares = [part.double().square().sum() for part in parts]
+    return torch.stack([square.to(squares[0].device) for square in squares]).sum().item() if squares else 0.0
+
+
+def value_ranges(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """Smallest and largest entry of each, both NaN where one is NaN, without a temporary; (0, 0) of none.
+
+    A device is waited for once.
+    """
+    found = [torch.stack(tensor.aminmax()) if tensor.numel() else torch.zeros(2) for tensor in tensors.values()]
+    rows = torch.stack([pair.double().to(found[0].device) for pair in found]).tolist() if found else []
+    return {name: (lowest, highest) for name, (lowest, highest) in zip(tensors, rows, strict=True)}
 
 
 def optimizer_names(model: nn.Module, state_dict: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -145,7 +146,10 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch on another device, for one forward pass."""
-        return replace(self, **{name: v.to(device) for name, v in self.tensors().items()})
+        moved = copy(self)  # was checked here: to check it there would wait for the device
+        on_the_way = device.type != "cpu"  # nothing waits for what goes to a device, all for what comes from there
+        vars(moved).update({name: v.to(device, non_blocking=on_the_way) for name, v in self.tensors().items()})
+        return moved
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are known, by name."""

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from gradscope.errors import InputError, NanLogitsError
 from gradscope.policy import Policy, takes
 from gradscope.sampling.protocol import Sample
 
-Draw = Callable[[Float[Tensor, "B N"], list[int], int], tuple[Int[Tensor, " B"], Float[Tensor, " B"]]]
+Draw = Callable[[Float[Tensor, "B N"], Int[Tensor, " B"], int], tuple[Int[Tensor, " B"], Float[Tensor, " B"]]]
 """Tokens and their log π, from logits, the numbers of their rows in the batch and the step: 0, 1, 2, …"""
 STEPS_AT_ONCE = 256
 """Steps whose uniform numbers are drawn together."""
@@ -54,7 +55,7 @@ class HFSampler:
         """
         from tqdm import tqdm
 
-        from gradscope.sampling.kv_cache import shared_heads
+        from gradscope.sampling.kv_cache import decoding_attention
 
         check_settings(n, temperature, max_new_tokens)
         if self.batch_size < 1:
@@ -66,7 +67,7 @@ class HFSampler:
         model.eval()
         try:
             with (
-                shared_heads(model),
+                decoding_attention(model),
                 tqdm(
                     total=len(prompt_ids) * distinct,
                     desc="sampling",
@@ -77,7 +78,7 @@ class HFSampler:
                 for keys in self._batches([len(ids) for ids in prompt_ids], distinct):
                     draw = _greedy(temperature) if greedy else _random(seed, keys, temperature)
                     prompts = [prompt_ids[p] for p, _ in keys]
-                    decoded = _decode(self.policy, prompts, max_new_tokens, draw, bar)
+                    decoded = _decode(self.policy, prompts, max_new_tokens, draw, temperature, bar)
                     samples.update(zip(keys, decoded, strict=True))
         finally:
             model.train(was_training)
@@ -108,7 +109,7 @@ def draw_tokens(
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
     """The token at which the cumulative softmax(logits / temperature) passes the uniform number, and its log π.
 
-    Raises InputError for logits that are NaN, or that the temperature makes so.
+    A row with a NaN has a log π of NaN.
 
     >>> logits = torch.tensor([[0.5, 0.25, 0.25]]).log().expand(3, 3)
     >>> draw_tokens(logits, torch.tensor([0.0, 0.6, 0.8]), 1.0)[0].tolist()
@@ -119,7 +120,7 @@ def draw_tokens(
     # probability 0 at the end is ever drawn.
     cumulative = logprobs.exp().double().cumsum(-1)
     level = uniforms.to(cumulative).clamp(max=1 - 1e-12)[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, level, right=True)
+    tokens = torch.searchsorted(cumulative, level, right=True).clamp(max=logits.shape[-1] - 1)  # past the end: NaN
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
 
 
@@ -134,30 +135,33 @@ def stop_ids(policy: Policy) -> set[int]:
 
 def _log_softmax(logits: Float[Tensor, "B N"], temperature: float) -> Float[Tensor, "B N"]:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logprobs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
-    if logprobs[:, 0].isnan().any():  # one NaN makes a whole row NaN
-        if logits.isfinite().all():
-            raise InputError(f"temperature is {temperature}: logits divided by it overflow; give a higher one")
-        raise NanLogitsError("the policy's logits are NaN: its weights or its dtype are broken; try --dtype float32")
-    return logprobs
+    return torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+
+
+def _why_nan(logits: Float[Tensor, "B N"], temperature: float) -> InputError:
+    if logits.isfinite().all():
+        return InputError(f"temperature is {temperature}: logits divided by it overflow; give a higher one")
+    return NanLogitsError("the policy's logits are NaN: its weights or its dtype are broken; try --dtype float32")
 
 
 def _random(seed: int, keys: list[tuple[int, int]], temperature: float) -> Draw:
     """Draw for each (prompt, sample) from a stream of uniform numbers of its own, one per step, in float64."""
     # PCG64, as torch seeds with 32 bits only.
     streams = [np.random.default_rng([seed, *key]) for key in keys]
-    uniforms = torch.empty(len(keys), STEPS_AT_ONCE, dtype=torch.float64)
+    uniforms = torch.empty(0)
 
-    def draw(logits: Tensor, rows: list[int], step: int) -> tuple[Tensor, Tensor]:
+    def draw(logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        nonlocal uniforms
         if step % STEPS_AT_ONCE == 0:
-            uniforms.copy_(torch.from_numpy(np.stack([stream.random(STEPS_AT_ONCE) for stream in streams])))
-        return draw_tokens(logits, uniforms[rows, step % STEPS_AT_ONCE].to(logits.device), temperature)
+            drawn = np.stack([stream.random(STEPS_AT_ONCE) for stream in streams])
+            uniforms = torch.from_numpy(drawn).to(logits.device, non_blocking=True)
+        return draw_tokens(logits, uniforms[:, step % STEPS_AT_ONCE][rows], temperature)
 
     return draw
 
 
 def _greedy(temperature: float) -> Draw:
-    def draw(logits: Tensor, rows: list[int], step: int) -> tuple[Tensor, Tensor]:
+    def draw(logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
         tokens = logits.argmax(-1)  # the first of equal ones
         return tokens, _log_softmax(logits, temperature).gather(-1, tokens[:, None])[:, 0]
 
@@ -165,18 +169,28 @@ def _greedy(temperature: float) -> Draw:
 
 
 @torch.no_grad()  # not inference_mode: buffers that a model makes on the way could never be used for training again
-def _decode(policy: Policy, prompts: list[list[int]], length: int, draw: Draw, bar: Any) -> list[Sample]:
-    """One response of at most `length` tokens per prompt; a finished one leaves the batch at once."""
-    stops = stop_ids(policy)
+def _decode(
+    policy: Policy, prompts: list[list[int]], length: int, draw: Draw, temperature: float, bar: Any
+) -> list[Sample]:
+    """One response of at most `length` tokens per prompt; a finished one leaves the batch at once.
+
+    A step waits for the device once, for what was drawn.
+    """
+    from gradscope.sampling.kv_cache import take_rows
+
+    stops, width = stop_ids(policy), max(map(len, prompts))
     longest = [min(length, (policy.context or sys.maxsize) - len(prompt)) for prompt in prompts]
     ids: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
     logits, cache, mask = _prefill(policy, prompts)
-    alive = list(range(len(prompts)))
+    alive, rows = list(range(len(prompts))), torch.arange(len(prompts), device=logits.device)
     for step in range(max(longest)):
-        tokens, token_logprobs = draw(logits, alive, step)
-        for row, token, logprob in zip(alive, tokens.tolist(), token_logprobs.tolist(), strict=True):
-            ids[row].append(token)
+        tokens, token_logprobs = draw(logits, rows, step)
+        drawn = torch.stack([tokens.double(), token_logprobs.double()]).tolist()  # exact, for ids and for log π
+        if any(map(isnan, drawn[1])):
+            raise _why_nan(logits, temperature)
+        for row, token, logprob in zip(alive, *drawn, strict=True):
+            ids[row].append(int(token))
             logprobs[row].append(logprob)
         going = [k for k, row in enumerate(alive) if ids[row][-1] not in stops and step + 1 < longest[row]]
         bar.update(len(alive) - len(going))
@@ -184,11 +198,11 @@ def _decode(policy: Policy, prompts: list[list[int]], length: int, draw: Draw, b
             break
         if len(going) < len(alive):
             going = _close_gaps(going)
-            kept = torch.tensor(going, device=tokens.device)
-            cache.reorder_cache(kept)  # every kind of layer has it, also those without batch_select_indices
-            tokens, mask, alive = tokens[kept], mask[kept], [alive[k] for k in going]
+            kept = take_rows(cache, going, logits.device)
+            tokens, mask, rows, alive = tokens[kept], mask[kept], rows[kept], [alive[k] for k in going]
         mask = torch.nn.functional.pad(mask, (0, 1), value=True)
-        logits = _forward(policy, tokens[:, None], mask, cache)
+        padded = any(len(prompts[row]) < width for row in alive)
+        logits = _forward(policy, tokens[:, None], mask, cache, padded=padded)
     return [Sample(i, p, i[-1] in stops) for i, p in zip(ids, logprobs, strict=True)]
 
 
@@ -214,20 +228,26 @@ def _prefill(policy: Policy, prompts: list[list[int]]) -> tuple[Float[Tensor, "B
     for prompt, k in unique.items():
         ids[k, width - len(prompt) :] = torch.tensor(prompt)
         mask[k, width - len(prompt) :] = True
-    ids, mask = ids.to(policy.device), mask.to(policy.device)
+    padded, ids, mask = not mask.all(), ids.to(policy.device), mask.to(policy.device)
     cache = growing_cache(policy.model.config)
-    logits = _forward(policy, ids, mask, cache)
+    logits = _forward(policy, ids, mask, cache, padded=padded)
     pick = torch.tensor([unique[tuple(p)] for p in prompts], device=policy.device)
     cache.reorder_cache(pick)
     return logits[pick], cache, mask[pick]
 
 
-def _forward(policy: Policy, ids: Int[Tensor, "B s"], mask: Bool[Tensor, "B S"], cache: Any) -> Float[Tensor, "B N"]:
-    """Logits of the last column, which is real in every row: padding is on the left."""
+def _forward(
+    policy: Policy, ids: Int[Tensor, "B s"], mask: Bool[Tensor, "B S"], cache: Any, *, padded: bool
+) -> Float[Tensor, "B N"]:
+    """Logits of the last column, which is real in every row: padding is on the left.
+
+    padded: whether any is; a model that is given a mask asks the device whether it masks anything.
+    """
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     extra = {"position_ids": positions, "logits_to_keep": 1}
     extra = {name: value for name, value in extra.items() if takes(policy.model, name)}
-    out = policy.model(input_ids=ids, attention_mask=mask.long(), past_key_values=cache, use_cache=True, **extra)
+    extra["attention_mask"] = mask.long() if padded else None
+    out = policy.model(input_ids=ids, past_key_values=cache, use_cache=True, **extra)
     return out.logits[:, -1]
 
 

@@ -22,8 +22,8 @@ from transformers.masking_utils import sdpa_mask
 
 SPARE = 64
 """Columns to spare whenever a buffer grows."""
-SHARED_HEADS = "gradscope_shared_heads"
-"""The name under which transformers knows `_attend`."""
+SHARED_HEADS, UNASKED = "gradscope_shared_heads", "gradscope_unasked"
+"""Names under which transformers knows `_attend`, and its own sdpa, each with `_mask`."""
 
 
 class GrowingTensor:
@@ -47,12 +47,14 @@ class GrowingTensor:
             self._room, self._rows = room, rows
         self._room[:rows, :, start : self._length] = columns
 
-    def take_rows(self, rows: Int[Tensor, " R"]) -> None:
-        """Row k becomes what row rows[k] was. Fewer rows than before: only those that change place are copied."""
-        if len(rows) > self._rows:
+    def take_rows(self, rows: Int[Tensor, " R"], moved: Int[Tensor, " M"] | None = None) -> None:
+        """Row k becomes what row rows[k] was.
+
+        moved: the k that change place, where there are no more rows than before; no other is then copied.
+        """
+        if moved is None:
             self._room = self.value[rows]
-        else:
-            moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
+        elif len(moved):
             self._room[moved, :, : self._length] = self._room[rows[moved], :, : self._length]
         self._rows = len(rows)
 
@@ -71,9 +73,9 @@ class GrowingLayer(DynamicLayer):
             growing.append(states)
         return self._show()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor, moved: Tensor | None = None) -> None:
         for growing in self._growing:
-            growing.take_rows(beam_idx)
+            growing.take_rows(beam_idx, moved)
         self._show()
 
     def _show(self) -> tuple[Tensor, Tensor]:
@@ -89,22 +91,40 @@ def growing_cache(config: Any) -> DynamicCache:
     return cache
 
 
-@contextmanager
-def shared_heads(model: Any) -> Iterator[None]:
-    """While inside, sdpa on the CPU reads keys and values that several heads of queries share without copying them.
+def take_rows(cache: DynamicCache, rows: list[int], device: torch.device) -> Int[Tensor, " R"]:
+    """Row k of the cache becomes what row rows[k] was, of no more rows than before; the rows, on the device."""
+    places = [k for k, row in enumerate(rows) if row != k]
+    index, moved = (torch.tensor(of, dtype=torch.long).to(device, non_blocking=True) for of in (rows, places))
+    for layer in cache.layers:
+        if isinstance(layer, GrowingLayer):
+            layer.reorder_cache(index, moved)
+        else:
+            layer.reorder_cache(index)  # every kind of layer has it, also those without batch_select_indices
+    return index
 
-    On a GPU, sdpa with a mask and shared heads would fall back to its slowest kernel, so nothing changes there.
+
+@contextmanager
+def decoding_attention(model: Any) -> Iterator[None]:
+    """While inside, sdpa takes the mask that it is given without asking the device whether it masks anything.
+
+    On the CPU it reads keys and values that several heads of queries share without copying them. (On a GPU, sdpa with a
+    mask and shared heads would fall back to its slowest kernel.)
     """
     config = model.config.get_text_config()
-    dispatches = getattr(model, "_supports_attention_backend", False)
-    if model.device.type != "cpu" or config._attn_implementation != "sdpa" or not dispatches:
+    if config._attn_implementation != "sdpa" or not getattr(model, "_supports_attention_backend", False):
         yield
         return
-    config._attn_implementation = SHARED_HEADS
+    config._attn_implementation = SHARED_HEADS if model.device.type == "cpu" else UNASKED
     try:
         yield
     finally:
         config._attn_implementation = "sdpa"
+
+
+def _mask(*args: Any, **settings: Any) -> Tensor | None:
+    """transformers' mask for sdpa, which it leaves out where the device says that it masks nothing."""
+    skip = settings.get("allow_is_causal_skip", True) and settings.get("attention_mask") is None
+    return sdpa_mask(*args, **settings | {"allow_is_causal_skip": skip})
 
 
 def _attend(
@@ -129,4 +149,6 @@ def _attend(
 
 
 AttentionInterface.register(SHARED_HEADS, _attend)
-AttentionMaskInterface.register(SHARED_HEADS, sdpa_mask)
+AttentionInterface.register(UNASKED, sdpa_attention_forward)
+AttentionMaskInterface.register(SHARED_HEADS, _mask)
+AttentionMaskInterface.register(UNASKED, _mask)

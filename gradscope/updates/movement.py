@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from gradscope.policy import (
     model_bytes,
     read_state,
     rewound,
-    square_norm,
+    sum_of_squares,
 )
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
 from gradscope.updates.directions import log_odds_change
@@ -137,7 +137,7 @@ def apply_update(
         updater = Updater(policy.model, optimizer, policy.device, step.micro_batch_size, step.max_grad_norm)
         results = [updater.step(part, variant.settings, weighting=variant.weighting) for part in variant.passes]
         after = _statistics(policy, batch, step)
-        square = sum(_square_change(p.detach(), start[name]) for name, p in float_parameters(policy.model))
+        square = sum_of_squares(_moved_parts(policy.model, start))
         moved = vectors_within(policy.model, 1, memory)[0] if displacement else None
         for name, part in flat_slices(policy.model).items() if displacement else ():
             moved[part] = policy.model.get_parameter(name).detach().flatten()
@@ -185,10 +185,11 @@ def _fits(model: nn.Module, step: StepSettings, memory: int | None) -> bool:
     return model_bytes(model) + gradient * (3 if step.optimizer == "adamw" else 1) <= memory
 
 
-def _square_change(after: Tensor, before: Tensor) -> float:
-    """‖after − before‖², without a temporary as large as they are."""
-    pairs = zip(after.flatten().split(PART), before.flatten().split(PART), strict=True)
-    return sum(square_norm(new - old.to(new)) for new, old in pairs)
+def _moved_parts(model: nn.Module, start: Mapping[str, Tensor]) -> Iterator[Float[Tensor, " _"]]:
+    """How far the parameters are from where they started, in parts: none as large as a parameter may be."""
+    for name, parameter in float_parameters(model):
+        pairs = zip(parameter.detach().flatten().split(PART), start[name].flatten().split(PART), strict=True)
+        yield from (new - old.to(new) for new, old in pairs)
 
 
 @checked

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
-from gradscope.policy import PART, AdamWState, float_parameters, value_range
+from gradscope.policy import PART, AdamWState, float_parameters, value_ranges
 from gradscope.runs import scratch_zeros
 
 Number = int | float
@@ -157,9 +157,10 @@ def read_moments(model: nn.Module, step: StepSettings, state: dict[str, Any] | N
         whole = {"step", "exp_avg", "exp_avg_sq"} <= held.keys()
         if not whole or held["exp_avg"].shape != second.exp_avg_sq[name].shape:
             raise InputError(f"the optimizer state of {name} holds no AdamW moments of its shape; give AdamW's state")
-        if not all(map(math.isfinite, value_range(held["exp_avg"]))):
-            raise InputError(f"exp_avg of {name} is not finite; give the state of a run that is sound")
         first[name] = held["exp_avg"]
+    for name, ends in value_ranges(first).items():
+        if not all(map(math.isfinite, ends)):
+            raise InputError(f"exp_avg of {name} is not finite; give the state of a run that is sound")
     return Moments(second, first)
 
 

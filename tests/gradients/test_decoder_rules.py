@@ -247,7 +247,7 @@ def test_a_chunk_holds_the_tokens_of_its_run_on_the_right():
     picks = [torch.tensor([0, 1, 2]), torch.tensor([3, 4])]
     chunk = Chunk.of(Span((slice(0, 3), slice(0, 2)), 22), picks, positions)
     assert chunk.picks.tolist() == [[0, 1, 2], [0, 3, 4]] and chunk.positions.tolist() == [[10, 11, 12], [0, 20, 21]]
-    assert chunk.held.tolist() == [[True, True, True], [False, True, True]]
+    assert chunk.held.tolist() == [0, 1, 2, 4, 5]
     assert chunk.values(chunk.picks).tolist() == [0, 1, 2, 3, 4]
     full = Chunk.of(Span((slice(1, 3), slice(0, 2)), 22), picks, positions)
     assert full.held is None and full.values(full.positions).tolist() == [11, 12, 20, 21]

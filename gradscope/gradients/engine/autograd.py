@@ -34,12 +34,32 @@ class Factors:
         self.length = length
         self._whole: dict[str, list[Call]] = {}
         self._made: dict[object, object] = {}
+        self._first: set[int] = set()
 
     def remember(self, calls: list[Call]) -> None:
         """Take the calls of a pass over the whole sequence; later passes repeat the first."""
         if not self._whole:
             for call in calls:
                 self._whole.setdefault(call.name, []).append(call)
+
+    def compare(self, calls: list[Call]) -> None:
+        """Find out which of a pass's calls have the first rows of the whole sequence's call of the same module.
+
+        Rows in another order than the positions' (sorted by expert, say) would be others than the prefix's. A device is
+        waited for once.
+        """
+        asked, same = [], []
+        for call in calls:
+            whole = self._whole.get(call.name, [])
+            if len(whole) != 1 or not whole[0].by_position(self.length) or call.inputs.ndim != whole[0].inputs.ndim:
+                continue
+            first = whole[0].inputs[:, : call.inputs.shape[1]]
+            if first.shape == call.inputs.shape:  # Else a second axis that is not positions, as long by chance.
+                tolerance = 1e-4 if first.dtype in (torch.float32, torch.float64) else 0.05
+                asked.append(call)
+                same.append((first - call.inputs).norm() <= tolerance * first.norm())
+        told = torch.stack([one.to(same[0].device) for one in same]).tolist() if same else []
+        self._first = {id(call) for call, holds in zip(asked, told, strict=True) if holds}
 
     def factor(self, flow: list[tuple[Call, Tensor]]) -> Tensor:
         """The factor of a linear module's inputs, over as many rows as the calls have."""
@@ -63,17 +83,8 @@ class Factors:
         return [slope[:, : call.inputs.shape[1]] for slope in self._made[call.name]]
 
     def _whole_call(self, call: Call) -> Call | None:
-        """The whole sequence's call of the same module, if this call's rows are its first rows."""
-        whole = self._whole.get(call.name, [])
-        if len(whole) != 1 or not whole[0].by_position(self.length) or call.inputs.ndim != whole[0].inputs.ndim:
-            return None
-        first = whole[0].inputs[:, : call.inputs.shape[1]]
-        if first.shape != call.inputs.shape:  # A second axis that is not positions, as long by chance.
-            return None
-        # Rows in another order than the positions' (sorted by expert, say) would be others than the prefix's.
-        tolerance = 1e-4 if first.dtype in (torch.float32, torch.float64) else 0.05
-        same = (first - call.inputs).norm() <= tolerance * first.norm()
-        return whole[0] if same else None
+        """The whole sequence's call of the same module, if this call, of the pass compared last, has its first rows."""
+        return self._whole[call.name][0] if id(call) in self._first else None
 
 
 def join(parts: list[Tensor], dim: int) -> Tensor:
@@ -146,13 +157,16 @@ class GraphSequence:
     def measure(self, chunk: Chunk) -> Measured:
         """‖δ_ℓ‖ for ℓ = 0 … L − 1, and squared gradient norms."""
         picks, positions = chunk.picks[0], chunk.positions[0]
-        recorder = self.seen or self.body.record(self.ids[: int(positions[-1]) + 1])
+        recorder = self.seen or self.body.record(self.ids[: chunk.length])
+        self.factors.compare(recorder.calls)
         # Of a policy over several devices, what flows back lies where its module does; norms come together in the end.
-        token, last = torch.arange(len(picks)), self.head.last_norm
-        place, dtype = positions.cpu(), last.dtype
+        last, dtype = self.head.last_norm, self.head.last_norm.dtype
+        token = torch.arange(len(picks), device=positions.device)
         seeds = [tensor.new_zeros(len(picks), *tensor.shape) for tensor in recorder.splits]
         for seed, rows in zip(seeds, self.head.split_cotangents, strict=True):
-            seed[token, 0, place] = rows[picks].reshape(len(picks), *seed.shape[3:]).to(seed)
+            seed[token.to(seed.device), 0, positions.to(seed.device)] = (
+                rows[picks].reshape(len(picks), *seed.shape[3:]).to(seed)
+            )
         edges = [*recorder.block_edges, *(call.edge for call in recorder.calls)]
         deltas = _vjp(recorder.splits, edges, seeds, batched=self.body.batched, again=self.seen is not None)
         depth = len(recorder.block_edges)
@@ -163,7 +177,8 @@ class GraphSequence:
                 delta = delta.to(dtype)
                 if call.name in self.head.local:  # Of both parts: its gradient in the head lies at one position.
                     rows = self.head.local[call.name][1][picks]
-                    delta[token, 0, place] += rows.reshape(len(picks), *delta.shape[3:]).to(delta)
+                    at = token.to(delta.device), 0, positions.to(delta.device)
+                    delta[at] += rows.reshape(len(picks), *delta.shape[3:]).to(delta)
                 by_module[call.name].append((call, delta))
         squares = {name: self._square_norms(name, flow, picks) for name, flow in by_module.items()}
         scaled = None

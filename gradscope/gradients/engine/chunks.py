@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 MOST_SEQUENCES = 8
@@ -56,26 +56,35 @@ class Chunk:
     """Which of the stack's targets a place holds; 0 where it holds none."""
     positions: Int[Tensor, "B K"]
     """Where each token's logits stand; 0 where there is none."""
-    held: Bool[Tensor, "B K"] | None
-    """Which places hold a token; None: all."""
+    held: Int[Tensor, " t"] | None
+    """Which of the B·K places hold a token; None: all."""
     length: int
     """Longest prefix."""
 
     @classmethod
-    def of(cls, span: Span, picks: Sequence[Int[Tensor, " _"]], positions: Int[Tensor, " m"]) -> Chunk:
-        """picks: the group's tokens among a stack's targets, by sequence; positions: the stack's."""
+    def of(
+        cls,
+        span: Span,
+        picks: Sequence[Int[Tensor, " _"]],
+        positions: Int[Tensor, " m"],
+        device: torch.device | None = None,
+    ) -> Chunk:
+        """picks: the group's tokens among a stack's targets, by sequence; positions: the stack's; both on the CPU.
+
+        device: where the chunk goes, None: it stays.
+        """
         parts = [picks[b][tokens] for b, tokens in enumerate(span.tokens)]
-        if all(len(part) == span.width for part in parts):
-            rectangle = torch.stack(parts)
-            return cls(rectangle, positions[rectangle], None, span.length)
         rectangle = torch.stack([torch.cat([part.new_full((span.width - len(part),), -1), part]) for part in parts])
-        held = rectangle >= 0
-        rectangle = rectangle.clamp(min=0)
-        return cls(rectangle, positions[rectangle] * held, held, span.length)
+        holds = rectangle >= 0
+        values = [rectangle.clamp(min=0), positions[rectangle] * holds]
+        values += [] if holds.all() else [holds.flatten().nonzero()[:, 0]]
+        picked, at, *held = (value.to(device, non_blocking=True) for value in values)
+        return cls(picked, at, held[0] if held else None, span.length)
 
     def values(self, tokens: Tensor) -> Tensor:
         """Values at the places that hold a token, [tokens, …], from [B, K, …]."""
-        return tokens.flatten(0, 1) if self.held is None else tokens[self.held]
+        flat = tokens.flatten(0, 1)
+        return flat if self.held is None else flat[self.held]
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,9 @@ class Head:
         self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float
     ) -> tuple[TokenStatistics, Float[Tensor, " m"]]:
         """What needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
-        prefix, statistics, norms = ids[: targets[-1]], [], []
+        reach, statistics, norms = int(targets[-1]), [], []
+        ids, targets = (values.to(self.model.device, non_blocking=True) for values in (ids[: reach + 1], targets))
+        prefix = ids[:reach]
         for part in targets.split(self.rows):
             logits = self.logits(prefix, part - 1)
             for few in parts_at_once(logits):

@@ -27,7 +27,7 @@ from gradscope.gradients.engine.ownership import Ownership, check_prefixes, find
 from gradscope.gradients.engine.products import PRODUCTS, Precision, measure_speedup
 from gradscope.gradients.engine.recording import Cut, Recorder, find_cut
 from gradscope.gradients.engine.results import TokenGradients
-from gradscope.gradients.engine.stack import SequenceTokens, Stack
+from gradscope.gradients.engine.stack import SequenceTokens, Stack, targets_before
 from gradscope.objective import TokenStatistics, logit_gradient
 from gradscope.policy import Policy, arithmetic_dtype
 
@@ -111,7 +111,7 @@ class TokenGradientMeter:
         targets (indices into `targets`, ascending) are measured; the rest are NaN. What needs no backward pass is known
         of all by `measure_cheaply`.
         """
-        return self.measure_together([SequenceTokens(ids, targets, measured, temperature)])[0]
+        return self.measure_together([SequenceTokens(ids.cpu(), targets.cpu(), measured.cpu(), temperature)])[0]
 
     def measure_together(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
         """The same of several sequences. Each has its own numbers, up to rounding; `group` says which go well."""
@@ -151,27 +151,28 @@ class TokenGradientMeter:
 
     def _measure_nothing(self, sequence: SequenceTokens) -> TokenGradients:
         dtype = torch.promote_types(self.model.dtype, torch.float32)
-        unknown = torch.full((len(sequence.targets),), float("nan"), dtype=dtype, device=sequence.ids.device)
+        unknown = torch.full((len(sequence.targets),), float("nan"), dtype=dtype, device=self.device)
         act = unknown[:, None].expand(-1, len(self.blocks) + 1).clone()
         scaled = None if self.metric is None else unknown
         return TokenGradients(TokenStatistics(unknown, unknown, unknown), unknown, act, unknown, {}, scaled)
 
     def _measure_stack(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
         """Gradients of sequences all of whose targets are measured, those with more of them first."""
-        stack = Stack.of(sequences, torch.promote_types(self.model.dtype, torch.float32))
+        stack = Stack.of(sequences, torch.promote_types(self.model.dtype, torch.float32), self.device)
         head, body = self._start(stack)
         if body is None:
             del head
             return [self._measure_stack([sequence])[0] for sequence in sequences]
         starts = [0, *accumulate(len(s.targets) for s in sequences)]
         picks = [start + s.measured for start, s in zip(starts[:-1], sequences, strict=True)]
+        positions = targets_before(sequences)
         act = head.last_norm.new_empty(len(stack.positions), len(self.blocks) + 1)
         act[:, -1] = head.last_norm
         # A module that a prefix does not call has no gradient there.
         square: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(head.last_norm))
         scaled = None if self.metric is None else torch.zeros_like(head.last_norm)
         for span in neighbours([s.lengths for s in sequences], self._limits(body.body)):
-            chunk = Chunk.of(span, picks, stack.positions)
+            chunk = Chunk.of(span, picks, positions, self.device)
             measured = body.measure(chunk)
             tokens = chunk.values(chunk.picks)
             act[tokens, :-1] = chunk.values(measured.layers)
@@ -242,15 +243,16 @@ class TokenGradientMeter:
         """
         if not self.ownership.general:
             return {}
-        ids, targets, temperature = sequence.ids, sequence.targets, sequence.temperature
+        ids, temperature = sequence.ids.to(self.device), sequence.temperature
+        targets = sequence.targets[picks.cpu()].to(self.device)
         parameters = [self.model.get_parameter(name) for name in self.ownership.general]
         for parameter in parameters:
             parameter.requires_grad_(True)
         try:
             with torch.enable_grad():
-                logits = self.head.logits(ids[: targets[picks[-1]]], targets[picks] - 1)
+                logits = self.head.logits(ids[: targets[-1]], targets - 1)
                 each = logits.unbind()
-            errors = logit_gradient(logits, ids[targets[picks]], temperature=temperature)
+            errors = logit_gradient(logits, ids[targets], temperature=temperature)
             seeds = unit_errors(errors)[0] / temperature
             square: dict[str, Tensor] = defaultdict(lambda: seeds.new_zeros(len(picks)))
             for k in range(len(picks) if logits.requires_grad else 0):  # This prefix may not use them at all.
@@ -275,23 +277,23 @@ class TokenGradientMeter:
 
         seen: the body's pass over the sequence.
         """
-        lengths = len(ids), max(2, 3 * len(ids) // 4)
-        targets = [torch.tensor(sorted({n // 2, n - 1}), device=ids.device) for n in lengths]
-        both = [SequenceTokens(ids[:n], at, torch.arange(len(at))) for n, at in zip(lengths, targets, strict=True)]
-        stack = Stack.of(both, torch.promote_types(self.model.dtype, torch.float32))
+        lengths, here = (len(ids), max(2, 3 * len(ids) // 4)), ids.cpu()
+        targets = [torch.tensor(sorted({n // 2, n - 1})) for n in lengths]
+        both = [SequenceTokens(here[:n], at, torch.arange(len(at))) for n, at in zip(lengths, targets, strict=True)]
+        stack = Stack.of(both, torch.promote_types(self.model.dtype, torch.float32), self.device)
         with self.decoder.recording() as recorded:
             head = self.head.measure(stack)
         rules = self.decoder.follow(stack, head, recorded)
         if rules is None:
             return False
         # What one sequence begins with, the other is: one graph has all tokens, at the place where each stands.
-        everything = torch.arange(len(stack.positions), device=ids.device)
+        everything = torch.arange(len(stack.positions))
         graph = GraphSequence(self.graph, ids, head, Factors(len(ids)), seen or self.graph.record(ids))
         picks = everything.split([len(at) for at in targets])
         span = Span(tuple(slice(0, len(at)) for at in targets), stack.ids.shape[1])
         chunks = (
-            Chunk.of(span, picks, stack.positions),
-            Chunk(everything[None], stack.positions[None], None, span.length),
+            Chunk.of(span, picks, targets_before(both), self.device),
+            Chunk(everything[None].to(self.device), stack.positions[None], None, span.length),
         )
         tolerance = 1e-3 if arithmetic_dtype(self.model) in (torch.float32, torch.float64) else 0.15
         found = []
@@ -306,15 +308,11 @@ class TokenGradientMeter:
         (layers, norms), (expected_layers, expected) = found
         # A module whose own norm is nearly nothing is rounding.
         slack = torch.stack(list(expected.values())).norm(dim=0) / 100
-        same = (layers - expected_layers).abs() <= tolerance * expected_layers
-        return (
-            norms.keys() == expected.keys()
-            and bool(same.all())
-            and all(
-                bool(((norms[name] - norm).abs() <= tolerance * (norm + slack)).all())
-                for name, norm in expected.items()
-            )
-        )
+        if norms.keys() != expected.keys():
+            return False
+        same = [((layers - expected_layers).abs() <= tolerance * expected_layers).all()]
+        same += [((norms[name] - norm).abs() <= tolerance * (norm + slack)).all() for name, norm in expected.items()]
+        return bool(torch.stack(same).all())
 
 
 def keep_freed_memory() -> None:
@@ -333,9 +331,10 @@ def _spread(gradients: TokenGradients, sequence: SequenceTokens) -> TokenGradien
 
     def spread(values: Tensor) -> Tensor:
         out = values.new_full((len(sequence.targets), *values.shape[1:]), float("nan"))
-        out[sequence.measured] = values
+        out[places] = values
         return out
 
+    places = sequence.measured.to(gradients.param_grad_norm.device, non_blocking=True)
     return _change(gradients, spread)
 
 

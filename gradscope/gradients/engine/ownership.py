@@ -286,10 +286,10 @@ def _is_diagonal(module: nn.Module, seen: _Visits) -> bool:
         v = torch.randn(p.shape, generator=generator).to(p)
         zero = functional_call(module, {name: torch.zeros_like(p)}, (inputs,))
         moved = functional_call(module, {name: v}, (inputs,)) - zero
-        scale = (moved.abs().max() + zero.abs().max()).item()
+        scale = (moved.abs().max() + zero.abs().max()).clamp(min=1.0)
         # A few roundings of the module's own arithmetic, which transformers does in float32 at best.
         tolerance = 64 * max(torch.finfo(arithmetic_dtype(module)).eps, torch.finfo(torch.float32).eps)
-        if slope.shape != output.shape or (moved - v * slope).abs().max().item() > tolerance * max(scale, 1.0):
+        if slope.shape != output.shape or (moved - v * slope).abs().max() > tolerance * scale:
             return False
     return True
 

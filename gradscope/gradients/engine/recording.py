@@ -250,7 +250,7 @@ def _is_local(gradient: Tensor, position: int) -> bool:
     if gradient.ndim < 3:
         return False
     rows = gradient[0].flatten(1)
-    return not (rows[:position].any() or rows[position + 1 :].any())
+    return not (rows[:position].any() | rows[position + 1 :].any())
 
 
 def _slanted(logits: Tensor, position: int) -> Tensor:
@@ -280,14 +280,16 @@ def _cut_at(
         deltas = torch.autograd.grad([logits], edges, [seed], retain_graph=True, allow_unused=True)
         if deltas[0] is None or deltas[1] is None:
             return None
+        elsewhere: list[Tensor] = []
         for call, delta in zip([None, None, *calls], deltas, strict=True):
             if delta is None:
                 continue
             if call is not None and not call.by_position(length):
                 return None
             rows = delta.reshape(length, -1)
-            if rows[:position].any() or rows[position + 1 :].any():
-                return None
+            elsewhere += [rows[:position].any(), rows[position + 1 :].any()]
+        if torch.stack([one.to(elsewhere[0].device) for one in elsewhere]).any():
+            return None
     names = [call.name for call, delta in zip(calls, deltas[2:], strict=True) if delta is not None]
     if len(names) != len(set(names)):
         return None
@@ -314,9 +316,8 @@ def _follow_cut(
     whole = torch.autograd.grad([logits], edges, [seed], retain_graph=True, allow_unused=True)
     parts = torch.autograd.grad(body.splits, edges, at_cut, retain_graph=True, allow_unused=True)
     tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 0.1
-    for a, b in zip(whole, parts, strict=True):
-        if (a is None) != (b is None):
-            return None
-        if a is not None and (a - b).norm() > tolerance * a.norm():
-            return None
-    return body
+    pairs = list(zip(whole, parts, strict=True))
+    if any((a is None) != (b is None) for a, b in pairs):
+        return None
+    far = [(a - b).norm() > tolerance * a.norm() for a, b in pairs if a is not None]
+    return None if far and torch.stack([one.to(far[0].device) for one in far]).any() else body

@@ -11,6 +11,7 @@ from math import hypot, inf, isfinite
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -26,21 +27,23 @@ from gradscope.policy import arithmetic_dtype, float_parameters, takes
 PART = 1 << 24
 """Numbers of a half-precision gradient that are widened at a time."""
 ALL, SCALED = "all parameters", "scaled"
+Key = str | int | tuple[str, str]
+"""Of a norm that plain autograd gives: a parameter's name, a layer, or SCALED and a parameter's name."""
 NEAR = 16
 """Tokens that are no further apart are taken to be measured in one chunk, where a token could spoil another's norms."""
 
 
 @dataclass(frozen=True)
 class CheckedToken:
-    """One token as plain autograd measures it."""
+    """One token as plain autograd measures it, or the engine."""
 
-    act_grad_norm: Tensor
-    """‖δ_ℓ‖, [L + 1]."""
+    act_grad_norm: list[float]
+    """‖δ_ℓ‖ of L + 1 layers."""
     module_grad_norm: dict[str, float]
     """‖g‖ by module that owns parameters; a shared table under its first owner's name."""
     param_grad_norm: float
-    scaled_grad_norm: float = 0.0
-    """‖g ∘ D‖ in the engine's metric; 0 without one."""
+    scaled_grad_norm: float | None = None
+    """‖g ∘ D‖ in the engine's metric; None without one."""
 
 
 def check_engine(
@@ -62,10 +65,11 @@ def check_engine(
     for sequence, ours in zip(sequences, _measure_together(meter, sequences), strict=True):
         ids, targets = sequence.ids, sequence.asked.targets
         plain = measure_plainly(meter, ids, targets, temperature=sequence.temperature)
-        for k, target, oracle in zip(sequence.measured.tolist(), targets.tolist(), plain, strict=True):
-            differences = _compare(ours, k, oracle)
+        engine = _read(ours, sequence.measured)
+        for own, target, oracle in zip(engine, targets.tolist(), plain, strict=True):
+            differences = _compare(own, oracle)
             worst = max(differences, key=differences.__getitem__)
-            if arithmetic_dtype(meter.model) == torch.float16 and not ours.param_grad_norm[k].isfinite():
+            if arithmetic_dtype(meter.model) == torch.float16 and not isfinite(own.param_grad_norm):
                 raise InputError(
                     f"the gradient of token {target} of a sequence of {len(ids)} is beyond float16's "
                     f"{torch.finfo(torch.float16).max:g} at temperature {sequence.temperature:g}; give --dtype "
@@ -96,22 +100,38 @@ def _with_company(sequence: SequenceTokens) -> SequenceTokens:
     """A token that has no other of those to compare near it is measured with the response token before it."""
     at, measured = torch.tensor(sequence.lengths), sequence.measured
     near = ((at[:, None] - at).abs() <= NEAR).sum(1) > 1
-    alone = measured[~near.to(measured.device)]
+    alone = measured[~near]
     return replace(sequence, measured=torch.cat([measured, alone - 1]).clamp(min=0).unique())
 
 
-def _compare(ours: TokenGradients, k: int, oracle: CheckedToken) -> dict[str, float]:
+def _read(found: TokenGradients, tokens: Tensor) -> list[CheckedToken]:
+    """These tokens of the engine's, in one copy from the device."""
+    scaled = [] if found.scaled_grad_norm is None else [found.scaled_grad_norm]
+    norms = [*found.act_grad_norm.T, found.param_grad_norm, *scaled, *found.module_grad_norm.values()]
+    rows = torch.stack(norms, 1)[tokens.to(norms[0].device)].double().tolist()
+    depth, names = found.act_grad_norm.shape[1], list(found.module_grad_norm)
+    return [
+        CheckedToken(
+            row[:depth],
+            dict(zip(names, row[depth + 1 + len(scaled) :], strict=True)),
+            row[depth],
+            row[depth + 1] if scaled else None,
+        )
+        for row in rows
+    ]
+
+
+def _compare(ours: CheckedToken, oracle: CheckedToken) -> dict[str, float]:
     """Relative difference of each layer's norm, of each module's and of all parameters'."""
-    layers = zip(ours.act_grad_norm[k].tolist(), oracle.act_grad_norm.tolist(), strict=True)
+    layers = zip(ours.act_grad_norm, oracle.act_grad_norm, strict=True)
     out = {f"activations of layer {layer}": _relative(a, b) for layer, (a, b) in enumerate(layers)}
     # A module counts by its part in the whole: the norm of a nearly unused one is rounding.
     whole = max(oracle.param_grad_norm, FLOOR)
-    measured = {name: norms[k].item() for name, norms in ours.module_grad_norm.items()}
     for name, norm in oracle.module_grad_norm.items():
-        out[f"module {name or 'the model itself'}"] = abs(measured.get(name, 0.0) - norm) / whole
-    out[ALL] = _relative(ours.param_grad_norm[k].item(), oracle.param_grad_norm)
+        out[f"module {name or 'the model itself'}"] = abs(ours.module_grad_norm.get(name, 0.0) - norm) / whole
+    out[ALL] = _relative(ours.param_grad_norm, oracle.param_grad_norm)
     if ours.scaled_grad_norm is not None:
-        out[f"{ALL} in the optimizer's metric"] = _relative(ours.scaled_grad_norm[k].item(), oracle.scaled_grad_norm)
+        out[f"{ALL} in the optimizer's metric"] = _relative(ours.scaled_grad_norm, oracle.scaled_grad_norm)
     # A NaN is no number to compare: it must be the worst, and max() would pass it over.
     return {name: difference if isfinite(difference) else inf for name, difference in out.items()}
 
@@ -131,12 +151,13 @@ def measure_plainly(
     """
     model, parameters = meter.model, dict(float_parameters(meter.model))
     length, handles, norms = int(targets.max()), [], {}
+    ids = ids.to(meter.device)
 
     def take(name: str, parameter: Tensor) -> None:
         norms[name] = _norm(parameter.grad)
         if meter.metric is not None and parameter.grad is not None:
             scale = meter.metric.of(parameter)
-            norms[SCALED] = hypot(norms.get(SCALED, 0.0), _norm(parameter.grad.to(scale) * scale))
+            norms[SCALED, name] = _norm(parameter.grad.to(scale) * scale)
         parameter.grad = None
 
     kept = {"logits_to_keep": length - int(targets.min()) + 1} if takes(model, "logits_to_keep") else {}
@@ -154,11 +175,12 @@ def measure_plainly(
         found = []
         for k, own in enumerate(each):
             norms.clear()
-            seed = logit_gradient(own, ids[targets[k]], temperature=temperature) / temperature
+            seed = logit_gradient(own, ids[int(targets[k])], temperature=temperature) / temperature
             # A seed with largest entry 1: squares of a sure token's would underflow.
-            size = seed.abs().max().item() or 1.0
+            size = seed.abs().max()
+            size = torch.where(size > 0, size, 1.0)
             own.backward((seed / size).to(own.dtype), retain_graph=k + 1 < len(each))
-            found.append(_gather(norms, size, len(edges), parameters))
+            found.append(_gather(norms, size, len(edges), parameters, scaled=meter.metric is not None))
         return found
     finally:
         for handle in handles:
@@ -168,18 +190,23 @@ def measure_plainly(
             parameter.grad = before[name]
 
 
-def _take_edge(norms: dict[str | int, float], layer: int, output: int, gradients: tuple[Tensor | None, ...]) -> None:
+def _take_edge(norms: dict[Key, Tensor], layer: int, output: int, gradients: tuple[Tensor | None, ...]) -> None:
     norms[layer] = _norm(gradients[output])
 
 
-def _gather(norms: dict[str | int, float], size: float, layers: int, parameters: Iterable[str]) -> CheckedToken:
-    """norms: by layer and by parameter; of what no gradient came to, none."""
+def _gather(
+    norms: dict[Key, Tensor], size: Tensor, layers: int, parameters: Iterable[str], *, scaled: bool
+) -> CheckedToken:
+    """norms: by layer and by parameter, read in one copy; of what no gradient came to, none."""
+    values = torch.stack([norm.double().to(size.device) for norm in norms.values()])
+    known = dict(zip(norms, (size * values).tolist(), strict=True))
     square: dict[str, float] = defaultdict(float)
     for name in parameters:
-        square[name.rpartition(".")[0]] += (size * norms.get(name, 0.0)) ** 2
+        square[name.rpartition(".")[0]] += known.get(name, 0.0) ** 2
     modules = {name: value**0.5 for name, value in square.items()}
-    act = torch.tensor([size * norms.get(layer, 0.0) for layer in range(layers)])
-    return CheckedToken(act, modules, sum(square.values()) ** 0.5, size * norms.get(SCALED, 0.0))
+    act = [known.get(layer, 0.0) for layer in range(layers)]
+    whole = hypot(*(known.get((SCALED, name), 0.0) for name in parameters)) if scaled else None
+    return CheckedToken(act, modules, sum(square.values()) ** 0.5, whole)
 
 
 @contextmanager
@@ -205,15 +232,15 @@ def _layer_edges(meter: TokenGradientMeter) -> Iterator[list[GradientEdge]]:
             handle.remove()
 
 
-def _norm(gradient: Tensor | None) -> float:
+def _norm(gradient: Tensor | None) -> Float[Tensor, ""]:
     """In float32 at least, a part at a time: no copy of a large gradient is made."""
     if gradient is None:
-        return 0.0
+        return torch.zeros(())
     wide = torch.promote_types(gradient.dtype, torch.float32)
     if gradient.dtype == wide:
-        return gradient.norm().item()
+        return gradient.norm()
     parts = gradient.flatten().split(PART)
-    return torch.stack([part.to(wide).norm() for part in parts]).norm().item()
+    return torch.stack([part.to(wide).norm() for part in parts]).norm()
 
 
 def _relative(ours: float, reference: float) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceTokens:
-    """Response tokens of one unpadded sequence, and which of them are to be measured."""
+    """Response tokens of one unpadded sequence, and which of them are to be measured; on the CPU."""
 
     ids: Int[Tensor, " n"]
     targets: Int[Tensor, " m"]
@@ -29,11 +29,7 @@ class SequenceTokens:
     @property
     def asked(self) -> SequenceTokens:
         """The same with no other targets than those that are measured."""
-        return replace(
-            self,
-            targets=self.targets[self.measured],
-            measured=torch.arange(len(self.measured), device=self.measured.device),
-        )
+        return replace(self, targets=self.targets[self.measured], measured=torch.arange(len(self.measured)))
 
     @property
     def reach(self) -> int:
@@ -57,17 +53,23 @@ class Stack:
     temperature: Float[Tensor, " m"]
 
     @classmethod
-    def of(cls, sequences: Sequence[SequenceTokens], dtype: torch.dtype = torch.float32) -> Stack:
-        """dtype: of the temperatures."""
+    def of(
+        cls, sequences: Sequence[SequenceTokens], dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    ) -> Stack:
+        """dtype: of the temperatures; device: where all goes, None: the CPU."""
         prefixes, longest = [s.ids[: s.reach] for s in sequences], max(s.reach for s in sequences)
         filled = [torch.cat([ids, ids[-1:].expand(longest - len(ids))]) for ids in prefixes]
         counts = torch.tensor([len(s.targets) for s in sequences])
-        return cls(
+        values = (
             torch.stack(filled),
-            torch.arange(len(sequences)).repeat_interleave(counts).to(filled[0].device),
-            torch.cat([s.targets - 1 for s in sequences]),
+            torch.arange(len(sequences)).repeat_interleave(counts),
+            targets_before(sequences),
             torch.cat([s.ids[s.targets] for s in sequences]),
-            torch.tensor([s.temperature for s in sequences], dtype=dtype)
-            .repeat_interleave(counts)
-            .to(filled[0].device),
+            torch.tensor([s.temperature for s in sequences], dtype=dtype).repeat_interleave(counts),
         )
+        return cls(*(value.to(device, non_blocking=True) for value in values))
+
+
+def targets_before(sequences: Sequence[SequenceTokens]) -> Int[Tensor, " m"]:
+    """Where the targets' logits stand, on the CPU: one before each."""
+    return torch.cat([s.targets - 1 for s in sequences])

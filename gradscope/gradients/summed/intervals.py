@@ -121,8 +121,8 @@ def interval_gradients(
     def cotangents(index: Index, piece: TokenBatch, logprobs: Float[Tensor, " K"]) -> Float[Tensor, "A K"]:
         slopes, cells = _slopes(index, piece, logprobs, batch.num_tokens, loss, intervals, edges)
         inside = cells == torch.arange(size, device=cells.device)[:, None]
-        counts[tuple(index[0].unique().tolist())] = inside.sum(1).cpu()
-        return slopes * inside
+        counts[tuple(index[0].unique().tolist())] = inside.sum(1)
+        return (slopes * inside).to(logprobs.device, non_blocking=True)
 
     passes = {"micro_batch_size": micro_batch_size, "processes": processes, "progress": progress}
     passes |= {"memory": memory, "way": way, "metric": optimizer_state is not None}
@@ -174,18 +174,18 @@ def _slopes(
     intervals: Int[Tensor, "B S"] | None,
     edges: Sequence[float],
 ) -> tuple[Float[Tensor, " K"], Int[Tensor, " K"]]:
-    """∂loss/∂log π of a piece's kept tokens, and the interval of each."""
-    piece, mask = piece.to(logprobs.device), piece.response_mask.to(logprobs.device)
+    """∂loss/∂log π of a piece's kept tokens, and the interval of each, on the CPU, where the piece lies."""
+    logprobs, mask = logprobs.cpu(), piece.response_mask
     spread = logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs).requires_grad_(True)
     with torch.enable_grad():
         loss = batch_loss(spread, piece, settings, num_tokens=num_tokens)
     # All weights of an interval may be 0: equal rewards in the group, every token clipped.
     (slopes,) = torch.autograd.grad(loss, spread)
     if intervals is not None:
-        return slopes[mask], intervals[index].to(mask.device)
+        return slopes[mask], intervals[index]
     # A log-probability that a sampler rounded to just above 0 is a probability of 1.
     prob = own_where_unknown(piece.old_logprobs, spread.detach())[mask].double().exp().clamp(max=1.0)
-    return slopes[mask], torch.from_numpy(assign_intervals(prob.cpu().numpy(), edges)).to(mask.device)
+    return slopes[mask], torch.from_numpy(assign_intervals(prob.numpy(), edges))
 
 
 @dataclass(frozen=True)

@@ -318,10 +318,9 @@ class PromptGradients:
         return gradients
 
     def _counted(self) -> Iterator[tuple[int, list[Piece]]]:
-        """This process's prompts, with their pieces on the model's device."""
-        device = next(self.model.parameters()).device
+        """This process's prompts, with their pieces."""
         for prompt in tqdm(self.prompts, "gradients of prompts", disable=not self._progress):
-            yield prompt, [(index, piece.to(device)) for index, piece in self._pieces[prompt]]
+            yield prompt, self._pieces[prompt]
 
     def _sizes(self) -> dict[str, int]:
         return {name: part.stop - part.start for name, part in self._slices.items()}

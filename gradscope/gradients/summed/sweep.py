@@ -82,9 +82,9 @@ class Sweep:
     @torch.no_grad()
     def record(self, piece: TokenBatch) -> tuple[Passed, Float[Tensor, " K"]]:
         """One forward pass without a graph: what it leaves, and log π of the kept tokens, in nats."""
-        row, column = piece.response_mask.cpu().nonzero().unbind(1)
+        row, column = piece.response_mask.nonzero().unbind(1)
         ids = piece.input_ids.to(self._device)
-        kept = (piece.input_ids.cpu()[row, column], piece.temperature.cpu()[row])
+        kept = (piece.input_ids[row, column], piece.temperature[row])
         places = row * ids.shape[1] + column - 1
         passed = Passed(ids, *(values.to(self._device) for values in (places, *kept)))
 

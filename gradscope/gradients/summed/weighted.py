@@ -208,7 +208,7 @@ def add_gradients(
 ) -> None:
     """Add Σ_t cotangents[c, t] · ∇ logprobs[t] to row c of the sums: a backward pass for each row that is not 0."""
     slices, parameters = flat_slices(model).values(), [p for _, p in float_parameters(model)]
-    active = [c for c, cotangent in enumerate(cotangents) if cotangent.any()]
+    active = [c for c, any_there in enumerate(cotangents.any(1).tolist()) if any_there]
     for c in active:
         last = c == active[-1]
         gradients = torch.autograd.grad(logprobs, parameters, cotangents[c], retain_graph=not last, allow_unused=True)
@@ -223,7 +223,7 @@ def stream_gradients(
     cotangents: Callable[[Float[Tensor, " K"]], Float[Tensor, "C K"]],
     take: Callable[[int, str, Float[Tensor, " p"]], None],
 ) -> None:
-    """Σ_t cotangents[c, t] · ∇ log π_t of a piece on the model's device, a parameter at a time, after one forward pass.
+    """Σ_t cotangents[c, t] · ∇ log π_t of a piece, a parameter at a time, after one forward pass.
 
     cotangents: what makes them of the kept tokens' log π. take: called with c, a parameter's name and its flat
     gradient, as soon as the backward pass has made it: none waits until that is through.
@@ -242,7 +242,7 @@ def stream_gradients(
         leaf.register_post_accumulate_grad_hook(partial(pass_on, name.removeprefix("model.")))
     logprobs = _logprobs_at(_KeptLogprobs(model), piece, leaves)
     wanted = cotangents(logprobs.detach())
-    active = [c for c, cotangent in enumerate(wanted) if cotangent.any()]
+    active = [c for c, any_there in enumerate(wanted.any(1).tolist()) if any_there]
     for row in active:  # which `pass_on` reads
         logprobs.backward(wanted[row], retain_graph=row != active[-1], inputs=list(leaves.values()))
 
@@ -363,15 +363,15 @@ def _central_differences(
 def _pieces(
     model: nn.Module, batch: TokenBatch, micro_batch_size: int, progress: bool, *, copies: int
 ) -> Iterator[tuple[TokenBatch, tuple[Tensor, Tensor]]]:
-    """Micro-batches on the model's device, each with the rows and columns of its kept tokens in the batch.
+    """Micro-batches, each with the rows and columns of its kept tokens in the batch.
 
     copies: of the logits, see `fitting_size`.
     """
     micro_batch_size = fitting_size(model, batch, micro_batch_size, copies=copies)
-    device, start = next(model.parameters()).device, batch.attention_mask.int().argmax(1)
+    start = batch.attention_mask.int().argmax(1)
     for rows, piece in tqdm(micro_batches(batch, micro_batch_size), "micro-batches", disable=not progress):
         row, column = piece.response_mask.nonzero().unbind(1)
-        yield piece.to(device), (rows[row], start[rows[row]] + column)
+        yield piece, (rows[row], start[rows[row]] + column)
 
 
 def _check(batch: TokenBatch, micro_batch_size: int) -> None:
