@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import os
 import pickle
 import struct
-import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cache, wraps
@@ -50,12 +48,6 @@ class SyncError(RuntimeError):
 
 class DivergedError(RuntimeError):
     """Training has no finite gradient any more; the checkpoints are kept (the CLI exits with 1)."""
-
-
-def stop_printing() -> int:
-    """After a BrokenPipeError, of `head` that has read enough: what is left to print goes nowhere; exit status 1."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 1
 
 
 def unpickling_reason(error: Exception) -> str:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from gradscope.errors import InputError, stop_printing
+from gradscope.errors import InputError
+from gradscope.runs import go_on_unread
 
 COMPLAINT = "error: "
 """Before the line that says what is at fault."""
@@ -32,13 +33,12 @@ def exit_with(call: Callable[[], int | None]) -> None:
     """Exit with the status that `call` returns (None: 0); where the input or a file is at fault, with 2 and its line.
 
     A file is at fault that cannot be written, such as below an `--out` that is no folder. Whoever has read enough of
-    what is printed (`head`) is no fault, and hears nothing: 1.
+    what is printed (`head`) is no fault, and hears nothing.
     """
+    go_on_unread()
     try:
         status = call()
         sys.stdout.flush()
-    except BrokenPipeError:
-        status = stop_printing()
     except (InputError, OSError) as error:
         print(f"{COMPLAINT}{error}", file=sys.stderr)
         status = 2

@@ -18,7 +18,8 @@ from typing import Any
 import tyro
 
 from gradscope import __version__
-from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError, stop_printing
+from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError
+from gradscope.runs import end_at_once, go_on_unread, noting_interruption
 
 COMMANDS = {
     "demo": "The main job on the embedded policy: sample puzzles' responses, measure them, draw, print a summary.",
@@ -104,24 +105,28 @@ def main(args: Sequence[str] | None = None) -> None:
     Status 0: done, 2: the input or a flag is at fault, 1: self-check failed or OS error, 130: interrupted.
     """
     args = sys.argv[1:] if args is None else list(args)
-    try:
-        _parse(args).run()
-        if sys.stdout is not None:  # closed by the shell
-            sys.stdout.flush()
-    except BrokenPipeError:
-        raise SystemExit(stop_printing()) from None
-    except InputError as error:
+    with noting_interruption() as interrupted:
+        try:
+            _parse(args).run()
+            if sys.stdout is not None:  # closed by the shell
+                sys.stdout.flush()
+        except (Exception, KeyboardInterrupt) as error:
+            if not interrupted and not isinstance(error, KeyboardInterrupt):
+                _refuse(error)
+            advice = GO_ON.get(args[0] if args else "", "the same command goes on where it was")
+            _stop(RuntimeError(f"interrupted; {advice}"), 130)
+
+
+def _refuse(error: Exception) -> None:
+    """Stop with the line and the status of an error that the input or the machine can cause; any other is a bug."""
+    if isinstance(error, InputError):
         _stop(error, 2)
-    except (SelfCheckError, SyncError, DivergedError, OSError) as error:
+    if isinstance(error, SelfCheckError | SyncError | DivergedError | OSError):
         _stop(error, 1)
-    except KeyboardInterrupt:
-        advice = GO_ON.get(args[0], "the same command goes on where it was")
-        _stop(RuntimeError(f"interrupted; {advice}"), 130)
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's own, whose module is not loaded for its name's sake
-            raise
-        advice = "try a smaller --chunk-memory, --micro-batch-size, --batch-size or --dtype, or --no-figures"
-        _stop(RuntimeError(f"out of memory on the device ({str(error).splitlines()[0]}); {advice}"), 1)
+    if type(error).__name__ != "OutOfMemoryError":  # torch's own, whose module is not loaded for its name's sake
+        raise error
+    advice = "try a smaller --chunk-memory, --micro-batch-size, --batch-size or --dtype, or --no-figures"
+    _stop(RuntimeError(f"out of memory on the device ({str(error).splitlines()[0]}); {advice}"), 1)
 
 
 def _stop(error: Exception, status: int) -> None:
@@ -136,10 +141,5 @@ def _stop(error: Exception, status: int) -> None:
 
 def run_script() -> None:
     """The console script."""
-    from gradscope.runs import end_at_once
-
+    go_on_unread()
     end_at_once(main)
-
-
-if __name__ == "__main__":
-    run_script()

@@ -12,7 +12,7 @@ import pandas as pd
 import tyro
 from tqdm import tqdm
 
-from gradscope.cli.flags import Many, PolicyFlags, check_prompts, load_quietly
+from gradscope.cli.flags import Many, PolicyFlags, check_prompts, load_quietly, note_context
 from gradscope.cli.manifest import make_key, make_manifest
 from gradscope.errors import InputError
 from gradscope.policy import Policy, hash_ahead
@@ -71,6 +71,7 @@ class Evaluate(PolicyFlags):
         check_prompts(questions, parquet=True)
         hash_ahead(self.model)
         policy = load_quietly(self.model, **self.loading)
+        note_context(policy, self.max_new_tokens)
         settings = {
             "temperature": self.temperature,
             "max_new_tokens": self.max_new_tokens,

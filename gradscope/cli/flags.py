@@ -98,6 +98,13 @@ def print_notes(notes: Sequence[str]) -> None:
         print(f"note: {note}")
 
 
+def note_context(policy: Policy, max_new_tokens: int) -> None:
+    """Say that no response can be as long as it may be."""
+    if policy.context is not None and max_new_tokens > policy.context:
+        words = f"the policy's context of {policy.context:,} tokens, with the prompt, ends responses sooner"
+        print_notes([f"--max-new-tokens is {max_new_tokens:,}; {words}"])
+
+
 def load_quietly(path: str, **settings: Any) -> Policy:
     """`load_policy` without the progress bars and remarks of transformers: what is wrong is said in one line."""
     from gradscope.policy import load_policy

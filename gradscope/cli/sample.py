@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradscope.cli.flags import Many, PolicyFlags, check_prompts, load_quietly
+from gradscope.cli.flags import Many, PolicyFlags, check_prompts, load_quietly, note_context
 from gradscope.errors import InputError
 from gradscope.policy import check_prompt
 from gradscope.runs import check_is_folder, check_writable
@@ -78,6 +78,7 @@ class Sample(PolicyFlags):
             questions = draw_questions(task, self.questions, seed=self.seed, **options)
         check_prompts(questions, parquet=self.out.suffix == ".parquet")
         policy = load_quietly(self.model, **self.loading)
+        note_context(policy, self.max_new_tokens)
         settings = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens, "seed": self.seed}
         with closing(make_sampler(self.engine, policy, batch_size=self.batch_size)) as sampler:
             rows = rollout_rows(policy, questions, task=task, sampler=sampler, n=self.n, **settings)

@@ -77,7 +77,7 @@ def refuse_endless_weights(columns: Mapping[str, object] | pd.DataFrame) -> None
 
     columns: `response`, `position` and those of `describe_tokens`, or a token table.
     """
-    names = ("response", "position", "logprob", "old_logprob", "ref_logprob", "kl_weight", "weight")
+    names = ("response", "position", "logprob", "old_logprob", "ref_logprob", "advantage", "kl_weight", "weight")
     values = {name: np.asarray(to_column(columns[name])) for name in names if name in columns}
     endless = np.isinf(values["weight"]).nonzero()[0]
     if not len(endless):
@@ -90,9 +90,12 @@ def refuse_endless_weights(columns: Mapping[str, object] | pd.DataFrame) -> None
             f"{told}its KL term, of log π {logprob:.4g} and log π_ref {token['ref_logprob']:.4g}, is beyond float32; "
             "are ref_logprobs of this policy's reference? Give those, or a smaller --kl-coef"
         )
+    clip, flag = (
+        ("dual clip", "--clip-ratio-c") if token["advantage"] < 0 else ("clipping", "a smaller --clip-ratio-high")
+    )
     raise InputError(
         f"{told}its ratio, the exponential of log π {logprob:.4g} − log π_old {token['old_logprob']:.4g}, has no bound "
-        "without dual clip; are old_logprobs of this policy? Give rollouts of it, or --clip-ratio-c"
+        f"without {clip}; are old_logprobs of this policy? Give rollouts of it, or {flag}"
     )
 
 

@@ -1,6 +1,10 @@
 """What is at the door: a file is loaded when one of its names is first used."""
 
-from .ending import end_at_once as end_at_once
+from .ending import (
+    end_at_once as end_at_once,
+    go_on_unread as go_on_unread,
+    noting_interruption as noting_interruption,
+)
 from .files import (
     file_hash as file_hash,
     is_table as is_table,

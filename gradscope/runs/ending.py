@@ -1,11 +1,71 @@
-"""How a process that was launched with others ends."""
+"""How a process ends: interrupted, unread, or launched with others."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+
+@contextmanager
+def noting_interruption() -> Iterator[list[int]]:
+    """Yield a list that is filled when SIGINT comes: a library that is being loaded may make another error of it.
+
+    The signal raises KeyboardInterrupt as ever; one that is ignored stays so.
+    """
+    noted: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        noted.append(number)
+        signal.default_int_handler(number, frame)
+
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
+        yield noted
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def go_on_unread() -> None:
+    """From here on, what is printed goes nowhere once nobody reads it (`| head`); the work goes on to its end."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
+            setattr(sys, name, _Unread(stream))
+
+
+class _Unread:
+    """A stream whose reader may go."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._try(self._stream.write, text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, call: Callable[..., Any], *args: str) -> Any:
+        try:
+            return call(*args)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            return call(*args)  # with what was held back
 
 
 def end_at_once(call: Callable[[], None]) -> None:

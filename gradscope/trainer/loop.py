@@ -86,6 +86,9 @@ def train(
             accelerator.end_training()
             return start
         learner = build_learner(config, accelerator, start)
+        if (context := learner.policy.context) is not None and config.max_new_tokens >= context:
+            longest = f"max_new_tokens is {config.max_new_tokens}, and the policy's context, with the prompt, {context}"
+            raise InputError(f"{longest} tokens; give less")
         if on_step is not None and learner.is_sharded:
             raise InputError("on_step looks at whole weights and these lie in shards (FSDP); launch with --multi_gpu")
         journal = Journal(config, out, questions, learner, accelerator)

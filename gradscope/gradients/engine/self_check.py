@@ -72,8 +72,8 @@ def check_engine(
             if arithmetic_dtype(meter.model) == torch.float16 and not isfinite(own.param_grad_norm):
                 raise InputError(
                     f"the gradient of token {target} of a sequence of {len(ids)} is beyond float16's "
-                    f"{torch.finfo(torch.float16).max:g} at temperature {sequence.temperature:g}; give --dtype "
-                    "bfloat16 or float32"
+                    f"{torch.finfo(torch.float16).max:g} at temperature {sequence.temperature:g}, by which it is "
+                    "divided; give the temperature that the rollouts were sampled at, or --dtype bfloat16 or float32"
                 )
             if not differences[worst] <= tolerance:
                 raise SelfCheckError(
