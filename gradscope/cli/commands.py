@@ -18,7 +18,7 @@ from typing import Any
 import tyro
 
 from gradscope import __version__
-from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError, stop_printing
+from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError, printable, stop_printing
 
 COMMANDS = {
     "demo": "The main job on the embedded policy: sample puzzles' responses, measure them, draw, print a summary.",
@@ -126,9 +126,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _stop(error: Exception, status: int) -> None:
     if status != 2 or os.environ.get("RANK", "0") == "0":  # all processes see a mistake of the user: one tells it
-        # A file's text may hold what steers a terminal.
-        words = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(str(error).split()))
-        print(f"gradscope: {words}", file=sys.stderr)
+        print(f"gradscope: {printable(' '.join(str(error).split()))}", file=sys.stderr)
     elif status == 2:
         time.sleep(3)  # the launcher ends all processes with the first: the one that tells it needs its moment
     raise SystemExit(status)

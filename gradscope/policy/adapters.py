@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import warnings
@@ -14,6 +13,7 @@ from torch import nn
 
 from gradscope.errors import InputError, first_line
 from gradscope.policy.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, EMBEDDED, is_adapter, is_hub_name
+from gradscope.runs import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,9 +54,9 @@ def find_whole(model: str, base: str | None = None) -> str:
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json of a LoRA; InputError for any other."""
     try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_bytes())
+        config = parse_json((folder / ADAPTER_CONFIG).read_bytes())
         kind = config.get("peft_type")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise InputError(
             f"{folder / ADAPTER_CONFIG} cannot be read ({first_line(error)}); save the adapter there anew"
         ) from error

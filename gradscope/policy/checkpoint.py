@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from concurrent.futures import Future
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from gradscope.errors import InputError, checked
+from gradscope.runs import read_json
 
 if TYPE_CHECKING:
     from gradscope.policy.policy import Policy
@@ -84,11 +84,8 @@ def checkpoint_step(path: str | Path) -> int | None:
     """
     folder = Path(path)
     for home in checkpoint_homes(folder):
-        try:
-            state = json.loads((home / STATE).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            continue  # there is none, or none that can be read: the name may tell
-        steps = [state.get(name) for name in ("global_step", "step")] if isinstance(state, dict) else []
+        state = read_json(home / STATE) or {}  # none, or none that can be read: the name may tell
+        steps = [state.get(name) for name in ("global_step", "step")]
         if found := [step for step in steps if isinstance(step, int) and not isinstance(step, bool)]:
             return found[0]
     numbers = (_trailing_number(home.name) for home in checkpoint_homes(folder))
@@ -188,7 +185,7 @@ def policy_hashes(policy: Policy) -> dict[str, str]:
 
 
 def _weight_files(path: str | Path) -> list[Path]:
-    return next((files for kind in WEIGHTS if (files := sorted(Path(path).glob(kind)))), [])
+    return next((files for kind in WEIGHTS if (files := sorted(filter(Path.is_file, Path(path).glob(kind))))), [])
 
 
 def _state(files: list[Path]) -> _State:

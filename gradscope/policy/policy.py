@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from gradscope.errors import InputError, first_line
+from gradscope.errors import InputError, first_line, show
 from gradscope.policy.parameters import float_parameters
 from gradscope.policy.upcasting import arithmetic_dtype, precision_in_words
 
@@ -186,7 +186,7 @@ def check_prompt(prompt: Any, place: str | None = None) -> None:
     chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
     if not (isinstance(prompt, str) or (chat and prompt)):
         raise InputError(
-            f"{where}the prompt is neither a string nor a chat but {prompt!r:.60}; give a string or a chat "
+            f"{where}the prompt is neither a string nor a chat but {show(prompt)}; give a string or a chat "
             "([{role, content}, …])"
         )
     _check_text(prompt, f"{where}the prompt")
@@ -195,5 +195,5 @@ def check_prompt(prompt: Any, place: str | None = None) -> None:
 def _check_text(value: Any, name: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
-    except (TypeError, ValueError) as error:  # of a lone surrogate, UnicodeEncodeError
+    except (TypeError, ValueError, RecursionError) as error:  # of a lone surrogate, UnicodeEncodeError
         raise InputError(f"{name} holds what is no text ({first_line(error)}); mend it") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.batch import Note, Response, TokenBatch, collate
 from gradscope.rollouts.formats.base import EMPTY, EXTRAS, FROM_REWARDS, NO_TEMPERATURE, ON_POLICY, Row
@@ -22,7 +23,6 @@ from gradscope.rollouts.formats.values import (
     parse_mask,
     parse_per_token,
     parse_response,
-    show,
 )
 
 LOOKED_AT = 8
@@ -230,6 +230,8 @@ class _Reading:
     def _group(self, row: Row, prompt_ids: list[int]) -> int:
         group = row.columns.get("group", tuple(prompt_ids))
         try:
+            if isinstance(group, float) and not math.isfinite(group):
+                raise TypeError("NaN is not even itself")
             return self._groups.setdefault((row.step, group), len(self._groups))
         except TypeError as error:
             raise InputError(

@@ -103,7 +103,8 @@ def read_dump(
         )
     unfinished = len(files) - len(finished)
     notes = [*form.notes] + ([f"{unfinished} unfinished files left out (no marker STABLE)"] if unfinished else [])
-    rows = form.rows(chain.from_iterable(map(read_records, finished)), policy)
+    records = (record for file in finished for record in read_records(file, torn=form.ends_torn))
+    rows = form.rows(records, policy)
     return make_dump(rows, policy, format=form.name, path=path, notes=notes, step=step, is_dump=form is not NATIVE)
 
 
@@ -112,7 +113,7 @@ def _find_format(path: Path, files: list[Path], name: str | None) -> Format:
     found: tuple[Path, Format] | None = None
     for file in files:
         record = next(_first(file), None)
-        if record is None:
+        if record is None or record.torn:
             continue
         if name is None:
             form = recognise(record, READERS)
@@ -126,6 +127,8 @@ def _find_format(path: Path, files: list[Path], name: str | None) -> Format:
             )
         found = found or (file, form)
     if found is None:
+        for _ in chain.from_iterable(map(read_records, files)):
+            pass  # says what is wrong with a line that is cut off
         raise InputError(f"{path} holds no rows; give at least one response")
     return found[1]
 
@@ -135,7 +138,7 @@ def _first(file: Path) -> Iterator[Record]:
     if file.suffix == ".pt":
         yield Record(file, str(file), dict.fromkeys(SLIME.needs))
     else:
-        yield from read_records(file)
+        yield from read_records(file, torn=True)
 
 
 def recognise(record: Record, formats: Mapping[str, Format]) -> Format:

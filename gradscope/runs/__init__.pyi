@@ -21,6 +21,13 @@ from .folder import (
     library_versions as library_versions,
     provenance as provenance,
 )
+from .foreign import (
+    load_tensors as load_tensors,
+    numbers_of as numbers_of,
+    parse_json as parse_json,
+    read_lines as read_lines,
+    read_parquet as read_parquet,
+)
 from .lock import locked as locked
 from .processes import (
     ALONE as ALONE,

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradscope.runs.foreign import parse_json
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -70,11 +72,11 @@ def plain_json(value: Any) -> Any:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None if there is no such file, an empty one if it cannot be read."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # of a name that is too long, Path raises
         return None
     try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+        value = parse_json(path.read_bytes())
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 

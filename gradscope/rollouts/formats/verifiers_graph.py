@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, show
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import Format, Row
 from gradscope.rollouts.formats.sequences import split_sequence
-from gradscope.rollouts.formats.values import show
 
 PER_TOKEN = {
     "advantage": "advantages",
@@ -111,10 +110,17 @@ def _reward(record: Record) -> float | None:
     """Σ score · weight; None where nothing was scored."""
     rewards = record.columns.get("rewards") or {}
     try:
-        parts = [reward["score"] * reward.get("weight", 1.0) for reward in rewards.values()]
+        parts = [(reward["score"], reward.get("weight", 1.0)) for reward in rewards.values()]
     except (TypeError, KeyError, AttributeError):
         return None
-    return float(sum(parts)) if parts else None
+    if not parts or any(score is None for score, _ in parts):
+        return None
+    try:
+        return sum(float(score) * float(weight) for score, weight in parts if not isinstance(score, str))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(
+            f"{record.place}: `rewards` is {show(rewards)}; wanted is a finite score and weight of each"
+        ) from error
 
 
 def _heat(record: Record) -> float | None:
