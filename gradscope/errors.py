@@ -74,7 +74,7 @@ def show(value: Any) -> str:
     """A value in an error: as JSON writes it, at most 40 characters, whatever it is and however large.
 
     >>> show([1, None, "a"]), show([[0] * 10**6])
-    ('[1, null, "a"]', '[[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, …')
+    ('[1, null, "a"]', '[[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,…')
     """
     text = ""
     try:
@@ -90,8 +90,8 @@ def show(value: Any) -> str:
 def printable(text: str) -> str:
     """The text on one line, what steers a terminal or cannot be seen by its number.
 
-    >>> printable("a\nb\u202e")
-    'a\\nb\\u202e'
+    >>> print(printable("a" + chr(10) + "b" + chr(0x202E)))
+    a\\nb\\u202e
     """
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
@@ -102,7 +102,8 @@ def first_line(error: Exception) -> str:
     >>> first_line(ValueError("no such key.\\nTraceback …"))
     'no such key'
     """
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".!:")
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".!:")
+    return line if len(line) <= 300 else f"{line[:300]}…"
 
 
 def checked(function: Callable[P, Result]) -> Callable[P, Result]:

@@ -225,7 +225,8 @@ class _Reading:
         for name in EXTRAS:
             self.extras[name].append(_extra(row, name, kept))
         bare = Row(row.place, {}, row.step, row.labels)  # the values are held by the response alone
-        self._rows.append((row.place, frozenset(row.columns), bare))
+        told = frozenset(row.columns) | ({"step"} if row.step is not None else set())
+        self._rows.append((row.place, told, bare))
 
     def _group(self, row: Row, prompt_ids: list[int]) -> int:
         group = row.columns.get("group", tuple(prompt_ids))
@@ -248,7 +249,7 @@ class _Reading:
             reasons = "; ".join(self.left_out_notes())
             raise InputError(f"{path} leaves no response to measure ({reasons}); give a log with responses")
         self._agreement.check()
-        for name in ALL_OR_NONE:
+        for name in (*ALL_OR_NONE, "step"):
             having = [name in names for _, names, _ in self._rows]
             if any(having) and not all(having):
                 place, _, row = self._rows[having.index(False)]

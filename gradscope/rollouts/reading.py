@@ -160,7 +160,7 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
     nearest = max(formats.values(), key=lambda form: (common[form.name], form.name == "native"))
     if nearest.name == "native" and common["native"]:
         return nearest
-    given = ", ".join(sorted(names)[:12]) or "none"
+    given = ", ".join(name[:40] for name in sorted(names)[:12]) or "none"
     if not common[nearest.name]:
         raise InputError(f"{record.place}: columns of no known format ({given}); known are {', '.join(formats)}")
     raise InputError(

@@ -5,7 +5,6 @@ from .files import (
     file_hash as file_hash,
     is_table as is_table,
     plain_json as plain_json,
-    read_json as read_json,
     replacing as replacing,
     write_json as write_json,
     write_parquet as write_parquet,
@@ -25,6 +24,7 @@ from .foreign import (
     load_tensors as load_tensors,
     numbers_of as numbers_of,
     parse_json as parse_json,
+    read_json as read_json,
     read_lines as read_lines,
     read_parquet as read_parquet,
 )

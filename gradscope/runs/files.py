@@ -1,4 +1,4 @@
-"""Single files: replaced whole or not at all, hashed, and read where somebody else may have written them."""
+"""Single files: replaced whole or not at all, and hashed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from gradscope.runs.foreign import parse_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,17 +66,6 @@ def plain_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain_json(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no such file, an empty one if it cannot be read."""
-    if not os.path.isfile(path):  # of a name that is too long, Path raises
-        return None
-    try:
-        value = parse_json(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def is_table(path: Path) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import warnings
 import zipfile
 from collections import Counter
@@ -49,6 +50,17 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         name = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
         raise ValueError(f"{name!r:.60} stands there twice")
     return found
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no such file, an empty one if it cannot be read."""
+    if not os.path.isfile(path):  # of a name that is too long, Path raises
+        return None
+    try:
+        value = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

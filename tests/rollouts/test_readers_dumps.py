@@ -444,9 +444,9 @@ HOSTILE = {
     "no prompt": ({"loss_mask": [True] * 5}, "the prompt is empty"),
     "mask of twos": ({"loss_mask": [0, 0, 0, 1, 2]}, "`loss_mask` is .*true/false"),
     "step beyond 64 bits": ({"step": 2**63}, "`step` is 9223372036854775808; wanted is a whole number"),
-    "step of an odd digit": ({"step": "²"}, "`step` is '²'"),
-    "step that is text": ({"step": "three"}, "`step` is 'three'"),
-    "step that is a superscript": ({"step": "³"}, "`step` is '³'"),
+    "step of an odd digit": ({"step": "²"}, '`step` is "²"'),
+    "step that is text": ({"step": "three"}, '`step` is "three"'),
+    "step that is a superscript": ({"step": "³"}, '`step` is "³"'),
     "no ids": ({"token_ids": None}, "no `token_ids`"),
     "longer than the context": (
         {
@@ -481,7 +481,7 @@ def test_nothing_in_a_pickle_is_run(tmp_path):
     torch.save({"rollout_id": 0, "samples": [{"tokens": Malicious()}]}, tmp_path / "rollout_0.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Malicious()))
     for name in ("rollout_0.pt", "plain.pt"):
-        with pytest.raises(InputError, match=rf"{name} cannot be read as tensors .* nothing in it was run") as caught:
+        with pytest.raises(InputError, match=rf"{name}: it cannot be read as tensors .* nothing in it was run") as caught:
             read_dump(tmp_path / name)
         assert "\n" not in str(caught.value) and "weights_only" not in str(caught.value)  # no advice to run it
     assert not witness.exists()
