@@ -53,7 +53,8 @@ def is_adapter(folder: Path) -> bool:
 def model_weights(folder: Path) -> list[Path]:
     """Files of a whole model's weights in the folder, by name."""
     # Adapters may have other tensors beside them, such as new_embeddings.safetensors.
-    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    patterns = ("model*.safetensors", "pytorch_model*.bin")
+    return next((found for kind in patterns if (found := _files(folder, kind))), [])
 
 
 def refuse_training_run(folder: Path) -> None:
@@ -185,7 +186,12 @@ def policy_hashes(policy: Policy) -> dict[str, str]:
 
 
 def _weight_files(path: str | Path) -> list[Path]:
-    return next((files for kind in WEIGHTS if (files := sorted(filter(Path.is_file, Path(path).glob(kind))))), [])
+    return next((found for kind in WEIGHTS if (found := _files(Path(path), kind))), [])
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    """Its files by name; what is no plain file, such as a pipe, would never end."""
+    return sorted(path for path in folder.glob(pattern) if path.is_file())
 
 
 def _state(files: list[Path]) -> _State:

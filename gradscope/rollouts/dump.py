@@ -219,6 +219,11 @@ class _Reading:
         is_text = not {"prompt_ids", "response_ids"} <= set(row.columns)
         if is_text and self._policy.knows_not(row.columns["prompt"], prompt_ids):
             self._unknown += 1
+            if 2 * prompt_ids.count(self._policy.tokenizer.unk_token_id) > len(prompt_ids):
+                raise InputError(
+                    f"{row.place}: the tokenizer has no tokens for most of the prompt {show(row.columns['prompt'])}; "
+                    "give the checkpoint that sampled it, or the ids"
+                )
         self.responses.append(parse_response(row, prompt_ids, response_ids, self._group(row, prompt_ids)))
         self.steps.append(row.step)
         kept = parse_mask(row, len(response_ids))
@@ -266,7 +271,9 @@ class _Reading:
         if not self._unknown:
             return ()
         share = f"{self._unknown} of {len(self.responses)} prompts"
-        return (f"the tokenizer has no tokens for some of {share}: {self._policy.tokenizer.unk_token!r} is there",)
+        token = self._policy.tokenizer.unk_token
+        instead = "it is left out" if token is None else f"{token!r} is there"
+        return (f"the tokenizer has no tokens for some of {share}: {instead}",)
 
     def left_out_notes(self) -> tuple[str, ...]:
         total = len(self.responses) + self._left_out.total()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gradscope.errors import InputError, show
-from gradscope.runs import file_hash, load_tensors, numbers_of, parse_json, read_lines, read_parquet
+from gradscope.runs import MOST_COLUMNS, file_hash, load_tensors, numbers_of, parse_json, read_lines, read_parquet
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".zst")
 """What a file of rollouts may end in; .json is read as .jsonl, and .jsonl.zst is a compressed one."""
@@ -105,6 +105,8 @@ def _read_jsonl(path: Path, torn: bool) -> Iterator[Record]:
             raise InputError(f"{place}: not JSON ({error}); write one object per line") from error
         if not isinstance(row, dict):
             raise InputError(f"{place}: a JSON {type(row).__name__}; write one object per line, {{column: value}}")
+        if len(row) > MOST_COLUMNS:
+            raise InputError(f"{place}: {len(row):,} columns; give at most {MOST_COLUMNS:,}")
         yield Record(path, place, row)
         index += 1
 

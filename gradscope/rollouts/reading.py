@@ -10,6 +10,7 @@ from typing import Literal
 from gradscope.errors import InputError, checked
 from gradscope.policy import Policy, PolicyLike, checkpoint_step, load_policy
 from gradscope.rollouts.batch import TokenBatch
+from gradscope.rollouts.checks import check_batch
 from gradscope.rollouts.dump import Dump, keep_own_step, make_dump
 from gradscope.rollouts.files import Record, list_files, read_records
 from gradscope.rollouts.formats.base import Format
@@ -42,9 +43,12 @@ BatchLike = TokenBatch | str | Path
 
 
 def read_inputs(policy: PolicyLike, batch: BatchLike) -> tuple[Policy, TokenBatch]:
-    """What a function of a policy and its rollouts works on: those given, or loaded from the paths given."""
+    """What a function of a policy and its rollouts works on: those given, checked, or loaded from the paths given."""
     policy = policy if isinstance(policy, Policy) else load_policy(policy)
-    return policy, batch if isinstance(batch, TokenBatch) else read_rollouts(batch, policy)
+    if not isinstance(batch, TokenBatch):
+        return policy, read_rollouts(batch, policy)
+    check_batch(policy, batch)
+    return policy, batch
 
 
 @checked

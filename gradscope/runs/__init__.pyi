@@ -21,6 +21,7 @@ from .folder import (
     provenance as provenance,
 )
 from .foreign import (
+    MOST_COLUMNS as MOST_COLUMNS,
     load_tensors as load_tensors,
     numbers_of as numbers_of,
     parse_json as parse_json,

@@ -22,6 +22,8 @@ MOST = 1000
 """Times its size that a compressed file may unpack to: logs unpack to 5 or 20 times, bombs to 10,000 and more."""
 SPARE = 1 << 22
 """Bytes, or values, that a small file may unpack to besides."""
+MOST_COLUMNS = 10_000
+"""Columns of a row; the widest log has a few dozen."""
 LONGEST_LINE = 1 << 30
 """Bytes of a line: a whole step of text in one object is a few hundred million."""
 
@@ -98,6 +100,8 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[d
 
     try:
         with pq.ParquetFile(path) as file:
+            if (width := file.metadata.num_columns) > MOST_COLUMNS:
+                raise InputError(f"{path} has {width:,} columns; give at most {MOST_COLUMNS:,}")
             names = file.schema_arrow.names
             if twice := [name for name, n in Counter(names).items() if n > 1]:
                 raise InputError(f"{path} has the column {twice[0]!r:.60} twice; write it again with one of them")

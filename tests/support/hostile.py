@@ -59,6 +59,9 @@ class Reader:
     """Cases from the contents of the sound files; what is run of one shall make a file of that name."""
     check: Callable[[Any], None] = lambda found: None
     """Raises AssertionError for what no reader may give."""
+    cut: bool = True
+    """Whether its files may be cut off at every place in turn: not for readers that load a model, and those that read
+    what is broken as if it were not there."""
     names: str = ""
     """What every refusal names."""
     share: float = 1.0
@@ -148,13 +151,16 @@ class Bench:
         @settings(max_examples=cases, database=None, deadline=None, suppress_health_check=list(HealthCheck))
         @given(case=self.reader.spoil(self.files, self.witness))
         def check(case: Case) -> None:
-            try:
-                self.judge(case)
-            except AssertionError as error:
-                self.tally["wrong"] += 1
-                if on_wrong is None:
-                    raise
-                on_wrong(case, str(error))
+            self.count(case, on_wrong=on_wrong)
 
         check()
         return self.tally
+
+    def count(self, case: Case, *, on_wrong: Callable[[Case, str], None] | None = None) -> None:
+        try:
+            self.judge(case)
+        except AssertionError as error:
+            self.tally["wrong"] += 1
+            if on_wrong is None:
+                raise
+            on_wrong(case, str(error))

@@ -10,7 +10,7 @@ import math
 import platform
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import date
 from functools import cache, partial
@@ -26,7 +26,6 @@ from hypothesis import strategies as st
 
 from gradscope.cli.flags import quiet_transformers
 from gradscope.cli.sample import read_prompts
-from gradscope.errors import InputError
 from gradscope.policy import Policy, checkpoint_step, load_policy, load_tokenizer, read_adamw_state
 from gradscope.policy.adapters import find_base
 from gradscope.rollouts import Dump, read_dump, write_rollouts
@@ -35,7 +34,7 @@ from gradscope.tasks import get_task
 from support import dumps
 from support.hostile import REFUSED, Bench, Case, Reader
 from support.policies import CONTEXT, VOCAB, make_policy, make_tokenizer, save_checkpoint
-from support.spoiling import Change, bytes_of, cut_lines, encode, json_lines, parquet, torch_file
+from support.spoiling import Change, bytes_of, json_lines, parquet, torch_file
 
 NAN = "nan"
 """What NaN is in plain values, so that they can be compared."""
@@ -283,7 +282,9 @@ def spoil_native(files: dict[str, bytes], _witness: Path) -> Any:
         return check
 
     [(name, content)] = files.items()
-    return st.one_of(json_lines(name, content, truth=truth), json_lines(name, content, truth=truth), bytes_of(name, content))
+    return st.one_of(
+        json_lines(name, content, truth=truth), json_lines(name, content, truth=truth), bytes_of(name, content)
+    )
 
 
 def write_native(folder: Path, *, suffix: str = ".jsonl") -> Path:
@@ -342,7 +343,9 @@ def spoil_prompts(files: dict[str, bytes], _witness: Path) -> Any:
         wanted = []
         for row in rows:
             prompt = row.get("prompt") if isinstance(row, dict) else None
-            chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+            chat = isinstance(prompt, list) and all(
+                isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt
+            )
             if not (isinstance(prompt, str) or (chat and prompt)):
                 return REFUSED
             try:
@@ -461,7 +464,9 @@ def write_checkpoint(folder: Path) -> Path:
 def spoil_file(files: dict[str, bytes], _witness: Path, *, file: str) -> Any:
     """One file of JSON."""
     one = json.dumps(json.loads(files[file])).encode()
-    lines = json_lines(file, one).map(lambda case: replace(case, truth=None))  # what other libraries read is their affair
+    lines = json_lines(file, one).map(
+        lambda case: replace(case, truth=None)
+    )  # what other libraries read is their affair
     return st.one_of(lines, lines, bytes_of(file, files[file]))
 
 
@@ -474,8 +479,12 @@ def spoil_weights(files: dict[str, bytes], _witness: Path) -> Any:
     def framed(case: Case) -> Case:
         return Case(case.kind, len(case.content).to_bytes(8, "little") + case.content + body, None, "model.safetensors")
 
-    return st.one_of(json_lines("", header).map(framed), bytes_of("model.safetensors", content[:4000]).map(
-        lambda case: Case(case.kind, case.content + content[4000:], None, "model.safetensors")))
+    return st.one_of(
+        json_lines("", header).map(framed),
+        bytes_of("model.safetensors", content[:4000]).map(
+            lambda case: Case(case.kind, case.content + content[4000:], None, "model.safetensors")
+        ),
+    )
 
 
 def write_adapter(folder: Path) -> Path:
@@ -528,10 +537,10 @@ def read_tokenizer(path: Path) -> Any:
 def spoil_tokenizer(files: dict[str, bytes], witness: Path) -> Any:
     """And a template that would run a command."""
     config = json.loads(files["tokenizer_config.json"])
-    reach = "{{ cycler.__init__.__globals__.os.mkdir('%s') }}" % witness
+    reach = f"{{{{ cycler.__init__.__globals__.os.mkdir('{witness}') }}}}"
     payloads = [reach, "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{% for i in range(10**9) %}x{% endfor %}"]
-    templates = ["chat_template.jinja"] if "chat_template.jinja" in files else []
-    parts = [st.sampled_from(payloads).map(lambda text: Case("a template", text.encode(), None, name)) for name in templates]
+    name = "chat_template.jinja"
+    parts = [st.sampled_from(payloads).map(lambda text: Case("a template", text.encode(), None, name))]
     own = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "chat_template": reach}
     parts += [st.just(Case("own code", json.dumps(config | own).encode(), None, "tokenizer_config.json"))]
     for name in ("tokenizer_config.json", "tokenizer.json"):
@@ -540,7 +549,9 @@ def spoil_tokenizer(files: dict[str, bytes], witness: Path) -> Any:
 
 
 READERS = [
-    Reader("native", write_native, lambda path: rows_of(read_dump(path, policy())), spoil_native, check_rows, share=3.0),
+    Reader(
+        "native", write_native, lambda path: rows_of(read_dump(path, policy())), spoil_native, check_rows, share=3.0
+    ),
     Reader(
         "native, parquet",
         partial(write_native, suffix=".parquet"),
@@ -578,9 +589,18 @@ READERS = [
     Reader("prompts, JSONL", partial(write_prompts, suffix=".jsonl"), read_texts, spoil_prompts),
     Reader("prompts, text", partial(write_prompts, suffix=".txt"), read_texts, spoil_texts),
     Reader("task math", partial(write_parquet, rows=MATH_ROWS), partial(ask, task="math"), spoil_parquet),
-    Reader("task knights-knaves", partial(write_parquet, rows=PUZZLES), partial(ask, task="knights-knaves"), spoil_parquet),
-    Reader("manifest.json, key.json", write_run, read_run, spoil_run),
-    Reader("trainer_state.json", write_state, read_step, partial(spoil_file, file="checkpoint-7/trainer_state.json"), share=0.3),
+    Reader(
+        "task knights-knaves", partial(write_parquet, rows=PUZZLES), partial(ask, task="knights-knaves"), spoil_parquet
+    ),
+    Reader("manifest.json, key.json", write_run, read_run, spoil_run, cut=False),
+    Reader(
+        "trainer_state.json",
+        write_state,
+        read_step,
+        partial(spoil_file, file="checkpoint-7/trainer_state.json"),
+        cut=False,
+        share=0.3,
+    ),
     Reader("optimizer.pt", write_optimizer, read_optimizer, spoil_torch),
     Reader(
         "adapter_config.json",
@@ -589,16 +609,48 @@ READERS = [
         partial(spoil_file, file="adapter/adapter_config.json"),
         share=0.5,
     ),
-    Reader("adapter", write_adapter, logits_of, partial(spoil_file, file="adapter/adapter_config.json"), share=0.1),
-    Reader("config.json", write_checkpoint, logits_of, partial(spoil_file, file="config.json"), names="config", share=0.3),
-    Reader("model.safetensors", write_checkpoint, logits_of, spoil_weights, share=0.1),
-    Reader("tokenizer", write_checkpoint, read_tokenizer, spoil_tokenizer, share=0.3),
+    Reader(
+        "adapter",
+        write_adapter,
+        logits_of,
+        partial(spoil_file, file="adapter/adapter_config.json"),
+        cut=False,
+        share=0.1,
+    ),
+    Reader(
+        "config.json",
+        write_checkpoint,
+        logits_of,
+        partial(spoil_file, file="config.json"),
+        names="config",
+        cut=False,
+        share=0.3,
+    ),
+    Reader("model.safetensors", write_checkpoint, logits_of, spoil_weights, cut=False, share=0.1),
+    Reader("tokenizer", write_checkpoint, read_tokenizer, spoil_tokenizer, cut=False, share=0.3),
 ]
+
+
+CUTS = 4000
+
+
+def every_cut(bench: Bench) -> Iterator[Case]:
+    """Each file of the log, cut off at every place, of a large one at CUTS; what ends within a value is not read."""
+    for name, content in bench.files.items():
+        lines, stream = name.endswith("jsonl"), name == "traces/stream.jsonl"
+        for at in range(0, len(content), -(-len(content) // CUTS) or 1):
+            rest = content[:at].rpartition(b"\n")[2] if lines else content[:at]
+            try:
+                whole = name.endswith(".txt") or (lines and (not rest.strip() or isinstance(json.loads(rest), dict)))
+            except ValueError:
+                whole = False
+            yield Case("cut", content[:at], None if whole or stream or not at else REFUSED, name)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=20_000)
+    parser.add_argument("--cuts", action="store_true", help="and every file cut off at every place")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--out", type=Path, default=None)
@@ -616,9 +668,14 @@ def main() -> None:
             kinds.setdefault(re.sub(r"\d+", "#", words)[:120], f"{words[:700]}\n    {case!r:.600}")
 
         with tempfile.TemporaryDirectory() as folder:
-            cases = round(given.cases * reader.share / shares)
-            tally = Bench(reader, Path(folder)).run(cases, given.seed, on_wrong=tell)
-        rows.append({"reader": reader.name, "cases": tally.total(), **{n: tally[n] for n in ("parsed", "refused", "wrong")}})
+            cases, bench = round(given.cases * reader.share / shares), Bench(reader, Path(folder))
+            if given.cuts and reader.cut:
+                for case in every_cut(bench):
+                    bench.count(case, on_wrong=tell)
+            tally = bench.run(cases, given.seed, on_wrong=tell)
+        rows.append(
+            {"reader": reader.name, "cases": tally.total(), **{n: tally[n] for n in ("parsed", "refused", "wrong")}}
+        )
         print(rows[-1], flush=True)
         for words in kinds.values():
             print("   ", words, flush=True)

@@ -33,7 +33,17 @@ def bytes_of(file: str, content: bytes) -> st.SearchStrategy[Case]:
         return content[:at] + new + content[at + gone :]
 
     text = content.decode("utf-8", "replace")
-    others = [b"", b"\0", b"\n", b"\0" * 4096, content + content, content[::-1], b"\xff\xfe" + content, b"PAR1", b"PK\3\4"]
+    others = [
+        b"",
+        b"\0",
+        b"\n",
+        b"\0" * 4096,
+        content + content,
+        content[::-1],
+        b"\xff\xfe" + content,
+        b"PAR1",
+        b"PK\3\4",
+    ]
     others += [text.encode(name, "replace") for name in ("utf-16", "utf-16-le", "utf-32", "utf-7", "latin-1", "cp037")]
     others += [content + b"\0" * 100, content.rstrip() + b"\x1a", content.replace(b" ", b"\0"), b"[" * 100_000]
     return st.one_of(
@@ -41,7 +51,9 @@ def bytes_of(file: str, content: bytes) -> st.SearchStrategy[Case]:
         st.builds(patch, place, st.binary(min_size=1, max_size=9), st.integers(0, 9)).map(
             lambda new: Case("patched", new, file=file)
         ),
-        st.builds(patch, place, st.just(b""), st.integers(1, 400)).map(lambda new: Case("a piece gone", new, file=file)),
+        st.builds(patch, place, st.just(b""), st.integers(1, 400)).map(
+            lambda new: Case("a piece gone", new, file=file)
+        ),
         st.sampled_from(others).map(lambda new: Case("another encoding or none", new, file=file)),
     )
 
@@ -61,14 +73,35 @@ NUMBERS = [Raw(word) for word in ("1e400", "-1e400", "1" + "0" * 400, "9" * 5000
 NUMBERS += [Raw(word) for word in ("NaN", "Infinity", "-Infinity", "1E2", "1e39", "-1e39", "1e12", "1.0000001e12")]
 NUMBERS += [0, 1, -1, 2, 3, 0.5, 1.5, -0.25, 1e-30, 2**31, 2**53 + 1, 2**63, 2**64, -(2**63) - 1, 95, 96, 1e-4, 0.9]
 NO_NUMBERS = [Raw(word) for word in ("nan", "inf", "-inf", "+1", "01", "1.", ".5", "0x10", "1_000", "-", "1e", "NaN1")]
-NO_NUMBERS += [Raw(word) for word in ("undefined", "'a'", '"a', '"a\tb"', "[1,]", "[1 2]", "{1:2}", "{'a':1}", "{,}", '"\\x"')]
-NO_NUMBERS += [Raw('"\\u12"'), Raw("[" * DEEP), Raw("tru"), Raw(""), Raw("1 2"), Raw("[1]]"), Raw('{"a" 1}'), Raw("\ufeff1")]
+NO_NUMBERS += [
+    Raw(word) for word in ("undefined", "'a'", '"a', '"a\tb"', "[1,]", "[1 2]", "{1:2}", "{'a':1}", "{,}", '"\\x"')
+]
+NO_NUMBERS += [
+    Raw('"\\u12"'),
+    Raw("[" * DEEP),
+    Raw("tru"),
+    Raw(""),
+    Raw("1 2"),
+    Raw("[1]]"),
+    Raw('{"a" 1}'),
+    Raw("\ufeff1"),
+]
 """Tokens that are no JSON."""
 TEXTS = ["", " ", "w4", "w4 w5", "nan", "1", "\u202ew4\u202c", "w4\u200bw5", "\ufeffw4", "w4\0w5", "w4\x85w5\u2028w6"]
 TEXTS += ["é", "w4 é", "<unk>", "<bos> w4", "😀" * 50, "w4 " * 100, "../../../etc/passwd", "{{ 7*7 }}", "\n", "²", "١"]
 TEXTS += [Raw('"\\ud800"'), Raw('"\\udc00\\ud800 w4"'), Raw('"w\\u0034"'), "step", "x" * 3000]
 NESTED = [Raw("[" * DEEP + "]" * DEEP), Raw('{"a":' * DEEP + "1" + "}" * DEEP), Raw('{"a": 1, "a": 2}')]
-NESTED += [Raw("[" * 900 + "]" * 900), Raw('{"a":' * 900 + "1" + "}" * 900), [], [[]], [None], {}, {"a": 1}, [[1]], [{}]]
+NESTED += [
+    Raw("[" * 900 + "]" * 900),
+    Raw('{"a":' * 900 + "1" + "}" * 900),
+    [],
+    [[]],
+    [None],
+    {},
+    {"a": 1},
+    [[1]],
+    [{}],
+]
 NESTED += [[1, 2], [1.5, "a"], ["w4"], [True], [0] * 2000, {"role": "user", "content": "w4"}]
 NESTED += [[{"role": "user", "content": "w4"}], [{"role": 1, "content": ["w4"]}], {"score": "a" * 99, "weight": 10**12}]
 HOSTILE = [None, True, False, *NUMBERS, *NO_NUMBERS, *TEXTS, *NESTED]
@@ -264,7 +297,9 @@ def parquet(file: str, content: bytes) -> st.SearchStrategy[Case]:
     end = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
 
     def put(at: int, kind: str) -> Case:
-        return Case(f"a column of {kind}", _parquet_bytes(table.set_column(at, table.column_names[at], odd[kind])), None, file)
+        return Case(
+            f"a column of {kind}", _parquet_bytes(table.set_column(at, table.column_names[at], odd[kind])), None, file
+        )
 
     def named(at: int, name: str) -> Case:
         names = [name if i == at else own for i, own in enumerate(table.column_names)]
@@ -273,7 +308,13 @@ def parquet(file: str, content: bytes) -> st.SearchStrategy[Case]:
     def lie(at: int, new: bytes) -> Case:
         return Case("a footer that lies", content[:at] + new + content[at + len(new) :], None, file)
 
-    varints = [b"\xff" * 9 + b"\x01", b"\xff\xff\xff\xff\x0f", b"\xfe\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\0", b"\x80"]
+    varints = [
+        b"\xff" * 9 + b"\x01",
+        b"\xff\xff\xff\xff\x0f",
+        b"\xfe\xff\xff\xff\xff\xff\xff\xff\xff\x01",
+        b"\0",
+        b"\x80",
+    ]
     sound = [_parquet_bytes(table, **how) for how in PARQUET_WAYS]
     others = [table.slice(0, 0), table.select([]), pa.table({}), table.slice(0, 1)]
     others += [table.append_column(table.column_names[0], table.column(0)), pa.concat_tables([table] * 300)]
@@ -281,7 +322,9 @@ def parquet(file: str, content: bytes) -> st.SearchStrategy[Case]:
         bytes_of(file, content),
         st.builds(put, places, st.sampled_from(sorted(odd))),
         st.builds(named, places, st.sampled_from(["", "advantages", "\u202e", "x" * 70_000, "a\nb", "\0", "prompt"])),
-        st.builds(lie, st.integers(end, len(content) - 1), st.sampled_from(varints) | st.binary(min_size=1, max_size=3)),
+        st.builds(
+            lie, st.integers(end, len(content) - 1), st.sampled_from(varints) | st.binary(min_size=1, max_size=3)
+        ),
         st.sampled_from(sound).map(lambda new: Case("otherwise", new, SOUND, file)),
         st.sampled_from([_parquet_bytes(one) for one in others]).map(lambda new: Case("other rows", new, None, file)),
     )
@@ -338,7 +381,23 @@ def odd_values(witness: Path) -> list[Any]:
         torch.nn.Parameter(torch.ones(2)),
         torch.tensor([-(2**62)]),
     ]
-    others = [None, "w4", "\ud800", "", b"\xff", [], {}, [None], [1, 2], ["w4"], {1: 2}, [[1]], {"a": 1}, (1, 2), {1, 2}]
+    others = [
+        None,
+        "w4",
+        "\ud800",
+        "",
+        b"\xff",
+        [],
+        {},
+        [None],
+        [1, 2],
+        ["w4"],
+        {1: 2},
+        [[1]],
+        {"a": 1},
+        (1, 2),
+        {1, 2},
+    ]
     others += [torch.Size([2]), torch.device("cpu"), torch.float32, [torch.tensor([1, 2])], [torch.tensor(1)] * 2]
     return [*numbers, *tensors, *others, laughs, loop, deep, Evil(witness), [Evil(witness)]]
 
@@ -372,13 +431,34 @@ def torch_file(file: str, content: bytes, witness: Path) -> st.SearchStrategy[Ca
         inner = pickled[name][:at] + new + pickled[name][at + gone :]
         return Case("a patched pickle", _zip_bytes(pickled | {name: inner}), None, file)
 
-    whole = [[], {}, 1, "a", torch.zeros(3), None, {"samples": []}, {"samples": 1}, {1: 2}, Evil(witness), {"samples": [1]}]
+    whole = [
+        [],
+        {},
+        1,
+        "a",
+        torch.zeros(3),
+        None,
+        {"samples": []},
+        {"samples": 1},
+        {1: 2},
+        Evil(witness),
+        {"samples": [1]},
+    ]
     others = [_torch_bytes(one) for one in whole] + [_torch_bytes(load(), _use_new_zipfile_serialization=False)[:-30]]
-    others += [_zip_bytes({}), _zip_bytes({"archive/data.pkl": pickled[name]}), _zip_bytes(pickled, zipfile.ZIP_DEFLATED)]
+    others += [
+        _zip_bytes({}),
+        _zip_bytes({"archive/data.pkl": pickled[name]}),
+        _zip_bytes(pickled, zipfile.ZIP_DEFLATED),
+    ]
     old = Case("the old format", _torch_bytes(load(), _use_new_zipfile_serialization=False), SOUND, file)
     return st.one_of(
         bytes_of(file, content),
-        st.builds(put, st.sampled_from(places), st.integers(0, len(values) - 1), st.sampled_from(("put", "put", "gone", "key"))),
+        st.builds(
+            put,
+            st.sampled_from(places),
+            st.integers(0, len(values) - 1),
+            st.sampled_from(("put", "put", "gone", "key")),
+        ),
         st.builds(patch, st.integers(0, len(pickled[name]) - 1), st.binary(max_size=6), st.integers(0, 6)),
         st.sampled_from(others).map(lambda new: Case("other content", new, None, file)),
         st.just(old),
