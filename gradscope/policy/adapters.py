@@ -13,7 +13,7 @@ from torch import nn
 
 from gradscope.errors import InputError, first_line, show
 from gradscope.policy.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, EMBEDDED, is_adapter, is_hub_name
-from gradscope.runs import parse_json, read_json
+from gradscope.runs import parse_json_file, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,7 +74,7 @@ def find_whole(model: str, base: str | None = None) -> str:
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json of a LoRA; InputError for any other."""
     try:
-        config = parse_json((folder / ADAPTER_CONFIG).read_bytes())
+        config = parse_json_file(folder / ADAPTER_CONFIG)
         kind = config.get("peft_type")
     except (OSError, ValueError, AttributeError) as error:
         raise InputError(

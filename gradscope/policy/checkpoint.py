@@ -26,6 +26,8 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 """Patterns of weight files, in the order in which they are looked for."""
 STATE = "trainer_state.json"
 """The file in which trainers record the step of a checkpoint."""
+LARGEST_TEXT = 1 << 28
+"""Bytes of a tokenizer.json; the largest have twenty million."""
 WORTH_A_THREAD = 1 << 26
 """Bytes of weights that take a twentieth of a second."""
 
@@ -70,6 +72,18 @@ def refuse_training_run(folder: Path) -> None:
             f"{folder} is the folder of a training run, not a model; give one of its checkpoints, such as the newest: "
             f"{newest}"
         )
+
+
+def refuse_endless_files(folder: Path) -> None:
+    """InputError where a file beside the weights is larger than any configuration, template or tokenizer: the libraries
+    read it as a whole."""
+    for file in folder.iterdir():
+        if (
+            file.suffix in (".json", ".jinja", ".txt", ".model")
+            and file.is_file()
+            and file.stat().st_size > LARGEST_TEXT
+        ):
+            raise InputError(f"{file} has {file.stat().st_size:,} bytes; give one of at most {LARGEST_TEXT:,}")
 
 
 @checked

@@ -19,12 +19,13 @@ from gradscope.policy.checkpoint import (
     is_adapter,
     is_checkpoint_of_a_run,
     model_weights,
+    refuse_endless_files,
     refuse_training_run,
 )
 from gradscope.policy.parameters import measure_only
 from gradscope.policy.policy import Policy, find_blocks
 from gradscope.policy.upcasting import UPCAST, upcast_on_use
-from gradscope.runs import ALONE, Processes, parse_json
+from gradscope.runs import ALONE, Processes, parse_json_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -173,7 +174,8 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
             f"{folder} holds no config.json; give a checkpoint folder saved with save_pretrained, or 'embedded'"
         )
     try:
-        parse_json((folder / "config.json").read_bytes())  # refuses what json would take, such as a name given twice
+        refuse_endless_files(folder)
+        parse_json_file(folder / "config.json")  # refuses what json would take, such as a name given twice
         plain, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
         own = {**(plain.get("auto_map") or {})}
         if own and not trust_remote_code and plain.get("model_type") not in _known_types():
@@ -301,6 +303,7 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Pr
         (folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     ):
         return None
+    refuse_endless_files(folder)
     loaders = [AutoTokenizer] + ([PreTrainedTokenizerFast] if (folder / "tokenizer.json").is_file() else [])
     for loader in loaders:
         try:

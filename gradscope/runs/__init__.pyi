@@ -25,6 +25,7 @@ from .foreign import (
     load_tensors as load_tensors,
     numbers_of as numbers_of,
     parse_json as parse_json,
+    parse_json_file as parse_json_file,
     read_json as read_json,
     read_lines as read_lines,
     read_parquet as read_parquet,

@@ -20,6 +20,8 @@ from gradscope.errors import BROKEN_FILE, InputError, first_line, unpickling_rea
 
 MOST = 1000
 """Times its size that a compressed file may unpack to: logs unpack to 5 or 20 times, bombs to 10,000 and more."""
+MOST_VALUES = 100
+"""Values of parquet for each byte of its size: logs have one or two, and those of a million rows alike have a thousand."""
 SPARE = 1 << 22
 """Bytes, or values, that a small file may unpack to besides."""
 MOST_COLUMNS = 10_000
@@ -45,6 +47,15 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it takes more memory than there is") from error
 
 
+def parse_json_file(path: Path) -> Any:
+    """The value in a file of JSON; OSError, or ValueError, where there is none."""
+    if not os.path.isfile(path):  # a pipe would never end
+        raise FileNotFoundError("it is no file")
+    if (size := os.path.getsize(path)) > LONGEST_LINE:
+        raise ValueError(f"it has {size:,} bytes")
+    return parse_json(Path(path).read_bytes())
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; ValueError for a name that stands there twice, where json would take the last."""
     found = dict(pairs)
@@ -59,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not os.path.isfile(path):  # of a name that is too long, Path raises
         return None
     try:
-        value = parse_json(path.read_bytes())
+        value = parse_json_file(path)
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -122,10 +133,10 @@ def _check_unpacked(path: Path, metadata: Any) -> None:
     columns = [group.column(index) for group in groups for index in range(group.num_columns)]
     values = max(metadata.num_rows, sum(column.num_values for column in columns))
     unpacked = max(values, sum(column.total_uncompressed_size for column in columns))
-    if unpacked > path.stat().st_size * MOST + SPARE:
+    size = path.stat().st_size
+    if unpacked > MOST * size + SPARE or values > MOST_VALUES * size + SPARE // 4:
         raise InputError(
-            f"{path} unpacks to {values:,} values, more than {MOST:,} times its size; write it again with what it is "
-            "to hold"
+            f"{path} unpacks to {values:,} values from {size:,} bytes; write fewer, or without packing them"
         )
 
 

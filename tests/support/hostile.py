@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import resource
 import signal
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -84,7 +85,7 @@ def bounded(seconds: float = SECONDS, size: int = BYTES) -> Iterator[None]:
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + size, hard))
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(4 * seconds, exit=True)
+    faulthandler.dump_traceback_later(4 * seconds, exit=True, file=sys.__stderr__)
     try:
         yield
     finally:
