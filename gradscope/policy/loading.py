@@ -39,6 +39,8 @@ MOST_LAYERS = 10_000
 """Blocks that a configuration may ask for; making them takes seconds."""
 MOST_PER_BYTE = 8
 """Numbers of a model for each byte of its files: quantized weights hold up to five."""
+SMALL = 1 << 24
+"""Numbers for which there is always room."""
 CAUSAL_MASK = re.compile(r"(attn|attention)\.(masked_)?bias$")
 """Causal masks saved by older GPT checkpoints; they are no weights, and the model builds its own."""
 
@@ -222,7 +224,7 @@ def _check_buildable(folder: Path, config: Any, *, trust_remote_code: bool) -> N
     except (*BROKEN_FILE, AssertionError) as error:
         raise _no_model(folder, error) from error
     size, saved = sum(p.numel() for p in model.parameters()), sum(f.stat().st_size for f in model_weights(folder))
-    if saved and size > MOST_PER_BYTE * saved:
+    if saved and size > MOST_PER_BYTE * saved + SMALL:
         raise InputError(
             f"{folder}/config.json makes a model of {size:,} numbers, the weights beside it have {saved:,} bytes; save "
             "both together"

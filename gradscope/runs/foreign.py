@@ -21,7 +21,7 @@ from gradscope.errors import BROKEN_FILE, InputError, first_line, unpickling_rea
 MOST = 1000
 """Times its size that a compressed file may unpack to: logs unpack to 5 or 20 times, bombs to 10,000 and more."""
 MOST_VALUES = 100
-"""Values of parquet for each byte of its size: logs have one or two, and those of a million rows alike have a thousand."""
+"""Values of parquet for each byte of its size: logs have one or two, a million rows that are all alike a thousand."""
 SPARE = 1 << 22
 """Bytes, or values, that a small file may unpack to besides."""
 MOST_COLUMNS = 10_000

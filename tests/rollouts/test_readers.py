@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support.policies import CONTEXT, VOCAB, make_policy, make_responses, make_tokenizer, write_jsonl
+from transformers import PreTrainedTokenizerFast
 
 from gradscope.errors import InputError
 from gradscope.policy import Policy
@@ -238,9 +239,26 @@ def test_text_that_the_tokenizer_has_no_tokens_for_is_refused_in_a_response_and_
     assert [note.kind for note in dump.notes] == ["temperature", "dump"]
     [note] = dump.remarks
     assert note == "the tokenizer has no tokens for some of 1 of 3 prompts: '<unk>' is there"
+    for prompt in ("é", "w4 é ü", [{"role": "user", "content": "é ü ö"}]):
+        with pytest.raises(InputError, match=r"row 0.*no tokens for most of the prompt"):
+            read_dump(write_jsonl(tmp_path / "most.jsonl", [{"prompt": prompt, "response": "w7"}]), policy)
+    with pytest.raises(InputError, match=r"no tokens for some of the response"):  # a word of the text does not hide it
+        read_dump(write_jsonl(tmp_path / "both.jsonl", [{"prompt": "w4", "response": "<unk> é"}]), policy)
     other = make_tokenizer()
     other.bos_token = other.unk_token  # as OPT's, which begins every prompt with it
     assert not replace(policy, tokenizer=other).knows_not("w4", [other.unk_token_id, 4])
+
+
+def test_text_that_a_tokenizer_drops_or_cannot_encode_is_refused(policy, tmp_path):
+    from tokenizers import Tokenizer, models
+
+    for model, text in ((models.BPE({"a": 4, "b": 5}, []), "aéb"), (models.WordLevel({"a": 4, "b": 5}), "é")):
+        blind = replace(policy, tokenizer=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model)))
+        path = write_jsonl(tmp_path / "r.jsonl", [{"prompt": "a", "response": text}])
+        with pytest.raises(InputError, match=r"row 0.*tokenizer (has no tokens for|cannot encode)"):
+            read_dump(path, blind)
+        path = write_jsonl(tmp_path / "r.jsonl", [{"prompt": "a", "response": "b"}])
+        assert read_dump(path, blind).batch.input_ids.tolist() == [[4, 5]]
 
 
 def test_files_that_are_missing_empty_broken_or_of_another_kind_are_refused(tmp_path):

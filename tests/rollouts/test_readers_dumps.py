@@ -481,9 +481,7 @@ def test_nothing_in_a_pickle_is_run(tmp_path):
     torch.save({"rollout_id": 0, "samples": [{"tokens": Malicious()}]}, tmp_path / "rollout_0.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Malicious()))
     for name in ("rollout_0.pt", "plain.pt"):
-        with pytest.raises(
-            InputError, match=rf"{name}: it cannot be read as tensors .* nothing in it was run"
-        ) as caught:
+        with pytest.raises(InputError, match=rf"{name}: it cannot be read .* nothing in it was run") as caught:
             read_dump(tmp_path / name)
         assert "\n" not in str(caught.value) and "weights_only" not in str(caught.value)  # no advice to run it
     assert not witness.exists()

@@ -9,6 +9,7 @@ import json
 import math
 import platform
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -293,9 +294,14 @@ def write_native(folder: Path, *, suffix: str = ".jsonl") -> Path:
     return write_rollouts(folder / f"rollouts{suffix}", [row | each for row in NATIVE_ROWS])
 
 
+def write_traces(folder: Path) -> Path:
+    path = dumps.write_prime_rl_traces(folder)
+    shutil.rmtree(folder / "of")  # of which they were made
+    return path
+
+
 def spoil_traces(files: dict[str, bytes], _witness: Path) -> Any:
     """Of the stream, a last line that was cut off is left out, as prime-rl's own loader does."""
-    files = {name: content for name, content in files.items() if name.startswith("traces/")}
     more, parts = "\n".join(content.decode() for content in files.values()), []
 
     def truth(lines: list[str], change: Change, file: str) -> Any:
@@ -565,7 +571,7 @@ READERS = [
     log("prime_rl", dumps.write_prime_rl, one_row_each=True),
     Reader(
         "prime_rl_traces",
-        dumps.write_prime_rl_traces,
+        write_traces,
         lambda path: rows_of(read_dump(path, policy())),
         spoil_traces,
         check_rows,
@@ -637,7 +643,9 @@ CUTS = 4000
 def every_cut(bench: Bench) -> Iterator[Case]:
     """Each file of the log, cut off at every place, of a large one at CUTS; what ends within a value is not read."""
     for name, content in bench.files.items():
-        lines, stream = name.endswith("jsonl"), name == "traces/stream.jsonl"
+        if not name.endswith(("jsonl", ".parquet", ".pt", ".txt", "adapter_config.json")):
+            continue
+        lines, stream = name.endswith("jsonl"), name.startswith("traces/")
         for at in range(0, len(content), -(-len(content) // CUTS) or 1):
             rest = content[:at].rpartition(b"\n")[2] if lines else content[:at]
             try:
