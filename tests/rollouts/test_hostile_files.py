@@ -23,12 +23,16 @@ import torch
 from hypothesis import strategies as st
 from support import dumps
 from support.cli import outcome_of
-from support.hostile import Bench, Case, Reader, attempt
+from support.hostile import Bench, Case, Reader, attempt, bounded
 from support.hostile_readers import READERS, every_cut, policy, spoil_native, write_native
 from support.policies import save_checkpoint, write_jsonl
+from support.spoiling import Evil
 
 from gradscope.errors import InputError
+from gradscope.objective import make_weighting
+from gradscope.policy import load_policy, weights_hash
 from gradscope.rollouts import read_dump
+from gradscope.tasks import get_task
 
 CASES = 2000
 """Of all readers, in the default tests; the table has ten times as many."""
@@ -147,6 +151,58 @@ def test_a_spoiled_file_is_one_line_of_the_command_and_status_2(tmp_path, capsys
 
 def _any_truth(files: dict[str, bytes], witness: Path) -> st.SearchStrategy[Case]:
     return spoil_native(files, witness).map(lambda case: replace(case, truth=None))
+
+
+ODD_NAMES = [
+    "",
+    ":",
+    ".py:a",
+    "a.py:",
+    "a.py:b:c=1",
+    "x\ny.py:a",
+    "\0.py:a",
+    "\udcff.py:a",
+    "\u202e.py:a",
+    "x" * 5000 + ".py:a",
+]
+ODD_NAMES += [
+    "loop.py:a",
+    "pipe.py:a",
+    "folder.py:a",
+    "nul.py:a",
+    "deep.py:a",
+    "empty.py:__name__",
+    "empty.py:os.system",
+]
+ODD_NAMES += [
+    "reweight:alpha=1e400",
+    "reweight:alpha=nan",
+    "reweight:alpha=0.1,alpha=0.2",
+    "reweight:=1",
+    "lopti:eta=" + "9" * 5000,
+]
+
+
+@pytest.mark.parametrize("find", [make_weighting, get_task])
+def test_names_of_methods_and_tasks_that_are_none_are_refused(find, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("loop.py").symlink_to("loop.py")
+    Path("folder.py").mkdir()
+    os.mkfifo("pipe.py")
+    for name, content in {"empty": b"", "nul": b"\xff\0", "deep": b"(" * 1000}.items():
+        Path(f"{name}.py").write_bytes(content)
+    assert {name for name in ODD_NAMES if attempt(find, name)[0] != "refused"} == set()
+
+
+def test_weights_that_would_run_something_are_refused_and_a_pipe_beside_them_is_no_weights(tmp_path):
+    folder = save_checkpoint(tmp_path / "model", "llama")
+    known = weights_hash(folder)
+    os.mkfifo(folder / "more.safetensors")
+    with bounded():
+        assert weights_hash(folder) == known
+    (folder / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Evil(tmp_path / "witness")}, folder / "pytorch_model.bin")
+    assert attempt(load_policy, folder)[0] == "refused" and not (tmp_path / "witness").exists()
 
 
 # --- bombs

@@ -147,13 +147,10 @@ def json_lines(
         new = [*lines]
         new[row] = encode(_changed(tree, path, how, value))
         said = Change(row, path, how, value)
-        try:
-            json.loads(new[row], object_pairs_hook=_once)
-            broken = False
-        except (ValueError, RecursionError):
-            broken = True
         text = "\n".join(new) + "\n"
-        return Case(how, text.encode("utf-8", "surrogatepass"), REFUSED if broken else truth(new, said), file)
+        return Case(
+            how, text.encode("utf-8", "surrogatepass"), REFUSED if _is_broken(new[row]) else truth(new, said), file
+        )
 
     hows = st.sampled_from(("put", "put", "put", "put", "gone", "twice", "longer", "shorter", "added"))
     return st.one_of(
@@ -162,6 +159,15 @@ def json_lines(
         cut_lines(file, lines, truth),
         st.sampled_from(_as_true(lines)).map(lambda text: Case("otherwise", text, SOUND, file)),
     )
+
+
+def _is_broken(line: str) -> bool:
+    """Whether a line is no JSON, or has a name twice; a blank one says nothing."""
+    try:
+        json.loads(line if line.strip() else "0", object_pairs_hook=_once)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
