@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import pickle
 import struct
 from collections.abc import Callable
@@ -30,8 +31,8 @@ class InputError(ValueError):
     """
 
     def __init__(self, reason: str, *, path: object = None) -> None:
-        super().__init__(reason if path is None else f"{path}: {reason}")
-        self.reason = reason
+        self.reason = printable(reason)
+        super().__init__(self.reason if path is None else printable(f"{path}: {reason}"))
 
 
 class NanLogitsError(InputError):
@@ -61,13 +62,40 @@ def unpickling_reason(error: Exception) -> str:
     return (named or [first_line(error)])[0][:160]
 
 
+def show(value: Any) -> str:
+    """A value in an error: as JSON writes it, at most 40 characters, whatever it is and however large.
+
+    >>> show([1, None, "a"]), show([[0] * 10**6])
+    ('[1, null, "a"]', '[[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,…')
+    """
+    text = ""
+    try:
+        for part in json.JSONEncoder(default=str, ensure_ascii=False).iterencode(value):
+            text += part
+            if len(text) > 40:
+                break
+    except (ValueError, TypeError, RuntimeError):  # it holds itself, a number of 5,000 digits, a name that is none
+        text = f"{text} {type(value).__name__}".ljust(41)
+    return text if len(text) <= 40 else text[:37].rstrip() + "…"
+
+
+def printable(text: str) -> str:
+    """The text on one line, what steers a terminal or cannot be seen by its number.
+
+    >>> print(printable("a" + chr(10) + "b" + chr(0x202E)))
+    a\\nb\\u202e
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def first_line(error: Exception) -> str:
     """The first line of what an error says, to be quoted within a line; its kind where it says nothing.
 
     >>> first_line(ValueError("no such key.\\nTraceback …"))
     'no such key'
     """
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".!:")
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".!:")
+    return line if len(line) <= 300 else f"{line[:300]}…"
 
 
 def checked(function: Callable[P, Result]) -> Callable[P, Result]:

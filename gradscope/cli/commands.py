@@ -18,7 +18,7 @@ from typing import Any
 import tyro
 
 from gradscope import __version__
-from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError
+from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError, printable
 from gradscope.runs import end_at_once, go_on_unread, noting_interruption
 
 COMMANDS = {
@@ -131,9 +131,7 @@ def _refuse(error: Exception) -> None:
 
 def _stop(error: Exception, status: int) -> None:
     if status != 2 or os.environ.get("RANK", "0") == "0":  # all processes see a mistake of the user: one tells it
-        # A file's text may hold what steers a terminal.
-        words = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(str(error).split()))
-        print(f"gradscope: {words}", file=sys.stderr)
+        print(f"gradscope: {printable(' '.join(str(error).split()))}", file=sys.stderr)
     elif status == 2:
         time.sleep(3)  # the launcher ends all processes with the first: the one that tells it needs its moment
     raise SystemExit(status)

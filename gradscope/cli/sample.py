@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from gradscope.cli.flags import Many, PolicyFlags, check_prompts, load_quietly, note_context
-from gradscope.errors import InputError
+from gradscope.errors import InputError, first_line
 from gradscope.policy import check_prompt
-from gradscope.runs import check_is_folder, check_writable
+from gradscope.runs import check_is_folder, check_writable, parse_json, read_lines
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,21 @@ def read_prompts(path: Path) -> list[Any]:
     """Questions without an answer, from a text file (a prompt per line) or JSONL with a field "prompt"."""
     from gradscope.tasks import Question
 
-    if not path.is_file():
+    if not os.path.isfile(path):  # of a name that is too long, Path raises
         raise InputError(f"{path} is not there; give a file with a prompt per line, or JSONL with a field 'prompt'")
+    if path.suffix in (".json", ".zst"):
+        raise InputError(
+            f"{path} is {path.suffix}; give .jsonl with a field 'prompt', or a text file with a prompt per line"
+        )
     try:
-        lines = [(number, line) for number, line in enumerate(path.read_text("utf-8").splitlines(), 1) if line.strip()]
+        lines = [
+            (number, line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r"))
+            for number, line in enumerate(read_lines(path), 1)
+            if line.strip()
+        ]
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 ({error}); give a text file") from error
-    if path.suffix == ".json":
-        raise InputError(f"{path} is .json; give .jsonl with a field 'prompt', or a text file with a prompt per line")
+    lines = [(number, line) for number, line in lines if line.strip()]
     if not lines:
         raise InputError(f"{path} is empty; give a prompt per line")
     if path.suffix != ".jsonl":
@@ -111,8 +118,10 @@ def read_prompts(path: Path) -> list[Any]:
 
 def _parse_prompt(place: str, line: str) -> str | list[dict[str, str]]:
     try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f'{place}: not a JSON object with a field "prompt"; write {{"prompt": "…"}}') from error
+        prompt = parse_json(line)["prompt"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise InputError(
+            f'{place}: not a JSON object with a field "prompt" ({first_line(error)}); write {{"prompt": "…"}}'
+        ) from error
     check_prompt(prompt, place)
     return prompt

@@ -49,7 +49,6 @@ from .settings import (
     BUDGET as BUDGET,
     EACH_PROMPT as EACH_PROMPT,
     MeasureSettings as MeasureSettings,
-    check_batch as check_batch,
     settle_minutes as settle_minutes,
 )
 from .summed.intervals import (

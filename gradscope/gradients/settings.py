@@ -14,7 +14,7 @@ from gradscope.gradients.sample import Design
 from gradscope.intervals import EDGES
 from gradscope.objective import PAPER, LossSettings, resolve_advantages
 from gradscope.policy import Policy
-from gradscope.rollouts import LARGEST, ROUNDING, TokenBatch
+from gradscope.rollouts import LARGEST, TokenBatch, check_batch
 
 Number = int | float
 
@@ -170,49 +170,6 @@ def settle_batch(settings: MeasureSettings, policy: Policy, batch: TokenBatch) -
     if batch.advantages is None and batch.rewards is not None:
         batch = replace(batch, advantages=resolve_advantages(batch, eps=settings.advantage_eps))
     return batch
-
-
-def check_batch(policy: Policy, batch: TokenBatch) -> None:
-    """InputError, naming the response, where the batch cannot be measured on this policy."""
-    if batch.num_tokens == 0:
-        raise InputError(
-            "response_mask keeps no token: there is nothing to measure; give responses with sampled tokens"
-        )
-    strange = ((batch.input_ids < 0) | (batch.input_ids >= policy.vocab_size)) & batch.attention_mask
-    if strange.any():
-        row, column = strange.nonzero()[0].tolist()
-        raise InputError(
-            f"response {row} or its prompt holds the id {int(batch.input_ids[row, column])}, outside the vocabulary of "
-            f"{policy.vocab_size}; was it made with another tokenizer?"
-        )
-    lengths = batch.attention_mask.sum(1)
-    if policy.context is not None and int(lengths.max()) > policy.context:
-        raise InputError(
-            f"response {int(lengths.argmax())} and its prompt are {int(lengths.max())} tokens long, the policy's "
-            f"context is {policy.context}; leave it out or cut it"
-        )
-    first = batch.attention_mask.int().argmax(1)
-    alone = batch.response_mask[torch.arange(len(batch)), first]
-    if alone.any():
-        raise InputError(
-            f"response {int(alone.int().argmax())} has no prompt: nothing predicts its first token; give at least one "
-            "prompt token"
-        )
-    for name in ("old_logprobs", "ref_logprobs"):
-        _check_logprobs(batch, name)
-
-
-def _check_logprobs(batch: TokenBatch, name: str) -> None:
-    """InputError for what no log-probability of a kept token is; NaN, where it is unknown, makes a weight unknown."""
-    if (values := getattr(batch, name)) is None:
-        return
-    strange = ((values > ROUNDING) | values.isinf()) & batch.response_mask
-    if strange.any():
-        row, column = strange.nonzero()[0].tolist()
-        raise InputError(
-            f"{name} is {float(values[row, column]):g} at position {int(batch.positions()[row, column])} of response "
-            f"{row}; a log-probability is finite and at most 0 (natural logarithm; are these probabilities?)"
-        )
 
 
 def fast_precision(dtype: torch.dtype, device: str) -> Precision:

@@ -467,6 +467,8 @@ def make_weighting(text: str) -> Weighting:
         key, _, value = part.partition("=")
         if key not in parameters:
             raise InputError(f"{name} takes no {key!r}; {_nearest(key, parameters)}")
+        if key in values:
+            raise InputError(f"{name}: {key} is given twice; give it once")
         try:
             values[key] = type(parameters[key].default)(value)
         except ValueError as error:

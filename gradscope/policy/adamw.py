@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import pickle
-import zipfile
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gradscope.errors import InputError, checked, unpickling_reason
+from gradscope.errors import InputError, checked
 from gradscope.policy.checkpoint import checkpoint_homes
 from gradscope.policy.parameters import flat_slices, float_parameters
 from gradscope.policy.policy import Policy
+from gradscope.runs import load_tensors
 
 Number = int | float
 
@@ -243,9 +243,9 @@ def read_adamw_state(
 def find_optimizer_file(path: str | Path) -> Path | None:
     """The file itself, or optimizer.pt in a checkpoint's folder (of an `adapter` within one, above it)."""
     path = Path(path)
-    if path.is_file():
+    if os.path.isfile(path):  # of a name that is too long, Path raises
         return path
-    return next((home / OPTIMIZER for home in checkpoint_homes(path) if (home / OPTIMIZER).is_file()), None)
+    return next((home / OPTIMIZER for home in checkpoint_homes(path) if os.path.isfile(home / OPTIMIZER)), None)
 
 
 def find_policy_state(policy: Policy) -> Path | None:
@@ -267,14 +267,7 @@ def read_optimizer_file(path: Path) -> dict[str, Any]:
     The tensors stay in the file, mapped: memory holds of them what is being read. Only torch's old format, which cannot
     be mapped, is read as a whole. Writing into them changes a private copy, never the file.
     """
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (RuntimeError, EOFError, pickle.UnpicklingError, LookupError, ValueError, TypeError, OSError) as error:
-        raise InputError(
-            f"it is not a torch.save file that can be read safely ({unpickling_reason(error)}); give an AdamW "
-            "state_dict",
-            path=path,
-        ) from error
+    state = load_tensors(path, mapped=True)
     try:
         check_structure(state)
     except InputError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import warnings
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gradscope.errors import InputError, first_line
+from gradscope.errors import InputError, first_line, show
 from gradscope.policy.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, EMBEDDED, is_adapter, is_hub_name
+from gradscope.runs import parse_json_file, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,9 +33,10 @@ def find_base(folder: Path, base: str | Path | None = None) -> Path:
     name = str(config.get(KEY) or "") if base is None else str(base)
     if not name:
         raise InputError(f"{folder / ADAPTER_CONFIG} names no base model ({KEY}); give its folder with --base")
-    for place in ([folder / name] if base is None else []) + [Path(EMBEDDED.get(name, name))]:
-        if os.path.isdir(place):  # of a name that is too long, Path raises
-            return place
+    if (place := _find_here(folder if base is None else None, name)) is not None:
+        if base is not None:
+            _check_family(folder, config, place)
+        return place
     if (cached := _find_in_cache(name, config.get("revision") if base is None else None)) is not None:
         return cached
     whose = "the base model that is asked for" if base is not None else "the adapter's base model"
@@ -43,6 +44,25 @@ def find_base(folder: Path, base: str | Path | None = None) -> Path:
         f"{folder}: {whose}, {name}, is no folder here and not in the cache of the model hub; give its folder with "
         "--base (nothing is downloaded)"
     )
+
+
+def _find_here(folder: Path | None, name: str) -> Path | None:
+    """A folder of that name, in this folder, in the current one, or one that comes with gradscope."""
+    places = [*([] if folder is None else [folder / name]), Path(EMBEDDED.get(name, name))]
+    return next((place for place in places if os.path.isdir(place)), None)  # of a name that is too long, Path raises
+
+
+def _check_family(folder: Path, config: dict[str, Any], base: Path) -> None:
+    """InputError for a base of another family than the one that adapter_config.json names, where that is here."""
+    named = _find_here(folder, str(config.get(KEY) or ""))
+    if named is None:
+        return
+    families = [(read_json(place / "config.json") or {}).get("model_type") for place in (named, base)]
+    if None not in families and families[0] != families[1]:
+        raise InputError(
+            f"{folder} was trained on {named}, a {show(families[0])}; {base} is a {show(families[1])}; give the right "
+            "one with --base, or leave it out"
+        )
 
 
 def find_whole(model: str, base: str | None = None) -> str:
@@ -54,9 +74,9 @@ def find_whole(model: str, base: str | None = None) -> str:
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json of a LoRA; InputError for any other."""
     try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_bytes())
+        config = parse_json_file(folder / ADAPTER_CONFIG)
         kind = config.get("peft_type")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise InputError(
             f"{folder / ADAPTER_CONFIG} cannot be read ({first_line(error)}); save the adapter there anew"
         ) from error
@@ -79,10 +99,10 @@ def attach_adapter(
         from peft import PeftModel
     except ImportError as error:
         raise InputError(f"{folder} is an adapter, which needs peft: pip install 'gradscope[lora]'") from error
-    read_adapter_config(folder)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     try:
+        _check_base(model, folder)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # They are an error below.
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=not merge)
@@ -101,6 +121,34 @@ def attach_adapter(
     if broken := next((name for name, p in trained.items() if not p.isfinite().all()), None):
         raise InputError(f"{folder}: the weight {broken} is not finite (NaN or infinity); give another checkpoint")
     return inner, frozenset(trained)
+
+
+def _check_base(model: PreTrainedModel, folder: Path) -> None:
+    """InputError where adapter_config.json says that another kind of model was adapted, or a rank that is not saved.
+
+    The class of the base is there where the adapter was made without a task; peft does not look at it, and layers of
+    the same names and shapes are in models of many families.
+    """
+    from safetensors import safe_open
+
+    config = read_adapter_config(folder)
+    recorded = config.get("auto_mapping") or {}
+    kind = recorded.get("base_model_class") if isinstance(recorded, dict) else recorded
+    if kind is not None and kind != type(model).__name__:
+        raise InputError(
+            f"{folder} was trained on a {show(kind)}, its base here is a {type(model).__name__}; give the right one "
+            "with --base"
+        )
+    pattern = config.get("rank_pattern") or {}
+    ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
+        names = file.keys()
+        largest = max((size for name in names for size in file.get_slice(name).get_shape()), default=0)
+    if not all(isinstance(rank, int) and 0 < rank <= largest for rank in ranks):
+        raise InputError(
+            f"{folder} does not fit its base model: {ADAPTER_CONFIG} names the rank {show(ranks[0])}, and no tensor "
+            f"beside it is larger than {largest}; save both together"
+        )
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from concurrent.futures import Future
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from gradscope.errors import InputError, checked
+from gradscope.runs import read_json
 
 if TYPE_CHECKING:
     from gradscope.policy.policy import Policy
@@ -26,6 +26,8 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 """Patterns of weight files, in the order in which they are looked for."""
 STATE = "trainer_state.json"
 """The file in which trainers record the step of a checkpoint."""
+LARGEST_TEXT = 1 << 28
+"""Bytes of a tokenizer.json; the largest have twenty million."""
 WORTH_A_THREAD = 1 << 26
 """Bytes of weights that take a twentieth of a second."""
 
@@ -53,7 +55,8 @@ def is_adapter(folder: Path) -> bool:
 def model_weights(folder: Path) -> list[Path]:
     """Files of a whole model's weights in the folder, by name."""
     # Adapters may have other tensors beside them, such as new_embeddings.safetensors.
-    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    patterns = ("model*.safetensors", "pytorch_model*.bin")
+    return next((found for kind in patterns if (found := _files(folder, kind))), [])
 
 
 def refuse_training_run(folder: Path) -> None:
@@ -71,6 +74,18 @@ def refuse_training_run(folder: Path) -> None:
         )
 
 
+def refuse_endless_files(folder: Path) -> None:
+    """InputError where a file beside the weights is larger than any configuration, template or tokenizer: the libraries
+    read it as a whole."""
+    for file in folder.iterdir():
+        if (
+            file.suffix in (".json", ".jinja", ".txt", ".model")
+            and file.is_file()
+            and file.stat().st_size > LARGEST_TEXT
+        ):
+            raise InputError(f"{file} has {file.stat().st_size:,} bytes; give one of at most {LARGEST_TEXT:,}")
+
+
 @checked
 def checkpoint_step(path: str | Path) -> int | None:
     """The training step at which a checkpoint was saved; None if neither its files nor its name tell.
@@ -84,11 +99,8 @@ def checkpoint_step(path: str | Path) -> int | None:
     """
     folder = Path(path)
     for home in checkpoint_homes(folder):
-        try:
-            state = json.loads((home / STATE).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            continue  # there is none, or none that can be read: the name may tell
-        steps = [state.get(name) for name in ("global_step", "step")] if isinstance(state, dict) else []
+        state = read_json(home / STATE) or {}  # none, or none that can be read: the name may tell
+        steps = [state.get(name) for name in ("global_step", "step")]
         if found := [step for step in steps if isinstance(step, int) and not isinstance(step, bool)]:
             return found[0]
     numbers = (_trailing_number(home.name) for home in checkpoint_homes(folder))
@@ -188,7 +200,12 @@ def policy_hashes(policy: Policy) -> dict[str, str]:
 
 
 def _weight_files(path: str | Path) -> list[Path]:
-    return next((files for kind in WEIGHTS if (files := sorted(Path(path).glob(kind)))), [])
+    return next((found for kind in WEIGHTS if (found := _files(Path(path), kind))), [])
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    """Its files by name; what is no plain file, such as a pipe, would never end."""
+    return sorted(path for path in folder.glob(pattern) if path.is_file())
 
 
 def _state(files: list[Path]) -> _State:

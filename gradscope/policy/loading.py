@@ -12,13 +12,20 @@ import psutil
 import torch
 from torch import nn
 
-from gradscope.errors import BROKEN_FILE, InputError, checked, first_line, unpickling_reason
+from gradscope.errors import BROKEN_FILE, InputError, checked, first_line, show, unpickling_reason
 from gradscope.policy.adapters import attach_adapter, find_base
-from gradscope.policy.checkpoint import find_checkpoint, is_adapter, is_checkpoint_of_a_run, refuse_training_run
+from gradscope.policy.checkpoint import (
+    find_checkpoint,
+    is_adapter,
+    is_checkpoint_of_a_run,
+    model_weights,
+    refuse_endless_files,
+    refuse_training_run,
+)
 from gradscope.policy.parameters import measure_only
 from gradscope.policy.policy import Policy, find_blocks
 from gradscope.policy.upcasting import UPCAST, upcast_on_use
-from gradscope.runs import ALONE, Processes
+from gradscope.runs import ALONE, Processes, parse_json_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,6 +35,12 @@ PolicyLike = Policy | str | Path
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GRADIENT_SHARE = 1 / 6
 """The share of free memory that summed gradients may take, unless a budget is given."""
+MOST_LAYERS = 10_000
+"""Blocks that a configuration may ask for; making them takes seconds."""
+MOST_PER_BYTE = 8
+"""Numbers of a model for each byte of its files: quantized weights hold up to five."""
+SMALL = 1 << 24
+"""Numbers for which there is always room."""
 CAUSAL_MASK = re.compile(r"(attn|attention)\.(masked_)?bias$")
 """Causal masks saved by older GPT checkpoints; they are no weights, and the model builds its own."""
 
@@ -108,6 +121,7 @@ def _load_model(
     from transformers import AutoModelForCausalLM
 
     config = _read_config(folder, trust_remote_code=trust_remote_code)
+    _check_buildable(folder, config, trust_remote_code=trust_remote_code)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -123,8 +137,9 @@ def _load_model(
             # sdpa leaves Gemma-2's soft cap on attention scores out.
             attn_implementation="eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None,
         )
+    except ImportError as error:  # of a library that unpacks quantized weights
+        raise InputError(f"{folder} needs what is not installed: {first_line(error)}") from error
     except (*BROKEN_FILE, SafetensorError, AssertionError) as error:
-        _check_buildable(folder, config, trust_remote_code=trust_remote_code)
         advice = "save the model there with save_pretrained"
         if device_map is not None:
             advice += f", or give another map than {device_map!r:.40}"
@@ -138,7 +153,11 @@ def _load_model(
     model.eval()
     if device_map is None:
         model.to(device)
-    if not is_causal(model):
+    try:
+        causal = is_causal(model)
+    except BROKEN_FILE as error:
+        raise _no_model(folder, error) from error
+    if not causal:
         _check_finite(model, folder)
         raise InputError(
             f"{folder} is a {config.model_type} model, not a decoder-only causal LM (a token sees those after it); "
@@ -157,6 +176,8 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
             f"{folder} holds no config.json; give a checkpoint folder saved with save_pretrained, or 'embedded'"
         )
     try:
+        refuse_endless_files(folder)
+        parse_json_file(folder / "config.json")  # refuses what json would take, such as a name given twice
         plain, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
         own = {**(plain.get("auto_map") or {})}
         if own and not trust_remote_code and plain.get("model_type") not in _known_types():
@@ -190,16 +211,30 @@ def _known_types() -> set[str]:
 
 
 def _check_buildable(folder: Path, config: Any, *, trust_remote_code: bool) -> None:
-    """InputError where the configuration makes no model even without weights, as with the name of no activation."""
+    """InputError where the configuration makes no model even without weights, as with the name of no activation, or one
+    that is far larger than the weights that are there, for which memory would be taken in vain."""
     from transformers import AutoModelForCausalLM
 
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise InputError(f"{folder}/config.json: num_hidden_layers is {show(layers)}; give at most {MOST_LAYERS:,}")
     try:
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (*BROKEN_FILE, AssertionError) as error:
+        raise _no_model(folder, error) from error
+    size, saved = sum(p.numel() for p in model.parameters()), sum(f.stat().st_size for f in model_weights(folder))
+    if saved and size > MOST_PER_BYTE * saved + SMALL:
         raise InputError(
-            f"{folder}/config.json makes no model ({type(error).__name__}: {first_line(error)}); save it anew"
-        ) from error
+            f"{folder}/config.json makes a model of {size:,} numbers, the weights beside it have {saved:,} bytes; save "
+            "both together"
+        )
+
+
+def _no_model(folder: Path, error: Exception) -> InputError:
+    return InputError(
+        f"{folder}/config.json makes no model that computes ({type(error).__name__}: {first_line(error)}); save it anew"
+    )
 
 
 def _check_weights(folder: Path, info: dict[str, Any], model: nn.Module) -> None:
@@ -270,6 +305,7 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Pr
         (folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     ):
         return None
+    refuse_endless_files(folder)
     loaders = [AutoTokenizer] + ([PreTrainedTokenizerFast] if (folder / "tokenizer.json").is_file() else [])
     for loader in loaders:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import unicodedata
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from gradscope.errors import InputError, first_line
+from gradscope.errors import InputError, first_line, show
 from gradscope.policy.parameters import float_parameters
 from gradscope.policy.upcasting import arithmetic_dtype, precision_in_words
 
@@ -73,7 +74,7 @@ class Policy:
         tokenizer = self._need_tokenizer()
         check_prompt(prompt)
         if isinstance(prompt, str):
-            return list(tokenizer(prompt).input_ids)
+            return self._encode(prompt)
         if getattr(tokenizer, "chat_template", None) is None:
             raise InputError(
                 "the prompt is a chat but the tokenizer has no chat template; give the prompt as one string"
@@ -102,24 +103,37 @@ class Policy:
         """
         _check_text(response, "the response")
         tokenizer = self._need_tokenizer()
-        ids = list(tokenizer(response, add_special_tokens=False).input_ids)
+        ids = self._encode(response, add_special_tokens=False)
         if self.knows_not(response, ids):
+            instead = "drop it" if tokenizer.unk_token is None else f"take {tokenizer.unk_token!r} for it"
             raise InputError(
-                f"the tokenizer has no tokens for some of the response {response[:60]!r} and would take "
-                f"{tokenizer.unk_token!r} for it; give the checkpoint that sampled it, or the ids"
+                f"the tokenizer has no tokens for some of the response {response[:60]!r} and would {instead}; give the "
+                "checkpoint that sampled it, or the ids"
             )
         return ids
 
     def knows_not(self, text: object, ids: list[int]) -> bool:
-        """Whether ids of a text, or of a chat, hold the token for whatever the tokenizer does not know.
+        """Whether ids of a text, or of a chat, hold the token for whatever the tokenizer does not know or, where it has
+        no such token, lack a character of the text.
 
-        False where that token has another use too (GPT-2, OPT): their tokenizers know every byte.
+        False where that token begins or ends texts too (GPT-2, OPT): their tokenizers know every byte.
         """
         tokenizer = self._need_tokenizer()
         unknown = tokenizer.unk_token_id
-        if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        if unknown is None:
+            return isinstance(text, str) and not _letters(text) <= _letters(tokenizer.decode(ids))
+        if unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id):
             return False
-        return unknown in ids and tokenizer.unk_token not in str(text)
+        return ids.count(unknown) > str(text).count(tokenizer.unk_token)
+
+    def _encode(self, text: str, **settings: bool) -> list[int]:
+        try:
+            return list(self._need_tokenizer()(text, **settings).input_ids)
+        except Exception as error:  # the library of tokenizers raises bare Exceptions for a word that it does not know
+            raise InputError(
+                f"the tokenizer cannot encode {show(text)} ({first_line(error)}); give the checkpoint that sampled it, "
+                "or the ids"
+            ) from error
 
     def decode(self, ids: list[int]) -> str:
         """Text of the ids; `<id>` where there is no tokenizer."""
@@ -186,14 +200,19 @@ def check_prompt(prompt: Any, place: str | None = None) -> None:
     chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
     if not (isinstance(prompt, str) or (chat and prompt)):
         raise InputError(
-            f"{where}the prompt is neither a string nor a chat but {prompt!r:.60}; give a string or a chat "
+            f"{where}the prompt is neither a string nor a chat but {show(prompt)}; give a string or a chat "
             "([{role, content}, …])"
         )
     _check_text(prompt, f"{where}the prompt")
 
 
+def _letters(text: str) -> set[str]:
+    """The characters of a text, but for blanks, case and how accents are written, which tokenizers may tidy up."""
+    return {c for c in unicodedata.normalize("NFKC", text).casefold() if not c.isspace()}
+
+
 def _check_text(value: Any, name: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
-    except (TypeError, ValueError) as error:  # of a lone surrogate, UnicodeEncodeError
+    except (TypeError, ValueError, RecursionError) as error:  # of a lone surrogate, UnicodeEncodeError
         raise InputError(f"{name} holds what is no text ({first_line(error)}); mend it") from error

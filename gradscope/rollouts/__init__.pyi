@@ -2,12 +2,12 @@
 
 from .batch import (
     LARGEST as LARGEST,
-    ROUNDING as ROUNDING,
     Note as Note,
     Response as Response,
     TokenBatch as TokenBatch,
     collate as collate,
 )
+from .checks import check_batch as check_batch
 from .dump import Dump as Dump, keep_own_step as keep_own_step
 from .files import list_files as list_files, rollouts_hash as rollouts_hash
 from .formats.native import write_rollouts as write_rollouts

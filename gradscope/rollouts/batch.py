@@ -35,6 +35,9 @@ class Note(str):
         return str(self), self.kind
 
 
+_PER_TOKEN = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
+
+
 @dataclass(frozen=True)
 class TokenBatch:
     """Responses with their prompts, padded to one length; column s is about token s given the tokens before it.
@@ -70,6 +73,7 @@ class TokenBatch:
     """What a reader of any number made from this must know: what was assumed, left out or mixed in reading it."""
 
     def __post_init__(self) -> None:
+        self._check_shapes()
         if self.input_ids.shape[0] == 0:
             raise InputError("the batch has no response; give at least one")
         mask = self.attention_mask
@@ -77,8 +81,35 @@ class TokenBatch:
             raise InputError("attention_mask must be one unbroken run of True per row; padding goes to the ends only")
         if (self.response_mask & ~mask).any():
             raise InputError("response_mask keeps padding; it must be False where attention_mask is False")
+        columns = torch.arange(mask.shape[1], device=mask.device)
+        before = (columns < self.response_start[:, None]) | (columns == mask.int().argmax(1)[:, None])
+        if (wrong := (self.response_mask & before).any(1)).any():
+            raise InputError(
+                f"response_mask of response {int(wrong.int().argmax())} keeps its first token, which nothing predicts, "
+                "or one before response_start; give a prompt of at least one token, and the column after it"
+            )
         if (self.temperature <= 0).any() or not self.temperature.isfinite().all():
             raise InputError("temperature must be a positive number; greedy decoding (0) has no gradient to measure")
+
+    def _check_shapes(self) -> None:
+        """InputError unless each tensor is as large as its field says, masks are bool and ids whole numbers."""
+        if not isinstance(self.input_ids, Tensor) or self.input_ids.dim() != 2:
+            raise InputError("input_ids must be a tensor of responses × columns, [B, S]")
+        per_response = ("response_start", "group_ids", "temperature", "rewards")
+        for name, value in ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "notes"):
+            if value is None and name in ("rewards", *_PER_TOKEN):
+                continue
+            shape = self.input_ids.shape[:1] if name in per_response else self.input_ids.shape
+            if not isinstance(value, Tensor) or value.shape != shape:
+                given = f"of shape {[*value.shape]}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise InputError(f"{name} is {given}; give a tensor of shape {[*shape]}, as input_ids has it")
+            if (name in ("attention_mask", "response_mask")) != (value.dtype == torch.bool):
+                wanted = "numbers" if value.dtype == torch.bool else "bool, such as mask.bool()"
+                raise InputError(f"{name} is of {value.dtype}; give {wanted}")
+            if name in ("input_ids", "response_start", "group_ids") and (
+                value.is_floating_point() or value.is_complex()
+            ):
+                raise InputError(f"{name} is of {value.dtype}; give whole numbers, such as ids.long()")
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -187,8 +218,7 @@ class TokenBatch:
 
     def __repr__(self) -> str:
         rows, width = self.input_ids.shape
-        per_token = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
-        known = [name for name in ("rewards", *per_token) if getattr(self, name) is not None]
+        known = [name for name in ("rewards", *_PER_TOKEN) if getattr(self, name) is not None]
         told = f"; {len(self.notes)} notes" if self.notes else ""
         return (
             f"TokenBatch({rows} responses to {len(self.group_ids.unique())} prompts, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.batch import Note, Response, TokenBatch, collate
 from gradscope.rollouts.formats.base import EMPTY, EXTRAS, FROM_REWARDS, NO_TEMPERATURE, ON_POLICY, Row
@@ -22,7 +23,6 @@ from gradscope.rollouts.formats.values import (
     parse_mask,
     parse_per_token,
     parse_response,
-    show,
 )
 
 LOOKED_AT = 8
@@ -219,17 +219,25 @@ class _Reading:
         is_text = not {"prompt_ids", "response_ids"} <= set(row.columns)
         if is_text and self._policy.knows_not(row.columns["prompt"], prompt_ids):
             self._unknown += 1
+            if 2 * prompt_ids.count(self._policy.tokenizer.unk_token_id) > len(prompt_ids):
+                raise InputError(
+                    f"{row.place}: the tokenizer has no tokens for most of the prompt {show(row.columns['prompt'])}; "
+                    "give the checkpoint that sampled it, or the ids"
+                )
         self.responses.append(parse_response(row, prompt_ids, response_ids, self._group(row, prompt_ids)))
         self.steps.append(row.step)
         kept = parse_mask(row, len(response_ids))
         for name in EXTRAS:
             self.extras[name].append(_extra(row, name, kept))
         bare = Row(row.place, {}, row.step, row.labels)  # the values are held by the response alone
-        self._rows.append((row.place, frozenset(row.columns), bare))
+        told = frozenset(row.columns) | ({"step"} if row.step is not None else set())
+        self._rows.append((row.place, told, bare))
 
     def _group(self, row: Row, prompt_ids: list[int]) -> int:
         group = row.columns.get("group", tuple(prompt_ids))
         try:
+            if isinstance(group, float) and not math.isfinite(group):
+                raise TypeError("NaN is not even itself")
             return self._groups.setdefault((row.step, group), len(self._groups))
         except TypeError as error:
             raise InputError(
@@ -246,7 +254,7 @@ class _Reading:
             reasons = "; ".join(self.left_out_notes())
             raise InputError(f"{path} leaves no response to measure ({reasons}); give a log with responses")
         self._agreement.check()
-        for name in ALL_OR_NONE:
+        for name in (*ALL_OR_NONE, "step"):
             having = [name in names for _, names, _ in self._rows]
             if any(having) and not all(having):
                 place, _, row = self._rows[having.index(False)]
@@ -263,7 +271,9 @@ class _Reading:
         if not self._unknown:
             return ()
         share = f"{self._unknown} of {len(self.responses)} prompts"
-        return (f"the tokenizer has no tokens for some of {share}: {self._policy.tokenizer.unk_token!r} is there",)
+        token = self._policy.tokenizer.unk_token
+        instead = "it is left out" if token is None else f"{token!r} is there"
+        return (f"the tokenizer has no tokens for some of {share}: {instead}",)
 
     def left_out_notes(self) -> tuple[str, ...]:
         total = len(self.responses) + self._left_out.total()

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import json
+import os
 import re
-import warnings
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from gradscope.errors import BROKEN_FILE, InputError, unpickling_reason
-from gradscope.runs import file_hash
+from gradscope.errors import InputError, show
+from gradscope.runs import MOST_COLUMNS, file_hash, load_tensors, numbers_of, parse_json, read_lines, read_parquet
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".zst")
 """What a file of rollouts may end in; .json is read as .jsonl, and .jsonl.zst is a compressed one."""
@@ -36,6 +33,8 @@ class Record:
     place: str
     """File, row and line, for errors."""
     columns: dict[str, Any]
+    torn: bool = False
+    """A last line that was cut off while it was written, of which nothing is known."""
 
 
 def list_files(path: Path) -> list[Path]:
@@ -43,15 +42,17 @@ def list_files(path: Path) -> list[Path]:
 
     Of a folder with annotations/ (prime-rl's traces) these, and its stream.
     """
-    if path.is_file():
+    if os.path.isfile(path):  # of a name that is too long, Path raises
         _check_suffix(path)
         return [path]
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise InputError(f"{path} is not there; give a file of rollouts, or a folder of rollout files")
     traces = ("annotations/**/*", "stream*", "stream*/*") if (path / "annotations").is_dir() else ()
     for patterns in (traces, ("*",), ("step_*/*",)):
         found = {file for pattern in patterns for file in path.glob(pattern)}
         files = [f for f in found if f.is_file() and f.suffix in IN_FOLDERS and f.name[0] != "."]
+        # A file that was being compressed when its run died is there twice.
+        files = [f for f in files if f.suffix != ".zst" or f.with_suffix("") not in files]
         if files:
             return sorted(files, key=_natural_key)
     raise InputError(
@@ -67,11 +68,15 @@ def rollouts_hash(path: Path) -> str:
     return hashlib.sha256("".join(f"{f.relative_to(path)} {file_hash(f)}\n" for f in files).encode()).hexdigest()
 
 
-def read_records(path: Path) -> Iterator[Record]:
-    """Every record of one file, in order."""
-    read = {".parquet": _read_parquet, ".pt": _read_tensors}.get(path.suffix, _read_jsonl)
-    for place, columns in read(path):
-        yield Record(path, place, {name: value for name, value in columns.items() if value is not None})
+def read_records(path: Path, *, torn: bool = False) -> Iterator[Record]:
+    """Every record of one file, in order. torn: a last line that was cut off is a record too; else it is refused."""
+    if path.suffix in (".parquet", ".pt"):
+        read = _read_parquet if path.suffix == ".parquet" else _read_tensors
+        records = (Record(path, place, columns) for place, columns in read(path))
+    else:
+        records = _read_jsonl(path, torn)
+    for record in records:
+        yield replace(record, columns={name: value for name, value in record.columns.items() if value is not None})
 
 
 def _natural_key(path: Path) -> list[Any]:
@@ -85,91 +90,48 @@ def _check_suffix(path: Path) -> None:
         raise InputError(f"{path} {ending}; rollouts are {', '.join(SUFFIXES)} files")
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_jsonl(path: Path, torn: bool) -> Iterator[Record]:
     index = 0
-    with _open_lines(path) as file:
-        for number, line in enumerate(_lines(path, file), start=1):
-            if not line.strip():
-                continue
-            place = f"{path}, row {index} (line {number})"
-            try:
-                row = json.loads(line, object_pairs_hook=_object)
-            except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError too
-                raise InputError(f"{place}: not JSON ({error}); write one object per line") from error
-            if not isinstance(row, dict):
-                raise InputError(f"{place}: a JSON {type(row).__name__}; write one object per line, {{column: value}}")
-            yield place, row
-            index += 1
-
-
-def _open_lines(path: Path) -> BinaryIO:
-    """The bytes of a file, or what is compressed in it."""
-    if path.suffix != ".zst":
-        return path.open("rb")
-    import pyarrow as pa
-
-    return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
-
-
-def _lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
-    try:
-        yield from file
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({str(error).splitlines()[0]}); give a sound file") from error
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; ValueError for a name that stands there twice, where json would take the last."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        name = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
-        raise ValueError(f"{name!r:.60} stands there twice")
-    return found
+    for number, line in enumerate(read_lines(path), start=1):
+        if not line.strip():
+            continue
+        place = f"{path}, row {index} (line {number})"
+        try:
+            row = parse_json(line)
+        except ValueError as error:  # UnicodeDecodeError is one too
+            if torn and not line.endswith(b"\n"):
+                yield Record(path, place, {}, torn=True)
+                return
+            raise InputError(f"{place}: not JSON ({error}); write one object per line") from error
+        if not isinstance(row, dict):
+            raise InputError(f"{place}: a JSON {type(row).__name__}; write one object per line, {{column: value}}")
+        if len(row) > MOST_COLUMNS:
+            raise InputError(f"{place}: {len(row):,} columns; give at most {MOST_COLUMNS:,}")
+        yield Record(path, place, row)
+        index += 1
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    index = 0
-    try:
-        file = pq.ParquetFile(path)
-        names = file.schema_arrow.names
-        if twice := [name for name, n in Counter(names).items() if n > 1]:
-            raise InputError(f"{path} has the column {twice[0]!r:.60} twice; write it again with one of them")
-        for batch in file.iter_batches(batch_size=256):
-            for row in batch.to_pylist():  # plain lists and None, where pandas gives arrays and NaN
-                yield f"{path}, row {index}", row
-                index += 1
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path} cannot be read as parquet ({str(error).splitlines()[0]}); write it again") from error
+    return ((f"{path}, row {index}", row) for index, row in enumerate(read_parquet(path)))
 
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The samples of a file that torch saved; weights_only: nothing in it is run."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a pickle of an odd protocol: what fails is said below
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except BROKEN_FILE as error:  # UnpicklingError for whatever is more than numbers, strings and containers
-        raise InputError(
-            f"{path} cannot be read as tensors and plain values ({unpickling_reason(error)}); nothing in it was run; "
-            "give a file without pickled objects"
-        ) from error
-    samples = content.get("samples", _split_columns(content)) if isinstance(content, dict) else None
+    content = load_tensors(path)
+    samples = content.get("samples", _split_columns(path, content)) if isinstance(content, dict) else None
     if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
-        keys = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
+        found = show([*content]) if isinstance(content, dict) else type(content).__name__
         raise InputError(
-            f"{path} holds no list `samples` but {keys:.80}; give debug rollout or train data of slime or miles"
+            f"{path} holds no list `samples` but {found}; give debug rollout or train data of slime or miles"
         )
     shared = {"rollout_id": content.get("rollout_id")}
     for index, sample in enumerate(samples):
         place = f"{path}, sample {index}"
-        plain = {name: _plain(place, name, v) for name, v in sample.items()}
+        plain = {name: _plain(place, name, v) for name, v in sample.items() if isinstance(name, str)}
         yield place, shared | {name: v for name, v in plain.items() if v is not None}
 
 
-def _split_columns(content: dict[str, Any]) -> list[dict[str, Any]] | None:
+def _split_columns(path: Path, content: dict[str, Any]) -> list[dict[str, Any]] | None:
     """The samples of train data that hold a list per column, by the names of those that hold one per sample.
 
     Only columns with an entry for each sample; `raw_reward` is left out, for it is of all ranks, in another order.
@@ -178,17 +140,21 @@ def _split_columns(content: dict[str, Any]) -> list[dict[str, Any]] | None:
     tokens = data.get("tokens") if isinstance(data, dict) else None
     if not isinstance(tokens, list):
         return None
-    lists = {str(name): v.tolist() if isinstance(v, torch.Tensor) and v.dim() == 1 else v for name, v in data.items()}
+    lists = {name: _plain(f"{path}", name, v) for name, v in data.items()}
     lists = {SINGULAR.get(n, n): v for n, v in lists.items() if isinstance(v, list) and len(v) == len(tokens)}
     lists = {name: values for name, values in lists.items() if name != "raw_reward"}
     return [{name: values[index] for name, values in lists.items()} for index in range(len(tokens))]
 
 
 def _plain(place: str, name: str, value: Any) -> Any:
-    """The numbers of a tensor; all else as it is."""
+    """The numbers of a tensor, or of each in a list; all else as it is."""
+    if isinstance(value, list) and any(isinstance(one, torch.Tensor) for one in value):
+        return [_plain(place, name, one) if isinstance(one, torch.Tensor) else one for one in value]
     if not isinstance(value, torch.Tensor):
         return value
     try:
-        return value.tolist()
-    except BROKEN_FILE as error:  # a sparse one, or one whose numbers were not saved
-        raise InputError(f"{place}: `{name}` is a tensor without plain numbers; save it dense, on the CPU") from error
+        return numbers_of(value)
+    except ValueError as error:  # a sparse one, or one whose numbers were not saved
+        raise InputError(
+            f"{place}: `{show(name)}` is a tensor without plain numbers ({error}); save it dense, on the CPU"
+        ) from error

@@ -10,6 +10,7 @@ from typing import Literal
 from gradscope.errors import InputError, checked
 from gradscope.policy import Policy, PolicyLike, checkpoint_step, load_policy
 from gradscope.rollouts.batch import TokenBatch
+from gradscope.rollouts.checks import check_batch
 from gradscope.rollouts.dump import Dump, keep_own_step, make_dump
 from gradscope.rollouts.files import Record, list_files, read_records
 from gradscope.rollouts.formats.base import Format
@@ -42,9 +43,12 @@ BatchLike = TokenBatch | str | Path
 
 
 def read_inputs(policy: PolicyLike, batch: BatchLike) -> tuple[Policy, TokenBatch]:
-    """What a function of a policy and its rollouts works on: those given, or loaded from the paths given."""
+    """What a function of a policy and its rollouts works on: those given, checked, or loaded from the paths given."""
     policy = policy if isinstance(policy, Policy) else load_policy(policy)
-    return policy, batch if isinstance(batch, TokenBatch) else read_rollouts(batch, policy)
+    if not isinstance(batch, TokenBatch):
+        return policy, read_rollouts(batch, policy)
+    check_batch(policy, batch)
+    return policy, batch
 
 
 @checked
@@ -103,7 +107,8 @@ def read_dump(
         )
     unfinished = len(files) - len(finished)
     notes = [*form.notes] + ([f"{unfinished} unfinished files left out (no marker STABLE)"] if unfinished else [])
-    rows = form.rows(chain.from_iterable(map(read_records, finished)), policy)
+    records = (record for file in finished for record in read_records(file, torn=form.ends_torn))
+    rows = form.rows(records, policy)
     return make_dump(rows, policy, format=form.name, path=path, notes=notes, step=step, is_dump=form is not NATIVE)
 
 
@@ -112,7 +117,7 @@ def _find_format(path: Path, files: list[Path], name: str | None) -> Format:
     found: tuple[Path, Format] | None = None
     for file in files:
         record = next(_first(file), None)
-        if record is None:
+        if record is None or record.torn:
             continue
         if name is None:
             form = recognise(record, READERS)
@@ -126,6 +131,8 @@ def _find_format(path: Path, files: list[Path], name: str | None) -> Format:
             )
         found = found or (file, form)
     if found is None:
+        for _ in chain.from_iterable(map(read_records, files)):
+            pass  # says what is wrong with a line that is cut off
         raise InputError(f"{path} holds no rows; give at least one response")
     return found[1]
 
@@ -135,7 +142,7 @@ def _first(file: Path) -> Iterator[Record]:
     if file.suffix == ".pt":
         yield Record(file, str(file), dict.fromkeys(SLIME.needs))
     else:
-        yield from read_records(file)
+        yield from read_records(file, torn=True)
 
 
 def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
@@ -157,7 +164,7 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
     nearest = max(formats.values(), key=lambda form: (common[form.name], form.name == "native"))
     if nearest.name == "native" and common["native"]:
         return nearest
-    given = ", ".join(sorted(names)[:12]) or "none"
+    given = ", ".join(name[:40] for name in sorted(names)[:12]) or "none"
     if not common[nearest.name]:
         raise InputError(f"{record.place}: columns of no known format ({given}); known are {', '.join(formats)}")
     raise InputError(

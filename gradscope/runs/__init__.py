@@ -1,4 +1,4 @@
-"""Folders written whole or not at all, resumed and locked; several processes; tensors too large for memory."""
+"""Folders written whole or not at all, resumed and locked; strangers' files; processes; tensors beyond memory."""
 
 import lazy_loader
 

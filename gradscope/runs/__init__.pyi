@@ -9,7 +9,6 @@ from .files import (
     file_hash as file_hash,
     is_table as is_table,
     plain_json as plain_json,
-    read_json as read_json,
     replacing as replacing,
     write_json as write_json,
     write_parquet as write_parquet,
@@ -24,6 +23,16 @@ from .folder import (
     check_writable as check_writable,
     library_versions as library_versions,
     provenance as provenance,
+)
+from .foreign import (
+    MOST_COLUMNS as MOST_COLUMNS,
+    load_tensors as load_tensors,
+    numbers_of as numbers_of,
+    parse_json as parse_json,
+    parse_json_file as parse_json_file,
+    read_json as read_json,
+    read_lines as read_lines,
+    read_parquet as read_parquet,
 )
 from .lock import locked as locked
 from .processes import (

@@ -1,4 +1,4 @@
-"""Single files: replaced whole or not at all, hashed, and read where somebody else may have written them."""
+"""Single files: replaced whole or not at all, and hashed."""
 
 from __future__ import annotations
 
@@ -66,17 +66,6 @@ def plain_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain_json(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no such file, an empty one if it cannot be read."""
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def is_table(path: Path) -> bool:

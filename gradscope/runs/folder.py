@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradscope import __version__
 from gradscope.errors import InputError
-from gradscope.runs.files import is_table, read_json, write_json, write_parquet
+from gradscope.runs.files import is_table, write_json, write_parquet
+from gradscope.runs.foreign import read_json
 from gradscope.runs.lock import locked
 
 if TYPE_CHECKING:

@@ -21,11 +21,13 @@ def run_file(file: Path, what: str) -> ModuleType:
 
     Raises InputError for a file that does not exist or raises.
     """
+    if not os.path.isfile(file):  # of a name that is too long, and of links in a circle, Path raises
+        raise InputError(
+            f"{what} file {file.absolute()} does not exist; give path/to/file.py:NAME with an existing file"
+        )
     file = file.resolve()
     if file in _files_read:
         return _files_read[file]
-    if not os.path.isfile(file):  # of a name that is too long, Path raises
-        raise InputError(f"{what} file {file} does not exist; give path/to/file.py:NAME with an existing file")
     spec = importlib.util.spec_from_file_location(f"_gradscope_{what}_{len(_files_read)}_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gradscope.errors import InputError
-from gradscope.runs import in_words
+from gradscope.runs import in_words, read_parquet
 from gradscope.tasks.registry import Question, Task, ask_questions
 
 T = TypeVar("T")
@@ -84,20 +84,9 @@ def read_rows(files: Sequence[str | Path], columns: Sequence[str]) -> list[tuple
     The values are plain Python: lists, dictionaries and None.
     Raises InputError if a file is not there, not parquet, or lacks a column.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     rows = []
     for path in find_files(files):
-        try:
-            with pq.ParquetFile(path) as file:
-                if missing := [column for column in columns if column not in file.schema_arrow.names]:
-                    raise InputError(f"{path} has no column {', '.join(missing)}; wanted {', '.join(columns)}")
-                table = file.read(columns=list(columns))
-        except (pa.ArrowException, OSError) as error:
-            reason = str(error).splitlines()[0]
-            raise InputError(f"{path} cannot be read as parquet ({reason}); give parquet files") from error
-        rows += [(f"{path}, row {index}", row) for index, row in enumerate(table.to_pylist())]
+        rows += [(f"{path}, row {index}", row) for index, row in enumerate(read_parquet(path, columns))]
     return rows
 
 
@@ -121,6 +110,6 @@ def find_files(patterns: Sequence[str | Path]) -> list[Path]:
 
 def _files_at(place: Path) -> list[Path]:
     # A file that is really called so comes first: its name may hold brackets, which mean something to glob.
-    if place.is_file():
+    if os.path.isfile(place):  # of a name that is too long, Path raises
         return [place]
-    return [path for path in map(Path, sorted(glob.glob(str(place), recursive=True))) if path.is_file()]
+    return [Path(path) for path in sorted(glob.glob(str(place), recursive=True)) if os.path.isfile(path)]

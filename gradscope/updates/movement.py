@@ -17,7 +17,6 @@ from tqdm import tqdm
 from gradscope.errors import InputError, checked
 from gradscope.gradients import (
     BACKWARD,
-    check_batch,
     measuring,
     refuse_narrow_arithmetic,
     refuse_narrow_weights,
@@ -47,7 +46,7 @@ from gradscope.policy import (
     rewound,
     sum_of_squares,
 )
-from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
+from gradscope.rollouts import BatchLike, TokenBatch, check_batch, read_inputs
 from gradscope.updates.directions import log_odds_change
 from gradscope.updates.step import SGD, StepSettings, make_optimizer, read_moments
 from gradscope.updates.variants import Variant, make_variant, old_intervals
@@ -119,7 +118,6 @@ def apply_update(
     step.check()
     interval_labels(edges)  # refuses what is no edges
     refuse_narrow_weights(policy.model)
-    check_batch(policy, batch)
     moments = read_moments(policy.model, step, optimizer_state)
     fits = _fits(policy.model, step, memory)
     step = replace(step, micro_batch_size=fitting_size(policy.model, batch, step.micro_batch_size, copies=2))

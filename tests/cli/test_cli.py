@@ -206,8 +206,22 @@ BAD_CHECKPOINTS = {
     "half a configuration": (lambda d: cut(d / "config.json", 50), "config.json"),
     "a width in words": (lambda d: configure(d, hidden_size="wide"), "config.json is not one that transformers reads"),
     "heads of no width": (lambda d: configure(d, num_attention_heads=3), "not a multiple of the number of attention"),
-    "no activation": (lambda d: configure(d, hidden_act="soft"), "config.json makes no model (KeyError: 'soft')"),
+    "no activation": (
+        lambda d: configure(d, hidden_act="soft"),
+        "config.json makes no model that computes (KeyError: 'soft')",
+    ),
     "no heads": (lambda d: configure(d, num_attention_heads=0), "config.json"),
+    "a vocabulary of billions": (lambda d: configure(d, vocab_size=10**10), "config.json makes a model of"),
+    "blocks without end": (
+        lambda d: configure(d, num_hidden_layers=10**9),
+        "config.json: num_hidden_layers is 1000000000",
+    ),
+    "a window in words": (lambda d: configure(d, sliding_window="wide"), "config.json makes no model that computes"),
+    "tuples": (lambda d: configure(d, return_dict=False), "config.json makes no model that computes"),
+    "a name twice": (
+        lambda d: (d / "config.json").write_text('{"vocab_size": 9, ' + (d / "config.json").read_text()[1:]),
+        "'vocab_size' stands there twice",
+    ),
     "an unknown type": (lambda d: configure(d, model_type="nobody's"), "config.json"),
     "weights that are NaN": (lambda d: spoil_weight(d, float("nan")), "model.norm.weight is not finite"),
     "weights that are infinite": (lambda d: spoil_weight(d, float("inf")), "model.norm.weight is not finite"),

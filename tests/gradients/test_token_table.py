@@ -15,11 +15,12 @@ from support.oracle import brute_force, in_float64
 from support.policies import CONTEXT, LAYERS, VOCAB, make_batch, make_policy, pad_both_sides
 
 from gradscope.errors import InputError, SelfCheckError
-from gradscope.gradients import measure, table as token_table
+from gradscope.gradients import interval_gradients, measure, table as token_table
 from gradscope.objective import LossSettings, logprobs, make_weighting, reweight
 from gradscope.objective.equations import grpo_advantages, policy_loss
 from gradscope.policy import Policy
 from gradscope.rollouts import Response, TokenBatch, collate
+from gradscope.updates import apply_update, compare, influence
 
 refusal = partial(complaint, measure)
 
@@ -383,19 +384,28 @@ def test_a_batch_that_does_not_fit_the_policy_is_refused_by_its_response(policy)
     assert "response 1 or its prompt holds the id -1" in refusal(policy, collate([fine, Response([-1], [5])]))
     long = collate([fine, Response([5] * CONTEXT, [7])])
     assert "response 1 and its prompt are 65 tokens long" in refusal(policy, long)
-    assert "response 1 has no prompt" in refusal(policy, collate([fine, Response([], [7, 8])]))
+    cold = replace(collate([fine, fine]), temperature=torch.tensor([1.0, 1e-30]))
+    assert "the temperature of response 1 is 1e-30" in refusal(policy, cold)
+    dear = replace(collate([fine, fine]), rewards=torch.tensor([1.0, math.inf]))
+    assert "the reward of response 1 is inf" in refusal(policy, dear)
     nothing = collate([Response([5], [7], response_mask=[False])])
     assert "keeps no token" in refusal(policy, nothing)
 
 
-@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs"])
-@pytest.mark.parametrize("value", [math.inf, -math.inf, 0.5])
-def test_what_is_no_log_probability_is_refused_where_it_counts(policy, batch, name, value):
+@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "sampler_logprobs", "advantages"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 0.5, 1e13])
+def test_what_readers_refuse_is_refused_where_it_counts_at_every_door(policy, batch, name, value):
+    if (name, value) == ("advantages", 0.5):
+        return
+    known = {"sampler_logprobs": batch.old_logprobs, "advantages": batch.token_weighted(batch.rewards)}
+    batch = replace(batch, **known)
     row, column = batch.response_mask.nonzero()[3].tolist()
     wrong = getattr(batch, name).clone()
     wrong[row, column] = value
     place = f"{name} is {value:g} at position {int(batch.positions()[row, column])} of response {row}"
     assert place in refusal(policy, replace(batch, **{name: wrong}))
+    for door in (interval_gradients, influence, apply_update, compare):
+        assert place in complaint(door, policy, replace(batch, **{name: wrong}))
     masked = batch.response_mask.clone()
     masked[row, column] = False
     assert len(measure(policy, replace(batch, **{name: wrong}, response_mask=masked))) == batch.num_tokens - 1

@@ -195,7 +195,13 @@ def test_a_base_is_found_from_the_adapters_folder_then_from_here_then_where_it_i
 
 def test_adapters_that_do_not_fit_are_refused(broken, tmp_path):
     other = save_checkpoint(tmp_path / "other", "gpt2")
+    assert 'a "qwen2"; ' in (said := refusal(broken, base=other)) and 'is a "gpt2"' in said
+    change_config(broken, base_model_name_or_path="not/here", auto_mapping=None)
     assert "does not fit its base model" in refusal(broken, base=other)
+    change_config(broken, base_model_name_or_path="../base")
+    for rank in (10**9, 0, -1, None, 1.5, "2"):
+        change_config(broken, r=rank)
+        assert "does not fit its base model" in refusal(broken)
     change_config(broken, r=3)
     assert "does not fit its base model" in refusal(broken)
     change_config(broken, r=2, target_modules=["q_proj"])
@@ -211,6 +217,19 @@ def test_adapters_that_do_not_fit_are_refused(broken, tmp_path):
     for text in ("{", "[" * 100_000):
         (broken / "adapter_config.json").write_text(text)
         assert "cannot be read" in refusal(broken)
+
+
+def test_an_adapter_of_another_family_is_refused_though_every_shape_fits(tmp_path):
+    base = save_checkpoint(tmp_path / "base", "llama")
+    folder = save_adapter(tmp_path / "adapter", base, r=2, target_modules=["q_proj"])
+    other = Path(shutil.copytree(base, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "mistral", "architectures": None}))
+    load_policy(other)  # the same names and shapes
+    assert 'is a "mistral"' in refusal(folder, base=other)  # than the base that is named, which is here
+    change_config(folder, base_model_name_or_path="not/here")
+    assert 'trained on a "LlamaForCausalLM"' in refusal(folder, base=other)  # as peft recorded it
+    assert load_policy(folder, base=base).base == str(base)
 
 
 def test_damaged_and_doubtful_adapters_are_refused(broken):

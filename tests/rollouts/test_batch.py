@@ -145,6 +145,31 @@ def test_a_temperature_without_a_gradient_is_refused(temperature):
         collate([Response([4], [5], temperature=temperature)])
 
 
+HANDMADE = {
+    "a mask of numbers": lambda b: {"response_mask": b.response_mask.long()},
+    "ids of fractions": lambda b: {"input_ids": b.input_ids.float()},
+    "a column too few": lambda b: {"old_logprobs": b.old_logprobs[:, 1:]},
+    "a row too many": lambda b: {"rewards": torch.zeros(len(b) + 1)},
+    "one number for all": lambda b: {"temperature": torch.tensor(1.0)},
+    "an advantage per response": lambda b: {"advantages": torch.zeros(len(b))},
+    "a list": lambda b: {"rewards": [0.0] * len(b)},
+    "no groups": lambda b: {"group_ids": None},
+    "a response from its first token on": lambda b: {
+        "response_mask": b.attention_mask,
+        "response_start": b.group_ids * 0,
+    },
+    "a response before its start": lambda b: {"response_start": b.response_start + 1},
+}
+
+
+@pytest.mark.parametrize("what", HANDMADE)
+def test_tensors_that_do_not_fit_together_are_refused(policy, what):
+    batch = make_batch(policy)
+    with pytest.raises(InputError) as caught:
+        replace(batch, **HANDMADE[what](batch))
+    assert any(name in str(caught.value) for name in HANDMADE[what](batch))
+
+
 def test_an_empty_batch_is_refused():
     with pytest.raises(InputError, match="no responses"):
         collate([])

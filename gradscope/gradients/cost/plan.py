@@ -19,7 +19,6 @@ from gradscope.gradients.cost.shape import ModelShape
 from gradscope.gradients.settings import (
     AFTERWARDS,
     MeasureSettings,
-    check_batch,
     check_chunks,
     check_settings,
     fast_precision,
@@ -36,7 +35,7 @@ from gradscope.policy import (
     find_device,
     free_memory,
 )
-from gradscope.rollouts import TokenBatch
+from gradscope.rollouts import TokenBatch, check_batch
 
 Number = int | float
 

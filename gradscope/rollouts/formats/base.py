@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, show
 from gradscope.rollouts.batch import Note
 from gradscope.rollouts.files import Record
 
@@ -31,6 +31,7 @@ FROM_REWARDS = (
     "another algorithm or a filter made of them"
 )
 EMPTY = "the response is empty"
+TORN = "the last line of its file was cut off while it was written"
 MASKED_OUT = "the trainer's mask keeps no token of them"
 
 
@@ -70,6 +71,8 @@ class Format:
     """Columns by which other records of the same log are told."""
     notes: tuple[str, ...] = ()
     """What a reader must know of every log of this kind."""
+    ends_torn: bool = False
+    """Whether the trainer's own loader reads up to a last line that was cut off, where others refuse it."""
     is_finished: Callable[[Path], bool] = lambda path: True
     """Whether the trainer has written the whole of this file."""
 
@@ -79,30 +82,36 @@ def row_by_row(make: Callable[[Record, Policy | None], Row]) -> Callable[..., It
     return lambda records, policy: (make(record, policy) for record in records)
 
 
-def list_by_list(make: Callable[[Record, Policy | None], Row], needs: Iterable[str]) -> Callable[..., Iterator[Row]]:
-    """`Format.rows` of a format in which a record is a dictionary of lists, an entry per response."""
+def list_by_list(
+    make: Callable[[Record, Policy | None], Row], needs: Sequence[str], takes: Sequence[str]
+) -> Callable[..., Iterator[Row]]:
+    """`Format.rows` of a format in which a record is a dictionary of lists, an entry per response.
+
+    needs: columns that every record has; takes: those that are read too, where it has them.
+    """
 
     def rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
         for record in records:
-            for entry in _entries(record, tuple(needs)):
+            for entry in _entries(record, needs, takes):
                 yield make(entry, policy)
 
     return rows
 
 
-def _entries(record: Record, needs: tuple[str, ...]) -> Iterator[Record]:
+def _entries(record: Record, needs: Sequence[str], takes: Sequence[str]) -> Iterator[Record]:
     for name in needs:
         if not isinstance(record.columns.get(name), list):
             raise InputError(f"{record.place}: `{name}` is no list; a line of this format is one list per column")
     length = len(record.columns[needs[0]])
-    for name, value in record.columns.items():
+    read = {name: record.columns[name] for name in (*needs, *takes) if name in record.columns}
+    for name, value in read.items():
         if isinstance(value, list) and len(value) != length:
             raise InputError(
                 f"{record.place}: `{name}` has {len(value)} entries, `{needs[0]}` {length}; each list has one per "
                 "response"
             )
     for index in range(length):
-        columns = {name: v[index] if isinstance(v, list) else v for name, v in record.columns.items()}
+        columns = {name: v[index] if isinstance(v, list) else v for name, v in read.items()}
         known = {name: v for name, v in columns.items() if v is not None}
         yield Record(record.path, f"{record.place}, entry {index}", known)
 
@@ -126,4 +135,4 @@ def whole_number(record: Record, name: str) -> int | None:
         value = int(value)
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63):
         return value
-    raise InputError(f"{record.place}: `{name}` is {value!r:.40}; wanted is a whole number of 64 bits")
+    raise InputError(f"{record.place}: `{name}` is {show(value)}; wanted is a whole number of 64 bits")

@@ -32,6 +32,6 @@ MS_SWIFT = Format(
     "ms_swift",
     needs=frozenset(NEEDS),
     knows="step gen_step reward entropy solution num_turns",
-    rows=list_by_list(_row, NEEDS),
+    rows=list_by_list(_row, NEEDS, ("step", "gen_step")),
     notes=(RETOKENISED, NO_SPECIAL_TOKENS),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ def _check_names(place: str, row: dict[str, Any]) -> None:
             raise InputError(f"{place}: unknown column {name!r}; did you mean {meant!r}? Rename it, or leave it out")
 
 
+@lru_cache(maxsize=10_000)
 def _meant(name: str) -> str | None:
     """The column that this is a near miss of."""
     plain = name.lower().replace("log_prob", "logprob")

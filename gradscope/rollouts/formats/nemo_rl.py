@@ -21,7 +21,7 @@ PER_TOKEN = {
 
 def _row(record: Record, policy: Policy | None) -> Row:
     named = re.search(r"step_?([0-9]+)", record.path.stem)
-    step = int(named[1]) if named else None
+    step = whole_number(Record(record.path, record.place, {"step": named[1] if named else None}), "step")
     if record.columns.get("sample_loss_mask", 1) == 0:
         return Row(record.place, {}, step, left_out=MASKED_OUT)
     per_token, columns = dict(PER_TOKEN), pick(record, {"reward": "rewards"})

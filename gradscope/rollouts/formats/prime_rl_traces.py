@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EMPTY, Format, Row, whole_number
-from gradscope.rollouts.formats.values import show
+from gradscope.rollouts.formats.base import EMPTY, TORN, Format, Row, whole_number
 from gradscope.rollouts.formats.verifiers_graph import node_paths, read_nodes, trace_rows
 
 STREAMS = ("advantages", "trainer_logprobs", "entropies")
@@ -27,10 +26,12 @@ def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
     episodes: list[Record] = []
     updates: dict[Any, list[Record]] = {}
     for record in records:
-        if "traces" in record.columns:
+        if record.torn:
+            yield Row(record.place, {}, left_out=TORN)
+        elif "traces" in record.columns:
             episodes.append(record)
         elif "branches" in record.columns:
-            updates.setdefault(record.columns.get("trace_id"), []).append(record)
+            updates.setdefault(_id(record, record.columns.get("trace_id")), []).append(record)
     trained = any("trainer_logprobs" in part for own in updates.values() for up in own for part in _branches(up))
     for episode in episodes:
         run = _object(episode, "run")
@@ -41,7 +42,7 @@ def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
             if work.get("type") == "eval" or not trace.get("nodes"):
                 yield Row(place, {}, left_out=EVALUATED if trace.get("nodes") else EMPTY)
                 continue
-            info = _fold(record, updates.get(trace.get("id"), []))
+            info = _fold(record, updates.get(_id(record, trace.get("id")), []))
             if trained and not any(node.get("trainer_logprobs") for node in read_nodes(record)):
                 yield Row(place, {}, left_out=UNTRAINED)
                 continue
@@ -62,6 +63,13 @@ def _object(record: Record, name: str) -> dict[str, Any]:
     """A JSON object of the record; empty without."""
     value = record.columns.get(name)
     return value if isinstance(value, dict) else {}
+
+
+def _id(record: Record, given: Any) -> str | int | None:
+    """What names a trace."""
+    if not isinstance(given, str | int | None):
+        raise InputError(f"{record.place}: the trace's id is {show(given)}; wanted is a text; leave the row out")
+    return given
 
 
 def _branches(update: Record) -> list[dict[str, Any]]:
@@ -89,7 +97,7 @@ def _fold(record: Record, updates: list[Record]) -> dict[str, Any]:
     credit = info.get("advantage")
     if isinstance(credit, int | float) and not any(node.get("advantages") for node in nodes):
         for node in nodes:
-            node["advantages"] = [float(credit)] * sum(map(bool, _mask(node)))
+            node["advantages"] = [credit] * sum(map(bool, _mask(node)))
     return info
 
 
@@ -120,6 +128,7 @@ PRIME_RL_TRACES = Format(
     beside=(frozenset({"trace_id", "branches"}), frozenset({"chunk", "offset"})),
     knows="id env group run ok errors version info",
     rows=_rows,
+    ends_torn=True,
     notes=(
         "ratios are of prime-rl's trainer_logprobs to its inference log-probabilities, as trained",
         "each path of a trace's messages from the first to a last one is a response",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from gradscope.policy import Policy
@@ -17,6 +16,7 @@ from gradscope.rollouts.formats.base import (
     whole_number,
 )
 from gradscope.rollouts.formats.text import prompt_of, without_bos
+from gradscope.runs import parse_json
 
 NEEDS = ("prompt", "responses", "scores")
 NAMES = {"response": "responses", "reward": "scores", "temperature": "sampling_params"}
@@ -35,7 +35,7 @@ def _row(record: Record, policy: Policy | None) -> Row:
 def _temperature(settings: Any) -> int | float | None:
     """The temperature in sampling_params, a JSON text; None where it says none."""
     try:
-        found = json.loads(settings) if isinstance(settings, str) else settings
+        found = parse_json(settings) if isinstance(settings, str) else settings
     except ValueError:
         return None
     for place in (found, found.get("generation_config") if isinstance(found, dict) else None):
@@ -51,7 +51,7 @@ ROLL = Format(
         "global_step id source difficulty messages ground_truth case_type test_case_function test_cases tag domain "
         "sampling_params"
     ),
-    rows=list_by_list(_row, NEEDS),
+    rows=list_by_list(_row, NEEDS, ("global_step", "sampling_params")),
     notes=(
         RETOKENISED,
         NO_SPECIAL_TOKENS,

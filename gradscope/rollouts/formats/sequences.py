@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, show
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import MASKED_OUT, Row, need
-from gradscope.rollouts.formats.values import show
 
 
 def split_sequence(

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import EMPTY, MASKED_OUT, Format, Row, pick, whole_number
-from gradscope.rollouts.formats.values import show
 
 NAMES = {
     "response_mask": "loss_mask",
@@ -62,7 +61,7 @@ def _join(trained: Record, sampled: Record | None) -> Record:
     """The train data's columns and those that only the rollout data have."""
     if sampled is None:
         return trained
-    if trained.columns.get("tokens") != sampled.columns.get("tokens"):
+    if _tokens(trained) != _tokens(sampled):
         raise InputError(
             f"{trained.place}: `tokens` differ from those of {sampled.place}, which bears the same index; give "
             "logs of one run"
@@ -71,9 +70,8 @@ def _join(trained: Record, sampled: Record | None) -> Record:
 
 
 def _row(record: Record) -> Row:
-    columns, step = record.columns, whole_number(record, "rollout_id")
-    tokens, length = columns.get("tokens"), _response_length(record)
-    if not isinstance(tokens, list) or not 0 <= length <= len(tokens):
+    tokens, length, step = _tokens(record), _response_length(record), whole_number(record, "rollout_id")
+    if not 0 <= length <= len(tokens):
         raise InputError(f"{record.place}: `tokens` is {show(tokens)}, of which {length} are to be the response's")
     if length == 0:
         return Row(record.place, {}, step, left_out=EMPTY)
@@ -86,6 +84,13 @@ def _row(record: Record) -> Row:
     if "advantage" in row and not isinstance(row.get("reward"), (int, float)):
         row.pop("reward", None)  # a dictionary, of which slime's settings name one entry
     return Row(record.place, row, step, labels)
+
+
+def _tokens(record: Record) -> list[int]:
+    tokens = record.columns.get("tokens")
+    if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
+        raise InputError(f"{record.place}: `tokens` is {show(tokens)}; give a list of whole numbers")
+    return tokens
 
 
 def _response_length(record: Record) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import need
-from gradscope.rollouts.formats.values import show
 
 
 def prompt_of(record: Record, name: str) -> Any:

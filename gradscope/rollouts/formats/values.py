@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import numpy as np
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, show
 from gradscope.policy import Policy, check_prompt
 from gradscope.rollouts.batch import LARGEST, ROUNDING, Response
 from gradscope.rollouts.formats.base import Row
@@ -163,9 +160,3 @@ def _number(row: Row, name: str) -> float:
     if not isinstance(value, (int, float)) or not abs(value) <= LARGEST:  # NaN is not, either
         raise InputError(f"{row.place}: `{row.label(name)}` is {show(value)}; give a finite number within ±{LARGEST:g}")
     return float(value)
-
-
-def show(value: Any) -> str:
-    """A value in an error: short, on one line."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 40 else text[:37] + "…"

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, show
+from gradscope.rollouts.batch import LARGEST
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import Format, Row
+from gradscope.rollouts.formats.base import Format, Row, need
 from gradscope.rollouts.formats.sequences import split_sequence
-from gradscope.rollouts.formats.values import show
 
 PER_TOKEN = {
     "advantage": "advantages",
@@ -50,7 +50,7 @@ def node_paths(nodes: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def read_nodes(record: Record) -> list[dict[str, Any]]:
-    nodes = record.columns["nodes"]
+    nodes = need(record, "nodes")
     if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
         raise InputError(
             f"{record.place}: `nodes` is {show(nodes)}; wanted is a list of messages; leave the record out"
@@ -98,7 +98,7 @@ def _spread(record: Record, place: int, name: str, values: Any, mask: list[Any])
 
 def _group(record: Record) -> Any:
     """What tells the task: its key or its hash, which all rollouts of it share."""
-    task = record.columns["task"]
+    task = need(record, "task")
     found = next((task[name] for name in ("key", "hash") if task.get(name)), None) if isinstance(task, dict) else None
     if found is None:
         raise InputError(
@@ -110,11 +110,15 @@ def _group(record: Record) -> Any:
 def _reward(record: Record) -> float | None:
     """Σ score · weight; None where nothing was scored."""
     rewards = record.columns.get("rewards") or {}
-    try:
-        parts = [reward["score"] * reward.get("weight", 1.0) for reward in rewards.values()]
-    except (TypeError, KeyError, AttributeError):
+    parts = rewards.values() if isinstance(rewards, dict) else [rewards]
+    if any(not isinstance(part, dict) for part in parts):
+        raise InputError(f"{record.place}: `rewards` is {show(rewards)}; wanted is {{name: {{score, weight}}, …}}")
+    pairs = [(part.get("score"), part.get("weight", 1.0)) for part in parts]
+    if not pairs or any(score is None for score, _ in pairs):
         return None
-    return float(sum(parts)) if parts else None
+    if not all(isinstance(number, int | float) and abs(number) <= LARGEST for pair in pairs for number in pair):
+        raise InputError(f"{record.place}: `rewards` is {show(rewards)}; wanted are finite scores and weights")
+    return float(sum(score * weight for score, weight in pairs))
 
 
 def _heat(record: Record) -> float | None:

@@ -1,0 +1,61 @@
+"""Whether a batch that somebody made in Python fits a policy: what the readers refuse of a file is refused here too."""
+
+from __future__ import annotations
+
+from gradscope.errors import InputError
+from gradscope.policy import Policy
+from gradscope.rollouts.batch import LARGEST, ROUNDING, TokenBatch
+
+
+def check_batch(policy: Policy, batch: TokenBatch) -> None:
+    """InputError, naming the response, where the batch cannot be measured on this policy.
+
+    NaN is no fault: it stands where a number is not known.
+    """
+    if batch.num_tokens == 0:
+        raise InputError(
+            "response_mask keeps no token: there is nothing to measure; give responses with sampled tokens"
+        )
+    strange = ((batch.input_ids < 0) | (batch.input_ids >= policy.vocab_size)) & batch.attention_mask
+    if strange.any():
+        row, column = strange.nonzero()[0].tolist()
+        raise InputError(
+            f"response {row} or its prompt holds the id {int(batch.input_ids[row, column])}, outside the vocabulary of "
+            f"{policy.vocab_size}; was it made with another tokenizer?"
+        )
+    lengths = batch.attention_mask.sum(1)
+    if policy.context is not None and int(lengths.max()) > policy.context:
+        raise InputError(
+            f"response {int(lengths.argmax())} and its prompt are {int(lengths.max())} tokens long, the policy's "
+            f"context is {policy.context}; leave it out or cut it"
+        )
+    cold = (batch.temperature < 1 / LARGEST) | (batch.temperature > LARGEST)
+    if cold.any():
+        row = int(cold.int().argmax())
+        raise InputError(
+            f"the temperature of response {row} is {float(batch.temperature[row]):g}; give one of {1 / LARGEST:g} to "
+            f"{LARGEST:g}"
+        )
+    if batch.rewards is not None and (large := batch.rewards.abs() > LARGEST).any():
+        row = int(large.int().argmax())
+        raise InputError(
+            f"the reward of response {row} is {float(batch.rewards[row]):g}; give a finite number within ±{LARGEST:g}"
+        )
+    for name in ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs"):
+        _check_per_token(batch, name)
+
+
+def _check_per_token(batch: TokenBatch, name: str) -> None:
+    if (values := getattr(batch, name)) is None:
+        return
+    strange = values.abs() > LARGEST  # False for NaN
+    wanted = f"give a finite number within ±{LARGEST:g}"
+    if name != "advantages":
+        strange |= values > ROUNDING
+        wanted = "a log-probability is finite and at most 0 (natural logarithm; are these probabilities?)"
+    if (strange := strange & batch.response_mask).any():
+        row, column = strange.nonzero()[0].tolist()
+        raise InputError(
+            f"{name} is {float(values[row, column]):g} at position {int(batch.positions()[row, column])} of response "
+            f"{row}; {wanted}"
+        )
