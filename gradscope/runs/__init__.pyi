@@ -3,7 +3,6 @@
 from .ending import end_at_once as end_at_once
 from .files import (
     file_hash as file_hash,
-    is_table as is_table,
     plain_json as plain_json,
     read_json as read_json,
     replacing as replacing,
@@ -13,13 +12,13 @@ from .files import (
 )
 from .folder import (
     MANIFEST as MANIFEST,
-    UNWRITABLE as UNWRITABLE,
     RunFolder as RunFolder,
     check_is_folder as check_is_folder,
     check_results as check_results,
     check_writable as check_writable,
     library_versions as library_versions,
     provenance as provenance,
+    refusal as refusal,
 )
 from .lock import locked as locked
 from .processes import (

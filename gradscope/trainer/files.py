@@ -7,7 +7,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from gradscope import __version__
 from gradscope.errors import DivergedError, InputError
 from gradscope.policy import find_checkpoint, weights_hash
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import Processes, check_is_folder, library_versions, read_json, write_json, write_text
+from gradscope.runs import Processes, check_is_folder, library_versions, read_json, refusal, write_json, write_text
 from gradscope.trainer.checkpoints import (
     CHECKPOINTS,
     check_space,
@@ -90,9 +90,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(
-            f"{path} could not be written ({error.strerror or error}); make room there and go on with --resume"
-        ) from error
+        raise refusal(error, path, "go on with --resume") from error
 
 
 def write_description(
@@ -181,7 +179,8 @@ class Journal:
         except BaseException as error:
             untouched = begun and not list_checkpoints(self.out) and isinstance(error, InputError)
             if self.processes.is_main and not done and untouched:
-                remove_run(self.out)  # nothing was learnt: the next attempt is not held up by this one's settings
+                with suppress(OSError):
+                    remove_run(self.out)  # nothing was learnt: this one's settings hold up no next attempt
             raise
 
     @contextmanager
@@ -202,8 +201,9 @@ class Journal:
             print(f"the run in {self.out} is deleted (overwrite)", file=sys.stderr)
             remove_run(self.out)
         kept = lines_up_to(self.out / METRICS, done)
-        write_description(self.out, config, self.learner, self.questions.hash, resumed=done > 0)
-        write_text(self.out / METRICS, kept)
+        with writing(self.out):
+            write_description(self.out, config, self.learner, self.questions.hash, resumed=done > 0)
+            write_text(self.out / METRICS, kept)
 
     def _init_trackers(self, done: int) -> None:
         settings = {"tensorboard": {"purge_step": done + 1}}
