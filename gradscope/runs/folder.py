@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import gzip
+import hashlib
 import json
 import os
 import platform
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gradscope import __version__
 from gradscope.errors import InputError
-from gradscope.runs.files import file_hash, read_json, replacing, write_json
+from gradscope.runs.files import file_hash, plain_json, read_json, replacing, write_json
 from gradscope.runs.lock import locked
 
 if TYPE_CHECKING:
@@ -79,6 +80,10 @@ class RunFolder:
             raise InputError(f"{self.folder / MANIFEST} is not of a run of gradscope; give another --out")
         if overwrite:
             return "nothing"
+        if manifest is not None and manifest.get("sha256", {}).get(MANIFEST) not in (None, _own_hash(manifest)):
+            raise InputError(
+                f"{self.folder / MANIFEST} is not what was written; restore it, give another --out, or --overwrite"
+            )
         if manifest is not None and manifest["key"] == self.key:
             return "finished"
         if unfinished is not None and unfinished.get("key") == self.key:
@@ -161,7 +166,10 @@ class RunFolder:
         return pd.read_parquet(BytesIO(self._read(index)))
 
     def _read(self, index: int) -> bytes:
-        return gzip.decompress(self.part(index).read_bytes())
+        content = self.part(index).read_bytes()
+        if not content:
+            raise EOFError(f"{self.part(index)} is empty")  # to gzip, that is a whole file of nothing
+        return gzip.decompress(content)
 
     def read_parts(self, count: int) -> list[pd.DataFrame]:
         return [self.read_part(index) for index in range(count)]
@@ -169,7 +177,7 @@ class RunFolder:
     def publish(self, manifest: dict[str, Any]) -> None:
         """Put what is staged in the place of what an earlier run wrote, the manifest last; drop the rest of `.partial`.
 
-        The manifest gets the files' names and hashes. Killed on the way, the run is unfinished.
+        The manifest gets the files' names and hashes, and its own. Killed on the way, the run is unfinished.
         """
         files = [path.relative_to(self.staged) for path in sorted(self.staged.rglob("*")) if path.is_file()]
         names = dict.fromkeys([*manifest.get("files", []), *map(Path.as_posix, files)])
@@ -184,7 +192,9 @@ class RunFolder:
         for file in files:
             (self.folder / file).parent.mkdir(exist_ok=True)
             os.replace(self.staged / file, self.folder / file)
-        write_json(self.folder / MANIFEST, manifest | told | {"key": self.key})
+        manifest = plain_json(manifest | told | {"key": self.key})
+        manifest["sha256"][MANIFEST] = _own_hash(manifest)
+        write_json(self.folder / MANIFEST, manifest)
         self._clear()
         with suppress(OSError):  # the lock is there
             self.partial.rmdir()
@@ -221,7 +231,9 @@ def refusal(error: OSError, path: str | Path, go_on: str) -> OSError | InputErro
     """What the system refuses to write, in words that say what to do; as an InputError, where rights are missing."""
     why = error.strerror or error
     if error.errno in UNWRITABLE:
-        return InputError(f"{path} cannot be written ({why}); give it back its rights and {go_on}, or give another --out")
+        return InputError(
+            f"{path} cannot be written ({why}); give it back its rights and {go_on}, or give another --out"
+        )
     return OSError(f"{path} could not be written ({why}); make room there and {go_on}")
 
 
@@ -272,6 +284,13 @@ def _is_of_a_run(manifest: dict[str, Any]) -> bool:
     files = manifest.get("files", [])
     named = isinstance(files, list) and all(isinstance(f, str) and not {"/", ".."} & {*Path(f).parts} for f in files)
     return isinstance(manifest.get("key"), dict) and named
+
+
+def _own_hash(manifest: dict[str, Any]) -> str:
+    """SHA-256 of a manifest, but for this number."""
+    others = {name: digest for name, digest in manifest["sha256"].items() if name != MANIFEST}
+    text = json.dumps(manifest | {"sha256": others}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def provenance() -> dict[str, Any]:

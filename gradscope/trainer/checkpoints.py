@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,9 +125,8 @@ def check_space(out: Path, learner: Learner, count: int, *, to_be_freed: int = 0
     folder = out / CHECKPOINTS
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".probe"
-        probe.write_bytes(b"\0" * 4096)
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(b"\0" * 4096)
     except OSError as error:
         raise refusal(error, folder, "go on with --resume") from error
     _drop_unfinished(out)

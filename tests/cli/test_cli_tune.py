@@ -184,8 +184,8 @@ def test_an_interrupted_run_goes_on_to_the_files_of_an_undisturbed_one(run, mode
     assert run(model, rollouts, "--out", stopped, *flags).status == 130
     assert set(contents(stopped)) == {
         ".partial/key.json",
-        ".partial/part-000000.parquet",
-        ".partial/part-000001.parquet",
+        ".partial/part-000000.parquet.gz",
+        ".partial/part-000001.parquet.gz",
     }
     monkeypatch.setattr(cli_tune, "tune_batch", lambda *a, **k: (done.append(a), right(*a, **k))[1])
     outcome = run(model, rollouts, "--out", stopped, *flags)

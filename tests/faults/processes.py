@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
-from faults import work
-from faults.shim import Shim
+from tests.faults import work
+from tests.faults.shim import Shim
 
 PATIENCE = 120
 """Seconds after which a command counts as hanging."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from support.policies import make_policy, make_responses, save_checkpoint, write_jsonl
+from tests.support.policies import make_policy, make_responses, save_checkpoint, write_jsonl
 
 TASK = """
 from gradscope.tasks import Grade, Question, register
@@ -76,7 +76,15 @@ COMMANDS = {
 }
 """Each is begun and taken up again by the same words."""
 MODULES = [f"gradscope.cli.{name}" for name in COMMANDS if name != "reproduce"]
-MODULES += ["analyses.reproduce", "accelerate", "matplotlib.pyplot", "pyarrow.parquet", "scipy.stats", "seaborn", "tensorboard"]
+MODULES += [
+    "analyses.reproduce",
+    "accelerate",
+    "matplotlib.pyplot",
+    "pyarrow.parquet",
+    "scipy.stats",
+    "seaborn",
+    "tensorboard",
+]
 """What takes seconds to import."""
 FIELDS = ("prompt_ids", "response_ids", "group", "temperature", "reward", "old_logprobs", "response_mask")
 TIMED = ("seconds", "tokens_per_second", "pass_seconds")

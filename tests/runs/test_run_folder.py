@@ -97,7 +97,9 @@ def test_closing_puts_everything_in_place_and_leaves_nothing_else(tmp_path):
     assert set(contents(tmp_path)) == {"figures/one.csv", "manifest.json", "summary.txt", "tokens.parquet"}
     assert not folder.partial.exists() and folder.status() == "finished"
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest == {"seed": 0, "files": ["figures/one.csv", "summary.txt", "tokens.parquet"], "key": KEY}
+    files = ["figures/one.csv", "summary.txt", "tokens.parquet"]
+    assert set(manifest.pop("sha256")) == {*files, "manifest.json"}
+    assert manifest == {"seed": 0, "files": files, "key": KEY}
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "tokens.parquet"), FRAME)
 
 

@@ -6,6 +6,7 @@ import errno
 import random
 import resource
 import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -132,11 +133,11 @@ def test_what_belongs_to_another_checkpoint_is_damage(trained, folder, tmp_path)
     with pytest.raises(InputError, match=r"damaged .*moment of shape"):
         restore_checkpoint(saved, trained)
     other = save_checkpoint(tmp_path, 2, trained)
-    shutil.copy(saved / "trainer_state.json", other / "trainer_state.json")
-    with pytest.raises(InputError, match=r"damaged .*is of step 1"):
-        restore_checkpoint(other, trained)
     torch.save([], other / "random_states.pt")
     with pytest.raises(InputError, match=r"damaged .*holds none"):
+        restore_checkpoint(other, trained)
+    shutil.copy(saved / "trainer_state.json", other / "trainer_state.json")
+    with pytest.raises(InputError, match=r"damaged .*is of step 1"):
         restore_checkpoint(other, trained)
 
 
@@ -235,10 +236,10 @@ def test_a_disk_without_room_for_the_checkpoints_of_the_run_is_told_at_once(trai
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
 def test_a_locked_folder_is_the_users_fault_and_a_full_disk_is_not(code, trained, tmp_path, monkeypatch):
-    def refuse(*_):
+    def refuse(**_):
         raise OSError(code, "no")
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     with pytest.raises(OSError if code == errno.ENOSPC else InputError) as raised:
         check_space(tmp_path / "run", trained, 1)
     assert isinstance(raised.value, InputError) == (code != errno.ENOSPC)
