@@ -17,7 +17,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gradscope.errors import InputError
 from gradscope.runs import file_hash, refusal, replacing, whole, write_json
 from gradscope.trainer.adapters import ADAPTER
 from gradscope.trainer.damage import reading

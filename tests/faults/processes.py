@@ -46,7 +46,7 @@ class Started:
         size_limit: int | None = None,
         modules: Path | None = None,
     ) -> None:
-        """Its results go to place/out; size_limit: of every file, in bytes; modules: where it lists what it imported."""
+        """Its results go to place/out. size_limit: bytes of a file; modules: where it lists what it imported."""
         place.mkdir(parents=True, exist_ok=True)
         self.begun, self._said = time.monotonic(), place.with_name(f"{place.name}.{time.monotonic_ns()}.stderr")
         self._code: int | None = None

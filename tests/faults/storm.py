@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
@@ -130,7 +129,7 @@ class Ground:
 
 
 def differences(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Names of what is missing, left over or different; `.partial` may be left, by who was killed after the manifest."""
+    """Names of what is missing, left over or different; who is killed after the manifest may leave `.partial`."""
     missing = object()
     names = [name for name in sorted({*wanted, *found}) if not name.startswith(".partial")]
     return [name for name in names if wanted.get(name, missing) != found.get(name, missing)]
@@ -258,7 +257,7 @@ def damage(file: Path, kind: str, share: float) -> bytes | None:
     if kind == "file gone":
         file.unlink()
         return None
-    bit = 1 << int(share * 8 * len(data)) % 8
+    flipped = bytes([data[at] ^ 1 << int(share * 8 * len(data)) % 8])
     left = {
         "file cut": data[:at],
         "file emptied": b"",
