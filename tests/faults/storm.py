@@ -37,6 +37,8 @@ OPERATIONS = {
 OUTCOMES = ("same", "refused", "left", "LOST")
 DAMAGES = ("file cut", "bit flipped", "file emptied", "file gone")
 KINDS = (*MOMENTS, *OPERATIONS, "file size limit", *DAMAGES)
+STATUSES = {"no": {1, 2}, "second": {2}, "SIGINT": {130}, "SIGTERM": {130, 143}} | {k.split()[0]: {2} for k in DAMAGES}
+"""Exit statuses besides 0 by the first word of a kind of fault; 1, if it is not here: the machine is at fault."""
 COMPLAINT = re.compile(r"^(gradscope|error|tiny/\S+): ", re.MULTILINE)
 BY_TENSORBOARD = re.compile(r"Exception in thread \S+\nTraceback (?:.*\n)+?\w+Error: .*\n")
 """Its thread says on stderr, too, what its next call raises."""
@@ -208,7 +210,7 @@ class Storm:
         damaged = damage(out / name, fault.kind, fault.more)
         again = ground.start().wait()
         try:
-            _check_end(again, "damage", place)
+            _check_end(again, fault.kind, place)
             if again.status == 0:
                 differing = differences(ground.whole, work.contents(out))
                 if not differing:
@@ -258,35 +260,25 @@ def damage(file: Path, kind: str, share: float) -> bytes | None:
         file.unlink()
         return None
     flipped = bytes([data[at] ^ 1 << int(share * 8 * len(data)) % 8])
-    left = {
-        "file cut": data[:at],
-        "file emptied": b"",
-        "bit flipped": data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :],
-    }
+    left = {"file cut": data[:at], "file emptied": b"", "bit flipped": data[:at] + flipped + data[at + 1 :]}
     file.write_bytes(left[kind])
     return left[kind]
 
 
 def _check_end(ended: Ended, kind: str, place: Path) -> None:
-    """Whether a process ended as it may after this kind of fault."""
-    complaints = [line for line in ended.stderr.splitlines() if COMPLAINT.match(line)]
-    if "Traceback" in re.sub(BY_TENSORBOARD, "", ended.stderr):
+    """Raise Bad for a process that ended otherwise than it may after this kind of fault."""
+    told = re.sub(BY_TENSORBOARD, "", ended.stderr)
+    complaints = [line for line in told.splitlines() if COMPLAINT.match(line)]
+    if "Traceback" in told:
         raise Bad(f"a traceback: {ended.stderr}")
-    if ended.status < 0 and not kind.startswith("SIG"):
+    if ended.status < 0 and not kind.startswith(("SIGKILL", "SIGTERM")):
         raise Bad(f"died of signal {-ended.status}: {ended.stderr}")
-    if ended.status > 0 and kind not in ("SIGINT", "SIGINT at a write", "SIGTERM", "SIGTERM at a write"):
+    if ended.status > 0:
         if len(complaints) != 1:
             raise Bad(f"status {ended.status} with {len(complaints)} lines: {ended.stderr}")
-        if str(place) not in complaints[0] and "tiny/" not in complaints[0]:
+        if not kind.startswith("SIG") and str(place) not in complaints[0] and "tiny/" not in complaints[0]:
             raise Bad(f"names no file: {complaints[0]}")
-        wanted = {
-            "disk full": {1},
-            "file size limit": {1},
-            "no rights": {1, 2},
-            "damage": {2},
-            "second run beside": {2},
-        }
-        if place.parent.name != "reproduce" and ended.status not in wanted.get(kind, {1, 2}):
+        if place.parent.name != "reproduce" and ended.status not in STATUSES.get(kind.partition(" ")[0], {1}):
             raise Bad(f"status {ended.status}: {complaints[0]}")
 
 
