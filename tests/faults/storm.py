@@ -38,11 +38,11 @@ OUTCOMES = ("same", "refused", "left", "LOST")
 DAMAGES = ("file cut", "bit flipped", "file emptied", "file gone")
 KINDS = (*MOMENTS, *OPERATIONS, "file size limit", *DAMAGES)
 STATUSES = {
-    **dict.fromkeys(DAMAGES, {2}),
-    **dict.fromkeys(("SIGINT", "SIGINT at a write"), {130}),
-    **dict.fromkeys(("SIGTERM", "SIGTERM at a write"), {130, 143}),
-    "second run beside": {2},
-    "no rights": {1, 2},
+    **dict.fromkeys(DAMAGES, (2,)),
+    **dict.fromkeys(("SIGINT", "SIGINT at a write"), (130,)),
+    **dict.fromkeys(("SIGTERM", "SIGTERM at a write"), (130, 143)),
+    "second run beside": (2,),
+    "no rights": (1, 2),
 }
 """Exit statuses besides 0 after a kind of fault; 1 after the others, and after none."""
 COMPLAINT = re.compile(r"^(gradscope|error|tiny/\S+): ", re.MULTILINE)
@@ -284,7 +284,7 @@ def _check_end(ended: Ended, kind: str, place: Path) -> None:
             raise Bad(f"status {ended.status} with {len(complaints)} lines: {ended.stderr}")
         if not kind.startswith("SIG") and str(place) not in complaints[0] and "tiny/" not in complaints[0]:
             raise Bad(f"names no file: {complaints[0]}")
-        if place.parent.name != "reproduce" and ended.status not in STATUSES.get(kind, {1}):
+        if place.parent.name != "reproduce" and ended.status not in STATUSES.get(kind, (1,)):
             raise Bad(f"status {ended.status}: {complaints[0]}")
 
 

@@ -170,6 +170,7 @@ def _content(path: Path) -> Any:
     try:
         if path.name == "manifest.json":
             found = _untimed(json.loads(data))
+            found.pop("commit", None)
             found.get("settings", {}).pop("overwrite", None)
             found.get("sha256", {}).pop("manifest.json", None)  # the times are in it
             return found
