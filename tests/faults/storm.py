@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +47,8 @@ STATUSES = {
 COMPLAINT = re.compile(r"^(gradscope|error|tiny/\S+): ", re.MULTILINE)
 BY_TENSORBOARD = re.compile(r"Exception in thread \S+\nTraceback (?:.*\n)+?\w+Error: .*\n")
 """Its thread says on stderr, too, what its next call raises."""
+GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples, modulo 1, lie nowhere far from each other."""
 SNAPSHOTS = 5
 """States of each unfinished run in which files are damaged."""
 
@@ -77,14 +78,16 @@ class Trial:
 def draw(count: int, seed: int, only: Sequence[str] = ()) -> Iterator[Fault]:
     """Every command and kind of fault in turn, in an order that the seed decides.
 
-    only: these commands, or these kinds.
+    only: these commands, or these kinds. The faults of one kind are spread evenly over a command's time and operations.
     """
     rng = random.Random(seed)
     commands, kinds = ([name for name in all_ if name in only] or all_ for all_ in (work.COMMANDS, KINDS))
     cells = [(command, kind) for command in commands for kind in kinds]
     rng.shuffle(cells)
-    for (command, kind), _ in zip(cycle(cells), range(count), strict=False):
-        yield Fault(command, kind, rng.random(), rng.random())
+    begun = {cell: rng.random() for cell in cells}
+    for number in range(count):
+        cell = cells[number % len(cells)]
+        yield Fault(*cell, (begun[cell] + number // len(cells) * GOLDEN) % 1, rng.random())
 
 
 class Ground:
