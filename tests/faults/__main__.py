@@ -16,7 +16,6 @@ random_states.pt says, the state of generators that no run draws from.
 from __future__ import annotations
 
 import csv
-import os
 import sys
 import tempfile
 import time
@@ -49,10 +48,12 @@ class Options:
 
 def main(options: Options) -> int:
     """Exit status 1 where something is lost."""
+    from transformers.utils.logging import disable_progress_bar
+
     from tests.faults import work
     from tests.faults.storm import Storm, draw
 
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    disable_progress_bar()
     work.import_all(work.MODULES)
     counts: dict[tuple[str, str], Counter] = {}
     begun = time.monotonic()
