@@ -120,7 +120,9 @@ def write_description(
     if earlier is not None:
         for name in ("model", "questions"):
             if earlier.get(name) != manifest[name]:
-                raise InputError(f"by {out / MANIFEST}, the {name} changed since the run began; give another --out")
+                raise InputError(
+                    f"the {name} of the run in {out} changed since it began, by its {MANIFEST}; give another --out"
+                )
         if (before := earlier.get("processes")) != learner.processes.count:
             warnings.warn(
                 f"begun with {before} processes and resumed with {learner.processes.count}: from here on, other "

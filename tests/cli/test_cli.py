@@ -143,15 +143,15 @@ def test_estimates_are_labelled_as_such_everywhere(run, model, rollouts, tmp_pat
 def test_estimates_are_taken_up_to_the_same_numbers(run, model, rollouts, tmp_path, monkeypatch):
     flags = [*QUICK, "--norms", "estimate", "--passes", 2, "--draws", 2]
     assert run("measure", model, rollouts, "--out", tmp_path / "whole", *flags).status == 0
-    right, out = run_folder.write_parquet, tmp_path / "out"
+    right, out = run_folder.RunFolder.write_part, tmp_path / "out"
 
-    def write(path, frame):
-        if path.name == "part-000003.parquet.gz":
+    def write(folder, index, frame):
+        if index == 3:
             raise OSError(28, "No space left on device")
-        right(path, frame)
+        right(folder, index, frame)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "write_parquet", write)
+        patch.setattr(run_folder.RunFolder, "write_part", write)
         assert run("measure", model, rollouts, "--out", out, *flags).status == 1
     assert len(list((out / ".partial").glob("part-*"))) == 3
     assert "taking up" in run("measure", model, rollouts, "--out", out, *flags).out
@@ -314,16 +314,16 @@ def test_flags_with_impossible_values_are_refused_in_one_line(run, model, rollou
 
 
 def test_a_full_disk_is_one_line_and_the_run_can_be_taken_up(run, model, rollouts, tmp_path, monkeypatch):
-    right = run_folder.write_parquet
+    right = run_folder.RunFolder.write_part
 
-    def write(path, frame):
-        if path.name.startswith("part-") and any(path.parent.glob("part-*")):
+    def write(folder, index, frame):
+        if any(folder.partial.glob("part-*")):
             raise OSError(28, "No space left on device")
-        right(path, frame)
+        right(folder, index, frame)
 
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "write_parquet", write)
+        patch.setattr(run_folder.RunFolder, "write_part", write)
         assert_one_line(run("measure", model, rollouts, "--out", out, *QUICK), "No space left on device", status=1)
     assert set(os.listdir(out)) == {".partial"}
     assert "taking up" in run("measure", model, rollouts, "--out", out, *QUICK).out
