@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -187,11 +188,22 @@ class Journal:
 
     @contextmanager
     def _tracking(self) -> Iterator[None]:
+        """What TensorBoard's thread cannot write is raised by its next call, and not printed by the thread, too."""
+        print_failure = threading.excepthook
+
+        def print_others(failed: threading.ExceptHookArgs) -> None:
+            if not type(failed.thread).__module__.startswith("tensorboard."):
+                print_failure(failed)
+
+        threading.excepthook = print_others
         try:
             yield
         finally:
-            with writing(self.out / TRACKERS):
-                self.accelerator.end_training()
+            try:
+                with writing(self.out / TRACKERS):
+                    self.accelerator.end_training()
+            finally:
+                threading.excepthook = print_failure
 
     def _make_ready(self, done: int, *, overwrite: bool) -> None:
         replaced = [self.out / name for name in WRITTEN] if overwrite and (self.out / CONFIG).is_file() else []

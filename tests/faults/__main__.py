@@ -6,7 +6,7 @@ same command is started again. The table counts what became of it, by command an
 
     same      the bytes of an undisturbed run, and nothing left behind but `.partial`
     refused   one line with exit status 2; what it advises led to the same bytes
-    left      a damaged file that this command does not read stayed as it was, all others are the same
+    left      only the damaged file differs: the command did not read it, or (metrics.jsonl) kept what it says
     LOST      anything else, such as other bytes, half a file under its final name, a traceback: must be 0
 
 Compared are all files but trackers/; without seconds in manifest.json and metrics.jsonl, and without what

@@ -7,6 +7,7 @@ import random
 import resource
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ class Started:
     ) -> None:
         """Its results go to place/out. size_limit: bytes of a file; modules: where it lists what it imported."""
         place.mkdir(parents=True, exist_ok=True)
-        self.begun, self._said = time.monotonic(), place.with_name(f"{place.name}.{time.monotonic_ns()}.stderr")
+        self.begun, self._said = time.monotonic(), tempfile.TemporaryFile()  # noqa: SIM115
         self._code: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
@@ -73,8 +74,9 @@ class Started:
         import torch
 
         os.setsid()
-        for number, name in ((0, os.devnull), (1, os.devnull), (2, self._said)):
-            os.dup2(os.open(name, os.O_CREAT | os.O_RDWR | os.O_APPEND), number)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number, to in enumerate((nowhere, nowhere, self._said.fileno())):
+            os.dup2(to, number)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         seed = int.from_bytes(os.urandom(4), "little")
@@ -102,9 +104,9 @@ class Started:
         seconds = time.monotonic() - self.begun
         while any(self._alive()) and time.monotonic() < self.begun + PATIENCE:
             time.sleep(0.05)
-        said = self._said.read_text(errors="replace") if self._said.exists() else ""
-        self._said.unlink(missing_ok=True)
-        return Ended(os.waitstatus_to_exitcode(self._code), said, seconds)
+        self._said.seek(0)
+        with self._said:
+            return Ended(os.waitstatus_to_exitcode(self._code), self._said.read().decode(errors="replace"), seconds)
 
     def _has_ended(self) -> bool:
         if self._code is None:
