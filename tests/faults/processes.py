@@ -77,8 +77,8 @@ class Started:
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number, to in enumerate((nowhere, nowhere, self._said.fileno())):
             os.dup2(to, number)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         seed = int.from_bytes(os.urandom(4), "little")
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
         if size_limit is not None:
@@ -111,8 +111,9 @@ class Started:
     def _has_ended(self) -> bool:
         if self._code is None:
             found, code = os.waitpid(self.pid, os.WNOHANG)
-            self._code = code if found else None
-            if time.monotonic() > self.begun + PATIENCE:
+            if found:
+                self._code = code
+            elif time.monotonic() > self.begun + PATIENCE:
                 self.send(signal.SIGKILL, workers=True)
         return self._code is not None
 
