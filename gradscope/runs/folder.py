@@ -128,7 +128,7 @@ class RunFolder:
             try:
                 yield
             except OSError as error:
-                if not Path(error.filename or os.sep).is_relative_to(self.folder):
+                if not Path(str(error.filename or os.sep)).is_relative_to(self.folder):
                     raise
                 raise refusal(error, error.filename, "start the same command again, which goes on") from error
             finally:
@@ -192,7 +192,8 @@ class RunFolder:
         for file in files:
             (self.folder / file).parent.mkdir(exist_ok=True)
             os.replace(self.staged / file, self.folder / file)
-        manifest = plain_json(manifest | told | {"key": self.key})
+        # As it will be read again: with numbers for keys, names would be sorted in another order.
+        manifest = json.loads(json.dumps(plain_json(manifest | told | {"key": self.key}), default=str))
         manifest["sha256"][MANIFEST] = _own_hash(manifest)
         write_json(self.folder / MANIFEST, manifest)
         self._clear()

@@ -207,7 +207,8 @@ def test_a_result_that_is_not_what_was_written_is_told_of(tmp_path):
 
 def test_a_manifest_that_is_not_what_was_written_is_refused(tmp_path):
     folder = begin(tmp_path)
-    finish(folder)
+    folder.publish({"seed": 0, "by_number": {2: float("nan"), 10: (1.5, Path("a"))}})
+    assert folder.status() == "finished"
     write_json(tmp_path / "manifest.json", folder.manifest | {"seed": 1})
     with pytest.raises(InputError, match=r"manifest\.json is not what was written"):
         folder.status()
