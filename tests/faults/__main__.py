@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -60,12 +61,13 @@ def main(options: Options) -> int:
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
         work.make_inputs(Path(folder, "inputs"))
         storm = Storm(Path(folder))
-        for number, fault in enumerate(draw(options.storm, options.seed, options.only)):
-            trial = storm.suffer(fault)
-            counts.setdefault((fault.command, fault.kind), Counter())[trial.outcome] += 1
-            if trial.outcome == "LOST" or options.verbose:
-                told = f"{number}. {fault.command}, {fault.kind}, {trial.where}: {trial.outcome} {trial.why}"
-                print(told.rstrip(), flush=True)
+        with suppress(KeyboardInterrupt):  # the table is of what was done
+            for number, fault in enumerate(draw(options.storm, options.seed, options.only)):
+                trial = storm.suffer(fault)
+                counts.setdefault((fault.command, fault.kind), Counter())[trial.outcome] += 1
+                if trial.outcome == "LOST" or options.verbose:
+                    told = f"{number}. {fault.command}, {fault.kind}, {trial.where}: {trial.outcome} {trial.why}"
+                    print(told.rstrip(), flush=True)
     rows = table(counts)
     for row in rows:
         print(f"{row[0]:<10} {row[1]:<22}", *(f"{cell:>8}" for cell in row[2:]))
@@ -94,7 +96,7 @@ def write(rows: list[list[object]], options: Options) -> None:
     versions = ", ".join(f"{name} {made['versions'][name]}" for name in NAMED)
     command = " ".join(["python -m tests.faults", f"--storm {options.storm}", f"--seed {options.seed}", *options.only])
     with options.out.open("w", newline="", encoding="utf-8") as file:
-        file.write(f"# {command}; {date.today()}; gradscope {made['gradscope']}, {versions}\n")
+        file.write(f"# {rows[-1][2]} faults of {command}; {date.today()}; gradscope {made['gradscope']}, {versions}\n")
         csv.writer(file, lineterminator="\n").writerows(rows)
 
 
