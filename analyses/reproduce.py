@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 
@@ -101,6 +102,8 @@ def _complaint(job: Future) -> str | None:
         job.result()
     except (InputError, DivergedError, SyncError, OSError) as error:
         return first_line(error)
+    except BrokenProcessPool:
+        return "a process was killed, maybe for want of memory: start again, with fewer --jobs"
     return None
 
 

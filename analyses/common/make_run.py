@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -63,7 +62,7 @@ def make(run: Run) -> Run:
     several = run.launch.get("processes", 1) > 1
     ended = train_launched(run.config, work, **run.launch) if several else train_here(run.config, work)
     kept.mkdir(parents=True, exist_ok=True)
-    shutil.copy(work / "config.json", kept / "config.json")
+    write_text(kept / "config.json", (work / "config.json").read_text(encoding="utf-8"))
     write_text(kept / "manifest.json", json.dumps(describe(work) | {"ended": ended}, indent=2) + "\n")
     write(read_metrics(work / "metrics.jsonl"), kept / "metrics.csv")
     tables = []

@@ -33,7 +33,7 @@ def exit_with(call: Callable[[], int | None]) -> None:
     """Exit with the status that `call` returns (None: 0); where the input or a file is at fault, with 2 and its line.
 
     A file is at fault that cannot be written, such as below an `--out` that is no folder. Whoever has read enough of
-    what is printed (`head`) is no fault, and hears nothing.
+    what is printed (`head`) is no fault, and hears nothing. Nor is who interrupts: 130.
     """
     go_on_unread()
     try:
@@ -42,6 +42,9 @@ def exit_with(call: Callable[[], int | None]) -> None:
     except (InputError, OSError) as error:
         print(f"{COMPLAINT}{error}", file=sys.stderr)
         status = 2
+    except KeyboardInterrupt:
+        print(f"{COMPLAINT}interrupted; what is finished stays", file=sys.stderr)
+        status = 130
     sys.exit(status)
 
 

@@ -103,7 +103,7 @@ class Evaluate(PolicyFlags):
             for part in range(exam.num_parts):
                 if not folder.has_part(part):
                     folder.write_part(part, exam.answer(part))
-                graded.append(exam.grade(pd.read_parquet(folder.part(part))))
+                graded.append(exam.grade(folder.read_part(part)))
                 bar.update(graded[-1]["group"].nunique())
         evaluation = summarize_responses(graded)
         write_text(folder.staged / TABLE, evaluation.table.to_csv(index=False))

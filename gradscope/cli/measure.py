@@ -64,7 +64,7 @@ from gradscope.policy import (
     read_adamw_state,
 )
 from gradscope.rollouts import Dump, TokenBatch, keep_own_step
-from gradscope.runs import RunFolder, file_hash, is_table, write_parquet, write_text
+from gradscope.runs import RunFolder, file_hash, write_parquet, write_text
 
 SUMMARY, THEORY = "figures/summary.txt", "figures/theory.txt"
 """Where in its folder a run keeps the summary that it prints, and what --theory adds."""
@@ -185,8 +185,7 @@ class Measure(MeasuredPolicyFlags):
             processes.gather([None])  # the table is there
             return measured
         with processes.together():
-            if not is_table(self.out / TABLE):
-                raise InputError(f"{self.out / TABLE} is missing or cannot be read; --overwrite measures again")
+            folder.check(TABLE)
         if processes.is_main:
             print(f"already measured with these arguments: {self.out / TABLE}")
         return measured
@@ -334,7 +333,7 @@ class Measure(MeasuredPolicyFlags):
         measurement, folder = measured.measurement, measured.folder
         finished, processes = [], measurement.processes
         while processes.is_main and folder.has_part(len(finished)):
-            finished.append(Round.of_part(pd.read_parquet(folder.part(len(finished)))))
+            finished.append(Round.of_part(folder.read_part(len(finished))))
         rounds = processes.gather(finished)
         if not rounds and processes.is_main and watch.seconds() > 60 * measurement.settings.minutes:
             print(

@@ -58,4 +58,6 @@ class Measured:
         return "sketches" if self.sums.way == "slices" and self.sums.sketched_passes is not None else None
 
     def read_table(self) -> pd.DataFrame:
+        """Raises InputError for a table that is not what was written."""
+        self.folder.check(TABLE)
         return pd.read_parquet(self.folder.folder / TABLE)

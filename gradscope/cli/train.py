@@ -11,10 +11,12 @@ from typing import Annotated, Any
 import tyro
 
 from gradscope.cli.flags import check_no_plan, quiet_transformers
-from gradscope.errors import InputError
+from gradscope.errors import InputError, first_line
 from gradscope.tasks import get_task
 from gradscope.trainer import TrainConfig
 
+TOLD = {"reward_mean": "reward", "accuracy": "accuracy"}
+"""Columns of which the end of a run is told, by their names there."""
 FEW = 5
 """Steps over which the first and the last rewards are averaged."""
 
@@ -73,12 +75,8 @@ class Train:
 
     def _tell(self, last: Path) -> None:
         """What was reached, and the next command."""
-        import pandas as pd
-
-        steps = pd.read_json(self.out / "metrics.jsonl", lines=True)
-        for name in ("reward_mean", "accuracy"):
-            first, end = steps[name].head(FEW).mean(), steps[name].tail(FEW).mean()
-            print(f"{name.removesuffix('_mean')}: {first:.2f} at first, {end:.2f} at the end of {len(steps)} steps")
+        for line in _sum_up(self.out / "metrics.jsonl"):
+            print(line)
         print(f"last checkpoint: {last}")
         task = f"--task {self.config.task} --temperature {self.config.temperature:g}"
         for name in ("data", "people"):
@@ -96,6 +94,21 @@ class Train:
         shape, questions = shape_of(self.config.model), _count_questions(self.config)
         rates = step_rates(self.config, shape, find_lengths(self.config, shape), self.machine)
         print(plan_training(self.config, shape, device_memory=memory, questions=questions, rates=rates))
+
+
+def _sum_up(metrics: Path) -> list[str]:
+    """The first and the last rewards and accuracies; InputError where the file is gone or damaged."""
+    import pandas as pd
+
+    try:
+        steps = pd.read_json(metrics, lines=True)
+        ends = {name: (steps[name].head(FEW).mean(), steps[name].tail(FEW).mean()) for name in TOLD}
+        form = "{}: {:.2f} at first, {:.2f} at the end of {} steps".format
+        return [form(TOLD[name], *two, len(steps)) for name, two in ends.items()]
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise InputError(
+            f"all steps are done, but {metrics} cannot be read ({first_line(error)}); delete the damaged lines"
+        ) from error
 
 
 def _count_questions(config: TrainConfig) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -238,6 +239,11 @@ class Tune(PolicyFlags):
             try:
                 for job in tqdm(as_completed(jobs), **bar):
                     folder.write_part(jobs[job], job.result())
+            except BrokenProcessPool as error:
+                raise ChildProcessError(
+                    "a process that counted a batch was killed, maybe for want of memory; start the same command "
+                    "again, which goes on, with fewer --jobs"
+                ) from error
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

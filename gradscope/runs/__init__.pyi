@@ -7,7 +7,6 @@ from .ending import (
 )
 from .files import (
     file_hash as file_hash,
-    is_table as is_table,
     plain_json as plain_json,
     replacing as replacing,
     write_json as write_json,
@@ -16,13 +15,13 @@ from .files import (
 )
 from .folder import (
     MANIFEST as MANIFEST,
-    UNWRITABLE as UNWRITABLE,
     RunFolder as RunFolder,
     check_is_folder as check_is_folder,
     check_results as check_results,
     check_writable as check_writable,
     library_versions as library_versions,
     provenance as provenance,
+    refusal as refusal,
 )
 from .foreign import (
     MOST_COLUMNS as MOST_COLUMNS,

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, and rename what was written there to `path` when the block ends.
 
     A reader never sees half a file, or half a folder: where the block raises, `path` stays as it was and the temporary
-    file or folder (`.NAME.partial`) is removed.
+    file or folder (`.NAME.partial`) is removed. An OSError that names no file, as a full disk's, then names `path`.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
@@ -31,8 +31,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
         if partial.is_dir():
             _remove(path)
         os.replace(partial, path)
-    finally:
-        _remove(partial)
+    except BaseException as error:
+        with suppress(OSError):
+            _remove(partial)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
 
 
 def _remove(path: Path) -> None:
@@ -66,18 +70,6 @@ def plain_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain_json(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def is_table(path: Path) -> bool:
-    """Whether a whole parquet file is there."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        pq.read_metadata(path)
-    except (pa.ArrowException, OSError):
-        return False
-    return True
 
 
 def file_hash(path: str | Path) -> str:

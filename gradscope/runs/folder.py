@@ -17,20 +17,24 @@ nothing ─────────▶ begun ───────────�
 from __future__ import annotations
 
 import errno
+import gzip
+import hashlib
 import json
 import os
 import platform
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradscope import __version__
 from gradscope.errors import InputError
-from gradscope.runs.files import is_table, write_json, write_parquet
+from gradscope.runs.files import file_hash, plain_json, replacing, write_json
 from gradscope.runs.foreign import read_json
 from gradscope.runs.lock import locked
 
@@ -77,6 +81,10 @@ class RunFolder:
             raise InputError(f"{self.folder / MANIFEST} is not of a run of gradscope; give another --out")
         if overwrite:
             return "nothing"
+        if manifest is not None and manifest.get("sha256", {}).get(MANIFEST) not in (None, _own_hash(manifest)):
+            raise InputError(
+                f"{self.folder / MANIFEST} is not what was written; restore it, give another --out, or --overwrite"
+            )
         if manifest is not None and manifest["key"] == self.key:
             return "finished"
         if unfinished is not None and unfinished.get("key") == self.key:
@@ -112,16 +120,22 @@ class RunFolder:
     def writing(self) -> Iterator[None]:
         """For the time of a run: nobody else writes here. A run that ends without any part leaves nothing behind.
 
-        Raises InputError if another process is in this block; a killed one is not.
+        Raises InputError if another process is in this block; a killed one is not. What the system refuses to write
+        here is told as `refusal` does.
         """
         check_is_folder(self.partial)
         check_writable(self.folder / MANIFEST)
         with locked(self.folder, f"{PARTIAL}/{LOCK}"):
             try:
                 yield
+            except OSError as error:
+                if not Path(str(error.filename or os.sep)).is_relative_to(self.folder):
+                    raise
+                raise refusal(error, error.filename, "start the same command again, which goes on") from error
             finally:
-                if not self._has_parts():
-                    self._clear()
+                with suppress(OSError):
+                    if not self._has_parts():
+                        self._clear()
         with suppress(OSError):  # it is not empty
             self.partial.rmdir()
 
@@ -131,28 +145,45 @@ class RunFolder:
         self.staged.mkdir(parents=True)
 
     def has_part(self, index: int) -> bool:
-        """Whether part `index` is there; one that cannot be read is to be made again."""
-        return is_table(self.part(index))
+        """Whether part `index` is there; one that is not as it was written is to be made again."""
+        try:
+            self._read(index)
+        except (OSError, EOFError, zlib.error):
+            return False
+        return True
 
     def part(self, index: int) -> Path:
-        """Where part `index` of the run lies until all are there."""
-        return self.partial / f"part-{index:06d}.parquet"
+        """Where part `index` of the run lies until all are there: compressed, for the sake of gzip's checksum."""
+        return self.partial / f"part-{index:06d}.parquet.gz"
 
     def write_part(self, index: int, frame: pd.DataFrame) -> None:
-        write_parquet(self.part(index), frame)
+        content = gzip.compress(frame.to_parquet(index=False), compresslevel=1, mtime=0)
+        with replacing(self.part(index)) as partial:
+            partial.write_bytes(content)
 
-    def read_parts(self, count: int) -> list[pd.DataFrame]:
+    def read_part(self, index: int) -> pd.DataFrame:
         import pandas as pd
 
-        return [pd.read_parquet(self.part(index)) for index in range(count)]
+        return pd.read_parquet(BytesIO(self._read(index)))
+
+    def _read(self, index: int) -> bytes:
+        content = self.part(index).read_bytes()
+        if not content:
+            raise EOFError(f"{self.part(index)} is empty")  # to gzip, that is a whole file of nothing
+        return gzip.decompress(content)
+
+    def read_parts(self, count: int) -> list[pd.DataFrame]:
+        return [self.read_part(index) for index in range(count)]
 
     def publish(self, manifest: dict[str, Any]) -> None:
         """Put what is staged in the place of what an earlier run wrote, the manifest last; drop the rest of `.partial`.
 
-        Killed on the way, the run is unfinished.
+        The manifest gets the files' names and hashes, and its own. Killed on the way, the run is unfinished.
         """
         files = [path.relative_to(self.staged) for path in sorted(self.staged.rglob("*")) if path.is_file()]
         names = dict.fromkeys([*manifest.get("files", []), *map(Path.as_posix, files)])
+        known = manifest.get("sha256", {}) | {file.as_posix(): file_hash(self.staged / file) for file in files}
+        told = {"files": list(names), "sha256": {name: known[name] for name in names if name in known}}
         earlier = self.manifest or {"key": self.key, "files": self.results}
         if earlier["key"] != self.key:
             (self.folder / MANIFEST).unlink()
@@ -162,17 +193,26 @@ class RunFolder:
         for file in files:
             (self.folder / file).parent.mkdir(exist_ok=True)
             os.replace(self.staged / file, self.folder / file)
-        write_json(self.folder / MANIFEST, manifest | {"files": list(names), "key": self.key})
+        # As it will be read again: with numbers for keys, names would be sorted in another order.
+        manifest = json.loads(json.dumps(plain_json(manifest | told | {"key": self.key}), default=str))
+        manifest["sha256"][MANIFEST] = _own_hash(manifest)
+        write_json(self.folder / MANIFEST, manifest)
         self._clear()
         with suppress(OSError):  # the lock is there
             self.partial.rmdir()
 
+    def check(self, name: str) -> None:
+        """InputError unless this result is there, and is what the finished run wrote."""
+        path, wanted = self.folder / name, self.manifest.get("sha256", {}).get(name)
+        if not path.is_file() or wanted not in (None, file_hash(path)):
+            raise InputError(f"{path} is gone, or is not what was written; --overwrite makes it anew")
+
     def _has_parts(self) -> bool:
-        return any(self.partial.glob("part-*.parquet"))
+        return any(self.partial.glob("part-*"))
 
     def _clear(self) -> None:
         """Drop from `.partial` what a run writes there; the lock stays, and what is not ours."""
-        for pattern in (self.staged.name, KEY, "part-*.parquet", ".*.partial"):
+        for pattern in (self.staged.name, KEY, "part-*", ".*.partial"):
             for path in self.partial.glob(pattern):
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
@@ -187,6 +227,16 @@ class RunFolder:
         changed = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
         values = ", ".join(f"{name} {_short(found.get(name))}, not {_short(wanted.get(name))}" for name in changed[:3])
         return f"with other arguments ({values}{', …' if len(changed) > 3 else ''})"
+
+
+def refusal(error: OSError, path: str | Path, go_on: str) -> OSError | InputError:
+    """What the system refuses to write, in words that say what to do; as an InputError, where rights are missing."""
+    why = error.strerror or error
+    if error.errno in UNWRITABLE:
+        return InputError(
+            f"{path} cannot be written ({why}); give it back its rights and {go_on}, or give another --out"
+        )
+    return OSError(f"{path} could not be written ({why}); make room there and {go_on}")
 
 
 def check_is_folder(path: Path) -> None:
@@ -236,6 +286,13 @@ def _is_of_a_run(manifest: dict[str, Any]) -> bool:
     files = manifest.get("files", [])
     named = isinstance(files, list) and all(isinstance(f, str) and not {"/", ".."} & {*Path(f).parts} for f in files)
     return isinstance(manifest.get("key"), dict) and named
+
+
+def _own_hash(manifest: dict[str, Any]) -> str:
+    """SHA-256 of a manifest, but for this number."""
+    others = {name: digest for name, digest in manifest["sha256"].items() if name != MANIFEST}
+    text = json.dumps(manifest | {"sha256": others}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def provenance() -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from warnings import catch_warnings
 
@@ -20,15 +22,20 @@ def locked(out: Path, lock: str) -> Iterator[None]:
     """Hold `out` for one run by locking the file `lock` in it; folders made for it that stay empty are removed.
 
     The system releases the lock however the process ends. Where nothing can be written or locked, nothing is held.
-    Raises InputError where another run holds it.
+    Raises InputError where another run holds it. That the last run left its lock, because it was killed, is said on
+    stderr: the system kills without a word whoever takes too much memory.
     """
     path = out / lock
     created = [folder for folder in path.parents if not folder.exists()]
     holder = FileLock(path, thread_local=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with catch_warnings(action="ignore", category=UserWarning):  # on a disk without flock, the file is the lock
-            holder.acquire(timeout=MOMENT)
+        if _acquire(holder, path):
+            print(
+                f"note: the last run in {out} was killed; if that was for want of memory, try a smaller "
+                "--chunk-memory, --micro-batch-size or --batch-size",
+                file=sys.stderr,
+            )
     except Timeout as error:
         raise InputError(f"another run is writing to {out}; wait for it, or give another --out") from error
     except (OSError, NotImplementedError):
@@ -36,9 +43,20 @@ def locked(out: Path, lock: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if holder.is_locked:
-            path.unlink(missing_ok=True)
-            holder.release()
+        with suppress(OSError):
+            if holder.is_locked:
+                path.unlink(missing_ok=True)
+        holder.release()
         with suppress(OSError):
             for folder in created:
                 folder.rmdir()
+
+
+def _acquire(holder: FileLock, path: Path) -> bool:
+    """Whether the lock's file had been left there; one that an ending run removes meanwhile was not."""
+    with ExitStack() as stack, catch_warnings(action="ignore", category=UserWarning):
+        left = None
+        with suppress(OSError):
+            left = os.fstat(stack.enter_context(path.open("rb")).fileno())
+        holder.acquire(timeout=MOMENT)  # on a disk without flock, the file is the lock, and there is a warning
+        return left is not None and os.path.samestat(left, path.stat())

@@ -6,22 +6,24 @@ import json
 import random
 import re
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gradscope.errors import InputError
-from gradscope.runs import UNWRITABLE, replacing, whole, write_json
+from gradscope.runs import file_hash, refusal, replacing, whole, write_json
 from gradscope.trainer.adapters import ADAPTER
 from gradscope.trainer.damage import reading
 from gradscope.trainer.learner import Learner
 
 CHECKPOINTS, OPTIMIZER, RANDOM_STATES, STATE = "checkpoints", "optimizer.pt", "random_states.pt", "trainer_state.json"
+STAY = "the checkpoints before it stay"
 
 
 def save_checkpoint(
@@ -40,10 +42,12 @@ def save_checkpoint(
                 with replacing(folder) as beside:
                     beside.mkdir(parents=True)
                     _write(beside, {"step": step, "nonfinite_in_a_row": nonfinite_in_a_row}, learner, content)
-            except (OSError, RuntimeError, SafetensorError) as error:
-                raise OSError(f"{folder} could not be written ({error}); the checkpoints before it stay") from error
+            except OSError as error:
+                raise refusal(error, folder, f"go on with --resume; {STAY}") from error
+            except (RuntimeError, SafetensorError) as error:
+                raise OSError(f"{folder} could not be written ({error}); make room there; {STAY}") from error
             for old in list_checkpoints(out)[:-keep] if keep is not None else []:
-                shutil.rmtree(old)
+                _drop(old)
     # Writing draws random numbers of its own; this run goes on from where a resumed one will.
     _set_random_states(content.random_states[learner.processes.rank])
     return folder
@@ -56,10 +60,27 @@ def restore_checkpoint(folder: Path, learner: Learner) -> int:
     checkpoint that is damaged.
     """
     with reading(folder):
-        return _restore(folder, learner)
+        state = _check(folder)
+        _restore(folder, learner)
+    return state.get("nonfinite_in_a_row", 0)
 
 
-def _restore(folder: Path, learner: Learner) -> int:
+def _check(folder: Path) -> dict[str, Any]:
+    """trainer_state.json, once all files are found as they were written: by their hashes, torch's by its own sums."""
+    state = json.loads((folder / STATE).read_bytes())
+    if state["step"] != step_of(folder):
+        raise ValueError(f"{STATE} is of step {state['step']}")
+    for name, wanted in state.get("sha256", {}).items():
+        if file_hash(folder / name) != wanted:
+            raise ValueError(f"{name} was changed")
+    for name in (OPTIMIZER, RANDOM_STATES):
+        with ZipFile(folder / name) as archive:
+            if (record := archive.testzip()) is not None:
+                raise ValueError(f"{name} was changed in {record}")
+    return state
+
+
+def _restore(folder: Path, learner: Learner) -> None:
     saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
     parameters = [p for group in learner.optimizer.param_groups for p in group["params"]]
     for index, moments in saved["state"].items():
@@ -71,10 +92,6 @@ def _restore(folder: Path, learner: Learner) -> int:
         raise ValueError(f"{RANDOM_STATES} holds none")
     if rank < len(states):  # an earlier start may have had fewer processes
         _set_random_states(states[rank])
-    state = json.loads((folder / STATE).read_bytes())
-    if state["step"] != step_of(folder):
-        raise ValueError(f"{STATE} is of step {state['step']}")
-    return state.get("nonfinite_in_a_row", 0)
 
 
 def list_checkpoints(out: Path) -> list[Path]:
@@ -107,13 +124,10 @@ def check_space(out: Path, learner: Learner, count: int, *, to_be_freed: int = 0
     folder = out / CHECKPOINTS
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".probe"
-        probe.write_bytes(b"\0" * 4096)
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+            probe.write(b"\0" * 4096)
     except OSError as error:
-        if error.errno in UNWRITABLE:
-            raise InputError(f"{folder} cannot be written ({error.strerror}); give another --out") from error
-        raise
+        raise refusal(error, folder, "go on with --resume") from error
     _drop_unfinished(out)
     weights = sum(p.numel() for p in learner.policy.model.parameters())
     trained = sum(p.numel() for p in learner.policy.model.parameters() if p.requires_grad)
@@ -153,7 +167,7 @@ def _gather(learner: Learner) -> _Content:
     return _Content(weights, optimizer, learner.processes.gather([_random_states()]))
 
 
-def _write(folder: Path, state: dict[str, int], learner: Learner, content: _Content) -> None:
+def _write(folder: Path, state: dict[str, Any], learner: Learner, content: _Content) -> None:
     policy = learner.policy
     policy.model.save_pretrained(folder, state_dict=content.weights)
     if policy.tokenizer is not None:
@@ -162,7 +176,9 @@ def _write(folder: Path, state: dict[str, int], learner: Learner, content: _Cont
         learner.adapters.save_pretrained(folder / ADAPTER, save_embedding_layers=False)
     torch.save(content.optimizer, folder / OPTIMIZER)
     torch.save(content.random_states, folder / RANDOM_STATES)
-    write_json(folder / STATE, state)
+    others = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pt")
+    hashes = {path.relative_to(folder).as_posix(): file_hash(path) for path in others}
+    write_json(folder / STATE, state | {"sha256": hashes})
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
@@ -176,6 +192,13 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
     # Everybody has read all of it: nothing is sent.
     whole_value = value.to(parameter.device)
     return distribute_tensor(whole_value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _drop(checkpoint: Path) -> None:
+    """Delete it; under its name it is whole or not there."""
+    going = checkpoint.with_name(f".{checkpoint.name}.partial")
+    checkpoint.rename(going)
+    shutil.rmtree(going)
 
 
 def _drop_unfinished(out: Path) -> None:

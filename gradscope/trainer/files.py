@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from gradscope import __version__
 from gradscope.errors import DivergedError, InputError
 from gradscope.policy import find_checkpoint, weights_hash
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import Processes, check_is_folder, library_versions, read_json, write_json, write_text
+from gradscope.runs import Processes, check_is_folder, library_versions, read_json, refusal, write_json, write_text
 from gradscope.trainer.checkpoints import (
     CHECKPOINTS,
     check_space,
@@ -90,9 +91,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(
-            f"{path} could not be written ({error.strerror or error}); make room there and go on with --resume"
-        ) from error
+        raise refusal(error, path, "go on with --resume") from error
 
 
 def write_description(
@@ -122,7 +121,9 @@ def write_description(
     if earlier is not None:
         for name in ("model", "questions"):
             if earlier.get(name) != manifest[name]:
-                raise InputError(f"the {name} of the run in {out} changed since it began; give another --out")
+                raise InputError(
+                    f"the {name} of the run in {out} changed since it began, by its {MANIFEST}; give another --out"
+                )
         if (before := earlier.get("processes")) != learner.processes.count:
             warnings.warn(
                 f"begun with {before} processes and resumed with {learner.processes.count}: from here on, other "
@@ -181,16 +182,28 @@ class Journal:
         except BaseException as error:
             untouched = begun and not list_checkpoints(self.out) and isinstance(error, InputError)
             if self.processes.is_main and not done and untouched:
-                remove_run(self.out)  # nothing was learnt: the next attempt is not held up by this one's settings
+                with suppress(OSError):
+                    remove_run(self.out)  # nothing was learnt: this one's settings hold up no next attempt
             raise
 
     @contextmanager
     def _tracking(self) -> Iterator[None]:
+        """What TensorBoard's thread cannot write is raised by its next call, and not printed by the thread, too."""
+        print_failure = threading.excepthook
+
+        def print_others(failed: threading.ExceptHookArgs) -> None:
+            if not type(failed.thread).__module__.startswith("tensorboard."):
+                print_failure(failed)
+
+        threading.excepthook = print_others
         try:
             yield
         finally:
-            with writing(self.out / TRACKERS):
-                self.accelerator.end_training()
+            try:
+                with writing(self.out / TRACKERS):
+                    self.accelerator.end_training()
+            finally:
+                threading.excepthook = print_failure
 
     def _make_ready(self, done: int, *, overwrite: bool) -> None:
         replaced = [self.out / name for name in WRITTEN] if overwrite and (self.out / CONFIG).is_file() else []
@@ -202,8 +215,9 @@ class Journal:
             print(f"the run in {self.out} is deleted (overwrite)", file=sys.stderr)
             remove_run(self.out)
         kept = lines_up_to(self.out / METRICS, done)
-        write_description(self.out, config, self.learner, self.questions.hash, resumed=done > 0)
-        write_text(self.out / METRICS, kept)
+        with writing(self.out):
+            write_description(self.out, config, self.learner, self.questions.hash, resumed=done > 0)
+            write_text(self.out / METRICS, kept)
 
     def _init_trackers(self, done: int) -> None:
         settings = {"tensorboard": {"purge_step": done + 1}}

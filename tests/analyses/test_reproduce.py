@@ -1,8 +1,10 @@
 """The runs of the figures: what the file lists, and a command that can be killed at any time and started again."""
 
 import json
+import os
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -138,6 +140,11 @@ def test_killed_and_started_again_it_repeats_no_finished_work_and_ends_at_the_sa
             one, other = read(whole / "kept" / file), read(killed / "kept" / file)
             timed = [c for c in one.columns if c.startswith("seconds") or c == "tokens_per_second"]
             pd.testing.assert_frame_equal(one.drop(columns=timed), other.drop(columns=timed))
+
+
+def test_a_worker_that_is_gone_without_a_word_is_one_line():
+    (failed,) = reproduce.make_all({"one": partial(os._exit, 9)}, 1, "run")
+    assert failed.startswith("one: a process was killed") and "\n" not in failed
 
 
 def test_a_run_that_diverges_is_judged_as_far_as_it_got(tiny, tmp_path, monkeypatch):

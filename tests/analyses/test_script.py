@@ -31,6 +31,12 @@ def test_an_input_at_fault_is_one_line_and_status_2(capsys):
     assert capsys.readouterr().err == "error: no scale is called 'nano'; give one of cpu, gpu\n"
 
 
+def test_an_interruption_is_one_line_and_status_130(capsys):
+    with pytest.raises(SystemExit) as ended:
+        exit_with(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert ended.value.code == 130 and capsys.readouterr().err.count("\n") == 1
+
+
 def test_a_folder_that_cannot_be_written_is_one_line_and_status_2(tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as ended:

@@ -143,17 +143,17 @@ def test_estimates_are_labelled_as_such_everywhere(run, model, rollouts, tmp_pat
 def test_estimates_are_taken_up_to_the_same_numbers(run, model, rollouts, tmp_path, monkeypatch):
     flags = [*QUICK, "--norms", "estimate", "--passes", 2, "--draws", 2]
     assert run("measure", model, rollouts, "--out", tmp_path / "whole", *flags).status == 0
-    right, out = run_folder.write_parquet, tmp_path / "out"
+    right, out = run_folder.RunFolder.write_part, tmp_path / "out"
 
-    def write(path, frame):
-        if path.name == "part-000003.parquet":
+    def write(folder, index, frame):
+        if index == 3:
             raise OSError(28, "No space left on device")
-        right(path, frame)
+        right(folder, index, frame)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "write_parquet", write)
+        patch.setattr(run_folder.RunFolder, "write_part", write)
         assert run("measure", model, rollouts, "--out", out, *flags).status == 1
-    assert len(list((out / ".partial").glob("part-*.parquet"))) == 3
+    assert len(list((out / ".partial").glob("part-*"))) == 3
     assert "taking up" in run("measure", model, rollouts, "--out", out, *flags).out
     for name in ("tokens.parquet", "interval_norms.csv"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -328,16 +328,16 @@ def test_flags_with_impossible_values_are_refused_in_one_line(run, model, rollou
 
 
 def test_a_full_disk_is_one_line_and_the_run_can_be_taken_up(run, model, rollouts, tmp_path, monkeypatch):
-    right = run_folder.write_parquet
+    right = run_folder.RunFolder.write_part
 
-    def write(path, frame):
-        if path.name.startswith("part-") and any(path.parent.glob("part-*")):
+    def write(folder, index, frame):
+        if any(folder.partial.glob("part-*")):
             raise OSError(28, "No space left on device")
-        right(path, frame)
+        right(folder, index, frame)
 
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "write_parquet", write)
+        patch.setattr(run_folder.RunFolder, "write_part", write)
         assert_one_line(run("measure", model, rollouts, "--out", out, *QUICK), "No space left on device", status=1)
     assert set(os.listdir(out)) == {".partial"}
     assert "taking up" in run("measure", model, rollouts, "--out", out, *QUICK).out
@@ -398,13 +398,13 @@ def test_killed_in_the_middle_a_run_is_taken_up_where_it_was(run, model, tmp_pat
     rollouts = write_jsonl(tmp_path / "rollouts.jsonl", rows)
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     args = ["measure", model, rollouts, "--no-figures", "--chunk-rows", 1, "--out"]
-    third = killed / ".partial" / "part-000002.parquet"
+    third = killed / ".partial" / "part-000002.parquet.gz"
     assert Command("-m", "gradscope", *args, killed).kill_when(third.is_file).stderr == ""
-    parts = {p.name: p.stat().st_mtime_ns for p in (killed / ".partial").glob("part-*.parquet")}
+    parts = {p.name: p.stat().st_mtime_ns for p in (killed / ".partial").glob("part-*")}
     assert 3 <= len(parts) < len(rows) and set(os.listdir(killed)) == {".partial"}
 
     assert_one_line(run(*args, killed, "--temperature", "0.7"), "holds an unfinished run with other arguments")
-    assert {p.name: p.stat().st_mtime_ns for p in (killed / ".partial").glob("part-*.parquet")} == parts
+    assert {p.name: p.stat().st_mtime_ns for p in (killed / ".partial").glob("part-*")} == parts
 
     written = []
     right = run_folder.RunFolder.write_part

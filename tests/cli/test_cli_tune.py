@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 
@@ -169,6 +170,16 @@ def test_the_state_beside_the_model_says_how_adamw_steps(run, rollouts, tmp_path
 # Taken up again.
 
 
+def test_a_process_that_is_killed_while_it_counts_is_one_line_and_status_1(run, model, rollouts, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli_tune, "_count_apart", end_without_a_word)
+    outcome = run(model, rollouts, *SMALL, "--jobs", 2, "--out", tmp_path / "out")
+    assert_one_line(outcome, "was killed", status=1)
+
+
+def end_without_a_word(*_: object) -> None:
+    os._exit(9)
+
+
 def test_an_interrupted_run_goes_on_to_the_files_of_an_undisturbed_one(run, model, rollouts, tmp_path, monkeypatch):
     whole, stopped, flags = tmp_path / "whole", tmp_path / "stopped", (*SMALL, "--batches", 4)
     assert run(model, rollouts, "--out", whole, *flags).status == 0
@@ -184,8 +195,8 @@ def test_an_interrupted_run_goes_on_to_the_files_of_an_undisturbed_one(run, mode
     assert run(model, rollouts, "--out", stopped, *flags).status == 130
     assert set(contents(stopped)) == {
         ".partial/key.json",
-        ".partial/part-000000.parquet",
-        ".partial/part-000001.parquet",
+        ".partial/part-000000.parquet.gz",
+        ".partial/part-000001.parquet.gz",
     }
     monkeypatch.setattr(cli_tune, "tune_batch", lambda *a, **k: (done.append(a), right(*a, **k))[1])
     outcome = run(model, rollouts, "--out", stopped, *flags)
@@ -193,7 +204,7 @@ def test_an_interrupted_run_goes_on_to_the_files_of_an_undisturbed_one(run, mode
     first, second = contents(whole), contents(stopped)
     manifests = [json.loads(files.pop("manifest.json")) for files in (first, second)]
     for manifest in manifests:
-        del manifest["settings"]["out"]
+        del manifest["settings"]["out"], manifest["sha256"]["manifest.json"]
     assert first == second and manifests[0] == manifests[1]
 
 

@@ -16,7 +16,7 @@ from gradscope.cli import commands as cli
 from gradscope.errors import InputError, SelfCheckError
 from gradscope.gradients import MeasureSettings, TableMeasurement
 from gradscope.policy import join_launch
-from gradscope.runs import ALONE, Processes, deal_by_cost
+from gradscope.runs import ALONE, Processes, RunFolder, deal_by_cost
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +38,13 @@ def test_two_processes_go_on_where_one_was_stopped_and_write_its_table(job, tmp_
 
     # A folder stands where the part of response 4 would be written: whoever has it fails, and so do both.
     out = tmp_path / "two"
-    obstacle = out / ".partial" / "part-000004.parquet"
+    obstacle = out / ".partial" / "part-000004.parquet.gz"
     stopped_before(out, tmp_path / "one", expected)
     obstacle.mkdir()
     ended = launch("-m", "gradscope", *arguments, out)
     assert [process.status for process in ended] == [1, 1], ended[0].stderr
     assert all("part-000004" in process.stderr and "Traceback" not in process.stderr for process in ended)
-    assert not (out / "tokens.parquet").exists() and (out / ".partial" / "part-000000.parquet").is_file()
+    assert not (out / "tokens.parquet").exists() and (out / ".partial" / "part-000000.parquet.gz").is_file()
 
     obstacle.rmdir()
     ended = launch("-m", "gradscope", *arguments, out)
@@ -62,12 +62,9 @@ def test_two_processes_go_on_where_one_was_stopped_and_write_its_table(job, tmp_
 
 def stopped_before(out: Path, finished: Path, table: pd.DataFrame) -> None:
     """What a run of the same key leaves behind that was killed after its first response, which is marked."""
-    partial = out / ".partial"
-    partial.mkdir(parents=True)
-    key = json.loads((finished / "manifest.json").read_text())["key"]
-    (partial / "key.json").write_text(json.dumps({"key": key}))
-    first = table[table["response"] == 0].assign(entropy=np.float32(-1.0))
-    first.to_parquet(partial / "part-000000.parquet", index=False)
+    folder = RunFolder(out, json.loads((finished / "manifest.json").read_text())["key"])
+    folder.begin()
+    folder.write_part(0, table[table["response"] == 0].assign(entropy=np.float32(-1.0)))
 
 
 def test_shares_are_everyones_alike_and_cost_about_the_same():

@@ -97,7 +97,9 @@ def test_closing_puts_everything_in_place_and_leaves_nothing_else(tmp_path):
     assert set(contents(tmp_path)) == {"figures/one.csv", "manifest.json", "summary.txt", "tokens.parquet"}
     assert not folder.partial.exists() and folder.status() == "finished"
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest == {"seed": 0, "files": ["figures/one.csv", "summary.txt", "tokens.parquet"], "key": KEY}
+    files = ["figures/one.csv", "summary.txt", "tokens.parquet"]
+    assert set(manifest.pop("sha256")) == {*files, "manifest.json"}
+    assert manifest == {"seed": 0, "files": files, "key": KEY}
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "tokens.parquet"), FRAME)
 
 
@@ -179,6 +181,40 @@ def test_a_part_that_is_cut_off_is_not_there(tmp_path, size):
     assert not folder.has_part(0)
 
 
+def test_a_part_with_a_flipped_bit_is_not_there_or_the_same(tmp_path):
+    folder = begin(tmp_path)
+    whole = folder.part(0).read_bytes()
+    for at in range(len(whole)):
+        folder.part(0).write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        if folder.has_part(0):  # in what gzip says of the file
+            pd.testing.assert_frame_equal(folder.read_part(0), FRAME)
+
+
+def test_a_result_that_is_not_what_was_written_is_told_of(tmp_path):
+    folder = begin(tmp_path)
+    finish(folder)
+    folder.check("tokens.parquet")
+    (tmp_path / "tokens.parquet").write_bytes((tmp_path / "tokens.parquet").read_bytes()[:-1] + b"2")
+    with pytest.raises(InputError, match=r"tokens\.parquet is gone, or is not what was written"):
+        folder.check("tokens.parquet")
+    folder.stage()
+    write_text(folder.staged / "summary.txt", "more")
+    folder.publish(folder.manifest)  # what is added to a finished run vouches for nothing else of it
+    folder.check("summary.txt")
+    with pytest.raises(InputError):
+        folder.check("tokens.parquet")
+
+
+def test_a_manifest_that_is_not_what_was_written_is_refused(tmp_path):
+    folder = begin(tmp_path)
+    folder.publish({"seed": 0, "by_number": {2: float("nan"), 10: (1.5, Path("a"))}})
+    assert folder.status() == "finished"
+    write_json(tmp_path / "manifest.json", folder.manifest | {"seed": 1})
+    with pytest.raises(InputError, match=r"manifest\.json is not what was written"):
+        folder.status()
+    assert folder.status(overwrite=True) == "nothing"
+
+
 # Who writes.
 
 
@@ -190,13 +226,34 @@ def test_one_run_writes_at_a_time(tmp_path):
         pass
 
 
-def test_a_killed_run_holds_nothing_back(tmp_path):
+def test_a_killed_run_holds_nothing_back_and_the_next_one_says_that_it_was_killed(tmp_path, capsys):
     code = f"import os; from gradscope.runs import RunFolder; w = RunFolder({str(tmp_path)!r}, {{}}).writing()"
     code += "; w.__enter__(); print('in', flush=True); os.kill(os.getpid(), 9)"
     process = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False)
     assert (process.returncode, process.stdout) == (-9, b"in\n") and (tmp_path / ".partial" / "lock").is_file()
     with RunFolder(tmp_path, KEY).writing():
         pass
+    with RunFolder(tmp_path, KEY).writing():
+        pass
+    assert capsys.readouterr().err.count("was killed") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(errno.ENOSPC, OSError), (errno.EFBIG, OSError), (errno.EACCES, InputError)]
+)
+def test_what_cannot_be_written_halfway_names_the_file_and_keeps_what_there_is(code, kind, tmp_path, monkeypatch):
+    folder = begin(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(code, "no")))
+        with pytest.raises((OSError, InputError)) as raised, folder.writing():
+            folder.write_part(1, FRAME)
+    assert type(raised.value) is kind and str(folder.part(1)) in str(raised.value)
+    assert folder.status() == "unfinished" and folder.has_part(0) and not folder.has_part(1)
+
+
+def test_an_error_with_another_file_is_not_the_folders(tmp_path):
+    with pytest.raises(FileNotFoundError), RunFolder(tmp_path / "out", KEY).writing():
+        (tmp_path / "rollouts.jsonl").read_text()
 
 
 def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypatch):

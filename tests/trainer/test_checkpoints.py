@@ -6,6 +6,7 @@ import errno
 import random
 import resource
 import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -132,12 +133,33 @@ def test_what_belongs_to_another_checkpoint_is_damage(trained, folder, tmp_path)
     with pytest.raises(InputError, match=r"damaged .*moment of shape"):
         restore_checkpoint(saved, trained)
     other = save_checkpoint(tmp_path, 2, trained)
-    shutil.copy(saved / "trainer_state.json", other / "trainer_state.json")
-    with pytest.raises(InputError, match=r"damaged .*is of step 1"):
-        restore_checkpoint(other, trained)
     torch.save([], other / "random_states.pt")
     with pytest.raises(InputError, match=r"damaged .*holds none"):
         restore_checkpoint(other, trained)
+    shutil.copy(saved / "trainer_state.json", other / "trainer_state.json")
+    with pytest.raises(InputError, match=r"damaged .*is of step 1"):
+        restore_checkpoint(other, trained)
+
+
+FILES = ("model.safetensors", "config.json", "tokenizer.json", "optimizer.pt", "random_states.pt")
+
+
+@pytest.mark.parametrize("name", [*FILES, "adapter/adapter_model.safetensors", "adapter/adapter_config.json"])
+def test_a_flipped_bit_is_damage(name, folder, tmp_path):
+    learner = make_learner(folder, **({"lora_rank": 2} if name.startswith("adapter") else {}))
+    learner.updater.step(make_passes(learner.policy)[0], LOSS)
+    saved = save_checkpoint(tmp_path, 1, learner)
+    content = bytearray((saved / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (saved / name).write_bytes(content)
+    with pytest.raises(InputError, match=r"step-000001 is damaged \(.+ was changed"):
+        restore_checkpoint(saved, learner)
+
+
+def test_a_checkpoint_without_hashes_of_an_earlier_version_is_gone_on_from(trained, tmp_path):
+    saved = save_checkpoint(tmp_path, 1, trained)
+    (saved / "trainer_state.json").write_text('{"step": 1, "nonfinite_in_a_row": 2}')
+    assert restore_checkpoint(saved, trained) == 2
 
 
 def test_weights_are_finite_until_one_entry_is_not(folder):
@@ -177,6 +199,17 @@ def test_only_the_newest_are_kept(trained, tmp_path):
         save_checkpoint(tmp_path, step, trained, keep=2)
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step-999999", "step-1000000"]
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-1000000", "step-999999"]
+
+
+def test_killed_while_an_old_one_is_deleted_nothing_is_left_of_it_under_its_name(trained, tmp_path, monkeypatch):
+    save_checkpoint(tmp_path, 1, trained)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.shutil, "rmtree", lambda *_: (_ for _ in ()).throw(SystemExit("killed")))
+        with pytest.raises(SystemExit):
+            save_checkpoint(tmp_path, 2, trained, keep=1)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000002"]
+    check_space(tmp_path, trained, 1)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
 
 def test_a_crash_while_writing_leaves_no_checkpoint_and_is_cleaned_up_after(trained, tmp_path, monkeypatch):
@@ -235,10 +268,10 @@ def test_a_disk_without_room_for_the_checkpoints_of_the_run_is_told_at_once(trai
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
 def test_a_locked_folder_is_the_users_fault_and_a_full_disk_is_not(code, trained, tmp_path, monkeypatch):
-    def refuse(*_):
+    def refuse(**_):
         raise OSError(code, "no")
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     with pytest.raises(OSError if code == errno.ENOSPC else InputError) as raised:
         check_space(tmp_path / "run", trained, 1)
     assert isinstance(raised.value, InputError) == (code != errno.ENOSPC)

@@ -405,6 +405,33 @@ def test_a_disk_that_is_full_for_a_tracker_is_named_with_the_remedy(what, tmp_pa
     assert said in error and error.count("\n") == 1
 
 
+def test_a_disk_that_is_full_for_tensorboards_thread_is_one_line(tmp_path, monkeypatch, capsys):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    written, right = [], RecordWriter.write
+
+    def full(self, data):
+        written.append(data)
+        if len(written) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        right(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    status, error = stop(*flags(), "tensorboard", "--out", str(tmp_path / "run"), capsys=capsys)
+    assert status == 1 and f"{tmp_path / 'run/trackers'} could not be written" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"step": 1', b'{"step": 1, "reward_mean": "x"}\n'])
+def test_a_finished_run_whose_records_are_damaged_is_one_line(content, run, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    (out / "metrics.jsonl").unlink()
+    if content is not None:
+        (out / "metrics.jsonl").write_bytes(content)
+    status, error = stop(*flags(), "--gradients-every", "2", "--out", str(out), "--resume", capsys=capsys)
+    assert status == 2 and str(out / "metrics.jsonl") in error and error.count("\n") == 1
+
+
 def test_a_damaged_checkpoint_is_refused_before_anything_is_written(run, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(run, out)

@@ -1,0 +1,202 @@
+"""Gradscope's long commands on work so small that each takes about a second, and what counts as the same result."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from tests.support.policies import make_policy, make_responses, save_checkpoint, write_jsonl
+
+TASK = """
+from gradscope.tasks import Grade, Question, register
+
+class Parity:
+    name = "parity"
+
+    def questions(self, n, *, seed, people=(2, 3), **_):
+        levels = [people[i % len(people)] for i in range(n)]
+        return [Question(f"w{4 + (seed + i) % 90} w{4 + i % 7}", i % 2, level) for i, level in enumerate(levels)]
+
+    def reward(self, response, question):
+        return self.grade(response, question).reward
+
+    def grade(self, response, question):
+        correct = len(response.split()) % 2 == question.answer
+        return Grade(2.0 * correct - 1.0, correct, "w5" not in response)
+
+parity = register(Parity())
+"""
+RUNS = """
+[variants]
+grpo = { label = "GRPO" }
+[scales.tiny.tracks.parity]
+preset = "kk-embedded"
+stages = [ { variants = ["grpo"], seeds = [0] } ]
+[scales.tiny.tracks.parity.settings]
+model = "INPUTS/model"
+task = "INPUTS/task.py:parity"
+people = [2]
+steps = 2
+questions_per_step = 2
+group_size = 2
+mini_batch_size = 4
+max_new_tokens = 50
+save_every = 1
+trackers = []
+device = "cpu"
+[scales.tiny.tracks.parity.test]
+task = "INPUTS/task.py:parity"
+people = [2, 3]
+questions = 2
+samples = 1
+temperature = 0.7
+max_new_tokens = 6
+checkpoints = 2
+[figures]
+"""
+TRAIN = """
+train --model INPUTS/model --task INPUTS/task.py:parity --steps 3 --save-every 1 --keep-checkpoints=2 --device cpu
+--questions-per-step 2 --group-size 2 --mini-batch-size 4 --max-new-tokens 50 --learning-rate 1e-3 --save-rollouts
+--resume --out OUT
+"""
+COMMANDS = {
+    "measure": "measure INPUTS/model INPUTS/rollouts.jsonl --gradient-memory 1000000000 --out OUT",
+    "diagnose": "diagnose INPUTS/model --rollouts INPUTS/rollouts.jsonl --no-recommend --no-compare --out OUT",
+    "tune": "tune INPUTS/model INPUTS/rollouts.jsonl --batches 3 --alphas 0 .3 --etas none --min-tokens 1 --out OUT",
+    "compare": "compare INPUTS/model INPUTS/rollouts.jsonl --methods grpo reweight:alpha=0.3 --out OUT",
+    "evaluate": "evaluate INPUTS/model --task INPUTS/task.py:parity --k 1 --questions 3 --max-new-tokens 6 --out OUT",
+    "train": " ".join(TRAIN.split()),
+    "reproduce": "reproduce",
+}
+"""Each is begun and taken up again by the same words."""
+MODULES = [f"gradscope.cli.{name}" for name in COMMANDS if name != "reproduce"]
+MODULES += [
+    "analyses.reproduce",
+    "accelerate",
+    "matplotlib.pyplot",
+    "pyarrow.parquet",
+    "scipy.stats",
+    "seaborn",
+    "tensorboard",
+]
+"""What takes seconds to import."""
+FIELDS = ("prompt_ids", "response_ids", "group", "temperature", "reward", "old_logprobs", "response_mask")
+TIMED = ("seconds", "tokens_per_second", "pass_seconds")
+"""What differs from run to run: how long something took. In metrics: columns that begin so."""
+EMPTY = '<svg xmlns="http://www.w3.org/2000/svg" width="9pt" height="9pt" viewBox="0 0 9 9"/>'
+
+
+def make_inputs(inputs: Path) -> None:
+    """A policy, its rollouts, a task, and a list of training runs."""
+    save_checkpoint(inputs / "model", "qwen2")
+    sizes = {"lengths": (6,) * 12, "prompt_lengths": (4,) * 12}
+    responses = make_responses(make_policy("qwen2"), **sizes)
+    write_jsonl(inputs / "rollouts.jsonl", [{name: getattr(r, name) for name in FIELDS} for r in responses])
+    (inputs / "task.py").write_text(TASK)
+    (inputs / "runs.toml").write_text(RUNS.replace("INPUTS", str(inputs)))
+
+
+def run(command: str, inputs: Path, out: Path, *changes: str) -> None:
+    """Be that command, in a process of its own: it exits. changes: "+FLAG" or "-FLAG"."""
+    if command == "reproduce":
+        _reproduce(inputs, out)
+    words = [word.replace("INPUTS", str(inputs)).replace("OUT", str(out)) for word in COMMANDS[command].split()]
+    words = [word for word in words if f"-{word}" not in changes]
+    sys.argv = ["gradscope", *words, *(change[1:] for change in changes if change.startswith("+"))]
+    from gradscope.cli import run_script
+
+    _draw_nothing()
+    run_script()
+
+
+def _reproduce(inputs: Path, out: Path) -> None:
+    """`python -m analyses.reproduce` in the folder `out`, whose worker is forked from this process, shim and all."""
+    import multiprocessing
+    import os
+
+    from analyses import reproduce
+    from analyses.common import experiments, make_run, measurements
+    from analyses.common.script import exit_with
+
+    out.mkdir(exist_ok=True)
+    os.chdir(out)
+    experiments.FILE = inputs / "runs.toml"
+    for module in (experiments, make_run, measurements):
+        module.RUNS = out / "kept"
+    reproduce.worker_context = lambda: multiprocessing.get_context("fork")
+    exit_with(lambda: reproduce.main(reproduce.Options(scale="tiny", jobs=1)))
+
+
+def _draw_nothing() -> None:
+    """Pictures are empty: drawing them takes longer than all else."""
+    import io
+
+    from matplotlib.figure import Figure
+
+    def save(_figure: Figure, target: Any, **_: object) -> None:
+        if isinstance(target, io.StringIO):
+            target.write(EMPTY)
+        else:
+            Path(target).write_text(EMPTY)
+
+    Figure.savefig, Figure.draw_without_rendering = save, lambda _figure: None
+
+
+def contents(out: Path) -> dict[str, Any]:
+    """What a folder holds, by path: bytes, but for times; None for a folder.
+
+    Left out are trackers/, whose files are named by the time, and what random_states.pt says: states of generators
+    that begin anywhere, since a run draws from others, made of its seed.
+    """
+    found = {}
+    for path in sorted(out.rglob("*")):
+        name = path.relative_to(out).as_posix()
+        if "trackers" not in path.relative_to(out).parts:
+            found[name] = _content(path) if path.is_file() else None
+    return found
+
+
+def _content(path: Path) -> Any:
+    data = path.read_bytes()
+    if path.name == "random_states.pt":
+        return _is_zip(data)
+    try:
+        if path.name == "manifest.json":
+            found = _untimed(json.loads(data))
+            found.pop("commit", None)
+            found.get("settings", {}).pop("overwrite", None)
+            found.get("sha256", {}).pop("manifest.json", None)  # the times are in it
+            return found
+        if path.name == "metrics.jsonl":
+            return [_untimed(json.loads(line)) for line in data.splitlines()]
+        if path.name == "metrics.csv":
+            return _untimed(pd.read_csv(path).to_dict("list"))
+    except ValueError:
+        pass
+    return data
+
+
+def _is_zip(data: bytes) -> bool:
+    return zipfile.is_zipfile(io.BytesIO(data))
+
+
+def _untimed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _untimed(v) for name, v in value.items() if not name.startswith(TIMED)}
+    return [_untimed(v) for v in value] if isinstance(value, list) else value
+
+
+def import_all(names: list[str]) -> None:
+    """What commands import while they run, so that no process forked from this one has to."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception:
+            continue
