@@ -71,7 +71,6 @@ class Evaluate(PolicyFlags):
         check_prompts(questions, parquet=True)
         hash_ahead(self.model)
         policy = load_quietly(self.model, **self.loading)
-        note_context(policy, self.max_new_tokens)
         settings = {
             "temperature": self.temperature,
             "max_new_tokens": self.max_new_tokens,
@@ -88,6 +87,7 @@ class Evaluate(PolicyFlags):
             exam = Exam(policy, task, questions, sampler=sampler, **settings)
             with folder.writing():
                 self._evaluate(exam, folder)
+        note_context(policy, self.max_new_tokens)
         print(self._report(read_table(self.out / TABLE)))
 
     def _key(self, policy: Policy, questions: Sequence[Question], settings: dict[str, Any]) -> dict[str, Any]:

@@ -78,10 +78,10 @@ class Sample(PolicyFlags):
             questions = draw_questions(task, self.questions, seed=self.seed, **options)
         check_prompts(questions, parquet=self.out.suffix == ".parquet")
         policy = load_quietly(self.model, **self.loading)
-        note_context(policy, self.max_new_tokens)
         settings = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens, "seed": self.seed}
         with closing(make_sampler(self.engine, policy, batch_size=self.batch_size)) as sampler:
             rows = rollout_rows(policy, questions, task=task, sampler=sampler, n=self.n, **settings)
+        note_context(policy, self.max_new_tokens)
         self.out.parent.mkdir(parents=True, exist_ok=True)
         write_rollouts(self.out, rows)
         tokens = sum(len(row["response_ids"]) for row in rows)

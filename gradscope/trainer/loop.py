@@ -86,9 +86,6 @@ def train(
             accelerator.end_training()
             return start
         learner = build_learner(config, accelerator, start)
-        if (context := learner.policy.context) is not None and config.max_new_tokens >= context:
-            longest = f"max_new_tokens is {config.max_new_tokens}, and the policy's context, with the prompt, {context}"
-            raise InputError(f"{longest} tokens; give less")
         if on_step is not None and learner.is_sharded:
             raise InputError("on_step looks at whole weights and these lie in shards (FSDP); launch with --multi_gpu")
         journal = Journal(config, out, questions, learner, accelerator)
@@ -98,6 +95,8 @@ def train(
         watchers = [] if config.gradients_every is None else [measure_gradients]
         watchers += [] if on_step is None else [on_step]
         nonfinite = begin()
+        if progress and processes.is_main:
+            _note_context(learner.policy.context, config)
         run = _Run(journal, sampler, watchers, done=0 if start is None else step_of(start), nonfinite=nonfinite)
         run.go(progress=progress)
     return list_checkpoints(out)[-1]
@@ -276,6 +275,12 @@ class _Run:
         if self.learner.updater.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds[name] += time.perf_counter() - started
+
+
+def _note_context(context: int | None, config: TrainConfig) -> None:
+    if context is not None and config.max_new_tokens > context:
+        words = f"the policy's context of {context:,} tokens, with the prompt, ends responses sooner"
+        print(f"note: max_new_tokens is {config.max_new_tokens:,}; {words}", file=sys.stderr)
 
 
 def _show(record: dict[str, Any], total: int, bar: tqdm) -> None:
