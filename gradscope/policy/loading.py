@@ -138,7 +138,14 @@ def _load_model(
     model.eval()
     if device_map is None:
         model.to(device)
-    if not is_causal(model):
+    try:
+        causal = is_causal(model)
+    except Exception as error:  # code of an architecture's authors, which may raise anything
+        raise InputError(
+            f"{folder} is a {config.model_type} model, which transformers cannot run on token ids alone "
+            f"({type(error).__name__}: {first_line(error)}); give another --dtype, or a decoder-only causal LM"
+        ) from error
+    if not causal:
         _check_finite(model, folder)
         raise InputError(
             f"{folder} is a {config.model_type} model, not a decoder-only causal LM (a token sees those after it); "
@@ -228,7 +235,8 @@ def _check_weights(folder: Path, info: dict[str, Any], model: nn.Module) -> None
 def is_causal(model: nn.Module) -> bool:
     """Whether a token's logits stay the same when the next token changes: encoders load as causal models too."""
     last = len(model.get_input_embeddings().weight) - 1  # of a vocabulary of one, both rows are the same
-    first, second = model(input_ids=torch.tensor([[0, 0], [0, last]], device=model.device)).logits[:, 0].double()
+    ids = torch.tensor([[0, 0], [0, last]], device=model.device)
+    first, second = model(input_ids=ids, use_cache=False).logits[:, 0].double()
     # Two rows of one batch can differ by rounding.
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.05
     return bool((first - second).norm() <= tolerance * first.norm())

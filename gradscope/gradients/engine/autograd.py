@@ -22,7 +22,7 @@ from gradscope.gradients.engine.head import HeadPass
 from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.norms import diagonal_square_norms, linear_square_norms, prefix_factor
 from gradscope.gradients.engine.ownership import Ownership, parameter_slopes
-from gradscope.gradients.engine.recording import Call, Recorder
+from gradscope.gradients.engine.recording import Call, Recorder, streams_last
 from gradscope.gradients.engine.results import Measured
 from gradscope.policy import Policy
 
@@ -152,6 +152,7 @@ class GraphSequence:
         place, dtype = positions.cpu(), last.dtype
         seeds = [tensor.new_zeros(len(picks), *tensor.shape) for tensor in recorder.splits]
         for seed, rows in zip(seeds, self.head.split_cotangents, strict=True):
+            seed = streams_last(seed, int(positions[-1]) + 1, axis=1)
             seed[token, 0, place] = rows[picks].reshape(len(picks), *seed.shape[3:]).to(seed)
         edges = [*recorder.block_edges, *(call.edge for call in recorder.calls)]
         deltas = _vjp(recorder.splits, edges, seeds, batched=self.body.batched, again=self.seen is not None)
