@@ -94,14 +94,14 @@ class Recorder:
         self._stack.close()
 
     def _enter_first(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            raise InputError(
+                f"{type(self.model).__name__} runs its blocks without a graph (as a reversible network, or one that "
+                "repeats its blocks and learns from the last time), so no token's gradient can be followed through "
+                "them; give a model of another architecture"
+            )
         if self.part == "body":
             hidden = block_input(args, kwargs)
-            if not torch.is_grad_enabled():
-                raise InputError(
-                    f"{type(self.model).__name__} runs its blocks without a graph (a reversible network does, and "
-                    "computes its activations anew backwards), so no token's gradient can be followed through them; "
-                    "give a model of another architecture"
-                )
             if not hidden.requires_grad:  # No embedding is claimed: the graph starts here.
                 hidden.requires_grad_(True)
             self.block_edges.append(get_gradient_edge(hidden))
@@ -151,7 +151,8 @@ class Recorder:
         replaced = None
         if self.part == "head" and self.split_point is None:
             hidden = hidden.detach().requires_grad_(True)
-            replaced = hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+            leaving = hidden.clone()  # it may be changed in place
+            replaced = leaving if isinstance(output, Tensor) else (leaving, *output[1:])
         if self.split_point is None:
             self.splits.append(hidden)
         if self.part == "head":
@@ -253,7 +254,7 @@ def _find_candidates(model: nn.Module, blocks: nn.ModuleList, ownership: Ownersh
         alone = {"logits_to_keep": input_ids.new_tensor([position])} if takes(model, "logits_to_keep") else {}
         with torch.enable_grad():
             logits = model(input_ids=input_ids[None], use_cache=False, **alone).logits
-    if len(start) != 1:  # no block is called more than once
+    if len(start) != 1 or not logits.requires_grad:  # no block is called more than once, or for nothing
         return []
     found, seed = [], _slanted(logits, position if logits.shape[1] == len(input_ids) else 0)
     for name in [name for name, values in called.items() if values is not None]:
