@@ -107,14 +107,24 @@ def make_format(name: str) -> str:
 
 
 def make_architectures() -> str:
-    """The table that analyses/docs/architectures.py has measured."""
-    with (ROOT / "docs/data/architectures.csv").open(encoding="utf-8") as file:
+    """The tables that analyses/docs/architectures.py has measured: what is exact, what is refused and left out."""
+    with (ROOT / "figures/architectures.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    lines = ["| architecture | variant | path | worst relative error |", "|---|---|---|---|"]
-    lines += ["| {architecture} | {variant} | {path} | {worst_relative_error} |".format(**row) for row in rows]
-    how = {(row["date"], row["torch"], row["transformers"], row["tokens"]) for row in rows}
-    told = "; ".join(f"{date}, torch {torch}, transformers {other}, {n} tokens each" for date, torch, other, n in how)
-    return "\n".join(lines) + f"\n\nMeasured on {told}."
+    exact = [row for row in rows if row["outcome"] == "exact"]
+    kinds = {row["model_type"] for row in exact}
+    lines = [f"Exact are {len(kinds)} of {len({row['model_type'] for row in rows})} model types:", ""]
+    lines += ["| model type | class | variant | path | error, T = 1 | error, T = 0.7 |", "|---|---|---|---|---|---|"]
+    cells = "| {model_type} | {class} | {variant} | {path} | {worst_error_t1} | {worst_error_t0.7} |"
+    lines += [_fill(cells, row) for row in exact]
+    lines += ["", "Not measured:", "", "| model type | outcome | reason |", "|---|---|---|"]
+    lines += [_fill("| {model_type} | {outcome} | {reason} |", row) for row in rows if row["outcome"] != "exact"]
+    how = {f"{row['date']}, torch {row['torch']}, transformers {row['transformers']}" for row in rows}
+    return "\n".join(lines) + f"\n\nMeasured on {'; '.join(sorted(how))}."
+
+
+def _fill(cells: str, row: dict[str, str]) -> str:
+    """A row of a table; the names of its columns are no names of Python."""
+    return re.sub(r"\{([\w.]+)\}", lambda found: row[found[1]].replace("|", "\\|"), cells)
 
 
 def make_cli() -> str:

@@ -1,34 +1,68 @@
-"""Which architectures are measured how exactly: tiny random policies against one autograd call per token, in float64.
+"""Which architectures are measured how exactly: every causal language model of transformers, tiny and random, against
+one autograd call per token, in float64.
 
-    python -m analyses.docs.architectures [--out docs/data/architectures.csv] [--only llama gpt2]
+    python -m analyses.docs.architectures [--out figures/architectures.csv] [--only mamba gpt2]
 
-A row per architecture that the tests know (`tests/support/policies.py`): three blocks of width 32, random weights, a
-vocabulary of 96. Some tokens of a sequence of 28 are measured by the engine and, one backward pass each, by autograd;
-the error is the largest relative difference over tokens, layers, all parameters and each module (a module's relative
-to its own norm and a hundredth of the whole). Both sides are in float64 all through, also where transformers casts to
-float32. It says how the equations agree, not how float32 or a trained checkpoint rounds: the self-check of `measure`
-does that for your own policy.
+A row per model type that AutoModelForCausalLM loads, built small from its configuration (`tests/support/shrunk.py`:
+width 32, four layers, a vocabulary of 96), and one per variant that the tests know (`tests/support/policies.py`). Each
+is saved, loaded by `load_policy`, self-checked as `measure` does, and measured: all tokens of a sequence of 28, at two
+temperatures, against a backward pass each through the model as it was loaded. The error is the largest relative
+difference over tokens, layers, all parameters and each module (a module's relative to its own norm and a hundredth of
+the whole). Both sides are in float64 all through, also where transformers casts to float32. It says how the equations
+agree, not how float32 or a trained checkpoint rounds: the self-check of `measure` does that for your own policy.
+
+The speed is that of the same numbers from one autograd call per token, over gradscope's, in float32 on one thread and a
+sequence of 60, in turns. With so little to compute it tells of overheads: real sizes are in `figures/benchmark_*.csv`.
+
+A model has LIMIT seconds of a processor in a process of its own, so that none can end the others' rows.
 """
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 
 import pandas as pd
 import torch
 import transformers
 import tyro
+from torch import Tensor
 
+import gradscope
 from analyses.common.script import exit_with
-from gradscope.gradients import TokenGradientMeter, measuring
+from gradscope.errors import InputError, SelfCheckError
+from gradscope.gradients import SequenceTokens, TokenGradientMeter, check_engine, measuring
+from gradscope.policy import Policy, load_policy
 from gradscope.runs import write_text
 from tests.support.oracle import TrueFloat64, brute_force, largest_error
-from tests.support.policies import ARCHITECTURES, LLAMA_LIKE, RULED, UNRULED, VOCAB, Architecture, make_policy
+from tests.support.policies import ARCHITECTURES, LLAMA_LIKE, RULED, UNRULED, VOCAB, Architecture, make_model
+from tests.support.shrunk import MODEL_TYPES, left_out, make_shrunk_model
 
+LENGTH, CHECKED, TEMPERATURES = 28, (0, 9, 20, 26), (1.0, 0.7)
+ERRORS = [f"worst_error_t{temperature:g}" for temperature in TEMPERATURES]
+TIMED, ROUNDS = 60, 3
+LIMIT = 120
+"""Seconds of a processor for one model; on a busy machine it may wait for them ten times as long."""
+EXACT = 1e-10
+"""Both sides in float64 all through: some thousand roundings of 1e-16, and what cancels in them."""
+BLOCKS = {
+    "blt": "model.local_decoder.layers",
+    "hrm_text": "model.H_module.layers",
+    "xlm": "transformer.layer_norm2",
+}
+"""--blocks of those that have several lists; gradscope asks for it."""
 ENTRIES: dict[str, Architecture] = ARCHITECTURES | RULED | UNRULED
-LENGTH, TARGETS = 28, (1, 2, 3, 10, 16, 17, 21, 22, 23, 26, 27)
 PLAIN = {
     *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "ffn_dim", "layer_types"),
     *("word_embed_proj_dim", "query_pre_attn_scalar", "moe_intermediate_size", "mlp_only_layers", "num_experts"),
@@ -39,16 +73,16 @@ PLAIN = {
 
 @dataclass(frozen=True)
 class Options:
-    """The table of supported architectures."""
+    """The table of architectures."""
 
-    out: Path = Path("docs/data/architectures.csv")
+    out: Path = Path("figures/architectures.csv")
     """File to write."""
     only: tuple[str, ...] = ()
-    """Some of the architectures; none: all of them."""
+    """Some of the model types or of the tests' policies, whose rows are made anew; none: all of them."""
 
 
 def variant(name: str) -> str:
-    """What sets this policy apart from its family, in the words of its configuration."""
+    """What sets this policy of the tests apart from its family, in the words of its configuration."""
     settings = ENTRIES[name].settings
     told = {key: value for key, value in settings.items() if key not in PLAIN}
     if name in RULED:  # those of one family that differ in the shape of their heads
@@ -58,44 +92,155 @@ def variant(name: str) -> str:
     return ", ".join(f"{key}={value}" for key, value in told.items())
 
 
-def one_row(name: str) -> dict[str, object]:
-    """The engine against brute force on one architecture, with eager attention and, if it is the same, sdpa."""
-    ids = torch.randint(4, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(0))
-    targets = torch.tensor(TARGETS)
-    errors, analytic = [], []
-    # sdpa leaves a soft cap on attention scores out; gradscope loads such a checkpoint with eager attention.
-    for attention in ("eager",) if "attn_logit_softcapping" in ENTRIES[name].settings else ("eager", "sdpa"):
-        with TrueFloat64():
-            policy = make_policy(name, torch.float64, attention=attention)
-            truth = brute_force(policy, ids, targets)
+VARIANTS = tuple(name for name in ENTRIES if variant(name) and name not in MODEL_TYPES)
+
+
+def random_sequence(length: int) -> tuple[Tensor, Tensor]:
+    """(ids, targets): all tokens but the first."""
+    ids = torch.randint(4, VOCAB, (length,), generator=torch.Generator().manual_seed(0))
+    return ids, torch.arange(1, length)
+
+
+def save_and_load(name: str, folder: str) -> Policy:
+    """The tiny policy as `measure` gets it, from a checkpoint."""
+    model = make_shrunk_model(name) if name in MODEL_TYPES else make_model(name)
+    model.save_pretrained(folder)
+    return load_policy(folder, blocks=BLOCKS.get(name))
+
+
+def measure_exactness(policy: Policy) -> dict[str, object]:
+    """Errors at both temperatures, in float64, after the self-check; by which path. The policy is float64 from here."""
+    policy.model.double()
+    ids, targets = random_sequence(LENGTH)
+    everything, errors = torch.arange(len(targets)), []
+    with _default_float64(), TrueFloat64():
+        with measuring(policy.model):
+            meter = TokenGradientMeter(policy, ids)
+            check_engine(meter, [SequenceTokens(ids, targets, torch.tensor(CHECKED))])
+        for temperature in TEMPERATURES:
+            truth = brute_force(policy, ids, targets, temperature=temperature)
             with measuring(policy.model):
-                meter = TokenGradientMeter(policy, ids)
-                ours = meter.measure(ids, targets, torch.arange(len(targets)), temperature=1.0)
+                ours = meter.measure(ids, targets, everything, temperature=temperature)
             errors.append(largest_error(ours, truth))
-            analytic.append(meter.precision is not None)
-    return {
-        "architecture": ENTRIES[name].model,
-        "variant": variant(name),
-        "path": "analytic" if all(analytic) else "autograd",
-        "worst_relative_error": f"{max(errors):.1e}",
-        "tokens": len(targets),
-        "policy": name,
-        "date": datetime.now(UTC).date().isoformat(),
-        "torch": torch.__version__.partition("+")[0],
-        "transformers": transformers.__version__,
-    }
+    path = "analytic" if meter.precision else "autograd" if meter.graph.batched else "autograd, token by token"
+    singles, tensors = len(meter.ownership.general), sum(1 for _ in policy.model.parameters())
+    return {"path": path, "one_by_one": f"{singles} of {tensors}"} | dict(zip(ERRORS, errors, strict=True))
+
+
+def measure_speed(policy: Policy) -> float:
+    """Seconds of one autograd call per token, over gradscope's for the same numbers, in turns; float32 from here."""
+    policy.model.float()
+    ids, targets = random_sequence(TIMED)
+    everything = torch.arange(len(targets))
+    with measuring(policy.model):
+        meter = TokenGradientMeter(policy, ids)
+        ways = (
+            lambda: brute_force(policy, ids, targets),
+            lambda: meter.measure(ids, targets, everything, temperature=1.0),
+        )
+        ratios = [_seconds(ways[0]) / _seconds(ways[1]) for _ in range(ROUNDS + 1)]
+    return median(ratios[1:])
+
+
+def one_row(name: str) -> dict[str, object]:
+    """What becomes of one model type, or of one of the tests' policies."""
+    if name in MODEL_TYPES:
+        row = {"model_type": name, "class": MODEL_TYPES[name], "variant": ""}
+        if reason := left_out(name):
+            return row | {"outcome": "left out", "reason": reason}
+        if name in BLOCKS:
+            row["variant"] = f"--blocks {BLOCKS[name]}"
+    else:
+        row = {"model_type": "", "class": ENTRIES[name].model, "variant": variant(name)}
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        try:
+            policy = save_and_load(name, "checkpoint")
+            row["model_type"] = name if name in MODEL_TYPES else policy.model.config.model_type
+            if not row["variant"] and getattr(policy.config, "is_decoder", False):
+                row["variant"] = "is_decoder=True"
+            found = measure_exactness(policy)
+        except InputError as refusal:
+            return row | {"outcome": "refused", "reason": str(refusal)}
+        except SelfCheckError as failure:
+            return row | {"outcome": "failed the self-check", "reason": str(failure)}
+        outcome = "exact" if max(found[column] for column in ERRORS) < EXACT else "WRONG"
+        return row | {"outcome": outcome} | found | {"speed": measure_speed(policy)}
+
+
+def row_in_its_own_process(name: str) -> dict[str, object]:
+    """The same; "crashed" or "timed out" where a process says nothing."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_send_row, args=(name, theirs))
+    process.start()
+    theirs.close()
+    row: dict[str, object] = {"model_type": name, "class": MODEL_TYPES.get(name, "")}
+    try:
+        row = ours.recv() if ours.poll(10 * LIMIT) else row | {"outcome": "timed out", "reason": f"{LIMIT} seconds"}
+    except EOFError:
+        row |= {"outcome": "crashed", "reason": f"the process ended without a word, or after {LIMIT} seconds"}
+    process.kill()
+    process.join()
+    return row
+
+
+def _send_row(name: str, out: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # progress bars and warnings
+    warnings.simplefilter("ignore")
+    try:
+        out.send(one_row(name))
+    except Exception as error:  # one model must not end the table: its row says what happened
+        row = {"model_type": name, "class": MODEL_TYPES.get(name, "")}
+        out.send(row | {"outcome": "failed", "reason": f"{type(error).__name__}: {error}"})
+
+
+@contextlib.contextmanager
+def _default_float64() -> Iterator[None]:
+    """New tensors are float64, too: some models make theirs without naming a dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Of the processor, on one thread: other programs do not count."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def make_table(rows: list[dict[str, object]]) -> pd.DataFrame:
+    """The rows in words that a CSV keeps, with what they were made by."""
+    columns = ["model_type", "class", "variant", "outcome", "path", "one_by_one", *ERRORS, "speed", "reason"]
+    table = pd.DataFrame(rows, columns=columns)
+    table["reason"] = table["reason"].str.split().str.join(" ")
+    for column, digits in (*((column, "{:.1e}") for column in ERRORS), ("speed", "{:.1f}")):
+        table[column] = table[column].map(digits.format, na_action="ignore")
+    table["date"] = datetime.now(UTC).date().isoformat()
+    table["torch"], table["transformers"] = torch.__version__.partition("+")[0], transformers.__version__
+    table["gradscope"] = gradscope.__version__
+    return table.fillna("")
 
 
 def main(options: Options) -> None:
     """Measure each architecture; write the table."""
     torch.set_num_threads(1)
     rows = []
-    for name in options.only or ENTRIES:
-        rows.append(one_row(name))
-        print("{policy}: {path}, {worst_relative_error}".format(**rows[-1]), flush=True)
-    table = pd.DataFrame(rows).sort_values(["architecture", "policy"], key=lambda column: column.str.lower())
+    for name in options.only or (*MODEL_TYPES, *VARIANTS):
+        rows.append(row_in_its_own_process(name))
+        print("{model_type}: {outcome}".format(**rows[-1]), flush=True)
+    table = make_table(rows)
+    if options.only and options.out.is_file():
+        table = pd.concat([table, pd.read_csv(options.out, dtype=str, keep_default_na=False)])
+        table = table.drop_duplicates(["model_type", "variant"])
+    table = table.sort_values(["model_type", "variant"], kind="stable")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(options.out, table.to_csv(index=False))
+    print(table["outcome"].value_counts().to_string())
 
 
 if __name__ == "__main__":

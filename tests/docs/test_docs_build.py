@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.policies import ARCHITECTURES, RULED, UNRULED
+from support.shrunk import MODEL_TYPES
 
 from gradscope.objective import WEIGHTINGS
 
@@ -61,22 +61,29 @@ def test_generated_pages_hold_what_they_are_made_of(site):
     assert (site / "search/search_index.json").is_file()
 
 
-def test_the_table_of_architectures_has_a_row_for_each_that_the_tests_know():
-    with (REPOSITORY / "docs/data/architectures.csv").open() as file:
-        rows = {row["policy"]: row for row in csv.DictReader(file)}
-    assert rows.keys() == ARCHITECTURES.keys() | RULED.keys() | UNRULED.keys()
-    assert {name for name, row in rows.items() if float(row["worst_relative_error"]) > 1e-12} == set()
-    assert all(rows[name]["path"] == "analytic" for name in RULED)
-    assert all(rows[name]["path"] == "autograd" for name in UNRULED)
+def architectures() -> list[dict[str, str]]:
+    with (REPOSITORY / "figures/architectures.csv").open() as file:
+        return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_table_of_architectures_has_every_model_type_of_transformers_and_no_wrong_number():
+    from analyses.docs.architectures import VARIANTS, variant
+
+    rows = architectures()
+    assert {row["model_type"] for row in rows} == MODEL_TYPES.keys()
+    assert {variant(name) for name in VARIANTS} <= {row["variant"] for row in rows}
+    assert {row["outcome"] for row in rows} == {"exact", "refused", "left out"}
+    exact = [row for row in rows if row["outcome"] == "exact"]
+    assert all(float(row[f"worst_error_t{t}"]) < 1e-10 for row in exact for t in ("1", "0.7"))
+    assert len({row["model_type"] for row in exact}) >= 70
+    assert all(row["reason"] for row in rows if row["outcome"] != "exact")
+
+
+@pytest.mark.parametrize("name", ["llama", "granite_residual", "reformer", "bart"])
 def test_a_row_of_the_table_of_architectures_is_what_its_script_finds(name):
     from analyses.docs.architectures import one_row
 
-    with (REPOSITORY / "docs/data/architectures.csv").open() as file:
-        kept = next(row for row in csv.DictReader(file) if row["policy"] == name)
     found = one_row(name)
-    stable = ("architecture", "variant", "path")
-    assert {key: found[key] for key in stable} == {key: kept[key] for key in stable}
-    assert float(found["worst_relative_error"]) < 1e-12
+    stable = ("model_type", "class", "variant")
+    kept = next(row for row in architectures() if all(row[key] == found[key] for key in stable))
+    assert (found["outcome"], found.get("path", "")) == (kept["outcome"], kept["path"])

@@ -22,7 +22,7 @@ from gradscope.gradients.engine.head import HeadPass
 from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.norms import diagonal_square_norms, linear_square_norms, prefix_factor
 from gradscope.gradients.engine.ownership import Ownership, parameter_slopes
-from gradscope.gradients.engine.recording import Call, Recorder
+from gradscope.gradients.engine.recording import Call, Recorder, streams_last
 from gradscope.gradients.engine.results import Measured
 from gradscope.policy import Policy
 
@@ -164,9 +164,9 @@ class GraphSequence:
         token = torch.arange(len(picks), device=positions.device)
         seeds = [tensor.new_zeros(len(picks), *tensor.shape) for tensor in recorder.splits]
         for seed, rows in zip(seeds, self.head.split_cotangents, strict=True):
-            seed[token.to(seed.device), 0, positions.to(seed.device)] = (
-                rows[picks].reshape(len(picks), *seed.shape[3:]).to(seed)
-            )
+            seed = streams_last(seed, chunk.length, axis=1)
+            at = token.to(seed.device), 0, positions.to(seed.device)
+            seed[at] = rows[picks].reshape(len(picks), *seed.shape[3:]).to(seed)
         edges = [*recorder.block_edges, *(call.edge for call in recorder.calls)]
         deltas = _vjp(recorder.splits, edges, seeds, batched=self.body.batched, again=self.seen is not None)
         depth = len(recorder.block_edges)

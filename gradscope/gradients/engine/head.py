@@ -11,7 +11,7 @@ from torch import Tensor
 from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.norms import diagonal_square_norms, outer_square_norms
 from gradscope.gradients.engine.ownership import Ownership, parameter_slopes
-from gradscope.gradients.engine.recording import Call, Recorder
+from gradscope.gradients.engine.recording import Call, Recorder, streams_last
 from gradscope.gradients.engine.stack import Stack
 from gradscope.objective import TokenStatistics, parts_at_once, statistics_and_gradient
 from gradscope.policy import Policy, takes
@@ -128,8 +128,9 @@ class Head:
         calls = [call for call in recorder.calls if call.edge is not None]
         edges = [*recorder.splits, recorder.block_edges[0], *(call.edge for call in calls)]
         deltas = torch.autograd.grad([logits], edges, [seeds], allow_unused=True)
-        rows = [None if d is None else targets_at.rows(d).to(size) for d in deltas]
-        splits = len(recorder.splits)
+        splits, length = len(recorder.splits), stack.ids.shape[1]
+        hidden = [streams_last(d, length) for d in deltas[: splits + 1]]
+        rows = [None if d is None else targets_at.rows(d).to(size) for d in (*hidden, *deltas[splits + 1 :])]
         local = {
             call.name: (call, row, self._local_inputs(call, targets_at).to(size))
             for call, row in zip(calls, rows[splits + 1 :], strict=True)

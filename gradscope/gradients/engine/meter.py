@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from gradscope.errors import InputError
 from gradscope.gradients.engine.autograd import Factors, GraphBody, GraphSequence
 from gradscope.gradients.engine.chunks import Chunk, Limits, Span, group_sequences, neighbours
 from gradscope.gradients.engine.decoder.body import DecoderBody, DecoderStack
@@ -69,6 +70,12 @@ class TokenGradientMeter:
         self.head = Head(policy, self.ownership, self.split_point, memory)
         self.graph = GraphBody(policy, self.ownership, self.split_point, short, cut.body)
         """For what goes along the model's own graph."""
+        if cut.body is None and len(short) > 2:
+            raise InputError(
+                f"the logits of {type(self.model).__name__} at a token do not depend on what the last of its blocks "
+                f"({policy.blocks_name}) leaves at that token, and on that alone; name the list with the last blocks "
+                "of the residual stream with --blocks, if there is one"
+            )
         self.decoder = DecoderBody.find(policy, self.ownership, self.split_point, memory) if rules else None
         """For a common decoder, by backward rules; None: this is none."""
         if self.decoder is not None and not self._rules_hold(short, cut.body):

@@ -113,8 +113,9 @@ def find_ownership(model: nn.Module, blocks: nn.ModuleList, probe: Probe) -> Own
     visits = probe.visits
     measured = {id(p): name for name, p in float_parameters(model)}
     modules = {name: m for name, m in model.named_modules() if any(id(p) in measured for p in m.parameters(False))}
-    # A rule measures all of a module's own parameters at once.
-    whole = {name: m for name, m in modules.items() if all(id(p) in measured for p in m.parameters(False))}
+    # A rule measures all of a module's own parameters at once, by its calls; a block's own call is none of those.
+    apart = set(blocks)
+    whole = {n: m for n, m in modules.items() if m not in apart and all(id(p) in measured for p in m.parameters(False))}
     rules = {name: rule for name, m in whole.items() if (rule := _find_rule(m, visits[name]))}
     owners: dict[int, list[str]] = defaultdict(list)
     for name, module in modules.items():

@@ -94,6 +94,12 @@ class Recorder:
         self._stack.close()
 
     def _enter_first(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            raise InputError(
+                f"{type(self.model).__name__} runs its blocks without a graph (as a reversible network, or one that "
+                "repeats its blocks and learns from the last time), so no token's gradient can be followed through "
+                "them; give a model of another architecture"
+            )
         if self.part == "body":
             hidden = block_input(args, kwargs)
             if not hidden.requires_grad:  # No embedding is claimed: the graph starts here.
@@ -145,7 +151,8 @@ class Recorder:
         replaced = None
         if self.part == "head" and self.split_point is None:
             hidden = hidden.detach().requires_grad_(True)
-            replaced = hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+            leaving = hidden.clone()  # it may be changed in place
+            replaced = leaving if isinstance(output, Tensor) else (leaving, *output[1:])
         if self.split_point is None:
             self.splits.append(hidden)
         if self.part == "head":
@@ -164,6 +171,17 @@ def block_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return hidden
 
 
+def streams_last(hidden: Tensor, length: int, *, axis: int = 0) -> Tensor:
+    """Hidden states with their positions second, [1, n, …], also of blocks that carry several streams, [streams, 1, n,
+    d]: a view. axis: of the batch, or of the streams before it.
+
+    >>> streams_last(torch.zeros(4, 1, 7, 32), 7).shape
+    torch.Size([1, 7, 4, 32])
+    """
+    shape = hidden.shape[axis : axis + 3]
+    return hidden.movedim(axis, axis + 2) if shape[1:] == (1, length) and shape[:2] != (1, length) else hidden
+
+
 @dataclass(frozen=True)
 class Cut:
     """Where a model falls into head and body."""
@@ -171,16 +189,18 @@ class Cut:
     split_point: str | None
     """Name of the module whose input is the split point; None: the split point is the last block's output."""
     body: Recorder | None
-    """The body's pass over the sequence that it was tried on, with its graph; None where there was no such pass."""
+    """The body's pass over the sequence that it was tried on, with its graph; None where the model falls into no head
+    and body, or was not tried."""
 
 
 def find_cut(model: nn.Module, blocks: nn.ModuleList, ownership: Ownership, input_ids: Tensor) -> Cut:
     """The first linear module of the last block whose input, cut off, leaves a head that acts position by position.
 
     Each candidate is tried on input_ids [n]: a gradient that starts at one position must come back at that position
-    alone, exactly, at every cut and every claimed module. No split point if there is no such module.
+    alone, exactly, at every cut and every claimed module. No split point if there is no such module: then what the last
+    block leaves must be such a cut.
     """
-    for split_point in _find_candidates(model, blocks, ownership, input_ids):
+    for split_point in (*_find_candidates(model, blocks, ownership, input_ids), None):
         if (body := _cut_at(model, blocks, ownership, input_ids, split_point)) is not None:
             return Cut(split_point, body)
     return Cut(None, None)
@@ -234,7 +254,7 @@ def _find_candidates(model: nn.Module, blocks: nn.ModuleList, ownership: Ownersh
         alone = {"logits_to_keep": input_ids.new_tensor([position])} if takes(model, "logits_to_keep") else {}
         with torch.enable_grad():
             logits = model(input_ids=input_ids[None], use_cache=False, **alone).logits
-    if len(start) != 1:  # no block is called more than once
+    if len(start) != 1 or not logits.requires_grad:  # no block is called more than once, or for nothing
         return []
     found, seed = [], _slanted(logits, position if logits.shape[1] == len(input_ids) else 0)
     for name in [name for name, values in called.items() if values is not None]:
@@ -265,35 +285,37 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _cut_at(
-    model: nn.Module, blocks: nn.ModuleList, ownership: Ownership, input_ids: Tensor, split_point: str
+    model: nn.Module, blocks: nn.ModuleList, ownership: Ownership, input_ids: Tensor, split_point: str | None
 ) -> Recorder | None:
     """The body's pass, if the head behind the split point acts position by position and all passes the cut; or None."""
     length = len(input_ids)
     with Recorder(model, blocks, ownership, split_point, "head") as recorder:
         logits = model(input_ids=input_ids[None], use_cache=False).logits
-    calls = [call for call in recorder.calls if call.edge is not None]
-    if len(recorder.splits) != 2 or recorder.splits[1].ndim < 3 or recorder.splits[1].shape[:2] != (1, length):
+    calls, cuts = [call for call in recorder.calls if call.edge is not None], 1 if split_point is None else 2
+    if len(recorder.splits) != cuts or not logits.requires_grad:
+        return None
+    if any(split.ndim < 3 or streams_last(split, length).shape[:2] != (1, length) for split in recorder.splits):
         return None
     edges = [*(get_gradient_edge(leaf) for leaf in recorder.splits), *(call.edge for call in calls)]
     for position in (length // 2, length - 1):
         seed = _slanted(logits, position)
         deltas = torch.autograd.grad([logits], edges, [seed], retain_graph=True, allow_unused=True)
-        if deltas[0] is None or deltas[1] is None:
+        if any(delta is None for delta in deltas[:cuts]):
             return None
         elsewhere: list[Tensor] = []
-        for call, delta in zip([None, None, *calls], deltas, strict=True):
+        for call, delta in zip([None] * cuts + calls, deltas, strict=True):
             if delta is None:
                 continue
             if call is not None and not call.by_position(length):
                 return None
-            rows = delta.reshape(length, -1)
+            rows = streams_last(delta, length).reshape(length, -1)
             elsewhere += [rows[:position].any(), rows[position + 1 :].any()]
         if torch.stack([one.to(elsewhere[0].device) for one in elsewhere]).any():
             return None
-    names = [call.name for call, delta in zip(calls, deltas[2:], strict=True) if delta is not None]
+    names = [call.name for call, delta in zip(calls, deltas[cuts:], strict=True) if delta is not None]
     if len(names) != len(set(names)):
         return None
-    return _follow_cut(model, blocks, ownership, input_ids, split_point, set(names), seed, deltas[:2])
+    return _follow_cut(model, blocks, ownership, input_ids, split_point, set(names), seed, deltas[:cuts])
 
 
 def _follow_cut(
@@ -301,7 +323,7 @@ def _follow_cut(
     blocks: nn.ModuleList,
     ownership: Ownership,
     input_ids: Tensor,
-    split_point: str,
+    split_point: str | None,
     local: set[str],
     seed: Tensor,
     at_cut: Sequence[Tensor],
