@@ -12,7 +12,8 @@ from support.shrunk import make_shrunk_model
 from analyses.docs.architectures import EXACT, measure_exactness, save_and_load
 from gradscope.errors import InputError
 from gradscope.gradients import TokenGradientMeter, measuring
-from gradscope.policy import Policy, is_causal, load_policy
+from gradscope.policy import Policy, load_policy
+from gradscope.policy.loading import is_causal
 
 KINDS = {
     "bloom": "ALiBi",
