@@ -69,7 +69,7 @@ def test_a_gradient_that_float16_cannot_hold_is_not_blamed_on_the_architecture()
     batch = make_batch(make_policy("llama"), temperature=1e-6)
     batch = replace(batch, old_logprobs=None, ref_logprobs=None)
     with (
-        pytest.raises(InputError, match="beyond float16's 65504 at temperature 1e-06, .* or --dtype bfloat16"),
+        pytest.raises(InputError, match=r"beyond float16's 65504 at temperature 1e-06, .* or --dtype bfloat16"),
         TableMeasurement(make_policy("llama", torch.float16), batch, MeasureSettings()),
     ):
         pass
