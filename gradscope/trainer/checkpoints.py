@@ -46,8 +46,7 @@ def save_checkpoint(
                 raise refusal(error, folder, f"go on with --resume; {STAY}") from error
             except (RuntimeError, SafetensorError) as error:
                 raise OSError(f"{folder} could not be written ({error}); make room there; {STAY}") from error
-            for old in list_checkpoints(out)[:-keep] if keep is not None else []:
-                _drop(old)
+            drop_old(out, keep)
     # Writing draws random numbers of its own; this run goes on from where a resumed one will.
     _set_random_states(content.random_states[learner.processes.rank])
     return folder
@@ -194,11 +193,17 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
     return distribute_tensor(whole_value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def _drop(checkpoint: Path) -> None:
-    """Delete it; under its name it is whole or not there."""
-    going = checkpoint.with_name(f".{checkpoint.name}.partial")
-    checkpoint.rename(going)
-    shutil.rmtree(going)
+def drop_old(out: Path, keep: int | None) -> None:
+    """Delete all checkpoints but the newest `keep`, and what a stopped run has left of one.
+
+    Under its name, a checkpoint is whole or not there.
+    """
+    try:
+        for old in list_checkpoints(out)[:-keep] if keep is not None else []:
+            old.rename(old.with_name(f".{old.name}.partial"))
+        _drop_unfinished(out)
+    except OSError as error:
+        raise refusal(error, out / CHECKPOINTS, "go on with --resume") from error
 
 
 def _drop_unfinished(out: Path) -> None:

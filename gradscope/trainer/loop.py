@@ -32,7 +32,7 @@ from gradscope.sampling import Sampler, make_sampler
 from gradscope.tasks import get_task
 from gradscope.trainer.algorithm import Update, compute_advantages, first_choice, plan_update, scores_in_first_pass
 from gradscope.trainer.callbacks import OnStep, Step, measure_gradients
-from gradscope.trainer.checkpoints import list_checkpoints, step_of
+from gradscope.trainer.checkpoints import drop_old, list_checkpoints, step_of
 from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.files import Journal, find_start
 from gradscope.trainer.launch import make_accelerator
@@ -83,6 +83,9 @@ def train(
                 stack.enter_context(locked(out, ".lock"))
         start = find_start(config, out, questions.steps, resume=resume, overwrite=overwrite)
         if start is not None and step_of(start) == questions.steps:
+            with processes.together():
+                if processes.is_main:
+                    drop_old(out, config.keep_checkpoints)  # it may have been stopped just then
             accelerator.end_training()
             return start
         learner = build_learner(config, accelerator, start)

@@ -20,7 +20,7 @@ import psutil
 from tests.faults import work
 from tests.faults.shim import Shim
 
-PATIENCE = 120
+PATIENCE = 900
 """Seconds after which a command counts as hanging."""
 
 

@@ -405,6 +405,16 @@ def test_a_disk_that_is_full_for_a_tracker_is_named_with_the_remedy(what, tmp_pa
     assert said in error and error.count("\n") == 1
 
 
+def test_what_was_not_deleted_yet_when_the_last_step_was_done_is_deleted_by_the_next_start(run, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    shutil.copytree(out / "checkpoints/step-000002", out / "checkpoints/.step-000001.partial")
+    settings = json.loads((out / "config.json").read_text()) | {"keep_checkpoints": 1}
+    config = TrainConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()})
+    assert train(config, out, resume=True) == out / "checkpoints/step-000003"
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000003"]
+
+
 def test_a_disk_that_is_full_for_tensorboards_thread_is_one_line(tmp_path, monkeypatch, capsys):
     from tensorboard.summary.writer.record_writer import RecordWriter
 
