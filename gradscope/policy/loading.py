@@ -155,7 +155,7 @@ def _load_model(
         model.to(device)
     try:
         causal = is_causal(model)
-    except BROKEN_FILE as error:
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:  # of memory is another thing
         raise _no_model(folder, error) from error
     if not causal:
         _check_finite(model, folder)
