@@ -155,7 +155,11 @@ def _load_model(
         model.to(device)
     try:
         causal = is_causal(model)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # code of an architecture's authors, which may raise anything
+        if "allocate memory" in str(error):  # torch on a CPU has no kind of its own for it
+            raise
         raise _no_model(folder, error) from error
     if not causal:
         _check_finite(model, folder)

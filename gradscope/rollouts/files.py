@@ -140,7 +140,7 @@ def _split_columns(path: Path, content: dict[str, Any]) -> list[dict[str, Any]] 
     tokens = data.get("tokens") if isinstance(data, dict) else None
     if not isinstance(tokens, list):
         return None
-    lists = {name: _plain(f"{path}", name, v) for name, v in data.items()}
+    lists = {name: _plain(f"{path}", name, v) for name, v in data.items() if isinstance(name, str)}
     lists = {SINGULAR.get(n, n): v for n, v in lists.items() if isinstance(v, list) and len(v) == len(tokens)}
     lists = {name: values for name, values in lists.items() if name != "raw_reward"}
     return [{name: values[index] for name, values in lists.items()} for index in range(len(tokens))]
@@ -156,5 +156,5 @@ def _plain(place: str, name: str, value: Any) -> Any:
         return numbers_of(value)
     except ValueError as error:  # a sparse one, or one whose numbers were not saved
         raise InputError(
-            f"{place}: `{show(name)}` is a tensor without plain numbers ({error}); save it dense, on the CPU"
+            f"{place}: `{name:.40}` is a tensor without plain numbers ({error}); save it dense, on the CPU"
         ) from error

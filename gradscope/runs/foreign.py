@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gradscope.errors import BROKEN_FILE, InputError, first_line, unpickling_reason
+from gradscope.runs.footer import count_values
 
 MOST = 1000
 """Times its size that a compressed file may unpack to: logs unpack to 5 or 20 times, bombs to 10,000 and more."""
@@ -118,7 +119,7 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[d
                 raise InputError(f"{path} has the column {twice[0]!r:.60} twice; write it again with one of them")
             if missing := [column for column in columns or () if column not in names]:
                 raise InputError(f"{path} has no column {', '.join(missing)}; wanted {', '.join(columns)}")
-            _check_unpacked(path, file.metadata)
+            _check_unpacked(path, file.metadata.num_rows)
             for batch in file.iter_batches(batch_size=256, columns=columns):
                 yield from batch.to_pylist()
     except InputError:
@@ -127,13 +128,10 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[d
         raise InputError(f"{path} cannot be read as parquet ({first_line(error)}); write it again") from error
 
 
-def _check_unpacked(path: Path, metadata: Any) -> None:
+def _check_unpacked(path: Path, rows: int) -> None:
     """InputError for more values, or bytes of them, than its size explains: one byte may stand for billions."""
-    groups = (metadata.row_group(index) for index in range(metadata.num_row_groups))
-    columns = [group.column(index) for group in groups for index in range(group.num_columns)]
-    values = max(metadata.num_rows, sum(column.num_values for column in columns))
-    unpacked = max(values, sum(column.total_uncompressed_size for column in columns))
-    size = path.stat().st_size
+    values, unpacked = count_values(path)
+    values, size = max(values, rows), path.stat().st_size
     if unpacked > MOST * size + SPARE or values > MOST_VALUES * size + SPARE // 4:
         raise InputError(
             f"{path} unpacks to {values:,} values from {size:,} bytes; write fewer, or without packing them"

@@ -26,12 +26,13 @@ from support.cli import outcome_of
 from support.hostile import Bench, Case, Reader, attempt, bounded
 from support.hostile_readers import READERS, every_cut, policy, spoil_native, write_native
 from support.policies import save_checkpoint, write_jsonl
-from support.spoiling import Evil
+from support.spoiling import Evil, columns_of
 
 from gradscope.errors import InputError
 from gradscope.objective import make_weighting
 from gradscope.policy import load_policy, weights_hash
 from gradscope.rollouts import read_dump
+from gradscope.runs.footer import count_values
 from gradscope.tasks import get_task
 
 CASES = 2000
@@ -261,6 +262,17 @@ BOMBS = {
 def write_wide(path: Path) -> Path:
     pq.write_table(pa.table({f"advantage{i}": [0] for i in range(11_000)}), path)
     return path
+
+
+def test_values_are_counted_as_pyarrow_counts_them(tmp_path):
+    table = pa.table({name: column for name, column in columns_of(300).items() if name != "deep"})
+    for way in ({}, {"row_group_size": 70}, {"use_dictionary": False, "compression": "none"}):
+        pq.write_table(table, tmp_path / "a.parquet", **way)
+        metadata = pq.read_metadata(tmp_path / "a.parquet")
+        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        columns = [group.column(index) for group in groups for index in range(group.num_columns)]
+        known = sum(c.num_values for c in columns), sum(c.total_uncompressed_size for c in columns)
+        assert count_values(tmp_path / "a.parquet") == known and known[0] > 300 * 25
 
 
 @pytest.mark.parametrize("what", BOMBS)

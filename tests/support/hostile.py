@@ -35,8 +35,8 @@ class Case:
     kind: str
     content: bytes
     truth: Any = None
-    """SOUND: what the sound file says; REFUSED: nothing may be read; a function: complains of what was read; None: it
-    is only checked that what was read can be."""
+    """SOUND: what the sound file says; REFUSED: nothing may be read; Says: exactly that; a function: complains of what
+    was read, if it is; None: it is only checked that what was read can be."""
     file: str = ""
     """Which file is spoiled, by its place below the log's folder."""
 
@@ -45,6 +45,13 @@ class Case:
 
 
 SOUND, REFUSED = "sound", "refused"
+
+
+@dataclass(frozen=True)
+class Says:
+    """What a spoiled file says, and a reader must give."""
+
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -134,11 +141,14 @@ class Bench:
             file.write_bytes(self.files[case.file])
         assert not self.witness.exists(), "what the file brought along was run"
         if ended == "refused":
-            assert case.truth != SOUND, f"WRONG: refused what is sound: {found}"
+            sound = case.truth == SOUND or isinstance(case.truth, Says)
+            assert not sound, f"WRONG: refused what is sound: {found}"
             assert self.reader.names in found, f"WRONG: blames something else: {found}"
         else:
             assert case.truth != REFUSED, f"WRONG: read what is broken: {found!r:.500}"
             assert case.truth != SOUND or found == self.sound, f"WRONG: {found!r:.500} for {self.sound!r:.500}"
+            if isinstance(case.truth, Says):
+                assert found == case.truth.value, f"WRONG: {found!r:.500} for {case.truth.value!r:.500}"
             self.reader.check(found)
             if callable(case.truth):
                 case.truth(found, self.sound)

@@ -33,7 +33,7 @@ from gradscope.rollouts import Dump, read_dump, write_rollouts
 from gradscope.runs import RunFolder
 from gradscope.tasks import get_task
 from support import dumps
-from support.hostile import REFUSED, Bench, Case, Reader
+from support.hostile import REFUSED, Bench, Case, Reader, Says
 from support.policies import CONTEXT, VOCAB, make_policy, make_tokenizer, save_checkpoint
 from support.spoiling import Change, bytes_of, json_lines, parquet, torch_file
 
@@ -215,7 +215,8 @@ def native_truth(lines: list[str]) -> list[dict[str, Any]] | None:
         for name in ("reward", "temperature"):
             if name in row and not (_number(row[name]) and abs(row[name]) <= 1e12):
                 return None
-        if not isinstance(row.get("group", 0), str | int | float) or row.get("group", 0) != row.get("group", 0):
+        group = row.get("group", 0)
+        if not isinstance(group, str | int | float) or group in (math.inf, -math.inf) or group != group:
             return None
         said = {"prompt": prompt, "response": response, "kept": [bool(k) for k in kept], "step": None}
         said |= {"temperature": _single(row.get("temperature", 1.0)), "reward": _single(row.get("reward"))}
@@ -274,13 +275,7 @@ def spoil_native(files: dict[str, bytes], _witness: Path) -> Any:
             wanted = native_truth(lines)
         except (ValueError, RecursionError):
             return REFUSED
-        if wanted is None:
-            return REFUSED
-
-        def check(found: Any, _sound: Any) -> None:
-            assert found == wanted, f"WRONG: {found} for {wanted}"
-
-        return check
+        return REFUSED if wanted is None else Says(wanted)
 
     [(name, content)] = files.items()
     return st.one_of(
@@ -360,10 +355,7 @@ def spoil_prompts(files: dict[str, bytes], _witness: Path) -> Any:
                 return REFUSED
             wanted.append(prompt)
 
-        def check(found: Any, _sound: Any) -> None:
-            assert found == wanted, f"WRONG: {found} for {wanted}"
-
-        return check if wanted else REFUSED
+        return Says(wanted) if wanted else REFUSED
 
     return st.one_of(json_lines(name, content, truth=truth), bytes_of(name, content))
 
@@ -374,12 +366,8 @@ def spoil_texts(files: dict[str, bytes], _witness: Path) -> Any:
 
     def plain(lines: list[str], ending: str, bom: str) -> Case:
         wanted = [line for line in lines if line.strip()]
-
-        def check(found: Any, _sound: Any) -> None:
-            assert found == wanted, f"WRONG: {found} for {wanted}"
-
         text = bom + ending.join(lines) + ending
-        return Case("texts", text.encode("utf-8", "surrogatepass"), check if wanted else REFUSED, name)
+        return Case("texts", text.encode("utf-8", "surrogatepass"), Says(wanted) if wanted else REFUSED, name)
 
     lines = st.lists(st.text(st.characters(exclude_characters="\n\r\ufeff", exclude_categories=["Cs"])), max_size=5)
     odd = st.sampled_from(["w4\x85w5", "w4\u2028w5", "w4\x0bw5\x0c", "\u202e", "w4\0", "\u200b", "x" * 10_000])
