@@ -216,7 +216,6 @@ BAD_CHECKPOINTS = {
         lambda d: configure(d, num_hidden_layers=10**9),
         "config.json: num_hidden_layers is 1000000000",
     ),
-    "a window in words": (lambda d: configure(d, sliding_window="wide"), "config.json makes no model that computes"),
     "tuples": (lambda d: configure(d, return_dict=False), "config.json makes no model that computes"),
     "a name twice": (
         lambda d: (d / "config.json").write_text('{"vocab_size": 9, ' + (d / "config.json").read_text()[1:]),

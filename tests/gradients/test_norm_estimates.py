@@ -275,8 +275,8 @@ def test_the_callers_mode_and_a_policy_in_training_do_not_matter(batch, mode):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"norms": "estimate", "passes": 0}, "passes is 0; give 1 or more"),
-        ({"norms": "estimate", "draws": -3}, "draws is -3; give 1 or more"),
+        ({"norms": "estimate", "passes": 0}, "passes is 0; give 1 to"),
+        ({"norms": "estimate", "draws": -3}, "draws is -3; give 1 to"),
         ({"passes": 4}, "passes is 4, but norms are exact"),
         ({"draws": 4}, "draws is 4, but norms are exact"),
         ({"norms": "estimate", "tokens_per_interval": 3}, "tokens_per_interval is given and norms are estimates"),

@@ -165,7 +165,7 @@ HANDMADE = {
 @pytest.mark.parametrize("what", HANDMADE)
 def test_tensors_that_do_not_fit_together_are_refused(policy, what):
     batch = make_batch(policy)
-    with pytest.raises(InputError) as caught:
+    with pytest.raises((InputError, TypeError)) as caught:  # TypeError: of jaxtyping, where shapes are checked
         replace(batch, **HANDMADE[what](batch))
     assert any(name in str(caught.value) for name in HANDMADE[what](batch))
 

@@ -278,7 +278,7 @@ def columns_of(rows: int) -> dict[str, pa.Array]:
         "large text": pa.array(texts, pa.large_string()),
         "dictionary": pa.array(texts).dictionary_encode(),
         "lists": pa.array(lists),
-        "large lists": pa.array(lists, pa.large_list(pa.int8())),
+        "large lists": pa.array(lists, pa.large_list(pa.int16())),
         "fixed lists": pa.array(lists, pa.list_(pa.int32(), 2)),
         "lists of lists": pa.array([[one] for one in lists]),
         "lists of nothing": pa.array([[] for _ in whole], pa.list_(pa.null())),

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.gradients.engine.autograd import Factors, GraphBody, GraphSequence
@@ -70,7 +70,7 @@ class TokenGradientMeter:
         self.head = Head(policy, self.ownership, self.split_point, memory)
         self.graph = GraphBody(policy, self.ownership, self.split_point, short, cut.body)
         """For what goes along the model's own graph."""
-        if cut.body is None and len(short) > 2:
+        if cut.body is None and len(short) > 2 and _is_finite(self.model, short):
             raise InputError(
                 f"the logits of {type(self.model).__name__} at a token do not depend on what the last of its blocks "
                 f"({policy.blocks_name}) leaves at that token, and on that alone; name the list with the last blocks "
@@ -320,6 +320,12 @@ class TokenGradientMeter:
         same = [((layers - expected_layers).abs() <= tolerance * expected_layers).all()]
         same += [((norms[name] - norm).abs() <= tolerance * (norm + slack)).all() for name, norm in expected.items()]
         return bool(torch.stack(same).all())
+
+
+@torch.no_grad()
+def _is_finite(model: nn.Module, ids: Int[Tensor, " n"]) -> bool:
+    """Whether the model's logits are numbers: of NaN nothing can be told, and whoever meets it says where it is."""
+    return bool(model(input_ids=ids[None], use_cache=False).logits.isfinite().all())
 
 
 def keep_freed_memory() -> None:
