@@ -1,11 +1,10 @@
 """Whatever a file holds, it is read as it says or refused in one line: nothing hangs, nothing is run, all is bounded.
 
-`python -m support.hostile_readers --cuts --out tests/rollouts/hostile.csv` writes the table of all cases.
+`python -m support.hostile_readers --cuts --out hostile.csv` writes the table of all cases.
 """
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import os
@@ -59,13 +58,6 @@ def test_ten_times_as_many_and_every_file_cut_off_at_every_place(reader, tmp_pat
     for case in every_cut(bench) if reader.cut else ():
         bench.count(case)
     assert not bench.run(round(10 * CASES * reader.share / SHARES), seed=1)["wrong"]
-
-
-def test_the_table_is_of_all_readers_and_none_was_wrong():
-    with (Path(__file__).with_name("hostile.csv")).open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["reader"] for row in rows] == [reader.name for reader in READERS]
-    assert sum(int(row["cases"]) for row in rows) >= 20_000 and {row["wrong"] for row in rows} == {"0"}
 
 
 @pytest.mark.parametrize("file", sorted(CORPUS.glob("*")), ids=lambda file: file.name)
