@@ -66,7 +66,7 @@ class AdamWState:
         """
         check_structure(state_dict)
         groups, parameters = state_dict["param_groups"], dict(float_parameters(model))
-        if len({(*map(float, (g["lr"], *g["betas"], g["eps"])), g.get("amsgrad", False)) for g in groups}) != 1:
+        if len({(*map(float, (g["lr"], *g["betas"], g["eps"])), bool(g.get("amsgrad", False))) for g in groups}) != 1:
             raise InputError(
                 "parameter groups differ in lr, betas or eps; one metric needs one of each; measure them apart"
             )
@@ -195,6 +195,7 @@ def check_structure(state_dict: Any) -> None:
         for group in state_dict["param_groups"]:
             _ = [float(value) for value in (group["lr"], group["eps"], *group["betas"])], dict.fromkeys(group["params"])
             _ = [float(group.get(name, 0.0)) for name in ("weight_decay", "initial_lr")]
+            _ = [bool(group.get(name, False)) for name in ("amsgrad", "decoupled_weight_decay")]
             _ = [name.removeprefix("") for name in group.get("param_names", ())]
             _ = dict(enumerate(group["betas"]))[1]
         for moments in state_dict["state"].values():

@@ -168,7 +168,7 @@ def load_tensors(path: Path, *, mapped: bool = False) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and packed)
     except InputError:
         raise
-    except (*BROKEN_FILE, zipfile.BadZipFile, MemoryError) as error:
+    except (*BROKEN_FILE, zipfile.BadZipFile, AssertionError, MemoryError) as error:
         reason = unpickling_reason(error)
         raise InputError(
             f"it cannot be read as tensors and plain values ({reason}); nothing in it was run; give a file without "

@@ -23,7 +23,9 @@ from hypothesis import HealthCheck, given, seed as seeded, settings, strategies 
 from gradscope.errors import InputError
 
 SECONDS, BYTES = 20, 3 << 30
-"""What a case may take: of time on the clock, and of address space beyond what the process has before it."""
+"""What a case may take: of the processor's time, and of address space beyond what the process has before it."""
+WAITING = 300
+"""Seconds on the clock after which a reader counts as waiting for what never comes; a busy machine is slow."""
 LONGEST_LINE = 1500
 """Characters of a refusal besides the path: it is to be read on a terminal."""
 
@@ -84,21 +86,24 @@ class Hung(BaseException):
 def bounded(seconds: float = SECONDS, size: int = BYTES) -> Iterator[None]:
     """Ends what takes longer or more, and the process where it cannot be ended."""
 
-    def stop(*_: object) -> None:
-        raise Hung(f"more than {seconds} s")
+    def stop(number: int, *_: object) -> None:
+        raise Hung("it waits" if number == signal.SIGALRM else f"more than {seconds} s")
 
-    earlier = signal.signal(signal.SIGALRM, stop)
+    earlier = {number: signal.signal(number, stop) for number in (signal.SIGALRM, signal.SIGPROF)}
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + size, hard))
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(4 * seconds, exit=True, file=sys.__stderr__)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, WAITING)
+    faulthandler.dump_traceback_later(4 * WAITING, exit=True, file=sys.__stderr__)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, earlier)
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
