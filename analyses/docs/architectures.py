@@ -51,6 +51,7 @@ from tests.support.shrunk import MODEL_TYPES, left_out, make_shrunk_model
 
 LENGTH, CHECKED, TEMPERATURES = 28, (0, 9, 20, 26), (1.0, 0.7)
 ERRORS = [f"worst_error_t{temperature:g}" for temperature in TEMPERATURES]
+COLUMNS = ("model_type", "class", "variant", "outcome", "path", "one_by_one", *ERRORS, "speed", "reason")
 TIMED, ROUNDS = 60, 3
 LIMIT = 120
 """Seconds of a processor for one model; on a busy machine it may wait for them ten times as long."""
@@ -215,15 +216,20 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def make_table(rows: list[dict[str, object]]) -> pd.DataFrame:
     """The rows in words that a CSV keeps, with what they were made by."""
-    columns = ["model_type", "class", "variant", "outcome", "path", "one_by_one", *ERRORS, "speed", "reason"]
-    table = pd.DataFrame(rows, columns=columns)
-    table["reason"] = table["reason"].str.split().str.join(" ")
-    for column, digits in (*((column, "{:.1e}") for column in ERRORS), ("speed", "{:.1f}")):
-        table[column] = table[column].map(digits.format, na_action="ignore")
-    table["date"] = datetime.now(UTC).date().isoformat()
-    table["torch"], table["transformers"] = torch.__version__.partition("+")[0], transformers.__version__
-    table["gradscope"] = gradscope.__version__
-    return table.fillna("")
+    made_by = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers.__version__,
+        "gradscope": gradscope.__version__,
+    }
+    told = [{column: _in_words(column, row.get(column, "")) for column in COLUMNS} | made_by for row in rows]
+    return pd.DataFrame(told, dtype=str)
+
+
+def _in_words(column: str, value: object) -> str:
+    if isinstance(value, str):
+        return " ".join(value.split())
+    return f"{value:.1f}" if column == "speed" else f"{value:.1e}"
 
 
 def main(options: Options) -> None:

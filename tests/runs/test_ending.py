@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -46,6 +47,21 @@ def test_an_interruption_that_a_library_takes_for_a_broken_import_is_one(monkeyp
         commands.main(["measure"])
     assert ended.value.code == 130 and len(capsys.readouterr().err.splitlines()) == 1
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interruption_while_something_is_deleted_is_not_lost(monkeypatch, capsys):
+    class Going:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def load(args):
+        Going()
+        time.sleep(20)
+
+    monkeypatch.setattr(commands, "_parse", load)
+    with pytest.raises(SystemExit) as ended:
+        commands.main(["measure"])
+    assert ended.value.code == 130 and len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_work_that_nobody_reads_goes_on_to_its_end(tmp_path):
