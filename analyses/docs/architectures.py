@@ -51,7 +51,7 @@ from tests.support.shrunk import MODEL_TYPES, left_out, make_shrunk_model
 
 LENGTH, CHECKED, TEMPERATURES = 28, (0, 9, 20, 26), (1.0, 0.7)
 ERRORS = [f"worst_error_t{temperature:g}" for temperature in TEMPERATURES]
-COLUMNS = ("policy", "model_type", "class", "variant", "outcome", "path", "one_by_one", *ERRORS, "speed", "reason")
+COLUMNS = ("model_type", "class", "variant", "outcome", "path", "one_by_one", *ERRORS, "speed", "reason")
 TIMED, ROUNDS = 60, 3
 LIMIT = 120
 """Seconds of a processor for one model; on a busy machine it may wait for them ten times as long."""
@@ -146,13 +146,13 @@ def measure_speed(policy: Policy) -> float:
 def one_row(name: str) -> dict[str, object]:
     """What becomes of one model type, or of one of the tests' policies."""
     if name in MODEL_TYPES:
-        row = {"policy": name, "model_type": name, "class": MODEL_TYPES[name], "variant": ""}
+        row = {"model_type": name, "class": MODEL_TYPES[name], "variant": ""}
         if reason := left_out(name):
             return row | {"outcome": "left out", "reason": reason}
         if name in BLOCKS:
             row["variant"] = f"--blocks {BLOCKS[name]}"
     else:
-        row = {"policy": name, "model_type": "", "class": ENTRIES[name].model, "variant": variant(name)}
+        row = {"model_type": "", "class": ENTRIES[name].model, "variant": variant(name)}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         try:
             policy = save_and_load(name, "checkpoint")
@@ -175,7 +175,7 @@ def row_in_its_own_process(name: str) -> dict[str, object]:
     process = context.Process(target=_send_row, args=(name, theirs))
     process.start()
     theirs.close()
-    row: dict[str, object] = {"policy": name}
+    row: dict[str, object] = {"model_type": name, "class": MODEL_TYPES.get(name, "")}
     try:
         row = ours.recv() if ours.poll(10 * LIMIT) else row | {"outcome": "timed out", "reason": f"{LIMIT} seconds"}
     except EOFError:
@@ -192,7 +192,8 @@ def _send_row(name: str, out: Connection) -> None:
     try:
         out.send(one_row(name))
     except Exception as error:  # one model must not end the table: its row says what happened
-        out.send({"policy": name, "outcome": "failed", "reason": f"{type(error).__name__}: {error}"})
+        row = {"model_type": name, "class": MODEL_TYPES.get(name, "")}
+        out.send(row | {"outcome": "failed", "reason": f"{type(error).__name__}: {error}"})
 
 
 @contextlib.contextmanager
@@ -237,12 +238,12 @@ def main(options: Options) -> None:
     rows = []
     for name in options.only or (*MODEL_TYPES, *VARIANTS):
         rows.append(row_in_its_own_process(name))
-        print("{policy}: {outcome}".format(**rows[-1]), flush=True)
+        print("{model_type}: {outcome}".format(**rows[-1]), flush=True)
     table = make_table(rows)
     if options.only and options.out.is_file():
         table = pd.concat([table, pd.read_csv(options.out, dtype=str, keep_default_na=False)])
-        table = table.drop_duplicates("policy")
-    table = table.sort_values(["model_type", "variant"])
+        table = table.drop_duplicates(["model_type", "variant"])
+    table = table.sort_values(["model_type", "variant"], kind="stable")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(options.out, table.to_csv(index=False))
     print(table["outcome"].value_counts().to_string())
