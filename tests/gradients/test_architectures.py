@@ -43,6 +43,11 @@ def test_a_model_of_another_kind_equals_brute_force_at_both_temperatures(kind, t
     assert found["path"] == "autograd"
 
 
+def test_blocks_that_are_norms_count_among_the_parameters():
+    found = measure_exactness(Policy(make_shrunk_model("xlm"), None, "transformer.layer_norm1"))
+    assert max(found["worst_error_t1"], found["worst_error_t0.7"]) < EXACT
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_model_whose_tokens_cannot_be_followed_through_its_blocks_is_refused(kind):
     policy = Policy(make_shrunk_model(kind), None, REFUSED[kind] or "reformer.encoder.layers")
