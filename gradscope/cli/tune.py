@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -235,7 +236,11 @@ class Tune(PolicyFlags):
                 folder.write_part(index, part)
             return folder.read_parts(len(batches))
         with ProcessPoolExecutor(self.jobs, worker_context(), _use_one_thread) as pool:
-            jobs = {pool.submit(_count_apart, self, batches[index], self._takes(index), how): index for index in left}
+            jobs = {}
+            for index in left:
+                # As bytes: a tensor would be fetched by the process, from a thread here that may fail.
+                sent = pickle.dumps((batches[index], how))
+                jobs[pool.submit(_count_apart, self, sent, self._takes(index))] = index
             try:
                 for job in tqdm(as_completed(jobs), **bar):
                     folder.write_part(jobs[job], job.result())
@@ -294,8 +299,12 @@ class Tune(PolicyFlags):
         )
 
 
-def _count_apart(tune: Tune, batch: TokenBatch, actual: bool, how: dict[str, Any]) -> pd.DataFrame:
-    """In a process of its own, with a policy of its own: a sent one would share its weights, which the steps change."""
+def _count_apart(tune: Tune, sent: bytes, actual: bool) -> pd.DataFrame:
+    """In a process of its own, with a policy of its own: a sent one would share its weights, which the steps change.
+
+    sent: the pickle of a batch and the keywords of `tune_batch`.
+    """
+    batch, how = pickle.loads(sent)
     policy = load_quietly(tune.model, **tune.loading)
     return tune_batch(policy, batch, actual=actual, **how)
 
