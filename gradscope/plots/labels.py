@@ -81,6 +81,8 @@ LABELS = {
     "effective_share": "share of tokens that carry it",
     "effective_share_adamw": "share that carries it, AdamW",
     "zero_share": "share without weight",
+    "gain": "gain on unseen prompts",
+    "gain_difference": "minus the baseline's",
     "energy_share": "share of the gradient energy",
     "energy_share_adamw": "share of the AdamW-preconditioned energy",
     # Proxies and logits.

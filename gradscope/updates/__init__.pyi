@@ -5,6 +5,7 @@ from .comparison.words import (
     NO_RECOMMENDATION as NO_RECOMMENDATION,
     WHAT_STAYS as WHAT_STAYS,
     describe as describe,
+    gain_sentence as gain_sentence,
     signal_sentence as signal_sentence,
 )
 from .directions import (

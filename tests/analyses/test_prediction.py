@@ -1,6 +1,7 @@
 """Branches off a run, the first-order gain they are predicted by, and its score, on data whose truth is planted."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,7 +16,9 @@ from gradscope import load_policy
 from gradscope.sampling import batch_rows, rollout_rows
 from gradscope.tasks import get_task
 from gradscope.trainer import OPTIMIZER
+from gradscope.updates.comparison.words import RECORD
 
+ROOT = Path(__file__).parents[2]
 TINY = {"questions_per_step": 1, "group_size": 4, "mini_batch_size": 4, "max_new_tokens": 60, "save_rollouts": True}
 
 
@@ -102,6 +105,29 @@ def test_the_score_of_planted_predictions(sign, right, correlated, says):
     scores = prediction.score(planted(sign)).set_index("score")
     assert scores["value"].tolist() == pytest.approx([right, correlated] * 2)  # the same within methods
     assert prediction.predicts(scores.reset_index()) is says
+
+
+def test_the_rule_of_steps_alone_knows_nothing_else():
+    table = planted(0).assign(actual=lambda t: np.where(t["variant"] == "lopti", 1.0, -1.0))
+    assert prediction.by_steps_alone(table)["value"].tolist() == [1.0]
+    table.loc[:5, "actual"] *= -1
+    assert prediction.by_steps_alone(table)["value"].tolist() == [0.75]
+
+
+def test_the_record_that_compare_prints_is_that_of_the_kept_branches():
+    found = prediction.table()
+    kept = pd.read_csv(ROOT / "figures/prediction_scores.csv").set_index("score")
+    again = prediction.score(found).set_index("score")
+    pd.testing.assert_frame_equal(kept.drop("right signs, by steps alone"), again, rtol=1e-6)
+    signs, correlation, alone = (kept.loc[name] for name in ("right signs", "correlation", kept.index[-1]))
+
+    def told(row: pd.Series) -> str:
+        return "{:.2f} [{:.2f}, {:.2f}]".format(*row[["value", "lower", "upper"]]).replace("0.", ".")
+
+    words = " ".join(RECORD.split())
+    assert f"in {signs['value'] * 40:.0f} of 40 cases (share {told(signs)}" in words
+    assert f"correlation {told(correlation)})" in words and f"right in {alone['value'] * 40:.0f} of 40" in words
+    assert prediction.predicts(again.reset_index()) and kept.loc[again.index[2:], "lower"].min() < 0.5
 
 
 def test_what_holds_of_a_method_everywhere_is_no_prediction_within_methods():

@@ -189,6 +189,41 @@ def test_two_steps_are_judged_by_real_ones(case, found):
     assert [note.kind for note in found.notes] == ["off-policy", "two-steps"]
 
 
+def test_the_gain_is_that_of_each_weightings_step_on_the_prompts_it_has_not_seen(case):
+    batch = make_batch(case.policy, lengths=(5, 4, 6) * 5, prompt_lengths=(3, 4) * 8, temperature=0.7, seed=1)
+    batch = replace(batch, group_ids=torch.arange(15) // 3, rewards=torch.tensor([0.0, 1.0, 3.0, 1.0, 1.0] * 3))
+    methods = ["reweight", "lopti", "mask", "gspo", Two()]
+    keywords = {"loss": SETTINGS, "step": STEP, "optimizer_state": case.state}
+    found = compare(case.policy, batch, methods, seed=5, resamples=50, **keywords)
+    halves = batch.deal(torch.arange(5), 2, torch.Generator().manual_seed(5))
+    by_hand = {"grpo": "all", "lopti": "lopti", "reweight": "reweight", "mask": "without-0"}
+    gains = {name: {} for name in by_hand}
+    for own, other in (halves, halves[::-1]):
+        jacobian, row = token_gradients(case.policy, other), other.response_mask.nonzero()[:, 0]
+        for name, variant in by_hand.items():
+            step = apply_update(case.policy, own, variant, displacement=True, **keywords).displacement
+            rise = torch.zeros(len(other), dtype=torch.float64).index_add(0, row, jacobian.double() @ step.double())
+            for group in other.group_ids.unique().tolist():
+                one, two, three = (other.group_ids == group).nonzero()[:, 0].tolist()
+                left_out = [(one, two, three), (two, one, three), (three, one, two)]
+                terms = [
+                    rise[a] * (other.rewards[a] - (other.rewards[b] + other.rewards[c]) / 2) for a, b, c in left_out
+                ]
+                gains[name][group] = float(sum(terms) / 3)
+    whole = found.table[found.table["step"].isin(["all", "both"])].set_index("method")
+    plain = np.array([gains["grpo"][group] for group in range(5)])
+    for name, own in gains.items():
+        values = np.array([own[group] for group in range(5)])
+        assert whole.loc[name, "gain"] == pytest.approx(values.mean(), rel=1e-4)
+        difference = whole.loc[name, ["gain_difference_lower", "gain_difference", "gain_difference_upper"]].to_list()
+        assert difference[1] == pytest.approx((values - plain).mean(), rel=1e-3, abs=1e-9)
+        assert difference == sorted(difference) and min(values - plain) - 1e-9 <= difference[0]
+    assert np.isnan(found.table.set_index("step").loc[["low", "high", "one", "other"], "gain"]).all()
+    assert "28 of 40" in describe(found)
+    for less in (batch.select(torch.arange(9)), replace(batch, rewards=None, advantages=resolve_advantages(batch))):
+        assert "gain" not in compare(case.policy, less, ["reweight"], resamples=5, **keywords).table
+
+
 def test_equal_weights_are_one_row_and_cost_nothing(case):
     on_policy = replace(case.batch, old_logprobs=None)
     table = measure(case.policy, on_policy, self_check=False)

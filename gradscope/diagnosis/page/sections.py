@@ -22,7 +22,7 @@ from gradscope.gradients import LAYER, PARAMETERS
 from gradscope.plots import METRICS, drawn_numbers, label_of
 from gradscope.policy import Policy
 from gradscope.theory import theory_report
-from gradscope.updates import NO_RECOMMENDATION, WHAT_STAYS, signal_sentence
+from gradscope.updates import NO_RECOMMENDATION, WHAT_STAYS, gain_sentence, signal_sentence
 
 KEYS = ["response", "position"]
 DATA = "data"
@@ -386,11 +386,12 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
         "prompts."
     )
     shown = ["method", "step", "same_as", "norm_ratio", "cosine", "signal_to_noise", "right_sgd", "right_adamw"]
-    shown += ["effective_share", "zero_share"]
+    shown += ["effective_share", "zero_share", "gain", "gain_difference"]
     same = "" if not (c.table["same_as"] != "").any() else " Same as: its weights are those of that row."
     return [
         sheets.figure("weightings_drawn", lambda: plots.plot_comparison(c.table, c.by_interval, c.labels), caption),
         Paragraph(signal_sentence(c)),
+        *([Paragraph(gain)] if (gain := gain_sentence(c)) else []),
         *(Paragraph(note) for note in c.notes if note not in d.notes and note.kind != "off-policy"),
         sheets.table("weightings", c.table, f"The same in numbers.{same}", shown, folded=True),
         sheets.table("weightings_by_interval", c.by_interval, "Each weighting by probability bin.", folded=True),

@@ -34,7 +34,7 @@ from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
 from gradscope.runs import ALONE, Processes
 from gradscope.updates.comparison.judge import Judge, columns
 from gradscope.updates.comparison.passes import Passes, pass_through
-from gradscope.updates.comparison.real_steps import take_steps
+from gradscope.updates.comparison.real_steps import gains_on_unseen_prompts, take_steps
 from gradscope.updates.movement import update_cost
 from gradscope.updates.step import StepSettings, state_step
 
@@ -57,7 +57,8 @@ class Comparison:
     log π goes its way to first order, of those that move; right_step: the same after real steps of AdamW, momentum and
     decay among them, and step_cosine that of both displacements. effective_share: (Σ|w|‖g‖)²/Σw²‖g‖² over the number of
     tokens, what part of them carries the update; effective_share_adamw in the optimizer's metric, where the table has
-    norms in it. zero_share: tokens without weight."""
+    norms in it. zero_share: tokens without weight. gain: in expected reward, to first order, on prompts that a
+    weighting's own AdamW step has not seen (`gains_on_unseen_prompts`), with gain_difference."""
     by_interval: pd.DataFrame
     """A row per weighting, step and interval of π: energy_share, of Σ w²‖g‖², with energy_share_difference, and
     energy_share_adamw where the table has norms in that metric; gradient_share, ⟨U_a, U⟩/‖U‖², which adds up to 1 and
@@ -126,8 +127,9 @@ def compare(
     what is free. processes: share the prompts; the result is everybody's.
 
     Costs for each distinct row of weights a backward pass over the batch and a derivative in forward mode along its
-    sum, two with an optimizer state. Raises InputError for a method that is not known or lacks a column, for a batch
-    without advantages and rewards, and for settings, a table or a state that do not fit.
+    sum; with an optimizer state another derivative, and real steps on each half of the prompts with one more. Raises
+    InputError for a method that is not known or lacks a column, for a batch without advantages and rewards, and for
+    settings, a table or a state that do not fit.
     """
     policy, batch = read_inputs(policy, batch)
     optimizer_state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
@@ -181,12 +183,15 @@ def compare(
     known = pd.DataFrame(_keys(distinct) | columns(judge.gradients(passes) | carried) | zero)
     shares = {"gradient_share": judge.gradient_shares(weights, passes).ravel()}
     by_interval = pd.DataFrame(_interval_keys(distinct, table, labels) | columns(energy) | shares)
-    steps = pd.DataFrame()
+    steps, gains = pd.DataFrame(), pd.DataFrame()
     if saved is not None:
         keywords = {"loss": loss, "step": step, "optimizer_state": saved, "memory": memory}
         steps = _take_steps(policy, batch, rows, judge, keywords)
+        if aggregation == "token-mean":  # as the trainer steps
+            keywords |= {"micro_batch_size": micro_batch_size, "seed": seed}
+            gains = _gains(policy, batch, weightings, rows, judge, keywords)
     return Comparison(
-        _join(rows, known, steps),
+        _join_gains(_join(rows, known, steps), gains),
         _spread(rows, by_interval),
         _weights(rows, table),
         tuple(labels),
@@ -201,7 +206,8 @@ def compare(
 def compare_cost(*, metric: bool) -> float:
     """Forward passes over the batch that take as long as `compare` at most does with all known weightings."""
     rows = len(WEIGHTINGS) + 2  # two of them take two steps
-    return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + (3 * update_cost(2) if metric else 0)
+    gains = rows * (update_cost() + FORWARD_MODE) + 3 * update_cost(2)
+    return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + (gains if metric else 0)
 
 
 def _check_advantages(batch: TokenBatch) -> None:
@@ -308,6 +314,30 @@ def _join(rows: Sequence[_Row], known: pd.DataFrame, steps: pd.DataFrame) -> pd.
     joined = pd.concat([found, added], ignore_index=True)
     order = joined["method"].map({name: place for place, name in enumerate(found["method"].unique())})
     return joined.iloc[np.argsort(order, kind="stable")].reset_index(drop=True)
+
+
+def _gains(
+    policy: Policy,
+    batch: TokenBatch,
+    weightings: Sequence[Weighting],
+    rows: Sequence[_Row],
+    judge: Judge,
+    keywords: dict[str, Any],
+) -> pd.DataFrame:
+    """A row per weighting of weights of its own whose steps the trainer takes; empty where no gain can be known."""
+    once, split = {row.method for row in rows if row.step == "all" and not row.same_as}, _split(rows)
+    own = [w for w in weightings if str(w) in once or (str(w) in split and w.passes.lopti_eta is not None)]
+    found = gains_on_unseen_prompts(policy, batch, own, **keywords)
+    return pd.DataFrame() if found is None else pd.DataFrame(columns(judge.gains(found)), index=[*map(str, own)])
+
+
+def _join_gains(table: pd.DataFrame, gains: pd.DataFrame) -> pd.DataFrame:
+    """The table with the gains, each in the row of all of a weighting's steps."""
+    if gains.empty:
+        return table
+    whole = table["step"].isin(["all", "both"])
+    names = table["method"].where(table["same_as"] == "", table["same_as"]).where(whole, "")
+    return table.join(gains.reindex(names).set_axis(table.index))
 
 
 def _spread(rows: Sequence[_Row], known: pd.DataFrame) -> pd.DataFrame:

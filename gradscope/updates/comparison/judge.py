@@ -52,6 +52,10 @@ class Judge:
             numbers |= self.directions("right_adamw", passes.adamw_changes)
         return numbers
 
+    def gains(self, gains: Float[np.ndarray, "R n"]) -> dict[str, Found]:
+        """The mean over prompts."""
+        return self._ratios("gain", gains.T, np.ones_like(gains.T))
+
     def energies(
         self, weights: Float[np.ndarray, "R K"], norm: str = PARAMETERS, end: str = ""
     ) -> tuple[dict[str, Found], dict[str, Found]]:
