@@ -61,6 +61,7 @@ EXAMPLES = {
 """Arguments of each command, to begin with."""
 GO_ON = {"train": "the same command with --resume goes on where it was", "sample": "nothing of it is kept"}
 """Advice after an interruption; the other commands are simply run again."""
+LESS_MEMORY = "try a smaller --chunk-memory, --micro-batch-size, --batch-size or --dtype, or --no-figures"
 OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 
 
@@ -111,22 +112,35 @@ def main(args: Sequence[str] | None = None) -> None:
             if sys.stdout is not None:  # closed by the shell
                 sys.stdout.flush()
         except (Exception, KeyboardInterrupt) as error:
-            if not interrupted and not isinstance(error, KeyboardInterrupt):
-                _refuse(error)
             advice = GO_ON.get(args[0] if args else "", "the same command goes on where it was")
+            if not interrupted and not isinstance(error, KeyboardInterrupt):
+                _refuse(error, advice)
             _stop(RuntimeError(f"interrupted; {advice}"), 130)
 
 
-def _refuse(error: Exception) -> None:
+def _refuse(error: Exception, go_on: str) -> None:
     """Stop with the line and the status of an error that the input or the machine can cause; any other is a bug."""
     if isinstance(error, InputError):
         _stop(error, 2)
     if isinstance(error, SelfCheckError | SyncError | DivergedError | OSError):
         _stop(error, 1)
-    if type(error).__name__ != "OutOfMemoryError":  # torch's own, whose module is not loaded for its name's sake
-        raise error
-    advice = "try a smaller --chunk-memory, --micro-batch-size, --batch-size or --dtype, or --no-figures"
-    _stop(RuntimeError(f"out of memory on the device ({str(error).splitlines()[0]}); {advice}"), 1)
+    if _tells_of_another(error):
+        _stop(RuntimeError(f"another process of this run has ended, and so does this one; of all, {go_on}"), 1)
+    # The device's is torch's own, whose module is not loaded for its name's sake.
+    if type(error).__name__ == "OutOfMemoryError":
+        _stop(RuntimeError(f"out of memory on the device ({str(error).splitlines()[0]}); {LESS_MEMORY}"), 1)
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        told = str(error).splitlines() or ["Python's own"]
+        _stop(RuntimeError(f"out of memory ({told[0]}); {LESS_MEMORY}"), 1)
+    raise error
+
+
+def _tells_of_another(error: Exception) -> bool:
+    """Whether an exchange with the other processes of a launch has failed: torch's own errors, or gloo's by its words."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return False
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return "DistError" in kinds or ("RuntimeError" in kinds and "gloo" in str(error))
 
 
 def _stop(error: Exception, status: int) -> None:
