@@ -282,15 +282,15 @@ def _refused(path: Path) -> Iterator[None]:
 
 
 def _is_of_a_run(manifest: dict[str, Any]) -> bool:
-    """Whether it has the key of a run and the names of files in its folder."""
+    """Whether it has the key of a run, the names of files in its folder, and maybe their hashes."""
     files = manifest.get("files", [])
     named = isinstance(files, list) and all(isinstance(f, str) and not {"/", ".."} & {*Path(f).parts} for f in files)
-    return isinstance(manifest.get("key"), dict) and named
+    return isinstance(manifest.get("key"), dict) and isinstance(manifest.get("sha256", {}), dict) and named
 
 
 def _own_hash(manifest: dict[str, Any]) -> str:
     """SHA-256 of a manifest, but for this number."""
-    others = {name: digest for name, digest in manifest["sha256"].items() if name != MANIFEST}
+    others = {name: digest for name, digest in manifest.get("sha256", {}).items() if name != MANIFEST}
     text = json.dumps(manifest | {"sha256": others}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -246,8 +246,8 @@ def _per_token(values: Any, kept: list[Any], *, most: float) -> list[Any] | None
             return None
         if keep and (unknown or not abs(value) <= 1e12 or value > most):
             return None
-        if not unknown and abs(value) > 1e308:
-            return None if value not in (math.inf, -math.inf) else [NAN]
+        if not unknown and abs(value) > 1e308 and value not in (math.inf, -math.inf):
+            return None
         if not unknown and abs(value) <= 1e12 and value > most:
             return None
         hole = unknown or abs(value) > 1e12
