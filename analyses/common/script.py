@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from gradscope.errors import InputError
-from gradscope.runs import go_on_unread
+from gradscope.runs import go_on_unread, noting_interruption
 
 COMPLAINT = "error: "
 """Before the line that says what is at fault."""
@@ -36,15 +36,19 @@ def exit_with(call: Callable[[], int | None]) -> None:
     what is printed (`head`) is no fault, and hears nothing. Nor is who interrupts: 130.
     """
     go_on_unread()
-    try:
-        status = call()
-        sys.stdout.flush()
-    except (InputError, OSError) as error:
-        print(f"{COMPLAINT}{error}", file=sys.stderr)
-        status = 2
-    except KeyboardInterrupt:
-        print(f"{COMPLAINT}interrupted; what is finished stays", file=sys.stderr)
-        status = 130
+    with noting_interruption() as interrupted:
+        try:
+            status = call()
+            sys.stdout.flush()
+        except (Exception, KeyboardInterrupt) as error:
+            if interrupted or isinstance(error, KeyboardInterrupt):
+                print(f"{COMPLAINT}interrupted; what is finished stays", file=sys.stderr)
+                status = 130
+            elif isinstance(error, InputError | OSError):
+                print(f"{COMPLAINT}{error}", file=sys.stderr)
+                status = 2
+            else:
+                raise
     sys.exit(status)
 
 

@@ -136,7 +136,7 @@ def _refuse(error: Exception, go_on: str) -> None:
 
 
 def _tells_of_another(error: Exception) -> bool:
-    """Whether an exchange with the other processes of a launch has failed: torch's own errors, or gloo's by its words."""
+    """Whether an exchange with the other processes of a launch has failed: torch's own error, gloo's by its words."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return False
     kinds = {kind.__name__ for kind in type(error).__mro__}

@@ -344,6 +344,22 @@ def test_a_full_disk_is_one_line_and_the_run_can_be_taken_up(run, model, rollout
     assert set(os.listdir(out)) == {"tokens.parquet", "manifest.json"}
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: 800 bytes"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+)
+def test_a_machine_without_memory_is_one_line_with_status_1(run, model, rollouts, tmp_path, monkeypatch, error):
+    def fall(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("gradscope.cli.measure.Measure.measure", fall)
+    assert_one_line(run("measure", model, rollouts, "--out", tmp_path / "out"), "out of memory", status=1)
+
+
 def test_a_failed_self_check_is_one_line_with_status_1_and_nothing_is_written(
     run, model, rollouts, tmp_path, monkeypatch
 ):

@@ -1,4 +1,4 @@
-"""One of several processes is killed in the middle: the others end soon, and together they resume to the same numbers."""
+"""One of several processes is killed in the middle: the others end soon, and all resume to the same numbers."""
 
 from __future__ import annotations
 
