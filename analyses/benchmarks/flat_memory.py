@@ -1,8 +1,9 @@
-"""Resident memory over time: 1,000 steps of the trainer, and a million response tokens sampled and measured.
+"""Resident memory over time: 1,000 steps of the trainer, and a million response tokens sampled and put into a table.
 
     python -m analyses.benchmarks.flat_memory [--out figures] [--only train sample measure] [--steps 1000]
 
-Each is a command in a process of its own with one thread, whose resident memory is read twice a second. Leaves
+Each is a command in a process of its own with one thread, whose resident memory is read twice a second.
+Gradients are measured of 500 tokens of each interval; all tokens have their other columns. Leaves
 flat_memory.png, and flat_memory.csv with a row per reading; prints, for each, the memory after a tenth of the time, at
 the end and at most, in MB.
 """
@@ -38,7 +39,7 @@ WORDS = {
     "measure": "measure embedded FOLDER/rollouts.parquet --tokens-per-interval 500 --device cpu --no-figures"
     " --out FOLDER/measured",
 }
-TITLES = {"train": "{count:,} steps", "sample": "{count:,} tokens sampled", "measure": "{count:,} tokens measured"}
+TITLES = {"train": "{count:,} steps", "sample": "{count:,} tokens sampled", "measure": "table of {count:,} tokens"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Options:
     only: tuple[Literal["train", "sample", "measure"], ...] = ("train", "sample", "measure")
     """Which of the three; a measurement needs its sample."""
     steps: int = 1000
-    """Of the trainer."""
+    """Optimizer steps of the training run."""
     questions: int = 2_250
     """Puzzles with 8 responses of some 57 tokens each."""
 
@@ -87,8 +88,8 @@ def draw(found: pd.DataFrame) -> Figure:
     for ax, work in zip(axes[0], works, strict=True):
         own = found[found["work"] == work]
         ax.plot(own["seconds"] / own["seconds"].max(), own["megabytes"], lw=1)
-        ax.set(title=TITLES[work].format(count=own["count"].iloc[0]), xlabel="part of the time", ylim=(0, None))
-    axes[0, 0].set_ylabel("resident memory (MB)")
+        ax.set(title=TITLES[work].format(count=own["count"].iloc[0]), xlabel="part of the time")
+    axes[0, 0].set(ylabel="resident memory (MB)", ylim=(0, 1.05 * found["megabytes"].max()))
     figure.tight_layout()
     return figure
 

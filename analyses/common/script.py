@@ -39,7 +39,8 @@ def exit_with(call: Callable[[], int | None]) -> None:
     with noting_interruption() as interrupted:
         try:
             status = call()
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed by the shell
+                sys.stdout.flush()
         except (Exception, KeyboardInterrupt) as error:
             if interrupted or isinstance(error, KeyboardInterrupt):
                 print(f"{COMPLAINT}interrupted; what is finished stays", file=sys.stderr)

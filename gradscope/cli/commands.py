@@ -125,7 +125,7 @@ def _refuse(error: Exception, go_on: str) -> None:
     if isinstance(error, SelfCheckError | SyncError | DivergedError | OSError):
         _stop(error, 1)
     if _tells_of_another(error):
-        _stop(RuntimeError(f"another process of this run has ended, and so does this one; of all, {go_on}"), 1)
+        _stop(RuntimeError(f"another process of this run has ended, so this one stops too; {go_on}"), 1)
     # The device's is torch's own, whose module is not loaded for its name's sake.
     if type(error).__name__ == "OutOfMemoryError":
         _stop(RuntimeError(f"out of memory on the device ({str(error).splitlines()[0]}); {LESS_MEMORY}"), 1)

@@ -79,6 +79,7 @@ class Evaluate(PolicyFlags):
         }
         folder = RunFolder(self.out, self._key(policy, questions, settings), results=(TABLE, RESPONSES))
         if folder.status(overwrite=self.overwrite) == "finished":
+            folder.check(TABLE)
             report = self._report_again()
             print(f"already evaluated with these arguments: {self.out / TABLE}\n{report}")
             return

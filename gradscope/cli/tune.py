@@ -134,8 +134,8 @@ class Tune(PolicyFlags):
         key = self._key(policy, how, state)
         folder = RunFolder(self.out, key, results=(SETTINGS, BY_INTERVAL, SUMMARY, "figures"))
         if folder.status(overwrite=self.overwrite) == "finished":
-            if missing := [name for name in (SETTINGS, BY_INTERVAL, SUMMARY) if not (self.out / name).is_file()]:
-                raise InputError(f"{self.out / missing[0]} of the finished run is gone; tune again with --overwrite")
+            for name in (SETTINGS, BY_INTERVAL, SUMMARY):
+                folder.check(name)
             print(f"already tuned with these arguments: {self.out / SETTINGS}")
         else:
             with folder.writing():
@@ -237,11 +237,11 @@ class Tune(PolicyFlags):
             return folder.read_parts(len(batches))
         with ProcessPoolExecutor(self.jobs, worker_context(), _use_one_thread) as pool:
             jobs = {}
-            for index in left:
-                # As bytes: a tensor would be fetched by the process, from a thread here that may fail.
-                sent = pickle.dumps((batches[index], how))
-                jobs[pool.submit(_count_apart, self, sent, self._takes(index))] = index
             try:
+                for index in left:
+                    # As bytes: a tensor would be fetched by the process, from a thread here that may fail.
+                    sent = pickle.dumps((batches[index], how))
+                    jobs[pool.submit(_count_apart, self, sent, self._takes(index))] = index
                 for job in tqdm(as_completed(jobs), **bar):
                     folder.write_part(jobs[job], job.result())
             except BrokenProcessPool as error:

@@ -134,7 +134,7 @@ def _check_base(model: PreTrainedModel, folder: Path) -> None:
     config = read_adapter_config(folder)
     recorded = config.get("auto_mapping") or {}
     kind = recorded.get("base_model_class") if isinstance(recorded, dict) else recorded
-    if kind is not None and kind != type(model).__name__:
+    if kind is not None and str(kind).removeprefix("FSDP") != type(model).__name__:  # the name of a sharded one
         raise InputError(
             f"{folder} was trained on a {show(kind)}, its base here is a {type(model).__name__}; give the right one "
             "with --base"
@@ -144,9 +144,9 @@ def _check_base(model: PreTrainedModel, folder: Path) -> None:
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
         names = file.keys()
         largest = max((size for name in names for size in file.get_slice(name).get_shape()), default=0)
-    if not all(isinstance(rank, int) and 0 < rank <= largest for rank in ranks):
+    if wrong := [rank for rank in ranks if not (isinstance(rank, int) and 0 < rank <= largest)]:
         raise InputError(
-            f"{folder} does not fit its base model: {ADAPTER_CONFIG} names the rank {show(ranks[0])}, and no tensor "
+            f"{folder} does not fit its base model: {ADAPTER_CONFIG} names the rank {show(wrong[0])}, and no tensor "
             f"beside it is larger than {largest}; save both together"
         )
 

@@ -225,6 +225,8 @@ def _check_buildable(folder: Path, config: Any, *, trust_remote_code: bool) -> N
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except ImportError as error:
+        raise InputError(f"{folder} needs what is not installed: {first_line(error)}") from error
     except (*BROKEN_FILE, AssertionError) as error:
         raise _no_model(folder, error) from error
     size, saved = sum(p.numel() for p in model.parameters()), sum(f.stat().st_size for f in model_weights(folder))

@@ -175,10 +175,11 @@ class TokenBatch:
         """The first `width` columns."""
         return replace(self, **{name: v[:, :width] if v.dim() == 2 else v for name, v in self.tensors().items()})
 
-    def to(self, device: torch.device) -> TokenBatch:
+    def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch on another device, for one forward pass."""
         moved = copy(self)  # was checked here: to check it there would wait for the device
-        on_the_way = device.type != "cpu"  # nothing waits for what goes to a device, all for what comes from there
+        # Nothing waits for what goes to a device, all for what comes from there.
+        on_the_way = torch.device(device).type != "cpu"
         vars(moved).update({name: v.to(device, non_blocking=on_the_way) for name, v in self.tensors().items()})
         return moved
 

@@ -1,4 +1,4 @@
-"""How many values a parquet file holds, by its footer: pyarrow's words for a column end the process where it lies."""
+"""How many values a parquet file holds, read from its footer by hand: pyarrow ends the process if the footer lies."""
 
 from __future__ import annotations
 

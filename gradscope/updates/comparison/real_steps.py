@@ -53,7 +53,8 @@ def gains_on_unseen_prompts(
 ) -> Float[np.ndarray, "M n"] | None:
     """To first order, the gain in each prompt's expected reward by every weighting's own steps on other prompts.
 
-    gain = Cov_i(R_i, Σ_t ⟨∇ log π(o_it), Δθ⟩) over the prompt's responses, which is unbiased for ⟨∇ E[R], Δθ⟩.
+    gain = Cov_i(R_i, Σ_t ⟨∇ log π(o_it), Δθ⟩) over the prompt's responses, which is unbiased for ⟨∇ E[R], Δθ⟩
+    where the policy itself sampled the responses.
 
     Prompts of several responses are dealt into two halves; Δθ is of the half that a prompt is not in, whose tokens
     alone decide thresholds and draws. weightings: plain first. keywords: those of `apply_update`. None without rewards,
