@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pandas as pd
 import pytest
 from support.processes import Command
+
+from tests.faults.work import COMMANDS
 
 
 def storm(*options: object) -> None:
     ended = Command("-m", "tests.faults", *options).wait()
     assert ended.status == 0, ended.stdout + ended.stderr
+
+
+def test_the_table_holds_a_thousand_faults_of_every_command_and_none_lost():
+    table = pd.read_csv(Path(__file__).with_name("storm.csv"), comment="#").set_index("command")
+    whole = table.drop("all")
+    assert set(whole.index) == set(COMMANDS) and whole["kind"].nunique() >= 16
+    assert table.loc["all", "faults"] == whole["faults"].sum() >= 1000 and (whole["LOST"] == 0).all()
+    assert (whole["faults"] == whole[["same", "refused", "left"]].sum(axis=1)).all()
 
 
 def test_no_fault_loses_a_result():
