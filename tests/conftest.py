@@ -9,6 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 
 import io
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 # Sums in another order differ in the last digits; the tests' tolerances were seen with this many threads.
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+
+# A shell's background job ignores Ctrl-C, and so would all that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
