@@ -302,6 +302,22 @@ def test_a_users_weighting_of_two_steps_is_compared_by_step_alone(case):
     assert list(found.table["same_as"]) == ["", "grpo", ""]
 
 
+class ByPosition(Weighting):
+    """Made of a column that the table has and a trainer has not."""
+
+    NAME = "by-position"
+
+    def factors(self, tokens):
+        return tokens.plain / (1 + tokens["position"])
+
+
+def test_a_weighting_that_no_step_can_be_taken_under_has_no_gain(case):
+    batch = make_batch(case.policy, lengths=(5, 4) * 4, prompt_lengths=(3, 4) * 4, temperature=0.7)
+    found = compare(case.policy, batch, [ByPosition()], loss=SETTINGS, optimizer_state=case.state, resamples=5)
+    gains = found.table.set_index("method")["gain"]
+    assert np.isfinite(gains["grpo"]) and np.isnan(gains["by-position"]) and "minus that" not in describe(found)
+
+
 def test_a_sample_of_norms_stands_for_all(case):
     known = case.table.copy()
     found = compare(case.policy, case.batch, ["reweight"], table=known, loss=SETTINGS, resamples=5)

@@ -25,6 +25,7 @@ from gradscope.objective import (
     WEIGHTINGS,
     LossSettings,
     Weighting,
+    check_weighting,
     describe_off_policyness,
     make_weighting,
     resolve_advantages,
@@ -326,9 +327,22 @@ def _gains(
 ) -> pd.DataFrame:
     """A row per weighting of weights of its own whose steps the trainer takes; empty where no gain can be known."""
     once, split = {row.method for row in rows if row.step == "all" and not row.same_as}, _split(rows)
-    own = [w for w in weightings if str(w) in once or (str(w) in split and w.passes.lopti_eta is not None)]
+    own = [
+        w
+        for w in weightings
+        if (str(w) in once and _is_trained(w, batch)) or (str(w) in split and w.passes.lopti_eta is not None)
+    ]
     found = gains_on_unseen_prompts(policy, batch, own, **keywords)
     return pd.DataFrame() if found is None else pd.DataFrame(columns(judge.gains(found)), index=[*map(str, own)])
+
+
+def _is_trained(weighting: Weighting, batch: TokenBatch) -> bool:
+    """Whether a step can be taken under it: some are made of columns that only the table has."""
+    try:
+        check_weighting(weighting, sampler_logprobs=batch.sampler_logprobs is not None)
+    except InputError:
+        return False
+    return True
 
 
 def _join_gains(table: pd.DataFrame, gains: pd.DataFrame) -> pd.DataFrame:

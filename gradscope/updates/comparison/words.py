@@ -67,7 +67,8 @@ def gain_sentence(comparison: Comparison) -> str:
     told = f"; minus that, {', '.join(others)}" if others else ""
     return (
         "Gain in expected reward of one AdamW step (two, where a weighting takes two) on prompts that it has not seen, "
-        f"to first order, each step made from one half of the prompts and judged on the other: {own}{told}.\n{RECORD}"
+        "to first order and as if the policy itself had sampled all responses, each step made from one half of the "
+        f"prompts and judged on the other: {own}{told}.\n{RECORD}"
     )
 
 
