@@ -35,6 +35,16 @@ class InputError(ValueError):
         super().__init__(self.reason if path is None else printable(f"{path}: {reason}"))
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, torch on a device, or torch on a CPU, which has no kind of its own for it, found no room.
+
+    >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
+    True
+    """
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # torch's own is not loaded for its name's sake
+    return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or "allocate memory" in str(error)
+
+
 class NanLogitsError(InputError):
     """A policy whose logits are NaN, so that nothing can be sampled; in training it has diverged."""
 

@@ -18,7 +18,7 @@ from typing import Any
 import tyro
 
 from gradscope import __version__
-from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError, printable
+from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError, is_out_of_memory, printable
 from gradscope.runs import end_at_once, go_on_unread, noting_interruption
 
 COMMANDS = {
@@ -126,10 +126,7 @@ def _refuse(error: Exception, go_on: str) -> None:
         _stop(error, 1)
     if _tells_of_another(error):
         _stop(RuntimeError(f"another process of this run has ended, so this one stops too; {go_on}"), 1)
-    # The device's is torch's own, whose module is not loaded for its name's sake.
-    if type(error).__name__ == "OutOfMemoryError":
-        _stop(RuntimeError(f"out of memory on the device ({str(error).splitlines()[0]}); {LESS_MEMORY}"), 1)
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    if is_out_of_memory(error):
         told = str(error).splitlines() or ["Python's own"]
         _stop(RuntimeError(f"out of memory ({told[0]}); {LESS_MEMORY}"), 1)
     raise error

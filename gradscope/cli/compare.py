@@ -76,6 +76,9 @@ class Compare(MeasuredPolicyFlags):
         processes, asked = measured.processes, self._asked(measured)
         found = processes.is_main and measured.folder.manifest.get("comparison") == asked
         found = found and all((self.out / name).is_file() for name in (TABLE, BY_INTERVAL, WEIGHTS, SUMMARY))
+        with processes.together():
+            for name in (TABLE, BY_INTERVAL, WEIGHTS, SUMMARY) if found else ():
+                measured.folder.check(name)
         if not processes.gather([found])[0]:
             self._write(measured, asked)
         elif processes.is_main:

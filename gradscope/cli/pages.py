@@ -109,6 +109,8 @@ def write_trend(models: Sequence[str], folders: Sequence[Path], out: Path, *, ov
     from gradscope.diagnosis import make_trend_report, write_report
 
     steps, notes = name_steps(models)
+    for folder in folders:
+        RunFolder(folder, {}).check(STATISTICS)
     manifests = [read_json(folder / MANIFEST) for folder in folders]
     frames = [
         pd.read_csv(folder / STATISTICS).assign(step=step, other_step=manifest["rollouts"].get("other_step", False))

@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import nn
 
-from gradscope.errors import BROKEN_FILE, InputError, checked, first_line, show, unpickling_reason
+from gradscope.errors import BROKEN_FILE, InputError, checked, first_line, is_out_of_memory, show, unpickling_reason
 from gradscope.policy.adapters import attach_adapter, find_base
 from gradscope.policy.checkpoint import (
     find_checkpoint,
@@ -155,10 +155,8 @@ def _load_model(
         model.to(device)
     try:
         causal = is_causal(model)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:  # code of an architecture's authors, which may raise anything
-        if "allocate memory" in str(error):  # torch on a CPU has no kind of its own for it
+        if is_out_of_memory(error):
             raise
         raise _no_model(folder, error) from error
     if not causal:

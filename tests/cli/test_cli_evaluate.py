@@ -120,6 +120,10 @@ def test_a_finished_evaluation_is_told_again_and_left_alone(run, model, task, tm
     before = contents(tmp_path / "out")
     again = run(*args, "--batch-size", 2)
     assert again.status == 0 and "already evaluated" in again.out and contents(tmp_path / "out") == before
+    table = tmp_path / "out" / "evaluation.csv"
+    table.write_text(table.read_text().replace("0", "1", 1))
+    assert_one_line(run(*args), "evaluation.csv")
+    table.write_bytes(before["evaluation.csv"])
     assert first.out.splitlines()[1:] == again.out.splitlines()[1:]  # the same table
     assert_one_line(run(*args, "--temperature", 0.5), "temperature 1.0, not 0.5")
     assert contents(tmp_path / "out") == before
