@@ -391,7 +391,7 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
     return [
         sheets.figure("weightings_drawn", lambda: plots.plot_comparison(c.table, c.by_interval, c.labels), caption),
         Paragraph(signal_sentence(c)),
-        *([Paragraph(gain)] if (gain := gain_sentence(c)) else []),
+        *(Paragraph(part) for part in gain_sentence(c).split("\n", 1) if part),  # the numbers, then their record
         *(Paragraph(note) for note in c.notes if note not in d.notes and note.kind != "off-policy"),
         sheets.table("weightings", c.table, f"The same in numbers.{same}", shown, folded=True),
         sheets.table("weightings_by_interval", c.by_interval, "Each weighting by probability bin.", folded=True),
