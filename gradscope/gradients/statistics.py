@@ -24,10 +24,10 @@ from gradscope.runs import Processes
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """Known of every response token before any is measured; arrays are in the table's order."""
+    """Known of every response token before any is measured; all of it is in the table's order, and on the CPU."""
 
-    columns: list[dict[str, Tensor]]
-    """By response: the columns of `describe_tokens`, and `logit_grad_norm`; on the CPU."""
+    columns: dict[str, Tensor]
+    """Those of `describe_tokens`, and `logit_grad_norm`."""
     intervals: Int[np.ndarray, " n"]
     """Which interval of π each token is in."""
     prefixes: Int[np.ndarray, " n"]
@@ -39,20 +39,20 @@ class BatchStatistics:
         """Places of one response's tokens among all."""
         return slice(*self.bounds[row : row + 2])
 
+    def of(self, row: int) -> dict[str, Tensor]:
+        """The columns of one response's tokens."""
+        return {name: values[self.span(row)] for name, values in self.columns.items()}
+
     @property
     def responses(self) -> Int[np.ndarray, " n"]:
         """The response of each token."""
-        return np.repeat(np.arange(len(self.columns)), np.diff(self.bounds))
+        return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
 
     def backward_cost(self, measured: Bool[np.ndarray, " n"]) -> float:
         """Cost of measuring these tokens: positions × tokens that a backward pass carries, and each response's."""
         rows = np.unique(self.responses[measured])
         reaches = self.prefixes[self.bounds[rows + 1] - 1].sum()
         return float(self.prefixes[measured].sum() + POSITION_COST * reaches)
-
-    def column(self, name: str) -> np.ndarray:
-        """One column of all tokens."""
-        return torch.cat([columns[name] for columns in self.columns]).numpy()
 
 
 def find_statistics(
@@ -68,19 +68,31 @@ def find_statistics(
     Raises InputError where the policy gives a token no probability at all, a token has an infinite weight, or logged
     log-probabilities cannot be the tokens' own.
     """
+    sizes = batch.response_mask.sum(1)
+    bounds = np.cumsum([0, *sizes.tolist()])
     with processes.together():
         mine = range(processes.rank, len(batch), processes.count)
-        found = [(row, _response_columns(meter, batch, row, loss)) for row in mine]
-    columns = [known for _, known in sorted(processes.gather(found), key=lambda pair: pair[0])]
+        found, start = {}, 0
+        for row in mine:
+            for name, values in _response_columns(meter, batch, row, loss).items():
+                # Straight into one tensor a column: those of single responses take three times as much memory.
+                whole = found.setdefault(name, values.new_empty(int(sizes[processes.rank :: processes.count].sum())))
+                whole[start : start + len(values)] = values
+            start += int(sizes[row])
+    process = torch.arange(len(batch)).repeat_interleave(sizes) % processes.count
+    columns = {name: values.new_empty(len(process)) for name, values in found.items()}
+    for rank, share in enumerate(processes.gather([found])):
+        for name, values in share.items():
+            columns[name][process == rank] = values
     for name in ("old_logprob", "sampler_logprob"):
-        if name in columns[0]:
-            own, logged = ([known[which].cpu() for known in columns] for which in ("logprob", name))
+        if name in columns:
+            own, logged = (columns[which].split(sizes.tolist()) for which in ("logprob", name))
             refuse_foreign_logprobs(own, logged, name)
     return BatchStatistics(
         columns,
-        assign_intervals(torch.cat([known["prob"] for known in columns]).numpy(), edges).astype(np.int16),
+        assign_intervals(columns["prob"].numpy(), edges).astype(np.int16),
         np.concatenate([batch.sequence(row)[1].numpy() for row in range(len(batch))]),
-        np.cumsum([0, *batch.response_mask.sum(1).tolist()]),
+        bounds,
     )
 
 
@@ -92,7 +104,9 @@ def _response_columns(meter: TokenGradientMeter, batch: TokenBatch, row: int, lo
     ids, targets = batch.sequence(row)
     one = batch.select([row])
     if not len(targets):
-        statistics, norms = TokenStatistics(*torch.zeros(3, 0)), torch.zeros(0)
+        dtype = torch.promote_types(meter.model.dtype, torch.float32)
+        *known, norms = torch.zeros(len(fields(TokenStatistics)) + 1, 0, dtype=dtype)
+        statistics = TokenStatistics(*known)
     else:
         statistics, norms = meter.measure_cheaply(ids, targets, temperature=float(batch.temperature[row]))
         *known, norms = torch.stack([*(getattr(statistics, f.name) for f in fields(statistics)), norms]).cpu()

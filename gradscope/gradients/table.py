@@ -192,7 +192,7 @@ class TableMeasurement:
 
     def _find_metric(self) -> Metric | None:
         """1 ⊘ (√v̂ + ε), with v̂ after the step of the whole batch's gradient; None where none is known or asked for."""
-        weights = torch.from_numpy(self.statistics.column("weight"))
+        weights = self.statistics.columns["weight"]
         if self._optimizer_state is None or weights.isnan().any():
             return None
         keep, model = self.batch.response_mask, self.policy.model
@@ -209,7 +209,7 @@ class TableMeasurement:
             return np.isin(np.arange(self.num_tokens), self._tokens.cpu().numpy())
         if each is None and self.settings.minutes is None:
             return np.full(self.num_tokens, self.estimate_plan is None)
-        norms, weights = (self.statistics.column(name) for name in ("logit_grad_norm", "weight"))
+        norms, weights = (self.statistics.columns[name].numpy() for name in ("logit_grad_norm", "weight"))
         sizes = token_sizes(self.settings.sample, self.statistics.intervals, norms, weights)
         self.sample = TokenSample(self.statistics.intervals, len(self.edges) - 1, sizes, generator)
         if each is not None:
@@ -239,7 +239,7 @@ class TableMeasurement:
 
     def _frame(self, row: int, gradients: TokenGradients) -> pd.DataFrame:
         """One response's rows of the table."""
-        mine, known = self.statistics.span(row), dict(self.statistics.columns[row])
+        mine, known = self.statistics.span(row), self.statistics.of(row)
         if mine.start == mine.stop:
             return pd.DataFrame()
         logit_grad_norm = known.pop(LOGITS)
@@ -261,7 +261,7 @@ class TableMeasurement:
             self.policy.model,
             self.batch.select([row]),
             torch.from_numpy(self.statistics.intervals[self.statistics.span(row)]).long(),
-            self.statistics.columns[row]["weight"],
+            self.statistics.of(row)["weight"],
             self.estimate_plan.counts,
             seed=(self.settings.seed, row),
             memory=self._chunks["memory"],

@@ -6,7 +6,7 @@ import inspect
 import json
 import unicodedata
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -64,10 +64,15 @@ class Policy:
         """N of Prop. 4.2: how many logits a position has."""
         return self.config.vocab_size
 
-    @property
+    @cached_property
     def context(self) -> int | None:
         """Longest sequence (prompt + response) the positions allow; None: no limit is known."""
-        return getattr(self.config, "max_position_embeddings", None)
+        places = getattr(self.config, "max_position_embeddings", None)
+        words = self.model.get_input_embeddings()
+        tables = [m for m in self.model.modules() if isinstance(m, nn.Embedding) and m is not words]
+        # RoBERTa and its like count positions from behind the padding's.
+        lost = [m.padding_idx + 1 for m in tables if m.num_embeddings == places and m.padding_idx is not None]
+        return places and places - max(lost, default=0)
 
     def encode_prompt(self, prompt: str | list[dict[str, str]]) -> list[int]:
         """Ids of a prompt: a string with special tokens; a chat through the template, its last assistant turn open."""

@@ -42,8 +42,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MANIFEST, KEY, PARTIAL, LOCK = "manifest.json", "key.json", ".partial", "lock"
-UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
+LOCKED = (errno.EACCES, errno.EPERM, errno.EROFS)
+UNWRITABLE = (*LOCKED, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
 """errno values after which the user has to name another folder; others (a full disk, …) are not the user's fault."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LIBRARIES = ("torch", "transformers", "numpy", "pandas", "matplotlib", "seaborn", "scipy", "accelerate", "peft", "vllm")
 
 
@@ -233,10 +235,10 @@ def refusal(error: OSError, path: str | Path, go_on: str) -> OSError | InputErro
     """What the system refuses to write, in words that say what to do; as an InputError, where rights are missing."""
     why = error.strerror or error
     if error.errno in UNWRITABLE:
-        return InputError(
-            f"{path} cannot be written ({why}); give it back its rights and {go_on}, or give another --out"
-        )
-    return OSError(f"{path} could not be written ({why}); make room there and {go_on}")
+        mend = "give it back its rights" if error.errno in LOCKED else "put it back in order"
+        return InputError(f"{path} cannot be written ({why}); {mend} and {go_on}, or give another --out")
+    mend = "make room there" if error.errno in FULL else "see to the disk"
+    return OSError(f"{path} could not be written ({why}); {mend} and {go_on}")
 
 
 def check_is_folder(path: Path) -> None:

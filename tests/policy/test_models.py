@@ -23,6 +23,7 @@ from support.policies import (
     save_checkpoint,
 )
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from gradscope.errors import InputError
 from gradscope.policy import (
@@ -61,6 +62,18 @@ def test_a_saved_policy_loads_in_eval_mode_with_its_logits(checkpoints, name):
     with torch.no_grad():
         ours, theirs = policy.model(input_ids=ids).logits, made.model(input_ids=ids).logits
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)  # float32, another attention implementation
+
+
+@pytest.mark.parametrize("kind", ["roberta", "xlm-roberta", "camembert", "data2vec-text", "bert"])
+def test_the_context_is_the_longest_sequence_that_the_model_takes(kind):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = AutoConfig.for_model(kind, vocab_size=30, max_position_embeddings=30, is_decoder=True, **sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    longest = Policy(model, None, find_blocks(model)).context
+    ids = torch.full((1, longest + 1), 5)
+    assert model(input_ids=ids[:, :longest]).logits.shape[1] == longest
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=ids)
 
 
 @pytest.mark.parametrize("name", ["./nope", "../nope", "a/..", "foo--bar/x", "a/b.git", "nope", "a" * 300, "a/b/c"])

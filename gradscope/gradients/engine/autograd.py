@@ -24,7 +24,7 @@ from gradscope.gradients.engine.norms import diagonal_square_norms, linear_squar
 from gradscope.gradients.engine.ownership import Ownership, parameter_slopes
 from gradscope.gradients.engine.recording import Call, Recorder, streams_last
 from gradscope.gradients.engine.results import Measured
-from gradscope.policy import Policy
+from gradscope.policy import Policy, takes
 
 
 class Factors:
@@ -120,8 +120,11 @@ class GraphBody:
 
     def record(self, ids: Int[Tensor, " n"]) -> Recorder:
         """The body's forward pass."""
+        body = self.model.base_model
         with Recorder(self.model, self.blocks, self.ownership, self.split_point, "body") as recorder:
-            self.model.base_model(input_ids=ids[None], use_cache=False)
+            # Without a mask, transformers asks a device whether the sequence is several, and padded.
+            masked = {"attention_mask": torch.ones_like(ids)[None]} if takes(body, "attention_mask") else {}
+            body(input_ids=ids[None], use_cache=False, **masked)
         return recorder
 
     def _probe(self, recorder: Recorder, length: int) -> tuple[bool, int]:
