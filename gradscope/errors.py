@@ -35,6 +35,10 @@ class InputError(ValueError):
         super().__init__(self.reason if path is None else printable(f"{path}: {reason}"))
 
 
+LESS_MEMORY = "try a smaller --chunk-memory, --micro-batch-size, --batch-size or --dtype, or --no-figures"
+"""Advice after a command that found no room."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether Python, torch on a device, or torch on a CPU, which has no kind of its own for it, found no room.
 

@@ -18,7 +18,15 @@ from typing import Any
 import tyro
 
 from gradscope import __version__
-from gradscope.errors import DivergedError, InputError, SelfCheckError, SyncError, is_out_of_memory, printable
+from gradscope.errors import (
+    LESS_MEMORY,
+    DivergedError,
+    InputError,
+    SelfCheckError,
+    SyncError,
+    is_out_of_memory,
+    printable,
+)
 from gradscope.runs import end_at_once, go_on_unread, noting_interruption
 
 COMMANDS = {
@@ -61,7 +69,6 @@ EXAMPLES = {
 """Arguments of each command, to begin with."""
 GO_ON = {"train": "the same command with --resume goes on where it was", "sample": "nothing of it is kept"}
 """Advice after an interruption; the other commands are simply run again."""
-LESS_MEMORY = "try a smaller --chunk-memory, --micro-batch-size, --batch-size or --dtype, or --no-figures"
 OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 
 

@@ -11,7 +11,7 @@ from warnings import catch_warnings
 
 from filelock import FileLock, Timeout
 
-from gradscope.errors import InputError
+from gradscope.errors import LESS_MEMORY, InputError
 
 MOMENT = 0.2
 """Seconds to wait for a run that is just ending and removes its lock."""
@@ -31,11 +31,8 @@ def locked(out: Path, lock: str) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if _acquire(holder, path):
-            print(
-                f"note: the last run in {out} was killed; if that was for want of memory, try a smaller "
-                "--chunk-memory, --micro-batch-size or --batch-size",
-                file=sys.stderr,
-            )
+            words = f"the last run in {out} was killed; if that was for want of memory, {LESS_MEMORY}"
+            print(f"note: {words}", file=sys.stderr)
     except Timeout as error:
         raise InputError(f"another run is writing to {out}; wait for it, or give another --out") from error
     except (OSError, NotImplementedError):
