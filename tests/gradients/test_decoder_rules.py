@@ -90,29 +90,34 @@ def test_rotary_backward_is_autograds_also_where_the_halves_have_angles_of_their
 
 
 def attend(
-    n: int, heads: int, groups: int, window: int | None = None, sharpness: float = 1.0
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """([queries, keys, values], probabilities, what they attend to) of plain causal attention, head by head."""
+    n: int, heads: int, groups: int, window: int | None = None, sharpness: float = 1.0, cap: float | None = None
+) -> tuple[list[Tensor], list[Tensor | None], Tensor]:
+    """([queries, keys, values], [probabilities, slopes of capped scores], what they attend to) of causal attention, by
+    head."""
     q, k, v = (random(BATCH, n, h, WIDTH, seed=s).requires_grad_() for s, h in enumerate((heads, groups, groups)))
     row, column = torch.arange(n)[:, None], torch.arange(n)
     seen = (column <= row) & (row - column < (window or n))
-    probs = []
+    probs, slopes = [], []
     for h in range(heads):
         scores = SCALING * sharpness * q[:, :, h] @ k[:, :, h * groups // heads].mT
+        if cap is not None:
+            slopes.append(1 / (scores / cap).cosh().square())
+            scores = cap * (scores / cap).tanh()
         probs.append(scores.masked_fill(~seen, -torch.inf).softmax(-1))
     outputs = torch.stack([p @ v[:, :, h * groups // heads] for h, p in enumerate(probs)], 2)
-    return [q, k, v], torch.stack(probs, 1), outputs
+    return [q, k, v], [torch.stack(probs, 1), torch.stack(slopes, 1) if slopes else None], outputs
 
 
-def plain(*tensors: Tensor) -> list[Tensor]:
-    return [t.detach() for t in tensors]
+def plain(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [t if t is None else t.detach() for t in tensors]
 
 
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1), (1, 1), (6, 2)])
-def test_attention_backward_is_autograds_for_every_sharing_of_keys(heads, groups):
-    inputs, probs, outputs = attend(9, heads, groups)
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_attention_backward_is_autograds_for_every_sharing_of_keys(heads, groups, cap):
+    inputs, probs, outputs = attend(9, heads, groups, cap=cap)
     delta = random(BATCH, 9, TOKENS, heads, WIDTH, seed=5)
-    ours = attention_backward(delta, *plain(probs, outputs, *inputs), scaling=SCALING)
+    ours = attention_backward(delta, *plain(*probs, outputs, *inputs), scaling=SCALING)
     for a, b in zip(ours, gradients(outputs, inputs, delta), strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
 
@@ -120,24 +125,26 @@ def test_attention_backward_is_autograds_for_every_sharing_of_keys(heads, groups
 # One strip, two, four, and more than four of the greatest width; at their edges.
 @pytest.mark.parametrize("n", [1, 2, 55, 56, 57, 111, 112, 113, 200, 223, 224, 225, 513])
 @pytest.mark.parametrize("window", [None, 5])
-def test_strips_of_attention_leave_nothing_out(n, window):
-    inputs, probs, outputs = attend(n, 2, 1, window)
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_strips_of_attention_leave_nothing_out(n, window, cap):
+    inputs, probs, outputs = attend(n, 2, 1, window, cap=cap)
     delta = random(BATCH, n, 2, 2, WIDTH, seed=5)
-    ours = attention_backward(delta, *plain(probs, outputs, *inputs), scaling=SCALING)
+    ours = attention_backward(delta, *plain(*probs, outputs, *inputs), scaling=SCALING)
     for a, b in zip(ours, gradients(outputs, inputs, delta), strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
 
 
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_backward_at_one_position_of_each_token_is_autograds(heads, groups, window):
-    inputs, probs, outputs = attend(9, heads, groups, window)
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_attention_backward_at_one_position_of_each_token_is_autograds(heads, groups, window, cap):
+    inputs, probs, outputs = attend(9, heads, groups, window, cap=cap)
     positions = torch.tensor([[0, 4, 4, 8], [1, 2, 7, 7]])
     at = torch.arange(BATCH)[:, None], positions, torch.arange(4)
     rows = random(BATCH, 4, heads, WIDTH, seed=5)
     delta = random(BATCH, 9, 4, heads, WIDTH) * 0
     delta[at] = rows
-    q, k, v = attention_backward_at(rows, positions, *plain(probs, outputs, *inputs), scaling=SCALING)
+    q, k, v = attention_backward_at(rows, positions, *plain(*probs, outputs, *inputs), scaling=SCALING)
     expected_q, expected_k, expected_v = gradients(outputs, inputs, delta)
     torch.testing.assert_close(q, expected_q[at], **CLOSE)
     torch.testing.assert_close(k, expected_k, **CLOSE)
@@ -147,9 +154,9 @@ def test_attention_backward_at_one_position_of_each_token_is_autograds(heads, gr
 def test_attention_that_sees_one_key_alone_sends_nothing_to_queries_and_keys():
     # Probabilities of 0 and 1 to the last digit: δ v − δ o is the difference of equal numbers.
     inputs, probs, outputs = attend(40, 2, 1, sharpness=1e6)
-    assert (probs.max(-1).values == 1).all()
+    assert (probs[0].max(-1).values == 1).all()
     delta = random(BATCH, 40, TOKENS, 2, WIDTH, seed=5)
-    q, k, v = attention_backward(delta, *plain(probs, outputs, *inputs), scaling=SCALING)
+    q, k, v = attention_backward(delta, *plain(*probs, outputs, *inputs), scaling=SCALING)
     assert q.abs().max() < 1e-14 and k.abs().max() < 1e-14
     torch.testing.assert_close(v, gradients(outputs, inputs, delta)[2], **CLOSE)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-COMMON = ("qwen2", "qwen3", "llama")
+COMMON = ("qwen2", "qwen3", "llama", "gemma2", "gemma3")
 
 
 LATE = 18

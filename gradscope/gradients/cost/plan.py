@@ -16,6 +16,7 @@ from gradscope.gradients.cost.machine import GPUS, WITHIN, Rates, describe_secon
 from gradscope.gradients.cost.measuring import describe_responses, floor_flops, measure_bytes, measure_flops
 from gradscope.gradients.cost.pilot import make_pilot, try_measuring
 from gradscope.gradients.cost.shape import ModelShape
+from gradscope.gradients.engine.decoder.parts import PLAIN, SANDWICH
 from gradscope.gradients.settings import (
     AFTERWARDS,
     MeasureSettings,
@@ -265,8 +266,8 @@ def follows_rules(policy: Policy) -> bool:
 def _is_common(block: nn.Module) -> bool:
     owners = {name for name, module in block.named_modules() if list(module.parameters(recurse=False))}
     linear = {f"self_attn.{role}_proj" for role in "qkvo"} | {f"mlp.{role}_proj" for role in ("gate", "up", "down")}
-    needed = linear | {"input_layernorm", "post_attention_layernorm"}
-    return needed <= owners <= needed | {"self_attn.q_norm", "self_attn.k_norm"}
+    rest = owners - linear - {"self_attn.q_norm", "self_attn.k_norm"}
+    return linear <= owners and rest in ({*filter(None, PLAIN)}, {*SANDWICH})
 
 
 def choose_tokens(batch: TokenBatch, settings: MeasureSettings) -> tuple[np.ndarray, str]:

@@ -32,18 +32,27 @@ class Seen:
     """Attention's, [1 or B, 1 or H, n, n]: added to the scores, or True where a key is seen; None: causal. Or a thing
     of another kind, which is not understood."""
 
+    def put_positions_first(self, head_norms: list[str]) -> None:
+        """Norms of heads may be called with [B, n, heads, c] or [B, heads, n, c]: make it the former."""
+        for values in (self.inputs, self.outputs):
+            for name in values.keys() & {*head_norms}:
+                if values[name].ndim == 4 and values[name].shape[1] != self.hidden.shape[1]:
+                    values[name] = values[name].transpose(1, 2)
+
 
 @contextmanager
 def record_blocks(model: nn.Module, blocks: list[DecoderBlock]) -> Iterator[list[Seen]]:
     """Record a forward pass through the blocks."""
     seen = [Seen() for _ in blocks]
     owner = {part.name: s for b, s in zip(blocks, seen, strict=True) for part in (*b.matrices, *b.norms)}
+    head_norms = {b.name: [norm.name for norm in b.head_norms] for b in blocks}
     by_block = {b.name: s for b, s in zip(blocks, seen, strict=True)}
     by_attention = {b.attention: s for b, s in zip(blocks, seen, strict=True)}
 
     def leave(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if name in by_block:
             by_block[name].hidden = block_input(args, kwargs).detach()
+            by_block[name].put_positions_first(head_norms[name])
         elif name in by_attention:
             angles = kwargs.get("position_embeddings")
             angles = angles if isinstance(angles, (tuple, list)) else ()
@@ -71,6 +80,8 @@ class BlockActivations:
         self.hidden = seen.hidden.to(self.dtype)
         self.attention_norm = block.attention_norm.normalize(self.hidden)
         self.mlp_norm = block.mlp_norm.normalize(self.inputs(block.mlp_norm))
+        ends = block.attention_end, block.mlp_end
+        self.attention_end, self.mlp_end = (n and n.normalize(self.inputs(n)) for n in ends)
         angles = (angle.to(self.dtype).expand(len(self.hidden), -1, -1) for angle in seen.rotary)
         self.cos, self.sin = (angle[:, :, None, None] for angle in angles)
         self.query_norm, self.queries = self._rotated_heads(block.query, block.query_norm)
@@ -84,7 +95,7 @@ class BlockActivations:
         self.gate_slope, self.activated = (slope * self.outputs(block.up))[:, :, None], activated.detach()[:, :, None]
         """Slopes of activation(gate) ∘ up: by gate, and by up, which is activation(gate); [B, n, 1, MLP's width]."""
         self._factors: dict[tuple[str, bool], Tensor] = {}
-        self._probs = self._attend(*self.queries.shape[:2]) if keep_probs else None
+        self._kept = self._attend(*self.queries.shape[:2]) if keep_probs else None
 
     def settle(self, *, last: bool, keep_inputs: bool = False) -> None:
         """Make what is still needed of the pass, and let the rest go; last: of the blocks, where only keys and values
@@ -96,11 +107,15 @@ class BlockActivations:
         self._seen = Seen(inputs={name: self._seen.inputs[name] for name in kept}, mask=self._seen.mask)
         del self.hidden
         if last:
-            del self.mlp_norm, self.gate_slope, self.activated
+            del self.mlp_norm, self.gate_slope, self.activated, self.attention_end, self.mlp_end
 
-    def probs(self, batch: int, n: int) -> Float[Tensor, "b H n n"]:
-        """Attention's probabilities within the first n positions of the first sequences, as many as `batch` says."""
-        return self._attend(batch, n) if self._probs is None else self._probs[:batch, :, :n, :n]
+    def attention(self, batch: int, n: int) -> tuple[Float[Tensor, "b H n n"], Float[Tensor, "b H n n"] | None]:
+        """Attention's probabilities within the first n positions of the first sequences, as many as `batch` says, and
+        slopes of the capped scores by the scores; None: they are not capped."""
+        if self._kept is None:
+            return self._attend(batch, n)
+        probs, slopes = (values if values is None else values[:batch, :, :n, :n] for values in self._kept)
+        return probs, slopes
 
     def factor(self, matrix: Matrix, n: int) -> Float[Tensor, "B n r"]:
         """Lower triangular factor of the module's inputs at the first n positions, with ones for a bias."""
@@ -118,15 +133,18 @@ class BlockActivations:
         """What the module returned."""
         return self._seen.outputs[part.name].to(self.dtype)
 
-    def _attend(self, batch: int, n: int) -> Tensor:
+    def _attend(self, batch: int, n: int) -> tuple[Tensor, Tensor | None]:
         groups, keys = self.keys.shape[2], self.keys[:batch, :n].permute(0, 2, 3, 1)
         queries = self.queries[:batch, :n].unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
-        scores = self.block.scaling * (queries @ keys[:, :, None]).flatten(1, 2)
+        scores, slopes = self.block.scaling * (queries @ keys[:, :, None]).flatten(1, 2), None
+        if (cap := self.block.cap) is not None:
+            parts = (scores / cap).tanh_()
+            scores, slopes = cap * parts, 1 - parts.square()
         mask = self._seen.mask
         causal = torch.ones(n, n, dtype=torch.bool, device=scores.device).tril()
         mask = causal if mask is None else mask[:batch, :, :n, :n]
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        return scores.softmax(-1)
+        return scores.softmax(-1), slopes
 
     def _rotated_heads(self, matrix: Matrix, norm: Norm | None) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
         """(normalised input and inverse rms of the norm over each head, if there is one; [B, n, heads, c])."""

@@ -71,7 +71,7 @@ class BlockBackward:
     def _through_mlp(self, delta: Delta) -> Delta:
         """x + mlp(y), y = norm(x): gate and up of y; activation(gate) ∘ up; down."""
         block, a = self.block, self.a
-        hidden = self._linear(delta, block.down)
+        hidden = self._linear(self._end(delta, block.mlp_end, a.mlp_end), block.down)
         back = self._linear(hidden * self._first(a.activated), block.up)
         back = self._linear(hidden.mul_(self._first(a.gate_slope)), block.gate, into=back)
         return self._norm(back, block.mlp_norm, self._prefix(a.mlp_norm), residual=delta)
@@ -79,7 +79,8 @@ class BlockBackward:
     def _through_attention(self, delta: Delta) -> Delta:
         """x + output(softmax(q kᵀ) v), y = norm(x): q, k and v of y, queries and keys rotated."""
         block, a = self.block, self.a
-        heads = self._linear(delta, block.output).unflatten(3, (-1, block.head_dim))
+        heads = self._linear(self._end(delta, block.attention_end, a.attention_end), block.output)
+        heads = heads.unflatten(3, (-1, block.head_dim))
         q, k, v = attention_backward(heads, *self._attention(), scaling=block.scaling, multiply=self.multiply)
         q = self._unrotate(q, block.query_norm, a.query_norm, self._first)
         back = self._linear(q, block.query, into=self._through_keys_and_values(k, v))
@@ -99,6 +100,10 @@ class BlockBackward:
             delta = self._norm(delta, norm, (at(seen[0]), at(seen[1])))
         return delta.flatten(3)
 
+    def _end(self, delta: Delta, norm: Norm | None, seen: tuple[Tensor, Tensor] | None) -> Delta:
+        """Through the norm of what attention or MLP returns, where there is one."""
+        return delta if norm is None else self._norm(delta, norm, self._prefix(seen))
+
     def _linear(self, delta: Delta, matrix: Matrix, *, into: Tensor | None = None) -> Float[Tensor, "B n K inputs"]:
         self.squares[matrix.name] = linear_square_norms(delta, self._factor(matrix), multiply=self.multiply)
         if self.metric is not None:
@@ -117,9 +122,9 @@ class BlockBackward:
     def _factor(self, matrix: Matrix) -> Float[Tensor, "B n r"]:
         return self.a.factor(matrix, self.n)[: self.batch]
 
-    def _attention(self) -> list[Tensor]:
+    def _attention(self) -> list[Tensor | None]:
         a = self.a
-        return [a.probs(self.batch, self.n), *map(self._first, (a.attended, a.queries, a.keys, a.values))]
+        return [*a.attention(self.batch, self.n), *map(self._first, (a.attended, a.queries, a.keys, a.values))]
 
     def _prefix(self, seen: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return self._first(seen[0]), self._first(seen[1])

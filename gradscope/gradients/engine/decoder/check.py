@@ -26,7 +26,7 @@ def is_complete(block: DecoderBlock, seen: Seen) -> bool:
     if seen.hidden is None or seen.inputs.keys() != parts:
         return False
     (batch, n), mask = seen.hidden.shape[:2], seen.mask
-    heads = [seen.inputs[norm.name].shape[3:] for norm in (block.query_norm, block.key_norm) if norm is not None]
+    heads = [seen.inputs[norm.name].shape[3:] for norm in block.head_norms]
     rows = all(x.shape[:2] == (batch, n) for x in seen.inputs.values())
     if not rows or any(shape != (block.head_dim,) for shape in heads):
         return False
@@ -59,7 +59,9 @@ def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tens
     """(what the parts give, what the model computed); following: the next block's input."""
     block = a.block
     seen = [(block.attention_norm, a.attention_norm), (block.mlp_norm, a.mlp_norm)]
-    seen += [(norm, at) for norm, at in ((block.query_norm, a.query_norm), (block.key_norm, a.key_norm)) if norm]
+    some = (block.query_norm, a.query_norm), (block.key_norm, a.key_norm)
+    some += (block.attention_end, a.attention_end), (block.mlp_end, a.mlp_end)
+    seen += [(norm, at) for norm, at in some if norm]
     for norm, (normalized, _) in seen:
         yield normalized[:, :, 0] * norm.scale, a.outputs(norm)
     for matrix in (block.query, block.key, block.value):
@@ -67,12 +69,15 @@ def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tens
     for matrix in (block.gate, block.up):
         yield a.outputs(block.mlp_norm), a.inputs(matrix)
     batch, n, groups, _ = a.keys.shape
-    probs = a.probs(batch, n).unflatten(1, (groups, -1))
+    probs = a.attention(batch, n)[0].unflatten(1, (groups, -1))
     yield (probs @ a.values.transpose(1, 2)[:, :, None]).flatten(1, 2).transpose(1, 2), a.attended
-    yield a.hidden + a.outputs(block.output), a.inputs(block.mlp_norm)
+    for matrix, end in ((block.output, block.attention_end), (block.down, block.mlp_end)):
+        if end is not None:
+            yield a.outputs(matrix), a.inputs(end)
+    yield a.hidden + a.outputs(block.attention_end or block.output), a.inputs(block.mlp_norm)
     yield a.activated[:, :, 0] * a.outputs(block.up), a.inputs(block.down)
     if following is not None:
-        yield a.inputs(block.mlp_norm) + a.outputs(block.down), following
+        yield a.inputs(block.mlp_norm) + a.outputs(block.mlp_end or block.down), following
 
 
 def _are_close(ours: Tensor, theirs: Tensor, tolerance: float) -> Bool[Tensor, ""]:

@@ -13,6 +13,11 @@ from torch import Tensor, nn
 from gradscope.gradients.engine.ownership import Ownership
 from gradscope.policy import arithmetic_dtype
 
+PLAIN = ("input_layernorm", None, "post_attention_layernorm", None)
+SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+"""Names of the norms before and behind attention, before and behind the MLP, as most families and as Gemma 2 and 3 have
+them."""
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -42,7 +47,8 @@ class Matrix:
 class DecoderBlock:
     """x + attention(norm(x)), then y + mlp(norm(y)): rotary attention with grouped keys and a gated MLP.
 
-    down(activation(gate(·)) ∘ up(·)) is the MLP; queries and keys may be normalised before they are rotated.
+    down(activation(gate(·)) ∘ up(·)) is the MLP; queries and keys may be normalised before they are rotated, and what
+    attention and MLP return before it is added (Gemma 2 and 3).
     """
 
     name: str
@@ -55,14 +61,20 @@ class DecoderBlock:
     query_norm: Norm | None
     key_norm: Norm | None
     output: Matrix
+    attention_end: Norm | None
+    """Norm of what attention returns."""
     mlp_norm: Norm
     gate: Matrix
     up: Matrix
     down: Matrix
+    mlp_end: Norm | None
+    """Norm of what the MLP returns."""
     activation: Callable[[Tensor], Tensor]
     head_dim: int
     scaling: float
     """Factor of the attention scores."""
+    cap: float | None
+    """Bound of the scores, cap · tanh(score / cap); None: they have none."""
 
     @property
     def heads(self) -> int:
@@ -81,7 +93,13 @@ class DecoderBlock:
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        return tuple(n for n in (self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm) if n is not None)
+        ends = self.attention_end, self.mlp_end
+        return tuple(n for n in (self.attention_norm, self.mlp_norm, *self.head_norms, *ends) if n is not None)
+
+    @property
+    def head_norms(self) -> tuple[Norm, ...]:
+        """Of queries and of keys, where there are any."""
+        return tuple(n for n in (self.query_norm, self.key_norm) if n is not None)
 
 
 def find_decoder_blocks(model: nn.Module, blocks: nn.ModuleList, ownership: Ownership) -> list[DecoderBlock] | None:
@@ -113,9 +131,13 @@ def _find_parts(name: str, block: nn.Module, ownership: Ownership) -> DecoderBlo
 
     q, k, v, o = (matrix(attention, "self_attn", f"{role}_proj") for role in "qkvo")
     gate, up, down = (matrix(mlp, "mlp", f"{role}_proj") for role in ("gate", "up", "down"))
-    first, second = (_find_norm(block, name, role) for role in ("input_layernorm", "post_attention_layernorm"))
+    named = SANDWICH if hasattr(block, SANDWICH[2]) else PLAIN
+    norms = [None if role is None else _find_norm(block, name, role) for role in named]
+    if any(norm is None and role is not None for norm, role in zip(norms, named, strict=True)):
+        return None
+    first, attention_end, second, mlp_end = norms
     activation, width = getattr(mlp, "act_fn", None), getattr(attention, "head_dim", None)
-    if None in (q, k, v, o, gate, up, down, first, second) or not callable(activation) or not isinstance(width, int):
+    if None in (q, k, v, o, gate, up, down) or not callable(activation) or not isinstance(width, int):
         return None
     if not _fit(q.module, k.module, v.module, o.module, width):
         return None
@@ -124,8 +146,9 @@ def _find_parts(name: str, block: nn.Module, ownership: Ownership) -> DecoderBlo
     q_norm, k_norm = (_find_norm(attention, f"{name}.self_attn", role) for role in ("q_norm", "k_norm"))
     scaling = getattr(attention, "scaling", None)
     return DecoderBlock(
-        name, f"{name}.self_attn", first, q, k, v, q_norm, k_norm, o, second, gate, up, down, activation, width,
-        float(width**-0.5 if scaling is None else scaling),
+        name, f"{name}.self_attn", first, q, k, v, q_norm, k_norm, o, attention_end, second, gate, up, down, mlp_end,
+        activation, width, float(width**-0.5 if scaling is None else scaling),
+        getattr(attention, "attn_logit_softcapping", None),
     )  # fmt: skip
 
 

@@ -69,6 +69,7 @@ def rotary_backward(
 def attention_backward(
     delta: Float[Tensor, "B n K H c"],
     probs: Float[Tensor, "B H n n"],
+    slopes: Float[Tensor, "B H n n"] | None,
     attended: Float[Tensor, "B n H c"],
     queries: Float[Tensor, "B n H c"],
     keys: Float[Tensor, "B n G c"],
@@ -81,6 +82,7 @@ def attention_backward(
 
     ∂/∂v = Pᵀ δ,  S = scaling · P ∘ (δ vᵀ − δ·o),  ∂/∂q = S k,  ∂/∂k = Sᵀ q. Queries go in strips, each with the keys up
     to its own end: what is later has no probability. The last comes first, as its keys are all.
+    slopes: of capped scores, cap · tanh(score / cap), by the scores; they multiply S.
     """
     batch, n, tokens, heads, width = delta.shape
     groups = batch * keys.shape[2]
@@ -96,7 +98,8 @@ def attention_backward(
         # S = scaling · P ∘ (δ vᵀ − δ·o)
         inner = (d * o[:, :, :, None]).sum(-1, keepdim=True)
         s = multiply(d.view(groups, rows * tokens, width), v[:, :end].mT).view(batch, heads, count, tokens, end)
-        s = s.sub_(inner).mul_((scaling * p)[:, :, :, None])
+        factor = scaling * p if slopes is None else scaling * p * slopes[:, :, start:end, :end]
+        s = s.sub_(inner).mul_(factor[:, :, :, None])
         # ∂/∂q = S k
         back = multiply(s.view(groups, rows * tokens, end), k[:, :end]).view(batch, heads, count, tokens, width)
         back_q[:, start:end] = back.permute(0, 2, 3, 1, 4)
@@ -121,6 +124,7 @@ def attention_backward_at(
     delta: Float[Tensor, "B K H c"],
     positions: Int[Tensor, "B K"],
     probs: Float[Tensor, "B H n n"],
+    slopes: Float[Tensor, "B H n n"] | None,
     attended: Float[Tensor, "B n H c"],
     queries: Float[Tensor, "B n H c"],
     keys: Float[Tensor, "B n G c"],
@@ -135,9 +139,13 @@ def attention_backward_at(
     groups, sequence = keys.shape[2], torch.arange(len(delta), device=delta.device)[:, None]
     at = sequence, positions
     d, o, q = (t.unflatten(2, (groups, -1)).transpose(1, 2) for t in (delta, attended[at], queries[at]))
-    p = probs[sequence, :, positions].unflatten(2, (groups, -1)).transpose(1, 2)  # [B, G, K, share, n]
+    p, slope = (
+        t if t is None else t[sequence, :, positions].unflatten(2, (groups, -1)).transpose(1, 2)  # [B, G, K, share, n]
+        for t in (probs, slopes)
+    )
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
     inner = (d * o).sum(-1, keepdim=True)
     s = scaling * p * ((d.flatten(2, 3) @ v.mT).view(p.shape) - inner)
+    s = s if slope is None else s * slope
     back_q = (s.flatten(2, 3) @ k).view(d.shape).transpose(1, 2).flatten(2, 3)
     return back_q, (s.mT @ q).permute(0, 3, 2, 1, 4), (p.mT @ d).permute(0, 3, 2, 1, 4)
