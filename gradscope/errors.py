@@ -36,7 +36,7 @@ class InputError(ValueError):
 
 
 LESS_MEMORY = "try a smaller --chunk-memory, --micro-batch-size, --batch-size or --dtype, or --no-figures"
-"""Advice after a command that found no room."""
+"""Advice where memory ran out, or may have."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,4 +1,5 @@
-"""A GPU's queue is waited for once a step of decoding, once a chunk of tokens, and never once a parameter."""
+"""A GPU's queue is waited for once a step of decoding, at most once a chunk of tokens where all parameters have rules,
+and never once a parameter."""
 
 from __future__ import annotations
 

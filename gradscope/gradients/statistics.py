@@ -75,15 +75,18 @@ def find_statistics(
         found, start = {}, 0
         for row in mine:
             for name, values in _response_columns(meter, batch, row, loss).items():
-                # Straight into one tensor a column: those of single responses take three times as much memory.
+                # Straight into one tensor a column: thousands of small ones took three times as much memory.
                 whole = found.setdefault(name, values.new_empty(int(sizes[processes.rank :: processes.count].sum())))
                 whole[start : start + len(values)] = values
             start += int(sizes[row])
-    process = torch.arange(len(batch)).repeat_interleave(sizes) % processes.count
-    columns = {name: values.new_empty(len(process)) for name, values in found.items()}
-    for rank, share in enumerate(processes.gather([found])):
-        for name, values in share.items():
-            columns[name][process == rank] = values
+    columns, shares = found, processes.gather([found])
+    if len(shares) > 1:
+        process = torch.arange(len(batch)).repeat_interleave(sizes) % len(shares)
+        columns = {name: values.new_empty(len(process)) for name, values in shares[0].items()}
+        for rank, share in enumerate(shares):  # empty where there are fewer responses than processes
+            own = process == rank
+            for name, values in share.items():
+                columns[name][own] = values
     for name in ("old_logprob", "sampler_logprob"):
         if name in columns:
             own, logged = (columns[which].split(sizes.tolist()) for which in ("logprob", name))

@@ -43,7 +43,13 @@ from .parameters import (
     is_subset as is_subset,
     model_bytes as model_bytes,
 )
-from .policy import Policy as Policy, check_prompt as check_prompt, find_blocks as find_blocks, takes as takes
+from .policy import (
+    Policy as Policy,
+    check_prompt as check_prompt,
+    find_blocks as find_blocks,
+    find_context as find_context,
+    takes as takes,
+)
 from .rewind import rewound as rewound
 from .upcasting import (
     UPCAST as UPCAST,

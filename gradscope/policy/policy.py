@@ -67,12 +67,7 @@ class Policy:
     @cached_property
     def context(self) -> int | None:
         """Longest sequence (prompt + response) the positions allow; None: no limit is known."""
-        places = getattr(self.config, "max_position_embeddings", None)
-        words = self.model.get_input_embeddings()
-        tables = [m for m in self.model.modules() if isinstance(m, nn.Embedding) and m is not words]
-        # RoBERTa and its like count positions from behind the padding's.
-        lost = [m.padding_idx + 1 for m in tables if m.num_embeddings == places and m.padding_idx is not None]
-        return places and places - max(lost, default=0)
+        return find_context(self.model)
 
     def encode_prompt(self, prompt: str | list[dict[str, str]]) -> list[int]:
         """Ids of a prompt: a string with special tokens; a chat through the template, its last assistant turn open."""
@@ -181,6 +176,18 @@ def find_blocks(model: nn.Module, name: str | None = None) -> str:
             f"({', '.join(found) or 'no ModuleList'}); name the right one with --blocks"
         )
     return found[0]
+
+
+def find_context(model: PreTrainedModel) -> int | None:
+    """Longest sequence that a model's positions allow; None: no limit is known."""
+    places, words = (
+        getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        model.get_input_embeddings(),
+    )
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
+    # RoBERTa and its kin number positions from padding_idx + 1 on.
+    lost = [m.padding_idx + 1 for m in tables if m.num_embeddings == places and m.padding_idx is not None]
+    return places and places - max(lost, default=0)
 
 
 def takes(model: nn.Module, argument: str) -> bool:

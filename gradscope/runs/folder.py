@@ -42,10 +42,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MANIFEST, KEY, PARTIAL, LOCK = "manifest.json", "key.json", ".partial", "lock"
-LOCKED = (errno.EACCES, errno.EPERM, errno.EROFS)
-UNWRITABLE = (*LOCKED, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
+LOCKED = (errno.EACCES, errno.EPERM)
+"""errno values where rights are missing."""
+UNWRITABLE = (*LOCKED, errno.EROFS, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
 """errno values after which the user has to name another folder; others (a full disk, …) are not the user's fault."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""errno values where there is no room."""
 LIBRARIES = ("torch", "transformers", "numpy", "pandas", "matplotlib", "seaborn", "scipy", "accelerate", "peft", "vllm")
 
 
@@ -232,13 +234,13 @@ class RunFolder:
 
 
 def refusal(error: OSError, path: str | Path, go_on: str) -> OSError | InputError:
-    """What the system refuses to write, in words that say what to do; as an InputError, where rights are missing."""
+    """What the system refuses to write, with what to do; as an InputError where another folder would do."""
     why = error.strerror or error
     if error.errno in UNWRITABLE:
-        mend = "give it back its rights" if error.errno in LOCKED else "put it back in order"
-        return InputError(f"{path} cannot be written ({why}); {mend} and {go_on}, or give another --out")
-    mend = "make room there" if error.errno in FULL else "see to the disk"
-    return OSError(f"{path} could not be written ({why}); {mend} and {go_on}")
+        mend = f"give it back its rights and {go_on}, or " if error.errno in LOCKED else ""
+        return InputError(f"{path} cannot be written ({why}); {mend}give another --out")
+    mend = "make room there and " if error.errno in FULL else ""
+    return OSError(f"{path} could not be written ({why}); {mend}{go_on}")
 
 
 def check_is_folder(path: Path) -> None:

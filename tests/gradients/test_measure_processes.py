@@ -131,3 +131,16 @@ def test_launches_that_cannot_be_joined_are_refused(device, environment, words, 
     monkeypatch.setattr("gradscope.policy.launch.find_device", lambda device: device)
     with pytest.raises(InputError, match=words):
         join_launch(device)
+
+
+def test_more_processes_than_responses_write_the_table_of_one(job, tmp_path, capsys):
+    model, rollouts = job
+    one = tmp_path / "one.jsonl"
+    one.write_text(rollouts.read_text().splitlines()[0] + "\n")
+    arguments = ("measure", model, one, "--device", "cpu", "--no-figures", "--out")
+    cli.main([*map(str, arguments), str(tmp_path / "alone")])
+    ended = launch("-m", "gradscope", *arguments, tmp_path / "two")
+    assert [process.status for process in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    found, expected = (pd.read_parquet(tmp_path / name / "tokens.parquet") for name in ("two", "alone"))
+    pd.testing.assert_frame_equal(found, expected, check_exact=True)
+    capsys.readouterr()

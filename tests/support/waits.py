@@ -1,7 +1,8 @@
 """Where a GPU's queue would be waited for, counted on the CPU.
 
 A model's weights, and all that is made from them or on their device, are taken to lie on a device of their own, which
-says that it is `cpu:0`. What the host reads of it, or copies from it, waits; copies to it are not counted.
+says that it is `cpu:0`. What the host reads of it waits, and what gradscope copies from it by `.cpu()` and `.to()`;
+copies to it, and into a tensor of the host, are not counted.
 """
 
 from __future__ import annotations
@@ -100,6 +101,9 @@ def _goal(*given: Any) -> torch.device | None:
 def counting_waits(model: nn.Module) -> Iterator[Counter[str]]:
     """Waits by kind. What asks for the model's device must be made inside, where it is `cpu:0`."""
     counts: Counter[str] = Counter()
-    _place([*chain(model.parameters(), model.buffers())], DEVICE)
-    with _Operations(counts), _Functions(counts):
-        yield counts
+    own = _place([*chain(model.parameters(), model.buffers())], DEVICE)
+    try:
+        with _Operations(counts), _Functions(counts):
+            yield counts
+    finally:
+        _place(own, HOST)

@@ -157,7 +157,7 @@ def group_responses(
     limits = find_limits(shape, rules=rules, rows=rows, memory=memory, device=device)
 
     def most(length: int) -> int:
-        kept = _seen_bytes(shape, rules, length) + probs_bytes(shape.layers * shape.heads, length)
+        kept = _seen_bytes(shape, rules, length) + probs_bytes(shape.layers * shape.scores * shape.heads, length)
         return most_sequences(length, kept, rows=limits.rows, logits=logit_rows(shape.vocab, memory), memory=memory)
 
     lengths, reaches = [response.prefixes for response in responses], [response.reach for response in responses]
@@ -247,7 +247,7 @@ def _chunk(shape: ModelShape, n: int, *, rules: bool) -> Number:
 def _keeps_probs(shape: ModelShape, group: Sequence[Response], memory: int) -> bool:
     """Whether attention's probabilities stay from one chunk to the next, as `DecoderBody.keeps_probs` has it."""
     longest = max(response.reach for response in group)
-    return len(group) * probs_bytes(shape.layers * shape.heads, longest) <= memory
+    return len(group) * probs_bytes(shape.layers * shape.scores * shape.heads, longest) <= memory
 
 
 def measure_bytes(
@@ -290,7 +290,7 @@ def _seen_bytes(shape: ModelShape, rules: bool, length: int) -> Number:
     """What a forward pass leaves of one response: inputs of linear layers and, for the rules, their outputs."""
     if not rules:
         return 4 * shape.layers * length * (3 * shape.hidden + shape.query_width + shape.mlp_width)
-    return shape.layers * seen_bytes(*_widths(shape), length)
+    return shape.layers * seen_bytes(*_widths(shape), length, norms=shape.norms)
 
 
 def _kept_bytes(shape: ModelShape, rules: bool, length: int, *, keeps_probs: bool) -> Number:
@@ -299,8 +299,8 @@ def _kept_bytes(shape: ModelShape, rules: bool, length: int, *, keeps_probs: boo
         factors = sum(min(length, inside) for inside in (shape.hidden, *(d for _, d in _linear_layers(shape))))
         return _seen_bytes(shape, rules, length) + 4 * shape.layers * length * factors
     # One block's are made and, while they are, its scores.
-    probs = probs_bytes((shape.layers if keeps_probs else 2) * shape.heads, length)
-    return shape.layers * kept_bytes(*_widths(shape), length) + probs
+    probs = probs_bytes((shape.layers if keeps_probs else 2) * shape.scores * shape.heads, length)
+    return shape.layers * kept_bytes(*_widths(shape), length, norms=shape.norms) + probs
 
 
 def _widths(shape: ModelShape) -> tuple[Number, Number, Number, Number]:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from gradscope.policy import find_blocks
+from gradscope.gradients.engine.decoder.parts import SANDWICH
+from gradscope.policy import find_blocks, find_context
 
 Number = int | float
 Dtype = Literal["float32", "bfloat16"]
@@ -52,6 +53,10 @@ class ModelShape:
     """Rows plus columns of the blocks' linear layers, summed: the parameters of adapters of rank 1."""
     capped: bool
     """Whether logits are the head's product through a soft cap."""
+    scores: int
+    """Tensors of all scores that a block's backward pass by rules takes: probabilities, and a soft cap's slopes."""
+    norms: int
+    """Norms of the residual stream's width in a block."""
 
     @classmethod
     def from_config(cls, config: Any) -> ModelShape:
@@ -76,7 +81,7 @@ class ModelShape:
             kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
             vocab=text.vocab_size,
-            context=getattr(text, "max_position_embeddings", None),
+            context=find_context(model),
             embedding=embedding.numel(),
             blocks=blocks,
             head=own_head,
@@ -85,6 +90,8 @@ class ModelShape:
             active=sum(p.numel() for p in flat) + sum(p[0].numel() * (visited or len(p)) for p in experts),
             sides=sum(sum(p.shape) for p in flat),
             capped=bool(getattr(text, "final_logit_softcapping", None)),
+            scores=1 if getattr(text, "attn_logit_softcapping", None) is None else 2,
+            norms=4 if hasattr(model.get_submodule(find_blocks(model))[0], SANDWICH[2]) else 2,
         )
 
     @property

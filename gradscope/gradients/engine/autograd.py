@@ -122,7 +122,7 @@ class GraphBody:
         """The body's forward pass."""
         body = self.model.base_model
         with Recorder(self.model, self.blocks, self.ownership, self.split_point, "body") as recorder:
-            # Without a mask, transformers asks a device whether the sequence is several, and padded.
+            # Without a mask, transformers reads from the device whether several sequences are packed into one.
             masked = {"attention_mask": torch.ones_like(ids)[None]} if takes(body, "attention_mask") else {}
             body(input_ids=ids[None], use_cache=False, **masked)
         return recorder

@@ -99,10 +99,11 @@ def embedding_square_norms(
     """
     batch, tokens = len(ids), delta.shape[2]
     entries = ids * batch + torch.arange(batch, device=ids.device)[:, None]
-    # Not unique(), whose number of rows a GPU would have to be waited for: as many rows as ids, the last ones of zeros.
+    # Not unique(): its number of rows would be read back from a GPU. As many rows as ids; spare ones are zero.
     ascending, order = entries.flatten().sort()
     run = (ascending.diff(prepend=ascending[:1]) != 0).cumsum(0)
-    row, distinct = torch.empty_like(run).index_copy(0, order, run), torch.zeros_like(run).index_copy(0, run, ascending)
+    row = torch.empty_like(run).index_copy(0, order, run)
+    distinct = ascending[-1:].expand_as(run).index_copy(0, run, ascending)
     sums = delta.new_zeros(len(row), *delta.shape[2:]).index_add_(0, row, delta.flatten(0, 1))
     if scale is not None:
         sums *= scale[distinct // batch][:, None].to(sums)

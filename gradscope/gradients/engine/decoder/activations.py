@@ -70,7 +70,8 @@ class BlockActivations:
 
     Tensors are [B, n, …] over the whole sequences, with an axis [B, n, 1, …] for tokens where they meet what flows
     back; float32, or float64 of such a policy.
-    keep_probs: hold attention's probabilities, B · H · n² numbers, instead of making them for every chunk of tokens.
+    keep_probs: hold attention's probabilities, B · H · n² numbers (of capped scores twice as many), instead of making
+    them for every chunk of tokens.
     """
 
     def __init__(self, block: DecoderBlock, seen: Seen, *, keep_probs: bool) -> None:

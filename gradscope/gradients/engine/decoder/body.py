@@ -67,25 +67,29 @@ def row_bytes(hidden: int, mlp: int | float, heads: int, *, strip: int = WIDEST)
 
 
 def probs_bytes(heads: int, length: int) -> int:
-    """Bytes of attention's probabilities within a sequence; heads: of all blocks together."""
+    """Bytes of attention's probabilities within a sequence; heads: of all blocks together, capped ones twice."""
     return 4 * heads * length**2
 
 
-def seen_bytes(hidden: int, query: int | float, key: int | float, mlp: int | float, length: int) -> int | float:
+def seen_bytes(
+    hidden: int, query: int | float, key: int | float, mlp: int | float, length: int, *, norms: int
+) -> int | float:
     """What the forward pass leaves of a sequence in a block: inputs and outputs of its modules.
 
-    query, key: widths of all queries, of all keys.
+    query, key: widths of all queries, of all keys. norms: of width `hidden`.
     """
-    return 4 * length * (6 * hidden + 2 * query + 2 * key + 3 * mlp)
+    return 4 * length * ((4 + norms) * hidden + 2 * query + 2 * key + 3 * mlp)
 
 
-def kept_bytes(hidden: int, query: int | float, key: int | float, mlp: int | float, length: int) -> int | float:
+def kept_bytes(
+    hidden: int, query: int | float, key: int | float, mlp: int | float, length: int, *, norms: int
+) -> int | float:
     """What of it is kept for the way back: activations as the rules need them, and factors.
 
     Attention's probabilities are not in it.
     """
     factors = sum(min(length, inside) for inside in (hidden, hidden, query, mlp))
-    return 4 * length * (2 * (hidden + query + key + mlp) + factors)
+    return 4 * length * (norms * hidden + 2 * (query + key + mlp) + factors)
 
 
 def most_sequences(length: int, kept: int | float, *, rows: int, logits: int, memory: int) -> int:
@@ -169,13 +173,18 @@ class DecoderBody:
         mlp = max(block.down.module.in_features for block in self.blocks)
         return row_bytes(hidden, mlp, max(block.heads for block in self.blocks))
 
+    @property
+    def _heads(self) -> int:
+        """Of all blocks, as `probs_bytes` counts them."""
+        return sum(block.heads * (1 if block.cap is None else 2) for block in self.blocks)
+
     def keeps_probs(self, batch: int, length: int) -> bool:
-        return batch * probs_bytes(sum(block.heads for block in self.blocks), length) <= self.memory
+        return batch * probs_bytes(self._heads, length) <= self.memory
 
     def most_sequences(self, length: int, *, rows: int, logits: int) -> int:
         """How many sequences of this length fit; see the function of this name."""
-        kept = len(self.blocks) * seen_bytes(*self._widths, length)
-        kept += probs_bytes(sum(block.heads for block in self.blocks), length)
+        norms = len(self.blocks[0].norms) - len(self.blocks[0].head_norms)
+        kept = len(self.blocks) * seen_bytes(*self._widths, length, norms=norms) + probs_bytes(self._heads, length)
         return most_sequences(length, kept, rows=rows, logits=logits, memory=self.memory)
 
 

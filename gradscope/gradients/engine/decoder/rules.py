@@ -82,7 +82,7 @@ def attention_backward(
 
     ∂/∂v = Pᵀ δ,  S = scaling · P ∘ (δ vᵀ − δ·o),  ∂/∂q = S k,  ∂/∂k = Sᵀ q. Queries go in strips, each with the keys up
     to its own end: what is later has no probability. The last comes first, as its keys are all.
-    slopes: of capped scores, cap · tanh(score / cap), by the scores; they multiply S.
+    slopes: derivatives of capped scores, cap · tanh(score / cap), by the scores; they multiply S.
     """
     batch, n, tokens, heads, width = delta.shape
     groups = batch * keys.shape[2]
