@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.decoders import COMMON, LATE, attend_eagerly, windowed
+from support.decoders import COMMON, LATE, SANDWICHED, attend_eagerly, windowed
 from support.exact import FLOAT32, TRUE_FLOAT64, assert_same, cached_policy, random_ids
 from support.oracle import (
     TrueFloat64,
@@ -44,7 +44,7 @@ def text(length: int = 28) -> tuple[Tensor, Tensor]:
 
 
 # sdpa ignores Gemma 2's soft cap.
-KINDS = [(n, a) for n in (*COMMON, *RULED) for a in ("eager", "sdpa") if (n, a) != ("gemma2", "sdpa")]
+KINDS = [(n, a) for n in (*COMMON, *SANDWICHED, *RULED) for a in ("eager", "sdpa") if (n, a) != ("gemma2", "sdpa")]
 
 
 @pytest.mark.parametrize("name, attention", KINDS)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.decoders import COMMON
+from support.decoders import COMMON, SANDWICHED
 from support.policies import (
     CAUSAL,
     RULED,
@@ -55,7 +55,7 @@ MISTAKEN = {"granite_embedding", "granite_residual", "smollm3_without_angles", "
 
 @pytest.mark.parametrize("name", [*CAUSAL, *RULED, *UNRULED])
 def test_the_blocks_that_the_engine_has_rules_for_are_known_without_weights(name):
-    ruled = {*COMMON, *RULED}
+    ruled = {*COMMON, *SANDWICHED, *RULED}
     assert follows_rules(make_policy(name)) == (name in ruled | MISTAKEN)
 
 

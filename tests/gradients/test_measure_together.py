@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from support.decoders import COMMON, LATE, attend_eagerly, windowed
+from support.decoders import COMMON, LATE, SANDWICHED, attend_eagerly, windowed
 from support.exact import FLOAT32, TRUE_FLOAT64, cached_policy, random_ids
 from support.oracle import TrueFloat64, Truth, as_policy, brute_force, largest_error
 from support.policies import HIDDEN, LAYERS, RULED, make_batch, make_model, make_policy
@@ -81,7 +81,7 @@ def errors(
     return out
 
 
-@pytest.mark.parametrize("name, case", [*product(COMMON, TOGETHER), *product(RULED, ["unlike"])])
+@pytest.mark.parametrize("name, case", [*product(COMMON, TOGETHER), *product((*SANDWICHED, *RULED), ["unlike"])])
 def test_every_sequence_is_exact_whatever_is_beside_it(name, case):
     truths = find_truths(cached_policy(name), TOGETHER[case])
     # One chunk for many tokens of all; one token of each; logits in several passes, probabilities not kept.

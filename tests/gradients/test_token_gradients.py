@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 from support import handmade
-from support.decoders import COMMON
+from support.decoders import COMMON, SANDWICHED
 from support.exact import FLOAT32, TRUE_FLOAT64, assert_same, cached_policy, random_ids
 from support.oracle import TrueFloat64, Truth, as_policy, brute_force, in_float64, largest_error, measure_all, sequences
 from support.policies import CAUSAL, VOCAB, make_batch, make_policy, pad_both_sides
@@ -21,7 +21,7 @@ from gradscope.rollouts import TokenBatch
 
 CASTS = 1e-5
 """transformers computes norms, softmax and rotations in float32 even in a float64 model: 6e-8 each, some dozens."""
-PATHS = [*((name, True) for name in CAUSAL), *((name, False) for name in COMMON)]
+PATHS = [*((name, True) for name in CAUSAL), *((name, False) for name in (*COMMON, *SANDWICHED))]
 """(name, rules): the decoders that backward rules know go along their graph too."""
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-COMMON = ("qwen2", "qwen3", "llama", "gemma2", "gemma3")
+COMMON = ("qwen2", "qwen3", "llama")
+SANDWICHED = ("gemma2", "gemma3")
+"""With norms behind attention and MLP; gemma2 with capped scores."""
 
 
 LATE = 18
