@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 import tyro
+from pyarrow import parquet
 from tqdm import tqdm
 
 from gradscope.cli.flags import (
@@ -36,7 +37,10 @@ from gradscope.gradients import (
     ADAMW,
     BUDGET,
     EACH_PROMPT,
+    PARAMETERS,
     PILOT,
+    PROBABILITY,
+    SUMS,
     MeasurePlan,
     MeasureSettings,
     Round,
@@ -45,7 +49,6 @@ from gradscope.gradients import (
     TableMeasurement,
     describe_seconds,
     interval_norms,
-    join_responses,
     join_rounds,
     measure_rounds,
     plan_batch_sums,
@@ -64,10 +67,13 @@ from gradscope.policy import (
     read_adamw_state,
 )
 from gradscope.rollouts import Dump, TokenBatch, keep_own_step
-from gradscope.runs import RunFolder, file_hash, write_parquet, write_text
+from gradscope.runs import RunFolder, file_hash, write_parquet_parts, write_text
 
 SUMMARY, THEORY = "figures/summary.txt", "figures/theory.txt"
 """Where in its folder a run keeps the summary that it prints, and what --theory adds."""
+ERRORS = tuple(f"{name}_se" for name in SUMS)
+TOLD = ("response", "group", "interval", "weight", "log_one_minus_prob", PROBABILITY, PARAMETERS, *SUMS, *ERRORS)
+"""Columns on which the manifest and interval_norms.csv rest."""
 
 
 def describe_speedup(speedup: float) -> str:
@@ -282,8 +288,10 @@ class Measure(MeasuredPolicyFlags):
                     self._measure_share(measurement, folder, processes.gather(left))
             if not processes.is_main:
                 return
-            table = join_rounds(measurement, rounds) if rounds else join_responses(folder.read_parts(count))
-            write_parquet(folder.staged / TABLE, table)
+            parts = join_rounds(measurement, rounds) if rounds else folder.read_parts(count)
+            write_parquet_parts(folder.staged / TABLE, parts)
+            known = parquet.read_schema(folder.staged / TABLE).names
+            table = pd.read_parquet(folder.staged / TABLE, columns=[name for name in TOLD if name in known])
             if measurement.estimate_plan is not None:
                 write_text(folder.staged / "interval_norms.csv", interval_norms(table).to_csv(index=False))
             sample = self._describe_sample(measurement, table, rounds, watch)
@@ -469,7 +477,7 @@ class MeasureOwn(Measure):
 
 def describe_norms(measurement: TableMeasurement, table: pd.DataFrame) -> dict[str, Any]:
     """What the manifest says of the norms: how many tokens have one, and whether it is exact or estimated."""
-    known = int(table["param_grad_norm"].notna().sum())
+    known = int(table[PARAMETERS].notna().sum())
     if measurement.estimate_plan is None:
         return {"norms": "exact", "tokens_measured": known}
     plan = asdict(measurement.estimate_plan)

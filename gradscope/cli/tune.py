@@ -234,7 +234,7 @@ class Tune(PolicyFlags):
                 progress = sys.stderr.isatty()
                 part = tune_batch(policy, batches[index], actual=self._takes(index), progress=progress, **how)
                 folder.write_part(index, part)
-            return folder.read_parts(len(batches))
+            return list(folder.read_parts(len(batches)))
         with ProcessPoolExecutor(self.jobs, worker_context(), _use_one_thread) as pool:
             jobs = {}
             try:
@@ -252,7 +252,7 @@ class Tune(PolicyFlags):
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        return folder.read_parts(len(batches))
+        return list(folder.read_parts(len(batches)))
 
     def _takes(self, index: int) -> bool:
         """Whether the steps on this batch are also taken."""

@@ -39,6 +39,7 @@ from .rounds import (
     measure_rounds as measure_rounds,
 )
 from .sample import (
+    PROBABILITY as PROBABILITY,
     sampling_probabilities as sampling_probabilities,
     sampling_weights as sampling_weights,
     stands_for as stands_for,

@@ -73,7 +73,7 @@ class GrowingMeasurement(Protocol):
 
     def cost_of_more(self, previous: int, each: int) -> float: ...
 
-    def tabulate(self, norms: pd.DataFrame, each: int) -> pd.DataFrame: ...
+    def tabulate(self, norms: pd.DataFrame, each: int) -> Iterator[pd.DataFrame]: ...
 
 
 def measure_rounds(
@@ -105,8 +105,8 @@ def measure_rounds(
         yield rounds[-1]
 
 
-def join_rounds(measurement: GrowingMeasurement, rounds: Sequence[Round]) -> pd.DataFrame:
-    """The table of all rounds."""
+def join_rounds(measurement: GrowingMeasurement, rounds: Sequence[Round]) -> Iterator[pd.DataFrame]:
+    """The table of all rounds, response by response."""
     return measurement.tabulate(pd.concat([done.norms for done in rounds]), rounds[-1].each)
 
 

@@ -7,7 +7,7 @@ the table of all responses' columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
@@ -39,7 +39,7 @@ from gradscope.gradients.estimate_plan import EstimatePlan, check_estimates, pla
 from gradscope.gradients.estimates import estimate_response
 from gradscope.gradients.hooks import measuring
 from gradscope.gradients.rounds import Stopwatch, join_rounds, measure_rounds
-from gradscope.gradients.sample import COLUMN, TokenSample, token_sizes
+from gradscope.gradients.sample import PROBABILITY, TokenSample, token_sizes
 from gradscope.gradients.selection import cut_sequences, select
 from gradscope.gradients.settings import (
     MeasureSettings,
@@ -172,13 +172,16 @@ class TableMeasurement:
         """What the tokens of `measure_more` cost, in all processes: positions × tokens that a backward pass carries."""
         return self.statistics.backward_cost(self.sample.take(each) & ~self.sample.take(previous))
 
-    def tabulate(self, norms: pd.DataFrame, each: int) -> pd.DataFrame:
-        """The whole table of a sample of `each` per interval; norms: what `measure_more` gave, of all processes."""
+    def tabulate(self, norms: pd.DataFrame, each: int) -> Iterator[pd.DataFrame]:
+        """The table of a sample of `each` per interval, response by response; norms: of `measure_more`, by place."""
         self._select(np.zeros(self.num_tokens, dtype=bool))
         self._probabilities = self._sampling_probabilities(each)
-        table = join_responses([self.measure_responses([row])[0] for row in range(len(self.batch))])
-        table.loc[norms.index, norms.columns] = norms
-        return table
+        norms = norms.sort_index()
+        for row in range(len(self.batch)):
+            (frame,), mine = self.measure_responses([row]), self.statistics.span(row)
+            own = norms.loc[mine.start : mine.stop - 1]
+            frame.loc[own.index - mine.start, own.columns] = own.to_numpy()
+            yield frame
 
     def _make_meter(self) -> TokenGradientMeter:
         """The engine, which learns the model's structure from the longest sequence."""
@@ -246,7 +249,7 @@ class TableMeasurement:
         columns = identify_tokens(self.policy, self.batch.select([row]), row) | known
         columns["interval"] = self.statistics.intervals[mine]
         if self._probabilities is not None:
-            columns[COLUMN] = self._probabilities[mine].astype(np.float32)
+            columns[PROBABILITY] = self._probabilities[mine].astype(np.float32)
         modules = self.meter.module_names if self.settings.per_module else ()
         columns |= {LOGITS: logit_grad_norm} | gradient_columns(gradients, modules)
         if self.estimate_plan is not None:
@@ -330,18 +333,19 @@ def measure(
     )
     if measurement.settings.minutes is not None:
         with measurement:
-            return join_rounds(measurement, list(measure_rounds(measurement, watch, progress=progress)))
+            rounds = list(measure_rounds(measurement, watch, progress=progress))
+            return join_responses(join_rounds(measurement, rounds))
     with measurement, tqdm(total=batch.num_tokens, desc="measuring", unit="token", disable=not progress or None) as bar:
         frames: dict[int, pd.DataFrame] = {}
         for group in measurement.groups:
             frames |= zip(group, measurement.measure_responses(group), strict=True)
             bar.update(sum(len(frames[row]) for row in group))
-    return join_responses([frames[row] for row in range(len(batch))])
+    return join_responses(frames[row] for row in range(len(batch)))
 
 
-def join_responses(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
+def join_responses(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
     """The token table from its responses' parts, in their order."""
-    return pd.concat([frame for frame in frames if len(frame)], ignore_index=True)
+    return pd.concat(filter(len, frames), ignore_index=True)
 
 
 def _check_tokens(tokens: Tensor | None, settings: MeasureSettings, count: int) -> None:

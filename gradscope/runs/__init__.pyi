@@ -6,11 +6,13 @@ from .ending import (
     noting_interruption as noting_interruption,
 )
 from .files import (
+    ROW_GROUP as ROW_GROUP,
     file_hash as file_hash,
     plain_json as plain_json,
     replacing as replacing,
     write_json as write_json,
     write_parquet as write_parquet,
+    write_parquet_parts as write_parquet_parts,
     write_text as write_text,
 )
 from .folder import (

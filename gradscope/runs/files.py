@@ -7,13 +7,17 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
+
+ROW_GROUP = 2**16
+"""Rows of a table that are held as it is written in parts."""
 
 
 @contextmanager
@@ -56,6 +60,30 @@ def write_parquet(path: Path, frame: pd.DataFrame) -> None:
     """Write a table without its index, whole or not at all."""
     with replacing(path) as partial:
         frame.to_parquet(partial, index=False)
+
+
+def write_parquet_parts(path: Path, frames: Iterable[pd.DataFrame]) -> None:
+    """Write the table that all frames make, in their order, whole or not at all; some ROW_GROUP rows are held.
+
+    The frames have the same columns, of the same types; one without rows may have none.
+    """
+    import pandas as pd
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetWriter
+
+    written = 0
+
+    def row_group(frame: pd.DataFrame) -> int:
+        nonlocal written
+        written += len(frame)
+        return written // ROW_GROUP
+
+    with replacing(path) as partial, partial.open("wb") as handle, ExitStack() as stack:
+        writer = None
+        for _, held in groupby(filter(len, frames), row_group):
+            table = pa.Table.from_pandas(pd.concat(held), preserve_index=False)
+            writer = writer or stack.enter_context(ParquetWriter(handle, table.schema))
+            writer.write_table(table)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

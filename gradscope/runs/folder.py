@@ -176,8 +176,8 @@ class RunFolder:
             raise EOFError(f"{self.part(index)} is empty")  # to gzip, that is a whole file of nothing
         return gzip.decompress(content)
 
-    def read_parts(self, count: int) -> list[pd.DataFrame]:
-        return [self.read_part(index) for index in range(count)]
+    def read_parts(self, count: int) -> Iterator[pd.DataFrame]:
+        return map(self.read_part, range(count))
 
     def publish(self, manifest: dict[str, Any]) -> None:
         """Put what is staged in the place of what an earlier run wrote, the manifest last; drop the rest of `.partial`.

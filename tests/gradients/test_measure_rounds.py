@@ -1,6 +1,7 @@
 """A table within minutes, by a clock that the test turns: time is kept, samples grow, and a stopped run goes on."""
 
 import json
+from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
@@ -16,11 +17,12 @@ from gradscope.gradients import (
     Round,
     Stopwatch,
     TableMeasurement,
+    join_responses,
     join_rounds,
     measure_rounds,
     settle_minutes,
 )
-from gradscope.gradients.sample import COLUMN, TokenSample
+from gradscope.gradients.sample import PROBABILITY, TokenSample
 from gradscope.gradients.settings import LARGE, MINUTES, check_settings
 from gradscope.runs import ALONE, RunFolder
 
@@ -60,8 +62,8 @@ class Pretended:
         new = self.sample.take(each) & ~self.sample.take(previous)
         return pd.DataFrame({"param_grad_norm": 1.0}, index=np.flatnonzero(new))
 
-    def tabulate(self, norms: pd.DataFrame, each: int) -> pd.DataFrame:
-        return norms.assign(each=each)
+    def tabulate(self, norms: pd.DataFrame, each: int) -> Iterator[pd.DataFrame]:
+        yield norms.assign(each=each)
 
 
 def run_pretended(minutes: float, *, preparing: float = 30.0, finished=(), **speed: float) -> tuple[list[Round], float]:
@@ -120,11 +122,11 @@ def test_the_table_of_rounds_is_that_of_a_sample_of_as_many(policy):
         rounds = []
         for previous, each in ((0, 1), (1, 3)):
             rounds.append(Round(each, 1.0, measurement.measure_more(previous, each)))
-        table = join_rounds(measurement, rounds)
+        table = join_responses(join_rounds(measurement, rounds))
         assert measurement.cost_of_more(0, 3) > measurement.cost_of_more(1, 3) > 0
     expected = measure(policy, batch, tokens_per_interval=3, seed=1, self_check=False, per_module=True)
     pd.testing.assert_frame_equal(table, expected, rtol=1e-5)
-    assert (table[COLUMN] < 1).any()
+    assert (table[PROBABILITY] < 1).any()
 
 
 def test_minutes_enough_for_all_give_the_table_of_all_and_none_those_of_the_first_round(policy):

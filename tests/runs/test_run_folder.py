@@ -12,15 +12,18 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from pyarrow.parquet import ParquetFile
 
 from gradscope.errors import InputError
 from gradscope.runs import (
+    ROW_GROUP,
     RunFolder,
     check_writable,
     folder as run_folder,
     replacing,
     write_json,
     write_parquet,
+    write_parquet_parts,
     write_text,
 )
 
@@ -84,7 +87,7 @@ def test_an_unfinished_run_of_the_same_key_keeps_its_parts_and_drops_what_was_st
     again = RunFolder(tmp_path, dict(reversed(KEY.items())))
     assert again.begin() is True
     assert again.part(0).is_file() and not again.part(1).is_file() and not any(again.staged.iterdir())
-    pd.testing.assert_frame_equal(again.read_parts(1)[0], FRAME)
+    pd.testing.assert_frame_equal(next(again.read_parts(1)), FRAME)
 
 
 def test_closing_puts_everything_in_place_and_leaves_nothing_else(tmp_path):
@@ -303,3 +306,16 @@ def test_tables_and_objects_are_written_so(tmp_path):
         write_parquet(tmp_path / "t.parquet", pd.DataFrame([[1, 2]], columns=["a", "a"]))
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "t.parquet"), FRAME)
     assert sorted(os.listdir(tmp_path)) == ["m.json", "t.parquet"]
+
+
+def test_a_table_in_parts_is_that_of_all_frames_in_groups_of_rows(tmp_path):
+    size, path = ROW_GROUP // 2 + 1, tmp_path / "t.parquet"
+    frames = [FRAME.iloc[:0], *(FRAME.sample(size, replace=True, random_state=n) for n in range(5)), pd.DataFrame()]
+    write_parquet_parts(path, frames)
+    pd.testing.assert_frame_equal(pd.read_parquet(path), pd.concat(frames[1:-1], ignore_index=True))
+    sizes = [ParquetFile(path).metadata.row_group(n).num_rows for n in range(3)]
+    assert sizes == [size, 2 * size, 2 * size]
+    before = contents(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        write_parquet_parts(path, (FRAME if n else FRAME.iloc[: 1 // n] for n in (1, 2, 0)))
+    assert contents(tmp_path) == before
