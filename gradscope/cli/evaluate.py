@@ -12,7 +12,7 @@ import pandas as pd
 import tyro
 from tqdm import tqdm
 
-from gradscope.cli.flags import Many, PolicyFlags, check_prompts, load_quietly, note_context
+from gradscope.cli.flags import Many, PolicyFlags, check_prompts, load_quietly, print_notes
 from gradscope.cli.manifest import make_key, make_manifest
 from gradscope.errors import InputError
 from gradscope.policy import Policy, hash_ahead
@@ -88,7 +88,7 @@ class Evaluate(PolicyFlags):
             exam = Exam(policy, task, questions, sampler=sampler, **settings)
             with folder.writing():
                 self._evaluate(exam, folder)
-        note_context(policy, self.max_new_tokens)
+        print_notes(policy.length_notes(self.max_new_tokens))
         print(self._report(read_table(self.out / TABLE)))
 
     def _key(self, policy: Policy, questions: Sequence[Question], settings: dict[str, Any]) -> dict[str, Any]:

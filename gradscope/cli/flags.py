@@ -93,16 +93,9 @@ class MeasuredPolicyFlags(PolicyFlags):
 
 
 def print_notes(notes: Sequence[str]) -> None:
-    """Print the notes on a trainer's rollout log, a line each."""
+    """Print notes on what was given, a line each."""
     for note in notes:
         print(f"note: {note}")
-
-
-def note_context(policy: Policy, max_new_tokens: int) -> None:
-    """Say that no response can be as long as it may be."""
-    if policy.context is not None and max_new_tokens > policy.context:
-        words = f"the policy's context of {policy.context:,} tokens, with the prompt, ends responses sooner"
-        print_notes([f"--max-new-tokens is {max_new_tokens:,}; {words}"])
 
 
 def load_quietly(path: str, **settings: Any) -> Policy:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradscope.cli.flags import Many, PolicyFlags, check_prompts, load_quietly, note_context
+from gradscope.cli.flags import Many, PolicyFlags, check_prompts, load_quietly, print_notes
 from gradscope.errors import InputError, first_line
 from gradscope.policy import check_prompt
 from gradscope.runs import check_is_folder, check_writable, parse_json, read_lines
@@ -81,7 +81,7 @@ class Sample(PolicyFlags):
         settings = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens, "seed": self.seed}
         with closing(make_sampler(self.engine, policy, batch_size=self.batch_size)) as sampler:
             rows = rollout_rows(policy, questions, task=task, sampler=sampler, n=self.n, **settings)
-        note_context(policy, self.max_new_tokens)
+        print_notes(policy.length_notes(self.max_new_tokens))
         self.out.parent.mkdir(parents=True, exist_ok=True)
         write_rollouts(self.out, rows)
         tokens = sum(len(row["response_ids"]) for row in rows)

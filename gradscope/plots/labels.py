@@ -17,6 +17,7 @@ LABELS = {
     "interval": "bin of π",
     "label": "bin of π",
     "param_grad_norm": "‖g‖",
+    "param_grad_norm_adamw": "AdamW-preconditioned ‖g‖",
     "logit_grad_norm": "logits",
     "weighted_norm": "‖w·g‖",
     "num_tokens": "tokens",

@@ -69,6 +69,13 @@ class Policy:
         """Longest sequence (prompt + response) the positions allow; None: no limit is known."""
         return find_context(self.model)
 
+    def length_notes(self, max_new_tokens: int) -> list[str]:
+        """One note, where no response can be as long as it may be."""
+        if self.context is None or max_new_tokens <= self.context:
+            return []
+        words = f"the policy's context of {self.context:,} tokens, with the prompt, ends responses sooner"
+        return [f"max_new_tokens is {max_new_tokens:,}; {words}"]
+
     def encode_prompt(self, prompt: str | list[dict[str, str]]) -> list[int]:
         """Ids of a prompt: a string with special tokens; a chat through the template, its last assistant turn open."""
         tokenizer = self._need_tokenizer()

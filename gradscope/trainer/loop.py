@@ -99,7 +99,8 @@ def train(
         watchers += [] if on_step is None else [on_step]
         nonfinite = begin()
         if progress and processes.is_main:
-            _note_context(learner.policy.context, config)
+            for note in learner.policy.length_notes(config.max_new_tokens):
+                print(f"note: {note}", file=sys.stderr)
         run = _Run(journal, sampler, watchers, done=0 if start is None else step_of(start), nonfinite=nonfinite)
         run.go(progress=progress)
     return list_checkpoints(out)[-1]
@@ -278,12 +279,6 @@ class _Run:
         if self.learner.updater.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds[name] += time.perf_counter() - started
-
-
-def _note_context(context: int | None, config: TrainConfig) -> None:
-    if context is not None and config.max_new_tokens > context:
-        words = f"the policy's context of {context:,} tokens, with the prompt, ends responses sooner"
-        print(f"note: max_new_tokens is {config.max_new_tokens:,}; {words}", file=sys.stderr)
 
 
 def _show(record: dict[str, Any], total: int, bar: tqdm) -> None:

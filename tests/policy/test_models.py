@@ -58,6 +58,8 @@ def test_a_saved_policy_loads_in_eval_mode_with_its_logits(checkpoints, name):
     policy, made = load_policy(checkpoints / name, device="cpu"), make_policy(name)
     assert not policy.model.training and policy.dtype == torch.float32
     assert (policy.vocab_size, policy.context, len(policy.blocks)) == (VOCAB, CONTEXT, LAYERS)
+    notes = [policy.length_notes(longest) for longest in (CONTEXT, CONTEXT + 1)]
+    assert [len(told) for told in notes] == [0, 1] and f"context of {CONTEXT:,} tokens" in notes[1][0]
     ids = torch.randint(4, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ours, theirs = policy.model(input_ids=ids).logits, made.model(input_ids=ids).logits

@@ -118,6 +118,6 @@ def _plain(frame: pd.DataFrame, name: str, digits: int) -> list[str]:
 def _cells(numbers: pd.DataFrame, form: str, unit: str) -> list[str]:
     write = form.format
     return [
-        "–" if np.isnan(value) else f"{write(value)}{unit}{in_brackets(lower, upper, write)}"
+        "–" if np.isnan(value) else f"{write(value)}{unit}{in_brackets(lower, upper, write)}".replace("-", "−")
         for value, lower, upper in numbers.to_numpy(np.float64)
     ]
