@@ -82,12 +82,24 @@ def seeds_to_tell(difference: float, row: Mapping[str, float], *, claims: int = 
 
     Two-sided paired t test at .05 / claims, the strictest step of Holm's correction. NaN where the row has no interval.
     """
-    degrees = row["seeds"] - 1
-    spread = (row["upper"] - row["lower"]) / 2 * np.sqrt(row["seeds"]) / stats.t.ppf((1 + LEVEL) / 2, degrees)
-    if not spread > 0:
+    if not spread(row) > 0:
         return np.nan
-    needed = TTestPower().solve_power(abs(difference) / spread, alpha=(1 - LEVEL) / claims, power=power)
+    needed = TTestPower().solve_power(abs(difference) / spread(row), alpha=(1 - LEVEL) / claims, power=power)
     return float(np.ceil(np.ravel(needed)[0]))
+
+
+def smallest_told(row: Mapping[str, float], *, claims: int = 1, power: float = 0.8) -> float:
+    """The true difference that as many seeds would tell from 0 so often; otherwise as `seeds_to_tell`."""
+    if not spread(row) > 0:
+        return np.nan
+    found = TTestPower().solve_power(nobs=row["seeds"], alpha=(1 - LEVEL) / claims, power=power)
+    return float(np.ravel(found)[0]) * spread(row)
+
+
+def spread(row: Mapping[str, float] | pd.DataFrame) -> float | pd.Series:
+    """Standard deviation over seeds of the differences behind a row of `differences`, or behind each."""
+    quantile = stats.t.ppf((1 + LEVEL) / 2, row["seeds"] - 1)
+    return (row["upper"] - row["lower"]) / 2 * np.sqrt(row["seeds"]) / quantile
 
 
 def holm(claims: pd.DataFrame) -> pd.DataFrame:

@@ -1,0 +1,107 @@
+"""The decision: do Reweight and Lopti help in the paper's regime, and does it matter which tokens Lopti takes first?
+
+    python -m analyses.paper.decision [--out figures] [--scale cpu]
+
+Named before any of these runs was made (paper_repro.md): the number is sampled accuracy on test puzzles, mean of the
+last three checkpoints, paired by seed; the contrasts are Reweight − GRPO, Lopti − GRPO and Lopti − random split, with
+Holm's correction over the three. A difference is told where its corrected p is below .05. A gain is excluded where the
+interval, corrected over the three (each at 1 − .05 / 3), lies below +.07, the smallest effect of interest. If the
+half-width of the 95 % interval that the pooled spread of the three gives is above .05, more seeds are made, up to 24;
+nothing but that spread decides it. Other methods stand beside and claim nothing.
+
+Writes decision.png and decision.csv, which also has the smallest true difference that would have been told with a
+probability of .8; prints how many seeds the rule asks for.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import tyro
+from matplotlib.figure import Figure
+from scipy import stats
+
+from analyses.common.accuracy import accuracy_by_people
+from analyses.common.colors import COLORS
+from analyses.common.contrasts import LEVEL, differences, holm, smallest_told, spread
+from analyses.common.experiments import labels
+from analyses.common.read_runs import pages, read_tests
+from analyses.common.script import Options, exit_with
+from analyses.paper.fig4 import PAPER
+from gradscope.plots import NEUTRAL, finish, paper_style, save_figure
+
+NAMED = [("reweight", "grpo"), ("lopti", "grpo"), ("lopti", "random-split")]
+BESIDE = [(name, "grpo") for name in ("random-split", "both", "high-entropy", "up-weight", "twice-the-steps")]
+SMALLEST, HALF_WIDTH = 0.07, 0.05
+"""Smallest effect of interest, and the half-width of a 95 % interval above which more seeds are made."""
+SEEDS = range(12, 25)
+"""How many the rule may ask for."""
+
+
+def contrast(runs: pd.DataFrame) -> pd.DataFrame:
+    """A row per contrast, the named ones first: the columns of `contrasts.compare`, named, corrected_lower and _upper,
+    gain_excluded, smallest_told; what is corrected is NaN, and nothing excluded, where a contrast is not named.
+
+    runs: a row per variant and seed with the column `sampled`.
+    """
+    named = holm(differences(runs, "sampled", NAMED)).assign(named=True)
+    level = 1 - (1 - LEVEL) / len(NAMED)
+    half = stats.t.ppf((1 + level) / 2, named["seeds"] - 1) * spread(named) / np.sqrt(named["seeds"])
+    named["corrected_lower"], named["corrected_upper"] = named["difference"] - half, named["difference"] + half
+    named["gain_excluded"] = named["corrected_upper"] < SMALLEST
+    named["smallest_told"] = [smallest_told(row, claims=len(NAMED)) for _, row in named.iterrows()]
+    beside = differences(runs, "sampled", BESIDE).assign(named=False, differs=False, gain_excluded=False)
+    return pd.concat([named, beside], ignore_index=True)
+
+
+def count_seeds(contrasts: pd.DataFrame) -> int:
+    """The seeds that the rule asks for, by the pooled spread of the named contrasts."""
+    pooled = sqrt((spread(contrasts[contrasts["named"]]) ** 2).mean())
+    half_widths = {n: stats.t.ppf((1 + LEVEL) / 2, n - 1) * pooled / sqrt(n) for n in SEEDS}
+    return next((n for n, half in half_widths.items() if half <= HALF_WIDTH), SEEDS[-1])
+
+
+@paper_style()
+def draw(contrasts: pd.DataFrame) -> Figure:
+    """A row per contrast, the named ones on top, with 95 % intervals and, thin, those corrected over the three."""
+    shown = contrasts[contrasts["seeds"] > 1].reset_index(drop=True)
+    figure, ax = plt.subplots(figsize=(5.6, 0.9 + 0.34 * len(shown)), layout="constrained")
+    words, paper = labels(), PAPER["Qwen2.5-3B-Instruct"]
+    places = shown.index + 0.6 * ~shown["named"]
+    for place, row in zip(places, shown.itertuples(), strict=True):
+        color = COLORS[row.variant]
+        ax.hlines(place, row.corrected_lower, row.corrected_upper, color=color, lw=0.7)
+        ax.hlines(place, row.lower, row.upper, color=color, lw=2)
+        ax.plot(row.difference, place, "o", color=color, ms=4.5)
+        if row.baseline == "grpo" and row.variant in paper:
+            ax.plot(paper[row.variant][5] - paper["grpo"][5], place, "x", color=NEUTRAL, ms=4.5)
+    ax.axvline(0, color=NEUTRAL, lw=0.7, zorder=0)
+    ax.axvline(SMALLEST, color=NEUTRAL, lw=0.7, ls="--", zorder=0)
+    names = [f"{words[row.variant]} − {words[row.baseline]} ({row.seeds} seeds)" for row in shown.itertuples()]
+    ax.set_yticks(places, names, fontsize=7.5)
+    ax.tick_params(axis="y", length=0)
+    ax.invert_yaxis()
+    ax.set_xlabel("difference in sampled accuracy")
+    figure.supxlabel(
+        "The three on top were named beforehand. Thick: 95 % t interval over seeds; thin: corrected over the three.\n"
+        "Dashed: the smallest effect of interest, +.07. ×: the paper's difference, 3 B.",
+        fontsize=7,
+    )
+    finish(ax, shown)
+    return figure
+
+
+def main(options: Options) -> None:
+    for name, track, variants in pages("decision", options.scale):
+        accuracy = accuracy_by_people(read_tests(variants, scale=options.scale, track=track))
+        contrasts = contrast(accuracy[accuracy["level"] == "all"])
+        save_figure(draw(contrasts), options.out / f"{name}.png", contrasts)
+        print(contrasts.to_string(index=False, float_format="{:.3f}".format, na_rep="–"))
+        print(f"seeds that the rule asks for: {count_seeds(contrasts)}")
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))
