@@ -12,7 +12,7 @@ from gradscope import measure
 from gradscope.diagnosis import interval_summary, sampling_error, token_shares
 from gradscope.diagnosis.precision import FEWEST, design_variances
 from gradscope.diagnosis.tokens import layer_norms, scaled_squares, shares_by, sum_by_prompt
-from gradscope.gradients.sample import PROBABILITY, EQUAL_PART, TokenSample, token_sizes
+from gradscope.gradients.sample import EQUAL_PART, PROBABILITY, TokenSample, token_sizes
 from gradscope.intervals import EDGES, assign_intervals, interval_labels, summarize
 from gradscope.theory import gains, regress_norms
 
