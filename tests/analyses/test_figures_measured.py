@@ -129,14 +129,15 @@ def test_layer_constants_are_held_against_the_kept_tokens(runs, tokens):
         assert tuple(spans.loc[(layer, "∏c … ∏d, certified")]) == ([1e-4, 0.1][layer], [500.0, 9.0][layer])
 
 
-def test_drawing_loads_no_policy_and_no_transformers(tmp_path):
+@pytest.mark.parametrize("scale", ["cpu", pytest.param("certain", marks=pytest.mark.all)])
+def test_drawing_loads_no_policy_and_no_transformers(scale, tmp_path):
     """In a process of its own, for others here have loaded both; what takes the time, the pictures, is left out."""
     draw = "\n".join(
         [
             "import sys; from pathlib import Path; import gradscope.policy.loading; from analyses import figures",
             "from matplotlib.figure import Figure; Figure.savefig = lambda self, path, **_: Path(path).touch()",
             "gradscope.policy.loading.load_policy = None",
-            f"status = figures.main(figures.Options(out=Path({str(tmp_path)!r})))",
+            f"status = figures.main(figures.Options(out=Path({str(tmp_path)!r}), scale={scale!r}))",
             "loaded = [name for name in sys.modules if name == 'transformers' or name.startswith('analyses.measure.')]",
             "assert not loaded, loaded",
             "sys.exit(status)",
