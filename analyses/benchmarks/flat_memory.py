@@ -64,7 +64,8 @@ def watch(words: list[str]) -> pd.DataFrame:
     begun, rows = time.monotonic(), []
     while process.poll() is None:
         with suppress(psutil.NoSuchProcess):
-            rows.append((time.monotonic() - begun, psutil.Process(process.pid).memory_info().rss / 1e6))
+            if held := psutil.Process(process.pid).memory_info().rss:  # 0 once it has ended
+                rows.append((time.monotonic() - begun, held / 1e6))
         time.sleep(EVERY)
     if process.returncode:
         raise RuntimeError(f"gradscope {words[0]} ended with status {process.returncode}")
