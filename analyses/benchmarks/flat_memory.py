@@ -109,7 +109,7 @@ def main(options: Options) -> None:
             early = found.loc[found["seconds"] > 0.1 * found["seconds"].max(), "megabytes"]
             count = found["count"].iloc[0]
             print(f"{work}, {count:,}: {early.iloc[0]:.0f}, {early.iloc[-1]:.0f}, {early.max():.0f} MB", flush=True)
-    table = pd.concat(frames)[["work", "count", "seconds", "megabytes"]].round(2)
+    table = pd.concat(frames, ignore_index=True)[["work", "count", "seconds", "megabytes"]].round(2)
     save_figure(draw(table), options.out / "flat_memory.png", table)
 
 
