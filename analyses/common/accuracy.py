@@ -26,9 +26,12 @@ Paper = Mapping[str, Mapping[str, Sequence[float]]]
 """Model → variant → as the paper prints them: accuracies for 3, 4, 5, 6, 7 people, average; gain in % if it has one."""
 
 
-def accuracy_by_people(tests: pd.DataFrame) -> pd.DataFrame:
-    """A row per run and level ("2", …, "all"): variant, label, seed, level, sampled (avg@k) and greedy accuracy."""
-    final = last_checkpoints(tests).rename(columns={sampled_name(tests): "sampled", "greedy_accuracy": "greedy"})
+def accuracy_by_people(tests: pd.DataFrame, steps: Sequence[int] | None = None) -> pd.DataFrame:
+    """A row per run and level ("2", …, "all"): variant, label, seed, level, sampled (avg@k) and greedy accuracy.
+
+    steps: see `last_checkpoints`.
+    """
+    final = last_checkpoints(tests, steps).rename(columns={sampled_name(tests): "sampled", "greedy_accuracy": "greedy"})
     return final[["variant", "label", "seed", "level", *KINDS]]
 
 

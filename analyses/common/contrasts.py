@@ -89,11 +89,16 @@ def seeds_to_tell(difference: float, row: Mapping[str, float], *, claims: int = 
 
 
 def smallest_told(row: Mapping[str, float], *, claims: int = 1, power: float = 0.8) -> float:
-    """The true difference that as many seeds would tell from 0 so often; otherwise as `seeds_to_tell`."""
+    """The smallest true difference that these seeds would tell from 0 with this power; tested as in `seeds_to_tell`.
+
+    NaN where the row has no interval, and where no difference of ten standard deviations would do.
+    """
     if not spread(row) > 0:
         return np.nan
-    found = TTestPower().solve_power(nobs=row["seeds"], alpha=(1 - LEVEL) / claims, power=power)
-    return float(np.ravel(found)[0]) * spread(row)
+    test = {"nobs": row["seeds"], "alpha": (1 - LEVEL) / claims}
+    found = float(np.ravel(TTestPower().solve_power(power=power, **test))[0])
+    reached = float(TTestPower().power(found, **test))
+    return found * spread(row) if abs(reached - power) < 1e-3 else np.nan
 
 
 def spread(row: Mapping[str, float] | pd.DataFrame) -> float | pd.Series:

@@ -102,9 +102,25 @@ def pages(figure: str, scale: str) -> list[tuple[str, str, list[str]]]:
     return found
 
 
-def last_checkpoints(tests: pd.DataFrame) -> pd.DataFrame:
-    """A row per run and level: numbers averaged over the judged checkpoints, as the paper averages its last three."""
+def has_runs(scale: str, track: str) -> bool:
+    """Whether a run of the track was judged."""
+    return any((RUNS / scale / track).glob("*/seed*/test.csv"))
+
+
+def last_checkpoints(tests: pd.DataFrame, steps: Sequence[int] | None = None) -> pd.DataFrame:
+    """A row per run and level: numbers averaged over the judged checkpoints, as the paper averages its last three.
+
+    steps: where each run has to have been judged, if that was named beforehand. Raises InputError for one that was
+    judged elsewhere, as a run that diverged.
+    """
     keys = ["track", "variant", "label", "seed", "level"]
+    for key, own in tests.groupby(keys[:4], sort=False)["step"] if steps is not None else ():
+        if sorted(own.unique()) != sorted(steps):
+            found, named = (", ".join(map(str, sorted(at))) for at in (own.unique(), steps))
+            place = f"{key[0]}/{key[1]}/seed{key[3]}"
+            raise InputError(
+                f"{place} was judged at steps {found}, not {named}, which were named beforehand; decide how it counts"
+            )
     return tests.drop(columns="step").groupby(keys, sort=False).mean(numeric_only=True).reset_index()
 
 

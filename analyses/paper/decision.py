@@ -6,8 +6,8 @@ Named before any of these runs was made (paper_repro.md): the number is sampled 
 last three checkpoints, paired by seed; the contrasts are Reweight − GRPO, Lopti − GRPO and Lopti − random split, with
 Holm's correction over the three. A difference is told where its corrected p is below .05. A gain is excluded where the
 interval, corrected over the three (each at 1 − .05 / 3), lies below +.07, the smallest effect of interest. If the
-half-width of the 95 % interval that the pooled spread of the three gives is above .05, more seeds are made, up to 24;
-nothing but that spread decides it. Other methods stand beside and claim nothing.
+half-width of the 95 % interval that the pooled spread of the three gives is above .05 with 12 seeds, more are made, up
+to 24; nothing but that spread decides it. Other methods stand beside and claim nothing.
 
 Writes decision.png and decision.csv, which also has the smallest true difference that would have been told with a
 probability of .8; prints how many seeds the rule asks for.
@@ -31,6 +31,7 @@ from analyses.common.experiments import labels
 from analyses.common.read_runs import pages, read_tests
 from analyses.common.script import Options, exit_with
 from analyses.paper.fig4 import PAPER
+from gradscope.errors import InputError
 from gradscope.plots import NEUTRAL, finish, paper_style, save_figure
 
 NAMED = [("reweight", "grpo"), ("lopti", "grpo"), ("lopti", "random-split")]
@@ -38,16 +39,19 @@ BESIDE = [(name, "grpo") for name in ("random-split", "both", "high-entropy", "u
 SMALLEST, HALF_WIDTH = 0.07, 0.05
 """Smallest effect of interest, and the half-width of a 95 % interval above which more seeds are made."""
 SEEDS = range(12, 25)
-"""How many the rule may ask for."""
+"""How many the rule may ask for, by the spread over the first of them."""
+STEPS = (100, 125, 150)
+"""Of the checkpoints whose mean is compared."""
 
 
 def contrast(runs: pd.DataFrame) -> pd.DataFrame:
     """A row per contrast, the named ones first: the columns of `contrasts.compare`, named, corrected_lower and _upper,
     gain_excluded, smallest_told; what is corrected is NaN, and nothing excluded, where a contrast is not named.
 
-    runs: a row per variant and seed with the column `sampled`.
+    runs: a row per variant and seed with the column `sampled`. Nothing differs before all named contrasts have a p.
     """
     named = holm(differences(runs, "sampled", NAMED)).assign(named=True)
+    named["differs"] &= named["p"].notna().all()
     level = 1 - (1 - LEVEL) / len(NAMED)
     half = stats.t.ppf((1 + level) / 2, named["seeds"] - 1) * spread(named) / np.sqrt(named["seeds"])
     named["corrected_lower"], named["corrected_upper"] = named["difference"] - half, named["difference"] + half
@@ -57,9 +61,12 @@ def contrast(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([named, beside], ignore_index=True)
 
 
-def count_seeds(contrasts: pd.DataFrame) -> int:
-    """The seeds that the rule asks for, by the pooled spread of the named contrasts."""
-    pooled = sqrt((spread(contrasts[contrasts["named"]]) ** 2).mean())
+def count_seeds(runs: pd.DataFrame) -> int | None:
+    """The seeds that the rule asks for, by the pooled spread of the named contrasts; None before it can be asked."""
+    first = differences(runs[runs["seed"] < SEEDS[0]], "sampled", NAMED)
+    if (first["seeds"] < SEEDS[0]).any():
+        return None
+    pooled = sqrt((spread(first) ** 2).mean())
     half_widths = {n: stats.t.ppf((1 + LEVEL) / 2, n - 1) * pooled / sqrt(n) for n in SEEDS}
     return next((n for n, half in half_widths.items() if half <= HALF_WIDTH), SEEDS[-1])
 
@@ -95,12 +102,15 @@ def draw(contrasts: pd.DataFrame) -> Figure:
 
 
 def main(options: Options) -> None:
+    if options.scale != "cpu":
+        raise InputError(f"--scale is {options.scale}; these contrasts were named for the runs of scale cpu alone")
     for name, track, variants in pages("decision", options.scale):
-        accuracy = accuracy_by_people(read_tests(variants, scale=options.scale, track=track))
-        contrasts = contrast(accuracy[accuracy["level"] == "all"])
+        accuracy = accuracy_by_people(read_tests(variants, scale=options.scale, track=track), STEPS)
+        runs = accuracy[accuracy["level"] == "all"]
+        contrasts = contrast(runs)
         save_figure(draw(contrasts), options.out / f"{name}.png", contrasts)
         print(contrasts.to_string(index=False, float_format="{:.3f}".format, na_rep="–"))
-        print(f"seeds that the rule asks for: {count_seeds(contrasts)}")
+        print(f"seeds that the rule asks for: {count_seeds(runs) or 'not known before there are 12'}")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ from gradscope.gradients import (
     EACH_PROMPT,
     PARAMETERS,
     PILOT,
-    PROBABILITY,
+    SAMPLING_PROBABILITY,
+    SUM_ERRORS,
     SUMS,
     MeasurePlan,
     MeasureSettings,
@@ -71,8 +72,8 @@ from gradscope.runs import RunFolder, file_hash, write_parquet_parts, write_text
 
 SUMMARY, THEORY = "figures/summary.txt", "figures/theory.txt"
 """Where in its folder a run keeps the summary that it prints, and what --theory adds."""
-ERRORS = tuple(f"{name}_se" for name in SUMS)
-TOLD = ("response", "group", "interval", "weight", "log_one_minus_prob", PROBABILITY, PARAMETERS, *SUMS, *ERRORS)
+SUMMARIZED = ("response", "group", "interval", "weight", "log_one_minus_prob", SAMPLING_PROBABILITY, PARAMETERS)
+SUMMARIZED += (*SUMS, *SUM_ERRORS)
 """Columns on which the manifest and interval_norms.csv rest."""
 
 
@@ -291,7 +292,7 @@ class Measure(MeasuredPolicyFlags):
             parts = join_rounds(measurement, rounds) if rounds else folder.read_parts(count)
             write_parquet_parts(folder.staged / TABLE, parts)
             known = parquet.read_schema(folder.staged / TABLE).names
-            table = pd.read_parquet(folder.staged / TABLE, columns=[name for name in TOLD if name in known])
+            table = pd.read_parquet(folder.staged / TABLE, columns=[name for name in SUMMARIZED if name in known])
             if measurement.estimate_plan is not None:
                 write_text(folder.staged / "interval_norms.csv", interval_norms(table).to_csv(index=False))
             sample = self._describe_sample(measurement, table, rounds, watch)

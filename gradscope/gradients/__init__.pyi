@@ -23,7 +23,7 @@ from .engine.products import Precision as Precision
 from .engine.results import SelfCheck as SelfCheck, TokenGradients as TokenGradients
 from .engine.self_check import check_engine as check_engine
 from .engine.stack import SequenceTokens as SequenceTokens
-from .estimates import SUMS as SUMS, interval_norms as interval_norms
+from .estimates import SUM_ERRORS as SUM_ERRORS, SUMS as SUMS, interval_norms as interval_norms
 from .hooks import (
     capture_activations as capture_activations,
     capture_gradients as capture_gradients,
@@ -39,7 +39,7 @@ from .rounds import (
     measure_rounds as measure_rounds,
 )
 from .sample import (
-    PROBABILITY as PROBABILITY,
+    SAMPLING_PROBABILITY as SAMPLING_PROBABILITY,
     sampling_probabilities as sampling_probabilities,
     sampling_weights as sampling_weights,
     stands_for as stands_for,

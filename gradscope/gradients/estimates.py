@@ -36,7 +36,9 @@ from gradscope.rollouts import TokenBatch
 Number = int | float
 
 SUMS = ("interval_square_sum", "interval_weighted_square_sum")
-"""Columns of the table that estimates add, each with its standard error in a column …_se."""
+"""Columns of the table that estimates add."""
+SUM_ERRORS = tuple(f"{name}_se" for name in SUMS)
+"""Those of their standard errors."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,9 @@ def interval_norms(table: pd.DataFrame, *, edges: Sequence[Number] = EDGES) -> p
         return sums.reindex(rows).to_numpy(dtype=float)
 
     counts = table["interval"].value_counts().reindex(rows, fill_value=0).to_numpy()
-    (square, square_se), (weighted, weighted_se) = ((total(name, 1), total(f"{name}_se", 2)) for name in SUMS)
+    (square, square_se), (weighted, weighted_se) = (
+        (total(name, 1), total(error, 2)) for name, error in zip(SUMS, SUM_ERRORS, strict=True)
+    )
     known, others = weighted[counts > 0].sum(), weighted_se[counts > 0].sum()
     with np.errstate(invalid="ignore", divide="ignore"):  # 0/0 where an interval is empty, or every weight is 0
         mean, mean_se, share = square / counts, square_se / counts, weighted / known

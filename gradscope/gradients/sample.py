@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 
 Design = Literal["proportional", "stratified"]
 
-PROBABILITY = "sampling_probability"
+SAMPLING_PROBABILITY = "sampling_probability"
 """Column of the token table, where a sample was drawn."""
 EQUAL_PART = 0.25
 """Part of a token's size that all of its interval share: no chance is less than this part of equal chances'."""
@@ -92,7 +92,7 @@ def token_sizes(
 def sampling_probabilities(table: pd.DataFrame) -> Float[np.ndarray, " n"] | None:
     """Each token's chance to be measured, [K]; None where every measured one has had the same chance within its
     interval."""
-    return table[PROBABILITY].to_numpy(np.float64) if PROBABILITY in table else None
+    return table[SAMPLING_PROBABILITY].to_numpy(np.float64) if SAMPLING_PROBABILITY in table else None
 
 
 def sampling_weights(table: pd.DataFrame) -> Float[np.ndarray, " n"]:

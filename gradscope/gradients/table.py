@@ -39,7 +39,7 @@ from gradscope.gradients.estimate_plan import EstimatePlan, check_estimates, pla
 from gradscope.gradients.estimates import estimate_response
 from gradscope.gradients.hooks import measuring
 from gradscope.gradients.rounds import Stopwatch, join_rounds, measure_rounds
-from gradscope.gradients.sample import PROBABILITY, TokenSample, token_sizes
+from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.gradients.selection import cut_sequences, select
 from gradscope.gradients.settings import (
     MeasureSettings,
@@ -180,7 +180,8 @@ class TableMeasurement:
         for row in range(len(self.batch)):
             (frame,), mine = self.measure_responses([row]), self.statistics.span(row)
             own = norms.loc[mine.start : mine.stop - 1]
-            frame.loc[own.index - mine.start, own.columns] = own.to_numpy()
+            if len(own):
+                frame.loc[own.index - mine.start, own.columns] = own.to_numpy()
             yield frame
 
     def _make_meter(self) -> TokenGradientMeter:
@@ -249,7 +250,7 @@ class TableMeasurement:
         columns = identify_tokens(self.policy, self.batch.select([row]), row) | known
         columns["interval"] = self.statistics.intervals[mine]
         if self._probabilities is not None:
-            columns[PROBABILITY] = self._probabilities[mine].astype(np.float32)
+            columns[SAMPLING_PROBABILITY] = self._probabilities[mine].astype(np.float32)
         modules = self.meter.module_names if self.settings.per_module else ()
         columns |= {LOGITS: logit_grad_norm} | gradient_columns(gradients, modules)
         if self.estimate_plan is not None:

@@ -70,7 +70,7 @@ class Policy:
         return find_context(self.model)
 
     def length_notes(self, max_new_tokens: int) -> list[str]:
-        """One note, where no response can be as long as it may be."""
+        """A note where max_new_tokens exceeds the context, else none."""
         if self.context is None or max_new_tokens <= self.context:
             return []
         words = f"the policy's context of {self.context:,} tokens, with the prompt, ends responses sooner"

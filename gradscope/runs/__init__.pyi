@@ -6,7 +6,6 @@ from .ending import (
     noting_interruption as noting_interruption,
 )
 from .files import (
-    ROW_GROUP as ROW_GROUP,
     file_hash as file_hash,
     plain_json as plain_json,
     replacing as replacing,

@@ -9,7 +9,6 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,27 +62,32 @@ def write_parquet(path: Path, frame: pd.DataFrame) -> None:
 
 
 def write_parquet_parts(path: Path, frames: Iterable[pd.DataFrame]) -> None:
-    """Write the table that all frames make, in their order, whole or not at all; some ROW_GROUP rows are held.
+    """Write the table that all frames make, in their order, whole or not at all; about ROW_GROUP rows are held at once.
 
-    The frames have the same columns, of the same types; one without rows may have none.
+    The frames have the same columns, of the same types; one without rows may have none, but not all are without.
     """
     import pandas as pd
     import pyarrow as pa
     from pyarrow.parquet import ParquetWriter
 
-    written = 0
-
-    def row_group(frame: pd.DataFrame) -> int:
-        nonlocal written
-        written += len(frame)
-        return written // ROW_GROUP
-
     with replacing(path) as partial, partial.open("wb") as handle, ExitStack() as stack:
         writer = None
-        for _, held in groupby(filter(len, frames), row_group):
+        for held in _row_groups(frames):
             table = pa.Table.from_pandas(pd.concat(held), preserve_index=False)
             writer = writer or stack.enter_context(ParquetWriter(handle, table.schema))
             writer.write_table(table)
+
+
+def _row_groups(frames: Iterable[pd.DataFrame]) -> Iterator[list[pd.DataFrame]]:
+    held, rows = [], 0
+    for frame in filter(len, frames):
+        held.append(frame)
+        rows += len(frame)
+        if rows >= ROW_GROUP:
+            yield held
+            held, rows = [], 0
+    if held:
+        yield held
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from analyses.common.contrasts import compare, differences, holm, mean_interval, seeds_to_tell
+from analyses.common.contrasts import compare, differences, holm, mean_interval, seeds_to_tell, smallest_told
 
 
 def runs(**values):
@@ -90,4 +90,16 @@ def test_so_many_seeds_tell_a_difference_four_times_in_five_and_one_fewer_does_n
         return stats.nct.sf(bar, n - 1, shift) + stats.nct.cdf(-bar, n - 1, shift)
 
     assert power(needed) >= 0.8 > power(needed - 1)
-    assert np.isnan(seeds_to_tell(0.03, dict(row) | {"seeds": 1, "lower": np.nan, "upper": np.nan}))
+    nothing = dict(row) | {"seeds": 1, "lower": np.nan, "upper": np.nan}
+    assert np.isnan(seeds_to_tell(0.03, nothing)) and np.isnan(smallest_told(nothing))
+
+
+@pytest.mark.parametrize("seeds", [2, 4, 12])
+def test_the_smallest_difference_told_is_told_as_often_as_it_says_or_is_unknown(seeds):
+    row = {"seeds": seeds, "lower": -0.1, "upper": 0.3}
+    sd = 0.2 * np.sqrt(seeds) / stats.t.ppf(0.975, seeds - 1)
+    found, bar = smallest_told(row, claims=3), stats.t.ppf(1 - 0.025 / 3, seeds - 1)
+    if seeds == 2:
+        assert np.isnan(found)
+    else:
+        assert stats.nct.sf(bar, seeds - 1, found / sd * np.sqrt(seeds)) == pytest.approx(0.8, abs=0.002)

@@ -75,7 +75,9 @@ def test_a_method_has_a_rate_of_its_own_where_that_is_clearly_better_than_grpos(
 def test_what_is_not_there_yet_claims_nothing(runs, tmp_path):
     for folder in (tmp_path / "runs/certain/rate-high").rglob("seed2[1-5]"):
         (folder / "test.csv").unlink()
-    found = rates.claim(rates.pair(rates.read_accuracies()))
+    runs = rates.read_accuracies()
+    found = rates.claim(rates.pair(runs))
+    assert rates.choose(runs) and not rates.choose(runs[runs.index != runs.index[0]])
     assert found["seeds"].tolist() == [1] * 6 and not found["differs"].any() and found["p"].isna().all()
 
 

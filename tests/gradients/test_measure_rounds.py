@@ -22,7 +22,7 @@ from gradscope.gradients import (
     measure_rounds,
     settle_minutes,
 )
-from gradscope.gradients.sample import PROBABILITY, TokenSample
+from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample
 from gradscope.gradients.settings import LARGE, MINUTES, check_settings
 from gradscope.runs import ALONE, RunFolder
 
@@ -117,6 +117,7 @@ def policy():
 
 def test_the_table_of_rounds_is_that_of_a_sample_of_as_many(policy):
     batch = make_batch(policy)
+    batch.response_mask[1] = False  # a response of which nothing is kept
     settings = MeasureSettings(minutes=5.0, seed=1, self_check=False, per_module=True)
     with TableMeasurement(policy, batch, settings) as measurement:
         rounds = []
@@ -126,7 +127,7 @@ def test_the_table_of_rounds_is_that_of_a_sample_of_as_many(policy):
         assert measurement.cost_of_more(0, 3) > measurement.cost_of_more(1, 3) > 0
     expected = measure(policy, batch, tokens_per_interval=3, seed=1, self_check=False, per_module=True)
     pd.testing.assert_frame_equal(table, expected, rtol=1e-5)
-    assert (table[PROBABILITY] < 1).any()
+    assert (table[SAMPLING_PROBABILITY] < 1).any()
 
 
 def test_minutes_enough_for_all_give_the_table_of_all_and_none_those_of_the_first_round(policy):

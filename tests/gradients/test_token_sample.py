@@ -12,7 +12,7 @@ from gradscope import measure
 from gradscope.diagnosis import interval_summary, sampling_error, token_shares
 from gradscope.diagnosis.precision import FEWEST, design_variances
 from gradscope.diagnosis.tokens import layer_norms, scaled_squares, shares_by, sum_by_prompt
-from gradscope.gradients.sample import EQUAL_PART, PROBABILITY, TokenSample, token_sizes
+from gradscope.gradients.sample import EQUAL_PART, SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.intervals import EDGES, assign_intervals, interval_labels, summarize
 from gradscope.theory import gains, regress_norms
 
@@ -49,7 +49,7 @@ def sample_some(table: pd.DataFrame, each: int, seed: int = 0, design: str = "pr
     """The table as it is where so many tokens of each interval were measured."""
     sample = make_sample(table, seed, design)
     measured = {name: table[name].where(sample.take(each)) for name in NORMS}
-    return table.assign(**measured, **{PROBABILITY: sample.probabilities(each)})
+    return table.assign(**measured, **{SAMPLING_PROBABILITY: sample.probabilities(each)})
 
 
 # Probabilities.
@@ -129,7 +129,7 @@ def loop_totals(table: pd.DataFrame, values: pd.Series) -> list[float]:
     out = []
     for interval in range(4):
         total = expected = measured = 0.0
-        for value, p, own in zip(values, table[PROBABILITY], table["interval"], strict=True):
+        for value, p, own in zip(values, table[SAMPLING_PROBABILITY], table["interval"], strict=True):
             if own == interval:
                 expected += p
                 if not math.isnan(value):
@@ -156,7 +156,7 @@ def test_statistics_are_those_of_a_loop_that_counts_each_token_for_one_over_its_
     summary = interval_summary(table, None, seed=np.random.default_rng(0))
     assert summary["mean_norm"].tolist() == pytest.approx((norms / counts).tolist())
     args = (table["interval"], table["group"])
-    settings = {"seed": np.random.default_rng(0), "resamples": 2, "probabilities": table[PROBABILITY]}
+    settings = {"seed": np.random.default_rng(0), "resamples": 2, "probabilities": table[SAMPLING_PROBABILITY]}
     rms = summarize(table["weight"] * table["param_grad_norm"], *args, statistic="rms", **settings)
     assert (rms["value"] ** 2 * counts).tolist() == pytest.approx(totals.tolist())
     sums = summarize(squares, *args, statistic="sum", **settings)
@@ -194,10 +194,10 @@ def test_fits_and_quantiles_of_a_sample_are_those_of_its_tokens_repeated():
     # Chances of 1, ½ and ¼: a token that counts for four is as good as four.
     rng = np.random.default_rng(0)
     table = plant_table(prompts=5, each=30)
-    table[PROBABILITY] = rng.choice([1.0, 0.5, 0.25], len(table))
+    table[SAMPLING_PROBABILITY] = rng.choice([1.0, 0.5, 0.25], len(table))
     repeated = (
-        table.loc[table.index.repeat((1 / table[PROBABILITY]).astype(int))]
-        .drop(columns=PROBABILITY)
+        table.loc[table.index.repeat((1 / table[SAMPLING_PROBABILITY]).astype(int))]
+        .drop(columns=SAMPLING_PROBABILITY)
         .reset_index(drop=True)
     )
     for make in (
@@ -226,7 +226,9 @@ def test_intervals_of_a_sample_hold_the_planted_truth_as_often_as_those_of_the_w
         found = headline(table, np.random.default_rng(seed))
         for name, (value, _, _) in truth.items():
             inside[name] += found[name][1] <= value <= found[name][2]
-        _, lower, upper = headline(table.drop(columns=PROBABILITY), np.random.default_rng(seed))["mean_norm", 3]
+        _, lower, upper = headline(table.drop(columns=SAMPLING_PROBABILITY), np.random.default_rng(seed))[
+            "mean_norm", 3
+        ]
         wrong += lower <= truth["mean_norm", 3][0] <= upper
     assert all(count >= 82 for count in inside.values()), inside
     assert wrong < 50  # without the chances, the mean is of what was drawn
@@ -240,7 +242,7 @@ def headline(table: pd.DataFrame, rng: np.random.Generator | None) -> dict[tuple
         own = shares[shares["statistic"] == name][["value", "lower", "upper"]].to_numpy(float)
         out[name, 0] = own[0].tolist()
     rng = np.random.default_rng(0) if rng is None else rng
-    settings = {"seed": rng, "resamples": 300, "probabilities": table.get(PROBABILITY)}
+    settings = {"seed": rng, "resamples": 300, "probabilities": table.get(SAMPLING_PROBABILITY)}
     means = summarize(table["param_grad_norm"], table["interval"], table["group"], **settings)
     for a in (0, 3):
         out["mean_norm", a] = means[["value", "lower", "upper"]].to_numpy(float)[a].tolist()
@@ -255,7 +257,7 @@ def test_the_error_of_the_sample_alone_is_the_spread_over_samples_of_the_same_to
     interval = table["interval"].to_numpy()
     found = [
         design_variances(
-            squares.where(one["param_grad_norm"].notna()).to_numpy(), one[PROBABILITY].to_numpy(), interval, 4
+            squares.where(one["param_grad_norm"].notna()).to_numpy(), one[SAMPLING_PROBABILITY].to_numpy(), interval, 4
         )
         for one in draws
     ]
@@ -300,6 +302,6 @@ def test_a_measured_sample_tells_its_chances_and_has_the_full_tables_norms():
         sample = TokenSample(full["interval"].to_numpy(), 4, sizes, np.random.default_rng(0))
         measured = part["param_grad_norm"].notna()
         assert (measured == sample.take(3)).all()
-        np.testing.assert_allclose(part[PROBABILITY], sample.probabilities(3), rtol=1e-6)
+        np.testing.assert_allclose(part[SAMPLING_PROBABILITY], sample.probabilities(3), rtol=1e-6)
         np.testing.assert_allclose(part["param_grad_norm"][measured], full["param_grad_norm"][measured], rtol=1e-5)
-    assert PROBABILITY not in full
+    assert SAMPLING_PROBABILITY not in full
