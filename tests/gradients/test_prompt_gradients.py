@@ -24,7 +24,6 @@ from gradscope.policy import AdamWState, Policy, flat_slices, float_parameters, 
 from gradscope.rollouts import TokenBatch
 
 ROWS = 3
-ARCHITECTURES = ("llama", "qwen2", "gpt2", "gemma2", "mixtral", "phi", "opt", "gpt_neox")
 
 
 def make_seeds(batch: TokenBatch) -> Tensor:
@@ -94,12 +93,14 @@ def distance(a: Tensor, b: Tensor) -> float:
     return ((a.double() - b).norm() / b.norm()).item()
 
 
-IN_FLOAT32 = [(name, torch.float32, 2e-5) for name in ("qwen2", "mixtral")]
+SLICED = [
+    *((name, torch.float64, 2e-6) for name in ("qwen2", "gpt2", "mixtral", "opt")),
+    ("qwen2", torch.float32, 2e-5),
+]
+"""A tied head, matrices stored the other way round, experts, learned positions; and rounding."""
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "tolerance"), [*((name, torch.float64, 2e-6) for name in ARCHITECTURES), *IN_FLOAT32]
-)
+@pytest.mark.parametrize(("name", "dtype", "tolerance"), SLICED)
 def test_slices_of_any_width_are_the_whole_and_those_of_single_autograd_calls(name, dtype, tolerance):
     policy = make_policy(name, dtype)
     batch = make_batch(policy)
