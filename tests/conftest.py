@@ -7,7 +7,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
+# vLLM would have one small function compiled, by a C++ compiler and for a quarter of a minute.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
+import gc
 import io
 import signal
 from collections.abc import Iterator
@@ -60,6 +63,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.stem in SLOW:
             item.add_marker("slow")
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
+
+
+def pytest_collection_finish() -> None:
+    # What is imported stays: no collection looks through it again (vLLM asks for five as it starts).
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
