@@ -129,7 +129,8 @@ def test_layer_constants_are_held_against_the_kept_tokens(runs, tokens):
         assert tuple(spans.loc[(layer, "∏c … ∏d, certified")]) == ([1e-4, 0.1][layer], [500.0, 9.0][layer])
 
 
-@pytest.mark.parametrize("scale", ["certain", pytest.param("cpu", marks=pytest.mark.all)])
+@pytest.mark.all
+@pytest.mark.parametrize("scale", ["cpu", "certain"])
 def test_drawing_loads_no_policy_and_no_transformers(scale, tmp_path):
     """In a process of its own, for others here have loaded both; what takes the time, the pictures, is left out."""
     draw = "\n".join(
