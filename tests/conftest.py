@@ -66,8 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # All that is imported stays, and no garbage collection looks through it again: an eighth of the tests' time. A run
-    # of few tests may import hypothesis later, whose plugins look for references that this hides.
+    # All that is imported stays, and no garbage collection looks through it again: an eighth of the time of some files.
+    # A run of few tests may import hypothesis later, whose plugins look for references that this hides.
     if len(session.items) > 1000:
         gc.freeze()
 
