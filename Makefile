@@ -19,13 +19,18 @@ test test-fast test-all demo figures architectures notebooks: export OMP_NUM_THR
 export NO_MKDOCS_2_WARNING := 1
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# One pip at a time.
+.NOTPARALLEL:
 .PHONY: setup dev demo figures architectures test test-fast test-all test-lowest docs notebooks vllm lint format clean
 
 # What a user needs; tests, docs and figures add what they need.
 setup: $(STAMP)
 
+dev: $(DEV_STAMP)
+
 # Done again only when what it installs from has changed; an unfinished setup leaves no stamp and starts over.
-$(STAMP): pyproject.toml $(CONSTRAINTS)
+$(DEV_STAMP): EXTRA := [dev]
+$(STAMP) $(DEV_STAMP): pyproject.toml $(CONSTRAINTS)
 	@command -v "$(PYTHON)" >/dev/null || { \
 	    echo "setup: no '$(PYTHON)' on this machine; gradscope needs Python 3.11 or newer: make setup PYTHON=/path/to/python" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -35,15 +40,8 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv .venv
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "setup: the existing .venv holds $$($(BIN)/python -V 2>&1); gradscope needs 3.11 or newer: remove .venv and run make setup again" >&2; exit 1; }
-	$(INSTALL) torch
-	$(INSTALL) --editable .
-	@touch $@
-
-dev: $(DEV_STAMP)
-
-$(DEV_STAMP): $(STAMP)
-	$(INSTALL) --editable '.[dev]'
-	@touch $@
+	$(INSTALL) --editable '.$(EXTRA)'
+	@touch $(STAMP) $@
 
 demo: setup
 	$(BIN)/gradscope demo --out demo-out

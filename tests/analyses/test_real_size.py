@@ -57,6 +57,7 @@ def test_what_is_made_is_a_policy_its_own_rollouts_and_a_state_that_fits(made):
     assert all(m.untyped_storage().nbytes() == m.nbytes for m in moments.exp_avg_sq.values())
 
 
+@pytest.mark.all
 def test_a_run_and_a_plan_leave_their_stages_in_the_table(made, tmp_path):
     out = tmp_path / "table.csv"
     run("run", made, "--out", out, "--limit", 4, "--", *MEASURE)

@@ -197,6 +197,7 @@ def several(tiny, tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.all
 def test_what_one_of_several_processes_complains_of_is_one_line(several):
     run = list_runs("tiny")[0]
     with pytest.raises(InputError) as found:

@@ -323,6 +323,7 @@ def save_in_every_format(folder, *names):
             save_figure(EVERY_FIGURE[name](tokens(400, measured=0.5)), Path(folder) / suffix / f"{name}.{suffix}")
 
 
+@pytest.mark.all
 def test_files_are_the_same_bytes_in_another_process(tmp_path):
     names = ("figure_1", "cone")
     code = (

@@ -81,7 +81,8 @@ def save_checkpoint(folder: Path, name: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["llama", "embedded-certain"])  # untied; tied with biases (Qwen2)
+# Untied; tied with biases (Qwen2).
+@pytest.fixture(scope="module", params=["llama", pytest.param("embedded-certain", marks=pytest.mark.all)])
 def engine(request, tmp_path_factory) -> Iterator[Engine]:
     if request.param == "embedded-certain":
         policy = load_policy("embedded-certain")
