@@ -38,7 +38,7 @@ def site(tmp_path_factory) -> Path:
 
 
 @needs_mkdocs
-@pytest.mark.slow
+@pytest.mark.all
 def test_built_pages_load_nothing_from_elsewhere(site):
     pages, styles = sorted(site.rglob("*.html")), sorted(site.rglob("*.css"))
     assert len(pages) > 30 and styles
@@ -47,7 +47,7 @@ def test_built_pages_load_nothing_from_elsewhere(site):
 
 
 @needs_mkdocs
-@pytest.mark.slow
+@pytest.mark.all
 def test_generated_pages_hold_what_they_are_made_of(site):
     import gradscope
 

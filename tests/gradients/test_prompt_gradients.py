@@ -198,6 +198,7 @@ def test_sketches_are_those_of_the_whole_vectors(shared):
     assert distance(found, expected) < 1e-9
 
 
+@pytest.mark.all
 def test_sketched_inner_products_are_unbiased_and_err_as_they_say():
     policy = make_policy("qwen2", torch.float64)
     batch = make_batch(policy)
