@@ -107,6 +107,7 @@ def test_weightings_are_compared_by_energies_that_a_loop_over_tokens_finds(execu
     assert "No weighting is recommended" in found["printed"]
 
 
+@pytest.mark.all
 def test_your_checkpoint_is_diagnosed_on_the_dump_that_was_read(executed):
     found = executed("your_checkpoint")
     diagnosis, rows = found["diagnosis"], list(found["batch"].rows())

@@ -565,8 +565,8 @@ def test_a_plan_is_made_for_gpus_of_any_size(run):
 
 def test_the_demo_samples_measures_and_is_finished_the_second_time(run, tmp_path, monkeypatch):
     """The whole of it on fewer questions: the embedded policy, its rollouts, the table and the figures."""
-    right, fewer = Sample.run, {"questions": 3, "n": 2, "max_new_tokens": 40}
-    monkeypatch.setattr(Sample, "run", lambda sample: right(replace(sample, **fewer)))
+    right, fewer = Sample.sample, {"questions": 3, "n": 2, "max_new_tokens": 40}
+    monkeypatch.setattr(Sample, "sample", lambda sample: right(replace(sample, **fewer)))
     out = tmp_path / "demo"
     first = run("demo", "--out", out)
     assert (first.status, first.err) == (0, "")

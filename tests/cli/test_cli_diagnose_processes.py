@@ -16,7 +16,13 @@ from support.processes import launch
 
 from gradscope.gradients.summed.plan import Sizes, plan_sums
 
-pytestmark = pytest.mark.usefixtures("undrawn")  # by the one process; the two draw
+pytestmark = pytest.mark.usefixtures("undrawn")
+UNDRAWN = """
+from tests.faults.work import draw_nothing
+draw_nothing()
+from gradscope.cli import run_script
+run_script()
+"""
 
 
 def largest_sliced(held: int) -> str:
@@ -44,7 +50,7 @@ def run_both_ways(folder: Path, *command: object) -> tuple[Path, Path]:
     """The folders of one process and of two."""
     one, two = folder / "one", folder / "two"
     run(*command, "--out", one)
-    ended = launch("-m", "gradscope", *command, "--out", two)
+    ended = launch("-c", UNDRAWN, *command, "--out", two)
     assert [process.status for process in ended] == [0, 0], ended[0].stderr + ended[1].stderr
     return one, two
 

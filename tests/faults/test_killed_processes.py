@@ -35,6 +35,7 @@ def inputs(tmp_path_factory) -> Path:
 def start(command: str, inputs: Path, out: Path, count: int) -> list[Command]:
     words = [word.replace("INPUTS", str(inputs)).replace("OUT", str(out)) for word in COMMANDS[command].split()]
     words += [] if "--device" in words else ["--device", "cpu"]
+    words += ["--no-figures"] if command == "measure" else []
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     ranks = range(count)
     return [Command("-m", "gradscope", *words, **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in ranks]

@@ -112,7 +112,7 @@ def run(command: str, inputs: Path, out: Path, *changes: str) -> None:
     sys.argv = ["gradscope", *words, *(change[1:] for change in changes if change.startswith("+"))]
     from gradscope.cli import run_script
 
-    _draw_nothing()
+    draw_nothing()
     run_script()
 
 
@@ -134,7 +134,7 @@ def _reproduce(inputs: Path, out: Path) -> None:
     exit_with(lambda: reproduce.main(reproduce.Options(scale="tiny", jobs=1)))
 
 
-def _draw_nothing() -> None:
+def draw_nothing() -> None:
     """Pictures are empty: drawing them takes longer than all else."""
     import io
 

@@ -207,13 +207,16 @@ def test_an_error_of_one_process_is_one_of_all(found):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run of two steps, under accelerate's own launcher."""
+    """A run of two steps."""
     root = tmp_path_factory.mktemp("run")
     (root / "task.py").write_text(TASK)
-    command = [*ACCELERATE, *TRAIN, "--task", f"{root}/task.py:moody", "--steps", "2", "--out", root / "whole"]
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=TIMEOUT)
-    assert done.returncode == 0, done.stderr
+    ended = launch("-m", *steps(2, root), "--out", root / "whole")
+    assert [process.status for process in ended] == [0, 0], ended[0].stderr + ended[1].stderr
     return root
+
+
+def steps(count: int, root: Path) -> tuple[str, ...]:
+    return (*TRAIN, "--task", f"{root}/task.py:moody", "--steps", str(count))
 
 
 def numbers(out: Path) -> list[dict[str, Any]]:
@@ -234,12 +237,20 @@ def test_a_run_of_two_processes_writes_everything_once(run):
     assert not torch.equal(next(before.model.parameters()), next(after.model.parameters()))
 
 
+@pytest.mark.all
+def test_under_accelerates_own_launcher_a_run_has_the_same_numbers(run):
+    command = [sys.executable, *ACCELERATE, *steps(2, run), "--out", str(run / "launched")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    assert numbers(run / "launched") == numbers(run / "whole")
+
+
 def test_a_run_of_two_processes_resumes_to_the_same_numbers_and_an_error_of_one_ends_both(run):
     out = run / "again"
     shutil.copytree(run / "whole", out)
     shutil.rmtree(out / "checkpoints/step-000002")
     (run / "fail").touch()
-    ended = launch("-m", *TRAIN, "--task", f"{run}/task.py:moody", "--steps", "3", "--out", out, "--resume")
+    ended = launch("-m", *steps(3, run), "--out", out, "--resume")
     assert [process.status for process in ended] == [2, 2]
     lines = [line for process in ended for line in process.stderr.splitlines() if line.startswith("gradscope:")]
     assert len(lines) == 1 and "moody" in lines[0] and "KeyError" in lines[0]

@@ -260,6 +260,7 @@ def test_the_command_samples_with_vllm(tmp_path):
 
 
 @needs_vllm
+@pytest.mark.all
 def test_two_processes_have_an_engine_each_and_keep_their_process_group():
     for rank, ended in enumerate(launch("-c", WORKER)):
         assert (ended.status, ended.stdout.split()[-1]) == (0, str(rank)), ended.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import secrets
@@ -63,6 +64,7 @@ class Command:
 
 def _become(folder: str, arguments: list[str], environment: dict[str, str]) -> None:
     """In the child: be that command."""
+    gc.freeze()  # no garbage collection looks through what the child was forked with
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # TMPDIR is looked at anew
