@@ -91,6 +91,7 @@ def test_the_largest_token_of_the_first_look_has_the_norm_that_autograd_finds(ex
     assert top["size"] == found["table"]["size"].max()
 
 
+@pytest.mark.all
 def test_weightings_are_compared_by_energies_that_a_loop_over_tokens_finds(executed):
     found = executed("custom_weighting")
     table, comparison = found["table"], found["found"]

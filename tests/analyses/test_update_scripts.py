@@ -108,6 +108,7 @@ def test_a_sample_has_both_policies_probabilities_and_grpo_advantages(made, batc
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.all
 def test_what_is_measured_at_the_run_is_kept_and_drawn(made, tmp_path, monkeypatch):
     monkeypatch.setattr(measurements, "RUNS", tmp_path)
     sizes = {"run": made.run, "questions": 1}

@@ -11,6 +11,7 @@ from support.decoders import COMMON, LATE, SANDWICHED, attend_eagerly, windowed
 from support.exact import FLOAT32, TRUE_FLOAT64, cached_policy, random_ids
 from support.oracle import TrueFloat64, Truth, as_policy, brute_force, largest_error
 from support.policies import HIDDEN, LAYERS, RULED, make_batch, make_model, make_policy
+from support.tiers import every
 from transformers.models.llama import modeling_llama
 
 from gradscope import measure
@@ -82,7 +83,8 @@ def errors(
 
 
 @pytest.mark.parametrize(
-    "name, case", [*product(["qwen2"], TOGETHER), *product(("qwen3", "llama", *SANDWICHED, *RULED), ["unlike"])]
+    "name, case",
+    every(2, [*product(["qwen2"], TOGETHER), *product(("qwen3", "llama", *SANDWICHED, *RULED), ["unlike"])]),
 )
 def test_every_sequence_is_exact_whatever_is_beside_it(name, case):
     truths = find_truths(cached_policy(name), TOGETHER[case])

@@ -336,6 +336,7 @@ def peaks(script: str, threshold: int) -> dict[str, float]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
+@pytest.mark.all
 def test_memory_of_the_process_does_not_grow_with_sources_and_a_step_takes_one_gradient():
     found = peaks(GROWTH, 1 << 20)
     # In vectors as long as the 32 M parameters, of which the embedding is a third.
@@ -367,6 +368,7 @@ for way, memory in MEMORY.items():
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
+@pytest.mark.all
 def test_summed_gradients_keep_to_their_budget_however_many_prompts_and_vectors():
     start, rest = GROWTH.split("calls = {}")
     found = peaks(start + SUMS + rest[rest.index("for name, call in") :], 1 << 16)

@@ -12,6 +12,7 @@ from support.decoders import COMMON, SANDWICHED
 from support.exact import FLOAT32, TRUE_FLOAT64, assert_same, cached_policy, random_ids
 from support.oracle import TrueFloat64, Truth, as_policy, brute_force, in_float64, largest_error, measure_all, sequences
 from support.policies import CAUSAL, VOCAB, make_batch, make_policy, pad_both_sides
+from support.tiers import every
 from torch import Tensor
 
 from gradscope.errors import InputError, SelfCheckError
@@ -194,7 +195,7 @@ SEQUENCES = {
 }
 
 
-@pytest.mark.parametrize("case", SEQUENCES)
+@pytest.mark.parametrize("case", every(2, SEQUENCES))
 @pytest.mark.parametrize("name", ["qwen2", "mixtral", "opt"])
 def test_unusual_sequences_are_exact(name, case):
     ids, targets = SEQUENCES[case][0], torch.tensor(SEQUENCES[case][1])
@@ -246,7 +247,7 @@ def truth_in_eval_mode(policy: Policy, ids: Tensor, targets: Tensor) -> Truth:
     return truth
 
 
-@pytest.mark.parametrize("name", handmade.EXACT)
+@pytest.mark.parametrize("name", every(2, handmade.EXACT))
 def test_a_handmade_decoder_is_measured_exactly(name):
     policy = as_policy(handmade.make(name))
     policy.model.train("training_mode" in name)
