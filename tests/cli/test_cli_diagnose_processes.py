@@ -61,6 +61,7 @@ def assert_equal_numbers(one: Path, two: Path, *names: str, rtol: float = 1e-4, 
         pd.testing.assert_frame_equal(*(pd.read_csv(folder / name) for folder in (one, two)), rtol=rtol, atol=atol)
 
 
+@pytest.mark.all
 def test_two_processes_diagnose_what_one_does_for_each_of_several_checkpoints(models, tmp_path):
     command = ("diagnose", *models, "--rollouts", models[0].parent / "rollouts.jsonl", *BRIEF)
     one, two = run_both_ways(tmp_path, *command, "--gradient-memory", largest_sliced(12))

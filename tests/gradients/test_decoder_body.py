@@ -18,6 +18,7 @@ from support.oracle import (
     sequences,
 )
 from support.policies import RULED, UNRULED, make_batch, make_model, make_policy
+from support.tiers import every
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
@@ -47,7 +48,7 @@ def text(length: int = 28) -> tuple[Tensor, Tensor]:
 KINDS = [(n, a) for n in (*COMMON, *SANDWICHED, *RULED) for a in ("eager", "sdpa") if (n, a) != ("gemma2", "sdpa")]
 
 
-@pytest.mark.parametrize("name, attention", KINDS)
+@pytest.mark.parametrize("name, attention", every(3, KINDS))
 def test_a_common_decoder_goes_by_rules_and_is_exact(name, attention):
     with TrueFloat64():
         error, ruled = error_and_path(make_policy(name, torch.float64, attention=attention), *text())

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from support.policies import make_model
+from support.tiers import every
 from support.trl_runs import TEMPERATURE, Recorder, import_trl, make_trainer, needs_trl, save_policy, train, weights
 from tokenizers import normalizers
 
@@ -211,7 +212,7 @@ def test_weightings_are_those_of_trls_loss(checkpoint, tmp_path, case, monkeypat
     assert different == ["top-entropy:q=0.3", *own]
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", every(2, LOSS_TYPES))
 def test_a_loss_types_denominators_are_those_of_trls_loss(checkpoint, tmp_path, loss_type):
     trainer, step = record(checkpoint, tmp_path, loss_type=loss_type, beta=0.2, num_iterations=2, **ACCUMULATED)
     batch = batch_from_trl(step["window"], TEMPERATURE)
@@ -292,7 +293,7 @@ def test_training_with_the_callback_is_training_without_it_bit_for_bit(checkpoin
     assert all(p.requires_grad for p in trainer.model.parameters()) and "compute_loss" not in vars(trainer)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", every(2, LOSS_TYPES))
 def test_the_norm_of_all_is_that_of_the_gradient_that_trl_steps_with(checkpoint, tmp_path, loss_type):
     settings = {"loss_type": loss_type, "beta": 0.2, "num_iterations": 2, "move": 0.02}
     trainer, callback, _ = watched(checkpoint, tmp_path, **settings, **ACCUMULATED)

@@ -13,6 +13,7 @@ from support.gradients import raising, state_of
 from support.oracle import TrueFloat64
 from support.policies import make_batch, make_policy
 from support.steps import NARROW, STEPS, Brute, assert_split_as, brute_force, split_step, warm_state
+from support.tiers import every
 from torch import Tensor
 
 from gradscope.errors import InputError
@@ -91,7 +92,7 @@ def test_what_the_optimizer_does_not_hold_is_not_moved(policy, batch, brute):
     assert_split_as(result, brute, parts, 1e-10)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", every(2, ["qwen2", "llama", "gemma2", "mixtral"]))
 @pytest.mark.parametrize("step", [STEPS[0], STEPS[2]])
 def test_the_same_holds_for_other_architectures(name, step):
     policy = make_policy(name, torch.float64)
@@ -124,7 +125,7 @@ def test_contributions_sum_to_the_prediction_for_the_whole_step(monkeypatch, nam
     assert np.abs(sources - expected).max() < 1e-5 * np.sqrt(np.mean(expected**2))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", every(2, ["gpt2", "llama"]))
 @pytest.mark.parametrize("step", [STEPS[0], STEPS[2]])
 def test_the_error_of_the_prediction_falls_linearly_with_the_step_size(name, step):
     policy = make_policy(name, torch.float64)
