@@ -24,9 +24,13 @@ def test_the_table_holds_a_thousand_faults_of_every_command_and_none_lost():
     assert (whole["faults"] == whole[["same", "refused", "left"]].sum(axis=1)).all()
 
 
-@pytest.mark.parametrize(("command", "faults"), [("train", 6), ("evaluate", 10)])
-def test_no_fault_loses_a_result(command, faults):
-    storm("--storm", faults, "--seed", 0, "--only", command)
+# A tenth of the table's; diagnose, the dearest, is among those below.
+FEW = {"measure": 8, "tune": 16, "compare": 14, "evaluate": 30, "train": 18, "reproduce": 16}
+
+
+@pytest.mark.parametrize("command", FEW)
+def test_no_fault_loses_a_result(command):
+    storm("--storm", FEW[command], "--seed", 0, "--only", command)
 
 
 @pytest.mark.all
