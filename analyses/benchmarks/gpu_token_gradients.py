@@ -5,8 +5,9 @@
 Policies have the shapes of Qwen2.5 0.5B, 1.5B and 3B with random weights: nothing is downloaded. Sequences of T tokens,
 the first quarter the prompt. In every sequence, runs of neighbouring tokens are measured at several depths (all of them
 would take hours at 3B); a token's time depends on its prefix alone, so the runs' middle stands for a sequence. Per row:
-response tokens per second, the floor's FLOPs (`gradscope.gradients.cost.measuring.floor_flops`) per second as a
-fraction of the bfloat16 matrix product's, measured in the same run, and the peak of allocated memory.
+response tokens per second, as measured and as `gradscope measure --plan` says of a GPU by its datasheet, the floor's
+FLOPs (`gradscope.gradients.cost.measuring.floor_flops`) per second as a fraction of the bfloat16 matrix product's,
+measured in the same run, and the peak of allocated memory.
 
     graph       along the model's own graph, float32: what any architecture costs (the first length only)
     exact       backward rules, float32
@@ -29,7 +30,15 @@ import torch
 import tyro
 from torch import Tensor
 
-from gradscope.gradients import ModelShape, TokenGradientMeter, floor_flops, measuring
+from gradscope.gradients import (
+    ModelShape,
+    Response,
+    TokenGradientMeter,
+    floor_flops,
+    gpu_rates,
+    measure_flops,
+    measuring,
+)
 from gradscope.policy import Policy, find_blocks
 
 Mode = Literal["graph", "exact", "tf32", "bfloat16"]
@@ -40,6 +49,8 @@ SHAPES = {
     "3B": {"hidden_size": 2048, "num_hidden_layers": 36, "intermediate_size": 11008, "num_attention_heads": 16},
 }
 """Qwen2.5's; all with two heads of keys and values, tied embeddings and a vocabulary of 151,936 (tiny: 512)."""
+
+CHUNK_MEMORY = 8 << 30
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,8 @@ class Options:
     """Positions × tokens of a chunk, at most."""
     minutes: int | float = 9
     device: str = "cuda"
+    machine: str = "h200"
+    """That the plan is made for."""
     out: Path | None = None
     """CSV to write."""
 
@@ -118,7 +131,7 @@ def measure_case(policy: Policy, mode: Mode, length: int, options: Options) -> d
     with measuring(policy.model):
         precision = "exact" if mode == "graph" else mode
         meter = TokenGradientMeter(
-            policy, ids, rows=options.rows, memory=8 << 30, rules=mode != "graph", precision=precision
+            policy, ids, rows=options.rows, memory=CHUNK_MEMORY, rules=mode != "graph", precision=precision
         )
         few = everything[:2]
         meter.measure(ids, targets[:2], few, temperature=1.0)  # warms up
@@ -126,6 +139,16 @@ def measure_case(policy: Policy, mode: Mode, length: int, options: Options) -> d
     flops = sum(floor_flops(shape, targets.tolist()).values())
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else float("nan")
     return {"tokens": len(targets), "seconds": seconds, "tflops": flops / seconds / 1e12, "peak_gib": peak}
+
+
+def planned_speed(shape: ModelShape, mode: Mode, length: int, options: Options) -> float:
+    """Tokens per second of the row by the plan, what is done once left out."""
+    prefixes = tuple(chosen_tokens(length, options.depths, options.run).tolist())
+    cut = {"rules": mode != "graph", "rows": options.rows, "memory": CHUNK_MEMORY, "device": "cuda"}
+    flops = measure_flops(shape, [Response(len(prefixes), prefixes, length - 1)], self_check=False, **cut)
+    rounded = mode in ("tf32", "bfloat16")
+    rates = gpu_rates(options.machine, mode if rounded else "float32", dict.fromkeys(flops), rounded=rounded)
+    return len(prefixes) / sum(seconds for part, seconds in rates.seconds(flops).items() if part != "preparation")
 
 
 def all_rows(options: Options, device: torch.device) -> Iterator[dict[str, object]]:
@@ -139,6 +162,9 @@ def all_rows(options: Options, device: torch.device) -> Iterator[dict[str, objec
                 if time.perf_counter() > ends or (mode == "graph" and length != options.lengths[0]):
                     continue
                 row = {"policy": name, "length": length, "mode": mode}
+                row["planned_tokens_per_s"] = planned_speed(
+                    ModelShape.from_config(policy.config), mode, length, options
+                )
                 try:
                     found = measure_case(policy, mode, length, options)
                 except torch.OutOfMemoryError:

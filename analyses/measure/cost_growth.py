@@ -1,12 +1,10 @@
-"""Measures how the cost of a token's exact gradient norms grows: on one core, by the model, and for large policies.
+"""Measures how the cost of a token's exact gradient norms grows: measured, and by the plan.
 
 Starting from one policy (hidden 128, 4 layers, vocabulary 512, sequences of 128 tokens, 4 of them) one quantity at a
 time is varied. Time of one thread, self-check left out, medians of interleaved rounds; predicted is what `gradscope
 measure --plan` says, whose pilot runs in the same rounds. Leaves
 
     growth.csv          ms of a token, measured and predicted, by what is varied
-    gpu.csv             the same model for Qwen2.5 on one GPU that was not at hand: its datasheet, with the shares of it
-                        that are assumed (gradscope.gradients.cost.machine), stands in every row
 """
 
 from __future__ import annotations
@@ -23,24 +21,10 @@ from analyses.benchmarks.plan_time import make_sequences
 from analyses.common.measurements import keep
 from gradscope.gradients import (
     MeasureSettings,
-    ModelShape,
-    Response,
     TableMeasurement,
-    floor_flops,
-    gpu_rates,
-    measure_flops,
     plan_batch,
 )
 from gradscope.policy import Policy, find_blocks
-
-QWEN = {
-    "0.5B": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},
-    "3B": {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "intermediate_size": 11008},
-    "7B": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "intermediate_size": 18944},
-}
-KEY_HEADS = {"0.5B": 2, "3B": 2, "7B": 4}
-UNTIED = "7B"
-GPU, LENGTHS, CHUNK_ROWS = "h200", (512, 2048), 8192
 
 
 @dataclass(frozen=True)
@@ -64,8 +48,8 @@ VARIED: dict[str, tuple[int, ...]] = {
 
 
 def measure(out: Path, *, rounds: int = 3) -> None:
-    """Measure and keep both tables."""
-    keep(out, {"growth.csv": growth_table(rounds).round(4), "gpu.csv": gpu_table().round(3)}, rounds=rounds)
+    """Measure and keep the table."""
+    keep(out, {"growth.csv": growth_table(rounds).round(4)}, rounds=rounds)
 
 
 def cases() -> dict[tuple[str, int], Case]:
@@ -117,38 +101,3 @@ def growth_table(rounds: int) -> pd.DataFrame:
     table = pd.DataFrame(rows).groupby(["varied", "value"], sort=False, as_index=False).median()
     table["predicted_over_measured"] = table.predicted_ms / table.measured_ms
     return table
-
-
-def gpu_table() -> pd.DataFrame:
-    """Qwen2.5 on one GPU, by the model alone: three quarters of each sequence are response, all tokens measured."""
-    rows = []
-    for name in QWEN:
-        shape = qwen_shape(name)
-        for length in LENGTHS:
-            prefixes = tuple(range(length // 4, length))
-            response = Response(len(prefixes), prefixes, length - 1)
-            floor = sum(floor_flops(shape, prefixes).values()) / len(prefixes)
-            for precision in ("float32", "tf32", "bfloat16"):
-                cut = {"rules": True, "device": "cuda", "rows": CHUNK_ROWS}
-                flops = measure_flops(shape, [response], self_check=False, **cut)
-                rates = gpu_rates(GPU, precision, dict.fromkeys(flops))
-                seconds = sum(rates.seconds(flops).values()) / len(prefixes)
-                row = {"policy": f"Qwen2.5-{name}", "length": length, "products_in": precision}
-                row |= {"floor_gflop_per_token": floor / 1e9, "ms_per_token": 1e3 * seconds}
-                row |= {"tokens_per_second": 1 / seconds, "assumed": f"{rates.machine}; --chunk-rows {CHUNK_ROWS}"}
-                rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def qwen_shape(name: str) -> ModelShape:
-    """Of Qwen2.5, from its published configuration."""
-    from transformers import Qwen2Config
-
-    return ModelShape.from_config(
-        Qwen2Config(
-            **QWEN[name],
-            num_key_value_heads=KEY_HEADS[name],
-            vocab_size=152064 if name == UNTIED else 151936,
-            tie_word_embeddings=name != UNTIED,
-        )
-    )

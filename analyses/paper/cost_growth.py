@@ -1,10 +1,9 @@
-"""How the cost of a token's exact gradient norms grows: measured on one core, the model's curve, and large policies.
+"""How the cost of a token's exact gradient norms grows: measured on one core, and the plan's curve.
 
     python -m analyses.paper.cost_growth [--out figures]
 
 Drawn from the measurement `cost_growth` (analyses/measure/cost_growth.py): CPU time of one thread, and what
-`gradscope measure --plan` predicts from the machine's speeds. cost_growth.csv has the points, cost_growth_gpu.csv the
-same model for Qwen2.5 on one GPU that was not at hand.
+`gradscope measure --plan` predicts from the machine's speeds. cost_growth.csv has the points.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from matplotlib.figure import Figure
 
 from analyses.common.measurements import read_table
 from analyses.common.script import Options, exit_with
-from analyses.common.tables import write_csv
 from gradscope.plots import NEUTRAL, finish, new_panels, paper_style, save_figure
 
 NAMES = {
@@ -27,10 +25,9 @@ NAMES = {
 }
 
 
-def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """CPU milliseconds of a token, by what is varied; the model's for a GPU."""
-    growth, gpu = (read_table("cost_growth", name, scale=options.scale) for name in ("growth.csv", "gpu.csv"))
-    return growth, gpu
+def table(options: Options) -> pd.DataFrame:
+    """CPU milliseconds of a token, by what is varied."""
+    return read_table("cost_growth", "growth.csv", scale=options.scale)
 
 
 @paper_style()
@@ -55,11 +52,9 @@ def draw(table: pd.DataFrame) -> Figure:
 
 
 def main(options: Options) -> None:
-    growth, gpu = table(options)
-    save_figure(draw(growth), options.out / "cost_growth.png", growth)
-    write_csv(gpu, options.out / "cost_growth_gpu.csv")
-    print(growth.to_string(index=False))
-    print(gpu.to_string(index=False))
+    points = table(options)
+    save_figure(draw(points), options.out / "cost_growth.png", points)
+    print(points.to_string(index=False))
 
 
 if __name__ == "__main__":

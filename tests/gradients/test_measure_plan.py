@@ -73,7 +73,8 @@ def test_the_blocks_that_the_engine_has_rules_for_are_known_without_weights(name
 def test_products_on_a_gpu_are_counted_in_the_precision_that_they_are_made_in(name, dtype, fast, wanted):
     policy = make_policy(name)
     plan = plan_batch(policy, make_batch(policy), MeasureSettings(fast=fast), dtype=dtype, machine="h200")
-    assert plan.rates == gpu_rates("h200", wanted, dict.fromkeys(PARTS))
+    assert plan.rates == gpu_rates("h200", wanted, dict.fromkeys(PARTS), rounded=fast)
+    assert f"assumed { {'tf32': 10, 'bfloat16': 4}[wanted] if fast else 40 }% of" in str(plan)
     assert f"with products in {wanted}" in str(plan)
 
 

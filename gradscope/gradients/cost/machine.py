@@ -41,7 +41,11 @@ class Gpu:
 
 
 UTILISATION, BANDWIDTH = 0.4, 0.7
-"""Assumed, not measured: shares of the datasheet's FLOP/s and bytes/s that eager PyTorch reaches on a large network."""
+"""Assumed: shares of the datasheet's FLOP/s and bytes/s that eager PyTorch reaches on a large network. Exact token
+gradients in float32 reached .35 to .58 of an H200's FLOP/s (figures/benchmark_gpu.csv)."""
+ROUNDED = {"tf32": 0.1, "bfloat16": 0.04}
+"""Shares of FLOP/s that the fast mode reaches, whose other operations stay in float32: among those measured there, .07
+to .2 and .025 to .085, the less the smaller the policy."""
 OPTIMIZER_BYTES = 28
 """AdamW reads weight, gradient and moments of each parameter and writes all but the gradient, in float32."""
 
@@ -57,11 +61,11 @@ GPUS = {
 BYTES_OF_A_WEIGHT = {"bfloat16": 2, "float16": 2, "tf32": 4, "float32": 4}
 
 
-def gpu_rates(name: str, precision: str, parts: Mapping[str, Number | None]) -> Rates:
+def gpu_rates(name: str, precision: str, parts: Mapping[str, Number | None], *, rounded: bool = False) -> Rates:
     """Rates of a GPU that is not at hand.
 
     parts: the names of FLOPs, each with how many rows its products have, as in decoding, whose products wait for the
-    weights; None: thousands. "compacting the cache" is of bytes, "optimizer" of parameters.
+    weights; None: thousands. "compacting the cache" is of bytes, "optimizer" of parameters. rounded: of the fast mode.
     Raises InputError for a GPU that is not in GPUS, and for a precision that its datasheet does not give.
     """
     gpu = GPUS.get(name)
@@ -69,14 +73,15 @@ def gpu_rates(name: str, precision: str, parts: Mapping[str, Number | None]) -> 
         raise InputError(f"no GPU is known as {name!r}; give one of {', '.join(GPUS)}")
     if precision not in gpu.flops:
         raise InputError(f"{gpu.name}'s speed in {precision} is not known here; give one of {', '.join(gpu.flops)}")
-    most, moved = UTILISATION * gpu.flops[precision], BANDWIDTH * gpu.bandwidth
+    utilisation = ROUNDED[precision] if rounded else UTILISATION
+    most, moved = utilisation * gpu.flops[precision], BANDWIDTH * gpu.bandwidth
     # Two FLOPs a row for each weight that is read.
     by_part = {
         part: most if rows is None else min(most, 2 * rows * moved / BYTES_OF_A_WEIGHT[precision])
         for part, rows in parts.items()
     }
     return Rates(
-        f"{gpu.name} in {precision}, assumed {UTILISATION:.0%} of {gpu.flops[precision] / 1e12:,.0f} TFLOP/s and "
+        f"{gpu.name} in {precision}, assumed {utilisation:.0%} of {gpu.flops[precision] / 1e12:,.0f} TFLOP/s and "
         f"{BANDWIDTH:.0%} of {gpu.bandwidth / 1e12:.2f} TB/s",
         by_part | {"compacting the cache": moved, "optimizer": moved / OPTIMIZER_BYTES},
     )
