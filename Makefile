@@ -66,7 +66,7 @@ test: lint $(VLLM_STAMP)
 test-fast: lint
 	$(PYTEST) -m "not slow and not all"
 
-# What is too dear for every change: all examples of the docs and their build, types, shapes, figures, the wheel's demo, accessibility of all pages.
+# What is too dear for every change; CONTRIBUTING.md lists it.
 test-all: lint $(VLLM_STAMP)
 	$(PYTEST) -m all
 

@@ -11,14 +11,13 @@ os.environ["MPLBACKEND"] = "Agg"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import gc
-import io
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.figure import Figure
+from support.pictures import draw_nothing
 
 from gradscope.tasks import data
 
@@ -82,17 +81,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="module")
 def undrawn() -> Iterator[None]:
     """Pictures are empty: for tests of numbers and words, since most of a page's time is drawing."""
-    empty = '<svg xmlns="http://www.w3.org/2000/svg" width="9pt" height="9pt" viewBox="0 0 9 9"/>'
-
-    def save(_figure: Figure, target: str | os.PathLike | io.StringIO, **_: object) -> None:
-        if isinstance(target, io.StringIO):
-            target.write(empty)
-        else:
-            Path(target).write_text(empty)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", save)
-        patch.setattr(Figure, "draw_without_rendering", lambda _: None)
+        draw_nothing(patch.setattr)
         yield
 
 

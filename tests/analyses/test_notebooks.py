@@ -78,6 +78,7 @@ def test_every_notebook_is_looked_at_and_holds_no_output(repository):
         assert cells.count(" [markdown]") >= 4 and cells.count("") >= 5
 
 
+@pytest.mark.all
 def test_the_largest_token_of_the_first_look_has_the_norm_that_autograd_finds(executed, model):
     found = executed("first_look")
     top = found["largest"].iloc[0]

@@ -117,6 +117,7 @@ def test_what_is_wrong_in_the_file_is_one_line(tiny, old, new, words):
         reproduce.choose(reproduce.Options(scale="tiny", only=("fig4",)))
 
 
+@pytest.mark.all
 def test_killed_and_started_again_it_repeats_no_finished_work_and_ends_at_the_same_numbers(tiny, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()

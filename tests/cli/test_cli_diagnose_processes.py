@@ -18,7 +18,7 @@ from gradscope.gradients.summed.plan import Sizes, plan_sums
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 UNDRAWN = """
-from tests.faults.work import draw_nothing
+from tests.support.pictures import draw_nothing
 draw_nothing()
 from gradscope.cli import run_script
 run_script()
@@ -74,6 +74,7 @@ def test_two_processes_diagnose_what_one_does_for_each_of_several_checkpoints(mo
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.all
 def test_two_processes_compare_what_one_does(models, tmp_path):
     command = ("compare", models[1], models[0].parent / "rollouts.jsonl", "--no-self-check", "--device", "cpu")
     command += ("--methods", "reweight", "up-weight", "lopti", "top-entropy:q=0.4")
@@ -88,6 +89,7 @@ def test_two_processes_compare_what_one_does(models, tmp_path):
     assert tables[1]["cosine"].notna().sum() == 6  # not of both steps together
 
 
+@pytest.mark.all
 def test_two_processes_share_the_sketches_of_the_figures(models, tmp_path):
     command = ("measure", models[1], models[0].parent / "rollouts.jsonl", "--no-self-check", "--device", "cpu")
     command += ("--gradient-memory", largest_sliced(8), "--minutes", "0.000001")

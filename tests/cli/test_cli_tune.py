@@ -252,6 +252,7 @@ def test_what_cannot_be_used_is_said_in_one_line_before_anything_is_written(run,
     assert not out.exists()
 
 
+@pytest.mark.all
 def test_batches_side_by_side_give_the_same_files(run, model, rollouts, tmp_path):
     flags = (*SMALL, "--batches", 2)
     for name, jobs in (("one", 1), ("two", 2)):

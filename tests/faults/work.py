@@ -90,7 +90,6 @@ MODULES += [
 FIELDS = ("prompt_ids", "response_ids", "group", "temperature", "reward", "old_logprobs", "response_mask")
 TIMED = ("seconds", "tokens_per_second", "pass_seconds")
 """What differs from run to run: how long something took. In metrics: columns that begin so."""
-EMPTY = '<svg xmlns="http://www.w3.org/2000/svg" width="9pt" height="9pt" viewBox="0 0 9 9"/>'
 
 
 def make_inputs(inputs: Path) -> None:
@@ -111,6 +110,7 @@ def run(command: str, inputs: Path, out: Path, *changes: str) -> None:
     words = [word for word in words if f"-{word}" not in changes]
     sys.argv = ["gradscope", *words, *(change[1:] for change in changes if change.startswith("+"))]
     from gradscope.cli import run_script
+    from tests.support.pictures import draw_nothing
 
     draw_nothing()
     run_script()
@@ -132,21 +132,6 @@ def _reproduce(inputs: Path, out: Path) -> None:
         module.RUNS = out / "kept"
     reproduce.worker_context = lambda: multiprocessing.get_context("fork")
     exit_with(lambda: reproduce.main(reproduce.Options(scale="tiny", jobs=1)))
-
-
-def draw_nothing() -> None:
-    """Pictures are empty: drawing them takes longer than all else."""
-    import io
-
-    from matplotlib.figure import Figure
-
-    def save(_figure: Figure, target: Any, **_: object) -> None:
-        if isinstance(target, io.StringIO):
-            target.write(EMPTY)
-        else:
-            Path(target).write_text(EMPTY)
-
-    Figure.savefig, Figure.draw_without_rendering = save, lambda _figure: None
 
 
 def contents(out: Path) -> dict[str, Any]:

@@ -207,6 +207,7 @@ def diagnosed() -> tuple:
     return policy, make_batch(policy), replace(quick, step=step, etas=(None,))
 
 
+@pytest.mark.all
 def test_a_diagnosis_leaves_out_the_step_that_does_not_fit_and_says_what_it_wants(diagnosed, monkeypatch):
     policy, batch, settings = diagnosed
     state = make_state(policy, (0.8, 0.95), 6)

@@ -274,6 +274,7 @@ cli.run_script()
 """Notes what happens at the end of a process that runs a command."""
 
 
+@pytest.mark.all
 def test_of_several_processes_none_takes_python_apart_while_threads_free_tensors(tmp_path, monkeypatch):
     command = ("measure", "gone", "gone")
     done = subprocess.run([sys.executable, "-c", ENDING, tmp_path / "alone", *command], capture_output=True, text=True)
