@@ -33,6 +33,8 @@ SCRIPTS = (
     *("base_policy", "kinds", "layer_constants", "cost_growth"),
 )
 """Modules of analyses/paper with Options(out, scale) and main(options), in the order in which they are drawn."""
+BOTH = ("rates", "prediction")
+"""Those of both embedded policies together, with Options(out)."""
 
 MAIN_SCALE = "cpu"
 
@@ -53,7 +55,7 @@ def draw_one(name: str, scale: str, out: Path) -> str | None:
     script = importlib.import_module(f"analyses.paper.{name}")
     try:
         with matplotlib.rc_context(), contextlib.redirect_stdout(io.StringIO()):
-            script.main(script.Options(out=out, scale=scale))
+            script.main(script.Options(out=out) if name in BOTH else script.Options(out=out, scale=scale))
     except InputError as error:
         return first_line(error)
     finally:
@@ -64,9 +66,12 @@ def draw_one(name: str, scale: str, out: Path) -> str | None:
 def main(options: Options) -> int:
     """Run the scripts; 2 if some found nothing to draw, else 0."""
     wanted = tuple(dict.fromkeys(map(drawn_as, options.only)))
-    if unknown := [name for name in wanted if name not in SCRIPTS]:
-        raise InputError(f"no figure is called {unknown[0]!r}; give some of {', '.join(SCRIPTS)}")
-    drawn = read()["drawn"] if options.scale is None else {options.scale: SCRIPTS}
+    known = (*SCRIPTS, *BOTH)
+    if unknown := [name for name in wanted if name not in known]:
+        raise InputError(f"no figure is called {unknown[0]!r}; give some of {', '.join(known)}")
+    drawn = read()["drawn"]
+    if options.scale is not None:
+        drawn = {options.scale: known if options.scale == MAIN_SCALE else SCRIPTS}
     matplotlib.use("agg")
     missing = []
     for scale, names in drawn.items():

@@ -116,11 +116,11 @@ def draw(cells: pd.DataFrame) -> Figure:
             x = np.array(rates) * (0.96, 1.04)[place]
             name = f"{labels()[method]} − {labels()[other]}"
             ax.errorbar(x, own["mean"], errors, fmt="o-", ms=4, color=COLORS[method], label=name)
-        ax.set(xscale="log", xlabel="learning rate", title=title)
-        ax.set_xticks(rates, [f"{rate:g}" for rate in rates], minor=False)
+        ax.set(xscale="log", xlabel="learning rate, 10⁻⁴", title=title)
+        ax.set_xticks(rates, [f"{1e4 * rate:g}" for rate in rates], minor=False)
         ax.minorticks_off()
     axes[0].set_ylabel("difference in accuracy")
-    axes[0].legend()
+    axes[1].legend(loc="upper left")
     return figure
 
 

@@ -24,6 +24,7 @@ from gradscope.objective.logprobs import (
     trained_logprobs,
 )
 from gradscope.objective.shared_prompts import attending, can_pack, packed_inputs, packing_for
+from gradscope.policy import without_cudnn_attention
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, Processes
 
@@ -121,6 +122,7 @@ def has_plain_head(model: nn.Module) -> bool:
         return torch.equal(logits, model.get_output_embeddings()(seen[0][None])[0])
 
 
+@without_cudnn_attention()
 @torch.no_grad()
 def batch_statistics(
     model: nn.Module, batch: TokenBatch, *, micro_batch_size: int, device: torch.device, processes: Processes = ALONE

@@ -13,6 +13,7 @@ from .adamw import (
     value_ranges as value_ranges,
 )
 from .adapters import find_whole as find_whole
+from .attention import without_cudnn_attention as without_cudnn_attention
 from .checkpoint import (
     ADAPTER_CONFIG as ADAPTER_CONFIG,
     EMBEDDED as EMBEDDED,

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError, NanLogitsError
-from gradscope.policy import Policy, takes
+from gradscope.policy import Policy, takes, without_cudnn_attention
 from gradscope.sampling.protocol import Sample
 
 Draw = Callable[[Float[Tensor, "B N"], Int[Tensor, " B"], int], tuple[Int[Tensor, " B"], Float[Tensor, " B"]]]
@@ -168,6 +168,7 @@ def _greedy(temperature: float) -> Draw:
     return draw
 
 
+@without_cudnn_attention()
 @torch.no_grad()  # not inference_mode: buffers that a model makes on the way could never be used for training again
 def _decode(
     policy: Policy, prompts: list[list[int]], length: int, draw: Draw, temperature: float, bar: Any

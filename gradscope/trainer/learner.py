@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.objective import TokenStatistics, Updater, batch_statistics, has_plain_head
-from gradscope.policy import Policy, find_checkpoint
+from gradscope.policy import Policy, find_checkpoint, without_cudnn_attention
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, Processes, whole
 from gradscope.sampling import Sampler
@@ -155,8 +155,12 @@ def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Pat
         reference = share_model(original, config, accelerator) if accelerator.is_fsdp2 else original
     mixed = config.precision == "bfloat16" and not accelerator.is_fsdp2  # whose shards are gathered in bfloat16
 
-    def autocast() -> AbstractContextManager:
-        return torch.autocast(accelerator.device.type, torch.bfloat16) if mixed else nullcontext()
+    @contextmanager
+    def autocast() -> Iterator[None]:
+        # Backward passes too: they may run blocks again, which must save what the first run saved.
+        own = torch.autocast(accelerator.device.type, torch.bfloat16) if mixed else nullcontext()
+        with own, without_cudnn_attention():
+            yield
 
     return Learner(policy, sampled, updater, optimizer, reference, adapters, autocast)
 
