@@ -34,7 +34,7 @@ SCRIPTS = (
 )
 """Modules of analyses/paper with Options(out, scale) and main(options), in the order in which they are drawn."""
 BOTH = ("rates", "prediction")
-"""Those of both embedded policies together, with Options(out)."""
+"""Modules that draw both embedded policies in one figure, with Options(out); drawn at scale cpu."""
 
 MAIN_SCALE = "cpu"
 
@@ -66,12 +66,11 @@ def draw_one(name: str, scale: str, out: Path) -> str | None:
 def main(options: Options) -> int:
     """Run the scripts; 2 if some found nothing to draw, else 0."""
     wanted = tuple(dict.fromkeys(map(drawn_as, options.only)))
-    known = (*SCRIPTS, *BOTH)
+    known = (*SCRIPTS, *BOTH) if options.scale in (None, MAIN_SCALE) else SCRIPTS
     if unknown := [name for name in wanted if name not in known]:
-        raise InputError(f"no figure is called {unknown[0]!r}; give some of {', '.join(known)}")
-    drawn = read()["drawn"]
-    if options.scale is not None:
-        drawn = {options.scale: known if options.scale == MAIN_SCALE else SCRIPTS}
+        where = "" if options.scale is None else f" of scale {options.scale}"
+        raise InputError(f"no figure{where} is called {unknown[0]!r}; give some of {', '.join(known)}")
+    drawn = read()["drawn"] if options.scale is None else {options.scale: known}
     matplotlib.use("agg")
     missing = []
     for scale, names in drawn.items():

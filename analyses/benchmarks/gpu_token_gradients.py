@@ -5,9 +5,9 @@
 Policies have the shapes of Qwen2.5 0.5B, 1.5B and 3B with random weights: nothing is downloaded. Sequences of T tokens,
 the first quarter the prompt. In every sequence, runs of neighbouring tokens are measured at several depths (all of them
 would take hours at 3B); a token's time depends on its prefix alone, so the runs' middle stands for a sequence. Per row:
-response tokens per second, as measured and as `gradscope measure --plan` says of a GPU by its datasheet, the floor's
-FLOPs (`gradscope.gradients.cost.measuring.floor_flops`) per second as a fraction of the bfloat16 matrix product's,
-measured in the same run, and the peak of allocated memory.
+response tokens per second, measured and as planned from a GPU's datasheet (`gradscope measure --plan --machine`), the
+floor's FLOPs (`gradscope.gradients.cost.measuring.floor_flops`) per second as a fraction of the bfloat16 matrix
+product's, measured in the same run, and the peak of allocated memory.
 
     graph       along the model's own graph, float32: what any architecture costs (the first length only)
     exact       backward rules, float32
@@ -51,6 +51,7 @@ SHAPES = {
 """Qwen2.5's; all with two heads of keys and values, tied embeddings and a vocabulary of 151,936 (tiny: 512)."""
 
 CHUNK_MEMORY = 8 << 30
+"""Bytes of a chunk, at most."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Options:
     minutes: int | float = 9
     device: str = "cuda"
     machine: str = "h200"
-    """That the plan is made for."""
+    """Whose datasheet the planned speed goes by; a name of `GPUS`."""
     out: Path | None = None
     """CSV to write."""
 
@@ -146,8 +147,8 @@ def planned_speed(shape: ModelShape, mode: Mode, length: int, options: Options) 
     prefixes = tuple(chosen_tokens(length, options.depths, options.run).tolist())
     cut = {"rules": mode != "graph", "rows": options.rows, "memory": CHUNK_MEMORY, "device": "cuda"}
     flops = measure_flops(shape, [Response(len(prefixes), prefixes, length - 1)], self_check=False, **cut)
-    rounded = mode in ("tf32", "bfloat16")
-    rates = gpu_rates(options.machine, mode if rounded else "float32", dict.fromkeys(flops), rounded=rounded)
+    fast = mode in ("tf32", "bfloat16")
+    rates = gpu_rates(options.machine, mode if fast else "float32", dict.fromkeys(flops), fast=fast)
     return len(prefixes) / sum(seconds for part, seconds in rates.seconds(flops).items() if part != "preparation")
 
 

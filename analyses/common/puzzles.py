@@ -6,9 +6,13 @@ import random
 import zlib
 from collections.abc import Sequence
 
+from gradscope.errors import InputError
 from gradscope.tasks import Grade, Question, Task, get_task, register
 from gradscope.tasks.knights_knaves import Puzzle, compact_prompt, generate_puzzle
 from gradscope.tasks.knights_knaves_wording import Statement, compact_text
+
+PATIENCE = 20_000
+"""Draws without a new puzzle after which all with so many people are dealt: the rarest comes once in some 600 draws."""
 
 
 def fifth_of(statements: Sequence[Statement]) -> int:
@@ -37,14 +41,23 @@ class _Dealt:
         self.name, self.fifths, self.named, self.task = name, fifths, named, get_task("knights-knaves-compact")
 
     def questions(self, n: int, *, seed: int, people: tuple[int, ...] = (2, 3, 4)) -> list[Question]:
-        """n different puzzles, whose number of people cycles."""
-        rng, dealt = random.Random(seed), {}
+        """n different puzzles, whose number of people cycles; a number whose puzzles are all dealt is left out.
+
+        Raises InputError where there are not so many.
+        """
+        rng, dealt, levels, vain = random.Random(seed), {}, list(people), 0
         while len(dealt) < n:
-            level = people[len(dealt) % len(people)]
+            if vain == PATIENCE:
+                levels.remove(level)
+                vain = 0
+            if not levels:
+                raise InputError(f"task {self.name!r} has {len(dealt)} puzzles of {people} people; ask for no more")
+            level, before = levels[len(dealt) % len(levels)], len(dealt)
             puzzle = generate_puzzle(level, random.Random(rng.getrandbits(62)))
             if fifth_of(puzzle.statements) in self.fifths:
                 question = self.question(puzzle)
                 dealt[question.prompt] = question
+            vain = 0 if len(dealt) > before else vain + 1
         return list(dealt.values())
 
     def question(self, puzzle: Puzzle) -> Question:

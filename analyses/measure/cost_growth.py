@@ -1,4 +1,4 @@
-"""Measures how the cost of a token's exact gradient norms grows: measured, and by the plan.
+"""Measures how the cost of a token's exact gradient norms grows, beside what the plan predicts.
 
 Starting from one policy (hidden 128, 4 layers, vocabulary 512, sequences of 128 tokens, 4 of them) one quantity at a
 time is varied. Time of one thread, self-check left out, medians of interleaved rounds; predicted is what `gradscope

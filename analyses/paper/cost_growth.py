@@ -1,4 +1,4 @@
-"""How the cost of a token's exact gradient norms grows: measured on one core, and the plan's curve.
+"""How the cost of a token's exact gradient norms grows: measured on one core, beside the plan's prediction.
 
     python -m analyses.paper.cost_growth [--out figures]
 

@@ -1,4 +1,4 @@
-"""Which of torch's attention kernels are used where sequences of ever new lengths follow each other."""
+"""Which of torch's attention kernels may be used while lengths keep changing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Of `scaled_dot_product_attention`'s kernels those of cuDNN are left out; all comes back as it was.
+    """Within it `scaled_dot_product_attention` does not use cuDNN's kernels; the setting comes back as it was.
 
-    On GPUs from Hopper on torch takes them first in half precision, and they are planned anew for every shape, which
-    takes tenths of a second; decoding has a new shape at every token.
+    In half precision torch prefers them on recent GPUs, and plans them for each new shape; decoding has a new one at
+    every token. That this is what makes it slow there is suspected, not measured (docs/cost.md).
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +42,8 @@ class Learner:
     """The policy before training, in shards where the policy is; None: no KL, or the policy without its adapters."""
     adapters: Any | None
     """The PeftModel around the policy; None: all weights are trained."""
-    autocast: Callable[[], AbstractContextManager]
-    """Precision of forward passes."""
+    computing: Callable[[], AbstractContextManager]
+    """Precision and attention kernels of sampling and training."""
 
     @property
     def processes(self) -> Processes:
@@ -76,7 +76,7 @@ class Learner:
 
     def _statistics(self, model: nn.Module, batch: TokenBatch, processes: Processes) -> TokenStatistics:
         size, device = self.updater.micro_batch_size, self.updater.device
-        with self.autocast():
+        with self.computing():
             return batch_statistics(model, batch, micro_batch_size=size, device=device, processes=processes)
 
     def is_finite(self) -> bool:
@@ -154,15 +154,18 @@ def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Pat
         original = load_whole(find_checkpoint(config.model), accelerator).model.requires_grad_(False)
         reference = share_model(original, config, accelerator) if accelerator.is_fsdp2 else original
     mixed = config.precision == "bfloat16" and not accelerator.is_fsdp2  # whose shards are gathered in bfloat16
+    own = partial(computing, accelerator.device, mixed=mixed)
+    return Learner(policy, sampled, updater, optimizer, reference, adapters, own)
 
-    @contextmanager
-    def autocast() -> Iterator[None]:
-        # Backward passes too: they may run blocks again, which must save what the first run saved.
-        own = torch.autocast(accelerator.device.type, torch.bfloat16) if mixed else nullcontext()
-        with own, without_cudnn_attention():
-            yield
 
-    return Learner(policy, sampled, updater, optimizer, reference, adapters, autocast)
+@contextmanager
+def computing(device: torch.device, *, mixed: bool) -> Iterator[None]:
+    """How a step computes, backward passes included: activation checkpointing must find the kernels of the first run.
+
+    mixed: under autocast to bfloat16.
+    """
+    with torch.autocast(device.type, torch.bfloat16) if mixed else nullcontext(), without_cudnn_attention():
+        yield
 
 
 def _remove_noise(model: nn.Module) -> None:

@@ -179,7 +179,7 @@ class _Run:
         return record | {"tokens_per_second": record["num_tokens"] / total}
 
     def _sample(self, index: int) -> Rollout:
-        with self._timed("sampling"), self.learner.autocast():
+        with self._timed("sampling"), self.learner.computing():
             self.learner.sync(self.sampler)
             questions = self.questions.of_step(index)
             try:
@@ -228,7 +228,7 @@ class _Run:
         """Statistics of the batch, those of the first mini-batch from its first pass; and what is said of that pass."""
         first, *others = torch.arange(len(batch)).split(self.config.mini_batch_size)
         found = [self.learner.statistics(batch.select(torch.cat(others)))] if others else []
-        with self._timed("training"), self.learner.autocast():
+        with self._timed("training"), self.learner.computing():
             choose = first_choice(self.config)
             head, first_pass = self.learner.updater.score_and_accumulate(batch.select(first), self.config.loss, choose)
         parts = [[getattr(s, field.name) for s in (head, *found)] for field in fields(TokenStatistics)]
@@ -251,7 +251,7 @@ class _Run:
         """All optimizer steps on the batch; first_pass: totals of the first one, whose gradient is already in .grad."""
         config, results = self.config, []
         self.learner.set_learning_rate(config.learning_rate * min(1.0, (index + 1) / max(1, config.warmup_steps)))
-        with self._timed("training"), self.learner.autocast():
+        with self._timed("training"), self.learner.computing():
             for part in update.passes:
                 how = {"match": update.match, "first_pass": first_pass, "weighting": update.weighting}
                 result = self.learner.updater.step(part, update.settings, **how)

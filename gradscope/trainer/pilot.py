@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -17,6 +17,7 @@ from gradscope.rollouts import Response, TokenBatch, collate
 from gradscope.sampling import HFSampler
 from gradscope.trainer.adapters import add_adapters
 from gradscope.trainer.config import TrainConfig
+from gradscope.trainer.learner import computing
 from gradscope.trainer.work import (
     Lengths,
     Number,
@@ -49,25 +50,20 @@ def try_step(config: TrainConfig, lengths: Lengths) -> Rates:
     config, lengths = _shorten(config, shape, lengths, MOST["cpu" if device.type == "cpu" else "cuda"])
     if config.lora_rank is not None:
         add_adapters(model, config, None)
-    mixed = config.precision == "bfloat16"
-
-    def autocast() -> AbstractContextManager:
-        return torch.autocast(device.type, torch.bfloat16) if mixed else nullcontext()
-
-    with autocast():
+    own = partial(computing, device, mixed=config.precision == "bfloat16")
+    with own():
         by_part = _try_sampling(policy, shape, config, lengths)
     batch = _random_batch(policy, config, lengths)
     piece, tokens = Piece(len(batch), lengths.prompt + lengths.mean, lengths.mean), shared_tokens(config, lengths)
 
     def score() -> None:
-        with autocast():
+        with own():
             batch_statistics(model, batch, micro_batch_size=len(batch), device=device)
 
     def train() -> None:
         for _, part in micro_batches(batch, len(batch), by_group=can_pack(model)):
-            with autocast():
-                loss = loss_logprobs(model, part).sum()
-            loss.backward()
+            with own():
+                loss_logprobs(model, part).sum().backward()
 
     by_part["scoring"] = pass_flops(shape, piece, tokens=tokens) / _time(score, device)
     if config.gradient_checkpointing:

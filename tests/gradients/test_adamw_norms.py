@@ -18,7 +18,7 @@ from support.tiers import every
 from gradscope.diagnosis import DiagnosisSettings, diagnose
 from gradscope.errors import InputError, SelfCheckError
 from gradscope.gradients import ADAMW, PARAMETERS, TokenGradientMeter, measure, measuring
-from gradscope.gradients.engine.metric import Metric
+from gradscope.gradients.engine.metric import AT_ONCE, Metric
 from gradscope.policy import AdamWState, Policy, float_parameters, load_policy
 
 CLIP = 0.05
@@ -57,9 +57,7 @@ def test_norms_are_those_of_the_scaled_gradients(name):
 
 
 def test_in_float32_and_in_small_chunks_too(monkeypatch):
-    monkeypatch.setattr(
-        "gradscope.gradients.engine.metric.AT_ONCE", dict.fromkeys(("cpu", "cuda"), 100)
-    )  # parts of a token
+    monkeypatch.setitem(AT_ONCE, "cpu", 100)  # a part of a token's gradient at a time
     check(make_policy("llama"), 1e-3, chunk_rows=20)
 
 

@@ -34,7 +34,7 @@ NOISE = {
 
 def gradients(learner: Learner, part: Pass, **settings: object) -> dict[str, Tensor]:
     """The gradient of one pass by parameter name."""
-    with learner.autocast():
+    with learner.computing():
         learner.updater.accumulate(part, TrainConfig(**settings).loss)
     found = {n: p.grad.clone() for n, p in learner.policy.model.named_parameters() if p.grad is not None}
     learner.optimizer.zero_grad()
@@ -97,11 +97,11 @@ def test_bfloat16_is_of_the_passes_alone_and_near_float32(folders):
 def test_a_pass_in_bfloat16_sees_the_weights_that_the_pass_before_it_made(folders):
     one, other = (make_learner(folders["qwen2"], precision="bfloat16") for _ in range(2))
     passes = make_passes(one.policy, size=3)
-    with one.autocast():  # as the loop does it: autocast keeps copies of the weights
+    with one.computing():  # as the loop does it: autocast keeps copies of the weights
         together = [one.updater.step(part, TrainConfig().loss).grad_norm for part in passes]
     apart = []
     for part in passes:
-        with other.autocast():
+        with other.computing():
             apart.append(other.updater.step(part, TrainConfig().loss).grad_norm)
     assert together == apart
 
@@ -133,7 +133,7 @@ def test_merged_weights_are_those_of_peft_under_the_plain_models_names(name, fol
     plain = dict(load_policy(folders[name]).model.named_parameters())
     # peft merges in place: in a copy.
     merged = dict(copy.deepcopy(learner.adapters).merge_and_unload().named_parameters())
-    with learner.autocast():
+    with learner.computing():
         ours = dict(learner.weights())
     assert ours.keys() == plain.keys() == merged.keys()
     assert all(torch.equal(ours[n], merged[n]) for n in ours)

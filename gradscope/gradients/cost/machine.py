@@ -41,11 +41,11 @@ class Gpu:
 
 
 UTILISATION, BANDWIDTH = 0.4, 0.7
-"""Assumed: shares of the datasheet's FLOP/s and bytes/s that eager PyTorch reaches on a large network. Exact token
-gradients in float32 reached .35 to .58 of an H200's FLOP/s (figures/benchmark_gpu.csv)."""
-ROUNDED = {"tf32": 0.1, "bfloat16": 0.04}
-"""Shares of FLOP/s that the fast mode reaches, whose other operations stay in float32: among those measured there, .07
-to .2 and .025 to .085, the less the smaller the policy."""
+"""Assumed: shares of the datasheet's FLOP/s and bytes/s that eager PyTorch reaches on a large network. (An H200 reached
+.35 to .58 of the FLOP/s with exact token gradients in float32; see figures/benchmark_gpu.csv.)"""
+FAST_UTILISATION = {"tf32": 0.1, "bfloat16": 0.04}
+"""Shares that the fast mode's products reach, since all else stays in float32: chosen among .07 to .2 and .025 to .085
+that an H200 reached at 0.5 to 3 B, less with smaller policies."""
 OPTIMIZER_BYTES = 28
 """AdamW reads weight, gradient and moments of each parameter and writes all but the gradient, in float32."""
 
@@ -61,11 +61,12 @@ GPUS = {
 BYTES_OF_A_WEIGHT = {"bfloat16": 2, "float16": 2, "tf32": 4, "float32": 4}
 
 
-def gpu_rates(name: str, precision: str, parts: Mapping[str, Number | None], *, rounded: bool = False) -> Rates:
+def gpu_rates(name: str, precision: str, parts: Mapping[str, Number | None], *, fast: bool = False) -> Rates:
     """Rates of a GPU that is not at hand.
 
     parts: the names of FLOPs, each with how many rows its products have, as in decoding, whose products wait for the
-    weights; None: thousands. "compacting the cache" is of bytes, "optimizer" of parameters. rounded: of the fast mode.
+    weights; None: thousands. "compacting the cache" is of bytes, "optimizer" of parameters. fast: for the fast
+    mode, which reaches less of the datasheet.
     Raises InputError for a GPU that is not in GPUS, and for a precision that its datasheet does not give.
     """
     gpu = GPUS.get(name)
@@ -73,7 +74,7 @@ def gpu_rates(name: str, precision: str, parts: Mapping[str, Number | None], *, 
         raise InputError(f"no GPU is known as {name!r}; give one of {', '.join(GPUS)}")
     if precision not in gpu.flops:
         raise InputError(f"{gpu.name}'s speed in {precision} is not known here; give one of {', '.join(gpu.flops)}")
-    utilisation = ROUNDED[precision] if rounded else UTILISATION
+    utilisation = FAST_UTILISATION[precision] if fast else UTILISATION
     most, moved = utilisation * gpu.flops[precision], BANDWIDTH * gpu.bandwidth
     # Two FLOPs a row for each weight that is read.
     by_part = {

@@ -168,7 +168,7 @@ def plan_batch(
         for moment, widest in (("head", shape.vocab), ("chunk", shape.mlp_width)):
             memory[moment]["upcast"] = computed.itemsize * shape.hidden * widest
     if machine is not None:
-        rates = gpu_rates(machine, products, dict.fromkeys(flops), rounded=settings.fast)
+        rates = gpu_rates(machine, products, dict.fromkeys(flops), fast=settings.fast)
     elif rates is None:
         found = {"dtype": weights, "device": torch.device(find_device(device)), "upcast": weights != computed}
         rates = try_measuring(make_pilot(policy, **found), batch, chosen, settings, **cut)

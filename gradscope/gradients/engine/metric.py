@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from gradscope.policy import flat_slices
 
 AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}
-"""Numbers of token gradients that are formed at once. cpu: of 2¹⁹, 2²¹ and 2²³ the fastest at M of the benchmarks.
-cuda: assumed; with 2¹⁹ an H200 took 65 ms a token at 0.5 B, probably to start so many operations."""
+"""Entries of token gradients that are formed at once, by device. cpu: of 2¹⁹, 2²¹ and 2²³ the fastest at M of the
+benchmarks. cuda: a guess; with 2¹⁹ an H200 took 65 ms a token at 0.5 B (6 without a metric), presumably in starting
+many small operations; see analyses/gpu/QUEUE.md."""
 
 
 class Metric:
@@ -37,7 +38,8 @@ class Metric:
         """Of a linear module's weight and bias, from what flows back to its output over n positions."""
         weight = self._weight(module).to(delta)
         (batch, _, tokens, outputs), inner = delta.shape, inputs.shape[2]
-        square, at_once = delta.new_zeros(batch, tokens), AT_ONCE.get(delta.device.type, AT_ONCE["cuda"])
+        square = delta.new_zeros(batch, tokens)
+        at_once = AT_ONCE.get(delta.device.type, AT_ONCE["cuda"])
         each = max(1, at_once // max(1, batch * outputs * inner))
         width = max(1, min(outputs, at_once // max(1, batch * inner)))
         for start in range(0, tokens, each):
