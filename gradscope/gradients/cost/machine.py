@@ -41,10 +41,10 @@ class Gpu:
 
 
 UTILISATION, BANDWIDTH = 0.4, 0.7
-"""Assumed: shares of the datasheet's FLOP/s and bytes/s that eager PyTorch reaches on a large network. (An H200 reached
-.35 to .58 of the FLOP/s with exact token gradients in float32; see figures/benchmark_gpu.csv.)"""
+"""Assumed: shares of the datasheet's FLOP/s and bytes/s that eager PyTorch reaches on a large network. (With exact
+token gradients in float32 an H200 reached .40 to .62, along the graph .17 to .30: figures/benchmark_gpu.csv.)"""
 FAST_UTILISATION = {"tf32": 0.1, "bfloat16": 0.04}
-"""Shares that the fast mode's products reach, since all else stays in float32: chosen among .07 to .2 and .025 to .085
+"""Shares that the fast mode's products reach, since all else stays in float32: chosen among .08 to .21 and .03 to .09
 that an H200 reached at 0.5 to 3 B, less with smaller policies."""
 OPTIMIZER_BYTES = 28
 """AdamW reads weight, gradient and moments of each parameter and writes all but the gradient, in float32."""
