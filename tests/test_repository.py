@@ -60,6 +60,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_the_source_what_its_tests
     assert shipped | {"README.md", "LICENSE", "Makefile", "tests/conftest.py", "docs/index.md", "mkdocs.yml"} <= names
 
 
+@pytest.mark.all
 def test_the_wheel_runs_in_another_folder(installed, tmp_path):
     said = run_in(tmp_path, installed / "gradscope", "--version")
     assert said.split() == ["gradscope", gradscope.__version__]

@@ -17,6 +17,7 @@ from gradscope.cli import main
 
 pytestmark = [
     *needs_trl,
+    pytest.mark.all,
     # torch itself calls torch.jit.script the first time that forward mode is used.
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
 ]
