@@ -21,6 +21,7 @@ from gradscope.rollouts import Response, collate
 TINY = Size("tiny", vocab=64, hidden=16, heads=2, mlp=24, layers=2, questions=2, group=4, prompt=5, response=10)
 
 
+@pytest.mark.all
 def test_every_method_of_the_benchmark_gives_the_same_norms():
     pytest.importorskip("opacus")
     with warnings.catch_warnings():

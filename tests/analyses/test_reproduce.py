@@ -143,6 +143,7 @@ def test_killed_and_started_again_it_repeats_no_finished_work_and_ends_at_the_sa
             pd.testing.assert_frame_equal(one.drop(columns=timed), other.drop(columns=timed))
 
 
+@pytest.mark.all
 def test_a_worker_that_is_gone_without_a_word_is_one_line():
     (failed,) = reproduce.make_all({"one": partial(os._exit, 9)}, 1, "run")
     assert failed.startswith("one: a process was killed") and "\n" not in failed

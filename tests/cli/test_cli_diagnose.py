@@ -102,6 +102,7 @@ def test_the_files_are_what_the_functions_give_and_steps_go_on_from_the_optimize
     assert not (out / ".partial").exists()
 
 
+@pytest.mark.all
 def test_the_same_arguments_are_recognised_and_other_ones_of_the_page_leave_the_table(job, single, tmp_path, capsys):
     out = Path(shutil.copytree(single, tmp_path / "out"))
     command = ("diagnose", job / "checkpoint-3", "--rollouts", job / "rollouts.jsonl", "--out", out, *BRIEF)

@@ -11,7 +11,6 @@ import torch
 from support.gradients import token_gradients
 from support.policies import make_batch, make_policy
 from support.steps import warm_state
-from support.tiers import every
 from torch import Tensor
 
 from gradscope.diagnosis import Diagnosis, DiagnosisSettings, diagnose
@@ -200,7 +199,8 @@ def test_in_adamws_metric_each_gradient_is_divided_by_the_root_of_the_second_mom
     assert diagnosis.step.optimizer == ("adamw" if given == "state_dict" else "sgd")
 
 
-@pytest.mark.parametrize("way", every(2, ["whole", "slices"]))
+@pytest.mark.parametrize("way", ["whole", "slices"])
+@pytest.mark.all
 def test_random_signs_estimate_the_squares_in_a_metric_without_bias(policy, batch, table, brute, way):
     generator = torch.Generator().manual_seed(0)
     state = AdamWState.from_state_dict(policy.model, warm_state(policy))
@@ -218,7 +218,8 @@ def test_random_signs_estimate_the_squares_in_a_metric_without_bias(policy, batc
         assert abs(draws[:, a].mean() - expected) < 4 * error + 1e-5 * expected
 
 
-@pytest.mark.parametrize("way", every(2, ["sketches", "slices"]))
+@pytest.mark.parametrize("way", ["sketches", "slices"])
+@pytest.mark.all
 def test_a_small_memory_keeps_every_prompt_apart_and_the_page_says_how(policy, batch, table, whole, way):
     state = warm_state(policy)
     for held in state["state"].values():

@@ -61,7 +61,7 @@ def test_in_float32_and_in_small_chunks_too(monkeypatch):
     check(make_policy("llama"), 1e-3, chunk_rows=20)
 
 
-@pytest.mark.parametrize("name", sorted(handmade.EXACT))
+@pytest.mark.parametrize("name", every(3, sorted(handmade.EXACT)))
 def test_oddly_built_decoders_are_exact_too(name):
     policy = as_policy(handmade.make(name))
     generator = torch.Generator().manual_seed(1)

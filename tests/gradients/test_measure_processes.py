@@ -28,6 +28,7 @@ def job(tmp_path_factory) -> tuple[Path, Path]:
     return save_checkpoint(folder / "llama", "llama", sharpness=5.0), write_jsonl(folder / "rollouts.jsonl", rows)
 
 
+@pytest.mark.all
 def test_two_processes_go_on_where_one_was_stopped_and_write_its_table(job, tmp_path, capsys):
     model, rollouts = job
     arguments = ("measure", model, rollouts, "--device", "cpu", "--tokens-per-interval", "4", "--no-figures", "--out")

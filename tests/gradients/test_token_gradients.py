@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from itertools import product
 
 import pytest
 import torch
@@ -53,9 +54,9 @@ def true_norms(name: str, ids: Tensor, targets: Tensor, temperature: float) -> T
     return _TRUTHS[key]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("name, rules", PATHS)
-def test_float64_equals_brute_force_for_every_token_layer_and_module(name, rules, temperature):
+@pytest.mark.parametrize("path, temperature", every(3, product(PATHS, [1.0, 0.7])))
+def test_float64_equals_brute_force_for_every_token_layer_and_module(path, temperature):
+    name, rules = path
     with TrueFloat64():
         policy = cached_policy(name)
         rows = sequences(cached_batch(name, temperature))
@@ -88,7 +89,7 @@ def sure_sequence(policy: Policy, length: int = 20) -> Tensor:
     return ids[row]
 
 
-@pytest.mark.parametrize("name, rules", PATHS)
+@pytest.mark.parametrize("name, rules", every(3, PATHS))
 def test_float32_equals_float64_also_for_tokens_that_are_nearly_certain(name, rules, temperature=0.7):
     policy = make_policy(name, sharpness=14.0)
     sampled = sequences(make_batch(policy, lengths=(8,), prompt_lengths=(5,), temperature=temperature))
@@ -247,7 +248,7 @@ def truth_in_eval_mode(policy: Policy, ids: Tensor, targets: Tensor) -> Truth:
     return truth
 
 
-@pytest.mark.parametrize("name", every(2, handmade.EXACT))
+@pytest.mark.parametrize("name", every(4, handmade.EXACT))
 def test_a_handmade_decoder_is_measured_exactly(name):
     policy = as_policy(handmade.make(name))
     policy.model.train("training_mode" in name)

@@ -13,6 +13,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from support.tiers import every
 
 from gradscope.diagnosis.plots import plot_logit_shares, plot_right_directions
 from gradscope.errors import InputError
@@ -117,7 +118,7 @@ EVERY_FIGURE = {
 }
 OF_TOKENS = [name for name in EVERY_FIGURE if name not in ("norms", "cosines")]
 every_figure = pytest.mark.parametrize("draw", EVERY_FIGURE.values(), ids=EVERY_FIGURE)
-every_figure_of_tokens = pytest.mark.parametrize("name", OF_TOKENS)
+every_figure_of_tokens = pytest.mark.parametrize("name", every(2, OF_TOKENS))
 
 
 @pytest.fixture(autouse=True)
@@ -286,7 +287,7 @@ def test_nothing_is_set_too_small_and_no_tick_labels_overlap(draw):
             assert left.x1 <= right.x0, ax.get_title(loc="left")
 
 
-@pytest.mark.parametrize("name", ["figure_1", "cone", "layers", "power", "cosines"])
+@pytest.mark.parametrize("name", every(2, ["figure_1", "cone", "layers", "power", "cosines"]))
 def test_the_users_settings_are_neither_touched_nor_used(name, tmp_path):
     draw = EVERY_FIGURE[name]
     save_figure(draw(tokens(300)), tmp_path / "plain.svg")

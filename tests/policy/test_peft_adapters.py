@@ -14,6 +14,7 @@ import torch
 from support.adapters import peft, save_adapter
 from support.cli import complaint
 from support.policies import LAYERS, make_batch, make_tokenizer, save_checkpoint
+from support.tiers import every
 from torch import Tensor
 
 from gradscope import StepSettings, apply_update
@@ -50,7 +51,7 @@ ADAPTERS = {
 """What is adapted → (architecture, its LoraConfig)."""
 
 
-@pytest.fixture(scope="module", params=ADAPTERS)
+@pytest.fixture(scope="module", params=every(2, ADAPTERS))
 def adapter(request, tmp_path_factory) -> Path:
     architecture, settings = ADAPTERS[request.param]
     folder = tmp_path_factory.mktemp("adapter")

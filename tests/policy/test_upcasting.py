@@ -17,6 +17,7 @@ from support.adapters import save_adapter
 from support.cli import run
 from support.oracle import as_policy, measure_all
 from support.policies import CAUSAL, VOCAB, make_batch, make_model, make_responses, write_jsonl
+from support.tiers import every
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,7 +67,7 @@ def assert_equal_numbers(ours: pd.DataFrame, theirs: pd.DataFrame) -> None:
     pd.testing.assert_frame_equal(ours, theirs, rtol=ROUNDING, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2", "gemma3", "mixtral", "float16"])
+@pytest.mark.parametrize("name", every(2, ["qwen2", "gpt2", "gemma3", "mixtral", "float16"]))
 def test_every_number_of_the_table_is_the_whole_float32_models(name, halves):
     whole, upcast = both(halves / name)
     half = torch.float16 if name == "float16" else torch.bfloat16
@@ -77,7 +78,7 @@ def test_every_number_of_the_table_is_the_whole_float32_models(name, halves):
     assert_equal_numbers(*tables)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "float16"])
+@pytest.mark.parametrize("name", every(2, [*FAMILIES, "float16"]))
 def test_summed_gradients_are_float32_and_the_whole_models(name, halves):
     whole, upcast = both(halves / name)
     batch = make_batch(whole)

@@ -28,6 +28,7 @@ from support.hostile import Bench, Case, Reader, attempt, bounded
 from support.hostile_readers import READERS, every_cut, policy, spoil_native, write_native
 from support.policies import save_checkpoint, write_jsonl
 from support.spoiling import Evil, columns_of
+from support.tiers import every
 
 from gradscope.errors import InputError
 from gradscope.objective import make_weighting
@@ -135,6 +136,7 @@ def test_a_name_of_any_characters_is_a_name(tmp_path):
                 assert attempt(reader.read, bench.path.with_name(name + bench.path.suffix))[0] == "refused"
 
 
+@pytest.mark.all
 def test_a_spoiled_file_is_one_line_of_the_command_and_status_2(tmp_path, capsys):
     model = save_checkpoint(tmp_path / "model", "llama")
 
@@ -278,7 +280,7 @@ def test_values_are_counted_as_pyarrow_counts_them(tmp_path):
         assert count_values(tmp_path / "a.parquet") == known and known[0] > 100 * 25
 
 
-@pytest.mark.parametrize("what", BOMBS)
+@pytest.mark.parametrize("what", every(2, BOMBS))
 def test_a_bomb_is_refused_by_its_size(what, tmp_path):
     path = BOMBS[what](tmp_path)
     ended, line = attempt(read_dump, path)

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from support.policies import CAUSAL, CONTEXT, VOCAB, make_batch, make_policy, pad_both_sides
+from support.tiers import every
 
 from gradscope.errors import InputError
 from gradscope.gradients import TokenGradientMeter, measuring
@@ -87,7 +88,7 @@ def test_block_constants_are_the_singular_values_of_a_jacobian_made_row_by_row(n
         assert row["sigma_min"] == pytest.approx(sigma[-1].item(), abs=CASTS * sigma[0].item())
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", every(2, CAUSAL))
 def test_head_constants_and_reach_are_those_of_one_gradient_per_token_of_the_vocabulary(name):
     policy, ids = make_policy(name, torch.float64), random_ids(5, seed=1)
     table = layer_constants(policy, [ids], temperature=0.7)
@@ -139,7 +140,7 @@ def test_products_multiply_everything_above_and_one_estimate_makes_them_estimate
         assert not (part["reach_min"] < part["product_c"] * (1 - CASTS)).any()
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", every(2, CAUSAL))
 def test_gradients_of_real_tokens_obey_the_certified_bounds_of_their_context(name):
     policy, ids = make_policy(name, torch.float64), random_ids(9, seed=2)
     targets = torch.tensor([3, 5, 8])
