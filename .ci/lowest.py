@@ -8,5 +8,5 @@ with open("pyproject.toml", "rb") as file:
 for line in project["dependencies"]:
     print(line.replace(">=", "=="))
 for line in project["optional-dependencies"]["dev"]:
-    if re.match("pytest|peft|statsmodels|build|hatchling", line):
+    if re.match("pytest|peft|statsmodels", line):
         print(line)

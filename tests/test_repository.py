@@ -95,7 +95,8 @@ def test_each_embedded_policy_is_at_most_four_megabytes(repository):
 
 def test_every_dependency_is_pinned(repository):
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["dev"], *extras["docs"], *extras["test-all"]]
     lines = (repository / ".ci" / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     assert {bare_name(line) for line in wanted} <= {bare_name(name) for name in pinned}

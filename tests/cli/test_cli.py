@@ -407,6 +407,7 @@ def test_other_arguments_are_refused_until_overwrite_is_given(run, model, rollou
     pd.testing.assert_frame_equal(pd.read_parquet(out / "tokens.parquet"), expected)
 
 
+@pytest.mark.all
 def test_killed_in_the_middle_a_run_is_taken_up_where_it_was(run, model, tmp_path):
     """kill -9 after the third response; started again, it finishes, and the table is an undisturbed run's."""
     ids = torch.randint(4, VOCAB, (12, 25), generator=torch.Generator().manual_seed(0)).tolist()

@@ -216,12 +216,12 @@ def test_fits_and_quantiles_of_a_sample_are_those_of_its_tokens_repeated():
 
 
 def test_intervals_of_a_sample_hold_the_planted_truth_as_often_as_those_of_the_whole_table():
-    # Prompts and tokens are drawn each time. Proportional sampling of 200 of each interval; 95 % of 100 are 95, and a
-    # coverage of .93 gives below 82 once in 10,000.
+    # Prompts and tokens are drawn each time. Proportional sampling of 200 of each interval; 95 % of 60 are 57, and a
+    # coverage of .93 gives below 48 once in 5,000.
     world = plant_table(99, prompts=3000)
     truth = headline(world, None)
     inside, wrong = dict.fromkeys(truth, 0), 0
-    for seed in range(100):
+    for seed in range(60):
         table = sample_some(plant_table(seed, prompts=100), 200, 10**6 + seed)
         found = headline(table, np.random.default_rng(seed))
         for name, (value, _, _) in truth.items():
@@ -230,8 +230,8 @@ def test_intervals_of_a_sample_hold_the_planted_truth_as_often_as_those_of_the_w
             "mean_norm", 3
         ]
         wrong += lower <= truth["mean_norm", 3][0] <= upper
-    assert all(count >= 82 for count in inside.values()), inside
-    assert wrong < 50  # without the chances, the mean is of what was drawn
+    assert all(count >= 48 for count in inside.values()), inside
+    assert wrong < 30  # without the chances, the mean is of what was drawn
 
 
 def headline(table: pd.DataFrame, rng: np.random.Generator | None) -> dict[tuple[str, int], list[float]]:

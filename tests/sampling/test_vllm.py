@@ -8,7 +8,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -32,9 +32,14 @@ from gradscope.sampling.vllm import VLLMSampler, _process_state_kept
 from gradscope.tasks.knights_knaves import compact_prompt, draw_statements
 from gradscope.tasks.knights_knaves_wording import COMPACT_NAMES
 
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here: see what `make vllm` says"
-)
+WITHOUT = importlib.util.find_spec("vllm") is None
+
+
+def needs_vllm(test: Callable) -> Callable:
+    """Its CPU build is half a gigabyte: `make test-all` installs it, and runs these."""
+    return pytest.mark.all(pytest.mark.skipif(WITHOUT, reason="not installed here: see what `make vllm` says")(test))
+
+
 CONTEXT = 128
 STOPS = [EOS, *range(40, 46)]
 WORKER = """
@@ -82,7 +87,7 @@ def save_checkpoint(folder: Path, name: str) -> Path:
 
 
 # Untied; tied with biases (Qwen2).
-@pytest.fixture(scope="module", params=["llama", pytest.param("embedded-certain", marks=pytest.mark.all)])
+@pytest.fixture(scope="module", params=["llama", "embedded-certain"])
 def engine(request, tmp_path_factory) -> Iterator[Engine]:
     if request.param == "embedded-certain":
         policy = load_policy("embedded-certain")
@@ -260,7 +265,6 @@ def test_the_command_samples_with_vllm(tmp_path):
 
 
 @needs_vllm
-@pytest.mark.all
 def test_two_processes_have_an_engine_each_and_keep_their_process_group():
     for rank, ended in enumerate(launch("-c", WORKER)):
         assert (ended.status, ended.stdout.split()[-1]) == (0, str(rank)), ended.stderr
