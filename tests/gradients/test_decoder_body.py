@@ -193,9 +193,8 @@ def test_queries_that_are_normalized_otherwise_are_exact(normalize, width, lengt
 
 
 @pytest.mark.parametrize("rules", [True, False], ids=["rules", "graph"])
-@pytest.mark.parametrize(
-    "name", every(2, ["qwen2", "qwen3"])
-)  # with biases, and with norms of heads; llama has neither
+# With biases, and with norms of heads; llama has neither.
+@pytest.mark.parametrize("name", every(2, ["qwen2", "qwen3"]))
 @pytest.mark.parametrize(
     "ids, targets",
     [
