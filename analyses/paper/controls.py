@@ -6,14 +6,17 @@ Lopti takes two optimizer steps where GRPO takes one, and Reweight makes gradien
 that share this and nothing else: Lopti beside passes over a random split of the same sizes, and beside GRPO with twice
 the optimizer steps (half the mini-batch); Reweight beside its own weights dealt out at random, and beside GRPO scaled
 to the norm that Reweight's gradient has. Left reward in training, right paired differences of test accuracy (last three
-checkpoints) with 95 % t intervals over seeds. On top the two contrasts that paper_repro.md named before any run was
-made, Holm's correction over these two; below the others, corrected over all of them. Sampled accuracy decides.
+checkpoints) with 95 % t intervals over seeds. On top the contrasts that paper_repro.md named before any run was made
+(at scale cpu those of analyses/paper/decision.py), Holm's correction over these; below the others, corrected over all
+of them. Sampled accuracy decides.
 
 controls_contrasts.csv also has greedy accuracy and the differences at each number of people; they decide nothing, and
 are corrected among themselves (family by family, all levels together).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -29,11 +32,11 @@ from analyses.common.experiments import labels
 from analyses.common.read_runs import pages, read_metrics, read_tests
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
+from analyses.paper import decision
 from gradscope.plots import NEUTRAL, finish, paper_style, save_figure
 
 NAMED, LOPTI, REWEIGHT = "named beforehand", "Lopti", "Reweight"
 PAIRS = {
-    NAMED: [("reweight", "grpo"), ("lopti", "random-split")],
     LOPTI: [
         ("lopti", "twice-the-steps"),
         ("lopti", "grpo"),
@@ -47,7 +50,7 @@ PAIRS = {
         ("matched-norm", "grpo"),
     ],
 }
-"""Block of the figure → variants and what each is compared with."""
+"""Block of the figure → variants and what each is compared with, but for what was named."""
 CURVES = {
     "(a) Lopti and its controls": ["grpo", "lopti", "random-split", "twice-the-steps"],
     "(b) Reweight and its controls": ["grpo", "reweight", "permuted-weights", "matched-norm"],
@@ -57,19 +60,22 @@ CURVES = {
 def table(scale: str, track: str, variants: list[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The smoothed curves, and the contrasts of all kinds and levels."""
     curves = smooth(read_metrics(variants, scale=scale, track=track), "reward_mean")
-    return curves, contrast(accuracy_by_people(read_tests(variants, scale=scale, track=track)))
+    named = decision.NAMED if scale == "cpu" else [("reweight", "grpo"), ("lopti", "random-split")]
+    return curves, contrast(accuracy_by_people(read_tests(variants, scale=scale, track=track)), named)
 
 
-def contrast(accuracy: pd.DataFrame) -> pd.DataFrame:
+def contrast(accuracy: pd.DataFrame, named: Sequence[tuple[str, str]]) -> pd.DataFrame:
     """A row per kind of accuracy, level ("all" first), and pair: the columns of `compare`, block, family and decides.
 
-    accuracy: of `accuracy_by_people`. Holm's correction is within each kind and family, "all" apart from single levels.
+    accuracy: of `accuracy_by_people`; named: the pairs that were named beforehand. Holm's correction is within each
+    kind and family, "all" apart from single levels.
     """
+    blocks = {NAMED: named} | {block: [pair for pair in pairs if pair not in named] for block, pairs in PAIRS.items()}
     levels = ["all", *(level for level in accuracy["level"].unique() if level != "all")]
     frames = []
     for kind in KINDS:
         for level in levels:
-            for block, pairs in PAIRS.items():
+            for block, pairs in blocks.items():
                 found = differences(accuracy[accuracy["level"] == level], kind, pairs).assign(block=block)
                 frames.append(found.assign(kind=kind, level=level, family=block if block == NAMED else "others"))
     rows = pd.concat(frames, ignore_index=True)
@@ -101,16 +107,17 @@ def draw_differences(ax: Axes, contrasts: pd.DataFrame) -> Axes:
     """A row per contrast, sampled (full) above greedy (open), in blocks that bear their family's name."""
     words, place, ticks = labels(), 0.0, {}
     across = ax.get_yaxis_transform()
+    pairs = contrasts[["block", "variant", "baseline"]].drop_duplicates()
     headings = {
-        NAMED: f"{NAMED.capitalize()}: Holm over two",
+        NAMED: f"{NAMED.capitalize()}: Holm over these {(pairs['block'] == NAMED).sum()}",
         LOPTI: f"{LOPTI}: Holm over these and the next block",
         REWEIGHT: REWEIGHT,
     }
-    for block, pairs in PAIRS.items():
+    for block, own in pairs.groupby("block", sort=False):
         # On white, or the line at 0 would run through the words.
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
         ax.text(0.0, place, headings[block], transform=across, fontsize=7.5, weight="bold", va="center", bbox=box)
-        for variant, baseline in pairs:
+        for variant, baseline in own[["variant", "baseline"]].itertuples(index=False):
             place += 1
             ticks[place] = f"{words[variant]}\n− {words[baseline]}"
             rows = contrasts[(contrasts["variant"] == variant) & (contrasts["baseline"] == baseline)].set_index("kind")
