@@ -10,7 +10,7 @@ half-width of the 95 % interval that the pooled spread of the three gives is abo
 to 24; nothing but that spread decides it. Other methods stand beside and claim nothing.
 
 Writes decision.png and decision.csv, which also has the smallest true difference that would have been told with a
-probability of .8; prints how many seeds the rule asks for.
+probability of .8, and in every row what the rule asks for (seeds_asked, by half_width).
 """
 
 from __future__ import annotations
@@ -63,12 +63,20 @@ def contrast(runs: pd.DataFrame) -> pd.DataFrame:
 
 def count_seeds(runs: pd.DataFrame) -> int | None:
     """The seeds that the rule asks for, by the pooled spread of the named contrasts; None before it can be asked."""
+    widths = half_widths(runs)
+    return next((n for n, half in widths.items() if half <= HALF_WIDTH), SEEDS[-1]) if widths else None
+
+
+def half_widths(runs: pd.DataFrame) -> dict[int, float]:
+    """What the rule looks at, by the number of seeds: the half-width of a 95 % interval that the first of them give.
+
+    Empty before there are those.
+    """
     first = differences(runs[runs["seed"] < SEEDS[0]], "sampled", NAMED)
     if (first["seeds"] < SEEDS[0]).any():
-        return None
+        return {}
     pooled = sqrt((spread(first) ** 2).mean())
-    half_widths = {n: stats.t.ppf((1 + LEVEL) / 2, n - 1) * pooled / sqrt(n) for n in SEEDS}
-    return next((n for n, half in half_widths.items() if half <= HALF_WIDTH), SEEDS[-1])
+    return {n: stats.t.ppf((1 + LEVEL) / 2, n - 1) * pooled / sqrt(n) for n in SEEDS}
 
 
 @paper_style()
@@ -107,10 +115,10 @@ def main(options: Options) -> None:
     for name, track, variants in pages("decision", options.scale):
         accuracy = accuracy_by_people(read_tests(variants, scale=options.scale, track=track), STEPS)
         runs = accuracy[accuracy["level"] == "all"]
-        contrasts = contrast(runs)
+        rule = {"seeds_asked": count_seeds(runs), "half_width": half_widths(runs).get(SEEDS[0])}
+        contrasts = contrast(runs).assign(**rule)
         save_figure(draw(contrasts), options.out / f"{name}.png", contrasts)
         print(contrasts.to_string(index=False, float_format="{:.3f}".format, na_rep="–"))
-        print(f"seeds that the rule asks for: {count_seeds(runs) or 'not known before there are 12'}")
 
 
 if __name__ == "__main__":

@@ -72,6 +72,10 @@ def test_its_table_is_that_of_the_kept_runs(tmp_path, monkeypatch):
     expected = decision.contrast(runs)
     assert table["difference"].tolist() == pytest.approx(expected["difference"].tolist(), rel=1e-4, nan_ok=True)
     assert (tmp_path / "out" / "decision.png").is_file()
+    assert table["seeds_asked"].tolist() == [12] * len(table)
+    wide = runs.pivot(index="seed", columns="variant", values="sampled")
+    pooled = np.sqrt(np.mean([(wide[a] - wide[b]).var(ddof=1) for a, b in decision.NAMED]))
+    assert table["half_width"].unique() == pytest.approx([stats.t.ppf(0.975, 11) * pooled / 12**0.5], rel=1e-4)
     with pytest.raises(InputError, match="of scale cpu alone"):
         decision.main(decision.Options(out=tmp_path / "out", scale="certain"))
     for text in folder.glob("test.csv"):
