@@ -4,10 +4,11 @@
 
 Named before any of these runs was made (paper_repro.md): the number is sampled accuracy on test puzzles, mean of the
 last three checkpoints, paired by seed; the contrasts are Reweight − GRPO, Lopti − GRPO and Lopti − random split, with
-Holm's correction over the three. A difference is told where its corrected p is below .05. A gain is excluded where the
-interval, corrected over the three (each at 1 − .05 / 3), lies below +.07, the smallest effect of interest. If the
-half-width of the 95 % interval that the pooled spread of the three gives is above .05 with 12 seeds, more are made, up
-to 24; nothing but that spread decides it. Other methods stand beside and claim nothing.
+Holm's correction over the three. A difference is told where its corrected p is below .05. A gain of +.07 or more, the
+smallest effect of interest, is excluded where the interval, corrected over the three (each at 1 − .05 / 3), lies below
+it. If the half-width of the 95 % interval that the pooled spread of the three gives is above .05 with 12 seeds, more
+are made, up to 24; nothing but that spread decides it, and before all three have these seeds nothing is decided. Other
+methods stand beside and claim nothing.
 
 Writes decision.png and decision.csv, which also has the smallest true difference that would have been told with a
 probability of .8, and in every row what the rule asks for (seeds_asked, by half_width).
@@ -40,25 +41,43 @@ SMALLEST, HALF_WIDTH = 0.07, 0.05
 """Smallest effect of interest, and the half-width of a 95 % interval above which more seeds are made."""
 SEEDS = range(12, 25)
 """How many the rule may ask for, by the spread over the first of them."""
+NOT_YET = "not decided yet"
 STEPS = (100, 125, 150)
 """Of the checkpoints whose mean is compared."""
 
 
 def contrast(runs: pd.DataFrame) -> pd.DataFrame:
     """A row per contrast, the named ones first: the columns of `contrasts.compare`, named, corrected_lower and _upper,
-    gain_excluded, smallest_told; what is corrected is NaN, and nothing excluded, where a contrast is not named.
+    gain_excluded, smallest_told, verdict. Where a contrast is not named, what is corrected is NaN, nothing is excluded,
+    and there is no verdict.
 
-    runs: a row per variant and seed with the column `sampled`. Nothing differs before all named contrasts have a p.
+    runs: a row per variant and seed with the column `sampled`. Nothing differs and nothing is excluded before all named
+    contrasts have the seeds that the rule asks for.
     """
     named = holm(differences(runs, "sampled", NAMED)).assign(named=True)
-    named["differs"] &= named["p"].notna().all()
+    whole = bool((named["seeds"] >= (count_seeds(runs) or np.inf)).all())
+    named["differs"] &= whole
     level = 1 - (1 - LEVEL) / len(NAMED)
     half = stats.t.ppf((1 + level) / 2, named["seeds"] - 1) * spread(named) / np.sqrt(named["seeds"])
     named["corrected_lower"], named["corrected_upper"] = named["difference"] - half, named["difference"] + half
-    named["gain_excluded"] = named["corrected_upper"] < SMALLEST
+    named["gain_excluded"] = whole & (named["corrected_upper"] < SMALLEST)
     named["smallest_told"] = [smallest_told(row, claims=len(NAMED)) for _, row in named.iterrows()]
+    named["verdict"] = [judge(row) if whole else NOT_YET for _, row in named.iterrows()]
     beside = differences(runs, "sampled", BESIDE).assign(named=False, differs=False, gain_excluded=False)
     return pd.concat([named, beside], ignore_index=True)
+
+
+def judge(row: pd.Series) -> str:
+    """What a named contrast allows to say; every case was worded before any difference was looked at."""
+    if row["differs"] and row["difference"] < 0:
+        return "lower"
+    if row["differs"]:
+        size = {True: ", by less than .07", False: ", by more than .07"}
+        apart = row["gain_excluded"] or row["corrected_lower"] > SMALLEST
+        return "higher" + (size[bool(row["gain_excluded"])] if apart else "")
+    return "no difference shown" + (
+        "; a gain of .07 or more excluded" if row["gain_excluded"] else ", and none excluded"
+    )
 
 
 def count_seeds(runs: pd.DataFrame) -> int | None:

@@ -84,11 +84,39 @@ def test_its_table_is_that_of_the_kept_runs(tmp_path, monkeypatch):
         decision.main(decision.Options(out=tmp_path / "out", scale="cpu"))
 
 
-def test_nothing_differs_before_all_that_was_named_has_runs():
+@pytest.mark.parametrize("left_out", [("random-split",), ("random-split", 11)])
+def test_nothing_is_decided_before_all_that_was_named_has_its_seeds(left_out):
     runs = plant(0.02)
-    found = decision.contrast(runs[runs["variant"] != "random-split"])
-    assert not found["differs"].any() and found["seeds"].iloc[0] == 12
-    assert decision.count_seeds(runs[runs["variant"] == "grpo"]) is None
+    missing = (runs["variant"] == left_out[0]) & (runs["seed"] >= (left_out[1] if len(left_out) > 1 else 0))
+    found = decision.contrast(runs[~missing])
+    assert not found[["differs", "gain_excluded"]].any(axis=None) and found["seeds"].iloc[0] == 12
+    assert found.loc[found["named"], "verdict"].tolist() == [decision.NOT_YET] * 3
+    assert decision.count_seeds(runs[~missing]) is None
+
+
+def test_where_the_rule_asks_for_more_seeds_twelve_decide_nothing():
+    runs = plant(0.08, gains=GAINS | {"reweight": 0.3})
+    assert decision.count_seeds(runs) > 12 and not decision.contrast(runs)["differs"].any()
+    assert decision.contrast(plant(0.08, gains=GAINS | {"reweight": 0.3}, seeds=24))["differs"].any()
+
+
+@pytest.mark.parametrize(
+    ("gain", "sd", "verdict"),
+    [
+        (0.2, 0.02, "higher, by more than .07"),
+        (0.04, 0.01, "higher, by less than .07"),
+        (0.08, 0.02, "higher"),
+        (-0.05, 0.01, "lower"),
+        (0.0, 0.02, "no difference shown, a gain of .07 or more excluded"),
+        (0.03, 0.05, "no difference shown, none excluded"),
+    ],
+)
+def test_a_verdict_says_what_was_planted_and_no_more(gain, sd, verdict):
+    runs = plant(sd, gains=dict.fromkeys(GAINS, 0.0) | {"reweight": gain}, seeds=12)
+    wide = runs.pivot(index="seed", columns="variant", values="sampled")
+    off = (wide["reweight"] - wide["grpo"]).mean() - gain  # Without what chance added to the mean.
+    runs.loc[runs["variant"] == "reweight", "sampled"] -= off
+    assert decision.contrast(runs)["verdict"].iloc[0] == verdict
 
 
 def test_its_variants_are_those_of_the_runs_that_are_planned():
