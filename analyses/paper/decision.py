@@ -75,9 +75,7 @@ def judge(row: pd.Series) -> str:
         size = {True: ", by less than .07", False: ", by more than .07"}
         apart = row["gain_excluded"] or row["corrected_lower"] > SMALLEST
         return "higher" + (size[bool(row["gain_excluded"])] if apart else "")
-    return "no difference shown" + (
-        "; a gain of .07 or more excluded" if row["gain_excluded"] else ", and none excluded"
-    )
+    return "no difference shown, " + ("a gain of .07 or more excluded" if row["gain_excluded"] else "none excluded")
 
 
 def count_seeds(runs: pd.DataFrame) -> int | None:
