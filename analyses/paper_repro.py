@@ -77,6 +77,10 @@ class Numbers:
             raise InputError(f"{self.folder / file}.csv has no column {column!r}; it has {', '.join(row.index)}")
         return float(row[column])
 
+    def word(self, file: str, column: str, /, **where: Any) -> str:
+        """One cell as it stands."""
+        return str(self.row(file, **where)[column])
+
     def number(self, file: str, column: str, /, *, digits: int = 2, **where: Any) -> str:
         """One cell to `digits` decimals."""
         return decimal(self.value(file, column, **where), digits)
@@ -198,7 +202,7 @@ def render(figures: Path, template: Path = TEMPLATE) -> str:
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     numbers = Numbers(figures)
-    names = ("number", "percent", "count", "scientific", "each", "extremes", "interval")
+    names = ("word", "number", "percent", "count", "scientific", "each", "extremes", "interval")
     names += ("told", "contrast", "seeds_needed", "verdict", "value", "p")
     functions = {name: getattr(numbers, name) for name in names}
     return environment.from_string(template.read_text(encoding="utf-8")).render(functions | {"decimal": decimal})

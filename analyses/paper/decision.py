@@ -10,8 +10,9 @@ it. If the half-width of the 95 % interval that the pooled spread of the three g
 are made, up to 24; nothing but that spread decides it, and before all three have these seeds nothing is decided. Other
 methods stand beside and claim nothing.
 
-Writes decision.png and decision.csv, which also has the smallest true difference that would have been told with a
-probability of .8, and in every row what the rule asks for (seeds_asked, by half_width).
+Writes decision.png, decision_accuracy.csv (each method's mean), and decision.csv, which also has the smallest true
+difference that would have been told with a probability of .8, and in every row what the rule asks for (seeds_asked, by
+half_width).
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from scipy import stats
 
 from analyses.common.accuracy import accuracy_by_people
 from analyses.common.colors import COLORS
-from analyses.common.contrasts import LEVEL, differences, holm, smallest_told, spread
+from analyses.common.contrasts import LEVEL, differences, holm, smallest_told, spread, summarize
 from analyses.common.experiments import labels
 from analyses.common.read_runs import pages, read_tests
 from analyses.common.script import Options, exit_with
+from analyses.common.tables import write_csv
 from analyses.paper.fig4 import PAPER
 from gradscope.errors import InputError
 from gradscope.plots import NEUTRAL, finish, paper_style, save_figure
@@ -135,6 +137,7 @@ def main(options: Options) -> None:
         rule = {"seeds_asked": count_seeds(runs), "half_width": half_widths(runs).get(SEEDS[0])}
         contrasts = contrast(runs).assign(**rule)
         save_figure(draw(contrasts), options.out / f"{name}.png", contrasts)
+        write_csv(summarize(runs, "sampled"), options.out / f"{name}_accuracy.csv")
         print(contrasts.to_string(index=False, float_format="{:.3f}".format, na_rep="–"))
 
 
