@@ -24,6 +24,7 @@ import numpy as np
 import pandas as pd
 import tyro
 from matplotlib.figure import Figure
+from matplotlib.ticker import MultipleLocator
 from scipy import stats
 
 from analyses.common.accuracy import accuracy_by_people
@@ -119,6 +120,7 @@ def draw(contrasts: pd.DataFrame) -> Figure:
     ax.tick_params(axis="y", length=0)
     ax.invert_yaxis()
     ax.set_xlabel("difference in sampled accuracy")
+    ax.xaxis.set_major_locator(MultipleLocator(0.05))
     figure.supxlabel(
         "The three on top were named beforehand. Thick: 95 % t interval over seeds; thin: corrected over the three.\n"
         "Dashed: the smallest effect of interest, +.07. ×: the paper's difference, 3 B.",
