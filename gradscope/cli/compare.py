@@ -127,7 +127,7 @@ class Compare(MeasuredPolicyFlags):
             return
         with folder.writing():
             folder.stage()
-            write_text(folder.staged / TABLE, found.table.to_csv(index=False))
+            write_text(folder.staged / TABLE, found.statistics().to_csv(index=False))
             write_text(folder.staged / BY_INTERVAL, found.by_interval.to_csv(index=False))
             write_parquet(folder.staged / WEIGHTS, found.weights)
             write_text(folder.staged / SUMMARY, "\n\n".join([describe(found), *notes]) + "\n")

@@ -72,11 +72,20 @@ def test_it_writes_what_the_function_returns_and_does_it_once(run, model, rollou
     table = pd.read_parquet(tmp_path / "out" / "tokens.parquet")
     batch = read_rollouts(rollouts, policy)
     expected = compare(policy, batch, methods, table=table, optimizer_state=state, seed=3)
-    for name in ("table", "by_interval"):
-        written = pd.read_csv(tmp_path / "out" / ("compare.csv" if name == "table" else f"{name}.csv"))
-        wanted = getattr(expected, name)
-        numbers = wanted.select_dtypes("number").columns
-        np.testing.assert_allclose(written[numbers], wanted[numbers], rtol=1e-6, atol=1e-9)
+    written = pd.read_csv(tmp_path / "out" / "by_interval.csv")
+    numbers = expected.by_interval.select_dtypes("number").columns
+    np.testing.assert_allclose(written[numbers], expected.by_interval[numbers], rtol=1e-6, atol=1e-9)
+    written = pd.read_csv(tmp_path / "out" / "compare.csv", keep_default_na=False, na_values=[""])
+    assert list(written) == ["method", "step", "same_as", "statistic", "value", "lower", "upper"]
+    found = {}
+    for row in written.itertuples():
+        numbers = {"": row.value, "_lower": row.lower, "_upper": row.upper}
+        found |= {(row.method, row.step, row.statistic + end): x for end, x in numbers.items() if not np.isnan(x)}
+    wanted = {}
+    for row in expected.table.drop(columns="same_as").to_dict("records"):
+        method, step = row.pop("method"), row.pop("step")
+        wanted |= {(method, step, name): x for name, x in row.items() if not np.isnan(x)}
+    assert found == pytest.approx(wanted, rel=1e-6, abs=1e-9)
     weights = pd.read_parquet(tmp_path / "out" / "weights.parquet")
     assert list(weights) == ["response", "position", "grpo", "reweight:alpha=0.5", "lopti.low", "lopti.high", "halved"]
     np.testing.assert_allclose(weights["halved"], table["policy_weight"] / 2, rtol=1e-6)

@@ -75,6 +75,18 @@ class Comparison:
     """What they rest on: inner products, changes along the sums, how these were made, and how long it took."""
     aggregation: str = "token-mean"
 
+    def statistics(self) -> pd.DataFrame:
+        """The table in long form, a row per weighting, step and number that it has: method, step, same_as, statistic
+        (the number's column), value, lower, upper (NaN where it has no bounds)."""
+        table, keys = self.table.reset_index(drop=True), ["method", "step", "same_as"]
+        parts = []
+        for name in table.columns.difference(keys, sort=False):
+            if not name.endswith(("_lower", "_upper")):
+                bounds = {end: table.get(f"{name}_{end}", np.nan) for end in ("lower", "upper")}
+                parts.append(table[keys].assign(statistic=name, value=table[name], **bounds))
+        long = pd.concat(parts).sort_index(kind="stable")  # a weighting's numbers together
+        return long.dropna(subset="value").reset_index(drop=True)
+
     def __repr__(self) -> str:
         return f"Comparison of {self.table['method'].nunique()} weightings\n{self._numbers().to_string(na_rep='–')}"
 
