@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from analyses.common.accuracy import levels_of, relative, sampled_name, within_shares
 from analyses.common.colors import COLORS, LINES
@@ -72,7 +73,12 @@ def draw_records(curves: pd.DataFrame, accuracy: pd.DataFrame) -> Figure:
     panels = list(axes.flat)
     for panel, record in zip(panels, records, strict=False):
         title, unit = RECORDS[record]
-        draw_curves(panel, curves[curves["record"] == record], ylabel=unit).set_title(title, loc="left")
+        own = curves[curves["record"] == record]
+        draw_curves(panel, own, ylabel=unit).set_title(title, loc="left")
+        if record == "grad_norm":  # one step can be a hundred times the others
+            panel.set_yscale("log", subs=[])
+            panel.set_ylim(own["mean"].min() / 1.5, 1.5 * (own["mean"] + own["sd"].fillna(0)).max())
+            panel.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}")
     below = panels[-(-len(records) // columns) * columns :]
     for panel, level in zip(below, levels, strict=False):
         draw_checkpoints(panel, accuracy[accuracy["level"] == level])
