@@ -20,9 +20,9 @@ language: its numbers are absent, not 0. The policy embedded-certain writes "che
 begins and "so" before what follows from a claim; its "if … then …" are copies of claims that it judges, while its own
 assumptions begin with "try".
 
-Differs from the paper: the policy; 200 puzzles × 2 samples × seeds in place of 500 × 8 of one policy; the intervals,
-the second measure, the correlations within levels and puzzles. The paper's text has no numbers, only the signs of (a)
-and which way (b) goes.
+Differs from the paper: the policy; 100 puzzles × 4 samples × seeds (embedded-certain: 200 × 2) in place of 500 × 8 of
+one policy; the intervals, the second measure, the correlations within levels and puzzles. The paper's text has no
+numbers, only the signs of (a) and which way (b) goes.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m analyses.paper.sharpening [--out figures] [--scale cpu]
 
-Sampled accuracy can rise because the policy has learnt, or only because it is surer of what it knew: greedy decoding of
-the untrained policy answers more puzzles right than its samples do. So beside each trained policy (its last checkpoint)
-stands the untrained one at the temperature at which its samples have the trained one's entropy, between those measured
+Sampled accuracy can rise because the policy has learnt, or only because it is surer of what it knew: where untrained
+greedy answers are better than samples, that alone helps. So beside each trained policy (its last checkpoint) stands the
+untrained one at the temperature at which its samples have the trained one's entropy, between those measured
 (analyses/measure/untrained.py; temperature 0 is greedy), and both decoded greedily.
 
 Writes sharpening.png, its CSV (a row per run and level), and sharpening_contrasts.csv: gains over seeds, Holm's
@@ -22,11 +22,11 @@ import tyro
 from matplotlib.figure import Figure
 from scipy import stats
 
-from analyses.common.accuracy import within_shares
+from analyses.common.accuracy import accuracy_by_people, within_shares
 from analyses.common.colors import COLORS
 from analyses.common.contrasts import holm, mean_interval, vary
 from analyses.common.experiments import needs
-from analyses.common.read_runs import read_responses, read_untrained
+from analyses.common.read_runs import read_responses, read_tests, read_untrained
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_table
 from gradscope.errors import InputError
@@ -48,19 +48,30 @@ KINDS = {
 def table(scale: str, track: str = "puzzles") -> pd.DataFrame:
     """A row per run and level: entropy, sampled and greedy accuracy, and those of the untrained policy (`match`)."""
     variants = [variant for place, variant in needs("sharpening", scale) if place == track]
-    responses = read_responses(variants, scale=scale, track=track)
-    levels = responses["level"].astype(str)
-    both = pd.concat([responses.assign(level=levels), responses.assign(level="all")])
+    tests = read_tests(variants, scale=scale, track=track)
+    last = tests[tests["step"] == tests.groupby(["variant", "seed"])["step"].transform("max")]
+    entropies = measure_entropy(read_responses(variants, scale=scale, track=track), last)
+    runs = accuracy_by_people(last).merge(entropies, on=["variant", "seed", "level"])
     untrained = {level: own for level, own in read_untrained(scale).groupby("level")}
-    rows = []
-    for (variant, label, seed, level), own in both.groupby(["variant", "label", "seed", "level"], sort=False):
-        sampled, greedy = own[~own["greedy"]], own[own["greedy"]]
-        # E[−log π] of sampled tokens is the entropy, averaged over the tokens that the policy writes.
-        entropy = -sampled["logprob"].sum() / sampled["tokens"].sum()
-        row = {"variant": variant, "label": label, "seed": seed, "level": level, "entropy": entropy}
-        row |= {"sampled": sampled["correct"].mean(), "greedy": greedy["correct"].mean()}
-        rows.append(row | match(entropy, untrained[level]))
-    return pd.DataFrame(rows)
+    matched = [match(entropy, untrained[level]) for level, entropy in zip(runs["level"], runs["entropy"], strict=True)]
+    return pd.concat([runs, pd.DataFrame(matched)], axis=1)
+
+
+def measure_entropy(responses: pd.DataFrame, tests: pd.DataFrame) -> pd.DataFrame:
+    """A row per run and level, "all" too: the entropy of its sampled answers in nats per token.
+
+    E[−log π] of sampled tokens is the entropy, averaged over the tokens that the policy writes. The answers may be
+    those to a part of the test's questions: in "all" each level weighs as it does in the test.
+
+    responses: of `read_responses`; tests: a row per run and level, with the number of its questions.
+    """
+    keys = ["variant", "seed", "level"]
+    sampled = responses[~responses["greedy"]].assign(level=responses["level"].astype(str))
+    means = sampled.groupby(keys)[["logprob", "tokens"]].mean()
+    sums = means.mul(tests.set_index(keys)["questions"].reindex(means.index), axis=0)
+    whole = sums.groupby(keys[:2]).sum().assign(level="all").set_index("level", append=True)
+    sums = pd.concat([sums, whole])
+    return (-sums["logprob"] / sums["tokens"]).rename("entropy").reset_index()
 
 
 def match(entropy: float, untrained: pd.DataFrame) -> dict[str, float]:
@@ -120,7 +131,7 @@ def draw(results: pd.DataFrame) -> Figure:
     for kind, line in (("untrained_sampled", "-"), ("untrained_greedy", ":")):
         level = results[kind].iloc[0]
         ax.axhline(level, color=NEUTRAL, linewidth=0.8, linestyle=line, zorder=0)
-        ax.text(len(names) - 0.5, level, " " + kind.replace("_", ",\n "), va="center", fontsize=7.5)
+        ax.text(len(names) - 0.5, level, " " + kind.replace("_", ", "), va="center", fontsize=7.5)
     ax.set_xticks(range(len(names)), names)
     ax.set(ylabel="accuracy on the test", xlim=(-0.5, len(names) - 0.5), title="Mean and 95 % interval over seeds")
     within_shares(ax)

@@ -247,6 +247,28 @@ def test_the_untrained_policy_is_matched_at_equal_entropy():
         sharpening.match(0.04, untrained.assign(entropy=[0.04, 0.01, 0.04]))
 
 
+def test_sharpening_judges_the_last_checkpoint_on_the_whole_test_whatever_answers_are_kept(runs):
+    questions = {"2": 9, "3": 14, "4": 1, "5": 30}  # of the answers, ten questions of each level are kept
+    for file in (runs / "cpu" / "puzzles").glob("*/*/test.csv"):
+        tests = pd.read_csv(file, dtype={"level": str})
+        tests.assign(questions=tests["level"].map(questions | {"all": 54})).to_csv(file, index=False)
+    table = sharpening.table("cpu").set_index(["variant", "seed", "level"])
+    assert set(table.index.get_level_values("variant")) == {"grpo", "reweight", "lopti", "rpp"}
+    tests = kept(runs, "reweight", 1, "test.csv").set_index(["step", "level"])
+    answers = pd.read_parquet(runs / "cpu" / "puzzles" / "reweight" / "seed1" / "responses.parquet")
+    nats, tokens = 0.0, 0.0
+    for level, times in questions.items():
+        own = [row for row in answers.itertuples() if not row.greedy and str(row.level) == level]
+        entropy = -sum(row.logprob for row in own) / sum(row.tokens for row in own)
+        assert table.loc[("reweight", 1, level), "entropy"] == pytest.approx(entropy)
+        for _ in range(times):
+            nats, tokens = nats - sum(row.logprob for row in own), tokens + sum(row.tokens for row in own)
+    found = table.loc[("reweight", 1, "all")]
+    assert found["entropy"] == pytest.approx(nats / tokens)
+    assert (found["sampled"], found["greedy"]) == tuple(tests.loc[(60, "all"), ["avg@2", "greedy_accuracy"]])
+    assert (found["untrained_sampled"], found["untrained_greedy"]) == pytest.approx((0.32, 0.62))
+
+
 # --- pages --------------------------------------------------------------------------------------------------------
 
 
