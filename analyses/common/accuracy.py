@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 
 from analyses.common.colors import COLORS
 from analyses.common.contrasts import differences, holm, summarize
-from analyses.common.experiments import labels
+from analyses.common.experiments import labels, test_of
 from analyses.common.read_runs import has_untrained, last_checkpoints, read_untrained
 from gradscope.errors import InputError
 from gradscope.plots import NEUTRAL, finish
@@ -57,11 +57,11 @@ def average(accuracy: pd.DataFrame) -> pd.DataFrame:
 
 
 def untrained(scale: str, track: str) -> pd.DataFrame:
-    """`average`'s rows of the policy before training, at training's temperature; none where it was not measured."""
+    """`average`'s rows of the policy before training, at the test's temperature; none where it was not measured."""
     if track != "puzzles" or not has_untrained(scale):
         return pd.DataFrame()
     found = read_untrained(scale)
-    found = found[found["temperature"] == found["temperature"].max()]
+    found = found[found["temperature"] == test_of(scale, track).temperature]
     return found[["level", *KINDS]].assign(variant=UNTRAINED, label=UNTRAINED, seeds=0)
 
 

@@ -92,6 +92,11 @@ def list_runs(scale: str) -> list[Run]:
     return [run for track in read()["scales"][scale]["tracks"] for run in _runs_of(scale, track)]
 
 
+def test_of(scale: str, track: str) -> Test:
+    """How the track's runs are judged."""
+    return next(run.test for run in list_runs(scale) if run.track == track)
+
+
 def needs(figure: str, scale: str) -> list[tuple[str, str]]:
     """The (track, variant) pairs of a scale that a figure, or what is measured for it, is made from.
 

@@ -1,4 +1,4 @@
-"""What the policy before training answers to the test, sampled ever colder: analyses/paper/sharpening.py needs it.
+"""What the policy before training answers to the test at many temperatures: analyses/paper/sharpening.py needs it.
 
     python -m analyses.common.measurements untrained [--scale cpu]
 
@@ -22,8 +22,8 @@ from analyses.common.measurements import keep
 from analyses.common.read_runs import UNTRAINED
 from gradscope.sampling import Evaluation
 
-TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
-"""The last is that of training."""
+TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""Beyond that of training, .7: a trained policy may be less certain than the untrained one."""
 SAMPLES = 4
 
 

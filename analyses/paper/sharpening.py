@@ -25,7 +25,7 @@ from scipy import stats
 from analyses.common.accuracy import accuracy_by_people, within_shares
 from analyses.common.colors import COLORS
 from analyses.common.contrasts import holm, mean_interval, vary
-from analyses.common.experiments import needs
+from analyses.common.experiments import needs, test_of
 from analyses.common.read_runs import read_responses, read_tests, read_untrained
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_table
@@ -37,7 +37,7 @@ GAINS = {
     "greedy": ("greedy", "untrained_greedy"),
     "sampled": ("sampled", "untrained_sampled"),
 }
-"""Over the untrained policy; the first two are claims, the third is what sharpening alone could explain."""
+"""Over the untrained policy; the first two are claims."""
 KINDS = {
     "sampled": ("o", "sampled"),
     "untrained_matched": ("_", "untrained, sampled at its entropy"),
@@ -53,7 +53,9 @@ def table(scale: str, track: str = "puzzles") -> pd.DataFrame:
     entropies = measure_entropy(read_responses(variants, scale=scale, track=track), last)
     runs = accuracy_by_people(last).merge(entropies, on=["variant", "seed", "level"])
     untrained = {level: own for level, own in read_untrained(scale).groupby("level")}
-    matched = [match(entropy, untrained[level]) for level, entropy in zip(runs["level"], runs["entropy"], strict=True)]
+    at = test_of(scale, track).temperature
+    both = zip(runs["level"], runs["entropy"], strict=True)
+    matched = [match(entropy, untrained[level], at) for level, entropy in both]
     return pd.concat([runs, pd.DataFrame(matched)], axis=1)
 
 
@@ -74,23 +76,28 @@ def measure_entropy(responses: pd.DataFrame, tests: pd.DataFrame) -> pd.DataFram
     return (-sums["logprob"] / sums["tokens"]).rename("entropy").reset_index()
 
 
-def match(entropy: float, untrained: pd.DataFrame) -> dict[str, float]:
+def match(entropy: float, untrained: pd.DataFrame, temperature: float) -> dict[str, float]:
     """The untrained policy where its entropy is the trained one's, linearly between neighbouring temperatures.
 
-    untrained: a row per temperature. Entropies above the highest temperature's are matched with that. Raises InputError
-    where entropy does not rise with the temperature: then no temperature belongs to it.
+    untrained: a row per temperature; temperature: the test's. Raises InputError where entropy does not rise with the
+    temperature, or never reaches the trained one's: then no temperature belongs to it.
     """
     rows = untrained.sort_values("temperature")
-    last = rows.iloc[-1]
+    [tested] = rows[rows["temperature"] == temperature].to_dict("records")
     entropies = [0.0, *rows["entropy"]]
     if (np.diff(entropies) <= 0).any():
         raise InputError(f"the untrained policy's entropies {rows['entropy'].round(4).to_list()} do not rise; ask more")
+    if entropy > entropies[-1]:
+        raise InputError(
+            f"a trained policy's entropy, {entropy:.4g}, is above the untrained one's at the highest temperature, "
+            f"{rows['temperature'].max():g}; add higher ones to analyses/measure/untrained.py and measure again"
+        )
     return {
         "matched_temperature": float(np.interp(entropy, entropies, [0.0, *rows["temperature"]])),
-        "untrained_matched": float(np.interp(entropy, entropies, [last["greedy"], *rows["sampled"]])),
-        "untrained_sampled": float(last["sampled"]),
-        "untrained_greedy": float(last["greedy"]),
-        "untrained_entropy": float(last["entropy"]),
+        "untrained_matched": float(np.interp(entropy, entropies, [tested["greedy"], *rows["sampled"]])),
+        "untrained_sampled": float(tested["sampled"]),
+        "untrained_greedy": float(tested["greedy"]),
+        "untrained_entropy": float(tested["entropy"]),
     }
 
 

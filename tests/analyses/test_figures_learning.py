@@ -238,13 +238,16 @@ def test_seconds_are_medians_and_ratios_geometric_means_over_seeds(runs):
 def test_the_untrained_policy_is_matched_at_equal_entropy():
     untrained = pd.DataFrame({"temperature": [0.7, 0.1, 0.4], "entropy": [0.07, 0.01, 0.04]})
     untrained = untrained.assign(sampled=[0.3, 0.6, 0.5], greedy=0.65)
-    at = lambda entropy: sharpening.match(entropy, untrained)  # noqa: E731
+    at = lambda entropy: sharpening.match(entropy, untrained, 0.4)  # noqa: E731
     assert at(0.04)["untrained_matched"] == pytest.approx(0.5)
     assert (at(0.02)["matched_temperature"], at(0.02)["untrained_matched"]) == pytest.approx((0.2, 0.6 - 0.1 / 3))
     assert at(0.005)["untrained_matched"] == pytest.approx(0.625)  # halfway to greedy
-    assert at(0.5)["untrained_matched"] == pytest.approx(0.3) == at(0.5)["untrained_sampled"]
+    assert at(0.07)["untrained_matched"] == pytest.approx(0.3)
+    assert (at(0.07)["untrained_sampled"], at(0.07)["untrained_entropy"]) == (0.5, 0.04)
+    with pytest.raises(InputError, match=r"0\.5, is above .* temperature, 0\.7; add higher ones"):
+        at(0.5)
     with pytest.raises(InputError, match="do not rise"):
-        sharpening.match(0.04, untrained.assign(entropy=[0.04, 0.01, 0.04]))
+        sharpening.match(0.04, untrained.assign(entropy=[0.04, 0.01, 0.04]), 0.4)
 
 
 def test_sharpening_judges_the_last_checkpoint_on_the_whole_test_whatever_answers_are_kept(runs):
