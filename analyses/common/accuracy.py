@@ -85,7 +85,8 @@ def beside_paper(means: pd.DataFrame, paper: Paper) -> pd.DataFrame:
 def lay_out(table: pd.DataFrame, contrasts: pd.DataFrame, paper: Paper) -> pd.DataFrame:
     """`beside_paper`'s table as the paper prints it: a row per policy and method, a column per number of people.
 
-    Ours are sampled accuracies, the mean ± half of the 95 % interval. The last column is what the average gains on the
+    Ours are sampled accuracies, the mean ± half of the 95 % interval; "average" is over all puzzles of the test, which
+    may have fewer of one number of people than of another. The last column is what the average gains on the
     baseline's: ours at the same seeds (`compare_by_people`'s `relative`), the paper's as printed.
     """
     over_all = contrasts[(contrasts["family"] == "claims") & (contrasts["of"] == "all")].set_index("variant")

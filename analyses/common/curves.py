@@ -32,6 +32,12 @@ def smooth(metrics: pd.DataFrame, value: str, *, ema: float = EMA) -> pd.DataFra
     return pd.concat(frames, ignore_index=True)[["variant", "label", "step", "seeds", "mean", "sd"]]
 
 
+def on_common_seeds(metrics: pd.DataFrame) -> pd.DataFrame:
+    """The runs of the seeds that every variant has: means over unlike seeds would differ by the seeds' luck alone."""
+    variants = metrics.groupby("seed")["variant"].transform("nunique")
+    return metrics[variants == metrics["variant"].nunique()]
+
+
 def draw_curves(ax: Axes, curves: pd.DataFrame, *, ylabel: str) -> Axes:
     """A line with its band per variant of `smooth`'s table, named with its seeds; the axes keep the numbers.
 

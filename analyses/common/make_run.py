@@ -5,7 +5,7 @@
         manifest.json       versions, commit, processor
         metrics.csv         a row per step; lists by their mean, six digits
         test.csv            a row per judged checkpoint and level: the table of `evaluate`
-        responses.parquet   the last checkpoint's answers to the test's questions
+        responses.parquet   the last checkpoint's answers to the test's questions, or to so many of them (Test.kept)
 
 A part of the work is done where its file is; a run whose responses.parquet is there is finished. Where the scale's
 `launch` says several processes, `accelerate launch` starts this module in each of them to train.

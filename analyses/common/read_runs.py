@@ -58,7 +58,7 @@ def read_tests(variants: Sequence[str], *, scale: str = "cpu", track: str = "puz
 
 
 def read_responses(variants: Sequence[str], *, scale: str = "cpu", track: str = "puzzles") -> pd.DataFrame:
-    """A row per run and answer of its last checkpoint to the test's questions (see analyses/common/make_run.py)."""
+    """A row per run and answer of its last checkpoint to the test's questions, or to the first `Test.kept` of them."""
     return _read(variants, scale, track, "responses.parquet", ANSWERS)
 
 

@@ -22,7 +22,7 @@ from analyses.common.measurements import keep
 from analyses.common.read_runs import UNTRAINED
 from gradscope.sampling import Evaluation
 
-TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4)
 """Beyond that of training, .7: a trained policy may be less certain than the untrained one."""
 SAMPLES = 4
 

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from analyses.common.accuracy import KINDS, accuracy_by_people
 from analyses.common.colors import COLORS
 from analyses.common.contrasts import differences, holm
-from analyses.common.curves import BAND, draw_curves, smooth
+from analyses.common.curves import BAND, draw_curves, on_common_seeds, smooth
 from analyses.common.experiments import labels
 from analyses.common.read_runs import pages, read_metrics, read_tests
 from analyses.common.script import Options, exit_with
@@ -57,9 +57,11 @@ CURVES = {
 }
 
 
-def table(scale: str, track: str, variants: list[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The smoothed curves, and the contrasts of all kinds and levels."""
-    curves = smooth(read_metrics(variants, scale=scale, track=track), "reward_mean")
+def table(scale: str, track: str, variants: list[str]) -> tuple[dict[str, pd.DataFrame], pd.DataFrame]:
+    """Panel → smoothed curves on the seeds that all of it have, and the contrasts of all kinds and levels."""
+    metrics = read_metrics(variants, scale=scale, track=track)
+    panels = {title: metrics[metrics["variant"].isin(own)] for title, own in CURVES.items()}
+    curves = {title: smooth(on_common_seeds(own), "reward_mean") for title, own in panels.items()}
     named = decision.NAMED if scale == "cpu" else [("reweight", "grpo"), ("lopti", "random-split")]
     return curves, contrast(accuracy_by_people(read_tests(variants, scale=scale, track=track)), named)
 
@@ -87,19 +89,20 @@ def contrast(accuracy: pd.DataFrame, named: Sequence[tuple[str, str]]) -> pd.Dat
 
 
 @paper_style()
-def draw(curves: pd.DataFrame, contrasts: pd.DataFrame) -> Figure:
+def draw(curves: dict[str, pd.DataFrame], contrasts: pd.DataFrame) -> Figure:
     """Two panels of curves beside one of differences."""
     figure, panels = plt.subplot_mosaic(
         [["a", "c"], ["b", "c"]], figsize=(7.3, 5.2), layout="constrained", width_ratios=[1, 0.9]
     )
     panels["b"].sharey(panels["a"])
-    for name, (title, variants) in zip("ab", CURVES.items(), strict=True):
-        draw_curves(panels[name], curves[curves["variant"].isin(variants)], ylabel="reward in training")
+    for name, (title, own) in zip("ab", curves.items(), strict=True):
+        draw_curves(panels[name], own, ylabel="reward in training")
         panels[name].set_title(title)
         panels[name].legend(loc="lower right", fontsize=7)
     draw_differences(panels["c"], contrasts[contrasts["level"] == "all"])
     panels["c"].set_title("(c) Differences in test accuracy")
-    figure.supxlabel(f"(a), (b): {BAND}\n(c): paired over seeds, 95 % t intervals; p: Holm's", fontsize=7)
+    told = f"(a), (b): {BAND} that all of a panel have\n(c): paired over seeds, 95 % t intervals; p: Holm's"
+    figure.supxlabel(told, fontsize=7)
     return figure
 
 

@@ -3,8 +3,8 @@
     python -m analyses.paper.fig4 [--out figures] [--scale cpu]
 
 Writes fig4.png with the curves as its CSV, fig4_accuracy.csv and .md (sampled and greedy, the paper's numbers beside)
-and fig4_contrasts.csv (each method against GRPO, Holm's correction over the six claims drawn from this figure). That of
-Reweight was also named before any run was made, in a family of two: analyses/paper/controls.py has it.
+and fig4_contrasts.csv (each method against GRPO, Holm's correction over the six claims drawn from this figure). Those
+that were named before any run was made, in families of their own, are in analyses/paper/controls.py.
 
 Differs from the paper: the policies and their puzzles; several seeds, with intervals; α = .3 as in its text (the
 released code: .2 where Reweight is alone). The paper does not say whether its answers are sampled or greedy: here they

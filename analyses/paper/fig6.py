@@ -2,10 +2,10 @@
 
     python -m analyses.paper.fig6 [--out figures] [--scale cpu]
 
-(a), (b) Reward in training. (c), (d) Sampled accuracy on the test, the last three checkpoints averaged, against α of
-Reweight (0 is GRPO: Eq. 4 then leaves advantages as they are) and against η of Lopti: means over seeds with 95 % t
-intervals, pale dots are seeds; shaded what the paper recommends. fig6_contrasts.csv has the paired differences, Holm's
-correction over all of the figure.
+(a), (b) Reward in training, on the seeds that all of a panel have. (c), (d) Sampled accuracy on the test minus GRPO's
+at the same seed, the last three checkpoints averaged, against α of Reweight (0 would be GRPO: Eq. 4 then leaves
+advantages as they are) and against η of Lopti: means over seeds with 95 % t intervals, pale dots are seeds; shaded what
+the paper recommends. fig6_contrasts.csv has these differences, Holm's correction over all of the figure.
 
 Differs from the paper: the policy, its puzzles, 150 steps; the masked tokens are those with π ≥ ½; the paper's text
 has no numbers of this figure, and not which values were swept.
@@ -20,10 +20,10 @@ import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analyses.common.accuracy import accuracy_by_people, within_shares
+from analyses.common.accuracy import accuracy_by_people
 from analyses.common.colors import COLORS
 from analyses.common.contrasts import compare, summarize, tell_seeds
-from analyses.common.curves import BAND, draw_curves, smooth
+from analyses.common.curves import BAND, draw_curves, on_common_seeds, smooth
 from analyses.common.experiments import configure
 from analyses.common.read_runs import pages, read_metrics, read_tests
 from analyses.common.script import Options, exit_with
@@ -59,8 +59,8 @@ class Tables:
     """The numbers of the figure."""
 
     roles: Roles
-    curves: pd.DataFrame
-    """A row per variant and step: see `smooth`."""
+    curves: dict[str, pd.DataFrame]
+    """Panel → a row per variant and step (`smooth`), on the seeds that all of it have."""
     accuracy: pd.DataFrame
     """A row per run: variant, label, seed, sampled, greedy."""
     contrasts: pd.DataFrame
@@ -96,7 +96,13 @@ def table(scale: str, track: str, variants: list[str]) -> Tables:
     contrasts = compare(accuracy, "sampled", pairs)
     for name in RECOMMENDED:
         contrasts[name] = contrasts["variant"].map(getattr(roles, name))
-    curves = smooth(read_metrics(variants, scale=scale, track=track), "reward_mean")
+    metrics, curves = read_metrics(variants, scale=scale, track=track), {}
+    for title, own in (
+        ("(a) High-probability tokens masked", roles.masked),
+        ("(b) Order of Lopti's passes", [*roles.forward, *roles.reversed]),
+    ):
+        runs = on_common_seeds(metrics[metrics["variant"].isin([BASELINE, *own])])
+        curves[title] = smooth(runs, "reward_mean")
     return Tables(roles, curves, accuracy, contrasts)
 
 
@@ -104,54 +110,44 @@ def table(scale: str, track: str, variants: list[str]) -> Tables:
 def draw(tables: Tables) -> Figure:
     """The four panels."""
     figure, (mask, order, alpha, eta) = new_panels(4, width=3.65, height=2.55)
-    roles, curves = tables.roles, tables.curves
-    for ax, variants, title in (
-        (mask, [BASELINE, *roles.masked], "(a) High-probability tokens masked"),
-        (order, [BASELINE, *roles.forward, *roles.reversed], "(b) Order of Lopti's passes"),
-    ):
-        draw_curves(ax, curves[curves["variant"].isin(variants)], ylabel="reward in training")
+    roles = tables.roles
+    for ax, (title, own) in zip((mask, order), tables.curves.items(), strict=True):
+        draw_curves(ax, own, ylabel="reward in training")
         ax.set_title(title)
         ax.legend(loc="lower right", fontsize=7)
-    draw_sweep(alpha, tables.accuracy, {BASELINE: 0.0} | roles.alpha, shaded=RECOMMENDED["alpha"])
-    alpha.set(title="(c) α of Reweight; GRPO at 0", xlabel="α")
     eta.sharey(alpha)
     eta.sharex(alpha)
-    draw_baseline(eta, tables.accuracy)
-    draw_sweep(eta, tables.accuracy, roles.eta, shaded=RECOMMENDED["eta"])
-    eta.set(title="(d) η of Lopti", xlabel="η")
-    eta.legend(loc="lower left", fontsize=7)
-    within_shares(eta)  # alpha's too: they share it
-    swept = tables.accuracy[tables.accuracy["variant"].isin([BASELINE, *roles.alpha, *roles.eta])]
+    swept = []
+    for ax, name, title in ((alpha, "alpha", "(c) α of Reweight"), (eta, "eta", "(d) η of Lopti")):
+        swept.append(draw_sweep(ax, tables, getattr(roles, name), shaded=RECOMMENDED[name]))
+        ax.set(title=title, xlabel=title[4])
     figure.supxlabel(
-        f"(a), (b): {BAND}\n(c), (d): last three checkpoints; mean and 95 % t interval over "
-        f"{tell_seeds(swept.groupby('variant')['seed'].nunique())} (pale dots), cut at 0 and 1; "
-        "shaded: the paper's advice",
+        f"(a), (b): {BAND} that all of a panel have\n(c), (d): last three checkpoints, at the same seeds; mean and "
+        f"95 % t interval over {tell_seeds(pd.concat(swept))} (pale dots); shaded: the paper's advice",
         fontsize=7,
     )
     return figure
 
 
-def draw_sweep(ax: Axes, accuracy: pd.DataFrame, sweep: dict[str, float], *, shaded: tuple[float, float]) -> Axes:
-    """Sampled accuracy against a setting: means with their intervals, and each seed; what was not run is left out."""
-    own = accuracy[accuracy["variant"].isin(sweep)]
-    means = summarize(own, "sampled")
-    means = means.assign(setting=means["variant"].map(sweep)).sort_values("setting")
+def draw_sweep(ax: Axes, tables: Tables, sweep: dict[str, float], *, shaded: tuple[float, float]) -> pd.Series:
+    """What a setting adds to GRPO's accuracy: means with their intervals, and each seed; what was not run is left out.
+
+    Returns how many seeds each has.
+    """
+    found = tables.contrasts[(tables.contrasts["baseline"] == BASELINE) & (tables.contrasts["seeds"] > 0)]
+    found = found[found["variant"].isin(sweep)].assign(setting=lambda rows: rows["variant"].map(sweep))
+    by_seed = tables.accuracy.pivot(index="seed", columns="variant", values="sampled")
     ax.axvspan(*shaded, color="#FFF1C2", linewidth=0, zorder=0)
-    ax.plot(means["setting"], means["mean"], color=NEUTRAL, linewidth=0.7, zorder=1)
-    for row in means.itertuples():
-        color, seeds = COLORS[row.variant], own.loc[own["variant"] == row.variant, "sampled"]
+    ax.axhline(0, color=COLORS[BASELINE], linewidth=1)
+    ax.plot(found["setting"], found["difference"], color=NEUTRAL, linewidth=0.7, zorder=1)
+    for row in found.itertuples():
+        color, seeds = COLORS[row.variant], (by_seed[row.variant] - by_seed[BASELINE]).dropna()
         ax.plot([row.setting + 0.012] * len(seeds), seeds, "o", color=color, alpha=0.35, ms=3, markeredgewidth=0)
-        errors = [[row.mean - row.lower], [row.upper - row.mean]]
-        ax.errorbar(row.setting, row.mean, errors, fmt="o", color=color, markersize=4, elinewidth=1.1)
-    ax.set(ylabel="accuracy, sampled", xlim=(-0.05, 1.05))
-    return finish(ax, means)
-
-
-def draw_baseline(ax: Axes, accuracy: pd.DataFrame) -> None:
-    """GRPO's mean as a line, its interval as a band."""
-    for row in summarize(accuracy[accuracy["variant"] == BASELINE], "sampled").itertuples():
-        ax.axhline(row.mean, color=COLORS[BASELINE], linewidth=1, label="GRPO, 95 % interval")
-        ax.axhspan(row.lower, row.upper, color=COLORS[BASELINE], alpha=0.12, linewidth=0)
+        errors = [[row.difference - row.lower], [row.upper - row.difference]]
+        ax.errorbar(row.setting, row.difference, errors, fmt="o", color=color, markersize=4, elinewidth=1.1)
+    ax.set(ylabel="accuracy minus GRPO's", xlim=(-0.05, 1.05))
+    finish(ax, found[["variant", "setting", "seeds", "difference", "lower", "upper"]])
+    return found["seeds"]
 
 
 def main(options: Options) -> None:

@@ -90,22 +90,32 @@ def test_fig_6_has_eleven_claims_paired_by_seed_and_corrected_together(runs, tmp
     assert found["seeds"].tolist() == [3] * 11
 
 
-def test_the_sweep_of_alpha_begins_with_grpo_at_0_and_keeps_each_variants_own_seeds(runs, tmp_path):
-    write_runs(runs, {"grpo": [0.5, 0.6, 0.7], "reweight": [0.6, 0.8], "alpha-0.1": [0.4], "eta-0.3": [0.3, 0.5]})
+def test_the_sweeps_are_drawn_as_differences_to_grpo_at_the_same_seeds(runs, tmp_path):
+    write_runs(runs, {"grpo": [0.5, 0.6, 0.9], "reweight": [0.6, 0.8], "alpha-0.1": [0.4], "eta-0.3": [0.3, 0.5]})
     fig6.main(fig6.Options(out=tmp_path))
     drawn = pd.read_csv(tmp_path / "fig6.csv")
     alpha = drawn[drawn["panel"].str.startswith("(c)")].set_index("setting")
-    assert alpha.index.tolist() == [0.0, 0.1, 0.3]
-    assert alpha["seeds"].tolist() == [3, 1, 2]
-    assert alpha["mean"].tolist() == pytest.approx([0.6, 0.4, 0.7])
+    assert alpha.index.tolist() == [0.1, 0.3]
+    assert alpha["seeds"].tolist() == [1, 2]
+    assert alpha["difference"].tolist() == pytest.approx([-0.1, 0.15])
     assert math.isnan(alpha.loc[0.1, "lower"])
-    half = stats.t.ppf(0.975, 2) * 0.1 / math.sqrt(3)
-    assert alpha.loc[0.0, ["lower", "upper"]].tolist() == pytest.approx([0.6 - half, 0.6 + half])
+    expected = paired([0.6, 0.8], [0.5, 0.6])[1:3]
+    assert alpha.loc[0.3, ["lower", "upper"]].tolist() == pytest.approx(expected)
     eta = drawn[drawn["panel"].str.startswith("(d)")]
-    assert (eta["setting"].tolist(), eta["mean"].tolist()) == ([0.3], pytest.approx([0.4]))
-    variants = read()["figures"]["fig6"]["puzzles"]
-    panel = fig6.draw(fig6.table("cpu", "puzzles", variants)).axes[2]
-    assert drawn.loc[drawn["setting"] == 0.3, "lower"].min() < 0 and panel.get_ylim()[0] >= -0.02
+    assert (eta["setting"].tolist(), eta["difference"].tolist()) == ([0.3], pytest.approx([-0.15]))
+
+
+def test_curves_of_a_panel_are_means_over_the_same_seeds(runs, tmp_path):
+    for seed, reward in enumerate((1.0, 2.0, 6.0)):
+        write_run(runs, "grpo", seed, sampled=0.5, rewards=(reward, reward))
+        if seed < 2:
+            write_run(runs, "masked", seed, sampled=0.5, rewards=(reward + 1, reward + 1))
+    write_run(runs, "reversed", 2, sampled=0.5, rewards=(0.0, 0.0))
+    fig6.main(fig6.Options(out=tmp_path))
+    drawn = pd.read_csv(tmp_path / "fig6.csv")
+    last = drawn[drawn["step"] == 2].set_index([drawn.loc[drawn["step"] == 2, "panel"].str[:3], "variant"])
+    assert last.loc[[("(a)", "grpo"), ("(a)", "masked")], "mean"].tolist() == pytest.approx([1.5, 2.5])
+    assert last.loc[[("(b)", "grpo"), ("(b)", "reversed")], "mean"].tolist() == pytest.approx([6.0, 0.0])
 
 
 # Controls
