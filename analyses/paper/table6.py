@@ -7,9 +7,10 @@ geometric means over seeds with 95 % t intervals, Holm's correction over a row's
 
 Differs from the paper: the policy. At scale cpu these are wall seconds of one thread on a machine that other processes
 shared, two runs side by side, and runs of one seed were not all made in the same minutes: how busy it was is in every
-ratio of seconds; at scale certain so is which of two machines made a run. Less so in the last row: training in units of the same run's own sampling, which the methods leave as
-it is. The paper's sampling and training of 7B seem swapped: Lopti's second pass would then cost sampling time. It gives
-no numbers for Reweight, which costs milliseconds in its words.
+ratio of seconds; at scale certain so is which of two machines made a run. Less so in the last row: training in units of
+the same run's own sampling, which the methods leave as it is. The paper's sampling and training of 7B seem swapped:
+Lopti's second pass would then cost sampling time. It gives no numbers for Reweight, which costs milliseconds in its
+words.
 """
 
 from __future__ import annotations
