@@ -147,7 +147,7 @@ def differences_by_people(accuracy: pd.DataFrame, variants: Sequence[str], basel
     rows = []
     for family, of, kind, table in questions:
         found = differences(table, kind, pairs)
-        shares = np.nan if kind == "slope" else relative(found, table, kind)
+        shares = np.nan if kind == "slope" else found["difference"] / baseline_means(found, table, kind)
         rows.append(found.assign(family=family, of=of, relative=shares))
     return pd.concat(rows, ignore_index=True)
 
@@ -158,14 +158,11 @@ def correct_families(rows: pd.DataFrame) -> pd.DataFrame:
     return table[["family", "of", *table.columns.drop(["family", "of"])]]
 
 
-def relative(found: pd.DataFrame, table: pd.DataFrame, value: str) -> list[float]:
-    """`compare`'s differences over the baseline's mean at the seeds that were compared."""
+def baseline_means(found: pd.DataFrame, table: pd.DataFrame, value: str) -> list[float]:
+    """For each row of `differences`, the baseline's mean at the seeds that were compared; NaN where none was."""
     wide = table.pivot(index="seed", columns="variant", values=value)
-    shares = []
-    for row in found.itertuples():
-        both = wide.reindex(columns=[row.variant, row.baseline]).dropna()
-        shares.append(row.difference / both[row.baseline].mean() if len(both) else np.nan)
-    return shares
+    pairs = zip(found["variant"], found["baseline"], strict=True)
+    return [wide.reindex(columns=pair).dropna()[pair[1]].mean() for pair in pairs]
 
 
 def slopes(accuracy: pd.DataFrame) -> pd.DataFrame:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from analyses.common.accuracy import levels_of, relative, sampled_name, within_shares
+from analyses.common.accuracy import baseline_means, levels_of, sampled_name, within_shares
 from analyses.common.colors import COLORS, LINES
 from analyses.common.contrasts import differences, holm, summarize
 from analyses.common.curves import BAND, draw_curves, smooth
@@ -58,7 +58,8 @@ def compare_late(
     late, rows = late_means(metrics, list(names)), []
     for name, claim in names.items():
         found = differences(late, name, [(variant, baseline) for variant in variants])
-        rows.append(found.assign(record=name, claim=claim, relative=relative(found, late, name)))
+        share = found["difference"] / baseline_means(found, late, name)
+        rows.append(found.assign(record=name, claim=claim, relative=share))
     table = holm(pd.concat(rows, ignore_index=True))
     return table[["record", "claim", *table.columns.drop(["record", "claim"])]]
 

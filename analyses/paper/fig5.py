@@ -7,8 +7,8 @@ with its reward, over GRPO's policies. Harder puzzles have both longer responses
 measures, words per response and per 100 tokens, and three scopes: all responses; about the means of each level (number
 of people); about the means of each puzzle, whose responses are then compared with each other alone. 95 % intervals of a
 bootstrap over puzzles: they speak of these policies on other puzzles. (b) The words per response of Reweight, Lopti and
-both less GRPO's: paired differences over seeds as a share of GRPO's mean, 95 % t intervals. What is drawn is what is
-claimed; Holm's correction is over both panels' claims.
+both less GRPO's: paired differences over seeds as a share of GRPO's mean at these seeds, 95 % t intervals.
+What is drawn is what is claimed; Holm's correction is over both panels' claims.
 
     fig5.csv                what is drawn
     fig5_correlations.csv   (a), and each level alone; p by the interval's width on Fisher's scale
@@ -37,6 +37,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from analyses.common import experiments
+from analyses.common.accuracy import baseline_means
 from analyses.common.colors import COLORS
 from analyses.common.contrasts import differences, holm, summarize, tell_seeds
 from analyses.common.read_runs import pages, read_responses
@@ -160,14 +161,14 @@ def correlate(
 
 
 def contrast(means: pd.DataFrame, methods: list[str]) -> pd.DataFrame:
-    """A row per category and method, run or not: its words less GRPO's at the same seeds, as a share of GRPO's mean.
+    """A row per category and method, run or not: its words less GRPO's, as a share of these; both at the same seeds.
 
     means: words by variant, category and seed.
     """
-    frames = []
+    frames, told = [], ["difference", "lower", "upper"]
     for category, own in means.groupby("category", sort=False):
-        share = own["words"] / (own.loc[own["variant"] == BASELINE, "words"].mean() or np.nan)
-        found = differences(own.assign(share=share).dropna(), "share", [(method, BASELINE) for method in methods])
+        found = differences(own.dropna(), "words", [(method, BASELINE) for method in methods])
+        found[told] = found[told].div(baseline_means(found, own, "words"), axis=0).replace([-np.inf, np.inf], np.nan)
         frames.append(found.assign(category=category, paper=PAPER[category]))
     return pd.concat(frames, ignore_index=True)
 
