@@ -114,19 +114,33 @@ def test_the_rule_of_steps_alone_knows_nothing_else():
     assert prediction.by_steps_alone(table)["value"].tolist() == [0.75]
 
 
+def test_the_origin_that_carries_the_correlation_is_left_out():
+    table = planted(0)
+    table.loc[table["seed"] == 7, ["predicted", "actual"]] = 20.0
+    assert prediction.score(table).set_index("score").loc["correlation", "value"] > 0.9
+    rest = table[table["seed"] != 7]
+    [found] = prediction.without_one(table).to_dict("records")
+    assert found["value"] == pytest.approx(np.corrcoef(rest["predicted"], rest["actual"])[0, 1])
+    assert found["lower"] < found["value"] < found["upper"] and found["origins"] == 11
+
+
 def test_the_record_that_compare_prints_is_that_of_the_kept_branches():
     found = prediction.table()
     kept = pd.read_csv(ROOT / "figures/prediction_scores.csv").set_index("score")
     again = prediction.score(found).set_index("score")
-    pd.testing.assert_frame_equal(kept.drop("right signs, by steps alone"), again, rtol=1e-6)
-    signs, correlation, alone = (kept.loc[name] for name in ("right signs", "correlation", kept.index[-1]))
+    pd.testing.assert_frame_equal(kept.iloc[:4], again, rtol=1e-6)
+    names = ("right signs", "correlation", "right signs, by steps alone", "correlation, without one origin")
+    signs, correlation, alone, rest = (kept.loc[name] for name in names)
 
     def told(row: pd.Series) -> str:
-        return "{:.2f} [{:.2f}, {:.2f}]".format(*row[["value", "lower", "upper"]]).replace("0.", ".")
+        return "{:.2f} [{:.2f}, {:.2f}]".format(*row[["value", "lower", "upper"]]).replace("0.", ".").replace("-", "−")
 
     words = " ".join(RECORD.split())
+    left = found[(found["scale"] != "certain") | (found["step"] != 0)]  # the page names it
+    assert prediction.score(left)["value"].iloc[1] == pytest.approx(rest["value"])
     assert f"in {signs['value'] * 40:.0f} of 40 cases (share {told(signs)}" in words
-    assert f"correlation {told(correlation)})" in words and f"right in {alone['value'] * 40:.0f} of 40" in words
+    assert f"correlation {told(correlation)}, without one checkpoint {told(rest)})" in words
+    assert f"right in {alone['value'] * 40:.0f} of 40" in words
     assert prediction.predicts(again.reset_index()) and kept.loc[again.index[2:], "lower"].min() < 0.5
 
 

@@ -1,0 +1,75 @@
+"""How the intervals' parts of the summed gradient change with the number of puzzles in a batch.
+
+    python -m analyses.paper.batch_sizes [--out figures] [--scale cpu]
+
+The sum's noise is of another make than its signal, and falls as a batch grows: a share holds of its size of batch.
+Drawn from the measurement `batch_sizes` (analyses/measure/batch_sizes.py): batch_sizes.png and batch_sizes.csv, means
+over disjoint batches with 95 % t intervals. Batches of one size are of the same puzzles as those of another.
+
+The paper has no such figure.
+"""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import tyro
+from matplotlib.figure import Figure
+
+from analyses.common.contrasts import mean_interval
+from analyses.common.measurements import read_facts, read_table
+from analyses.common.script import Options, exit_with
+from gradscope.intervals import interval_labels
+from gradscope.plots import interval_colors, paper_style, save_figure
+
+QUANTITIES = {
+    "gradient_share": "share of the summed gradient\n⟨G_a, G⟩/‖G‖²",
+    "norm_of_all": "norm of the summed gradient,\nof that of all tokens",
+}
+
+
+def table(options: Options) -> pd.DataFrame:
+    """A row per size, interval and quantity: batches; mean, lower, upper over them."""
+    found = read_table("batch_sizes", "batch_sizes.csv", scale=options.scale).rename(
+        columns={"share": "gradient_share"}
+    )
+    found["norm_of_all"] = found["norm"] / found.groupby(["size", "batch"])["norm"].transform("last")
+    rows = []
+    for (size, interval), own in found[found["label"] != "all"].groupby(["size", "label"], sort=False):
+        for quantity in QUANTITIES:
+            mean, lower, upper = mean_interval(own[quantity])
+            row = {"size": size, "interval": interval, "quantity": quantity, "batches": len(own)}
+            rows.append(row | {"mean": mean, "lower": lower, "upper": upper})
+    return pd.DataFrame(rows)
+
+
+@paper_style()
+def draw(found: pd.DataFrame, questions: int) -> Figure:
+    """A panel per quantity, a line per interval."""
+    figure, axes = plt.subplots(1, 2, figsize=(7.0, 2.6), layout="constrained")
+    sizes = sorted(found["size"].unique())
+    for ax, (quantity, title) in zip(axes, QUANTITIES.items(), strict=True):
+        for place, (label, color) in enumerate(zip(interval_labels(), interval_colors(), strict=True)):
+            own = found[(found["quantity"] == quantity) & (found["interval"] == label)].sort_values("size")
+            errors = [own["mean"] - own["lower"], own["upper"] - own["mean"]]
+            beside = own["size"] * 1.05 ** (place - 1.5)
+            ax.errorbar(beside, own["mean"], errors, fmt="o-", color=color, ms=3.5, lw=1, label=label)
+        ax.axhline(0, color="0.8", lw=0.8, zorder=0)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(sizes, [f"{size}" for size in sizes])
+        ax.set(xlabel="puzzles in the batch, × 8 responses", ylabel=title)
+    figure.legend(*axes[0].get_legend_handles_labels(), title="π", loc="outside right center")
+    counts = ", ".join(f"{count}" for count in found.drop_duplicates("size").sort_values("size")["batches"])
+    figure.supxlabel(f"means over {counts} batches of the same {questions} puzzles, 95 % t intervals", fontsize=7)
+    return figure
+
+
+def main(options: Options) -> None:
+    found = table(options)
+    questions = read_facts("batch_sizes", scale=options.scale)["questions"]
+    save_figure(draw(found, questions), options.out / "batch_sizes.png", found)
+    print(found.to_string(index=False, float_format="{:.3f}".format))
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))
