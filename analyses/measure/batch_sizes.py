@@ -1,7 +1,7 @@
 """Measures what an interval's part of the summed gradient owes to how many puzzles the batch has.
 
 The policy of a scale before any training. The responses to 512 questions, sampled as in
-analyses/measure/base_policy.py, are dealt into batches of 8 puzzles, the same ones into batches of 16, and so on. Leaves
+analyses/measure/base_policy.py, are dealt into batches of 8 puzzles, the same into batches of 16, and so on. Leaves
 
     batch_sizes.csv     a row per size, batch and interval (or all): what `interval_gradients` says of the sum
 """
@@ -48,4 +48,4 @@ def tabulate(policy: Policy, batch: TokenBatch, size: int) -> pd.DataFrame:
     prompts = batch.group_ids.unique()
     dealt = batch.deal(prompts, len(prompts) // size, torch.Generator().manual_seed(size))
     tables = [interval_gradients(policy, own).table.assign(batch=number) for number, own in enumerate(dealt)]
-    return pd.concat(tables, ignore_index=True).assign(size=size)
+    return pd.concat(tables, ignore_index=True).assign(size=size).astype({"interval": str})

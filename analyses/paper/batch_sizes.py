@@ -30,9 +30,8 @@ QUANTITIES = {
 
 def table(options: Options) -> pd.DataFrame:
     """A row per size, interval and quantity: batches; mean, lower, upper over them."""
-    found = read_table("batch_sizes", "batch_sizes.csv", scale=options.scale).rename(
-        columns={"share": "gradient_share"}
-    )
+    found = read_table("batch_sizes", "batch_sizes.csv", scale=options.scale)
+    found["gradient_share"] = found["share"]
     found["norm_of_all"] = found["norm"] / found.groupby(["size", "batch"])["norm"].transform("last")
     rows = []
     for (size, interval), own in found[found["label"] != "all"].groupby(["size", "label"], sort=False):
