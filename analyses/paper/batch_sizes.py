@@ -2,9 +2,9 @@
 
     python -m analyses.paper.batch_sizes [--out figures] [--scale cpu]
 
-The sum's noise is of another make than its signal, and falls as a batch grows: a share holds of its size of batch.
-Drawn from the measurement `batch_sizes` (analyses/measure/batch_sizes.py): batch_sizes.png and batch_sizes.csv, means
-over disjoint batches with 95 % t intervals. Batches of one size are of the same puzzles as those of another.
+What of a sum is noise falls as its batch grows, and need not be shared out as its signal is. Drawn from the measurement
+`batch_sizes` (analyses/measure/batch_sizes.py): batch_sizes.png and batch_sizes.csv, means over disjoint batches with
+95 % t intervals. Batches of one size are of the same puzzles as those of another.
 
 The paper has no such figure.
 """
@@ -29,7 +29,7 @@ QUANTITIES = {
 
 
 def table(options: Options) -> pd.DataFrame:
-    """A row per size, interval and quantity: batches; mean, lower, upper over them."""
+    """A row per size, interval and quantity: batches; mean, lower, upper and standard deviation over them."""
     found = read_table("batch_sizes", "batch_sizes.csv", scale=options.scale)
     found["gradient_share"] = found["share"]
     found["norm_of_all"] = found["norm"] / found.groupby(["size", "batch"])["norm"].transform("last")
@@ -38,7 +38,7 @@ def table(options: Options) -> pd.DataFrame:
         for quantity in QUANTITIES:
             mean, lower, upper = mean_interval(own[quantity])
             row = {"size": size, "interval": interval, "quantity": quantity, "batches": len(own)}
-            rows.append(row | {"mean": mean, "lower": lower, "upper": upper})
+            rows.append(row | {"mean": mean, "lower": lower, "upper": upper, "sd": own[quantity].std()})
     return pd.DataFrame(rows)
 
 
