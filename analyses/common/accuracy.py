@@ -159,10 +159,10 @@ def correct_families(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def baseline_means(found: pd.DataFrame, table: pd.DataFrame, value: str) -> list[float]:
-    """For each row of `differences`, the baseline's mean at the seeds that were compared; NaN where none was."""
+    """For each row of `differences`, the baseline's mean at the seeds compared; NaN if none was or it is 0."""
     wide = table.pivot(index="seed", columns="variant", values=value)
     pairs = zip(found["variant"], found["baseline"], strict=True)
-    return [wide.reindex(columns=pair).dropna()[pair[1]].mean() for pair in pairs]
+    return [wide.reindex(columns=pair).dropna()[pair[1]].mean() or np.nan for pair in pairs]
 
 
 def slopes(accuracy: pd.DataFrame) -> pd.DataFrame:

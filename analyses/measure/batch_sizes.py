@@ -1,4 +1,4 @@
-"""Measures what an interval's part of the summed gradient owes to how many puzzles the batch has.
+"""Measures how an interval's share of the summed gradient depends on how many puzzles the batch has.
 
 The policy of a scale before any training. The responses to 512 questions, sampled as in
 analyses/measure/base_policy.py, are dealt into batches of 8 puzzles, the same into batches of 16, and so on. Leaves
@@ -25,7 +25,7 @@ from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 
 SEED = 100
-"""Of the questions, which analyses/measure/base_policy.py does not have, and of their responses."""
+"""Of the questions and their responses; analyses/measure/base_policy.py takes 0 to 3. A few small puzzles recur."""
 
 
 def measure(
@@ -48,4 +48,5 @@ def tabulate(policy: Policy, batch: TokenBatch, size: int) -> pd.DataFrame:
     prompts = batch.group_ids.unique()
     dealt = batch.deal(prompts, len(prompts) // size, torch.Generator().manual_seed(size))
     tables = [interval_gradients(policy, own).table.assign(batch=number) for number, own in enumerate(dealt)]
+    # Numbers and "all": a column of parquet has one type.
     return pd.concat(tables, ignore_index=True).assign(size=size).astype({"interval": str})

@@ -1,10 +1,10 @@
-"""How the intervals' parts of the summed gradient change with the number of puzzles in a batch.
+"""How the intervals' shares of the summed gradient change with the number of puzzles in a batch.
 
     python -m analyses.paper.batch_sizes [--out figures] [--scale cpu]
 
-What of a sum is noise falls as its batch grows, and need not be shared out as its signal is. Drawn from the measurement
-`batch_sizes` (analyses/measure/batch_sizes.py): batch_sizes.png and batch_sizes.csv, means over disjoint batches with
-95 % t intervals. Batches of one size are of the same puzzles as those of another.
+In a larger batch less of ‖G‖² is noise, and noise may be spread over the intervals otherwise than signal. Drawn from
+the measurement `batch_sizes` (analyses/measure/batch_sizes.py): batch_sizes.png and batch_sizes.csv, means over batches
+that share no response, with 95 % t intervals. All sizes are dealt of the same responses.
 
 The paper has no such figure.
 """
@@ -31,10 +31,12 @@ QUANTITIES = {
 def table(options: Options) -> pd.DataFrame:
     """A row per size, interval and quantity: batches; mean, lower, upper and standard deviation over them."""
     found = read_table("batch_sizes", "batch_sizes.csv", scale=options.scale)
-    found["gradient_share"] = found["share"]
-    found["norm_of_all"] = found["norm"] / found.groupby(["size", "batch"])["norm"].transform("last")
+    keys = ["size", "batch"]
+    whole = found[found["label"] == "all"].set_index(keys)["norm"].rename("whole")
+    found = found[found["label"] != "all"].rename(columns={"share": "gradient_share"}).join(whole, on=keys)
+    found["norm_of_all"] = found["norm"] / found["whole"]
     rows = []
-    for (size, interval), own in found[found["label"] != "all"].groupby(["size", "label"], sort=False):
+    for (size, interval), own in found.groupby(["size", "label"], sort=False):
         for quantity in QUANTITIES:
             mean, lower, upper = mean_interval(own[quantity])
             row = {"size": size, "interval": interval, "quantity": quantity, "batches": len(own)}

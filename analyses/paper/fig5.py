@@ -161,14 +161,14 @@ def correlate(
 
 
 def contrast(means: pd.DataFrame, methods: list[str]) -> pd.DataFrame:
-    """A row per category and method, run or not: its words less GRPO's, as a share of these; both at the same seeds.
+    """A row per category and method, run or not: its words less GRPO's, as a share of GRPO's mean at the same seeds.
 
     means: words by variant, category and seed.
     """
     frames, told = [], ["difference", "lower", "upper"]
     for category, own in means.groupby("category", sort=False):
         found = differences(own.dropna(), "words", [(method, BASELINE) for method in methods])
-        found[told] = found[told].div(baseline_means(found, own, "words"), axis=0).replace([-np.inf, np.inf], np.nan)
+        found[told] = found[told].div(baseline_means(found, own, "words"), axis=0)
         frames.append(found.assign(category=category, paper=PAPER[category]))
     return pd.concat(frames, ignore_index=True)
 

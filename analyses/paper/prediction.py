@@ -9,11 +9,11 @@ and after 40 and 80 steps of two GRPO runs. Scored by the share of right signs (
 correlation, with intervals that redraw origins. It predicts if the interval of the share lies above .5 and that of the
 correlation above 0. A method that is better or worse everywhere counts as well; `within methods`, each method's means
 are taken away first. Not named beforehand: `right signs, by steps alone`, of the rule that knows nothing but which
-methods take two optimizer steps for GRPO's one, and says that these earn more and the others less; and `correlation,
-without one origin`, that one without which it is lowest.
+methods take two optimizer steps for GRPO's one, and says that these earn more and the others less; and the
+correlation without each of the origins in turn.
 
-prediction.png and .csv (a point per origin and method), prediction_scores.csv. --simulate: with which probability
-that would be found, for true correlations from 0 to .9; prediction_power.csv.
+prediction.png and .csv (a point per origin and method), prediction_scores.csv, prediction_without.csv. --simulate: with
+which probability that would be found, for true correlations from 0 to .9; prediction_power.csv.
 """
 
 from __future__ import annotations
@@ -102,11 +102,14 @@ def by_steps_alone(found: pd.DataFrame) -> pd.DataFrame:
     return ruled[ruled["score"] == "right signs"].assign(score="right signs, by steps alone")
 
 
-def without_one(found: pd.DataFrame) -> pd.DataFrame:
-    """The correlation without the origin without which it is lowest."""
-    rest = pd.concat(score(found.drop(own.index)) for _, own in found.groupby(ORIGIN))
-    lowest = rest[rest["score"] == "correlation"].nsmallest(1, "value")
-    return lowest.assign(score="correlation, without one origin")
+def without_each(found: pd.DataFrame) -> pd.DataFrame:
+    """The correlation without each origin: a row per origin that is left out."""
+    frames = []
+    for origin, own in found.groupby(ORIGIN, sort=False):
+        scores = score(found.drop(own.index))
+        names = dict(zip(ORIGIN, origin, strict=True))
+        frames.append(scores[scores["score"] == "correlation"].assign(**names))
+    return pd.concat(frames, ignore_index=True)
 
 
 def within_methods(statistic: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -185,10 +188,11 @@ def main(options: Options) -> None:
         print(power.to_string(index=False))
         return
     found = table()
-    scores = pd.concat([score(found), by_steps_alone(found), without_one(found)])
+    scores, without = pd.concat([score(found), by_steps_alone(found)]), without_each(found)
     save_figure(draw(found), options.out / "prediction.png", found)
-    write_csv(scores, options.out / "prediction_scores.csv")
-    print(scores.to_string(index=False, float_format="{:.3f}".format))
+    for name, numbers in {"scores": scores, "without": without}.items():
+        write_csv(numbers, options.out / f"prediction_{name}.csv")
+        print(numbers.to_string(index=False, float_format="{:.3f}".format), end="\n\n")
     print("it predicts" if predicts(scores) else "not shown to predict")
 
 

@@ -1,4 +1,4 @@
-"""The intervals' parts of the summed gradient by size of batch: how it is dealt, and what is drawn of it."""
+"""The intervals' shares of the summed gradient by size of batch: how it is dealt, and what is drawn of it."""
 
 import pandas as pd
 import pytest

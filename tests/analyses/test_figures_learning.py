@@ -9,7 +9,16 @@ import pytest
 from scipy import stats
 
 from analyses.common import read_runs
-from analyses.common.accuracy import accuracy_by_people, average, beside_paper, compare_by_people, lay_out, slopes
+from analyses.common.accuracy import (
+    accuracy_by_people,
+    average,
+    baseline_means,
+    beside_paper,
+    compare_by_people,
+    lay_out,
+    slopes,
+)
+from analyses.common.contrasts import differences
 from analyses.common.curves import draw_curves, smooth
 from analyses.common.experiments import labels
 from analyses.paper import fig4, sharpening, table6
@@ -190,6 +199,16 @@ def test_contrasts_pair_by_seed_and_correct_the_claims_together():
     claims = found[found["family"] == "claims"].set_index(["of", "variant"])
     assert claims.loc[("slope per person", "reweight"), "difference"] == pytest.approx(0.02)
     assert claims["p"].notna().sum() == 4
+
+
+@pytest.mark.parametrize(("baseline", "means"), [([2.0, 3.0, 7.0], [2.5, 4.0, None]), ([0.0, 0.0, 0.0], [None] * 3)])
+def test_a_baselines_mean_is_that_of_the_compared_seeds_and_none_where_it_is_0(baseline, means):
+    values = {"grpo": baseline, "lopti": [1.0, 2.0], "reweight": [1.0, 2.0, 3.0]}
+    rows = [{"variant": name, "seed": seed, "x": x} for name, own in values.items() for seed, x in enumerate(own)]
+    table = pd.DataFrame(rows)
+    found = differences(table, "x", [("lopti", "grpo"), ("reweight", "grpo"), ("both", "grpo")])
+    expected = [math.nan if mean is None else mean for mean in means]
+    assert baseline_means(found, table, "x") == pytest.approx(expected, nan_ok=True)
 
 
 def test_the_papers_numbers_stand_beside_ours_and_both_keep_levels_of_their_own():

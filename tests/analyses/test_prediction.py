@@ -114,32 +114,33 @@ def test_the_rule_of_steps_alone_knows_nothing_else():
     assert prediction.by_steps_alone(table)["value"].tolist() == [0.75]
 
 
-def test_the_origin_that_carries_the_correlation_is_left_out():
+def test_the_origin_that_carries_the_correlation_is_seen_when_it_is_left_out():
     table = planted(0)
     table.loc[table["seed"] == 7, ["predicted", "actual"]] = 20.0
-    assert prediction.score(table).set_index("score").loc["correlation", "value"] > 0.9
+    found = prediction.without_each(table).set_index("seed")
     rest = table[table["seed"] != 7]
-    [found] = prediction.without_one(table).to_dict("records")
-    assert found["value"] == pytest.approx(np.corrcoef(rest["predicted"], rest["actual"])[0, 1])
-    assert found["lower"] < found["value"] < found["upper"] and found["origins"] == 11
+    assert found.loc[7, "value"] == pytest.approx(np.corrcoef(rest["predicted"], rest["actual"])[0, 1])
+    assert found.drop(index=7)["value"].min() > 0.9 > found.loc[7, "value"]
+    assert (found["origins"] == 11).all() and len(found) == 12
 
 
 def test_the_record_that_compare_prints_is_that_of_the_kept_branches():
     found = prediction.table()
     kept = pd.read_csv(ROOT / "figures/prediction_scores.csv").set_index("score")
     again = prediction.score(found).set_index("score")
-    pd.testing.assert_frame_equal(kept.iloc[:4], again, rtol=1e-6)
-    names = ("right signs", "correlation", "right signs, by steps alone", "correlation, without one origin")
-    signs, correlation, alone, rest = (kept.loc[name] for name in names)
+    pd.testing.assert_frame_equal(kept.drop("right signs, by steps alone"), again, rtol=1e-6)
+    signs, correlation, alone = (kept.loc[name] for name in ("right signs", "correlation", kept.index[-1]))
 
     def told(row: pd.Series) -> str:
-        return "{:.2f} [{:.2f}, {:.2f}]".format(*row[["value", "lower", "upper"]]).replace("0.", ".").replace("-", "−")
+        return "{:.2f} [{:.2f}, {:.2f}]".format(*row[["value", "lower", "upper"]]).replace("0.", ".")
 
     words = " ".join(RECORD.split())
-    left = found[(found["scale"] != "certain") | (found["step"] != 0)]  # the page names it
-    assert prediction.score(left)["value"].iloc[1] == pytest.approx(rest["value"])
     assert f"in {signs['value'] * 40:.0f} of 40 cases (share {told(signs)}" in words
-    assert f"correlation {told(correlation)}, without one checkpoint {told(rest)})" in words
+    without = prediction.without_each(found)
+    pd.testing.assert_frame_equal(pd.read_csv(ROOT / "figures/prediction_without.csv"), without, rtol=1e-6)
+    fails = without.loc[without["lower"] < 0, prediction.ORIGIN].apply(tuple, axis=1).tolist()
+    assert fails == [("cpu", 30, 0), ("certain", 30, 0), ("certain", 30, 40)]  # the page names them
+    assert f"correlation {told(correlation)}; without any one of three of them its interval reaches below 0)" in words
     assert f"right in {alone['value'] * 40:.0f} of 40" in words
     assert prediction.predicts(again.reset_index()) and kept.loc[again.index[2:], "lower"].min() < 0.5
 

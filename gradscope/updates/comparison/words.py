@@ -18,9 +18,9 @@ This describes one batch: which gradients each weighting enlarges, how far it tu
 stands out from what other prompts would have given."""
 RECORD = """How far to trust it, by a trial named beforehand on two embedded policies (10 checkpoints, 4 weightings):
 the sign of the difference was that of the difference in reward after ten steps in 28 of 40 cases (share .70 [.62, .80]
-over checkpoints; correlation .69 [.16, .88], without one checkpoint .53 [−.09, .80]). That is no more than the number
-of optimizer steps tells: to expect more of Lopti and the random split, which take two, and less of the others is right
-in 31 of 40. Whether it tells at which checkpoint one weighting earns more is not known."""
+over checkpoints; correlation .69 [.16, .88]; without any one of three of them its interval reaches below 0). That is no
+more than the number of optimizer steps tells: to expect more of Lopti and the random split, which take two, and less of
+the others is right in 31 of 40. Whether it tells at which checkpoint one weighting earns more is not known."""
 """Of figures/prediction_scores.csv (analyses/paper/prediction.py)."""
 WHAT_STAYS = """95 % intervals are over prompts, including those with equal rewards. Thresholds over the batch
 (quantiles of entropy, covariances), random draws and, for directions, the update itself are held fixed."""
