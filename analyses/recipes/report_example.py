@@ -3,9 +3,9 @@
     python -m analyses.recipes.report_example [--out figures/report-example] [--run runs/cpu/in-training/grpo/seed0]
 
 At each checkpoint 8 responses to the same 16 puzzles of 2 to 4 people, at the run's temperature of 0.7; the puzzles are
-drawn by a seed that the run does not use. Then `gradscope diagnose` with the optimizer's saved state: the last
-checkpoint with every token measured and α and η screened; the earlier ones by 500 tokens of each interval, with a step
-on 5,000 tokens split by source, and without the screening. OUT gets the page of the trend, and the last checkpoint's
+drawn by a seed that the run does not use. Then `gradscope diagnose` with the optimizer's saved state, by 500 tokens of
+each interval; α and η are screened at the last checkpoint alone, and at the earlier ones a step is split by source on
+5,000 tokens. OUT gets the page of the trend, and the last checkpoint's
 own page with its tables; what else was made stays in RUN/report.
 
 Differs from what the run trained on: the batch is 16 × 8 responses in one optimizer step, the run's are 16 × 8 in two;
