@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from gradscope.cli.manifest import describe_dump
 from gradscope.cli.measured import Measured
 from gradscope.diagnosis import Diagnosis
 from gradscope.objective import LossSettings
-from gradscope.policy import checkpoint_step
+from gradscope.policy import checkpoint_name, checkpoint_step
 from gradscope.rollouts import read_dump
 from gradscope.runs import MANIFEST, RunFolder, file_hash, provenance, read_json, write_parquet
 from gradscope.updates import StepSettings
@@ -29,11 +28,15 @@ STATISTICS = "data/statistics.csv"
 
 
 def name_folders(models: Sequence[str], out: Path) -> list[Path]:
-    """The folder itself for one checkpoint; of several one in it for each, by the checkpoints' names."""
+    """The folder itself for one checkpoint; of several one in it for each, by the checkpoints' names.
+
+    >>> [folder.name for folder in name_folders([f"global_step_{n}/actor/huggingface" for n in (20, 40)], Path("out"))]
+    ['global_step_20', 'global_step_40']
+    """
     if len(models) == 1:
         return [out]
     # "." and ".." have names, too; and no link of a page may hold what makes an address of a file's name.
-    names = [re.sub(r"[:\\]", "_", Path(os.path.abspath(model)).name) or "checkpoint" for model in models]
+    names = [re.sub(r"[:\\]", "_", checkpoint_name(model)) or "checkpoint" for model in models]
     if len(set(names)) < len(names) or {*names} & {*RESULTS}:
         names = [f"{place:02d}-{name}" for place, name in enumerate(names)]
     return [out / name for name in names]

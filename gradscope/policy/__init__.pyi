@@ -17,6 +17,7 @@ from .attention import without_cudnn_attention as without_cudnn_attention
 from .checkpoint import (
     ADAPTER_CONFIG as ADAPTER_CONFIG,
     EMBEDDED as EMBEDDED,
+    checkpoint_name as checkpoint_name,
     checkpoint_step as checkpoint_step,
     find_checkpoint as find_checkpoint,
     hash_ahead as hash_ahead,

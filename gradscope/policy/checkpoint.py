@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from gradscope.errors import InputError, checked
+from gradscope.policy.naming import homes_of, named_step
 from gradscope.runs import read_json
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ EMBEDDED = {"embedded": _HERE / "uncertain", "embedded-certain": _HERE / "certai
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 """Patterns of weight files, in the order in which they are looked for."""
-STATE = "trainer_state.json"
-"""The file in which trainers record the step of a checkpoint."""
 LARGEST_TEXT = 1 << 28
 """Bytes of a tokenizer.json; the largest have twenty million."""
+STATE = "trainer_state.json"
+"""The file in which trainers record the step of a checkpoint."""
 WORTH_A_THREAD = 1 << 26
 """Bytes of weights that take a twentieth of a second."""
 
@@ -64,10 +64,10 @@ def refuse_training_run(folder: Path) -> None:
     # Of a name that is too long, Path raises.
     if not os.path.isdir(folder) or model_weights(folder) or (folder / ADAPTER_CONFIG).is_file():
         return
-    found = [path for kind in ("checkpoints/step-*", "checkpoint-*") for path in folder.glob(kind) if path.is_dir()]
-    found = [path for path in found if _trailing_number(path.name) is not None]
+    kinds = ("*", "checkpoints/*", "weights/*")
+    found = [path for kind in kinds for path in folder.glob(kind) if named_step(path) is not None and path.is_dir()]
     if found:
-        newest = max(found, key=lambda path: (_trailing_number(path.name), path.name))
+        newest = max(found, key=lambda path: (named_step(path), path.name))
         raise InputError(
             f"{folder} is the folder of a training run, not a model; give one of its checkpoints, such as the newest: "
             f"{newest}"
@@ -88,23 +88,39 @@ def refuse_endless_files(folder: Path) -> None:
 
 @checked
 def checkpoint_step(path: str | Path) -> int | None:
-    """The training step at which a checkpoint was saved; None if neither its files nor its name tell.
+    """The training step at which a checkpoint was saved; None if neither its files nor its path tell.
 
-    Looked for in this order: `global_step` (transformers, TRL) or `step` (gradscope) of trainer_state.json in the
-    folder, or beside it where the folder is `adapter` within a checkpoint; then the number at the end of the folder's
-    name (step-000040, checkpoint-500, global_step_20).
+    Looked for in this order: `global_step` (transformers, TRL) or `step` (gradscope) of a trainer_state.json in the
+    folder, or around it where the folder is a part of a checkpoint (actor/huggingface, lora_adapter, policy/weights);
+    then the number in the name of the innermost folder that is named after a step (checkpoint-500, step-000040,
+    global_step_20, iter_0000500). Links are followed where the path as it is given tells nothing.
 
-    >>> checkpoint_step("runs/grpo/checkpoint-500"), checkpoint_step("models/final")
-    (500, None)
+    >>> checkpoint_step("runs/grpo/checkpoint-500"), checkpoint_step("runs/verl/global_step_20/actor/huggingface")
+    (500, 20)
+    >>> checkpoint_step("models/final") is None
+    True
     """
-    folder = Path(path)
-    for home in checkpoint_homes(folder):
-        state = read_json(home / STATE) or {}  # none, or none that can be read: the name may tell
-        steps = [state.get(name) for name in ("global_step", "step")]
-        if found := [step for step in steps if isinstance(step, int) and not isinstance(step, bool)]:
-            return found[0]
-    numbers = (_trailing_number(home.name) for home in checkpoint_homes(folder))
-    return next((number for number in numbers if number is not None), None)
+    for place in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
+        homes = homes_of(Path(place))
+        for home in homes:
+            state = read_json(home / STATE) or {}  # none, or none that can be read: the name may tell
+            steps = [state.get(name) for name in ("global_step", "step")]
+            if found := [step for step in steps if isinstance(step, int) and not isinstance(step, bool)]:
+                return found[0]
+        if (step := named_step(homes[-1])) is not None:
+            return step
+    return None
+
+
+def checkpoint_name(path: str | Path) -> str:
+    """The name by which a checkpoint is told from others of its run: of the folder named after its step, else its own.
+
+    >>> checkpoint_name("runs/verl/global_step_20/actor/huggingface"), checkpoint_name("models/final")
+    ('global_step_20', 'final')
+    """
+    folder = Path(os.path.abspath(path))
+    home = homes_of(folder)[-1]
+    return (folder if named_step(home) is None else home).name
 
 
 def checkpoint_homes(folder: Path) -> list[Path]:
@@ -112,15 +128,15 @@ def checkpoint_homes(folder: Path) -> list[Path]:
     return [folder, folder.parent] if folder.name == "adapter" else [folder]
 
 
-def is_checkpoint_of_a_run(folder: Path) -> bool:
-    """Whether the folder is named as a trainer names its checkpoints, so that what it lacks may lie beside it."""
-    return re.fullmatch(r"(checkpoint|step|global_step)[-_]?\d+|adapter", folder.name) is not None
-
-
-def _trailing_number(name: str) -> int | None:
-    # "qwen2.5-7b" ends in no number, and "qwen2" in a version: a step stands behind - or _.
-    found = re.search(r"[-_](\d+)$", name)
-    return None if found is None else int(found[1])
+def tokenizer_places(folder: Path) -> list[Path]:
+    """Where a checkpoint's tokenizer may lie: beside the weights and, of a checkpoint of a run, in its other parts or
+    in the run's folder."""
+    homes = homes_of(Path(os.path.abspath(folder)))
+    if named_step(homes[-1]) is None:
+        return [folder, folder.absolute().parent] if folder.name == "adapter" else [folder]
+    # verl keeps it in actor/huggingface, NeMo-RL in policy/tokenizer.
+    around = [place for home in homes[1:] for place in (home, home / "huggingface", home / "tokenizer")]
+    return [folder, *around, homes[-1].parent]
 
 
 def find_checkpoint(name: str) -> str:

@@ -17,10 +17,10 @@ from gradscope.policy.adapters import attach_adapter, find_base
 from gradscope.policy.checkpoint import (
     find_checkpoint,
     is_adapter,
-    is_checkpoint_of_a_run,
     model_weights,
     refuse_endless_files,
     refuse_training_run,
+    tokenizer_places,
 )
 from gradscope.policy.parameters import measure_only
 from gradscope.policy.policy import Policy, find_blocks
@@ -291,8 +291,7 @@ def _check_finite(model: nn.Module, folder: Path) -> None:
 
 def _find_tokenizer(folder: Path, base: Path | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside the weights, in the run's folder above a checkpoint, or beside an adapter's base."""
-    places = [folder] + ([folder.absolute().parent] if is_checkpoint_of_a_run(folder.absolute()) else [])
-    for place in (*places, *([] if base is None else [base])):
+    for place in (*tokenizer_places(folder), *([] if base is None else [base])):
         if (tokenizer := load_tokenizer(place, trust_remote_code=trust_remote_code)) is not None:
             return tokenizer
     return None

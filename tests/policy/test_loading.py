@@ -16,6 +16,7 @@ from support.tiers import every
 
 from gradscope.gradients import TokenGradientMeter, measure, measuring
 from gradscope.policy import checkpoint as checkpoint_files, checkpoint_step, hash_ahead, load_policy, weights_hash
+from gradscope.rollouts import keep_own_step, read_dump
 
 refusal = partial(complaint, load_policy)
 
@@ -128,11 +129,23 @@ def test_a_checkpoint_of_a_run_finds_the_tokenizer_above_it(tmp_path):
     assert load_policy(elsewhere).tokenizer is None  # it is no checkpoint by its name
 
 
+@pytest.mark.parametrize("beside", ["actor/huggingface", "actor", ".", ".."])
+def test_a_part_of_a_checkpoint_finds_the_tokenizer_in_another(beside, folder, tmp_path):
+    part = tmp_path / "global_step_20" / "actor" / "merged"
+    shutil.copytree(folder, part, ignore=shutil.ignore_patterns("tokenizer*"))
+    assert load_policy(part).tokenizer is None
+    make_tokenizer().save_pretrained(tmp_path / "global_step_20" / beside)
+    assert load_policy(part).encode_response("w4 w95") == [4, 95]
+
+
 def test_the_folder_of_a_run_is_refused_with_its_newest_checkpoint(folder, tmp_path):
     for step in (20, 100, 3):
         shutil.copytree(folder, tmp_path / f"checkpoint-{step}")
     (tmp_path / "checkpoint-best").mkdir()
     assert f"such as the newest: {tmp_path / 'checkpoint-100'}" in refusal(tmp_path)
+    for name in ("global_step_200", "iter_0000300", "checkpoints/step-000400"):
+        (tmp_path / name / "actor").mkdir(parents=True)
+        assert f"the newest: {tmp_path / name}" in refusal(tmp_path)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)  # the trained model itself, saved in the end
     load_policy(tmp_path)
 
@@ -155,8 +168,74 @@ def test_the_step_of_a_checkpoint_is_its_trainers_word_or_its_name(name, state, 
     if state is not None:
         (folder / "trainer_state.json").write_text(json.dumps(state))
     assert checkpoint_step(folder) == step
-    (folder / "adapter").mkdir()
-    assert checkpoint_step(folder / "adapter") == step
+    for part in ("adapter", "actor/huggingface", "policy/weights"):
+        (folder / part).mkdir(parents=True)
+        assert checkpoint_step(folder / part) == step
+
+
+@pytest.mark.parametrize(
+    ("path", "step"),
+    [
+        ("verl/global_step_500/actor/huggingface", 500),
+        ("verl/global_step_500/actor/lora_adapter", 500),
+        ("verl/global_step_500/actor", 500),
+        ("verl/global_step_500/actor/merged_hf_model", 500),
+        ("nemo/step_500/policy/weights", 500),
+        ("nemo/step_500/policy/weights/iter_0000000", 500),
+        ("nemo/step_500/policy/weights/model/consolidated", 500),
+        ("slime/iter_0000500", 500),
+        ("slime/iter_0000000", 0),
+        ("slime/iter_0000500_hf", 500),
+        ("ours/checkpoints/step-000060", 60),
+        ("prime-rl/weights/step_500", 500),
+        ("prime-rl/weights/step_500/lora_adapters", 500),
+        ("v0-20261120-101500/checkpoint-500", 500),
+        ("v0-2026-11-20/checkpoint-500/merged", 500),
+        ("openrlhf/global_step500_hf", 500),
+        ("checkpoint-500/global_step480", 480),
+        ("areal/default/epoch0epochstep9globalstep499", 499),
+        ("lightning/epoch=0-step=500", 500),
+        ("grpo-500-steps", 500),
+        ("tunix/actor/500", 500),
+        ("sft/checkpoint-1000/grpo/global_step_20/actor", 20),
+        ("sft/checkpoint-1000/grpo/final", None),  # of a run of its own, which began at an older one
+        ("v0-20261120-101500", None),
+        ("run-2026-11-20", None),
+        ("checkpoint-2026-11-20", None),
+        ("checkpoint-20261120", None),
+        ("checkpoints/20261120", None),
+        ("phi-4", None),
+        ("qwen-2", None),
+        ("Mistral-Small-24B-Instruct-2501", None),
+        ("step-7b", None),
+        ("seeds/7", None),
+    ],
+)
+def test_the_step_is_read_off_whichever_part_of_the_path_has_it(path, step, tmp_path, monkeypatch):
+    folder = tmp_path / path
+    folder.mkdir(parents=True)
+    assert checkpoint_step(folder) == checkpoint_step(path) == step
+    monkeypatch.chdir(folder)
+    assert checkpoint_step(".") == step
+    (tmp_path / "latest").symlink_to(folder)
+    assert checkpoint_step(tmp_path / "latest") == step
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint_step("latest") == step
+    named = tmp_path / "checkpoint-3"
+    named.symlink_to(folder)  # the name that was given comes first
+    assert checkpoint_step(named) == 3
+
+
+@pytest.mark.parametrize("layout", ["global_step_500/actor/huggingface", "step_500/policy/weights", "iter_0000500"])
+def test_the_rollouts_that_a_checkpoint_sampled_are_taken_in_every_layout(layout, folder, tmp_path):
+    model = Path(shutil.copytree(folder, tmp_path / layout))
+    (tmp_path / "dumps").mkdir()
+    for step in range(499, 503):
+        row = {"input": "w4", "output": f"w{step - 450}", "score": 1.0, "step": step, "gts": "w5"}
+        (tmp_path / "dumps" / f"{step}.jsonl").write_text(json.dumps(row) + "\n")
+    dump = keep_own_step(read_dump(tmp_path / "dumps", load_policy(model)), checkpoint_step(model))
+    assert dump.steps.tolist() == [501] and dump.notes[-1].kind == "step"
+    assert dump.batch.input_ids[dump.batch.response_mask].tolist() == [51]
 
 
 CODE = """

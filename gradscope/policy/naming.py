@@ -1,0 +1,75 @@
+"""How trainers name the folders of a run: which part of a path tells a checkpoint's training step."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+DEEPEST = 6
+"""Folders between a checkpoint's own and its weights, at most: step_500/policy/weights/model/consolidated has four."""
+
+_DATE = r"(?:19|20)\d\d[-_.]?(?:0[1-9]|1[0-2])[-_.]?(?:0[1-9]|[12]\d|3[01])(?!\d)"
+_COUNTED = "step|checkpoint|ckpt|iter|iteration|update"
+# "step-7b" and "ckpt-1.5" name sizes and versions, "checkpoint-2026-11-20" a day.
+_NUMBER = rf"[-_=]?(?!{_DATE})(\d+)(?![a-z\d]|\.\d)"
+_GLOBAL = re.compile(rf"global[-_]?steps?{_NUMBER}")
+"""verl's global_step_20, DeepSpeed's global_step20, AReaL's epoch0epochstep19globalstep19."""
+_STEP = re.compile(rf"(?<![a-z])(?:{_COUNTED})s?{_NUMBER}")
+"""checkpoint-500, step-000040, step_500, iter_0000500, epoch=0-step=500."""
+_STEPS = re.compile(r"(?<![a-z\d.])(\d+)[-_]?steps$")
+_ALONE = re.compile(rf"(?!{_DATE})\d+")
+"""500, which is a step in a folder of checkpoints: actor/500."""
+_CHECKPOINTS = re.compile(rf"(?<![a-z])(?:{_COUNTED}|actor|policy|weight)s?(?![a-z])")
+_PARTS = re.compile(
+    "(actor|policy|student|agent|generator|models?|llm|lm|weights|huggingface|hf|lora|adapters?|peft|merged|unmerged"
+    "|consolidated|sharded|unsharded|export|exported|converted|saved?|pretrained|checkpoints?|ckpts?|trainer|train|rank"
+    "|mp|tp|pp|dp|fsdp|megatron|deepspeed|zero|universal|dcp|dist|distcp|torch|pytorch|safetensors|state|dict|fp|bf"
+    "|b?float|half|full|whole|default|text|items|to|and|the|of)?[0-9]*"
+)
+"""Words of which trainers make the names of folders within a checkpoint: actor/huggingface, policy/weights."""
+
+
+def homes_of(folder: Path) -> list[Path]:
+    """The folder and those around it that are of the same checkpoint, from the inside out.
+
+    They end at the folder named after a step, and where a folder's name is none that trainers give to a checkpoint's
+    parts: in sft/checkpoint-1000/grpo/final, `final` is of a run of its own.
+
+    >>> [home.name for home in homes_of(Path("run/global_step_20/actor/huggingface"))]
+    ['huggingface', 'actor', 'global_step_20']
+    >>> [home.name for home in homes_of(Path("sft/checkpoint-1000/grpo/final"))]
+    ['final']
+    """
+    homes = [folder]
+    while len(homes) <= DEEPEST and homes[-1].name and _may_be_a_part(homes[-1]):
+        homes.append(homes[-1].parent)
+    steps = [named_step(home) for home in homes]
+    told = [place for place, step in enumerate(steps) if step is not None]
+    # NeMo-RL's Megatron writer counts no steps: step_500/policy/weights/iter_0000000 is of step 500.
+    last = next((place for place in told if steps[place]), told[0] if told else len(homes) - 1)
+    return homes[: last + 1]
+
+
+def _may_be_a_part(folder: Path) -> bool:
+    """Whether a folder, by its name, may be a part of the checkpoint that is the folder around it."""
+    if (step := named_step(folder)) is not None:
+        return step == 0
+    words = re.split(r"[-_. ]", folder.name.lower())
+    return not folder.name.isdecimal() and all(_PARTS.fullmatch(word) for word in words)
+
+
+def named_step(folder: Path) -> int | None:
+    """The step after which a folder is named, itself and not one around it.
+
+    >>> [named_step(Path(name)) for name in ("checkpoint-500", "global_step500_hf", "iter_0000500", "ckpt/500")]
+    [500, 500, 500, 500]
+    >>> [named_step(Path(name)) for name in ("v0-20261120-101500", "checkpoint-2026-11-20", "phi-4", "runs/7", "hf")]
+    [None, None, None, None, None]
+    """
+    name = folder.name.lower()
+    for pattern in (_GLOBAL, _STEP, _STEPS):
+        if found := pattern.findall(name):
+            return int(found[-1])
+    if _ALONE.fullmatch(name) and _CHECKPOINTS.search(folder.parent.name.lower()):
+        return int(name)
+    return None
