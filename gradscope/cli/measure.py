@@ -304,6 +304,7 @@ class Measure(MeasuredPolicyFlags):
     def _announce(self, measurement: TableMeasurement, *, resumed: bool) -> None:
         if resumed:
             print(f"taking up the unfinished run in {self.out}")
+        print_notes(measurement.notes)
         if measurement.estimate_plan is not None:
             print(measurement.estimate_plan)
         if (minutes := measurement.settings.minutes) is not None:
@@ -418,6 +419,7 @@ class Measure(MeasuredPolicyFlags):
                 "modules_by_rule": len(meter.ownership.rules),
                 "parameters_on_the_general_path": list(meter.ownership.general),
             },
+            logged=list(measurement.notes),
             tokens=len(table),
             **describe_norms(measurement, table),
         )

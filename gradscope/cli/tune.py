@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,8 +22,15 @@ from gradscope.cli.flags import Dtype, FormatFlag, Many, PolicyFlags, load_quiet
 from gradscope.cli.manifest import make_key, make_manifest, own_weightings
 from gradscope.cli.optimizer import told_rate
 from gradscope.errors import InputError
-from gradscope.gradients import refuse_narrow_weights
-from gradscope.objective import PAPER, LossSettings, check_weighting, describe_batches, resolve_advantages
+from gradscope.gradients import note_logged, refuse_narrow_weights
+from gradscope.objective import (
+    PAPER,
+    LossSettings,
+    check_weighting,
+    describe_off_policyness,
+    off_policy_columns,
+    resolve_advantages,
+)
 from gradscope.policy import (
     Policy,
     checkpoint_step,
@@ -272,8 +280,12 @@ class Tune(PolicyFlags):
         write_text(folder.staged / SETTINGS, found.settings.to_csv(index=False))
         write_text(folder.staged / BY_INTERVAL, found.by_interval.to_csv(index=False))
         size = {"micro_batch_size": self.micro_batch_size, "device": policy.device}
-        off_policy = describe_batches(policy.model, batches, how["loss"], **size)
-        write_text(folder.staged / SUMMARY, f"{report(found, step=describe_step(how))}\n\n{off_policy}\n")
+        columns = [off_policy_columns(policy.model, batch, **size) for batch in batches]
+        told = [note_logged(policy, batch, known) for batch, known in zip(batches, columns, strict=True)]
+        joined = {name: np.concatenate([known[name] for known in columns]) for name in columns[0]}
+        words = [report(found, step=describe_step(how)), describe_off_policyness(joined, how["loss"])]
+        words += dict.fromkeys(chain.from_iterable(told))
+        write_text(folder.staged / SUMMARY, "\n\n".join(words) + "\n")
         save_figure(plot_tuning(found.settings), folder.staged / FIGURE)
         folder.publish(self._manifest(policy, found, folder.key, parts))
         print(f"settings: {self.out / SETTINGS}; figure: {self.out / FIGURE}")

@@ -39,7 +39,7 @@ from gradscope.diagnosis.result import (
 from gradscope.diagnosis.temperatures import temperature_cost, temperature_words, try_temperatures
 from gradscope.diagnosis.words import findings
 from gradscope.errors import InputError, checked, first_line, make_settings
-from gradscope.gradients import ADAMW, largest_share, measure, measuring, own_rows, plan_batch_sums
+from gradscope.gradients import ADAMW, largest_share, measure, measuring, note_logged, own_rows, plan_batch_sums
 from gradscope.intervals import assign_intervals, interval_labels
 from gradscope.objective import batch_statistics
 from gradscope.policy import AdamWState, Policy, PolicyLike, gradient_budget, read_state, return_freed_memory
@@ -266,6 +266,7 @@ def _settle(
         (seconds,) = processes.gather([_time_pass(policy, batch)] if processes.is_main else [])
         minutes = Minutes(settings.minutes, seconds, spent=1.0)
     told = batch.without_notes("on-policy").notes  # of that the table knows more
+    told = (*note_logged(policy, batch, table), *told) if processes.is_main else told
     first = [note for kind in WARNINGS for note in told if note.kind == kind]
     notes = [*first, *(note for note in told if note not in first)]
     notes += note_limits(table, labels, second_moments=metric is not None, whole_state=saved is not None)

@@ -20,8 +20,6 @@ TRIED = (0.6, 0.7, 1.0)
 """Temperatures that rollouts are usually sampled at."""
 EACH = 100
 """Tokens of every interval that are measured at each."""
-CLOSE = 0.05
-"""Mean |Δ log π|, nats, up to which a temperature explains the log's own log-probabilities."""
 
 
 def try_temperatures(
@@ -37,8 +35,7 @@ def try_temperatures(
 
     table: of the batch at the temperature assumed, which is not measured again; at each other one, a sample of `EACH`
     tokens per interval is, and the bounds cover its error. Columns: temperature; token_share and squared_share with
-    _lower and _upper, as of `token_shares`; logprob_difference, the mean |log π − log π_old| over the tokens whose
-    log π_old is known, nats.
+    _lower and _upper, as of `token_shares`.
     """
     labels, rows = interval_labels(settings.edges), []
     sample = {"tokens_per_interval": EACH, "seed": settings.seed, "loss": settings.loss, "self_check": False}
@@ -51,7 +48,6 @@ def try_temperatures(
         for name, metric in (("token_share", "none"), ("squared_share", "raw")):
             known = pick_row(shares, name, metric, labels[0])
             row |= {name: known["value"], f"{name}_lower": known["lower"], f"{name}_upper": known["upper"]}
-        row["logprob_difference"] = (own["logprob"] - own["old_logprob"]).abs().mean()
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -62,14 +58,10 @@ def temperature_cost(batch: TokenBatch, intervals: int) -> float:
 
 
 def temperature_words(tried: pd.DataFrame, label: str) -> str:
-    """How far the headline moves, and which temperature the log's own log-probabilities fit, if they fit one."""
+    """How far the headline moves."""
     columns = {"squared_share": "value", "squared_share_lower": "lower", "squared_share_upper": "upper"}
     shares = tried[list(columns)].rename(columns=columns)
     pairs = zip(shares.iterrows(), tried["temperature"], strict=True)
     each = [f"{share_words(row)} at T = {temperature:g}" for (_, row), temperature in pairs]
     listed = f"{', '.join(each[:-1])} and {each[-1]}"
-    words = f"Tokens with {name_bin(label)} account for {listed} of the gradient energy."
-    gaps = tried.set_index("temperature")["logprob_difference"]
-    if gaps.notna().all() and gaps.min() <= CLOSE and gaps.min() <= gaps.nsmallest(2).iloc[-1] / 2:
-        words += f" The log-probabilities in the rollouts fit T = {gaps.idxmin():g} best."
-    return words
+    return f"Tokens with {name_bin(label)} account for {listed} of the gradient energy."

@@ -31,6 +31,7 @@ from .hooks import (
     forward_hooks as forward_hooks,
     measuring as measuring,
 )
+from .logged import find_contradictions as find_contradictions, note_logged as note_logged
 from .rounds import (
     PILOT as PILOT,
     Round as Round,

@@ -1,15 +1,29 @@
-"""Log-probabilities of a log that cannot be the tokens': missing ones that stand there as 0.0, or another token's."""
+"""Log-probabilities of a log that contradict the policy's: missing, another token's, at another temperature, truncated.
+
+A log says of every token log π under the policy that sampled it. On-policy that is the policy's own log π, to the
+rounding of two engines. Where it is not, a few tokens' whole distributions tell which reading of the column fits:
+
+    shifted       log π(o_t±1)                    refused, for no ratio is then the token's own
+    raw           log π at another temperature    vLLM's `raw_logprobs` are at T = 1, whatever the run's
+    truncated     log π − log S                   its `processed_logprobs` are of the top-k, top-p set of mass S
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
 from gradscope.errors import InputError
+from gradscope.gradients.engine.head import logits_at
+from gradscope.gradients.hooks import measuring
+from gradscope.objective import widen
+from gradscope.policy import Policy
+from gradscope.rollouts import Note, TokenBatch
 
 LIKELY = 0.9
 """Tokens above this probability may well have a log π that rounds to 0."""
@@ -21,6 +35,76 @@ APART = 0.5
 """Mean distance in nats from which on another alignment is looked for."""
 NEARER = 4.0
 """How many times nearer the log has to be to its neighbours' log π than to the tokens' own."""
+
+OFF = 0.01
+"""Mean distance in nats up to which the stated reading is believed: engines in bfloat16 differ by that much."""
+BETTER = 2.0
+"""How many times nearer another reading has to be; a temperature that nobody named, NEARER times."""
+ERRORS = 3.0
+"""Standard errors that the gain in distance has to exceed."""
+ALIKE, EXACT = 1.1, 1e-4
+"""Readings whose distances differ by this factor, or by so many nats, fit alike."""
+RESPONSES, EACH = 32, 8
+"""How many responses are looked at, and how many tokens of each."""
+TEMPERATURES = tuple(np.round(np.arange(0.1, 2.001, 0.05), 2).tolist())
+TOP_K = (5, 10, 20, 30, 40, 50, 64, 100, 200, 512, 1024)
+TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to read a column of log-probabilities: at a temperature, renormalised over a kept set or not."""
+
+    temperature: float | None = None
+    """None: the one that is stated."""
+    top_k: int | None = None
+    top_p: float | None = None
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_k is not None or self.top_p is not None
+
+    def __str__(self) -> str:
+        parts = {"T": self.temperature, "top-k": self.top_k, "top-p": self.top_p}
+        return ", ".join(f"{name} = {value:g}" for name, value in parts.items() if value is not None)
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """What a column of logged log-probabilities holds instead of what is stated."""
+
+    column: str
+    reading: Reading
+    """The reading that fits."""
+    distance: float
+    """Mean |Δ log π| of that reading on the tokens that were looked at, nats."""
+    stated_distance: float
+    """The same of the stated reading."""
+    stated_temperature: float
+    kept_mass: float
+    """Mean probability of the kept set, 1 where nothing is truncated."""
+    num_tokens: int
+
+    @property
+    def note(self) -> Note:
+        far, near = f"{self.stated_distance:.2g}", f"{self.distance:.2g}"
+        found = (
+            f"{self.column} contradicts what is stated: on {self.num_tokens} tokens it is {far} nats in the mean from "
+            f"this policy's log π at T = {self.stated_temperature:g}, and {near} at {self.reading}"
+        )
+        if self.reading.truncates:
+            return Note(
+                f"{found}, renormalised over the kept tokens, whose mass is {self.kept_mass:.3g} in the mean: ratios "
+                "to it are too small by that mass, and truncated sampling is outside the theory; log raw "
+                "log-probabilities, or sample without truncation",
+                "logged-logprobs",
+            )
+        return Note(
+            f"{found}. If the tokens were sampled at T = {self.reading.temperature:g}, give that temperature; if not, "
+            "the log holds the sampler's raw log-probabilities, and ratios to them say nothing: drop the column, or "
+            "log processed ones",
+            "logged-logprobs",
+        )
 
 
 def refuse_foreign_logprobs(
@@ -58,3 +142,118 @@ def _distance(own: Sequence[Tensor], logged: Sequence[Tensor], shift: int) -> fl
     distances = torch.cat(parts).double()
     distances = distances[distances.isfinite()]
     return float(distances.mean()) if len(distances) >= FEWEST else float("nan")
+
+
+def find_contradictions(
+    policy: Policy, batch: TokenBatch, columns: Mapping[str, np.ndarray | Tensor], *, seed: int = 0
+) -> list[Contradiction]:
+    """Columns of logged log-probabilities that another reading than the stated one fits better, by how much.
+
+    columns: `logprob` and, where the log has them, `old_logprob` and `sampler_logprob`, in the table's order. Free
+    where these agree to OFF nats; else a forward pass over at most RESPONSES responses.
+    """
+    names = ("old_logprob", "sampler_logprob")
+    logged = {name: np.asarray(columns[name], dtype=np.float64) for name in names if name in columns}
+    own, found = np.asarray(columns["logprob"], dtype=np.float64), []
+    for name, told in logged.items():
+        known = np.isfinite(told)
+        if known.sum() < FEWEST or np.abs(told - own)[known].mean() <= OFF:
+            continue
+        if found and found[-1].column == "old_logprob" and np.array_equal(told, logged["old_logprob"], equal_nan=True):
+            continue  # prime-rl's two are one
+        contradiction = _read_column(policy, batch, name, told, np.random.default_rng(seed))
+        if contradiction is not None:
+            found.append(contradiction)
+    return found
+
+
+def note_logged(policy: Policy, batch: TokenBatch, columns: Mapping[str, np.ndarray | Tensor]) -> tuple[Note, ...]:
+    """The same in words, of kind logged-logprobs."""
+    return tuple(found.note for found in find_contradictions(policy, batch, columns))
+
+
+def _read_column(
+    policy: Policy, batch: TokenBatch, name: str, told: np.ndarray, generator: np.random.Generator
+) -> Contradiction | None:
+    """What fits the column on a sample of tokens; None where that is the stated reading."""
+    bounds = np.cumsum([0, *batch.response_mask.sum(1).tolist()])
+    known = [np.flatnonzero(np.isfinite(told[slice(*bounds[row : row + 2])])) for row in range(len(batch))]
+    rows = [row for row in range(len(batch)) if len(known[row])]
+    rows = sorted(generator.choice(rows, min(RESPONSES, len(rows)), replace=False).tolist())
+    distances: dict[Reading, list[np.ndarray]] = {}
+    masses: dict[Reading, list[np.ndarray]] = {}
+    with torch.no_grad(), measuring(policy.model):
+        for row in rows:
+            picks = np.sort(generator.choice(known[row], min(EACH, len(known[row])), replace=False))
+            logits, ids = _logits_of(policy.model, batch, row, picks)
+            for reading, logprobs, mass in _readings(logits, ids, float(batch.temperature[row])):
+                distances.setdefault(reading, []).append(np.abs(logprobs - told[bounds[row] + picks]))
+                masses.setdefault(reading, []).append(mass)
+    apart = {reading: np.concatenate(parts) for reading, parts in distances.items()}
+    stated = apart[Reading()]
+    if len(stated) < FEWEST:
+        return None
+    # Of readings that fit alike the first is taken, which is the simplest.
+    limit = ALIKE * min(values.mean() for values in apart.values()) + EXACT
+    best = next(reading for reading, values in apart.items() if values.mean() <= limit)
+    gain = stated - apart[best]
+    wanted = BETTER if best.truncates or best.temperature == 1 else NEARER
+    is_sure = gain.mean() > ERRORS * gain.std(ddof=1) / np.sqrt(len(gain))
+    if best == Reading() or not is_sure or wanted * apart[best].mean() > stated.mean():
+        return None
+    return Contradiction(
+        name,
+        best,
+        float(apart[best].mean()),
+        float(stated.mean()),
+        float(batch.temperature[rows].mean()),
+        float(np.concatenate(masses[best]).mean()),
+        len(stated),
+    )
+
+
+def _logits_of(
+    model: nn.Module, batch: TokenBatch, row: int, picks: np.ndarray
+) -> tuple[Float[Tensor, "k vocab"], Int[Tensor, " k"]]:
+    """Logits at some kept tokens of a response, by their place among them, and their ids."""
+    ids, targets = batch.sequence(row)
+    chosen = targets[torch.from_numpy(picks)]
+    device = next(model.parameters()).device
+    logits = logits_at(model, ids[: int(chosen[-1])].to(device), (chosen - 1).to(device))
+    return widen(logits).cpu(), ids[chosen]
+
+
+def _readings(
+    logits: Float[Tensor, "k vocab"], ids: Int[Tensor, " k"], stated: float
+) -> Iterator[tuple[Reading, np.ndarray, np.ndarray]]:
+    """Each reading, simplest first, with the tokens' log π by it, nats, and the mass of the kept set, [k] each."""
+    own, whole = ids[:, None], np.ones(len(ids))
+    for temperature in (None, 1.0, *(t for t in TEMPERATURES if t != 1)):
+        scaled = (logits / (stated if temperature is None else temperature)).log_softmax(-1)
+        logprobs = scaled.gather(-1, own)[:, 0].double().numpy()
+        yield Reading(temperature), logprobs, whole
+    for temperature in (None, 1.0):
+        scaled = (logits / (stated if temperature is None else temperature)).log_softmax(-1)
+        logprobs = scaled.gather(-1, own)[:, 0].double().numpy()
+        top = scaled.topk(min(max(TOP_K), scaled.shape[-1])).values.double().exp().cumsum(-1).numpy()
+        # The kept set is widened to hold the token itself, which an engine that rounds otherwise may have kept.
+        rank = (scaled > scaled.gather(-1, own)).sum(-1).numpy()
+        for top_k in (None, *TOP_K):
+            for top_p in (None, *TOP_P):
+                if (top_k is None and top_p is None) or (top_k or 0) > scaled.shape[-1]:
+                    continue
+                mass = _kept_mass(top, rank, top_k, top_p)
+                yield Reading(temperature, top_k, top_p), logprobs - np.log(mass), mass
+
+
+def _kept_mass(top: np.ndarray, rank: np.ndarray, top_k: int | None, top_p: float | None) -> np.ndarray:
+    """Probability of the tokens that top-k, then top-p of what it keeps, leave, and of those above the token itself.
+
+    top: cumulated probabilities of the likeliest tokens, [k, n]; rank: the token's own place, from 0 on.
+    """
+    kept = np.full(len(top), top.shape[1] - 1 if top_k is None else min(top_k, top.shape[1]) - 1)
+    if top_p is not None:
+        within = top[np.arange(len(top)), kept] if top_k is not None else np.ones(len(top))
+        reached = top >= top_p * within[:, None]
+        kept = np.where(reached.any(1), np.minimum(kept, reached.argmax(1)), kept)
+    return top[np.arange(len(top)), np.minimum(np.maximum(kept, rank), top.shape[1] - 1)]

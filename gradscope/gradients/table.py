@@ -7,6 +7,7 @@ the table of all responses' columns.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,6 +39,7 @@ from gradscope.gradients.engine.self_check import check_engine
 from gradscope.gradients.estimate_plan import EstimatePlan, check_estimates, plan_estimate
 from gradscope.gradients.estimates import estimate_response
 from gradscope.gradients.hooks import measuring
+from gradscope.gradients.logged import note_logged
 from gradscope.gradients.rounds import Stopwatch, join_rounds, measure_rounds
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.gradients.selection import cut_sequences, select
@@ -54,7 +56,7 @@ from gradscope.gradients.statistics import find_statistics
 from gradscope.gradients.summed.weighted import weighted_gradients
 from gradscope.intervals import EDGES
 from gradscope.policy import AdamWState, Policy, PolicyLike, flat_slices, read_adamw_state, square_norm
-from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
+from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
 from gradscope.runs import ALONE, Processes
 
 Number = int | float
@@ -103,6 +105,8 @@ class TableMeasurement:
         """What is estimated, and why; None for exact norms."""
         self.pass_seconds: float | None = None
         """That a forward pass over the batch took in one process; None before entering."""
+        self.notes: tuple[Note, ...] = ()
+        """What the log says that the policy contradicts, once entered: in the main process."""
         self._optimizer_state = optimizer_state if settings.metric == "adamw" else None
         self.sample: TokenSample | None = None
         """What is drawn from where not all tokens are measured, once entered."""
@@ -127,6 +131,8 @@ class TableMeasurement:
                 self.meter, self.batch, self.settings.loss, edges=self.edges, processes=self.processes
             )
             seconds = self.processes.count * (perf_counter() - start)
+            if self.processes.is_main:
+                self.notes = note_logged(self.policy, self.batch, self.statistics.columns)
             self.pass_seconds = self.processes.gather([seconds])[0]
             generator = np.random.default_rng(self.settings.seed)
             self._probabilities: np.ndarray | None = None
@@ -316,7 +322,8 @@ def measure(
     With norms="estimate" `param_grad_norm` is an unbiased estimate, `act_grad_norm.*` is NaN, and
     `norm_estimates.estimate_response` says what the further columns are; `norm_estimates.interval_norms` sums them up.
 
-    Raises InputError for a batch that does not fit the policy, SelfCheckError if the engine cannot be trusted on it.
+    Raises InputError for a batch that does not fit the policy, SelfCheckError if the engine cannot be trusted on it;
+    warns where logged log-probabilities fit another temperature or a truncated distribution better.
     """
     watch, asked = Stopwatch(), make_settings(MeasureSettings, "measure", settings)
     policy, batch = read_inputs(policy, batch)
@@ -334,14 +341,21 @@ def measure(
     )
     if measurement.settings.minutes is not None:
         with measurement:
+            _warn(measurement.notes)
             rounds = list(measure_rounds(measurement, watch, progress=progress))
             return join_responses(join_rounds(measurement, rounds))
     with measurement, tqdm(total=batch.num_tokens, desc="measuring", unit="token", disable=not progress or None) as bar:
+        _warn(measurement.notes)
         frames: dict[int, pd.DataFrame] = {}
         for group in measurement.groups:
             frames |= zip(group, measurement.measure_responses(group), strict=True)
             bar.update(sum(len(frames[row]) for row in group))
     return join_responses(frames[row] for row in range(len(batch)))
+
+
+def _warn(notes: Iterable[Note]) -> None:
+    for note in notes:
+        warnings.warn(note, stacklevel=3)
 
 
 def join_responses(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:

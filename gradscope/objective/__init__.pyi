@@ -40,8 +40,8 @@ from .loss import (
 )
 from .methods import ORDERS as ORDERS, Method as Method, random_split as random_split
 from .off_policy import (
-    describe_batches as describe_batches,
     describe_off_policyness as describe_off_policyness,
+    off_policy_columns as off_policy_columns,
     off_policy_sentence as off_policy_sentence,
     off_policyness as off_policyness,
 )

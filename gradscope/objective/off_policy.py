@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -61,14 +61,11 @@ def describe_off_policyness(columns: Mapping[str, np.ndarray], loss: LossSetting
     return f"{words} Clipped low {cut[0]} of the tokens, high {cut[1]}, by the dual clip {cut[2]}."
 
 
-def describe_batches(
-    model: nn.Module, batches: Sequence[TokenBatch], loss: LossSettings, *, micro_batch_size: int, device: torch.device
-) -> str:
-    """`describe_off_policyness` of all tokens of these batches, by a forward pass."""
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in ("logprob", "old_logprob", "advantage")}
-    for batch in batches:
-        found = batch_statistics(model, batch, micro_batch_size=micro_batch_size, device=device).logprob
-        columns = (found, own_where_unknown(batch.old_logprobs, torch.full_like(found, math.nan)))
-        for part, values in zip(parts.values(), (*columns, resolve_advantages(batch)), strict=True):
-            part.append(values[batch.response_mask].double().numpy())
-    return describe_off_policyness({name: np.concatenate(part) for name, part in parts.items()}, loss)
+def off_policy_columns(
+    model: nn.Module, batch: TokenBatch, *, micro_batch_size: int, device: torch.device
+) -> dict[str, Float[np.ndarray, " n"]]:
+    """What `describe_off_policyness` reads of the batch's kept tokens, by a forward pass."""
+    logprobs = batch_statistics(model, batch, micro_batch_size=micro_batch_size, device=device).logprob
+    old = own_where_unknown(batch.old_logprobs, torch.full_like(logprobs, math.nan))
+    columns = {"logprob": logprobs, "old_logprob": old, "advantage": resolve_advantages(batch)}
+    return {name: values[batch.response_mask].double().numpy() for name, values in columns.items()}

@@ -101,7 +101,6 @@ LABELS = {
     "upper": "upper",
     "unit": "unit",
     "temperature": "temperature",
-    "logprob_difference": "mean |Δ log π| against the log (nats)",
 }
 """Name of a column or statistic → what people read."""
 

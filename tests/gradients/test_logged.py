@@ -1,4 +1,4 @@
-"""Logged log-probabilities that are silently 0.0, or the neighbour's, are refused; drifted ones are not."""
+"""Logged log-probabilities that contradict the policy: missing and shifted ones are refused, others are said."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.policies import make_batch, make_policy
+from support.policies import BOS, make_batch, make_policy
 
+from gradscope.diagnosis import diagnose
 from gradscope.errors import InputError
-from gradscope.gradients import measure
-from gradscope.gradients.logged import refuse_foreign_logprobs
+from gradscope.gradients import find_contradictions, measure
+from gradscope.gradients.logged import Reading, refuse_foreign_logprobs
+from gradscope.objective import batch_statistics
+from gradscope.rollouts import Response, collate
 
 
 def plant(seed: int = 0) -> list[torch.Tensor]:
@@ -62,3 +65,88 @@ def test_measuring_refuses_them_before_anything_else():
     for name in ("old_logprobs", "sampler_logprobs"):
         with pytest.raises(InputError, match=f"{name[:-1]} is 0.0"):
             measure(policy, replace(batch, **{name: zeros}))
+
+
+def truncate(logits: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None) -> torch.Tensor:
+    """log π after temperature, top-k, then top-p of what that leaves, one token at a time; −inf where it is cut."""
+    out = torch.full_like(logits, -torch.inf)
+    for row, values in enumerate(logits / temperature):
+        order = values.argsort(descending=True)
+        kept = order if top_k is None else order[:top_k]
+        if top_p is not None:
+            kept = kept[: int((values[kept].softmax(0).cumsum(0) < top_p).sum()) + 1]
+        out[row, kept] = values[kept].log_softmax(0)
+    return out
+
+
+def sampled(policy, temperature: float, top_k: int | None = None, top_p: float | None = None, seed: int = 0):
+    """Responses drawn token by token from the truncated policy, and their log π by it."""
+    generator, responses = torch.Generator().manual_seed(seed), []
+    for prompt in range(12):
+        ids, logged = [BOS, 5 + prompt], []
+        for _ in range(12):
+            with torch.no_grad():
+                logprobs = truncate(
+                    policy.model(torch.tensor([ids])).logits[0, -1:].double(), temperature, top_k, top_p
+                )[0]
+            ids.append(int(torch.multinomial(logprobs.exp(), 1, generator=generator)))
+            logged.append(float(logprobs[ids[-1]]))
+        responses.append(Response(ids[:2], ids[2:], group=prompt, old_logprobs=logged))
+    return collate(responses)
+
+
+def found(policy, batch, temperature: float):
+    """What is found of the batch, said to be sampled at this temperature."""
+    batch = batch.at_temperature(temperature)
+    own = batch_statistics(policy.model, batch, micro_batch_size=4, device=policy.device).logprob
+    columns = {"logprob": own, "old_logprob": batch.old_logprobs}
+    return find_contradictions(policy, batch, {name: values[batch.response_mask] for name, values in columns.items()})
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.005])
+@pytest.mark.parametrize(
+    ("sampling", "stated", "reading"),
+    [
+        ({"temperature": 1.0}, 0.6, Reading(temperature=1.0)),
+        ({"temperature": 0.6}, 1.0, Reading(temperature=0.6)),
+        ({"temperature": 1.0, "top_p": 0.8}, 1.0, Reading(top_p=0.8)),
+        ({"temperature": 0.7, "top_k": 10}, 0.7, Reading(top_k=10)),
+        ({"temperature": 1.0, "top_p": 0.8}, 0.6, Reading(temperature=1.0, top_p=0.8)),
+    ],
+)
+def test_the_reading_that_was_planted_is_found(sampling, stated, reading, noise):
+    policy = make_policy("llama")
+    batch = sampled(policy, **sampling)
+    batch = replace(batch, old_logprobs=batch.old_logprobs + noise * torch.randn(batch.old_logprobs.shape))
+    [contradiction] = found(policy, batch, stated)
+    assert contradiction.reading == reading
+    assert contradiction.distance < 0.005 + noise < contradiction.stated_distance
+    if not reading.truncates:
+        assert contradiction.kept_mass == 1
+        return
+    # The kept mass is what the log says: own − logged = log S, by brute force over all tokens.
+    at = batch.at_temperature(reading.temperature or stated)
+    own = batch_statistics(policy.model, at, micro_batch_size=4, device=policy.device).logprob
+    mass = (own - batch.old_logprobs)[batch.response_mask].exp()
+    assert contradiction.kept_mass == pytest.approx(float(mass.mean()), abs=3 * float(mass.std()) / 96**0.5 + noise)
+
+
+@pytest.mark.parametrize("size", [0.0, 0.02, 0.05, 0.1, 0.3])
+def test_an_older_policys_log_probabilities_are_no_other_temperatures(size):
+    policy, older = make_policy("llama"), make_policy("llama")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in older.model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(size * parameter.std() * noise if parameter.numel() > 1 else 0)
+    assert found(policy, sampled(older, 1.0), 1.0) == []
+
+
+def test_measuring_says_it_and_a_diagnosis_says_it_first():
+    policy = make_policy("llama")
+    batch = replace(sampled(policy, 0.6).at_temperature(1.0), advantages=None)
+    batch = replace(batch, rewards=torch.arange(12) % 2.0, group_ids=torch.arange(12) // 4)
+    with pytest.warns(UserWarning, match="T = 0.6"):
+        table = measure(policy, batch)
+    diagnosis = diagnose(policy, batch, table, minutes=0.01, compare=False)
+    assert diagnosis.warnings[0].kind == "logged-logprobs"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.norms import diagonal_square_norms, outer_square_norms
@@ -82,18 +82,12 @@ class Head:
         ids, targets = (values.to(self.model.device, non_blocking=True) for values in (ids[: reach + 1], targets))
         prefix = ids[:reach]
         for part in targets.split(self.rows):
-            logits = self.logits(prefix, part - 1)
+            logits = logits_at(self.model, prefix, part - 1)
             for few in parts_at_once(logits):
                 found, errors = statistics_and_gradient(logits[few], ids[part][few], temperature=temperature)
                 statistics.append(found)
                 norms.append(_norms(*unit_errors(errors)))
         return join_statistics(statistics), torch.cat(norms)
-
-    def logits(self, ids: Int[Tensor, " n"], positions: Int[Tensor, " m"]) -> Float[Tensor, "m vocab"]:
-        """Logits at these positions of one sequence."""
-        if self._keeps_logits:
-            return self.model(input_ids=ids[None], use_cache=False, logits_to_keep=positions).logits[0]
-        return self.model(input_ids=ids[None], use_cache=False).logits[0, positions]
 
     def square_norms(self, head: HeadPass, name: str, metric: Metric | None = None) -> Float[Tensor, " m"]:
         """Squared gradient norm of a module of the head, which sees one position of each token; metric: scaled."""
@@ -166,6 +160,13 @@ class _TargetRows:
         if rows.shape[0] * rows.shape[1] == len(columns):  # every row, in order
             return rows.flatten(0, 1)
         return rows[self._sequences.to(rows.device), columns.to(rows.device)]
+
+
+def logits_at(model: nn.Module, ids: Int[Tensor, " n"], positions: Int[Tensor, " m"]) -> Float[Tensor, "m vocab"]:
+    """Logits at these positions of one sequence."""
+    if takes(model, "logits_to_keep"):
+        return model(input_ids=ids[None], use_cache=False, logits_to_keep=positions).logits[0]
+    return model(input_ids=ids[None], use_cache=False).logits[0, positions]
 
 
 def logit_rows(vocab: int, memory: int) -> int:

@@ -21,7 +21,7 @@ from gradscope.errors import InputError
 from gradscope.gradients.engine.autograd import Factors, GraphBody, GraphSequence
 from gradscope.gradients.engine.chunks import Chunk, Limits, Span, group_sequences, neighbours
 from gradscope.gradients.engine.decoder.body import DecoderBody, DecoderStack
-from gradscope.gradients.engine.head import Head, HeadPass, unit_errors
+from gradscope.gradients.engine.head import Head, HeadPass, logits_at, unit_errors
 from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.norms import outer_square_norms
 from gradscope.gradients.engine.ownership import Ownership, check_prefixes, find_ownership, probe_model
@@ -257,7 +257,7 @@ class TokenGradientMeter:
             parameter.requires_grad_(True)
         try:
             with torch.enable_grad():
-                logits = self.head.logits(ids[: targets[-1]], targets - 1)
+                logits = logits_at(self.model, ids[: targets[-1]], targets - 1)
                 each = logits.unbind()
             errors = logit_gradient(logits, ids[targets], temperature=temperature)
             seeds = unit_errors(errors)[0] / temperature

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients import ADAMW, BACKWARD, FORWARD_MODE, SUMS, measure
+from gradscope.gradients import ADAMW, BACKWARD, FORWARD_MODE, SUMS, measure, note_logged
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import (
     PAPER,
@@ -162,7 +162,7 @@ def compare(
     if len(table) != batch.num_tokens:
         raise InputError(f"the table has {len(table)} rows, the batch {batch.num_tokens} tokens; give the batch's own")
     batch = _with_advantages(batch, table)
-    notes = list(batch.without_notes("on-policy").notes)
+    notes = [*note_logged(policy, batch, table), *batch.without_notes("on-policy").notes]
     notes.append(Note(describe_off_policyness(table, loss), "off-policy"))
     weightings = _settle([methods] if isinstance(methods, str) else methods, table, notes)
     rows = _make_rows(weightings, table, aggregation)
