@@ -60,13 +60,17 @@ def resolve_advantages(batch: TokenBatch, *, eps: Number = 1e-6) -> Float[Tensor
     """The batch's advantages or, where it has none, GRPO's from its rewards within each group, spread over the tokens.
 
     eps: what `objective.grpo_advantages` adds to the group's standard deviation; the paper's code has 1e-6, TRL 1e-4.
-    Given advantages are returned as they are, NaN included. Raises InputError with neither.
+    Mean and standard deviation are those of the rewards here, or the batch's `group_reward_means` and
+    `group_reward_stds`. Given advantages are returned as they are, NaN included. Raises InputError with neither.
     """
     if batch.advantages is not None:
         return batch.advantages
     if batch.rewards is None:
         raise InputError("weights need advantages or rewards; the batch has neither; add one to the rollouts")
-    return batch.token_weighted(grpo_advantages(batch.rewards, batch.group_ids, eps=eps))
+    if batch.group_reward_means is None or batch.group_reward_stds is None:
+        return batch.token_weighted(grpo_advantages(batch.rewards, batch.group_ids, eps=eps))
+    centred, std = batch.rewards.double() - batch.group_reward_means, batch.group_reward_stds
+    return batch.token_weighted(torch.where(std == 0, 0.0, centred / (std + eps)).to(batch.rewards.dtype))
 
 
 def check_advantages(batch: TokenBatch) -> None:

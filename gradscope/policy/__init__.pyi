@@ -48,6 +48,7 @@ from .parameters import (
 from .policy import (
     Policy as Policy,
     check_prompt as check_prompt,
+    check_template_kwargs as check_template_kwargs,
     find_blocks as find_blocks,
     find_context as find_context,
     takes as takes,

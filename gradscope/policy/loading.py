@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +24,7 @@ from gradscope.policy.checkpoint import (
     tokenizer_places,
 )
 from gradscope.policy.parameters import measure_only
-from gradscope.policy.policy import Policy, find_blocks
+from gradscope.policy.policy import Policy, check_template_kwargs, find_blocks
 from gradscope.policy.upcasting import UPCAST, upcast_on_use
 from gradscope.runs import ALONE, Processes, parse_json_file
 
@@ -56,6 +57,7 @@ def load_policy(
     base: str | Path | None = None,
     trust_remote_code: bool = False,
     device_map: str | dict[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Policy:
     """Load a checkpoint in eval mode; nothing is downloaded.
 
@@ -72,6 +74,7 @@ def load_policy(
     base: an adapter's base model, where adapter_config.json does not name a folder that is here.
     trust_remote_code: run the Python files of a checkpoint that brings its own; without it such a one is refused.
     device_map: spreads the policy over devices, as in transformers: "auto", or module → device; not with `device`.
+    chat_template_kwargs: arguments of the chat template wherever a chat is encoded: {"enable_thinking": False}.
 
     Raises InputError for a folder without configuration or weights, weights that do not fill the model, an
     architecture that is not a causal language model, or rounds to half precision by itself where weights are to be
@@ -104,8 +107,9 @@ def load_policy(
     if dtype == UPCAST:
         upcast_on_use(model.eval())
     tokenizer = _find_tokenizer(folder, root, trust_remote_code=trust_remote_code)
-    name = find_blocks(model, blocks)
-    return Policy(model.eval(), tokenizer, name, str(folder), params, None if root is None else str(root))
+    check_template_kwargs(tokenizer, chat_template_kwargs or {})
+    name, root = find_blocks(model, blocks), None if root is None else str(root)
+    return Policy(model.eval(), tokenizer, name, str(folder), params, root, chat_template_kwargs)
 
 
 def _load_model(

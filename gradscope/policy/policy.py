@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import unicodedata
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +20,13 @@ from gradscope.policy.upcasting import arithmetic_dtype, precision_in_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_DECIDED_HERE = frozenset(
+    {"conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"}
+    | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"}
+    | {"return_assistant_tokens_mask"}
+)
+"""Arguments of `apply_chat_template` that say how, not what, it writes."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,8 @@ class Policy:
     """Which parameters' gradients are measured: all, or those of the adapter alone (`parameters.measure_only`)."""
     base: str | None = None
     """Where the base model of an adapter was loaded from; None: the checkpoint was a whole model."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """Arguments of the chat template wherever a chat is encoded, such as {"enable_thinking": False}."""
 
     @property
     def parameters_in_words(self) -> str:
@@ -69,6 +80,15 @@ class Policy:
         """Longest sequence (prompt + response) the positions allow; None: no limit is known."""
         return find_context(self.model)
 
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end a response: the generation configuration's, else the configuration's, else the tokenizer's."""
+        for source in (getattr(self.model, "generation_config", None), self.config, self.tokenizer):
+            ids = getattr(source, "eos_token_id", None)
+            if ids is not None:
+                return frozenset({ids} if isinstance(ids, int) else ids)
+        return frozenset()
+
     def length_notes(self, max_new_tokens: int) -> list[str]:
         """A note where max_new_tokens exceeds the context, else none."""
         if self.context is None or max_new_tokens <= self.context:
@@ -76,17 +96,27 @@ class Policy:
         words = f"the policy's context of {self.context:,} tokens, with the prompt, ends responses sooner"
         return [f"max_new_tokens is {max_new_tokens:,}; {words}"]
 
-    def encode_prompt(self, prompt: str | list[dict[str, str]]) -> list[int]:
-        """Ids of a prompt: a string with special tokens; a chat through the template, its last assistant turn open."""
+    def encode_prompt(
+        self, prompt: str | list[dict[str, str]], *, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Ids of a prompt: a string with special tokens; a chat through the template, its last assistant turn open.
+
+        What the tokenizer puts before a string (BOS) is there once, also where the string was templated and begins with
+        it. chat_template_kwargs: arguments of the template; they beat the policy's own.
+        """
         tokenizer = self._need_tokenizer()
         check_prompt(prompt)
         if isinstance(prompt, str):
-            return self._encode(prompt)
+            ids = self._encode(prompt)
+            doubled = any(ids[:many] == ids[many : 2 * many] for many in (1, 2))
+            return _begin_once(ids, self._encode(prompt, add_special_tokens=False)) if doubled else ids
         if getattr(tokenizer, "chat_template", None) is None:
             raise InputError(
                 "the prompt is a chat but the tokenizer has no chat template; give the prompt as one string"
             )
         prefilled = prompt[-1]["role"] == "assistant"
+        told = {**(self.chat_template_kwargs or {}), **(chat_template_kwargs or {})}
+        check_template_kwargs(tokenizer, told)
         try:
             return list(
                 tokenizer.apply_chat_template(
@@ -95,6 +125,7 @@ class Policy:
                     return_dict=False,
                     add_generation_prompt=not prefilled,
                     continue_final_message=prefilled,
+                    **told,
                 )
             )
         except Exception as error:  # a template is a program of the checkpoint's author: it may raise anything
@@ -223,6 +254,35 @@ def check_prompt(prompt: Any, place: str | None = None) -> None:
             "([{role, content}, …])"
         )
     _check_text(prompt, f"{where}the prompt")
+
+
+def check_template_kwargs(tokenizer: PreTrainedTokenizerBase | None, given: Mapping[str, Any]) -> None:
+    """Raise InputError for arguments that change nothing in the chat template, or that encoding decides by itself."""
+    template = getattr(tokenizer, "chat_template", None)
+    texts = [*template.values()] if isinstance(template, dict) else [template or ""]
+    for name in given:
+        if name in _DECIDED_HERE:
+            raise InputError(f"chat_template_kwargs holds {name!r}, which gradscope decides itself; leave it out")
+        if not any(re.search(rf"\b{re.escape(str(name))}\b", text) for text in texts):
+            told = "says nothing of it" if template else "is not there"
+            raise InputError(
+                f"chat_template_kwargs holds {name!r} and the tokenizer's chat template {told}: it would change "
+                "nothing; mend the name, or leave it out"
+            )
+
+
+def _begin_once(ids: list[int], bare: list[int]) -> list[int]:
+    """The ids of a text without what the tokenizer put before it, where the text itself begins with the same tokens.
+
+    bare: the ids without special tokens.
+
+    >>> _begin_once([1, 1, 7, 2], [1, 7]), _begin_once([1, 7, 2], [7]), _begin_once([7, 7], [7, 7])
+    ([1, 7, 2], [1, 7, 2], [7, 7])
+    """
+    for added in range(1, len(ids) - len(bare) + 1):
+        if ids[added : added + len(bare)] == bare:
+            return ids[added:] if bare[:added] == ids[:added] else ids
+    return ids
 
 
 def _letters(text: str) -> set[str]:

@@ -24,7 +24,8 @@ class Note(str):
     """A sentence that a reader of any number made from rollouts must know, and what it is about."""
 
     kind: str
-    """What it is about; of a rollout log: dump, step, other-step, on-policy or temperature."""
+    """What it is about; of a rollout log: dump, left-out, unknown-values, step, other-step, on-policy, temperature,
+    groups-of-one, zero-advantages, impossible-advantages, certain-tokens."""
 
     def __new__(cls, text: str, kind: str = "dump") -> Note:
         note = super().__new__(cls, text)
@@ -36,6 +37,7 @@ class Note(str):
 
 
 _PER_TOKEN = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
+_PER_RESPONSE = ("rewards", "steps", "group_reward_means", "group_reward_stds")
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,13 @@ class TokenBatch:
     """log π_ref in nats, of the reference policy."""
     sampler_logprobs: Float[Tensor, "B S"] | None = None
     """What the sampler's engine said of the tokens, nats, where the log has it beside the trainer's `old_logprobs`."""
+    steps: Int[Tensor, " B"] | None = None
+    """Training step of each response, as the log counts; responses of a group are of one step."""
+    group_reward_means: Float[Tensor, " B"] | None = None
+    """Mean reward of the response's whole group, where the rewards here do not say it: some of the group were left out,
+    or its trainer has a rule of its own for a group of one. None: that of the responses here."""
+    group_reward_stds: Float[Tensor, " B"] | None = None
+    """Sample standard deviation (n − 1) of the same rewards; exactly 0 where they are equal."""
     notes: tuple[Note, ...] = ()
     """What a reader of any number made from this must know: what was assumed, left out or mixed in reading it."""
 
@@ -95,9 +104,9 @@ class TokenBatch:
         """InputError unless each tensor is as large as its field says, masks are bool and ids whole numbers."""
         if not isinstance(self.input_ids, Tensor) or self.input_ids.dim() != 2:
             raise InputError("input_ids must be a tensor of responses × columns, [B, S]")
-        per_response = ("response_start", "group_ids", "temperature", "rewards")
+        per_response = ("response_start", "group_ids", "temperature", *_PER_RESPONSE)
         for name, value in ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "notes"):
-            if value is None and name in ("rewards", *_PER_TOKEN):
+            if value is None and name in (*_PER_RESPONSE, *_PER_TOKEN):
                 continue
             shape = self.input_ids.shape[:1] if name in per_response else self.input_ids.shape
             if not isinstance(value, Tensor) or value.shape != shape:
@@ -106,7 +115,7 @@ class TokenBatch:
             if (name in ("attention_mask", "response_mask")) != (value.dtype == torch.bool):
                 wanted = "numbers" if value.dtype == torch.bool else "bool, such as mask.bool()"
                 raise InputError(f"{name} is of {value.dtype}; give {wanted}")
-            if name in ("input_ids", "response_start", "group_ids") and (
+            if name in ("input_ids", "response_start", "group_ids", "steps") and (
                 value.is_floating_point() or value.is_complex()
             ):
                 raise InputError(f"{name} is of {value.dtype}; give whole numbers, such as ids.long()")
@@ -200,8 +209,12 @@ class TokenBatch:
             own = real[real >= start]
             told = {"prompt_ids": self.input_ids[row, real[real < start]], "response_ids": self.input_ids[row, own]}
             told |= {"group": self.group_ids[row], "temperature": self.temperature[row]}
-            if self.rewards is not None and not self.rewards[row].isnan():
-                told["reward"] = self.rewards[row]
+            singular = {name: name.removesuffix("s") for name in _PER_RESPONSE}
+            told |= {
+                to: value[row]
+                for name, to in singular.items()
+                if (value := getattr(self, name)) is not None and not value[row].isnan()
+            }
             if not (kept := self.response_mask[row, own]).all():
                 told["response_mask"] = kept
             told |= {
@@ -241,6 +254,9 @@ class Response:
     ref_logprobs: list[float] | None = None
     response_mask: list[bool] | None = None
     sampler_logprobs: list[float] | None = None
+    step: int | None = None
+    group_reward_mean: float | None = None
+    group_reward_std: float | None = None
 
 
 def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "right") -> TokenBatch:
@@ -281,9 +297,15 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
         attention_mask[row, start:end] = True
         kept = True if r.response_mask is None else torch.tensor(r.response_mask, dtype=torch.bool)
         response_mask[row, start + len(r.prompt_ids) : end] = kept
-    rewards = None
-    if any(r.reward is not None for r in responses):
-        rewards = torch.tensor([float("nan") if r.reward is None else r.reward for r in responses])
+
+    def stack(field: str, dtype: torch.dtype) -> Tensor | None:
+        """[B] of one number per response."""
+        values = [getattr(r, field) for r in responses]
+        if all(value is None for value in values):
+            return None
+        return torch.tensor([float("nan") if value is None else value for value in values], dtype=dtype)
+
+    steps = [r.step for r in responses]
     return TokenBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -291,7 +313,10 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
         response_start=torch.tensor([s + len(r.prompt_ids) for s, r in zip(starts, responses, strict=True)]),
         group_ids=torch.tensor([r.group for r in responses]),
         temperature=torch.tensor([float(r.temperature) for r in responses]),
-        rewards=rewards,
+        rewards=stack("reward", torch.float32),
+        steps=None if None in steps else torch.tensor(steps),
+        group_reward_means=stack("group_reward_mean", torch.float64),
+        group_reward_stds=stack("group_reward_std", torch.float64),
         advantages=spread("advantage", float("nan"), torch.float32),
         old_logprobs=spread("old_logprobs", float("nan"), torch.float32),
         ref_logprobs=spread("ref_logprobs", float("nan"), torch.float32),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,14 +15,28 @@ from torch import Tensor
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.batch import Note, Response, TokenBatch, collate
-from gradscope.rollouts.formats.base import EMPTY, EXTRAS, FROM_REWARDS, NO_TEMPERATURE, ON_POLICY, Row
+from gradscope.rollouts.caveats import find_caveats, with_caveats
+from gradscope.rollouts.formats.base import (
+    EMPTY,
+    EXTRAS,
+    FROM_REWARDS,
+    MASKED_OUT,
+    NO_TEMPERATURE,
+    ON_POLICY,
+    UNKNOWN,
+    Format,
+    ReadingOptions,
+    Row,
+)
 from gradscope.rollouts.formats.values import (
     check_sizes,
+    is_templated,
     parse_ids,
     parse_logprobs,
     parse_mask,
     parse_per_token,
     parse_response,
+    parse_reward,
 )
 
 LOOKED_AT = 8
@@ -75,17 +89,15 @@ def _strip(text: str, special: list[str]) -> str:
     return "".join(text.replace("\ufffd", "").split())
 
 
-ALL_OR_NONE = (
-    "advantage",
-    "reward",
-    "group",
-    "old_logprobs",
-    "ref_logprobs",
-    "sampler_logprobs",
-    "temperature",
-    *EXTRAS,
-)
-"""Columns that every row must have as soon as one has it: a hole would silently change what is measured."""
+ALL_OR_NONE = ("group", "temperature", "step", "group_reward_mean", "group_reward_std")
+"""Columns that every row must have as soon as one has it: nothing could stand in the place of a missing one."""
+
+WITHOUT = {
+    "old_logprobs": "taken as on-policy there (ratio 1)",
+    "ref_logprobs": "no KL part there",
+    "sampler_logprobs": "weightings that are made of them are refused",
+}
+"""What becomes of tokens of which a log-probability is unknown."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +109,6 @@ class Dump:
     prev_logprobs, slime's log_probs (rollout_log_probs where the log has these alone), open-instruct's logprobs."""
     format: str
     """Name of the format."""
-    steps: Int[Tensor, " B"] | None = None
-    """Training step of each response; None: the log does not say."""
     entropy: Float[Tensor, "B S"] | None = None
     """The trainer's entropy of the distribution at each response token, nats; NaN where unknown."""
     logprobs: Float[Tensor, "B S"] | None = None
@@ -106,6 +116,17 @@ class Dump:
     prev_logprobs, slime's log_probs."""
     clipped: Bool[Tensor, "B S"] | None = None
     """True on tokens whose policy term the trainer itself left out of its loss (prime-rl's is_masked)."""
+    first_step: int = 1
+    """The number that the log gives to the step whose responses the initial weights sampled."""
+    left_out: Mapping[int | None, int] = field(default_factory=dict)
+    """How many responses of each step are not in the batch."""
+    stop_ids: frozenset[int] = frozenset()
+    """Ids that end a response, where a policy said them."""
+
+    @property
+    def steps(self) -> Int[Tensor, " B"] | None:
+        """Training step of each response, as the log counts; None: it does not say."""
+        return self.batch.steps
 
     @property
     def sampler_logprobs(self) -> Float[Tensor, "B S"] | None:
@@ -134,85 +155,100 @@ def keep_own_step(dump: Dump, checkpoint: int | None) -> Dump:
     taken. The whole log, where it holds one step or none is known; a note says if that step is another's.
     """
     known = [] if dump.steps is None else dump.steps.unique().tolist()
-    if not known or (len(known) == 1 and checkpoint in (None, known[0] - 1)):
+    wanted = None if checkpoint is None else checkpoint + dump.first_step
+    if not known or (len(known) == 1 and wanted in (None, known[0])):
         return dump
     if len(known) == 1:
         taken = f"step {known[0]} is taken, sampled by a different checkpoint"
-        return dump.with_note(f"{taken}: this one's would be step {checkpoint + 1}", "other-step")
+        return dump.with_note(f"{taken}: this one's would be step {wanted}", "other-step")
     span = f"the log holds {len(known)} training steps, {known[0]} to {known[-1]}"
-    if checkpoint is None:
+    if wanted is None:
         return dump.with_note(f"{span}; which of them this checkpoint sampled is unknown, so all are taken", "step")
-    own = min(known, key=lambda step: (abs(step - checkpoint - 1), step))
+    own = min(known, key=lambda step: (abs(step - wanted), step))
     taken, kind = f"step {own} is taken, the one after this checkpoint's", "step"
-    if own != checkpoint + 1:
-        taken = (
-            f"step {own} is taken, sampled by a different checkpoint: step {checkpoint + 1}, this one's, is not there"
-        )
+    if own != wanted:
+        taken = f"step {own} is taken, sampled by a different checkpoint: step {wanted}, this one's, is not there"
         kind = "other-step"
-    rows = (dump.steps == own).nonzero()[:, 0]
-    tensors = ("steps", "entropy", "logprobs", "clipped")
-    kept = {name: value[rows] for name in tensors if (value := getattr(dump, name)) is not None}
-    return replace(dump, batch=dump.batch.select(rows), **kept).with_note(f"{span}; {taken}", kind)
+    return _select_step(dump, own).with_note(f"{span}; {taken}", kind)
+
+
+def _select_step(dump: Dump, step: int) -> Dump:
+    """The responses of one step, and what is to be said of these alone."""
+    rows = (dump.steps == step).nonzero()[:, 0]
+    kept = {name: value[rows] for name in EXTRAS if (value := getattr(dump, name)) is not None}
+    left_out = {step: dump.left_out.get(step, 0)}
+    batch = with_caveats(dump.batch.select(rows), left_out=left_out, stop_ids=dump.stop_ids)
+    return replace(dump, batch=batch, left_out=left_out, **kept)
 
 
 def make_dump(
     rows: Iterable[Row],
     policy: Policy | None,
+    form: Format,
     *,
-    format: str,
     path: object,
+    options: ReadingOptions | None = None,
     notes: Sequence[str] = (),
-    step: int | None = None,
     is_dump: bool = True,
 ) -> Dump:
     """The rows as a `Dump`, right-padded, each checked.
 
-    step: keeps the rows of one training step. is_dump: a trainer wrote them, so rows without a response are left out,
-    and what is unknown has a note; False: a user did, such rows are refused, and of what is unknown only the
-    temperature is told. Without a group, identical prompts
-    share one; groups are of one step.
+    Left out, and counted in a note: rows without a response or without a kept token, and those whose advantage (where
+    the log has none, whose reward) is unknown. is_dump: a trainer wrote them, so what else is unknown has a note;
+    False: a user did, and of that only the temperature is told. Without a group, identical prompts share one; groups
+    are of one step.
     """
-    reading = _Reading(policy, step, is_dump)
+    options = options or ReadingOptions()
+    reading = _Reading(policy, options, form)
     for row in rows:
         reading.take(row)
-    reading.check(path)
+    reading.finish(path)
     batch = collate(reading.responses)
     extras = {name: _spread(batch, values) for name in EXTRAS if any(values := reading.extras[name])}
     if "clipped" in extras:
         extras["clipped"] = extras["clipped"] == 1
-    steps = None if None in reading.steps else torch.tensor(reading.steps)
+    batch, holes = _count_unknown(batch)
     unknown = _name_unknown(batch, reading)
     unknown = unknown if is_dump else [note for note in unknown if note is NO_TEMPERATURE]
-    said = (*notes, *unknown, *reading.unknown_notes(), *reading.left_out_notes())
+    said = (*notes, *unknown, *holes, *reading.notes())
     told = tuple(note if isinstance(note, Note) else Note(note) for note in said)
-    return Dump(replace(batch, notes=told), format, steps, **extras)
+    known = {"left_out": dict(reading.left_out_by_step), "stop_ids": policy.stop_ids if policy else frozenset()}
+    batch = replace(batch, notes=told + find_caveats(batch, **known))
+    if options.temperature is not None:
+        batch = batch.at_temperature(options.temperature)
+    return Dump(batch, form.name, **extras, first_step=form.first_step, **known)
 
 
 class _Reading:
     """What was taken of the rows so far."""
 
-    def __init__(self, policy: Policy | None, step: int | None, drops_empty: bool) -> None:
-        self._policy, self._step, self._drops_empty = policy, step, drops_empty
+    def __init__(self, policy: Policy | None, options: ReadingOptions, form: Format) -> None:
+        self._policy, self._options, self._form = policy, options, form
         self.responses: list[Response] = []
-        self.steps: list[int | None] = []
         self.extras: dict[str, list[list[float] | None]] = {name: [] for name in EXTRAS}
-        self._rows: list[tuple[str, frozenset[str], Row]] = []
-        self._groups: dict[object, int] = {}
+        self.left_out_by_step: Counter[int | None] = Counter()
+        self._rows: list[tuple[frozenset[str], Row]] = []
+        self._groups: dict[tuple[int | None, object], int] = {}
+        self._others: defaultdict[tuple[int | None, object], list[float]] = defaultdict(list)
+        """Rewards of a group's responses that are left out."""
         self._seen: Counter[int | None] = Counter()
         self._left_out: Counter[str] = Counter()
-        self._unknown = 0
+        self._unknown = self._templated = self._keyed = 0
         self._agreement = Agreement(policy)
 
     def take(self, row: Row) -> None:
         self._seen[row.step] += 1
-        if self._step is not None and row.step != self._step:
+        if self._options.step is not None and row.step != self._options.step:
             return
+        self._keyed += isinstance(row.columns.get("reward"), dict)
         if row.left_out is not None:
-            self._left_out[row.left_out] += 1
+            self._leave_out(row, row.left_out)
             return
-        prompt_ids, response_ids = parse_ids(row, self._policy)
-        if self._drops_empty and not response_ids:
-            self._left_out[EMPTY] += 1
+        prompt_ids, response_ids = parse_ids(row, self._policy, self._options)
+        self._templated += is_templated(row)
+        kept = parse_mask(row, len(response_ids))
+        if not kept.any():
+            self._leave_out(row, MASKED_OUT if response_ids else EMPTY, prompt_ids)
             return
         check_sizes(row, prompt_ids, response_ids, self._policy)
         self._agreement.take(row, response_ids)
@@ -224,60 +260,153 @@ class _Reading:
                     f"{row.place}: the tokenizer has no tokens for most of the prompt {show(row.columns['prompt'])}; "
                     "give the checkpoint that sampled it, or the ids"
                 )
-        self.responses.append(parse_response(row, prompt_ids, response_ids, self._group(row, prompt_ids)))
-        self.steps.append(row.step)
-        kept = parse_mask(row, len(response_ids))
+        group = self._groups.setdefault(self._group(row, prompt_ids), len(self._groups))
+        self.responses.append(parse_response(row, prompt_ids, response_ids, group, kept, self._options))
         for name in EXTRAS:
             self.extras[name].append(_extra(row, name, kept))
-        bare = Row(row.place, {}, row.step, row.labels)  # the values are held by the response alone
         told = frozenset(row.columns) | ({"step"} if row.step is not None else set())
-        self._rows.append((row.place, told, bare))
+        self._rows.append((told, Row(row.place, {}, row.step, row.labels)))  # the response alone holds the values
 
-    def _group(self, row: Row, prompt_ids: list[int]) -> int:
+    def _leave_out(self, row: Row, reason: str, prompt_ids: Sequence[int] = ()) -> None:
+        """Count the row, and keep its reward for the mean of its group."""
+        self._left_out[reason] += 1
+        self.left_out_by_step[row.step] += 1
+        if "reward" not in row.columns or not ("group" in row.columns or prompt_ids):
+            return
+        reward = parse_reward(row, self._options, needed=False)
+        if reward is not None:
+            self._others[self._group(row, prompt_ids)].append(reward)
+
+    def _group(self, row: Row, prompt_ids: Sequence[int]) -> tuple[int | None, object]:
+        """What tells the row's group."""
         group = row.columns.get("group", tuple(prompt_ids))
         try:
             if isinstance(group, float) and not math.isfinite(group):
                 raise TypeError("NaN is not even itself")
-            return self._groups.setdefault((row.step, group), len(self._groups))
+            hash(group)
         except TypeError as error:
             raise InputError(
                 f"{row.place}: `{row.label('group')}` is {show(group)}; give a number or a string"
             ) from error
+        return row.step, group
 
-    def check(self, path: object) -> None:
-        """InputError where nothing is left, for text that is not the ids', and a column that only some rows have."""
+    def finish(self, path: object) -> None:
+        """Leave out what has no weight; InputError where nothing is left, for text that is not the ids', for a column
+        that only some rows have, and for an option that changes nothing."""
         if not self._seen:
             raise InputError(f"{path} holds no rows; give at least one response")
-        if self._step is not None and self._step not in self._seen:
-            raise InputError(f"{path} has no step {self._step}; {_name_steps(self._seen)}")
-        if not self.responses:
-            reasons = "; ".join(self.left_out_notes())
-            raise InputError(f"{path} leaves no response to measure ({reasons}); give a log with responses")
-        self._agreement.check()
-        for name in (*ALL_OR_NONE, "step"):
-            having = [name in names for _, names, _ in self._rows]
-            if any(having) and not all(having):
-                place, _, row = self._rows[having.index(False)]
+        if self._options.step is not None and self._options.step not in self._seen:
+            raise InputError(f"{path} has no step {self._options.step}; {_name_steps(self._seen)}")
+        if self._options.chat_template_kwargs and self.responses and not self._templated:
+            raise InputError(
+                f"chat_template_kwargs are given, and no prompt of {path} is a chat that a template writes out; leave "
+                "them out"
+            )
+        if self._options.reward_key is not None and not self._keyed:
+            raise InputError(
+                f"the reward key {self._options.reward_key!r} is given, and no reward of {path} is a dictionary; leave "
+                "it out"
+            )
+        for name in ALL_OR_NONE:
+            having = [name in names for names, _ in self._rows]
+            if any(having) and not all(having) and getattr(self._options, name, None) is None:
+                row = self._rows[having.index(False)][1]
                 raise InputError(
-                    f"{place}: no {row.label(name)!r}, which {sum(having)} of the {len(having)} rows have; give it in "
-                    "every row, or in none"
+                    f"{row.place}: no {row.label(name)!r}, which {sum(having)} of the {len(having)} rows have; give it "
+                    "in every row, or in none"
                 )
+        self._agreement.check()
+        self._drop_unweighted()
+        if not self.responses:
+            reasons = "; ".join(self._left_out_notes())
+            raise InputError(f"{path} leaves no response to measure ({reasons}); give a log with responses")
+        self._describe_groups()
+
+    def _drop_unweighted(self) -> None:
+        """Leave out responses whose advantage is unknown where others' is known; without any, whose reward is."""
+        for name in ("advantage", "reward"):
+            known = [getattr(response, name) is not None for response in self.responses]
+            if not any(known):
+                continue
+            for response, keep in zip(self.responses, known, strict=True):
+                if not keep:
+                    self._left_out[UNKNOWN.format(name)] += 1
+                    self.left_out_by_step[response.step] += 1
+
+            def chosen(values: list, known: list[bool] = known) -> list:
+                return [value for value, keep in zip(values, known, strict=True) if keep]
+
+            self.responses, self._rows = chosen(self.responses), chosen(self._rows)
+            self.extras = {extra: chosen(values) for extra, values in self.extras.items()}
+            return
+
+    def _describe_groups(self) -> None:
+        """Say of each response what its whole group's rewards were, where those of the responses here do not tell."""
+        if any(r.advantage is not None or r.group_reward_mean is not None for r in self.responses):
+            return
+        rewards: dict[int, list[float]] = {number: [] for number in self._groups.values()}
+        here = Counter(response.group for response in self.responses)
+        for response in self.responses:
+            if response.reward is not None:
+                rewards[response.group].append(response.reward)
+        for key, others in self._others.items():
+            if key in self._groups:
+                rewards[self._groups[key]] += others
+        rule = self._form.keeps_single_rewards
+        if not any(here[g] and (len(own) > here[g] or (rule and len(own) == 1)) for g, own in rewards.items()):
+            return
+        told = {group: _mean_and_std(own, rule) for group, own in rewards.items() if own}
+        self.responses = [
+            replace(r, group_reward_mean=told[r.group][0], group_reward_std=told[r.group][1]) if r.group in told else r
+            for r in self.responses
+        ]
 
     def has(self, name: str) -> bool:
         """Whether the rows have this column."""
-        return any(name in names for _, names, _ in self._rows)
+        return any(name in names for names, _ in self._rows)
 
-    def unknown_notes(self) -> tuple[str, ...]:
+    def notes(self) -> list[Note]:
+        """What was replaced, and what is left out."""
+        told = [Note(words, "left-out") for words in self._left_out_notes()]
         if not self._unknown:
-            return ()
+            return told
         share = f"{self._unknown} of {len(self.responses)} prompts"
         token = self._policy.tokenizer.unk_token
         instead = "it is left out" if token is None else f"{token!r} is there"
-        return (f"the tokenizer has no tokens for some of {share}: {instead}",)
+        return [Note(f"the tokenizer has no tokens for some of {share}: {instead}"), *told]
 
-    def left_out_notes(self) -> tuple[str, ...]:
+    def _left_out_notes(self) -> list[str]:
         total = len(self.responses) + self._left_out.total()
-        return tuple(f"{n} of {total} rows left out: {reason}" for reason, n in self._left_out.items())
+        return [f"{n} of {total} rows left out: {reason}" for reason, n in self._left_out.items()]
+
+
+def _mean_and_std(rewards: Sequence[float], keeps_single: bool) -> tuple[float, float]:
+    """Mean and sample standard deviation (n − 1), which is exactly 0 of equal rewards; of one that is kept, 0 and 1."""
+    values = np.array(rewards, dtype=np.float32).astype(np.float64)  # as the batch will hold them
+    if len(values) == 1 and keeps_single:
+        return 0.0, 1.0
+    if (values == values[0]).all():
+        return float(values[0]), 0.0
+    return float(values.mean()), float(values.std(ddof=1))
+
+
+def _count_unknown(batch: TokenBatch) -> tuple[TokenBatch, list[Note]]:
+    """The batch without columns of which nothing is known and tokens without an advantage; and what is to be said."""
+    notes, changes, kept = [], {}, batch.response_mask
+    if batch.advantages is not None and (unknown := batch.advantages.isnan() & kept).any():
+        words = f"{int(unknown.sum())} tokens of {int(unknown.any(1).sum())} responses left out"
+        notes.append(Note(f"{words}: {UNKNOWN.format('advantage')}", "left-out"))
+        changes["response_mask"] = kept = kept & ~unknown
+    for name, instead in WITHOUT.items():
+        values = getattr(batch, name)
+        if values is None or not (unknown := values.isnan() & kept).any():
+            continue
+        if unknown.sum() == kept.sum():
+            changes[name] = None
+        else:
+            share = f"{int(unknown.sum())} of {int(kept.sum())} tokens"
+            notes.append(Note(f"{name} are unknown (null, NaN or infinite) at {share}: {instead}", "unknown-values"))
+    return replace(batch, **changes), notes
 
 
 def _name_unknown(batch: TokenBatch, reading: _Reading) -> list[Note | str]:
@@ -294,15 +423,16 @@ def _extra(row: Row, name: str, kept: np.ndarray) -> list[float] | None:
     if name not in row.columns:
         return None
     if name in ("entropy", "clipped"):
-        return parse_per_token(row, name, kept, holes=True)
+        return parse_per_token(row, name, kept)
     return parse_logprobs(row, name, kept)
 
 
-def _spread(batch: TokenBatch, values: Iterable[list[float]]) -> Float[Tensor, "B S"]:
-    """One list per response, placed at the response's columns; NaN elsewhere."""
+def _spread(batch: TokenBatch, values: Iterable[list[float] | None]) -> Float[Tensor, "B S"]:
+    """One list per response, placed at the response's columns; NaN elsewhere, and for a response without."""
     out = torch.full(batch.input_ids.shape, float("nan"))
     for row, (start, numbers) in enumerate(zip(batch.response_start.tolist(), values, strict=True)):
-        out[row, start : start + len(numbers)] = torch.tensor(numbers)
+        if numbers is not None:
+            out[row, start : start + len(numbers)] = torch.tensor(numbers)
     return out
 
 

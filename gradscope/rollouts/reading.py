@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gradscope.errors import InputError, checked
 from gradscope.policy import Policy, PolicyLike, checkpoint_step, load_policy
@@ -13,7 +13,7 @@ from gradscope.rollouts.batch import TokenBatch
 from gradscope.rollouts.checks import check_batch
 from gradscope.rollouts.dump import Dump, keep_own_step, make_dump
 from gradscope.rollouts.files import Record, list_files, read_records
-from gradscope.rollouts.formats.base import Format
+from gradscope.rollouts.formats.base import Format, ReadingOptions
 from gradscope.rollouts.formats.ms_swift import MS_SWIFT
 from gradscope.rollouts.formats.native import NATIVE, count_columns, is_native, write_rollouts
 from gradscope.rollouts.formats.nemo_rl import NEMO_RL
@@ -59,15 +59,16 @@ def read_rollouts(
     format: str | None = None,
     step: int | Literal["all"] | None = None,
     temperature: int | float | None = None,
+    reward_key: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> TokenBatch:
-    """The batch of `read_dump`, whose `notes` say what was assumed in reading it.
-
-    temperature: that all responses were sampled at; None: what the log says of each, else 1.0.
+    """The batch of `read_dump`, whose arguments these are, and whose `notes` say what was assumed in reading it.
 
     step: the training step whose responses are kept. InputError where the log holds several and none is given, for
     they were sampled by different policies: "all" takes them together all the same.
     """
-    dump = read_dump(path, policy, format=format, step=None if step == "all" else step)
+    how = {"temperature": temperature, "reward_key": reward_key, "chat_template_kwargs": chat_template_kwargs}
+    dump = read_dump(path, policy, format=format, step=None if step == "all" else step, **how)
     steps = [] if dump.steps is None else dump.steps.unique().tolist()
     if step is None and len(steps) > 1:
         raise InputError(
@@ -76,12 +77,19 @@ def read_rollouts(
         )
     if isinstance(step, int) and policy is not None:
         dump = keep_own_step(dump, checkpoint_step(policy.path if isinstance(policy, Policy) else policy))
-    return dump.batch if temperature is None else dump.batch.at_temperature(temperature)
+    return dump.batch
 
 
 @checked
 def read_dump(
-    path: str | Path, policy: PolicyLike | None = None, *, format: str | None = None, step: int | None = None
+    path: str | Path,
+    policy: PolicyLike | None = None,
+    *,
+    format: str | None = None,
+    step: int | None = None,
+    temperature: int | float | None = None,
+    reward_key: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Dump:
     """Read the responses of one file, or of all files of a folder in order, which must then be of one format.
 
@@ -89,12 +97,19 @@ def read_dump(
         must hold ids and their size is not checked.
     format: a name in READERS; None tells it by the columns of each file's first record.
     step: keeps the responses of one training step; None keeps all.
+    temperature: that all responses were sampled at; None: what the log says of each, else 1.0.
+    reward_key: which entry is the reward, where the log's are dictionaries.
+    chat_template_kwargs: arguments of the chat template, such as {"enable_thinking": False}, for prompts that are
+        chats; they beat those of a row's own column of that name.
 
-    Rows of a trainer's rollout log that hold no response, or none of whose tokens was trained, are left out, and a note
-    says how many; in native rollouts they are refused. Raises InputError, naming file and row, for anything that cannot
-    be used, and for a step that is not there, naming those that are.
+    Rows that hold no response, or none of whose tokens was trained, and those whose advantage is unknown where others'
+    is known (without any, whose reward is), are left out, and a note says how many. Raises InputError, naming file and
+    row, for anything that cannot be used, and for a step that is not there, naming those that are.
     """
     path, policy = Path(path), load_policy(policy) if isinstance(policy, str | Path) else policy
+    options = ReadingOptions(step, temperature, reward_key, chat_template_kwargs)
+    if temperature is not None and not 0 < temperature < float("inf"):
+        raise InputError(f"temperature is {temperature}; give a positive number")
     if format is not None and format not in READERS:
         raise InputError(f"rollout format {format!r} is not known; use one of {', '.join(sorted(READERS))}")
     files = list_files(path)
@@ -109,7 +124,7 @@ def read_dump(
     notes = [*form.notes] + ([f"{unfinished} unfinished files left out (no marker STABLE)"] if unfinished else [])
     records = (record for file in finished for record in read_records(file, torn=form.ends_torn))
     rows = form.rows(records, policy)
-    return make_dump(rows, policy, format=form.name, path=path, notes=notes, step=step, is_dump=form is not NATIVE)
+    return make_dump(rows, policy, form, path=path, options=options, notes=notes, is_dump=form is not NATIVE)
 
 
 def _find_format(path: Path, files: list[Path], name: str | None) -> Format:

@@ -125,12 +125,8 @@ def draw_tokens(
 
 
 def stop_ids(policy: Policy) -> set[int]:
-    """Ids that end a response: the generation configuration's, else the configuration's, else the tokenizer's."""
-    for source in (getattr(policy.model, "generation_config", None), policy.config, policy.tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return {ids} if isinstance(ids, int) else set(ids)
-    return set()
+    """Ids that end a response: the policy's."""
+    return set(policy.stop_ids)
 
 
 def _log_softmax(logits: Float[Tensor, "B N"], temperature: float) -> Float[Tensor, "B N"]:

@@ -92,7 +92,9 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
         assert 0 < row["temperature"] < math.inf and (row["reward"] in (None, NAN) or abs(row["reward"]) <= 1.1e12)
         for name in (*LOGPROBS, "advantages"):
             kept = [v for v, keep in zip(row[name] or [], row["kept"], strict=False) if keep]
-            assert all(v != NAN and abs(v) <= 1.1e12 and (v <= 0 or name == "advantages") for v in kept), (name, kept)
+            known = [v for v in kept if v != NAN]
+            assert all(abs(v) <= 1.1e12 and (v <= 0 or name == "advantages") for v in known), (name, kept)
+            assert name != "advantages" or len(known) == len(kept)
 
 
 def numbers_of(content: str) -> set[float]:
@@ -199,41 +201,84 @@ KNOWN = frozenset(NATIVE_ROWS[0]) | {"prompt", "response", "zz_unknown", "", "\u
 def native_truth(lines: list[str]) -> list[dict[str, Any]] | None:
     """By hand, what native rows of ids say; None where they are to be refused."""
     rows = [{n: v for n, v in json.loads(line).items() if v is not None} for line in lines if line.strip()]
-    found, names = [], [set(row) & KNOWN - {"response_mask", "prompt", "response", "zz_unknown"} for row in rows]
-    if not rows or any(own != names[0] for own in names):
-        return None
+    found, groups = [], []
     for row in rows:
         prompt, response = row.get("prompt_ids"), row.get("response_ids")
         for ids in (prompt, response):
-            if type(ids) is not list or not ids or any(type(i) is not int or not 0 <= i < VOCAB for i in ids):
+            if type(ids) is not list or any(type(i) is not int or not 0 <= i < VOCAB for i in ids):
                 return None
         kept = row.get("response_mask", [1] * len(response))
         if type(kept) is not list or len(kept) != len(response) or not all(_number(k) and k in (0, 1) for k in kept):
             return None
-        if not any(kept) or len(prompt + response) > CONTEXT:
+        group = row.get("group", tuple(prompt))
+        if not isinstance(group, str | int | float | tuple) or (isinstance(group, float) and not math.isfinite(group)):
             return None
-        for name in ("reward", "temperature"):
-            if name in row and not (_number(row[name]) and abs(row[name]) <= 1e12):
-                return None
-        group = row.get("group", 0)
-        if not isinstance(group, str | int | float) or group in (math.inf, -math.inf) or group != group:
-            return None
-        said = {"prompt": prompt, "response": response, "kept": [bool(k) for k in kept], "step": None}
-        said |= {"temperature": _single(row.get("temperature", 1.0)), "reward": _single(row.get("reward"))}
-        if row.get("temperature", 1.0) < 1e-12:
-            return None
+        told = {"prompt": prompt, "response": response, "step": None}
         for name in ("advantage", *LOGPROBS[:3]):
             values = row.get(name)
-            if name == "advantage" and _number(values):
-                values = [values] * len(response)
-            if values is not None:
+            if name == "advantage" and any(kept) and values is not None and type(values) is not list:
+                number = _finite(values)
+                if number is None:
+                    return None
+                values = None if number == NAN else [number] * len(response)
+            if values is not None and any(kept):
                 values = _per_token(values, kept, most=math.inf if name == "advantage" else 1e-3)
                 if values is None:
                     return None
-            said["advantages" if name == "advantage" else name] = values
-        found.append(said | dict.fromkeys(("logprobs", "entropy", "clipped")))
-    groups = [row.get("group", tuple(row["prompt_ids"])) for row in rows]
-    return [said | {"group": groups.index(group)} for said, group in zip(found, groups, strict=True)]
+            told["advantages" if name == "advantage" else name] = values
+        known = _known(told["advantages"], kept)
+        reward = _reward_of(row.get("reward"), needed=any(kept) and not known)
+        if reward is None:
+            return None
+        if not any(kept):
+            continue
+        if not prompt or len(prompt + response) > CONTEXT or row.get("temperature", 1.0) is None:
+            return None
+        if not _number(row.get("temperature", 1.0)) or not 1e-12 <= row.get("temperature", 1.0) <= 1e12:
+            return None
+        if told["advantages"] and known:
+            kept = [k and v != NAN for k, v in zip(kept, told["advantages"], strict=True)]
+        told |= {"kept": [bool(k) for k in kept], "temperature": _single(row.get("temperature", 1.0)), "reward": reward}
+        told |= {"advantages": told["advantages"] if known else None}
+        found.append((told | dict.fromkeys(("logprobs", "entropy", "clipped")), group, set(row)))
+    if any(len({name in names for _, _, names in found}) > 1 for name in ("group", "temperature")):
+        return None
+    weights = [[said["advantages"] is not None, said["reward"] != NAN] for said, _, _ in found]
+    place = 0 if any(has for has, _ in weights) else 1
+    if any(pair[place] for pair in weights):
+        found = [one for one, pair in zip(found, weights, strict=True) if pair[place]]
+    if not found:
+        return None
+    for name in ("advantages", *LOGPROBS[:3]):
+        if not any(_known(said[name], said["kept"]) for said, _, _ in found):
+            [said.update({name: None}) for said, _, _ in found]
+        else:
+            [said.update({name: said[name] or [NAN] * len(said["response"])}) for said, _, _ in found]
+    if all(said["reward"] == NAN for said, _, _ in found):
+        [said.update(reward=None) for said, _, _ in found]
+    groups = [group for _, group, _ in found]
+    return [said | {"group": groups.index(group)} for said, group, _ in found]
+
+
+def _reward_of(value: Any, *, needed: bool) -> Any:
+    """The number, NAN where it is unknown, None where the row is to be refused."""
+    if isinstance(value, dict):
+        entries = [v for v in value.values() if v is not None]
+        if len(entries) != 1:
+            return None if needed else NAN
+        value = entries[0]
+    return NAN if value is None else _finite(value)
+
+
+def _finite(value: Any) -> Any:
+    """The number, NAN where it is NaN or infinite, None for what is no number or too large a one."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return NAN
+    return _single(value) if _number(value) and abs(value) <= 1e12 else None
+
+
+def _known(values: list[Any] | None, kept: list[Any]) -> bool:
+    return values is not None and any(keep and value != NAN for value, keep in zip(values, kept, strict=True))
 
 
 def _per_token(values: Any, kept: list[Any], *, most: float) -> list[Any] | None:
@@ -241,17 +286,13 @@ def _per_token(values: Any, kept: list[Any], *, most: float) -> list[Any] | None
         return None
     found = []
     for value, keep in zip(values, kept, strict=True):
-        unknown = value is None or value != value
         if not (value is None or _number(value)):
             return None
-        if keep and (unknown or not abs(value) <= 1e12 or value > most):
+        unknown = value is None or value != value or value in (math.inf, -math.inf)
+        beyond = not unknown and (abs(value) > 1e12 or value > most)
+        if keep and beyond:
             return None
-        if not unknown and abs(value) > 1e308 and value not in (math.inf, -math.inf):
-            return None
-        if not unknown and abs(value) <= 1e12 and value > most:
-            return None
-        hole = unknown or abs(value) > 1e12
-        found.append(NAN if hole else _single(min(value, 0.0) if most < 1 else value))
+        found.append(NAN if unknown or beyond else _single(min(value, 0.0) if most < 1 else value))
     return found
 
 

@@ -31,6 +31,7 @@ FROM_REWARDS = (
     "another algorithm or a filter made of them"
 )
 EMPTY = "the response is empty"
+UNKNOWN = "the {} is not known (null, NaN or infinite)"
 TORN = "the last line of its file was cut off while it was written"
 MASKED_OUT = "the trainer's mask keeps no token of them"
 
@@ -46,11 +47,26 @@ class Row:
     labels: Mapping[str, str] = field(default_factory=dict)
     """What the file calls a column, for errors."""
     left_out: str | None = None
-    """Why the row is left out; None: it is not."""
+    """Why the row is left out; None: it is not. The `reward` and `group` of one that is left out still count in its
+    group's mean and standard deviation, as they did for the trainer: give neither where they did not."""
 
     def label(self, name: str) -> str:
         """The column's name in the file."""
         return self.labels.get(name, name)
+
+
+@dataclass(frozen=True)
+class ReadingOptions:
+    """What the user says of a log beside its files; None: what the log says itself."""
+
+    step: int | None = None
+    """The training step whose responses are kept; None keeps all."""
+    temperature: int | float | None = None
+    """Sampling temperature of all responses, whatever the log says."""
+    reward_key: str | None = None
+    """Which entry is the reward, where a row's `reward` is a dictionary {name: number}."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """Arguments of the chat template, for prompts that are chats; they beat a row's own `chat_template_kwargs`."""
 
 
 EXTRAS = ("entropy", "logprobs", "clipped")
@@ -75,6 +91,12 @@ class Format:
     """Whether the trainer's own loader reads up to a last line that was cut off, where others refuse it."""
     is_finished: Callable[[Path], bool] = lambda path: True
     """Whether the trainer has written the whole of this file."""
+    first_step: int = 1
+    """The number that `Row.step` gives to the responses that the initial weights sampled: a checkpoint that has taken n
+    steps sampled those of n + first_step."""
+    keeps_single_rewards: bool = False
+    """Whether the trainer's advantage of a response that is alone in its group is its raw reward (mean 0, standard
+    deviation 1, as in verl); else it is 0. Only for logs without advantages."""
 
 
 def row_by_row(make: Callable[[Record, Policy | None], Row]) -> Callable[..., Iterator[Row]]:
@@ -129,9 +151,13 @@ def need(record: Record, name: str) -> Any:
 
 
 def whole_number(record: Record, name: str) -> int | None:
-    """A count such as the training step; a string of digits is one too. None where the record has none."""
+    """A count such as the training step; a string of digits, and 3.0, are one too. None where the record has none."""
     value = record.columns.get(name)
     if isinstance(value, str) and value.isdecimal() and len(value) < 20:
+        value = int(value)
+    if isinstance(value, float) and value != value:
+        return None
+    if isinstance(value, float) and value.is_integer():  # a column of pandas with a hole
         value = int(value)
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63):
         return value

@@ -13,17 +13,17 @@ from gradscope.rollouts.formats.base import (
     pick,
     whole_number,
 )
-from gradscope.rollouts.formats.text import prompt_of, response_of, without_bos
+from gradscope.rollouts.formats.text import prompt_of, response_of
 
 NEEDS = ("prompt", "completion", "advantages")
 
 
-def _row(record: Record, policy: Policy | None) -> Row:
+def _row(record: Record, _policy: Policy | None) -> Row:
     if not {"prompt", "completion"} <= record.columns.keys():
         return Row(record.place, {}, left_out="the entry has no prompt or no completion")
     step = whole_number(record, "gen_step" if "gen_step" in record.columns else "step")
     columns = pick(record, {"advantage": "advantages"})
-    columns["prompt"] = without_bos(prompt_of(record, "prompt"), policy)
+    columns["prompt"] = prompt_of(record, "prompt")
     columns["response"] = response_of(record, "completion")
     return Row(record.place, columns, step, {"response": "completion", "advantage": "advantages"})
 

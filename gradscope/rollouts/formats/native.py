@@ -13,7 +13,7 @@ from gradscope.errors import InputError, checked
 from gradscope.policy import Policy
 from gradscope.rollouts.batch import TokenBatch
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import Format, Row
+from gradscope.rollouts.formats.base import Format, Row, whole_number
 from gradscope.runs import replacing
 
 COLUMNS = (
@@ -30,7 +30,10 @@ COLUMNS = (
     "response_mask",
     "temperature",
 )
-"""Columns with a meaning here; other columns are ignored."""
+"""Columns with a meaning here, which near misses are told of; other columns are ignored."""
+
+MORE = ("step", "chat_template_kwargs", "group_reward_mean", "group_reward_std")
+"""Columns with a meaning here, too, but with names near which users may have columns of their own."""
 
 ALIASES = {
     "mask": "response_mask",
@@ -66,14 +69,17 @@ def count_columns(names: Iterable[str]) -> int:
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
     for record in records:
         _check_names(record.place, record.columns)
-        yield Row(record.place, {name: value for name, value in record.columns.items() if name in COLUMNS})
+        columns = {
+            name: value for name, value in record.columns.items() if name in (*COLUMNS, *MORE) and name != "step"
+        }
+        yield Row(record.place, columns, whole_number(record, "step"))
 
 
-NATIVE = Format("native", needs=frozenset(), knows=" ".join(COLUMNS), rows=_rows)
+NATIVE = Format("native", needs=frozenset(), knows=" ".join((*COLUMNS, *MORE)), rows=_rows)
 """A row holds `prompt_ids` + `response_ids` (taken as they are; refused where most rows' text says something else) or
-`prompt` + `response` (encoded by the policy; a chat goes through its template), then any of COLUMNS; null is none.
-Within the log-probabilities and a list of `advantage`, null and NaN may stand where `response_mask` drops the
-token. Without `group`, identical prompts share one."""
+`prompt` + `response` (encoded by the policy; a chat goes through its template), then any of COLUMNS and MORE; null, NaN
+and infinity are unknown, and what stands where `response_mask` drops the token is not looked at. Without `group`,
+identical prompts of a step share one."""
 
 
 @checked

@@ -15,17 +15,17 @@ from gradscope.rollouts.formats.base import (
     pick,
     whole_number,
 )
-from gradscope.rollouts.formats.text import prompt_of, without_bos
+from gradscope.rollouts.formats.text import prompt_of
 from gradscope.runs import parse_json
 
 NEEDS = ("prompt", "responses", "scores")
 NAMES = {"response": "responses", "reward": "scores", "temperature": "sampling_params"}
 
 
-def _row(record: Record, policy: Policy | None) -> Row:
+def _row(record: Record, _policy: Policy | None) -> Row:
     columns = pick(record, {"response": "responses", "reward": "scores"})
     if "prompt" in record.columns:
-        columns["prompt"] = without_bos(prompt_of(record, "prompt"), policy)
+        columns["prompt"] = prompt_of(record, "prompt")
     temperature = _temperature(record.columns.get("sampling_params"))
     if temperature is not None:
         columns["temperature"] = temperature

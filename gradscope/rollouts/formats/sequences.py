@@ -39,7 +39,7 @@ def split_sequence(
     end = len(given[ids]) if length is None else length
     kept = given[mask][:end]
     if 1 not in kept:
-        return Row(record.place, {}, step, left_out=MASKED_OUT)
+        return Row(record.place, columns, step, left_out=MASKED_OUT)
     start = kept.index(1)
     row = {"prompt_ids": given[ids][:start], "response_ids": given[ids][start:end], "response_mask": kept[start:]}
     for native, name in per_token.items():

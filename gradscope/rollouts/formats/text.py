@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from gradscope.errors import InputError, show
-from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import need
 
@@ -42,16 +41,6 @@ def response_of(record: Record, name: str) -> Any:
             "tokenized again (tool calls and several turns cannot); give native rows with `response_ids`"
         )
     return messages[0].get("content", "")
-
-
-def without_bos(prompt: Any, policy: Policy | None) -> Any:
-    """A templated prompt without the beginning-of-sequence token that its tokenizer will add once more."""
-    tokenizer = policy.tokenizer if policy else None
-    bos = getattr(tokenizer, "bos_token", None)
-    if not bos or not isinstance(prompt, str) or not prompt.startswith(bos):
-        return prompt
-    doubled = tokenizer(prompt).input_ids[:2] == [tokenizer.bos_token_id] * 2
-    return prompt.removeprefix(bos) if doubled else prompt
 
 
 def _without_nulls(message: Any) -> Any:

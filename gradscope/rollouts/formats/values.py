@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
+from typing import Any
+
 import numpy as np
 
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy, check_prompt
 from gradscope.rollouts.batch import LARGEST, ROUNDING, Response
-from gradscope.rollouts.formats.base import Row
+from gradscope.rollouts.formats.base import ReadingOptions, Row
+from gradscope.runs import parse_json
 
 ID_COLUMNS = ("prompt_ids", "response_ids", "prompt", "response")
 
@@ -15,12 +20,12 @@ LARGEST_ID = 2**31
 """No vocabulary is that large; an id beyond is none."""
 
 
-def parse_ids(row: Row, policy: Policy | None) -> tuple[list[int], list[int]]:
+def parse_ids(row: Row, policy: Policy | None, options: ReadingOptions) -> tuple[list[int], list[int]]:
     """Ids of prompt and response, checked against the policy's vocabulary; text is encoded."""
     if "prompt_ids" in row.columns and "response_ids" in row.columns:
         return _check_ids(row, "prompt_ids", policy), _check_ids(row, "response_ids", policy)
     if "prompt" in row.columns and "response" in row.columns:
-        return _encode(row, policy)
+        return _encode(row, policy, options)
     has = ", ".join(name for name in ID_COLUMNS if name in row.columns) or "none of them"
     raise InputError(
         f"{row.place}: a row needs `prompt_ids` and `response_ids`, or `prompt` and `response`; this one has {has}"
@@ -28,10 +33,9 @@ def parse_ids(row: Row, policy: Policy | None) -> tuple[list[int], list[int]]:
 
 
 def check_sizes(row: Row, prompt_ids: list[int], response_ids: list[int], policy: Policy | None) -> None:
-    """Raise InputError for an empty prompt or response, and for a row longer than the policy's context."""
-    for name, ids in (("prompt", prompt_ids), ("response", response_ids)):
-        if not ids:
-            raise InputError(f"{row.place}: the {name} is empty; give at least one token, or leave the row out")
+    """Raise InputError for an empty prompt, and for a row longer than the policy's context."""
+    if not prompt_ids:
+        raise InputError(f"{row.place}: the prompt is empty; give at least one token, or leave the row out")
     context = policy.context if policy else None
     if context is not None and len(prompt_ids) + len(response_ids) > context:
         raise InputError(
@@ -56,68 +60,117 @@ def _check_ids(row: Row, name: str, policy: Policy | None) -> list[int]:
     return ids
 
 
-def _encode(row: Row, policy: Policy | None) -> tuple[list[int], list[int]]:
+def is_templated(row: Row) -> bool:
+    """Whether the prompt's ids are made by the chat template."""
+    return not {"prompt_ids", "response_ids"} <= row.columns.keys() and isinstance(row.columns.get("prompt"), list)
+
+
+def _encode(row: Row, policy: Policy | None, options: ReadingOptions) -> tuple[list[int], list[int]]:
     prompt, response = row.columns["prompt"], row.columns["response"]
     if policy is None:
         raise InputError(f"{row.place}: the row is text; give the policy too, or `prompt_ids` and `response_ids`")
     if not isinstance(response, str):
         raise InputError(f"{row.place}: `{row.label('response')}` is {show(response)}; give a string")
     check_prompt(prompt, row.place)
+    told = {**_template_kwargs(row), **(options.chat_template_kwargs or {})}
     try:
-        return policy.encode_prompt(prompt), policy.encode_response(response)
+        return policy.encode_prompt(prompt, chat_template_kwargs=told), policy.encode_response(response)
     except InputError as error:
         raise InputError(f"{row.place}: {error}") from error
 
 
-def parse_response(row: Row, prompt_ids: list[int], response_ids: list[int], group: int) -> Response:
-    """All that a row says about its response, each value as long as it and finite where the response is kept."""
-    kept = parse_mask(row, len(response_ids))
-    advantage = row.columns.get("advantage")
-    if advantage is not None:
-        per_token = isinstance(advantage, list)
-        advantage = parse_per_token(row, "advantage", kept) if per_token else _number(row, "advantage")
-    temperature = _number(row, "temperature") if "temperature" in row.columns else 1.0
-    if temperature < 1 / LARGEST:
+def _template_kwargs(row: Row) -> dict[str, Any]:
+    """The row's own arguments of the chat template: an object, or its JSON; without nulls, which parquet fills in."""
+    given = row.columns.get("chat_template_kwargs", {})
+    if isinstance(given, str):
+        with suppress(ValueError):
+            given = parse_json(given)
+    if not isinstance(given, dict):
         raise InputError(
-            f"{row.place}: `{row.label('temperature')}` is {temperature:g}; give a positive one, {1 / LARGEST:g} or "
-            "more (0, greedy, has no gradient)"
+            f"{row.place}: `{row.label('chat_template_kwargs')}` is {show(given)}; give an object, such as "
+            '{"enable_thinking": false}'
         )
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def parse_response(
+    row: Row, prompt_ids: list[int], response_ids: list[int], group: int, kept: np.ndarray, options: ReadingOptions
+) -> Response:
+    """All that a row says about its response, each list as long as it; None, or NaN at a token, where it is unknown."""
+    advantage = row.columns.get("advantage")
+    if isinstance(advantage, list):
+        advantage = parse_per_token(row, "advantage", kept)
+        if np.isnan(np.array(advantage)[kept]).all():
+            advantage = None
+    elif advantage is not None:
+        advantage = parse_number(row, "advantage")
+    temperature = options.temperature
+    if temperature is None:
+        temperature = parse_number(row, "temperature") if "temperature" in row.columns else 1.0
+        if temperature is None or temperature < 1 / LARGEST:
+            raise InputError(
+                f"{row.place}: `{row.label('temperature')}` is {show(row.columns['temperature'])}; give a positive "
+                f"one, {1 / LARGEST:g} or more (0, greedy, has no gradient)"
+            )
     return Response(
         prompt_ids=prompt_ids,
         response_ids=response_ids,
         group=group,
         temperature=temperature,
-        reward=_number(row, "reward") if "reward" in row.columns else None,
+        reward=parse_reward(row, options, needed=advantage is None),
         advantage=advantage,
         old_logprobs=parse_logprobs(row, "old_logprobs", kept),
         ref_logprobs=parse_logprobs(row, "ref_logprobs", kept),
         sampler_logprobs=parse_logprobs(row, "sampler_logprobs", kept),
-        response_mask=kept.tolist() if "response_mask" in row.columns else None,
+        response_mask=None if kept.all() else kept.tolist(),
+        step=row.step,
+        group_reward_mean=parse_number(row, "group_reward_mean"),
+        group_reward_std=parse_number(row, "group_reward_std"),
+    )
+
+
+def parse_reward(row: Row, options: ReadingOptions, *, needed: bool = True) -> float | None:
+    """The row's reward, of a dictionary the entry that the options name; None where it is unknown.
+
+    needed: without it, a dictionary of which none is named is no error.
+    """
+    reward = row.columns.get("reward")
+    if not isinstance(reward, dict):
+        return parse_number(row, "reward")
+    reward = {name: value for name, value in reward.items() if value is not None}
+    key = options.reward_key if options.reward_key is not None or len(reward) != 1 else next(iter(reward))
+    if key in reward:
+        return parse_number(Row(row.place, {"reward": reward[key]}, labels={"reward": key}), "reward")
+    if key is None and not needed:
+        return None
+    named = ", ".join(sorted(map(str, reward))) or "no entry"
+    raise InputError(
+        f"{row.place}: `{row.label('reward')}` is a dictionary ({named}) "
+        + (f"without {key!r}; " if key is not None else "; ")
+        + "say which entry is the reward: --reward-key NAME (in Python reward_key=)"
     )
 
 
 def parse_mask(row: Row, length: int) -> np.ndarray:
-    """Which response tokens are kept, [length] of bool; all of them where the row has no mask."""
+    """Which response tokens are kept, maybe none, [length] of bool; all of them where the row has no mask."""
     if "response_mask" not in row.columns:
         return np.ones(length, dtype=bool)
     mask, name = row.columns["response_mask"], row.label("response_mask")
     if not isinstance(mask, list) or not set(map(type, mask)) <= {bool, int, float} or not set(mask) <= {0, 1}:
         raise InputError(f"{row.place}: `{name}` is {show(mask)}; give a list of true/false (or 1/0) per token")
     _check_length(row, "response_mask", mask, length)
-    kept = np.array(mask, dtype=bool)
-    if not kept.any():
-        raise InputError(f"{row.place}: `{name}` keeps no token; leave the row out")
-    return kept
+    return np.array(mask, dtype=bool)
 
 
 def parse_logprobs(row: Row, name: str, kept: np.ndarray) -> list[float] | None:
-    """Log-probabilities per response token, at most 0; None where the row has none."""
+    """Log-probabilities per response token, at most 0, NaN where unknown; None where the row has none."""
     if name not in row.columns:
         return None
     values = np.array(parse_per_token(row, name, kept))
     above = values > ROUNDING  # False for NaN
-    if above.any():
-        position = int(above.argmax())
+    values[above & ~kept] = np.nan
+    if (above & kept).any():
+        position = int((above & kept).argmax())
         raise InputError(
             f"{row.place}: `{row.label(name)}` holds {values[position]:g} at position {position}; a log-probability is "
             "at most 0 (natural logarithm; are these probabilities?)"
@@ -125,26 +178,37 @@ def parse_logprobs(row: Row, name: str, kept: np.ndarray) -> list[float] | None:
     return np.minimum(values, 0.0).tolist()
 
 
-def parse_per_token(row: Row, name: str, kept: np.ndarray, *, holes: bool = False) -> list[float]:
-    """One finite number per kept token; NaN where a dropped token's is unknown, and with `holes` a kept one's too."""
+def parse_per_token(row: Row, name: str, kept: np.ndarray) -> list[float]:
+    """A number per response token, NaN where it is null, NaN or infinite; what stands at a dropped token is no matter.
+
+    Raises InputError for what is no list of numbers as long as the response, and a kept one beyond ±LARGEST.
+    """
     values, label = row.columns[name], row.label(name)
     if not isinstance(values, list) or not set(map(type, values)) <= {int, float, bool, type(None)}:
         raise InputError(f"{row.place}: `{label}` is {show(values)}; give a list of numbers, one per response token")
     _check_length(row, name, values, len(kept))
     try:
         numbers = np.array(values, dtype=np.float64)  # None becomes NaN
-    except OverflowError as error:
-        raise InputError(f"{row.place}: `{label}` holds a number beyond 1e308; give finite ones") from error
+    except OverflowError:
+        numbers = np.array([math.nan if value is None else _float(value) for value in values])
+    numbers[np.isinf(numbers)] = np.nan
     beyond = np.abs(numbers) > LARGEST  # False for NaN
-    numbers[beyond & ~kept] = np.nan  # such as -inf for a token that was not sampled
-    wrong = (beyond | (np.isnan(numbers) & (not holes))) & kept
-    if wrong.any():
-        position = int(wrong.argmax())
+    numbers[beyond & ~kept] = np.nan
+    if (beyond & kept).any():
+        position = int((beyond & kept).argmax())
         raise InputError(
             f"{row.place}: `{label}` holds {numbers[position]} at position {position}; give a finite number within "
             f"±{LARGEST:g}, or drop the token with `response_mask`"
         )
     return numbers.tolist()
+
+
+def _float(value: int | float) -> float:
+    """The number, and for a whole one that no float holds the largest that one does."""
+    try:
+        return float(value)
+    except OverflowError:
+        return 1.7e308 if value > 0 else -1.7e308
 
 
 def _check_length(row: Row, name: str, values: list, length: int) -> None:
@@ -155,8 +219,11 @@ def _check_length(row: Row, name: str, values: list, length: int) -> None:
         )
 
 
-def _number(row: Row, name: str) -> float:
-    value = row.columns[name]
-    if not isinstance(value, (int, float)) or not abs(value) <= LARGEST:  # NaN is not, either
+def parse_number(row: Row, name: str) -> float | None:
+    """The row's number of that name; None where it has none, or NaN or an infinite one."""
+    value = row.columns.get(name)
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return None
+    if not isinstance(value, int | float) or not abs(value) <= LARGEST:
         raise InputError(f"{row.place}: `{row.label(name)}` is {show(value)}; give a finite number within ±{LARGEST:g}")
     return float(value)

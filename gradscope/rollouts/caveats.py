@@ -1,0 +1,146 @@
+"""What a batch's own numbers say against it, before anything is measured: advantages, groups, certain tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from gradscope.rollouts.batch import Note, TokenBatch
+
+KINDS = ("zero-advantages", "groups-of-one", "impossible-advantages", "certain-tokens")
+"""Kinds of the notes that are made here."""
+ROUNDED = 1e-2
+"""Share by which a logged advantage may exceed what is possible: logs round."""
+CHANCE = 0.01
+"""Runs of certain tokens are told where chance would make so long a one in so few of such batches."""
+SHORTEST = 3
+"""Fewer certain tokens in a row are no run."""
+
+
+def with_caveats(batch: TokenBatch, **known: Any) -> TokenBatch:
+    """The batch with the notes of `find_caveats`, which takes the keywords, in the place of earlier ones of these
+    kinds."""
+    others = tuple(note for note in batch.notes if note.kind not in KINDS)
+    return replace(batch, notes=others + find_caveats(batch, **known))
+
+
+def find_caveats(
+    batch: TokenBatch, *, left_out: Mapping[int | None, int] | None = None, stop_ids: Collection[int] = ()
+) -> tuple[Note, ...]:
+    """A note for each thing that the batch's own numbers say against it.
+
+    left_out: how many responses of each step are not in the batch; any group may have been larger by them. stop_ids:
+    of tokens that end a response.
+    """
+    found = (_describe_groups(batch), _describe_advantages(batch, left_out or {}), _describe_certain(batch, stop_ids))
+    return tuple(note for notes in found for note in notes)
+
+
+def _describe_groups(batch: TokenBatch) -> list[Note]:
+    """Of advantages that are made of rewards: groups of one response, and groups without an advantage."""
+    if batch.advantages is not None or batch.rewards is None:
+        return []
+    _, group, sizes = batch.group_ids.unique(return_inverse=True, return_counts=True)
+    if batch.group_reward_stds is None:
+        highest = torch.zeros(len(sizes)).scatter_reduce_(0, group, batch.rewards, "amax", include_self=False)
+        lowest = torch.zeros(len(sizes)).scatter_reduce_(0, group, batch.rewards, "amin", include_self=False)
+        alone, flat = (sizes == 1)[group], (highest == lowest)[group]
+        raw = torch.zeros_like(alone)
+    else:
+        # Mean 0 and standard deviation 1 of a group of one: its trainer keeps the reward.
+        raw = (sizes == 1)[group] & (batch.group_reward_means == 0) & (batch.group_reward_stds == 1)
+        flat = (batch.group_reward_stds == 0) | (raw & (batch.rewards == 0))
+        alone = raw | ((sizes == 1)[group] & flat)
+    notes, prompts = [], len(sizes)
+    count = int(alone.sum())
+    if count:
+        rule = "its raw reward is its advantage, as this trainer has it" if raw.any() else "its advantage is 0"
+        notes.append(Note(f"{count} of {prompts} groups hold one response: {rule}", "groups-of-one"))
+    if flat.all():
+        equal = int((flat & ~alone).sum())
+        causes = [f"{count} groups of one response"] if count else []
+        causes += [f"equal rewards in the {prompts - count} other groups" if count else "equal rewards in each group"]
+        causes = causes if equal or not count else causes[:1]
+        notes.insert(
+            0, Note(f"all advantages are 0 ({', '.join(causes)}): the loss has no gradient", "zero-advantages")
+        )
+    return notes
+
+
+def _describe_advantages(batch: TokenBatch, left_out: Mapping[int | None, int]) -> list[Note]:
+    """Of advantages that are given: all 0, or larger than any that a group of that size can have."""
+    if batch.advantages is None:
+        return []
+    kept, advantages = batch.response_mask, batch.advantages
+    if bool((advantages[kept] == 0).all()):
+        return [Note("all advantages of the log are 0: the loss has no gradient", "zero-advantages")]
+    _, group, sizes = batch.group_ids.unique(return_inverse=True, return_counts=True)
+    steps = [None] * len(batch) if batch.steps is None else batch.steps.tolist()
+    sizes = sizes[group] + torch.tensor(
+        [left_out.get(step, 0) + left_out.get(None, 0) * (step is not None) for step in steps]
+    )
+    unknown = math.nan
+    highest = advantages.masked_fill(~kept, -math.inf).amax(1)
+    lowest = advantages.masked_fill(~kept, math.inf).amin(1)
+    each = torch.where(highest == lowest, highest, unknown)  # one number per response, or none
+    # Of n numbers with mean 0 and mean square 1, none exceeds √(n − 1); with the sample's (n − 1), less.
+    beyond = each.abs() > (sizes - 1).clamp(min=0).sqrt() * (1 + ROUNDED) + 1e-3
+    if not beyond.any():
+        return []
+    words = (
+        f"advantages of {int(beyond.sum())} of {len(batch)} responses exceed √(n − 1), which none does that is "
+        "normalised within its group of n: the log was normalised otherwise, or its groups are not those that are told "
+        "here"
+    )
+    return [Note(words, "impossible-advantages")]
+
+
+def _describe_certain(batch: TokenBatch, stop_ids: Collection[int]) -> list[Note]:
+    """Of log-probabilities that are exactly 0 at many tokens in a row, and at tokens that end responses."""
+    values = batch.old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
+    if values is None:
+        return []
+    kept = batch.response_mask
+    certain = kept & (values == 0)
+    if not certain.any() or bool(certain[kept].all()):
+        return []  # a log without any log-probability is refused where it is held against the policy's
+    lengths = _run_lengths(certain)
+    last = kept & (kept.flip(1).cumsum(1).flip(1) == 1)
+    alone = certain & ~last & (lengths < SHORTEST)
+    others = int((kept & ~certain).sum() + alone.sum())
+    share = math.sqrt(int(alone.sum()) / others) if others else 0.0  # certain tokens come together: more than by chance
+    least = SHORTEST
+    if share:
+        least = (
+            max(SHORTEST, math.ceil(math.log(CHANCE / int(kept.sum())) / math.log(share))) if share < 1 else math.inf
+        )
+    runs = certain & (lengths >= least)
+    if runs.any():
+        notes = [
+            f"{int(runs.sum())} tokens of {int(runs.any(1).sum())} responses have a log-probability of exactly 0, "
+            f"{least} or more in a row: a tool's output, or what else nobody sampled, counts as sampled unless a mask "
+            "drops it"
+        ]
+    else:
+        notes = []
+    ends = last & certain & ~runs & torch.isin(batch.input_ids, torch.tensor(sorted(stop_ids), dtype=torch.long))
+    if ends.any() and int(ends.sum()) > 3 * share * int(last.sum()):
+        notes.append(
+            f"the token that ends {int(ends.sum())} of {len(batch)} responses has a log-probability of exactly 0: it "
+            "may have been put there, not sampled"
+        )
+    return [Note(words, "certain-tokens") for words in notes]
+
+
+def _run_lengths(mask: Bool[Tensor, "B S"]) -> Float[Tensor, "B S"]:
+    """Of each True, how many stand in its unbroken run; 0 elsewhere."""
+    columns = torch.arange(mask.shape[1])
+    before = torch.where(mask, -1, columns).cummax(1).values  # the last False up to here
+    after = torch.where(mask, mask.shape[1], columns).flip(1).cummin(1).values.flip(1)
+    return torch.where(mask, after - before - 1, 0)
