@@ -6,21 +6,30 @@ import math
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from torch import nn
 from transformers import TrainerCallback
 
 from gradscope.errors import InputError
-from gradscope.integrations.trl_batch import Inputs, batch_from_trl, response_denominators, trl_settings
-from gradscope.integrations.trl_measure import StepMeasurement, measure_step
+from gradscope.integrations.trl_batch import Inputs, batch_from_trl
+from gradscope.integrations.trl_losses import SUMMED_LOGPROBS, step_loss
+from gradscope.integrations.trl_measure import StepMeasurement, measure_step, name_bins
 from gradscope.intervals import EDGES, interval_labels
+from gradscope.objective import ORDERS
 from gradscope.policy import lost_text
 from gradscope.runs import write_parquet
 
 Number = int | float
+TOLERANCE = 0.01
+"""Relative difference of the measured and the trainer's own gradient norm beyond which a warning is due."""
+UNDERFLOW = 1e-15
+"""Norms below which squares in float32 are no longer numbers."""
+WATCHED = ("compute_loss", "_get_per_token_logps_and_entropies", "_get_grad_norm")
+"""Methods of the trainer that are looked at from outside while it trains."""
 
 
 class GradScopeCallback(TrainerCallback):
@@ -31,21 +40,24 @@ class GradScopeCallback(TrainerCallback):
     Logged beside TRL's own metrics, with the prefix gradscope/, and a row of `OUTPUT_DIR/gradscope/metrics.parquet`
     (with the column `step`). A probability bin of π_old is named by its edges in percent, p0-25; G_a is the part of the
     gradient of TRL's loss, with its denominators and before clipping, that the tokens of bin a have, over all weights
-    that are trained: grad_norm/a, grad_norm/all: ‖G_a‖, ‖G‖ for G = Σ G_a, which is TRL's grad_norm unless Lopti splits
-    the step in two; grad_share/a: ⟨G_a, G⟩/‖G‖², adds up to 1; with cosines=True grad_cosine/a/b, grad_cosine/a/all: of
-    G_a with G_b, and with G; token_share/a: share of the tokens; right_direction_positive/a,
-    right_direction_negative/a: of the tokens with such an advantage, the share whose probability the whole step (both
-    of Lopti's) moved that way; num_tokens; seconds: what measuring cost. What is undefined (a bin without tokens) is
-    left out of the log and NaN in the file.
+    that are trained: grad_norm/a, grad_norm/all: ‖G_a‖, ‖G‖ for G = Σ G_a; grad_share/a: ⟨G_a, G⟩/‖G‖², adds up to 1;
+    with cosines=True grad_cosine/a/b, grad_cosine/a/all: of G_a with G_b, and with G; token_share/a: share of the
+    tokens; right_direction_positive/a, right_direction_negative/a: of the tokens with such an advantage, the share
+    whose probability the whole step (both of Lopti's) moved that way; num_tokens; seconds: what measuring cost.
+    grad_norm_ratio: ‖G‖ over the trainer's own gradient norm before clipping, 1 where what is measured is what is
+    trained; a warning names both where they differ by more than 1 %. With Lopti both are of its first pass, if η is one
+    of the edges. What is undefined (a bin without tokens) is left out of the log and NaN in the file.
 
-    With a trainer that has a `reweight_alpha`, it is in the weights. A cost of every measured step: three forward
-    passes and a backward pass per interval; memory: a vector as long as the weights per interval, one more with LoRA.
-    Nothing about the training changes. How much time it took is printed at the end. A new run in the same folder starts
-    the file anew, a resumed one goes on with it. Of several processes the main one measures its own responses; the
-    others wait.
+    RLOOTrainer is measured too: it keeps π_old of whole responses alone, so that its bins are of the policy before the
+    step. With a trainer that has a `reweight_alpha` or a `weighting`, that is in the weights. A cost of every measured
+    step: three forward passes and a backward pass per interval; memory: a vector as long as the weights per interval,
+    one more with LoRA. Nothing about the training changes. How much time it took is printed at the end. A new run in
+    the same folder starts the file anew, a resumed one goes on with it. Several processes measure together, and the
+    numbers are of all their responses.
 
     edges: of the bins. micro_batch_size: most responses in one forward pass. Raises InputError for a trainer that
-    is not GRPOTrainer, losses that `trl_settings` refuses, weights in shards (DeepSpeed, FSDP), and numbers below 1.
+    is neither GRPOTrainer nor RLOOTrainer or has a loss of its own, for losses that `trl_settings` refuses, weights in
+    shards (DeepSpeed, FSDP), and numbers below 1.
     """
 
     def __init__(
@@ -60,8 +72,7 @@ class GradScopeCallback(TrainerCallback):
         for name, number in (("every", every), ("micro_batch_size", micro_batch_size)):
             if number < 1:
                 raise InputError(f"{name} is {number}; give 1 or more")
-        if not hasattr(trainer, "_generate_and_score_completions"):
-            raise InputError(f"the trainer is a {type(trainer).__name__}; give TRL's GRPOTrainer, or a subclass of it")
+        self.loss = step_loss(trainer)
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             raise InputError("the weights lie in shards (DeepSpeed or FSDP), which cannot be measured; leave this out")
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
@@ -71,8 +82,6 @@ class GradScopeCallback(TrainerCallback):
         interval_labels(edges)
         self.trainer, self.every, self.edges, self.micro_batch_size = trainer, every, list(edges), micro_batch_size
         self.cosines = cosines
-        alpha = getattr(trainer, "reweight_alpha", None)
-        self.settings = replace(trl_settings(trainer.args).loss, reweight_alpha=alpha)
         self.path = Path(trainer.args.output_dir) / "gradscope" / "metrics.parquet"
         self.rows: list[dict[str, Any]] = []
         """A dict per measured step, as in the file."""
@@ -81,6 +90,7 @@ class GradScopeCallback(TrainerCallback):
         self._started, self._spent = 0.0, 0.0
         self._due = False
         self._window: list[Inputs] = []
+        self._norm = math.nan
         self._step: StepMeasurement | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -91,7 +101,7 @@ class GradScopeCallback(TrainerCallback):
         self._watch()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._due = state.is_world_process_zero and state.global_step % self.every == 0
+        self._due = state.global_step % self.every == 0
         self._step, self._window = None, []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -99,14 +109,56 @@ class GradScopeCallback(TrainerCallback):
             return
         started, trainer, window = time.perf_counter(), self.trainer, self._window
         self._due, self._window = False, []
-        batch = batch_from_trl(window, trainer.temperature)
-        if batch.num_tokens:
-            processes = trainer.accelerator.num_processes
-            denominators = response_denominators(trainer.args, window, num_processes=processes)
-            settings = {"edges": self.edges, "cosines": self.cosines, "micro_batch_size": self.micro_batch_size}
-            self._step = measure_step(trainer.model, batch, self.settings, denominators, **settings)
+        settings = {"edges": self.edges, "cosines": self.cosines, "micro_batch_size": self.micro_batch_size}
+        self._step = measure_step(
+            trainer.model,
+            batch_from_trl(window, trainer.temperature),
+            partial(self.loss.weights, window),
+            self.loss.denominators(window),
+            **settings,
+        )
+        if self._step is not None:
+            self._compare(state.global_step + 1)
         self._spent = time.perf_counter() - started
         self.seconds += self._spent
+
+    def _compare(self, number: int) -> None:
+        """Hold the measured norm against the trainer's own, of the step of that number."""
+        bins, theirs, ratio = self._bins_of_first_pass(), self._norm, math.nan
+        own = math.nan if bins is None else self._step.norm_of(bins)
+        if math.isfinite(theirs) and max(own, theirs) > UNDERFLOW:  # fp16 skips a step whose norm is infinite
+            ratio = own / theirs if theirs else math.inf
+        self._step.numbers["grad_norm_ratio"] = ratio
+        if abs(ratio - 1) > TOLERANCE and self.trainer.accelerator.is_main_process:
+            warnings.warn(
+                f"gradscope: the gradient that was measured in step {number} has norm {own:.6g}, and that of the "
+                f"trainer {theirs:.6g}: the numbers are not of the gradient that it trains with{self._reason()}",
+                stacklevel=2,
+            )
+
+    def _bins_of_first_pass(self) -> list[bool] | None:
+        """The bins that the trainer's norm is of: all, or Lopti's first pass with a token; None: η cuts one."""
+        method = getattr(self.trainer, "method", None)
+        if method is None or method.lopti_eta is None:
+            return [True] * (len(self.edges) - 1)
+        if method.lopti_eta not in self.edges:
+            return None
+        low = [edge < method.lopti_eta for edge in self.edges[:-1]]
+        filled = [self._step.numbers[f"token_share/{name}"] > 0 for name in name_bins(self.edges)]
+        for name in ORDERS[method.lopti_order]:
+            chosen = [is_low == (name == "low") for is_low in low]
+            if any(c and f for c, f in zip(chosen, filled, strict=True)):
+                return chosen
+        return chosen
+
+    def _reason(self) -> str:
+        """A known cause of a difference."""
+        trainer = self.trainer
+        if any(isinstance(m, nn.Dropout) and m.p > 0 for m in trainer.model.modules()):
+            return "; it has dropout, which is off while measuring"
+        if trainer.args.fp16 or trainer.args.bf16:
+            return "; it computes in half precision, and measuring in that of the weights"
+        return ""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if (step := self._step) is None:
@@ -114,10 +166,11 @@ class GradScopeCallback(TrainerCallback):
         started, self._step = time.perf_counter(), None
         step.finish(self.trainer.model, micro_batch_size=self.micro_batch_size)
         spent = time.perf_counter() - started
-        numbers = step.numbers | {"num_tokens": step.batch.num_tokens, "seconds": self._spent + spent}
+        numbers = step.numbers | {"num_tokens": step.num_tokens, "seconds": self._spent + spent}
         self.rows.append({"step": state.global_step} | numbers)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_parquet(self.path, pd.DataFrame(self.rows))
+        if state.is_world_process_zero:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_parquet(self.path, pd.DataFrame(self.rows))
         for name, value in numbers.items():
             if math.isfinite(value):
                 self.trainer._metrics["train"][f"gradscope/{name}"].append(float(value))
@@ -127,23 +180,40 @@ class GradScopeCallback(TrainerCallback):
         self._unwatch()
         if state.is_world_process_zero:
             total = time.perf_counter() - self._started
+            off = sum(abs(row.get("grad_norm_ratio", 1.0) - 1) > TOLERANCE for row in self.rows)
             print(
                 f"gradscope: measuring took {self.seconds:.1f} s, {100 * self.seconds / total:.1f} % of the training's "
                 f"{total:.1f} s; {len(self.rows)} measured steps are in {self.path}"
+                + (f"; in {off} of them the gradient was not the trainer's (grad_norm_ratio)" if off else "")
             )
 
     def _watch(self) -> None:
-        """See the micro-batches of a step that is due, as they come to the trainer's compute_loss."""
+        """See the micro-batches of a step that is due, as they come to the trainer's compute_loss, and its norms."""
         self._unwatch()
-        compute_loss = self.trainer.compute_loss
+        trainer = self.trainer
+        compute_loss, log_probs, own_norm = (getattr(trainer, name) for name in WATCHED)
 
         def watched(model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
             # Lopti's second pass shows each once more.
-            if self._due and model.training and len(self._window) < self.trainer.current_gradient_accumulation_steps:
+            if self._due and model.training and len(self._window) < trainer.current_gradient_accumulation_steps:
                 self._window.append(inputs)
             return compute_loss(model, inputs, *args, **keywords)
 
-        self.trainer.compute_loss = watched
+        def scored(*args: Any, **keywords: Any) -> Any:
+            found = log_probs(*args, **keywords)
+            if self._window and "old_logps" in (inputs := self._window[-1]) and found[0].requires_grad:
+                logps = (found[0].detach() * inputs["completion_mask"]).sum(1)
+                self._window[-1] = {**inputs, SUMMED_LOGPROBS: logps}
+            return found
+
+        def normed(*args: Any, **keywords: Any) -> Any:
+            norm = own_norm(*args, **keywords)
+            self._norm = float(norm)
+            return norm
+
+        for name, method in zip(WATCHED, (watched, scored, normed), strict=True):
+            setattr(trainer, name, method)
 
     def _unwatch(self) -> None:
-        self.trainer.__dict__.pop("compute_loss", None)
+        for name in WATCHED:
+            self.trainer.__dict__.pop(name, None)

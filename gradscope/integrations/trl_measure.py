@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 
@@ -11,11 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gradscope.gradients import gram, measuring, weighted_gradients
-from gradscope.objective import LossSettings, TokenStatistics, batch_statistics, batch_weights, own_where_unknown
+from gradscope.gradients import gram, measuring, weighted_gradients, zero_vectors
+from gradscope.objective import TokenStatistics, batch_statistics, own_where_unknown
 from gradscope.policy import flat_slices, float_parameters
 from gradscope.rollouts import TokenBatch
-from gradscope.updates import batch_direction_shares, old_intervals
+from gradscope.updates import SIGNS, batch_direction_shares, old_intervals
 
 Number = int | float
 
@@ -25,45 +26,90 @@ class StepMeasurement:
     """One optimizer step: the numbers of before it and, after `finish`, of what it did."""
 
     batch: TokenBatch
-    """With old_logprobs everywhere."""
-    before: TokenStatistics
+    """This process's responses, with old_logprobs everywhere."""
+    before: TokenStatistics | None
+    """None where no token is kept."""
     edges: Sequence[Number]
+    products: Float[np.ndarray, "bins bins"]
+    """⟨G_a, G_b⟩."""
+    num_tokens: int
+    """Of all processes."""
     numbers: dict[str, float] = field(default_factory=dict)
+
+    def norm_of(self, bins: Sequence[bool]) -> float:
+        """‖Σ G_a‖ over some of the bins."""
+        chosen = np.asarray(bins, dtype=float)
+        return math.sqrt(max(chosen @ self.products @ chosen, 0.0))
 
     def finish(self, model: nn.Module, *, micro_batch_size: int) -> None:
         """Add the right-direction shares of the step that the model has taken since."""
-        after = score(model, self.batch, micro_batch_size)
-        for row in batch_direction_shares(self.before, after, self.batch, edges=self.edges).itertuples():
-            self.numbers[f"right_direction_{row.sign}/{name_bins(self.edges)[row.interval]}"] = float(row.share)
+        names = [f"right_direction_{sign}/{name}" for name in name_bins(self.edges) for sign in SIGNS]
+        counts = torch.zeros(2, len(names), dtype=torch.float64)  # moved the right way, and moved at all
+        if self.before is not None:
+            after = score(model, self.batch, micro_batch_size)
+            shares = batch_direction_shares(self.before, after, self.batch, edges=self.edges)
+            for row in shares.itertuples():
+                place = names.index(f"right_direction_{row.sign}/{name_bins(self.edges)[row.interval]}")
+                moved = row.num_tokens - row.tied
+                counts[:, place] = torch.tensor([moved * row.share if moved else 0.0, moved])
+        right, moved = add_over_processes(counts, next(model.parameters()).device).tolist()
+        self.numbers |= {n: r / m if m else float("nan") for n, r, m in zip(names, right, moved, strict=True)}
 
 
 def measure_step(
     model: nn.Module,
     batch: TokenBatch,
-    settings: LossSettings,
+    weigh: Callable[[TokenBatch, TokenStatistics], Float[Tensor, "B S"]],
     denominators: Float[Tensor, " B"],
     *,
     edges: Sequence[Number],
     cosines: bool,
     micro_batch_size: int,
-) -> StepMeasurement:
+) -> StepMeasurement | None:
     """Norms, shares and cosines of the intervals' parts of the gradient −Σ_i 1/D_i Σ_t w_t · ∇ log π_t (Eq. 2).
 
-    denominators: D_i of each response. The gradient is over the parameters that require one. Names of the numbers are
-    those of `GradScopeCallback`. The model measures in eval mode; flags, modes and `.grad` stay as they were.
+    weigh: w_t of the batch, whose old_logprobs are then known, under the model as it is. denominators: D_i of each
+    response. The gradient is over the parameters that require one; of several processes it is the mean of theirs, which
+    all call this, each with its own responses. None if no token is kept in any. Names of the numbers are those of
+    `GradScopeCallback`. The model measures in eval mode; flags, modes and `.grad` stay as they were.
     """
-    before = score(model, batch, micro_batch_size)
-    batch = replace(batch, old_logprobs=own_where_unknown(batch.old_logprobs, before.logprob))
-    weights = batch_weights(before.logprob, batch, settings, num_tokens=batch.num_tokens).total
-    intervals = old_intervals(batch, edges)
-    masks = torch.stack([intervals == a for a in range(len(edges) - 1)])
+    device = next(model.parameters()).device
+    before, counts = None, torch.zeros(len(edges) - 1, dtype=torch.float64)
+    if batch.num_tokens:
+        before = score(model, batch, micro_batch_size)
+        batch = replace(batch, old_logprobs=own_where_unknown(batch.old_logprobs, before.logprob))
+        intervals = old_intervals(batch, edges)
+        masks = torch.stack([intervals == a for a in range(len(edges) - 1)])
+        counts = masks.flatten(1).sum(1).double()
+    counts = add_over_processes(counts, device).numpy()
+    if not counts.sum():
+        return None
+    if before is None:
+        sums = zero_vectors(model, len(counts))
+    else:
+        cotangents = -weigh(batch, before) / denominators[:, None] * masks
+        sums = weighted_gradients(model, batch, cotangents, micro_batch_size=micro_batch_size)
     trained = _trained_columns(model)
-    sums = weighted_gradients(model, batch, -weights / denominators[:, None] * masks, micro_batch_size=micro_batch_size)
-    products = gram(sums if trained is None else sums[:, trained]).numpy()
+    sums = add_over_processes(sums if trained is None else sums[:, trained], device)
+    products = gram(sums).numpy() / count_processes() ** 2
     names = name_bins(edges)
-    numbers = {f"token_share/{a}": int(mask.sum()) / batch.num_tokens for a, mask in zip(names, masks, strict=True)}
-    geometry = _geometry(products, masks.flatten(1).any(1).numpy(), names, cosines=cosines)
-    return StepMeasurement(batch, before, edges, numbers | geometry)
+    numbers = {f"token_share/{a}": float(count / counts.sum()) for a, count in zip(names, counts, strict=True)}
+    numbers |= _geometry(products, counts > 0, names, cosines=cosines)
+    return StepMeasurement(batch, before, edges, products, int(counts.sum()), numbers)
+
+
+def count_processes() -> int:
+    """Processes that train together, each on its own responses."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def add_over_processes(numbers: Tensor, device: torch.device) -> Tensor:
+    """The sum of all processes' tensors, where this one's is; device: that of the processes' weights."""
+    if count_processes() == 1:
+        return numbers
+    moved = numbers.to(device)
+    torch.distributed.all_reduce(moved)
+    return moved.to(numbers.device)
 
 
 def name_bins(edges: Sequence[Number]) -> list[str]:

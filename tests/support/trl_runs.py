@@ -47,12 +47,13 @@ def make_trainer(
     peft: Any = None,
     move: float = 0.0,
     eval_rows: int = 0,
+    config: Any = None,
     **settings: Any,
 ) -> Any:
     """A GRPOTrainer of that kind (None: TRL's own) on four prompts, eight responses of ten tokens to a step.
 
     methods: further arguments of the trainer. move: noise on the weights, so that the policy is not the reference.
-    settings: of GRPOConfig.
+    config: the class of its settings (None: GRPOConfig).
     """
     from datasets import Dataset
 
@@ -79,7 +80,7 @@ def make_trainer(
     trainer = (kind or trl.GRPOTrainer)(
         model=model,
         reward_funcs=even_tokens,
-        args=trl.GRPOConfig(output_dir=str(out), **defaults | settings),
+        args=(config or trl.GRPOConfig)(output_dir=str(out), **defaults | settings),
         train_dataset=rows,
         eval_dataset=rows.select(range(eval_rows)) if eval_rows else None,
         processing_class=make_tokenizer(),

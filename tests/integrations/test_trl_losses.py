@@ -1,0 +1,367 @@
+"""The callback beside TRL's trainers: what it measures is the trainer's own gradient, or it says that it is not."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from support.policies import save_checkpoint
+from support.processes import launch
+from support.tiers import every
+from support.trl_runs import Recorder, import_trl, make_trainer, needs_trl, save_policy, train
+from torch import nn
+
+from gradscope.errors import InputError
+from gradscope.integrations.trl_batch import batch_from_trl
+from gradscope.integrations.trl_callback import GradScopeCallback
+from gradscope.integrations.trl_losses import step_loss
+from gradscope.integrations.trl_measure import score
+from gradscope.objective import make_weighting
+
+pytestmark = needs_trl
+
+SAME = 1e-4
+"""Two programs' norms of one gradient in float32."""
+ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+BINS = ["p0-25", "p25-50", "p50-75", "p75-100"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+def rloo(checkpoint, folder, **settings):
+    trl = import_trl()
+    return make_trainer(checkpoint, folder, kind=trl.RLOOTrainer, config=trl.RLOOConfig, **settings)
+
+
+def watch(trainer, *, every=1, **settings):
+    callback = GradScopeCallback(trainer, every=every, micro_batch_size=3, **settings)
+    trainer.add_callback(callback)
+    return callback
+
+
+def with_loss(kind, name, change):
+    """A subclass whose method of that name hands the trainer's own result to `change`."""
+
+    def method(self, *args, **keywords):
+        return change(self, getattr(kind, name)(self, *args, **keywords))
+
+    return type("Mine", (kind,), {name: method})
+
+
+# ---- who is measured
+
+
+def test_gmpo_is_refused_by_name(checkpoint, tmp_path):
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+    trainer = make_trainer(checkpoint, tmp_path, kind=GMPOTrainer, config=GMPOConfig)
+    with pytest.raises(InputError, match=r"^GMPOTrainer\._compute_loss is not GRPOTrainer's"):
+        GradScopeCallback(trainer)
+
+
+@pytest.mark.parametrize("kind", ["GRPOTrainer", "RLOOTrainer", "GradScopeGRPOTrainer"])
+@pytest.mark.parametrize("name", ["_compute_loss", "compute_loss"])
+def test_a_loss_of_its_own_is_refused_by_name(checkpoint, tmp_path, kind, name):
+    from gradscope.integrations.trl import GradScopeGRPOTrainer
+
+    trl = import_trl()
+    base = GradScopeGRPOTrainer if kind == "GradScopeGRPOTrainer" else getattr(trl, kind)
+    config = trl.RLOOConfig if kind == "RLOOTrainer" else None
+    trainer = make_trainer(checkpoint, tmp_path, kind=with_loss(base, name, lambda _, loss: 2 * loss), config=config)
+    with pytest.raises(InputError, match=rf"^Mine\.{name} is not") as caught:
+        GradScopeCallback(trainer)
+    assert "\n" not in str(caught.value)
+    plain = make_trainer(checkpoint, tmp_path, kind=base, config=config)
+    assert GradScopeCallback(plain).loss is not None
+    setattr(plain, name, lambda *_, **__: torch.zeros(()))
+    with pytest.raises(InputError, match=f"{name}, set on the trainer itself"):
+        GradScopeCallback(plain)
+
+
+def test_a_subclass_that_changes_rewards_and_logging_is_measured(checkpoint, tmp_path):
+    base = import_trl().GRPOTrainer
+    kind = with_loss(base, "_calculate_rewards", lambda _, rewards: 3 * rewards + 1)
+    trainer = make_trainer(checkpoint, tmp_path, kind=with_loss(kind, "log", lambda _, out: out), max_steps=1)
+    callback = watch(trainer)
+    train(trainer)
+    assert callback.rows[0]["grad_norm_ratio"] == pytest.approx(1, abs=SAME)
+
+
+def test_the_experts_auxiliary_loss_that_the_models_config_switches_on_is_refused(tmp_path):
+    folder = save_checkpoint(tmp_path / "policy", "qwen3_moe")
+    with pytest.raises(InputError, match=r"router_aux_loss_coef is 0\.001"):
+        GradScopeCallback(make_trainer(folder, tmp_path))  # GRPOConfig's is None, which is the model's own
+    assert GradScopeCallback(make_trainer(folder, tmp_path, router_aux_loss_coef=0.0)).loss is not None
+
+
+# ---- the norm beside the trainer's own
+
+UNCORRECTED = {"use_bias_correction_kl": False}
+RUNS = {
+    "dapo": {"loss_type": "dapo", **ACCUMULATED},
+    "weighting": {"kind": "ours", "methods": {"weighting": "cispo:eps_high=1.02"}, "loss_type": "bnpo", **UNCORRECTED},
+    "lopti": {"kind": "ours", "methods": {"reweight_alpha": 0.3, "lopti_eta": 0.5}, **ACCUMULATED},
+    "rloo": {"kind": "rloo", **ACCUMULATED},
+    "clipped": {"max_grad_norm": 1e-3, "loss_type": "grpo"},
+    "high first": {"kind": "ours", "methods": {"lopti_eta": 0.75, "lopti_order": "high-first"}},
+    "unclipped": {"max_grad_norm": 0.0, "loss_type": "bnpo"},
+    "top entropy": {"kind": "ours", "methods": {"weighting": "top-entropy:q=0.3"}, "beta": 0.0, **ACCUMULATED},
+    "empty pass": {"kind": "ours", "methods": {"lopti_eta": 0}},
+    "no passes": {"kind": "ours", "methods": {"reweight_alpha": 0.5}, "loss_type": "dr_grpo"},
+}
+
+
+def run(checkpoint, folder, *, kind=None, **settings):
+    from gradscope.integrations.trl import GradScopeGRPOTrainer
+
+    if kind == "rloo":
+        return rloo(checkpoint, folder, **settings)
+    return make_trainer(checkpoint, folder, kind=GradScopeGRPOTrainer if kind else None, **settings)
+
+
+@pytest.mark.parametrize("name", every(2, RUNS))
+def test_in_true_runs_the_ratio_is_one(checkpoint, tmp_path, name):
+    settings = {"num_iterations": 2, "beta": 0.1, "move": 0.02, "max_steps": 4} | RUNS[name]
+    trainer = run(checkpoint, tmp_path, **settings)
+    callback = watch(trainer, every=3)
+    train(trainer)
+    assert [row["step"] for row in callback.rows] == [1, 4]  # step 4 is off-policy
+    ratios = [row["grad_norm_ratio"] for row in callback.rows]
+    assert ratios == pytest.approx([1, 1], abs=SAME)
+    table = pd.read_parquet(callback.path)
+    assert list(table["grad_norm_ratio"]) == ratios
+    logged = [r["gradscope/grad_norm_ratio"] for r in trainer.state.log_history if "gradscope/grad_norm_ratio" in r]
+    assert logged == pytest.approx(ratios)
+    assert not {"compute_loss", "_get_grad_norm", "_get_per_token_logps_and_entropies"} & set(vars(trainer))
+
+
+@pytest.mark.parametrize("name", every(2, ["delightful", "icepop:low=0.8,high=1.3", "top-entropy:q=0.3"]))
+def test_a_weightings_w_are_the_slopes_of_the_loss_that_has_it(checkpoint, tmp_path, name):
+    from gradscope.integrations.trl import GradScopeGRPOTrainer
+
+    settings = {"kind": GradScopeGRPOTrainer, "methods": {"weighting": "grpo"}, "max_steps": 1, "num_iterations": 2}
+    trainer = make_trainer(checkpoint, tmp_path, loss_type="bnpo", **settings, **ACCUMULATED)
+    recorder = Recorder(trainer)
+    train(trainer)
+    trainer.model.load_state_dict(recorder.steps[0]["weights"], strict=False)
+    trainer.model.train()
+    trainer.weighting, window = make_weighting(name), []
+    for inputs in recorder.steps[0]["window"]:
+        noise = torch.randn(inputs["old_per_token_logps"].shape, generator=torch.Generator().manual_seed(0))
+        sampled = {"sampling_per_token_logps": inputs["old_per_token_logps"] + 0.3 * noise}
+        sampled["importance_sampling_ratio"] = (0.3 * noise).exp().clamp(max=1.2)
+        window.append(inputs | sampled)
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True  # its loss path; nothing is sampled here
+    batch, loss = batch_from_trl(window, trainer.temperature), step_loss(trainer)
+    weights = loss.weights(window, batch, score(trainer.model, batch, 8))
+    found = (weights / loss.denominators(window)[:, None])[batch.response_mask]
+    wanted = torch.cat([-own_slopes(trainer, part)[1][part["completion_mask"].bool()] for part in window])
+    trainer.weighting = None  # of TRL's loss alone the slopes are others
+    plain = torch.cat([-own_slopes(trainer, part)[1][part["completion_mask"].bool()] for part in window])
+    assert torch.allclose(found, wanted, atol=1e-5 * float(wanted.abs().max()))
+    assert not torch.allclose(plain, wanted, atol=1e-2 * float(wanted.abs().max()))
+
+
+def test_lopti_between_the_edges_has_no_ratio(checkpoint, tmp_path):
+    trainer = run(checkpoint, tmp_path, kind="ours", methods={"lopti_eta": 0.4}, max_steps=1)
+    callback = watch(trainer)
+    train(trainer)
+    assert math.isnan(callback.rows[0]["grad_norm_ratio"])
+    assert "gradscope/grad_norm_ratio" not in trainer.state.log_history[0]
+
+
+def test_a_step_without_any_gradient_has_no_ratio_and_no_warning(checkpoint, tmp_path):
+    trainer = make_trainer(checkpoint, tmp_path, max_steps=1)
+    trainer.reward_funcs = [lambda completion_ids, **_: [1.0] * len(completion_ids)]
+    trainer._calculate_rewards = lambda inputs, *_: torch.ones(len(inputs), 1)
+    callback = watch(trainer)
+    train(trainer)
+    assert callback.rows[0]["grad_norm/all"] == 0 and math.isnan(callback.rows[0]["grad_norm_ratio"])
+
+
+def scale_gradient(factor):
+    """The trainer's gradient made larger behind its loss."""
+
+    def change(trainer, loss):
+        if trainer.accelerator.sync_gradients:
+            for parameter in trainer.model.parameters():
+                parameter.grad *= factor
+        return loss
+
+    return with_loss(import_trl().GRPOTrainer, "training_step", change)
+
+
+@pytest.mark.parametrize(("factor", "warns"), [(1.02, True), (0.98, True), (1.005, False)])
+def test_another_gradient_than_the_measured_one_is_warned_of_with_both_norms(checkpoint, tmp_path, factor, warns):
+    trainer = make_trainer(checkpoint, tmp_path, kind=scale_gradient(factor), max_steps=1, **ACCUMULATED)
+    callback = watch(trainer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        told = train(trainer)
+    (row,), (logged, *_) = callback.rows, trainer.state.log_history
+    assert row["grad_norm_ratio"] == pytest.approx(1 / factor, rel=SAME)
+    said = [str(w.message) for w in caught if "gradscope" in str(w.message)]
+    assert len(said) == warns and ("in 1 of them" in told) == warns
+    for number in (row["grad_norm/all"], logged["grad_norm"]) if warns else ():
+        assert f"{number:.6g}" in said[0]
+
+
+def test_dropout_is_named_where_it_makes_the_difference(checkpoint, tmp_path):
+    trainer = make_trainer(checkpoint, tmp_path, max_steps=1)
+    layer = trainer.model.model.layers[0].mlp
+    layer.down_proj = nn.Sequential(nn.Dropout(0.5), layer.down_proj)
+    callback = watch(trainer)
+    with pytest.warns(UserWarning, match="dropout"):
+        train(trainer)
+    assert abs(callback.rows[0]["grad_norm_ratio"] - 1) > 0.01
+
+
+# ---- RLOO
+
+
+def own_slopes(trainer, inputs):
+    """The trainer's log-probabilities [B, C] with their graph, and ∂loss/∂log π of its own loss."""
+    own, kept = type(trainer)._get_per_token_logps_and_entropies, []
+
+    def leaf(*args, **keywords):
+        logprobs, *rest = own(trainer, *args, **keywords)
+        kept.append((logprobs, logprobs.detach().requires_grad_(True)))
+        return kept[0][1], *rest
+
+    trainer._get_per_token_logps_and_entropies = leaf
+    loss = trainer._compute_loss(trainer.model, inputs)
+    del trainer._get_per_token_logps_and_entropies
+    return kept[0][0], torch.autograd.grad(loss, kept[0][1])[0]
+
+
+def test_rloos_bins_add_up_to_its_own_gradient_and_each_is_its_tokens_part(checkpoint, tmp_path):
+    settings = {"num_iterations": 2, "epsilon": 0.05, "epsilon_high": 0.1, "beta": 0.1, "move": 0.02, "max_steps": 2}
+    settings["learning_rate"] = 1e-3
+    trainer = rloo(checkpoint, tmp_path, **settings, **ACCUMULATED)
+    callback, recorder = watch(trainer, cosines=True), Recorder(trainer)
+    train(trainer)
+    (before, step), (_, row) = recorder.steps, callback.rows
+    ratio = 0
+    trainer.model.load_state_dict(step["weights"], strict=False)
+    trainer.model.train()
+    parts = [{name: 0.0 for name in step["gradient"]} for _ in BINS]
+    for inputs in step["window"]:
+        logprobs, slopes = own_slopes(trainer, inputs)
+        log_ratio = (logprobs.detach() * inputs["completion_mask"]).sum(1) - inputs["old_logps"]
+        ratio = max(ratio, float(log_ratio.abs().max()))
+        place = (4 * logprobs.detach().exp()).long().clamp(max=3)
+        for a, part in enumerate(parts):
+            objective = (logprobs * slopes * (place == a)).sum() / len(step["window"])
+            found = torch.autograd.grad(objective, list(trainer.model.parameters()), retain_graph=True)
+            for name, gradient in zip(part, found, strict=True):
+                part[name] = part[name] + gradient
+    assert ratio > 0.1  # some responses are clipped
+    vectors = torch.stack([torch.cat([g.flatten() for g in part.values()]).double() for part in parts])
+    whole = torch.cat([g.flatten() for g in step["gradient"].values()]).double()
+    assert torch.allclose(vectors.sum(0), whole, atol=SAME * float(whole.abs().max()))
+    for name, vector in zip([*BINS, "all"], [*vectors, whole], strict=True):
+        assert row[f"grad_norm/{name}"] == pytest.approx(float(vector.norm()), rel=SAME)
+    for name, vector in zip(BINS, vectors, strict=True):
+        assert row[f"grad_share/{name}"] == pytest.approx(float(vector @ whole / (whole @ whole)), rel=1e-3, abs=SAME)
+    assert before is not step
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_rloos_weights_are_the_slopes_of_its_own_loss(checkpoint, tmp_path, normalized):
+    trainer = rloo(checkpoint, tmp_path, epsilon=0.05, epsilon_high=0.2, normalize_advantages=normalized, max_steps=1)
+    recorder = Recorder(trainer)
+    train(trainer)
+    (step,) = recorder.steps
+    trainer.model.load_state_dict(step["weights"], strict=False)
+    trainer.model.train()
+    (inputs,), loss = step["window"], step_loss(trainer)
+    noise = torch.linspace(-0.5, 0.5, len(inputs["old_logps"]))[torch.randperm(8)]
+    inputs = inputs | {"old_logps": inputs["old_logps"] + noise}  # as of another policy
+    batch = batch_from_trl(inputs, trainer.temperature)
+    weights = loss.weights([inputs], batch, score(trainer.model, batch, 8))
+    found = (weights / loss.denominators([inputs])[:, None])[batch.response_mask]
+    wanted = -own_slopes(trainer, inputs)[1][inputs["completion_mask"].bool()]
+    assert torch.allclose(found, wanted, atol=1e-5 * float(wanted.abs().max()))
+    cut = [not own.any() for own in wanted.split(inputs["completion_mask"].sum(1).tolist())]
+    assert any(cut) and not all(cut)
+
+
+def test_rloos_ratio_is_of_the_trainers_own_log_probabilities(checkpoint, tmp_path):
+    """Of a response in another precision than the trainer's the sum would be far from its own."""
+    trainer = rloo(checkpoint, tmp_path, max_steps=1)
+    callback = watch(trainer)
+    own = type(trainer)._get_per_token_logps_and_entropies
+
+    def rough(*args, **keywords):
+        found = own(trainer, *args, **keywords)
+        return found[0] - 0.05, *found[1:]  # by 0.5 nats in ten tokens, and so was π_old
+
+    trainer._get_per_token_logps_and_entropies = rough
+    train(trainer)
+    assert callback.rows[0]["grad_norm_ratio"] == pytest.approx(1, abs=SAME)
+
+
+def test_rloo_with_adapters_is_of_the_adapters_alone(checkpoint, tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    trainer = rloo(checkpoint, tmp_path, peft=lora, max_steps=2)
+    callback, recorder = watch(trainer), Recorder(trainer)
+    train(trainer)
+    for row, step in zip(callback.rows, recorder.steps, strict=True):
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in step["gradient"].values()))
+        assert row["grad_norm/all"] == pytest.approx(norm, rel=SAME)
+        assert row["grad_norm_ratio"] == pytest.approx(1, abs=SAME)
+
+
+# ---- several processes
+
+
+TOGETHER = """
+import json, os, sys, warnings
+warnings.simplefilter("ignore")
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from support.trl_runs import import_trl, make_trainer
+from gradscope.integrations.trl_callback import GradScopeCallback
+out, kind, empty = Path(sys.argv[2]), sys.argv[3], sys.argv[4] == "empty"
+trl, rank = import_trl(), int(os.environ["RANK"])
+sizes = {"per_device_train_batch_size": 4, "max_steps": 1, "ddp_backend": "gloo", "move": 0.02}
+if kind == "rloo":
+    sizes |= {"kind": trl.RLOOTrainer, "config": trl.RLOOConfig}
+trainer = make_trainer(out / "policy", out / "run", **sizes)
+own = trainer._generate_and_score_completions
+def generate(batch):
+    found = own(batch)
+    if empty and rank == 1:
+        found["completion_mask"] *= 0
+    return found
+trainer._generate_and_score_completions = generate
+callback = GradScopeCallback(trainer, micro_batch_size=3)
+trainer.add_callback(callback)
+trainer.train()
+(out / f"{rank}.json").write_text(json.dumps([trainer.accelerator.num_processes, callback.rows]))
+"""
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(("kind", "kept"), [("grpo", 80), ("grpo", 40), ("rloo", 80)])
+def test_several_processes_measure_the_gradient_of_all_their_responses(tmp_path, kind, kept):
+    save_policy(tmp_path / "policy")
+    tests = Path(__file__).parents[1]
+    (code := tmp_path / "together.py").write_text(TOGETHER)
+    for ended in launch(code, tests, tmp_path, kind, "whole" if kept == 80 else "empty"):
+        assert ended.status == 0, ended.stderr
+    (processes, (first,)), (_, (second,)) = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert processes == 2 and first["num_tokens"] == kept
+    assert first["grad_norm_ratio"] == pytest.approx(1, abs=SAME)
+    assert sum(first[f"token_share/{name}"] for name in BINS) == pytest.approx(1)
+    assert {n: v for n, v in first.items() if n != "seconds"} == {n: v for n, v in second.items() if n != "seconds"}
+    assert list(pd.read_parquet(tmp_path / "run" / "gradscope" / "metrics.parquet")["step"]) == [1]
