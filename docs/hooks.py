@@ -106,6 +106,36 @@ def make_format(name: str) -> str:
     return f"Detected by the columns {columns}. gradscope says of every log of this kind:\n\n{said}"
 
 
+def make_readers() -> str:
+    """What is asked of every format, a row each."""
+    from gradscope.rollouts import READERS
+    from gradscope.rollouts.formats.base import RETOKENISED
+
+    rows = []
+    for form in READERS.values():
+        told = form.answers
+        group = f"{told.group}; a response alone keeps its raw reward" if form.keeps_single_rewards else told.group
+        counts = told.step != "none"
+        step = f"{told.step}; after n steps a checkpoint samples n + {form.first_step}" if counts else told.step
+        begins = "what the tokenizer puts before text, once" if RETOKENISED in form.notes else "as logged"
+        link = f"[{form.name}]({form.name}.md)"
+        rows.append([link, group, step.replace("n + 0", "n"), told.sampled, told.logprobs, begins, told.left_out])
+    names = ["format", "a group", "the step", "sampled tokens", "log π", "BOS", "left out beside the common rule"]
+    return _table(names, rows)
+
+
+def make_checked() -> str:
+    """Against what each reader was held."""
+    from gradscope.rollouts import READERS
+
+    return _table(["format", "versions, how, when"], [[form.name, form.answers.checked] for form in READERS.values()])
+
+
+def _table(names: list[str], rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows)]
+    return "\n".join(lines)
+
+
 def make_architectures() -> str:
     """The tables that analyses/docs/architectures.py has measured: what is exact, what is refused and left out."""
     with (ROOT / "figures/architectures.csv").open(encoding="utf-8") as file:
@@ -211,6 +241,8 @@ MAKERS: dict[str, Callable[..., str]] = {
     "methods": make_methods,
     "glossary": make_glossary,
     "format": make_format,
+    "readers": make_readers,
+    "checked": make_checked,
     "architectures": make_architectures,
     "cli": make_cli,
     "api": make_api,

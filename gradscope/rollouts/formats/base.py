@@ -74,6 +74,24 @@ EXTRAS = ("entropy", "logprobs", "clipped")
 
 
 @dataclass(frozen=True)
+class Answers:
+    """What is asked of every format, each in a phrase: a row of the table in docs/formats."""
+
+    group: str
+    """Which responses are of one group, and so of one prompt."""
+    step: str
+    """What the log's step counts, and from which number on; which one a checkpoint sampled says `Format.first_step`."""
+    sampled: str
+    """Which tokens count as sampled: the mask, tool output, an end-of-sequence token that nobody sampled."""
+    logprobs: str
+    """Whose log-probabilities the log holds, under which names, and at which temperature."""
+    left_out: str
+    """Which rows are left out beside empty ones, fully masked ones and those without an advantage (a reward)."""
+    checked: str
+    """The trainer's versions whose logs were read, how (made by its own code, or after its source), and when."""
+
+
+@dataclass(frozen=True)
 class Format:
     """A kind of dump."""
 
@@ -97,6 +115,8 @@ class Format:
     keeps_single_rewards: bool = False
     """Whether the trainer's advantage of a response that is alone in its group is its raw reward (mean 0, standard
     deviation 1, as in verl); else it is 0. Only for logs without advantages."""
+    answers: Answers | None = None
+    """Of a format that is registered here; a reader of your own needs none."""
 
 
 def row_by_row(make: Callable[[Record, Policy | None], Row]) -> Callable[..., Iterator[Row]]:

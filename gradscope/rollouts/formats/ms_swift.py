@@ -7,6 +7,7 @@ from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import (
     NO_SPECIAL_TOKENS,
     RETOKENISED,
+    Answers,
     Format,
     Row,
     list_by_list,
@@ -34,4 +35,12 @@ MS_SWIFT = Format(
     knows="step gen_step reward entropy solution num_turns",
     rows=list_by_list(_row, NEEDS, ("step", "gen_step")),
     notes=(RETOKENISED, NO_SPECIAL_TOKENS),
+    answers=Answers(
+        group="identical prompts of a step",
+        step="`gen_step`, else `step`",
+        sampled="all of the text; no end-of-sequence token",
+        logprobs="none",
+        left_out="entries without prompt or completion",
+        checked="after the source",
+    ),
 )

@@ -13,7 +13,7 @@ from gradscope.errors import InputError, checked
 from gradscope.policy import Policy
 from gradscope.rollouts.batch import TokenBatch
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import Format, Row, whole_number
+from gradscope.rollouts.formats.base import Answers, Format, Row, whole_number
 from gradscope.runs import replacing
 
 COLUMNS = (
@@ -75,7 +75,20 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
         yield Row(record.place, columns, whole_number(record, "step"))
 
 
-NATIVE = Format("native", needs=frozenset(), knows=" ".join((*COLUMNS, *MORE)), rows=_rows)
+NATIVE = Format(
+    "native",
+    needs=frozenset(),
+    knows=" ".join((*COLUMNS, *MORE)),
+    rows=_rows,
+    answers=Answers(
+        group="`group`, else identical prompts, within a `step`",
+        step="`step`, if it is there: the training step that the responses were for, from 1",
+        sampled="those that `response_mask` keeps; without, the whole response",
+        logprobs="`old_logprobs`: the trainer's; `sampler_logprobs`: the engine's; at `temperature`",
+        left_out="none",
+        checked="gradscope's own",
+    ),
+)
 """A row holds `prompt_ids` + `response_ids` (taken as they are; refused where most rows' text says something else) or
 `prompt` + `response` (encoded by the policy; a chat goes through its template), then any of COLUMNS and MORE; null, NaN
 and infinity are unknown, and what stands where `response_mask` drops the token is not looked at. Without `group`,

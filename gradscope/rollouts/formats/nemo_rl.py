@@ -9,7 +9,7 @@ import re
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import MASKED_OUT, Format, Row, pick, row_by_row, whole_number
+from gradscope.rollouts.formats.base import MASKED_OUT, Answers, Format, Row, pick, row_by_row, whole_number
 from gradscope.rollouts.formats.sequences import split_sequence
 
 PER_TOKEN = {
@@ -47,5 +47,13 @@ NEMO_RL = Format(
         "ratios are to NeMo-RL's prev_logprobs (the trainer's own, before the step), the denominator that it trains "
         "with; its correction for the sampler's generation_logprobs is not applied",
         "the log names no prompts: samples of a step with the same tokens before the first trained one are a group",
+    ),
+    answers=Answers(
+        group="the same tokens before the first trained one, within a step",
+        step="the number in the file's name",
+        sampled="those that `token_loss_mask` keeps",
+        logprobs="`prev_logprobs`: the trainer's, by which ratios are; `generation_logprobs`: the sampler's",
+        left_out="samples whose `sample_loss_mask` is 0",
+        checked="after the source",
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import Format, Row, pick, row_by_row, whole_number
+from gradscope.rollouts.formats.base import Answers, Format, Row, pick, row_by_row, whole_number
 
 NAMES = {
     "prompt_ids": "prompt_tokens",
@@ -28,5 +28,13 @@ OPEN_INSTRUCT = Format(
     notes=(
         "the log-probabilities are the sampler's: ratios are to these, where the trainer may have recomputed its own",
         "the log has no mask: a tool's output, if there was any, counts as sampled",
+    ),
+    answers=Answers(
+        group="`prompt_idx` within a step",
+        step="`step`",
+        sampled="the whole response, a tool's output too",
+        logprobs="`logprobs`: the sampler's, by which ratios are",
+        left_out="none",
+        checked="after the source",
     ),
 )

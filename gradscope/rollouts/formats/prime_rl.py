@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import Format, Row, row_by_row, whole_number
+from gradscope.rollouts.formats.base import Answers, Format, Row, row_by_row, whole_number
 from gradscope.rollouts.formats.sequences import split_sequence
 
 PER_TOKEN = {
@@ -46,4 +46,12 @@ PRIME_RL = Format(
         "the log names no prompts: sequences of a step with the same tokens before the first trained one are a group",
     ),
     is_finished=_is_stable,
+    answers=Answers(
+        group="the same tokens before the first trained one, within a step",
+        step="`step`",
+        sampled="those that `loss_mask` keeps",
+        logprobs="`inference_logprobs`: the sampler's, by which ratios are; `trainer_logprobs`: the trainer's",
+        left_out="files without a marker STABLE",
+        checked="after the source",
+    ),
 )

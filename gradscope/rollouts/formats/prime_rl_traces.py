@@ -14,7 +14,7 @@ from typing import Any
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EMPTY, TORN, Format, Row, whole_number
+from gradscope.rollouts.formats.base import EMPTY, TORN, Answers, Format, Row, whole_number
 from gradscope.rollouts.formats.verifiers_graph import node_paths, read_nodes, trace_rows
 
 STREAMS = ("advantages", "trainer_logprobs", "entropies")
@@ -132,5 +132,13 @@ PRIME_RL_TRACES = Format(
     notes=(
         "ratios are of prime-rl's trainer_logprobs to its inference log-probabilities, as trained",
         "each path of a trace's messages from the first to a last one is a response",
+    ),
+    answers=Answers(
+        group="the episode's `group.id`",
+        step="`trained_at_step`, else the work's `step`",
+        sampled="those that a node's `mask` keeps",
+        logprobs="`logprobs` of the nodes: the sampler's, by which ratios are; `trainer_logprobs`: the trainer's",
+        left_out="evaluations; traces that the trainer has not annotated, where it has others; a last line cut off",
+        checked="after the source",
     ),
 )

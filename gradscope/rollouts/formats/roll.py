@@ -9,6 +9,7 @@ from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import (
     NO_SPECIAL_TOKENS,
     RETOKENISED,
+    Answers,
     Format,
     Row,
     list_by_list,
@@ -55,5 +56,13 @@ ROLL = Format(
     notes=(
         RETOKENISED,
         NO_SPECIAL_TOKENS,
+    ),
+    answers=Answers(
+        group="identical prompts of a step",
+        step="`global_step`",
+        sampled="all of the text; no end-of-sequence token",
+        logprobs="none; the temperature is in `sampling_params`",
+        left_out="none",
+        checked="after the source",
     ),
 )

@@ -15,7 +15,7 @@ from typing import Any
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EMPTY, MASKED_OUT, Format, Row, pick, whole_number
+from gradscope.rollouts.formats.base import EMPTY, MASKED_OUT, Answers, Format, Row, pick, whole_number
 
 NAMES = {
     "response_mask": "loss_mask",
@@ -114,5 +114,13 @@ SLIME = Format(
     notes=(
         "ratios are to slime's log_probs (the trainer's own, before the step), where the log has them, else to its "
         "rollout_log_probs",
+    ),
+    answers=Answers(
+        group="`group_index` within a step",
+        step="`rollout_id`",
+        sampled="those that `loss_mask` keeps",
+        logprobs="`log_probs`: the trainer's, by which ratios are; `rollout_log_probs`: the sampler's",
+        left_out="samples without train data, where others have some; another rank's copies",
+        checked="after the source",
     ),
 )

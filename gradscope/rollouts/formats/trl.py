@@ -11,7 +11,7 @@ from itertools import groupby
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import NO_SPECIAL_TOKENS, RETOKENISED, Format, Row, pick, whole_number
+from gradscope.rollouts.formats.base import NO_SPECIAL_TOKENS, RETOKENISED, Answers, Format, Row, pick, whole_number
 from gradscope.rollouts.formats.text import prompt_of, response_of
 
 REPEATED = "the file before holds the same generation (TRL writes the newest one at every logging step)"
@@ -47,5 +47,13 @@ TRL = Format(
         NO_SPECIAL_TOKENS,
         "TRL's loss settings are not in the log: clip ratios and KL are the paper's unless flags say otherwise",
         "TRL's tools and chat template are not in the log: a chat goes through the policy's own template",
+    ),
+    answers=Answers(
+        group="identical prompts of a step",
+        step="`step`: the optimizer steps taken when the file was written, from 1",
+        sampled="all of the text; no end-of-sequence token",
+        logprobs="none",
+        left_out="a file that repeats the generation of the one before",
+        checked="after the source",
     ),
 )

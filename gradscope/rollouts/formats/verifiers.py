@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import NO_SPECIAL_TOKENS, RETOKENISED, Format, Row, pick, row_by_row
+from gradscope.rollouts.formats.base import NO_SPECIAL_TOKENS, RETOKENISED, Answers, Format, Row, pick, row_by_row
 from gradscope.rollouts.formats.text import prompt_of, response_of
 
 
@@ -20,4 +20,12 @@ VERIFIERS = Format(
     knows=("answer info error timing is_completed is_truncated stop_condition metrics tool_defs token_usage"),
     rows=row_by_row(_row),
     notes=(RETOKENISED, NO_SPECIAL_TOKENS),
+    answers=Answers(
+        group="`example_id`",
+        step="none",
+        sampled="all of the text; no end-of-sequence token",
+        logprobs="none",
+        left_out="none",
+        checked="after the source",
+    ),
 )

@@ -13,7 +13,7 @@ from typing import Any
 from gradscope.errors import InputError, show
 from gradscope.rollouts.batch import LARGEST
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import Format, Row, need
+from gradscope.rollouts.formats.base import Answers, Format, Row, need
 from gradscope.rollouts.formats.sequences import split_sequence
 
 PER_TOKEN = {
@@ -144,4 +144,12 @@ VERIFIERS_GRAPH = Format(
     ),
     rows=lambda records, policy: (row for record in records for row in trace_rows(record)),
     notes=("each path of a trace's messages from the first to a last one is a response",),
+    answers=Answers(
+        group="the task's `key`, else its `hash`",
+        step="none",
+        sampled="those that a node's `mask` keeps",
+        logprobs="`logprobs` of the nodes: the sampler's, by which ratios are; `trainer_logprobs`: the trainer's",
+        left_out="none",
+        checked="after the source",
+    ),
 )

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import NO_SPECIAL_TOKENS, RETOKENISED, Format, Row, pick, row_by_row, whole_number
+from gradscope.rollouts.formats.base import (
+    NO_SPECIAL_TOKENS,
+    RETOKENISED,
+    Answers,
+    Format,
+    Row,
+    pick,
+    row_by_row,
+    whole_number,
+)
 
 NAMES = {"prompt": "input", "response": "output", "reward": "score", "group": "uid"}
 
@@ -18,9 +27,18 @@ VERL = Format(
     needs=frozenset({"input", "output", "score"}),
     knows="gts step request_id uid",
     rows=row_by_row(_row),
+    keeps_single_rewards=True,
     notes=(
         RETOKENISED,
         NO_SPECIAL_TOKENS,
         "verl's prompts were decoded without special tokens, too: a chat template's marks are lost",
+    ),
+    answers=Answers(
+        group="`uid`, else identical prompts, within a step",
+        step="`step`, from 1",
+        sampled="all of the text, a tool's output too; no end-of-sequence token",
+        logprobs="none",
+        left_out="none",
+        checked="after the source",
     ),
 )
