@@ -255,8 +255,9 @@ def test_interval_norms_are_those_of_a_loop():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_the_callers_mode_and_a_policy_in_training_do_not_matter(batch, mode):
-    expected = estimate(make_policy("llama"), batch, passes=2, draws=2)
-    used = make_policy("llama", attention="sdpa")
+    # In float64: an estimate is a sum that cancels, and the error of two that are nearly equal cancels again.
+    expected = estimate(make_policy("llama", torch.float64), batch, passes=2, draws=2)
+    used = make_policy("llama", torch.float64, attention="sdpa")
     used.model.train()
     for p in list(used.model.parameters())[::3]:
         p.requires_grad_(False)

@@ -23,6 +23,7 @@ from support.distributed_worker import (
     measure_gradients,
     take_steps,
 )
+from support.exact import FLOAT32_GRADIENT
 from support.policies import distance, save_checkpoint
 from support.processes import TIMEOUT, launch
 
@@ -93,15 +94,18 @@ def test_two_processes_have_the_gradient_of_one_on_recorded_rollouts(found, alon
     for process in found:
         for two, one in zip(process["whole"]["gradients"], alone["gradients"], strict=True):
             assert (two["size"], two["name"]) == (one["size"], one["name"])
-            assert distance(two["gradient"], one["gradient"]) < 1e-5
-            assert two["norm"] == pytest.approx(one["norm"], rel=1e-5)
+            assert distance(two["gradient"], one["gradient"]) < 2 * FLOAT32_GRADIENT
+            assert two["norm"] == pytest.approx(one["norm"], rel=2 * FLOAT32_GRADIENT)
             assert two["totals"] == pytest.approx(one["totals"], rel=1e-5, abs=1e-6)
 
 
 def test_lopti_passes_add_up_to_the_whole_gradient_across_processes(found):
     by_name = {(g["size"], g["name"]): g["gradient"] for g in found[0]["whole"]["gradients"]}
-    both = {n: by_name[2, "low"][n] + by_name[2, "high"][n] for n in by_name[2, "low"]}
-    assert distance(both, by_name[2, "all"]) < 1e-6
+    low, high, whole = (by_name[2, name] for name in ("low", "high", "all"))
+    both = {name: low[name] + high[name] for name in low}
+    # Each of the three is rounded by its own size; the two passes pull against each other.
+    sizes = [sum(float(g.double().square().sum()) for g in one.values()) ** 0.5 for one in (low, high, whole)]
+    assert distance(both, whole) < FLOAT32_GRADIENT * sum(sizes) / sizes[-1]
 
 
 def test_shards_have_the_gradient_of_the_whole(found, alone):
@@ -110,8 +114,8 @@ def test_shards_have_the_gradient_of_the_whole(found, alone):
         expected = [one for one in alone["gradients"] if one["size"] in FEW_BATCHES]
         for two, one in zip(process["shards"]["gradients"], expected, strict=True):
             assert (two["size"], two["name"]) == (one["size"], one["name"])
-            assert distance(two["gradient"], one["gradient"]) < 1e-5
-            assert two["norm"] == pytest.approx(one["norm"], rel=1e-5)
+            assert distance(two["gradient"], one["gradient"]) < 2 * FLOAT32_GRADIENT
+            assert two["norm"] == pytest.approx(one["norm"], rel=2 * FLOAT32_GRADIENT)
             assert two["totals"] == pytest.approx(one["totals"], rel=1e-5, abs=1e-6)
 
 
@@ -120,7 +124,7 @@ def test_adapters_and_recomputed_activations_have_the_gradient_of_one_process_to
     for process in found:
         for kind, expected in (("frugal", alone["frugal"]), ("frugal shards", plain)):
             for two, one in zip(process[kind], expected, strict=True):
-                assert distance(two["gradient"], one["gradient"]) < 1e-5
+                assert distance(two["gradient"], one["gradient"]) < 2 * FLOAT32_GRADIENT
 
 
 def test_shards_are_a_part_of_the_weights_in_each_process(found, folder):
