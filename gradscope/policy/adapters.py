@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradscope.errors import InputError, first_line, show
 from gradscope.policy.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, EMBEDDED, is_adapter, is_hub_name
+from gradscope.policy.fitting import fit_config, fit_names, fit_vocabulary
 from gradscope.runs import parse_json_file, read_json
 
 if TYPE_CHECKING:
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 MISFITS = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ImportError, re.error)
 """Errors that peft raises where an adapter and a model differ in layers, shapes or settings."""
 KEY = "base_model_name_or_path"
+UNMERGEABLE = ("PREFIX_TUNING", "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT", "CARTRIDGE")
+UNMERGEABLE += ("ADAPTION_PROMPT", "XLORA", "POLY")
+"""Kinds of peft that add trained prompts, or choose between adapters at every token."""
+PREFIX = "base_model.model."
+"""How peft begins the names of an adapted model's tensors."""
+CAUSAL = ("ForCausalLM", "ForConditionalGeneration", "ForImageTextToText")
+"""What the names of classes with a language model's head end in."""
 
 
 def find_base(folder: Path, base: str | Path | None = None) -> Path:
@@ -65,14 +73,30 @@ def _check_family(folder: Path, config: dict[str, Any], base: Path) -> None:
         )
 
 
+def find_bases(folder: Path, base: str | Path | None = None) -> list[Path]:
+    """The folders that an adapter stands on, outermost first: adapters of adapters, and last the whole model.
+
+    base: of the adapter itself, as in `find_base`. Raises InputError where they go round in a circle.
+    """
+    found = [find_base(folder, base)]
+    while is_adapter(found[-1]):
+        if os.path.realpath(found[-1]) in [os.path.realpath(place) for place in (folder, *found[:-1])]:
+            raise InputError(
+                f"{folder}: {KEY} leads from adapter to adapter and back to {found[-1]}; give the whole model with "
+                "--base"
+            )
+        found.append(find_base(found[-1]))
+    return found
+
+
 def find_whole(model: str, base: str | None = None) -> str:
     """The folder of a whole model that has the shape of this checkpoint: itself, or the base of an adapter."""
     folder = Path(model)
-    return str(find_base(folder, base)) if is_adapter(folder) else model
+    return str(find_bases(folder, base)[-1]) if is_adapter(folder) else model
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json of a LoRA; InputError for any other."""
+    """adapter_config.json of a LoRA; InputError for any other, saying whether it can be merged."""
     try:
         config = parse_json_file(folder / ADAPTER_CONFIG)
         kind = config.get("peft_type")
@@ -80,9 +104,13 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"{folder / ADAPTER_CONFIG} cannot be read ({first_line(error)}); save the adapter there anew"
         ) from error
-    if kind != "LORA":
-        raise InputError(f"{folder} is an adapter of kind {kind!r}; only LORA is known here; merge it into its base")
-    return config
+    if kind == "LORA":
+        return config
+    if str(kind) in UNMERGEABLE:
+        advice = "and what it adds is in no weight, so that it cannot be merged; give a LoRA or a whole model"
+    else:
+        advice = "only LORA is known here; merge it into its base (peft's merge_and_unload) and give that folder"
+    raise InputError(f"{folder} is an adapter of kind {kind!r}, {advice}")
 
 
 def attach_adapter(
@@ -90,31 +118,43 @@ def attach_adapter(
 ) -> tuple[PreTrainedModel, frozenset[str] | None]:
     """(the model with the adapter in it, names of the parameters that the adapter trains; None if it was merged).
 
-    Kept apart, the adapter is as wide as the model and float32 at least, as peft trains it. Raises InputError without
-    peft, and for an adapter that does not fit the model, layer by layer.
+    Kept apart, the adapter is as wide as the model and float32 at least, as peft trains it. The model gets the
+    vocabulary that the adapter was trained with; of an adapter of an image-text class, a model for text alone gets what
+    belongs to text. Raises InputError without peft, and for an adapter that does not fit the model, layer by layer.
     """
     from safetensors import SafetensorError
 
     try:
-        from peft import PeftModel
+        from peft import PeftConfig, PeftModel
     except ImportError as error:
         raise InputError(f"{folder} is an adapter, which needs peft: pip install 'gradscope[lora]'") from error
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     try:
-        _check_base(model, folder)
+        shapes = _check_base(model, folder)
+        fit = fit_names(model, shapes)
+        renaming = {}
+        if fit.prefixes or fit.left_out:
+            config = fit_config(model, PeftConfig.from_pretrained(str(folder)), shapes, fit)
+            renaming = {"config": config, "key_mapping": fit.patterns}
+        shapes = {fit.rename(name): shape for name, shape in shapes.items() if name not in fit.left_out}
+        fit_vocabulary(model, folder, shapes)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # They are an error below.
-            adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=not merge)
-        _check_keys(adapted, folder)
+            warnings.filterwarnings(
+                "ignore", message="`lora_bias=True` was passed"
+            )  # So it is where it is to be merged.
+            adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=not merge, **renaming)
+        _check_keys(adapted, folder, {PREFIX + name for name in shapes})
     except InputError:
         raise
     except (*MISFITS, SafetensorError) as error:
         raise InputError(
             f"{folder} does not fit its base model ({first_line(error)}); give the right one with --base"
         ) from error
+    wanted = _logits(adapted, folder)
     if merge:
-        return _merge(adapted, folder), None
+        return _merge(adapted, folder, wanted), None
     inner = adapted.get_base_model()
     trained = {name: p for name, p in inner.named_parameters() if p.requires_grad}
     _widen(trained.values(), torch.promote_types(model.dtype, torch.float32))
@@ -123,18 +163,20 @@ def attach_adapter(
     return inner, frozenset(trained)
 
 
-def _check_base(model: PreTrainedModel, folder: Path) -> None:
-    """InputError where adapter_config.json says that another kind of model was adapted, or a rank that is not saved.
+def _check_base(model: PreTrainedModel, folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the adapter's tensors, by their names without peft's prefix.
 
-    The class of the base is there where the adapter was made without a task; peft does not look at it, and layers of
-    the same names and shapes are in models of many families.
+    InputError where adapter_config.json says that another kind of model was adapted, or a rank that is not saved. The
+    class of the base is there where the adapter was made without a task; peft does not look at it, and layers of the
+    same names and shapes are in models of many families.
     """
     from safetensors import safe_open
 
     config = read_adapter_config(folder)
     recorded = config.get("auto_mapping") or {}
     kind = recorded.get("base_model_class") if isinstance(recorded, dict) else recorded
-    if kind is not None and str(kind).removeprefix("FSDP") != type(model).__name__:  # the name of a sharded one
+    kind = None if kind is None else str(kind).removeprefix("FSDP")  # the name of a sharded one
+    if kind is not None and _family(kind) != _family(type(model).__name__):
         raise InputError(
             f"{folder} was trained on a {show(kind)}, its base here is a {type(model).__name__}; give the right one "
             "with --base"
@@ -143,27 +185,65 @@ def _check_base(model: PreTrainedModel, folder: Path) -> None:
     ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
         names = file.keys()
-        largest = max((size for name in names for size in file.get_slice(name).get_shape()), default=0)
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    if empty := next((name for name, shape in shapes.items() if 0 in shape), None):
+        raise InputError(
+            f"{folder / ADAPTER_WEIGHTS}: {empty} is empty, as a trainer leaves it that saves without gathering the "
+            "parts of its weights (DeepSpeed ZeRO-3, FSDP); save the adapter anew, gathered"
+        )
+    largest = max((size for shape in shapes.values() for size in shape), default=0)
     if wrong := [rank for rank in ranks if not (isinstance(rank, int) and 0 < rank <= largest)]:
         raise InputError(
             f"{folder} does not fit its base model: {ADAPTER_CONFIG} names the rank {show(wrong[0])}, and no tensor "
             f"beside it is larger than {largest}; save both together"
         )
+    return {name.removeprefix(PREFIX): shape for name, shape in shapes.items()}
+
+
+def _family(kind: str) -> str:
+    """What classes of one model have in common: its image-text class has the text model of the class for text alone.
+
+    >>> _family("Gemma3ForConditionalGeneration") == _family("Gemma3ForCausalLM")
+    True
+    >>> _family("LlamaForSequenceClassification") == _family("LlamaForCausalLM")
+    False
+    """
+    return re.sub(f"({'|'.join(CAUSAL)})$", "", kind)
 
 
 @torch.no_grad()
-def _merge(adapted: Any, folder: Path) -> PreTrainedModel:
-    """The plain model with the adapter's part added to its weights. InputError where it computes something else."""
+def _logits(adapted: Any, folder: Path) -> Tensor:
+    """Logits on a few ids. InputError where the adapted model computes none."""
     model = adapted.get_base_model().eval()
     ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
-    wanted = model(input_ids=ids, use_cache=False).logits.double()
-    merged = adapted.merge_and_unload()
+    try:
+        return model(input_ids=ids, use_cache=False).logits.double()
+    except MISFITS as error:  # of replicated layers in a model whose configuration lists its layers
+        raise InputError(
+            f"{folder}: the model with this adapter in it computes nothing ({type(error).__name__}: "
+            f"{first_line(error)}); give another checkpoint"
+        ) from error
+
+
+@torch.no_grad()
+def _merge(adapted: Any, folder: Path, wanted: Tensor) -> PreTrainedModel:
+    """The plain model with the adapter's part added to its weights. InputError where it computes something else."""
+    advice = "give --params adapter"
+    if read_adapter_config(folder).get("layer_replication"):
+        raise InputError(
+            f"{folder} cannot be merged: its replicated layers (layer_replication) share the base's weights; {advice}"
+        )
+    try:
+        merged = adapted.merge_and_unload()
+    except MISFITS as error:  # of biases (lora_bias) for which the base has no place
+        raise InputError(f"{folder} cannot be merged: {first_line(error)}; {advice}") from error
+    ids = torch.arange(8, device=merged.device)[None] % merged.config.get_text_config().vocab_size
     found = merged(input_ids=ids, use_cache=False).logits.double()
     tolerance = 1e-3 if merged.dtype in (torch.float32, torch.float64) else 0.1
     if not (found - wanted).norm() <= tolerance * wanted.norm():
         raise InputError(
             f"{folder} cannot be merged: the merged model computes something else, as where an adapted embedding is "
-            "the head too; give --params adapter"
+            f"the head too; {advice}"
         )
     for parameter in merged.parameters():
         parameter.requires_grad_(True)
@@ -175,15 +255,15 @@ def _widen(parameters: Any, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def _check_keys(adapted: nn.Module, folder: Path) -> None:
-    """InputError unless the file and the adapted model have the same tensors: peft only warns, or is silent."""
-    from peft import get_peft_model_state_dict
-    from safetensors import safe_open
+def _check_keys(adapted: nn.Module, folder: Path, saved: set[str]) -> None:
+    """InputError unless the file and the adapted model have the same tensors: peft only warns, or is silent.
 
-    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
-        saved = set(file.keys())
+    saved: names of the file's tensors, as they are in this model.
+    """
+    from peft import get_peft_model_state_dict
+
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    # peft saves whole embeddings beside an adapter of theirs, or of a grown vocabulary; a grown one does not fit here.
+    # peft saves whole embeddings beside an adapter of theirs, or of a grown vocabulary.
     spare = {name for name in saved - wanted if "lora_" not in name}
     for names, words in ((wanted - saved, "lacks"), (saved - wanted - spare, "has, unlike its configuration,")):
         if left := sorted(names):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
@@ -210,9 +211,17 @@ def policy_hashes(policy: Policy) -> dict[str, str]:
     """Both hashes of a loaded policy, as `model` and `configuration`; of an adapter, those of its base too."""
     found = {"model": weights_hash(policy.path), "configuration": configuration_hash(policy.path)}
     if policy.base is not None:
-        base = {"base_model": weights_hash(policy.base), "base_configuration": configuration_hash(policy.base)}
+        stack = (policy.base, *policy.below)
+        base = {"base_model": _all_in_one(map(weights_hash, stack))}
+        base |= {"base_configuration": _all_in_one(map(configuration_hash, stack))}
         found |= base | {"params": policy.params}
     return found
+
+
+def _all_in_one(hashes: Iterable[str]) -> str:
+    """The hash of one folder, as it is; of several, a hash of theirs."""
+    first, *others = hashes
+    return hashlib.sha256(" ".join((first, *others)).encode()).hexdigest() if others else first
 
 
 def _weight_files(path: str | Path) -> list[Path]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gradscope.errors import BROKEN_FILE, InputError, checked, first_line, is_out_of_memory, show, unpickling_reason
-from gradscope.policy.adapters import attach_adapter, find_base
+from gradscope.policy.adapters import attach_adapter, find_bases
 from gradscope.policy.checkpoint import (
     find_checkpoint,
     is_adapter,
@@ -87,6 +87,7 @@ def load_policy(
     if device_map is not None and device is not None:
         raise InputError(f"device is {device!r} and device_map {device_map!r:.40}; give one of the two")
     refuse_training_run(folder)
+    below: list[Path] = []
     place = {"device": find_device(device) if device_map is None else None, "device_map": device_map}
     place |= {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if not is_adapter(folder):
@@ -100,16 +101,25 @@ def load_policy(
                 f"dtype is {UPCAST!r}, and {folder} is an adapter to be merged, which would round the sum to half "
                 "precision; give float32, or params adapter"
             )
-        root = find_base(folder, base)
-        model, trained = attach_adapter(_load_model(root, **place), folder, merge=params == "all")
+        root, *below = find_bases(folder, base)
+        if dtype == UPCAST and below:
+            raise InputError(
+                f"dtype is {UPCAST!r}, and {root} is an adapter to be merged, which would round the sum to half "
+                "precision; give float32"
+            )
+        model = _load_model([root, *below][-1], **place)
+        for adapter in [root, *below][-2::-1]:
+            model, _ = attach_adapter(model, adapter, merge=True)
+        model, trained = attach_adapter(model, folder, merge=params == "all")
         if trained is not None:
             measure_only(model, trained)
     if dtype == UPCAST:
         upcast_on_use(model.eval())
-    tokenizer = _find_tokenizer(folder, root, trust_remote_code=trust_remote_code)
+    tokenizer = _find_tokenizer(folder, root, *below, trust_remote_code=trust_remote_code)
     check_template_kwargs(tokenizer, chat_template_kwargs or {})
     name, root = find_blocks(model, blocks), None if root is None else str(root)
-    return Policy(model.eval(), tokenizer, name, str(folder), params, root, chat_template_kwargs)
+    stack = tuple(map(str, below))
+    return Policy(model.eval(), tokenizer, name, str(folder), params, root, chat_template_kwargs, stack)
 
 
 def _load_model(
@@ -293,9 +303,9 @@ def _check_finite(model: nn.Module, folder: Path) -> None:
         raise InputError(f"{folder}: the logits are not finite in {model.dtype}; give {wider}")
 
 
-def _find_tokenizer(folder: Path, base: Path | None, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+def _find_tokenizer(folder: Path, *bases: Path | None, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside the weights, in the run's folder above a checkpoint, or beside an adapter's base."""
-    for place in (*tokenizer_places(folder), *([] if base is None else [base])):
+    for place in (*tokenizer_places(folder), *filter(None, bases)):
         if (tokenizer := load_tokenizer(place, trust_remote_code=trust_remote_code)) is not None:
             return tokenizer
     return None

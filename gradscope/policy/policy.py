@@ -46,6 +46,8 @@ class Policy:
     """Where the base model of an adapter was loaded from; None: the checkpoint was a whole model."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Arguments of the chat template wherever a chat is encoded, such as {"enable_thinking": False}."""
+    below: tuple[str, ...] = ()
+    """What that base stands on, where it is an adapter itself: other adapters, and last the whole model."""
 
     @property
     def parameters_in_words(self) -> str:

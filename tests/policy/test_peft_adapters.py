@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.adapters import peft, save_adapter
 from support.cli import complaint
 from support.policies import LAYERS, make_batch, make_tokenizer, save_checkpoint
@@ -47,6 +48,7 @@ ADAPTERS = {
     "biases of the adapted layers": ("qwen2", {"r": 2, "target_modules": ["q_proj", "up_proj"], "bias": "lora_only"}),
     "transposed weights": ("gpt2", {"r": 2, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
     "magnitudes apart (DoRA)": ("qwen2", {"r": 2, "target_modules": ["q_proj", "down_proj"], "use_dora": True}),
+    "biases of its own": ("qwen2", {"r": 2, "target_modules": ["q_proj", "v_proj"], "lora_bias": True}),
 }
 """What is adapted → (architecture, its LoraConfig)."""
 
@@ -220,6 +222,86 @@ def test_adapters_that_do_not_fit_are_refused(broken, tmp_path):
         assert "cannot be read" in refusal(broken)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.lora_bias=True. was passed", "ignore:Adapter 'default'"
+)  # by peft, when it is made
+@pytest.mark.parametrize(
+    "settings",
+    [{"lora_bias": True}, {"layer_replication": [[0, 2], [1, 3]]}],
+    ids=["biases where the base has none", "layers that share weights"],
+)
+def test_what_cannot_be_merged_is_measured_apart(settings, tmp_path):
+    base = save_checkpoint(tmp_path / "base", "llama")
+    folder = save_adapter(tmp_path / "adapter", base, r=2, target_modules=["q_proj", "down_proj"], **settings)
+    said = refusal(folder)
+    assert "cannot be merged" in said and next(iter(settings)) in said and "--params adapter" in said
+    policy = load_policy(folder, params="adapter", dtype="float64")
+    batch = make_batch(policy, lengths=(4, 3), prompt_lengths=(4, 4))
+    found = torch.from_numpy(measure(policy, batch)["param_grad_norm"].to_numpy(np.float64))
+    torch.testing.assert_close(found, brute_force(folder, batch), rtol=3e-5, atol=0)
+
+
+def test_replicated_layers_that_no_longer_run_are_refused(tmp_path):
+    base = save_checkpoint(tmp_path / "base", "qwen2")  # its configuration lists a kind for each layer
+    settings = {"target_modules": ["q_proj"], "layer_replication": [[0, 2], [1, 3]]}
+    folder = save_adapter(tmp_path / "adapter", base, r=2, **settings)
+    for params in ("all", "adapter"):
+        assert "computes nothing (IndexError" in refusal(folder, params=params)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_an_adapter_on_adapters_stands_on_all_of_them(depth, tmp_path):
+    below = save_checkpoint(tmp_path / "0", "llama")
+    for place in range(1, depth + 1):
+        targets = ["q_proj", "k_proj", "down_proj"][:place]
+        folder = save_adapter(tmp_path / str(place), below, r=2, target_modules=targets)
+        change_config(folder, base_model_name_or_path=f"../{below.name}")
+        below = folder
+    model = load_policy(tmp_path / "0").model
+    for place in range(1, depth + 1):
+        model = peft.PeftModel.from_pretrained(model, tmp_path / str(place)).merge_and_unload()
+    ids = torch.arange(4, 24)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        for params in ("all", "adapter"):
+            found = load_policy(below, params=params).model(input_ids=ids).logits
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # float32, added up in another order
+    before = policy_hashes(load_policy(below))
+    weights = tmp_path / "1" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\x00\x00\x80\x3f")  # the last number is 1
+    assert policy_hashes(load_policy(below))["base_model"] != before["base_model"]
+    change_config(tmp_path / "1", base_model_name_or_path=f"../{depth}")
+    assert "leads from adapter to adapter and back" in refusal(below)
+
+
+UNMERGED = {
+    "PREFIX_TUNING": {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"},
+    "PROMPT_TUNING": {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"},
+    "ADAPTION_PROMPT": {"adapter_len": 2, "adapter_layers": 2, "task_type": "CAUSAL_LM"},
+}
+MERGED = {
+    "IA3": {"target_modules": ["q_proj"], "feedforward_modules": []},
+    "VERA": {"target_modules": ["q_proj"], "r": 2},
+    "LOHA": {"target_modules": ["q_proj"], "r": 2},
+}
+
+
+@pytest.mark.parametrize("kind", [*UNMERGED, *MERGED])
+def test_other_kinds_of_adapter_are_refused_with_what_can_be_done(kind, tmp_path):
+    base = save_checkpoint(tmp_path / "base", "llama")
+    settings = peft.PEFT_TYPE_TO_CONFIG_MAPPING[kind](**(UNMERGED | MERGED)[kind])
+    adapted = peft.get_peft_model(load_policy(base).model, settings)
+    adapted.save_pretrained(tmp_path / "adapter")
+    said = refusal(tmp_path / "adapter")
+    assert kind in said and ("cannot be merged" in said) == (kind in UNMERGED)
+    if kind in UNMERGED:  # as it is said
+        with pytest.raises((AttributeError, NotImplementedError, ValueError)):
+            adapted.merge_and_unload()
+    else:
+        adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+        load_policy(tmp_path / "merged")
+
+
 def test_an_adapter_of_another_family_is_refused_though_every_shape_fits(tmp_path):
     base = save_checkpoint(tmp_path / "base", "llama")
     folder = save_adapter(tmp_path / "adapter", base, r=2, target_modules=["q_proj"])
@@ -235,6 +317,10 @@ def test_an_adapter_of_another_family_is_refused_though_every_shape_fits(tmp_pat
 
 def test_damaged_and_doubtful_adapters_are_refused(broken):
     whole = (broken / "adapter_model.safetensors").read_bytes()
+    tensors = load_file(broken / "adapter_model.safetensors")
+    # as from_pretrained and save_pretrained leave them where DeepSpeed's ZeRO-3 holds the weights in parts
+    save_file({name: torch.zeros(0) for name in tensors}, broken / "adapter_model.safetensors")
+    assert "is empty" in (said := refusal(broken)) and "ZeRO-3" in said
     (broken / "adapter_model.safetensors").write_bytes(whole[: len(whole) // 2])
     assert "does not fit its base model" in refusal(broken)
     (broken / "adapter_model.safetensors").unlink()
