@@ -265,13 +265,13 @@ class _Reading:
         for name in EXTRAS:
             self.extras[name].append(_extra(row, name, kept))
         told = frozenset(row.columns) | ({"step"} if row.step is not None else set())
-        self._rows.append((told, Row(row.place, {}, row.step, row.labels)))  # the response alone holds the values
+        self._rows.append((told, replace(row, columns={})))  # the response alone holds the values
 
     def _leave_out(self, row: Row, reason: str, prompt_ids: Sequence[int] = ()) -> None:
         """Count the row, and keep its reward for the mean of its group."""
         self._left_out[reason] += 1
         self.left_out_by_step[row.step] += 1
-        if "reward" not in row.columns or not ("group" in row.columns or prompt_ids):
+        if not row.is_counted or "reward" not in row.columns or not ("group" in row.columns or prompt_ids):
             return
         reward = parse_reward(row, self._options, needed=False)
         if reward is not None:
@@ -346,14 +346,14 @@ class _Reading:
             return
         rewards: dict[int, list[float]] = {number: [] for number in self._groups.values()}
         here = Counter(response.group for response in self.responses)
-        for response in self.responses:
-            if response.reward is not None:
+        for response, (_, row) in zip(self.responses, self._rows, strict=True):
+            if response.reward is not None and row.is_counted:
                 rewards[response.group].append(response.reward)
         for key, others in self._others.items():
             if key in self._groups:
                 rewards[self._groups[key]] += others
         rule = self._form.keeps_single_rewards
-        if not any(here[g] and (len(own) > here[g] or (rule and len(own) == 1)) for g, own in rewards.items()):
+        if not any(here[g] and (len(own) != here[g] or (rule and len(own) == 1)) for g, own in rewards.items()):
             return
         told = {group: _mean_and_std(own, rule) for group, own in rewards.items() if own}
         self.responses = [
@@ -366,8 +366,10 @@ class _Reading:
         return any(name in names for names, _ in self._rows)
 
     def notes(self) -> list[Note]:
-        """What was replaced, and what is left out."""
-        told = [Note(words, "left-out") for words in self._left_out_notes()]
+        """What was replaced, what is to be said of some responses, and what is left out."""
+        of_rows = Counter(words for _, row in self._rows for words in row.told)
+        told = [Note(f"{n} of {len(self.responses)} responses: {words}") for words, n in of_rows.items()]
+        told += [Note(words, "left-out") for words in self._left_out_notes()]
         if not self._unknown:
             return told
         share = f"{self._unknown} of {len(self.responses)} prompts"

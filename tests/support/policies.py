@@ -13,9 +13,16 @@ from torch import Tensor, nn
 from gradscope.policy import Policy, find_blocks
 from gradscope.rollouts import Response, TokenBatch, collate
 from gradscope.runs import Processes
+from support.words import (
+    BOS as BOS,
+    EOS as EOS,
+    PAD as PAD,
+    UNK as UNK,
+    VOCAB as VOCAB,
+    make_tokenizer as make_tokenizer,
+)
 
-VOCAB, HIDDEN, LAYERS, CONTEXT = 96, 32, 3, 64
-PAD, BOS, EOS, UNK = 0, 1, 2, 3
+HIDDEN, LAYERS, CONTEXT = 32, 3, 64
 LLAMA_LIKE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -192,24 +199,6 @@ def make_policy(
     """A tiny policy; with tokenizer=True it reads and writes the words of make_tokenizer."""
     model = make_model(name, dtype=dtype, sharpness=sharpness, seed=seed, attention=attention)
     return Policy(model, make_tokenizer() if tokenizer else None, find_blocks(model))
-
-
-def make_tokenizer(*, chat: bool = False) -> transformers.PreTrainedTokenizerFast:
-    """A word-level tokenizer of the words w4 … w95, split at spaces; nothing is added to a text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["<pad>", "<bos>", "<eos>", "<unk>"] + [f"w{i}" for i in range(4, VOCAB)]
-    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
-    )
-    if chat:
-        tokenizer.chat_template = (
-            "{% for m in messages %}{{ '<bos> ' + m['content'] + ' ' }}{% endfor %}"
-            "{% if add_generation_prompt %}{{ '<bos>' }}{% endif %}"
-        )
-    return tokenizer
 
 
 def save_checkpoint(

@@ -49,6 +49,10 @@ class Row:
     left_out: str | None = None
     """Why the row is left out; None: it is not. The `reward` and `group` of one that is left out still count in its
     group's mean and standard deviation, as they did for the trainer: give neither where they did not."""
+    told: tuple[str, ...] = ()
+    """What is to be said of this response; a note says of how many."""
+    is_counted: bool = True
+    """Whether its reward is one of its group's; not that of an earlier output of a session whose last one is."""
 
     def label(self, name: str) -> str:
         """The column's name in the file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from gradscope.errors import InputError, show
@@ -47,3 +48,19 @@ def _without_nulls(message: Any) -> Any:
     if not isinstance(message, dict):
         return message
     return {name: value for name, value in message.items() if value is not None}
+
+
+TOOL_OUTPUT = re.compile(
+    r"</?(tool_response|tool_result|tool_output|function_results?|function_response|interpreter|information|observation)>"
+    r"|\[TOOL_RESULTS\]"
+)
+"""What chat templates and tool environments put around a tool's answer; a tool call is the policy's own."""
+SHOWS_TOOLS = (
+    "its text shows a tool's output, which the log has no mask for: these tokens count as sampled, though the trainer "
+    "left them out of its loss"
+)
+
+
+def tools_in(response: Any) -> tuple[str, ...]:
+    """SHOWS_TOOLS where the text holds a tool's output."""
+    return (SHOWS_TOOLS,) if isinstance(response, str) and TOOL_OUTPUT.search(response) else ()

@@ -1,0 +1,84 @@
+"""Logs that trainers' own code wrote (tests/support/writers), held against what the trainers then held in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.policies import make_policy, make_tokenizer
+from support.words import BOS, EOS, PAD
+
+from gradscope.objective import resolve_advantages
+from gradscope.policy import Policy
+from gradscope.rollouts import Dump, read_dump
+
+FIXTURES = Path(__file__).with_name("fixtures")
+FLOAT32 = 4e-7
+"""What float32 loses of a trainer's advantage of size 1: a few roundings of 6e-8."""
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    model = make_policy("llama")
+    return Policy(model.model, make_tokenizer(chat=True), model.blocks_name)
+
+
+def truth_of(name: str) -> list[dict[str, Any]]:
+    return json.loads((FIXTURES / name / "truth.json").read_text())
+
+
+def without_special(ids: list[int]) -> list[int]:
+    return [i for i in ids if i not in (PAD, BOS, EOS)]
+
+
+def found_in(dump: Dump) -> list[dict[str, Any]]:
+    """What was read of each response."""
+    advantages = resolve_advantages(dump.batch)
+    rows = []
+    for row in range(len(dump.batch)):
+        ids = dump.batch.sequence(row)[0]
+        start = int(dump.batch.response_start[row] - dump.batch.attention_mask[row].int().argmax())
+        rows.append(
+            {
+                "step": int(dump.steps[row]),
+                "group": int(dump.batch.group_ids[row]),
+                "prompt_ids": ids[:start].tolist(),
+                "response_ids": ids[start:].tolist(),
+                "advantage": float(advantages[row][dump.batch.response_mask[row]][0]),
+            }
+        )
+    return rows
+
+
+def partition(rows: list[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> list[list[int]]:
+    groups: dict[Any, list[int]] = {}
+    for place, row in enumerate(rows):
+        groups.setdefault(key(row), []).append(place)
+    return list(groups.values())
+
+
+def check(found: list[dict[str, Any]], known: list[dict[str, Any]]) -> None:
+    """The same responses in the same order, groups and advantages of these; text has lost the special tokens."""
+    assert len(found) == len(known)
+    for own, written in zip(found, known, strict=True):
+        assert own["step"] == written["step"]
+        assert own["response_ids"] == without_special(written["response_ids"])
+        assert own["advantage"] == pytest.approx(written["advantage"], abs=FLOAT32, rel=FLOAT32)
+    assert partition(found, lambda row: row["group"]) == partition(known, lambda row: row["group"])
+
+
+@pytest.mark.parametrize("trainer", ["v1", "v0"])
+def test_verls_groups_and_advantages_are_those_that_it_trained_with(policy, trainer):
+    name = f"verl-0.9.1-{trainer}"
+    known = truth_of(name)
+    dump = read_dump(FIXTURES / name, policy, format="verl")
+    check(found_in(dump), [row for row in known if without_special(row["response_ids"])])
+    assert len({row["group"] for row in known}) == 4 and all(row["prompt_ids"] for row in known)
+    # One prompt has one response, whose raw score is its advantage; an empty response counted in its group's mean.
+    assert any(row["advantage"] == pytest.approx(0.75, abs=1e-5) for row in found_in(dump))
+    assert [note.kind for note in dump.notes if "groups hold one" in note] == ["groups-of-one"]
+    left_out = [int(note.split()[0]) for note in dump.notes if note.kind == "left-out"]
+    assert sorted(left_out) == ([1, 6] if trainer == "v1" else [1])

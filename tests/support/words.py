@@ -1,0 +1,30 @@
+"""The tests' tokenizer of words, which other environments can import too: transformers alone is needed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import transformers
+
+VOCAB = 96
+PAD, BOS, EOS, UNK = 0, 1, 2, 3
+
+
+def make_tokenizer(*, chat: bool = False) -> transformers.PreTrainedTokenizerFast:
+    """A word-level tokenizer of the words w4 … w95, split at spaces; nothing is added to a text."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<bos>", "<eos>", "<unk>"] + [f"w{i}" for i in range(4, VOCAB)]
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+    if chat:
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ '<bos> ' + m['content'] + ' ' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<bos>' }}{% endif %}"
+        )
+    return tokenizer
