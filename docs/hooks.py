@@ -72,20 +72,39 @@ def _link(found: re.Match[str], known: set[str]) -> str:
 
 
 def make_methods() -> str:
-    """Every weighting of the registry."""
-    from gradscope.objective import WEIGHTINGS
+    """Every weighting of the registry: all in a table, then each with its parameters."""
+    from gradscope.objective import COMPARED, SOURCES, WEIGHTINGS
 
-    parts = []
+    def link(trainer: str) -> str:
+        version, place = SOURCES[trainer]
+        return f"[{trainer} {version}]({place})"
+
+    head = ["name", "what stands before ∇ log π", "defaults", "whose, and how it is written", "held against"]
+    parts = [f"| {' | '.join(head)} |\n{'|---' * len(head)}|"]
+    for name, kind in WEIGHTINGS.items():
+        formula = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+        defaults = ", ".join(f"{parameter.name} {parameter.default:g}" for parameter in fields(kind))
+        whose = "<br>".join(f"{link(trainer)}: `{written}`" for trainer, written in kind.TRAINERS.items())
+        own = ", ".join(f"{trainer} {SOURCES[trainer][0]}" for trainer in kind.OWN_LOSSES)
+        shown = f"[`{name}`](#{name})" + (" •" if name in COMPARED else "")
+        parts[0] += f"\n| {shown} | {_methods_text(formula)} | {defaults or '–'} | {whose or 'paper'} | "
+        parts[0] += f"own loss of {own} |" if own else "the printed formula |"
     for name, kind in WEIGHTINGS.items():
         rows = ["| parameter | default | values |", "|---|---|---|"]
         for parameter in fields(kind):
             low, high = parameter.metadata.get("range", (-inf, inf))
             span = f"{low:g} to {high:g}" if high < inf else "any number" if low == -inf else f"{low:g} or more"
             rows.append(f"| `{parameter.name}` | {parameter.default:g} | {span} |")
-        text = inspect.getdoc(kind) or ""
-        text = re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text.replace("*", r"\*"))
+        text = _methods_text(inspect.getdoc(kind) or "")
         parts.append(f"### `{name}`\n\n{text}\n\n" + ("\n".join(rows) if len(rows) > 2 else "No parameters."))
     return "\n\n".join(parts)
+
+
+def _methods_text(text: str) -> str:
+    """A docstring in Markdown, its papers as links."""
+    return re.sub(
+        r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text.replace("*", r"\*").replace("|", r"\|")
+    )
 
 
 def make_glossary() -> str:

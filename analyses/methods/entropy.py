@@ -1,6 +1,7 @@
 """Weightings by entropy and surprisal, as examples of a file of one's own: `analyses/methods/entropy.py:gtpo:beta=0.2`.
 
-Not verified against the authors' code: each is its formula as published, on the columns of a token table.
+STARE and STEER are as in their authors' code (read; github.com/hp-luo/STARE at bffb9e79, zz-haooo/STEER at b31df716:
+verl/trainer/ppo/core_algos.py of both); the others are formulas as published, not verified against any code.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class RSIS(Weighting):
 
     NAME = "rsi-s"
     low: float = within(0.1, 0)
-    high: float = within(3.0, 0)
+    high: float = within(3.0, 0, above="low")
 
     def factors(self, tokens: Tokens) -> np.ndarray:
         surprisal, entropy = -tokens.old, tokens.known("entropy")
@@ -40,23 +41,27 @@ class RSIS(Weighting):
 
 @dataclass(frozen=True)
 class STARE(Weighting):
-    """w = factor·plain for the `share` of tokens with the largest s among those with Â > 0, else plain.
+    """w = factor·plain for the `share` of tokens with the largest surprisal −log π among those with Â > 0.
 
-    Only while the batch's mean entropy is below `target` (arXiv:2606.19236, which adapts it in training). Not verified.
+    Else plain; but factor_neg·plain for as large a share of those with Â < 0, in the authors' variant C2, .9; here 1,
+    their O1. Each share is rounded up, at least one token. Only while the batch's mean entropy is below `target`, which
+    like the factors stays as it is unless their `adaptive` is on (arXiv:2606.19236).
     """
 
     NAME = "stare"
     share: float = within(0.1, 0, 1)
     factor: float = within(1.1, 0)
-    target: float = within(1e9, 0)
+    factor_neg: float = within(1.0, 0)
+    target: float = within(0.3, 0)
 
     def factors(self, tokens: Tokens) -> np.ndarray:
-        rose = np.flatnonzero(tokens.advantage > 0)
-        if not tokens.known("entropy").mean() < self.target:
-            return tokens.plain
-        most = rose[np.argsort(tokens.old[rose], kind="stable")[: int(self.share * len(rose))]]
         weights = tokens.plain.copy()
-        weights[most] *= self.factor
+        if self.share == 0 or not tokens.known("entropy").mean() < self.target:
+            return weights
+        for side, factor in ((tokens.advantage > 0, self.factor), (tokens.advantage < 0, self.factor_neg)):
+            own = np.flatnonzero(side)
+            count = max(1, int(self.share * len(own) + 0.999999))  # the authors' ceil, which forgives rounding
+            weights[own[np.argsort(tokens["logprob"][own], kind="stable")[:count]]] *= factor
         return weights
 
 
@@ -65,12 +70,12 @@ class STEER(Weighting):
     """w = λ·plain, λ from `high` for the smallest estimated entropy change of the batch down to `low` for the largest.
 
     The change is Ω = |Â/π_old · π(1 − π)(ln π + H)|. With `linear` 1, λ falls linearly; with 0 it is exp(−kΩ), from 1
-    down to `low`, k = −ln low / max(Ω_max, .02) (arXiv:2510.10150; both as read in the authors' source). Not verified.
+    down to `low`, k = −ln low / max(Ω_max, .02) (arXiv:2510.10150).
     """
 
     NAME = "steer"
     low: float = within(0.8, 1e-6, 1)
-    high: float = within(1.2, 0)
+    high: float = within(1.2, 0, above="low")
     linear: int = within(1, 0, 1)
 
     def factors(self, tokens: Tokens) -> np.ndarray:

@@ -16,7 +16,7 @@ from gradscope.cli.measured import Measured
 from gradscope.cli.optimizer import read_step
 from gradscope.errors import InputError
 from gradscope.gradients import MeasureSettings
-from gradscope.objective import make_weighting
+from gradscope.objective import make_weighting, spell_out
 from gradscope.policy import find_policy_state
 from gradscope.runs import check_results, file_hash, plain_json, write_parquet, write_text
 
@@ -38,7 +38,8 @@ class Compare(MeasuredPolicyFlags):
     """Folder for compare.csv, by_interval.csv, weights.parquet, summary.txt, figures/, tokens.parquet and
     manifest.json. A run that was interrupted is taken up again."""
     methods: Annotated[tuple[str, ...], Many] = ()
-    """Weightings, NAME[:key=value,…] or FILE.py:NAME[:key=value,…]; none: all that the rollouts have columns for."""
+    """Weightings, NAME[:key=value,…] or FILE.py:NAME[:key=value,…], several values of a key with slashes between them:
+    icepop:high=2/5; none: seventeen of them, those that the rollouts have columns for."""
     aggregation: Literal["token-mean", "sequence"] = "token-mean"
     """How the losses add up: over all tokens alike, or the mean over responses of the mean over their tokens."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
@@ -60,7 +61,7 @@ class Compare(MeasuredPolicyFlags):
 
     def run(self) -> None:
         for method in self.methods:
-            make_weighting(method)  # refused before anything is loaded
+            [*map(make_weighting, spell_out(method))]  # refused before anything is loaded
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise InputError(f"--max-grad-norm is {self.max_grad_norm}; give a number above 0, or none")
         if self.optimizer_state is not None and not self.optimizer_state.is_file():

@@ -48,7 +48,8 @@ class ReweightLoptiMixin:
     TRL's top_entropy_quantile is of its micro-batches. Nothing is left to be clipped, so that `clip_ratio` is 0 in the
     log. Refused for it: a loss_type other than grpo, bnpo, dr_grpo and dapo, top_entropy_quantile,
     off_policy_mask_threshold, and a KL part that use_bias_correction_kl multiplies by the ratio.
-    vLLM's importance weights multiply the changed advantages, as they do TRL's own. `use_liger_kernel` is not refused:
+    vLLM's importance weights multiply the changed advantages, as they do TRL's own; a weighting that itself is made of
+    the sampler's log-probabilities is refused beside them. `use_liger_kernel` is not refused:
     in TRL 1.16 it changes layers and not the loss.
     """
 
@@ -207,6 +208,15 @@ def _by_token(advantages: Tensor, logprobs: Float[Tensor, "B C"]) -> Float[Tenso
     return advantages if advantages.dim() == 2 else advantages[:, None].expand(logprobs.shape)
 
 
+def _goes_by_sampler(weighting: Weighting) -> bool:
+    """Whether it is made of the sampler's log-probabilities."""
+    try:
+        check_weighting(weighting, sampler_logprobs=False)
+    except InputError:
+        return True
+    return False
+
+
 def _refuse_unsupported(trainer: Any) -> None:
     """InputError for settings with which the methods would not be what they are called."""
     args, methods = trainer.args, {"reweight_alpha": trainer.reweight_alpha, "lopti_eta": trainer.lopti_eta}
@@ -225,6 +235,9 @@ def _refuse_unsupported(trainer: Any) -> None:
             "top_entropy_quantile < 1": args.top_entropy_quantile < 1,
             "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,
             "use_bias_correction_kl": args.beta != 0 and args.use_bias_correction_kl,
+            "vllm_importance_sampling_correction (it would correct for the sampler twice)": (
+                args.use_vllm and args.vllm_importance_sampling_correction and _goes_by_sampler(trainer.weighting)
+            ),
         }
     if trainer.lopti_eta is not None:
         given = ["lopti_eta"]

@@ -57,9 +57,12 @@ from .steps import (
 )
 from .weightings import (
     AGGREGATIONS as AGGREGATIONS,
+    COMPARED as COMPARED,
+    SOURCES as SOURCES,
     WEIGHTINGS as WEIGHTINGS,
     Tokens as Tokens,
     Weighting as Weighting,
     make_weighting as make_weighting,
+    spell_out as spell_out,
     within as within,
 )

@@ -145,7 +145,7 @@ def weigh_tokens(
     known = {"logprob": logprobs, "old_logprob": old_logprobs, "advantage": advantages, "policy_weight": plain}
     known |= {"entropy": entropy, "sampler_logprob": sampler_logprobs}
     columns = {name: v.detach()[response_mask].double().cpu().numpy() for name, v in known.items() if v is not None}
-    columns["response"] = response_mask.nonzero()[:, 0].cpu().numpy()
+    columns |= dict(zip(("response", "place"), response_mask.nonzero().T.cpu().numpy(), strict=True))
     spread = torch.zeros_like(logprobs)
     weights = weighting.weights(columns).items()
     return {step: spread.masked_scatter(response_mask, torch.from_numpy(w).to(spread)) for step, w in weights}

@@ -3,8 +3,10 @@
 A weighting says what stands before ∇ log π_t in the gradient of its loss: w_t = −N · ∂loss/∂ log π_t, N the kept tokens
 of the batch. Notation: π is the policy, π_old the one before the step, r = π/π_old, Â the advantage, s = −log π_old, H
 the entropy, sg what no gradient flows through; `plain` is Eq. 2's r·Â·I_trust (arXiv:2505.12929), what GRPO has there.
-Thresholds over a batch (quantiles, covariances) are those of all the tokens that are given. One file, for who compares
-weightings reads them side by side.
+k = π_old/π_sampler says how far the trainer is from what the sampler drew from, K = Π_t k_t of a whole response.
+Thresholds over a batch (quantiles, covariances) are those of all the tokens that are given. A response's mean or
+product, as in GSPO and GMPO, is part of the weight; how losses add up over responses is not: `aggregation`. One file,
+for who compares weightings reads them side by side.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +35,29 @@ Number = int | float
 Weights = Float[np.ndarray, " K"]
 AGGREGATIONS = ("token-mean", "sequence")
 """How a loss adds up: over all tokens alike, or the mean over responses of the mean over their tokens."""
+
+GITHUB = "https://github.com/"
+SOURCES = {
+    "TRL": ("1.16", f"{GITHUB}huggingface/trl/blob/v1.16.0/trl/trainer/grpo_trainer.py"),
+    "TRL's GMPO": ("1.16", f"{GITHUB}huggingface/trl/blob/v1.16.0/trl/experimental/gmpo/gmpo_trainer.py"),
+    "verl": ("0.9.1", f"{GITHUB}verl-project/verl/blob/v0.9.1/verl/trainer/ppo/core_algos.py"),
+    "verl's corrections": ("0.9.1", f"{GITHUB}verl-project/verl/blob/v0.9.1/verl/trainer/ppo/rollout_corr_helper.py"),
+    "prime-rl": ("2026-08-21", f"{GITHUB}PrimeIntellect-ai/prime-rl/blob/559b44772/src/prime_rl/trainer/rl/loss.py"),
+    "SkyRL": ("2026-08-21", f"{GITHUB}NovaSky-AI/SkyRL/blob/a9564572e/skyrl/backends/skyrl_train/utils/ppo_utils.py"),
+    "NeMo-RL": ("2026-08-22", f"{GITHUB}NVIDIA-NeMo/RL/blob/7ea279abf/nemo_rl/algorithms/loss/loss_functions.py"),
+    "OpenRLHF": ("2026-08-13", f"{GITHUB}OpenRLHF/OpenRLHF/blob/3c3be6234/openrlhf/models/loss.py"),
+    "slime": ("2026-08-21", f"{GITHUB}THUDM/slime/blob/624b824a8/slime/backends/megatron_utils/loss.py"),
+    "ms-swift": ("2026-08-22", f"{GITHUB}modelscope/ms-swift/blob/3602360a5/swift/rlhf_trainers/grpo_trainer.py"),
+    "ROLL": ("2026-08-19", f"{GITHUB}alibaba/ROLL/blob/8eb27cc2d/roll/pipeline/agentic/agentic_actor_pg_worker.py"),
+    "open-instruct": ("2026-08-20", f"{GITHUB}allenai/open-instruct/blob/e6c3044aa/open_instruct/grpo_utils.py"),
+    "UniRL": ("2026-07", f"{GITHUB}Tencent-Hunyuan/UniRL/blob/30899fcf2/unirl/algorithms/cppo.py"),
+    "Tinker": ("2026-08", "https://tinker-docs.thinkingmachines.ai/tinker/losses/dro/"),
+    "RLVR-Directions": (
+        "2026-02-22",
+        f"{GITHUB}Hesse73/RLVR-Directions/blob/ca8c6e753/verl/recipe/logprl/logp_ray_trainer.py",
+    ),
+}
+"""Trainer or authors' code → version, or date of the last commit, that was read, and where."""
 
 ROUNDING = 1e-4
 """Nats by which two forward passes of one policy in float32 may differ, as those of a sampler and of a trainer do."""
@@ -89,15 +115,39 @@ class Tokens(Mapping[str, Weights]):
         logprob = self["logprob"]
         return (self.advantage - self.advantage.mean()) * (logprob - logprob.mean())
 
+    @cached_property
+    def mismatch(self) -> Weights:
+        """log k = log π_old − log π_sampler."""
+        return self.old - self.known("sampler_logprob")
+
+    def before(self, sampler: int) -> Weights:
+        """The log-probabilities that a trust region is around: log π_old, or with `sampler` 1 log π_sampler."""
+        return self.known("sampler_logprob") if sampler else self.old
+
+    def sum_by_response(self, values: Weights) -> Weights:
+        """Each token's response's sum."""
+        _, response = np.unique(self["response"], return_inverse=True)
+        return np.bincount(response, values)[response]
+
     def mean_by_response(self, values: Weights) -> Weights:
         """Each token's response's mean."""
-        _, response = np.unique(self["response"], return_inverse=True)
-        return (np.bincount(response, values) / np.bincount(response))[response]
+        return self.sum_by_response(values) / self.sum_by_response(np.ones_like(values))
+
+    @cached_property
+    def place(self) -> Weights:
+        """Where a token stands in its response, up to a constant: its position, or its column in a trainer's batch."""
+        return self["place" if "place" in self._columns else "position"]
+
+    def responses(self) -> list[np.ndarray]:
+        """Each response's rows, in the order of its tokens."""
+        response = self["response"]
+        order = np.lexsort((self.place, response))
+        return np.split(order, np.flatnonzero(np.diff(response[order])) + 1)
 
 
-def within(default: Number, low: Number, high: Number = math.inf) -> Any:
-    """A parameter and the range of its values, ends included."""
-    return field(default=default, metadata={"range": (low, high)})
+def within(default: Number, low: Number, high: Number = math.inf, *, above: str | None = None) -> Any:
+    """A parameter and the range of its values, ends included; above: a parameter that it is not below."""
+    return field(default=default, metadata={"range": (low, high), "above": above})
 
 
 @dataclass(frozen=True)
@@ -106,13 +156,23 @@ class Weighting(ABC):
 
     NAME: ClassVar[str]
     """What it is called on the command line."""
+    TRAINERS: ClassVar[Mapping[str, str]] = {}
+    """How that of a trainer, a name of SOURCES, is written here, with the trainer's own defaults."""
+    OWN_LOSSES: ClassVar[tuple[str, ...]] = ()
+    """Trainers whose own loss is differentiated for comparison (tests/integrations); of others it is a printed one."""
+    _spelled: ClassVar[str] = ""
+    """As the user called it; "": by its name and parameters."""
 
     def __post_init__(self) -> None:
         for parameter in fields(self):
             value, (low, high) = getattr(self, parameter.name), parameter.metadata.get("range", (-math.inf, math.inf))
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            number = "whole number" if isinstance(parameter.default, int) else "number"
+            sort = int if isinstance(parameter.default, int) else int | float
+            if isinstance(value, bool) or not isinstance(value, sort) or not low <= value <= high:
                 upper = f" to {high:g}" if high < math.inf else " or more"
-                raise InputError(f"{self.NAME}: {parameter.name} is {value!r}; give a number of {low:g}{upper}")
+                raise InputError(f"{self.NAME}: {parameter.name} is {value!r}; give a {number} of {low:g}{upper}")
+            if (above := parameter.metadata.get("above")) and value < (least := getattr(self, above)):
+                raise InputError(f"{self.NAME}: {parameter.name} is {value:g}, below {above}, {least:g}; swap them")
 
     @property
     def passes(self) -> Method:
@@ -156,13 +216,14 @@ class Weighting(ABC):
         return {name: weights * scale for name, weights in found.items()}
 
     def __str__(self) -> str:
-        """As the command line takes it: the name, and each parameter that has not its published value.
+        """As the user called it; else as the command line takes it: the name, and what has not its published value.
 
-        >>> str(CISPO()), str(CISPO(eps_high=4.0))
-        ('cispo', 'cispo:eps_high=4')
+        >>> str(CISPO()), str(CISPO(eps_high=4.0)), str(make_weighting("cispo:eps_high=5.0"))
+        ('cispo', 'cispo:eps_high=4', 'cispo:eps_high=5.0')
         """
-        changed = [f"{f.name}={getattr(self, f.name):g}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return self.NAME + (":" + ",".join(changed) if changed else "")
+        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        changed = ",".join(f"{name}={value!r}".removesuffix(".0") for name, value in values.items())
+        return self._spelled or self.NAME + (f":{changed}" if changed else "")
 
 
 @dataclass(frozen=True)
@@ -170,6 +231,8 @@ class GRPO(Weighting):
     """w = r·Â·I_trust: the plain clipped loss (Eq. 1 and 2, arXiv:2505.12929)."""
 
     NAME = "grpo"
+    TRAINERS: ClassVar = {"TRL": "grpo", "verl": "grpo"}
+    OWN_LOSSES = ("TRL", "verl")
 
     def factors(self, tokens: Tokens) -> Weights:
         return tokens.plain
@@ -278,10 +341,14 @@ class IntervalMask(Weighting):
 
 @dataclass(frozen=True)
 class UpWeight(Weighting):
-    """w = [1 + α(1 − π_old)]·plain: more for rare tokens, Reweight's opposite (arXiv:2603.22117; not read, nor α)."""
+    """w = [1 + α(1 − π_old)]·plain: more for rare tokens, Reweight's opposite (arXiv:2603.22117).
+
+    The authors' `reshape_reversed`, with α = .2 for Qwen2.5-Math-7B and .1 for Qwen3-8B-Base.
+    """
 
     NAME = "up-weight"
-    alpha: float = within(1.0, 0)
+    TRAINERS: ClassVar = {"RLVR-Directions": "up-weight:alpha=0.2"}
+    alpha: float = within(0.2, 0)
 
     def factors(self, tokens: Tokens) -> Weights:
         return (1 - self.alpha * np.expm1(tokens.old)) * tokens.plain
@@ -292,6 +359,8 @@ class TopEntropy(Weighting):
     """w = plain where H is at least its (1 − q) quantile over the batch, else 0: "80/20" (arXiv:2506.01939, as TRL)."""
 
     NAME = "top-entropy"
+    TRAINERS: ClassVar = {"TRL": "top-entropy:q=0.2"}
+    OWN_LOSSES = ("TRL",)
     q: float = within(0.2, 0, 1)
 
     def factors(self, tokens: Tokens) -> Weights:
@@ -303,14 +372,16 @@ class TopEntropy(Weighting):
 class ClipCov(Weighting):
     """w = 0 on a random `share` of all tokens, among those with low < c < high that no clip leaves out; else plain.
 
-    c is their part of the covariance of Â and log π (arXiv:2505.22617, as verl's clip_cov, read in its source): at
-    least one token, where the band has any. Which ones is drawn by `seed`.
+    c is their part of the covariance of Â and log π (arXiv:2505.22617): at least one token, where the band has any.
+    Which ones is drawn by `seed`.
     """
 
     NAME = "clip-cov"
+    TRAINERS: ClassVar = {"verl": "clip-cov"}
+    OWN_LOSSES = ("verl",)
     share: float = within(2e-4, 0, 1)
     low: float = within(1.0, -math.inf)
-    high: float = within(5.0, -math.inf)
+    high: float = within(5.0, -math.inf, above="low")
     seed: int = within(0, 0)
 
     def factors(self, tokens: Tokens) -> Weights:
@@ -327,11 +398,13 @@ class ClipCov(Weighting):
 class KLCov(Weighting):
     """w = r·Â, never clipped; less β·sign(log r), the slope of β·|log r|, on the `share` of tokens with the largest c.
 
-    arXiv:2505.22617, as verl's kl_cov (read in its source; its default share is 2e-4). On-policy the penalty has no
-    slope: where |log r| is below ROUNDING, its sign is that of the rounding of two forward passes, and counts as 0.
+    arXiv:2505.22617. On-policy the penalty has no slope: where |log r| is below ROUNDING, its sign is that of the
+    rounding of two forward passes, and counts as 0.
     """
 
     NAME = "kl-cov"
+    TRAINERS: ClassVar = {"verl": "kl-cov:share=0.0002"}
+    OWN_LOSSES = ("verl",)
     share: float = within(2e-3, 0, 1)
     beta: float = within(1.0, 0)
 
@@ -345,13 +418,28 @@ class KLCov(Weighting):
 
 @dataclass(frozen=True)
 class CISPO(Weighting):
-    """w = min(r, eps_high)·Â: sg of the truncated ratio before log π; no token is left out (arXiv:2506.13585)."""
+    """w = clip(r, eps_low, eps_high)·Â: sg of the clipped ratio before log π; no token is left out (arXiv:2506.13585).
+
+    Both are bounds of the ratio itself, as eps_high is in TRL; verl's, NeMo-RL's and SkyRL's settings are distances
+    to 1 on either side, those of TRL, ms-swift and open-instruct have none below.
+    """
 
     NAME = "cispo"
-    eps_high: float = within(5.0, 0)
+    TRAINERS: ClassVar = {
+        "TRL": "cispo:eps_high=5",
+        "ms-swift": "cispo:eps_high=5",
+        "open-instruct": "cispo:eps_high=1.272",
+        "verl": "cispo:eps_low=0.8,eps_high=1.2",
+        "NeMo-RL": "cispo:eps_low=0.8,eps_high=1.2",
+        "ROLL": "cispo:eps_low=0.9,eps_high=1.1",
+        "SkyRL": "cispo:eps_low=0,eps_high=5",
+    }
+    OWN_LOSSES = ("TRL", "verl")
+    eps_low: float = within(0.0, 0)
+    eps_high: float = within(5.0, 0, above="eps_low")
 
     def factors(self, tokens: Tokens) -> Weights:
-        return np.minimum(tokens.ratio, self.eps_high) * tokens.advantage
+        return np.clip(tokens.ratio, self.eps_low, self.eps_high) * tokens.advantage
 
 
 @dataclass(frozen=True)
@@ -362,6 +450,8 @@ class SAPO(Weighting):
     """
 
     NAME = "sapo"
+    TRAINERS: ClassVar = {"TRL": "sapo", "verl": "sapo"}
+    OWN_LOSSES = ("TRL", "verl")
     tau_pos: float = within(1.0, 1e-6)
     tau_neg: float = within(1.05, 1e-6)
 
@@ -380,6 +470,8 @@ class GSPO(Weighting):
     """
 
     NAME = "gspo"
+    TRAINERS: ClassVar = {"TRL": "gspo:eps_low=0.2,eps_high=0.2", "verl": "gspo:eps_low=0.2,eps_high=0.2"}
+    OWN_LOSSES = ("TRL", "verl")
     eps_low: float = within(3e-4, 0, 1)
     eps_high: float = within(4e-4, 0)
 
@@ -391,20 +483,275 @@ class GSPO(Weighting):
 
 
 @dataclass(frozen=True)
-class DPPO(Weighting):
-    """w = min(r, cap)·Â; 0 where π is more than δ above π_old and Â > 0, or more than δ below and Â ≤ 0.
+class GMPO(Weighting):
+    """w = s·mean_t(Â)·I: s = exp(mean_t of log r, clipped) of a whole response, the geometric mean (arXiv:2507.20673).
 
-    The probability's own movement in place of the ratio's (arXiv:2602.04879, as verl's dppo_tv, read in its source).
+    I = 0 where log r is clipped: above eps_high and Â > 0, or below −eps_low and Â < 0; these are nats, not ratios.
+    """
+
+    NAME = "gmpo"
+    TRAINERS: ClassVar = {"TRL's GMPO": "gmpo", "verl": "gmpo:eps_low=0.2,eps_high=0.2"}
+    OWN_LOSSES = ("TRL's GMPO", "verl")
+    eps_low: float = within(0.4, 0)
+    eps_high: float = within(0.4, 0)
+
+    def factors(self, tokens: Tokens) -> Weights:
+        moved = tokens["logprob"] - tokens.old
+        high, low = (tokens.advantage > 0) & (moved > self.eps_high), (tokens.advantage <= 0) & (moved < -self.eps_low)
+        clipped = np.where(high, self.eps_high, np.where(low, -self.eps_low, moved))
+        ratio = np.exp(tokens.mean_by_response(clipped)) * tokens.mean_by_response(tokens.advantage)
+        return np.where(high | low, 0.0, ratio)
+
+
+@dataclass(frozen=True)
+class VESPO(Weighting):
+    """w = φ(W)·Â, φ = e^λ·W^k·e^(−λW): a soft weight of W = Π_t r_t, the ratio of a whole response (arXiv:2602.10693).
+
+    k and λ are those of the sign of Â. With `sampler` 1, W has Π_t min(k_t, cap) in it too, as TRL's under vLLM with
+    token_truncate. log W is kept within log 1e-8 and 20.
+    """
+
+    NAME = "vespo"
+    TRAINERS: ClassVar = {"TRL": "vespo:sampler=1"}
+    OWN_LOSSES = ("TRL",)
+    k_pos: float = within(2.0, 0)
+    lambda_pos: float = within(3.0, 1e-4)
+    k_neg: float = within(3.0, 0)
+    lambda_neg: float = within(2.0, 1e-4)
+    sampler: int = within(0, 0, 1)
+    cap: float = within(3.0, 1e-8)
+
+    def factors(self, tokens: Tokens) -> Weights:
+        moved = np.clip(tokens["logprob"] - tokens.old, -20, 20)
+        if self.sampler:
+            moved += np.clip(np.minimum(tokens.mismatch, math.log(self.cap)), math.log(1e-8), 20)
+        log_ratio = np.clip(tokens.sum_by_response(moved), math.log(1e-8), 20)
+        power = np.where(tokens.advantage >= 0, self.k_pos, self.k_neg)
+        rate = np.where(tokens.advantage >= 0, self.lambda_pos, self.lambda_neg)
+        return np.exp(rate + power * log_ratio - rate * np.exp(log_ratio)) * tokens.advantage
+
+
+@dataclass(frozen=True)
+class DPPO(Weighting):
+    """w = min(r, cap)·Â, less kl_tau·2·log r; the first part 0 where |π − π_old| > δ, away from π_old in Â's direction.
+
+    The probability's own movement in place of the ratio's (arXiv:2602.04879). With `sampler` 1, π_sampler is in the
+    place of π_old. kl_tau·(log r)² is a penalty of all tokens. cap=inf: none; verl's function has 20 where its
+    configuration names none, which has 3.
     """
 
     NAME = "dppo-tv"
+    TRAINERS: ClassVar = {
+        "verl": "dppo-tv:cap=3",
+        "prime-rl": "dppo-tv:cap=inf,kl_tau=0.001,sampler=1",
+        "SkyRL": "dppo-tv:cap=inf,sampler=1",
+    }
+    OWN_LOSSES = ("verl",)
     delta: float = within(0.2, 0, 1)
     cap: float = within(20.0, 0)
+    kl_tau: float = within(0.0, 0)
+    sampler: int = within(0, 0, 1)
+
+    def divergence(self, logprob: Weights, before: Weights) -> Weights:
+        return np.abs(np.exp(logprob) - np.exp(before))
 
     def factors(self, tokens: Tokens) -> Weights:
-        moved = np.exp(tokens["logprob"]) - np.exp(tokens.old)
-        trusted: Bool[np.ndarray, " K"] = np.where(tokens.advantage > 0, moved <= self.delta, moved >= -self.delta)
-        return np.where(trusted, np.minimum(tokens.ratio, self.cap), 0.0) * tokens.advantage
+        before = tokens.before(self.sampler)
+        moved = tokens["logprob"] - before
+        away = np.where(tokens.advantage > 0, moved > 0, moved < 0)
+        left: Bool[np.ndarray, " K"] = away & (self.divergence(tokens["logprob"], before) > self.delta)
+        with np.errstate(over="ignore"):
+            ratio = np.minimum(np.exp(moved), self.cap)
+        return np.where(left, 0.0, ratio * tokens.advantage) - 2 * self.kl_tau * moved
+
+
+@dataclass(frozen=True)
+class DPPOKL(DPPO):
+    """dppo-tv by the binary divergence KL(π_old‖π), nats, of this token against all others (arXiv:2602.04879)."""
+
+    NAME = "dppo-kl"
+    TRAINERS: ClassVar = {"verl": "dppo-kl:delta=0.2,cap=3", "SkyRL": "dppo-kl:cap=inf,sampler=1"}
+    delta: float = within(0.05, 0)
+
+    def divergence(self, logprob: Weights, before: Weights) -> Weights:
+        others, others_before = (-np.expm1(np.minimum(values, 0)) + 1e-8 for values in (logprob, before))
+        return np.exp(before) * (before - logprob) - np.expm1(before) * np.log(others_before / others)
+
+
+@dataclass(frozen=True)
+class CPPO(Weighting):
+    """w = r·Â; 0 where π moves on from π_old and its weighted movement is over what is left of a budget.
+
+    D_t = |π − π_old|, u_t from 1 at a response's first token down to w_min at its last: over min(δ, δ + δ_b·Σ_{s<t} u_s
+    − Σ_{s<t} u_s·D_s) lies u_t·D_t, δ_b the response's .9 quantile of D within delta_b and 2·delta_b. What goes back
+    to π_old, Â(r − 1) ≤ 0, is kept (arXiv:2606.10968, binary total variation). With `sampler` 1, π_sampler is in the
+    place of π_old.
+    """
+
+    NAME = "cppo"
+    TRAINERS: ClassVar = {"UniRL": "cppo:sampler=1"}
+    delta: float = within(0.2, 0, 1)
+    w_min: float = within(0.8, 1e-6, 1)
+    delta_b: float = within(0.02, 0)
+    sampler: int = within(0, 0, 1)
+
+    def factors(self, tokens: Tokens) -> Weights:
+        before = tokens.before(self.sampler)
+        divergence = np.abs(np.exp(tokens["logprob"]) - np.exp(before))
+        over = np.zeros(len(divergence), dtype=bool)
+        for rows in tokens.responses():
+            weight = np.linspace(1, self.w_min, len(rows))
+            spent = weight * divergence[rows]
+            budget = np.clip(np.quantile(divergence[rows], 0.9), self.delta_b, 2 * self.delta_b)
+            left = np.cumsum(budget * weight - spent) - (budget * weight - spent)  # by the tokens before
+            over[rows] = spent > self.delta + np.minimum(left, 0)
+        with np.errstate(over="ignore"):
+            ratio = np.exp(tokens["logprob"] - before)
+        return np.where(over & (tokens.advantage * (ratio - 1) > 0), 0.0, ratio * tokens.advantage)
+
+
+@dataclass(frozen=True)
+class FIPO(Weighting):
+    """w = f·plain, f_t = clip(exp Σ_{s≥t} 2^{−(s−t)/decay_rate}·log r_s, 1, 1 + clip_range) (arXiv:2603.19835).
+
+    What later tokens gained since π_old, with a half-life of `decay_rate` positions; f = 1 where Â < 0, r > threshold.
+    """
+
+    NAME = "fipo"
+    TRAINERS: ClassVar = {"ms-swift": "fipo"}
+    decay_rate: float = within(32.0, 1e-6)
+    clip_range: float = within(0.2, 1e-6)
+    threshold: float = within(4.0, 0)
+
+    def factors(self, tokens: Tokens) -> Weights:
+        moved = tokens["logprob"] - tokens.old
+        future = moved.copy()
+        for rows in tokens.responses():
+            fades = 2 ** (-np.diff(tokens.place[rows]) / self.decay_rate)
+            for row, later, fade in zip(rows[-2::-1], rows[:0:-1], fades[::-1], strict=True):
+                future[row] += fade * future[later]
+        factor = np.exp(np.clip(future, 0, math.log1p(self.clip_range)))
+        safe = (tokens.advantage >= 0) | (tokens.ratio <= self.threshold)
+        return np.where(safe, factor, 1.0) * tokens.plain
+
+
+@dataclass(frozen=True)
+class TOPR(Weighting):
+    """w = Â where Â > 0, else min(r, 1)·Â: what did well is imitated, the rest tapered (arXiv:2503.14286).
+
+    ROLL asks the score's sign, which a token table has not: the same where Â is the score, or has its sign.
+    """
+
+    NAME = "topr"
+    TRAINERS: ClassVar = {"ROLL": "topr"}
+
+    def factors(self, tokens: Tokens) -> Weights:
+        return np.where(tokens.advantage > 0, 1.0, np.minimum(tokens.ratio, 1)) * tokens.advantage
+
+
+@dataclass(frozen=True)
+class DRO(Weighting):
+    """w = Â − β·log r, the slope of log π·Â − β/2·(log r)²: no ratio, no clip (arXiv:2405.19107).
+
+    With `sampler` 1, π_sampler is in the place of π_old. verl has no default for β.
+    """
+
+    NAME = "dro"
+    TRAINERS: ClassVar = {"verl": "dro", "Tinker": "dro:beta=0.05,sampler=1"}
+    OWN_LOSSES = ("verl",)
+    beta: float = within(0.05, 0)
+    sampler: int = within(0, 0, 1)
+
+    def factors(self, tokens: Tokens) -> Weights:
+        return tokens.advantage - self.beta * (tokens["logprob"] - tokens.before(self.sampler))
+
+
+@dataclass(frozen=True)
+class OPSM(Weighting):
+    """w = 0 where Â < 0 and mean_t(log π_old − log π) > δ in the response, else plain: off-policy sequence masking.
+
+    Eq. 9 of arXiv:2512.02556. With `sampler` 1, π_sampler is in the place of π_old, as in TRL under vLLM.
+    """
+
+    NAME = "opsm"
+    TRAINERS: ClassVar = {"TRL": "opsm:sampler=1", "slime": "opsm:delta=0.0001"}
+    OWN_LOSSES = ("TRL",)
+    delta: float = within(0.5, 0)
+    sampler: int = within(0, 0, 1)
+
+    def factors(self, tokens: Tokens) -> Weights:
+        drift = tokens.mean_by_response(tokens.before(self.sampler) - tokens["logprob"])
+        return np.where((tokens.advantage < 0) & (drift > self.delta), 0.0, tokens.plain)
+
+
+@dataclass(frozen=True)
+class TIS(Weighting):
+    """w = clip(k, low, high)·plain, k = π_old/π_sampler: truncated importance sampling by token."""
+
+    NAME = "tis"
+    TRAINERS: ClassVar = {
+        "TRL": "tis:high=3",
+        "verl's corrections": "tis",
+        "slime": "tis",
+        "SkyRL": "tis",
+        "OpenRLHF": "tis:low=0.5,high=5",
+    }
+    OWN_LOSSES = ("TRL", "verl's corrections")
+    low: float = within(0.0, 0)
+    high: float = within(2.0, 0, above="low")
+
+    def factors(self, tokens: Tokens) -> Weights:
+        return _truncate(tokens.mismatch, self.low, self.high) * tokens.plain
+
+
+@dataclass(frozen=True)
+class SequenceTIS(Weighting):
+    """w = clip(K, low, high)·plain, K = Π_t k_t: truncated importance sampling by response (TRL: sequence_truncate)."""
+
+    NAME = "sequence-tis"
+    TRAINERS: ClassVar = {
+        "TRL": "sequence-tis",
+        "verl's corrections": "sequence-tis:high=2",
+        "SkyRL": "sequence-tis:high=5",
+    }
+    OWN_LOSSES = ("TRL", "verl's corrections")
+    low: float = within(0.0, 0)
+    high: float = within(3.0, 0, above="low")
+
+    def factors(self, tokens: Tokens) -> Weights:
+        return _truncate(tokens.sum_by_response(tokens.mismatch), self.low, self.high) * tokens.plain
+
+
+@dataclass(frozen=True)
+class SequenceMask(Weighting):
+    """w = K·plain where low ≤ K ≤ high, else 0, K = Π_t k_t: TRL's default under vLLM (sequence_mask)."""
+
+    NAME = "sequence-mask"
+    TRAINERS: ClassVar = {"TRL": "sequence-mask"}
+    OWN_LOSSES = ("TRL", "verl's corrections")
+    low: float = within(0.0, 0)
+    high: float = within(3.0, 0, above="low")
+
+    def factors(self, tokens: Tokens) -> Weights:
+        return _mask(tokens.sum_by_response(tokens.mismatch), self.low, self.high) * tokens.plain
+
+
+@dataclass(frozen=True)
+class SeqMaskTIS(Weighting):
+    """w = k·plain where low ≤ exp(mean_t log k) ≤ high in the response, else 0: no token's k is truncated."""
+
+    NAME = "seq-mask-tis"
+    TRAINERS: ClassVar = {
+        "NeMo-RL": "seq-mask-tis",
+        "OpenRLHF": "seq-mask-tis:low=0.5,high=5",
+        "ms-swift": "seq-mask-tis:low=0,high=2",
+    }
+    low: float = within(0.999, 0)
+    high: float = within(1.002, 0, above="low")
+
+    def factors(self, tokens: Tokens) -> Weights:
+        kept = _mask(tokens.mean_by_response(tokens.mismatch), self.low, self.high) > 0
+        return np.where(kept, np.exp(tokens.mismatch), 0.0) * tokens.plain
 
 
 @dataclass(frozen=True)
@@ -412,13 +759,19 @@ class IcePop(Weighting):
     """w = k·plain where low ≤ k ≤ high, else 0; k = π_old/π_sampler, trainer against sampler (arXiv:2510.18855)."""
 
     NAME = "icepop"
+    TRAINERS: ClassVar = {
+        "TRL": "icepop:low=0,high=3",
+        "verl's corrections": "icepop",
+        "NeMo-RL": "icepop",
+        "OpenRLHF": "icepop",
+        "slime": "icepop:low=0,high=2",
+    }
+    OWN_LOSSES = ("TRL", "verl's corrections")
     low: float = within(0.5, 0)
-    high: float = within(5.0, 0)
+    high: float = within(5.0, 0, above="low")
 
     def factors(self, tokens: Tokens) -> Weights:
-        with np.errstate(over="ignore"):
-            ratio = np.exp(tokens.old - tokens.known("sampler_logprob"))
-        return np.where((ratio >= self.low) & (ratio <= self.high), ratio, 0.0) * tokens.plain
+        return _mask(tokens.mismatch, self.low, self.high) * tokens.plain
 
 
 @dataclass(frozen=True)
@@ -432,14 +785,31 @@ class Delightful(Weighting):
         return (1 + np.tanh(-tokens.advantage * tokens.old / self.eta / 2)) / 2 * tokens.plain
 
 
-WEIGHTINGS = {
-    kind.NAME: kind
-    for kind in (
-        *(GRPO, Reweight, Lopti, RandomSplit, PermutedWeights, MatchedNorm, IntervalMask, UpWeight, TopEntropy),
-        *(ClipCov, KLCov, CISPO, SAPO, GSPO, DPPO, IcePop, Delightful),
-    )
-}
+def _truncate(log_ratio: Weights, low: Number, high: Number) -> Weights:
+    """The ratio, within these bounds."""
+    with np.errstate(over="ignore"):
+        return np.clip(np.exp(log_ratio), low, high)
+
+
+def _mask(log_ratio: Weights, low: Number, high: Number) -> Weights:
+    """The ratio within these bounds, 0 beyond them."""
+    with np.errstate(over="ignore"):
+        ratio = np.exp(log_ratio)
+    return np.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+
+
+_COMPARED = (
+    *(GRPO, Reweight, Lopti, RandomSplit, PermutedWeights, MatchedNorm, IntervalMask, UpWeight, TopEntropy),
+    *(ClipCov, KLCov, CISPO, SAPO, GSPO, DPPO, IcePop, Delightful),
+)
+_NAMED = (
+    *(GMPO, VESPO, DPPOKL, CPPO, FIPO, TOPR, DRO, OPSM),
+    *(TIS, SequenceTIS, SequenceMask, SeqMaskTIS),
+)
+WEIGHTINGS = {kind.NAME: kind for kind in (*_COMPARED, *_NAMED)}
 """Name → weighting."""
+COMPARED = tuple(kind.NAME for kind in _COMPARED)
+"""Those that are compared where none is named: each takes a backward pass of its own."""
 
 
 @checked
@@ -469,11 +839,30 @@ def make_weighting(text: str) -> Weighting:
             raise InputError(f"{name} takes no {key!r}; {_nearest(key, parameters)}")
         if key in values:
             raise InputError(f"{name}: {key} is given twice; give it once")
+        sort = type(parameters[key].default)
         try:
-            values[key] = type(parameters[key].default)(value)
+            values[key] = sort(value)
         except ValueError as error:
-            raise InputError(f"{name}: {key} is {value!r}; give a number") from error
-    return kind(**values)
+            number = "whole number" if sort is int else "number"
+            raise InputError(f"{name}: {key} is {value!r}; give a {number}") from error
+    weighting = kind(**values)
+    object.__setattr__(weighting, "_spelled", text)  # it is frozen
+    return weighting
+
+
+def spell_out(text: str) -> list[str]:
+    """A weighting for every combination of its parameters' values, as they are written.
+
+    >>> spell_out("icepop:low=.5/0.8,high=5")
+    ['icepop:low=.5,high=5', 'icepop:low=0.8,high=5']
+    """
+    file, colon, rest = text.rpartition(".py:")
+    name, _, given = rest.partition(":")
+    parts = [part.partition("=") for part in given.split(",") if part]
+    values = product(*(value.split("/") for _, _, value in parts))
+    keys = [f"{key}{sign}" for key, sign, _ in parts]
+    combined = [",".join(map("".join, zip(keys, choice, strict=True))) for choice in values]
+    return [f"{file}{colon}{name}" + (f":{choice}" if choice else "") for choice in combined]
 
 
 def _nearest(word: str, known: Mapping[str, object]) -> str:

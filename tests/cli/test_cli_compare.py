@@ -87,8 +87,9 @@ def test_it_writes_what_the_function_returns_and_does_it_once(run, model, rollou
         wanted |= {(method, step, name): x for name, x in row.items() if not np.isnan(x)}
     assert found == pytest.approx(wanted, rel=1e-6, abs=1e-9)
     weights = pd.read_parquet(tmp_path / "out" / "weights.parquet")
-    assert list(weights) == ["response", "position", "grpo", "reweight:alpha=0.5", "lopti.low", "lopti.high", "halved"]
-    np.testing.assert_allclose(weights["halved"], table["policy_weight"] / 2, rtol=1e-6)
+    names = ["grpo", "reweight:alpha=0.5", "lopti.low", "lopti.high", f"{own}:halved"]
+    assert list(weights) == ["response", "position", *names]
+    np.testing.assert_allclose(weights[f"{own}:halved"], table["policy_weight"] / 2, rtol=1e-6)
     summary = (tmp_path / "out" / "summary.txt").read_text()
     assert outcome.out.endswith(f"\n{summary}") and "No weighting is recommended" in summary
     before = (tmp_path / "out" / "compare.csv").stat().st_mtime_ns
@@ -101,6 +102,20 @@ def test_it_writes_what_the_function_returns_and_does_it_once(run, model, rollou
     (tmp_path / "out" / "summary.txt").write_text(summary)
     other = run(*arguments[:-4], "--seed", 3)
     assert other.status == 0 and "already compared" not in other.out
+
+
+def test_a_weighting_bears_the_name_that_it_was_given(run, model, rollouts, tmp_path):
+    methods = ["reweight:alpha=0.3", "reweight", "cispo:eps_high=1.10/5", "gspo:eps_high=0.0004,eps_low=3e-4"]
+    outcome = run(model, rollouts, "--out", tmp_path / "out", "--methods", *methods)
+    assert outcome.status == 0, outcome.err
+    names = ["grpo", *methods[:2], "cispo:eps_high=1.10", "cispo:eps_high=5", methods[3]]
+    weights = pd.read_parquet(tmp_path / "out" / "weights.parquet")
+    assert list(weights) == ["response", "position", *names]
+    np.testing.assert_array_equal(weights["reweight:alpha=0.3"], weights["reweight"])
+    written = pd.read_csv(tmp_path / "out" / "compare.csv", keep_default_na=False)
+    assert list(written["method"].unique()) == names
+    assert set(written.loc[written["method"] == "reweight", "same_as"]) == {"reweight:alpha=0.3"}
+    assert all(name in (tmp_path / "out" / "summary.txt").read_text() for name in names)
 
 
 @pytest.mark.parametrize(

@@ -118,11 +118,11 @@ def test_any_weightings_grid_is_screened(run, model, rollouts, tmp_path):
     outcome = run(model, rollouts, "--out", tmp_path / "out", *flags)
     assert (outcome.status, outcome.err) == (0, "")
     table = pd.read_csv(tmp_path / "out" / "settings.csv")
-    names = ["plain", "top-entropy", "top-entropy:q=0.5", "α=0.5", "own"]
+    names = ["plain", "top-entropy:q=.2", "top-entropy:q=.5", "reweight:alpha=0.5", f"{own}:own:share=0.5"]
     assert table["setting"].tolist() == names
-    assert table["method"].tolist() == [PAIRS, "top-entropy", "top-entropy:q=0.5", PAIRS, "own"]
+    assert table["method"].tolist() == [PAIRS, *names[1:3], PAIRS, names[4]]
     summary = (tmp_path / "out" / "summary.txt").read_text()
-    assert all(f"\n{name} " in summary for name in ("top-entropy", "top-entropy:q=0.5", "own"))
+    assert all(f"\n{name} " in summary for name in (*names[1:3], names[4]))
     drawn = pd.read_csv(tmp_path / "out" / "figures" / "tuning.csv")
     assert set(drawn["panel"].str.split(", ").str[0]) == {"predicted", "actual"} and drawn["panel"].nunique() == 4
     own.write_text(OWN.replace("self.share", "2"))

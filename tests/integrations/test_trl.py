@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 from itertools import combinations
+from types import MethodType
 
 import numpy as np
 import pandas as pd
@@ -21,7 +22,7 @@ from gradscope import interval_gradients, load_policy, measure
 from gradscope.errors import InputError
 from gradscope.integrations.trl_batch import batch_from_trl, response_denominators, trl_settings
 from gradscope.integrations.trl_callback import GradScopeCallback
-from gradscope.objective import batch_statistics, make_weighting
+from gradscope.objective import WEIGHTINGS, batch_statistics, make_weighting
 from gradscope.policy import Policy, find_blocks, find_checkpoint
 from gradscope.rollouts import Response, collate
 from gradscope.tasks.knights_knaves import compact_prompt, draw_statements
@@ -169,7 +170,8 @@ def test_the_tables_weights_are_those_of_trls_loss(checkpoint, tmp_path, setting
     assert rose.any() and not table["clipped"].all()
 
 
-WEIGHTINGS = {
+GMPO = "GMPOTrainer's"
+LOSSES = {
     "grpo": ("token-mean", {}),
     "top-entropy:q=0.3": ("token-mean", {"top_entropy_quantile": 0.3}),
     "cispo:eps_high=1.1": ("token-mean", {"loss_type": "cispo", "epsilon_high": 1.1}),
@@ -178,12 +180,28 @@ WEIGHTINGS = {
         "sequence",
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.01, "epsilon_high": 0.02},
     ),
-    "icepop:low=0.8,high=1.3": ("token-mean", {"use_vllm": True, "vllm_importance_sampling_correction": True}),
+    "gmpo:eps_low=0.1,eps_high=0.05": ("sequence", {"_compute_loss": GMPO, "epsilon_low": 0.1, "epsilon_high": 0.05}),
+    "vespo": ("token-mean", {"loss_type": "vespo"}),
+    "opsm:delta=0.02": ("token-mean", {"off_policy_mask_threshold": 0.02}),
 }
 """Weighting → how TRL's loss adds up, and the trainer's attributes with which it has that weighting."""
 
 
-@pytest.mark.parametrize("case", ["on-policy", "two steps old", "other sampler"])
+def slopes_with(trainer, inputs, attributes, monkeypatch):
+    """`slopes_of_trl` of a trainer with these attributes."""
+    with monkeypatch.context() as patch:
+        for attribute, value in attributes.items():
+            patch.setattr(trainer, attribute, own_gmpo(trainer) if value == GMPO else value)
+        return slopes_of_trl(trainer, inputs)
+
+
+def own_gmpo(trainer):
+    from trl.experimental.gmpo import GMPOTrainer
+
+    return MethodType(GMPOTrainer._compute_loss, trainer)
+
+
+@pytest.mark.parametrize("case", ["on-policy", "two steps old"])
 def test_weightings_are_those_of_trls_loss(checkpoint, tmp_path, case, monkeypatch):
     old = {"step": 0} if case == "on-policy" else {"step": 2, "num_iterations": 3}
     trainer, step = record(checkpoint, tmp_path, **old)
@@ -191,25 +209,86 @@ def test_weightings_are_those_of_trls_loss(checkpoint, tmp_path, case, monkeypat
     batch, kept = batch_from_trl(inputs, TEMPERATURE), inputs["completion_mask"].bool()
     table = measure(policy_of(trainer), batch, loss=trl_settings(trainer.args).loss, self_check=False)
     assert table["old_logprob"].isna().all() == (case == "on-policy")
-    known = table["old_logprob"].fillna(table["logprob"])
-    spread = 0.3 if case == "other sampler" else 0.0
-    table["sampler_logprob"] = known + spread * np.random.default_rng(0).normal(size=len(table))
-    ratio = np.exp(known - table["sampler_logprob"])  # TRL has it in the batch: what is outside of the range is 0 there
-    ratio = torch.tensor(ratio.where((ratio >= 0.8) & (ratio <= 1.3), 0.0).to_numpy(np.float32))
-    inputs = inputs | {"importance_sampling_ratio": torch.zeros(kept.shape).masked_scatter(kept, ratio)}
     different = []
-    for name, (aggregation, attributes) in WEIGHTINGS.items():
-        with monkeypatch.context() as patch:
-            for attribute, value in attributes.items():
-                patch.setattr(trainer, attribute, value)
-            wanted = (slopes_of_trl(trainer, inputs) * batch.num_tokens)[kept].numpy()
+    for name, (aggregation, attributes) in LOSSES.items():
+        wanted = (slopes_with(trainer, inputs, attributes, monkeypatch) * batch.num_tokens)[kept].numpy()
         found = make_weighting(name).weights(table, aggregation=aggregation)["all"]
         np.testing.assert_allclose(found, wanted, atol=FLOAT32 * np.abs(wanted).max(), err_msg=name)
         plain = make_weighting("grpo").weights(table, aggregation=aggregation)["all"]
         different += [name] * (not np.allclose(found, plain, rtol=1e-4))
-    clips = ["cispo:eps_high=1.1", "sapo", "gspo:eps_low=0.01,eps_high=0.02"]
-    own = {"on-policy": [], "two steps old": clips, "other sampler": [*clips, "icepop:low=0.8,high=1.3"]}[case]
-    assert different == ["top-entropy:q=0.3", *own]
+    always = ["grpo", "top-entropy:q=0.3"]
+    assert different == [name for name in LOSSES if name == always[1] or (case != "on-policy" and name not in always)]
+
+
+CORRECTIONS = {
+    "tis:low=0.9,high=1.3": {"mode": "token_truncate", "clip_min": 0.9, "clip_max": 1.3},
+    "icepop:low=0.8,high=1.3": {"mode": "token_mask", "clip_min": 0.8, "clip_max": 1.3},
+    "sequence-tis:low=0.7,high=1.8": {"mode": "sequence_truncate", "clip_min": 0.7, "clip_max": 1.8},
+    "sequence-mask": {},
+    "sequence-mask:low=0.5,high=1.5": {"clip_min": 0.5, "clip_max": 1.5},
+    "vespo:sampler=1,cap=1.2": {"mode": "token_truncate", "clip_max": 1.2, "loss_type": "vespo"},
+    "opsm:delta=0.05,sampler=1": {"correction": False, "off_policy_mask_threshold": 0.05},
+}
+"""Weighting → TRL's settings vllm_importance_sampling_…, the others its defaults, and further attributes."""
+
+
+def sampled_by_another(trainer, inputs, logprobs):
+    """What TRL makes of responses that vLLM would have sampled with these log-probabilities, a list of each."""
+    prompts, completions = (
+        [ids[mask.bool()].tolist() for ids, mask in zip(inputs[f"{part}_ids"], inputs[f"{part}_mask"], strict=True)]
+        for part in ("prompt", "completion")
+    )
+    trainer._generate = lambda _: (prompts, completions, None, [""] * len(prompts), logprobs, {}, None, None)
+    try:
+        return trainer._generate_and_score_completions([{"prompt": ""} for _ in prompts])
+    finally:
+        del trainer._generate
+
+
+def test_corrections_for_the_sampler_are_trls(checkpoint, tmp_path, monkeypatch):
+    trainer, step = record(checkpoint, tmp_path)
+    (inputs,) = step["window"]
+    kept = inputs["completion_mask"].bool()
+    trainer.use_vllm = True  # its path; nothing is sampled here
+    unknown = [[0.0] * int(count) for count in kept.sum(1)]
+    own = sampled_by_another(trainer, inputs, unknown)["old_per_token_logps"]
+    noise = torch.randn(own.shape, generator=torch.Generator().manual_seed(0))
+    other = [row[mask].tolist() for row, mask in zip((own + 0.3 * noise).clamp(max=-1e-3), kept, strict=True)]
+    state, reached = {name: p.detach().clone() for name, p in trainer.model.state_dict().items()}, {}
+    for name, settings in CORRECTIONS.items():
+        trainer.model.load_state_dict(state)
+        vllm = {key: settings[key] for key in ("mode", "clip_min", "clip_max", "correction") if key in settings}
+        attributes = {f"vllm_importance_sampling_{key}": value for key, value in vllm.items()}
+        attributes |= {key: value for key, value in settings.items() if key not in vllm}
+        with monkeypatch.context() as patch:
+            for attribute, value in attributes.items():
+                patch.setattr(trainer, attribute, value)
+            made = sampled_by_another(trainer, inputs, other)
+            with torch.no_grad():
+                for parameter in trainer.model.parameters():
+                    parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(6))
+            made = {key: value.clone() for key, value in made.items()}
+            wanted = (slopes_of_trl(trainer, made) * kept.sum())[kept].numpy()
+        batch = batch_from_trl(made | {"importance_sampling_ratio": torch.ones(kept.shape)}, TEMPERATURE)
+        table = measure(policy_of(trainer), batch, loss=trl_settings(trainer.args).loss, self_check=False)
+        table["sampler_logprob"] = np.concatenate(other)
+        found = make_weighting(name).weights(table)["all"]
+        np.testing.assert_allclose(found, wanted, atol=FLOAT32 * np.abs(wanted).max(), err_msg=name)
+        plain = make_weighting("grpo").weights(table)["all"]
+        assert not np.allclose(found, plain, rtol=1e-3), name
+        reached[name] = (found == 0) & (plain != 0)
+    for name in (
+        "icepop:low=0.8,high=1.3",
+        "sequence-mask",
+        "sequence-mask:low=0.5,high=1.5",
+        "opsm:delta=0.05,sampler=1",
+    ):
+        assert reached[name].any() and not reached[name].all(), name
+
+
+def test_those_said_to_be_held_against_trls_loss_are():
+    said = {name for name, kind in WEIGHTINGS.items() if {"TRL", "TRL's GMPO"} & {*kind.OWN_LOSSES}}
+    assert {name.partition(":")[0] for name in (*LOSSES, *CORRECTIONS)} == said
 
 
 @pytest.mark.parametrize("loss_type", every(2, LOSS_TYPES))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.cli import complaint
 from support.policies import distance
 from support.tiers import every
 from support.trl_runs import TEMPERATURE, Recorder, gradients, make_trainer, needs_trl, save_policy, train, weights
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.integrations.trl_batch import batch_from_trl, trl_settings
+from gradscope.integrations.trl_methods import _refuse_unsupported
 from gradscope.objective import Pass, Updater, batch_statistics, make_weighting, weigh_step
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.algorithm import plan_update
@@ -220,3 +222,16 @@ def test_what_the_methods_cannot_do_is_refused_in_one_line(checkpoint, tmp_path,
     with pytest.raises(InputError) as caught:
         make_trainer(checkpoint, tmp_path, kind=ours, methods=methods, **settings)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_sampler_is_corrected_for_once(checkpoint, tmp_path, ours):
+    """vLLM itself is not run here: its settings are put into those of a trainer that was made without it."""
+    for name, twice in (("sequence-mask", True), ("dppo-tv:sampler=1", True), ("dppo-tv", False)):
+        trainer = make_trainer(checkpoint, tmp_path, kind=ours, methods={"weighting": "cispo"})
+        trainer.weighting, trainer.args.use_vllm = make_weighting(name), True
+        for correction in (True, False):
+            trainer.args.vllm_importance_sampling_correction = correction
+            if twice and correction:
+                assert "vllm_importance_sampling_correction" in complaint(_refuse_unsupported, trainer)
+            else:
+                _refuse_unsupported(trainer)

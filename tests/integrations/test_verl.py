@@ -6,6 +6,7 @@ import sys
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 
 with warnings.catch_warnings():
@@ -15,9 +16,10 @@ with warnings.catch_warnings():
 
 import torch
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, get_policy_loss_fn
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric, reduce_metrics
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 from verl.workers.utils.losses import ppo_loss
@@ -25,7 +27,7 @@ from verl.workers.utils.losses import ppo_loss
 from gradscope.integrations import verl_engine
 from gradscope.integrations.verl import GradScopePolicyLossConfig
 from gradscope.integrations.verl_engine import LoptiFSDPEngine, LoptiPasses
-from gradscope.objective import lopti_split, reweight
+from gradscope.objective import WEIGHTINGS, lopti_split, make_weighting, reweight, token_weights
 from gradscope.objective.equations import policy_loss
 
 CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.24, "clip_ratio_c": 3.0}
@@ -107,6 +109,92 @@ def test_under_a_weighting_the_slopes_are_its_weights_and_the_metrics_verls_own(
         old_log_prob=old, log_prob=new, advantages=advantages, response_mask=mask, loss_agg_mode=mode, config=config
     )[1]
     assert metrics == plain
+
+
+LOSSES = {
+    "grpo": ("vanilla", {}),
+    "clip-cov:share=1,low=0.02,high=0.5": (
+        "clip_cov",
+        {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.02, "clip_cov_ub": 0.5},
+    ),
+    "kl-cov:share=0.3,beta=0.6": ("kl_cov", {"kl_cov_ratio": 0.3, "ppo_kl_coef": 0.6}),
+    "cispo:eps_low=0.8,eps_high=1.24": ("cispo", {}),
+    "sapo:tau_pos=2,tau_neg=1.5": ("sapo", {"tau_pos": 2.0, "tau_neg": 1.5}),
+    "gspo:eps_low=0.05,eps_high=0.1": ("gspo", {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1}),
+    "gmpo:eps_low=0.05,eps_high=0.1": ("geo_mean", {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1}),
+    "dppo-tv:delta=0.05,cap=1.2": ("dppo_tv", {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "clip_ratio_c": 1.2}),
+    "dppo-kl:delta=0.01,cap=1.2": ("dppo_kl", {"clip_ratio_low": 0.01, "clip_ratio_high": 0.01, "clip_ratio_c": 1.2}),
+    "dro:beta=0.7": ("dro", {"dro_beta": 0.7}),
+}
+"""Weighting → verl's loss_mode, and its settings."""
+BY_RESPONSE = ("sapo", "gspo", "gmpo")
+"""Those that verl averages over responses."""
+CORRECTIONS = {
+    "tis:high=1.1": ("token", 1.1),
+    "icepop:low=0.8,high=1.3": ("token", "0.8_1.3"),
+    "sequence-tis:high=1.1": ("sequence", 1.1),
+    "sequence-mask:low=0.5,high=1.2": ("sequence", "0.5_1.2"),
+}
+"""Weighting → verl's rollout_is, and its threshold."""
+
+
+def columns_of(old, new, advantages, mask, sampler):
+    """Those of a token table, of the kept tokens."""
+    plain = token_weights(new, old, advantages, mask, **CLIPS, num_tokens=1)
+    columns = {"logprob": new, "old_logprob": old, "sampler_logprob": sampler, "advantage": advantages}
+    columns = {name: values[mask].numpy() for name, values in (columns | {"policy_weight": plain}).items()}
+    return columns | dict(zip(("response", "position"), mask.nonzero().T.numpy(), strict=True))
+
+
+def verl_slopes(mode, old, new, advantages, mask, *, weights=None, **settings):
+    """−N · ∂loss/∂ log π of each kept token, of verl's own loss."""
+    own = {name: settings.pop(name) for name in list(settings) if name.startswith(("clip_ratio", "tau"))}
+    losses = PolicyLossConfig(loss_mode=mode, **settings)
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=2, policy_loss=losses, **CLIPS | own
+    )
+    aggregation = "seq-mean-token-mean" if mode in ("sapo", "gspo", "geo_mean") else "token-mean"
+    _, gradient = value_and_gradient(
+        lambda x: get_policy_loss_fn(mode)(
+            old_log_prob=old, log_prob=x, advantages=advantages, response_mask=mask.double(),
+            loss_agg_mode=aggregation, config=config, rollout_is_weights=weights,
+        )[0],
+        new,
+    )  # fmt: skip
+    return -(gradient * mask.sum())[mask].numpy()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_weightings_are_those_of_verls_losses(seed):
+    old, new, advantages, mask = make_tensors(seed)
+    new = torch.where(new > 0, old, new)  # probabilities, without ties
+    columns, different = columns_of(old, new, advantages, mask, old), 0
+    for name, (mode, settings) in LOSSES.items():
+        kind = "sequence" if name.startswith(BY_RESPONSE) else "token-mean"
+        found = make_weighting(name).weights(columns, aggregation=kind)["all"]
+        wanted = verl_slopes(mode, old, new, advantages, mask, **settings)
+        # float64; verl divides by counts + 1e-8.
+        np.testing.assert_allclose(found, wanted, rtol=3e-8, atol=1e-12, err_msg=name)
+        different += not np.allclose(found, make_weighting("grpo").weights(columns, aggregation=kind)["all"])
+    assert different == len(LOSSES) - 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_corrections_for_the_sampler_are_verls(seed):
+    old, new, advantages, mask = make_tensors(seed)
+    noise = torch.randn(old.shape, generator=torch.Generator().manual_seed(seed), dtype=old.dtype)
+    columns = columns_of(old, new, advantages, mask, sampler := (old + 0.2 * noise).clamp(max=0))
+    for name, (level, threshold) in CORRECTIONS.items():
+        weights, _ = compute_rollout_correction_weights(
+            old - sampler, mask.double(), rollout_is=level, rollout_is_threshold=threshold
+        )
+        wanted = verl_slopes("vanilla", old, new, advantages, mask, weights=weights)
+        np.testing.assert_allclose(make_weighting(name).weights(columns)["all"], wanted, rtol=1e-12, err_msg=name)
+
+
+def test_those_said_to_be_held_against_verls_losses_are():
+    said = {name for name, kind in WEIGHTINGS.items() if {"verl", "verl's corrections"} & {*kind.OWN_LOSSES}}
+    assert {name.partition(":")[0] for name in (*LOSSES, *CORRECTIONS)} == said
 
 
 def test_a_group_alone_has_gradient_where_lopti_split_says_and_all_denominators():

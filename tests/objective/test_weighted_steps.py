@@ -40,9 +40,19 @@ def icepop(log_pi: Tensor, batch: TokenBatch, _entropy: Tensor) -> Tensor:
     return -surrogate * torch.where((of_sampler >= 0.9) & (of_sampler <= 1.1), of_sampler, 0.0)
 
 
+def fipo(log_pi: Tensor, batch: TokenBatch, _entropy: Tensor) -> Tensor:
+    ratio = (log_pi - batch.old_logprobs).exp()
+    surrogate = torch.min(ratio * batch.advantages, ratio.clamp(0.95, 1.04) * batch.advantages)
+    moved = torch.where(batch.response_mask, ratio.detach().log(), 0.0)
+    places = torch.arange(moved.shape[1])
+    fades = (2.0 ** (-(places[:, None] - places).double() / 4)).tril()  # of later token, of token
+    return -surrogate * (moved @ fades).exp().clamp(1, 1.5)
+
+
 LOSSES = {
     "cispo:eps_high=1.05": cispo,
     "sapo": sapo,
+    "fipo:decay_rate=4,clip_range=0.5": fipo,
     "top-entropy:q=0.4": top_entropy,
     "icepop:low=0.9,high=1.1": icepop,
 }

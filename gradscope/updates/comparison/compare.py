@@ -21,6 +21,7 @@ from gradscope.errors import InputError, checked
 from gradscope.gradients import ADAMW, BACKWARD, FORWARD_MODE, SUMS, measure, note_logged
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import (
+    COMPARED,
     PAPER,
     WEIGHTINGS,
     LossSettings,
@@ -29,6 +30,7 @@ from gradscope.objective import (
     describe_off_policyness,
     make_weighting,
     resolve_advantages,
+    spell_out,
 )
 from gradscope.policy import AdamWState, Policy, PolicyLike, gradient_budget, read_state
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
@@ -65,7 +67,8 @@ class Comparison:
     energy_share_adamw where the table has norms in that metric; gradient_share, ⟨U_a, U⟩/‖U‖², which adds up to 1 and
     has no bounds (those would need U_a itself)."""
     weights: pd.DataFrame
-    """w_t of each token under each weighting: response, position, then a column METHOD or METHOD.STEP."""
+    """w_t of each token under each weighting: response, position, then a column METHOD or METHOD.STEP, each called as
+    the user called it."""
     labels: tuple[str, ...]
     num_prompts: int
     num_informative_prompts: int
@@ -131,11 +134,12 @@ def compare(
 ) -> Comparison:
     """Compare token weightings on one batch, each with plain GRPO; the policy is as it was afterwards.
 
-    methods: as `make_weighting` takes them, or Weightings; None: all of WEIGHTINGS that the batch has columns for, a
-    note names the others. table: of `measure(policy, batch, …)` with these settings and edges, maybe of a sample;
-    None: measured here. loss: the plain one, without its KL part, which no weighting changes. optimizer_state:
-    what AdamW's `state_dict()` saved, from which the real steps of two-step methods go on; or an `AdamWState`, which
-    gives the metric alone; None: no numbers under AdamW. step: of the real ones; None: as the state says. memory: bytes
+    methods: as `make_weighting` takes them, a parameter's values with a slash between them (`icepop:high=2/5`), or
+    Weightings; None: all of COMPARED that the batch has columns for, a note names the others. table: of
+    `measure(policy, batch, …)` with these settings and edges, maybe of a sample; None: measured here. loss: the plain
+    one, without its KL part, which no weighting changes. optimizer_state: what AdamW's `state_dict()` saved, from which
+    the real steps of two-step methods go on; or an `AdamWState`, which gives the metric alone; None: no numbers under
+    AdamW. step: of the real ones; None: as the state says. memory: bytes
     for vectors as long as the parameters, which decides how many weightings go together (`passes`); None: a sixth of
     what is free. processes: share the prompts; the result is everybody's.
 
@@ -217,8 +221,8 @@ def compare(
 
 
 def compare_cost(*, metric: bool) -> float:
-    """Forward passes over the batch that take as long as `compare` at most does with all known weightings."""
-    rows = len(WEIGHTINGS) + 2  # two of them take two steps
+    """Forward passes over the batch that take as long as `compare` at most does where no weighting is named."""
+    rows = len(COMPARED) + 2  # two of them take two steps
     gains = rows * (update_cost() + FORWARD_MODE) + 3 * update_cost(2)
     return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + (gains if metric else 0)
 
@@ -240,14 +244,18 @@ def _settle(methods: Sequence[str | Weighting] | None, table: pd.DataFrame, note
     """The weightings, plain GRPO first; of all known ones, those that the table has columns for."""
     plain = WEIGHTINGS[PLAIN]()
     if methods is not None:
-        given = [make_weighting(method) if isinstance(method, str) else method for method in methods]
-        chosen = [plain, *(method for method in given if str(method) != PLAIN)]
-        if twice := [str(method) for method in chosen if chosen.count(method) > 1]:
+        given = [
+            weighting
+            for method in methods
+            for weighting in (map(make_weighting, spell_out(method)) if isinstance(method, str) else [method])
+        ]
+        chosen = [plain, *(weighting for weighting in given if str(weighting) != PLAIN)]
+        names = [*map(str, chosen)]  # one weighting by two names is two
+        if twice := [name for name in names if names.count(name) > 1]:
             raise InputError(f"{twice[0]} is given twice; give each weighting once")
         return chosen
     chosen = [plain]
-    for kind in WEIGHTINGS.values():
-        weighting = kind()
+    for weighting in (WEIGHTINGS[name]() for name in COMPARED):
         try:
             weighting.weights(table)
         except InputError as error:

@@ -51,6 +51,7 @@ from gradscope.objective import (
     clip_scale,
     lopti_split,
     make_weighting,
+    spell_out,
     weigh_step,
 )
 from gradscope.policy import PART, Policy, flat_slices, flat_spans, float_parameters
@@ -75,9 +76,13 @@ class Setting:
     """η of Lopti (Alg. 1); None: off."""
     weighting: Weighting | None = None
     """One of one optimizer step, in place of both."""
+    method: str = ""
+    """What the user called it; "": by its α and η."""
 
     @property
     def name(self) -> str:
+        if self.method:
+            return self.method
         if self.weighting is not None:
             return str(self.weighting)
         parts = [f"{word}={value:g}" for word, value in (("α", self.alpha), ("η", self.eta)) if value is not None]
@@ -104,37 +109,29 @@ def make_grid(
 
     >>> [setting.name for setting in make_grid([0, 0.3], [None, 0.5])]
     ['plain', 'η=0.5', 'α=0.3', 'α=0.3, η=0.5']
-    >>> [setting.name for setting in make_grid([], [], ["top-entropy:q=0.1/0.4"])]
-    ['plain', 'top-entropy:q=0.1', 'top-entropy:q=0.4']
+    >>> [setting.name for setting in make_grid([], [], ["top-entropy:q=0.1/.4", "reweight"])]
+    ['plain', 'top-entropy:q=0.1', 'top-entropy:q=.4', 'reweight']
     """
     alphas, etas = sorted(alphas, key=bool), sorted(etas, key=lambda eta: eta is not None)
     for alpha, eta in product(alphas, etas):
         Method(alpha, eta)  # refuses what neither takes
     pairs = [Setting(alpha or None, eta) for alpha in alphas for eta in etas]
-    grid = list(dict.fromkeys([PLAIN, *pairs, *(_method_setting(name) for text in methods for name in _names(text))]))
+    grid = list(
+        dict.fromkeys([PLAIN, *pairs, *(_method_setting(name) for text in methods for name in spell_out(text))])
+    )
     if len(grid) < 2:
         raise InputError("the grid has nothing to compare with the plain loss; give an alpha above 0, an eta, a method")
     return grid
 
 
-def _names(text: str) -> list[str]:
-    """A weighting for every combination of its parameters' values: NAME:a=1/2,b=3 is NAME:a=1,b=3 and NAME:a=2,b=3."""
-    file, colon, rest = text.rpartition(".py:")
-    name, _, given = rest.partition(":")
-    parts = [part.partition("=") for part in given.split(",") if part]
-    values = product(*(value.split("/") for _, _, value in parts))
-    keys = [f"{key}{sign}" for key, sign, _ in parts]
-    combined = [",".join(map("".join, zip(keys, choice, strict=True))) for choice in values]
-    return [f"{file}{colon}{name}" + (f":{choice}" if choice else "") for choice in combined]
-
-
 def _method_setting(name: str) -> Setting:
     weighting = make_weighting(name)
     if (pair := weighting.alpha_and_eta) is not None:
-        return Setting(pair[0] or None, pair[1])
+        setting = Setting(pair[0] or None, pair[1])
+        return setting if setting == PLAIN else replace(setting, method=name)
     if weighting.passes.lopti_eta is not None:
         raise InputError(f"{name} takes two optimizer steps over tokens drawn at random; gradscope compare has it")
-    return Setting(weighting=weighting)
+    return Setting(weighting=weighting, method=name)
 
 
 @dataclass(frozen=True)
