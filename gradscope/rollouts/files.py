@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 from gradscope.errors import InputError, show
-from gradscope.runs import MOST_COLUMNS, file_hash, load_tensors, numbers_of, parse_json, read_lines, read_parquet
+from gradscope.runs import (
+    MOST_COLUMNS,
+    Inert,
+    file_hash,
+    load_tensors,
+    numbers_of,
+    parse_json,
+    read_lines,
+    read_parquet,
+)
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".zst")
 """What a file of rollouts may end in; .json is read as .jsonl, and .jsonl.zst is a compressed one."""
@@ -23,6 +32,18 @@ IN_FOLDERS = (".jsonl", ".parquet", ".pt", ".zst")
 
 SINGULAR = {"response_lengths": "response_length", "loss_masks": "loss_mask", "sample_indices": "sample_index"}
 """Columns of train data that hold lists, and what they are called in one sample."""
+
+IN_SAMPLES = frozenset(
+    (
+        *("group_index", "index", "tokens", "response", "response_length", "reward", "loss_mask", "rollout_log_probs"),
+        *("status", "remove_sample", "weight_versions", "rollout_top_p_token_offsets"),
+        *("sample_index", "log_probs", "ref_log_probs", "advantages", "entropy"),
+    )
+)
+"""What is read of a sample in a file of tensors; the rest (experts, images, caches) can be a thousand times as much."""
+
+DETAILS = ("rollout_data", "train_data")
+"""Folders of one log, of slime's and miles's --dump-details, that are read together."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +61,44 @@ class Record:
 def list_files(path: Path) -> list[Path]:
     """The file itself, or those of a folder: its own, else those of its step_N folders; numbers in order of size.
 
-    Of a folder with annotations/ (prime-rl's traces) these, and its stream.
+    Of a folder with annotations/ (prime-rl's traces) these, and its stream; of one with DETAILS, what these hold. What
+    open-instruct writes about a run beside its rollouts is none of them.
     """
     if os.path.isfile(path):  # of a name that is too long, Path raises
         _check_suffix(path)
         return [path]
     if not os.path.isdir(path):
         raise InputError(f"{path} is not there; give a file of rollouts, or a folder of rollout files")
-    traces = ("annotations/**/*", "stream*", "stream*/*") if (path / "annotations").is_dir() else ()
-    for patterns in (traces, ("*",), ("step_*/*",)):
+    for patterns in _patterns(path):
         found = {file for pattern in patterns for file in path.glob(pattern)}
         files = [f for f in found if f.is_file() and f.suffix in IN_FOLDERS and f.name[0] != "."]
         # A file that was being compressed when its run died is there twice.
         files = [f for f in files if f.suffix != ".zst" or f.with_suffix("") not in files]
+        files = [f for f in files if not _is_about(f, files)]
         if files:
             return sorted(files, key=_natural_key)
     raise InputError(
         f"{path} is a folder without {', '.join(IN_FOLDERS)} files; give the folder that holds the rollouts"
     )
+
+
+def _patterns(path: Path) -> Iterator[tuple[str, ...]]:
+    """Where the files of a folder may be: the first place that has any counts."""
+    if any((path / name).is_dir() for name in DETAILS):
+        yield tuple(f"{name}/*" for name in DETAILS)
+    if (path / "annotations").is_dir():
+        yield "annotations/**/*", "stream*/*", "*"
+    yield ("*",)
+    yield "step_*/*", "step_*/annotations/*"
+    for subset in ("effective", "all"):  # of prime-rl's rollouts; what was trained stands in both
+        yield (f"step_*/train/{subset}/*",)
+        yield (f"train/{subset}/*",)
+
+
+def _is_about(file: Path, files: list[Path]) -> bool:
+    """Whether it is open-instruct's {run}_metadata.jsonl, beside that run's rollouts."""
+    run = file.name.removesuffix("_metadata.jsonl")
+    return run != file.name and any(other.name.startswith(f"{run}_rollouts_") for other in files)
 
 
 def rollouts_hash(path: Path) -> str:
@@ -116,41 +157,45 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The samples of a file that torch saved; weights_only: nothing in it is run."""
-    content = load_tensors(path)
-    samples = content.get("samples", _split_columns(path, content)) if isinstance(content, dict) else None
+    """The samples of a file that torch saved; nothing in it is run."""
+    content = load_tensors(path, inert=True)
+    samples = content.get("samples", _split_columns(content)) if isinstance(content, dict) else None
     if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
         found = show([*content]) if isinstance(content, dict) else type(content).__name__
         raise InputError(
             f"{path} holds no list `samples` but {found}; give debug rollout or train data of slime or miles"
         )
-    shared = {"rollout_id": content.get("rollout_id")}
+    shared = {name: _plain(f"{path}", name, content.get(name)) for name in ("rollout_id", "cp_size", "metadata")}
     for index, sample in enumerate(samples):
         place = f"{path}, sample {index}"
-        plain = {name: _plain(place, name, v) for name, v in sample.items() if isinstance(name, str)}
-        yield place, shared | {name: v for name, v in plain.items() if v is not None}
+        # A sample's own rollout_id is that of its execution, not the file's, which is the step.
+        own = {"execution": sample.get("rollout_id", sample.get("rollout_ids"))}
+        own |= {SINGULAR.get(n, n): v for n, v in sample.items() if isinstance(n, str)}
+        own = {name: _plain(place, name, v) for name, v in own.items() if name in IN_SAMPLES or name == "execution"}
+        yield place, shared | {name: v for name, v in own.items() if v is not None}
 
 
-def _split_columns(path: Path, content: dict[str, Any]) -> list[dict[str, Any]] | None:
+def _split_columns(content: dict[str, Any]) -> list[dict[str, Any]] | None:
     """The samples of train data that hold a list per column, by the names of those that hold one per sample.
 
-    Only columns with an entry for each sample; `raw_reward` is left out, for it is of all ranks, in another order.
+    Only columns with an entry for each sample.
     """
     data = content.get("rollout_data")
     tokens = data.get("tokens") if isinstance(data, dict) else None
     if not isinstance(tokens, list):
         return None
-    lists = {name: _plain(f"{path}", name, v) for name, v in data.items() if isinstance(name, str)}
-    lists = {SINGULAR.get(n, n): v for n, v in lists.items() if isinstance(v, list) and len(v) == len(tokens)}
-    lists = {name: values for name, values in lists.items() if name != "raw_reward"}
+    lists = {name: [*v] if isinstance(v, torch.Tensor) and v.dim() else v for name, v in data.items()}
+    lists = {name: v for name, v in lists.items() if isinstance(v, list) and len(v) == len(tokens)}
     return [{name: values[index] for name, values in lists.items()} for index in range(len(tokens))]
 
 
 def _plain(place: str, name: str, value: Any) -> Any:
-    """The numbers of a tensor, or of each in a list; all else as it is."""
-    if isinstance(value, list) and any(isinstance(one, torch.Tensor) for one in value):
-        return [_plain(place, name, one) if isinstance(one, torch.Tensor) else one for one in value]
-    if not isinstance(value, torch.Tensor):
+    """The numbers of a tensor or an array, or of each in a list or dictionary; all else as it is."""
+    if isinstance(value, list) and any(isinstance(one, torch.Tensor | Inert) for one in value):
+        return [_plain(place, name, one) for one in value]
+    if isinstance(value, dict):
+        return {key: _plain(place, name, one) if isinstance(one, torch.Tensor) else one for key, one in value.items()}
+    if not isinstance(value, torch.Tensor | Inert):
         return value
     try:
         return numbers_of(value)

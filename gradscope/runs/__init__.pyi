@@ -34,6 +34,7 @@ from .foreign import (
     read_lines as read_lines,
     read_parquet as read_parquet,
 )
+from .inert import Inert as Inert
 from .lock import locked as locked
 from .processes import (
     ALONE as ALONE,

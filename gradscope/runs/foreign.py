@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from gradscope.errors import BROKEN_FILE, InputError, first_line, unpickling_reason
 from gradscope.runs.footer import count_values
+from gradscope.runs.inert import Array, Inert, stand_ins
 
 MOST = 1000
 """Times its size that a compressed file may unpack to: logs unpack to 5 or 20 times, bombs to 10,000 and more."""
@@ -139,8 +140,12 @@ def _check_unpacked(path: Path, rows: int) -> None:
 
 
 def numbers_of(tensor: Any) -> Any:
-    """A tensor's numbers as lists; ValueError for a sparse one, one whose numbers are not there, or few of them many
-    times over."""
+    """The numbers of a tensor, or of numpy's array, as lists; ValueError for a sparse one, one whose numbers are not
+    there, or few of them many times over, and for an object whose code was not run."""
+    if isinstance(tensor, Array):
+        return tensor.numbers()
+    if isinstance(tensor, Inert):
+        raise ValueError(f"it is {tensor!r}")
     try:
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes() * MOST + SPARE:
             raise ValueError(f"it holds {tensor.numel():,} numbers in {tensor.untyped_storage().nbytes():,} bytes")
@@ -149,10 +154,11 @@ def numbers_of(tensor: Any) -> Any:
         raise ValueError(first_line(error)) from error
 
 
-def load_tensors(path: Path, *, mapped: bool = False) -> Any:
+def load_tensors(path: Path, *, mapped: bool = False, inert: bool = False) -> Any:
     """What torch saved, of tensors and plain values alone, on the CPU; mapped: tensors stay in the file where they can.
 
     Nothing in it is run: whatever would have to be is refused, and so is an archive that unpacks to more than its size.
+    inert: objects of other classes are not refused but come as objects of `runs.inert`, of which nothing was run.
     """
     import torch
 
@@ -165,7 +171,9 @@ def load_tensors(path: Path, *, mapped: bool = False) -> Any:
                 raise InputError(f"it unpacks to {size:,} bytes, more than it has; save it with torch.save", path=path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a pickle of an odd protocol: what fails is said below
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and packed)
+            foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path) if inert and packed else []
+            with torch.serialization.safe_globals(stand_ins(foreign)):
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and packed)
     except InputError:
         raise
     except (*BROKEN_FILE, zipfile.BadZipFile, AssertionError, MemoryError) as error:

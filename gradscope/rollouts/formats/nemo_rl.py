@@ -1,15 +1,19 @@
 """NeMo-RL's train_data_step{N}.jsonl, a line per sample, its arrays padded to the longest of the step.
 
-Entry s of generation_logprobs, prev_logprobs and advantages is about token s.
+The batch is written in slices of one sample, so that each value is the one entry of a list: rewards [0.5], token_ids
+[[5, 6]]. Entry s of generation_logprobs, prev_logprobs and advantages is about token s.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import MASKED_OUT, Answers, Format, Row, pick, row_by_row, whole_number
+from gradscope.rollouts.formats.base import MASKED_OUT, Format, Row, pick, whole_number
 from gradscope.rollouts.formats.sequences import split_sequence
 
 PER_TOKEN = {
@@ -17,14 +21,43 @@ PER_TOKEN = {
     "logprobs": "prev_logprobs",
     "sampler_logprobs": "generation_logprobs",
 }
+UNRECORDED = (
+    "tokens to which the trainer gives a probability below 1/e have a generation_logprob of exactly 0: the sampler did "
+    "not record them, and they are taken as unknown"
+)
+FORCED = (
+    "their prev_logprobs are all exactly 0: the run did not compute them (force_on_policy_ratio) and trained with a "
+    "ratio of 1, which is taken here too"
+)
 
 
-def _row(record: Record, policy: Policy | None) -> Row:
+def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
+    rows = [_row(_unsliced(record)) for record in records]
+    trained = [row for row in rows if "old_logprobs" in row.columns]
+    forced = bool(trained) and not any(any(row.columns["old_logprobs"]) for row in trained)
+    for row in rows:
+        if forced and row.left_out is None:
+            others = {name: v for name, v in row.columns.items() if name not in ("old_logprobs", "logprobs")}
+            yield replace(row, columns=others, remarks=(*row.remarks, FORCED))
+        else:
+            yield _without_unrecorded(row)
+
+
+def _unsliced(record: Record) -> Record:
+    """The record with the one entry of each of its lists, where it is a slice of one sample."""
+    ids = record.columns.get("token_ids")
+    if not (isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list)):
+        return record
+    plain = {n: v[0] if isinstance(v, list) and len(v) == 1 else v for n, v in record.columns.items()}
+    return replace(record, columns={name: value for name, value in plain.items() if value is not None})
+
+
+def _row(record: Record) -> Row:
     named = re.search(r"step_?([0-9]+)", record.path.stem)
     step = whole_number(Record(record.path, record.place, {"step": named[1] if named else None}), "step")
-    if record.columns.get("sample_loss_mask", 1) == 0:
-        return Row(record.place, {}, step, left_out=MASKED_OUT)
     per_token, columns = dict(PER_TOKEN), pick(record, {"reward": "rewards"})
+    if record.columns.get("sample_loss_mask", 1) == 0:
+        return Row(record.place, columns, step, left_out=MASKED_OUT)
     if "prev_logprobs" not in record.columns:
         per_token = {"old_logprobs": "generation_logprobs"}
     if isinstance(record.columns.get("advantages"), list):
@@ -35,25 +68,33 @@ def _row(record: Record, policy: Policy | None) -> Row:
     return split_sequence(record, **arrays, columns=columns, step=step, length=whole_number(record, "input_lengths"))
 
 
+def _without_unrecorded(row: Row) -> Row:
+    """The row without the sampler's log-probabilities that were left at 0 for want of any."""
+    own, sampler, kept = (row.columns.get(name) for name in ("logprobs", "sampler_logprobs", "response_mask"))
+    if own is None or sampler is None or row.left_out is not None:
+        return row
+    lost = [keep == 1 and said == 0 and _is_below(value) for keep, said, value in zip(kept, sampler, own, strict=True)]
+    if not any(lost):
+        return row
+    known = [None if gone else said for gone, said in zip(lost, sampler, strict=True)]
+    return replace(row, columns=row.columns | {"sampler_logprobs": known}, remarks=(*row.remarks, UNRECORDED))
+
+
+def _is_below(value: Any) -> bool:
+    return isinstance(value, int | float) and value < -1
+
+
 NEMO_RL = Format(
     "nemo_rl",
     needs=frozenset({"token_ids", "token_loss_mask"}),
     knows=(
         "content rewards filtered_rewards input_lengths sample_loss_mask advantages generation_logprobs prev_logprobs "
-        "agent_ref"
+        "agent_ref idx"
     ),
-    rows=row_by_row(_row),
+    rows=_rows,
     notes=(
         "ratios are to NeMo-RL's prev_logprobs (the trainer's own, before the step), the denominator that it trains "
         "with; its correction for the sampler's generation_logprobs is not applied",
         "the log names no prompts: samples of a step with the same tokens before the first trained one are a group",
-    ),
-    answers=Answers(
-        group="the same tokens before the first trained one, within a step",
-        step="the number in the file's name",
-        sampled="those that `token_loss_mask` keeps",
-        logprobs="`prev_logprobs`: the trainer's, by which ratios are; `generation_logprobs`: the sampler's",
-        left_out="samples whose `sample_loss_mask` is 0",
-        checked="after the source",
     ),
 )

@@ -1,10 +1,18 @@
-"""open-instruct's save_traces: {run}_rollouts_{shard:06d}.jsonl, a line per response, ids and log-probabilities."""
+"""open-instruct's save_traces: {run}_rollouts_{shard:06d}.jsonl, a line per response, ids and log-probabilities.
+
+prompt_idx counts the samples of a step in groups of the configured size, also where truncated ones were filtered out
+before: then one index stands for several prompts. What a tool said has log-probabilities of exactly 0, and an
+end-of-sequence token that was put into an empty response has NaN.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
+from gradscope.errors import InputError
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import Answers, Format, Row, pick, row_by_row, whole_number
+from gradscope.rollouts.formats.base import Format, Row, pick, whole_number
 
 NAMES = {
     "prompt_ids": "prompt_tokens",
@@ -14,27 +22,36 @@ NAMES = {
     "advantage": "advantage",
     "group": "prompt_idx",
 }
+AGAIN = "a later row of the log is the same sample of the same step: the run was resumed and made it again"
 
 
-def _row(record: Record, policy: Policy | None) -> Row:
-    return Row(record.place, pick(record, NAMES), whole_number(record, "step"), NAMES)
+def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
+    rows, newest, runs = [], {}, {}
+    for record in records:
+        runs.setdefault(record.path.name.rpartition("_rollouts_")[0], record.path)
+        step, sample = whole_number(record, "step"), whole_number(record, "sample_idx")
+        columns = pick(record, NAMES)
+        if "prompt_idx" in record.columns and isinstance(columns.get("prompt_ids"), list):
+            columns["group"] = (whole_number(record, "prompt_idx"), *columns["prompt_ids"])
+        if None not in (step, sample):
+            newest[step, sample] = len(rows)
+        rows.append((Row(record.place, columns, step, NAMES), sample))
+    if len(runs) > 1:
+        first, second = sorted(map(str, runs.values()))[:2]
+        raise InputError(f"{first} and {second} are of two runs, which number their steps alike; give the files of one")
+    for at, (row, sample) in enumerate(rows):
+        stale = newest.get((row.step, sample), at) != at
+        yield Row(row.place, {}, row.step, left_out=AGAIN) if stale else row
 
 
 OPEN_INSTRUCT = Format(
     "open_instruct",
     needs=frozenset({"prompt_tokens", "response_tokens"}),
     knows=("step sample_idx prompt_idx reward advantage finish_reason dataset ground_truth request_info logprobs"),
-    rows=row_by_row(_row),
+    rows=_rows,
     notes=(
         "the log-probabilities are the sampler's: ratios are to these, where the trainer may have recomputed its own",
         "the log has no mask: a tool's output, if there was any, counts as sampled",
     ),
-    answers=Answers(
-        group="`prompt_idx` within a step",
-        step="`step`",
-        sampled="the whole response, a tool's output too",
-        logprobs="`logprobs`: the sampler's, by which ratios are",
-        left_out="none",
-        checked="after the source",
-    ),
+    first_step=0,
 )

@@ -1,6 +1,8 @@
 """prime-rl's token exports: token_exports/step_{n}/rank_{r}.jsonl, a line per sequence, beside a marker STABLE.
 
-Every array is as long as token_ids and its entry s is about token s. A value that was not finite is null.
+Every array is as long as token_ids and its entry s is about token s. A value that was not finite is null. loss_mask
+keeps the tokens of all three parts of the loss; rl_weights, where there are any, say which are the policy gradient's
+and how much they count.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ PER_TOKEN = {
 
 def _row(record: Record, policy: Policy | None) -> Row:
     step = whole_number(record, "step")
-    return split_sequence(record, ids="token_ids", mask="loss_mask", per_token=PER_TOKEN, columns={}, step=step)
+    arrays = {"ids": "token_ids", "mask": "loss_mask", "per_token": PER_TOKEN, "weights": "rl_weights"}
+    return split_sequence(record, **arrays, columns={}, step=step)
 
 
 def _is_stable(path: Path) -> bool:

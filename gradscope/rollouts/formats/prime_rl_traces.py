@@ -1,9 +1,10 @@
 """prime-rl's traces: a stream of episodes, each a JSON object with traces of verifiers' message graph, and annotations.
 
 What becomes known of a trace later stands beside the stream: {trace_id, info, branches: [{index, advantages,
-trainer_logprobs, entropies}]}, a list as long as the branch's tokens in each, null where nothing is known; the newest
-counts. In a folder `traces` these are stream.jsonl, or numbered files of stream/ (sealed: .jsonl.zst), and
-annotations/.
+trainer_logprobs, entropies}]}, a list as long as the branch's tokens in each, or as long as was trained of them, null
+where nothing is known; the newest counts. In a folder `traces` these are stream.jsonl, or numbered files of stream/
+(sealed: .jsonl.zst), and annotations/; or a folder step_N of each step, with train.jsonl, eval.jsonl and annotations/.
+Before that, episodes stood in rollouts/step_N/train/{all,effective}/traces.jsonl, those that were trained in both.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EMPTY, TORN, Answers, Format, Row, whole_number
+from gradscope.rollouts.formats.base import EMPTY, EVALUATED, TORN, Format, Row, whole_number
 from gradscope.rollouts.formats.verifiers_graph import node_paths, read_nodes, trace_rows
 
 STREAMS = ("advantages", "trainer_logprobs", "entropies")
 UNTRAINED = "no annotation of the trainer has them, though it has others"
-EVALUATED = "they are of an evaluation"
+STALE = "older weights than those of the step before sampled them, or began to"
 
 
 def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
@@ -32,24 +33,48 @@ def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
             episodes.append(record)
         elif "branches" in record.columns:
             updates.setdefault(_id(record, record.columns.get("trace_id")), []).append(record)
-    trained = any("trainer_logprobs" in part for own in updates.values() for up in own for part in _branches(up))
+    shipped = any(_is_trained(update) for own in updates.values() for update in own)
+    training = any(_work(episode).get("type") == "train" for episode in episodes)
     for episode in episodes:
-        run = _object(episode, "run")
-        work = run.get("work") if isinstance(run.get("work"), dict) else run
+        work = _work(episode)
         for number, trace in enumerate(_traces(episode)):
             place = f"{episode.place}, trace {number}"
             record = Record(episode.path, place, {"task": _object(episode, "task")} | trace)
-            if work.get("type") == "eval" or not trace.get("nodes"):
-                yield Row(place, {}, left_out=EVALUATED if trace.get("nodes") else EMPTY)
+            if not trace.get("nodes"):
+                yield Row(place, {}, left_out=EMPTY)
                 continue
-            info = _fold(record, updates.get(_id(record, trace.get("id")), []))
-            if trained and not any(node.get("trainer_logprobs") for node in read_nodes(record)):
+            if work.get("type") == "eval" and (training or "work" in _object(episode, "run")):
+                yield Row(place, {}, left_out=EVALUATED)
+                continue
+            own = updates.get(_id(record, trace.get("id")), [])
+            info = _fold(record, own)
+            if shipped and not any(map(_is_trained, own)):
                 yield Row(place, {}, left_out=UNTRAINED)
                 continue
             known = info.get("train") if isinstance(info.get("train"), dict) else {}
             step = {"step": known.get("trained_at_step", work.get("step"))}
             step = whole_number(Record(episode.path, place, step), "step")
-            yield from trace_rows(record, group=_object(episode, "group").get("id"), step=step)
+            stale = STALE if _is_stale(work.get("policy"), step) else None
+            yield from trace_rows(record, group=_object(episode, "group").get("id"), step=step, stale=stale)
+
+
+def _work(episode: Record) -> dict[str, Any]:
+    """What kind of work the episode was done for: that of its run, or, within a training run, its own."""
+    run = _object(episode, "run")
+    return run["work"] if isinstance(run.get("work"), dict) else run
+
+
+def _is_trained(update: Record) -> bool:
+    """Whether an annotation says that the trace was trained: the trainer's own, or one of the cohort that was sent."""
+    known = _object(update, "info").get("train")
+    sent = isinstance(known, dict) and known.get("effective") is True
+    return sent or any(branch.get("trainer_logprobs") for branch in _branches(update))
+
+
+def _is_stale(policy: Any, step: int | None) -> bool:
+    """Whether weights older than those that step − 1 made sampled a trace, or its beginning."""
+    begun = policy.get("start") if isinstance(policy, dict) else None
+    return isinstance(begun, int) and step is not None and begun < step - 1
 
 
 def _traces(episode: Record) -> list[dict[str, Any]]:
@@ -102,7 +127,8 @@ def _fold(record: Record, updates: list[Record]) -> dict[str, Any]:
 
 
 def _spread(update: Record, name: str, stream: Any, nodes: list[dict[str, Any]]) -> None:
-    """Each node's part of a stream, at its sampled tokens, where the stream knows all of them."""
+    """Each node's part of a stream, at its sampled tokens, null where it is unknown; what lies past the end of the
+    trainer's stream was cut off, and counts nothing."""
     if stream is None:
         return
     if not isinstance(stream, list):
@@ -112,8 +138,12 @@ def _spread(update: Record, name: str, stream: Any, nodes: list[dict[str, Any]])
         mask = _mask(node)
         own, start = stream[start : start + len(mask)], start + len(mask)
         values = [value for value, kept in zip(own, mask, strict=False) if kept]
-        if len(own) == len(mask) and values and None not in values:
-            node[name] = values
+        if len(own) < len(mask) and node.get(name):
+            continue  # another path has all of it
+        if any(value is not None for value in values):
+            node[name] = values + [None] * (sum(map(bool, mask)) - len(values))
+        if name == "trainer_logprobs" and len(own) < len(mask):
+            node["loss_weights"] = {"rl": [1.0] * len(own) + [0.0] * (len(mask) - len(own))}
 
 
 def _mask(node: dict[str, Any]) -> list[Any]:
@@ -132,13 +162,5 @@ PRIME_RL_TRACES = Format(
     notes=(
         "ratios are of prime-rl's trainer_logprobs to its inference log-probabilities, as trained",
         "each path of a trace's messages from the first to a last one is a response",
-    ),
-    answers=Answers(
-        group="the episode's `group.id`",
-        step="`trained_at_step`, else the work's `step`",
-        sampled="those that a node's `mask` keeps",
-        logprobs="`logprobs` of the nodes: the sampler's, by which ratios are; `trainer_logprobs`: the trainer's",
-        left_out="evaluations; traces that the trainer has not annotated, where it has others; a last line cut off",
-        checked="after the source",
     ),
 )

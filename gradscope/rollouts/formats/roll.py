@@ -1,15 +1,19 @@
-"""ROLL's rollout_dump_data.step_{n}.jsonl: one line, a dictionary of lists with an entry per response."""
+"""ROLL's rollout_dump_data.step_{n}.jsonl: one line, a dictionary of lists with an entry per response.
+
+Responses were sampled from `messages`, through the chat template, wherever the data set has such a column; `prompt` is
+then another column of the data set, and without messages the text that was tokenized as it stands.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import (
     NO_SPECIAL_TOKENS,
     RETOKENISED,
-    Answers,
     Format,
     Row,
     list_by_list,
@@ -19,18 +23,31 @@ from gradscope.rollouts.formats.base import (
 from gradscope.rollouts.formats.text import prompt_of
 from gradscope.runs import parse_json
 
-NEEDS = ("prompt", "responses", "scores")
+NEEDS = ("responses", "scores")
+TAKES = ("global_step", "prompt", "messages", "id", "sampling_params")
 NAMES = {"response": "responses", "reward": "scores", "temperature": "sampling_params"}
 
 
 def _row(record: Record, _policy: Policy | None) -> Row:
     columns = pick(record, {"response": "responses", "reward": "scores"})
-    if "prompt" in record.columns:
-        columns["prompt"] = prompt_of(record, "prompt")
+    chat = "messages" in record.columns
+    columns["prompt"] = _prompt(record) if chat else prompt_of(record, "prompt")
+    if "id" in record.columns:  # of one data set; another has the same ids
+        columns["group"] = f"{record.columns['id']}: {columns['prompt']}"
     temperature = _temperature(record.columns.get("sampling_params"))
     if temperature is not None:
         columns["temperature"] = temperature
     return Row(record.place, columns, whole_number(record, "global_step"), NAMES)
+
+
+def _prompt(record: Record) -> Any:
+    """The chat in `messages`, a JSON text or a list."""
+    given = record.columns["messages"]
+    try:
+        found = parse_json(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise InputError(f"{record.place}: `messages` is {show(given)}; wanted is a chat, as JSON") from error
+    return prompt_of(Record(record.path, record.place, {"messages": found}), "messages")
 
 
 def _temperature(settings: Any) -> int | float | None:
@@ -49,20 +66,14 @@ ROLL = Format(
     "roll",
     needs=frozenset(NEEDS),
     knows=(
-        "global_step id source difficulty messages ground_truth case_type test_case_function test_cases tag domain "
-        "sampling_params"
+        "global_step id source difficulty prompt messages ground_truth case_type test_case_function test_cases tag "
+        "domain sampling_params"
     ),
-    rows=list_by_list(_row, NEEDS, ("global_step", "sampling_params")),
+    rows=list_by_list(_row, NEEDS, TAKES),
     notes=(
         RETOKENISED,
         NO_SPECIAL_TOKENS,
+        "the log has scores before the trainer masked responses by length or difficulty: all of them count here",
     ),
-    answers=Answers(
-        group="identical prompts of a step",
-        step="`global_step`",
-        sampled="all of the text; no end-of-sequence token",
-        logprobs="none; the temperature is in `sampling_params`",
-        left_out="none",
-        checked="after the source",
-    ),
+    first_step=1,  # steps count from 0, and a checkpoint bears the number of the last one
 )

@@ -9,6 +9,12 @@ from gradscope.errors import InputError, show
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import MASKED_OUT, Row, need
 
+OTHER_PARTS = (
+    "some of their tokens count nothing in the policy gradient (cut off, or of another part of the loss, such as "
+    "cross-entropy or distillation) and are dropped"
+)
+WEIGHTED = "the trainer weights their tokens in the policy gradient: the advantage of each is multiplied by its weight"
+
 
 def split_sequence(
     record: Record,
@@ -19,13 +25,16 @@ def split_sequence(
     columns: dict[str, Any],
     step: int | None,
     length: int | None = None,
+    weights: str | None = None,
 ) -> Row:
     """The row of a sequence: its response starts at the first token that the mask keeps.
 
     ids, mask: names of these columns; per_token: {native name: name in the file} of columns as long as the ids, of
     which one without any value is not given; columns: what else is known; length: of the sequence, the rest is padding.
+    weights: name of a column of what each token counts in the policy gradient, 0 for those of other parts of the loss.
     """
     given = {name: need(record, name) for name in (ids, mask)}
+    per_token = {**per_token, **({} if weights is None else {"weight": weights})}
     given |= {name: record.columns[name] for name in per_token.values() if name in record.columns}
     for name, values in given.items():
         if not isinstance(values, list):
@@ -37,7 +46,12 @@ def split_sequence(
     if length is not None and not 0 < length <= len(given[ids]):
         raise InputError(f"{record.place}: a length of {length} for {len(given[ids])} tokens; wanted is 1 to as many")
     end = len(given[ids]) if length is None else length
-    kept = given[mask][:end]
+    kept, remarks = given[mask][:end], ()
+    weight = given.get(weights, [])[:end]
+    if any(value is not None for value in weight):
+        own = [keep if value is None or value else 0 for keep, value in zip(kept, weight, strict=True)]
+        remarks = (OTHER_PARTS,) if own != kept else ()
+        kept = own
     if 1 not in kept:
         return Row(record.place, columns, step, left_out=MASKED_OUT)
     start = kept.index(1)
@@ -46,5 +60,18 @@ def split_sequence(
         values = given.get(name, [])[start:end]
         if any(value is not None for value in values):
             row[native] = values
+    if "weight" in row:
+        scale = [1.0 if value is None else value for value in row.pop("weight")]
+        if "advantage" in row and any(keep and one != 1 for keep, one in zip(row["response_mask"], scale, strict=True)):
+            row["advantage"] = _scaled(row["advantage"], scale)
+            remarks += (WEIGHTED,)
     labels = {"prompt_ids": ids, "response_ids": ids, "response_mask": mask, **per_token}
-    return Row(record.place, row | columns, step, labels)
+    return Row(record.place, row | columns, step, labels, remarks=remarks)
+
+
+def _scaled(values: list[Any], weights: list[Any]) -> list[Any]:
+    """Each value times its weight; what is no number stays for the reader to name."""
+    number = int | float
+    return [
+        v * w if isinstance(v, number) and isinstance(w, number) else v for v, w in zip(values, weights, strict=True)
+    ]

@@ -1,21 +1,26 @@
 """Debug logs of slime and of miles, saved by torch: rollout data and train data, joined where both are there.
 
 Rollout data: {rollout_id, samples: [{group_index, index, tokens, response_length, reward, loss_mask,
-rollout_log_probs, …}]}; train data: {rollout_id, samples: [{sample_index, tokens, log_probs, ref_log_probs, advantages,
-entropy, …}]}, or, in miles, {rollout_id, rank, rollout_data: {tokens, response_lengths, loss_masks, sample_indices,
-log_probs, …}}, a list per column. All but tokens is about the response alone. Files are read with weights_only: nothing
-in them is run.
+rollout_log_probs, status, remove_sample, …}]}; train data: {rollout_id, samples: [{sample_index, tokens, loss_masks,
+log_probs, ref_log_probs, advantages, entropy, …}]}, or, in miles, a file per rank {rollout_id, rank, rollout_data:
+{tokens, response_lengths, loss_masks, sample_indices, log_probs, …}}, a list per column. All but tokens is about the
+response alone. The file's rollout_id is the training step; evaluations bear that of the step they came after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from statistics import fmean, stdev
 from typing import Any
 
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EMPTY, MASKED_OUT, Answers, Format, Row, pick, whole_number
+from gradscope.rollouts.formats.base import EMPTY, EVALUATED, Format, Row, pick, whole_number
 
 NAMES = {
     "response_mask": "loss_mask",
@@ -31,59 +36,177 @@ NAMES = {
 }
 UNTRAINED = "no train data has them, though there is train data of other samples"
 TWICE = "another rank's train data has the same sample"
+REMOVED = "the trainer removed them (`remove_sample`): its loss has no token of them"
+UNSCORED = "they were aborted, or failed, before they had a reward"
+NUCLEUS = "the trainer renormalised π over the tokens of the sampler's top-p; here it is over the whole vocabulary"
+STALE = "they hold tokens that older weights sampled than others of their step"
+AS_ONE = (
+    "their rewards are scaled as slime and miles scale them where prompts have unequal numbers of samples, or one "
+    "rollout several: in slime by all samples of the step, in miles by one reward of each rollout of the prompt"
+)
+Key = tuple[int | None, int | None, int, int]
 
 
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
-    trained, sampled = [], {}
-    for record in records:
-        if "log_probs" in record.columns or "advantages" in record.columns:
-            trained.append(record)
+    trained, sampled, evaluated = [], {}, []
+    for record, key in _keyed(records):
+        if _is_evaluation(record):
+            evaluated.append(record)
+        elif "log_probs" in record.columns or "advantages" in record.columns:
+            trained.append((record, key))
         else:
-            sampled[_key(record, "index", len(sampled))] = record
-    joined = set()
-    for number, record in enumerate(trained):
-        key = _key(record, "sample_index", -1 - number)
-        yield Row(record.place, {}, key[0], left_out=TWICE) if key in joined else _row(_join(record, sampled.get(key)))
+            sampled[key] = record
+    _check_tokens(trained, sampled)
+    chosen, joined, left_out = [], set(), []
+    for record, key in trained:
+        if key in joined:
+            left_out.append(Row(record.place, {}, key[0], left_out=TWICE))
+        else:
+            chosen.append(_join(record, sampled.get(key)))
         joined.add(key)
-    for key, record in sampled.items():
-        if not trained:
-            yield _row(record)
-        elif key not in joined:
-            yield Row(record.place, {}, key[0], left_out=UNTRAINED)
+    if trained:
+        unmatched = [(record, key[0]) for key, record in sampled.items() if key not in joined]
+        left_out += [Row(record.place, {}, step, left_out=UNTRAINED) for record, step in unmatched]
+    else:
+        chosen = [*sampled.values()]
+    left_out += [Row(r.place, {}, whole_number(r, "rollout_id"), left_out=EVALUATED) for r in evaluated]
+    own = [_row(record) for record in chosen]
+    if not trained:
+        own = _scale_as_trained(own, chosen)
+    yield from _mark_stale(own, chosen)
+    yield from left_out
 
 
-def _key(record: Record, name: str, default: int) -> tuple[int | None, int]:
-    index = whole_number(record, name)
-    return whole_number(record, "rollout_id"), default if index is None else index
+def _keyed(records: Iterable[Record]) -> Iterator[tuple[Record, Key]]:
+    """Each record with what tells its sample: step, index and tokens, and which of those that are equal it is.
+
+    One rollout may give several samples of the same index, which differ in their tokens.
+    """
+    seen: Counter[object] = Counter()
+    for record in records:
+        _check_whole(record)
+        index = whole_number(record, "index" if "index" in record.columns else "sample_index")
+        key = whole_number(record, "rollout_id"), index, hash(tuple(_tokens(record)))
+        yield record, (*key, seen[(record.path, key)])
+        seen[(record.path, key)] += 1
+
+
+def _check_whole(record: Record) -> None:
+    if (whole_number(record, "cp_size") or 1) > 1:
+        raise InputError(
+            f"{record.place}: the file holds one part of each sequence of {record.columns['cp_size']} (context "
+            "parallel); give the rollout data alone, or dump with a context parallel size of 1"
+        )
+
+
+def _is_evaluation(record: Record) -> bool:
+    """Whether the trainer named the file for an evaluation: eval_ before the id, wherever the id stands."""
+    step = record.columns.get("rollout_id")
+    for part in (record.path.stem, *record.path.parent.parts[:-3:-1]):
+        if step is not None and re.search(rf"(?<![0-9]){step}(?![0-9])", part):
+            return f"eval_{step}" in part
+    return False
+
+
+def _check_tokens(trained: list[tuple[Record, Key]], sampled: dict[Key, Record]) -> None:
+    """InputError where a sample of the train data bears the index of one that has other tokens."""
+    tokens: dict[object, set[int]] = {}
+    for step, index, own, _ in sampled:
+        tokens.setdefault((step, index), set()).add(own)
+    for record, (step, index, own, _) in trained:
+        if index is not None and own not in tokens.get((step, index), {own}):
+            other = next(r for key, r in sampled.items() if key[:2] == (step, index))
+            raise InputError(
+                f"{record.place}: `tokens` differ from those of {other.place}, which bears the same index; give "
+                "logs of one run"
+            )
 
 
 def _join(trained: Record, sampled: Record | None) -> Record:
     """The train data's columns and those that only the rollout data have."""
-    if sampled is None:
-        return trained
-    if _tokens(trained) != _tokens(sampled):
-        raise InputError(
-            f"{trained.place}: `tokens` differ from those of {sampled.place}, which bears the same index; give "
-            "logs of one run"
-        )
-    return Record(trained.path, trained.place, sampled.columns | trained.columns)
+    return Record(trained.path, trained.place, ({} if sampled is None else sampled.columns) | trained.columns)
 
 
 def _row(record: Record) -> Row:
     tokens, length, step = _tokens(record), _response_length(record), whole_number(record, "rollout_id")
     if not 0 <= length <= len(tokens):
         raise InputError(f"{record.place}: `tokens` is {show(tokens)}, of which {length} are to be the response's")
-    if length == 0:
-        return Row(record.place, {}, step, left_out=EMPTY)
-    row: dict[str, Any] = {"prompt_ids": tokens[:-length], "response_ids": tokens[-length:]} | pick(record, NAMES)
+    start = len(tokens) - length
+    row: dict[str, Any] = {"prompt_ids": tokens[:start], "response_ids": tokens[start:]} | pick(record, NAMES)
     labels = {"prompt_ids": "tokens", "response_ids": "tokens"} | NAMES
-    if isinstance(mask := row.get("response_mask"), list) and not any(mask):
-        return Row(record.place, {}, step, left_out=MASKED_OUT)
+    scored = pick(record, {"reward": "reward", "group": "group_index"})
+    if length == 0:
+        return Row(record.place, scored, step, labels, left_out=EMPTY)
+    if record.columns.get("remove_sample") is True:
+        return Row(record.place, scored, step, labels, left_out=REMOVED)
+    if not {"advantage", "reward"} & row.keys() and record.columns.get("status") in ("aborted", "failed", "pending"):
+        return Row(record.place, {}, step, left_out=UNSCORED)
     if "old_logprobs" not in row and "sampler_logprobs" in row:
         row["old_logprobs"], labels["old_logprobs"] = row.pop("sampler_logprobs"), "rollout_log_probs"
-    if "advantage" in row and not isinstance(row.get("reward"), (int, float)):
-        row.pop("reward", None)  # a dictionary, of which slime's settings name one entry
-    return Row(record.place, row, step, labels)
+    remarks = (NUCLEUS,) if "rollout_top_p_token_offsets" in record.columns else ()
+    return Row(record.place, row, step, labels, remarks=remarks)
+
+
+def _scale_as_trained(rows: list[Row], records: list[Record]) -> list[Row]:
+    """The rows with mean and standard deviation of what their rewards were scaled by, where that is not their group.
+
+    slime takes its groups by place: n after n, if there are as many samples as prompts × n, and else all of the step as
+    one. miles takes one reward of each rollout, however many samples it gave.
+    """
+    paired = [*zip(rows, records, strict=True)]
+    told: dict[int, tuple[float, float]] = {}
+    for _, of_step in groupby(
+        sorted(range(len(paired)), key=lambda at: _step(rows[at])), key=lambda at: _step(rows[at])
+    ):
+        places = [at for at in of_step if "reward" in rows[at].columns and "group" in rows[at].columns]
+        scored = [(rows[at].columns["reward"], rows[at].columns["group"]) for at in places]
+        if not all(isinstance(reward, int | float) and isinstance(group, int) for reward, group in scored):
+            continue  # dictionaries, of which only the options know the entry that counts
+        executions = [records[at].columns.get("execution") for at in places]
+        several = [name for name, many in Counter(executions).items() if name is not None and many > 1]
+        if "metadata" in records[places[0]].columns if places else False:
+            first = {(group, execution if execution is not None else at): reward
+                     for (reward, group), execution, at in zip(scored, executions, places, strict=True)}  # fmt: skip
+            own = {group: [reward for (of, _), reward in first.items() if of == group] for _, group in scored}
+            told |= {at: _mean_and_std(own[group]) for at, (_, group) in zip(places, scored, strict=True) if several}
+        elif several or len(set(Counter(group for _, group in scored).values())) > 1:
+            told |= dict.fromkeys(places, _mean_and_std([reward for reward, _ in scored]))
+    return [
+        replace(
+            row,
+            columns=row.columns | {"group_reward_mean": told[at][0], "group_reward_std": told[at][1]},
+            remarks=(*row.remarks, AS_ONE),
+        )
+        if at in told
+        else row
+        for at, row in enumerate(rows)
+    ]
+
+
+def _step(row: Row) -> int:
+    return -1 if row.step is None else row.step
+
+
+def _mean_and_std(rewards: Sequence[float]) -> tuple[float, float]:
+    return fmean(rewards), 0.0 if len(set(rewards)) == 1 else stdev(rewards)
+
+
+def _mark_stale(rows: list[Row], records: list[Record]) -> Iterator[Row]:
+    """The rows with a remark on those that hold tokens of weights older than the newest of their step."""
+    versions = [_versions(record) for record in records]
+    newest: dict[int | None, int] = {}
+    for row, own in zip(rows, versions, strict=True):
+        newest[row.step] = max([newest.get(row.step, 0), *own])
+    for row, own in zip(rows, versions, strict=True):
+        stale = own and min(own) < newest[row.step]
+        yield replace(row, remarks=(*row.remarks, STALE)) if stale else row
+
+
+def _versions(record: Record) -> list[int]:
+    """The numbers of the weights that sampled its parts."""
+    found = record.columns.get("weight_versions")
+    found = found if isinstance(found, list) else []
+    return [int(one) for one in found if isinstance(one, int | str) and str(one).isdecimal() and len(str(one)) < 20]
 
 
 def _tokens(record: Record) -> list[int]:
@@ -108,19 +231,12 @@ SLIME = Format(
     needs=frozenset({"tokens"}),
     knows=(
         "rollout_id group_index index prompt response response_length label reward loss_mask rollout_log_probs status "
-        "sample_index log_probs ref_log_probs advantages returns kl entropy"
+        "remove_sample weight_versions sample_index log_probs ref_log_probs advantages returns kl entropy"
     ),
     rows=_rows,
     notes=(
         "ratios are to slime's log_probs (the trainer's own, before the step), where the log has them, else to its "
-        "rollout_log_probs",
+        "rollout_log_probs; a run with --use-rollout-logprobs trained ratios to the latter: leave its train data out",
     ),
-    answers=Answers(
-        group="`group_index` within a step",
-        step="`rollout_id`",
-        sampled="those that `loss_mask` keeps",
-        logprobs="`log_probs`: the trainer's, by which ratios are; `rollout_log_probs`: the sampler's",
-        left_out="samples without train data, where others have some; another rank's copies",
-        checked="after the source",
-    ),
+    first_step=1,  # rollouts count from 0, and a checkpoint bears the id of the last one that it was trained on
 )

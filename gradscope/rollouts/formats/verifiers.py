@@ -1,4 +1,7 @@
-"""verifiers' results.jsonl, a line per rollout of an environment: text, with a reward and without log-probabilities."""
+"""verifiers' results.jsonl, a line per rollout of an environment: text, with a reward and without log-probabilities.
+
+Written by its versions up to 0.3; later ones save traces. A rollout that failed has no completion, or an `error`.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,24 @@ from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import NO_SPECIAL_TOKENS, RETOKENISED, Answers, Format, Row, pick, row_by_row
 from gradscope.rollouts.formats.text import prompt_of, response_of
 
+FAILED = "they ended in an error"
+
 
 def _row(record: Record, policy: Policy | None) -> Row:
     columns = pick(record, {"reward": "reward", "group": "example_id"})
+    if "completion" not in record.columns or record.columns.get("error"):
+        return Row(record.place, {}, left_out=FAILED)
     columns |= {"prompt": prompt_of(record, "prompt"), "response": response_of(record, "completion")}
     return Row(record.place, columns, labels={"response": "completion", "group": "example_id"})
 
 
 VERIFIERS = Format(
     "verifiers",
-    needs=frozenset({"example_id", "prompt", "completion", "reward"}),
-    knows=("answer info error timing is_completed is_truncated stop_condition metrics tool_defs token_usage"),
+    needs=frozenset({"example_id", "reward"}),
+    knows=(
+        "prompt completion answer info error timing is_completed is_truncated stop_condition metrics tool_defs "
+        "token_usage"
+    ),
     rows=row_by_row(_row),
     notes=(RETOKENISED, NO_SPECIAL_TOKENS),
     answers=Answers(

@@ -1,13 +1,15 @@
 """Traces of verifiers' message graph, a JSON object per rollout: nodes with the tokens that each message adds.
 
-A path from a root to a leaf is a sequence; one of a trace that forks is a response of its own. `mask` is true where the
-policy sampled, and numbers per sampled token (`logprobs`, the sampler's, and what a trainer has annotated:
-`trainer_logprobs`, `reference_logprobs`, `advantages`, `entropies`) have an entry for each of these.
+A path from a root to a leaf is a sequence; one of a trace that forks is a response of its own, and a message that two
+paths share is trained in the first of them alone. `mask` is true where the policy sampled, and numbers per sampled
+token (`logprobs`, the sampler's, and what a trainer has annotated: `trainer_logprobs`, `reference_logprobs`,
+`advantages`, `entropies`) have an entry for each of these; `loss_weights` have one per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from gradscope.errors import InputError, show
@@ -15,6 +17,11 @@ from gradscope.rollouts.batch import LARGEST
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import Answers, Format, Row, need
 from gradscope.rollouts.formats.sequences import split_sequence
+
+FAILED = "they ended in an error: trainers leave them out, of their group too"
+OTHERS = "they are of an agent that is not trained"
+UNRESUMED = "the harness did not go on from them (an attempt to compact the messages)"
+NO_IDS = "their messages hold no token ids: the client that sampled them gave none"
 
 PER_TOKEN = {
     "advantage": "advantages",
@@ -26,14 +33,53 @@ PER_TOKEN = {
 }
 
 
-def trace_rows(record: Record, *, group: Any = None, step: int | None = None) -> Iterator[Row]:
-    """A row for each path of one trace. group: what tells the prompt; None: the trace's task."""
+def trace_rows(
+    record: Record, *, group: Any = None, step: int | None = None, stale: str | None = None
+) -> Iterator[Row]:
+    """A row for each path of one trace.
+
+    group: what tells the prompt; None: the trace's task. stale: a remark, where older weights sampled it.
+    """
     nodes = read_nodes(record)
+    reason = _reason_to_leave_out(record, nodes)
+    if reason is not None:
+        yield Row(record.place, {}, step, left_out=reason)
+        return
     common = {"group": _group(record) if group is None else group}
     common |= _known("reward", _reward(record)) | _known("temperature", _heat(record))
+    arrays = {"ids": "token_ids", "mask": "mask", "per_token": PER_TOKEN, "weights": "loss_weights"}
+    trained: set[int] = set()
     for path in node_paths(nodes):
-        branch = Record(record.path, f"{record.place}, path to node {path[-1]}", _join(record, nodes, path))
-        yield split_sequence(branch, ids="token_ids", mask="mask", per_token=PER_TOKEN, columns=dict(common), step=step)
+        if _is_unresumed(nodes, path[-1]):
+            yield Row(record.place, {}, step, left_out=UNRESUMED)
+            continue
+        branch = Record(record.path, f"{record.place}, path to node {path[-1]}", _join(record, nodes, path, trained))
+        trained.update(path)
+        row = split_sequence(branch, **arrays, columns=dict(common), step=step)
+        yield row if stale is None else replace(row, remarks=(*row.remarks, stale))
+
+
+def _reason_to_leave_out(record: Record, nodes: list[dict[str, Any]]) -> str | None:
+    agent = record.columns.get("agent")
+    if record.columns.get("ok", not record.columns.get("errors")) is False:
+        return FAILED
+    if isinstance(agent, dict) and agent.get("trainable") is False:
+        return OTHERS
+    return None if any(node.get("token_ids") for node in nodes) else NO_IDS
+
+
+def _is_unresumed(nodes: list[dict[str, Any]], leaf: int) -> bool:
+    """Whether the leaf is an attempt at compaction that no other message goes on from."""
+    links = [_links(node) for node in nodes]
+    attempt = any(link.get("type") == "compaction_attempt" for link in links[leaf])
+    return attempt and not any(
+        link.get("type") == "compaction" and link.get("node") == leaf for own in links for link in own
+    )
+
+
+def _links(node: dict[str, Any]) -> list[dict[str, Any]]:
+    found = node.get("semantic_parents")
+    return [link for link in found if isinstance(link, dict)] if isinstance(found, list) else []
 
 
 def node_paths(nodes: list[dict[str, Any]]) -> list[list[int]]:
@@ -62,9 +108,12 @@ def read_nodes(record: Record) -> list[dict[str, Any]]:
     return nodes
 
 
-def _join(record: Record, nodes: list[dict[str, Any]], path: list[int]) -> dict[str, list[Any]]:
-    """Ids, mask and numbers per token of a path; None where a number is not known."""
-    out: dict[str, list[Any]] = {"token_ids": [], "mask": []}
+def _join(record: Record, nodes: list[dict[str, Any]], path: list[int], trained: set[int]) -> dict[str, list[Any]]:
+    """Ids, mask and numbers per token of a path; None where a number is not known.
+
+    trained: nodes of earlier paths, which are context here.
+    """
+    out: dict[str, list[Any]] = {"token_ids": [], "mask": [], "loss_weights": []}
     out |= {name: [] for name in set(PER_TOKEN.values())}
     for place in path:
         node = nodes[place]
@@ -72,7 +121,8 @@ def _join(record: Record, nodes: list[dict[str, Any]], path: list[int]) -> dict[
         if not (isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask)):
             raise InputError(f"{record.place}: node {place} has ids and a mask of other lengths; leave the record out")
         out["token_ids"] += ids
-        out["mask"] += mask
+        out["mask"] += [False] * len(mask) if place in trained else mask
+        out["loss_weights"] += _loss_weights(record, place, node, len(mask))
         for name in set(PER_TOKEN.values()):
             out[name] += _spread(record, place, name, node.get(name), mask)
     # A message without credit beside others with it has none: 0, as verifiers reads it.
@@ -96,6 +146,20 @@ def _spread(record: Record, place: int, name: str, values: Any, mask: list[Any])
     return [next(known) if kept else None for kept in mask]
 
 
+def _loss_weights(record: Record, place: int, node: dict[str, Any], length: int) -> list[Any]:
+    """What each token counts in the policy gradient; None where the trace does not say."""
+    streams = node.get("loss_weights")
+    stream = streams.get("rl") if isinstance(streams, dict) else None
+    if stream is None:
+        return [None] * length
+    if not isinstance(stream, list) or len(stream) != length:
+        raise InputError(
+            f"{record.place}: the loss weights `rl` of node {place} are {show(stream)}; wanted is one for each of its "
+            f"{length} tokens"
+        )
+    return stream
+
+
 def _group(record: Record) -> Any:
     """What tells the task: its key or its hash, which all rollouts of it share."""
     task = need(record, "task")
@@ -108,9 +172,9 @@ def _group(record: Record) -> Any:
 
 
 def _reward(record: Record) -> float | None:
-    """Σ score · weight; None where nothing was scored."""
+    """Σ score · weight of the rewards that were scored; None where none was."""
     rewards = record.columns.get("rewards") or {}
-    parts = rewards.values() if isinstance(rewards, dict) else [rewards]
+    parts = [part for part in rewards.values() if part is not None] if isinstance(rewards, dict) else [rewards]
     if any(not isinstance(part, dict) for part in parts):
         raise InputError(f"{record.place}: `rewards` is {show(rewards)}; wanted is {{name: {{score, weight}}, …}}")
     pairs = [(part.get("score"), part.get("weight", 1.0)) for part in parts]
