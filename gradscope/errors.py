@@ -73,6 +73,8 @@ def unpickling_reason(error: Exception) -> str:
     """
     lines = [line.strip() for line in str(error).splitlines()]
     named = [line for line in lines if "unsupported" in line.lower()]
+    said = [at for at, line in enumerate(lines) if line.endswith("WeightsUnpickler error:")]
+    named += [line for line in lines[said[0] + 1 :] if line][:1] if said else []
     return (named or [first_line(error)])[0][:160]
 
 

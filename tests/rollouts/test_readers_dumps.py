@@ -82,7 +82,8 @@ def test_a_dump_is_told_by_its_content_and_read_as_it_was_written(policy, tmp_pa
     dump = read_dump(WRITERS[name](tmp_path / "run"), policy)
     assert dump.format == name
     for row, sample in enumerate(SAMPLES):
-        prompt = [BOS, *sample.prompt, BOS] if name == "verifiers" else sample.prompt  # a chat, through the template
+        chat = name in ("verifiers", "roll")  # through the template
+        prompt = [BOS, *sample.prompt, BOS] if chat else sample.prompt
         ids, targets = dump.batch.sequence(row)
         assert ids.tolist() == prompt + sample.response
         kept = sample.mask if name in WITH_MASK else [True] * len(sample.response)

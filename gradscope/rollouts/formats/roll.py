@@ -24,7 +24,7 @@ from gradscope.rollouts.formats.text import prompt_of
 from gradscope.runs import parse_json
 
 NEEDS = ("responses", "scores")
-TAKES = ("global_step", "prompt", "messages", "id", "sampling_params")
+TAKES = ("global_step", "prompt", "messages", "sampling_params")
 NAMES = {"response": "responses", "reward": "scores", "temperature": "sampling_params"}
 
 
@@ -32,8 +32,6 @@ def _row(record: Record, _policy: Policy | None) -> Row:
     columns = pick(record, {"response": "responses", "reward": "scores"})
     chat = "messages" in record.columns
     columns["prompt"] = _prompt(record) if chat else prompt_of(record, "prompt")
-    if "id" in record.columns:  # of one data set; another has the same ids
-        columns["group"] = f"{record.columns['id']}: {columns['prompt']}"
     temperature = _temperature(record.columns.get("sampling_params"))
     if temperature is not None:
         columns["temperature"] = temperature

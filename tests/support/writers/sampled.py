@@ -34,7 +34,9 @@ class Sample:
         return [-2.0 * value for value in self.trainer]
 
 
-def _sample(prompt: list[int], response: list[int], reward: float, *, tool: slice = slice(0, 0), **more: object) -> Sample:
+def _sample(
+    prompt: list[int], response: list[int], reward: float, *, tool: slice = slice(0, 0), **more: object
+) -> Sample:
     length = len(response)
     tool_at = [*range(length)[tool]]
     sampler = [0.0 if at in tool_at else -0.25 * (1 + at) for at in range(length)]

@@ -43,7 +43,9 @@ def write_nemo_rl(out: Path, *, forced: bool = False) -> Path:
                 "advantages": [advantage] * width,
                 "generation_logprobs": [float(value) for value in pad(sample.sampler)],
                 # The trainer's own are computed of every token; of the first there is none.
-                "prev_logprobs": [0.0] * width if forced else [0.0] + [-3.0] * (before - 1) + pad(sample.trainer)[before:],
+                "prev_logprobs": [0.0] * width
+                if forced
+                else [0.0] + [-3.0] * (before - 1) + pad(sample.trainer)[before:],
             }
             for name, value in row.items():
                 columns.setdefault(name, []).append(value)
