@@ -24,8 +24,8 @@ class Note(str):
     """A sentence that a reader of any number made from rollouts must know, and what it is about."""
 
     kind: str
-    """What it is about; of a rollout log: dump, left-out, remark, unknown-values, step, other-step, on-policy,
-    temperature, groups-of-one, zero-advantages, impossible-advantages, certain-tokens."""
+    """What it is about; of a rollout log: dump, left-out, unknown-values, step, other-step, on-policy, temperature,
+    groups-of-one, zero-advantages, impossible-advantages, certain-tokens."""
 
     def __new__(cls, text: str, kind: str = "dump") -> Note:
         note = super().__new__(cls, text)

@@ -13,7 +13,7 @@ from typing import Any
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import MASKED_OUT, Format, Row, pick, whole_number
+from gradscope.rollouts.formats.base import MASKED_OUT, Answers, Format, Row, pick, whole_number
 from gradscope.rollouts.formats.sequences import split_sequence
 
 PER_TOKEN = {
@@ -38,7 +38,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
     for row in rows:
         if forced and row.left_out is None:
             others = {name: v for name, v in row.columns.items() if name not in ("old_logprobs", "logprobs")}
-            yield replace(row, columns=others, remarks=(*row.remarks, FORCED))
+            yield replace(row, columns=others, told=(*row.told, FORCED))
         else:
             yield _without_unrecorded(row)
 
@@ -77,7 +77,7 @@ def _without_unrecorded(row: Row) -> Row:
     if not any(lost):
         return row
     known = [None if gone else said for gone, said in zip(lost, sampler, strict=True)]
-    return replace(row, columns=row.columns | {"sampler_logprobs": known}, remarks=(*row.remarks, UNRECORDED))
+    return replace(row, columns=row.columns | {"sampler_logprobs": known}, told=(*row.told, UNRECORDED))
 
 
 def _is_below(value: Any) -> bool:
@@ -96,5 +96,20 @@ NEMO_RL = Format(
         "ratios are to NeMo-RL's prev_logprobs (the trainer's own, before the step), the denominator that it trains "
         "with; its correction for the sampler's generation_logprobs is not applied",
         "the log names no prompts: samples of a step with the same tokens before the first trained one are a group",
+    ),
+    answers=Answers(
+        group="the same tokens before the first trained one, within a step, as NeMo-RL groups by the prompt",
+        step=(
+            "the number in the file's name, from 1; `step_N` is the checkpoint after it; asynchronous runs sample "
+            "before (not in the log)"
+        ),
+        sampled="those that `token_loss_mask` keeps",
+        logprobs=(
+            "`prev_logprobs`: the trainer's, at the sampling temperature, by which ratios are (all 0 where the "
+            "run did not compute them: ratio 1); `generation_logprobs`: the sampler's, exactly 0 where it "
+            "recorded none, which is taken as unknown where the trainer's is below −1"
+        ),
+        left_out="samples whose `sample_loss_mask` is 0",
+        checked="NeMo-RL 7ea279ab (2026-08-22): a writer after its source; 2026-11-27",
     ),
 )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from gradscope.errors import InputError
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import Format, Row, pick, whole_number
+from gradscope.rollouts.formats.base import Answers, Format, Row, pick, whole_number
 
 NAMES = {
     "prompt_ids": "prompt_tokens",
@@ -54,4 +54,20 @@ OPEN_INSTRUCT = Format(
         "the log has no mask: a tool's output, if there was any, counts as sampled",
     ),
     first_step=0,
+    answers=Answers(
+        group="`prompt_idx` and the prompt's tokens, within a step",
+        step=(
+            "`step`, from 0; `step_N` is the checkpoint after N of them, and vLLM may lag behind it (not in the log)"
+        ),
+        sampled=(
+            "the whole response, a tool's output too (log π exactly 0: a note counts); of an empty one the "
+            "end-of-sequence token that was put there (log π NaN, unknown)"
+        ),
+        logprobs=(
+            "`logprobs`: vLLM's processed ones, at the sampling temperature, by which ratios are; the trainer's "
+            "own, if it computed them, are not in the log"
+        ),
+        left_out="samples that a resumed run made again: the last one counts; several runs in a folder are refused",
+        checked="open-instruct e6c3044a (2026-08-20): a writer after its source; 2026-11-27",
+    ),
 )

@@ -51,10 +51,16 @@ PRIME_RL = Format(
     is_finished=_is_stable,
     answers=Answers(
         group="the same tokens before the first trained one, within a step",
-        step="`step`",
-        sampled="those that `loss_mask` keeps",
-        logprobs="`inference_logprobs`: the sampler's, by which ratios are; `trainer_logprobs`: the trainer's",
+        step=(
+            "`step`, from 1; `step_N` is the checkpoint after it; up to `max_off_policy_steps` older weights may "
+            "have sampled it (not in the log)"
+        ),
+        sampled="those that `loss_mask` keeps and whose `rl_weights` are not 0; the weights multiply advantages",
+        logprobs=(
+            "`inference_logprobs`: vLLM's, by which ratios are, as trained; `trainer_logprobs`: the trainer's, at "
+            "the sampling temperature"
+        ),
         left_out="files without a marker STABLE",
-        checked="after the source",
+        checked="prime-rl 559b4477 (2026-08-21): a writer after its source; 2026-11-27",
     ),
 )

@@ -15,7 +15,7 @@ from typing import Any
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EMPTY, EVALUATED, TORN, Format, Row, whole_number
+from gradscope.rollouts.formats.base import EMPTY, EVALUATED, TORN, Answers, Format, Row, whole_number
 from gradscope.rollouts.formats.verifiers_graph import node_paths, read_nodes, trace_rows
 
 STREAMS = ("advantages", "trainer_logprobs", "entropies")
@@ -162,5 +162,27 @@ PRIME_RL_TRACES = Format(
     notes=(
         "ratios are of prime-rl's trainer_logprobs to its inference log-probabilities, as trained",
         "each path of a trace's messages from the first to a last one is a response",
+    ),
+    answers=Answers(
+        group="the episode's `group.id`",
+        step=(
+            "`trained_at_step`, else the work's `step`, from 1; `step_N` is the checkpoint after it; those that "
+            "older weights sampled (`policy`) are counted in a note"
+        ),
+        sampled=(
+            "those that a node's `mask` keeps, in the first path that holds the node; none that the trainer cut off"
+        ),
+        logprobs=(
+            "`logprobs` of the nodes: vLLM's, by which ratios are; `trainer_logprobs`: the trainer's; rounded to "
+            "four decimals"
+        ),
+        left_out=(
+            "evaluations of a training run; traces that were not trained, where others were; what is left out of "
+            "verifiers_graph; a last line cut off"
+        ),
+        checked=(
+            "prime-rl 559b4477 (2026-08-21; `rollouts/`) and a later state (`traces/`): verifiers 0.4.0's own "
+            "records, annotations after the source; 2026-11-27"
+        ),
     ),
 )

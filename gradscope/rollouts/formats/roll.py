@@ -14,6 +14,7 @@ from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import (
     NO_SPECIAL_TOKENS,
     RETOKENISED,
+    Answers,
     Format,
     Row,
     list_by_list,
@@ -74,4 +75,15 @@ ROLL = Format(
         "the log has scores before the trainer masked responses by length or difficulty: all of them count here",
     ),
     first_step=1,  # steps count from 0, and a checkpoint bears the number of the last one
+    answers=Answers(
+        group="identical prompts of a step, where ROLL takes them by place, `num_return_sequences` at a time",
+        step=(
+            "`global_step`, from 0; `checkpoint-N` is the one after it, and the next one is taken; asynchronous "
+            "runs sample before (not in the log)"
+        ),
+        sampled="all of the text; no end-of-sequence token",
+        logprobs="none; the temperature is in `sampling_params`",
+        left_out="none",
+        checked="ROLL 8eb27cc2 (2026-08-19): a writer after its source; 2026-11-27",
+    ),
 )

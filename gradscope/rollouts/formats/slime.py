@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import groupby
 from statistics import fmean, stdev
 from typing import Any
 
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EMPTY, EVALUATED, Format, Row, pick, whole_number
+from gradscope.rollouts.formats.base import EMPTY, EVALUATED, Answers, Format, Row, pick, whole_number
 
 NAMES = {
     "response_mask": "loss_mask",
@@ -41,9 +40,10 @@ UNSCORED = "they were aborted, or failed, before they had a reward"
 NUCLEUS = "the trainer renormalised π over the tokens of the sampler's top-p; here it is over the whole vocabulary"
 STALE = "they hold tokens that older weights sampled than others of their step"
 AS_ONE = (
-    "their rewards are scaled as slime and miles scale them where prompts have unequal numbers of samples, or one "
-    "rollout several: in slime by all samples of the step, in miles by one reward of each rollout of the prompt"
+    "their rewards are scaled by those of all samples of the step: slime's own rule where prompts have unequal numbers "
+    "of samples, or one rollout gave several"
 )
+SIBLING = "another sample of the same rollout stands for its reward in the mean of the group, as in miles"
 Key = tuple[int | None, int | None, int, int]
 
 
@@ -143,52 +143,37 @@ def _row(record: Record) -> Row:
         return Row(record.place, {}, step, left_out=UNSCORED)
     if "old_logprobs" not in row and "sampler_logprobs" in row:
         row["old_logprobs"], labels["old_logprobs"] = row.pop("sampler_logprobs"), "rollout_log_probs"
-    remarks = (NUCLEUS,) if "rollout_top_p_token_offsets" in record.columns else ()
-    return Row(record.place, row, step, labels, remarks=remarks)
+    told = (NUCLEUS,) if "rollout_top_p_token_offsets" in record.columns else ()
+    return Row(record.place, row, step, labels, told=told)
 
 
 def _scale_as_trained(rows: list[Row], records: list[Record]) -> list[Row]:
-    """The rows with mean and standard deviation of what their rewards were scaled by, where that is not their group.
+    """The rows as the trainer scaled their rewards, where that is not by the samples of the prompt.
 
-    slime takes its groups by place: n after n, if there are as many samples as prompts × n, and else all of the step as
+    slime takes its groups by place, n after n, if there are as many samples as prompts × n, and else all of the step as
     one. miles takes one reward of each rollout, however many samples it gave.
     """
-    paired = [*zip(rows, records, strict=True)]
-    told: dict[int, tuple[float, float]] = {}
-    for _, of_step in groupby(
-        sorted(range(len(paired)), key=lambda at: _step(rows[at])), key=lambda at: _step(rows[at])
-    ):
-        places = [at for at in of_step if "reward" in rows[at].columns and "group" in rows[at].columns]
-        scored = [(rows[at].columns["reward"], rows[at].columns["group"]) for at in places]
-        if not all(isinstance(reward, int | float) and isinstance(group, int) for reward, group in scored):
-            continue  # dictionaries, of which only the options know the entry that counts
-        executions = [records[at].columns.get("execution") for at in places]
-        several = [name for name, many in Counter(executions).items() if name is not None and many > 1]
-        if "metadata" in records[places[0]].columns if places else False:
-            first = {(group, execution if execution is not None else at): reward
-                     for (reward, group), execution, at in zip(scored, executions, places, strict=True)}  # fmt: skip
-            own = {group: [reward for (of, _), reward in first.items() if of == group] for _, group in scored}
-            told |= {at: _mean_and_std(own[group]) for at, (_, group) in zip(places, scored, strict=True) if several}
-        elif several or len(set(Counter(group for _, group in scored).values())) > 1:
-            told |= dict.fromkeys(places, _mean_and_std([reward for reward, _ in scored]))
-    return [
-        replace(
-            row,
-            columns=row.columns | {"group_reward_mean": told[at][0], "group_reward_std": told[at][1]},
-            remarks=(*row.remarks, AS_ONE),
-        )
-        if at in told
-        else row
-        for at, row in enumerate(rows)
-    ]
-
-
-def _step(row: Row) -> int:
-    return -1 if row.step is None else row.step
-
-
-def _mean_and_std(rewards: Sequence[float]) -> tuple[float, float]:
-    return fmean(rewards), 0.0 if len(set(rewards)) == 1 else stdev(rewards)
+    out = [*rows]
+    by_step: dict[int | None, list[int]] = {}
+    for at, row in enumerate(rows):
+        if {"reward", "group"} <= row.columns.keys():
+            by_step.setdefault(row.step, []).append(at)
+    for places in by_step.values():
+        executions = [(rows[at].columns["group"], records[at].columns.get("execution")) for at in places]
+        first = {one: at for at, one in reversed([*zip(places, executions, strict=True)]) if one[1] is not None}
+        again = [at for at, one in zip(places, executions, strict=True) if first.get(one, at) != at]
+        if "metadata" in records[places[0]].columns:
+            for at in again:
+                out[at] = replace(out[at], is_counted=False, told=(*out[at].told, SIBLING))
+            continue
+        rewards = [rows[at].columns["reward"] for at in places]
+        uneven = len({*Counter(str(rows[at].columns["group"]) for at in places).values()}) > 1
+        if (uneven or again) and all(isinstance(reward, int | float) for reward in rewards):
+            mean, std = fmean(rewards), 0.0 if len(set(rewards)) == 1 else stdev(rewards)
+            for at in places:
+                scale = {"group_reward_mean": mean, "group_reward_std": std}
+                out[at] = replace(out[at], columns=out[at].columns | scale, told=(*out[at].told, AS_ONE))
+    return out
 
 
 def _mark_stale(rows: list[Row], records: list[Record]) -> Iterator[Row]:
@@ -199,7 +184,7 @@ def _mark_stale(rows: list[Row], records: list[Record]) -> Iterator[Row]:
         newest[row.step] = max([newest.get(row.step, 0), *own])
     for row, own in zip(rows, versions, strict=True):
         stale = own and min(own) < newest[row.step]
-        yield replace(row, remarks=(*row.remarks, STALE)) if stale else row
+        yield replace(row, told=(*row.told, STALE)) if stale else row
 
 
 def _versions(record: Record) -> list[int]:
@@ -239,4 +224,28 @@ SLIME = Format(
         "rollout_log_probs; a run with --use-rollout-logprobs trained ratios to the latter: leave its train data out",
     ),
     first_step=1,  # rollouts count from 0, and a checkpoint bears the id of the last one that it was trained on
+    answers=Answers(
+        group=(
+            "`group_index` within a step, as both scale rewards; where prompts have unequal numbers of samples, "
+            "or one rollout gave several, slime scales by all samples of the step and miles by one reward of each "
+            "rollout, and so are they here"
+        ),
+        step=(
+            "the file's `rollout_id`, from 0; a checkpoint bears the id of the last one it was trained on, and "
+            "the next one is taken; asynchronous runs sample it before that step (`weight_versions`: a note "
+            "counts)"
+        ),
+        sampled="those that `loss_mask` keeps; all where there is none",
+        logprobs=(
+            "`log_probs`: the trainer's, at the sampling temperature (renormalised over the tokens of top-p, if "
+            "that was on: a note counts), by which ratios are; `rollout_log_probs`: SGLang's"
+        ),
+        left_out=(
+            "evaluations (`eval_…`); removed samples (`remove_sample`); samples that were aborted or failed "
+            "before they had a reward; samples without train data, where others have some; another rank's copies"
+        ),
+        checked=(
+            "slime 624b824a (2026-08-21) and miles 31f1ca96 (2026-08-21): a writer after their source; 2026-11-27"
+        ),
+    ),
 )

@@ -33,9 +33,9 @@ VERIFIERS = Format(
     answers=Answers(
         group="`example_id`",
         step="none",
-        sampled="all of the text; no end-of-sequence token",
+        sampled="all of the text; no end-of-sequence token; several turns and tool calls are refused",
         logprobs="none",
-        left_out="none",
-        checked="after the source",
+        left_out="rollouts that ended in an error",
+        checked="verifiers 0.1.14: its own code; 2026-11-27",
     ),
 )

@@ -56,7 +56,7 @@ def trace_rows(
         branch = Record(record.path, f"{record.place}, path to node {path[-1]}", _join(record, nodes, path, trained))
         trained.update(path)
         row = split_sequence(branch, **arrays, columns=dict(common), step=step)
-        yield row if stale is None else replace(row, remarks=(*row.remarks, stale))
+        yield row if stale is None else replace(row, told=(*row.told, stale))
 
 
 def _reason_to_leave_out(record: Record, nodes: list[dict[str, Any]]) -> str | None:
@@ -211,9 +211,18 @@ VERIFIERS_GRAPH = Format(
     answers=Answers(
         group="the task's `key`, else its `hash`",
         step="none",
-        sampled="those that a node's `mask` keeps",
-        logprobs="`logprobs` of the nodes: the sampler's, by which ratios are; `trainer_logprobs`: the trainer's",
-        left_out="none",
-        checked="after the source",
+        sampled=(
+            "those that a node's `mask` keeps, in the first path that holds the node, and whose `rl` loss weight, "
+            "where there is one, is not 0"
+        ),
+        logprobs=(
+            "`logprobs` of the nodes: the sampler's, by which ratios are; `trainer_logprobs`: the trainer's; "
+            "rounded to four decimals; the temperature is in `calls`"
+        ),
+        left_out=(
+            "traces that ended in an error, of agents that are not trained, or without token ids; attempts at "
+            "compaction that nothing follows"
+        ),
+        checked="verifiers 0.4.0: its own code; 2026-11-27",
     ),
 )

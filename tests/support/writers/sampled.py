@@ -1,7 +1,7 @@
 """Two steps of two prompts with three samples each, from which every writer makes what its trainer would have seen.
 
-Among them one that was cut off, one that is empty, one with a tool's output between its tokens, and one that the trainer
-takes no token of. All numbers are sums of few powers of two: float32 holds them exactly.
+Among them one that was cut off, one that is empty, one with a tool's output between its tokens, and one that the
+trainer takes no token of. All numbers are sums of few powers of two: float32 holds them exactly.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ STEPS: list[list[list[Sample]]] = [
         [_sample(A, [7, 8, EOS], 1.0), _sample(A, [9, 7, 8, 10], 0.0, end="length"), _sample(A, [], 0.0)],
         [
             _sample(B, [13, EOS], 1.0),
-            _sample(B, [14, 50, 51, 15, EOS], 0.5, tool=slice(1, 3)),
+            _sample(B, [14, 50, 51, 52, 15, EOS], 0.5, tool=slice(1, 4)),
             _sample(B, [16, 17, EOS], 0.0, dropped=True),
         ],
     ],

@@ -2,8 +2,8 @@
 
 github.com/allenai/open-instruct at e6c3044aa6201c8bfa4573c1b03142af599e730d, 2026-08-20: `RolloutRecord`,
 `_save_rollouts` and `save_rollout_metadata` in open_instruct/rl_utils.py; the advantages and the step of
-`_data_preparation_loop` in open_instruct/data_loader.py; `process_tool_tokens` and the end-of-sequence token of an empty
-response in open_instruct/vllm_utils.py.
+`_data_preparation_loop` in open_instruct/data_loader.py; `process_tool_tokens` and the end-of-sequence token of an
+empty response in open_instruct/vllm_utils.py.
 
     PYTHONPATH=tests python tests/support/writers/write_open_instruct.py OUT
 """
@@ -22,7 +22,7 @@ RUN = "grpo__1__1787000000"
 
 
 def write_open_instruct(out: Path) -> Path:
-    """One shard and the run's metadata; no mask, and responses that the filter of truncated ones dropped are not there."""
+    """One shard and the run's metadata; the log has no mask, and what the trainer drops is there all the same."""
     out.mkdir(parents=True, exist_ok=True)
     about = {"run_name": RUN, "git_commit": "e6c3044", "model_name": "policy", "timestamp": "2026-08-20T00:00:00+00:00"}
     (out / f"{RUN}_metadata.jsonl").write_text(json.dumps(about) + "\n")

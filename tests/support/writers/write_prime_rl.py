@@ -1,9 +1,9 @@
 """prime-rl's token exports and the annotations of its traces, made here from its source.
 
 github.com/PrimeIntellect-ai/prime-rl at 559b44772e471d1538537b8805cc77f3824a5e64, 2026-08-21: `TokenExporter` in
-src/prime_rl/trainer/rl/token_export.py, `shift_tensor_right` in loss.py beside it, the packing of micro-batches. Traces:
+src/prime_rl/trainer/rl/token_export.py, `shift_tensor_right` and the parts of the loss in loss.py beside it. Traces:
 write_verifiers.py; what is added to them: `_effective_update` of src/prime_rl/monitors/file.py and
-`TraceAnnotationWriter` of the trainer, in a later state of the repository (its commit is not known: read without it).
+`TraceAnnotationWriter` of the trainer, in a later state of the repository (read without its commit).
 
     PYTHONPATH=tests python tests/support/writers/write_prime_rl.py OUT
 """

@@ -1,7 +1,7 @@
 """verifiers' own records of rollouts that are made here: results.jsonl of its versions up to 0.3, traces of later ones.
 
-Package: verifiers. Called, in 0.1.14 (`results`): `states_to_outputs`, `save_outputs` of verifiers/utils/save_utils.py.
-In 0.4.0 (`traces`): `Trace`, `Episode`, `trace_store.write_episode`, as `vf eval` does; and `Episode.to_record`, which
+Package: verifiers. Called, in 0.1.14 (`results`): `states_to_outputs`, `save_outputs` of verifiers.utils.save_utils. In
+0.4.0 (`traces`): `Trace`, `Episode`, `trace_store.write_episode`, as `vf eval` does; and `Episode.to_record`, which
 prime-rl's orchestrator writes, with annotations beside it that are made here from prime-rl's source (write_prime_rl.py).
 
     PYTHONPATH=tests python tests/support/writers/write_verifiers.py OUT results|traces
@@ -38,7 +38,7 @@ def write_results(out: Path) -> None:
 
 
 def write_traces(out: Path) -> None:
-    """eval/traces.jsonl of an evaluation; rollouts/ and traces/ of prime-rl, of a step each with all the rest."""
+    """eval/traces.jsonl of an evaluation; prime-rl's rollouts/ of the first step, and traces/ of both."""
     from verifiers.v1.episode import EvalRunInfo
     from verifiers.v1.utils.trace_store import write_episode
 
@@ -53,8 +53,10 @@ def write_traces(out: Path) -> None:
         record = episode.to_record()
         if evaluated:
             record["run"]["work"]["type"] = "eval"
-        _append(out / "rollouts" / f"step_{step}" / kind / "all" / "traces.jsonl", record)
-        if kind == "train" and any(any(node.mask) for trace in episode.traces for node in trace.nodes):
+        sampled = any(any(node.mask) for trace in episode.traces for node in trace.nodes)
+        if step == 1:
+            _append(out / "rollouts" / f"step_{step}" / kind / "all" / "traces.jsonl", record)
+        if step == 1 and kind == "train" and sampled:
             _append(out / "rollouts" / f"step_{step}" / kind / "effective" / "traces.jsonl", record)
         for trace in record["traces"]:
             for node in trace["nodes"]:
@@ -133,8 +135,9 @@ def _annotate(folder: Path, episode: Any, step: int) -> None:
             folder / "orchestrator.jsonl", {"version": 1, "trace_id": trace.id, "info": about, "branches": branches}
         )
         for branch in trace.branches:
-            own = [None] + [value - 0.125 if keep else -3.0 for value, keep in
-                            zip(branch.logprobs, branch.sampled_mask, strict=True)][1:]  # fmt: skip
+            pairs = zip(branch.logprobs, branch.sampled_mask, strict=True)
+            own = [value - 0.125 if keep else -3.0 for value, keep in pairs]
+            own[0] = None
             entropies = [None if value is None else -2 * value for value in own]
             stream = {"index": branch.index, "trainer_logprobs": own, "entropies": entropies}
             about = {"train": {"trained_at_step": step}}
