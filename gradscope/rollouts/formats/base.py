@@ -34,6 +34,7 @@ EMPTY = "the response is empty"
 UNKNOWN = "the {} is not known (null, NaN or infinite)"
 TORN = "the last line of its file was cut off while it was written"
 MASKED_OUT = "the trainer's mask keeps no token of them"
+EVALUATED = "they are of an evaluation"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Package: verifiers. Called, in 0.1.14 (`results`): `states_to_outputs`, `save_outputs` of verifiers.utils.save_utils. In
 0.4.0 (`traces`): `Trace`, `Episode`, `trace_store.write_episode`, as `vf eval` does; and `Episode.to_record`, which
-prime-rl's orchestrator writes, with annotations beside it that are made here from prime-rl's source (write_prime_rl.py).
+prime-rl's orchestrator writes, with annotations beside it that are made here from its source (write_prime_rl.py).
 
     PYTHONPATH=tests python tests/support/writers/write_verifiers.py OUT results|traces
 """
