@@ -50,9 +50,9 @@ from .policy import (
     check_prompt as check_prompt,
     check_template_kwargs as check_template_kwargs,
     find_blocks as find_blocks,
-    find_context as find_context,
     takes as takes,
 )
+from .positions import find_context as find_context, find_steady_context as find_steady_context
 from .rewind import rewound as rewound
 from .upcasting import (
     UPCAST as UPCAST,

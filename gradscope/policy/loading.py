@@ -136,11 +136,12 @@ def _load_model(
 
     config = _read_config(folder, trust_remote_code=trust_remote_code)
     _check_buildable(folder, config, trust_remote_code=trust_remote_code)
+    wanted = parse_dtype(dtype, device or _main_device(device_map))
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
-            dtype=parse_dtype(dtype, device or _main_device(device_map)),
+            dtype=wanted,
             device_map=device_map,
             local_files_only=True,
             trust_remote_code=trust_remote_code,
@@ -159,6 +160,7 @@ def _load_model(
             advice += f", or give another map than {device_map!r:.40}"
         raise InputError(f"no usable weights in {folder} ({unpickling_reason(error)}); {advice}") from error
     _check_weights(folder, info, model)
+    _widen(model, wanted)
     if offloaded := next((name for name, p in model.named_parameters() if p.device.type == "meta"), None):
         raise InputError(
             f"device_map leaves {offloaded} on no device (offloaded to the CPU or to disk), where it has no gradient; "
@@ -209,6 +211,9 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
             f"{folder}/config.json is not one that transformers reads ({first_line(error.__cause__ or error)}); save "
             "it anew"
         ) from error
+    packed = getattr(config, "quantization_config", None)
+    if isinstance(packed, dict) and packed.get("quant_method") == "mxfp4":
+        packed["dequantize"] = True  # no gradient goes through the packed weights' kernels
     known = type(config) in AutoModelForCausalLM._model_mapping
     known |= trust_remote_code and "AutoModelForCausalLM" in own
     if getattr(config, "is_encoder_decoder", False) or not known:
@@ -247,6 +252,14 @@ def _check_buildable(folder: Path, config: Any, *, trust_remote_code: bool) -> N
             f"{folder}/config.json makes a model of {size:,} numbers, the weights beside it have {saved:,} bytes; save "
             "both together"
         )
+
+
+def _widen(model: nn.Module, wanted: torch.dtype | str) -> None:
+    """Give weights that were unpacked from fewer bits (MXFP4's come as bfloat16) the precision that is asked for."""
+    plain = (torch.bfloat16, torch.float16, torch.float32)
+    for parameter in model.parameters() if isinstance(wanted, torch.dtype) else ():
+        if parameter.dtype in plain and torch.promote_types(parameter.dtype, wanted) != parameter.dtype:
+            parameter.data = parameter.data.to(wanted)
 
 
 def _no_model(folder: Path, error: Exception) -> InputError:

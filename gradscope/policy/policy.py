@@ -16,6 +16,7 @@ from torch import nn
 
 from gradscope.errors import InputError, first_line, show
 from gradscope.policy.parameters import float_parameters
+from gradscope.policy.positions import find_context
 from gradscope.policy.upcasting import arithmetic_dtype, precision_in_words
 
 if TYPE_CHECKING:
@@ -216,18 +217,6 @@ def find_blocks(model: nn.Module, name: str | None = None) -> str:
             f"({', '.join(found) or 'no ModuleList'}); name the right one with --blocks"
         )
     return found[0]
-
-
-def find_context(model: PreTrainedModel) -> int | None:
-    """Longest sequence that a model's positions allow; None: no limit is known."""
-    places, words = (
-        getattr(model.config.get_text_config(), "max_position_embeddings", None),
-        model.get_input_embeddings(),
-    )
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
-    # RoBERTa and its kin number positions from padding_idx + 1 on.
-    lost = [m.padding_idx + 1 for m in tables if m.num_embeddings == places and m.padding_idx is not None]
-    return places and places - max(lost, default=0)
 
 
 def takes(model: nn.Module, argument: str) -> bool:

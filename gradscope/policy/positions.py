@@ -1,0 +1,79 @@
+"""How long a sequence a model's positions reach: learned tables, and rotary embeddings scaled beyond their training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+STRETCHED = ("linear", "dynamic")
+"""Kinds of scaling that multiply `max_position_embeddings`, which stays what the model was trained with."""
+
+
+def find_context(model: PreTrainedModel) -> int | None:
+    """Longest sequence that a model's positions allow; None: no limit is known."""
+    config, words = model.config.get_text_config(), model.get_input_embeddings()
+    places = getattr(config, "max_position_embeddings", None)
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
+    # RoBERTa and its kin number positions from padding_idx + 1 on.
+    lost = [m.padding_idx + 1 for m in tables if m.num_embeddings == places and m.padding_idx is not None]
+    return places and max([places, *_scaled(config, places)]) - max(lost, default=0)
+
+
+def find_steady_context(model: PreTrainedModel) -> int | None:
+    """Longest sequence up to which a position's rotary angle is its own; None: it always is.
+
+    Beyond it, `dynamic` scaling has other frequencies at every length, and `longrope` others than below: a token's
+    numbers would change with the sequences that are computed beside it.
+    """
+    config = model.config.get_text_config()
+    places, found = getattr(config, "max_position_embeddings", None), []
+    for rope in _ropes(config):
+        if _kind(rope) == "dynamic":
+            found.append(places)
+        elif _kind(rope) == "longrope" and rope.get("long_factor") != rope.get("short_factor"):
+            found.append(_original(config, rope))
+    return min((length for length in found if length), default=None)
+
+
+def _scaled(config: Any, places: int) -> Iterator[int]:
+    """What each rotary embedding reaches by its scaling; places: `max_position_embeddings`.
+
+    YaRN multiplies what the model was trained with (`original_max_position_embeddings`, else `max_position_embeddings`)
+    and some configurations have the product as `max_position_embeddings` (DeepSeek, gpt-oss), some the length before
+    (Qwen2.5), some another (Qwen3). Llama 3 and longrope always have the length after scaling there; and so does Gemma
+    3, which scales some of its layers alone.
+    """
+    by_layer = _by_layer(config)
+    for rope in _ropes(config):
+        factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+        if not isinstance(factor, int | float) or isinstance(factor, bool) or not factor > 1:
+            continue
+        if _kind(rope) == "yarn" or (_kind(rope) in STRETCHED and original):
+            yield round(factor * (_original(config, rope) or places))
+        elif _kind(rope) in STRETCHED and not by_layer:
+            yield round(factor * places)
+
+
+def _ropes(config: Any) -> list[Mapping[str, Any]]:
+    """The parameters of each rotary embedding: of one, or of one for each kind of layer."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    ropes = found.values() if _by_layer(config) else [found]
+    return [rope for rope in ropes if isinstance(rope, Mapping)]
+
+
+def _by_layer(config: Any) -> bool:
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return isinstance(found, Mapping) and any(isinstance(value, Mapping) for value in found.values())
+
+
+def _kind(rope: Mapping[str, Any]) -> str | None:
+    return rope.get("rope_type", rope.get("type"))
+
+
+def _original(config: Any, rope: Mapping[str, Any]) -> int | None:
+    return rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
