@@ -52,7 +52,7 @@ from .policy import (
     find_blocks as find_blocks,
     takes as takes,
 )
-from .positions import find_context as find_context, find_steady_context as find_steady_context
+from .positions import find_context as find_context
 from .rewind import rewound as rewound
 from .upcasting import (
     UPCAST as UPCAST,

@@ -16,7 +16,7 @@ from torch import nn
 
 from gradscope.errors import InputError, first_line, show
 from gradscope.policy.parameters import float_parameters
-from gradscope.policy.positions import find_context
+from gradscope.policy.positions import find_context, find_steady_context
 from gradscope.policy.upcasting import arithmetic_dtype, precision_in_words
 
 if TYPE_CHECKING:
@@ -91,6 +91,22 @@ class Policy:
             if ids is not None:
                 return frozenset({ids} if isinstance(ids, int) else ids)
         return frozenset()
+
+    @cached_property
+    def steady_context(self) -> int | None:
+        """Longest sequence up to which a position's rotary angle is its own; None: it always is."""
+        return find_steady_context(self.model)
+
+    def why_too_long(self, length: int) -> str | None:
+        """Why the tokens of a sequence of this length cannot be measured; None: they can."""
+        if self.context is not None and length > self.context:
+            return f"longer than the policy's context of {self.context}"
+        if self.steady_context is not None and length > self.steady_context:
+            return (
+                f"longer than {self.steady_context}, beyond which the policy's rotary embedding (dynamic or longrope) "
+                "depends on the lengths that are computed together, and no token has a gradient of its own"
+            )
+        return None
 
     def length_notes(self, max_new_tokens: int) -> list[str]:
         """A note where max_new_tokens exceeds the context, else none."""

@@ -24,10 +24,10 @@ def check_batch(policy: Policy, batch: TokenBatch) -> None:
             f"{policy.vocab_size}; was it made with another tokenizer?"
         )
     lengths = batch.attention_mask.sum(1)
-    if policy.context is not None and int(lengths.max()) > policy.context:
+    if why := policy.why_too_long(int(lengths.max())):
         raise InputError(
-            f"response {int(lengths.argmax())} and its prompt are {int(lengths.max())} tokens long, the policy's "
-            f"context is {policy.context}; leave it out or cut it"
+            f"response {int(lengths.argmax())} and its prompt are {int(lengths.max())} tokens long, {why}; leave it "
+            "out or cut it"
         )
     cold = (batch.temperature < 1 / LARGEST) | (batch.temperature > LARGEST)
     if cold.any():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.cli import complaint
-from support.policies import CAUSAL, make_batch, make_model, make_policy, make_tokenizer, save_checkpoint
+from support.policies import CAUSAL, VOCAB, make_batch, make_model, make_policy, make_tokenizer, save_checkpoint
 from support.processes import Command
 from support.tiers import every
 
@@ -305,3 +305,54 @@ def test_a_device_map_places_the_policy_or_is_refused(folder):
         assert {p.device.type for p in policy.model.parameters()} <= {"cpu", "cuda"}
     assert "give one of the two" in refusal(folder, device_map="auto", device="cpu")
     assert "'nonsense'" in refusal(folder, device_map="nonsense")
+
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""What the four bits of an FP4 number stand for."""
+
+
+def save_mxfp4(folder: Path) -> torch.nn.Module:
+    """A tiny gpt-oss whose experts are saved in MXFP4, as OpenAI's are: 32 numbers share a power of two.
+
+    Returned is the same model with the numbers that were packed, in float32.
+    """
+    from safetensors.torch import save_file
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 2}
+    config = GptOssConfig(**sizes, layer_types=["sliding_attention", "full_attention"], max_position_embeddings=64)
+    generator, model, packed = torch.Generator().manual_seed(0), GptOssForCausalLM(config), {}
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_((0.2 * torch.randn(weight.shape, generator=generator)).bfloat16())
+            if not name.endswith(("gate_up_proj", "down_proj")):
+                packed[name] = weight.bfloat16()
+                continue
+            experts, inner, outer = weight.shape
+            bits = torch.randint(16, (experts, outer, inner // 32, 32), generator=generator)
+            exponents = torch.randint(122, 126, (experts, outer, inner // 32), generator=generator)
+            numbers = FP4[bits] * torch.exp2(exponents[..., None] - 127.0)
+            weight.copy_(numbers.reshape(experts, outer, inner).transpose(1, 2))
+            packed[f"{name}_blocks"] = (bits[..., ::2] | bits[..., 1::2] << 4).to(torch.uint8)
+            packed[f"{name}_scales"] = exponents.to(torch.uint8)
+    config.save_pretrained(folder)
+    save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    changed = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": kept}, "dtype": "bfloat16"}
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed | {"architectures": ["GptOssForCausalLM"]}))
+    return model.eval()
+
+
+def test_experts_in_mxfp4_are_unpacked_into_the_dtype_that_is_asked_for(tmp_path):
+    packed = save_mxfp4(tmp_path)
+    for dtype in ("float32", "float64", "bfloat16"):
+        policy = load_policy(tmp_path, dtype=dtype, device="cpu")
+        pairs = zip(policy.model.named_parameters(), packed.parameters(), strict=True)
+        assert all(p.dtype == policy.dtype and torch.equal(p.float(), q) for (_, p), q in pairs)
+    policy = load_policy(tmp_path, device="cpu")
+    assert policy.dtype == torch.float32
+    torch.testing.assert_close(logits(policy.model), logits(packed), rtol=1e-5, atol=1e-5)
+    assert load_policy(tmp_path, dtype="upcast", device="cpu").dtype == torch.float32
+    measure(policy, make_batch(policy, lengths=(3, 2), prompt_lengths=(3, 3)))  # the self-check is plain autograd's

@@ -12,7 +12,7 @@ import torch
 from support.cli import complaint
 from support.policies import make_batch, save_checkpoint
 
-from gradscope.gradients import measure
+from gradscope.gradients import interval_gradients, measure
 from gradscope.policy import Policy, load_policy
 from gradscope.rollouts import TokenBatch, read_rollouts
 
@@ -97,6 +97,24 @@ def test_norms_beyond_the_length_before_scaling_are_those_of_plain_autograd(case
     batch = make_batch(policy, lengths=(4, 3), prompt_lengths=(56, 20), holes=False)
     found = measure(policy, batch)["param_grad_norm"].to_numpy(np.float64)
     np.testing.assert_allclose(found, brute_force(policy, batch), rtol=3e-5)  # angles and norms are float32 inside
+
+
+@pytest.mark.parametrize("case", ["dynamic", "longrope"])
+def test_where_an_angle_depends_on_the_length_longer_sequences_are_refused(case, folder, tmp_path):
+    places, rope, _ = SCALED[case]
+    policy = load_policy(scale(folder, places, rope), dtype="float64")
+    ids = torch.arange(4, 4 + 40)[None]
+    with torch.no_grad():  # the library's own: a prefix alone is not what it is within the whole
+        whole, alone = (policy.model(input_ids=ids[:, :length]).logits[0, :8] for length in (40, 20))
+    assert (whole - alone).abs().max() > 1e-3 * alone.abs().max()
+    longer = make_batch(policy, lengths=(8, 3), prompt_lengths=(25, 20), holes=False)
+    for refused in (complaint(measure, policy, longer), complaint(interval_gradients, policy, longer)):
+        assert "longer than 32, beyond which" in refused
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt_ids": [5] * 25, "response_ids": [6] * 8}) + "\n")
+    assert "longer than 32, beyond which" in complaint(read_rollouts, tmp_path / "long.jsonl", policy)
+    batch = make_batch(policy, lengths=(7, 3), prompt_lengths=(25, 20), holes=False)
+    found = measure(policy, batch)["param_grad_norm"].to_numpy(np.float64)
+    np.testing.assert_allclose(found, brute_force(policy, batch), rtol=3e-5)
 
 
 def test_rollouts_up_to_the_scaled_context_are_read_and_longer_ones_are_not(folder, tmp_path):

@@ -33,14 +33,13 @@ def parse_ids(row: Row, policy: Policy | None, options: ReadingOptions) -> tuple
 
 
 def check_sizes(row: Row, prompt_ids: list[int], response_ids: list[int], policy: Policy | None) -> None:
-    """Raise InputError for an empty prompt, and for a row longer than the policy's context."""
+    """Raise InputError for an empty prompt, and for a row longer than the policy can be measured on."""
     if not prompt_ids:
         raise InputError(f"{row.place}: the prompt is empty; give at least one token, or leave the row out")
-    context = policy.context if policy else None
-    if context is not None and len(prompt_ids) + len(response_ids) > context:
+    if policy and (why := policy.why_too_long(len(prompt_ids) + len(response_ids))):
         raise InputError(
-            f"{row.place}: prompt and response have {len(prompt_ids)} + {len(response_ids)} tokens, longer than the "
-            f"policy's context of {context}; shorten or leave out the row"
+            f"{row.place}: prompt and response have {len(prompt_ids)} + {len(response_ids)} tokens, {why}; shorten or "
+            "leave out the row"
         )
 
 
