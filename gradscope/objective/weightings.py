@@ -116,13 +116,23 @@ class Tokens(Mapping[str, Weights]):
         return (self.advantage - self.advantage.mean()) * (logprob - logprob.mean())
 
     @cached_property
+    def sampler(self) -> Weights:
+        """log π_sampler; where some are unknown, log π_old, so that k = 1. Raises InputError where all are unknown."""
+        values = self["sampler_logprob"]
+        return (
+            np.where(np.isnan(values), self.old, values)
+            if not np.isnan(values).all()
+            else self.known("sampler_logprob")
+        )
+
+    @cached_property
     def mismatch(self) -> Weights:
         """log k = log π_old − log π_sampler."""
-        return self.old - self.known("sampler_logprob")
+        return self.old - self.sampler
 
     def before(self, sampler: int) -> Weights:
         """The log-probabilities that a trust region is around: log π_old, or with `sampler` 1 log π_sampler."""
-        return self.known("sampler_logprob") if sampler else self.old
+        return self.sampler if sampler else self.old
 
     def sum_by_response(self, values: Weights) -> Weights:
         """Each token's response's sum."""
@@ -651,9 +661,9 @@ class TOPR(Weighting):
 
 @dataclass(frozen=True)
 class DRO(Weighting):
-    """w = Â − β·log r, the slope of log π·Â − β/2·(log r)²: no ratio, no clip (arXiv:2405.19107).
+    """w = Â − β·log r, the slope of log π·Â − β/2·(log r)²: no ratio, no clip (direct reward optimization).
 
-    With `sampler` 1, π_sampler is in the place of π_old. verl has no default for β.
+    With `sampler` 1, π_sampler is in the place of π_old. verl has no default for β; Tinker's example has .05.
     """
 
     NAME = "dro"

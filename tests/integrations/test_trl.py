@@ -263,7 +263,8 @@ def test_corrections_for_the_sampler_are_trls(checkpoint, tmp_path, monkeypatch)
         with monkeypatch.context() as patch:
             for attribute, value in attributes.items():
                 patch.setattr(trainer, attribute, value)
-            made = sampled_by_another(trainer, inputs, other)
+            scored = other if name.startswith("opsm") else [[None, *row[1:]] for row in other]  # None: vLLM's NaN
+            made = sampled_by_another(trainer, inputs, scored)
             with torch.no_grad():
                 for parameter in trainer.model.parameters():
                     parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(6))
@@ -271,7 +272,7 @@ def test_corrections_for_the_sampler_are_trls(checkpoint, tmp_path, monkeypatch)
             wanted = (slopes_of_trl(trainer, made) * kept.sum())[kept].numpy()
         batch = batch_from_trl(made | {"importance_sampling_ratio": torch.ones(kept.shape)}, TEMPERATURE)
         table = measure(policy_of(trainer), batch, loss=trl_settings(trainer.args).loss, self_check=False)
-        table["sampler_logprob"] = np.concatenate(other)
+        table["sampler_logprob"] = np.concatenate(scored).astype(float)
         found = make_weighting(name).weights(table)["all"]
         np.testing.assert_allclose(found, wanted, atol=FLOAT32 * np.abs(wanted).max(), err_msg=name)
         plain = make_weighting("grpo").weights(table)["all"]

@@ -420,6 +420,16 @@ def test_a_column_that_the_log_lacks_is_named(name, column):
     assert "aggregation is 'mean'" in complaint(make_weighting("grpo").weights, plant("old"), aggregation="mean")
 
 
+def test_tokens_that_the_sampler_did_not_score_are_not_corrected():
+    table = plant("other sampler")
+    unknown = np.arange(len(table)) % 3 == 0
+    part = table.assign(sampler_logprob=table["sampler_logprob"].mask(unknown))
+    same = table.assign(sampler_logprob=table["sampler_logprob"].where(~unknown, table["old_logprob"]))
+    for name in BY_SAMPLER:
+        found, wanted = (make_weighting(name).weights(columns)["all"] for columns in (part, same))
+        np.testing.assert_array_equal(found, wanted, err_msg=name)
+
+
 OWN = """
 from dataclasses import dataclass
 import numpy as np

@@ -240,6 +240,14 @@ def test_equal_weights_are_one_row_and_cost_nothing(case):
     assert "matched-norm, kl-cov, cispo, sapo, gspo, dppo-tv: the same as grpo" in describe(found)
 
 
+def test_tokens_that_the_sampler_did_not_score_are_counted_in_a_note(case):
+    table = case.table.assign(sampler_logprob=case.table["logprob"])
+    table.loc[table.index[:3], "sampler_logprob"] = np.nan
+    found = compare(case.policy, case.batch, ["tis"], table=table, loss=SETTINGS, resamples=5)
+    (said,) = [note for note in found.notes if note.kind == "sampler-unknown"]
+    assert said.startswith(f"3 of {len(table)} tokens")
+
+
 def test_each_distinct_row_costs_a_backward_pass_and_a_derivative(case, monkeypatch):
     counts = {"forward": 0, "backward": 0, "derivative": 0}
 

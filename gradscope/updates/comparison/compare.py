@@ -168,6 +168,11 @@ def compare(
     batch = _with_advantages(batch, table)
     notes = [*note_logged(policy, batch, table), *batch.without_notes("on-policy").notes]
     notes.append(Note(describe_off_policyness(table, loss), "off-policy"))
+    if "sampler_logprob" in table and 0 < (unknown := int(table["sampler_logprob"].isna().sum())) < len(table):
+        words = (
+            f"{unknown:,} of {len(table):,} tokens have no log-probability of the sampler: what is made of it has k = 1"
+        )
+        notes.append(Note(f"{words} there, as TRL has it.", "sampler-unknown"))
     weightings = _settle([methods] if isinstance(methods, str) else methods, table, notes)
     rows = _make_rows(weightings, table, aggregation)
     if split := _split(rows):
