@@ -17,8 +17,8 @@ from gradscope.cli.optimizer import read_step
 from gradscope.errors import InputError
 from gradscope.gradients import MeasureSettings
 from gradscope.objective import make_weighting, spell_out
-from gradscope.policy import find_policy_state
-from gradscope.runs import check_results, file_hash, plain_json, write_parquet, write_text
+from gradscope.policy import find_optimizer_file, find_policy_state, optimizer_hash
+from gradscope.runs import check_results, plain_json, write_parquet, write_text
 
 TABLE, BY_INTERVAL, WEIGHTS, SUMMARY = "compare.csv", "by_interval.csv", "weights.parquet", "summary.txt"
 FIGURE = "figures/compare.png"
@@ -46,7 +46,7 @@ class Compare(MeasuredPolicyFlags):
         default_factory=lambda: MeasureSettings(tokens_per_interval="enough")
     )
     optimizer_state: Path | None = None
-    """AdamW's state_dict, saved by torch; none: optimizer.pt in MODEL's folder, if it is there and fits."""
+    """AdamW's state_dict, or the folder of its shards; none: the one in MODEL's folder, if it is there and fits."""
     max_grad_norm: float | None = 1.0
     """The run's clipping of the gradient's norm; none: it was not clipped."""
     gradient_memory: MemoryFlag = None
@@ -64,7 +64,7 @@ class Compare(MeasuredPolicyFlags):
             [*map(make_weighting, spell_out(method))]  # refused before anything is loaded
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise InputError(f"--max-grad-norm is {self.max_grad_norm}; give a number above 0, or none")
-        if self.optimizer_state is not None and not self.optimizer_state.is_file():
+        if self.optimizer_state is not None and find_optimizer_file(self.optimizer_state) is None:
             raise InputError(f"{self.optimizer_state} is not there; give the file of an AdamW state_dict")
         check_results(self.out, RESULTS)
         read = {"format": self.format, "step": self.step, "optimizer_state": self.optimizer_state}
@@ -95,7 +95,7 @@ class Compare(MeasuredPolicyFlags):
             "files": own_weightings(self.methods),
             "aggregation": self.aggregation,
             "loss": asdict(self.settings.loss),
-            "optimizer_state": None if state is None else file_hash(state),
+            "optimizer_state": None if state is None else optimizer_hash(state),
             "max_grad_norm": self.max_grad_norm,
             "gradient_memory": self.gradient_memory,
         }

@@ -35,8 +35,10 @@ from gradscope.policy import (
     ADAPTER_CONFIG,
     Policy,
     find_checkpoint,
+    find_optimizer_file,
     find_policy_state,
     gradient_budget,
+    optimizer_hash,
     refuse_training_run,
     weights_hash,
 )
@@ -81,7 +83,7 @@ class Diagnose(MeasuredPolicyFlags):
         default_factory=lambda: MeasureSettings(tokens_per_interval="enough")
     )
     optimizer_state: Path | None = None
-    """AdamW's state_dict, saved by torch; none: optimizer.pt in the checkpoint's folder, if it is there and fits."""
+    """AdamW's state_dict, or the folder of its shards; none: the one in the checkpoint's folder, if it fits."""
     max_grad_norm: float | None = 1.0
     """The run's clipping of the gradient's norm; none: it was not clipped."""
     gradient_memory: MemoryFlag = None
@@ -194,7 +196,7 @@ class Diagnose(MeasuredPolicyFlags):
                 f"--optimizer-state is of one checkpoint, and {len(self.model)} are given; leave it out: optimizer.pt "
                 "in each one's folder is found by itself"
             )
-        if not self.optimizer_state.is_file():
+        if find_optimizer_file(self.optimizer_state) is None:
             raise InputError(f"{self.optimizer_state} is not there; give the file of an AdamW state_dict")
 
     def _pairs(self) -> list[tuple[str, Path | None]]:
@@ -276,7 +278,7 @@ class Diagnose(MeasuredPolicyFlags):
         state = self._find_state(measured.policy)
         drawn = {
             "settings": {name: value for name, value in settings.items() if name != "loss"},
-            "optimizer_state": None if state is None else file_hash(state),
+            "optimizer_state": None if state is None else optimizer_hash(state),
             "optimizer_state_asked_for": self.optimizer_state is not None,  # one that was not may be left out
             "max_grad_norm": self.max_grad_norm,
         }

@@ -65,10 +65,11 @@ from gradscope.policy import (
     gradient_budget,
     hash_ahead,
     join_launch,
+    optimizer_hash,
     read_adamw_state,
 )
 from gradscope.rollouts import Dump, TokenBatch, keep_own_step
-from gradscope.runs import RunFolder, file_hash, write_parquet_parts, write_text
+from gradscope.runs import RunFolder, write_parquet_parts, write_text
 
 SUMMARY, THEORY = "figures/summary.txt", "figures/theory.txt"
 """Where in its folder a run keeps the summary that it prints, and what --theory adds."""
@@ -132,7 +133,7 @@ class Measure(MeasuredPolicyFlags):
     """Only the responses of this training step; none: of a log that holds several, those that MODEL sampled, of the
     step after its own, or of the nearest one."""
     optimizer_state: Path | None = None
-    """For --metric adamw: its state_dict, saved by torch; none: optimizer.pt in MODEL's folder, if it is there."""
+    """For --metric adamw: its state_dict, or the folder of its shards; none: the one in MODEL's folder, if any."""
     max_grad_norm: float | None = 1.0
     """For --metric adamw: the run's clipping of the gradient's norm; none: it was not clipped."""
 
@@ -207,7 +208,7 @@ class Measure(MeasuredPolicyFlags):
             return None
         state = read_adamw_state(policy, self.optimizer_state, max_grad_norm=self.max_grad_norm)
         if state is None:
-            print_notes([f"no optimizer.pt beside {self.model}: {ADAMW} is NaN; give --optimizer-state"])
+            print_notes([f"no optimizer state beside {self.model}: {ADAMW} is NaN; give --optimizer-state"])
         return state
 
     def read(self, policy: Policy) -> Dump:
@@ -269,7 +270,7 @@ class Measure(MeasuredPolicyFlags):
         read = {"rollouts": rollouts_hash(self.rollouts), "format": self.format, "step": self.step}
         if settings.metric is not None:
             state = self.optimizer_state or find_policy_state(policy)
-            read |= {"optimizer_state": state and file_hash(state), "max_grad_norm": self.max_grad_norm}
+            read |= {"optimizer_state": state and optimizer_hash(state), "max_grad_norm": self.max_grad_norm}
         return make_key(policy, **read, settings=asdict(settings), blocks=policy.blocks_name)
 
     def _measure(self, measured: Measured, watch: Stopwatch) -> None:

@@ -37,10 +37,11 @@ from gradscope.policy import (
     find_optimizer_file,
     find_policy_state,
     hash_ahead,
+    optimizer_hash,
     read_optimizer_file,
 )
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import RunFolder, file_hash, worker_context, write_text
+from gradscope.runs import RunFolder, worker_context, write_text
 from gradscope.updates import (
     MIN_TOKENS,
     SGD,
@@ -93,7 +94,7 @@ class Tune(PolicyFlags):
     weight_decay: float | None = None
     """none: that of the optimizer's state, else 0."""
     optimizer_state: Path | None = None
-    """adamw: its state_dict, saved by torch; none: optimizer.pt in MODEL's folder, if it is there, else fresh."""
+    """adamw: its state_dict, or the folder of its shards; none: the one in MODEL's folder, if any, else fresh."""
     max_grad_norm: float | None = 1.0
     """Each step's gradient is clipped to this norm; none: not clipped."""
     kl_coef: float = PAPER.kl_coef
@@ -222,7 +223,7 @@ class Tune(PolicyFlags):
             files=own_weightings(self.methods),
             loss=asdict(how["loss"]),
             step=step,
-            optimizer_state=None if state is None else file_hash(state),
+            optimizer_state=None if state is None else optimizer_hash(state),
             actual=self.actual,
             min_tokens=self.min_tokens,
             temperature=self.temperature,

@@ -5,6 +5,7 @@ from .adamw import (
     AdamWState as AdamWState,
     find_optimizer_file as find_optimizer_file,
     find_policy_state as find_policy_state,
+    optimizer_hash as optimizer_hash,
     read_adamw_state as read_adamw_state,
     read_optimizer_file as read_optimizer_file,
     read_state as read_state,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,9 @@ from gradscope.errors import InputError, checked
 from gradscope.policy.checkpoint import checkpoint_homes
 from gradscope.policy.parameters import flat_slices, float_parameters
 from gradscope.policy.policy import Policy
-from gradscope.runs import load_tensors
+from gradscope.policy.sharded.layouts import find_moments, moments_at
+from gradscope.policy.sharded.reading import has_moments, read_moments
+from gradscope.runs import file_hash, load_tensors
 
 Number = int | float
 
@@ -220,8 +223,8 @@ def read_adamw_state(
 ) -> AdamWState | None:
     """AdamW's second moments for the parameters that are measured, by name; None if nothing was saved for them.
 
-    path: the file, or the folder that holds optimizer.pt; None: the folder of the policy. Then None is also returned
-    for an adapter that was merged, whose state is of parameters that the merged model has not.
+    path: the file, or the folder that holds optimizer.pt or the state in shards; None: the folder of the policy. Then
+    None is also returned for an adapter that was merged, whose state is of parameters that the merged model has not.
     max_grad_norm: the run's clipping of the gradient, which no state tells; None: off.
 
     Raises InputError for a path that is not there, a file that cannot be read or is another optimizer's, and a state
@@ -230,7 +233,7 @@ def read_adamw_state(
     file = find_policy_state(policy) if path is None else find_optimizer_file(path)
     if file is None:
         if path is not None:
-            raise InputError(f"{path} is not a file and holds no {OPTIMIZER}; give the file of an AdamW state_dict")
+            raise InputError(f"{path} is no file and holds no {OPTIMIZER}, nor one in shards; give AdamW's state_dict")
         return None
     state = read_optimizer_file(file)
     if path is None and policy.params == "all" and _is_of_an_adapter(state):
@@ -242,11 +245,15 @@ def read_adamw_state(
 
 
 def find_optimizer_file(path: str | Path) -> Path | None:
-    """The file itself, or optimizer.pt in a checkpoint's folder (of an `adapter` within one, above it)."""
+    """The file itself, or optimizer.pt in a checkpoint's folder (of an `adapter` within one, above it); else the folder
+    that holds the state in shards (torch.distributed.checkpoint's, verl's, DeepSpeed's)."""
     path = Path(path)
     if os.path.isfile(path):  # of a name that is too long, Path raises
         return path
-    return next((home / OPTIMIZER for home in checkpoint_homes(path) if os.path.isfile(home / OPTIMIZER)), None)
+    homes = checkpoint_homes(path)
+    whole = (home / OPTIMIZER for home in homes if os.path.isfile(home / OPTIMIZER))
+    shards = (found.folder for home in homes for found in find_moments(home) if has_moments(found))
+    return next(whole, None) or next(shards, None)
 
 
 def find_policy_state(policy: Policy) -> Path | None:
@@ -258,17 +265,20 @@ def find_policy_state(policy: Policy) -> Path | None:
 def read_state(given: Path | str) -> dict[str, Any]:
     """The AdamW state_dict in a file, or in a checkpoint's folder. InputError where there is none."""
     if (file := find_optimizer_file(given)) is None:
-        raise InputError(f"{given} is not a file and holds no {OPTIMIZER}; give the file of an AdamW state_dict")
+        raise InputError(f"{given} is no file and holds no {OPTIMIZER}, nor one in shards; give AdamW's state_dict")
     return read_optimizer_file(file)
 
 
 def read_optimizer_file(path: Path) -> dict[str, Any]:
-    """Read the AdamW state_dict that `torch.save` wrote; nothing in the file is executed.
+    """Read the AdamW state_dict that `torch.save` wrote, or that lies in shards; nothing in the files is executed.
 
+    path: the file, the folder of the shards, or that of a checkpoint which holds either.
     The tensors stay in the file, mapped: memory holds of them what is being read. Only torch's old format, which cannot
     be mapped, is read as a whole. Writing into them changes a private copy, never the file.
     """
-    state = load_tensors(path, mapped=True)
+    path = find_optimizer_file(path) or path
+    shards = moments_at(path)
+    state = load_tensors(path, mapped=True) if shards is None else read_moments(shards)
     try:
         check_structure(state)
     except InputError as error:
@@ -276,6 +286,15 @@ def read_optimizer_file(path: Path) -> dict[str, Any]:
     if extra := sorted({name for moments in state["state"].values() for name in moments} - KNOWN):
         raise InputError(f"the state holds {extra[0]}, which AdamW does not keep; give one of AdamW's", path=path)
     return state
+
+
+def optimizer_hash(path: Path) -> str:
+    """SHA-256 of the optimizer's state: of its file, or of the names and hashes of all shards."""
+    path = find_optimizer_file(path) or path
+    if (shards := moments_at(path)) is None:
+        return file_hash(path)
+    told = "".join(f"{file.name} {file_hash(file)}\n" for file in shards.files if file.is_file())
+    return hashlib.sha256(told.encode()).hexdigest()
 
 
 def _is_of_an_adapter(state: dict[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from gradscope.errors import InputError, checked
 from gradscope.policy.naming import homes_of, named_step
+from gradscope.policy.sharded.layouts import Shards, find_weights
 from gradscope.runs import read_json
 
 if TYPE_CHECKING:
@@ -57,13 +58,40 @@ def model_weights(folder: Path) -> list[Path]:
     """Files of a whole model's weights in the folder, by name."""
     # Adapters may have other tensors beside them, such as new_embeddings.safetensors.
     patterns = ("model*.safetensors", "pytorch_model*.bin")
-    return next((found for kind in patterns if (found := _files(folder, kind))), [])
+    found = ([file for file in _files(folder, kind) if "_fsdp" not in file.name] for kind in patterns)
+    return next((files for files in found if files), [])
+
+
+def shards_of(folder: Path) -> Shards | None:
+    """The weights that a distributed trainer left in shards; None where a whole model lies there, or nothing."""
+    return None if not os.path.isdir(folder) or model_weights(folder) else find_weights(folder)
+
+
+def configuration_home(folder: Path, shards: Shards, base: str | Path | None = None) -> Path:
+    """Where the configuration of weights in shards lies: of `base`, where it is given, beside them or around them.
+
+    InputError where there is none: not every trainer keeps one beside its shards.
+    """
+    if base is not None:
+        return Path(find_checkpoint(str(base)))
+    around = [shards.folder.parent, *tokenizer_places(shards.folder)]
+    places = [folder, shards.folder, shards.folder / "huggingface", *around]
+    # A run's own config.json is no model's.
+    found = (place for place in places if "model_type" in (read_json(place / "config.json") or {}))
+    if (home := next(found, None)) is None:
+        raise InputError(
+            f"{shards.folder} holds weights in shards, and no config.json of a model lies beside them; give the folder "
+            "of the model that was trained with --base"
+        )
+    return home
 
 
 def refuse_training_run(folder: Path) -> None:
     """InputError for the folder of a training run, whose config.json is no model's; names the newest checkpoint."""
     # Of a name that is too long, Path raises.
     if not os.path.isdir(folder) or model_weights(folder) or (folder / ADAPTER_CONFIG).is_file():
+        return
+    if find_weights(folder) is not None:  # DeepSpeed's are in a folder of the checkpoint that is named after the step
         return
     kinds = ("*", "checkpoints/*", "weights/*")
     found = [path for kind in kinds for path in folder.glob(kind) if named_step(path) is not None and path.is_dir()]
@@ -209,7 +237,8 @@ def configuration_hash(path: str | Path) -> str:
 
 def policy_hashes(policy: Policy) -> dict[str, str]:
     """Both hashes of a loaded policy, as `model` and `configuration`; of an adapter, those of its base too."""
-    found = {"model": weights_hash(policy.path), "configuration": configuration_hash(policy.path)}
+    configured = configuration_hash(policy.configured_by or policy.path)
+    found = {"model": weights_hash(policy.path), "configuration": configured}
     if policy.base is not None:
         stack = (policy.base, *policy.below)
         base = {"base_model": _all_in_one(map(weights_hash, stack))}
@@ -225,7 +254,9 @@ def _all_in_one(hashes: Iterable[str]) -> str:
 
 
 def _weight_files(path: str | Path) -> list[Path]:
-    return next((found for kind in WEIGHTS if (found := _files(Path(path), kind))), [])
+    whole = next((found for kind in WEIGHTS if (found := _files(Path(path), kind))), [])
+    shards = None if whole else find_weights(Path(path))
+    return whole if shards is None else [file for file in shards.files if file.is_file()]
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,15 +16,19 @@ from torch import nn
 from gradscope.errors import BROKEN_FILE, InputError, checked, first_line, is_out_of_memory, show, unpickling_reason
 from gradscope.policy.adapters import attach_adapter, find_bases
 from gradscope.policy.checkpoint import (
+    configuration_home,
     find_checkpoint,
     is_adapter,
     model_weights,
     refuse_endless_files,
     refuse_training_run,
+    shards_of,
     tokenizer_places,
 )
 from gradscope.policy.parameters import measure_only
 from gradscope.policy.policy import Policy, check_template_kwargs, find_blocks
+from gradscope.policy.sharded.layouts import Shards
+from gradscope.policy.sharded.reading import read_weights
 from gradscope.policy.upcasting import UPCAST, upcast_on_use
 from gradscope.runs import ALONE, Processes, parse_json_file
 
@@ -61,17 +65,19 @@ def load_policy(
 ) -> Policy:
     """Load a checkpoint in eval mode; nothing is downloaded.
 
-    path: a folder of transformers (its weights in one file or in shards), a trainer's `checkpoint-*`, an adapter of
-    peft (LoRA), the name of a model (owner/model) in the local cache of the Hugging Face Hub, or one that comes with
-    gradscope: "embedded", as uncertain of its tokens as the paper's 3 B model, or "embedded-certain". What a checkpoint
-    of a run lacks of a tokenizer is looked for in the run's folder, then beside an adapter's base.
+    path: a folder of transformers (its weights in one file or in several), a trainer's `checkpoint-*`, the shards that
+    FSDP (torch.distributed.checkpoint, verl) or DeepSpeed left, an adapter of peft (LoRA), the name of a model
+    (owner/model) in the local cache of the Hugging Face Hub, or one that comes with gradscope: "embedded", as uncertain
+    of its tokens as the paper's 3 B model, or "embedded-certain". What a checkpoint of a run lacks of a tokenizer is
+    looked for in the run's folder, then beside an adapter's base.
     dtype: "float32" (default on the CPU), "float64", "bfloat16", "float16"; default on a GPU: the checkpoint's own.
     "upcast": the weights as the checkpoint has them, in half precision, and all arithmetic in float32 (`upcasting`).
     device: a torch device; default "cuda" where there is one, else "cpu".
     blocks: name of the ModuleList of blocks, where it cannot be found by itself.
     params: "all" measures every parameter, an adapter merged into its base; "adapter" keeps it apart (in float32 at
     least) and measures the parameters that it trains, alone.
-    base: an adapter's base model, where adapter_config.json does not name a folder that is here.
+    base: an adapter's base model, where adapter_config.json does not name a folder that is here; or the model whose
+    configuration and tokenizer shards have, where none lie beside them.
     trust_remote_code: run the Python files of a checkpoint that brings its own; without it such a one is refused.
     device_map: spreads the policy over devices, as in transformers: "auto", or module → device; not with `device`.
     chat_template_kwargs: arguments of the chat template wherever a chat is encoded: {"enable_thinking": False}.
@@ -90,11 +96,14 @@ def load_policy(
     below: list[Path] = []
     place = {"device": find_device(device) if device_map is None else None, "device_map": device_map}
     place |= {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    home, shards = folder, None
     if not is_adapter(folder):
-        if params == "adapter" or base is not None:
+        shards = shards_of(folder)
+        if params == "adapter" or (base is not None and shards is None):
             given = "params is 'adapter'" if params == "adapter" else f"base is {str(base)!r}"
             raise InputError(f"{given} and {folder} holds no adapter (adapter_config.json); leave it out")
-        model, root = _load_model(folder, **place), None
+        home = folder if shards is None else configuration_home(folder, shards, base)
+        model, root = _load_model(home, shards, **place), None
     else:
         if dtype == UPCAST and params == "all":
             raise InputError(
@@ -115,32 +124,38 @@ def load_policy(
             measure_only(model, trained)
     if dtype == UPCAST:
         upcast_on_use(model.eval())
-    tokenizer = _find_tokenizer(folder, root, *below, trust_remote_code=trust_remote_code)
+    tokenizer = _find_tokenizer(folder, root or home, *below, trust_remote_code=trust_remote_code)
     check_template_kwargs(tokenizer, chat_template_kwargs or {})
     name, root = find_blocks(model, blocks), None if root is None else str(root)
-    stack = tuple(map(str, below))
-    return Policy(model.eval(), tokenizer, name, str(folder), params, root, chat_template_kwargs, stack)
+    stack, other = tuple(map(str, below)), None if home == folder else str(home)
+    return Policy(model.eval(), tokenizer, name, str(folder), params, root, chat_template_kwargs, stack, other)
 
 
 def _load_model(
     folder: Path,
+    shards: Shards | None = None,
     *,
     dtype: str | torch.dtype | None,
     device: str | None,
     device_map: str | dict[str, Any] | None,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    """Load a whole model onto its device or devices and check that it is causal."""
+    """Load a whole model onto its device or devices and check that it is causal. shards: its weights, if not beside."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     config = _read_config(folder, trust_remote_code=trust_remote_code)
-    _check_buildable(folder, config, trust_remote_code=trust_remote_code)
+    files = model_weights(folder) if shards is None else shards.files
+    outline = _check_buildable(folder, config, files, trust_remote_code=trust_remote_code)
+    source: dict[str, Any] = {"pretrained_model_name_or_path": folder, "config": config}
+    if shards is not None:
+        source = {"pretrained_model_name_or_path": None, "config": outline.config}
+        source["state_dict"] = read_weights(shards, outline.state_dict().keys())
+    kind = AutoModelForCausalLM if shards is None else type(outline)
     wanted = parse_dtype(dtype, device or _main_device(device_map))
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
+        model, info = kind.from_pretrained(
+            **source,
             dtype=wanted,
             device_map=device_map,
             local_files_only=True,
@@ -159,7 +174,8 @@ def _load_model(
         if device_map is not None:
             advice += f", or give another map than {device_map!r:.40}"
         raise InputError(f"no usable weights in {folder} ({unpickling_reason(error)}); {advice}") from error
-    _check_weights(folder, info, model)
+    source.clear()  # what was put together of shards is as large as the model
+    _check_weights(folder if shards is None else shards.folder, info, model)
     _widen(model, wanted)
     if offloaded := next((name for name, p in model.named_parameters() if p.device.type == "meta"), None):
         raise InputError(
@@ -231,9 +247,9 @@ def _known_types() -> set[str]:
     return set(CONFIG_MAPPING.keys())
 
 
-def _check_buildable(folder: Path, config: Any, *, trust_remote_code: bool) -> None:
-    """InputError where the configuration makes no model even without weights, as with the name of no activation, or one
-    that is far larger than the weights that are there, for which memory would be taken in vain."""
+def _check_buildable(folder: Path, config: Any, files: Sequence[Path], *, trust_remote_code: bool) -> nn.Module:
+    """The model without weights. InputError where the configuration makes no model even without weights, as with
+    the name of no activation, or one that is far larger than these files, for which memory would be taken in vain."""
     from transformers import AutoModelForCausalLM
 
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
@@ -246,12 +262,13 @@ def _check_buildable(folder: Path, config: Any, *, trust_remote_code: bool) -> N
         raise InputError(f"{folder} needs what is not installed: {first_line(error)}") from error
     except (*BROKEN_FILE, AssertionError) as error:
         raise _no_model(folder, error) from error
-    size, saved = sum(p.numel() for p in model.parameters()), sum(f.stat().st_size for f in model_weights(folder))
+    size, saved = sum(p.numel() for p in model.parameters()), sum(f.stat().st_size for f in files if f.is_file())
     if saved and size > MOST_PER_BYTE * saved + SMALL:
         raise InputError(
             f"{folder}/config.json makes a model of {size:,} numbers, the weights beside it have {saved:,} bytes; save "
             "both together"
         )
+    return model
 
 
 def _widen(model: nn.Module, wanted: torch.dtype | str) -> None:

@@ -49,6 +49,8 @@ class Policy:
     """Arguments of the chat template wherever a chat is encoded, such as {"enable_thinking": False}."""
     below: tuple[str, ...] = ()
     """What that base stands on, where it is an adapter itself: other adapters, and last the whole model."""
+    configured_by: str | None = None
+    """Where the configuration and tokenizer of weights in shards lie; None: beside the weights."""
 
     @property
     def parameters_in_words(self) -> str:

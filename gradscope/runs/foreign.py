@@ -154,26 +154,33 @@ def numbers_of(tensor: Any) -> Any:
         raise ValueError(first_line(error)) from error
 
 
-def load_tensors(path: Path, *, mapped: bool = False, inert: bool = False) -> Any:
+def load_tensors(
+    path: Path, *, mapped: bool = False, inert: bool = False, part: tuple[int, int] | None = None
+) -> Any:
     """What torch saved, of tensors and plain values alone, on the CPU; mapped: tensors stay in the file where they can.
 
+    part: where it begins in the file and how many bytes it has; None: all of it.
     Nothing in it is run: whatever would have to be is refused, and so is an archive that unpacks to more than its size.
     inert: objects of other classes are not refused but come as objects of `runs.inert`, of which nothing was run.
     """
     import torch
 
     try:
-        packed = zipfile.is_zipfile(path)
+        source = path if part is None else _cut(path, *part)
+        packed = zipfile.is_zipfile(source)
         if packed:
-            with zipfile.ZipFile(path) as archive:
+            with zipfile.ZipFile(source) as archive:
                 size = sum(entry.file_size for entry in archive.infolist())
-            if size > path.stat().st_size:
+            if size > (path.stat().st_size if part is None else part[1]):
                 raise InputError(f"it unpacks to {size:,} bytes, more than it has; save it with torch.save", path=path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a pickle of an odd protocol: what fails is said below
+            if part is not None:
+                source.seek(0)
             foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path) if inert and packed else []
             with torch.serialization.safe_globals(stand_ins(foreign)):
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and packed)
+                mapped = mapped and packed and part is None
+                return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except InputError:
         raise
     except (*BROKEN_FILE, zipfile.BadZipFile, AssertionError, MemoryError) as error:
@@ -183,3 +190,13 @@ def load_tensors(path: Path, *, mapped: bool = False, inert: bool = False) -> An
             "pickled objects",
             path=path,
         ) from error
+
+
+def _cut(path: Path, start: int, length: int) -> io.BytesIO:
+    """That part of a file, in memory; EOFError where the file ends before it."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not 0 <= start <= start + length <= size:
+            raise EOFError(f"the file ends at {size:,} bytes, and what is saved there at {start + length:,}")
+        file.seek(start)
+        return io.BytesIO(file.read(length))

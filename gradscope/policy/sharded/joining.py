@@ -1,0 +1,99 @@
+"""What readers of shards share: names without a wrapper's prefix, and AdamW's state as its `state_dict()` has it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from gradscope.errors import InputError
+
+GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "initial_lr", "amsgrad", "decoupled_weight_decay")
+"""What is read of a parameter group; the rest may be of any type and decides nothing."""
+_MOMENT = re.compile(r"(?P<prefix>(?:.*?\.)?)state\.(?P<name>.+)\.(?P<key>\w+)")
+_GROUP = re.compile(rf"(?P<prefix>(?:.*?\.)?)param_groups\.(?P<name>.+)\.(?P<key>{'|'.join((*GROUP_KEYS, 'params'))})")
+
+
+def matching_names(names: Iterable[str], expected: Container[str]) -> dict[str, str]:
+    """Name in the model → name in the checkpoint, for those under the prefix that gives the model most of its own.
+
+    `model.model.norm.weight` is the model's `model.norm.weight` within a dictionary of the name `model`. Empty where no
+    name is the model's.
+    """
+    names = list(names)
+    counts: dict[str, int] = {}
+    for name in names:
+        for start in (0, *(match.end() for match in re.finditer(r"\.", name))):
+            if name[start:] in expected:
+                counts[name[:start]] = counts.get(name[:start], 0) + 1
+                break  # the longest: lm_head.weight is not the norm of something else
+    if not counts:
+        return {}
+    prefix = max(counts, key=lambda known: (counts[known], -len(known)))
+    return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+
+
+def is_moment(name: str) -> bool:
+    """Whether a flat name is that of a tensor which AdamW keeps for a parameter."""
+    match = _MOMENT.fullmatch(name)
+    return match is not None and match["key"] in ("exp_avg", "exp_avg_sq")
+
+
+def without_optimizer(names: Iterable[str]) -> list[str]:
+    """The flat names that are of no optimizer."""
+    names = list(names)
+    starts = tuple({f"{_MOMENT.fullmatch(name)['prefix']}state." for name in names if is_moment(name)})
+    return [name for name in names if not name.startswith(starts)]
+
+
+def flat_state(names: Iterable[str], read: Callable[[str], Any]) -> dict[str, Any]:
+    """AdamW's state_dict, of entries with flat names: `optimizer.state.NAME.exp_avg`, `optimizer.param_groups.0.lr`.
+
+    read: the value of an entry, which is asked for where it is needed. A group is a number, with `params`, or the name
+    of its only parameter. Raises InputError for states of two optimizers, and for one without parameter groups.
+    """
+    names = list(names)
+    states = [match for name in names if (match := _MOMENT.fullmatch(name)) and is_moment(name)]
+    prefixes = {match["prefix"] for match in states}
+    if len(prefixes) != 1:
+        shown = ", ".join(sorted(prefixes)[:3])
+        raise InputError(f"it holds the states of {len(prefixes)} optimizers ({shown}), and one is read; save it alone")
+    prefix = prefixes.pop()
+    kept: dict[str, dict[str, str]] = {}
+    for name in names:
+        if (match := _MOMENT.fullmatch(name)) and match["prefix"] == prefix:
+            kept.setdefault(match["name"], {})[match["key"]] = name
+    groups: dict[str, dict[str, Any]] = {}
+    for name in names:
+        if (match := _GROUP.fullmatch(name)) and match["prefix"] == prefix:
+            groups.setdefault(match["name"], {})[match["key"]] = read(name)
+    if not groups:
+        raise InputError("it holds moments and no param_groups, so betas and eps are unknown; save the whole optimizer")
+    told = [{**values, "params": values.get("params", [name])} for name, values in groups.items()]
+    moments = {name: {key: read(entry) for key, entry in entries.items()} for name, entries in kept.items()}
+    return named_state(moments, told)
+
+
+def named_state(moments: Mapping[str, Mapping[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """AdamW's state_dict, of moments by parameter name and groups whose `params` are names."""
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for group in groups:
+        settings = {key: plain(value) for key, value in group.items() if key != "params"}
+        key = tuple((name, str(value)) for name, value in sorted(settings.items()))
+        merged.setdefault(key, settings | {"param_names": []})["param_names"] += [str(name) for name in group["params"]]
+    numbers: dict[str, int] = {}
+    for group in merged.values():
+        for name in group["param_names"]:
+            numbers[name] = len(numbers)
+        group["params"] = [numbers[name] for name in group["param_names"]]
+    if unknown := next((name for name in moments if name not in numbers), None):
+        raise InputError(f"it holds moments of {unknown}, which no param_group names; save the optimizer anew")
+    state = {numbers[name]: dict(kept) for name, kept in moments.items()}
+    return {"state": state, "param_groups": list(merged.values())}
+
+
+def plain(value: Any) -> Any:
+    """A number for a tensor of one number."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -1,0 +1,123 @@
+"""Which files of a sharded checkpoint lie where, for each writer: nothing is read here but DeepSpeed's `latest`."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gradscope.errors import InputError
+
+Kind = Literal["dcp", "ranks", "zero"]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The files that hold a model's weights, or an optimizer's state, in parts."""
+
+    kind: Kind
+    """dcp: torch.distributed.checkpoint. ranks: one torch.save per rank (verl, SkyRL, accelerate). zero: DeepSpeed."""
+    folder: Path
+    files: tuple[Path, ...]
+    """All that are read, by name."""
+
+
+_IN_RUNS = ("", "pytorch_model_fsdp_0", "actor", "policy", "policy/weights", "weights", "trainer", "dist_ckpt")
+WEIGHTS = (*_IN_RUNS, "actor/dist_ckpt")
+"""Where weights lie in the folder of a checkpoint: accelerate and transformers (pytorch_model_fsdp_0), verl (actor),
+SkyRL (policy), NeMo-RL (policy/weights), prime-rl (trainer), Megatron in verl (dist_ckpt)."""
+MOMENTS = (*_IN_RUNS, "optimizer_0", "policy/optimizer", "optimizer")
+"""Where the optimizer's state lies."""
+_RANKED = {
+    part: re.compile(rf"(?:{verl}_world_size_(?P<count>\d+)_rank_|{accelerate}_0_rank)(?P<rank>\d+)\.(pt|bin)")
+    for part, verl, accelerate in (("weights", "model", "pytorch_model_fsdp"), ("moments", "optim", "optimizer"))
+}
+_WHOLE = {"weights": "pytorch_model_fsdp.bin", "moments": "optimizer.bin"}
+"""What accelerate writes with FULL_STATE_DICT: one rank's file that holds everything."""
+_ZERO = {"weights": "*_model_states.pt", "moments": "*_optim_states.pt"}
+
+Part = Literal["weights", "moments"]
+
+
+def find_weights(folder: Path) -> Shards | None:
+    """The weights in shards of the checkpoint in this folder; None if there are none."""
+    places = [folder / place for place in WEIGHTS]
+    if folder.name == "huggingface":  # where verl and SkyRL keep the configuration of the shards beside it
+        places.append(folder.parent)
+    return next((found for place in places if (found := _at(place, "weights")) is not None), None)
+
+
+def find_moments(folder: Path) -> list[Shards]:
+    """Where the optimizer's state of the checkpoint in this folder may lie in shards, the likeliest first."""
+    places = [folder / place for place in MOMENTS]
+    beside = {"pytorch_model_fsdp_0": "optimizer_0", "weights": "optimizer", "huggingface": ""}
+    if folder.name in beside:
+        places.append(folder.parent / beside[folder.name])
+    return [found for place in places if (found := _at(place, "moments")) is not None]
+
+
+def moments_at(path: Path) -> Shards | None:
+    """The optimizer's state in a folder itself, or the one of which this file is a rank's part; None for any other."""
+    if os.path.isdir(path):
+        return _at(path, "moments")
+    part = any(pattern.fullmatch(path.name) for pattern in _RANKED.values()) or path.match(_ZERO["moments"])
+    return _at(path.parent, "moments") if part else None
+
+
+def is_megatron(shards: Shards) -> bool:
+    """Whether Megatron saved it (torch_dist): its tensors have Megatron's names and are fused."""
+    return shards.kind == "dcp" and any((shards.folder / name).is_file() for name in ("common.pt", "metadata.json"))
+
+
+def _at(place: Path, part: Part) -> Shards | None:
+    if not os.path.isdir(place):  # of a name that is too long, Path raises
+        return None
+    pieces = sorted(place.glob("*.distcp"))
+    if pieces or (place / ".metadata").is_file():
+        return Shards("dcp", place, (place / ".metadata", *pieces))
+    if ranked := _ranked(place, part):
+        return Shards("ranks", place, ranked)
+    if (tag := _tagged(place)) is not None:
+        states = sorted(tag.glob(_ZERO[part]))
+        # The fp32 weights are the optimizer's, so that both kinds of file are of the weights.
+        models = sorted(tag.glob(_ZERO["weights"]))
+        return Shards("zero", tag, (*models, *sorted(tag.glob(_ZERO["moments"])))) if states else None
+    return None
+
+
+def _ranked(place: Path, part: Part) -> tuple[Path, ...]:
+    """One file for each rank, in the order of the ranks; InputError where one is missing or two runs are mixed."""
+    found = [(match, file) for file in place.iterdir() if (match := _RANKED[part].fullmatch(file.name))]
+    if not found:
+        whole = place / _WHOLE[part]
+        return (whole,) if whole.is_file() else ()
+    counts = sorted({match["count"] for match, _ in found if match["count"]}, key=int)
+    if len(counts) > 1:
+        raise InputError(
+            f"{place} holds shards of {' and of '.join(counts)} processes; keep those of one save, remove the others"
+        )
+    files = {int(match["rank"]): file for match, file in found}
+    count = int(counts[0]) if counts else len(files)
+    if missing := sorted(set(range(count)) - files.keys()):
+        raise InputError(
+            f"{place} lacks the shard of rank {missing[0]} of {count} ({next(iter(files.values())).name} is there); "
+            "copy the files of all ranks there"
+        )
+    if len(files) != count:
+        raise InputError(f"{place} holds {len(files)} shards of {count} processes; keep those of one save")
+    return tuple(files[rank] for rank in range(count))
+
+
+def _tagged(place: Path) -> Path | None:
+    """The folder of DeepSpeed's states: the place itself, the one that `latest` names, or the newest global_step."""
+    if any(place.glob(_ZERO["weights"])) or any(place.glob(_ZERO["moments"])):
+        return place
+    latest = place / "latest"
+    if latest.is_file() and latest.stat().st_size < 1000:
+        tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+        if re.fullmatch(r"[\w.-]+", tag) and (place / tag).is_dir() and tag not in (".", ".."):
+            return place / tag
+    named = [(re.fullmatch(r"global_step(\d+)", path.name), path) for path in place.iterdir()]
+    return max(((int(match[1]), path) for match, path in named if match), default=(0, None))[1]

@@ -1,0 +1,126 @@
+"""Shards that every rank saved by itself with torch.save, as verl, SkyRL and accelerate do: parts of DTensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.policy.sharded.joining import flat_state, is_moment, matching_names, named_state, plain
+from gradscope.policy.sharded.layouts import Shards
+from gradscope.runs import load_tensors, read_json, scratch_zeros
+
+
+def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
+    """The model's weights by its own names; empty where none is of this model."""
+    states = _load(shards)
+    tensors = [name for name, value in states[0].items() if isinstance(value, Tensor)]
+    return {own: _join(shards, states, name) for own, name in matching_names(tensors, expected).items()}
+
+
+def read_moments(shards: Shards) -> dict[str, Any]:
+    """The optimizer's state as AdamW's `state_dict()` has it, whole."""
+    states = _load(shards)
+    if "state" not in states[0] and any(map(is_moment, states[0])):  # saved with flatten_optimizer_state_dict
+        return flat_state(states[0], lambda name: _keep(_join(shards, states, name)))
+    kept = [state.get("state") for state in states]
+    groups = states[0].get("param_groups")
+    if not all(isinstance(entry, dict) for entry in kept) or not isinstance(groups, list):
+        raise InputError(f"{shards.files[0]} is no optimizer's state; give the folder of one that AdamW saved")
+    if any(entry.keys() != kept[0].keys() for entry in kept):
+        raise InputError(f"{shards.folder}: the ranks hold moments of different parameters; save the optimizer anew")
+    state = {
+        key: {name: _keep(_join(shards, [entry[key] for entry in kept], name)) for name in kept[0][key]}
+        for key in kept[0]
+    }
+    if all(isinstance(key, str) for group in groups for key in group["params"]):  # of FSDP's full state dict
+        return named_state(state, groups)
+    return {"state": state, "param_groups": [{key: plain(value) for key, value in g.items()} for g in groups]}
+
+
+def _load(shards: Shards) -> list[dict[Any, Any]]:
+    """What each rank saved, mapped from its file; nothing in it is run."""
+    import torch.distributed.tensor  # noqa: F401  torch then knows DTensor and its parts as safe to load
+
+    told = (read_json(shards.folder / "fsdp_config.json") or {}).get("world_size")
+    if isinstance(told, int) and "world_size" in shards.files[0].name and told != len(shards.files):
+        raise InputError(
+            f"{shards.folder}: fsdp_config.json is of {told} processes, the shards of {len(shards.files)}; keep the "
+            "files of one save"
+        )
+    with _quiet_mesh():
+        states = [load_tensors(file, mapped=True) for file in shards.files]
+    for file, state in zip(shards.files, states, strict=True):
+        if not isinstance(state, dict) or state.keys() != states[0].keys():
+            raise InputError(f"{file} holds other names than rank 0's; copy the files of one save there")
+    return states
+
+
+@contextmanager
+def _quiet_mesh() -> Iterator[None]:
+    """Without the warning that a mesh of processes was loaded where there are none."""
+    logger = logging.getLogger("torch.distributed.device_mesh")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _keep(value: Any) -> Any:
+    """A moment in a scratch file, where it is large: those of all parameters are twice the model."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    return scratch_zeros(*value.shape, dtype=value.dtype).copy_(value)
+
+
+def _join(shards: Shards, states: Sequence[dict[Any, Any]], name: Any) -> Any:
+    """One entry put together of all ranks' parts."""
+    from torch.distributed.tensor import DTensor
+
+    parts = [state.get(name) for state in states]
+    if not any(isinstance(part, DTensor) for part in parts):
+        same = all(torch.equal(part, parts[0]) if isinstance(part, Tensor) else part == parts[0] for part in parts)
+        if not same:
+            raise InputError(
+                f"{shards.folder}: {name} differs between the ranks and does not say how it was cut, as FSDP's first "
+                "version leaves an optimizer's state; train with fsdp2 (verl: strategy=fsdp2), or save the whole state"
+            )
+        return parts[0]
+    if not all(isinstance(part, DTensor) for part in parts):
+        raise InputError(f"{shards.folder}: {name} is cut on some ranks only; copy the files of one save there")
+    mesh, placements, shape = parts[0].device_mesh.mesh, parts[0].placements, parts[0].shape
+    if mesh.numel() != len(parts) or sorted(mesh.flatten().tolist()) != list(range(len(parts))):
+        raise InputError(
+            f"{shards.folder}: {name} was cut for {mesh.numel()} processes, and there are shards of {len(parts)}; copy "
+            "the files of all ranks there"
+        )
+    whole = _assemble(mesh, placements, [part._local_tensor for part in parts])
+    if whole is None or whole.shape != shape:
+        raise InputError(
+            f"{shards.folder}: the parts of {name} do not make {tuple(shape)} ({', '.join(map(str, placements))}); "
+            f"merge it with `python -m verl.model_merger merge --backend fsdp --local_dir {shards.folder} --target_dir "
+            "DIR`"
+        )
+    return whole
+
+
+def _assemble(mesh: Tensor, placements: Sequence[Any], local: Sequence[Tensor]) -> Tensor | None:
+    """The whole tensor: along each dimension of the mesh its parts follow one another, or are copies. None: other cuts.
+
+    mesh: ranks, one dimension for each placement.
+    """
+    if not placements:
+        return local[int(mesh)]
+    kind, parts = type(placements[0]).__name__, [_assemble(part, placements[1:], local) for part in mesh]
+    if kind == "Replicate":
+        return parts[0]
+    if kind != "Shard" or any(part is None for part in parts):
+        return None
+    return parts[0] if len(parts) == 1 else torch.cat(parts, placements[0].dim)

@@ -1,0 +1,78 @@
+"""Weights and AdamW's moments of a sharded checkpoint, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.policy.sharded.layouts import Shards, is_megatron
+
+
+def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
+    """The model's weights by its own names. expected: the names that the configuration makes.
+
+    Raises InputError for a damaged or unfinished checkpoint, for one whose pickles would run something, and for tensors
+    that another trainer's model names, with the command that converts them.
+    """
+    refuse_megatron(shards)
+    found = _reader(shards).read_weights(shards, expected)
+    if not found:
+        raise InputError(
+            f"{shards.folder} holds no weights under names that config.json makes; give the model's own configuration "
+            "with --base, or convert torchtitan's own models with its `python "
+            f"scripts/checkpoint_conversion/convert_to_hf.py {shards.folder} DIR --model_name NAME --model_flavor "
+            "FLAVOR --hf_assets_path BASE`"
+        )
+    if adapted := next((name for name in found if ".lora_" in name), None):
+        raise InputError(
+            f"{shards.folder} holds a LoRA beside its base ({adapted}); give the folder of the adapter alone (verl: "
+            "lora_adapter beside the shards), or save it with save_pretrained"
+        )
+    return found
+
+
+def read_moments(shards: Shards) -> dict[str, Any]:
+    """The optimizer's state as AdamW's `state_dict()` has it, each moment whole."""
+    refuse_megatron(shards)
+    return _reader(shards).read_moments(shards)
+
+
+@lru_cache(maxsize=8)
+def has_moments(shards: Shards) -> bool:
+    """Whether an optimizer's state is among the files: of torch.distributed.checkpoint's, the contents tell."""
+    if shards.kind != "dcp":
+        return True
+    if is_megatron(shards):
+        return False
+    try:
+        return _reader(shards).has_moments(shards)
+    except InputError:
+        return True  # what is damaged is refused where it is read
+
+
+def refuse_megatron(shards: Shards) -> None:
+    """InputError, with the command that converts it, for a checkpoint of Megatron: its tensors are fused, renamed."""
+    if not is_megatron(shards):
+        return
+    folder = shards.folder
+    slime = f"`python tools/convert_torch_dist_to_hf.py --input-dir {folder} --output-dir DIR --origin-hf-dir BASE`"
+    verl = f"`python -m verl.model_merger merge --backend megatron --local_dir {folder.parent} --target_dir DIR`"
+    command = f"verl's {verl}" if folder.name == "dist_ckpt" else f"slime's {slime}, or your trainer's own converter"
+    raise InputError(f"{folder} is Megatron's, whose layers have other names and are fused; convert it with {command}")
+
+
+def _reader(shards: Shards) -> Any:
+    if shards.kind == "dcp":
+        from gradscope.policy.sharded import dcp as reader
+    elif shards.kind == "ranks":
+        from gradscope.policy.sharded import ranks as reader
+    else:
+        raise InputError(
+            f"{shards.folder} holds DeepSpeed's states in parts, which are not read; merge the weights with `python -m "
+            f"deepspeed.utils.zero_to_fp32 {shards.folder.parent} DIR --tag {shards.folder.name}`"
+        )
+    return reader

@@ -1,0 +1,255 @@
+"""Checkpoints in shards are the model and the moments that were saved, bit for bit, and nothing in them is run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.policies import save_checkpoint
+from support.processes import launch
+from support.shard_writers import MODEL, STEPS
+
+from gradscope.errors import InputError
+from gradscope.policy import (
+    Policy,
+    checkpoint_step,
+    find_optimizer_file,
+    load_policy,
+    policy_hashes,
+    read_adamw_state,
+    read_optimizer_file,
+)
+
+LAYOUTS = {
+    "plain": ("plain", None),
+    "prime-rl": ("prime/step_2", 2),
+    "prime-rl, the part itself": ("prime/step_2/trainer", 2),
+    "torchtitan": ("titan/step-2", 2),
+    "nemo-rl": ("nemo/step_2", 2),
+    "nemo-rl, the weights": ("nemo/step_2/policy/weights", 2),
+    "accelerate": ("accelerate/checkpoint-2", 2),
+    "accelerate, the weights": ("accelerate/checkpoint-2/pytorch_model_fsdp_0", 2),
+    "accelerate, a file per rank": ("accelerate/ranks", None),
+    "accelerate, whole": ("accelerate/full", None),
+    "a file per rank, as verl's": ("verl/global_step_2", 2),
+    "a file per rank, the configuration": ("verl/global_step_2/actor/huggingface", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """What two processes under FSDP saved (shard_writers.py)."""
+    out = tmp_path_factory.mktemp("shards")
+    for ended in launch(Path(__file__).parents[1] / "support" / "shard_writers.py", out):
+        assert ended.status == 0, ended.stderr
+    return out
+
+
+@pytest.fixture
+def whole(written) -> dict[str, Any]:
+    return torch.load(written / "whole.pt")
+
+
+def check_whole(policy: Policy, whole: dict[str, Any]) -> None:
+    """The weights are those that were gathered, and so are the moments that are found by themselves."""
+    weights = dict(policy.model.named_parameters())
+    assert weights and all(torch.equal(weights[name], whole["model"][name]) for name in weights)
+    kept, found = whole["optimizer"]["state"], read_adamw_state(policy)
+    assert found.exp_avg_sq.keys() == weights.keys() == kept.keys()
+    state = read_optimizer_file(find_optimizer_file(policy.path))
+    by_shape = {id(entry["exp_avg_sq"]): entry for entry in state["state"].values()}
+    assert len(by_shape) == len(weights)
+    for name, entry in kept.items():
+        assert torch.equal(found.exp_avg_sq[name], entry["exp_avg_sq"]) and entry["exp_avg_sq"].any(), name
+        assert found.step[name] == int(entry["step"]) == STEPS
+        assert any(torch.equal(other["exp_avg"], entry["exp_avg"]) for other in by_shape.values()), name
+    assert (found.beta2, found.eps) == (0.98, 1e-8)
+    assert sorted(group["weight_decay"] for group in state["param_groups"]) == [0.0, 0.1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_and_moments_of_each_layout_are_those_that_were_gathered(layout, written, whole, tmp_path):
+    place, step = LAYOUTS[layout]
+    folder = shutil.copytree(written / place.split("/")[0], tmp_path / place.split("/")[0]).parent / place
+    if "huggingface" in place:
+        folder.mkdir()
+        shutil.copy(written / "config.json", folder)
+    policy = load_policy(folder, base=None if "huggingface" in place else written)
+    check_whole(policy, whole)
+    assert checkpoint_step(folder) == step
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("place", ["plain", "accelerate/checkpoint-2/pytorch_model_fsdp_0"])
+def test_pytorchs_own_reader_finds_the_same_weights(place, written):
+    import torch.distributed.checkpoint as dcp
+
+    model = load_policy(written / place, base=written).model
+    wanted = {"model": {name: torch.zeros_like(p) for name, p in model.named_parameters()}}
+    dcp.load(wanted, checkpoint_id=written / place, no_dist=True)
+    assert all(torch.equal(p, wanted["model"][name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("home", ["", "..", "huggingface", "run"])
+def test_the_configuration_is_found_beside_and_around_the_shards(home, written, tmp_path):
+    actor = tmp_path / "run" / "global_step_2" / "actor"
+    shutil.copytree(written / "verl" / "global_step_2" / "actor", actor)
+    place = {"run": tmp_path / "run"}.get(home, actor / home)
+    place.mkdir(exist_ok=True)
+    with pytest.raises(InputError, match="--base"):
+        load_policy(actor.parent)
+    shutil.copy(written / "config.json", place)
+    alone, named = load_policy(actor.parent), load_policy(actor.parent, base=written)
+    assert policy_hashes(alone) == policy_hashes(named)
+    assert Path(alone.configured_by or alone.path).samefile(place) and Path(named.configured_by).samefile(written)
+
+
+def test_the_hash_of_the_weights_is_of_every_shard(written, tmp_path):
+    folder = shutil.copytree(written / "plain", tmp_path / "plain")
+    before = policy_hashes(load_policy(folder, base=written))["model"]
+    piece = folder / "__1_0.distcp"
+    data = bytearray(piece.read_bytes())
+    data[-1] ^= 1
+    policy = load_policy(folder, base=written)
+    piece.write_bytes(data)
+    assert policy_hashes(policy)["model"] != before
+
+
+class Evil:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.proof),)
+
+
+def spoil(folder: Path, how: str, proof: Path) -> None:
+    """Damage a copy of a checkpoint."""
+    files = {"dcp": folder / "plain" / "__1_0.distcp", "ranks": folder / "verl/global_step_2/actor"}
+    ranks = files["ranks"]
+    if how == "a piece is missing":
+        files["dcp"].unlink()
+    elif how == "a piece is cut short":
+        files["dcp"].write_bytes(files["dcp"].read_bytes()[:9000])
+    elif how == "pieces are exchanged":
+        other = files["dcp"].with_name("__0_0.distcp")
+        data = other.read_bytes()
+        files["dcp"].write_bytes(data)
+    elif how == "the metadata are missing":
+        (folder / "plain" / ".metadata").unlink()
+    elif how == "the metadata are cut short":
+        meta = folder / "plain" / ".metadata"
+        meta.write_bytes(meta.read_bytes()[:-100])
+    elif how == "the metadata run something":
+        (folder / "plain" / ".metadata").write_bytes(pickle.dumps(Evil(proof)))
+    elif how == "the metadata hold something that runs":
+        with (folder / "plain" / ".metadata").open("rb") as file:
+            meta = pickle.load(file)
+        meta.planner_data = Evil(proof)
+        (folder / "plain" / ".metadata").write_bytes(pickle.dumps(meta))
+    elif how == "the metadata lead elsewhere":
+        with (folder / "plain" / ".metadata").open("rb") as file:
+            meta = pickle.load(file)
+        for info in meta.storage_data.values():
+            info.relative_path = f"../plain/{info.relative_path}"
+        (folder / "plain" / ".metadata").write_bytes(pickle.dumps(meta))
+    elif how == "a rank is missing":
+        (ranks / "model_world_size_2_rank_1.pt").unlink()
+    elif how == "a rank is cut short":
+        file = ranks / "model_world_size_2_rank_1.pt"
+        file.write_bytes(file.read_bytes()[:5000])
+    elif how == "a rank runs something":
+        torch.save({"a": Evil(proof)}, ranks / "model_world_size_2_rank_1.pt")
+    elif how == "two saves are mixed":
+        shutil.copy(ranks / "model_world_size_2_rank_0.pt", ranks / "model_world_size_4_rank_0.pt")
+    elif how == "of one process, it is said":
+        (ranks / "model_world_size_2_rank_1.pt").unlink()
+        (ranks / "model_world_size_2_rank_0.pt").rename(ranks / "model_world_size_1_rank_0.pt")
+
+
+DAMAGE = {
+    "a piece is missing": "__1_0.distcp",
+    "a piece is cut short": "__1_0.distcp",
+    "pieces are exchanged": "__1_0.distcp",
+    "the metadata are missing": ".metadata",
+    "the metadata are cut short": ".metadata",
+    "the metadata run something": ".metadata",
+    "the metadata hold something that runs": ".metadata",
+    "the metadata lead elsewhere": ".metadata",
+    "a rank is missing": "rank 1 of 2",
+    "a rank is cut short": "model_world_size_2_rank_1.pt",
+    "a rank runs something": "model_world_size_2_rank_1.pt",
+    "two saves are mixed": "2 and of 4",
+    "of one process, it is said": "2 processes",
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_what_is_damaged_or_would_run_something_is_refused_in_one_line(how, written, tmp_path):
+    folder, proof = tmp_path / "copy", tmp_path / "it-ran"
+    for part in ("plain", "verl"):
+        shutil.copytree(written / part, folder / part)
+    spoil(folder, how, proof)
+    model = folder / ("plain" if "piece" in how or "metadata" in how else "verl/global_step_2")
+    with pytest.raises(InputError) as refused:
+        load_policy(model, base=written)
+    assert DAMAGE[how] in str(refused.value) and "\n" not in str(refused.value)
+    assert not proof.exists()
+
+
+def test_the_optimizers_shards_are_refused_in_the_same_way(written, tmp_path):
+    folder = shutil.copytree(written / "verl" / "global_step_2", tmp_path / "global_step_2")
+    policy, proof = load_policy(folder, base=written), tmp_path / "it-ran"
+    torch.save({"state": {}, "param_groups": [], "a": Evil(proof)}, folder / "actor" / "optim_world_size_2_rank_0.pt")
+    with pytest.raises(InputError, match=r"optim_world_size_2_rank_0\.pt"):
+        read_adamw_state(policy)
+    assert not proof.exists()
+    (folder / "actor" / "optim_world_size_2_rank_0.pt").unlink()
+    with pytest.raises(InputError, match="rank 0 of 2"):
+        read_adamw_state(policy)
+    (folder / "actor" / "optim_world_size_2_rank_1.pt").unlink()
+    assert read_adamw_state(policy) is None
+
+
+def test_moments_cut_into_flat_pieces_are_not_taken_for_copies(written, tmp_path):
+    # FSDP's first version: each rank holds a plain vector, a piece of several parameters laid end to end.
+    folder = shutil.copytree(written / "verl" / "global_step_2", tmp_path / "global_step_2")
+    for rank in range(2):
+        state = {0: {"step": torch.tensor(2.0), "exp_avg": torch.randn(9), "exp_avg_sq": torch.rand(9)}}
+        groups = [{"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}]
+        torch.save({"state": state, "param_groups": groups}, folder / f"actor/optim_world_size_2_rank_{rank}.pt")
+    with pytest.raises(InputError, match="fsdp2"):
+        read_adamw_state(load_policy(folder, base=written))
+
+
+def test_a_configuration_of_another_model_is_refused(written, tmp_path):
+    for other in ("llama", "gpt2"):
+        base = save_checkpoint(tmp_path / other, other)
+        with pytest.raises(InputError):
+            load_policy(written / "plain", base=base)
+
+
+def test_megatrons_shards_end_in_the_command_that_converts_them(written, tmp_path):
+    folder = shutil.copytree(written / "plain", tmp_path / "iter_0000002")
+    torch.save({"args": 1}, folder / "common.pt")
+    with pytest.raises(InputError, match=r"convert_torch_dist_to_hf\.py --input-dir \S+iter_0000002 "):
+        load_policy(folder, base=written)
+    verl = shutil.copytree(folder, tmp_path / "global_step_2" / "actor" / "dist_ckpt").parents[1]
+    with pytest.raises(InputError, match=r"model_merger merge --backend megatron --local_dir \S+/actor "):
+        load_policy(verl, base=written)
+
+
+def test_whole_weights_beside_shards_are_taken_and_their_base_is_refused(written, tmp_path):
+    folder = save_checkpoint(tmp_path / "checkpoint-2", MODEL)
+    shutil.copytree(written / "accelerate" / "checkpoint-2" / "optimizer_0", folder / "optimizer_0")
+    policy = load_policy(folder)
+    assert policy.configured_by is None and set(read_adamw_state(policy).step.values()) == {STEPS}
+    with pytest.raises(InputError, match="base"):
+        load_policy(folder, base=written)

@@ -1,0 +1,101 @@
+"""Two gloo processes that train a tiny model under FSDP for two steps and save it in the ways of several trainers.
+
+python shard_writers.py OUT, with the environment that torchrun gives its processes. Beside the shards, rank 0 writes
+what it gathered: OUT/whole.pt, with `model` and `optimizer` by parameter name.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from support.policies import VOCAB, make_model
+
+MODEL = "qwen2"
+STEPS = 2
+
+
+def main(out: Path) -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = make_model(MODEL)
+    mesh = init_device_mesh("cpu", (world,))
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98))
+    for step in range(STEPS):
+        ids = torch.randint(4, VOCAB, (2, 12), generator=torch.Generator().manual_seed(10 * step + rank))
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    if rank == 0:
+        model.config.save_pretrained(out)
+        torch.save(dict(zip(("model", "optimizer"), whole, strict=True)), out / "whole.pt")
+    save_everywhere(out, model, optimizer)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def save_everywhere(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    weights, state = get_state_dict(model, optimizer)
+    _, flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=out / "plain")
+    dcp.save({"app": App({"model": weights, "optimizers": state})}, checkpoint_id=out / "prime" / "step_2" / "trainer")
+    # torchtitan's: the model's tensors at the top, the optimizer's state flat.
+    dcp.save({**weights, "optimizer": flat, "train_state": {"step": STEPS}}, checkpoint_id=out / "titan" / "step-2")
+    nemo = out / "nemo" / "step_2" / "policy"
+    dcp.save({"model": weights}, checkpoint_id=nemo / "weights")
+    dcp.save({"optim": App({"optim": state})}, checkpoint_id=nemo / "optimizer")
+    save_with_accelerate(out / "accelerate" / "checkpoint-2", model, optimizer)
+    ranks = out / "verl" / "global_step_2" / "actor"
+    ranks.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), ranks / f"model_world_size_{world}_rank_{rank}.pt")
+    torch.save(optimizer.state_dict(), ranks / f"optim_world_size_{world}_rank_{rank}.pt")
+
+
+class App(Stateful):
+    """What asks to be saved as a dictionary of its own."""
+
+    def __init__(self, state: dict) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.state = state_dict
+
+
+def save_with_accelerate(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """By accelerate's own functions: as shards, as a file per rank, and whole."""
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+
+    state = PartialState(cpu=True)
+    for kind, place, keywords in (
+        ("SHARDED_STATE_DICT", out, {}),
+        ("SHARDED_STATE_DICT", out.with_name("ranks"), {"use_dcp": False}),
+        ("FULL_STATE_DICT", out.with_name("full"), {}),
+    ):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+        save_fsdp_model(plugin, state, model, str(place), **keywords)
+        save_fsdp_optimizer(plugin, state, optimizer, model, str(place), **keywords)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
