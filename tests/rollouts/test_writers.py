@@ -7,13 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from support.policies import make_policy, make_tokenizer
 from support.words import BOS, EOS, PAD
 
+from gradscope.errors import InputError
 from gradscope.objective import resolve_advantages
 from gradscope.policy import Policy
-from gradscope.rollouts import Dump, read_dump
+from gradscope.rollouts import read_dump
 
 FIXTURES = Path(__file__).with_name("fixtures")
 FLOAT32 = 4e-7
@@ -34,7 +36,7 @@ def without_special(ids: list[int]) -> list[int]:
     return [i for i in ids if i not in (PAD, BOS, EOS)]
 
 
-def found_in(dump: Dump) -> list[dict[str, Any]]:
+def found_in(dump: Any) -> list[dict[str, Any]]:
     """What was read of each response."""
     advantages = resolve_advantages(dump.batch)
     rows = []
@@ -82,3 +84,39 @@ def test_verls_groups_and_advantages_are_those_that_it_trained_with(policy, trai
     assert [note.kind for note in dump.notes if "groups hold one" in note] == ["groups-of-one"]
     left_out = [int(note.split()[0]) for note in dump.notes if note.kind == "left-out"]
     assert sorted(left_out) == ([1, 6] if trainer == "v1" else [1])
+
+
+TRL = ("0.28.0-text", "0.28.0-chat", "1.9.2-chat", "1.16.0-text", "1.16.0-chat", "1.16.0-evaluated")
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_trls_completions_are_those_that_it_sampled_up_to_what_its_text_lost(policy, name):
+    known = truth_of(f"trl-{name}")
+    dump = read_dump(FIXTURES / f"trl-{name}" / "completions", policy)
+    assert dump.format == "trl"
+    trained = [row for row in known if name != "1.16.0-evaluated" or row["step"] == 1]
+    responses = [row | {"response_ids": row["completion_ids"]} for row in trained]
+    responses = [row | {"group": (row["step"], str(row["prompt_ids"]))} for row in responses]
+    kept = [row for row in responses if without_special(row["response_ids"])]
+    found = found_in(dump)
+    check(found, kept)
+    left_out = sum(int(note.split()[0]) for note in dump.notes if note.kind == "left-out")
+    assert left_out == len(known) - len(kept)
+    # From 1.15 on a chat is logged as messages; before, as text without what makes it a chat.
+    lost = name in ("0.28.0-chat", "1.9.2-chat")
+    for own, written in zip(found, kept, strict=True):
+        assert (own["prompt_ids"] == written["prompt_ids"]) != lost
+        assert own["prompt_ids"] == (without_special(written["prompt_ids"]) if lost else written["prompt_ids"])
+    doubted = [note for note in dump.notes if "marks are lost" in note]
+    assert len(doubted) == (name != "1.16.0-chat")
+    assert all(note.startswith(f"{len(kept)} of {len(kept)} responses") for note in doubted)
+    assert any("vLLM" in note for note in dump.notes)
+
+
+def test_a_step_that_trl_evaluated_is_not_taken_for_training(policy):
+    # The file of step 2 holds the evaluation's prompts, sampled by the weights after the step.
+    assert pq.read_table(next(FIXTURES.glob("trl-*evaluated/completions/*_00002*")))["prompt"][0].as_py() == "w70 w71"
+    dump = read_dump(FIXTURES / "trl-1.16.0-evaluated" / "completions", policy)
+    assert dump.steps.unique().tolist() == [1]
+    with pytest.raises(InputError, match=r"4 of 4 rows left out.*evaluat"):
+        read_dump(FIXTURES / "trl-1.16.0-evaluated" / "completions", policy, step=2)

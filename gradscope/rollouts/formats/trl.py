@@ -1,40 +1,110 @@
 """TRL's GRPOTrainer with log_completions: completions/completions_{step:05d}.parquet, a row per completion.
 
 Columns: step, prompt, completion, one per reward function and per extra that it logged, advantage. `step` is the
-trainer's global step when the file was written: the completions are those of the newest generation before it.
+trainer's global step when the file was written: the completions are those of the newest generation before it. An
+evaluation writes its own completions over those of its step; the trainer's state in a checkpoint beside tells where.
+
+A prompt is what the data set held, a string or messages, from TRL 1.15 on; before, it is the text of the prompt's ids
+without special tokens, of a chat too.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from pathlib import Path
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import NO_SPECIAL_TOKENS, RETOKENISED, Answers, Format, Row, pick, whole_number
-from gradscope.rollouts.formats.text import prompt_of, response_of
+from gradscope.rollouts.formats.text import prompt_of, response_of, tools_in
+from gradscope.runs import parse_json_file
 
 REPEATED = "the file before holds the same generation (TRL writes the newest one at every logging step)"
+EVALUATION = "TRL evaluated at their step and wrote the evaluation's completions over those that it trained on"
+MARKS_LOST = (
+    "the prompt is a chat without its special tokens (TRL to 1.14 wrote them so): the template's marks are lost, and "
+    "the ids are not those that were sampled"
+)
+MAYBE_LOST = (
+    "the prompt is a string without special tokens: if it was a chat (TRL to 1.14 wrote them so), the template's marks "
+    "are lost, and the ids are not those that were sampled"
+)
+TWICE_BEGUN = (
+    "the prompt begins with what the tokenizer puts before it: TRL samples such a prompt with that token twice, here "
+    "it is there once"
+)
+THOUGHT = re.compile(r"<think>\s*(</think>)?\s*\Z")
+"""What a template adds to the opening of an answer that thinks, or does not."""
 
 
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
-    earlier = None
-    for _, group in groupby(records, key=lambda record: record.path):
-        file = list(group)
+    earlier, opening = None, _opening(policy)
+    for path, group in groupby(records, key=lambda record: record.path):
+        file, evaluated = list(group), _evaluated(path.parent.parent)
         content = [{name: v for name, v in record.columns.items() if name != "step"} for record in file]
         for record in file:
-            yield _row(record, repeated=content == earlier)
+            left_out = REPEATED if content == earlier else None
+            step = whole_number(record, "step")
+            if step == 0 or step in evaluated:  # before the first step nothing is trained on
+                left_out = EVALUATION
+            yield _row(record, step, left_out, policy, opening)
         earlier = content
 
 
-def _row(record: Record, repeated: bool) -> Row:
+def _row(record: Record, step: int | None, left_out: str | None, policy: Policy | None, opening: str | None) -> Row:
     # TRL's reward columns bear any name and their weights are not in the file: the advantage is all that counts.
     columns = {"prompt": prompt_of(record, "prompt"), "response": response_of(record, "completion")}
-    labels = {"response": "completion"}
-    step = whole_number(record, "step")
-    return Row(
-        record.place, columns | pick(record, {"advantage": "advantage"}), step, labels, REPEATED if repeated else None
-    )
+    columns |= pick(record, {"advantage": "advantage", "chat_template_kwargs": "chat_template_kwargs"})
+    told = tools_in(columns["response"])
+    if isinstance(columns["prompt"], str):
+        told += _doubts(columns["prompt"], policy, opening)
+    return Row(record.place, columns, step, {"response": "completion"}, left_out, told)
+
+
+def _doubts(prompt: str, policy: Policy | None, opening: str | None) -> tuple[str, ...]:
+    """What is to be said of a prompt that is a string."""
+    tokenizer = policy.tokenizer if policy else None
+    if tokenizer is None:
+        return ()
+    if any(token in prompt for token in tokenizer.all_special_tokens):
+        begins = tokenizer.bos_token and prompt.startswith(tokenizer.bos_token)
+        adds = begins and tokenizer(prompt).input_ids[:2] == [tokenizer.bos_token_id] * 2
+        return (TWICE_BEGUN,) if adds else ()
+    if opening is None:
+        return ()
+    if not opening:
+        return (MAYBE_LOST,)
+    return (MARKS_LOST,) if THOUGHT.sub("", prompt).rstrip().endswith(opening) else ()
+
+
+def _opening(policy: Policy | None) -> str | None:
+    """What a template's opening of an answer leaves without special tokens, such as `assistant`; None: none."""
+    tokenizer = policy.tokenizer if policy else None
+    if getattr(tokenizer, "chat_template", None) is None:
+        return None
+    chat, how = [{"role": "user", "content": ""}], {"tokenize": False, **(policy.chat_template_kwargs or {})}
+    try:
+        closed, opened = (tokenizer.apply_chat_template(chat, add_generation_prompt=o, **how) for o in (False, True))
+    except Exception:  # a template is a program: it may raise anything, and this one is for other chats
+        return ""
+    text = opened.removeprefix(closed) if opened.startswith(closed) else ""
+    for token in tokenizer.all_special_tokens:
+        text = text.replace(token, "")
+    return THOUGHT.sub("", text).strip()
+
+
+def _evaluated(run: Path) -> frozenset[int]:
+    """Steps at which the trainer evaluated, as the newest checkpoint beside its log tells."""
+    states = sorted(run.glob("checkpoint-*/trainer_state.json"), key=lambda path: (len(path.parent.name), path))
+    if not states:
+        return frozenset()
+    try:
+        history = parse_json_file(states[-1]).get("log_history", [])
+        return frozenset(e["step"] for e in history if "step" in e and any(n.startswith("eval_") for n in e))
+    except (OSError, ValueError, AttributeError, TypeError):  # not the trainer's: nothing is known
+        return frozenset()
 
 
 TRL = Format(
@@ -45,15 +115,21 @@ TRL = Format(
     notes=(
         RETOKENISED,
         NO_SPECIAL_TOKENS,
-        "TRL's loss settings are not in the log: clip ratios and KL are the paper's unless flags say otherwise",
+        "TRL's loss settings are not in the log: clip ratios and KL are the paper's unless flags say otherwise, and "
+        "truncated completions count, which mask_truncated_completions leaves out of TRL's loss",
+        "where TRL samples with vLLM, it weighs a response by the ratio of its own probability to vLLM's, and by 0 "
+        "where that is above 3 (vllm_importance_sampling_mode, sequence_mask unless set): neither is in the log, and "
+        "weights are without that correction",
         "TRL's tools and chat template are not in the log: a chat goes through the policy's own template",
     ),
     answers=Answers(
         group="identical prompts of a step",
-        step="`step`: the optimizer steps taken when the file was written, from 1",
-        sampled="all of the text; no end-of-sequence token",
+        step="`step`: the optimizer steps taken when the file was written, from 1; an earlier checkpoint sampled it "
+        "where TRL steps several times on a generation (num_iterations, steps_per_generation)",
+        sampled="all of the text, in logs of TRL to 1.14 a tool's output too (said where its marks are seen); no "
+        "end-of-sequence token",
         logprobs="none",
-        left_out="a file that repeats the generation of the one before",
-        checked="after the source",
+        left_out="a file that repeats the generation of the one before; a step at which TRL evaluated",
+        checked="0.28.0, 1.9.2 and 1.16.0: their own code, trained for two steps, 2026-11-27",
     ),
 )

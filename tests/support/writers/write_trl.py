@@ -3,7 +3,7 @@
 Package: trl, of any version from 0.28 to 1.16. Called: `GRPOTrainer.train`, which calls its `log`. `truth.json` beside
 the log says what the trainer held: ids, mask and advantage of each completion.
 
-    PYTHONPATH=tests python tests/support/writers/write_trl.py OUT [text|chat]
+    PYTHONPATH=tests python tests/support/writers/write_trl.py OUT text|chat|evaluated
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def main(out: Path, kind: str) -> None:
     class Recording(trl.GRPOTrainer):
         def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
             batch = super()._generate_and_score_completions(inputs)
+            if not self.model.training:
+                return batch
             for row in range(len(batch["prompt_ids"])):
                 prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
                 ids = batch["completion_ids"][row].tolist()
@@ -48,7 +50,11 @@ def main(out: Path, kind: str) -> None:
         log_completions=True,
         mask_truncated_completions=True,
         report_to=[],
-        save_strategy="no",
+        eval_strategy="steps" if kind == "evaluated" else "no",
+        eval_steps=2,
+        per_device_eval_batch_size=4,
+        save_strategy="steps" if kind == "evaluated" else "no",
+        save_steps=2,
         use_cpu=True,
         bf16=False,
         seed=0,
@@ -62,10 +68,14 @@ def main(out: Path, kind: str) -> None:
         reward_funcs=reward,
         args=settings,
         train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list([{"prompt": "w70 w71"}, {"prompt": "w72"}]) if kind == "evaluated" else None,
         processing_class=tokenizer,
     )
     trainer.train()
     shutil.copytree(out / "run" / "completions", out / "completions", dirs_exist_ok=True)
+    for state in out.glob("run/checkpoint-*/trainer_state.json"):
+        (out / state.parent.name).mkdir()
+        shutil.copy(state, out / state.parent.name)
     shutil.rmtree(out / "run")
     lines = ",\n".join(json.dumps(row) for row in truth)
     (out / "truth.json").write_text(f"[\n{lines}\n]\n")
@@ -100,4 +110,4 @@ def reward(completions: list, **_: Any) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "text")
+    main(Path(sys.argv[1]), sys.argv[2])
