@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError, first_line, show
 from gradscope.policy.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, EMBEDDED, is_adapter, is_hub_name
-from gradscope.policy.fitting import fit_config, fit_names, fit_vocabulary
+from gradscope.policy.fitting import fit_config, fit_names, fit_vocabulary, module_of
 from gradscope.runs import parse_json_file, read_json
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ UNMERGEABLE += ("ADAPTION_PROMPT", "XLORA", "POLY")
 """Kinds of peft that add trained prompts, or choose between adapters at every token."""
 PREFIX = "base_model.model."
 """How peft begins the names of an adapted model's tensors."""
+WRAPPED = re.compile(r"\b_(fsdp_wrapped_module|orig_mod|checkpoint_wrapped_module)\b|\.lora_\w+\.(?!weight$|bias$)")
+"""In names that a wrapper or peft itself (lora_A.default.weight) has in memory alone."""
 CAUSAL = ("ForCausalLM", "ForConditionalGeneration", "ForImageTextToText")
 """What the names of classes with a language model's head end in."""
 
@@ -197,6 +199,11 @@ def _check_base(model: PreTrainedModel, folder: Path) -> dict[str, tuple[int, ..
             f"{folder} does not fit its base model: {ADAPTER_CONFIG} names the rank {show(wrong[0])}, and no tensor "
             f"beside it is larger than {largest}; save both together"
         )
+    if bare := next((name for name in shapes if "lora_" in name and not name.startswith(PREFIX)), None):
+        raise InputError(
+            f"{folder / ADAPTER_WEIGHTS} has {bare}, where peft's names begin with {PREFIX}; save the adapter anew "
+            "with peft's save_pretrained"
+        )
     return {name.removeprefix(PREFIX): shape for name, shape in shapes.items()}
 
 
@@ -262,12 +269,26 @@ def _check_keys(adapted: nn.Module, folder: Path, saved: set[str]) -> None:
     """
     from peft import get_peft_model_state_dict
 
+    file, modules = folder / ADAPTER_WEIGHTS, {name for name, _ in adapted.named_modules()}
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     # peft saves whole embeddings beside an adapter of theirs, or of a grown vocabulary.
-    spare = {name for name in saved - wanted if "lora_" not in name}
-    for names, words in ((wanted - saved, "lacks"), (saved - wanted - spare, "has, unlike its configuration,")):
-        if left := sorted(names):
-            raise InputError(f"{folder / ADAPTER_WEIGHTS} {words} {left[0]}; give the base it was trained on: --base")
+    extra = sorted(name for name in saved - wanted if "lora_" in name)
+    if wrapped := next(filter(WRAPPED.search, extra), None):
+        raise InputError(
+            f"{file} has {wrapped}, a name within a wrapper (FSDP, torch.compile) or that of a state in memory; save "
+            "the adapter anew, unwrapped, with peft's save_pretrained"
+        )
+    if foreign := next((name for name in extra if module_of(name) not in modules), None):
+        raise InputError(
+            f"{file} has {foreign}, for which the base has no layer; give the base it was trained on: --base"
+        )
+    if extra:
+        raise InputError(f"{file} has, unlike its configuration, {extra[0]}; save both together")
+    if lost := sorted(wanted - saved):
+        raise InputError(
+            f"{file} lacks {lost[0]}, which its configuration asks for; save both together, or give the base it was "
+            "trained on: --base"
+        )
 
 
 def _find_in_cache(name: str, revision: str | None) -> Path | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from gradscope.errors import InputError, checked
-from gradscope.policy.naming import homes_of, named_step
+from gradscope.policy.naming import DEEPEST, homes_of, may_be_a_part, named_step
 from gradscope.policy.sharded.layouts import Shards, find_weights
 from gradscope.runs import read_json
 
@@ -87,7 +87,8 @@ def configuration_home(folder: Path, shards: Shards, base: str | Path | None = N
 
 
 def refuse_training_run(folder: Path) -> None:
-    """InputError for the folder of a training run, whose config.json is no model's; names the newest checkpoint."""
+    """InputError for a folder around models: of a training run, whose config.json is no model's, or of a checkpoint
+    whose parts have folders of their own. Names the newest checkpoint, or the folder of the model."""
     # Of a name that is too long, Path raises.
     if not os.path.isdir(folder) or model_weights(folder) or (folder / ADAPTER_CONFIG).is_file():
         return
@@ -97,10 +98,26 @@ def refuse_training_run(folder: Path) -> None:
     found = [path for kind in kinds for path in folder.glob(kind) if named_step(path) is not None and path.is_dir()]
     if found:
         newest = max(found, key=lambda path: (named_step(path), path.name))
+        if find_weights(newest) is None:
+            newest = _model_within(newest) or newest
         raise InputError(
             f"{folder} is the folder of a training run, not a model; give one of its checkpoints, such as the newest: "
             f"{newest}"
         )
+    if not (folder / "config.json").is_file() and (inner := _model_within(folder)) is not None:
+        raise InputError(f"{folder} holds no config.json; the model of this checkpoint is in {inner}: give that folder")
+
+
+def _model_within(folder: Path) -> Path | None:
+    """The outermost folder of a whole model or an adapter in a checkpoint's folder, or in the folders of its parts."""
+    level = [folder]
+    for _ in range(DEEPEST):
+        for place in level:
+            if (place / ADAPTER_CONFIG).is_file() or ((place / "config.json").is_file() and model_weights(place)):
+                return place
+        inside = (path for place in level for path in place.iterdir() if path.is_dir())
+        level = sorted(path for path in inside if may_be_a_part(path))
+    return None
 
 
 def refuse_endless_files(folder: Path) -> None:

@@ -294,6 +294,12 @@ def _check_weights(folder: Path, info: dict[str, Any], model: nn.Module) -> None
             f"{folder}: the weight {name} is {tuple(given)}, config.json makes it {tuple(wanted)}; save both together"
         )
     if missing := sorted(info["missing_keys"]):
+        others = {name.removesuffix(missing[0]) for name in info["unexpected_keys"] if name.endswith(f".{missing[0]}")}
+        if others:  # of a wrapper: torch.compile, an older DataParallel, a model with a value head, an adapter
+            raise InputError(
+                f"{folder} holds the weight {missing[0]} as {min(others)}{missing[0]}, and others likewise; save the "
+                "model itself there, not what is wrapped around it"
+            )
         raise InputError(
             f"{folder} lacks weights that the model needs ({', '.join(missing[:3])}"
             f"{', …' if len(missing) > 3 else ''}); they would be random numbers. Save the whole model there"

@@ -41,7 +41,7 @@ def homes_of(folder: Path) -> list[Path]:
     ['final']
     """
     homes = [folder]
-    while len(homes) <= DEEPEST and homes[-1].name and _may_be_a_part(homes[-1]):
+    while len(homes) <= DEEPEST and homes[-1].name and may_be_a_part(homes[-1]):
         homes.append(homes[-1].parent)
     steps = [named_step(home) for home in homes]
     told = [place for place, step in enumerate(steps) if step is not None]
@@ -50,7 +50,7 @@ def homes_of(folder: Path) -> list[Path]:
     return homes[: last + 1]
 
 
-def _may_be_a_part(folder: Path) -> bool:
+def may_be_a_part(folder: Path) -> bool:
     """Whether a folder, by its name, may be a part of the checkpoint that is the folder around it."""
     if (step := named_step(folder)) is not None:
         return step == 0

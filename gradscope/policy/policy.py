@@ -130,7 +130,8 @@ class Policy:
         if isinstance(prompt, str):
             ids = self._encode(prompt)
             doubled = any(ids[:many] == ids[many : 2 * many] for many in (1, 2))
-            return _begin_once(ids, self._encode(prompt, add_special_tokens=False)) if doubled else ids
+            ids = _begin_once(ids, self._encode(prompt, add_special_tokens=False)) if doubled else ids
+            return self._within_vocabulary(ids, prompt)
         if getattr(tokenizer, "chat_template", None) is None:
             raise InputError(
                 "the prompt is a chat but the tokenizer has no chat template; give the prompt as one string"
@@ -139,7 +140,7 @@ class Policy:
         told = {**(self.chat_template_kwargs or {}), **(chat_template_kwargs or {})}
         check_template_kwargs(tokenizer, told)
         try:
-            return list(
+            ids = list(
                 tokenizer.apply_chat_template(
                     prompt,
                     tokenize=True,
@@ -154,6 +155,7 @@ class Policy:
                 f"the tokenizer's chat template raised {type(error).__name__} ({first_line(error)}) on the chat "
                 f"{str(prompt)[:60]!r}; mend the chat, or give the prompt as one string"
             ) from error
+        return self._within_vocabulary(ids, prompt)
 
     def encode_response(self, response: str) -> list[int]:
         """Ids of a response's text; no special token and no EOS is added.
@@ -168,6 +170,15 @@ class Policy:
             raise InputError(
                 f"the tokenizer has no tokens for some of the response {response[:60]!r} and would {instead}; give the "
                 "checkpoint that sampled it, or the ids"
+            )
+        return self._within_vocabulary(ids, response)
+
+    def _within_vocabulary(self, ids: list[int], text: object) -> list[int]:
+        """The ids of a text. InputError for a token that the tokenizer has got and the model has not."""
+        if ids and max(ids) >= self.vocab_size:
+            raise InputError(
+                f"the tokenizer makes {max(ids)} of {self.decode([max(ids)])!r} in {show(text)}, and the model has "
+                f"{self.vocab_size} tokens; give weights and tokenizer of one run (an adapter: with its resized base)"
             )
         return ids
 

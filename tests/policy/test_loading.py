@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.adapters import save_adapter
 from support.cli import complaint
 from support.policies import CAUSAL, VOCAB, make_batch, make_model, make_policy, make_tokenizer, save_checkpoint
 from support.processes import Command
@@ -148,6 +149,53 @@ def test_the_folder_of_a_run_is_refused_with_its_newest_checkpoint(folder, tmp_p
         assert f"the newest: {tmp_path / name}" in refusal(tmp_path)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)  # the trained model itself, saved in the end
     load_policy(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["actor/huggingface", "policy/weights/hf", "lora_adapter"])
+def test_the_folder_around_a_checkpoints_parts_is_refused_with_the_one_that_holds_the_model(part, folder, tmp_path):
+    outer, inner = tmp_path / "run" / "global_step_5", tmp_path / "run" / "global_step_5" / part
+    if part == "lora_adapter":
+        save_adapter(inner, folder, r=2, target_modules=["q_proj"])
+    else:
+        shutil.copytree(folder, inner)
+    (outer / "critic").mkdir()
+    for given in (outer, outer.parent, inner.parent):
+        assert str(inner) in refusal(given)
+    load_policy(inner)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
+def test_weights_that_are_named_as_a_wrapper_names_them_are_refused_with_that_name(prefix, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    file = save_checkpoint(tmp_path, "llama") / "model.safetensors"
+    weights = load_file(file)
+    save_file({prefix + name: weight for name, weight in weights.items()}, file, metadata={"format": "pt"})
+    said = refusal(tmp_path)
+    assert f"as {prefix}lm_head.weight" in said and "wrapped" in said
+    names = {name.removeprefix("model."): weight for name, weight in weights.items()}  # of the body, saved alone
+    save_file(names, file, metadata={"format": "pt"})
+    torch.testing.assert_close(
+        logits(load_policy(tmp_path).model), logits(make_model("llama")), rtol=1e-4, atol=1e-4
+    )  # float32, another attention implementation
+
+
+def test_text_with_tokens_that_the_model_has_not_got_is_refused(folder, tmp_path):
+    model = Path(shutil.copytree(folder, tmp_path / "model"))
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"<x{place}>" for place in range(VOCAB + 4 - len(tokenizer))])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    last = tokenizer.convert_ids_to_tokens(VOCAB + 3)
+    tokenizer.save_pretrained(model)
+    policy = load_policy(model)
+    assert policy.encode_response("w4 w5") == [4, 5]
+    for encode, text in (
+        (policy.encode_response, f"w4 {last}"),
+        (policy.encode_prompt, last),
+        (policy.encode_prompt, [{"role": "user", "content": f"w4 {last}"}]),
+    ):
+        said = complaint(encode, text)
+        assert f"{VOCAB + 3} of {last!r}" in said and f"has {VOCAB} tokens" in said
 
 
 @pytest.mark.parametrize(

@@ -332,6 +332,22 @@ def test_damaged_and_doubtful_adapters_are_refused(broken):
     assert "an adapter and a whole model's weights" in refusal(broken)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("base_model.model.", "", "peft's names begin with base_model.model."),  # peft would load none of them
+        ("lora_A.weight", "lora_A.default.weight", "save the adapter anew, unwrapped"),
+        ("layers.0.", "layers.0._fsdp_wrapped_module.", "save the adapter anew, unwrapped"),
+        ("base_model.model.", "base_model.model._orig_mod.", "save the adapter anew, unwrapped"),
+        ("layers.2.", "layers.7.", "layers.7.mlp.down_proj.lora_A.weight, for which the base has no layer"),
+    ],
+)
+def test_tensors_of_other_names_are_refused_with_what_they_are(old, new, words, broken):
+    file = broken / "adapter_model.safetensors"
+    save_file({name.replace(old, new): tensor for name, tensor in load_file(file).items()}, file)
+    assert words in (said := refusal(broken)) and ("--base" in said) == ("no layer" in words)
+
+
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings:UserWarning")
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers:UserWarning")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
