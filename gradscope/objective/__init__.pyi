@@ -55,14 +55,11 @@ from .steps import (
     split_passes as split_passes,
     whole_passes as whole_passes,
 )
+from .weighting import AGGREGATIONS as AGGREGATIONS, Tokens as Tokens, Weighting as Weighting, within as within
 from .weightings import (
-    AGGREGATIONS as AGGREGATIONS,
     COMPARED as COMPARED,
     SOURCES as SOURCES,
     WEIGHTINGS as WEIGHTINGS,
-    Tokens as Tokens,
-    Weighting as Weighting,
     make_weighting as make_weighting,
     spell_out as spell_out,
-    within as within,
 )

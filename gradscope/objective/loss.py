@@ -23,7 +23,7 @@ from gradscope.objective.equations import (
     token_weight_parts,
 )
 from gradscope.objective.methods import Method
-from gradscope.objective.weightings import Weighting
+from gradscope.objective.weighting import Weighting
 from gradscope.rollouts import TokenBatch
 
 Number = int | float

@@ -37,7 +37,7 @@ from gradscope.objective.loss import (
     weigh_step,
 )
 from gradscope.objective.shared_prompts import can_pack
-from gradscope.objective.weightings import Weighting
+from gradscope.objective.weighting import Weighting
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, Processes, whole
 
