@@ -28,7 +28,7 @@ from gradscope.cli.flags import (
     print_notes,
     quiet_transformers,
 )
-from gradscope.cli.manifest import describe_dump, make_key, make_manifest
+from gradscope.cli.manifest import describe_dump, make_key, make_manifest, refuse_reread
 from gradscope.cli.measured import TABLE, Measured
 from gradscope.cli.optimizer import read_step
 from gradscope.diagnosis import sampling_error
@@ -181,7 +181,9 @@ class Measure(MeasuredPolicyFlags):
         memory = gradient_budget(policy.device, processes) if self.gradient_memory is None else self.gradient_memory
         with processes.together():
             sums = self.plan_sums(policy, measurement.batch, memory)
-            folder = RunFolder(self.out, self._key(policy, measurement.settings))
+            folder = RunFolder(self.out, self._key(policy, dump, measurement.settings))
+            if processes.is_main and not self.overwrite:
+                refuse_reread(folder, [dump], table=TABLE)
             found = folder.status(overwrite=self.overwrite) if processes.is_main else None
         measured = Measured(policy, dump, measurement, folder, memory, sums)
         if processes.is_main:
@@ -264,10 +266,11 @@ class Measure(MeasuredPolicyFlags):
         kind = "cuda" if self.machine is not None else torch.device(find_device(self.device)).type
         return policy, plan_batch(policy, self.read(policy).batch, self.settle(policy, kind), **given)
 
-    def _key(self, policy: Policy, settings: MeasureSettings) -> dict[str, Any]:
+    def _key(self, policy: Policy, dump: Dump, settings: MeasureSettings) -> dict[str, Any]:
         from gradscope.rollouts import rollouts_hash
 
         read = {"rollouts": rollouts_hash(self.rollouts), "format": self.format, "step": self.step}
+        read["read"] = dump.batch.digest()
         if settings.metric is not None:
             state = self.optimizer_state or find_policy_state(policy)
             read |= {"optimizer_state": state and optimizer_hash(state), "max_grad_norm": self.max_grad_norm}

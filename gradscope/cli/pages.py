@@ -13,12 +13,12 @@ import pandas as pd
 
 from gradscope import __version__
 from gradscope.cli.flags import print_notes
-from gradscope.cli.manifest import describe_dump
+from gradscope.cli.manifest import describe_dump, refuse_reread
 from gradscope.cli.measured import Measured
 from gradscope.diagnosis import Diagnosis
 from gradscope.objective import LossSettings
 from gradscope.policy import checkpoint_name, checkpoint_step
-from gradscope.rollouts import read_dump
+from gradscope.rollouts import READER, read_dump
 from gradscope.runs import MANIFEST, RunFolder, file_hash, provenance, read_json, write_parquet
 from gradscope.updates import StepSettings
 
@@ -51,7 +51,8 @@ def make_facts(model: str, measured: Measured) -> dict[str, str]:
         "checkpoint": f"{model} ({manifest['model']['class']}), weights sha256 {manifest['model']['sha256'][:16]}",
         "training step": str(checkpoint_step(model) if checkpoint_step(model) is not None else "unknown"),
         "parameters": manifest["params"],
-        "rollouts": f"{rollouts['path']} ({rollouts['format']}), sha256 {rollouts['sha256'][:16]}",
+        "rollouts": f"{rollouts['path']} ({rollouts['format']}, reader {rollouts['reader']}), sha256 "
+        f"{rollouts['sha256'][:16]}",
         "temperature": ", ".join(f"{value:g}" for value in measured.measurement.batch.temperature.unique().tolist()),
         "loss": describe_loss(manifest["settings"]["loss"]),
         "tokens measured": sample
@@ -160,18 +161,21 @@ def diagnose_dump(
     from gradscope.diagnosis import logit_notes, logit_shares, logit_table, make_logit_report, write_report
     from gradscope.rollouts import rollouts_hash
 
+    dump = read_dump(path, format=format, step=step)
     key = {"gradscope": __version__, "rollouts": rollouts_hash(path), "format": format, "step": step, "policy": None}
-    folder = RunFolder(out, key | {"loss": asdict(loss), "seed": seed}, results=RESULTS)
+    key |= {"loss": asdict(loss), "seed": seed, "read": dump.batch.digest()}
+    folder = RunFolder(out, key, results=RESULTS)
+    if not overwrite:
+        refuse_reread(folder, [dump], table="tokens.parquet")
     if folder.status(overwrite=overwrite) == "finished":
         print(f"already diagnosed with these arguments: {out / PAGE}")
         return
-    dump = read_dump(path, format=format, step=step)
     table = logit_table(dump, loss=loss)
     rollouts = describe_dump(path, dump, key["rollouts"])
     rollouts["notes"] += logit_notes(table)
     print_notes(rollouts["notes"])
     shares = logit_shares(table, seed=np.random.default_rng(seed))
-    facts = {"rollouts": f"{path} ({dump.format})", "policy": "none", "gradscope": __version__}
+    facts = {"rollouts": f"{path} ({dump.format}, reader {READER})", "policy": "none", "gradscope": __version__}
     report = make_logit_report(table, shares, facts=facts, notes=rollouts["notes"])
     with folder.writing():
         folder.begin(overwrite=overwrite)

@@ -19,7 +19,7 @@ import tyro
 from tqdm import tqdm
 
 from gradscope.cli.flags import Dtype, FormatFlag, Many, PolicyFlags, load_quietly, print_notes
-from gradscope.cli.manifest import make_key, make_manifest, own_weightings
+from gradscope.cli.manifest import make_key, make_manifest, own_weightings, refuse_reread
 from gradscope.cli.optimizer import told_rate
 from gradscope.errors import InputError
 from gradscope.gradients import note_logged, refuse_narrow_weights
@@ -40,7 +40,7 @@ from gradscope.policy import (
     optimizer_hash,
     read_optimizer_file,
 )
-from gradscope.rollouts import TokenBatch
+from gradscope.rollouts import Dump, TokenBatch
 from gradscope.runs import RunFolder, worker_context, write_text
 from gradscope.updates import (
     MIN_TOKENS,
@@ -134,14 +134,17 @@ class Tune(PolicyFlags):
         hash_ahead(self.model)
         policy = load_quietly(self.model, **self.loading)
         refuse_narrow_weights(policy.model)
-        batches = self._read_batches(policy)
+        dumps = self._read_dumps(policy)
+        batches = self._make_batches(dumps)
         check_batches(batches, self.min_tokens)
         for weighting in filter(None, (setting.weighting for setting in grid)):
             check_weighting(weighting, sampler_logprobs=all(b.sampler_logprobs is not None for b in batches))
         optimizer, state = self._find_optimizer(policy)
         how = {"grid": grid} | self._settings(optimizer, None if state is None else read_optimizer_file(state))
-        key = self._key(policy, how, state)
+        key = self._key(policy, dumps, how, state)
         folder = RunFolder(self.out, key, results=(SETTINGS, BY_INTERVAL, SUMMARY, "figures"))
+        if not self.overwrite:
+            refuse_reread(folder, dumps)
         if folder.status(overwrite=self.overwrite) == "finished":
             for name in (SETTINGS, BY_INTERVAL, SUMMARY):
                 folder.check(name)
@@ -174,12 +177,15 @@ class Tune(PolicyFlags):
         if self.temperature is not None and not self.temperature > 0:
             raise InputError(f"--temperature is {self.temperature}; give a number above 0")
 
-    def _read_batches(self, policy: Policy) -> list[TokenBatch]:
+    def _read_dumps(self, policy: Policy) -> list[Dump]:
         from gradscope.rollouts import keep_own_step, read_dump
 
         step, own = checkpoint_step(self.model), [read_dump(path, policy, format=self.format) for path in self.rollouts]
         dumps = [keep_own_step(dump, step) for dump in own]
         print_notes(list(dict.fromkeys(note for dump in dumps for note in dump.remarks)))
+        return dumps
+
+    def _make_batches(self, dumps: Sequence[Dump]) -> list[TokenBatch]:
         batches = [dump.batch for dump in dumps]
         if self.temperature is not None:
             batches = [batch.at_temperature(self.temperature) for batch in batches]
@@ -210,7 +216,7 @@ class Tune(PolicyFlags):
             print_notes(told_rate(state, step.learning_rate))
         return {"loss": loss, "step": step, "optimizer_state": state, "memory": self.gradient_memory}
 
-    def _key(self, policy: Policy, how: dict[str, Any], state: Path | None) -> dict[str, Any]:
+    def _key(self, policy: Policy, dumps: Sequence[Dump], how: dict[str, Any], state: Path | None) -> dict[str, Any]:
         from gradscope.rollouts import rollouts_hash
 
         step = {name: value for name, value in asdict(how["step"]).items() if name != "micro_batch_size"}
@@ -218,6 +224,7 @@ class Tune(PolicyFlags):
             policy,
             rollouts=[rollouts_hash(path) for path in self.rollouts],
             format=self.format,
+            read=[dump.batch.digest() for dump in dumps],
             batches=self.batches if len(self.rollouts) == 1 else len(self.rollouts),
             grid=[setting.name for setting in how["grid"]],
             files=own_weightings(self.methods),

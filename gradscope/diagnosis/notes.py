@@ -9,7 +9,15 @@ import pandas as pd
 
 from gradscope.diagnosis.result import VERDICT_PROMPTS, DiagnosisSettings
 from gradscope.errors import InputError
-from gradscope.gradients import LAYER, LOGITS, PARAMETERS, SUMS, refuse_endless_weights, sampling_probabilities
+from gradscope.gradients import (
+    LAYER,
+    LOGITS,
+    PARAMETERS,
+    SUMS,
+    describe_reread,
+    refuse_endless_weights,
+    sampling_probabilities,
+)
 from gradscope.intervals import assign_intervals
 from gradscope.rollouts import Note, TokenBatch
 
@@ -102,6 +110,8 @@ def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSetti
             f"the table's {len(table):,} tokens are not the batch's {len(ids):,}, in its order; give the table that "
             "was measured on these rollouts"
         )
+    if told := describe_reread(table, batch):
+        raise InputError(f"the table's maker {told}: measure these rollouts again")
     own = assign_intervals(table["prob"], settings.edges)
     if wrong := int((own != table["interval"].to_numpy()).sum()):
         raise InputError(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from warnings import catch_warnings, simplefilter
 
 import pandas as pd
 
 from gradscope.diagnosis.format import name_bin, share_words
 from gradscope.diagnosis.result import DiagnosisSettings, pick_row
 from gradscope.diagnosis.tokens import sum_by_prompt, token_shares
-from gradscope.gradients import measure
+from gradscope.gradients import ContradictionWarning, measure
 from gradscope.intervals import interval_labels
 from gradscope.policy import Policy
 from gradscope.resampling import Seed
@@ -42,7 +43,9 @@ def try_temperatures(
     for temperature in temperatures:
         own = table
         if (batch.temperature != temperature).any():
-            own = measure(policy, batch.at_temperature(temperature), edges=settings.edges, **sample)
+            with catch_warnings():  # at the temperature assumed, what the log contradicts has been said
+                simplefilter("ignore", ContradictionWarning)
+                own = measure(policy, batch.at_temperature(temperature), edges=settings.edges, **sample)
         shares = token_shares(sum_by_prompt(own, len(labels)), labels, seed=seed, resamples=settings.resamples)
         row: dict[str, float] = {"temperature": float(temperature)}
         for name, metric in (("token_share", "none"), ("squared_share", "raw")):

@@ -5,6 +5,7 @@ from .columns import (
     LAYER as LAYER,
     LOGITS as LOGITS,
     PARAMETERS as PARAMETERS,
+    describe_reread as describe_reread,
     refuse_endless_weights as refuse_endless_weights,
 )
 from .cost.machine import Rates as Rates, describe_seconds as describe_seconds, gpu_rates as gpu_rates
@@ -31,7 +32,11 @@ from .hooks import (
     forward_hooks as forward_hooks,
     measuring as measuring,
 )
-from .logged import find_contradictions as find_contradictions, note_logged as note_logged
+from .logged import (
+    ContradictionWarning as ContradictionWarning,
+    find_contradictions as find_contradictions,
+    note_logged as note_logged,
+)
 from .rounds import (
     PILOT as PILOT,
     Round as Round,

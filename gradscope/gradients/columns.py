@@ -135,3 +135,14 @@ def to_column(values: object) -> object:
         values = values.detach().cpu()
         return (values.float() if values.is_floating_point() else values).numpy()
     return values
+
+
+def describe_reread(table: pd.DataFrame, batch: TokenBatch) -> str:
+    """How a table that was made of the same log took it otherwise, as a verb; "" where that cannot be seen."""
+    groups = batch.group_ids.repeat_interleave(batch.response_mask.sum(1)).numpy()
+    if len(table) != len(groups):
+        return f"took {len(table):,} tokens as sampled, not {len(groups):,}"
+    before, after = table["group"].nunique(), len(np.unique(groups))
+    if len({*zip(table["group"], groups, strict=True)}) != max(before, after) or before != after:
+        return f"saw {before:,} groups of responses, not {after:,}"
+    return ""

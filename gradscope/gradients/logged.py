@@ -51,6 +51,10 @@ TOP_K = (5, 10, 20, 30, 40, 50, 64, 100, 200, 512, 1024)
 TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
 
 
+class ContradictionWarning(UserWarning):
+    """Logged log-probabilities contradict the policy: see `Contradiction`."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """One way to read a column of log-probabilities: at a temperature, renormalised over a kept set or not."""

@@ -39,7 +39,7 @@ from gradscope.gradients.engine.self_check import check_engine
 from gradscope.gradients.estimate_plan import EstimatePlan, check_estimates, plan_estimate
 from gradscope.gradients.estimates import estimate_response
 from gradscope.gradients.hooks import measuring
-from gradscope.gradients.logged import note_logged
+from gradscope.gradients.logged import ContradictionWarning, note_logged
 from gradscope.gradients.rounds import Stopwatch, join_rounds, measure_rounds
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.gradients.selection import cut_sequences, select
@@ -355,7 +355,7 @@ def measure(
 
 def _warn(notes: Iterable[Note]) -> None:
     for note in notes:
-        warnings.warn(note, stacklevel=3)
+        warnings.warn(note, ContradictionWarning, stacklevel=3)
 
 
 def join_responses(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:

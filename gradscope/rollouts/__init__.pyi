@@ -12,6 +12,7 @@ from .dump import Dump as Dump, keep_own_step as keep_own_step
 from .files import list_files as list_files, rollouts_hash as rollouts_hash
 from .formats.native import write_rollouts as write_rollouts
 from .reading import (
+    READER as READER,
     READERS as READERS,
     BatchLike as BatchLike,
     read_dump as read_dump,

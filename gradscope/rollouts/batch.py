@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -195,6 +196,14 @@ class TokenBatch:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are known, by name."""
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+
+    def digest(self) -> str:
+        """sha256 of all tensors: the same batch has the same, whoever read it from wherever; hexadecimal."""
+        found = hashlib.sha256()
+        for name, value in self.tensors().items():
+            found.update(f"{name} {value.dtype} {[*value.shape]}".encode())
+            found.update(value.contiguous().numpy().tobytes())
+        return found.hexdigest()
 
     def sequence(self, row: int) -> tuple[Int[Tensor, " n"], Int[Tensor, " m"]]:
         """(ids without padding [n], indices in it of the kept response tokens [m]) of one response."""

@@ -36,7 +36,10 @@ READERS: dict[str, Format] = {
 }
 """What reads a format, by its name; a reader of your own is one more entry."""
 
-__all__ = ["READERS", "BatchLike", "Dump", "read_dump", "read_inputs", "read_rollouts", "write_rollouts"]
+READER = 2
+"""Version of the readers: one more whenever one of them takes a log otherwise than before."""
+
+__all__ = ["READER", "READERS", "BatchLike", "Dump", "read_dump", "read_inputs", "read_rollouts", "write_rollouts"]
 
 BatchLike = TokenBatch | str | Path
 """Rollouts, or what `read_rollouts` reads them from."""

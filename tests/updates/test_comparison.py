@@ -355,7 +355,7 @@ def test_a_sample_of_norms_stands_for_all(case):
         ({"aggregation": "mean"}, "aggregation"),
         ({"loss": replace(SETTINGS, reweight_alpha=0.1)}, "reweight_alpha"),
         ({"batch": "advantages"}, "no advantage"),
-        ({"table": 3}, "rows"),
+        ({"table": 3}, "3 tokens as sampled"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(case, change, words):

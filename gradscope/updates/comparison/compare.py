@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients import ADAMW, BACKWARD, FORWARD_MODE, SUMS, measure, note_logged
+from gradscope.gradients import ADAMW, BACKWARD, FORWARD_MODE, SUMS, describe_reread, measure, note_logged
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import (
     COMPARED,
@@ -163,8 +163,8 @@ def compare(
         sample = {"tokens_per_interval": "enough", "seed": seed, "loss": loss}
         sample |= {"metric": None if metric is None else "adamw", "optimizer_state": metric}
         table = measure(policy, batch, edges=edges, progress=progress, **sample)
-    if len(table) != batch.num_tokens:
-        raise InputError(f"the table has {len(table)} rows, the batch {batch.num_tokens} tokens; give the batch's own")
+    if told := describe_reread(table, batch):
+        raise InputError(f"the table's maker {told}; give a table that was measured of this batch")
     batch = _with_advantages(batch, table)
     notes = [*note_logged(policy, batch, table), *batch.without_notes("on-policy").notes]
     notes.append(Note(describe_off_policyness(table, loss), "off-policy"))
