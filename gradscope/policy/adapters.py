@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.errors import InputError, first_line, show
-from gradscope.policy.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, EMBEDDED, is_adapter, is_hub_name
+from gradscope.policy.checkpoint import ADAPTER_CONFIG, EMBEDDED, adapter_weights, is_adapter, is_hub_name
 from gradscope.policy.fitting import fit_config, fit_names, fit_vocabulary, module_of
-from gradscope.runs import parse_json_file, read_json
+from gradscope.runs import load_tensors, parse_json_file, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -185,12 +185,17 @@ def _check_base(model: PreTrainedModel, folder: Path) -> dict[str, tuple[int, ..
         )
     pattern = config.get("rank_pattern") or {}
     ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
-    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
-        names = file.keys()
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    path = adapter_weights(folder)
+    if path.suffix == ".bin":
+        tensors = load_tensors(path, mapped=True)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    else:
+        with safe_open(path, "pt") as file:
+            names = file.keys()
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     if empty := next((name for name, shape in shapes.items() if 0 in shape), None):
         raise InputError(
-            f"{folder / ADAPTER_WEIGHTS}: {empty} is empty, as a trainer leaves it that saves without gathering the "
+            f"{path}: {empty} is empty, as a trainer leaves it that saves without gathering the "
             "parts of its weights (DeepSpeed ZeRO-3, FSDP); save the adapter anew, gathered"
         )
     largest = max((size for shape in shapes.values() for size in shape), default=0)
@@ -201,7 +206,7 @@ def _check_base(model: PreTrainedModel, folder: Path) -> dict[str, tuple[int, ..
         )
     if bare := next((name for name in shapes if "lora_" in name and not name.startswith(PREFIX)), None):
         raise InputError(
-            f"{folder / ADAPTER_WEIGHTS} has {bare}, where peft's names begin with {PREFIX}; save the adapter anew "
+            f"{path} has {bare}, where peft's names begin with {PREFIX}; save the adapter anew "
             "with peft's save_pretrained"
         )
     return {name.removeprefix(PREFIX): shape for name, shape in shapes.items()}
@@ -269,7 +274,7 @@ def _check_keys(adapted: nn.Module, folder: Path, saved: set[str]) -> None:
     """
     from peft import get_peft_model_state_dict
 
-    file, modules = folder / ADAPTER_WEIGHTS, {name for name, _ in adapted.named_modules()}
+    file, modules = adapter_weights(folder), {name for name, _ in adapted.named_modules()}
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     # peft saves whole embeddings beside an adapter of theirs, or of a grown vocabulary.
     extra = sorted(name for name in saved - wanted if "lora_" in name)

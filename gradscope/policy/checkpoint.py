@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).parents[1] / "embedded"
 EMBEDDED = {"embedded": _HERE / "uncertain", "embedded-certain": _HERE / "certain"}
 """The small Knights & Knaves policies that come with gradscope, by the names that stand for their folders."""
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+"""What an adapter's folder holds; of the weights one file, the first in peft's order (prime-rl writes the second)."""
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", ADAPTER_WEIGHTS[1])
 """Patterns of weight files, in the order in which they are looked for."""
 LARGEST_TEXT = 1 << 28
 """Bytes of a tokenizer.json; the largest have twenty million."""
@@ -47,11 +48,16 @@ def is_adapter(folder: Path) -> bool:
         raise InputError(
             f"{folder} holds an adapter and a whole model's weights; give a folder that holds one of the two"
         )
-    if not (folder / ADAPTER_WEIGHTS).is_file():
+    if adapter_weights(folder) is None:
         raise InputError(
-            f"{folder} holds {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS}; save the adapter there with save_pretrained"
+            f"{folder} holds {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS[0]}; save the adapter there with save_pretrained"
         )
     return True
+
+
+def adapter_weights(folder: Path) -> Path | None:
+    """The file of an adapter's tensors that peft reads; None if there is none."""
+    return next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
 
 
 def model_weights(folder: Path) -> list[Path]:

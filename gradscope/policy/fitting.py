@@ -86,15 +86,16 @@ def fit_config(model: nn.Module, config: Any, shapes: Shapes, fit: NameFit) -> A
     with its own rank and alpha.
     """
     modules = {name for name, _ in model.named_modules()}
-    parameters = [fit.rename(name) for name in config.target_parameters or ()]
     adapted = {}
     for name in shapes:
         old = module_of(name)
         if OF_LORA.search(name) and (new := fit.rename(old)) in modules:
             adapted[new] = old
-    held = {name.rpartition(".")[0] for name in parameters}
-    listed = [name for name in adapted if not any(f".{name}".endswith(f".{part}") for part in held)]
-    config.target_modules, config.target_parameters = set(listed), parameters or None
+    # Of modules whose parameters are adapted as such, the parameters; of the others, themselves.
+    parts = [name.rpartition(".")[::2] for name in config.target_parameters or ()]
+    parameters = {(new, part) for new, old in adapted.items() for held, part in parts if f".{old}".endswith(f".{held}")}
+    config.target_modules = adapted.keys() - {new for new, _ in parameters}
+    config.target_parameters = [".".join(pair) for pair in sorted(parameters)] or None
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
     for pattern in ("rank_pattern", "alpha_pattern"):
         given = getattr(config, pattern) or {}

@@ -125,6 +125,23 @@ def test_norms_over_the_text_part_of_such_an_adapter_are_those_of_plain_autograd
     np.testing.assert_allclose(found, norms, rtol=3e-5)  # norms cast to float32 inside transformers
 
 
+def test_adapted_experts_of_an_image_text_class_are_found_by_their_parameters(tmp_path):
+    text, eye, both = IMAGE_TEXT["Qwen3_5"]
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    text = TEXT | text | experts | {"shared_expert_intermediate_size": 16}
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=EYE | eye, **both)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.Qwen3_5MoeForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    kind = transformers.Qwen3_5MoeForConditionalGeneration
+    for place, parameters in enumerate(
+        (["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], ["language_model.layers.1.mlp.experts.gate_up_proj"])
+    ):
+        model = kind.from_pretrained(tmp_path / "base", experts_implementation="eager")
+        adapted = adapt(model, tmp_path / str(place), target_modules=["q_proj"], target_parameters=parameters)
+        assert_same(tmp_path / str(place), adapted)
+
+
 def test_an_adapter_of_the_text_class_fits_the_whole_model(tmp_path):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

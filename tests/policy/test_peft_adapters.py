@@ -249,6 +249,30 @@ def test_replicated_layers_that_no_longer_run_are_refused(tmp_path):
         assert "computes nothing (IndexError" in refusal(folder, params=params)
 
 
+def test_an_adapter_that_torch_saved_is_the_same_adapter_and_nothing_in_it_is_run(broken):
+    expected, before = (
+        in_peft(broken)[0](input_ids=torch.arange(4, 24)[None]).logits,
+        policy_hashes(load_policy(broken)),
+    )
+    file = broken / "adapter_model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    torch.save(tensors, broken / "adapter_model.bin")  # as prime-rl does, with no more than this in the configuration
+    known = ("peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "bias")
+    config = json.loads((broken / "adapter_config.json").read_text())
+    config = {name: config[name] for name in (*known, "target_modules", "modules_to_save")}
+    (broken / "adapter_config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        found = load_policy(broken, dtype="float64").model(input_ids=torch.arange(4, 24)[None]).logits
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-4)
+    after = policy_hashes(load_policy(broken))
+    assert after["model"] != before["model"] and after["base_model"] == before["base_model"]
+    torch.save(tensors | {"more": torch.ones(1)}, broken / "adapter_model.bin")
+    assert policy_hashes(load_policy(broken))["model"] != after["model"]
+    torch.save(tensors | {"more": Path("x")}, broken / "adapter_model.bin")
+    assert "nothing in it was run" in refusal(broken)
+
+
 @pytest.mark.parametrize("depth", [2, 3])
 def test_an_adapter_on_adapters_stands_on_all_of_them(depth, tmp_path):
     below = save_checkpoint(tmp_path / "0", "llama")

@@ -71,9 +71,12 @@ def test_the_context_of_gemma_3_which_scales_some_layers_alone_is_as_it_says(tmp
     full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
     ropes = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": ropes}))
-    policy = load_policy(folder)
+    policy = load_policy(folder, dtype="float64")
     assert policy.context == config["max_position_embeddings"]
     assert policy.config.rope_parameters["full_attention"]["factor"] == 8.0
+    batch = make_batch(policy, lengths=(3, 2), prompt_lengths=(50, 20), holes=False)
+    found = measure(policy, batch)["param_grad_norm"].to_numpy(np.float64)
+    np.testing.assert_allclose(found, brute_force(policy, batch), rtol=3e-5)
 
 
 def brute_force(policy: Policy, batch: TokenBatch) -> list[float]:
@@ -90,7 +93,12 @@ def brute_force(policy: Policy, batch: TokenBatch) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("case", ["linear", "yarn, Qwen2.5", "yarn, DeepSeek", "llama3"])
+SCALED |= {"longrope, one set of factors": (64, SCALED["longrope"][1] | {"short_factor": [2.0] * 4}, 64)}
+
+
+@pytest.mark.parametrize(
+    "case", ["linear", "yarn, Qwen2.5", "yarn, DeepSeek", "llama3", "longrope, one set of factors"]
+)
 def test_norms_beyond_the_length_before_scaling_are_those_of_plain_autograd(case, folder):
     places, rope, _ = SCALED[case]
     policy = load_policy(scale(folder, places, rope), dtype="float64")
