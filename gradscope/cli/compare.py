@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradscope.cli.flags import FormatFlag, Many, MeasuredPolicyFlags, MemoryFlag
+from gradscope.cli.flags import FormatFlag, Many, MeasuredPolicyFlags, MemoryFlag, command_progress
 from gradscope.cli.manifest import own_weightings
 from gradscope.cli.measure import MeasureOwn
 from gradscope.cli.measured import Measured
@@ -122,7 +121,7 @@ class Compare(MeasuredPolicyFlags):
             memory=measured.gradient_memory,
             seed=self.settings.seed,
             processes=measured.processes,
-            progress=measured.processes.is_main and sys.stderr.isatty(),
+            progress=command_progress(),
         )
         if not measured.processes.is_main:
             return

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradscope.cli.flags import FormatFlag, Many, MeasuredPolicyFlags, MemoryFlag, check_no_plan
+from gradscope.cli.flags import FormatFlag, Many, MeasuredPolicyFlags, MemoryFlag, check_no_plan, command_progress
 from gradscope.cli.measure import MeasureOwn
 from gradscope.cli.measured import Measured
 from gradscope.cli.optimizer import read_step
@@ -302,7 +301,7 @@ class Diagnose(MeasuredPolicyFlags):
             settings=replace(self._diagnosis_settings(measured), step=step, gradient_memory=measured.gradient_memory),
             optimizer_state=state,
             processes=measured.processes,
-            progress=measured.processes.is_main and sys.stderr.isatty(),
+            progress=command_progress(),
         )
         if found is None:
             return

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 
 import pandas as pd
 import tyro
-from tqdm import tqdm
 
-from gradscope.cli.flags import Many, PolicyFlags, check_prompts, load_quietly, print_notes
+from gradscope.cli.flags import Many, PolicyFlags, check_prompts, command_progress, load_quietly, print_notes
 from gradscope.cli.manifest import make_key, make_manifest
 from gradscope.errors import InputError
 from gradscope.policy import Policy, hash_ahead
@@ -83,7 +82,7 @@ class Evaluate(PolicyFlags):
             report = self._report_again()
             print(f"already evaluated with these arguments: {self.out / TABLE}\n{report}")
             return
-        sampling = {"batch_size": self.batch_size, "memory": self.vllm_memory, "progress": False}
+        sampling = {"batch_size": self.batch_size, "memory": self.vllm_memory, "progress": command_progress()}
         with closing(make_sampler(self.engine, policy, **sampling)) as sampler:
             exam = Exam(policy, task, questions, sampler=sampler, **settings)
             with folder.writing():
@@ -100,12 +99,12 @@ class Evaluate(PolicyFlags):
         if folder.begin(overwrite=self.overwrite):
             print(f"taking up the unfinished run in {folder.folder}")
         graded = []
-        with tqdm(total=len(exam.questions), desc="evaluating", unit="question", disable=None) as bar:
+        with command_progress().stage("evaluating", len(exam.questions), "questions") as advance:
             for part in range(exam.num_parts):
                 if not folder.has_part(part):
                     folder.write_part(part, exam.answer(part))
                 graded.append(exam.grade(folder.read_part(part)))
-                bar.update(graded[-1]["group"].nunique())
+                advance(graded[-1]["group"].nunique())
         evaluation = summarize_responses(graded)
         write_text(folder.staged / TABLE, evaluation.table.to_csv(index=False))
         write_parquet(folder.staged / RESPONSES, evaluation.responses)

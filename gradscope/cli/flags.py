@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +14,7 @@ import tyro
 
 from gradscope.errors import InputError
 from gradscope.policy import Policy, check_prompt
+from gradscope.runs import SILENT, Progress, Reporter
 from gradscope.tasks import Question
 
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
@@ -98,12 +101,19 @@ def print_notes(notes: Sequence[str]) -> None:
         print(f"note: {note}")
 
 
+@cache
+def command_progress() -> Progress:
+    """What the stages of a command report to; of several processes the first one alone tells."""
+    return Reporter() if os.environ.get("RANK", "0") == "0" else SILENT
+
+
 def load_quietly(path: str, **settings: Any) -> Policy:
     """`load_policy` without the progress bars and remarks of transformers: what is wrong is said in one line."""
     from gradscope.policy import load_policy
 
     quiet_transformers()
-    return load_policy(path, **settings)
+    with command_progress().stage("loading the policy"):
+        return load_policy(path, **settings)
 
 
 def check_prompts(questions: Sequence[Question], *, parquet: bool) -> None:

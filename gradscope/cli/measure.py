@@ -6,7 +6,6 @@ One file: the flags, and one run's way through its folder, which `diagnose` and 
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,13 +16,13 @@ import pandas as pd
 import torch
 import tyro
 from pyarrow import parquet
-from tqdm import tqdm
 
 from gradscope.cli.flags import (
     FormatFlag,
     MeasuredPolicyFlags,
     MemoryFlag,
     check_no_plan,
+    command_progress,
     load_quietly,
     print_notes,
     quiet_transformers,
@@ -176,6 +175,7 @@ class Measure(MeasuredPolicyFlags):
             settings = self.settle(policy, policy.device.type)
             cut = {"chunk_rows": self.chunk_rows, "chunk_memory": self.chunk_memory}
             cut |= {"optimizer_state": self._read_state(policy, settings), "processes": processes}
+            cut["progress"] = command_progress()
             measurement = TableMeasurement(policy, dump.batch, settings, **cut)
         # What is free differs by process and by moment; all later looks are at this number.
         memory = gradient_budget(policy.device, processes) if self.gradient_memory is None else self.gradient_memory
@@ -331,16 +331,15 @@ class Measure(MeasuredPolicyFlags):
         """Write the parts that are left and this process's; of several, the main one shows its own share."""
         counts = measurement.batch.response_mask.sum(1).tolist()
         mine, processes, missing = measurement.share(left), measurement.processes, set(left)
-        show = None if processes.is_main else True
         ours = sum(counts[row] for group in mine for row in group if row in missing)
         total = sum(counts) if processes.count == 1 else ours
-        with tqdm(total=total, initial=total - ours, desc="measuring", unit="token", disable=show) as bar:
+        with command_progress().stage("measuring", total, "tokens", done=total - ours) as advance:
             for group in mine:
                 # All of an unfinished group, as before it was interrupted: its numbers are the same then.
                 for row, frame in zip(group, measurement.measure_responses(group), strict=True):
                     if row in missing:
                         folder.write_part(row, frame)
-                        bar.update(counts[row])
+                        advance(counts[row])
 
     def _measure_rounds(self, measured: Measured, watch: Stopwatch) -> list[Round]:
         """All rounds, those of an interrupted run among them; each is written when it has ended."""
@@ -354,9 +353,8 @@ class Measure(MeasuredPolicyFlags):
                 f"preparation alone took {describe_seconds(watch.seconds())}: {PILOT} tokens of each interval are "
                 "measured all the same; give more minutes for more"
             )
-        show = processes.is_main and sys.stderr.isatty()
         reserve = self.reserve(measured)
-        for done in measure_rounds(measurement, watch, tuple(rounds), reserve=reserve, progress=show):
+        for done in measure_rounds(measurement, watch, tuple(rounds), reserve=reserve, progress=command_progress()):
             if processes.is_main:
                 folder.write_part(len(rounds), done.to_part())
             rounds.append(done)
@@ -370,7 +368,7 @@ class Measure(MeasuredPolicyFlags):
         from gradscope.diagnosis import summarize_measurement, write_figures
 
         folder, policy, measurement = measured.folder, measured.policy, measured.measurement
-        processes, progress = measured.processes, measured.processes.is_main and sys.stderr.isatty()
+        processes, progress = measured.processes, command_progress()
         drawn = {"constants": self.constants, "gradient_memory": self.gradient_memory}
         known = processes.is_main and (folder.manifest or {}).get("figures") == drawn
         found = known and (self.out / SUMMARY).is_file()

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradscope.cli.flags import Many, PolicyFlags, check_prompts, load_quietly, print_notes
+from gradscope.cli.flags import Many, PolicyFlags, check_prompts, command_progress, load_quietly, print_notes
 from gradscope.errors import InputError, first_line
 from gradscope.policy import check_prompt
 from gradscope.runs import check_is_folder, check_writable, parse_json, read_lines
@@ -79,7 +79,8 @@ class Sample(PolicyFlags):
         check_prompts(questions, parquet=self.out.suffix == ".parquet")
         policy = load_quietly(self.model, **self.loading)
         settings = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens, "seed": self.seed}
-        with closing(make_sampler(self.engine, policy, batch_size=self.batch_size)) as sampler:
+        sampling = {"batch_size": self.batch_size, "progress": command_progress()}
+        with closing(make_sampler(self.engine, policy, **sampling)) as sampler:
             rows = rollout_rows(policy, questions, task=task, sampler=sampler, n=self.n, **settings)
         print_notes(policy.length_notes(self.max_new_tokens))
         self.out.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -16,9 +15,8 @@ import numpy as np
 import pandas as pd
 import torch
 import tyro
-from tqdm import tqdm
 
-from gradscope.cli.flags import Dtype, FormatFlag, Many, PolicyFlags, load_quietly, print_notes
+from gradscope.cli.flags import Dtype, FormatFlag, Many, PolicyFlags, command_progress, load_quietly, print_notes
 from gradscope.cli.manifest import make_key, make_manifest, own_weightings, refuse_reread
 from gradscope.cli.optimizer import told_rate
 from gradscope.errors import InputError
@@ -244,12 +242,14 @@ class Tune(PolicyFlags):
         if folder.begin(overwrite=self.overwrite):
             print(f"taking up the unfinished run in {folder.folder}")
         left = [index for index in range(len(batches)) if not folder.has_part(index)]
-        bar = {"desc": "batches", "total": len(batches), "initial": len(batches) - len(left), "disable": None}
+        told = command_progress()
+        done = len(batches) - len(left)
         if self.jobs == 1:
-            for index in tqdm(left, **bar):
-                progress = sys.stderr.isatty()
-                part = tune_batch(policy, batches[index], actual=self._takes(index), progress=progress, **how)
-                folder.write_part(index, part)
+            with told.stage("screening", len(batches), "batches", done=done) as advance:
+                for index in left:
+                    part = tune_batch(policy, batches[index], actual=self._takes(index), progress=told, **how)
+                    folder.write_part(index, part)
+                    advance(1)
             return list(folder.read_parts(len(batches)))
         with ProcessPoolExecutor(self.jobs, worker_context(), _use_one_thread) as pool:
             jobs = {}
@@ -258,8 +258,10 @@ class Tune(PolicyFlags):
                     # As bytes: a tensor would be fetched by the process, from a thread here that may fail.
                     sent = pickle.dumps((batches[index], how))
                     jobs[pool.submit(_count_apart, self, sent, self._takes(index))] = index
-                for job in tqdm(as_completed(jobs), **bar):
-                    folder.write_part(jobs[job], job.result())
+                with told.stage("screening", len(batches), "batches", done=done) as advance:
+                    for job in as_completed(jobs):
+                        folder.write_part(jobs[job], job.result())
+                        advance(1)
             except BrokenProcessPool as error:
                 raise ChildProcessError(
                     "a process that counted a batch was killed, maybe for want of memory; start the same command "

@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 
 from gradscope.diagnosis import gradients, steps, tokens
-from gradscope.diagnosis.cost import COMPARISON, SCREENING, STEPS, SUMS, TOKENS, Stages, part_costs, screening_cost
+from gradscope.diagnosis.cost import COMPARISON, SCREENING, STEPS, SUMS, TOKENS, part_costs, screening_cost
 from gradscope.diagnosis.format import as_sentence
 from gradscope.diagnosis.notes import check_table, count_informative_prompts, has_gradient, note_limits
 from gradscope.diagnosis.page.contents import make_report
@@ -44,7 +44,7 @@ from gradscope.intervals import assign_intervals, interval_labels
 from gradscope.objective import batch_statistics
 from gradscope.policy import AdamWState, Policy, PolicyLike, gradient_budget, read_state, return_freed_memory
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
-from gradscope.runs import ALONE, Processes
+from gradscope.runs import ALONE, SILENT, Processes, Progress, settle_progress
 from gradscope.theory import judge_proxies, regress_norms
 from gradscope.updates import (
     KINDS,
@@ -75,7 +75,7 @@ def diagnose(
     settings: DiagnosisSettings | None = None,
     optimizer_state: AdamWState | dict[str, Any] | str | Path | None = None,
     processes: Processes = ALONE,
-    progress: bool = False,
+    progress: bool | Progress = False,
     **changes: object,
 ) -> Diagnosis | None:
     """Diagnose one checkpoint by one batch of rollouts; the policy is as it was afterwards.
@@ -96,6 +96,7 @@ def diagnose(
     """
     settings = make_settings(DiagnosisSettings, "diagnose", vars(settings or DiagnosisSettings()) | changes)
     settings.check()
+    progress = settle_progress(progress) if processes.is_main else SILENT
     policy, batch = read_inputs(policy, batch)
     optimizer_state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
     if table is None:
@@ -104,20 +105,21 @@ def diagnose(
         sample |= {"metric": None if metric is None else "adamw", "optimizer_state": metric}
         table = measure(policy, batch, edges=settings.edges, progress=progress, **sample)
     check_table(table, batch, settings)
-    task = _settle(policy, steps.with_advantages(batch, table), table, settings, optimizer_state, processes)
-    stages = Stages(_plan_parts(task), shown=progress and processes.is_main)
-    with processes.together(), stages.part(TOKENS):
+    judged = steps.with_advantages(batch, table)
+    task = _settle(policy, judged, table, settings, optimizer_state, processes, progress)
+    progress.plan(_plan_parts(task))
+    with processes.together(), progress.stage(TOKENS):
         token_part = describe_tokens(task) if processes.is_main else TokenPart()
         tried = try_other_temperatures(task) if processes.is_main else None
-    with stages.part(SUMS):
+    with progress.stage(SUMS):
         gradient_part = sum_gradients(task)
     if not processes.is_main:
         return None
-    with stages.part(STEPS):
+    with progress.stage(STEPS):
         step_part = take_steps(task, gradient_part.totals)
-    with stages.part(SCREENING):
+    with progress.stage(SCREENING):
         screening = screen_settings(task)
-    with stages.part(COMPARISON):
+    with progress.stage(COMPARISON):
         comparison = compare_weightings(task)
     found = Diagnosis(
         statistics=join_rows([*token_part.rows, *gradient_part.rows, *step_part.rows, *screening.rows]),
@@ -190,6 +192,7 @@ class Task:
     """Bytes for gradients."""
     processes: Processes
     minutes: Minutes
+    progress: Progress = SILENT
     notes: list[Note] = field(default_factory=list)
 
     def note(self, kind: str, text: str) -> None:
@@ -252,6 +255,7 @@ def _settle(
     settings: DiagnosisSettings,
     optimizer_state: AdamWState | dict[str, Any] | None,
     processes: Processes,
+    progress: Progress,
 ) -> Task:
     labels, memory = tuple(interval_labels(settings.edges)), settings.gradient_memory
     memory = gradient_budget(policy.device, processes) if memory is None else memory
@@ -263,7 +267,8 @@ def _settle(
     metric = _metric_of(policy, optimizer_state, settings)
     weighted, minutes = has_gradient(table), Minutes(settings.minutes)
     if weighted and settings.minutes is not None:
-        (seconds,) = processes.gather([_time_pass(policy, batch)] if processes.is_main else [])
+        with progress.stage("timing a forward pass"):
+            (seconds,) = processes.gather([_time_pass(policy, batch)] if processes.is_main else [])
         minutes = Minutes(settings.minutes, seconds, spent=1.0)
     told = batch.without_notes("on-policy").notes  # of that the table knows more
     told = (*note_logged(policy, batch, table), *told) if processes.is_main else told
@@ -283,6 +288,7 @@ def _settle(
         memory,
         processes,
         minutes,
+        progress,
         notes,
     )
 
@@ -377,6 +383,7 @@ def compare_weightings(task: Task) -> Comparison | None:
         return None
     numbers = {"table": task.table, "loss": s.loss, "edges": s.edges, "memory": task.memory, "seed": s.seed}
     numbers |= {"optimizer_state": task.saved or task.metric, "step": task.step, "resamples": s.resamples}
+    numbers["progress"] = task.progress
     what = "what each weighting would change"
     return task.attempt(what, lambda: compare(task.policy, task.batch, **numbers))
 
@@ -427,6 +434,7 @@ def sum_gradients(task: Task) -> GradientPart:
         way=way,
         generator=task.generator(1),
         processes=task.processes,
+        progress=task.progress,
         **asked,
     )
     if found.plan.way != "whole":
@@ -503,7 +511,8 @@ def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
     known = task.table[task.table["old_logprob"].notna()]
     same = assign_intervals(np.exp(known["old_logprob"].clip(upper=0)), task.settings.edges) == known["interval"]
     shared = len(rows) == len(task.batch) and same.all() and not task.table["kl_weight"].any()
-    found = influence(task.policy, batch, gradients=totals if shared else None, **task.step_keywords())
+    known = {"gradients": totals if shared else None, "progress": task.progress}
+    found = influence(task.policy, batch, **known, **task.step_keywords())
     draws = task.resampling(5)
     told, table = steps.influence_rows(found.contributions, task.labels, **draws)
     moved = steps.predicted_movement(found.contributions)
@@ -545,7 +554,7 @@ def screen_settings(task: Task) -> ScreeningPart:
     if not task.affords("α and η", screening_cost(s, task.step, one_by_one=one_by_one)):
         return ScreeningPart()
     numbers = {"alphas": s.alphas, "etas": s.etas, "num_batches": s.recommend_batches, "loss": s.loss}
-    numbers |= {"step": task.step, "optimizer_state": task.saved, "memory": task.memory}
+    numbers |= {"step": task.step, "optimizer_state": task.saved, "memory": task.memory, "progress": task.progress}
     random = {"seed": task.resampling(7)["seed"], "generator": task.generator(7)}
     best = task.attempt("α and η", lambda: steps.recommend(task.policy, task.batch, **numbers, **random))
     if best is None:

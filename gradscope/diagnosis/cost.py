@@ -1,11 +1,6 @@
-"""What the parts of a diagnosis cost, and one bar over all of them: which part it is, and how much time is left."""
+"""What the parts of a diagnosis cost."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-
-from tqdm import tqdm
 
 from gradscope.diagnosis.result import LARGE, DiagnosisSettings
 from gradscope.policy import Policy
@@ -53,24 +48,3 @@ def screening_cost(settings: DiagnosisSettings, step: StepSettings, *, one_by_on
     etas = {eta for eta in settings.etas if eta is not None}
     cells = len({*settings.edges, *etas}) - 1  # intervals, each cut at every η
     return linearise_cost(cells, len(etas) + 1, step, settings.loss, one_by_one=one_by_one)
-
-
-class Stages:
-    """One bar over a diagnosis, on stderr where that is a terminal."""
-
-    def __init__(self, costs: Mapping[str, float], *, shown: bool) -> None:
-        self._costs, self._done = costs, 0
-        form = "{desc} {percentage:3.0f}% {bar} about {remaining} left"
-        total = sum(costs.values())
-        self._bar = tqdm(total=total, disable=not shown or None, bar_format=form, leave=False, delay=1)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """While one part is made; one that costs nothing is not shown."""
-        if name in self._costs:
-            self._done += 1
-            self._bar.set_description_str(f"[{self._done}/{len(self._costs)}] {name}")
-        yield
-        self._bar.update(self._costs.get(name, 0.0))
-        if self._done == len(self._costs):
-            self._bar.close()

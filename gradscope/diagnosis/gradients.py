@@ -33,7 +33,7 @@ from gradscope.gradients import PromptGradients, SumsPlan, Way, fixed_cotangents
 from gradscope.policy import AdamWState, Policy, square_norm
 from gradscope.resampling import Seed, centred_bootstrap, jackknife_error
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import ALONE, Processes
+from gradscope.runs import ALONE, Processes, Progress
 
 Gram = Float[np.ndarray, "n A n A"]
 
@@ -80,7 +80,7 @@ def sum_gradients(
     micro_batch_size: int,
     generator: torch.Generator,
     processes: Processes = ALONE,
-    progress: bool = False,
+    progress: bool | Progress = False,
 ) -> SummedGradients:
     """All inner products of g_{p,a} = Σ_t cotangents[a, t]·∇ log π_t over prompt p's tokens; raw and in AdamW's metric.
 

@@ -19,6 +19,7 @@ from gradscope.objective import LossSettings, off_policyness, resolve_advantages
 from gradscope.policy import Policy
 from gradscope.resampling import Seed, prompt_clusters
 from gradscope.rollouts import TokenBatch
+from gradscope.runs import Progress
 from gradscope.updates import (
     BY,
     ENOUGH_BATCHES,
@@ -144,7 +145,7 @@ def recommend(
     generator: torch.Generator,
     min_tokens: int = MIN_TOKENS,
     memory: int | None = None,
-    progress: bool = False,
+    progress: bool | Progress = False,
 ) -> Recommendation:
     """Screen a grid by the predicted right-direction score (`tuning`, `tuning_screen`); no step is taken.
 

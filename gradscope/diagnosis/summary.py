@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from tqdm import tqdm
 
 from gradscope.errors import InputError
 from gradscope.gradients import (
@@ -27,7 +26,7 @@ from gradscope.intervals import interval_labels, summarize
 from gradscope.policy import Policy
 from gradscope.resampling import Seed
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import ALONE, Processes, write_text
+from gradscope.runs import ALONE, Processes, Progress, settle_progress, track, write_text
 from gradscope.theory import FLOOR, TheoryReport, layer_constants, theory_report, token_contexts
 
 PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
@@ -182,7 +181,7 @@ def summarize_measurement(
     memory: int | None = None,
     way: Way | None = None,
     processes: Processes = ALONE,
-    progress: bool = False,
+    progress: bool | Progress = False,
 ) -> Summary:
     """Ask the network for the sums over tokens that the table cannot give, and put everything side by side.
 
@@ -191,7 +190,7 @@ def summarize_measurement(
     (`jacobians.layer_constants`; its time grows fast with model and context). memory, way, processes: of the summed
     gradients; see `interval_gradients`.
     """
-    over, gradients = policy.parameters_in_words, None
+    over, gradients, progress = policy.parameters_in_words, None, settle_progress(progress)
     if table["weight"].notna().all():
         # The table's own intervals, by π: shares of tokens and of the gradient are of the same tokens.
         intervals = torch.zeros(batch.input_ids.shape, dtype=torch.long)
@@ -212,7 +211,7 @@ def summarize_measurement(
 
 
 def add_constants(
-    policy: Policy, batch: TokenBatch, table: pd.DataFrame, contexts: int, *, progress: bool = False
+    policy: Policy, batch: TokenBatch, table: pd.DataFrame, contexts: int, *, progress: bool | Progress = False
 ) -> tuple[pd.DataFrame, pd.DataFrame | None]:
     """(the table with a column `context`, Eq. 3's constants at these contexts): the shortest, each of another prompt.
 
@@ -227,7 +226,7 @@ def add_constants(
     temperatures = batch.temperature[chosen["response"].tolist()].tolist()
     pairs = zip(token_contexts(batch, chosen), temperatures, strict=True)
     parts = []
-    for index, (ids, temperature) in enumerate(tqdm(pairs, "constants", len(chosen), disable=not progress or None)):
+    for index, (ids, temperature) in enumerate(track(pairs, "constants", progress, total=len(chosen), unit="contexts")):
         parts.append(layer_constants(policy, [ids], temperature=temperature).assign(context=index))
     numbers = pd.Series(np.arange(len(chosen), dtype=float), index=chosen.index)
     return table.assign(context=numbers.reindex(table.index)), pd.concat(parts, ignore_index=True)
@@ -287,7 +286,7 @@ def _gradient_columns(gradients: IntervalGradients) -> pd.DataFrame:
 
 
 def write_figures(
-    folder: Path, policy: Policy, table: pd.DataFrame, summary: Summary, *, progress: bool = False
+    folder: Path, policy: Policy, table: pd.DataFrame, summary: Summary, *, progress: bool | Progress = False
 ) -> None:
     """Fig. 1 (a, b, d), Fig. 2, norms by layer and interval or against 1−π, cosines: PNG, CSV; summary and theory."""
     from gradscope import plots
@@ -313,7 +312,7 @@ def write_figures(
         )
     if any(name.startswith(f"{PARAMETERS}.") for name in table):
         draw["modules"] = lambda: plots.plot_modules(table)
-    for name, make in tqdm(draw.items(), desc="figures", disable=not progress or None):
+    for name, make in track(draw.items(), "drawing", progress, unit="figures"):
         plots.save_figure(make(), folder / f"{name}.png")
     if words := summary.theory_words():
         write_text(folder / "theory.txt", f"{words}\n")

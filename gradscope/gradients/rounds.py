@@ -21,7 +21,7 @@ import pandas as pd
 
 from gradscope.gradients.sample import TokenSample
 from gradscope.gradients.settings import MeasureSettings
-from gradscope.runs import Processes
+from gradscope.runs import Processes, Progress
 
 PILOT = 2
 """Tokens of each interval in the first round, which is measured even when time is up."""
@@ -69,7 +69,7 @@ class GrowingMeasurement(Protocol):
     processes: Processes
     sample: TokenSample
 
-    def measure_more(self, previous: int, each: int, *, progress: bool = False) -> pd.DataFrame: ...
+    def measure_more(self, previous: int, each: int, *, progress: bool | Progress = False) -> pd.DataFrame: ...
 
     def cost_of_more(self, previous: int, each: int) -> float: ...
 
@@ -82,7 +82,7 @@ def measure_rounds(
     finished: Sequence[Round] = (),
     *,
     reserve: float = 0.0,
-    progress: bool = False,
+    progress: bool | Progress = False,
 ) -> Iterator[Round]:
     """The rounds that are left after the finished ones, as they come; all processes go through them together.
 

@@ -19,7 +19,7 @@ from gradscope.gradients.logged import refuse_foreign_logprobs
 from gradscope.intervals import assign_intervals
 from gradscope.objective import LossSettings, TokenStatistics
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import Processes
+from gradscope.runs import Processes, Progress, track
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ def find_statistics(
     *,
     edges: Sequence[float],
     processes: Processes,
+    progress: bool | Progress = False,
 ) -> BatchStatistics:
     """Statistics of a whole batch, one forward pass for each response, which the processes share.
 
@@ -73,7 +74,7 @@ def find_statistics(
     with processes.together():
         mine = range(processes.rank, len(batch), processes.count)
         found, start = {}, 0
-        for row in mine:
+        for row in track(mine, "scoring", progress, unit="responses"):
             for name, values in _response_columns(meter, batch, row, loss).items():
                 # Straight into one tensor a column: thousands of small ones took three times as much memory.
                 whole = found.setdefault(name, values.new_empty(int(sizes[processes.rank :: processes.count].sum())))

@@ -18,7 +18,6 @@ import pandas as pd
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-from tqdm import tqdm
 
 from gradscope.errors import InputError, checked, make_settings
 from gradscope.gradients.checked_tokens import choose_checked
@@ -57,7 +56,7 @@ from gradscope.gradients.summed.weighted import weighted_gradients
 from gradscope.intervals import EDGES
 from gradscope.policy import AdamWState, Policy, PolicyLike, flat_slices, read_adamw_state, square_norm
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
-from gradscope.runs import ALONE, Processes
+from gradscope.runs import ALONE, SILENT, Processes, Progress, settle_progress, track
 
 Number = int | float
 GRADIENT_RESPONSES = 4
@@ -87,6 +86,7 @@ class TableMeasurement:
         chunk_memory: int = 1 << 30,
         optimizer_state: AdamWState | None = None,
         processes: Processes = ALONE,
+        progress: Progress = SILENT,
     ) -> None:
         check_settings(settings)
         check_chunks(chunk_rows, chunk_memory)
@@ -98,6 +98,7 @@ class TableMeasurement:
         self.batch = settle_batch(settings, policy, batch)
         """At the temperatures and with the advantages that are measured with."""
         _check_tokens(tokens, settings, batch.num_tokens)
+        self._progress = progress
         self._tokens, self._chunks = tokens, {"rows": chunk_rows, "memory": chunk_memory}
         self.check: SelfCheck | None = None
         """What the self-check found; None before entering, and where it was switched off."""
@@ -128,7 +129,12 @@ class TableMeasurement:
             self.meter = self._make_meter()
             start = perf_counter()
             self.statistics = find_statistics(
-                self.meter, self.batch, self.settings.loss, edges=self.edges, processes=self.processes
+                self.meter,
+                self.batch,
+                self.settings.loss,
+                edges=self.edges,
+                processes=self.processes,
+                progress=self._progress,
             )
             seconds = self.processes.count * (perf_counter() - start)
             if self.processes.is_main:
@@ -140,7 +146,8 @@ class TableMeasurement:
             if (metric := self._find_metric()) is not None:
                 self.meter.use_metric(metric)
             if self.settings.self_check:
-                self.check = self._self_check(generator)
+                with self._progress.stage("self-check"):
+                    self.check = self._self_check(generator)
             self._stack = stack.pop_all()
         return self
 
@@ -159,7 +166,7 @@ class TableMeasurement:
         found = self.meter.measure_together([self.selection.sequences[row] for row in group])
         return [self._frame(row, gradients) for row, gradients in zip(group, found, strict=True)]
 
-    def measure_more(self, previous: int, each: int, *, progress: bool = False) -> pd.DataFrame:
+    def measure_more(self, previous: int, each: int, *, progress: bool | Progress = False) -> pd.DataFrame:
         """Norms of the tokens that a sample of `each` per interval holds beside one of `previous`: this process's part.
 
         A row per token, whose index is its place in the table; the columns that take a backward pass.
@@ -168,7 +175,7 @@ class TableMeasurement:
         self._select(measured)
         rows = np.unique(self.statistics.responses[measured]).tolist()
         parts = []
-        for group in tqdm(self.share(rows), f"{each} of each interval", disable=not progress or None):
+        for group in track(self.share(rows), f"measuring {each} tokens of each interval", progress, unit="passes"):
             for row, frame in zip(group, self.measure_responses(group), strict=True):
                 own = measured[self.statistics.span(row)].nonzero()[0]
                 parts.append(frame[backward_columns(frame)].iloc[own].set_index(self.statistics.bounds[row] + own))
@@ -207,7 +214,8 @@ class TableMeasurement:
             return None
         keep, model = self.batch.response_mask, self.policy.model
         cotangents = torch.zeros(1, *keep.shape).masked_scatter(keep[None], -weights / self.num_tokens)
-        gradient = weighted_gradients(model, self.batch, cotangents, micro_batch_size=GRADIENT_RESPONSES)[0]
+        passes = {"micro_batch_size": GRADIENT_RESPONSES, "progress": self._progress}
+        gradient = weighted_gradients(model, self.batch, cotangents, **passes)[0]
         state = self._optimizer_state
         clip = state.clip_factor(square_norm(*(gradient[flat_slices(model)[name]] for name in state.exp_avg_sq)))
         return Metric(model, state.turn_into_scale(model, gradient).div_(clip))
@@ -298,7 +306,7 @@ def measure(
     chunk_rows: int | None = None,
     chunk_memory: int = 1 << 30,
     optimizer_state: AdamWState | str | Path | None = None,
-    progress: bool = False,
+    progress: bool | Progress = False,
     **settings: object,
 ) -> pd.DataFrame:
     """Measure every response token's own gradient: the token table, a row per token that response_mask keeps.
@@ -326,6 +334,7 @@ def measure(
     warns where logged log-probabilities fit another temperature or a truncated distribution better.
     """
     watch, asked = Stopwatch(), make_settings(MeasureSettings, "measure", settings)
+    progress = settle_progress(progress)
     policy, batch = read_inputs(policy, batch)
     if isinstance(optimizer_state, str | Path):
         optimizer_state = read_adamw_state(policy, optimizer_state)
@@ -338,18 +347,20 @@ def measure(
         chunk_rows=chunk_rows,
         chunk_memory=chunk_memory,
         optimizer_state=optimizer_state,
+        progress=progress,
     )
     if measurement.settings.minutes is not None:
         with measurement:
             _warn(measurement.notes)
             rounds = list(measure_rounds(measurement, watch, progress=progress))
             return join_responses(join_rounds(measurement, rounds))
-    with measurement, tqdm(total=batch.num_tokens, desc="measuring", unit="token", disable=not progress or None) as bar:
+    frames: dict[int, pd.DataFrame] = {}
+    with measurement:
         _warn(measurement.notes)
-        frames: dict[int, pd.DataFrame] = {}
-        for group in measurement.groups:
-            frames |= zip(group, measurement.measure_responses(group), strict=True)
-            bar.update(sum(len(frames[row]) for row in group))
+        with progress.stage("measuring", batch.num_tokens, "tokens") as advance:
+            for group in measurement.groups:
+                frames |= zip(group, measurement.measure_responses(group), strict=True)
+                advance(sum(len(frames[row]) for row in group))
     return join_responses(frames[row] for row in range(len(batch)))
 
 

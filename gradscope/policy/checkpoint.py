@@ -10,12 +10,10 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 from gradscope.errors import InputError, checked
 from gradscope.policy.naming import DEEPEST, homes_of, may_be_a_part, named_step
 from gradscope.policy.sharded.layouts import Shards, find_weights
-from gradscope.runs import read_json
+from gradscope.runs import Reporter, read_json
 
 if TYPE_CHECKING:
     from gradscope.policy.policy import Policy
@@ -294,11 +292,10 @@ def _state(files: list[Path]) -> _State:
 
 def _hash_files(files: list[Path]) -> str:
     digest, size = hashlib.sha256(), sum(file.stat().st_size for file in files)
-    # None: no bar where nobody looks at a terminal.
-    with tqdm(total=size, desc="hashing weights", unit="B", unit_scale=True, delay=2, leave=False, disable=None) as bar:
+    with Reporter().stage("hashing weights", size / 1e6, "MB") as advance:
         for file in files:
             with file.open("rb") as handle:
                 while chunk := handle.read(1 << 22):
                     digest.update(chunk)
-                    bar.update(len(chunk))
+                    advance(len(chunk) / 1e6)
     return digest.hexdigest()

@@ -43,5 +43,13 @@ from .processes import (
     whole as whole,
     worker_context as worker_context,
 )
+from .progress import (
+    SILENT as SILENT,
+    Advance as Advance,
+    Progress as Progress,
+    Reporter as Reporter,
+    settle_progress as settle_progress,
+    track as track,
+)
 from .scratch import check_room as check_room, scratch_zeros as scratch_zeros
 from .user_code import RAISED as RAISED, in_words as in_words, run_file as run_file

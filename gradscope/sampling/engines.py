@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradscope.errors import InputError
 from gradscope.policy import Policy
+from gradscope.runs import Progress
 from gradscope.sampling.hf import HFSampler
 from gradscope.sampling.protocol import Sampler
 
@@ -15,7 +16,7 @@ def make_sampler(
     batch_size: int = 64,
     dtype: str | None = None,
     memory: float = 0.4,
-    progress: bool = True,
+    progress: bool | Progress = True,
 ) -> Sampler:
     """A sampler of this policy: "hf" (transformers, with the policy's own weights) or "vllm" (a copy from its folder).
 

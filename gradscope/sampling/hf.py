@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradscope.errors import InputError, NanLogitsError
 from gradscope.policy import Policy, takes, without_cudnn_attention
+from gradscope.runs import Advance, Progress, settle_progress
 from gradscope.sampling.protocol import Sample
 
 Draw = Callable[[Float[Tensor, "B N"], Int[Tensor, " B"], int], tuple[Int[Tensor, " B"], Float[Tensor, " B"]]]
@@ -35,8 +36,8 @@ class HFSampler:
     policy: Policy
     batch_size: int = 64
     """Responses decoded together; memory grows with it, results do not depend on it."""
-    progress: bool = True
-    """A bar on stderr, where that is a terminal."""
+    progress: bool | Progress = True
+    """Whether, or to whom, it says how far it is."""
 
     def sample(
         self,
@@ -53,8 +54,6 @@ class HFSampler:
         greedy: the likeliest token, of equal ones the lowest id; a prompt's n responses are then one, n times.
         Raises InputError for a prompt that is empty, leaves no room in the context or has ids outside the vocabulary.
         """
-        from tqdm import tqdm
-
         from gradscope.sampling.kv_cache import decoding_attention
 
         check_settings(n, temperature, max_new_tokens)
@@ -68,17 +67,12 @@ class HFSampler:
         try:
             with (
                 decoding_attention(model),
-                tqdm(
-                    total=len(prompt_ids) * distinct,
-                    desc="sampling",
-                    unit="response",
-                    disable=not self.progress or None,
-                ) as bar,
+                settle_progress(self.progress).stage("sampling", len(prompt_ids) * distinct, "responses") as advance,
             ):
                 for keys in self._batches([len(ids) for ids in prompt_ids], distinct):
                     draw = _greedy(temperature) if greedy else _random(seed, keys, temperature)
                     prompts = [prompt_ids[p] for p, _ in keys]
-                    decoded = _decode(self.policy, prompts, max_new_tokens, draw, temperature, bar)
+                    decoded = _decode(self.policy, prompts, max_new_tokens, draw, temperature, advance)
                     samples.update(zip(keys, decoded, strict=True))
         finally:
             model.train(was_training)
@@ -167,7 +161,7 @@ def _greedy(temperature: float) -> Draw:
 @without_cudnn_attention()
 @torch.no_grad()  # not inference_mode: buffers that a model makes on the way could never be used for training again
 def _decode(
-    policy: Policy, prompts: list[list[int]], length: int, draw: Draw, temperature: float, bar: Any
+    policy: Policy, prompts: list[list[int]], length: int, draw: Draw, temperature: float, advance: Advance
 ) -> list[Sample]:
     """One response of at most `length` tokens per prompt; a finished one leaves the batch at once.
 
@@ -190,7 +184,7 @@ def _decode(
             ids[row].append(int(token))
             logprobs[row].append(logprob)
         going = [k for k, row in enumerate(alive) if ids[row][-1] not in stops and step + 1 < longest[row]]
-        bar.update(len(alive) - len(going))
+        advance(len(alive) - len(going))
         if not going:
             break
         if len(going) < len(alive):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradscope.errors import InputError, NanLogitsError
 from gradscope.policy import DTYPES, Policy
+from gradscope.runs import Progress, settle_progress
 from gradscope.sampling.hf import check_prompts, check_settings, stop_ids
 from gradscope.sampling.protocol import Sample
 
@@ -44,14 +45,14 @@ class VLLMSampler:
         dtype: str | torch.dtype | None = None,
         max_length: int | None = None,
         memory: float = 0.4,
-        progress: bool = True,
+        progress: bool | Progress = True,
     ) -> None:
         """Start an engine with the weights in the policy's folder; where the policy itself lies does not matter.
 
         dtype: of the engine's weights and activations; default the policy's.
         max_length: of prompt and response together; default the policy's context or what the memory has room for.
         memory: share of the GPU's memory for weights and KV cache.
-        progress: a bar on stderr, where that is a terminal.
+        progress: whether, or to whom, it says that it samples; True on a terminal: vLLM's own bar.
 
         Raises InputError where vLLM is not installed, for a policy without a folder, and where vLLM cannot start.
         """
@@ -117,11 +118,13 @@ class VLLMSampler:
         seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
         distinct = 1 if greedy else n
         keys = [(p, s) for p in range(len(prompt_ids)) for s in range(distinct)]
-        with _process_state_kept(), torch.autocast(self._policy.device.type, enabled=False):
+        own_bar = self.progress is True and sys.stderr.isatty()
+        told = settle_progress(False if own_bar else self.progress).stage(f"sampling {len(keys):,} responses")
+        with told, _process_state_kept(), torch.autocast(self._policy.device.type, enabled=False):
             outputs = self._llm.generate(
                 [{"prompt_token_ids": prompt_ids[p]} for p, _ in keys],
                 [self._request(lengths[key[0]], 0.0 if greedy else temperature, seed, key) for key in keys],
-                use_tqdm=self.progress and sys.stderr.isatty(),
+                use_tqdm=own_bar,
             )
         known = not greedy or temperature == 1
         samples = {key: self._read(out.outputs[0], known) for key, out in zip(keys, outputs, strict=True)}

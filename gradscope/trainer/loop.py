@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from gradscope.errors import DivergedError, InputError, NanLogitsError, SyncError, checked, make_settings
 from gradscope.objective import PassTotals, TokenStatistics
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import Processes, locked
+from gradscope.runs import SILENT, Processes, Progress, locked, settle_progress
 from gradscope.sampling import Sampler, make_sampler
 from gradscope.tasks import get_task
 from gradscope.trainer.algorithm import Update, compute_advantages, first_choice, plan_update, scores_in_first_pass
@@ -57,7 +56,7 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     on_step: OnStep | None = None,
-    progress: bool = True,
+    progress: bool | Progress = True,
     **changes: object,
 ) -> Path:
     """Train, and return the folder of the last checkpoint.
@@ -102,7 +101,7 @@ def train(
             for note in learner.policy.length_notes(config.max_new_tokens):
                 print(f"note: {note}", file=sys.stderr)
         run = _Run(journal, sampler, watchers, done=0 if start is None else step_of(start), nonfinite=nonfinite)
-        run.go(progress=progress)
+        run.go(settle_progress(progress) if processes.is_main else SILENT)
     return list_checkpoints(out)[-1]
 
 
@@ -129,16 +128,15 @@ class _Run:
         self.processes, self.done, self.nonfinite = journal.processes, done, nonfinite
         self.seconds = dict.fromkeys(("sampling", "training", "other"), 0.0)
 
-    def go(self, *, progress: bool) -> None:
+    def go(self, progress: Progress) -> None:
         """All steps that are left."""
-        total, shown = self.questions.steps, progress and self.processes.is_main
-        with tqdm(total=total, initial=self.done, desc="training", unit="step", disable=None if shown else True) as bar:
+        total = self.questions.steps
+        with progress.stage("training", total, "steps", done=self.done) as advance:
             while self.done < total:
                 record = self._step(self.done)
                 self.done += 1
                 self.journal.log(record)
-                if shown:
-                    _show(record, total, bar)
+                advance(1, _show(record, total, printed=progress is not SILENT and not sys.stderr.isatty()))
                 if self.nonfinite >= MOST_NONFINITE:
                     raise self.journal.diverged(
                         f"{self.nonfinite} optimizer steps in a row had no finite gradient, up to step {self.done}"
@@ -281,12 +279,11 @@ class _Run:
         self.seconds[name] += time.perf_counter() - started
 
 
-def _show(record: dict[str, Any], total: int, bar: tqdm) -> None:
-    """The step on the progress line; where that is not a terminal, on a line of its own."""
+def _show(record: dict[str, Any], total: int, *, printed: bool) -> str:
+    """The step in words, for the bar; printed: also on a line of its own."""
     shown = {name: f"{record[name]:.3g}" for name in ("reward_mean", "accuracy", "response_length", "kl")}
-    if bar.disable:
+    words = ", ".join(f"{name} {value}" for name, value in shown.items())
+    if printed:
         seconds = sum(record[f"seconds_{part}"] for part in ("sampling", "training", "other"))
-        words = ", ".join(f"{name} {value}" for name, value in shown.items())
         print(f"step {record['step']} of {total}: {words}, {seconds:.1f} s", file=sys.stderr, flush=True)
-    bar.set_postfix(shown, refresh=False)
-    bar.update()
+    return words

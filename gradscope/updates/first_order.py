@@ -40,7 +40,7 @@ from gradscope.objective import PAPER, LossSettings, TokenStatistics, batch_weig
 from gradscope.policy import PART, Policy, PolicyLike, flat_slices, flat_spans, float_parameters, read_state
 from gradscope.resampling import Seed, bootstrap, prompt_clusters
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
-from gradscope.runs import check_room
+from gradscope.runs import Progress, check_room, settle_progress
 from gradscope.updates.movement import Movement, measure_start, movement_table
 from gradscope.updates.step import SGD, Moments, StepSettings, read_moments
 from gradscope.updates.variants import old_intervals
@@ -85,7 +85,7 @@ def influence(
     edges: Sequence[Number] = EDGES,
     gradients: Float[Tensor, "A P"] | None = None,
     memory: int | None = None,
-    progress: bool = False,
+    progress: bool | Progress = False,
 ) -> Influence:
     """Predict what `apply_update(policy, batch, "all", …)` does to log π of each token, by source; no step is taken.
 
@@ -120,7 +120,7 @@ def influence(
     if not at_once and 2 * vector_bytes(policy.model) > memory:
         check_room(2 * vector_bytes(policy.model))  # before anything is measured
     batch, before = measure_start(policy, batch, step)
-    passes = {"micro_batch_size": step.micro_batch_size, "progress": progress}
+    passes = {"micro_batch_size": step.micro_batch_size, "progress": settle_progress(progress)}
     cotangents = _cotangents(batch, before, loss, step, edges)
     sources = _Sources(policy, batch, cotangents, step, moments, passes, gradients)
     changes, method, clip_factor, update_norm = sources.all_at_once() if at_once else sources.one_by_one(memory)

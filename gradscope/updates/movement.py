@@ -12,7 +12,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from gradscope.errors import InputError, checked
 from gradscope.gradients import (
@@ -47,6 +46,7 @@ from gradscope.policy import (
     sum_of_squares,
 )
 from gradscope.rollouts import BatchLike, TokenBatch, check_batch, read_inputs
+from gradscope.runs import Progress, track
 from gradscope.updates.directions import log_odds_change
 from gradscope.updates.step import SGD, StepSettings, make_optimizer, read_moments
 from gradscope.updates.variants import Variant, make_variant, old_intervals
@@ -154,7 +154,7 @@ def apply_updates(
     batch: BatchLike,
     variants: Sequence[str | Variant],
     *,
-    progress: bool = False,
+    progress: bool | Progress = False,
     **keywords: Any,
 ) -> list[Movement]:
     """`apply_update` for each variant, all from the same weights and the same statistics before.
@@ -164,7 +164,7 @@ def apply_updates(
     policy, batch = read_inputs(policy, batch)
     movements: list[Movement] = []
     before = keywords.pop("before", None)
-    for variant in tqdm(variants, "updates", disable=not progress):
+    for variant in track(variants, "taking steps", progress, unit="updates"):
         movements.append(apply_update(policy, batch, variant, before=before, **keywords))
         before = movements[0].before
     return movements

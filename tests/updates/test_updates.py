@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.gradients import snapshot
 from support.policies import make_batch, make_policy, pad_both_sides
+from support.progress import Listener
 from support.tiers import every
 from support.variants import by_loop
 from torch import Tensor, nn
@@ -396,9 +397,9 @@ def test_several_updates_share_the_statistics_before_and_each_starts_from_the_sa
     table = movement_table(movements)
     for single in alone:
         pd.testing.assert_frame_equal(table[single.columns], single)
-    given = apply_updates(policy, batch, ["all"], before=movements[0].before, progress=True)
+    given = apply_updates(policy, batch, ["all"], before=movements[0].before, progress=(told := Listener()))
     assert given[0].before is movements[0].before
-    assert "updates: 100%" in capsys.readouterr().err
+    assert [(stage.total, stage.done) for stage in told.stages] == [(1, 1)]
 
 
 def test_rows_are_the_kept_tokens_by_response_and_position_with_what_a_loop_says_of_them(policy, batch):

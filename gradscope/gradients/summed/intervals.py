@@ -34,7 +34,7 @@ from gradscope.objective import PAPER, LossSettings, batch_loss, own_where_unkno
 from gradscope.policy import PART, AdamWState, Policy, PolicyLike, gradient_budget, square_norm
 from gradscope.resampling import jackknife_error
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
-from gradscope.runs import ALONE, Processes
+from gradscope.runs import ALONE, Processes, Progress
 
 Number = int | float
 
@@ -94,7 +94,7 @@ def interval_gradients(
     memory: int | None = None,
     way: Way | None = None,
     processes: Processes = ALONE,
-    progress: bool = False,
+    progress: bool | Progress = False,
 ) -> IntervalGradients:
     """Measure the summed gradient of each interval's tokens, and of all, over all parameters, frozen ones too.
 

@@ -24,7 +24,6 @@ from functools import partial
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm import tqdm
 
 from gradscope.errors import InputError
 from gradscope.gradients.summed.plan import Index, Piece, Sizes, Way, cut_prompts, cut_slices, own_rows, plan_sums
@@ -41,7 +40,7 @@ from gradscope.gradients.summed.weighted import (
 from gradscope.objective import kept_logprobs
 from gradscope.policy import Policy, flat_slices, free_memory
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import ALONE, Processes, deal_by_cost
+from gradscope.runs import ALONE, Processes, Progress, deal_by_cost, settle_progress, track
 
 Cotangents = Callable[[Index, TokenBatch, Float[Tensor, " K"]], Float[Tensor, "R K"]]
 """∂loss/∂log π of a piece's kept tokens, a row for each vector, from where they stand in the batch and their log π."""
@@ -104,9 +103,10 @@ class PromptGradients:
         micro_batch_size: int = 8,
         sketch_seed: int = SEED,
         processes: Processes = ALONE,
-        progress: bool = False,
+        progress: bool | Progress = False,
     ) -> None:
-        self.model, self.rows, self._cotangents, self._progress = policy.model, rows, cotangents, progress
+        self.model, self.rows, self._cotangents = policy.model, rows, cotangents
+        self._progress = settle_progress(progress)
         self.processes, self._sketch_seed = processes, sketch_seed
         self._pieces = cut_prompts(policy, batch, own_rows(batch), micro_batch_size)
         self.num_prompts = len(self._pieces)
@@ -214,14 +214,12 @@ class PromptGradients:
         parts = cut_slices([(n, sizes[n]) for i in (*inside, OUTER) for n in segments[i]], self.plan.slice_width)
         states = {prompt: [self._start(*piece) for piece in pieces] for prompt, pieces in self._counted()}
         room = zero_vectors(self.model, 0).new_zeros(self.rows, self.plan.slice_width)
-        bar = tqdm(total=len(parts), desc="slices of the gradients", disable=not self._progress)
-        for ranges, following in zip(parts, [*parts[1:], None], strict=True):
+        pairs = zip(parts, [*parts[1:], None], strict=True)
+        for ranges, following in track(pairs, "gradients", self._progress, total=len(parts), unit="slices"):
             part = Part(tuple(ranges), sum(last - first for _, first, last in ranges))
             # The segment that the next part begins in, which this part must not go past.
             end = OUTER if following is None else home[following[0][0]]
             yield part, self._slice_vectors(part, home, end, states, scale, sums, room[:, : part.size])
-            bar.update()
-        bar.close()
 
     def _slice_vectors(
         self,
@@ -319,7 +317,7 @@ class PromptGradients:
 
     def _counted(self) -> Iterator[tuple[int, list[Piece]]]:
         """This process's prompts, with their pieces."""
-        for prompt in tqdm(self.prompts, "gradients of prompts", disable=not self._progress):
+        for prompt in track(self.prompts, "gradients", self._progress, unit="prompts"):
             yield prompt, self._pieces[prompt]
 
     def _sizes(self) -> dict[str, int]:

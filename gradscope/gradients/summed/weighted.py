@@ -18,14 +18,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import functional_call
-from tqdm import tqdm
 
 from gradscope.errors import InputError, first_line
 from gradscope.gradients.hooks import measuring
 from gradscope.objective import fitting_size, kept_logprobs, micro_batches
 from gradscope.policy import flat_slices, float_parameters, is_upcast, moving
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import scratch_zeros
+from gradscope.runs import Progress, scratch_zeros, track
 
 Vectors = dict[str, Tensor]
 """A tensor of each parameter's shape, by its name in _KeptLogprobs."""
@@ -51,7 +50,7 @@ def weighted_gradients(
     cotangents: Float[Tensor, "C B S"],
     *,
     micro_batch_size: int,
-    progress: bool = False,
+    progress: bool | Progress = False,
     out: Float[Tensor, "C P"] | None = None,
 ) -> Float[Tensor, "C P"]:
     """Row c is Σ_t cotangents[c, t] · ∇ log π_t over all parameters, frozen ones too; only kept tokens are read.
@@ -94,7 +93,7 @@ def predict_changes(
     directions: Float[Tensor, "C P"],
     *,
     micro_batch_size: int,
-    progress: bool = False,
+    progress: bool | Progress = False,
 ) -> tuple[Float[Tensor, "C B S"], Derivative]:
     """⟨∇ log π_t, direction⟩ of every kept token for each direction, 0 elsewhere, in nats and on the CPU; and how.
 
@@ -264,7 +263,7 @@ def _changes(
     batch: TokenBatch,
     directions: Float[Tensor, "C P"],
     micro_batch_size: int,
-    progress: bool,
+    progress: bool | Progress,
 ) -> Float[Tensor, "C B S"]:
     """The derivative along each direction, piece by piece."""
     module = _KeptLogprobs(model)
@@ -289,7 +288,11 @@ def _fits_together(model: nn.Module, directions: Float[Tensor, "C P"]) -> bool:
 
 
 def _changes_together(
-    model: nn.Module, batch: TokenBatch, directions: Float[Tensor, "C P"], micro_batch_size: int, progress: bool
+    model: nn.Module,
+    batch: TokenBatch,
+    directions: Float[Tensor, "C P"],
+    micro_batch_size: int,
+    progress: bool | Progress,
 ) -> Float[Tensor, "C B S"]:
     """`_changes` in forward mode along several directions at once."""
     module, parameters = _KeptLogprobs(model), {f"model.{name}": p for name, p in float_parameters(model)}
@@ -361,7 +364,7 @@ def _central_differences(
 
 
 def _pieces(
-    model: nn.Module, batch: TokenBatch, micro_batch_size: int, progress: bool, *, copies: int
+    model: nn.Module, batch: TokenBatch, micro_batch_size: int, progress: bool | Progress, *, copies: int
 ) -> Iterator[tuple[TokenBatch, tuple[Tensor, Tensor]]]:
     """Micro-batches, each with the rows and columns of its kept tokens in the batch.
 
@@ -369,7 +372,8 @@ def _pieces(
     """
     micro_batch_size = fitting_size(model, batch, micro_batch_size, copies=copies)
     start = batch.attention_mask.int().argmax(1)
-    for rows, piece in tqdm(micro_batches(batch, micro_batch_size), "micro-batches", disable=not progress):
+    pieces = micro_batches(batch, micro_batch_size)
+    for rows, piece in track(pieces, "gradients", progress, unit="micro-batches"):
         row, column = piece.response_mask.nonzero().unbind(1)
         yield piece, (rows[row], start[rows[row]] + column)
 

@@ -34,7 +34,7 @@ from gradscope.objective import (
 )
 from gradscope.policy import AdamWState, Policy, PolicyLike, gradient_budget, read_state
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
-from gradscope.runs import ALONE, Processes
+from gradscope.runs import ALONE, Processes, Progress, settle_progress
 from gradscope.updates.comparison.judge import Judge, columns
 from gradscope.updates.comparison.passes import Passes, pass_through
 from gradscope.updates.comparison.real_steps import gains_on_unseen_prompts, take_steps
@@ -130,7 +130,7 @@ def compare(
     confidence: float = 0.95,
     resamples: int = 1000,
     processes: Processes = ALONE,
-    progress: bool = False,
+    progress: bool | Progress = False,
 ) -> Comparison:
     """Compare token weightings on one batch, each with plain GRPO; the policy is as it was afterwards.
 
@@ -152,7 +152,7 @@ def compare(
     optimizer_state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
     if loss.reweight_alpha is not None:
         raise InputError(f"reweight_alpha is {loss.reweight_alpha}; plain GRPO has none, name reweight in methods")
-    labels = interval_labels(edges)
+    labels, progress = interval_labels(edges), settle_progress(progress)
     _check_advantages(batch)
     saved = optimizer_state if isinstance(optimizer_state, dict) else None
     metric = optimizer_state

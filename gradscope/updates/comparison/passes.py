@@ -30,7 +30,7 @@ from gradscope.gradients import (
 )
 from gradscope.policy import PART, AdamWState, Policy, square_norm
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import ALONE, Processes
+from gradscope.runs import ALONE, Processes, Progress
 from gradscope.updates.comparison.noise import Products
 
 SKETCH = 1 << 12, 1 << 16
@@ -72,7 +72,7 @@ def pass_through(
     memory: int,
     micro_batch_size: int = 8,
     processes: Processes = ALONE,
-    progress: bool = False,
+    progress: bool | Progress = False,
 ) -> Passes:
     """U = Σ_t w_t·g_t / K for each row of weights of the K kept tokens, by prompt, and every token's change along it.
 
@@ -101,7 +101,7 @@ class _Work:
         memory: int,
         micro_batch_size: int,
         processes: Processes,
-        progress: bool,
+        progress: bool | Progress,
     ) -> None:
         self.policy, self.batch, self.cotangents, self.metric, self.memory = policy, batch, cotangents, metric, memory
         self.processes = processes

@@ -11,12 +11,12 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm import tqdm
 
 from gradscope.intervals import EDGES
 from gradscope.objective import PAPER, LossSettings, Pass, resolve_advantages
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
+from gradscope.runs import Progress, settle_progress, track
 from gradscope.updates.directions import SIGNS, log_odds_change, right_direction_shares
 from gradscope.updates.movement import Movement, apply_update
 from gradscope.updates.step import SGD, StepSettings
@@ -37,7 +37,7 @@ def tune_batch(
     optimizer_state: dict[str, Any] | None = None,
     actual: bool = True,
     memory: int | None = None,
-    progress: bool = False,
+    progress: bool | Progress = False,
 ) -> pd.DataFrame:
     """Predict each setting's step on one batch, with `actual` also take and rewind it, and count right directions.
 
@@ -47,12 +47,13 @@ def tune_batch(
     setting, steps, adds_up, cosine, gradient_share.0, … (see `tuning.Prediction`) and method. Errors are those of
     `linearise`. memory: bytes for vectors as long as the parameters; see there and in `apply_update`.
     """
+    progress = settle_progress(progress)
     numbers = {"loss": loss, "step": step, "optimizer_state": optimizer_state, "memory": memory}
     weightings = [setting.weighting for setting in grid if setting.weighting is not None]
     etas = [setting.eta for setting in grid]
     linear = linearise(policy, batch, etas=etas, weightings=weightings, progress=progress, **numbers)
     tokens, before, frames = _tokens(linear.judged, linear.batch.group_ids), None, []
-    for place, setting in enumerate(tqdm(grid, "settings", disable=not progress, leave=False)):
+    for place, setting in enumerate(track(grid, "predicting", progress, unit="settings")):
         prediction = linear.predict(setting)
         counts = _count(tokens, prediction.delta_logprob)
         counts = counts.rename(columns={"tied": "predicted_tied", "right": "predicted_right"})

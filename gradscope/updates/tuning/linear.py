@@ -56,6 +56,7 @@ from gradscope.objective import (
 )
 from gradscope.policy import PART, Policy, flat_slices, flat_spans, float_parameters
 from gradscope.rollouts import TokenBatch
+from gradscope.runs import Progress
 from gradscope.updates.movement import measure_start
 from gradscope.updates.step import SGD, Moments, StepSettings, read_moments
 from gradscope.updates.variants import old_intervals
@@ -305,7 +306,7 @@ def linearise(
     optimizer_state: dict[str, Any] | None = None,
     edges: Sequence[Number] = EDGES,
     memory: int | None = None,
-    progress: bool = False,
+    progress: bool | Progress = False,
 ) -> Linearisation:
     """Take a batch's gradients by cell and every token's response to them; no step is taken.
 
