@@ -9,6 +9,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 # vLLM would have one small function compiled, by a C++ compiler and for a quarter of a minute.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
+# On a busy machine any command may take the seconds after which it says how far it is.
+os.environ["GRADSCOPE_PROGRESS"] = "off"
 
 import gc
 import signal

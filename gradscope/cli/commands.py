@@ -157,5 +157,7 @@ def _stop(error: Exception, status: int) -> None:
 
 def run_script() -> None:
     """The console script."""
+    if sys.stdout is not None and not sys.stdout.isatty():
+        sys.stdout.reconfigure(line_buffering=True)  # a log has notes and progress in the order they were said
     go_on_unread()
     end_at_once(main)

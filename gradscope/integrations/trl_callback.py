@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 from torch import nn
+from tqdm import tqdm
 from transformers import TrainerCallback
 
 from gradscope.errors import InputError
@@ -21,7 +23,7 @@ from gradscope.integrations.trl_measure import StepMeasurement, measure_step, na
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import ORDERS
 from gradscope.policy import lost_text
-from gradscope.runs import write_parquet
+from gradscope.runs import SILENT, Progress, Reporter, settle_progress, write_parquet
 
 Number = int | float
 TOLERANCE = 0.01
@@ -55,9 +57,10 @@ class GradScopeCallback(TrainerCallback):
     the same folder starts the file anew, a resumed one goes on with it. Several processes measure together, and the
     numbers are of all their responses.
 
-    edges: of the bins. micro_batch_size: most responses in one forward pass. Raises InputError for a trainer that
-    is neither GRPOTrainer nor RLOOTrainer or has a loss of its own, for losses that `trl_settings` refuses, weights in
-    shards (DeepSpeed, FSDP), and numbers below 1.
+    edges: of the bins. micro_batch_size: most responses in one forward pass. progress: say on stderr what is being
+    measured, and how far that is, or tell a `Progress`; of several processes the main one does. Raises InputError for a
+    trainer that is neither GRPOTrainer nor RLOOTrainer or has a loss of its own, for losses that `trl_settings`
+    refuses, weights in shards (DeepSpeed, FSDP), and numbers below 1.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class GradScopeCallback(TrainerCallback):
         edges: Sequence[Number] = EDGES,
         cosines: bool = False,
         micro_batch_size: int = 8,
+        progress: bool | Progress = True,
     ) -> None:
         for name, number in (("every", every), ("micro_batch_size", micro_batch_size)):
             if number < 1:
@@ -82,6 +86,9 @@ class GradScopeCallback(TrainerCallback):
         interval_labels(edges)
         self.trainer, self.every, self.edges, self.micro_batch_size = trainer, every, list(edges), micro_batch_size
         self.cosines = cosines
+        self.progress = Reporter(write=_say) if progress is True else settle_progress(progress)
+        if not trainer.accelerator.is_main_process:
+            self.progress = SILENT
         self.path = Path(trainer.args.output_dir) / "gradscope" / "metrics.parquet"
         self.rows: list[dict[str, Any]] = []
         """A dict per measured step, as in the file."""
@@ -109,16 +116,20 @@ class GradScopeCallback(TrainerCallback):
             return
         started, trainer, window = time.perf_counter(), self.trainer, self._window
         self._due, self._window = False, []
+        batch, number = batch_from_trl(window, trainer.temperature), state.global_step + 1
+        if self.progress is not SILENT:
+            own = " of this process" if trainer.accelerator.num_processes > 1 else ""
+            _say(
+                f"gradscope: measuring step {number} ({batch.num_tokens:,} tokens of {len(batch)} responses{own}): "
+                f"three forward passes and a backward pass for each of {len(self.edges) - 1} bins"
+            )
         settings = {"edges": self.edges, "cosines": self.cosines, "micro_batch_size": self.micro_batch_size}
-        self._step = measure_step(
-            trainer.model,
-            batch_from_trl(window, trainer.temperature),
-            partial(self.loss.weights, window),
-            self.loss.denominators(window),
-            **settings,
-        )
+        settings["progress"] = self.progress
+        weigh, denominators = partial(self.loss.weights, window), self.loss.denominators(window)
+        with self.progress.stage(f"step {number}"):
+            self._step = measure_step(trainer.model, batch, weigh, denominators, **settings)
         if self._step is not None:
-            self._compare(state.global_step + 1)
+            self._compare(number)
         self._spent = time.perf_counter() - started
         self.seconds += self._spent
 
@@ -164,7 +175,7 @@ class GradScopeCallback(TrainerCallback):
         if (step := self._step) is None:
             return
         started, self._step = time.perf_counter(), None
-        step.finish(self.trainer.model, micro_batch_size=self.micro_batch_size)
+        step.finish(self.trainer.model, micro_batch_size=self.micro_batch_size, progress=self.progress)
         spent = time.perf_counter() - started
         numbers = step.numbers | {"num_tokens": step.num_tokens, "seconds": self._spent + spent}
         self.rows.append({"step": state.global_step} | numbers)
@@ -217,3 +228,9 @@ class GradScopeCallback(TrainerCallback):
     def _unwatch(self) -> None:
         for name in WATCHED:
             self.trainer.__dict__.pop(name, None)
+
+
+def _say(line: str) -> None:
+    """A line on stderr, above the trainer's own bar where there is one."""
+    tqdm.write(line, file=sys.stderr)
+    sys.stderr.flush()

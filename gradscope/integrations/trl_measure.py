@@ -16,6 +16,7 @@ from gradscope.gradients import gram, measuring, weighted_gradients, zero_vector
 from gradscope.objective import TokenStatistics, batch_statistics, own_where_unknown
 from gradscope.policy import flat_slices, float_parameters
 from gradscope.rollouts import TokenBatch
+from gradscope.runs import SILENT, Progress
 from gradscope.updates import SIGNS, batch_direction_shares, old_intervals
 
 Number = int | float
@@ -41,12 +42,13 @@ class StepMeasurement:
         chosen = np.asarray(bins, dtype=float)
         return math.sqrt(max(chosen @ self.products @ chosen, 0.0))
 
-    def finish(self, model: nn.Module, *, micro_batch_size: int) -> None:
+    def finish(self, model: nn.Module, *, micro_batch_size: int, progress: Progress = SILENT) -> None:
         """Add the right-direction shares of the step that the model has taken since."""
         names = [f"right_direction_{sign}/{name}" for name in name_bins(self.edges) for sign in SIGNS]
         counts = torch.zeros(2, len(names), dtype=torch.float64)  # moved the right way, and moved at all
         if self.before is not None:
-            after = score(model, self.batch, micro_batch_size)
+            with progress.stage("scoring after the step"):
+                after = score(model, self.batch, micro_batch_size)
             shares = batch_direction_shares(self.before, after, self.batch, edges=self.edges)
             for row in shares.itertuples():
                 place = names.index(f"right_direction_{row.sign}/{name_bins(self.edges)[row.interval]}")
@@ -65,6 +67,7 @@ def measure_step(
     edges: Sequence[Number],
     cosines: bool,
     micro_batch_size: int,
+    progress: Progress = SILENT,
 ) -> StepMeasurement | None:
     """Norms, shares and cosines of the intervals' parts of the gradient −Σ_i 1/D_i Σ_t w_t · ∇ log π_t (Eq. 2).
 
@@ -76,7 +79,8 @@ def measure_step(
     device = next(model.parameters()).device
     before, counts = None, torch.zeros(len(edges) - 1, dtype=torch.float64)
     if batch.num_tokens:
-        before = score(model, batch, micro_batch_size)
+        with progress.stage("scoring before the step"):
+            before = score(model, batch, micro_batch_size)
         batch = replace(batch, old_logprobs=own_where_unknown(batch.old_logprobs, before.logprob))
         intervals = old_intervals(batch, edges)
         masks = torch.stack([intervals == a for a in range(len(edges) - 1)])
@@ -88,7 +92,7 @@ def measure_step(
         sums = zero_vectors(model, len(counts))
     else:
         cotangents = -weigh(batch, before) / denominators[:, None] * masks
-        sums = weighted_gradients(model, batch, cotangents, micro_batch_size=micro_batch_size)
+        sums = weighted_gradients(model, batch, cotangents, micro_batch_size=micro_batch_size, progress=progress)
     trained = _trained_columns(model)
     sums = add_over_processes(sums if trained is None else sums[:, trained], device)
     products = gram(sums).numpy() / count_processes() ** 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from support.policies import save_checkpoint
 from support.processes import launch
+from support.progress import Listener
 from support.tiers import every
 from support.trl_runs import Recorder, import_trl, make_trainer, needs_trl, save_policy, train
 from torch import nn
@@ -365,3 +367,23 @@ def test_several_processes_measure_the_gradient_of_all_their_responses(tmp_path,
     assert sum(first[f"token_share/{name}"] for name in BINS) == pytest.approx(1)
     assert {n: v for n, v in first.items() if n != "seconds"} == {n: v for n, v in second.items() if n != "seconds"}
     assert list(pd.read_parquet(tmp_path / "run" / "gradscope" / "metrics.parquet")["step"]) == [1]
+
+
+# ---- what it says while it measures
+
+
+def test_it_says_what_it_measures_and_reports_its_stages(checkpoint, tmp_path, capsys):
+    trainer = make_trainer(checkpoint, tmp_path, max_steps=4)
+    watch(trainer, every=2, progress=(told := Listener()))
+    train(trainer)
+    said = [line for line in capsys.readouterr().err.splitlines() if "gradscope" in line]
+    assert [re.findall(r"\d+", line)[:4] for line in said] == [[str(step), "80", "8", "4"] for step in (1, 3)]
+    assert [stage.name for stage in told.stages if not stage.within] == [
+        *("step 1", "scoring after the step"),
+        *("step 3", "scoring after the step"),
+    ]
+    assert [(s.total, s.done) for s in told.stages if s.name == "gradients"] == [(3, 3)] * 2  # eight, three at once
+    silent = make_trainer(checkpoint, tmp_path / "silent", max_steps=1)
+    watch(silent, progress=False)
+    train(silent)
+    assert "gradscope" not in capsys.readouterr().err

@@ -171,6 +171,7 @@ def test_a_terminal_has_one_bar_that_goes_away(monkeypatch):
 def test_a_pipe_is_told_by_itself_while_the_work_is_busy(monkeypatch, capsys):
     monkeypatch.setattr("gradscope.runs.progress.DELAY", 0.0)
     monkeypatch.setattr("gradscope.runs.progress.TICK", 0.01)
+    monkeypatch.delenv("GRADSCOPE_PROGRESS")
     before = threading.active_count()
     reporter = Reporter()
     with reporter.stage("measuring", 10, "tokens"):
