@@ -308,11 +308,12 @@ class Diagnose(MeasuredPolicyFlags):
         facts = make_facts(model, measured) | {"optimizer state": "none" if state is None else "AdamW's, saved"}
         facts |= {"step that is shown": describe_step(found.step)}
 
-        report = make_report(found, policy, batch, title=f"gradscope diagnosis: {model}", facts=facts, notes=notes)
-        with folder.writing():
-            folder.stage()
-            write_report(folder.staged, report)
-            folder.publish(folder.manifest | {"diagnosis": drawn})
+        with command_progress().stage("writing the page"):
+            report = make_report(found, policy, batch, title=f"gradscope diagnosis: {model}", facts=facts, notes=notes)
+            with folder.writing():
+                folder.stage()
+                write_report(folder.staged, report)
+                folder.publish(folder.manifest | {"diagnosis": drawn})
         print(f"{in_words(found)}\n{folder.folder / PAGE}")
 
     def _diagnose_dump(self) -> None:

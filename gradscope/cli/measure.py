@@ -171,7 +171,8 @@ class Measure(MeasuredPolicyFlags):
         with processes.together():
             hash_ahead(self.model)
             policy = load_quietly(self.model, **(self.loading | {"device": device}))
-            dump = self.read(policy)
+            with command_progress().stage("reading the rollouts"):
+                dump = self.read(policy)
             settings = self.settle(policy, policy.device.type)
             cut = {"chunk_rows": self.chunk_rows, "chunk_memory": self.chunk_memory}
             cut |= {"optimizer_state": self._read_state(policy, settings), "processes": processes}
@@ -264,7 +265,9 @@ class Measure(MeasuredPolicyFlags):
         policy = outline_policy(find_whole(self.model, self.base), self.blocks)
         given["metric"] = self.has_metric(policy)
         kind = "cuda" if self.machine is not None else torch.device(find_device(self.device)).type
-        return policy, plan_batch(policy, self.read(policy).batch, self.settle(policy, kind), **given)
+        batch, settings = self.read(policy).batch, self.settle(policy, kind)
+        with command_progress().stage("trying how fast this machine is"):
+            return policy, plan_batch(policy, batch, settings, **given)
 
     def _key(self, policy: Policy, dump: Dump, settings: MeasureSettings) -> dict[str, Any]:
         from gradscope.rollouts import rollouts_hash
