@@ -254,7 +254,14 @@ class Diagnose(MeasuredPolicyFlags):
         alone = shared / largest_share(plan.prompts, plan.processes)  # one process does all but the sums
         seconds = {part: passes * (shared if part == SUMS else alone) for part, passes in costs.items()}
         print(f"What diagnose adds to the table, {sum(costs.values()):.0f} forward passes over the batch at most:")
-        for part, each in (seconds | {"together, at most": sum(seconds.values())}).items():
+        whole = sum(seconds.values())
+        if (minutes := self.settings.minutes) is not None and whole > (limit := 60 * AFTERWARDS * minutes):
+            # Plain summed gradients are made whatever they take, as sketches if those are cheaper.
+            sums = min(filter(None, (plan.sums.forward_passes, plan.sums.sketched_passes))) * shared
+            whole, words = max(limit, sums), f"together, what fits into {minutes:g} min"
+        else:
+            words = "together, at most"
+        for part, each in (seconds | {words: whole}).items():
             print(f"    {part:<28}{describe_seconds(each)}")
 
     def _diagnosis_settings(self, measured: Measured | None = None) -> DiagnosisSettings:

@@ -420,7 +420,7 @@ def sum_gradients(task: Task) -> GradientPart:
     if known and not minutes.allow(once * (1 + (metric is not None))):
         once, way = plan.sketched_passes * share, "sketches"
     minutes.spent += once
-    metric = metric if metric is not None and task.affords("AdamW-preconditioned numbers", once) else None
+    metric = metric if metric is not None and task.affords("the AdamW-preconditioned summed gradient", once) else None
     exact = ADAMW in task.table and bool(task.table[ADAMW].notna().any())
     signs = None if exact else s.sign_passes
     if metric is not None and signs is not None:

@@ -268,6 +268,13 @@ class Diagnosis:
             object.__setattr__(self, "num_informative_prompts", self.num_prompts)
 
     @property
+    def few_prompts(self) -> str:
+        """How many prompts the numbers rest on, which are too few: the subject of a sentence and its verb."""
+        n = self.num_informative_prompts
+        served = "" if n == self.num_prompts else " with an advantage"
+        return f"{n} prompt{'' if n == 1 else 's'}{served} {'is' if n == 1 else 'are'} too few"
+
+    @property
     def judges(self) -> bool:
         """Whether there are prompts enough for a verdict."""
         return self.num_informative_prompts >= VERDICT_PROMPTS

@@ -91,9 +91,7 @@ def _dominance_in(d: Diagnosis, metric: str) -> Finding:
         alone = "the tokens of one prompt give no interval, so no verdict"
         return Finding(kind, Verdict.UNDECIDED, f"T{they[1:]} {are}; {alone}.", detail)
     if not d.judges:
-        prompts = d.num_informative_prompts
-        few = f"{prompts} prompt{'s are' if prompts != 1 else ' is'} too few for a verdict"
-        return Finding(kind, Verdict.UNDECIDED, f"T{they[1:]} {are}; {few}.", detail)
+        return Finding(kind, Verdict.UNDECIDED, f"T{they[1:]} {are}; {d.few_prompts} for a verdict.", detail)
     verdict = compare(d, index)
     if verdict is Verdict.MORE:
         return _rank(d, metric, f"{they} {are}", detail)
@@ -216,13 +214,16 @@ def _signal(d: Diagnosis) -> list[Finding]:
     if not known:
         return []
     each = "; ".join(f"{_group(name)}: {share_words(row)}" for name, row in known)
-    detail = f"Signal fraction of ‖G_a‖², over {d.num_prompts} prompts: {each}. Negative estimates arise by chance."
+    served = d.num_informative_prompts
+    served = "" if served == d.num_prompts else f", {served} of them with an advantage"
+    detail = f"Signal fraction of ‖G_a‖², over {d.num_prompts} prompts{served}: {each}. "
+    detail += "Negative estimates arise by chance."
     clear = [name for name, row in known if d.judges and row["lower"] > 0]
     names, low = ", ".join(map(_group, clear)), d.labels[0]
     if not clear:
         words = "No bin's summed gradient can be told from noise: other prompts may give another gradient."
         if not d.judges:
-            words = f"{d.num_informative_prompts} prompts are too few to tell the summed gradient's signal from noise."
+            words = f"{d.few_prompts} to tell the summed gradient's signal from noise."
         return [Finding("signal", Verdict.UNDECIDED, words, detail, "warn")]
     statement = f"The summed gradient has detectable signal in: {names}"
     missing = low not in clear and low in dict(known)
@@ -301,7 +302,7 @@ def _where(d: Diagnosis) -> list[Finding]:
         statement = f"No {words} accounts for detectably more gradient energy than its share of the tokens."
         if not d.judges:
             statement = (
-                f"{d.num_informative_prompts} prompts are too few to tell which {words} has more than its share."
+                f"{d.few_prompts} to tell which {words} has more than its share."
             )
         if len(over):
             statement = f"By {words}, more gradient energy than in proportion to the tokens: {names}."
@@ -337,7 +338,7 @@ def _driver(d: Diagnosis) -> list[Finding]:
     )
     detail = f"Standardised coefficients of the log norm over {d.parameters}, {row['tokens']:,} tokens that are not "
     detail += f"nearly certain: {fits}; R² of both {row['r2']:.2f}."
-    few = "" if d.judges else f": {d.num_informative_prompts} prompts are too few for a verdict"
+    few = "" if d.judges else f": {d.few_prompts} for a verdict"
     verdict = compare(d, row)
     words = {
         Verdict.MORE: "Token gradient norms follow probability more than entropy.",

@@ -28,10 +28,10 @@ def _summed(d: Diagnosis) -> str:
     if signal is None or isnan(signal["lower"]):
         return f"{words}; there are too few prompts to tell signal from noise."
     if not d.judges:
-        return f"{words}; {d.num_informative_prompts} prompts are too few to tell signal from noise."
+        return f"{words}; {d.few_prompts} to tell signal from noise."
     if signal["lower"] > 0:
         return f"{words}. Of the whole summed gradient, {share_words(signal)} is signal that other prompts would share."
-    noise = f"The whole summed gradient cannot be told from noise on these {d.num_prompts} prompts"
+    noise = f"The whole summed gradient cannot be told from noise on these {d.num_informative_prompts} prompts"
     return f"{words}. {noise}: sample more of this checkpoint before you compare methods."
 
 
@@ -51,7 +51,7 @@ def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
         if row is not None and not isnan(row["value"]):
             tiles.append(_tile(f"{name_bin(low)}: {label}", row, ""))
     signal = d.pick("signal_fraction", "raw", "all")
-    if signal is not None and not isnan(signal["value"]):
+    if signal is not None and not isnan(signal["value"]) and d.judges:
         if signal["lower"] > 0 or isnan(signal["lower"]):
             tiles.append(_tile("signal fraction", signal, "of the summed gradient of all tokens"))
         else:
