@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradscope.cli.flags import FormatFlag, Many, MeasuredPolicyFlags, MemoryFlag, command_progress
+from gradscope.cli.flags import Many, MeasuredPolicyFlags, MemoryFlag, ReadingFlags, command_progress
 from gradscope.cli.manifest import own_weightings
 from gradscope.cli.measure import MeasureOwn
 from gradscope.cli.measured import Measured
@@ -25,7 +25,7 @@ RESULTS = ("tokens.parquet", "figures", TABLE, BY_INTERVAL, WEIGHTS, SUMMARY)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare(MeasuredPolicyFlags):
+class Compare(ReadingFlags, MeasuredPolicyFlags):
     """What would every token weighting do with your batch? Which tokens it favours, how far it turns the update, how
     much of it is signal, each against plain GRPO, with intervals over prompts."""
 
@@ -51,10 +51,6 @@ class Compare(MeasuredPolicyFlags):
     gradient_memory: MemoryFlag = None
     """Bytes for vectors as long as the parameters, which decide how many weightings go through the network at a time,
     and whether their gradients are made whole, in slices of the parameters or as sketches."""
-    format: FormatFlag = None
-    """Format of the rollouts: native, trl, verl, prime_rl, …."""
-    step: int | None = None
-    """Only the responses of this training step, where a log holds several."""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
 
@@ -66,10 +62,10 @@ class Compare(MeasuredPolicyFlags):
         if self.optimizer_state is not None and find_optimizer_file(self.optimizer_state) is None:
             raise InputError(f"{self.optimizer_state} is not there; give the file of an AdamW state_dict")
         check_results(self.out, RESULTS)
-        read = {"format": self.format, "step": self.step, "optimizer_state": self.optimizer_state}
+        read = self.reading | {"optimizer_state": self.optimizer_state}
         read |= {"overwrite": self.overwrite, "figures": False, "gradient_memory": self.gradient_memory}
         read["max_grad_norm"] = self.max_grad_norm
-        measured = MeasureOwn(self.model, self.rollouts, self.out, self.settings, **read, **self.loading)
+        measured = MeasureOwn(self.model, self.rollouts, self.out, self.settings, **read | self.loading)
         self._compare(measured.measure())
 
     def _compare(self, measured: Measured) -> None:

@@ -11,7 +11,14 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradscope.cli.flags import FormatFlag, Many, MeasuredPolicyFlags, MemoryFlag, check_no_plan, command_progress
+from gradscope.cli.flags import (
+    Many,
+    MeasuredPolicyFlags,
+    MemoryFlag,
+    ReadingFlags,
+    check_no_plan,
+    command_progress,
+)
 from gradscope.cli.measure import MeasureOwn
 from gradscope.cli.measured import Measured
 from gradscope.cli.optimizer import read_step
@@ -47,7 +54,7 @@ from gradscope.updates import SGD
 
 
 @dataclass(frozen=True)
-class Diagnose(MeasuredPolicyFlags):
+class Diagnose(ReadingFlags, MeasuredPolicyFlags):
     """Which tokens drive your checkpoints' updates? One HTML page each, with the data behind it."""
 
     model: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = ()
@@ -59,11 +66,6 @@ class Diagnose(MeasuredPolicyFlags):
     rollouts: Annotated[tuple[Path, ...], Many] = ()
     """Rollouts or a trainer's rollout log: one for all checkpoints, or one for each in their order. None: they are
     sampled from each checkpoint, with --task or --prompts."""
-    step: int | None = None
-    """Only the responses of this training step; none: of a log that holds several, those that this checkpoint sampled:
-    of the step after its own, or the nearest one."""
-    format: FormatFlag = None
-    """Format of the rollouts: native, trl, verl, prime_rl, …."""
     task: str | None = None
     """Without rollouts: the task whose questions are answered (see `gradscope sample`)."""
     prompts: Path | None = None
@@ -158,6 +160,7 @@ class Diagnose(MeasuredPolicyFlags):
         names = (
             "params",
             "base",
+            "chat_template_kwargs",
             "device_map",
             "optimizer_state",
             "actual_step",
@@ -184,8 +187,11 @@ class Diagnose(MeasuredPolicyFlags):
                 raise InputError(f"{model} holds no config.json; give the folder of a checkpoint, or 'embedded'")
         for path in self.rollouts:
             list_files(path)
-        if not self.rollouts and (self.format is not None or self.step is not None):
-            raise InputError("--format and --step are of rollouts that are given; leave them out, or give --rollouts")
+        of_rollouts = (self.format, self.step, self.reward_key)
+        if not self.rollouts and any(value is not None for value in of_rollouts):
+            raise InputError(
+                "--format, --step and --reward-key are of rollouts that are given; leave them out, or give --rollouts"
+            )
         if not self.model and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InputError("several processes measure with a checkpoint, and none is given; start one process")
         if self.optimizer_state is None:
@@ -226,6 +232,8 @@ class Diagnose(MeasuredPolicyFlags):
         files = {"weights": weights_hash(find_checkpoint(model))}
         if self.prompts is not None and self.prompts.is_file():
             files["asked"] = file_hash(self.prompts)
+        if self.chat_template_kwargs is not None:
+            wanted["chat_template_kwargs"] = self.chat_template_kwargs
         told = json.dumps({**wanted, **files, "model": model}, default=str, sort_keys=True)
         path = folder / f"rollouts-{hashlib.sha256(told.encode()).hexdigest()[:8]}.jsonl"
         if not path.is_file():
@@ -234,10 +242,12 @@ class Diagnose(MeasuredPolicyFlags):
 
     def _measure(self, model: str, rollouts: Path, folder: Path | None) -> MeasureOwn:
         plan = {"plan": self.plan, "machine": self.machine, "processes": self.processes}
-        given = plan | {"format": self.format, "step": self.step, "gradient_memory": self.gradient_memory}
+        given = plan | self.loading | self.reading | {"gradient_memory": self.gradient_memory}
         given |= {"optimizer_state": self.optimizer_state, "overwrite": self.overwrite}
         given["max_grad_norm"] = self.max_grad_norm
-        return MeasureOwn(model, rollouts, folder, self.settings, **given, **self.loading)
+        if not self.rollouts:
+            given["chat_template_kwargs"] = None  # the rollouts were sampled with them, and hold ids
+        return MeasureOwn(model, rollouts, folder, self.settings, **given)
 
     def _plan(self, model: str, rollouts: Path) -> None:
         """Print what measuring takes, and all that follows it."""
@@ -326,5 +336,5 @@ class Diagnose(MeasuredPolicyFlags):
     def _diagnose_dump(self) -> None:
         """What the rollouts say without any policy."""
         (path,) = self.rollouts
-        read = {"format": self.format, "step": self.step, "overwrite": self.overwrite}
+        read = {"format": self.format, "step": self.step, "reward_key": self.reward_key, "overwrite": self.overwrite}
         diagnose_dump(path, self.out, loss=self.settings.loss, seed=self.settings.seed, **read)

@@ -92,6 +92,7 @@ class Evaluate(PolicyFlags):
 
     def _key(self, policy: Policy, questions: Sequence[Question], settings: dict[str, Any]) -> dict[str, Any]:
         asked = {"number_of_questions": len(questions), "questions": questions_hash(questions), "engine": self.engine}
+        asked["chat_template_kwargs"] = self.chat_template_kwargs
         return make_key(policy, task=self.task, settings=settings, **asked)
 
     def _evaluate(self, exam: Exam, folder: RunFolder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import tyro
 
 from gradscope.errors import InputError
 from gradscope.policy import Policy, check_prompt
-from gradscope.runs import SILENT, Progress, Reporter
+from gradscope.runs import SILENT, Progress, Reporter, parse_json
 from gradscope.tasks import Question
 
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
@@ -23,7 +24,35 @@ DtypeFlag = Annotated[Dtype | None, _OWN]
 MeasuredDtypeFlag = Annotated[Dtype | Literal["upcast"] | None, _OWN]
 DeviceFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: a GPU where there is one)")]
 
-FormatFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: detected from the columns)")]
+
+def parse_object(given: str) -> dict[str, Any] | None:
+    """The entries of a JSON object; "none": none.
+
+    >>> parse_object('{"enable_thinking": false}')
+    {'enable_thinking': False}
+    """
+    if given.lower() == "none":
+        return None
+    try:
+        value = parse_json(given)
+    except ValueError as error:
+        raise ValueError(f"{given!r} is no JSON ({error}); give an object, such as '{EXAMPLE}'") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{given!r} is a JSON {type(value).__name__}; give an object, such as '{EXAMPLE}'")
+    return value
+
+
+EXAMPLE = '{"enable_thinking": false}'
+ObjectFlag = Annotated[
+    dict[str, Any] | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda given: parse_object(given[0]),
+        is_instance=lambda value: value is None or isinstance(value, dict),
+        str_from_instance=lambda value: ["none" if value is None else json.dumps(value)],
+    ),
+]
 
 
 def parse_memory(given: str) -> int | None:
@@ -68,12 +97,34 @@ class PolicyFlags:
     """Precision of the weights and of all that is computed."""
     device: DeviceFlag = None
     """A device of torch: cpu, cuda, cuda:1, …"""
+    chat_template_kwargs: ObjectFlag = None
+    """Arguments of the chat template, for prompts that are chats, such as '{"enable_thinking": false}'."""
 
     @property
     def loading(self) -> dict[str, Any]:
         """The keywords of `load_policy`."""
         files = {"base": self.base, "trust_remote_code": self.trust_remote_code}
+        files["chat_template_kwargs"] = self.chat_template_kwargs
         return files | {"dtype": self.dtype, "device": self.device}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingFlags:
+    """How a command reads its policy's rollouts."""
+
+    format: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: detected from the columns)")] = None
+    """Format of the rollouts: native, trl, verl, prime_rl, …."""
+    step: int | None = None
+    """Only the responses of this training step; none: of a log that holds several, those that the checkpoint sampled:
+    of the step after its own, or of the nearest one."""
+    reward_key: str | None = None
+    """Which entry is the reward, where the log's rewards are dictionaries."""
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """The keywords of `read_dump`, but for the temperature."""
+        named = {name: getattr(self, name) for name in ("format", "step", "reward_key")}
+        return named | {"chat_template_kwargs": getattr(self, "chat_template_kwargs", None)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,9 @@ One file: the flags, and one run's way through its folder, which `diagnose` and 
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,9 +20,9 @@ import tyro
 from pyarrow import parquet
 
 from gradscope.cli.flags import (
-    FormatFlag,
     MeasuredPolicyFlags,
     MemoryFlag,
+    ReadingFlags,
     check_no_plan,
     command_progress,
     load_quietly,
@@ -88,7 +90,7 @@ def describe_speedup(speedup: float) -> str:
 
 
 @dataclass(frozen=True)
-class Measure(MeasuredPolicyFlags):
+class Measure(ReadingFlags, MeasuredPolicyFlags):
     """Measure every response token's own gradient: a token table, figures and a summary, in one folder."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -126,11 +128,6 @@ class Measure(MeasuredPolicyFlags):
     """With --plan: estimate for another GPU, h200, h100 or a100; none: this machine, by a short pilot."""
     processes: int | None = None
     """With --plan: how many processes are launched, each on a GPU of its own."""
-    format: FormatFlag = None
-    """Format of the rollouts: native, trl, verl, prime_rl, …."""
-    step: int | None = None
-    """Only the responses of this training step; none: of a log that holds several, those that MODEL sampled, of the
-    step after its own, or of the nearest one."""
     optimizer_state: Path | None = None
     """For --metric adamw: its state_dict, or the folder of its shards; none: the one in MODEL's folder, if any."""
     max_grad_norm: float | None = 1.0
@@ -152,13 +149,10 @@ class Measure(MeasuredPolicyFlags):
             texts = [SUMMARY, *([THEORY] if self.theory and (self.out / THEORY).is_file() else [])]
             print(*((self.out / name).read_text(encoding="utf-8") for name in texts), sep="\n")
             print(f"{self.out / TABLE}, figures in {self.out / 'figures'}")
-            asked = {
-                "temperature": self.settings.temperature,
-                "step": self.step,
-                "format": self.format,
-                "base": self.base,
-            }
-            flags = "".join(f" --{name} {value}" for name, value in asked.items() if value is not None)
+            asked = {"temperature": self.settings.temperature, **self.reading, "base": self.base}
+            asked = {name.replace("_", "-"): value for name, value in asked.items() if value is not None}
+            words = {name: json.dumps(v) if isinstance(v, dict) else str(v) for name, v in asked.items()}
+            flags = "".join(f" --{name} {shlex.quote(word)}" for name, word in words.items())
             print(f"next: gradscope diagnose {self.model} --rollouts {self.rollouts}{flags} --out DIR")
 
     def measure(self) -> Measured:
@@ -219,11 +213,8 @@ class Measure(MeasuredPolicyFlags):
         """The rollouts that are measured."""
         from gradscope.rollouts import read_dump
 
-        dump = read_dump(self.rollouts, policy, format=self.format, step=self.step)
-        dump = keep_own_step(dump, checkpoint_step(self.model))
-        if self.settings.temperature is None:
-            return dump
-        return replace(dump, batch=dump.batch.without_notes("temperature"))
+        dump = read_dump(self.rollouts, policy, temperature=self.settings.temperature, **self.reading)
+        return keep_own_step(dump, checkpoint_step(self.model))
 
     def has_metric(self, policy: Policy) -> bool:
         """Whether summed gradients are also made in AdamW's metric."""
@@ -273,8 +264,7 @@ class Measure(MeasuredPolicyFlags):
     def _key(self, policy: Policy, dump: Dump, settings: MeasureSettings) -> dict[str, Any]:
         from gradscope.rollouts import rollouts_hash
 
-        read = {"rollouts": rollouts_hash(self.rollouts), "format": self.format, "step": self.step}
-        read["read"] = dump.batch.digest()
+        read = {"rollouts": rollouts_hash(self.rollouts), **self.reading, "read": dump.batch.digest()}
         if settings.metric is not None:
             state = self.optimizer_state or find_policy_state(policy)
             read |= {"optimizer_state": state and optimizer_hash(state), "max_grad_norm": self.max_grad_norm}

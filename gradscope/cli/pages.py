@@ -154,15 +154,13 @@ def name_steps(models: Sequence[str]) -> tuple[list[int], list[str]]:
     return steps, []
 
 
-def diagnose_dump(
-    path: Path, out: Path, *, format: str | None, step: int | None, loss: LossSettings, seed: int, overwrite: bool
-) -> None:
-    """What the rollouts say without any policy."""
+def diagnose_dump(path: Path, out: Path, *, loss: LossSettings, seed: int, overwrite: bool, **reading: Any) -> None:
+    """What the rollouts say without any policy. reading: keywords of `read_dump`."""
     from gradscope.diagnosis import logit_notes, logit_shares, logit_table, make_logit_report, write_report
     from gradscope.rollouts import rollouts_hash
 
-    dump = read_dump(path, format=format, step=step)
-    key = {"gradscope": __version__, "rollouts": rollouts_hash(path), "format": format, "step": step, "policy": None}
+    dump = read_dump(path, **reading)
+    key = {"gradscope": __version__, "rollouts": rollouts_hash(path), **reading, "policy": None}
     key |= {"loss": asdict(loss), "seed": seed, "read": dump.batch.digest()}
     folder = RunFolder(out, key, results=RESULTS)
     if not overwrite:

@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 import tyro
 
-from gradscope.cli.flags import Dtype, FormatFlag, Many, PolicyFlags, command_progress, load_quietly, print_notes
+from gradscope.cli.flags import Dtype, Many, PolicyFlags, ReadingFlags, command_progress, load_quietly, print_notes
 from gradscope.cli.manifest import make_key, make_manifest, own_weightings, refuse_reread
 from gradscope.cli.optimizer import told_rate
 from gradscope.errors import InputError
@@ -61,7 +61,7 @@ FRESH = "fresh: its first step is a sign step, of which the prediction says litt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tune(PolicyFlags):
+class Tune(ReadingFlags, PolicyFlags):
     """Screen α (Advantage Reweighting), η (Lopti) and other weightings by what one step does to a few batches' tokens.
 
     Every setting's step is predicted to first order and, on half of the batches, taken and rewound: OUT gets a row per
@@ -118,8 +118,6 @@ class Tune(PolicyFlags):
     """On a CPU: batches counted side by side, each by a process of its own with one thread."""
     seed: int = 0
     """Splits a single file, and redraws prompts for the intervals."""
-    format: FormatFlag = None
-    """Format of the rollouts: native, trl, verl, prime_rl, …."""
     dtype: Dtype = "float32"
     """Precision of the weights and of all that is computed; below float32 an update vanishes by rounding."""
     overwrite: bool = False
@@ -135,6 +133,7 @@ class Tune(PolicyFlags):
         dumps = self._read_dumps(policy)
         batches = self._make_batches(dumps)
         check_batches(batches, self.min_tokens)
+        print_notes(list(dict.fromkeys(note for dump in dumps for note in dump.remarks)))
         for weighting in filter(None, (setting.weighting for setting in grid)):
             check_weighting(weighting, sampler_logprobs=all(b.sampler_logprobs is not None for b in batches))
         optimizer, state = self._find_optimizer(policy)
@@ -178,15 +177,11 @@ class Tune(PolicyFlags):
     def _read_dumps(self, policy: Policy) -> list[Dump]:
         from gradscope.rollouts import keep_own_step, read_dump
 
-        step, own = checkpoint_step(self.model), [read_dump(path, policy, format=self.format) for path in self.rollouts]
-        dumps = [keep_own_step(dump, step) for dump in own]
-        print_notes(list(dict.fromkeys(note for dump in dumps for note in dump.remarks)))
-        return dumps
+        how, step = {"temperature": self.temperature, **self.reading}, checkpoint_step(self.model)
+        return [keep_own_step(read_dump(path, policy, **how), step) for path in self.rollouts]
 
     def _make_batches(self, dumps: Sequence[Dump]) -> list[TokenBatch]:
         batches = [dump.batch for dump in dumps]
-        if self.temperature is not None:
-            batches = [batch.at_temperature(self.temperature) for batch in batches]
         return batches if len(batches) > 1 else split_prompts(batches[0], self.batches, seed=self.seed)
 
     def _find_optimizer(self, policy: Policy) -> tuple[Optimizer, Path | None]:
@@ -221,7 +216,7 @@ class Tune(PolicyFlags):
         return make_key(
             policy,
             rollouts=[rollouts_hash(path) for path in self.rollouts],
-            format=self.format,
+            reading=self.reading,
             read=[dump.batch.digest() for dump in dumps],
             batches=self.batches if len(self.rollouts) == 1 else len(self.rollouts),
             grid=[setting.name for setting in how["grid"]],

@@ -77,7 +77,7 @@ LARGEST_SEED = 2**57
 """torch takes seeds of 63 bits, and each part of a diagnosis has its own of the 64 that are made of one."""
 LARGE = 100_000_000
 """Parameters from which on α and η are screened only on demand: it takes more passes than all the rest."""
-WARNINGS = ("logged-logprobs", "improbable", "temperature", "other-step")
+WARNINGS = ("logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature", "other-step")
 """Kinds of notes that may change the verdict itself: they come first, and the page shows them unfolded."""
 VERDICT_PROMPTS = 6
 """Below so many, bounds are no ground of a verdict: those of a bootstrap lie within what the prompts' own numbers span,

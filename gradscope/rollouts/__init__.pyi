@@ -7,6 +7,7 @@ from .batch import (
     TokenBatch as TokenBatch,
     collate as collate,
 )
+from .caveats import CAVEATS as CAVEATS
 from .checks import check_batch as check_batch
 from .dump import Dump as Dump, keep_own_step as keep_own_step
 from .files import list_files as list_files, rollouts_hash as rollouts_hash

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from gradscope.rollouts.batch import Note, TokenBatch
 
-KINDS = ("zero-advantages", "groups-of-one", "impossible-advantages", "certain-tokens")
+CAVEATS = ("zero-advantages", "groups-of-one", "impossible-advantages", "certain-tokens")
 """Kinds of the notes that are made here."""
 ROUNDED = 1e-2
 """Share by which a logged advantage may exceed what is possible: logs round."""
+OTHERWISE = "the trainer does not normalise advantages within groups"
 CHANCE = 0.01
 """Runs of certain tokens are told where chance would make so long a one in so few of such batches."""
 SHORTEST = 3
@@ -26,19 +27,25 @@ SHORTEST = 3
 def with_caveats(batch: TokenBatch, **known: Any) -> TokenBatch:
     """The batch with the notes of `find_caveats`, which takes the keywords, in the place of earlier ones of these
     kinds."""
-    others = tuple(note for note in batch.notes if note.kind not in KINDS)
+    others = tuple(note for note in batch.notes if note.kind not in CAVEATS)
     return replace(batch, notes=others + find_caveats(batch, **known))
 
 
 def find_caveats(
-    batch: TokenBatch, *, left_out: Mapping[int | None, int] | None = None, stop_ids: Collection[int] = ()
+    batch: TokenBatch,
+    *,
+    left_out: Mapping[int | None, int] | None = None,
+    stop_ids: Collection[int] = (),
+    is_dump: bool = False,
 ) -> tuple[Note, ...]:
     """A note for each thing that the batch's own numbers say against it.
 
-    left_out: how many responses of each step are not in the batch; any group may have been larger by them. stop_ids:
-    of tokens that end a response.
+    left_out: how many responses of each step are not in the batch, by which any group may have been larger; None: that
+    is unknown, and nothing is said that rests on it. stop_ids: of tokens that end a response. is_dump: a trainer wrote
+    the batch's advantages, so that of a response alone in its group can be told.
     """
-    found = (_describe_groups(batch), _describe_advantages(batch, left_out or {}), _describe_certain(batch, stop_ids))
+    given = _describe_advantages(batch, left_out, is_dump=is_dump)
+    found = (_describe_groups(batch), given, _describe_certain(batch, stop_ids))
     return tuple(note for notes in found for note in notes)
 
 
@@ -73,32 +80,36 @@ def _describe_groups(batch: TokenBatch) -> list[Note]:
     return notes
 
 
-def _describe_advantages(batch: TokenBatch, left_out: Mapping[int | None, int]) -> list[Note]:
-    """Of advantages that are given: all 0, or larger than any that a group of that size can have."""
+def _describe_advantages(batch: TokenBatch, left_out: Mapping[int | None, int] | None, *, is_dump: bool) -> list[Note]:
+    """Of advantages that are given: all 0, or other than any that a group of that size can have."""
     if batch.advantages is None:
         return []
     kept, advantages = batch.response_mask, batch.advantages
     if bool((advantages[kept] == 0).all()):
         return [Note("all advantages of the log are 0: the loss has no gradient", "zero-advantages")]
+    if left_out is None:
+        return []
     _, group, sizes = batch.group_ids.unique(return_inverse=True, return_counts=True)
     steps = [None] * len(batch) if batch.steps is None else batch.steps.tolist()
-    sizes = sizes[group] + torch.tensor(
-        [left_out.get(step, 0) + left_out.get(None, 0) * (step is not None) for step in steps]
-    )
-    unknown = math.nan
+    sizes = sizes[group] + torch.tensor([left_out.get(step, 0) for step in steps])
     highest = advantages.masked_fill(~kept, -math.inf).amax(1)
     lowest = advantages.masked_fill(~kept, math.inf).amin(1)
-    each = torch.where(highest == lowest, highest, unknown)  # one number per response, or none
+    each = torch.where(highest == lowest, highest, math.nan).abs()  # one number per response, or none
     # Of n numbers with mean 0 and mean square 1, none exceeds √(n − 1); with the sample's (n − 1), less.
-    beyond = each.abs() > (sizes - 1).clamp(min=0).sqrt() * (1 + ROUNDED) + 1e-3
-    if not beyond.any():
-        return []
-    words = (
-        f"advantages of {int(beyond.sum())} of {len(batch)} responses exceed √(n − 1), which none does that is "
-        "normalised within its group of n: the log was normalised otherwise, or its groups are not those that are told "
-        "here"
-    )
-    return [Note(words, "impossible-advantages")]
+    beyond = int(((sizes > 1) & (each > (sizes - 1).sqrt() * (1 + ROUNDED))).sum())
+    alone, notes = int(((sizes == 1) & (each > 0)).sum()) if is_dump else 0, []
+    if alone:
+        words = f"{alone} of {int(group.max()) + 1} groups hold one response, and an advantage other than 0"
+        notes.append(
+            Note(f"{words}: either the groups are not those that are told here, or {OTHERWISE}", "groups-of-one")
+        )
+    if beyond:
+        words = (
+            f"advantages of {beyond} of {len(batch)} responses exceed √(n − 1), as none does that is normalised within"
+        )
+        words = f"{words} its group of n: either the groups are not those that are told here, or {OTHERWISE}"
+        notes.append(Note(words, "impossible-advantages"))
+    return notes
 
 
 def _describe_certain(batch: TokenBatch, stop_ids: Collection[int]) -> list[Note]:

@@ -177,7 +177,9 @@ def _select_step(dump: Dump, step: int) -> Dump:
     rows = (dump.steps == step).nonzero()[:, 0]
     kept = {name: value[rows] for name in EXTRAS if (value := getattr(dump, name)) is not None}
     left_out = {step: dump.left_out.get(step, 0)}
-    batch = with_caveats(dump.batch.select(rows), left_out=left_out, stop_ids=dump.stop_ids)
+    batch = with_caveats(
+        dump.batch.select(rows), left_out=left_out, stop_ids=dump.stop_ids, is_dump=dump.format != "native"
+    )
     return replace(dump, batch=batch, left_out=left_out, **kept)
 
 
@@ -213,7 +215,7 @@ def make_dump(
     said = (*notes, *unknown, *holes, *reading.notes())
     told = tuple(note if isinstance(note, Note) else Note(note) for note in said)
     known = {"left_out": dict(reading.left_out_by_step), "stop_ids": policy.stop_ids if policy else frozenset()}
-    batch = replace(batch, notes=told + find_caveats(batch, **known))
+    batch = replace(batch, notes=told + find_caveats(batch, **known, is_dump=is_dump))
     if options.temperature is not None:
         batch = batch.at_temperature(options.temperature)
     return Dump(batch, form.name, **extras, first_step=form.first_step, **known)
@@ -234,6 +236,7 @@ class _Reading:
         self._seen: Counter[int | None] = Counter()
         self._left_out: Counter[str] = Counter()
         self._unknown = self._templated = self._keyed = 0
+        self._said: list[Note] = []
         self._agreement = Agreement(policy)
 
     def take(self, row: Row) -> None:
@@ -327,6 +330,9 @@ class _Reading:
         for name in ("advantage", "reward"):
             known = [getattr(response, name) is not None for response in self.responses]
             if not any(known):
+                if self.has(name):
+                    words = f"{len(known)} of {len(known)} responses: {UNKNOWN.format(name)}"
+                    self._said.append(Note(words, "unknown-values"))
                 continue
             for response, keep in zip(self.responses, known, strict=True):
                 if not keep:
@@ -369,6 +375,7 @@ class _Reading:
         """What was replaced, what is to be said of some responses, and what is left out."""
         of_rows = Counter(words for _, row in self._rows for words in row.told)
         told = [Note(f"{n} of {len(self.responses)} responses: {words}") for words, n in of_rows.items()]
+        told += self._said
         told += [Note(words, "left-out") for words in self._left_out_notes()]
         if not self._unknown:
             return told
@@ -403,11 +410,10 @@ def _count_unknown(batch: TokenBatch) -> tuple[TokenBatch, list[Note]]:
         values = getattr(batch, name)
         if values is None or not (unknown := values.isnan() & kept).any():
             continue
+        share = f"{int(unknown.sum())} of {int(kept.sum())} tokens"
+        notes.append(Note(f"{name} are unknown (null, NaN or infinite) at {share}: {instead}", "unknown-values"))
         if unknown.sum() == kept.sum():
             changes[name] = None
-        else:
-            share = f"{int(unknown.sum())} of {int(kept.sum())} tokens"
-            notes.append(Note(f"{name} are unknown (null, NaN or infinite) at {share}: {instead}", "unknown-values"))
     return replace(batch, **changes), notes
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from gradscope.errors import InputError, checked
 from gradscope.policy import Policy, PolicyLike, checkpoint_step, load_policy
 from gradscope.rollouts.batch import TokenBatch
+from gradscope.rollouts.caveats import with_caveats
 from gradscope.rollouts.checks import check_batch
 from gradscope.rollouts.dump import Dump, keep_own_step, make_dump
 from gradscope.rollouts.files import Record, list_files, read_records
@@ -46,12 +47,15 @@ BatchLike = TokenBatch | str | Path
 
 
 def read_inputs(policy: PolicyLike, batch: BatchLike) -> tuple[Policy, TokenBatch]:
-    """What a function of a policy and its rollouts works on: those given, checked, or loaded from the paths given."""
+    """What a function of a policy and its rollouts works on: those given, checked, or loaded from the paths given.
+
+    A batch that was made by hand, and so has no notes yet, gets those of what its own numbers say against it.
+    """
     policy = policy if isinstance(policy, Policy) else load_policy(policy)
     if not isinstance(batch, TokenBatch):
         return policy, read_rollouts(batch, policy)
     check_batch(policy, batch)
-    return policy, batch
+    return policy, batch if batch.notes else with_caveats(batch, stop_ids=policy.stop_ids)
 
 
 @checked

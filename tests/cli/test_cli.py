@@ -244,11 +244,8 @@ BAD_ROLLOUTS = {
     "no response": ([ROW, {"prompt_ids": [4], "reward": 0.0, "group": 0}], "row 1 (line 2): a row needs"),
     "an empty response": ([ROW | {"response_ids": []}], "the response is empty"),
     "ids outside": ([ROW, ROW | {"response_ids": [7, VOCAB]}], f"row 1 (line 2): `response_ids` holds {VOCAB}"),
-    "a NaN advantage": ([ROW | {"advantage": float("nan")}], "row 0 (line 1): `advantage` is NaN"),
-    "a NaN among advantages": (
-        [ROW | {"advantage": [1.0, float("nan"), 1.0]}],
-        "row 0 (line 1): `advantage` holds nan",
-    ),
+    "an advantage of text": ([ROW | {"advantage": "high"}], 'row 0 (line 1): `advantage` is "high"'),
+    "text among advantages": ([ROW | {"advantage": [1.0, "high", 1.0]}], "row 0 (line 1): `advantage` is ["),
     "a prompt too long": ([ROW | {"prompt_ids": [4] * CONTEXT}], f"longer than the policy's context of {CONTEXT}"),
     "no rows": ([], "holds no rows"),
 }
