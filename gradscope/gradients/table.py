@@ -55,7 +55,7 @@ from gradscope.gradients.statistics import find_statistics
 from gradscope.gradients.summed.weighted import weighted_gradients
 from gradscope.intervals import EDGES
 from gradscope.policy import AdamWState, Policy, PolicyLike, flat_slices, read_adamw_state, square_norm
-from gradscope.rollouts import CAVEATS, BatchLike, Note, TokenBatch, read_inputs
+from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
 from gradscope.runs import ALONE, SILENT, Processes, Progress, settle_progress, track
 
 Number = int | float
@@ -331,13 +331,12 @@ def measure(
     `norm_estimates.estimate_response` says what the further columns are; `norm_estimates.interval_norms` sums them up.
 
     Raises InputError for a batch that does not fit the policy, SelfCheckError if the engine cannot be trusted on it;
-    warns where logged log-probabilities fit another temperature or a truncated distribution better, and of what the
-    batch's own numbers say against it (notes of the kinds `rollouts.CAVEATS`).
+    warns where logged log-probabilities fit another temperature or a truncated distribution better. What a
+    batch's own numbers say against it stands in `batch.notes` (kinds `rollouts.CAVEATS`).
     """
     watch, asked = Stopwatch(), make_settings(MeasureSettings, "measure", settings)
     progress = settle_progress(progress)
     policy, batch = read_inputs(policy, batch)
-    _warn(note for note in batch.notes if note.kind in CAVEATS)
     if isinstance(optimizer_state, str | Path):
         optimizer_state = read_adamw_state(policy, optimizer_state)
     measurement = TableMeasurement(
