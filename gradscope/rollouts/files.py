@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gradscope.errors import InputError, show
+from gradscope.rollouts.pickled import read_pickled
 from gradscope.runs import (
     MOST_COLUMNS,
     Inert,
@@ -24,10 +25,10 @@ from gradscope.runs import (
     read_parquet,
 )
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".zst")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".pkl", ".zst")
 """What a file of rollouts may end in; .json is read as .jsonl, and .jsonl.zst is a compressed one."""
 
-IN_FOLDERS = (".jsonl", ".parquet", ".pt", ".zst")
+IN_FOLDERS = (".jsonl", ".parquet", ".pt", ".pkl", ".zst")
 """What is read of a folder: trainers leave a metadata.json beside their dumps."""
 
 SINGULAR = {"response_lengths": "response_length", "loss_masks": "loss_mask", "sample_indices": "sample_index"}
@@ -111,8 +112,8 @@ def rollouts_hash(path: Path) -> str:
 
 def read_records(path: Path, *, torn: bool = False) -> Iterator[Record]:
     """Every record of one file, in order. torn: a last line that was cut off is a record too; else it is refused."""
-    if path.suffix in (".parquet", ".pt"):
-        read = _read_parquet if path.suffix == ".parquet" else _read_tensors
+    read = {".parquet": _read_parquet, ".pt": _read_tensors, ".pkl": read_pickled}.get(path.suffix)
+    if read is not None:
         records = (Record(path, place, columns) for place, columns in read(path))
     else:
         records = _read_jsonl(path, torn)

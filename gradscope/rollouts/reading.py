@@ -22,6 +22,7 @@ from gradscope.rollouts.formats.open_instruct import OPEN_INSTRUCT
 from gradscope.rollouts.formats.prime_rl import PRIME_RL
 from gradscope.rollouts.formats.prime_rl_traces import PRIME_RL_TRACES
 from gradscope.rollouts.formats.roll import ROLL
+from gradscope.rollouts.formats.skyrl import SKYRL
 from gradscope.rollouts.formats.slime import SLIME
 from gradscope.rollouts.formats.trl import TRL
 from gradscope.rollouts.formats.verifiers import VERIFIERS
@@ -32,10 +33,13 @@ READERS: dict[str, Format] = {
     form.name: form
     for form in (
         *(NATIVE, TRL, VERL, PRIME_RL, PRIME_RL_TRACES, NEMO_RL, OPEN_INSTRUCT, SLIME, MS_SWIFT, ROLL, VERIFIERS),
-        VERIFIERS_GRAPH,
+        *(VERIFIERS_GRAPH, SKYRL),
     )
 }
 """What reads a format, by its name; a reader of your own is one more entry."""
+
+TOLD_BY_NAME = {".pt": SLIME, ".pkl": SKYRL}
+"""Formats whose files are read whole, by what these end in."""
 
 READER = 2
 """Version of the readers: one more whenever one of them takes a log otherwise than before."""
@@ -161,8 +165,8 @@ def _find_format(path: Path, files: list[Path], name: str | None) -> Format:
 
 def _first(file: Path) -> Iterator[Record]:
     """At most one record; a file of tensors, which is read whole, is told by its name."""
-    if file.suffix == ".pt":
-        yield Record(file, str(file), dict.fromkeys(SLIME.needs))
+    if file.suffix in TOLD_BY_NAME:
+        yield Record(file, str(file), dict.fromkeys(TOLD_BY_NAME[file.suffix].needs))
     else:
         yield from read_records(file, torn=True)
 
@@ -173,8 +177,8 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
     Raises InputError that names the columns and the nearest format.
     """
     names = set(record.columns)
-    if record.path.suffix == ".pt":
-        return formats["slime"]
+    if record.path.suffix in TOLD_BY_NAME:
+        return formats[TOLD_BY_NAME[record.path.suffix].name]
     if is_native(names):
         return formats["native"]
     fitting = [form for form in formats.values() if form.needs and form.needs <= names]

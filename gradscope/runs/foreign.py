@@ -155,31 +155,39 @@ def numbers_of(tensor: Any) -> Any:
 
 
 def load_tensors(
-    path: Path, *, mapped: bool = False, inert: bool = False, part: tuple[int, int] | None = None
+    path: Path,
+    *,
+    mapped: bool = False,
+    inert: bool = False,
+    part: tuple[int, int] | None = None,
+    content: bytes | None = None,
 ) -> Any:
     """What torch saved, of tensors and plain values alone, on the CPU; mapped: tensors stay in the file where they can.
 
-    part: where it begins in the file and how many bytes it has; None: all of it.
+    part: where it begins in the file and how many bytes it has; None: all of it. content: its bytes, where they are
+    known already.
     Nothing in it is run: whatever would have to be is refused, and so is an archive that unpacks to more than its size.
     inert: objects of other classes are not refused but come as objects of `runs.inert`, of which nothing was run.
     """
     import torch
 
     try:
-        source = path if part is None else _cut(path, *part)
+        if part is not None:
+            content = _cut(path, *part)
+        source = path if content is None else io.BytesIO(content)
         packed = zipfile.is_zipfile(source)
         if packed:
             with zipfile.ZipFile(source) as archive:
                 size = sum(entry.file_size for entry in archive.infolist())
-            if size > (path.stat().st_size if part is None else part[1]):
+            if size > (path.stat().st_size if content is None else len(content)):
                 raise InputError(f"it unpacks to {size:,} bytes, more than it has; save it with torch.save", path=path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a pickle of an odd protocol: what fails is said below
-            if part is not None:
+            if content is not None:
                 source.seek(0)
             foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path) if inert and packed else []
             with torch.serialization.safe_globals(stand_ins(foreign)):
-                mapped = mapped and packed and part is None
+                mapped = mapped and packed and content is None
                 return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except InputError:
         raise
@@ -192,11 +200,11 @@ def load_tensors(
         ) from error
 
 
-def _cut(path: Path, start: int, length: int) -> io.BytesIO:
-    """That part of a file, in memory; EOFError where the file ends before it."""
+def _cut(path: Path, start: int, length: int) -> bytes:
+    """That part of a file; EOFError where the file ends before it."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not 0 <= start <= start + length <= size:
             raise EOFError(f"the file ends at {size:,} bytes, and what is saved there at {start + length:,}")
         file.seek(start)
-        return io.BytesIO(file.read(length))
+        return file.read(length)

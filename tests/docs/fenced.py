@@ -78,6 +78,7 @@ def make_workshop(folder: Path) -> None:
     dumps.write_nemo_rl(folder / "nemo")
     dumps.write_open_instruct(folder / "open-instruct")
     dumps.write_slime(folder / "slime", train=True)
+    dumps.write_skyrl(folder / "skyrl")
     dumps.write_ms_swift(folder / "swift")
     dumps.write_roll(folder / "roll")
     dumps.write_verifiers(folder / "verifiers")

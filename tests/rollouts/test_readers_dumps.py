@@ -41,17 +41,19 @@ WRITERS = {
     "verifiers": dumps.write_verifiers,
     "verifiers_graph": dumps.write_verifiers_graph,
     "prime_rl_traces": dumps.write_prime_rl_traces,
+    "skyrl": dumps.write_skyrl,
 }
 """Each returns what to read."""
 
 GRAPHS = ("verifiers_graph", "prime_rl_traces")
-WITH_IDS = ("prime_rl", "nemo_rl", "open_instruct", "slime", *GRAPHS)
-WITH_MASK = ("prime_rl", "nemo_rl", "slime", *GRAPHS)
-WITH_ADVANTAGE = ("trl", "prime_rl", "nemo_rl", "open_instruct", "ms_swift", *GRAPHS)
+WITH_IDS = ("prime_rl", "nemo_rl", "open_instruct", "slime", "skyrl", *GRAPHS)
+WITH_MASK = ("prime_rl", "nemo_rl", "slime", "skyrl", *GRAPHS)
+WITH_ADVANTAGE = ("trl", "prime_rl", "nemo_rl", "open_instruct", "ms_swift", "skyrl", *GRAPHS)
 WITH_REWARD = ("verl", "nemo_rl", "open_instruct", "slime", "roll", "verifiers", *GRAPHS)
 WITHOUT_STEP = ("verifiers", "verifiers_graph")
 WITH_TEMPERATURE = ("roll", *GRAPHS)
 OLD = {"prime_rl": "sampler", "nemo_rl": "trainer", "open_instruct": "sampler", "slime": "sampler"}
+OLD |= {"skyrl": "trainer"}
 OLD |= dict.fromkeys(GRAPHS, "sampler")
 """Whose log-probabilities are the denominator of the trained ratio; the others have none."""
 
@@ -513,3 +515,32 @@ def test_the_hash_of_a_folder_changes_with_a_file_and_a_name(tmp_path):
     second = rollouts_hash(tmp_path)
     change(tmp_path / "2.jsonl", 0, score=0.25)
     assert len({first, second, rollouts_hash(tmp_path)}) == 3
+
+
+class Runs:
+    """Would leave a trace if a pickle of it were loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("where", ["metadata", "alone", "beside"])
+def test_nothing_in_skyrls_pickle_is_run(tmp_path, where):
+    trace = tmp_path / "trace"
+    path = dumps.write_skyrl(tmp_path, odd=Runs(trace) if where == "metadata" else None)
+    if where == "alone":
+        path.write_bytes(pickle.dumps(Runs(trace)))
+    if where == "beside":  # an instruction that asks for things by a number
+        path.write_bytes(b"\x80\x04\x82\x01.")
+    with pytest.raises(InputError, match=f"{path.name}.*nothing in it was run"):
+        read_dump(path)
+    assert not trace.exists()
+
+
+def test_skyrls_own_padding_and_masked_rows_are_no_responses(tmp_path):
+    dump = read_dump(dumps.write_skyrl(tmp_path, pad=3))
+    assert len(dump.batch) == len(SAMPLES)
+    assert [int(note.split()[0]) for note in dump.notes if note.kind == "left-out"] == [3]

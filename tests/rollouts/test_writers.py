@@ -120,3 +120,36 @@ def test_a_step_that_trl_evaluated_is_not_taken_for_training(policy):
     assert dump.steps.unique().tolist() == [1]
     with pytest.raises(InputError, match=r"4 of 4 rows left out.*evaluat"):
         read_dump(FIXTURES / "trl-1.16.0-evaluated" / "completions", policy, step=2)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["policy", "alone"])
+def test_skyrls_batches_are_read_number_by_number(policy, given):
+    known = truth_of("skyrl-0.3.0")
+    dump = read_dump(FIXTURES / "skyrl-0.3.0" / "dumped_data", policy if given else None)
+    assert dump.format == "skyrl"
+    kept = [row for row in known if any(row["response_mask"])]
+    found = found_in(dump)
+    assert partition(found, lambda row: row["group"]) == partition(kept, lambda row: row["group"])
+    for row, (own, written) in enumerate(zip(found, kept, strict=True)):
+        assert {name: own[name] for name in ("step", "prompt_ids", "response_ids")} == {
+            name: written[name] for name in ("step", "prompt_ids", "response_ids")
+        }
+        assert own["advantage"] == written["advantage"]
+        start = int(dump.batch.response_start[row])
+        columns = slice(start, start + len(written["response_ids"]))
+        assert dump.batch.response_mask[row, columns].tolist() == [bool(one) for one in written["response_mask"]]
+        for name in ("old_logprobs", "sampler_logprobs"):  # sums of powers of two, which bfloat16 holds exactly
+            own = getattr(dump.batch, name)[row, columns].tolist()
+            values = zip(own, written[name], written["response_mask"], strict=True)
+            assert all(value == wanted for value, wanted, is_kept in values if is_kept)
+    # One response was masked as a whole, and each step was filled up by two rows.
+    assert sorted(int(note.split()[0]) for note in dump.notes if note.kind == "left-out") == [1, 4]
+    assert any(note.kind == "certain-tokens" for note in dump.notes) == given  # the EOS that SkyRL put there
+
+
+def test_a_batch_of_skyrls_first_version_is_read_too():
+    dump = read_dump(FIXTURES / "skyrl-0.1.0" / "dumped_data" / "global_step_7_training_input.pkl")
+    assert [row["prompt_ids"] + row["response_ids"] for row in found_in(dump)] == [[4, 5, 7, 8, 2], [4, 5, 6, 9, 2]]
+    assert [row["advantage"] for row in found_in(dump)] == [0.5, -0.5]
+    assert dump.batch.old_logprobs[dump.batch.response_mask].tolist() == [-0.5, -0.25, -1.0, -1.5, -0.75]
+    assert dump.steps.tolist() == [7, 7] and dump.batch.group_ids.tolist() == [0, 1]

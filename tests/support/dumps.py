@@ -6,11 +6,17 @@ them exactly, so that what is read can be compared without a tolerance.
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pyarrow as pa
 import torch
 
@@ -255,6 +261,61 @@ def write_roll(folder: Path, *, step: int = 3) -> Path:
         "sampling_params": [json.dumps({"temperature": 0.5})] * len(SAMPLES),
     }
     return write_jsonl(folder / f"rollout_dump_data.step_{step}.jsonl", [line])
+
+
+def write_skyrl(folder: Path, *, step: int = 3, pad: int = 1, odd: Any = None) -> Path:
+    """dumped_data/global_step_3_training_input.pkl, rows padded on the left; the last `pad` ones fill the batch up.
+
+    odd: an object that stands in the metadata.
+    """
+    path = folder / "dumped_data" / f"global_step_{step}_training_input.pkl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [*SAMPLES, *[SAMPLES[0]] * pad]
+    width, most = max(len(s.prompt + s.response) for s in rows), max(len(s.response) for s in rows)
+
+    def right(values: list[list], size: int, kind: str) -> dict[str, Any]:
+        table = np.array([[0] * (size - len(v)) + v for v in values], dtype=kind)
+        return {"format": "numpy", "data": table.tobytes(), "shape": table.shape, "dtype": kind}
+
+    masks = [[float(m) for m in s.mask] for s in SAMPLES] + [[0.0] * len(SAMPLES[0].mask)] * pad
+    saved = io.BytesIO()
+    trainer = [[0.0] * (most - len(s.trainer)) + s.trainer for s in rows]
+    torch.save(torch.tensor(trainer, dtype=torch.bfloat16), saved)
+    batch = {
+        "sequences": right([s.prompt + s.response for s in rows], width, "int64"),
+        "attention_mask": right([[1] * len(s.prompt + s.response) for s in rows], width, "int64"),
+        "response_mask": right([[1] * len(s.response) for s in rows], most, "int64"),
+        "loss_mask": right(masks, most, "float32"),
+        "advantages": right([[s.advantage] * len(s.response) for s in rows], most, "float32"),
+        "rollout_logprobs": right([s.sampler for s in rows], most, "float32"),
+        "action_log_probs": {"format": "torch", "data": saved.getvalue()},
+        "base_action_log_probs": None,
+    }
+    bounds = [(0, 2), (2, 4)]
+    state = {"batch_dict": batch, "batch_size": len(rows), "device": torch.device("cpu")}
+    state["metadata"] = {"policy_prompt_boundaries": bounds, "pad_size": pad, "odd": odd}
+    path.write_bytes(_pickle_skyrl(state))
+    return path
+
+
+def _pickle_skyrl(state: dict[str, Any]) -> bytes:
+    """The pickle of SkyRL's own class, of which a stand-in is there as long as it takes."""
+    name = "skyrl.backends.skyrl_train.training_batch"
+    module = ModuleType(name)
+
+    class TrainingInputBatch(dict):
+        def __reduce__(self) -> Any:
+            return module._rebuild_tensor_batch, (TrainingInputBatch, state)
+
+    def _rebuild_tensor_batch(kind: type, state: Any) -> None: ...
+
+    for thing in (TrainingInputBatch, _rebuild_tensor_batch):
+        thing.__module__, thing.__qualname__ = name, thing.__name__
+        setattr(module, thing.__name__, thing)
+    parts = name.split(".")
+    parents = {parent: ModuleType(parent) for parent in (".".join(parts[:n]) for n in range(1, len(parts)))}
+    with mock.patch.dict(sys.modules, {**parents, name: module}):
+        return pickle.dumps(TrainingInputBatch())
 
 
 def write_verifiers(folder: Path) -> Path:

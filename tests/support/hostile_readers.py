@@ -453,6 +453,10 @@ def spoil_torch(files: dict[str, bytes], witness: Path) -> Any:
     return st.one_of([torch_file(name, content, witness) for name, content in files.items()])
 
 
+def spoil_bytes(files: dict[str, bytes], _witness: Path) -> Any:
+    return st.one_of([bytes_of(name, content) for name, content in files.items()])
+
+
 KEY = {"model": "0" * 64, "settings": {"seed": 0, "loss": {"kl_coef": 0.001}}}
 
 
@@ -617,6 +621,7 @@ READERS = [
         share=2.0,
     ),
     Reader("miles", dumps.write_miles, lambda path: rows_of(read_dump(path, policy())), spoil_torch, check_rows),
+    Reader("skyrl", dumps.write_skyrl, lambda path: rows_of(read_dump(path, policy())), spoil_bytes, check_rows),
     log("ms_swift", dumps.write_ms_swift, one_row_each=False),
     log("roll", dumps.write_roll, one_row_each=False),
     log("verifiers", dumps.write_verifiers, one_row_each=True),

@@ -1,0 +1,62 @@
+"""SkyRL's trainer.dump_data_batch: {export_path}/dumped_data/global_step_{N}_training_input.pkl, a padded batch.
+
+The trainer's own log-probabilities are `action_log_probs`, the sampler's `rollout_logprobs`; losses that optimize
+against the sampler's have no forward pass, and no `action_log_probs`. `loss_mask` keeps what is trained, an
+end-of-sequence token too that SkyRL itself puts behind a response that stopped without one.
+"""
+
+from __future__ import annotations
+
+import re
+
+from gradscope.policy import Policy
+from gradscope.rollouts.files import Record
+from gradscope.rollouts.formats.base import Answers, Format, Row, pick, row_by_row
+
+NAMES = {
+    "prompt_ids": "sequences",
+    "response_ids": "sequences",
+    "response_mask": "loss_mask",
+    "advantage": "advantages",
+    "old_logprobs": "action_log_probs",
+    "logprobs": "action_log_probs",
+    "sampler_logprobs": "rollout_logprobs",
+    "ref_logprobs": "base_action_log_probs",
+    "group": "policy_prompt_boundaries",
+}
+FILLED_UP = "SkyRL filled up its batch with them: they are no samples"
+
+
+def _row(record: Record, policy: Policy | None) -> Row:
+    named = re.search(r"global_step_([0-9]{1,18})", record.path.name)
+    step = int(named[1]) if named else None
+    if record.columns["is_padding"]:
+        return Row(record.place, {}, step, left_out=FILLED_UP)
+    own = {native: native if native in ("prompt_ids", "response_ids") else name for native, name in NAMES.items()}
+    columns, labels = pick(record, own | {"group": "prompt"}), dict(NAMES)
+    if "old_logprobs" not in columns and "sampler_logprobs" in columns:
+        columns["old_logprobs"], labels["old_logprobs"] = columns.pop("sampler_logprobs"), "rollout_logprobs"
+    return Row(record.place, columns, step, labels)
+
+
+SKYRL = Format(
+    "skyrl",
+    needs=frozenset({"sequences", "attention_mask", "response_mask", "loss_mask"}),
+    knows="advantages returns values action_log_probs base_action_log_probs rollout_logprobs",
+    rows=row_by_row(_row),
+    notes=(
+        "ratios are to SkyRL's action_log_probs (the trainer's own, before the step), where it made them, else to its "
+        "rollout_logprobs; its corrections for the sampler's are not applied",
+    ),
+    answers=Answers(
+        group="the batch's `policy_prompt_boundaries`; without, identical prompts of a step",
+        step="the number in the file's name: training steps from 1; asynchronous trainers' responses may be of earlier "
+        "checkpoints",
+        sampled="those that `loss_mask` keeps, with an end-of-sequence token that SkyRL put there and trains on "
+        "(its sampler's log π is 0, which a note counts)",
+        logprobs="`action_log_probs`: the trainer's at its temperature, by which ratios are; `rollout_logprobs`: the "
+        "sampler's",
+        left_out="what SkyRL fills up its batch with",
+        checked="0.3.0: its own code (0.2.0 writes the same, 0.1.0's own code too), 2026-11-27",
+    ),
+)

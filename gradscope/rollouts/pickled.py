@@ -1,0 +1,163 @@
+"""Batches that SkyRL pickled, of which nothing is run: whatever but its own container stands in a file is refused.
+
+A file is a `TrainingInputBatch`: {name: tensor} as bytes with shape and dtype, and the trainer's metadata. All tensors
+but `sequences` and `attention_mask` are about the last columns of these.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradscope.errors import BROKEN_FILE, InputError, first_line, show
+from gradscope.runs import load_tensors
+
+WANTED = "give SkyRL's dumped_data/global_step_N_training_input.pkl"
+MODULES = ("skyrl.backends.skyrl_train.training_batch", "skyrl_train.training_batch")
+"""Where SkyRL and, before, skyrl-train have their batches."""
+HARMLESS = frozenset(
+    (
+        *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "NONE", "NEWTRUE", "NEWFALSE"),
+        *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+        *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE"),
+        *("TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_DICT", "SETITEM", "SETITEMS", "MEMOIZE", "BINGET", "LONG_BINGET"),
+        *("STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"),
+    )
+)
+"""Instructions of a pickle that SkyRL's need; none makes more of a file than its size explains."""
+WHOLE = ("sequences", "attention_mask")
+OF_RESPONSES = (
+    *("response_mask", "loss_mask", "advantages"),
+    *("action_log_probs", "rollout_logprobs", "base_action_log_probs"),
+)
+"""Columns that are read; values, returns, experts and images are not."""
+DTYPES = frozenset({"bool", "uint8", "int16", "int32", "int64", "float16", "float32", "float64"})
+
+
+class _Batch(dict):
+    """Stands for SkyRL's class: `state` is what it would make its tensors of."""
+
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _rebuild(_kind: type, state: Any) -> _Batch:
+    batch = _Batch()
+    batch.state = state
+    return batch
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows SkyRL's container and what torch puts around it, each by a stand-in that runs nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in MODULES and name in ("TrainingInputBatch", "TensorBatch"):
+            return _Batch
+        if module in MODULES and name == "_rebuild_tensor_batch":
+            return _rebuild
+        if (module, name) in PASSED_OVER:
+            return _pass_over
+        raise pickle.UnpicklingError(f"it holds {module}.{name}")
+
+
+PASSED_OVER = frozenset(
+    {
+        ("torch", "device"),
+        # SkyRL 0.1 pickles its tensors a second time, as torch does.
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch.storage", "_load_from_bytes"),
+        ("collections", "OrderedDict"),
+    }
+)
+
+
+def _pass_over(*args: Any) -> None:
+    """Makes nothing."""
+
+
+def read_pickled(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row's place and columns: `tokens`, where the `response` begins and ends in them, and numbers of these."""
+    state = _unpickle(path)
+    batch, metadata = state["batch_dict"], state["metadata"] or {}
+    columns = {
+        name: _tensor(path, name, batch[name]) for name in (*WHOLE, *OF_RESPONSES) if batch.get(name) is not None
+    }
+    for name in (*WHOLE, "response_mask", "loss_mask"):
+        if name not in columns:
+            raise InputError(f"it has no `{name}`; {WANTED}", path=path)
+    rows, width = columns["sequences"].shape
+    length = columns["response_mask"].shape[1]
+    for name, values in columns.items():
+        wanted = (rows, width if name in WHOLE else length)
+        if values.shape != wanted or length > width or not rows:
+            raise InputError(f"`{name}` is of shape {[*values.shape]} for {[rows, width]}; {WANTED}", path=path)
+    prompts, real = _prompts(metadata, rows), rows - _padding(metadata)
+    for row in range(rows):
+        yield f"{path}, row {row}", _columns(columns, row, prompts.get(row)) | {"is_padding": row >= real}
+
+
+def _columns(columns: dict[str, np.ndarray], row: int, prompt: int | None) -> dict[str, Any]:
+    """What a row says, each of the response's lists from its first to its last token."""
+    ids, real = columns["sequences"][row], columns["attention_mask"][row] != 0
+    places = np.flatnonzero(columns["response_mask"][row])
+    first, end = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
+    before = len(ids) - columns["response_mask"].shape[1]
+    found = {"prompt_ids": ids[: before + first][real[: before + first]].tolist()}
+    found["response_ids"] = ids[before + first : before + end].tolist()
+    found |= {name: columns[name][row, first:end].tolist() for name in OF_RESPONSES if name in columns}
+    return found | ({} if prompt is None else {"prompt": prompt})
+
+
+def _prompts(metadata: Any, rows: int) -> dict[int, int]:
+    """The number of each row's prompt, where the batch says which rows are of one."""
+    bounds = metadata.get("policy_prompt_boundaries") if isinstance(metadata, dict) else None
+    if not isinstance(bounds, list):
+        return {}
+    pairs = [pair for pair in bounds if isinstance(pair, tuple) and [*map(type, pair)] == [int, int]]
+    sound = len(pairs) == len(bounds) and all(0 <= start < end <= rows for start, end in pairs)
+    return {row: number for number, (start, end) in enumerate(pairs) for row in range(start, end)} if sound else {}
+
+
+def _padding(metadata: Any) -> int:
+    """Rows at the end with which SkyRL filled up the batch."""
+    size = metadata.get("pad_size", 0) if isinstance(metadata, dict) else 0
+    return size if type(size) is int and size >= 0 else 0
+
+
+def _unpickle(path: Path) -> dict[str, Any]:
+    """The batch's state; InputError for a file that holds anything else."""
+    try:
+        content = path.read_bytes()
+        for instruction, _, _ in pickletools.genops(content):
+            if instruction.name not in HARMLESS:
+                raise pickle.UnpicklingError(f"it holds the instruction {instruction.name}")
+        batch = _Unpickler(io.BytesIO(content)).load()
+    except (*BROKEN_FILE, MemoryError) as error:
+        raise InputError(
+            f"it cannot be read as a batch of SkyRL ({first_line(error)}); nothing in it was run; {WANTED}", path=path
+        ) from error
+    state = batch.state if isinstance(batch, _Batch) else None
+    if not isinstance(state, dict) or not isinstance(state.get("batch_dict"), dict) or "metadata" not in state:
+        raise InputError(f"it holds {show(batch)} and no batch; {WANTED}", path=path)
+    return state
+
+
+def _tensor(path: Path, name: str, value: Any) -> np.ndarray:
+    """The numbers of a column: bytes with shape and dtype, or, of dtypes that numpy lacks, what torch saved."""
+    try:
+        if value["format"] == "torch":
+            tensor = load_tensors(path, content=value["data"])
+            return tensor.double().numpy()
+        if value["dtype"] not in DTYPES:
+            raise ValueError(f"dtype {value['dtype']}")
+        return np.frombuffer(value["data"], dtype=value["dtype"]).reshape(value["shape"])
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise InputError(f"`{name}` is no tensor ({first_line(error)}); {WANTED}", path=path) from error
