@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.dumps import run_trl
 from support.policies import BOS, EOS, PAD, make_policy, make_tokenizer, save_checkpoint, write_jsonl
@@ -43,10 +45,9 @@ def test_what_trl_wrote_is_what_it_sampled_without_special_tokens(tmp_path, conv
 
 def trl_policy(template: str) -> Policy:
     """A policy whose template opens an answer with a word that stays when special tokens are skipped."""
-    policy = make_policy("llama", tokenizer=True)
-    policy.tokenizer.add_tokens(["user", "assistant", "<think>", "</think>"])
-    policy.tokenizer.chat_template = template
-    return policy
+    tokenizer = make_tokenizer(others=["user", "assistant", "<think>", "</think>"])
+    tokenizer.chat_template = template
+    return replace(make_policy("llama"), tokenizer=tokenizer)
 
 
 NAMED = (

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from uuid import UUID
 
 import pytest
-from support.policies import make_policy, write_jsonl
+from support.policies import make_policy, make_tokenizer, write_jsonl
 
 from gradscope.objective import resolve_advantages
 from gradscope.rollouts import read_dump
@@ -77,8 +78,8 @@ def test_a_lengths_penalty_is_part_of_the_reward_once(policy, tmp_path, scored):
 
 
 def test_text_of_a_tool_is_counted_in_a_note(policy, tmp_path):
-    model = make_policy("llama", tokenizer=True)
-    model.tokenizer.add_tokens(["<tool_response>", "</tool_response>", "<tool_call>", "</tool_call>"])
+    words = ["<tool_response>", "</tool_response>", "<tool_call>", "</tool_call>"]
+    model = replace(policy, tokenizer=make_tokenizer(others=words))
     rows = [{"output": "w5 <tool_response> w6 </tool_response> w7"}, {"output": "<tool_call> w5 </tool_call>"}, {}]
     told = [note for note in read(tmp_path, model, rows).notes if "tool" in note]
     assert [note.split(":")[0] for note in told] == ["1 of 3 responses"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,12 +12,15 @@ VOCAB = 96
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 
 
-def make_tokenizer(*, chat: bool = False) -> transformers.PreTrainedTokenizerFast:
-    """A word-level tokenizer of the words w4 … w95, split at spaces; nothing is added to a text."""
+def make_tokenizer(*, chat: bool = False, others: Sequence[str] = ()) -> transformers.PreTrainedTokenizerFast:
+    """A word-level tokenizer of the words w4 … w95, split at spaces; nothing is added to a text.
+
+    others: words that stand for the last ones.
+    """
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = ["<pad>", "<bos>", "<eos>", "<unk>"] + [f"w{i}" for i in range(4, VOCAB)]
+    words = ["<pad>", "<bos>", "<eos>", "<unk>"] + [f"w{i}" for i in range(4, VOCAB - len(others))] + [*others]
     backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = transformers.PreTrainedTokenizerFast(
