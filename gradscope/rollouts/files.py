@@ -112,7 +112,7 @@ def rollouts_hash(path: Path) -> str:
 
 def read_records(path: Path, *, torn: bool = False) -> Iterator[Record]:
     """Every record of one file, in order. torn: a last line that was cut off is a record too; else it is refused."""
-    read = {".parquet": _read_parquet, ".pt": _read_tensors, ".pkl": read_pickled}.get(path.suffix)
+    read = {".parquet": _read_parquet, ".pt": _read_tensors, ".pkl": _read_pickled}.get(path.suffix)
     if read is not None:
         records = (Record(path, place, columns) for place, columns in read(path))
     else:
@@ -155,6 +155,10 @@ def _read_jsonl(path: Path, torn: bool) -> Iterator[Record]:
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     return ((f"{path}, row {index}", row) for index, row in enumerate(read_parquet(path)))
+
+
+def _read_pickled(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    return read_pickled(path, lambda path, content: load_tensors(path, content=content))
 
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gradscope.errors import BROKEN_FILE, InputError, first_line, show
-from gradscope.runs import load_tensors
 
 WANTED = "give SkyRL's dumped_data/global_step_N_training_input.pkl"
 MODULES = ("skyrl.backends.skyrl_train.training_batch", "skyrl_train.training_batch")
@@ -83,12 +82,15 @@ def _pass_over(*args: Any) -> None:
     """Makes nothing."""
 
 
-def read_pickled(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row's place and columns: `tokens`, where the `response` begins and ends in them, and numbers of these."""
+def read_pickled(path: Path, load: Callable[[Path, bytes], Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row's place and columns: ids of prompt and response, and what the batch says of the response's tokens.
+
+    load: reads bytes that torch saved.
+    """
     state = _unpickle(path)
     batch, metadata = state["batch_dict"], state["metadata"] or {}
     columns = {
-        name: _tensor(path, name, batch[name]) for name in (*WHOLE, *OF_RESPONSES) if batch.get(name) is not None
+        name: _tensor(path, name, batch[name], load) for name in (*WHOLE, *OF_RESPONSES) if batch.get(name) is not None
     }
     for name in (*WHOLE, "response_mask", "loss_mask"):
         if name not in columns:
@@ -150,12 +152,11 @@ def _unpickle(path: Path) -> dict[str, Any]:
     return state
 
 
-def _tensor(path: Path, name: str, value: Any) -> np.ndarray:
+def _tensor(path: Path, name: str, value: Any, load: Callable[[Path, bytes], Any]) -> np.ndarray:
     """The numbers of a column: bytes with shape and dtype, or, of dtypes that numpy lacks, what torch saved."""
     try:
         if value["format"] == "torch":
-            tensor = load_tensors(path, content=value["data"])
-            return tensor.double().numpy()
+            return load(path, value["data"]).double().numpy()
         if value["dtype"] not in DTYPES:
             raise ValueError(f"dtype {value['dtype']}")
         return np.frombuffer(value["data"], dtype=value["dtype"]).reshape(value["shape"])
