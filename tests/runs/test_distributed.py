@@ -23,7 +23,7 @@ from support.distributed_worker import (
     measure_gradients,
     take_steps,
 )
-from support.exact import FLOAT32_GRADIENT
+from support.exact import FLOAT32_GRADIENT, sum_rounding
 from support.policies import distance, save_checkpoint
 from support.processes import TIMEOUT, launch
 
@@ -103,9 +103,7 @@ def test_lopti_passes_add_up_to_the_whole_gradient_across_processes(found):
     by_name = {(g["size"], g["name"]): g["gradient"] for g in found[0]["whole"]["gradients"]}
     low, high, whole = (by_name[2, name] for name in ("low", "high", "all"))
     both = {name: low[name] + high[name] for name in low}
-    # Each of the three is rounded by its own size; the two passes pull against each other.
-    sizes = [sum(float(g.double().square().sum()) for g in one.values()) ** 0.5 for one in (low, high, whole)]
-    assert distance(both, whole) < FLOAT32_GRADIENT * sum(sizes) / sizes[-1]
+    assert distance(both, whole) < sum_rounding(whole, low, high)  # the two pull against each other
 
 
 def test_shards_have_the_gradient_of_the_whole(found, alone):

@@ -20,11 +20,16 @@ ROUNDINGS = 1600
 norm, 32 + 32 of attention's projections, 20 positions, 32 + 48 of the MLP and 32 of a norm; the vocabulary; tokens."""
 FLOAT32_GRADIENT = 4 * ROUNDINGS**0.5 * 2**-24
 """Relative error of a gradient in float32 on any processor: λ √n u, which random roundings exceed with a probability of
-2 exp(−λ²/2) (Higham & Mary 2019, Theorem 2.4), here with λ = 4; 1e-5. A difference or sum of gradients errs by this
-times the sum of *their* norms, however much of it cancels."""
+2 exp(−λ²/2) (Higham & Mary 2019, Theorem 2.4), here with λ = 4; 1e-5. Two programs' gradients differ by twice that."""
 
 FLOAT32 = 1e-4
 """A logit of 60 is rounded by 4e-6 in float32, and 1 − π with it; then a few layers."""
+
+
+def sum_rounding(whole: dict[str, Tensor], *parts: dict[str, Tensor]) -> float:
+    """How far, over its norm, a gradient in float32 may be from the sum of such parts: each errs by its own norm."""
+    norms = [sum(float(g.double().square().sum()) for g in one.values()) ** 0.5 for one in (whole, *parts)]
+    return FLOAT32_GRADIENT * sum(norms) / norms[0]
 
 
 @functools.cache
