@@ -159,15 +159,16 @@ def load_tensors(
     *,
     mapped: bool = False,
     inert: bool = False,
+    known: Sequence[tuple[type, str]] = (),
     part: tuple[int, int] | None = None,
     content: bytes | None = None,
 ) -> Any:
     """What torch saved, of tensors and plain values alone, on the CPU; mapped: tensors stay in the file where they can.
 
-    part: where it begins in the file and how many bytes it has; None: all of it. content: its bytes, where they are
-    known already.
     Nothing in it is run: whatever would have to be is refused, and so is an archive that unpacks to more than its size.
     inert: objects of other classes are not refused but come as objects of `runs.inert`, of which nothing was run.
+    known: classes of ours that stand for others by name. part: where it begins in the file and how many bytes it has;
+    None: all of it. content: its bytes, where they are known already.
     """
     import torch
 
@@ -186,7 +187,7 @@ def load_tensors(
             if content is not None:
                 source.seek(0)
             foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path) if inert and packed else []
-            with torch.serialization.safe_globals(stand_ins(foreign)):
+            with torch.serialization.safe_globals([*stand_ins(foreign), *known]):
                 mapped = mapped and packed and content is None
                 return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except InputError:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.policy.sharded.joining import flat_state, is_moment, matching_names, named_state, plain
-from gradscope.policy.sharded.layouts import Shards
+from gradscope.policy.sharded.layouts import Shards, find_weights
 from gradscope.runs import load_tensors, read_json, scratch_zeros
 
 
@@ -32,6 +34,8 @@ def read_moments(shards: Shards) -> dict[str, Any]:
     groups = states[0].get("param_groups")
     if not all(isinstance(entry, dict) for entry in kept) or not isinstance(groups, list):
         raise InputError(f"{shards.files[0]} is no optimizer's state; give the folder of one that AdamW saved")
+    if _is_flat(kept):
+        return _state_of_stretches(shards, kept, groups)
     if any(entry.keys() != kept[0].keys() for entry in kept):
         raise InputError(f"{shards.folder}: the ranks hold moments of different parameters; save the optimizer anew")
     state = {
@@ -41,6 +45,72 @@ def read_moments(shards: Shards) -> dict[str, Any]:
     if all(isinstance(key, str) for group in groups for key in group["params"]):  # of FSDP's full state dict
         return named_state(state, groups)
     return {"state": state, "param_groups": [{key: plain(value) for key, value in g.items()} for g in groups]}
+
+
+def _is_flat(kept: Sequence[dict[Any, Any]]) -> bool:
+    """Whether the moments are plain vectors, as FSDP's first version leaves them: a rank's stretch of what is flat."""
+    from torch.distributed.tensor import DTensor
+
+    moments = [entry.get("exp_avg") for states in kept for entry in states.values()]
+    plain = all(isinstance(m, Tensor) and not isinstance(m, DTensor) and m.dim() == 1 for m in moments)
+    return len(kept) > 1 and bool(moments) and plain
+
+
+def _state_of_stretches(shards: Shards, kept: Sequence[dict[Any, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """AdamW's state_dict from stretches that say nothing of their parameters, by the names and shapes of the weights.
+
+    FSDP's first version lays the parameters of a unit end to end, in the model's order, and gives each rank an equal
+    stretch, the last one padded; the units are what is in no block, then each block. With use_orig_params each
+    parameter has an entry of its own, the part of it that is in the rank's stretch. Raises InputError unless every
+    number of the stretches is accounted for.
+    """
+    weights = find_weights(shards.folder)
+    if weights is None or weights.kind != "ranks" or len(groups) != 1:
+        raise InputError(f"{shards.folder}: moments are flat, and no weights in shards beside them tell their names")
+    shapes = {name: tuple(value.shape) for name, value in _load(weights)[0].items() if isinstance(value, Tensor)}
+    # A head that is the embedding is among the weights, under both names, and not among the parameters.
+    for names in (list(shapes), [name for name in shapes if name != "lm_head.weight"]):
+        if (places := _places(names, shapes, groups[0]["params"], kept)) is not None:
+            break
+    else:
+        raise InputError(
+            f"{shards.folder}: FSDP's first version left moments that do not say whose they are, in other units than "
+            "blocks; train with fsdp2 (verl: strategy=fsdp2)"
+        )
+    moments = {}
+    for name, (key, start) in places.items():
+        parts = [entry[key] for entry in kept if key in entry]
+        end = start + prod(shapes[name])
+        moments[name] = {"step": parts[0]["step"]}
+        for kind in ("exp_avg", "exp_avg_sq"):
+            flat = torch.cat([part[kind] for part in parts])
+            moments[name][kind] = _keep(flat[start:end].view(shapes[name]))
+    return named_state(moments, [groups[0] | {"params": list(places)}])
+
+
+def _places(
+    names: list[str], shapes: dict[str, tuple[int, ...]], params: list[Any], kept: Sequence[dict[Any, Any]]
+) -> dict[str, tuple[Any, int]] | None:
+    """Name → (key of the state, first number within all ranks' parts of it); None where the numbers do not fit."""
+    held = {key: sum(len(entry[key]["exp_avg"]) for entry in kept if key in entry) for key in params}
+    if len(params) == len(names):  # use_orig_params
+        fits = all(held[key] in (0, prod(shapes[name])) for key, name in zip(params, names, strict=True))
+        return {name: (key, 0) for key, name in zip(params, names, strict=True) if held[key]} if fits else None
+    units: dict[str, list[str]] = {"": []}
+    for name in names:
+        block = re.match(r".*?\.\d+\.", name)
+        units.setdefault(block[0] if block else "", []).append(name)
+    if len(units) != len(params):
+        return None
+    places: dict[str, tuple[Any, int]] = {}
+    for key, unit in zip(params, units.values(), strict=True):
+        start = 0
+        for name in unit:
+            places[name] = key, start
+            start += prod(shapes[name])
+        if held[key] not in (0, -(-start // len(kept)) * len(kept)):
+            return None
+    return {name: place for name, place in places.items() if held[place[0]]}
 
 
 def _load(shards: Shards) -> list[dict[Any, Any]]:
@@ -88,10 +158,7 @@ def _join(shards: Shards, states: Sequence[dict[Any, Any]], name: Any) -> Any:
     if not any(isinstance(part, DTensor) for part in parts):
         same = all(torch.equal(part, parts[0]) if isinstance(part, Tensor) else part == parts[0] for part in parts)
         if not same:
-            raise InputError(
-                f"{shards.folder}: {name} differs between the ranks and does not say how it was cut, as FSDP's first "
-                "version leaves an optimizer's state; train with fsdp2 (verl: strategy=fsdp2), or save the whole state"
-            )
+            raise InputError(f"{shards.folder}: {name} differs between the ranks and does not say how it was cut")
         return parts[0]
     if not all(isinstance(part, DTensor) for part in parts):
         raise InputError(f"{shards.folder}: {name} is cut on some ranks only; copy the files of one save there")

@@ -71,8 +71,5 @@ def _reader(shards: Shards) -> Any:
     elif shards.kind == "ranks":
         from gradscope.policy.sharded import ranks as reader
     else:
-        raise InputError(
-            f"{shards.folder} holds DeepSpeed's states in parts, which are not read; merge the weights with `python -m "
-            f"deepspeed.utils.zero_to_fp32 {shards.folder.parent} DIR --tag {shards.folder.name}`"
-        )
+        from gradscope.policy.sharded import zero as reader
     return reader
