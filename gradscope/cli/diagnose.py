@@ -46,6 +46,7 @@ from gradscope.policy import (
     gradient_budget,
     optimizer_hash,
     refuse_training_run,
+    shards_of,
     weights_hash,
 )
 from gradscope.rollouts import list_files
@@ -183,7 +184,8 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             if not os.path.isdir(folder):
                 raise InputError(f"{model} is not a folder; give the folder of a checkpoint, or 'embedded'")
             refuse_training_run(Path(folder))
-            if not any((Path(folder) / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+            own = any((Path(folder) / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+            if not own and shards_of(Path(folder)) is None:
                 raise InputError(f"{model} holds no config.json; give the folder of a checkpoint, or 'embedded'")
         for path in self.rollouts:
             list_files(path)

@@ -24,6 +24,7 @@ from .checkpoint import (
     hash_ahead as hash_ahead,
     policy_hashes as policy_hashes,
     refuse_training_run as refuse_training_run,
+    shards_of as shards_of,
     weights_hash as weights_hash,
 )
 from .launch import join_launch as join_launch

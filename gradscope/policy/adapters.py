@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.errors import InputError, first_line, show
-from gradscope.policy.checkpoint import ADAPTER_CONFIG, EMBEDDED, adapter_weights, is_adapter, is_hub_name
+from gradscope.policy.checkpoint import (
+    ADAPTER_CONFIG,
+    EMBEDDED,
+    adapter_weights,
+    configuration_home,
+    is_adapter,
+    is_hub_name,
+    shards_of,
+)
 from gradscope.policy.fitting import fit_config, fit_names, fit_vocabulary, module_of
 from gradscope.runs import load_tensors, parse_json_file, read_json
 
@@ -92,9 +100,13 @@ def find_bases(folder: Path, base: str | Path | None = None) -> list[Path]:
 
 
 def find_whole(model: str, base: str | None = None) -> str:
-    """The folder of a whole model that has the shape of this checkpoint: itself, or the base of an adapter."""
+    """The folder of a model that has the shape of this checkpoint: itself, the base of an adapter, or where shards have
+    their configuration."""
     folder = Path(model)
-    return str(find_bases(folder, base)[-1]) if is_adapter(folder) else model
+    if is_adapter(folder):
+        return str(find_bases(folder, base)[-1])
+    shards = shards_of(folder)
+    return model if shards is None else str(configuration_home(folder, shards, base))
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:

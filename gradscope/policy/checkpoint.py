@@ -143,7 +143,8 @@ def checkpoint_step(path: str | Path) -> int | None:
     Looked for in this order: `global_step` (transformers, TRL) or `step` (gradscope) of a trainer_state.json in the
     folder, or around it where the folder is a part of a checkpoint (actor/huggingface, lora_adapter, policy/weights);
     then the number in the name of the innermost folder that is named after a step (checkpoint-500, step-000040,
-    global_step_20, iter_0000500). Links are followed where the path as it is given tells nothing.
+    global_step_20, iter_0000500), or of the one to which DeepSpeed's `latest` leads. Links are followed where the path
+    as it is given tells nothing.
 
     >>> checkpoint_step("runs/grpo/checkpoint-500"), checkpoint_step("runs/verl/global_step_20/actor/huggingface")
     (500, 20)
@@ -159,7 +160,8 @@ def checkpoint_step(path: str | Path) -> int | None:
                 return found[0]
         if (step := named_step(homes[-1])) is not None:
             return step
-    return None
+    shards = shards_of(Path(path))
+    return None if shards is None else named_step(shards.folder)
 
 
 def checkpoint_name(path: str | Path) -> str:
