@@ -186,7 +186,7 @@ def optimizer_names(model: nn.Module, state_dict: dict[str, Any]) -> list[str]:
 
 
 def _plain_name(name: str, known: set[str]) -> str:
-    for prefix in ("module.", "base_model.model."):
+    for prefix in ("module.", "_orig_mod.", "base_model.model."):
         if name not in known:
             name = name.removeprefix(prefix)
     return name

@@ -27,6 +27,8 @@ from gradscope.policy import (
 
 LAYOUTS = {
     "plain": ("plain", None),
+    "an optimizer's own numbers": ("numbered", None),
+    "copies, and cut along other dimensions": ("hybrid", None),
     "prime-rl": ("prime/step_2", 2),
     "prime-rl, the part itself": ("prime/step_2/trainer", 2),
     "torchtitan": ("titan/step-2", 2),

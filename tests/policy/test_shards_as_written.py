@@ -1,7 +1,7 @@
 """Shards that verl and DeepSpeed wrote themselves (support/writers): weights and moments are what they had gathered.
 
-fixtures/ holds what the writers wrote, and in it `whole.pt`, gathered by the writing processes. `make test-all` does not
-run them: each has an environment of its own, which the head of its writer names.
+fixtures/ holds what the writers wrote, and in it `whole.pt`, gathered by the writing processes. `make test-all` does
+not run them: each has an environment of its own, which the head of its writer names.
 """
 
 from __future__ import annotations

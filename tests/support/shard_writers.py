@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from support.policies import VOCAB, make_model
 
@@ -62,10 +63,27 @@ def save_everywhere(out: Path, model: nn.Module, optimizer: torch.optim.Optimize
     dcp.save({"model": weights}, checkpoint_id=nemo / "weights")
     dcp.save({"optim": App({"optim": state})}, checkpoint_id=nemo / "optimizer")
     save_with_accelerate(out / "accelerate" / "checkpoint-2", model, optimizer)
+    save_otherwise(out, model, optimizer)
     ranks = out / "verl" / "global_step_2" / "actor"
     ranks.mkdir(parents=True, exist_ok=True)
     torch.save(model.state_dict(), ranks / f"model_world_size_{world}_rank_{rank}.pt")
     torch.save(optimizer.state_dict(), ranks / f"optim_world_size_{world}_rank_{rank}.pt")
+
+
+def save_otherwise(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As compiled models and plain `state_dict()` of an optimizer are saved; weights cut along other dimensions."""
+    numbered = {"state": optimizer.state_dict()["state"], "param_groups": optimizer.state_dict()["param_groups"]}
+    compiled = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
+    dcp.save({"net": compiled, "optimizer": numbered}, checkpoint_id=out / "numbered")
+    world, cut = dist.get_world_size(), {}
+    for number, (name, value) in enumerate(model.state_dict().items()):
+        mesh = init_device_mesh("cpu", (1, world) if number % 2 else (world, 1), mesh_dim_names=("ddp", "fsdp"))
+        ways = [[Replicate(), Shard(0)], [Replicate(), Shard(-1)], [Replicate(), Replicate()]]
+        how = ways[number % 3][:: 1 if number % 2 else -1]
+        cut[name] = distribute_tensor(value.full_tensor(), mesh, how)
+    (out / "hybrid").mkdir(exist_ok=True)
+    torch.save(cut, out / "hybrid" / f"model_world_size_{world}_rank_{dist.get_rank()}.pt")
+    torch.save(optimizer.state_dict(), out / "hybrid" / f"optim_world_size_{world}_rank_{dist.get_rank()}.pt")
 
 
 class App(Stateful):

@@ -72,6 +72,9 @@ def flat_state(names: Iterable[str], read: Callable[[str], Any]) -> dict[str, An
     if not groups:
         raise InputError("it holds moments and no param_groups, so betas and eps are unknown; save the whole optimizer")
     told = [{**values, "params": values.get("params", [name])} for name, values in groups.items()]
+    if all(name.isdecimal() for name in kept):  # what optimizer.state_dict() numbers, in the order it was given them
+        state = {int(name): {key: read(entry) for key, entry in entries.items()} for name, entries in kept.items()}
+        return {"state": state, "param_groups": [{key: plain(value) for key, value in g.items()} for g in told]}
     moments = {name: {key: read(entry) for key, entry in entries.items()} for name, entries in kept.items()}
     return named_state(moments, told)
 
