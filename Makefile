@@ -117,5 +117,5 @@ format: dev
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-lowest site demo-out dist build .pytest_cache .ruff_cache
+	rm -rf .venv .venv-lowest .venv-writers site demo-out dist build .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

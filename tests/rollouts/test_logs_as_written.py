@@ -19,6 +19,7 @@ import pytest
 import torch
 from support.policies import BOS, make_policy, make_tokenizer, save_checkpoint
 from support.writers import sampled
+from support.writers.environments import python_with, write
 from support.writers.sampled import EOS, STEPS, Sample
 from support.writers.write_nemo_rl import write_nemo_rl
 from support.writers.write_open_instruct import write_open_instruct
@@ -477,7 +478,20 @@ WRITERS = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_the_writers_write_the_fixtures(tmp_path, name):
     WRITERS[name](tmp_path / name)
-    found = {path.relative_to(tmp_path): path for path in (tmp_path / name).rglob("*") if path.is_file()}
+    check_alike(tmp_path, name)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(("name", "package"), [("traces", "verifiers==0.4.0"), ("verifiers", "verifiers==0.1.14")])
+def test_verifiers_own_code_writes_the_fixtures(tmp_path, name, package):
+    kind = {"traces": "traces", "verifiers": "results"}[name]
+    write(python_with(package), "write_verifiers.py", tmp_path / name, kind)
+    check_alike(tmp_path, name)
+
+
+def check_alike(out: Path, name: str) -> None:
+    """What was written below out is the fixture of that name, byte by byte; of torch's files, all that they hold."""
+    found = {path.relative_to(out): path for path in (out / name).rglob("*") if path.is_file()}
     kept = {path.relative_to(FIXTURES): path for path in (FIXTURES / name).rglob("*") if path.is_file()}
     assert found.keys() == kept.keys()
     for place, path in found.items():

@@ -119,7 +119,7 @@ def write_prime_rl(folder: Path, *, step: int = 3, rank: int = 0, stable: bool =
 
 
 def write_nemo_rl(folder: Path, *, step: int = 3, **changes: Any) -> Path:
-    """train_data_step3.jsonl, its arrays padded to the longest sample."""
+    """train_data_step3.jsonl, its arrays padded to the longest sample, each value the one entry of a list."""
     folder.mkdir(parents=True, exist_ok=True)
     width, rows = max(len(s.prompt) + len(s.response) for s in SAMPLES), []
     for s in SAMPLES:
@@ -142,7 +142,8 @@ def write_nemo_rl(folder: Path, *, step: int = 3, **changes: Any) -> Path:
             }
             | changes
         )
-    return write_jsonl(folder / f"train_data_step{step}.jsonl", rows)
+    sliced = [{name: [value] for name, value in row.items()} for row in rows]
+    return write_jsonl(folder / f"train_data_step{step}.jsonl", sliced)
 
 
 def write_open_instruct(folder: Path, *, step: int = 3) -> Path:

@@ -36,6 +36,7 @@ from support import dumps
 from support.hostile import REFUSED, Bench, Case, Reader, Says
 from support.policies import CONTEXT, VOCAB, make_policy, make_tokenizer, save_checkpoint
 from support.spoiling import Change, bytes_of, json_lines, parquet, torch_file
+from support.writers.write_slime import write_slime
 
 NAN = "nan"
 """What NaN is in plain values, so that they can be compared."""
@@ -178,6 +179,12 @@ def log(name: str, write: Callable[[Path], Path], *, share: float = 1.0, **spoil
     """The reader of a format of rollouts in JSON lines."""
     read = lambda path: rows_of(read_dump(path, policy()))  # noqa: E731
     return Reader(name, write, read, partial(spoil_lines, **spoil), check_rows, share=share)
+
+
+def copy_traces(folder: Path) -> Path:
+    """traces/ of prime-rl as verifiers' own code wrote it."""
+    fixtures = Path(__file__).parents[1] / "rollouts" / "fixtures"
+    return shutil.copytree(fixtures / "traces" / "traces", folder / "traces", dirs_exist_ok=True)
 
 
 NATIVE_ROWS = [
@@ -622,6 +629,22 @@ READERS = [
     ),
     Reader("miles", dumps.write_miles, lambda path: rows_of(read_dump(path, policy())), spoil_torch, check_rows),
     Reader("skyrl", dumps.write_skyrl, lambda path: rows_of(read_dump(path, policy())), spoil_bytes, check_rows),
+    Reader(
+        "slime, --dump-details",
+        write_slime,
+        lambda path: rows_of(read_dump(path, policy())),
+        spoil_torch,
+        check_rows,
+        share=0.5,
+    ),
+    Reader(
+        "prime_rl_traces, by step",
+        copy_traces,
+        lambda path: rows_of(read_dump(path, policy())),
+        spoil_traces,
+        check_rows,
+        share=0.5,
+    ),
     log("ms_swift", dumps.write_ms_swift, one_row_each=False),
     log("roll", dumps.write_roll, one_row_each=False),
     log("verifiers", dumps.write_verifiers, one_row_each=True),

@@ -29,8 +29,8 @@ def write_results(out: Path) -> None:
     for at, sample in enumerate(flat(0)):
         state = State(example_id=at // 3, prompt=[{"role": "user", "content": words(sample.prompt)}], answer="42")
         state |= {"completion": [{"role": "assistant", "content": words(sample.response)}], "reward": sample.reward}
-        state |= {"metrics": {}, "is_completed": True, "is_truncated": sample.end == "length", "timing": {}}
-        state["timing"] = RolloutTiming() if hasattr(RolloutTiming, "model_dump") else {}
+        state |= {"metrics": {}, "is_completed": True, "is_truncated": sample.end == "length"}
+        state["timing"] = RolloutTiming(start_time=0.0)
         if at == 1:
             state |= {"completion": None, "error": RuntimeError("the client failed"), "stop_condition": "has_error"}
         states.append(state)
