@@ -217,6 +217,23 @@ def test_another_gradient_than_the_measured_one_is_warned_of_with_both_norms(che
         assert f"{number:.6g}" in said[0]
 
 
+def test_a_difference_is_warned_of_again_where_it_has_become_twice_as_large(checkpoint, tmp_path):
+    factors = [1.03, 1.02, 1.05, 1.2, 1.2, 1.3]
+
+    def change(trainer, loss):
+        for parameter in trainer.model.parameters():
+            parameter.grad *= factors[trainer.state.global_step]
+        return loss
+
+    kind = with_loss(import_trl().GRPOTrainer, "training_step", change)
+    trainer = make_trainer(checkpoint, tmp_path, kind=kind, max_steps=6, learning_rate=1e-4)
+    callback = watch(trainer)
+    with pytest.warns(UserWarning, match="gradscope: the gradient") as caught:
+        train(trainer)
+    assert [re.search(r"step (\d)", str(w.message))[1] for w in caught if "gradscope" in str(w.message)] == ["1", "4"]
+    assert [row["grad_norm_ratio"] for row in callback.rows] == pytest.approx([1 / f for f in factors], rel=SAME)
+
+
 def test_dropout_is_named_where_it_makes_the_difference(checkpoint, tmp_path):
     trainer = make_trainer(checkpoint, tmp_path, max_steps=1)
     layer = trainer.model.model.layers[0].mlp
