@@ -135,7 +135,7 @@ def make_readers() -> str:
         told = form.answers
         group = f"{told.group}; a response alone keeps its raw reward" if form.keeps_single_rewards else told.group
         counts = told.step != "none"
-        step = f"{told.step}; after n steps a checkpoint samples n + {form.first_step}" if counts else told.step
+        step = f"{told.step}; checkpoint n sampled n + {form.first_step}" if counts else told.step
         begins = "what the tokenizer puts before text, once" if RETOKENISED in form.notes else "as logged"
         link = f"[{form.name}]({form.name}.md)"
         rows.append([link, group, step.replace("n + 0", "n"), told.sampled, told.logprobs, begins, told.left_out])

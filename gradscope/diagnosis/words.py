@@ -301,9 +301,7 @@ def _where(d: Diagnosis) -> list[Finding]:
         names = "; ".join(f"{r['value']}, {_squared(r)} against {_tokens(r)}" for _, r in over.iterrows())
         statement = f"No {words} accounts for detectably more gradient energy than its share of the tokens."
         if not d.judges:
-            statement = (
-                f"{d.few_prompts} to tell which {words} has more than its share."
-            )
+            statement = f"{d.few_prompts} to tell which {words} has more than its share."
         if len(over):
             statement = f"By {words}, more gradient energy than in proportion to the tokens: {names}."
         verdict = Verdict.MORE if len(over) else Verdict.UNDECIDED

@@ -117,7 +117,7 @@ class Dump:
     clipped: Bool[Tensor, "B S"] | None = None
     """True on tokens whose policy term the trainer itself left out of its loss (prime-rl's is_masked)."""
     first_step: int = 1
-    """The number that the log gives to the step whose responses the initial weights sampled."""
+    """The number that the log gives to the step whose responses the checkpoint numbered 0 sampled."""
     left_out: Mapping[int | None, int] = field(default_factory=dict)
     """How many responses of each step are not in the batch."""
     stop_ids: frozenset[int] = frozenset()

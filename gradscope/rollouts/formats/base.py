@@ -115,8 +115,8 @@ class Format:
     is_finished: Callable[[Path], bool] = lambda path: True
     """Whether the trainer has written the whole of this file."""
     first_step: int = 1
-    """The number that `Row.step` gives to the responses that the initial weights sampled: a checkpoint that has taken n
-    steps sampled those of n + first_step."""
+    """The number that the log gives to the step whose responses the checkpoint numbered 0 sampled; n sampled those of
+    n + first_step. 0 where steps count from 0 and checkpoints how many were taken, 1 where both count alike."""
     keeps_single_rewards: bool = False
     """Whether the trainer's advantage of a response that is alone in its group is its raw reward (mean 0, standard
     deviation 1, as in verl); else it is 0. Only for logs without advantages."""

@@ -160,7 +160,7 @@ PRIME_RL_TRACES = Format(
     rows=_rows,
     ends_torn=True,
     notes=(
-        "ratios are of prime-rl's trainer_logprobs to its inference log-probabilities, as trained",
+        "ratios are to the log-probabilities of the sampler, as prime-rl trains",
         "each path of a trace's messages from the first to a last one is a response",
     ),
     answers=Answers(

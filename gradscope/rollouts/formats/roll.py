@@ -74,7 +74,6 @@ ROLL = Format(
         NO_SPECIAL_TOKENS,
         "the log has scores before the trainer masked responses by length or difficulty: all of them count here",
     ),
-    first_step=1,  # steps count from 0, and a checkpoint bears the number of the last one
     answers=Answers(
         group="identical prompts of a step, where ROLL takes them by place, `num_return_sequences` at a time",
         step=(

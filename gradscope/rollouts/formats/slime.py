@@ -223,7 +223,6 @@ SLIME = Format(
         "ratios are to slime's log_probs (the trainer's own, before the step), where the log has them, else to its "
         "rollout_log_probs; a run with --use-rollout-logprobs trained ratios to the latter: leave its train data out",
     ),
-    first_step=1,  # rollouts count from 0, and a checkpoint bears the id of the last one that it was trained on
     answers=Answers(
         group=(
             "`group_index` within a step, as both scale rewards; where prompts have unequal numbers of samples, "

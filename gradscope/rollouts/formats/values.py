@@ -144,8 +144,8 @@ def parse_reward(row: Row, options: ReadingOptions, *, needed: bool = True) -> f
         return None
     named = ", ".join(sorted(map(str, reward))) or "no entry"
     raise InputError(
-        f"{row.place}: `{row.label('reward')}` is a dictionary ({named}) "
-        + (f"without {key!r}; " if key is not None else "; ")
+        f"{row.place}: `{row.label('reward')}` is a dictionary ({named})"
+        + (f" without {key!r}; " if key is not None else "; ")
         + "say which entry is the reward: --reward-key NAME (in Python reward_key=)"
     )
 
