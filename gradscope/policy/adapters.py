@@ -152,7 +152,7 @@ def attach_adapter(
             config = fit_config(model, PeftConfig.from_pretrained(str(folder)), shapes, fit)
             renaming = {"config": config, "key_mapping": fit.patterns}
         shapes = {fit.rename(name): shape for name, shape in shapes.items() if name not in fit.left_out}
-        fit_vocabulary(model, folder, shapes)
+        fit_vocabulary(model, folder, shapes, read_adapter_config(folder).get("trainable_token_indices"))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # They are an error below.
             warnings.filterwarnings(

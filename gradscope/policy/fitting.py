@@ -115,10 +115,11 @@ def fit_config(model: nn.Module, config: Any, shapes: Shapes, fit: NameFit) -> A
     return config
 
 
-def fit_vocabulary(model: PreTrainedModel, folder: Path, shapes: Shapes) -> None:
+def fit_vocabulary(model: PreTrainedModel, folder: Path, shapes: Shapes, trained: Any) -> None:
     """Give the model as many tokens as an adapter was trained with, where the adapter holds the whole tables.
 
-    shapes: by names of this model. Raises InputError where it does not hold them: the new rows would be random.
+    shapes: by names of this model. trained: `trainable_token_indices` of its configuration. Raises InputError where it
+    does not hold them: the new rows would be random.
     """
     ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     tables = {end: name for end, module in ends.items() for name, other in model.named_modules() if other is module}
@@ -126,6 +127,13 @@ def fit_vocabulary(model: PreTrainedModel, folder: Path, shapes: Shapes) -> None
     places += [(f"{tables['embedding']}.lora_embedding_A", 1), (f"{tables.get('head')}.lora_B.weight", 0)]
     rows = {shapes[name][axis] for name, axis in places if len(shapes.get(name, ())) == 2}
     have = len(ends["embedding"].weight)
+    lists = trained.values() if isinstance(trained, Mapping) else [trained or ()]
+    last = max((token for tokens in lists for token in tokens if isinstance(token, int)), default=0)
+    if not rows and last >= have:
+        raise InputError(
+            f"{folder} trained the token {last}, its base has {have}, and the adapter holds no whole table of "
+            "embeddings; give the base as it was when it had been resized (--base), or a merged model"
+        )
     if not rows - {have}:
         return
     if len(rows) > 1:

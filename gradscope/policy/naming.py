@@ -19,7 +19,7 @@ _STEP = re.compile(rf"(?<![a-z])(?:{_COUNTED})s?{_NUMBER}")
 _STEPS = re.compile(r"(?<![a-z\d.])(\d+)[-_]?steps$")
 _ALONE = re.compile(rf"(?!{_DATE})\d+")
 """500, which is a step in a folder of checkpoints: actor/500."""
-_CHECKPOINTS = re.compile(rf"(?<![a-z])(?:{_COUNTED}|actor|policy|weight)s?(?![a-z])")
+_CHECKPOINTS = re.compile(rf"(?<![a-z])(?:{_COUNTED}|actor|policy|weight|hf)s?(?![a-z])")
 _PARTS = re.compile(
     "(actor|policy|student|agent|generator|models?|llm|lm|weights|huggingface|hf|lora|adapters?|peft|merged|unmerged"
     "|consolidated|sharded|unsharded|export|exported|converted|saved?|pretrained|checkpoints?|ckpts?|trainer|train|rank"

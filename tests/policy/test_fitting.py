@@ -189,3 +189,12 @@ def test_new_rows_that_nobody_saved_are_refused(target, lost, tmp_path):
     assert "with 100 tokens, its base has 96" in said and f"the rows of {lost}" in said and "--base" in said
     found = load_policy(tmp_path / "adapter", base=tmp_path / "grown", params="adapter")
     torch.testing.assert_close(logits(found.model), logits(adapted), rtol=1e-5, atol=1e-5)
+
+
+def test_a_trained_token_that_the_base_has_not_got_is_named(tmp_path):
+    model = load_policy(save_checkpoint(tmp_path / "base", "llama")).model
+    model.resize_token_embeddings(100, mean_resizing=False)
+    settings = {"target_modules": ["q_proj"], "trainable_token_indices": [97, 99]}
+    adapt(model, tmp_path / "adapter", saving={"save_embedding_layers": False}, **settings)
+    said = refusal(tmp_path / "adapter")
+    assert "trained the token 99, its base has 96" in said and "--base" in said

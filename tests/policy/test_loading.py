@@ -234,6 +234,8 @@ def test_the_step_of_a_checkpoint_is_its_trainers_word_or_its_name(name, state, 
         ("slime/iter_0000500", 500),
         ("slime/iter_0000000", 0),
         ("slime/iter_0000500_hf", 500),
+        ("Qwen3-4B_slime_hf_iter_0000500", 500),
+        ("Qwen3-4B_slime_hf/500", 500),  # --save-hf Qwen3-4B_slime_hf/{rollout_id}
         ("ours/checkpoints/step-000060", 60),
         ("prime-rl/weights/step_500", 500),
         ("prime-rl/weights/step_500/lora_adapters", 500),
