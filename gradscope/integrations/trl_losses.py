@@ -142,7 +142,9 @@ def _own_loss(trainer: Any) -> str | None:
     for name in LOSS_METHODS:
         if name in vars(trainer):
             return f"{type(trainer).__name__}.{name}, set on the trainer itself,"
-        owner = next(kind for kind in type(trainer).__mro__ if name in vars(kind))
-        if not _is_trls(owner) and not owner.__module__.startswith("gradscope."):
+        # gradscope's own, which stands before a trainer, hands on to whatever comes next.
+        owners = (kind for kind in type(trainer).__mro__ if name in vars(kind))
+        owner = next(kind for kind in owners if not kind.__module__.startswith("gradscope."))
+        if not _is_trls(owner):
             return f"{owner.__name__}.{name}"
     return None

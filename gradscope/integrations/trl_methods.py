@@ -39,9 +39,10 @@ class ReweightLoptiMixin:
     both passes. `kl` and the means of `clip_ratio` are of all tokens, as in TRL. `total_flos` does not count the second
     pass. Evaluation splits nothing.
 
-    Refused with InputError: for both, ratios of whole sequences (importance_sampling_level="sequence") and loss_type
-    "vespo"; for Lopti further DeepSpeed, FSDP, fp16, LOMO, several processes, the entropy bonus and an auxiliary loss
-    (they would count twice), top_entropy_quantile and off_policy_mask_threshold (their tokens change between passes).
+    Refused with InputError: for both, TRL's trainers with another loss (GMPOTrainer, RLOOTrainer), ratios of whole
+    sequences (importance_sampling_level="sequence") and loss_type "vespo"; for Lopti further DeepSpeed, FSDP, fp16,
+    LOMO, several processes, the entropy bonus and an auxiliary loss (they would count twice), top_entropy_quantile and
+    off_policy_mask_threshold (their tokens change between passes).
     weighting: instead of both, any weighting of one optimizer step, as `gradscope compare` takes it ("cispo",
     "top-entropy:q=0.1", "FILE.py:NAME"). Its w_t take the place of the policy part's of TRL's loss, under TRL's own
     denominators; the KL part stays. Thresholds (quantiles, covariances) are of the micro-batch's tokens, as that of
@@ -224,6 +225,10 @@ def _refuse_unsupported(trainer: Any) -> None:
     given = [name for name, value in methods.items() if value is not None]
     if not given:
         return
+    owners = [kind for kind in type(trainer).__mro__ if "_compute_loss" in vars(kind)]
+    others = [kind.__name__ for kind in owners if kind.__module__.startswith("trl.") and kind.__name__ != "GRPOTrainer"]
+    if others:
+        raise InputError(f"{given[0]} does not work with {others[0]}, whose loss is another; leave one of the two out")
     reasons = {
         f"importance_sampling_level={args.importance_sampling_level!r}": args.importance_sampling_level != "token",
         "loss_type='vespo'": args.loss_type == "vespo",

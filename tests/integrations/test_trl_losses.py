@@ -70,6 +70,29 @@ def test_gmpo_is_refused_by_name(checkpoint, tmp_path):
         GradScopeCallback(trainer)
 
 
+@pytest.mark.parametrize("methods", [{"reweight_alpha": 0.3}, {"lopti_eta": 0.5}, {"weighting": "cispo"}])
+def test_the_methods_are_refused_before_rloo(checkpoint, tmp_path, methods):
+    from gradscope.integrations.trl import ReweightLoptiMixin
+
+    trl = import_trl()
+    kind = type("Mine", (ReweightLoptiMixin, trl.RLOOTrainer), {})
+    with pytest.raises(InputError, match="does not work with RLOOTrainer"):
+        make_trainer(checkpoint, tmp_path, kind=kind, config=trl.RLOOConfig, methods=methods)
+
+
+def test_gmpo_behind_the_mixin_is_refused_by_both(checkpoint, tmp_path):
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+    from gradscope.integrations.trl import ReweightLoptiMixin
+
+    kind = type("Mine", (ReweightLoptiMixin, GMPOTrainer), {})
+    with pytest.raises(InputError, match=r"reweight_alpha does not work with GMPOTrainer"):
+        make_trainer(checkpoint, tmp_path, kind=kind, config=GMPOConfig, methods={"reweight_alpha": 0.3})
+    trainer = make_trainer(checkpoint, tmp_path, kind=kind, config=GMPOConfig)  # without a method it is GMPO
+    with pytest.raises(InputError, match=r"^GMPOTrainer\._compute_loss is not GRPOTrainer's"):
+        GradScopeCallback(trainer)
+
+
 @pytest.mark.parametrize("kind", ["GRPOTrainer", "RLOOTrainer", "GradScopeGRPOTrainer"])
 @pytest.mark.parametrize("name", ["_compute_loss", "compute_loss"])
 def test_a_loss_of_its_own_is_refused_by_name(checkpoint, tmp_path, kind, name):
