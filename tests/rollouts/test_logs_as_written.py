@@ -77,7 +77,7 @@ LOGS = {
     "miles": Log("miles", 0, 1, [1, 1, 4], whose="trainer"),
     "miles, rollout data": Log("miles/rollout_data", 0, 1, [1, 1, 4]),
     "miles, train data": Log("miles/train_data", 0, 1, [1, 1], whose="trainer"),
-    "nemo_rl": Log("nemo_rl", 1, 1, [2], whose="trainer"),
+    "nemo_rl": Log("nemo_rl", 1, 1, [2, 4], whose="trainer"),
     "open_instruct": Log("open_instruct", 0, 0, [], population, mask=False, keeps=lambda sample: True),
     "prime_rl": Log("prime_rl/token_exports", 1, 1, [1], centred),
     "roll": Log("roll", 0, 1, [1], whose=None, mask=False, keeps=lambda sample: bool(sample.response),

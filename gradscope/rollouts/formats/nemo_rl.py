@@ -1,5 +1,7 @@
 """NeMo-RL's train_data_step{N}.jsonl, a line per sample, its arrays padded to the longest of the step.
 
+Validations stand beside it, as val_data_step{N}.jsonl: messages and rewards alone.
+
 The batch is written in slices of one sample, so that each value is the one entry of a list: rewards [0.5], token_ids
 [[5, 6]]. Entry s of generation_logprobs, prev_logprobs and advantages is about token s.
 """
@@ -13,7 +15,7 @@ from typing import Any
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import MASKED_OUT, Answers, Format, Row, pick, whole_number
+from gradscope.rollouts.formats.base import EVALUATED, MASKED_OUT, Answers, Format, Row, pick, whole_number
 from gradscope.rollouts.formats.sequences import split_sequence
 
 PER_TOKEN = {
@@ -32,7 +34,7 @@ FORCED = (
 
 
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
-    rows = [_row(_unsliced(record)) for record in records]
+    rows = [_row(_unsliced(record)) for record in records]  # those of all steps tell whether it was forced
     trained = [row for row in rows if "old_logprobs" in row.columns]
     forced = bool(trained) and not any(any(row.columns["old_logprobs"]) for row in trained)
     for row in rows:
@@ -55,6 +57,8 @@ def _unsliced(record: Record) -> Record:
 def _row(record: Record) -> Row:
     named = re.search(r"step_?([0-9]+)", record.path.stem)
     step = whole_number(Record(record.path, record.place, {"step": named[1] if named else None}), "step")
+    if record.path.stem.startswith("val_data"):
+        return Row(record.place, {}, step, left_out=EVALUATED)
     per_token, columns = dict(PER_TOKEN), pick(record, {"reward": "rewards"})
     if record.columns.get("sample_loss_mask", 1) == 0:
         return Row(record.place, columns, step, left_out=MASKED_OUT)
@@ -92,6 +96,7 @@ NEMO_RL = Format(
         "agent_ref idx"
     ),
     rows=_rows,
+    beside=(frozenset({"content", "rewards"}),),
     notes=(
         "ratios are to NeMo-RL's prev_logprobs (the trainer's own, before the step), the denominator that it trains "
         "with; its correction for the sampler's generation_logprobs is not applied",
@@ -109,7 +114,7 @@ NEMO_RL = Format(
             "run did not compute them: ratio 1); `generation_logprobs`: the sampler's, exactly 0 where it "
             "recorded none, which is taken as unknown where the trainer's is below −1"
         ),
-        left_out="samples whose `sample_loss_mask` is 0",
+        left_out="validations (`val_data_step{N}.jsonl` beside); samples whose `sample_loss_mask` is 0",
         checked="NeMo-RL 7ea279ab (2026-08-22): a writer after its source; 2026-11-27",
     ),
 )

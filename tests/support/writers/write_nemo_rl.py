@@ -1,9 +1,9 @@
 """NeMo-RL's train_data_step{N}.jsonl, made here from its source.
 
-github.com/NVIDIA-NeMo/RL at 7ea279abfbeb698b092856d0dab61e7cf39bc909, 2026-08-22: the end of `grpo_train` and
-`add_grpo_token_loss_masks_and_generation_logprobs` in nemo_rl/algorithms/grpo.py; `log_batched_dict_as_jsonl` in
-nemo_rl/utils/logger.py, which cuts the batch into slices of one sample (`BatchedDataDict.slice`): each value is a list
-with one entry.
+github.com/NVIDIA-NeMo/RL at 7ea279abfbeb698b092856d0dab61e7cf39bc909, 2026-08-22: the ends of `grpo_train` and
+`validate`, and `add_grpo_token_loss_masks_and_generation_logprobs`, in nemo_rl/algorithms/grpo.py;
+`log_batched_dict_as_jsonl` in nemo_rl/utils/logger.py, which cuts the batch into slices of one sample
+(`BatchedDataDict.slice`): each value is a list with one entry.
 
     PYTHONPATH=tests python tests/support/writers/write_nemo_rl.py OUT
 """
@@ -53,6 +53,10 @@ def write_nemo_rl(out: Path, *, forced: bool = False) -> Path:
             for at in range(len(columns["rewards"])):
                 sliced = {name: values[at : at + 1] for name, values in columns.items()}
                 file.write(json.dumps({**sliced, "idx": at}) + "\n")
+        with (out / f"val_data_step{step + 1}.jsonl").open("w") as file:
+            for at, sample in enumerate(flat(step)[:2]):
+                message = {"role": "assistant", "content": words(sample.response)}
+                file.write(json.dumps({"content": [[message]], "rewards": [sample.reward], "idx": at}) + "\n")
     return out
 
 
