@@ -43,16 +43,6 @@ def parse_object(given: str) -> dict[str, Any] | None:
 
 
 EXAMPLE = '{"enable_thinking": false}'
-ObjectFlag = Annotated[
-    dict[str, Any] | None,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=lambda given: parse_object(given[0]),
-        is_instance=lambda value: value is None or isinstance(value, dict),
-        str_from_instance=lambda value: ["none" if value is None else json.dumps(value)],
-    ),
-]
 
 
 def parse_memory(given: str) -> int | None:
@@ -97,7 +87,7 @@ class PolicyFlags:
     """Precision of the weights and of all that is computed."""
     device: DeviceFlag = None
     """A device of torch: cpu, cuda, cuda:1, …"""
-    chat_template_kwargs: ObjectFlag = None
+    chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the chat template, for prompts that are chats, such as '{"enable_thinking": false}'."""
 
     @property
@@ -226,6 +216,20 @@ def _name_value(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.
         instance_from_str=lambda given: None if optional and given[0].lower() == "none" else make(given[0]),
         is_instance=lambda value: isinstance(value, info.type),
         str_from_instance=lambda value: [str(value).lower() if value is None else str(value)],
+    )
+
+
+@REGISTRY.primitive_rule
+def _json_object(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """A JSON object, or none."""
+    if info.type != dict[str, Any] | None:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda given: parse_object(given[0]),
+        is_instance=lambda value: value is None or isinstance(value, dict),
+        str_from_instance=lambda value: ["none" if value is None else json.dumps(value)],
     )
 
 

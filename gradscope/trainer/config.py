@@ -37,6 +37,8 @@ class TrainConfig:
     """Longest response."""
     temperature: float = 0.7
     """Sampling temperature; every probability is taken at it."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template, for a task whose prompts are chats, such as '{"enable_thinking": false}'."""
 
     algorithm: Literal["grpo", "reinforce++"] = "grpo"
     """Advantages within groups with the KL in the loss, or of whole returns with the KL in the reward (Eq. 20, 21)."""
@@ -191,6 +193,8 @@ def _fits(value: Any, kind: Any) -> bool:
     """Whether a value is of a field's type; a whole number is a float too, a bool no number, and words come later."""
     if get_origin(kind) is Literal:
         return True
+    if get_origin(kind) is dict:
+        return isinstance(value, dict)
     if get_origin(kind) is tuple:
         return isinstance(value, tuple) and all(_fits(part, get_args(kind)[0]) for part in value)
     if get_args(kind):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -94,12 +94,12 @@ def _check_shards(config: TrainConfig, accelerator: Accelerator) -> None:
             raise InputError(f"{flag} does not go with weights in shards (FSDP) here; {advice}")
 
 
-def load_whole(path: str | Path, accelerator: Accelerator) -> Policy:
+def load_whole(path: str | Path, accelerator: Accelerator, **how: Any) -> Policy:
     """A policy in float32 on this process's device; of itself, accelerate fills one for FSDP in one process alone."""
     from accelerate.utils import patch_environment
 
     with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
-        return load_policy(path, dtype="float32", device=str(accelerator.device))
+        return load_policy(path, dtype="float32", device=str(accelerator.device), **how)
 
 
 def share_model(model: nn.Module, config: TrainConfig, accelerator: Accelerator) -> nn.Module:

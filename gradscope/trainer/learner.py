@@ -122,11 +122,12 @@ def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Pat
     Raises InputError for a way of launching that the trainer does not know, and for a checkpoint that is damaged.
     """
     check_launch(config, accelerator)
+    how = {"chat_template_kwargs": config.chat_template_kwargs}
     if checkpoint is not None and config.lora_rank is None:
         with reading(checkpoint):
-            policy = sampled = load_whole(checkpoint, accelerator)
+            policy = sampled = load_whole(checkpoint, accelerator, **how)
     else:
-        policy = sampled = load_whole(find_checkpoint(config.model), accelerator)
+        policy = sampled = load_whole(find_checkpoint(config.model), accelerator, **how)
     model = policy.model
     _remove_noise(model)
     if accelerator.is_fsdp2 and config.engine == "hf":

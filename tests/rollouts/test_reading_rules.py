@@ -211,6 +211,39 @@ def test_the_flag_takes_an_object_of_json_in_every_command_that_templates(policy
     assert key["chat_template_kwargs"] == {"enable_thinking": False}
 
 
+TASK = """
+from gradscope.tasks import Question
+
+class Chats:
+    name = "chats"
+    def questions(self, n, *, seed, **options):
+        return [Question([{"role": "user", "content": "w4 w5"}], None) for _ in range(n)]
+    def reward(self, response, question):
+        return float(len(response) % 3)
+
+chats = Chats()
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_commands_that_ask_the_questions_of_a_task_template_them_with_the_arguments(policy, tmp_path, capsys, command):
+    import pandas as pd
+
+    model, out = save_checkpoint(tmp_path / "model", "llama"), tmp_path / "out"
+    policy.tokenizer.save_pretrained(model)
+    (tmp_path / "own.py").write_text(TASK)
+    flags = ["--chat-template-kwargs", '{"enable_thinking": false}', "--max-new-tokens", 40, "--out", out]
+    flags += ["--task", f"{tmp_path / 'own.py'}:chats"]
+    if command == "train":
+        flags += ["--model", model, "--steps", 1, "--questions-per-step", 1, "--group-size", 8, "--save-rollouts"]
+        flags += ["--trackers", "--device", "cpu", "--save-every", 1]
+    else:
+        flags = [model, "--questions", 1, "--k", 1, *flags]
+    assert outcome_of(capsys, command, *flags).status == 0
+    rows = pd.read_parquet(next(iter(out.rglob("rollouts/*.parquet" if command == "train" else "responses.parquet"))))
+    assert {tuple(ids) for ids in rows["prompt_ids"]} == {(BOS, 4, 5, 9, 9)}
+
+
 # What null, NaN and infinity mean
 
 
