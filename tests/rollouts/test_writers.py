@@ -153,3 +153,23 @@ def test_a_batch_of_skyrls_first_version_is_read_too():
     assert [row["advantage"] for row in found_in(dump)] == [0.5, -0.5]
     assert dump.batch.old_logprobs[dump.batch.response_mask].tolist() == [-0.5, -0.25, -1.0, -1.5, -0.75]
     assert dump.steps.tolist() == [7, 7] and dump.batch.group_ids.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["evaluated", "repeated"])
+def test_ms_swifts_completions_count_once_and_evaluations_do_not(policy, name):
+    known = truth_of(f"ms_swift-4.6.0-{name}")
+    log = FIXTURES / f"ms_swift-4.6.0-{name}" / "completions.jsonl"
+    dump = read_dump(log, policy)
+    assert dump.format == "ms_swift"
+    found = found_in(dump)
+    for own, written in zip(found, known, strict=True):
+        ids = written["response_ids"]
+        assert own["response_ids"] == (
+            ids[:-1] if ids[-1] == EOS else ids
+        )  # its text holds special tokens but the last
+        assert own["prompt_ids"] == written["prompt_ids"] and own["step"] == written["step"]
+        assert own["advantage"] == pytest.approx(written["advantage"], abs=FLOAT32, rel=FLOAT32)
+    assert partition(found, lambda row: row["group"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    lines = log.read_text().splitlines()
+    assert len(lines) == (4 if name == "evaluated" else 5)  # the last one is written again when training ends
+    assert sum(int(n.split()[0]) for n in dump.notes if n.kind == "left-out") == 4 * len(lines) - len(known)

@@ -139,13 +139,14 @@ def list_by_list(
 
     def rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
         for record in records:
-            for entry in _entries(record, needs, takes):
+            for entry in entries(record, needs, takes):
                 yield make(entry, policy)
 
     return rows
 
 
-def _entries(record: Record, needs: Sequence[str], takes: Sequence[str]) -> Iterator[Record]:
+def entries(record: Record, needs: Sequence[str], takes: Sequence[str]) -> Iterator[Record]:
+    """The entries of a record that is a dictionary of lists, as records without nulls; see `list_by_list`."""
     for name in needs:
         if not isinstance(record.columns.get(name), list):
             raise InputError(f"{record.place}: `{name}` is no list; a line of this format is one list per column")

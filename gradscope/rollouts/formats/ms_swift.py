@@ -1,46 +1,108 @@
-"""ms-swift's completions.jsonl: a line per logging call, a dictionary of lists with an entry per completion."""
+"""ms-swift's completions.jsonl: a line per logging call, a dictionary of lists with an entry per completion.
+
+Each call writes the newest generation again, at the end of training once more, and an evaluation's under the step that
+it was made at. Megatron's lines count the steps taken before (`gen_step`), the others those after (`step`); on ray a
+line is a completion, with its reward and no advantage.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any
+
+from gradscope.errors import InputError
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import (
-    NO_SPECIAL_TOKENS,
-    RETOKENISED,
-    Answers,
-    Format,
-    Row,
-    list_by_list,
-    pick,
-    whole_number,
-)
-from gradscope.rollouts.formats.text import prompt_of, response_of
+from gradscope.rollouts.formats.base import RETOKENISED, Answers, Format, Row, entries, pick, whole_number
+from gradscope.rollouts.formats.text import prompt_of, response_of, tools_in
 
 NEEDS = ("prompt", "completion", "advantages")
+TAKES = ("step", "gen_step", "num_turns")
+REPEATED = "a line before holds the same generation (ms-swift writes the newest one at every logging step)"
+EVALUATION = "an evaluation's: the line before is training's of the same step"
+LAST_TURN = (
+    "it had several turns (num_turns), of which the log holds the last one alone: the tokens of those before, which "
+    "were trained too, are missing"
+)
+PLACEHOLDER = re.compile(r"\[(-?[0-9]{1,9}) \* ([0-9]{1,9})\]")
+"""What stands for the tokens of an image, a video or a sound: an id, and how many of them."""
 
 
-def _row(record: Record, _policy: Policy | None) -> Row:
+def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
+    for _, lines in groupby(records, key=lambda record: record.path):
+        newest: list[tuple] = []
+        before: int | None = None
+        for record in lines:
+            if isinstance(record.columns.get("prompt"), str):
+                yield _row(record, None, policy)
+                continue
+            line = [*entries(record, NEEDS, TAKES)]
+            content = [tuple(str(entry.columns.get(name)) for name in NEEDS) for entry in line]
+            common = min(len(content), len(newest))
+            step = _step(line[0]) if line else None
+            left_out = [REPEATED] * common if content[:common] == newest[:common] else []
+            if not left_out and step is not None and step == before and newest:
+                left_out = [EVALUATION] * len(line)
+            elif len(content) > len(left_out):
+                newest = content
+            before = step
+            for place, entry in enumerate(line):
+                yield _row(entry, left_out[place] if place < len(left_out) else None, policy)
+
+
+def _step(record: Record) -> int | None:
+    taken = whole_number(record, "gen_step")
+    return whole_number(record, "step") if taken is None else taken + 1
+
+
+def _row(record: Record, left_out: str | None, policy: Policy | None) -> Row:
     if not {"prompt", "completion"} <= record.columns.keys():
         return Row(record.place, {}, left_out="the entry has no prompt or no completion")
-    step = whole_number(record, "gen_step" if "gen_step" in record.columns else "step")
-    columns = pick(record, {"advantage": "advantages"})
-    columns["prompt"] = prompt_of(record, "prompt")
-    columns["response"] = response_of(record, "completion")
-    return Row(record.place, columns, step, {"response": "completion", "advantage": "advantages"})
+    columns = pick(record, {"advantage": "advantages", "reward": "reward"})
+    columns |= {"prompt": prompt_of(record, "prompt"), "response": response_of(record, "completion")}
+    _check_is_text(record.place, columns["prompt"], policy)
+    turns, told = record.columns.get("num_turns"), tools_in(columns["response"])
+    if isinstance(turns, (int, float)) and turns > 1:
+        told += (LAST_TURN,)
+    labels = {"response": "completion", "advantage": "advantages"}
+    return Row(record.place, columns, _step(record), labels, left_out, told)
+
+
+def _check_is_text(place: str, prompt: Any, policy: Policy | None) -> None:
+    """InputError for a prompt with an image: its tokens stand there as a token of that kind and how many."""
+    tokenizer = policy.tokenizer if policy else None
+    if tokenizer is None or not isinstance(prompt, str):
+        return
+    usual = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    for found in PLACEHOLDER.finditer(prompt):
+        token = int(found[1])
+        if token < 0 or (token in tokenizer.added_tokens_decoder and token not in usual):
+            raise InputError(
+                f"{place}: `prompt` holds {found[0]}, which stands for {found[2]} tokens of an image, video or sound; "
+                "gradscope measures text alone: give a log of prompts without them"
+            )
 
 
 MS_SWIFT = Format(
     "ms_swift",
     needs=frozenset(NEEDS),
+    beside=(frozenset({"gen_step", "prompt", "completion"}),),
     knows="step gen_step reward entropy solution num_turns",
-    rows=list_by_list(_row, NEEDS, ("step", "gen_step")),
-    notes=(RETOKENISED, NO_SPECIAL_TOKENS),
+    rows=_rows,
+    notes=(
+        RETOKENISED,
+        "the end-of-sequence token that closed a response is not in the log, and not among its tokens",
+    ),
     answers=Answers(
         group="identical prompts of a step",
-        step="`gen_step`, else `step`",
-        sampled="all of the text; no end-of-sequence token",
+        step="`step`, the optimizer steps taken when the line was written, from 1; Megatron's `gen_step` plus 1; an "
+        "earlier checkpoint sampled it where several steps are taken on a generation",
+        sampled="all of the text; of several turns the last one (a note counts them); no end-of-sequence token",
         logprobs="none",
-        left_out="entries without prompt or completion",
-        checked="after the source",
+        left_out="a generation that a line before holds; evaluations; entries without prompt or completion",
+        checked="4.6.0: its trainer's own code, trained for two steps (Megatron's and ray's after the source), "
+        "2026-11-27",
     ),
 )
