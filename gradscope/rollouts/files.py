@@ -170,7 +170,9 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise InputError(
             f"{path} holds no list `samples` but {found}; give debug rollout or train data of slime or miles"
         )
-    shared = {name: _plain(f"{path}", name, content.get(name)) for name in ("rollout_id", "cp_size", "metadata")}
+    shared = {
+        name: _plain(f"{path}", name, content.get(name)) for name in ("rollout_id", "rank", "cp_size", "metadata")
+    }
     for index, sample in enumerate(samples):
         place = f"{path}, sample {index}"
         # A sample's own rollout_id is that of its execution, not the file's, which is the step.

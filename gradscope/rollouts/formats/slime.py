@@ -35,6 +35,7 @@ NAMES = {
 }
 UNTRAINED = "no train data has them, though there is train data of other samples"
 TWICE = "another rank's train data has the same sample"
+STAGE = "their rank computed neither log-probabilities nor advantages (an earlier stage of the pipeline)"
 REMOVED = "the trainer removed them (`remove_sample`): its loss has no token of them"
 UNSCORED = "they were aborted, or failed, before they had a reward"
 NUCLEUS = "the trainer renormalised π over the tokens of the sampler's top-p; here it is over the whole vocabulary"
@@ -48,12 +49,14 @@ Key = tuple[int | None, int | None, int, int]
 
 
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
-    trained, sampled, evaluated = [], {}, []
+    trained, sampled, evaluated, bare = [], {}, [], []
     for record, key in _keyed(records):
         if _is_evaluation(record):
             evaluated.append(record)
         elif "log_probs" in record.columns or "advantages" in record.columns:
             trained.append((record, key))
+        elif "rank" in record.columns:
+            bare.append(record)
         else:
             sampled[key] = record
     _check_tokens(trained, sampled)
@@ -69,7 +72,8 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
         left_out += [Row(record.place, {}, step, left_out=UNTRAINED) for record, step in unmatched]
     else:
         chosen = [*sampled.values()]
-    left_out += [Row(r.place, {}, whole_number(r, "rollout_id"), left_out=EVALUATED) for r in evaluated]
+    for reason, records in ((STAGE, bare), (EVALUATED, evaluated)):
+        left_out += [Row(r.place, {}, whole_number(r, "rollout_id"), left_out=reason) for r in records]
     own = [_row(record) for record in chosen]
     if not trained:
         own = _scale_as_trained(own, chosen)
@@ -241,7 +245,8 @@ SLIME = Format(
         ),
         left_out=(
             "evaluations (`eval_…`); removed samples (`remove_sample`); samples that were aborted or failed "
-            "before they had a reward; samples without train data, where others have some; another rank's copies"
+            "before they had a reward; samples without train data, where others have some; another rank's copies, "
+            "and those of an earlier stage of the pipeline"
         ),
         checked=(
             "slime 624b824a (2026-08-21) and miles 31f1ca96 (2026-08-21): a writer after their source; 2026-11-27"

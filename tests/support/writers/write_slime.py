@@ -44,11 +44,14 @@ def write_miles(out: Path) -> Path:
         samples = [miles_sample(sample, step, at) for at, sample in enumerate(flat(step))]
         save({"rollout_id": step, "metadata": {}, "samples": samples}, out / "rollout_data" / f"{step}.pt")
         save({"rollout_id": step, "metadata": {}, "samples": samples[:2]}, out / "rollout_data" / f"eval_{step}.pt")
-        for rank in range(RANKS):
-            own = [*range(rank, 6, RANKS)]
+        for rank in range(RANKS + 1):
+            own = [*range(rank % RANKS, 6, RANKS)]
             data = {"partition": own, "raw_reward": [s.reward for s in flat(step)]}
             data["total_lengths"] = [len(s.prompt + s.response) for s in flat(step)]
             columns = [trained_columns(flat(step)[at], step, at) for at in own]
+            if rank == RANKS:  # an earlier stage of the pipeline has the samples, and no numbers of the model
+                made = ("log_probs", "ref_log_probs", "advantages", "returns", "kl", "entropy")
+                columns = [{name: value for name, value in one.items() if name not in made} for one in columns]
             data |= {name: [one[name] for one in columns] for name in columns[0]}
             payload = {"rollout_id": step, "rank": rank, "rollout_data": data, "cp_rank": 0, "cp_size": 1}
             save(payload | {"qkv_format": "thd"}, out / "train_data" / f"{step}_{rank}.pt")
