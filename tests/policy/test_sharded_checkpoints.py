@@ -35,6 +35,7 @@ LAYOUTS = {
     "nemo-rl": ("nemo/step_2", 2),
     "nemo-rl, the weights": ("nemo/step_2/policy/weights", 2),
     "accelerate": ("accelerate/checkpoint-2", 2),
+    "accelerate, FSDP 1": ("accelerate/checkpoint-1", 1),
     "accelerate, the weights": ("accelerate/checkpoint-2/pytorch_model_fsdp_0", 2),
     "accelerate, a file per rank": ("accelerate/ranks", None),
     "accelerate, whole": ("accelerate/full", None),

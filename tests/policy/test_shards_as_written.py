@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -108,6 +109,21 @@ def test_states_of_a_model_that_is_split_over_ranks_are_refused(unpack):
     file.rename(folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt")
     with pytest.raises(InputError, match="mp_rank_01"):
         load_policy(folder.parent)
+
+
+def test_the_states_are_those_that_latest_names_or_the_only_ones(unpack):
+    folder = unpack("deepspeed-0.19.8-zero2-2")
+    older = shutil.copytree(folder / "global_step2", folder / "global_step1")
+    (older / "mp_rank_00_model_states.pt").write_bytes(b"")
+    assert checkpoint_step(folder) == STEPS and load_policy(folder)
+    (folder / "latest").write_text("global_step9")
+    with pytest.raises(InputError, match="global_step9"):
+        load_policy(folder)
+    (folder / "latest").unlink()
+    with pytest.raises(InputError, match="training run"):
+        load_policy(folder)
+    shutil.rmtree(older)
+    assert checkpoint_step(folder) == STEPS and load_policy(folder)
 
 
 def test_flat_moments_in_other_units_are_refused(unpack):

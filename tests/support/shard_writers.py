@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from support.policies import VOCAB, make_model
@@ -33,22 +34,40 @@ def main(out: Path) -> None:
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98))
-    for step in range(STEPS):
-        ids = torch.randint(4, VOCAB, (2, 12), generator=torch.Generator().manual_seed(10 * step + rank))
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer = train(model, {name for name, p in model.named_parameters() if p.dim() > 1})
     whole = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     if rank == 0:
         model.config.save_pretrained(out)
         torch.save(dict(zip(("model", "optimizer"), whole, strict=True)), out / "whole.pt")
     save_everywhere(out, model, optimizer)
+    # FSDP's first version, accelerate's default.
+    first = FullyShardedDataParallel(
+        make_model(MODEL),
+        auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0]).__mro__[1]}),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+    decayed = {name for name, p in model.named_parameters() if p.dim() > 1}
+    save_with_accelerate(out / "accelerate" / "checkpoint-1", first, train(first, decayed), version=1)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def train(model: nn.Module, decayed: set[str]) -> torch.optim.Optimizer:
+    """Take the steps; the optimizer that took them, with weight decay on the parameters of these names."""
+    named = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in model.named_parameters()}
+    groups = [
+        {"params": [p for name, p in named.items() if name in decayed], "weight_decay": 0.1},
+        {"params": [p for name, p in named.items() if name not in decayed], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98))
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        ids = torch.randint(4, VOCAB, (2, 12), generator=generator)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
 
 
 def save_everywhere(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -99,8 +118,8 @@ class App(Stateful):
         self.state = state_dict
 
 
-def save_with_accelerate(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """By accelerate's own functions: as shards, as a file per rank, and whole."""
+def save_with_accelerate(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, version: int = 2) -> None:
+    """By accelerate's own functions: as shards; of FSDP 2 also as a file per rank, and whole."""
     from accelerate import FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 
@@ -110,7 +129,9 @@ def save_with_accelerate(out: Path, model: nn.Module, optimizer: torch.optim.Opt
         ("SHARDED_STATE_DICT", out.with_name("ranks"), {"use_dcp": False}),
         ("FULL_STATE_DICT", out.with_name("full"), {}),
     ):
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+        if place is not out and version == 1:  # a file per rank would hold ShardedTensors, which are not read
+            continue
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind)
         save_fsdp_model(plugin, state, model, str(place), **keywords)
         save_fsdp_optimizer(plugin, state, optimizer, model, str(place), **keywords)
 

@@ -111,13 +111,18 @@ def _ranked(place: Path, part: Part) -> tuple[Path, ...]:
 
 
 def _tagged(place: Path) -> Path | None:
-    """The folder of DeepSpeed's states: the place itself, the one that `latest` names, or the newest global_step."""
+    """The folder of DeepSpeed's states: the place itself, the one that `latest` names, or the only global_step."""
     if any(place.glob(_ZERO["weights"])) or any(place.glob(_ZERO["moments"])):
         return place
+    steps = [path for path in place.iterdir() if re.fullmatch(r"global_step\d+", path.name) and path.is_dir()]
     latest = place / "latest"
-    if latest.is_file() and latest.stat().st_size < 1000:
-        tag = latest.read_text(encoding="utf-8", errors="replace").strip()
-        if re.fullmatch(r"[\w.-]+", tag) and (place / tag).is_dir() and tag not in (".", ".."):
-            return place / tag
-    named = [(re.fullmatch(r"global_step(\d+)", path.name), path) for path in place.iterdir()]
-    return max(((int(match[1]), path) for match, path in named if match), default=(0, None))[1]
+    if not latest.is_file() or latest.stat().st_size > 1000:
+        return steps[0] if len(steps) == 1 else None
+    tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+    if re.fullmatch(r"\w[\w.-]*", tag) and (place / tag).is_dir():
+        return place / tag
+    if steps:
+        raise InputError(
+            f"{latest} names {tag!r:.60}, which is not there; give the folder of the states, such as {steps[0]}"
+        )
+    return None
