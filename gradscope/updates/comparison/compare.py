@@ -207,7 +207,7 @@ def compare(
     by_interval = pd.DataFrame(_interval_keys(distinct, table, labels) | columns(energy) | shares)
     steps, gains = pd.DataFrame(), pd.DataFrame()
     if saved is not None:
-        keywords = {"loss": loss, "step": step, "optimizer_state": saved, "memory": memory}
+        keywords = {"loss": loss, "step": step, "optimizer_state": saved, "memory": memory, "progress": progress}
         steps = _take_steps(policy, batch, rows, judge, keywords)
         if aggregation == "token-mean":  # as the trainer steps
             keywords |= {"micro_batch_size": micro_batch_size, "seed": seed}

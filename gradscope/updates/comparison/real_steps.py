@@ -14,6 +14,7 @@ from gradscope.gradients import predict_changes
 from gradscope.objective import LossSettings, Weighting, split_passes
 from gradscope.policy import PART, Policy, square_norm
 from gradscope.rollouts import TokenBatch
+from gradscope.runs import Progress, track
 from gradscope.updates.directions import log_odds_change
 from gradscope.updates.movement import Movement, apply_update
 from gradscope.updates.variants import Variant, weighting_variant
@@ -23,7 +24,13 @@ Masks = Sequence[tuple[str, Bool[np.ndarray, " K"]]]
 
 
 def take_steps(
-    policy: Policy, batch: TokenBatch, masks: Mapping[str, Masks], *, loss: LossSettings, **keywords: Any
+    policy: Policy,
+    batch: TokenBatch,
+    masks: Mapping[str, Masks],
+    *,
+    loss: LossSettings,
+    progress: bool | Progress = False,
+    **keywords: Any,
 ) -> tuple[Float[np.ndarray, "M K"], Float[np.ndarray, " M"]]:
     """Δ of each token's log odds by plain's step, then by each method's real steps; and the cosine with plain's Δθ.
 
@@ -32,7 +39,7 @@ def take_steps(
     """
     plain = apply_update(policy, batch, loss=loss, displacement=True, **keywords)
     changes, cosines = [_log_odds(plain)], [1.0]
-    for name, groups in masks.items():
+    for name, groups in track(masks.items(), "taking real steps", progress, unit="weightings"):
         spread = [(step, _spread(plain.batch, mask)) for step, mask in groups]
         variant = Variant(name, split_passes(plain.batch, len(batch), spread), loss)
         moved = apply_update(policy, batch, variant, before=plain.before, displacement=True, **keywords)
@@ -49,6 +56,7 @@ def gains_on_unseen_prompts(
     loss: LossSettings,
     seed: int,
     micro_batch_size: int,
+    progress: bool | Progress = False,
     **keywords: Any,
 ) -> Float[np.ndarray, "M n"] | None:
     """To first order, the gain in each prompt's expected reward by every weighting's own steps on other prompts.
@@ -73,7 +81,7 @@ def gains_on_unseen_prompts(
         moved = apply_update(policy, own, **keywords)
         resolved, before = moved.batch, moved.before
         gains = [_gains(policy, other, moved.displacement, micro_batch_size)]
-        for weighting in weightings[1:]:
+        for weighting in track(weightings[1:], "gains on other prompts", progress, unit="weightings"):
             moved = apply_update(policy, own, _trained(weighting, resolved, loss), before=before, **keywords)
             gains.append(_gains(policy, other, moved.displacement, micro_batch_size))
         found.append(np.stack(gains))
