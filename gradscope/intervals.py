@@ -1,8 +1,9 @@
 """Probability intervals: which token falls where, and what a quantity is per interval, with a confidence interval.
 
 The paper's "quartiles" are the fixed intervals [0, ¼), [¼, ½), [½, ¾), [¾, 1], not quantiles. Confidence intervals are
-percentile bootstraps over clusters (prompt groups): tokens of one prompt are not independent draws, so whole prompts
-are redrawn. For a paired comparison give `summarize` the difference of the two columns.
+over clusters (prompt groups), for tokens of one prompt are not independent draws: see `resampling` for which they are,
+and how many prompts and measured tokens it takes to have one. For a paired comparison give `summarize` the difference
+of the two columns.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradscope.errors import InputError
-from gradscope.resampling import Seed, bootstrap
+from gradscope.resampling import ANY, SHARE, SIZE, Scale, Seed, bootstrap, sample_worth, short_of, worth_of_shares
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,6 +72,7 @@ def summarize(
     resamples: int = 1000,
     edges: Column = EDGES,
     probabilities: Column | None = None,
+    sizes: Column | None = None,
 ) -> "pd.DataFrame":
     """The "mean", "sum" or "rms" of `values` per interval, a row each, with an interval from resampled clusters.
 
@@ -79,12 +81,13 @@ def summarize(
     is that of the measured tokens). probabilities: with which each token was drawn to be measured (`token_sample`), of
     those that were not, too; a mean is then Σ values/p over the measured · Σ p over all / num_measured / num_tokens, a
     sum the same without the last division, so that it is of all tokens; None: all of an interval had the same chance.
+    sizes: what values are about in proportion to, of all tokens: by them is told what a sample is worth; None: alike.
     Columns: interval, label, num_tokens, num_measured, value, lower, upper.
-    A mean or rms of no token is NaN; its bounds are NaN unless two clusters or more have measured tokens in the
-    interval, for one cluster says nothing about the spread between clusters.
+    A mean or rms of no token is NaN; bounds are NaN where `resampling.short_of` prompts with measured tokens in the
+    interval, or of measured tokens.
     """
     settings = {"statistic": statistic, "confidence": confidence, "resamples": resamples}
-    settings["probabilities"] = probabilities
+    settings |= {"probabilities": probabilities, "sizes": sizes}
     return _label(summarize_cells(values, intervals, clusters, len(edges) - 1, seed=seed, **settings), edges)
 
 
@@ -99,6 +102,7 @@ def summarize_cells(
     confidence: float = 0.95,
     resamples: int = 1000,
     probabilities: Column | None = None,
+    sizes: Column | None = None,
 ) -> "pd.DataFrame":
     """`summarize` for cells of any kind, numbered from 0 to num_cells − 1: its columns without interval and label.
 
@@ -109,11 +113,14 @@ def summarize_cells(
     values = np.asarray(values, dtype=np.float64)
     measured = ~np.isnan(values)
     amounts = np.where(measured, values**2 if statistic == "rms" else values, 0.0)
-    columns = [amounts, measured]
-    if probabilities is not None:
+    columns, sampled = [amounts, measured], probabilities is not None
+    if sampled:
         probabilities = np.asarray(probabilities, dtype=np.float64)
         columns = [amounts / probabilities, measured, probabilities, np.ones(values.shape)]
     totals, [sums, counts, *expected] = _cluster_totals(cells, clusters, columns, num_cells)
+    if sampled:
+        sizes = np.ones(values.shape) if sizes is None else np.abs(np.asarray(sizes, dtype=np.float64))
+        worth = sample_worth(sizes**2 if statistic == "rms" else sizes, probabilities, np.asarray(cells), num_cells)
 
     def evaluate(weights: np.ndarray) -> np.ndarray:
         total = weights @ sums
@@ -124,10 +131,10 @@ def summarize_cells(
                 total = mean * (weights @ expected[1])
         return total if statistic == "sum" else np.sqrt(mean) if statistic == "rms" else mean
 
-    table = _table(evaluate, totals, counts, confidence, resamples, seed)
-    if statistic != "sum":
-        table.loc[(counts > 0).sum(0) < 2, ["lower", "upper"]] = np.nan
-    return table
+    scale = SHARE if statistic == "mean" and not sampled and np.isin(amounts, (0, 1)).all() else SIZE
+    scale = scale if (amounts >= 0).all() else ANY
+    settings = {"confidence": confidence, "resamples": resamples, "seed": seed, "scale": scale}
+    return _table(evaluate, totals, counts, worth if sampled else None, **settings)
 
 
 def interval_shares(
@@ -139,11 +146,14 @@ def interval_shares(
     confidence: float = 0.95,
     resamples: int = 1000,
     edges: Column = EDGES,
+    probabilities: Column | None = None,
+    sizes: Column | None = None,
 ) -> "pd.DataFrame":
     """Each interval's share of all tokens or, with `values`, of the sum of the measured values; columns as `summarize`.
 
-    The shares of a resample add up to 1, so the bounds of two intervals are not independent. With one cluster they are
-    NaN.
+    Bounds are NaN where those of `summarize` are; those of two intervals are not independent, for shares add up to 1.
+    probabilities: with which each token was drawn to be measured, where values were made of a sample; sizes: as in
+    `summarize`.
     """
     intervals = np.asarray(intervals)
     values = np.ones(intervals.shape) if values is None else np.asarray(values, dtype=np.float64)
@@ -156,7 +166,13 @@ def interval_shares(
         with np.errstate(invalid="ignore"):  # 0/0 where nothing at all was measured
             return drawn / drawn.sum(-1, keepdims=True)
 
-    return _label(_table(evaluate, totals, counts, confidence, resamples, seed), edges)
+    worth = None
+    if probabilities is not None:
+        sizes = np.ones(intervals.shape) if sizes is None else np.abs(np.asarray(sizes, dtype=np.float64))
+        worth = sample_worth(sizes, np.asarray(probabilities, dtype=np.float64), intervals, len(edges) - 1)
+        worth = worth_of_shares(np.bincount(intervals, sizes, minlength=len(edges) - 1), worth)
+    settings = {"confidence": confidence, "resamples": resamples, "seed": seed, "scale": SHARE}
+    return _label(_table(evaluate, totals, counts, worth, **settings), edges)
 
 
 def _cluster_totals(
@@ -179,15 +195,18 @@ def _table(
     evaluate: Callable[[np.ndarray], np.ndarray],
     num_tokens: np.ndarray,
     counts: np.ndarray,
-    confidence: float,
-    resamples: int,
-    seed: Seed = 0,
+    worth: np.ndarray | None,
+    **settings: float | Seed | Scale,
 ) -> "pd.DataFrame":
-    """Evaluate on the data and on resamples, and lay out the rows."""
+    """Evaluate on the data and over clusters, and lay out the rows; worth: of each interval's sample; None: none."""
     import pandas as pd
 
-    value, lower, upper = bootstrap(evaluate, len(counts), seed=seed, confidence=confidence, resamples=resamples)
-    measured = counts.sum(0).astype(np.int64)
+    measured, prompts = counts.sum(0).astype(np.int64), (counts > 0).sum(0)
+    drawn = None if worth is None else np.where(np.isinf(worth), np.inf, measured)
+    found = bootstrap(evaluate, len(counts), measured=drawn, **settings)
+    worth = np.full(len(prompts), np.inf) if worth is None else worth
+    found[1:, [short_of(*each) is not None for each in zip(prompts, worth, strict=True)]] = np.nan
+    value, lower, upper = found
     return pd.DataFrame(
         {"num_tokens": num_tokens, "num_measured": measured, "value": value, "lower": lower, "upper": upper}
     )

@@ -1,13 +1,23 @@
-"""Confidence intervals: clusters (prompts) are redrawn whole, for tokens of one prompt are not independent draws.
+"""Confidence intervals: clusters (prompts) vary as a whole, for tokens of one prompt are not independent draws.
 
-One draw of how often each cluster counts serves percentile and centred bootstraps; where nothing is redrawn, intervals
-are Student's t over independent rows, or a jackknife that leaves out one part in turn.
+**Whether there is one at all** is decided here, by what is known before anything is measured: there are `FEWEST`
+clusters, and a sample of tokens is worth `FEWEST_TOKENS` (`short_of`). Never by what was measured: samples that miss
+what is rare look the steadiest, so that a rule which trusts them picks out the intervals that are wrong.
+
+**Which one.** Of `MANY` clusters whose tokens are all measured, percentiles of a bootstrap that redraws them. Of fewer,
+or of a sample of tokens, a jackknife that leaves out one cluster in turn: its error holds what clusters and measured
+tokens differ by, on a scale without ends (log odds of a share, log of a size), with Student's t of as many degrees of
+freedom as clusters really bear on the number. What no prompt and no token of a small sample shows is allowed for, too:
+one more of either, twice as large as the mean, would move the number by 1/n. analyses/verdicts/coverage.py tries it.
+
+Where nothing is redrawn, intervals are Student's t over independent rows, or a jackknife over parts that add up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -20,6 +30,57 @@ Evaluate = Callable[[np.ndarray], np.ndarray]
 """How often each cluster is drawn, [draws, clusters], to the statistics, [draws, n]; NaN where a draw has none."""
 Seed = int | np.random.Generator | None
 """Of a bootstrap: what `numpy.random.default_rng` takes; None: without intervals."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What values a statistic can have, and how much one more cluster may move it that is unlike those seen."""
+
+    least: float = -np.inf
+    greatest: float = np.inf
+    unit: float = 0.0
+    """Of a relative change, on the scale without ends; 0: none is assumed."""
+
+
+ANY, SHARE, SIZE, BITS = Scale(), Scale(0.0, 1.0, 1.0), Scale(0.0, np.inf, 1.0), Scale(unit=1 / np.log(2))
+
+FEWEST = 6
+"""Clusters below which there is no interval: n draws all lie on one side of the median with probability 2·2⁻ⁿ, more
+than 5 % of the time for n < 6."""
+MANY = 50
+"""Clusters from which on percentiles of redrawn ones serve."""
+FEWEST_TOKENS = 4
+"""What a sample must be worth (`sample_worth`), in tokens of equal amounts, for an interval."""
+CHUNK = 256
+"""Clusters that are left out at a time."""
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Why a number has no interval."""
+
+    of: Literal["prompts", "tokens"]
+    have: int
+    wanted: int
+    """So many would give one."""
+
+
+def short_of(prompts: float, tokens: float = np.inf, measured: int = 0, reached: float = np.inf) -> Shortage | None:
+    """What there is too little of for an interval; None: it may be printed.
+
+    prompts: with something to count; tokens: what the sample of them is worth (infinity: all are measured), of so many
+    that were measured; reached: how many of the prompts have a measured token.
+
+    >>> short_of(3), short_of(6), short_of(30, 2.0, 16)
+    (Shortage(of='prompts', have=3, wanted=6), None, Shortage(of='tokens', have=16, wanted=32))
+    """
+    if prompts < FEWEST:
+        return Shortage("prompts", int(prompts), FEWEST)
+    if not tokens < FEWEST_TOKENS and reached >= FEWEST:
+        return None
+    # To reach six prompts by chance, about twice as many tokens are wanted.
+    wanted = max(measured * FEWEST_TOKENS / max(tokens, 1e-2), 2 * FEWEST)
+    return Shortage("tokens", measured, int(np.ceil(wanted)))
 
 
 def draw_clusters(num_clusters: int, resamples: int, seed: Seed) -> np.ndarray:
@@ -50,27 +111,130 @@ def bootstrap(
     seed: Seed = 0,
     confidence: float = 0.95,
     resamples: int = 1000,
+    scale: Scale = ANY,
+    measured: np.ndarray | None = None,
 ) -> np.ndarray:
-    """[3, n]: n statistics of the sample, and lower and upper percentiles of them over redrawn clusters.
+    """[3, n]: n statistics of the sample, and their lower and upper bounds over clusters, as the module says.
 
-    The bounds are NaN with fewer than two clusters, and with seed None. Raises InputError for no confidence level and
-    for no resample.
+    scale: of all statistics. measured: where tokens were sampled, how many were measured for each statistic (infinity:
+    all that there are), [n]; None: no number rests on a sample. The bounds are NaN with fewer than
+    `FEWEST` clusters, where both are the same, for then nothing was seen to vary, and with seed None. Raises InputError
+    for no confidence level and for no resample.
 
     >>> heights = np.array([1.0, 2.0, 6.0])
-    >>> bootstrap(lambda weights: weights @ heights[:, None] / 3, 3, seed=None).tolist()
+    >>> bootstrap(lambda weights: weights @ heights[:, None] / 3, 3).tolist()
     [[3.0], [nan], [nan]]
     """
+    check_levels(confidence, resamples)
+    draws = redraw(evaluate, num_clusters, seed, resamples)
+    return bound(evaluate, num_clusters, draws, confidence=confidence, scale=scale, measured=measured)
+
+
+def check_levels(confidence: float, resamples: int) -> None:
+    """Raise InputError for no confidence level and for no resample."""
     if not 0 < confidence < 1 or resamples < 1:
         raise InputError(f"confidence {confidence}, {resamples} resamples; give a level inside (0, 1) and at least one")
-    sample = evaluate(np.ones((1, num_clusters)))[0]
-    return np.vstack([sample, percentiles(redraw(evaluate, num_clusters, seed, resamples), confidence)])
+
+
+def bound(
+    evaluate: Evaluate,
+    num_clusters: int,
+    draws: np.ndarray,
+    *,
+    confidence: float = 0.95,
+    scale: Scale = ANY,
+    measured: np.ndarray | None = None,
+) -> np.ndarray:
+    """`bootstrap` where what `redraw` gave is there."""
+    value = evaluate(np.ones((1, num_clusters)))[0]
+    if not len(draws):
+        bounds = np.full((2, len(value)), np.nan)
+    elif num_clusters >= MANY and measured is None:
+        bounds = percentiles(draws, confidence)
+    else:
+        bounds = jackknife(evaluate, num_clusters, confidence=confidence, scale=scale, measured=measured)
+    return np.vstack([value, np.where(bounds[0] < bounds[1], bounds, np.nan)])
+
+
+def jackknife(
+    evaluate: Evaluate,
+    num_clusters: int,
+    *,
+    confidence: float = 0.95,
+    scale: Scale = ANY,
+    measured: np.ndarray | None = None,
+) -> np.ndarray:
+    """[2, n]: bounds from leaving out one cluster in turn, by Student's t on a scale without ends.
+
+    It has as many degrees of freedom as clusters bear on the number, (Σd²)²/Σd⁴ − ½ with d what leaving each out
+    changes, n − 1 at most. NaN where a value is at an end, or is with some cluster left out: it rests on that one.
+    measured: as in `bootstrap`.
+    """
+    from scipy.stats import t
+
+    value, error, freedom = _leave_out(evaluate, num_clusters, scale)
+    unseen = 1 / num_clusters**2 + (0.0 if measured is None else 1 / np.maximum(measured, 1.0) ** 2)
+    error = np.where(error > 0, np.sqrt(error**2 + scale.unit**2 * unseen), error)
+    reach = t.ppf((1 + confidence) / 2, freedom) * error
+    return np.stack([_bind(value - reach, scale), _bind(value + reach, scale)])
+
+
+def _leave_out(evaluate: Evaluate, num_clusters: int, scale: Scale) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values, jackknife errors and their degrees of freedom, on a scale without ends."""
+    left = []
+    for start in range(0, num_clusters, CHUNK):
+        rows = np.arange(start, min(start + CHUNK, num_clusters))
+        weights = np.ones((len(rows), num_clusters))
+        weights[np.arange(len(rows)), rows] = 0.0
+        left.append(_unbind(evaluate(weights), scale))
+    left = np.concatenate(left)
+    away = left - left.mean(0)
+    squares = (away**2).sum(0)
+    with np.errstate(invalid="ignore", divide="ignore"):  # nothing varies
+        freedom = np.clip(squares**2 / (away**4).sum(0) - 0.5, 1.0, num_clusters - 1)
+    value = _unbind(evaluate(np.ones((1, num_clusters)))[0], scale)
+    return value, np.sqrt((num_clusters - 1) / num_clusters * squares), freedom
+
+
+def _unbind(values: np.ndarray, scale: Scale) -> np.ndarray:
+    """On a scale without ends: as they are, or log distance from the least, or log odds; NaN at an end."""
+    least, greatest = scale.least, scale.greatest
+    if np.isinf(least):
+        return values
+    with np.errstate(invalid="ignore", divide="ignore"):
+        out = np.log(values - least)
+        out = out if np.isinf(greatest) else out - np.log(greatest - values)
+    return np.where(np.isfinite(out), out, np.nan)
+
+
+def _bind(values: np.ndarray, scale: Scale) -> np.ndarray:
+    """Back from there."""
+    least, greatest = scale.least, scale.greatest
+    if np.isinf(least):
+        return values
+    with np.errstate(over="ignore"):
+        return least + (np.exp(values) if np.isinf(greatest) else (greatest - least) / (1 + np.exp(-values)))
 
 
 def redraw(evaluate: Evaluate, num_clusters: int, seed: Seed, resamples: int = 1000) -> np.ndarray:
-    """[resamples, n]: the statistics of redrawn clusters; no row with fewer than two clusters, and with seed None."""
-    if num_clusters < 2 or seed is None:
+    """[resamples, n]: the statistics of redrawn clusters; no row with too few for an interval, and with seed None."""
+    if short_of(num_clusters) or seed is None:
         return evaluate(np.ones((1, num_clusters)))[:0]
     return evaluate(draw_clusters(num_clusters, resamples, seed))
+
+
+def widen(evaluate: Evaluate, num_clusters: int, draws: np.ndarray, *, sampled: bool) -> np.ndarray:
+    """The draws as far from the sample's values as the intervals are wider than percentiles: for odds.
+
+    That is by Student's t of a jackknife's degrees of freedom; not at all of many clusters without a sample of tokens.
+    """
+    from scipy.stats import norm, t
+
+    if not len(draws) or (num_clusters >= MANY and not sampled):
+        return draws
+    value, _, freedom = _leave_out(evaluate, num_clusters, ANY)
+    factor = np.sqrt(num_clusters / (num_clusters - 1)) * t.ppf(0.975, freedom) / norm.ppf(0.975)
+    return value + factor * (draws - value)
 
 
 def odds_of_largest(draws: np.ndarray) -> np.ndarray:
@@ -96,19 +260,48 @@ def centred_bootstrap(
     """As `bootstrap`, for statistics that redrawing biases: [3, n], value, lower and upper.
 
     The bounds are value + (percentile − mean of the draws) · t/z · √(n/(n−1)), with the quantiles t of Student's
-    distribution with n − 1 degrees of freedom and z of the normal one. NaN with one cluster, and with seed None.
+    distribution with n − 1 degrees of freedom and z of the normal one. NaN with too few clusters, and with seed None.
     """
     from scipy.stats import norm, t
 
     value = evaluate(np.ones((1, num_clusters)))[0]
     bounds = np.full((2, len(value)), np.nan)
-    if num_clusters > 1 and seed is not None:
+    if not short_of(num_clusters) and seed is not None:
         draws = evaluate(draw_clusters(num_clusters, resamples, seed))
         known, tail = ~np.isnan(draws).all(0), (1 - confidence) / 2
         factor = t.ppf(1 - tail, num_clusters - 1) / norm.ppf(1 - tail) * np.sqrt(num_clusters / (num_clusters - 1))
         away = percentiles(draws[:, known], confidence) - np.nanmean(draws[:, known], axis=0)
         bounds[:, known] = value[known] + factor * away
     return np.vstack([value, bounds])
+
+
+def sample_worth(amounts: np.ndarray, probabilities: np.ndarray, cells: np.ndarray, num_cells: int) -> np.ndarray:
+    """How many tokens of equal amounts a sample of each cell is worth, [num_cells]; infinity where all are measured.
+
+    That is 1 / the relative variance of Σ amount/p over samples in which each token is with its chance p, which is
+    known without any of them: Σ amount² (1/p − 1) / (Σ amount)². amounts: of what is to be summed, or in proportion to
+    it, of all tokens.
+
+    >>> amounts, quarter = np.array([1.0, 1.0, 1.0, 1.0]), np.full(4, 0.25)
+    >>> sample_worth(amounts, quarter, np.zeros(4, int), 1).round(2).tolist()  # 1 of 4: without the others' 3/4
+    [1.33]
+    """
+    whole = np.bincount(cells, amounts, minlength=num_cells) ** 2
+    with np.errstate(invalid="ignore", divide="ignore"):  # no token of a cell had a chance; a cell without any
+        each = np.where(amounts > 0, amounts**2 * (1 / probabilities - 1), 0.0)
+        spread = np.bincount(cells, each, minlength=num_cells)
+        return np.where(spread > 0, whole / spread, np.inf)
+
+
+def worth_of_shares(amounts: np.ndarray, worth: np.ndarray) -> np.ndarray:
+    """What samples of cells are worth for each one's share of the whole: its odds have the errors of both sides.
+
+    amounts: sums by cell, or in proportion to them; worth: `sample_worth` of each.
+    """
+    variances, others = 1 / worth, amounts.sum() - amounts
+    spread = (amounts**2 * variances).sum() - amounts**2 * variances
+    with np.errstate(invalid="ignore", divide="ignore"):  # one cell is all
+        return 1 / (variances + np.where(others > 0, spread / others**2, 0.0))
 
 
 def students_t(each: np.ndarray, confidence: float) -> np.ndarray:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from support.pictures import draw_nothing
 
+from gradscope import resampling
 from gradscope.tasks import data
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -34,6 +35,13 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
 # A shell's background job ignores Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def few_prompts_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intervals of few prompts are those of many, percentiles: a table is then small enough for loops."""
+    monkeypatch.setattr(resampling, "FEWEST", 2)
+    monkeypatch.setattr(resampling, "MANY", 2)
 
 
 @pytest.fixture(scope="session")

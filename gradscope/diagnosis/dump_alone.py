@@ -20,7 +20,7 @@ from torch import Tensor
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, Column, assign_intervals, interval_labels
 from gradscope.objective import PAPER, LossSettings, batch_weights, resolve_advantages
-from gradscope.resampling import Seed, bootstrap
+from gradscope.resampling import SHARE, Seed, bootstrap
 from gradscope.rollouts import Dump
 
 if TYPE_CHECKING:
@@ -167,7 +167,9 @@ def _range_of_shares(
             shares = [own / (own + rest.sum(-1, keepdims=True) - rest) for own, rest in ((least, most), (most, least))]
         return np.stack(shares).transpose(2, 0, 1, 3).reshape(len(draws), -1)
 
-    found = bootstrap(evaluate, len(groups), seed=seed, confidence=confidence, resamples=resamples)
+    found = bootstrap(evaluate, len(groups), seed=seed, confidence=confidence, resamples=resamples, scale=SHARE)
+    half = np.isnan(found[1].reshape(2, -1)).any(0)  # an interval reaches from the least's to the most's
+    found[1:, np.tile(half, 2)] = np.nan
     return found.reshape(3, 2, len(QUANTITIES), size).swapaxes(0, 1)
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from gradscope.diagnosis.result import join_rows, make_rows
 from gradscope.gradients import PromptGradients, SumsPlan, Way, fixed_cotangents, gram, own_rows, zero_vectors
 from gradscope.policy import AdamWState, Policy, square_norm
-from gradscope.resampling import Seed, centred_bootstrap, jackknife_error
+from gradscope.resampling import Seed, centred_bootstrap, jackknife_error, short_of
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, Processes, Progress
 
@@ -182,7 +182,8 @@ def gradient_rows(
     found[:, 1], found[:, 2] = np.maximum(found[:, 1], 0.0), np.clip(found[:, 2], -1.0, 1.0)
     counts = tokens.sum(0)
     found = np.where(counts > 0, found, np.nan)
-    common = {"metric": metric, "intervals": labels}
+    short = [] if seed is None else [short_of(len(pairs))] * size
+    common = {"metric": metric, "intervals": labels, "short": short}
     parts = [
         make_rows("gradient_share", found[:, 0], counts, unit="share", **common),
         make_rows("norm_ratio", found[:, 1], counts, unit="ratio", **common),
@@ -190,17 +191,21 @@ def gradient_rows(
         make_rows("gradient_index", found[:, 3], counts, unit="bits", **common),
     ]
     everything = {"metric": metric, "intervals": [*labels, "all"]}
+    short = [short_of(len(pairs))] * (size + 1)
     numbers = signal_and_noise(_own_blocks(pairs), confidence=confidence)
     error = products.error(lambda pairs: signal_and_noise(_own_blocks(pairs))["signal"][0])
     numbers["signal"] = _widen(numbers["signal"], error, confidence)
     counts = np.append(counts, counts.sum())
     for name, unit in (("gradient_norm", "norm"), ("signal", "squared"), ("noise", "squared")):
-        parts.append(make_rows(name, np.where(counts > 0, numbers[name], np.nan), counts, unit=unit, **everything))
+        own = {} if name == "gradient_norm" else {"short": short}
+        parts.append(
+            make_rows(name, np.where(counts > 0, numbers[name], np.nan), counts, unit=unit, **everything, **own)
+        )
     with np.errstate(invalid="ignore", divide="ignore"):
         fraction = numbers["signal"] / numbers["gradient_norm"][0] ** 2
     # Noise is a variance, so that no signal exceeds the whole.
     fraction = np.where(counts > 0, np.minimum(fraction, 1.0), np.nan)
-    return join_rows([*parts, make_rows("signal_fraction", fraction, counts, unit="share", **everything)])
+    return join_rows([*parts, make_rows("signal_fraction", fraction, counts, unit="share", **everything, short=short)])
 
 
 def signal_and_noise(
@@ -209,7 +214,7 @@ def signal_and_noise(
     """gradient_norm, signal and noise of k groups of tokens, from the inner products of n prompts' gradients each.
 
     Values, then bounds, which only signal has: leave-one-out jackknife, Student's t with n − 1 degrees of freedom, NaN
-    for fewer than three prompts. Signal and noise are NaN for one.
+    for too few prompts. Signal and noise are NaN for one.
     """
     n = grams.shape[1]
     square, own = grams.sum((1, 2)), np.einsum("kpp->k", grams)
@@ -220,7 +225,7 @@ def signal_and_noise(
     apart = square - own
     out["signal"][0] = n / (n - 1) * apart
     out["noise"][0] = square - out["signal"][0]
-    if n < 3:
+    if short_of(n):
         return out
     # Without prompt p: the sum over pairs of different prompts loses its row and its column.
     diagonal = np.einsum("kpp->kp", grams)

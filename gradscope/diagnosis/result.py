@@ -16,6 +16,7 @@ from jaxtyping import Float
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, Column, interval_labels
 from gradscope.objective import PAPER, LossSettings
+from gradscope.resampling import FEWEST, Shortage
 from gradscope.updates import StepSettings
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ COLUMNS = ["statistic", "metric", "interval", "value", "lower", "upper", "n", "u
 """metric: "raw" or "adamw" for a gradient, "none" for what is none; interval: a label such as "[0, ¼)", "all", or "";
 n: the tokens that the number rests on, measured ones where norms are meant; unit: share, bits, nats, ratio, cosine,
 squared (the unit of a squared gradient norm), norm, tokens, prompts."""
+SHORTAGE = ["lacks", "wanted"]
+"""lacks: "prompts" or "tokens" where a number has no bounds because these are too few, else ""; wanted: how many of
+them would give bounds, of tokens measured ones of that interval; else 0."""
 
 
 def make_rows(
@@ -36,15 +40,24 @@ def make_rows(
     unit: str,
     metric: str = "none",
     intervals: Sequence[str] = ("",),
+    short: Sequence[Shortage | None] = (),
 ) -> pd.DataFrame:
     """A row per interval of one statistic: found holds the values, then lower and upper bounds; not finite is NaN.
 
-    n: a count per interval, or one for all.
+    n: a count per interval, or one for all. short: what each lacks for bounds; with too little, it has none.
     """
+    found = np.array(found, dtype=np.float64)
+    short = [
+        None if np.isnan(value) else each
+        for value, each in zip(found[0], short or [None] * found.shape[1], strict=True)
+    ]
+    found[1:, [each is not None for each in short]] = np.nan
     value, lower, upper = np.where(np.isfinite(found), found, np.nan)
     columns = {"statistic": statistic, "metric": metric, "interval": list(intervals)}
     columns |= {"value": value, "lower": lower, "upper": upper, "n": np.broadcast_to(np.asarray(n), value.shape)}
-    return pd.DataFrame(columns | {"unit": unit})[COLUMNS].astype({"n": np.int64})
+    columns |= {"unit": unit, "lacks": [each.of if each else "" for each in short]}
+    columns |= {"wanted": [each.wanted if each else 0 for each in short]}
+    return pd.DataFrame(columns)[[*COLUMNS, *SHORTAGE]].astype({"n": np.int64, "wanted": np.int64})
 
 
 def one_row(
@@ -58,7 +71,7 @@ def one_row(
 def join_rows(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """All rows, one below the other; the empty table without any."""
     parts = [part for part in parts if len(part)]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=COLUMNS)
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=[*COLUMNS, *SHORTAGE])
 
 
 def pick_row(statistics: pd.DataFrame, statistic: str, metric: str = "none", interval: str = "") -> pd.Series | None:
@@ -79,9 +92,8 @@ LARGE = 100_000_000
 """Parameters from which on α and η are screened only on demand: it takes more passes than all the rest."""
 WARNINGS = ("logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature", "other-step")
 """Kinds of notes that may change the verdict itself: they come first, and the page shows them unfolded."""
-VERDICT_PROMPTS = 6
-"""Below so many, bounds are no ground of a verdict: those of a bootstrap lie within what the prompts' own numbers span,
-and n draws all lie on one side of the median with probability 2·2⁻ⁿ, more than 5 % of the time for n < 6."""
+VERDICT_PROMPTS = FEWEST
+"""Below so many there is no interval (see `resampling`), and no verdict."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +226,7 @@ class Diagnosis:
     """What one checkpoint does with one batch of rollouts. A part that was not computed is None; a note says why."""
 
     statistics: pd.DataFrame
-    """Every headline number, a row each: see `COLUMNS`."""
+    """Every headline number, a row each: see `COLUMNS` and `SHORTAGE`."""
     notes: tuple[Note, ...]
     """What a reader must know: what is missing, sampled or rough; sentences, each with a `kind`."""
     table: pd.DataFrame

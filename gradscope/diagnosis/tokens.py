@@ -8,8 +8,8 @@ index that (1−π) alone predicts, of Σ(w·(1−π))²: what is left if every 
 Σ‖w·g‖², of single tokens, knows no cancellation: it is not the summed gradient, whose shares `gradients` has.
 Where a sample of an interval's tokens was measured, a measured one counts for 1 / p of them, p its sampling probability
 (`token_sample`): with equal chances, the sum is the count of the tokens times the mean over the measured ones.
-Intervals are percentile bootstraps of 95 % that redraw whole prompts, measured tokens with them: they cover the choice
-of prompts and of the tokens that were measured. They are NaN with one prompt.
+Intervals of 95 % cover the choice of prompts and of the tokens that were measured. `resampling` says what they are, and
+how many prompts and measured tokens it takes to have one; `PromptSums.short_of` what there is too little of.
 """
 
 from __future__ import annotations
@@ -24,7 +24,20 @@ from jaxtyping import Float, Int
 from gradscope.diagnosis.result import BoundMargins, join_rows, make_rows
 from gradscope.gradients import LAYER, LOGITS, PARAMETERS, SUMS, sampling_probabilities, stands_for
 from gradscope.intervals import interval_shares, summarize
-from gradscope.resampling import Seed, odds_of_largest, percentiles, prompt_clusters, redraw
+from gradscope.resampling import (
+    BITS,
+    SHARE,
+    Seed,
+    Shortage,
+    bound,
+    odds_of_largest,
+    prompt_clusters,
+    redraw,
+    sample_worth,
+    short_of,
+    widen,
+    worth_of_shares,
+)
 from gradscope.theory import add_drivers, logit_grad_bounds, rounding_tolerance
 
 Number = int | float
@@ -45,6 +58,23 @@ class PromptSums:
     """Σ(w·(1−π))² over all."""
     expected: Matrix | None = None
     """Σp over all; None: p is 1."""
+    worth: Float[np.ndarray, " A"] | None = None
+    """What each interval's sample is worth for Σ‖w·g‖², where one was drawn; see `resampling.sample_worth`."""
+
+    def short_of(self) -> list[Shortage | None]:
+        """What the shares of Σ‖w·g‖² lack for an interval, by interval."""
+        reached, worth, measured = (self.squares > 0).sum(0), self._worth_of_shares(), self.measured.sum(0)
+        prompts = reached if self.worth is None else ((self.predicted > 0) & (self.tokens > 0)).sum(0)
+        return [short_of(*each) for each in zip(prompts, worth, measured.astype(int), reached, strict=True)]
+
+    def _worth_of_shares(self) -> Float[np.ndarray, " A"]:
+        if self.worth is None:
+            return np.full(self.tokens.shape[1], np.inf)
+        return worth_of_shares(self.predicted.sum(0), self.worth)
+
+    def drawn(self) -> Float[np.ndarray, " A"] | None:
+        """How many tokens were measured of each interval; infinity: all of it."""
+        return None if self.worth is None else np.where(np.isinf(self.worth), np.inf, self.measured.sum(0))
 
 
 def weighted_norms(table: pd.DataFrame, norm: str = PARAMETERS) -> Float[np.ndarray, " n"]:
@@ -65,7 +95,8 @@ def sum_by_prompt(table: pd.DataFrame, num_intervals: int, norm: str = PARAMETER
 
     weight = table["weight"].to_numpy(np.float64)
     tokens = total(np.ones(len(table)))
-    predicted = total((weight * np.exp(table["log_one_minus_prob"].to_numpy(np.float64))) ** 2)
+    amounts = (weight * np.exp(table["log_one_minus_prob"].to_numpy(np.float64))) ** 2
+    predicted = total(amounts)
     if SUMS[1] in table:
         # One number per response and interval, repeated in each of its rows.
         first = ~table.duplicated(["response", "interval"]).to_numpy()
@@ -74,9 +105,15 @@ def sum_by_prompt(table: pd.DataFrame, num_intervals: int, norm: str = PARAMETER
     squares = weighted_norms(table, norm) ** 2
     known, probabilities = ~np.isnan(squares), sampling_probabilities(table)
     measured, squares = total(known.astype(float)), np.where(known, squares, 0.0)
-    if probabilities is None:
+    if probabilities is None and known.all():
         return PromptSums(tokens, measured, total(squares), predicted)
-    return PromptSums(tokens, measured, total(squares / probabilities), predicted, total(probabilities))
+    if probabilities is None:  # a choice of tokens that was given: as if drawn with equal chances
+        with np.errstate(invalid="ignore"):
+            chances = (measured.sum(0) / tokens.sum(0))[table["interval"].to_numpy(np.int64)]
+        worth = sample_worth(amounts, chances, table["interval"].to_numpy(np.int64), num_intervals)
+        return PromptSums(tokens, measured, total(squares), predicted, worth=worth)
+    worth = sample_worth(amounts, probabilities, table["interval"].to_numpy(np.int64), num_intervals)
+    return PromptSums(tokens, measured, total(squares / probabilities), predicted, total(probabilities), worth)
 
 
 def token_shares(
@@ -91,8 +128,8 @@ def token_shares(
 
     And dominance_index, predicted_index and added_index, their difference (bits; see the module); and largest_share, in
     which share of the redrawn batches the interval's squared_share is the largest of all (it has no bounds). NaN where
-    an interval has no token, all shares of Σ‖w·g‖² where one has tokens and none is measured, bounds where fewer than
-    two prompts have measured tokens of the interval.
+    an interval has no token, all shares of Σ‖w·g‖² where one has tokens and none is measured, bounds where
+    `PromptSums.short_of` prompts or measured tokens, or too few prompts have tokens of the interval.
     """
 
     each = sums.tokens if sums.expected is None else sums.expected
@@ -110,11 +147,12 @@ def token_shares(
         parts = np.hstack([*shares, *indices, difference])
         return np.where(np.isfinite(parts), parts, np.nan)
 
+    size = len(labels)
     draws = redraw(evaluate, len(sums.tokens), seed, resamples)
-    bounds = percentiles(draws, confidence)
-    found = np.vstack([evaluate(np.ones((1, len(sums.tokens)))), bounds]).reshape(3, 6, len(labels))
-    largest = odds_of_largest(draws.reshape(-1, 6, len(labels))[:, 1])
-    known = {name: (part > 0).sum(0) for name, part in (("tokens", sums.tokens), ("measured", sums.measured))}
+    energies = slice(size, 2 * size)
+    wide = widen(evaluate, len(sums.tokens), draws, sampled=sums.worth is not None)
+    largest = odds_of_largest(wide[:, energies])
+    short = {"tokens": [short_of(prompts) for prompts in (sums.tokens > 0).sum(0)], "measured": sums.short_of()}
     counts = {"tokens": sums.tokens.sum(0), "measured": sums.measured.sum(0)}
     kinds = {
         "token_share": ("none", "tokens", "share"), "squared_share": ("raw", "measured", "share"),
@@ -123,9 +161,18 @@ def token_shares(
     }  # fmt: skip
     parts = []
     for column, (name, (metric, of, unit)) in enumerate(kinds.items()):
-        numbers = found[:, column].copy()
-        numbers[1:, known[of] < 2] = np.nan
-        parts.append(make_rows(name, numbers, counts[of], unit=unit, metric=metric, intervals=labels))
+        own = slice(column * size, (column + 1) * size)
+        scale, drawn = SHARE if unit == "share" else BITS, sums.drawn() if of == "measured" else None
+        numbers = bound(
+            lambda weights, own=own: evaluate(weights)[:, own],
+            len(sums.tokens),
+            draws[:, own],
+            confidence=confidence,
+            scale=scale,
+            measured=drawn,
+        )
+        named = {"unit": unit, "metric": metric, "intervals": labels, "short": () if seed is None else short[of]}
+        parts.append(make_rows(name, numbers, counts[of], **named))
     alone = np.vstack([largest, np.full((2, len(labels)), np.nan)])
     odds = make_rows("largest_share", alone, counts["measured"], unit="share", metric="raw", intervals=labels)
     return join_rows([*parts, odds])
@@ -141,7 +188,7 @@ def layer_norms(table: pd.DataFrame, edges: Sequence[Number], *, seed: Seed = 0,
     drawn = sampling_probabilities(table)
     for name in (LOGITS, *layers, PARAMETERS):
         # At the logits every token is measured.
-        own = settings | {"probabilities": None if name == LOGITS else drawn}
+        own = settings | {"probabilities": None if name == LOGITS else drawn, "sizes": table[LOGITS]}
         part = summarize(table[name], table["interval"], table["group"], **own)
         part.insert(0, "quantity", name)
         parts.append(part)
@@ -163,7 +210,12 @@ def shares_by(
     measured token counts for as many as `scaled_squares` says. The square columns are NaN where weights or norms are
     unknown. special: the tokenizer's special tokens, as decoded.
     """
-    squares = scaled_squares(table)
+    squares, drawn = scaled_squares(table), sampling_probabilities(table)
+    amounts = (table["weight"] * np.exp(table["log_one_minus_prob"])).to_numpy(np.float64) ** 2
+
+    def sample(known: np.ndarray) -> dict[str, np.ndarray]:
+        return {} if drawn is None else {"probabilities": drawn[known], "sizes": amounts[known]}
+
     table = add_drivers(table, bins=bins, special=special)
     parts = []
     for driver in ("token_class", "position_bin", "entropy_bin", "advantage_sign"):
@@ -176,18 +228,24 @@ def shares_by(
         args = (column.cat.codes.to_numpy()[known], table["group"].to_numpy()[known])
         settings = {"seed": seed, "resamples": resamples, "edges": range(len(names) + 1)}
         tokens = interval_shares(*args, **settings)
-        square = interval_shares(*args, values=squares[known], **settings)
+        square = interval_shares(*args, values=squares[known], **sample(known), **settings)
         part = {"driver": driver, "value": names, "num_tokens": tokens["num_tokens"], "token_share": tokens["value"]}
         part |= {"token_lower": tokens["lower"], "token_upper": tokens["upper"]}
         part |= {"num_measured": square["num_measured"], "squared_share": square["value"]}
         part |= {"squared_lower": square["lower"], "squared_upper": square["upper"]}
-        odds = None if seed is None else _odds_of_excess(*args, squares[known], resamples)
+        odds = None if seed is None else _odds_of_excess(*args, squares[known], resamples, drawn is not None)
+        if seed is not None:
+            odds[square["lower"].isna()] = np.nan
         parts.append(pd.DataFrame(part | {"odds": odds}))
     return pd.concat(parts, ignore_index=True)
 
 
 def _odds_of_excess(
-    cells: Int[np.ndarray, " n"], groups: Int[np.ndarray, " n"], squares: Float[np.ndarray, " n"], resamples: int
+    cells: Int[np.ndarray, " n"],
+    groups: Int[np.ndarray, " n"],
+    squares: Float[np.ndarray, " n"],
+    resamples: int,
+    sampled: bool,
 ) -> Float[np.ndarray, " a"]:
     """Of each cell: in which share of redrawn batches its share of the squares exceeds its share of the tokens."""
     _, prompts = np.unique(groups, return_inverse=True)
@@ -201,6 +259,7 @@ def _odds_of_excess(
             return energy / energy.sum(1, keepdims=True) - tokens / tokens.sum(1, keepdims=True)
 
     drawn = redraw(excess, sums.shape[1], 0, resamples)  # numbers of its own: no other interval depends on them
+    drawn = widen(excess, sums.shape[1], drawn, sampled=sampled)
     return (drawn > 0).mean(0) if len(drawn) else np.full(sums.shape[2], np.nan)
 
 

@@ -87,11 +87,16 @@ def _dominance_in(d: Diagnosis, metric: str) -> Finding:
     are = f"are {percent(tokens['value'])} % of the tokens and account for {share_words(share)} of the {energy}"
     detail = f"Share of the {energy} by bin: {name_shares(d, 'squared_share', metric)}. "
     detail += f"A token with {name_bin(low)} has {times_words(index)} the average energy."
-    if isnan(index["lower"]):
-        alone = "the tokens of one prompt give no interval, so no verdict"
-        return Finding(kind, Verdict.UNDECIDED, f"T{they[1:]} {are}; {alone}.", detail)
     if not d.judges:
         return Finding(kind, Verdict.UNDECIDED, f"T{they[1:]} {are}; {d.few_prompts} for a verdict.", detail)
+    if isnan(index["lower"]):
+        why = "nothing was seen to vary"
+        if index["lacks"] == "prompts":
+            why = "too few prompts have such tokens"
+        if index["lacks"] == "tokens":
+            measured, wanted = index["n"], index["wanted"]
+            why = f"{measured:,} measured ones are too few for an interval, about {wanted:,} are wanted"
+        return Finding(kind, Verdict.UNDECIDED, f"T{they[1:]} {are}; {why}.", detail)
     verdict = compare(d, index)
     if verdict is Verdict.MORE:
         return _rank(d, metric, f"{they} {are}", detail)

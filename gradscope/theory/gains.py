@@ -17,7 +17,7 @@ import pandas as pd
 
 from gradscope.errors import InputError
 from gradscope.gradients import LAYER, LOGITS, PARAMETERS, sampling_weights, weighted_quantiles
-from gradscope.resampling import Seed, draw_clusters, percentiles
+from gradscope.resampling import Seed, draw_clusters, percentiles, short_of
 
 FLOOR = 1e-3
 """Fits take tokens with 1−π above this: the many nearly certain ones would decide the slope."""
@@ -194,7 +194,7 @@ def _divide(over: npt.ArrayLike, under: npt.ArrayLike) -> npt.ArrayLike:
 
 
 def _interval(draws: np.ndarray, groups: np.ndarray) -> tuple[float, float]:
-    """Percentiles of the resamples (all but the first); NaN with one prompt, which says nothing about prompts."""
-    several = len(np.unique(groups)) > 1
-    known = np.where(np.isfinite(draws[1:]) & several, draws[1:], np.nan)
+    """Percentiles of the resamples (all but the first); NaN with too few prompts."""
+    enough = not short_of(len(np.unique(groups)))
+    known = np.where(np.isfinite(draws[1:]) & enough, draws[1:], np.nan)
     return tuple(percentiles(known[:, None], 0.95)[:, 0].tolist())

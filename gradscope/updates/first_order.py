@@ -38,7 +38,7 @@ from gradscope.gradients import (
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import PAPER, LossSettings, TokenStatistics, batch_weights, clip_scale
 from gradscope.policy import PART, Policy, PolicyLike, flat_slices, flat_spans, float_parameters, read_state
-from gradscope.resampling import Seed, bootstrap, prompt_clusters
+from gradscope.resampling import Seed, bootstrap, prompt_clusters, short_of
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
 from gradscope.runs import Progress, check_room, settle_progress
 from gradscope.updates.movement import Movement, measure_start, movement_table
@@ -366,6 +366,6 @@ def _target_statistics(
         return np.hstack([size_of, shift + means, (product - shift * mean) / np.where(varies, variance, np.nan)])
 
     found = bootstrap(evaluate, num_clusters, seed=seed, confidence=confidence, resamples=resamples)
-    if len(np.unique(clusters)) < 2:
+    if short_of(len(np.unique(clusters))):
         found[1:] = np.nan
     return found.reshape(3, 3, size).transpose(2, 1, 0)

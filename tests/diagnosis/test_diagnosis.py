@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradscope.diagnosis import Diagnosis, DiagnosisSettings, diagnose
 from gradscope.diagnosis.gradients import sum_gradients
-from gradscope.diagnosis.result import COLUMNS
+from gradscope.diagnosis.result import COLUMNS, SHORTAGE
 from gradscope.diagnosis.steps import recommend, seeds_of
 from gradscope.errors import InputError
 from gradscope.gradients import measure
@@ -347,14 +347,15 @@ def test_the_recommendation_has_the_best_predicted_score_and_its_difference_on_o
 
 def test_every_part_is_there_and_every_number_has_one_row(whole):
     statistics = whole.statistics
-    assert statistics.columns.tolist() == COLUMNS
+    assert statistics.columns.tolist() == [*COLUMNS, *SHORTAGE]
     assert not statistics.duplicated(["statistic", "metric", "interval"]).any()
     assert set(statistics["metric"]) == {"raw", "adamw", "none"}
     for part in ("bounds", "layers", "where", "spikes", "cosines", "adamw_cosines", "influence", "movement"):
         assert getattr(whole, part) is not None, part
     assert whole.bounds.violations == 0 and whole.bounds.num_tokens == len(whole.table)
     index = whole.pick("dominance_index", "adamw", LABELS[0])
-    assert np.isfinite(index["value"]) and index["lower"] <= index["value"] <= index["upper"]
+    assert np.isfinite(index["value"]) and np.isnan(index["lower"])
+    assert (index["lacks"], index["wanted"]) == ("prompts", 6)
 
 
 def test_the_policy_is_as_it_was(policy, batch, table):

@@ -169,9 +169,12 @@ def test_shares_without_bounds_and_their_intervals_are_those_of_interval_shares(
             np.testing.assert_allclose(found[name], known[wanted], rtol=1e-12)
 
 
+@pytest.mark.usefixtures("few_prompts_are_many")
 def test_sampling_intervals_hold_the_ranges_and_need_two_prompts():
     table = handmade_table()
     shares = logit_shares(table, seed=np.random.default_rng(0)).query("sign == 'all'")
+    shares = shares[shares["lower"].notna()]  # of some, nothing varies
+    assert len(shares) > 10
     # Percentiles of three redrawn prompts need not hold the sample itself, but here they do.
     assert (shares["lower"] <= shares["least"]).all() and (shares["most"] <= shares["upper"]).all()
     one = logit_shares(table.assign(group=0), seed=np.random.default_rng(0))

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 from support.policies import make_batch, make_policy
 
 from gradscope import measure
@@ -170,20 +171,22 @@ def test_statistics_are_those_of_a_loop_that_counts_each_token_for_one_over_its_
     assert where["word"] == pytest.approx(words / totals.sum())
 
 
-def test_bounds_redraw_prompts_with_their_chances():
-    table, resamples = sample_some(plant_table(), 20), 40
-    rows = token_shares(sum_by_prompt(table, 4), LABELS, seed=np.random.default_rng(3), resamples=resamples)
-    draws = np.random.default_rng(3).multinomial(12, np.full(12, 1 / 12), size=resamples)
-    found = []
-    for times in draws:
-        redrawn = pd.concat([table[table["group"] == p] for p in range(12) for _ in range(times[p])])
-        totals = np.array(loop_totals(redrawn, (redrawn["weight"] * redrawn["param_grad_norm"]) ** 2))
-        found.append(totals / totals.sum())
+def test_bounds_are_those_of_a_jackknife_that_leaves_out_each_prompt_with_its_chances():
+    table = sample_some(plant_table(), 20)
+    rows = token_shares(sum_by_prompt(table, 4), LABELS, seed=np.random.default_rng(3))
     own = rows[rows["statistic"] == "squared_share"]
-    low, high = np.quantile(found, [0.025, 0.975], axis=0)
-    assert own["lower"].tolist() == pytest.approx(low.tolist()) and own["upper"].tolist() == pytest.approx(
-        high.tolist()
-    )
+    left, error = [], []
+    for prompt in range(12):
+        rest = table[table["group"] != prompt]
+        totals = np.array(loop_totals(rest, (rest["weight"] * rest["param_grad_norm"]) ** 2))
+        left.append(np.log(totals / (totals.sum() - totals)))
+    away = np.array(left) - np.mean(left, axis=0)
+    error = np.sqrt(11 / 12 * (away**2).sum(0) + 1 / 12**2 + 1 / 20**2)
+    freedom = np.clip((away**2).sum(0) ** 2 / (away**4).sum(0) - 0.5, 1, 11)
+    odds = own["value"] / (1 - own["value"])
+    for name, sign in (("lower", -1), ("upper", 1)):
+        end = odds * np.exp(sign * scipy.stats.t.ppf(0.975, freedom) * error)
+        assert own[name].tolist() == pytest.approx((end / (1 + end)).tolist())
 
 
 def token_totals(table: pd.DataFrame) -> np.ndarray:

@@ -91,6 +91,7 @@ def test_a_column_of_ones_own_is_a_proxy_too():
         judge_proxies(table, more={"mine": "gone"}, seed=None)
 
 
+@pytest.mark.usefixtures("few_prompts_are_many")
 def test_bounds_redraw_prompts():
     table = plant(prompts=5)
     found = row_of(

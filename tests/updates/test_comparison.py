@@ -17,7 +17,7 @@ from support.tiers import every
 from gradscope.errors import InputError
 from gradscope.gradients import interval_gradients, measure, vector_bytes
 from gradscope.objective import Weighting, make_weighting, resolve_advantages
-from gradscope.updates import StepSettings, apply_update, compare, describe
+from gradscope.updates import Comparison, StepSettings, apply_update, compare, describe
 from gradscope.updates.comparison import noise
 from gradscope.updates.comparison.judge import Judge
 from gradscope.updates.comparison.noise import Products
@@ -54,6 +54,10 @@ def case() -> Case:
 
 @pytest.fixture(scope="module")
 def found(case):
+    return compare_all(case)
+
+
+def compare_all(case: Case) -> Comparison:
     return compare(case.policy, case.batch, METHODS, table=case.table, loss=SETTINGS, optimizer_state=case.state,
                    step=STEP, resamples=50)  # fmt: skip
 
@@ -120,10 +124,12 @@ def metric(case: Case, total: np.ndarray) -> np.ndarray:
     return (1 / (corrected.sqrt() + EPS)).numpy()
 
 
-def test_norms_cosines_signals_and_directions_are_those_of_the_vectors(case, found):
-    check(case, found.table, rel=1e-5)
+@pytest.mark.usefixtures("few_prompts_are_many")
+def test_norms_cosines_signals_and_directions_are_those_of_the_vectors(case):
+    check(case, compare_all(case).table, rel=1e-5)
 
 
+@pytest.mark.usefixtures("few_prompts_are_many")
 @pytest.mark.parametrize("name", every(2, ["mixtral", "gpt2"]))
 def test_the_same_on_other_architectures(name):
     case = Case(name)
@@ -132,6 +138,7 @@ def test_the_same_on_other_architectures(name):
     check(case, found.table, rel=1e-5)
 
 
+@pytest.mark.usefixtures("few_prompts_are_many")
 @pytest.mark.parametrize(("vectors", "way", "at_once"), every(2, [(12, "whole", 4), (5, "whole", 1), (3, "slices", 1)]))
 def test_with_little_memory_the_same_comes_a_few_at_a_time(case, vectors, way, at_once):
     before = snapshot(case.policy.model)["model"]
@@ -190,6 +197,7 @@ def test_two_steps_are_judged_by_real_ones(case, found):
     assert [note.kind for note in found.notes] == ["off-policy", "two-steps"]
 
 
+@pytest.mark.usefixtures("few_prompts_are_many")
 def test_the_gain_is_that_of_each_weightings_step_on_the_prompts_it_has_not_seen(case):
     batch = make_batch(case.policy, lengths=(5, 4, 6) * 5, prompt_lengths=(3, 4) * 8, temperature=0.7, seed=1)
     batch = replace(batch, group_ids=torch.arange(15) // 3, rewards=torch.tensor([0.0, 1.0, 3.0, 1.0, 1.0] * 3))
@@ -218,6 +226,9 @@ def test_the_gain_is_that_of_each_weightings_step_on_the_prompts_it_has_not_seen
         assert whole.loc[name, "gain"] == pytest.approx(values.mean(), rel=1e-4)
         difference = whole.loc[name, ["gain_difference_lower", "gain_difference", "gain_difference_upper"]].to_list()
         assert difference[1] == pytest.approx((values - plain).mean(), rel=1e-3, abs=1e-9)
+        if name == "grpo":  # from itself it does not differ, which has no bounds
+            assert np.isnan(difference[0]) and np.isnan(difference[2])
+            continue
         assert difference == sorted(difference) and min(values - plain) - 1e-9 <= difference[0]
     assert np.isnan(found.table.set_index("step").loc[["low", "high", "one", "other"], "gain"]).all()
     assert "28 of 40" in describe(found)

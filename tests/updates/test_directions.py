@@ -72,6 +72,7 @@ def redrawn(table: pd.DataFrame, statistic: Callable[[pd.DataFrame], float], clu
     return [statistic(pd.concat([p for p, n in zip(parts, counts, strict=True) for _ in range(n)])) for counts in draws]
 
 
+@pytest.mark.usefixtures("few_prompts_are_many")
 @pytest.mark.parametrize("against", ["advantage", "net_weight"])
 def test_shares_and_their_bounds_equal_loops_over_tokens_and_over_redrawn_prompts(against):
     table = make_table()
@@ -93,6 +94,7 @@ def test_shares_and_their_bounds_equal_loops_over_tokens_and_over_redrawn_prompt
     assert found["tied"].sum() > 5
 
 
+@pytest.mark.usefixtures("few_prompts_are_many")
 def test_the_same_group_number_in_two_batches_is_two_prompts():
     one, other = make_table(3, seed=1), make_table(3, seed=2)
     table = pd.concat({10: one, 20: other}, names=["batch"]).reset_index("batch")
@@ -145,6 +147,7 @@ def test_a_table_that_cannot_be_judged_is_refused(table, settings, message):
         right_direction_shares(table, seed=rng(), **settings)
 
 
+@pytest.mark.usefixtures("few_prompts_are_many")
 def test_movements_equal_loops_and_numpy_per_cell():
     table = make_table()
     found = movement_summary(table, "only-0", value="delta_logprob", seed=rng(3), resamples=20, confidence=0.5)
@@ -205,6 +208,7 @@ def test_mean_and_sd_over_batches_are_numpys_and_skip_batches_without_a_value():
         over_batches(shares[0])
 
 
+@pytest.mark.usefixtures("few_prompts_are_many")
 @pytest.mark.parametrize(("outside", "value"), [(0, "delta_log_odds"), ([1, 3], "delta_prob"), ([], "delta_log_odds")])
 def test_similarity_is_pearsons_over_the_other_tokens_with_bounds_over_prompts(outside, value):
     table = make_table()

@@ -226,6 +226,7 @@ def naive(tokens: list[dict], source: str) -> list[float]:
     return [sum(abs(t[f"by.{source}"]) for t in tokens) / n, mean, share]
 
 
+@pytest.mark.usefixtures("few_prompts_are_many")
 def test_the_table_and_its_bounds_are_those_of_loops_over_tokens_and_redrawn_prompts():
     table = made_up()
     found = influence_table(table, seed=np.random.default_rng(8), resamples=40, confidence=0.9)

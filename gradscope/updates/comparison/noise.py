@@ -12,6 +12,8 @@ import numpy as np
 from jaxtyping import Float
 from scipy.stats import t
 
+from gradscope.resampling import short_of
+
 Each = Float[np.ndarray, "*k n"]
 """A number of each prompt, for each of k summed gradients."""
 
@@ -41,7 +43,7 @@ def signal_to_noise(found: Products, *, confidence: float = 0.95) -> Float[np.nd
     that of the jackknife over prompts, and that of a sum over pairs of prompts whose gradients have no mean (a
     degenerate U statistic, 2·Σ_{p≠q} k_pq² of the centred products k), which the jackknife misses where noise has one
     direction. As a signal's error grows with the signal, the upper bound lies t²/2 of the second variance's root times
-    √2 farther. NaN for fewer than three prompts.
+    √2 farther. NaN for too few prompts.
     """
     value, left, spread = _ratios(found), _ratios_left(found), _pair_spread(found)
     reach = _quantile(found.own.shape[-1], confidence)
@@ -118,4 +120,4 @@ def _jackknife(left: Each) -> Float[np.ndarray, " *k"]:
 
 
 def _quantile(n: int, confidence: float) -> float:
-    return float(t.ppf((1 + confidence) / 2, n - 1)) if n > 2 else np.nan
+    return float(t.ppf((1 + confidence) / 2, n - 1)) if not short_of(n) else np.nan

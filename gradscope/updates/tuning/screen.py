@@ -18,7 +18,7 @@ from scipy.stats import rankdata
 
 from gradscope.errors import InputError, checked
 from gradscope.intervals import interval_labels
-from gradscope.resampling import Seed, draw_clusters, percentiles, students_t
+from gradscope.resampling import Seed, draw_clusters, percentiles, short_of, students_t
 from gradscope.updates.directions import SIGNS
 from gradscope.updates.tuning.counts import NUM_INTERVALS, SHARES
 from gradscope.updates.tuning.linear import PLAIN, Setting
@@ -190,9 +190,9 @@ class _Tally:
             )
         sizes = [counts.shape[2] for counts in self.counts["predicted"]]
         self.draws = [draw_clusters(n, resamples, seed).astype(float) for n in sizes]
-        """For each batch, how often each prompt is drawn [resamples, prompts]: of a single one, unknown."""
+        """For each batch, how often each prompt is drawn [resamples, prompts]: of too few, unknown."""
         for draws in self.draws:
-            if draws.shape[1] < 2:
+            if short_of(draws.shape[1]):
                 draws[:] = np.nan
 
     def scores(self, kind: Kind, batches: Sequence[int]) -> Float[np.ndarray, " N"]:
