@@ -69,8 +69,8 @@ DEFINITIONS = {
         "this score predicts a run's final accuracy."
     ),
     "95 % interval": (
-        "Brackets hold percentiles of a bootstrap that redraws whole prompts or, below 50 prompts and where a sample of "
-        "tokens was measured, a jackknife over prompts; those of summed gradients are corrected for the bias that "
+        "Brackets hold percentiles of a bootstrap that redraws whole prompts or, below 50 prompts and where a sample "
+        "of tokens was measured, a jackknife over prompts; those of summed gradients are corrected for the bias that "
         "redrawing has. For signal they are a jackknife over prompts, for α and η Student's t over batches. They show "
         "how much the choice of prompts and of measured tokens matters; where either are too few, there are none."
     ),
