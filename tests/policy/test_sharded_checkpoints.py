@@ -239,14 +239,33 @@ def test_a_configuration_of_another_model_is_refused(written, tmp_path):
             load_policy(written / "plain", base=base)
 
 
+def test_an_adapters_shards_and_another_trainers_names_end_in_what_to_do(written, tmp_path):
+    weights = torch.load(written / "accelerate" / "full" / "pytorch_model_fsdp.bin")
+    adapter = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.zeros(2, 32)}
+    whole = {f"base_model.model.{name}": value for name, value in weights.items()}
+    titan = {name.replace("model.", "").replace("embed_tokens", "tok_embeddings"): v for name, v in weights.items()}
+    titan = {name.replace("self_attn.q_proj", "attention.wq"): v for name, v in titan.items() if "layers" not in name}
+    cases = {"alone": (adapter, "lora_adapter"), "beside": (whole | adapter, "lora_adapter")}
+    cases["titan"] = (titan | {"tok_embeddings.weight": torch.zeros(3)}, r"convert_to_hf\.py \S+titan")
+    for name, (state, words) in cases.items():
+        (tmp_path / name).mkdir()
+        state.pop("lm_head.weight", None)
+        torch.save(state, tmp_path / name / "pytorch_model_fsdp.bin")
+        with pytest.raises(InputError, match=words):
+            load_policy(tmp_path / name, base=written)
+
+
 def test_megatrons_shards_end_in_the_command_that_converts_them(written, tmp_path):
     folder = shutil.copytree(written / "plain", tmp_path / "iter_0000002")
-    torch.save({"args": 1}, folder / "common.pt")
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     with pytest.raises(InputError, match=r"convert_torch_dist_to_hf\.py --input-dir \S+iter_0000002 "):
         load_policy(folder, base=written)
     verl = shutil.copytree(folder, tmp_path / "global_step_2" / "actor" / "dist_ckpt").parents[1]
     with pytest.raises(InputError, match=r"model_merger merge --backend megatron --local_dir \S+/actor "):
         load_policy(verl, base=written)
+    nemo = shutil.copytree(folder, tmp_path / "step_2" / "policy" / "weights" / "iter_0000000").parents[2]
+    with pytest.raises(InputError, match=rf"--config {nemo}/config\.yaml --megatron-ckpt-path \S+iter_0000000 "):
+        load_policy(nemo, base=written)
 
 
 def test_whole_weights_beside_shards_are_taken_and_their_base_is_refused(written, tmp_path):

@@ -20,7 +20,7 @@ def matching_names(names: Iterable[str], expected: Container[str]) -> dict[str, 
     """Name in the model → name in the checkpoint, for those under the prefix that gives the model most of its own.
 
     `model.model.norm.weight` is the model's `model.norm.weight` within a dictionary of the name `model`. Empty where no
-    name is the model's.
+    name is the model's; but an adapter's own keep their names.
     """
     names = list(names)
     counts: dict[str, int] = {}
@@ -29,8 +29,8 @@ def matching_names(names: Iterable[str], expected: Container[str]) -> dict[str, 
             if name[start:] in expected:
                 counts[name[:start]] = counts.get(name[:start], 0) + 1
                 break  # the longest: lm_head.weight is not the norm of something else
-    if not counts:
-        return {}
+    if not counts:  # an adapter's tensors are told apart from those of another model
+        return {name: name for name in names if ".lora_" in name}
     prefix = max(counts, key=lambda known: (counts[known], -len(known)))
     return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 

@@ -46,6 +46,8 @@ def find_weights(folder: Path) -> Shards | None:
     places = [folder / place for place in WEIGHTS]
     if folder.name == "huggingface":  # where verl and SkyRL keep the configuration of the shards beside it
         places.append(folder.parent)
+    iterations = [*(folder / "policy" / "weights").glob("iter_*")]  # NeMo-RL's, under Megatron
+    places += iterations if len(iterations) == 1 else []
     return next((found for place in places if (found := _at(place, "weights")) is not None), None)
 
 
@@ -64,11 +66,6 @@ def moments_at(path: Path) -> Shards | None:
         return _at(path, "moments")
     part = any(pattern.fullmatch(path.name) for pattern in _RANKED.values()) or path.match(_ZERO["moments"])
     return _at(path.parent, "moments") if part else None
-
-
-def is_megatron(shards: Shards) -> bool:
-    """Whether Megatron saved it (torch_dist): its tensors have Megatron's names and are fused."""
-    return shards.kind == "dcp" and any((shards.folder / name).is_file() for name in ("common.pt", "metadata.json"))
 
 
 def _at(place: Path, part: Part) -> Shards | None:

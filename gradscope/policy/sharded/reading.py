@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.policy.sharded.layouts import Shards, is_megatron
+from gradscope.policy.sharded.layouts import Shards
+from gradscope.runs import read_json
 
 
 def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
@@ -18,7 +19,7 @@ def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
     Raises InputError for a damaged or unfinished checkpoint, for one whose pickles would run something, and for tensors
     that another trainer's model names, with the command that converts them.
     """
-    refuse_megatron(shards)
+    _refuse_megatron(shards)
     found = _reader(shards).read_weights(shards, expected)
     if not found:
         raise InputError(
@@ -37,7 +38,7 @@ def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
 
 def read_moments(shards: Shards) -> dict[str, Any]:
     """The optimizer's state as AdamW's `state_dict()` has it, each moment whole."""
-    refuse_megatron(shards)
+    _refuse_megatron(shards)
     return _reader(shards).read_moments(shards)
 
 
@@ -46,7 +47,7 @@ def has_moments(shards: Shards) -> bool:
     """Whether an optimizer's state is among the files: of torch.distributed.checkpoint's, the contents tell."""
     if shards.kind != "dcp":
         return True
-    if is_megatron(shards):
+    if _is_megatron(shards):
         return False
     try:
         return _reader(shards).has_moments(shards)
@@ -54,14 +55,26 @@ def has_moments(shards: Shards) -> bool:
         return True  # what is damaged is refused where it is read
 
 
-def refuse_megatron(shards: Shards) -> None:
+def _is_megatron(shards: Shards) -> bool:
+    """Whether Megatron saved it (torch_dist): its tensors have Megatron's names and are fused."""
+    said = read_json(shards.folder / "metadata.json") or {}
+    return shards.kind == "dcp" and ((shards.folder / "common.pt").is_file() or "sharded_backend" in said)
+
+
+def _refuse_megatron(shards: Shards) -> None:
     """InputError, with the command that converts it, for a checkpoint of Megatron: its tensors are fused, renamed."""
-    if not is_megatron(shards):
+    if not _is_megatron(shards):
         return
     folder = shards.folder
-    slime = f"`python tools/convert_torch_dist_to_hf.py --input-dir {folder} --output-dir DIR --origin-hf-dir BASE`"
-    verl = f"`python -m verl.model_merger merge --backend megatron --local_dir {folder.parent} --target_dir DIR`"
-    command = f"verl's {verl}" if folder.name == "dist_ckpt" else f"slime's {slime}, or your trainer's own converter"
+    if folder.name == "dist_ckpt":
+        command = "verl's `python -m verl.model_merger merge --backend megatron --local_dir "
+        command += f"{folder.parent} --target_dir DIR`"
+    elif folder.parent.name == "weights":
+        command = "NeMo-RL's `uv run --extra mcore python examples/converters/convert_megatron_to_hf.py --config "
+        command += f"{folder.parents[2]}/config.yaml --megatron-ckpt-path {folder} --hf-ckpt-path DIR`"
+    else:
+        command = "your trainer's own converter, slime's is `python tools/convert_torch_dist_to_hf.py --input-dir "
+        command += f"{folder} --output-dir DIR --origin-hf-dir BASE`"
     raise InputError(f"{folder} is Megatron's, whose layers have other names and are fused; convert it with {command}")
 
 
