@@ -168,6 +168,8 @@ def keep_own_step(dump: Dump, checkpoint: int | None) -> Dump:
     taken, kind = f"step {own} is taken, the one after this checkpoint's", "step"
     if own != wanted:
         taken = f"step {own} is taken, sampled by a different checkpoint: step {wanted}, this one's, is not there"
+        if wanted > known[-1]:  # known is sorted
+            taken += " (a run logs it that goes one step beyond its last checkpoint)"
         kind = "other-step"
     return _select_step(dump, own).with_note(f"{span}; {taken}", kind)
 

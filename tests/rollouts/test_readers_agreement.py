@@ -93,6 +93,9 @@ def make_dump(tmp_path, steps: list[int]) -> Dump:
     return read_dump(tmp_path / "token_exports")
 
 
+BEYOND = "(a run logs it that goes one step beyond its last checkpoint)"
+
+
 @pytest.mark.parametrize(
     ("steps", "checkpoint", "own", "why"),
     [
@@ -101,8 +104,8 @@ def make_dump(tmp_path, steps: list[int]) -> Dump:
         ([10, 20, 30], 12, 10, "sampled by a different checkpoint: step 13, this one's, is not there"),
         ([10, 20, 30], 16, 20, "sampled by a different checkpoint: step 17, this one's, is not there"),
         ([10, 20, 30], 14, 10, "sampled by a different checkpoint: step 15, this one's, is not there"),  # as near as 20
-        ([1, 2, 3], 3, 3, "sampled by a different checkpoint: step 4, this one's, is not there"),
-        ([2, 10, 9], 100, 10, "sampled by a different checkpoint: step 101, this one's, is not there"),
+        ([1, 2, 3], 3, 3, f"sampled by a different checkpoint: step 4, this one's, is not there {BEYOND}"),
+        ([2, 10, 9], 100, 10, f"sampled by a different checkpoint: step 101, this one's, is not there {BEYOND}"),
     ],
 )
 def test_the_step_after_a_checkpoint_is_its_own_or_the_nearest(tmp_path, steps, checkpoint, own, why):
