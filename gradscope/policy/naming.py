@@ -11,17 +11,18 @@ DEEPEST = 6
 _DATE = r"(?:19|20)\d\d[-_.]?(?:0[1-9]|1[0-2])[-_.]?(?:0[1-9]|[12]\d|3[01])(?!\d)"
 _COUNTED = "step|checkpoint|ckpt|iter|iteration|update"
 # "step-7b" and "ckpt-1.5" name sizes and versions, "checkpoint-2026-11-20" a day.
-_NUMBER = rf"[-_=]?(?!{_DATE})(\d+)(?![a-z\d]|\.\d)"
+_NUMBER = rf"(=|[-_]?)(?!{_DATE})(\d+)(?![a-z\d]|\.\d)"
 _GLOBAL = re.compile(rf"global[-_]?steps?{_NUMBER}")
 """verl's global_step_20, DeepSpeed's global_step20, AReaL's epoch0epochstep19globalstep19."""
 _STEP = re.compile(rf"(?<![a-z])(?:{_COUNTED})s?{_NUMBER}")
 """checkpoint-500, step-000040, step_500, iter_0000500, epoch=0-step=500."""
 _STEPS = re.compile(r"(?<![a-z\d.])(\d+)[-_]?steps$")
+_TRAINERS = re.compile(r"global[-_]?step[-_]?\d|iter_\d{7}")
 _ALONE = re.compile(rf"(?!{_DATE})\d+")
 """500, which is a step in a folder of checkpoints: actor/500."""
 _CHECKPOINTS = re.compile(rf"(?<![a-z])(?:{_COUNTED}|actor|policy|weight|hf)s?(?![a-z])")
 _PARTS = re.compile(
-    "(actor|policy|student|agent|generator|models?|llm|lm|weights|huggingface|hf|lora|adapters?|peft|merged|unmerged"
+    "(actor|policy|student|agent|generator|models?|llm|lm|weights|huggingface|hf|lora|adapters?|peft|merged?|unmerged"
     "|consolidated|sharded|unsharded|export|exported|converted|saved?|pretrained|checkpoints?|ckpts?|trainer|train|rank"
     "|mp|tp|pp|dp|fsdp|megatron|deepspeed|zero|universal|dcp|dist|distcp|torch|pytorch|safetensors|state|dict|fp|bf"
     "|b?float|half|full|whole|default|text|items|to|and|the|of)?[0-9]*"
@@ -33,13 +34,22 @@ def homes_of(folder: Path) -> list[Path]:
     """The folder and those around it that are of the same checkpoint, from the inside out.
 
     They end at the folder named after a step, and where a folder's name is none that trainers give to a checkpoint's
-    parts: in sft/checkpoint-1000/grpo/final, `final` is of a run of its own.
+    parts: in sft/checkpoint-1000/grpo/final, `final` is of a run of its own. Within names that trainers alone give
+    (global_step_20, iter_0000500) the folder itself may have any.
 
     >>> [home.name for home in homes_of(Path("run/global_step_20/actor/huggingface"))]
     ['huggingface', 'actor', 'global_step_20']
     >>> [home.name for home in homes_of(Path("sft/checkpoint-1000/grpo/final"))]
     ['final']
     """
+    homes = _around(folder)
+    if named_step(homes[-1]) is None and _TRAINERS.match((around := _around(folder.parent))[-1].name.lower()):
+        return [folder, *around]
+    return homes
+
+
+def _around(folder: Path) -> list[Path]:
+    """Those homes whose names all say it."""
     homes = [folder]
     while len(homes) <= DEEPEST and homes[-1].name and may_be_a_part(homes[-1]):
         homes.append(homes[-1].parent)
@@ -54,8 +64,11 @@ def may_be_a_part(folder: Path) -> bool:
     """Whether a folder, by its name, may be a part of the checkpoint that is the folder around it."""
     if (step := named_step(folder)) is not None:
         return step == 0
-    words = re.split(r"[-_. ]", folder.name.lower())
-    return not folder.name.isdecimal() and all(_PARTS.fullmatch(word) for word in words)
+    return not folder.name.isdecimal() and _are_parts(folder.name.lower())
+
+
+def _are_parts(words: str) -> bool:
+    return all(_PARTS.fullmatch(word) for word in re.split(r"[-_. ]", words))
 
 
 def named_step(folder: Path) -> int | None:
@@ -67,9 +80,13 @@ def named_step(folder: Path) -> int | None:
     [None, None, None, None, None]
     """
     name = folder.name.lower()
-    for pattern in (_GLOBAL, _STEP, _STEPS):
-        if found := pattern.findall(name):
-            return int(found[-1])
+    for pattern in (_GLOBAL, _STEP):
+        for found in reversed([*pattern.finditer(name)]):
+            # "step_2_rl" is of a recipe of several steps; "checkpoint-500-merged", "step=500-loss=0.1" are checkpoints.
+            if found[1] == "=" or _are_parts(name[found.end() :].lstrip("-_. ")):
+                return int(found[2])
+    if found := _STEPS.search(name):
+        return int(found[1])
     if _ALONE.fullmatch(name) and _CHECKPOINTS.search(folder.parent.name.lower()):
         return int(name)
     return None
