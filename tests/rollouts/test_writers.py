@@ -1,4 +1,7 @@
-"""Logs that trainers' own code wrote (tests/support/writers), held against what the trainers then held in memory."""
+"""Logs that trainers' own code wrote (tests/support/writers), held against what the trainers then held in memory.
+
+fixtures/ holds what it once wrote; `make test-all` has it write them again, each in an environment of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.policies import make_policy, make_tokenizer
 from support.words import BOS, EOS, PAD
+from support.writers.environments import python_with, write
 
 from gradscope.errors import InputError
 from gradscope.objective import resolve_advantages
@@ -22,14 +26,60 @@ FLOAT32 = 4e-7
 """What float32 loses of a trainer's advantage of size 1: a few roundings of 6e-8."""
 
 
+TORCH = "torch==2.13.0"
+TRL_028 = ("trl==0.28.0", "transformers==4.57.6", TORCH, "pandas", "pyarrow", "rich")
+TRL_19 = ("trl==1.9.2", "transformers==5.19.0", TORCH, "pandas", "pyarrow", "requests", "rich")
+TRL_116 = ("trl==1.16.0", "transformers==5.19.0", TORCH, "rich")
+VERL = ("verl==0.9.1", "TransferQueue==0.1.11", TORCH, "cachetools", "fastapi", "uvicorn")
+MS_SWIFT = ("ms-swift==4.6.0", TORCH, "msgspec")
+SKYRL = (
+    *("skyrl==0.3.0", TORCH, "ray==2.56.0", "hydra-core==1.3.2", "skyrl-gym==0.4.0", "accelerate", "cloudpickle"),
+    *("fastapi", "func_timeout", "jaxtyping", "loguru", "omegaconf", "polars", "s3fs", "tensorboard", "tensordict"),
+    *("torchdata", "uvicorn", "wandb"),
+)
+WRITERS = {
+    "verl-0.9.1-v1": (VERL, "write_verl.py", "v1"),
+    "verl-0.9.1-v0": (VERL, "write_verl.py", "v0"),
+    "trl-0.28.0-text": (TRL_028, "write_trl.py", "text"),
+    "trl-0.28.0-chat": (TRL_028, "write_trl.py", "chat"),
+    "trl-1.9.2-chat": (TRL_19, "write_trl.py", "chat"),
+    "trl-1.16.0-text": (TRL_116, "write_trl.py", "text"),
+    "trl-1.16.0-chat": (TRL_116, "write_trl.py", "chat"),
+    "trl-1.16.0-evaluated": (TRL_116, "write_trl.py", "evaluated"),
+    "ms_swift-4.6.0-evaluated": (MS_SWIFT, "write_ms_swift.py", "evaluated"),
+    "ms_swift-4.6.0-repeated": (MS_SWIFT, "write_ms_swift.py", "repeated"),
+    "skyrl-0.3.0": (SKYRL, "write_skyrl.py"),
+}
+"""Packages, script and its argument."""
+
+
+@pytest.fixture(params=["kept", pytest.param("written", marks=pytest.mark.all)])
+def log_of(request, tmp_path) -> Callable[[str], Path]:
+    """The folder of a log, by its name: as it is kept, or written anew."""
+
+    def find(name: str) -> Path:
+        if request.param == "kept":
+            return FIXTURES / name
+        packages, script, *kind = WRITERS[name]
+        write(python_with(*packages), script, tmp_path / name, *kind)
+        return tmp_path / name
+
+    return find
+
+
+def test_every_log_that_is_kept_has_its_writer():
+    own = {path.name for path in FIXTURES.iterdir() if (path / "truth.json").exists()}
+    assert own == WRITERS.keys()
+
+
 @pytest.fixture(scope="module")
 def policy() -> Policy:
     model = make_policy("llama")
     return Policy(model.model, make_tokenizer(chat=True), model.blocks_name)
 
 
-def truth_of(name: str) -> list[dict[str, Any]]:
-    return json.loads((FIXTURES / name / "truth.json").read_text())
+def truth_of(log: Path) -> list[dict[str, Any]]:
+    return json.loads((log / "truth.json").read_text())
 
 
 def without_special(ids: list[int]) -> list[int]:
@@ -73,10 +123,10 @@ def check(found: list[dict[str, Any]], known: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("trainer", ["v1", "v0"])
-def test_verls_groups_and_advantages_are_those_that_it_trained_with(policy, trainer):
-    name = f"verl-0.9.1-{trainer}"
-    known = truth_of(name)
-    dump = read_dump(FIXTURES / name, policy, format="verl")
+def test_verls_groups_and_advantages_are_those_that_it_trained_with(policy, log_of, trainer):
+    log = log_of(f"verl-0.9.1-{trainer}")
+    known = truth_of(log)
+    dump = read_dump(log, policy, format="verl")
     check(found_in(dump), [row for row in known if without_special(row["response_ids"])])
     assert len({row["group"] for row in known}) == 4 and all(row["prompt_ids"] for row in known)
     # One prompt has one response, whose raw score is its advantage; an empty response counted in its group's mean.
@@ -90,9 +140,10 @@ TRL = ("0.28.0-text", "0.28.0-chat", "1.9.2-chat", "1.16.0-text", "1.16.0-chat",
 
 
 @pytest.mark.parametrize("name", TRL)
-def test_trls_completions_are_those_that_it_sampled_up_to_what_its_text_lost(policy, name):
-    known = truth_of(f"trl-{name}")
-    dump = read_dump(FIXTURES / f"trl-{name}" / "completions", policy)
+def test_trls_completions_are_those_that_it_sampled_up_to_what_its_text_lost(policy, log_of, name):
+    log = log_of(f"trl-{name}")
+    known = truth_of(log)
+    dump = read_dump(log / "completions", policy)
     assert dump.format == "trl"
     trained = [row for row in known if name != "1.16.0-evaluated" or row["step"] == 1]
     responses = [row | {"response_ids": row["completion_ids"]} for row in trained]
@@ -123,9 +174,10 @@ def test_a_step_that_trl_evaluated_is_not_taken_for_training(policy):
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["policy", "alone"])
-def test_skyrls_batches_are_read_number_by_number(policy, given):
-    known = truth_of("skyrl-0.3.0")
-    dump = read_dump(FIXTURES / "skyrl-0.3.0" / "dumped_data", policy if given else None)
+def test_skyrls_batches_are_read_number_by_number(policy, log_of, given):
+    log = log_of("skyrl-0.3.0")
+    known = truth_of(log)
+    dump = read_dump(log / "dumped_data", policy if given else None)
     assert dump.format == "skyrl"
     kept = [row for row in known if any(row["response_mask"])]
     found = found_in(dump)
@@ -156,9 +208,9 @@ def test_a_batch_of_skyrls_first_version_is_read_too():
 
 
 @pytest.mark.parametrize("name", ["evaluated", "repeated"])
-def test_ms_swifts_completions_count_once_and_evaluations_do_not(policy, name):
-    known = truth_of(f"ms_swift-4.6.0-{name}")
-    log = FIXTURES / f"ms_swift-4.6.0-{name}" / "completions.jsonl"
+def test_ms_swifts_completions_count_once_and_evaluations_do_not(policy, log_of, name):
+    folder = log_of(f"ms_swift-4.6.0-{name}")
+    known, log = truth_of(folder), folder / "completions.jsonl"
     dump = read_dump(log, policy)
     assert dump.format == "ms_swift"
     found = found_in(dump)

@@ -12,8 +12,11 @@ HOME = Path(__file__).parents[3] / ".venv-writers"
 
 
 def python_with(*packages: str) -> Path:
-    """The Python of an environment that holds these packages; the test is skipped where pip cannot have them."""
-    home = HOME / "+".join(packages)
+    """The Python of an environment that holds these packages and is called after the first of them.
+
+    The test is skipped where pip cannot have them.
+    """
+    home = HOME / packages[0]
     python, made = home / "bin" / "python", home / ".made"
     if not made.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
@@ -29,5 +32,6 @@ def write(python: Path, script: str, *arguments: object) -> None:
     """Run a script of this folder in another environment, where it can import `support`."""
     tests = Path(__file__).parents[2]
     command = [python, Path(__file__).with_name(script), *map(str, arguments)]
-    done = subprocess.run(command, env={"PYTHONPATH": str(tests), "PATH": ""}, capture_output=True, text=True)
+    plain = {"PYTHONPATH": str(tests), "PATH": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=plain, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -90,4 +90,5 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
+    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
     main(Path(sys.argv[1]))

@@ -110,4 +110,5 @@ def reward(completions: list, **_: Any) -> list[float]:
 
 
 if __name__ == "__main__":
+    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
     main(Path(sys.argv[1]), sys.argv[2])
