@@ -170,7 +170,7 @@ def diagnose_dump(path: Path, out: Path, *, loss: LossSettings, seed: int, overw
         return
     table = logit_table(dump, loss=loss)
     rollouts = describe_dump(path, dump, key["rollouts"])
-    rollouts["notes"] += logit_notes(table)
+    rollouts["notes"] += logit_notes(table, dump)
     print_notes(rollouts["notes"])
     shares = logit_shares(table, seed=np.random.default_rng(seed))
     facts = {"rollouts": f"{path} ({dump.format}, reader {READER})", "policy": "none", "gradscope": __version__}

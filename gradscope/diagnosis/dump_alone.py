@@ -43,7 +43,7 @@ SIGNS = ("all", "positive", "negative")
 def logit_table(
     dump: Dump, *, vocab_size: int | None = None, loss: LossSettings = PAPER, edges: Column = EDGES
 ) -> pd.DataFrame:
-    """A row per kept response token, from the log alone.
+    """A row per kept response token of which the log knows π, from the log alone.
 
     π is the trainer's own where the log has it (`dump.logprobs`), else that of `old_logprobs`, at the sampler's
     temperature. vocab_size: N of Prop. 4.2, the number of logits; None takes the bounds that hold for every N.
@@ -61,8 +61,12 @@ def logit_table(
     import pandas as pd
 
     logprobs = _logprobs(dump)
-    batch, kept = dump.batch, dump.batch.response_mask
+    kept = dump.batch.response_mask & ~logprobs.isnan()
+    if not kept.any():
+        raise InputError(f"no log-probability of the {dump.batch.num_tokens} tokens is known; measure with the policy")
     advantages = _advantages(dump)
+    dump = replace(dump, batch=replace(dump.batch, response_mask=kept))
+    batch = dump.batch
     if vocab_size is not None:
         _check_vocabulary(batch.input_ids[kept], vocab_size)
     logprob = logprobs[kept].double().numpy()
@@ -95,9 +99,11 @@ def logit_table(
     )
 
 
-def logit_notes(table: pd.DataFrame) -> tuple[str, ...]:
-    """What a reader of the shares must know, a sentence each; `dump.notes` come besides."""
+def logit_notes(table: pd.DataFrame, dump: Dump | None = None) -> tuple[str, ...]:
+    """What a reader of the shares must know, a sentence each; `dump.notes` come besides. dump: of which it was made."""
     notes = [ASSUMES]
+    if dump is not None and (unknown := dump.batch.num_tokens - len(table)):
+        notes.append(f"{unknown:,} of {dump.batch.num_tokens:,} tokens left out: the log does not know their π")
     if certain := int(np.isneginf(table["log_one_minus_prob"]).sum()):
         notes.append(
             f"{certain:,} of {len(table):,} tokens have a stored log-probability of exactly 0, so that 1 − π is 0 and "
@@ -199,7 +205,8 @@ def _logprobs(dump: Dump) -> Tensor:
             f"a log of format {dump.format} without log-probabilities says nothing of gradients by itself; formats "
             f"that carry them: {WITH_LOGPROBS}; or measure it with the policy"
         )
-    return logprobs
+    old = dump.batch.old_logprobs
+    return logprobs if old is None else torch.where(logprobs.isnan(), old, logprobs)
 
 
 def _advantages(dump: Dump) -> Tensor:

@@ -13,7 +13,7 @@ from support import dumps
 from support.dumps import SAMPLES
 from support.policies import VOCAB, make_batch, make_policy, write_jsonl
 
-from gradscope.diagnosis import logit_shares, logit_table
+from gradscope.diagnosis import logit_notes, logit_shares, logit_table
 from gradscope.errors import InputError
 from gradscope.gradients import measure
 from gradscope.intervals import interval_shares
@@ -188,3 +188,18 @@ def test_what_a_dump_lacks_is_named_with_the_formats_that_have_it(tmp_path):
     row = {"prompt_ids": [4], "response_ids": [5], "old_logprobs": [-1.0]}
     with pytest.raises(InputError, match=r"native has neither advantages nor rewards.*trl, prime_rl"):
         logit_table(read_dump(write_jsonl(tmp_path / "b.jsonl", [row])))
+
+
+def test_tokens_of_which_the_log_does_not_know_the_probability_are_left_out_and_counted(tmp_path):
+    logged = [[-0.5, -1.0, -2.0], [-0.25, -1.5, -0.75]]
+    rows = [
+        {"prompt_ids": [4], "response_ids": [7, 8, 9], "advantage": a, "old_logprobs": logs}
+        for a, logs in zip((1.0, -1.0), logged, strict=True)
+    ]
+    whole = logit_table(read_dump(write_jsonl(tmp_path / "whole.jsonl", rows)))
+    rows[0]["old_logprobs"], rows[1]["old_logprobs"] = [-0.5, None, -2.0], [math.nan, -1.5, -math.inf]
+    dump = read_dump(write_jsonl(tmp_path / "holes.jsonl", rows))
+    table = logit_table(dump)
+    pd.testing.assert_frame_equal(table, whole.iloc[[0, 2, 4]].reset_index(drop=True))
+    assert any("3 of 6 tokens left out" in note for note in logit_notes(table, dump))
+    assert len(logit_notes(whole)) == len(logit_notes(table))
