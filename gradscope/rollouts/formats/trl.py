@@ -42,7 +42,7 @@ THOUGHT = re.compile(r"<think>\s*(</think>)?\s*\Z")
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
     earlier, opening = None, _opening(policy)
     for path, group in groupby(records, key=lambda record: record.path):
-        file, evaluated = list(group), _evaluated(path.parent.parent)
+        file, evaluated = list(group), _evaluated(path.parent)
         content = [{name: v for name, v in record.columns.items() if name != "step"} for record in file]
         for record in file:
             left_out = REPEATED if content == earlier else None
@@ -95,9 +95,10 @@ def _opening(policy: Policy | None) -> str | None:
     return THOUGHT.sub("", text).strip()
 
 
-def _evaluated(run: Path) -> frozenset[int]:
-    """Steps at which the trainer evaluated, as the newest checkpoint beside its log tells."""
-    states = sorted(run.glob("checkpoint-*/trainer_state.json"), key=lambda path: (len(path.parent.name), path))
+def _evaluated(folder: Path) -> frozenset[int]:
+    """Steps at which the trainer evaluated, as the newest checkpoint beside its folder `completions` tells."""
+    states = folder.parent.glob("checkpoint-*/trainer_state.json") if folder.name == "completions" else ()
+    states = sorted(states, key=lambda path: (len(path.parent.name), path))
     if not states:
         return frozenset()
     try:
