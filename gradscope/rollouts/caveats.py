@@ -20,6 +20,8 @@ ROUNDED = 1e-2
 OTHERWISE = "the trainer does not normalise advantages within groups"
 CHANCE = 0.01
 """Runs of certain tokens are told where chance would make so long a one in so few of such batches."""
+NEARLY = 1e-3
+"""Nats from 0 within which a log-probability says that the policy was sure."""
 SHORTEST = 3
 """Fewer certain tokens in a row are no run."""
 
@@ -140,8 +142,11 @@ def _describe_certain(batch: TokenBatch, stop_ids: Collection[int]) -> list[Note
         ]
     else:
         notes = []
-    ends = last & certain & ~runs & torch.isin(batch.input_ids, torch.tensor(sorted(stop_ids), dtype=torch.long))
-    if ends.any() and int(ends.sum()) > 3 * share * int(last.sum()):
+    ending = last & torch.isin(batch.input_ids, torch.tensor(sorted(stop_ids), dtype=torch.long))
+    ends = ending & certain & ~runs
+    # Where a policy is sure of its ends, exact zeros come with others that are nearly so.
+    sure = ending & (values < 0) & (values > -NEARLY)
+    if int(ends.sum()) > 3 * share * int(last.sum()) and not sure.any():
         notes.append(
             f"the token that ends {int(ends.sum())} of {len(batch)} responses has a log-probability of exactly 0: it "
             "may have been put there, not sampled"

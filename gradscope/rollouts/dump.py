@@ -95,7 +95,7 @@ ALL_OR_NONE = ("group", "temperature", "step", "group_reward_mean", "group_rewar
 WITHOUT = {
     "old_logprobs": "taken as on-policy there (ratio 1)",
     "ref_logprobs": "no KL part there",
-    "sampler_logprobs": "weightings that are made of them are refused",
+    "sampler_logprobs": "corrections that are made of them have the factor 1 there",
 }
 """What becomes of tokens of which a log-probability is unknown."""
 

@@ -409,6 +409,8 @@ def test_an_end_that_nobody_sampled_is_counted(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", rows)
     [note] = [note for note in read_rollouts(path, policy).notes if note.kind == "certain-tokens"]
     assert "1 of 2 responses" in note
+    sure = [*rows, row(1, 0.5, response_ids=[7, 9, EOS], old_logprobs=[-1.0, -0.5, -1e-6])]
+    assert not kinds(read_rollouts(write_jsonl(tmp_path / "sure.jsonl", sure), policy).notes)
     rows = [r | {"response_ids": [7, 8, 9]} for r in rows]
     assert not kinds(read_rollouts(write_jsonl(tmp_path / "other.jsonl", rows), policy).notes)
 
