@@ -43,7 +43,7 @@ from gradscope import load_policy, measure
 from gradscope.diagnosis import token_shares
 from gradscope.diagnosis.tokens import sum_by_prompt, weighted_norms
 from gradscope.gradients import LOGITS, PARAMETERS
-from gradscope.gradients.sample import COLUMN, EQUAL_PART, TokenSample, token_sizes
+from gradscope.gradients.sample import EQUAL_PART, SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.intervals import EDGES, interval_labels, summarize
 from gradscope.plots import finish, new_panels, paper_style, save_figure
 from gradscope.sampling import batch_rows, rollout_rows
@@ -177,7 +177,7 @@ def cover(table: pd.DataFrame, options: Options) -> pd.DataFrame:
             own = world
             if design != "every token":
                 sample = TokenSample(interval, INTERVALS, sizes[design], rng)
-                own = world.assign(**{COLUMN: sample.probabilities(options.covered)})
+                own = world.assign(**{SAMPLING_PROBABILITY: sample.probabilities(options.covered)})
                 own[PARAMETERS] = own[PARAMETERS].where(sample.take(options.covered))
             results.append(estimate(own, rng))
     rows = []
@@ -196,7 +196,7 @@ def estimate(table: pd.DataFrame, rng: np.random.Generator | None) -> dict[tuple
     rows = token_shares(sum_by_prompt(table, INTERVALS), labels, seed=rng, resamples=400)
     rows = rows[rows["statistic"].isin(["squared_share", "dominance_index"])]
     out = {(r.statistic, r.interval): np.array([r.value, r.lower, r.upper]) for r in rows.itertuples()}
-    drawn = table.get(COLUMN)
+    drawn = table.get(SAMPLING_PROBABILITY)
     args = (table[PARAMETERS], table["interval"], table["group"])
     means = summarize(*args, seed=rng, resamples=400, probabilities=drawn) if rng is not None else None
     if means is None:

@@ -1,0 +1,231 @@
+"""Counts how often a batch's 95 % intervals hold the truth, where few prompts or few tokens are measured.
+
+    python -m analyses.verdicts.coverage [--tables FOLDER] [--draws 2000] [--out figures/coverage.csv]
+
+A cell is a world, a truth, a design of the sample, so many prompts and so many measured tokens of each bin. Worlds:
+three that are planted (even energies; heavy-tailed ones; one token of each prompt holds most of its energy), and every
+NAME.parquet in FOLDER, a table of `gradscope measure` in which all tokens are measured. Truths: of the batch, whose
+tokens alone are drawn, or of the world, from whose prompts the batch is drawn, too, with replacement. Of each
+statistic (share of Σ‖w·g‖², what it has beyond (1−π)² in bits, mean ‖g‖) it says in which part of the draws there is
+an interval, and which part of these hold the truth: of all bins, and of the worst that has one in a tenth of the draws.
+`before` are percentiles of redrawn prompts, for two prompts or more. Bins that a batch lacks are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import Pool
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import tyro
+from tqdm import tqdm
+
+from analyses.common.script import exit_with
+from gradscope.gradients.sample import TokenSample, token_sizes
+from gradscope.resampling import (
+    BITS,
+    SHARE,
+    SIZE,
+    Evaluate,
+    bound,
+    percentiles,
+    sample_worth,
+    short_of,
+    worth_of_shares,
+)
+
+BINS = 4
+PLANTED = ("even", "heavy-tailed", "one-dominates")
+STATISTICS = {"squared_share": SHARE, "added_index": BITS, "mean_norm": SIZE}
+BATCHES = 8
+"""Draws of tokens from each batch, where its own truth is asked for."""
+Columns = dict[str, np.ndarray]
+"""Of the tokens: group, interval, logits (‖e − π‖), rest (1−π), weight, norm (‖g‖)."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where coverage is asked for."""
+
+    world: str
+    truth: str
+    """batch or prompts."""
+    design: str
+    prompts: int
+    each: int | None
+    """Measured tokens of each bin; None: all."""
+
+
+def plant(kind: str, rng: np.random.Generator, prompts: int = 600, tokens: int = 60) -> Columns:
+    """A world whose norms follow ‖e − π‖ up to noise; prompts differ in size."""
+    size = prompts * tokens
+    group = np.repeat(np.arange(prompts), tokens)
+    interval = rng.choice(BINS, size, p=[0.25, 0.2, 0.15, 0.4])
+    rest = 1 - rng.uniform(interval / 4, (interval + 1) / 4)
+    logits = rest * rng.uniform(1, 1.41, size)
+    weight = rng.choice([-1.0, 1.0], size) * np.exp(0.3 * rng.standard_normal(prompts))[group]
+    noise = {"even": 0.15, "heavy-tailed": 0.6, "one-dominates": 0.3}[kind]
+    norm = logits * np.exp(noise * rng.standard_normal(size))
+    if kind == "one-dominates":
+        weight[rng.integers(tokens, size=prompts) + tokens * np.arange(prompts)] *= 8
+    return {"group": group, "interval": interval, "logits": logits, "rest": rest, "weight": weight, "norm": norm}
+
+
+def read(path: Path) -> Columns:
+    """A measured table, of prompts that have a gradient."""
+    table = pd.read_parquet(path)
+    table = table[table["weight"].ne(0).groupby(table["group"]).transform("any")]
+    names = {"logits": "logit_grad_norm", "weight": "weight", "norm": "param_grad_norm"}
+    columns = {name: table[column].to_numpy(np.float64) for name, column in names.items()}
+    columns |= {
+        "interval": table["interval"].to_numpy(np.int64),
+        "rest": np.exp(table["log_one_minus_prob"].to_numpy()),
+    }
+    return columns | {"group": np.unique(table["group"], return_inverse=True)[1]}
+
+
+def statistics_of(own: Columns, taken: np.ndarray, chances: np.ndarray, size: int) -> tuple[Evaluate, list[np.ndarray]]:
+    """Evaluate, as `token_shares` and `summarize` do, what weighted prompts say: a function [draws, 3·BINS].
+
+    Beside it: sums [prompts, BINS] of tokens, measured ones, energy and (1−π)².
+    """
+    cell = own["group"] * BINS + own["interval"]
+
+    def total(values: np.ndarray) -> np.ndarray:
+        return np.bincount(cell, values, minlength=size * BINS).reshape(size, BINS)
+
+    scaled = taken / chances
+    sums = np.hstack(
+        [
+            total(np.ones(len(cell))),
+            total(taken.astype(float)),
+            total(scaled * (own["weight"] * own["norm"]) ** 2),
+            total((own["weight"] * own["rest"]) ** 2),
+            total(scaled * own["norm"]),
+            total(chances),
+        ]
+    )
+
+    def evaluate(weights: np.ndarray) -> np.ndarray:
+        tokens, measured, energy, predicted, norms, expected = np.split(weights @ sums, 6, axis=1)
+        with np.errstate(invalid="ignore", divide="ignore"):  # none was measured, or has energy
+            totals = np.where(tokens > 0, expected * energy / measured, 0.0)
+            share = totals / totals.sum(1, keepdims=True)
+            added = np.log2(share / (predicted / predicted.sum(1, keepdims=True)))
+            out = np.hstack([share, added, expected * norms / measured / tokens])
+        return np.where(np.isfinite(out), out, np.nan)
+
+    return evaluate, np.split(sums, 6, axis=1)
+
+
+def intervals_of(own: Columns, cell: Cell, rng: np.random.Generator, resamples: int) -> dict[str, np.ndarray]:
+    """[3, 3·BINS] of one sample of a batch, after and, with resamples, before."""
+    design = "proportional" if cell.design == "all" else cell.design
+    taken, chances = np.ones(len(own["norm"]), dtype=bool), np.ones(len(own["norm"]))
+    if cell.each is not None:
+        sizes = token_sizes(design, own["interval"], own["logits"], own["weight"])
+        sample = TokenSample(own["interval"], BINS, sizes, rng)
+        taken, chances = sample.take(cell.each), sample.probabilities(cell.each)
+    evaluate, sums = statistics_of(own, taken, chances, cell.prompts)
+    _, measured, energy, predicted, _, _ = sums
+    draws = np.ones((0 if short_of(cell.prompts) else 1, cell.prompts))
+    worth = {
+        "energy": sample_worth((own["weight"] * own["rest"]) ** 2, chances, own["interval"], BINS),
+        "norm": sample_worth(own["logits"], chances, own["interval"], BINS),
+    }
+    found = []
+    for place, (name, scale) in enumerate(STATISTICS.items()):
+        of, counted = ("norm", measured) if name == "mean_norm" else ("energy", energy)
+        drawn = None if cell.each is None else np.where(np.isinf(worth[of]), np.inf, measured.sum(0))
+        part = slice(place * BINS, (place + 1) * BINS)
+        numbers = bound(lambda w, part=part: evaluate(w)[:, part], cell.prompts, draws, scale=scale, measured=drawn)
+        value = worth[of] if of == "norm" else worth_of_shares(predicted.sum(0), worth[of])
+        numbers[1:, [short_of(*each) is not None for each in zip((counted > 0).sum(0), value, strict=True)]] = np.nan
+        found.append(numbers)
+    out = {"after": np.hstack(found)}
+    if resamples:
+        redrawn = evaluate(rng.multinomial(cell.prompts, np.full(cell.prompts, 1 / cell.prompts), size=resamples))
+        bounds = percentiles(redrawn, 0.95)
+        bounds[:, np.tile((measured > 0).sum(0) < 2, len(STATISTICS))] = np.nan
+        out["before"] = np.vstack([out["after"][:1], bounds])
+    return out
+
+
+def cover(cell: Cell, world: Columns, draws: int, before: int, resamples: int, seed: int = 0) -> list[dict]:
+    """Rows of a cell, one per statistic and method; before: draws of the percentiles, so many resamples each."""
+    entropy = [seed, cell.prompts, cell.each or 0, *map(ord, cell.world + cell.truth + cell.design)]
+    rng = np.random.default_rng(entropy)
+    rows = np.split(np.argsort(world["group"], kind="stable"), np.cumsum(np.bincount(world["group"]))[:-1])
+
+    def true(own: Columns, size: int) -> np.ndarray:
+        everything = np.ones(len(own["norm"]))
+        return statistics_of(own, everything > 0, everything, size)[0](np.ones((1, size)))[0]
+
+    truth = true(world, len(rows))
+    hits = {"after": [], "before": []}
+    # Of too few prompts there is no interval, whatever is drawn.
+    for number in range(before if short_of(cell.prompts) else draws):
+        if cell.truth == "prompts" or number % BATCHES == 0:
+            picks = rng.integers(len(rows), size=cell.prompts)
+            index = np.concatenate([rows[pick] for pick in picks])
+            own = {name: values[index] for name, values in world.items()}
+            own["group"] = np.repeat(np.arange(cell.prompts), [len(rows[pick]) for pick in picks])
+            wanted = truth if cell.truth == "prompts" else true(own, cell.prompts)
+        for method, (value, lower, upper) in intervals_of(own, cell, rng, resamples * (number < before)).items():
+            hit = np.where(np.isnan(lower), np.nan, (lower <= wanted) & (wanted <= upper))
+            hits[method].append(np.where(np.isnan(value) | np.isnan(wanted), -1.0, hit))
+    return [row for method, found in hits.items() if found for row in _rows(cell, method, np.array(found))]
+
+
+def _rows(cell: Cell, method: str, found: np.ndarray) -> Iterator[dict]:
+    """found: [draws, 3·BINS], 1 where the truth is held, NaN without an interval, −1 where there is no number."""
+    for name, part in zip(STATISTICS, np.split(found, len(STATISTICS), axis=1), strict=True):
+        known, printed = part != -1, (part != -1) & ~np.isnan(part)
+        row = vars(cell) | {"statistic": name, "method": method, "draws": len(found)}
+        row["printed"] = printed.sum() / max(known.sum(), 1)
+        row["coverage"] = part[printed].mean() if printed.any() else np.nan
+        often = printed.sum(0) >= max(0.1 * len(found), 1)
+        each = [part[printed[:, a], a].mean() for a in np.flatnonzero(often)]
+        yield row | {"worst_bin": min(each, default=np.nan)}
+
+
+def list_cells(worlds: list[str]) -> Iterator[Cell]:
+    for world in worlds:
+        for prompts in (1, 3, 5, 6, 10, 30):
+            yield Cell(world, "prompts", "all", prompts, None)
+            for design in ("proportional", "stratified"):
+                for each in (8, 16, 32, 64):
+                    for truth in ("batch", "prompts"):
+                        yield Cell(world, truth, design, prompts, each)
+
+
+def main(
+    tables: Path | None = None,
+    out: Path = Path("figures/coverage.csv"),
+    draws: int = 2000,
+    before: int = 2000,
+    resamples: int = 400,
+    processes: int = 2,
+) -> None:
+    """tables: folder of measured tables; before: draws of each cell for the intervals before; resamples: of these."""
+    worlds = {kind: plant(kind, np.random.default_rng(number)) for number, kind in enumerate(PLANTED)}
+    worlds |= {path.stem: read(path) for path in sorted(tables.glob("*.parquet"))} if tables else {}
+    cells, rows = list(list_cells(list(worlds))), []
+    with Pool(processes) as pool:
+        jobs = [pool.apply_async(partial(cover, cell, worlds[cell.world], draws, before, resamples)) for cell in cells]
+        for job in tqdm(jobs, "cells"):
+            rows += job.get()
+    table = pd.DataFrame(rows).sort_values(["method", "worst_bin"]).astype({"each": "Int64"})
+    table.to_csv(out, index=False, float_format="%.4f")
+    for method, part in table.groupby("method"):
+        print(f"{method}\n{part.head(30).drop(columns='method').to_string(index=False)}")
+        short = part[part["worst_bin"] < 0.93]
+        print(f"below .93: {len(short)} of {part['coverage'].notna().sum()} with intervals, of {len(part)}\n")
+
+
+if __name__ == "__main__":
+    exit_with(lambda: tyro.cli(main))
