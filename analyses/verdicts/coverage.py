@@ -1,6 +1,6 @@
 """Counts how often a batch's 95 % intervals hold the truth, where few prompts or few tokens are measured.
 
-    python -m analyses.verdicts.coverage [--tables FOLDER] [--draws 2000] [--out figures/coverage.csv]
+    python -m analyses.verdicts.coverage [--tables FOLDER] [--draws 2000] [--out figures/verdicts_coverage.csv]
 
 A cell is a world, a truth, a design of the sample, so many prompts and so many measured tokens of each bin. Worlds:
 three that are planted (even energies; heavy-tailed ones; one token of each prompt holds most of its energy), and every
@@ -9,6 +9,11 @@ tokens alone are drawn, or of the world, from whose prompts the batch is drawn, 
 statistic (share of Σ‖w·g‖², what it has beyond (1−π)² in bits, mean ‖g‖) it says in which part of the draws there is
 an interval, and which part of these hold the truth: of all bins, and of the worst that has one in a tenth of the draws.
 `before` are percentiles of redrawn prompts, for two prompts or more. Bins that a batch lacks are left out.
+
+figures/verdicts_coverage.csv is of 300 draws a cell (60 before, of 200 resamples), and of two tables of 60 prompts: the
+embedded policy's, and a de-quantised SmolLM2-135M-Instruct's of short answers. Of 731 cells with intervals 3 are below
+.93, in each of which less than 2 % of the draws have one; before, 1,055 of 1,275. In the worst bin alone it is .89 to
+.93 in 16 cells, nearly all of the embedded policy, a few of whose norms are ten times what their 1−π says.
 """
 
 from __future__ import annotations
@@ -205,7 +210,7 @@ def list_cells(worlds: list[str]) -> Iterator[Cell]:
 
 def main(
     tables: Path | None = None,
-    out: Path = Path("figures/coverage.csv"),
+    out: Path = Path("figures/verdicts_coverage.csv"),
     draws: int = 2000,
     before: int = 2000,
     resamples: int = 400,
