@@ -30,7 +30,7 @@ import tyro
 from tqdm import tqdm
 
 from analyses.common.script import exit_with
-from gradscope.gradients.sample import TokenSample, token_sizes
+from gradscope.gradients import TokenSample, token_sizes
 from gradscope.resampling import (
     BITS,
     SHARE,

@@ -46,9 +46,11 @@ from .rounds import (
 )
 from .sample import (
     SAMPLING_PROBABILITY as SAMPLING_PROBABILITY,
+    TokenSample as TokenSample,
     sampling_probabilities as sampling_probabilities,
     sampling_weights as sampling_weights,
     stands_for as stands_for,
+    token_sizes as token_sizes,
     weighted_quantiles as weighted_quantiles,
 )
 from .settings import (
