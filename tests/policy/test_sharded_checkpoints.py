@@ -160,7 +160,7 @@ def spoil(folder: Path, how: str, proof: Path) -> None:
     elif how == "the metadata lack a piece":
         with (folder / "plain" / ".metadata").open("rb") as file:
             meta = pickle.load(file)
-        place = max(meta.storage_data, key=lambda index: "down_proj" in index.fqn and "state" not in index.fqn)
+        place = next(index for index in meta.storage_data if index.fqn == "model.model.norm.weight")
         meta.storage_data = {index: info for index, info in meta.storage_data.items() if index != place}
         (folder / "plain" / ".metadata").write_bytes(pickle.dumps(meta))
     elif how == "the metadata lead elsewhere":
@@ -191,7 +191,7 @@ DAMAGE = {
     "the metadata are cut short": ".metadata",
     "the metadata run something": ".metadata",
     "the metadata hold something that runs": ".metadata",
-    "the metadata lack a piece": "down_proj",
+    "the metadata lack a piece": "model.norm.weight",
     "the metadata lead elsewhere": ".metadata",
     "a rank is missing": "rank 1 of 2",
     "a rank is cut short": "model_world_size_2_rank_1.pt",
