@@ -93,7 +93,7 @@ def judge_tokens(found: Diagnosis, truth: Diagnosis) -> Iterator[Judged]:
     energy = true["squared_share"].to_numpy()
     first, second = np.sort(energy)[:-3:-1]
     odds = np.array([found.pick("largest_share", "raw", label)["value"] for label in LABELS])
-    given = bool(found.judges and odds.max() >= CERTAIN)
+    given = bool(odds.max() >= CERTAIN)
     yield Judged("ranking", given, given and odds.argmax() != energy.argmax(), first >= 2 * second)
     low = LABELS[0]
     for kind, statistic in (("dominance_raw", "dominance_index"), ("added", "added_index")):
@@ -103,7 +103,7 @@ def judge_tokens(found: Diagnosis, truth: Diagnosis) -> Iterator[Judged]:
     wanted = truth.where.set_index(["driver", "value"])
     for driver in ("token_class", "position_bin"):
         own = found.where[(found.where["driver"] == driver) & found.where["squared_share"].notna()]
-        over = own[(own["odds"] >= 1 - (1 - CERTAIN) / (2 * len(own))) & found.judges]
+        over = own[own["squared_lower"] > own["token_upper"]]
         # Bins of position have other edges in every batch: by their order.
         true_rows = wanted.loc[driver]
         excess = (true_rows["squared_share"] - true_rows["token_share"]).to_numpy()

@@ -26,6 +26,7 @@ from gradscope.cli.pages import (
     PAGE,
     RESULTS,
     describe_step,
+    describe_sums,
     diagnose_dump,
     in_words,
     make_facts,
@@ -326,13 +327,14 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             return
         facts = make_facts(model, measured) | {"optimizer state": "none" if state is None else "AdamW's, saved"}
         facts |= {"step that is shown": describe_step(found.step)}
-
+        facts |= {"summed gradients": "none"} if found.sums is None else describe_sums(found.sums)
         with command_progress().stage("writing the page"):
             report = make_report(found, policy, batch, title=f"gradscope diagnosis: {model}", facts=facts, notes=notes)
             with folder.writing():
                 folder.stage()
                 write_report(folder.staged, report)
-                folder.publish(folder.manifest | {"diagnosis": drawn})
+                sums = None if found.sums is None else asdict(found.sums)
+                folder.publish(folder.manifest | {"diagnosis": drawn, "summed_gradients": sums})
         print(f"{in_words(found)}\n{folder.folder / PAGE}")
 
     def _diagnose_dump(self) -> None:

@@ -183,9 +183,6 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         measured = Measured(policy, dump, measurement, folder, memory, sums)
         if processes.is_main:
             print_notes(dump.remarks)
-            # With a limit in minutes another way may be taken, which the results say.
-            if sums is not None and sums.way != "whole" and measurement.settings.minutes is None:
-                print(sums)
         if processes.gather([found])[0] != "finished":
             self._measure(measured, watch)
             processes.gather([None])  # the table is there

@@ -16,6 +16,7 @@ from gradscope.cli.flags import print_notes
 from gradscope.cli.manifest import describe_dump, refuse_reread
 from gradscope.cli.measured import Measured
 from gradscope.diagnosis import Diagnosis
+from gradscope.gradients import SumsPlan
 from gradscope.objective import LossSettings
 from gradscope.policy import checkpoint_name, checkpoint_step
 from gradscope.rollouts import READER, read_dump
@@ -88,12 +89,19 @@ def describe_step(step: StepSettings) -> str:
     return f"{name}, learning rate {step.learning_rate:g}, weight decay {step.weight_decay:g}, {clip}"
 
 
+def describe_sums(sums: SumsPlan) -> dict[str, str]:
+    """How the summed gradients were made, for the end of the page."""
+    name, _, made = str(sums).partition(": ")
+    return {name: made}
+
+
 def in_words(diagnosis: Diagnosis) -> str:
     """What the page's first screen says, a line each, what may change it first."""
     from gradscope.diagnosis import decide
 
     warnings = [f"warning: {note}" for note in diagnosis.warnings]
-    return "\n".join([*warnings, *(f"- {sentence}" for sentence in decide(diagnosis, diagnosis.findings))])
+    inexact = [f"note: {note}" for note in diagnosis.notes if getattr(note, "kind", "") == "inexact"]
+    return "\n".join([*warnings, *(f"- {sentence}" for sentence in decide(diagnosis, diagnosis.findings)), *inexact])
 
 
 def trend_folder(out: Path, folders: Sequence[Path], *, overwrite: bool) -> RunFolder:

@@ -27,6 +27,7 @@ from gradscope.diagnosis.notes import check_table, count_informative_prompts, ha
 from gradscope.diagnosis.page.contents import make_report
 from gradscope.diagnosis.result import (
     LARGE,
+    PARTS,
     WARNINGS,
     BoundMargins,
     Diagnosis,
@@ -39,7 +40,17 @@ from gradscope.diagnosis.result import (
 from gradscope.diagnosis.temperatures import temperature_cost, temperature_words, try_temperatures
 from gradscope.diagnosis.words import findings
 from gradscope.errors import InputError, checked, first_line, make_settings
-from gradscope.gradients import ADAMW, largest_share, measure, measuring, note_logged, own_rows, plan_batch_sums
+from gradscope.gradients import (
+    ADAMW,
+    SumsPlan,
+    describe_seconds,
+    largest_share,
+    measure,
+    measuring,
+    note_logged,
+    own_rows,
+    plan_batch_sums,
+)
 from gradscope.intervals import assign_intervals, interval_labels
 from gradscope.objective import batch_statistics
 from gradscope.policy import AdamWState, Policy, PolicyLike, gradient_budget, read_state, return_freed_memory
@@ -124,6 +135,7 @@ def diagnose(
     found = Diagnosis(
         statistics=join_rows([*token_part.rows, *gradient_part.rows, *step_part.rows, *screening.rows]),
         notes=tuple(task.notes),
+        left_out=tuple(task.left_out),
         table=table,
         labels=task.labels,
         num_prompts=table["group"].nunique(),
@@ -139,6 +151,7 @@ def diagnose(
         where=token_part.where,
         spikes=token_part.spikes,
         temperatures=tried,
+        sums=gradient_part.plan,
         cosines=gradient_part.cosines.get("raw"),
         adamw_cosines=gradient_part.cosines.get("adamw"),
         influence=step_part.influence,
@@ -194,33 +207,39 @@ class Task:
     minutes: Minutes
     progress: Progress = SILENT
     notes: list[Note] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Keys of `PARTS`."""
 
     def note(self, kind: str, text: str) -> None:
         self.notes.append(Note(text, kind))
 
-    def affords(self, what: str, forward_passes: float) -> bool:
+    def leave_out(self, part: str, kind: str, why: str) -> None:
+        """Tell that a part, a key of `PARTS`, is not there: it must not be."""
+        self.left_out.append(part)
+        self.note(kind, f"Left out: {PARTS[part]} ({why}).")
+
+    def affords(self, part: str, forward_passes: float) -> bool:
         """Whether so many forward passes fit into the minutes, which they then take; if not, a note says so."""
         if not self.minutes.allow(forward_passes):
-            self.leave_out(what, forward_passes)
+            self.run_out(part, forward_passes)
             return False
         self.minutes.spent += forward_passes
         return True
 
-    def leave_out(self, what: str, forward_passes: float) -> None:
+    def run_out(self, part: str, forward_passes: float) -> None:
+        """Leave a part out for want of time."""
         seconds = self.minutes.pass_seconds
-        wanted = (self.minutes.spent + forward_passes) * seconds / 60
-        self.note(
-            "minutes",
-            f"Left out: {what} (about {forward_passes:.0f} forward passes over the batch, of {seconds:.3g} s each: "
-            f"gradients and steps would take {math.ceil(wanted)} minutes with it, and have {self.minutes.limit:.3g}).",
-        )
+        wanted, limit = (self.minutes.spent + forward_passes) * seconds, 60 * self.minutes.limit
+        why = f"about {forward_passes:.0f} forward passes over the batch, of {seconds:.3g} s each: gradients and steps "
+        why += f"would take {describe_seconds(wanted)} with it, and have {describe_seconds(limit)}"
+        self.leave_out(part, "minutes", why)
 
-    def attempt(self, what: str, make: Callable[[], Made]) -> Made | None:
+    def attempt(self, part: str, make: Callable[[], Made]) -> Made | None:
         """Make what not every policy and batch can give; where it cannot, None and a note."""
         try:
             return make()
         except (InputError, torch.OutOfMemoryError) as error:
-            self.note("impossible", f"Left out: {what} ({first_line(error)}).")
+            self.leave_out(part, "impossible", first_line(error))
             return None
         finally:
             return_freed_memory()
@@ -333,12 +352,12 @@ def describe_tokens(task: Task) -> TokenPart:
         shares = tokens.token_shares(tokens.sum_by_prompt(table, len(labels)), labels, **draws)
         special = frozenset(getattr(task.policy.tokenizer, "all_special_tokens", ()))
         where = task.attempt(
-            "where the norm is", lambda: tokens.shares_by(table, bins=settings.bins, special=special, **draws)
+            "where", lambda: tokens.shares_by(table, bins=settings.bins, special=special, **draws)
         )
         spikes = tokens.largest_tokens(table, settings.top)
     layers = tokens.layer_norms(table, settings.edges, **draws)
-    drivers = task.attempt("probability against entropy", lambda: regress_norms(table, **draws))
-    proxies = task.attempt("proxies of the norm", lambda: judge_proxies(table, **draws))
+    drivers = task.attempt("drivers", lambda: regress_norms(table, **draws))
+    proxies = task.attempt("proxies", lambda: judge_proxies(table, **draws))
     bounds = tokens.bound_margins(table, task.policy.vocab_size)
     rows = (
         shares,
@@ -361,7 +380,7 @@ def try_other_temperatures(task: Task) -> pd.DataFrame | None:
     unknown = [place for place, note in enumerate(task.notes) if note.kind == "temperature"]
     if not task.weighted or not unknown:
         return None
-    if not task.affords("other temperatures", temperature_cost(task.batch, len(task.labels))):
+    if not task.affords("temperatures", temperature_cost(task.batch, len(task.labels))):
         return None
     numbers = {"seed": task.resampling(8)["seed"]}
     tried = try_temperatures(task.policy, task.batch, task.table, task.settings, **numbers)
@@ -376,16 +395,14 @@ def compare_weightings(task: Task) -> Comparison | None:
     if not task.weighted or s.compare is False:
         return None
     if s.compare is None and size >= LARGE:
-        words = f"what each weighting would change (of {size:,} parameters; --compare does it all the same)"
-        task.note("large", f"Left out: {words}.")
+        task.leave_out("comparison", "large", f"of {size:,} parameters; --compare does it all the same")
         return None
-    if not task.affords("what each weighting would change", compare_cost(metric=task.metric is not None)):
+    if not task.affords("comparison", compare_cost(metric=task.metric is not None)):
         return None
     numbers = {"table": task.table, "loss": s.loss, "edges": s.edges, "memory": task.memory, "seed": s.seed}
     numbers |= {"optimizer_state": task.saved or task.metric, "step": task.step, "resamples": s.resamples}
     numbers["progress"] = task.progress
-    what = "what each weighting would change"
-    return task.attempt(what, lambda: compare(task.policy, task.batch, **numbers))
+    return task.attempt("comparison", lambda: compare(task.policy, task.batch, **numbers))
 
 
 def _without_bounds(
@@ -404,6 +421,7 @@ class GradientPart:
     """By metric, raw and adamw."""
     totals: torch.Tensor | None = None
     """[A, P], the summed gradient of each interval's tokens, where it is at hand."""
+    plan: SumsPlan | None = None
 
 
 def sum_gradients(task: Task) -> GradientPart:
@@ -420,11 +438,11 @@ def sum_gradients(task: Task) -> GradientPart:
     if known and not minutes.allow(once * (1 + (metric is not None))):
         once, way = plan.sketched_passes * share, "sketches"
     minutes.spent += once
-    metric = metric if metric is not None and task.affords("the AdamW-preconditioned summed gradient", once) else None
+    metric = metric if metric is not None and task.affords("adamw_sums", once) else None
     exact = ADAMW in task.table and bool(task.table[ADAMW].notna().any())
     signs = None if exact else s.sign_passes
     if metric is not None and signs is not None:
-        signs = signs if task.affords("the AdamW-preconditioned gradient energy", signs * once) else None
+        signs = signs if task.affords("adamw_energy", signs * once) else None
     found = gradients.sum_gradients(
         task.policy,
         task.batch,
@@ -461,7 +479,7 @@ def sum_gradients(task: Task) -> GradientPart:
         kept = squares["statistic"].isin(["squared_share", "dominance_index", "largest_share"])
         rows.append(squares[kept].assign(metric="adamw"))
     cosines = {name: gradients.cosine_matrix(own.pairs) for name, own in made.items()}
-    return GradientPart(tuple(rows), cosines, found.totals)
+    return GradientPart(tuple(rows), cosines, found.totals, found.plan)
 
 
 @dataclass(frozen=True)
@@ -483,7 +501,7 @@ def take_steps(task: Task, totals: torch.Tensor | None) -> StepPart:
     s, size, part = task.settings, len(task.labels), StepPart()
     one_by_one = not fits_at_once(task.policy, task.step, size, task.memory)
     cost = influence_cost(task.step, s.loss, num_intervals=size, one_by_one=one_by_one)
-    moves = s.actual_step and task.affords("the actual step", update_cost())
+    moves = s.actual_step and task.affords("actual_step", update_cost())
     if s.influence_tokens is not None:
         # A step on fewer prompts, where that on all takes too long.
         # Whole prompts are taken, in random order: it must hold whichever is the first.
@@ -491,11 +509,11 @@ def take_steps(task: Task, totals: torch.Tensor | None) -> StepPart:
         in_time = task.minutes.share_left(cost) * whole
         budget = s.influence_tokens if math.isinf(in_time) else min(s.influence_tokens, max(0, int(in_time)))
         if budget < min(s.influence_tokens, least):
-            task.leave_out("influence between probability bins", cost * least / whole)
+            task.run_out("influence", cost * least / whole)
         else:
             task.minutes.spent += cost * min(1.0, budget / whole)
-            part = task.attempt("influence between probability bins", lambda: _predict(task, budget, totals)) or part
-    return (task.attempt("the actual step", lambda: _move(task, part)) or part) if moves else part
+            part = task.attempt("influence", lambda: _predict(task, budget, totals)) or part
+    return (task.attempt("actual_step", lambda: _move(task, part)) or part) if moves else part
 
 
 def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
@@ -544,19 +562,16 @@ def screen_settings(task: Task) -> ScreeningPart:
         return ScreeningPart()
     size = sum(p.numel() for p in model.parameters())
     if s.recommend is None and size >= LARGE:
-        task.note(
-            "large",
-            f"Left out: α and η (of {size:,} parameters, screening them takes more passes than all the rest; "
-            "--recommend does it all the same).",
-        )
+        why = f"of {size:,} parameters, screening them takes more passes than all the rest; "
+        task.leave_out("settings", "large", f"{why}--recommend does it all the same")
         return ScreeningPart()
     one_by_one = not fits_at_once(task.policy, task.step, KINDS * 2 * len(task.labels), task.memory)
-    if not task.affords("α and η", screening_cost(s, task.step, one_by_one=one_by_one)):
+    if not task.affords("settings", screening_cost(s, task.step, one_by_one=one_by_one)):
         return ScreeningPart()
     numbers = {"alphas": s.alphas, "etas": s.etas, "num_batches": s.recommend_batches, "loss": s.loss}
     numbers |= {"step": task.step, "optimizer_state": task.saved, "memory": task.memory, "progress": task.progress}
     random = {"seed": task.resampling(7)["seed"], "generator": task.generator(7)}
-    best = task.attempt("α and η", lambda: steps.recommend(task.policy, task.batch, **numbers, **random))
+    best = task.attempt("settings", lambda: steps.recommend(task.policy, task.batch, **numbers, **random))
     if best is None:
         return ScreeningPart()
     found = np.array([[best.difference], [best.lower], [best.upper]])

@@ -49,8 +49,12 @@ def times_words(row: pd.Series) -> str:
     >>> times_words(pd.Series({"value": 4.75, "lower": 4.3, "upper": 5.1}))
     '27× [20, 34]'
     """
-    ratio = 2.0 ** row[["value", "lower", "upper"]].astype(float)
-    return f"{short_number(ratio['value'])}×{in_brackets(ratio['lower'], ratio['upper'], short_number)}"
+    return f"{times(row['value'])}×{in_brackets(row['lower'], row['upper'], times)}"
+
+
+def times(bits: float) -> str:
+    """The ratio of which a number is log₂."""
+    return short_number(2.0**bits)
 
 
 def name_bin(label: str) -> str:

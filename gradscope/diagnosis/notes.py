@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from gradscope.diagnosis.result import VERDICT_PROMPTS, DiagnosisSettings
+from gradscope.diagnosis.result import VERDICT_PROMPTS, DiagnosisSettings, few_words
 from gradscope.errors import InputError
 from gradscope.gradients import (
     LAYER,
@@ -24,8 +24,6 @@ from gradscope.rollouts import Note, TokenBatch
 IMPROBABLE = 0.2
 """Nats a token by which −log π exceeds the entropy on average, from which on the policy is not what sampled the
 tokens."""
-FEW_PROMPTS = 8
-"""Below so many, an interval over prompts is a rough guess, and a note says so."""
 
 
 def has_gradient(table: pd.DataFrame) -> bool:
@@ -44,7 +42,7 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
     size, unknown = len(table), int(table["weight"].isna().sum())
     prompts, informative = table["group"].nunique(), count_informative_prompts(table)
     measured, probabilities = int(table[PARAMETERS].notna().sum()), sampling_probabilities(table)
-    end = "they are rough." if informative >= VERDICT_PROMPTS else "they are too rough for verdicts."
+    start = "Of what is weighted there are" if informative < prompts else "There are"
     mean = "the mean of those." if probabilities is None else "a mean in which each counts for 1 / its chance."
     improbable = describe_improbable(table)
     told = [
@@ -55,8 +53,9 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
          "Every weight of the loss is 0 (equal rewards in each group, or all clipped): no gradient."),
         (prompts == 1, "one-prompt",
          "All responses are to one prompt: no interval over prompts, no signal against noise."),
-        (prompts > 1 and informative < FEW_PROMPTS, "few-prompts",
-         f"Intervals rest on {informative} prompt{'s' if informative != 1 else ''}: {end}"),
+        (prompts > 1 and informative < VERDICT_PROMPTS, "few-prompts",
+         f"{start} no intervals over prompts, and so no verdicts: {few_words(informative, prompts)}, "
+         f"{VERDICT_PROMPTS} are wanted."),
         (informative < prompts, "idle-prompts",
          f"Advantage 0 throughout (equal rewards): {prompts - informative} of {prompts} prompts; their tokens count, "
          "but have no gradient, that of KL apart."),
@@ -66,7 +65,7 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
          f"interval are its count times {mean}"),
         (SUMS[1] in table, "estimated-norms", "Norms are estimates by random numbers, not exact."),
         (not second_moments, "no-optimizer",
-         "No optimizer state: there are no AdamW-preconditioned numbers, and steps are SGD's."),
+         "No optimizer state: no summed gradient is AdamW-preconditioned, and steps go on from none."),
         (second_moments and not whole_state, "second-moments",
          "Of the optimizer, second moments alone are given: steps are not the run's own."),
     ]  # fmt: skip

@@ -20,6 +20,7 @@ from gradscope.resampling import FEWEST, Shortage
 from gradscope.updates import StepSettings
 
 if TYPE_CHECKING:
+    from gradscope.gradients import SumsPlan
     from gradscope.rollouts import Note
     from gradscope.updates import Comparison
 
@@ -94,6 +95,21 @@ WARNINGS = ("logged-logprobs", "zero-advantages", "improbable", "certain-tokens"
 """Kinds of notes that may change the verdict itself: they come first, and the page shows them unfolded."""
 VERDICT_PROMPTS = FEWEST
 """Below so many there is no interval (see `resampling`), and no verdict."""
+
+
+PARTS = {
+    "temperatures": "other temperatures",
+    "where": "where the norm is",
+    "drivers": "probability against entropy",
+    "proxies": "proxies of the norm",
+    "adamw_sums": "the AdamW-preconditioned summed gradient",
+    "adamw_energy": "the AdamW-preconditioned gradient energy",
+    "actual_step": "the actual step",
+    "influence": "influence between probability bins",
+    "settings": "α and η",
+    "comparison": "what each weighting would change",
+}
+"""Parts that may be left out, in words."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +237,13 @@ class Findings(tuple[Finding, ...]):
         return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
 
 
+def few_words(informative: int, prompts: int) -> str:
+    """So many prompts with an advantage, of all, are too few: the subject of a sentence and its verb."""
+    served = "" if informative == prompts else " with an advantage"
+    one = informative == 1
+    return f"{informative} prompt{'' if one else 's'}{served} {'is' if one else 'are'} too few"
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class Diagnosis:
     """What one checkpoint does with one batch of rollouts. A part that was not computed is None; a note says why."""
@@ -242,6 +265,10 @@ class Diagnosis:
     """What ‖g‖ and G_a are over, in words."""
     num_informative_prompts: int | None = None
     """Prompts with an advantage other than 0, on which all that is said of gradients rests; None: all."""
+    left_out: tuple[str, ...] = ()
+    """Parts that were asked for and are not there, of `PARTS`; a note says why."""
+    sums: SumsPlan | None = None
+    """How the summed gradients were made; None: there are none."""
     bounds: BoundMargins | None = None
     layers: pd.DataFrame | None = None
     """Mean norms by place and interval: `tokens.layer_norms`."""
@@ -282,14 +309,7 @@ class Diagnosis:
     @property
     def few_prompts(self) -> str:
         """How many prompts the numbers rest on, which are too few: the subject of a sentence and its verb."""
-        n = self.num_informative_prompts
-        served = "" if n == self.num_prompts else " with an advantage"
-        return f"{n} prompt{'' if n == 1 else 's'}{served} {'is' if n == 1 else 'are'} too few"
-
-    @property
-    def judges(self) -> bool:
-        """Whether there are prompts enough for a verdict."""
-        return self.num_informative_prompts >= VERDICT_PROMPTS
+        return few_words(self.num_informative_prompts, self.num_prompts)
 
     @property
     def warnings(self) -> tuple[Note, ...]:

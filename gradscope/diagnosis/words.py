@@ -16,9 +16,10 @@ from gradscope.diagnosis.format import (
     share_words,
     short_number,
     step_words,
+    times,
     times_words,
 )
-from gradscope.diagnosis.result import Diagnosis, Finding, Findings, Verdict
+from gradscope.diagnosis.result import VERDICT_PROMPTS, Diagnosis, Finding, Findings, Verdict
 from gradscope.errors import checked
 from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities
 from gradscope.objective import off_policy_sentence
@@ -42,12 +43,31 @@ def findings(diagnosis: Diagnosis) -> Findings:
     return Findings(finding for make in makers for finding in make(diagnosis))
 
 
-def compare(d: Diagnosis, row: pd.Series, against: float | tuple[float, float] = 0.0) -> Verdict:
-    """Whether a number's whole interval is above or below what it is compared with, of enough prompts."""
-    least, most = against if isinstance(against, tuple) else (against, against)
-    if d.judges and row["lower"] > most:
+
+
+def compare(row: pd.Series, against: float | pd.Series = 0.0, *, write: Callable[[float], str] = percent) -> Verdict:
+    """What the interval that is printed with a number says: all of it is above, or below, what it is compared with.
+
+    against: a number, or one with an interval of its own, which must lie apart. write: as both are printed; bounds that
+    look alike decide nothing. Without an interval nothing is decided.
+    """
+    least, most = (against, against) if isinstance(against, float) else (against["lower"], against["upper"])
+    if row["lower"] > most and write(row["lower"]) != write(most):
         return Verdict.MORE
-    return Verdict.LESS if d.judges and row["upper"] < least else Verdict.UNDECIDED
+    return Verdict.LESS if row["upper"] < least and write(row["upper"]) != write(least) else Verdict.UNDECIDED
+
+
+def lack_words(d: Diagnosis, row: pd.Series) -> str:
+    """Why a number has no interval, and what would give one; "" where it has."""
+    if not isnan(row["lower"]):
+        return ""
+    if d.num_informative_prompts < VERDICT_PROMPTS:
+        return f"{d.few_prompts} for an interval, {VERDICT_PROMPTS} are wanted"
+    if row["lacks"] == "prompts":
+        return f"the tokens of fewer than {row['wanted']} prompts give no interval"
+    if row["lacks"] == "tokens":
+        return f"{row['n']:,} measured tokens are too few for an interval, about {row['wanted']:,} are wanted"
+    return "no interval: no two prompts differ in it, or all of it is of one"
 
 
 def name_shares(d: Diagnosis, statistic: str, metric: str) -> str:
@@ -84,24 +104,16 @@ def _dominance_in(d: Diagnosis, metric: str) -> Finding:
     if isnan(index["value"]):
         words = f"How much of the {energy} {they} account for is not known."
         return Finding(kind, Verdict.UNKNOWN, words)
-    are = f"are {percent(tokens['value'])} % of the tokens and account for {share_words(share)} of the {energy}"
-    detail = f"Share of the {energy} by bin: {name_shares(d, 'squared_share', metric)}. "
-    detail += f"A token with {name_bin(low)} has {times_words(index)} the average energy."
-    if not d.judges:
-        return Finding(kind, Verdict.UNDECIDED, f"T{they[1:]} {are}; {d.few_prompts} for a verdict.", detail)
-    if isnan(index["lower"]):
-        why = "nothing was seen to vary"
-        if index["lacks"] == "prompts":
-            why = "too few prompts have such tokens"
-        if index["lacks"] == "tokens":
-            measured, wanted = index["n"], index["wanted"]
-            why = f"{measured:,} measured ones are too few for an interval, about {wanted:,} are wanted"
+    are = f"are {percent(tokens['value'])} % of the tokens and account for {share_words(share)} of the {energy}, "
+    are += f"{times_words(index)} their share of the tokens"
+    detail = f"Share of the {energy} by bin: {name_shares(d, 'squared_share', metric)}."
+    if why := lack_words(d, index):
         return Finding(kind, Verdict.UNDECIDED, f"T{they[1:]} {are}; {why}.", detail)
-    verdict = compare(d, index)
+    verdict = compare(index, write=times)
     if verdict is Verdict.MORE:
         return _rank(d, metric, f"{they} {are}", detail)
     if verdict is Verdict.LESS:
-        words = f"Low-probability tokens do not dominate: {they} {are}, less than their share."
+        words = f"Low-probability tokens do not dominate: {they} {are}."
         return Finding(kind, verdict, words, detail, "good")
     words = f"Undecided whether low-probability tokens account for more than their share: {they} {are}."
     return Finding(kind, verdict, words, detail)
@@ -112,10 +124,9 @@ def _rank(d: Diagnosis, metric: str, are: str, detail: str) -> Finding:
     odds = pd.Series({label: d.pick("largest_share", metric, label)["value"] for label in d.labels})
     low, most, kind = d.labels[0], odds.idxmax(), f"dominance_{metric}"
     if odds[most] >= CERTAIN and most == low:
-        words = f"Low-probability tokens dominate: {are}, the largest share of any bin"
+        words = f"Low-probability tokens dominate: {are} and the largest share of any bin"
         return Finding(kind, Verdict.DOMINATES, f"{words} ({_redraws(odds[low])}).", detail, "warn")
-    each = short_number(2.0 ** d.pick("dominance_index", metric, low)["value"])
-    words = f"T{are[1:]}, {each} times their share of the tokens"
+    words = f"T{are[1:]}"
     if odds[most] >= CERTAIN:
         largest = (
             f"{name_bin(most)} accounts for the largest share, {share_words(d.pick('squared_share', metric, most))}"
@@ -157,14 +168,13 @@ def _added(d: Diagnosis) -> list[Finding]:
     added, alone = d.pick("added_index", "raw", low), d.pick("predicted_index", "none", low)
     if added is None or isnan(added["lower"]):
         return []
-    detail = f"(1−π)² alone predicts {times_words(alone)} the average per token; measured over predicted: "
-    detail += f"{times_words(added)}."
-    verdict = compare(d, added)
+    detail = f"(1−π)² alone predicts {times_words(alone)} the average per token."
+    verdict = compare(added, write=times)
     words = {
-        Verdict.MORE: "account for more gradient energy than (1−π)² alone predicts.",
-        Verdict.LESS: "account for less gradient energy than (1−π)² alone predicts.",
-    }.get(verdict, "do not differ detectably in gradient energy from what (1−π)² predicts.")
-    return [Finding("added", verdict, f"Tokens with {name_bin(low)} {words}", detail)]
+        Verdict.MORE: "account for more gradient energy than (1−π)² alone predicts",
+        Verdict.LESS: "account for less gradient energy than (1−π)² alone predicts",
+    }.get(verdict, "do not differ detectably in gradient energy from what (1−π)² alone predicts")
+    return [Finding("added", verdict, f"Tokens with {name_bin(low)} {words}: {times_words(added)} as much.", detail)]
 
 
 def _norms(d: Diagnosis) -> list[Finding]:
@@ -199,17 +209,18 @@ def _summed(d: Diagnosis) -> list[Finding]:
             continue
         statement = (
             f"Tokens with {name_bin(low)}, {share_words(tokens)} of the tokens, account for {share_words(share)} of "
-            f"this batch's {words}."
+            f"this batch's {words}"
         )
         detail = (
             f"Share ⟨G_a, G⟩/‖G‖² by bin: {name_shares(d, 'gradient_share', metric)}. Cosine of "
             f"{name_bin(low)} with the whole: {number_words(cosine)}."
         )
-        verdict = compare(d, share, (tokens["lower"], tokens["upper"]))
-        if verdict is Verdict.UNDECIDED:
-            statement += " Whether that is more than in proportion is undecided."
+        verdict, why = compare(share, tokens), lack_words(d, share) or lack_words(d, tokens)
+        end = {Verdict.MORE: ": more than in proportion.", Verdict.LESS: ": less than in proportion."}.get(
+            verdict, f"; {why}." if why else ". Whether that is more than in proportion is undecided."
+        )
         tone = "warn" if verdict is Verdict.MORE else "plain"
-        found.append(Finding(f"summed_{metric}", verdict, statement, detail, tone))
+        found.append(Finding(f"summed_{metric}", verdict, f"{statement}{end}", detail, tone))
     return found
 
 
@@ -223,12 +234,10 @@ def _signal(d: Diagnosis) -> list[Finding]:
     served = "" if served == d.num_prompts else f", {served} of them with an advantage"
     detail = f"Signal fraction of ‖G_a‖², over {d.num_prompts} prompts{served}: {each}. "
     detail += "Negative estimates arise by chance."
-    clear = [name for name, row in known if d.judges and row["lower"] > 0]
+    clear = [name for name, row in known if compare(row) is Verdict.MORE]
     names, low = ", ".join(map(_group, clear)), d.labels[0]
     if not clear:
         words = "No bin's summed gradient can be told from noise: other prompts may give another gradient."
-        if not d.judges:
-            words = f"{d.few_prompts} to tell the summed gradient's signal from noise."
         return [Finding("signal", Verdict.UNDECIDED, words, detail, "warn")]
     statement = f"The summed gradient has detectable signal in: {names}"
     missing = low not in clear and low in dict(known)
@@ -251,7 +260,7 @@ def influence_words(d: Diagnosis) -> list[Finding]:
         f"In one {step_words(d)} step, to first order, tokens with {name_bin(low)} cause {share_words(share)} of how "
         f"tokens with {name_bin(top)} move."
     )
-    if share["upper"] < 0:
+    if compare(share) is Verdict.LESS:
         statement += " Below 0: they oppose the overall movement."
     detail = f"Share of the variance of the predicted Δ log π of {share['n']:,} tokens; the shares of all sources add "
     detail += f"up to 100 %, and one that counteracts the rest is below 0. Their own bin causes {share_words(own)}"
@@ -259,7 +268,7 @@ def influence_words(d: Diagnosis) -> list[Finding]:
     if len(rows):
         bounds = {"share": "value", "share_lower": "lower", "share_upper": "upper"}
         detail += f", the momentum of earlier steps {share_words(rows.iloc[0][list(bounds)].rename(bounds))}"
-    more = d.judges and share["lower"] > own["upper"]
+    more = compare(share, own) is Verdict.MORE
     tone, verdict = ("warn", Verdict.MORE) if more else ("plain", Verdict.FACT)
     return [Finding("influence", verdict, statement, f"{detail}.", tone)]
 
@@ -279,9 +288,9 @@ def direction_words(d: Diagnosis) -> list[Finding]:
         parts = "; ".join(
             f"{name_bin(label)}: {share_words(r)} of {r['n']:,}" for label, r in each if not isnan(r["value"])
         )
-        verdict = compare(d, row, 0.5)
+        verdict = compare(row, 0.5)
         tone = "warn" if verdict is Verdict.LESS else "plain"
-        end = "" if isnan(row["lower"]) or not d.judges else ": no detectable difference from one half"
+        end = "" if isnan(row["lower"]) else ": no detectable difference from one half"
         end = {Verdict.MORE: ", more than half", Verdict.LESS: ", less than half"}.get(verdict, end)
         detail = f"By bin of π before the step: {parts}."
         found.append(Finding(f"direction_{sign}", verdict, f"{statement}{end}.", detail, tone))
@@ -298,28 +307,29 @@ def _where(d: Diagnosis) -> list[Finding]:
     found = []
     for driver, words in (("token_class", "kind of token"), ("position_bin", "position in the response")):
         rows = d.where[(d.where["driver"] == driver) & d.where["squared_share"].notna()]
-        if len(rows) < 2:
+        if len(rows) < 2 or rows["squared_lower"].isna().all():
             continue
-        each = "; ".join(f"{r['value']}: {_squared(r)} ({_tokens(r)} of the tokens)" for _, r in rows.iterrows())
-        # Two-sided at 5 % for all rows together: several are looked at.
-        over = rows[(rows["odds"] >= 1 - (1 - CERTAIN) / (2 * len(rows))) & d.judges]
-        names = "; ".join(f"{r['value']}, {_squared(r)} against {_tokens(r)}" for _, r in over.iterrows())
+        told = {r["value"]: [_one_of(r, of) for of in ("squared", "token")] for _, r in rows.iterrows()}
+        each = "; ".join(
+            f"{name}: {share_words(energy)} ({share_words(tokens)} of the tokens)"
+            for name, (energy, tokens) in told.items()
+        )
+        over = "; ".join(
+            f"{name}, {share_words(energy)} against {share_words(tokens)}"
+            for name, (energy, tokens) in told.items()
+            if compare(energy, tokens) is Verdict.MORE
+        )
         statement = f"No {words} accounts for detectably more gradient energy than its share of the tokens."
-        if not d.judges:
-            statement = f"{d.few_prompts} to tell which {words} has more than its share."
-        if len(over):
-            statement = f"By {words}, more gradient energy than in proportion to the tokens: {names}."
-        verdict = Verdict.MORE if len(over) else Verdict.UNDECIDED
-        found.append(Finding(f"where_{driver}", verdict, statement, f"Share of the gradient energy: {each}."))
+        if over:
+            statement = f"By {words}, more gradient energy than in proportion to the tokens: {over}."
+        detail = f"Share of the gradient energy, in intervals of 95 % for all {len(told)} together: {each}."
+        found.append(Finding(f"where_{driver}", Verdict.MORE if over else Verdict.UNDECIDED, statement, detail))
     return found
 
 
-def _squared(row: pd.Series) -> str:
-    return share_words(pd.Series({n: row[f"squared_{k}"] for n, k in _BOUNDS}))
-
-
-def _tokens(row: pd.Series) -> str:
-    return share_words(pd.Series({n: row[f"token_{k}"] for n, k in _BOUNDS}))
+def _one_of(row: pd.Series, of: str) -> pd.Series:
+    """The share `of` tokens or squares in a row of `Diagnosis.where`, as a number with its interval."""
+    return pd.Series({name: row[f"{of}_{end}"] for name, end in _BOUNDS})
 
 
 _BOUNDS = (("value", "share"), ("lower", "lower"), ("upper", "upper"))
@@ -335,19 +345,20 @@ def _driver(d: Diagnosis) -> list[Finding]:
         return [Finding("driver", Verdict.UNDECIDED, words)]
     if isnan(row["lower"]):
         return []
+    rows = rows.rename(columns={"coefficient": "value"})
     fits = ", ".join(
-        f"{word} {number_words(rows.loc[name].rename({'coefficient': 'value'}))}"
-        for name, word in zip(names, ("log(1−π)", "entropy"), strict=True)
+        f"{word} {number_words(rows.loc[name])}" for name, word in zip(names, ("log(1−π)", "entropy"), strict=True)
     )
     detail = f"Standardised coefficients of the log norm over {d.parameters}, {row['tokens']:,} tokens that are not "
     detail += f"nearly certain: {fits}; R² of both {row['r2']:.2f}."
-    few = "" if d.judges else f": {d.few_prompts} for a verdict"
-    verdict = compare(d, row)
+    row = rows.loc["difference"]
+    verdict = compare(row, write="{:.2f}".format)
     words = {
-        Verdict.MORE: "Token gradient norms follow probability more than entropy.",
-        Verdict.LESS: "Token gradient norms follow entropy more than probability.",
-    }.get(verdict, f"Whether token gradient norms follow probability or entropy more is undecided{few}.")
-    return [Finding("driver", verdict, words, detail)]
+        Verdict.MORE: "Token gradient norms follow probability more than entropy",
+        Verdict.LESS: "Token gradient norms follow entropy more than probability",
+    }.get(verdict, "Whether token gradient norms follow probability or entropy more is undecided")
+    apart = f"{words}: the sizes of their coefficients differ by {number_words(row)}."
+    return [Finding("driver", verdict, apart, detail)]
 
 
 def _spikes(d: Diagnosis) -> list[Finding]:

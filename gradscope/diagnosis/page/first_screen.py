@@ -8,7 +8,8 @@ import pandas as pd
 
 from gradscope.diagnosis.format import name_bin, percent, share_words, step_words
 from gradscope.diagnosis.page.page import Tile
-from gradscope.diagnosis.result import Diagnosis, Findings
+from gradscope.diagnosis.result import Diagnosis, Findings, Verdict
+from gradscope.diagnosis.words import compare, lack_words
 from gradscope.resampling import in_brackets
 
 NO_METHOD = "no number of one batch is known to predict how accurate a run will be"
@@ -26,10 +27,9 @@ def _summed(d: Diagnosis) -> str:
         return ""
     words = f"Tokens with {name_bin(d.labels[0])} account for {share_words(share)} of the summed gradient"
     if signal is None or isnan(signal["lower"]):
-        return f"{words}; there are too few prompts to tell signal from noise."
-    if not d.judges:
-        return f"{words}; {d.few_prompts} to tell signal from noise."
-    if signal["lower"] > 0:
+        why = "" if signal is None else lack_words(d, signal)
+        return f"{words}; signal cannot be told from noise ({why})." if why else f"{words}."
+    if compare(signal) is Verdict.MORE:
         return f"{words}. Of the whole summed gradient, {share_words(signal)} is signal that other prompts would share."
     noise = f"The whole summed gradient cannot be told from noise on these {d.num_informative_prompts} prompts"
     return f"{words}. {noise}: sample more of this checkpoint before you compare methods."
@@ -51,8 +51,8 @@ def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
         if row is not None and not isnan(row["value"]):
             tiles.append(_tile(f"{name_bin(low)}: {label}", row, ""))
     signal = d.pick("signal_fraction", "raw", "all")
-    if signal is not None and not isnan(signal["value"]) and d.judges:
-        if signal["lower"] > 0 or isnan(signal["lower"]):
+    if signal is not None and not isnan(signal["lower"]):
+        if compare(signal) is Verdict.MORE:
             tiles.append(_tile("signal fraction", signal, "of the summed gradient of all tokens"))
         else:
             most = f"at most {percent(max(signal['upper'], 0.0))} % of the summed gradient (95 % interval)"
@@ -65,8 +65,7 @@ def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
         value = " · ".join(f"{percent(row['value'])} %" for _, row in known)
         told = " · ".join(f"{words}{in_brackets(row['lower'], row['upper'], percent)}" for words, row in known)
         told += f", in {which} {step_words(d)} step; 50 % is chance"
-        apart = any(row["lower"] > 0.5 for _, row in known) and any(row["upper"] < 0.5 for _, row in known)
-        if d.judges and apart:
+        if {compare(row, 0.5) for _, row in known} == {Verdict.MORE, Verdict.LESS}:
             told += ": tokens of both signs mostly move the same way"
         tiles.append(Tile("right direction", value, told))
     return tuple(tiles)

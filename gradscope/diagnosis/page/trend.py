@@ -9,12 +9,13 @@ import numpy as np
 import pandas as pd
 
 from gradscope.diagnosis import plots as plot_diagnosis
-from gradscope.diagnosis.format import as_sentence, name_bin, share_words, times_words
+from gradscope.diagnosis.format import as_sentence, name_bin, percent, share_words, times, times_words
 from gradscope.diagnosis.glossary import DEFINITIONS
 from gradscope.diagnosis.page.contents import Report
 from gradscope.diagnosis.page.page import Definition, Finding, Links, Page, Section
 from gradscope.diagnosis.page.sections import Sheets
-from gradscope.diagnosis.result import VERDICT_PROMPTS, Verdict
+from gradscope.diagnosis.result import Verdict
+from gradscope.diagnosis.words import compare
 from gradscope.errors import InputError
 
 FOLLOWED = {
@@ -91,21 +92,18 @@ def trend_changes(trend: pd.DataFrame, label: str) -> list[tuple[Change, Change 
     """Of each number that is known at both ends: from the first to the last checkpoint, and its largest single step.
 
     The second is the largest change from one checkpoint to the next; None of two checkpoints alone. A verdict takes
-    intervals of 95 % that do not overlap, for they are of different rollouts, and `VERDICT_PROMPTS` prompts at both.
+    intervals of 95 % that do not overlap, for they are of different rollouts.
     """
-    prompts = trend[trend["statistic"] == "prompts"].set_index("step")["value"]
     ends, found = {trend["step"].min(), trend["step"].max()}, []
     for statistic, metric in FOLLOWED:
         same = (trend["statistic"] == statistic) & (trend["metric"] == metric) & (trend["interval"] == label)
         rows = trend[same & trend["value"].notna()].set_index("step").sort_index()
         if not ends <= {*rows.index}:
             continue
-        enough = (prompts.reindex(rows.index).fillna(np.inf) >= VERDICT_PROMPTS).to_numpy()
 
-        def change(one: int, other: int, rows: pd.DataFrame = rows, enough: np.ndarray = enough) -> Change:
+        def change(one: int, other: int, rows: pd.DataFrame = rows) -> Change:
             first, last = rows.iloc[one], rows.iloc[other]
-            verdict = _judge(first, last) if enough[[one, other]].all() else Verdict.UNDECIDED
-            return Change(str(first["statistic"]), str(first["metric"]), first, last, verdict)
+            return Change(str(first["statistic"]), str(first["metric"]), first, last, _judge(first, last))
 
         largest = None
         if len(rows) > 2:
@@ -119,9 +117,7 @@ def _judge(first: pd.Series, last: pd.Series) -> Verdict:
     """What two intervals of 95 % bear."""
     if np.isnan(first["lower"]) or np.isnan(last["lower"]):
         return Verdict.UNKNOWN
-    if last["lower"] > first["upper"]:
-        return Verdict.MORE
-    return Verdict.LESS if last["upper"] < first["lower"] else Verdict.UNDECIDED
+    return compare(last, first, write=times if last["unit"] == "bits" else percent)
 
 
 SAID = {
