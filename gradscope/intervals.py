@@ -172,7 +172,7 @@ def interval_shares(
         worth = sample_worth(sizes, np.asarray(probabilities, dtype=np.float64), intervals, len(edges) - 1)
         worth = worth_of_shares(np.bincount(intervals, sizes, minlength=len(edges) - 1), worth)
     settings = {"confidence": confidence, "resamples": resamples, "seed": seed, "scale": SHARE}
-    return _label(_table(evaluate, totals, counts, worth, **settings), edges)
+    return _label(_table(evaluate, totals, counts, worth, served=(sums != 0).sum(0), **settings), edges)
 
 
 def _cluster_totals(
@@ -196,12 +196,16 @@ def _table(
     num_tokens: np.ndarray,
     counts: np.ndarray,
     worth: np.ndarray | None,
+    served: np.ndarray | None = None,
     **settings: float | Seed | Scale,
 ) -> "pd.DataFrame":
-    """Evaluate on the data and over clusters, and lay out the rows; worth: of each interval's sample; None: none."""
+    """Evaluate on the data and over clusters, and lay out the rows; worth: of each interval's sample; None: none.
+
+    served: clusters that each interval's number rests on; None: those with measured tokens.
+    """
     import pandas as pd
 
-    measured, prompts = counts.sum(0).astype(np.int64), (counts > 0).sum(0)
+    measured, prompts = counts.sum(0).astype(np.int64), (counts > 0).sum(0) if served is None else served
     drawn = None if worth is None else np.where(np.isinf(worth), np.inf, measured)
     found = bootstrap(evaluate, len(counts), measured=drawn, **settings)
     worth = np.full(len(prompts), np.inf) if worth is None else worth

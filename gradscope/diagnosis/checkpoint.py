@@ -28,6 +28,7 @@ from gradscope.diagnosis.page.contents import make_report
 from gradscope.diagnosis.result import (
     LARGE,
     PARTS,
+    VERDICT_PROMPTS,
     WARNINGS,
     BoundMargins,
     Diagnosis,
@@ -36,6 +37,7 @@ from gradscope.diagnosis.result import (
     join_rows,
     make_rows,
     one_row,
+    strike_bounds,
 )
 from gradscope.diagnosis.temperatures import temperature_cost, temperature_words, try_temperatures
 from gradscope.diagnosis.words import findings
@@ -132,15 +134,21 @@ def diagnose(
         screening = screen_settings(task)
     with progress.stage(COMPARISON):
         comparison = compare_weightings(task)
+    informative = count_informative_prompts(table)
+    known = strike_bounds if informative < VERDICT_PROMPTS else lambda part: part
+    rows = join_rows([*token_part.rows, *gradient_part.rows, *step_part.rows, *screening.rows])
+    if comparison is not None:
+        parts = {name: known(getattr(comparison, name)) for name in ("table", "by_interval")}
+        comparison = replace(comparison, **parts)
     found = Diagnosis(
-        statistics=join_rows([*token_part.rows, *gradient_part.rows, *step_part.rows, *screening.rows]),
+        statistics=known(rows),
         notes=tuple(task.notes),
         left_out=tuple(task.left_out),
         table=table,
         labels=task.labels,
         num_prompts=table["group"].nunique(),
         num_responses=table["response"].nunique(),
-        num_informative_prompts=count_informative_prompts(table),
+        num_informative_prompts=informative,
         settings=settings,
         step=task.step,
         parameters=policy.parameters_in_words,
@@ -148,13 +156,13 @@ def diagnose(
         layers=token_part.layers,
         drivers=token_part.drivers,
         proxies=token_part.proxies,
-        where=token_part.where,
+        where=known(token_part.where),
         spikes=token_part.spikes,
         temperatures=tried,
         sums=gradient_part.plan,
         cosines=gradient_part.cosines.get("raw"),
         adamw_cosines=gradient_part.cosines.get("adamw"),
-        influence=step_part.influence,
+        influence=known(step_part.influence),
         against=step_part.against,
         directions=pd.concat(step_part.directions, ignore_index=True) if step_part.directions else None,
         movement=step_part.movement,
@@ -574,6 +582,9 @@ def screen_settings(task: Task) -> ScreeningPart:
     best = task.attempt("settings", lambda: steps.recommend(task.policy, task.batch, **numbers, **random))
     if best is None:
         return ScreeningPart()
+    if count_informative_prompts(task.table) < VERDICT_PROMPTS:
+        settings = strike_bounds(best.settings.assign(verdict="undecided"))
+        best = replace(best, settings=settings, lower=np.nan, upper=np.nan, verdict="undecided")
     found = np.array([[best.difference], [best.lower], [best.upper]])
     rows = [make_rows("recommended_difference", found, len(task.table), unit="share")]
     for name, value in (("recommended_alpha", best.alpha), ("recommended_eta", best.eta)):

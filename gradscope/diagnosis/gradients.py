@@ -182,7 +182,9 @@ def gradient_rows(
     found[:, 1], found[:, 2] = np.maximum(found[:, 1], 0.0), np.clip(found[:, 2], -1.0, 1.0)
     counts = tokens.sum(0)
     found = np.where(counts > 0, found, np.nan)
-    short = [] if seed is None else [short_of(len(pairs))] * size
+    served = (np.einsum("kpp->kp", _own_blocks(pairs)) > 0).sum(1)  # prompts with a gradient there, and at all
+    lacking = [short_of(prompts) for prompts in served]
+    short = [] if seed is None else lacking[:-1]
     common = {"metric": metric, "intervals": labels, "short": short}
     parts = [
         make_rows("gradient_share", found[:, 0], counts, unit="share", **common),
@@ -191,7 +193,7 @@ def gradient_rows(
         make_rows("gradient_index", found[:, 3], counts, unit="bits", **common),
     ]
     everything = {"metric": metric, "intervals": [*labels, "all"]}
-    short = [short_of(len(pairs))] * (size + 1)
+    short = lacking
     numbers = signal_and_noise(_own_blocks(pairs), confidence=confidence)
     error = products.error(lambda pairs: signal_and_noise(_own_blocks(pairs))["signal"][0])
     numbers["signal"] = _widen(numbers["signal"], error, confidence)

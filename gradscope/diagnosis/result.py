@@ -75,6 +75,21 @@ def join_rows(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=[*COLUMNS, *SHORTAGE])
 
 
+def strike_bounds(rows: pd.DataFrame | None) -> pd.DataFrame | None:
+    """The rows without the bounds of what is weighted, of which there are too few prompts; of `statistics` or others.
+
+    Prompts without an advantage are redrawn, too, and say nothing of how much others would differ.
+    """
+    if rows is None:
+        return None
+    ends = [name for name in rows if name.endswith(("lower", "upper")) and not name.startswith("token_")]
+    if "statistic" not in rows:
+        return rows.assign(**dict.fromkeys(ends, np.nan))
+    struck = ~rows["statistic"].isin(UNWEIGHTED) & rows["lower"].notna()
+    known = {name: rows[name].mask(struck) for name in ends}
+    return rows.assign(**known, lacks=rows["lacks"].mask(struck, "prompts"), wanted=rows["wanted"].mask(struck, FEWEST))
+
+
 def pick_row(statistics: pd.DataFrame, statistic: str, metric: str = "none", interval: str = "") -> pd.Series | None:
     """The row of that name; None where it was not computed. InputError where a name is there twice."""
     chosen = statistics[
@@ -97,6 +112,8 @@ VERDICT_PROMPTS = FEWEST
 """Below so many there is no interval (see `resampling`), and no verdict."""
 
 
+UNWEIGHTED = ("token_share", "logprob_difference_mean", "ratio_mean")
+"""Statistics with bounds that rest on all prompts, with an advantage or without."""
 PARTS = {
     "temperatures": "other temperatures",
     "where": "where the norm is",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from gradscope.diagnosis.result import BoundMargins, join_rows, make_rows
 from gradscope.gradients import LAYER, LOGITS, PARAMETERS, SUMS, sampling_probabilities, stands_for
@@ -41,6 +41,9 @@ from gradscope.resampling import (
 from gradscope.theory import add_drivers, logit_grad_bounds, rounding_tolerance
 
 Number = int | float
+PRINTABLE = 10
+"""Measured tokens below which a kind of token has no row of its own."""
+OTHER = "other"
 Matrix = Float[np.ndarray, "n A"]
 
 
@@ -152,12 +155,14 @@ def token_shares(
     energies = slice(size, 2 * size)
     wide = widen(evaluate, len(sums.tokens), draws, sampled=sums.worth is not None)
     largest = odds_of_largest(wide[:, energies])
-    short = {"tokens": [short_of(prompts) for prompts in (sums.tokens > 0).sum(0)], "measured": sums.short_of()}
-    counts = {"tokens": sums.tokens.sum(0), "measured": sums.measured.sum(0)}
+    own = {"tokens": sums.tokens, "predicted": sums.predicted}
+    short = {of: [short_of(prompts) for prompts in (part > 0).sum(0)] for of, part in own.items()}
+    short["measured"] = sums.short_of()
+    counts = {"tokens": sums.tokens.sum(0), "predicted": sums.tokens.sum(0), "measured": sums.measured.sum(0)}
     kinds = {
         "token_share": ("none", "tokens", "share"), "squared_share": ("raw", "measured", "share"),
-        "predicted_share": ("none", "tokens", "share"), "dominance_index": ("raw", "measured", "bits"),
-        "predicted_index": ("none", "tokens", "bits"), "added_index": ("raw", "measured", "bits"),
+        "predicted_share": ("none", "predicted", "share"), "dominance_index": ("raw", "measured", "bits"),
+        "predicted_index": ("none", "predicted", "bits"), "added_index": ("raw", "measured", "bits"),
     }  # fmt: skip
     parts = []
     for column, (name, (metric, of, unit)) in enumerate(kinds.items()):
@@ -206,9 +211,11 @@ def shares_by(
     """Where Σ‖w·g‖² is: a row per value of each driver of `drivers.add_drivers`.
 
     Columns: driver, value; num_tokens, token_share, token_lower, token_upper; num_measured, squared_share,
-    squared_lower, squared_upper; odds: the share of redrawn batches in which the second share exceeds the first. A
-    measured token counts for as many as `scaled_squares` says. The square columns are NaN where weights or norms are
-    unknown. special: the tokenizer's special tokens, as decoded.
+    squared_lower, squared_upper: intervals that hold all of a driver's shares together in 95 %, for the largest is
+    looked for. A measured token counts for as many as `scaled_squares` says. The square columns are NaN where weights
+    or norms are unknown. special: the tokenizer's special tokens, as decoded.
+
+    Rows are of `PRINTABLE` measured tokens at least: kinds of fewer are "other", and there are fewer bins.
     """
     squares, drawn = scaled_squares(table), sampling_probabilities(table)
     amounts = (table["weight"] * np.exp(table["log_one_minus_prob"])).to_numpy(np.float64) ** 2
@@ -216,51 +223,29 @@ def shares_by(
     def sample(known: np.ndarray) -> dict[str, np.ndarray]:
         return {} if drawn is None else {"probabilities": drawn[known], "sizes": amounts[known]}
 
-    table = add_drivers(table, bins=bins, special=special)
+    table = add_drivers(table, bins=max(1, min(bins, int(np.isfinite(squares).sum()) // PRINTABLE)), special=special)
     parts = []
     for driver in ("token_class", "position_bin", "entropy_bin", "advantage_sign"):
         if driver not in table:
             continue
         column = table[driver].astype("category").cat.remove_unused_categories()
+        if driver == "token_class":
+            few = column[np.isfinite(squares)].value_counts() < PRINTABLE
+            column = column.astype(object).replace(dict.fromkeys(few.index[few], OTHER)).astype("category")
         names, known = [str(name) for name in column.cat.categories], column.notna().to_numpy()
         if not names:
             continue
         args = (column.cat.codes.to_numpy()[known], table["group"].to_numpy()[known])
         settings = {"seed": seed, "resamples": resamples, "edges": range(len(names) + 1)}
+        settings["confidence"] = 1 - 0.05 / len(names)
         tokens = interval_shares(*args, **settings)
         square = interval_shares(*args, values=squares[known], **sample(known), **settings)
         part = {"driver": driver, "value": names, "num_tokens": tokens["num_tokens"], "token_share": tokens["value"]}
         part |= {"token_lower": tokens["lower"], "token_upper": tokens["upper"]}
         part |= {"num_measured": square["num_measured"], "squared_share": square["value"]}
         part |= {"squared_lower": square["lower"], "squared_upper": square["upper"]}
-        odds = None if seed is None else _odds_of_excess(*args, squares[known], resamples, drawn is not None)
-        if seed is not None:
-            odds[square["lower"].isna()] = np.nan
-        parts.append(pd.DataFrame(part | {"odds": odds}))
+        parts.append(pd.DataFrame(part))
     return pd.concat(parts, ignore_index=True)
-
-
-def _odds_of_excess(
-    cells: Int[np.ndarray, " n"],
-    groups: Int[np.ndarray, " n"],
-    squares: Float[np.ndarray, " n"],
-    resamples: int,
-    sampled: bool,
-) -> Float[np.ndarray, " a"]:
-    """Of each cell: in which share of redrawn batches its share of the squares exceeds its share of the tokens."""
-    _, prompts = np.unique(groups, return_inverse=True)
-    sums = np.zeros((2, prompts.max() + 1, cells.max() + 1))
-    np.add.at(sums, (0, prompts, cells), 1.0)
-    np.add.at(sums, (1, prompts, cells), np.nan_to_num(squares))
-
-    def excess(draws: np.ndarray) -> np.ndarray:
-        tokens, energy = draws @ sums
-        with np.errstate(invalid="ignore"):  # a batch without energy
-            return energy / energy.sum(1, keepdims=True) - tokens / tokens.sum(1, keepdims=True)
-
-    drawn = redraw(excess, sums.shape[1], 0, resamples)  # numbers of its own: no other interval depends on them
-    drawn = widen(excess, sums.shape[1], drawn, sampled=sampled)
-    return (drawn > 0).mean(0) if len(drawn) else np.full(sums.shape[2], np.nan)
 
 
 def scaled_squares(table: pd.DataFrame) -> Float[np.ndarray, " n"]:

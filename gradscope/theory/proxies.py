@@ -131,7 +131,8 @@ def _judge(
         ranks, explained = (_correlation(draws @ part) for part in sums)
         with np.errstate(invalid="ignore", divide="ignore"):  # a draw without any of the largest
             both, all_ = (draws @ hits).T
-            return np.stack([ranks, explained**2, np.where(all_ > 0, both / all_, np.nan)], 1)
+            found = np.where((all_ > 0) & (largest[0].sum() >= FEWEST), both / all_, np.nan)
+            return np.stack([ranks, explained**2, found], 1)
 
     settings = {"seed": seed, "confidence": confidence, "resamples": resamples}
     return bootstrap(evaluate, int(cluster.max()) + 1, **settings)

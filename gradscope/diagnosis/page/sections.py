@@ -18,7 +18,7 @@ from gradscope.diagnosis.page.page import Block, Definition, Figure, Paragraph, 
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.summary import measured_cones
 from gradscope.errors import InputError
-from gradscope.gradients import LAYER, PARAMETERS
+from gradscope.gradients import ADAMW, LAYER, PARAMETERS
 from gradscope.plots import METRICS, drawn_numbers, label_of
 from gradscope.policy import Policy
 from gradscope.theory import theory_report
@@ -252,9 +252,7 @@ def _where(d: Diagnosis, sheets: Sheets) -> list[Block]:
         for driver, words in (("token_class", "kind of token"), ("position_bin", "position in the response")):
             if (d.where["driver"] == driver).any():
                 draw = lambda driver=driver: plot_diagnosis.plot_where(d.where, driver)  # noqa: E731
-                caption = (
-                    f"Shares by {words}: of the tokens and of the gradient energy. Bars: 95 % over redrawn prompts."
-                )
+                caption = f"Shares by {words}: of the tokens and of the gradient energy. Bars: 95 % for all together."
                 blocks.append(sheets.figure(f"where_{driver}", draw, caption))
     if d.spikes is not None and len(d.spikes):
         caption = "The tokens of the largest ‖w·g‖ in this batch, each a link into the viewer."
@@ -355,11 +353,11 @@ def _proxies(d: Diagnosis, sheets: Sheets) -> list[Block]:
         "of the variance of log ‖g‖ each explains, and how many of the 1 % of the tokens with the largest norm are "
         "among the 1 % with the largest proxy. Bars: 95 % over redrawn prompts."
     )
-    names = "The same for the gradient at each layer's activations."
-    return [
-        sheets.figure("proxies_drawn", lambda: plots.plot_proxies(d.proxies, parameters=d.parameters), caption),
-        sheets.table("proxies", d.proxies, names, folded=True),
-    ]
+    drawn = sheets.figure("proxies_drawn", lambda: plots.plot_proxies(d.proxies, parameters=d.parameters), caption)
+    whole = d.proxies[d.proxies["quantity"].isin([PARAMETERS, ADAMW])]
+    table = sheets.table("proxies", whole, "The same in numbers; the file has each layer's activations.", folded=True)
+    sheets.tables[table.csv] = d.proxies
+    return [drawn, table]
 
 
 def _settings(d: Diagnosis, sheets: Sheets) -> list[Block]:

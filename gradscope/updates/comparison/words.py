@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from gradscope.resampling import in_brackets
+from gradscope.resampling import FEWEST, in_brackets
 
 if TYPE_CHECKING:
     from gradscope.updates.comparison.compare import Comparison
@@ -45,7 +45,7 @@ def signal_sentence(comparison: Comparison) -> str:
     value, lower, upper = (row[f"signal_to_noise{end}"] for end in ("", "_lower", "_upper"))
     n = comparison.num_prompts
     if not np.isfinite(lower):
-        return f"Of {n} prompts no signal can be told from noise; give at least 3."
+        return f"Of {n} prompts no signal can be told from noise; give at least {FEWEST} with unequal rewards."
     found = f"plain GRPO's signal to noise is {value:.3f}{in_brackets(lower, upper, '{:.3f}'.format)} for one prompt"
     if lower > 0:
         return f"The update has a signal: {found}, so that both are equal at about {_prompts(value)} prompts."
