@@ -205,7 +205,7 @@ def _summed(d: Diagnosis) -> list[Finding]:
     for metric, words in (("raw", "summed gradient"), ("adamw", "AdamW-preconditioned summed gradient")):
         share, cosine = d.pick("gradient_share", metric, low), d.pick("cosine_with_all", metric, low)
         tokens = d.pick("token_share", "none", low)
-        if share is None or isnan(share["value"]):
+        if share is None or isnan(share["value"]) or isnan(tokens["value"]):
             continue
         statement = (
             f"Tokens with {name_bin(low)}, {share_words(tokens)} of the tokens, account for {share_words(share)} of "

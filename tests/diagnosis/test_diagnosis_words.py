@@ -10,7 +10,15 @@ import pandas as pd
 import pytest
 
 from gradscope.diagnosis import Diagnosis, DiagnosisSettings, Finding, Verdict, findings, plot_dominance
-from gradscope.diagnosis.result import BoundMargins, Recommendation, join_rows, make_rows, one_row
+from gradscope.diagnosis.result import (
+    VERDICT_PROMPTS,
+    BoundMargins,
+    Recommendation,
+    join_rows,
+    make_rows,
+    one_row,
+    strike_bounds,
+)
 from gradscope.intervals import interval_labels
 from gradscope.plots import drawn_numbers
 from gradscope.updates import SGD, StepSettings
@@ -62,14 +70,16 @@ def plant(change: dict[str, pd.DataFrame | None] | None = None, **fields) -> Dia
     """A diagnosis of these rows; a change to None leaves them out."""
     parts = PLANTED | (change or {})
     table = pd.DataFrame({"param_grad_norm": [1.0, 2.0, np.nan], "weight": [1.0, -1.0, 0.0]})
-    known = {"statistics": join_rows([part for part in parts.values() if part is not None]), "notes": ("a note",)}
-    known |= {"influence": INFLUENCE, "table": table, "labels": LABELS, "num_prompts": 12, "num_responses": 96}
-    return Diagnosis(**(known | {"settings": DiagnosisSettings(), "step": SGD} | fields))
+    rows = join_rows([part for part in parts.values() if part is not None])
+    known = {"influence": INFLUENCE, "table": table, "labels": LABELS, "num_prompts": 12, "num_responses": 96}
+    known |= {"settings": DiagnosisSettings(), "step": SGD, "notes": ("a note",)} | fields
+    if known.get("num_informative_prompts", known["num_prompts"]) < VERDICT_PROMPTS:
+        rows = strike_bounds(rows)
+    return Diagnosis(statistics=rows, **known)
 
 
 def make_where() -> pd.DataFrame:
     shares = {"num_tokens": [60, 40], "token_share": [0.6, 0.4], "num_measured": [60, 40], "squared_share": [0.2, 0.8]}
-    shares |= {"odds": [0.0, 0.99]}
     for name, middle in (("token", [0.6, 0.4]), ("squared", [0.2, 0.8])):
         shares |= {f"{name}_lower": np.subtract(middle, 0.1), f"{name}_upper": np.add(middle, 0.1)}
     kinds = pd.DataFrame({"driver": "token_class", "value": ["word", "digit"]} | shares)
@@ -117,6 +127,8 @@ ADAMW = ("squared_share", "dominance_index", "largest_share", "gradient_share", 
 MOMENTUM = pd.DataFrame({"source": [0, "momentum", "momentum"], "target": [3, 3, "all"], "share": [0.5, 0.3, 0.9]})
 MOMENTUM = MOMENTUM.assign(share_lower=MOMENTUM["share"] - 0.1, share_upper=MOMENTUM["share"] + 0.1)
 NOTHING = make_rows("token_share", np.full((3, 4), np.nan), [0, 5, 5, 5], unit="share", intervals=LABELS)
+FEW_TOKENS = rows("dominance_index", [0.9, 0.0, 0.0, 0.0], metric="raw", unit="bits", half=np.nan, n=16)
+FEW_TOKENS = FEW_TOKENS.assign(lacks="tokens", wanted=32)
 NO_WEIGHT = {
     "dominance_index": rows("dominance_index", [np.nan, 1.0, 1.0, 1.0], metric="raw", unit="bits"),
     "squared_share": rows("squared_share", [0.0, 0.3, 0.3, 0.4], metric="raw"),
@@ -136,12 +148,12 @@ CASES: dict[str, tuple[Diagnosis, dict[str, Verdict]]] = {
     "index from below 0 to above": (plant(one_index(0.4, 0.5)), {"dominance_raw": V.UNDECIDED}),
     "index below 0": (plant(one_index(-0.9, 0.5)), {"dominance_raw": V.LESS}),
     "index above 0": (plant(one_index(0.9, 0.5)), {"dominance_raw": V.DOMINATES}),
+    "above 0 by less than is printed": (plant(one_index(0.51, 0.5)), {"dominance_raw": V.UNDECIDED}),
+    "few tokens": (plant({"dominance_index": FEW_TOKENS}), {"dominance_raw": V.UNDECIDED}),
     "one prompt": (plant(one_index(0.9, np.nan), num_prompts=1), {"dominance_raw": V.UNDECIDED}),
     "five prompts": (
         plant(num_prompts=5),
-        # The noise of a summed gradient has an interval by Student's t, which holds for few prompts too.
-        {"dominance_raw": V.UNDECIDED, "added": V.UNDECIDED, "summed_raw": V.UNDECIDED, "influence": V.FACT,
-         "direction_positive": V.UNDECIDED},
+        {"dominance_raw": V.UNDECIDED, "summed_raw": V.UNDECIDED, "influence": V.FACT, "direction_positive": V.UNDECIDED},
     ),
     "five prompts with an advantage": (plant(num_informative_prompts=5), {"dominance_raw": V.UNDECIDED}),
     "another interval holds the most": (
@@ -186,7 +198,9 @@ CASES: dict[str, tuple[Diagnosis, dict[str, Verdict]]] = {
     ),
     "a predicted step": (plant(PREDICTED), {"direction_positive": V.MORE}),
     "kinds of tokens": (plant(where=make_where()), {"where_token_class": V.MORE, "where_position_bin": V.MORE}),
-    "kinds of tokens, wide": (plant(where=make_where().assign(odds=0.98)), {"where_token_class": V.UNDECIDED}),
+    "kinds of tokens, wide": (
+        plant(where=make_where().assign(squared_lower=[0.0, 0.45, 0.0, 0.45])), {"where_token_class": V.UNDECIDED}
+    ),
     "probability": (plant(drivers=make_drivers(0.2, 0.4)), {"driver": V.MORE}),
     "entropy": (plant(drivers=make_drivers(-0.4, -0.2)), {"driver": V.LESS}),
     "either": (plant(drivers=make_drivers(-0.1, 0.3)), {"driver": V.UNDECIDED}),

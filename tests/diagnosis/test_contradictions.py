@@ -1,0 +1,287 @@
+"""No word of a page against another, or against the interval beside it: pages of many settings, read number by number."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.pages import Reader
+from support.policies import make_batch, make_policy
+from support.steps import warm_state
+from support.tiers import every
+
+from gradscope.diagnosis import Diagnosis, DiagnosisSettings, Verdict, decide, diagnose, make_report
+from gradscope.diagnosis.page.render import render
+from gradscope.diagnosis.result import PARTS, VERDICT_PROMPTS
+from gradscope.gradients import measure
+from gradscope.policy import AdamWState, Policy
+from gradscope.rollouts import TokenBatch
+
+pytestmark = [
+    pytest.mark.usefixtures("undrawn"),
+    # torch itself calls torch.jit.script the first time that forward mode is used.
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+]
+
+NUMBER = r"[−<]?[\d,]*\.?\d+"
+BRACKET = re.compile(rf"({NUMBER})( %|×|) \[({NUMBER}), ({NUMBER})\]")
+MORE = (Verdict.MORE, Verdict.DOMINATES)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How one page came about."""
+
+    prompts: int
+    idle: int = 0
+    """Prompts whose responses have equal rewards."""
+    responses: int = 2
+    sampled: int | None = None
+    """Tokens of each interval that are measured; None: all."""
+    state: str | None = None
+    """whole: what AdamW's state_dict saved; moments: the second moments alone; norms: none, but norms in its metric."""
+    changes: tuple[tuple[str, Any], ...] = ()
+    """Fields of DiagnosisSettings."""
+
+
+def setting(prompts: int, idle: int = 0, responses: int = 2, sampled=None, state=None, **changes: Any) -> Setting:
+    return Setting(prompts, idle, responses, sampled, state, tuple(changes.items()))
+
+
+NO_TIME = {"minutes": 1e-9}
+SETTINGS = {
+    "nine prompts": setting(9),
+    "one prompt": setting(1),
+    "three prompts": setting(3, state="whole"),
+    "a sample": setting(9, sampled=4),
+    "most prompts idle": setting(12, 9),
+    "no time": setting(9, state="whole", **NO_TIME),
+    "sketches": setting(9, state="whole", gradient_way="sketches", sampled=12),
+    "slices": setting(7, 1, gradient_way="slices", gradient_memory=1 << 20),
+    "every part": setting(8, 2, responses=3, compare=True, recommend=True),
+    "many prompts": setting(24, 4, responses=4, sampled=24),
+    "one prompt, sampled": setting(1, sampled=2, state="whole"),
+    "one prompt of two": setting(2, 1),
+    "one prompt with time for little": setting(1, state="moments", **NO_TIME),
+    "two prompts": setting(2),
+    "five prompts": setting(5, state="moments"),
+    "five of six": setting(6, 1, compare=True, recommend=True),
+    "six prompts": setting(6, sampled=2),
+    "six of seven": setting(7, 1, state="whole", compare=True),
+    "nine prompts, one token of each interval": setting(9, sampled=1),
+    "nine prompts, sixteen of each interval": setting(9, sampled=16),
+    "all idle": setting(6, 6),
+    "all but one idle": setting(12, 11, state="whole"),
+    "half idle": setting(14, 7, sampled=8),
+    "moments alone": setting(9, state="moments"),
+    "norms in a metric alone": setting(9, state="norms"),
+    "norms in a metric, no time": setting(9, state="norms", **NO_TIME),
+    "no time, sampled": setting(9, sampled=4, state="whole", **NO_TIME),
+    "no time, few prompts": setting(3, state="moments", **NO_TIME),
+    "no signs": setting(8, state="moments", sign_passes=None),
+    "sketches of few prompts": setting(4, gradient_way="sketches"),
+    "influence of few tokens": setting(9, influence_tokens=20),
+    "no steps": setting(9, influence_tokens=None, actual_step=False),
+    "another seed": setting(10, 2, sampled=8, seed=3),
+    "many responses": setting(8, responses=8),
+}  # fmt: skip
+
+
+@cache
+def policy() -> Policy:
+    return make_policy("qwen2", tokenizer=True)
+
+
+def make_rollouts(prompts: int, idle: int, responses: int) -> TokenBatch:
+    lengths = tuple((7, 4, 6, 5)[row % 4] for row in range(prompts * responses))
+    batch = make_batch(policy(), lengths=lengths, prompt_lengths=(3,) * len(lengths), surprise=0.1)
+    groups = torch.arange(len(lengths)) // responses
+    rewards = (torch.arange(len(lengths)) % responses == 0).float()
+    return replace(batch, group_ids=groups, rewards=torch.where(groups < idle, 0.0, rewards))
+
+
+@cache
+def found(name: str) -> tuple[Diagnosis, str]:
+    """The diagnosis and the text of its page, verdict, evidence, tables and notes."""
+    case = SETTINGS[name]
+    batch, state, table = make_rollouts(case.prompts, case.idle, case.responses), None, None
+    if case.state is not None:
+        state = warm_state(policy())
+        if case.state != "whole":
+            state = AdamWState.from_state_dict(policy().model, state)
+    if case.sampled is not None:
+        table = measure(policy(), batch, tokens_per_interval=case.sampled)
+    if case.state == "norms":
+        table, state = measure(policy(), batch, metric="adamw", optimizer_state=state), None
+    settings = DiagnosisSettings(**({"resamples": 200, "compare": False, "recommend": False} | dict(case.changes)))
+    diagnosis = diagnose(policy(), batch, table, settings=settings, optimizer_state=state)
+    return diagnosis, Reader(render(make_report(diagnosis, policy(), batch).page)).text
+
+
+by_setting = pytest.mark.parametrize("name", every(4, SETTINGS))
+
+
+def read(number: str) -> float:
+    return float(number.replace("−", "-").replace(",", "").replace("<", ""))
+
+
+def printed(text: str, unit: str) -> list[tuple[float, float]]:
+    """The intervals that stand behind a number in this unit."""
+    return [(read(low), read(high)) for _, own, low, high in BRACKET.findall(text) if own == unit]
+
+
+AGAINST = {"dominance": ("×", 1.0), "added": ("×", 1.0), "direction": (" %", 50.0), "driver": ("", 0.0)}
+"""Kinds of findings whose verdict is about one number: its unit, and what it is compared with."""
+
+
+@by_setting
+def test_verdicts_are_those_of_the_intervals_that_are_printed_in_their_sentence(name):
+    d, _ = found(name)
+    for finding in d.findings:
+        words, verdict, kind = finding.statement, finding.verdict, finding.kind.split("_")[0]
+        if kind in AGAINST:
+            unit, level = AGAINST[kind]
+            ends = printed(words, unit)[-1:]
+            above, below = (any(low > level for low, _ in ends), any(high < level for _, high in ends))
+        elif kind == "summed":
+            ends = printed(words, " %")
+            apart = len(ends) == 2  # of the tokens, then of the gradient
+            above, below = apart and ends[1][0] > ends[0][1], apart and ends[1][1] < ends[0][0]
+        else:
+            continue
+        assert (verdict in MORE, verdict is Verdict.LESS) == (above, below), finding
+        if not ends:
+            assert not re.search("undecided|detectabl|in proportion|dominate", words, re.IGNORECASE), finding
+
+
+@by_setting
+def test_signal_influence_and_kinds_of_tokens_are_named_where_their_printed_intervals_lie_apart(name):
+    d, text = found(name)
+    kinds = {finding.kind: finding for finding in d.findings}
+    for driver in ("token_class", "position_bin"):
+        if (said := kinds.get(f"where_{driver}")) is None:
+            continue
+        parts = re.findall(rf"([^:;]+): ({NUMBER} %[^(]*)\(({NUMBER} %[^)]*) of the tokens\)", said.detail)
+        assert len(parts) == (d.where["driver"] == driver).sum()
+        over = [own for own, energy, tokens in parts if (e := printed(energy, " %")) and (t := printed(tokens, " %"))
+                and e[0][0] > t[0][1]]  # fmt: skip
+        assert (said.verdict is Verdict.MORE) == bool(over)
+        assert all(own.strip() in said.statement for own in over)
+    signal = d.pick("signal_fraction", "raw", "all")
+    if signal is not None and np.isnan(signal["lower"]):
+        assert "signal fraction none seen" not in text
+    if "influence" in kinds:
+        share, own = printed(kinds["influence"].statement, " %"), printed(kinds["influence"].detail, " %")
+        above = bool(share and own) and share[0][0] > own[0][1]
+        assert (kinds["influence"].verdict is Verdict.MORE) == above
+
+
+@by_setting
+def test_an_interval_is_printed_only_where_the_result_has_it_and_never_of_what_does_not_vary(name):
+    d, text = found(name)
+    known = set()
+    for frame in (d.statistics, d.where, d.drivers, d.layers, d.influence, d.proxies, d.directions):
+        for column in () if frame is None else [c for c in frame if c.endswith("lower")]:
+            rows = frame[frame[column].notna()]
+            known |= {(f"{low:.1g}", f"{high:.1g}") for low, high in zip(*ends(rows, column), strict=True)}
+            assert (rows[column] < rows[column.replace("lower", "upper")]).all()
+    shown = [(unit, read(low), read(high)) for _, unit, low, high in BRACKET.findall(text)]
+    rest = {
+        (unit, low, high) for unit, low, high in shown if not any(near(unit, low, high, d) for d in [frames_of(d)])
+    }
+    assert not rest
+
+
+def ends(rows: pd.DataFrame, column: str) -> tuple[pd.Series, pd.Series]:
+    return rows[column], rows[column.replace("lower", "upper")]
+
+
+def frames_of(d: Diagnosis) -> np.ndarray:
+    """All bounds of the result, [n, 2], as they are, in percent, and as ratios of which they are log₂."""
+    pairs = []
+    tables = [d.statistics, d.where, d.drivers, d.layers, d.influence, d.proxies, d.directions]
+    if d.comparison is not None:
+        tables += [d.comparison.table, d.comparison.by_interval]
+    if d.recommendation is not None:
+        tables.append(d.recommendation.settings)
+    for frame in tables:
+        for column in () if frame is None else [c for c in frame if c.endswith("lower")]:
+            rows = frame[frame[column].notna()]
+            pairs.append(np.stack(ends(rows, column), 1).astype(float))
+    return np.concatenate([np.empty((0, 2)), *pairs])
+
+
+def near(unit: str, low: float, high: float, bounds: np.ndarray) -> bool:
+    """Whether bounds as printed, to two digits, are among these."""
+    scaled = {" %": 100 * bounds, "×": 2.0**bounds, "": bounds}[unit]
+    off = np.abs(scaled - [low, high])
+    return bool((off <= 0.06 * np.abs(scaled) + 0.006).all(1).any())
+
+
+@by_setting
+def test_what_is_left_out_is_not_there_and_a_note_names_each(name):
+    d, text = found(name)
+    told = [note for note in d.notes if note.kind in ("minutes", "impossible", "large")]
+    assert [PARTS[part] in note for part, note in zip(d.left_out, told, strict=True)] == [True] * len(told)
+    names = set(zip(d.statistics["statistic"], d.statistics["metric"], strict=True))
+    shown = {
+        "adamw_sums": d.adamw_cosines is not None or ("gradient_share", "adamw") in names,
+        "adamw_energy": ("squared_share", "adamw") in names,
+        "actual_step": d.movement is not None or ("right_direction_positive_actual", "none") in names,
+        "influence": d.influence is not None or ("low_to_high_share", "none") in names,
+        "settings": d.recommendation is not None,
+        "comparison": d.comparison is not None,
+        **{part: getattr(d, part) is not None for part in ("where", "drivers", "proxies", "temperatures")},
+    }
+    assert shown.keys() == PARTS.keys()
+    assert not any(shown[part] for part in d.left_out)
+    ways = {"slices": "slices of the parameters", "sketches": "sketches of"}
+    assert {way for way, words in ways.items() if words in text} == {d.sums.way if d.sums else None} & {*ways}
+
+
+@by_setting
+def test_prompts_are_counted_by_each_of_their_names_with_one_number(name):
+    d, text = found(name)
+    case = SETTINGS[name]
+    served = case.prompts - case.idle
+    assert (d.num_prompts, d.num_informative_prompts) == (case.prompts, served or case.prompts)
+    own = " ".join([*decide(d, d.findings), *d.notes, *(f"{f.statement} {f.detail}" for f in d.findings), text])
+    own = own if d.comparison is None else own.replace(text, "")  # which counts what it would take
+    for number in re.findall(r"(\d+) prompts? with an advantage", own):
+        assert int(number) == served
+    for number in re.findall(r"(\d+) of them with an advantage", own):
+        assert int(number) == served
+    wanted = {int(number) for number in re.findall(r"about (\d+) prompts would decide", own)}
+    dealt = set() if d.recommendation is None else {*d.recommendation.prompts_per_batch}
+    for number in re.findall(r"(?<![\d.,])(\d+) prompts?\b(?! with)", own):
+        assert int(number) in {case.prompts, VERDICT_PROMPTS} | wanted | dealt | ({served} if case.idle else set())
+
+
+@by_setting
+def test_of_few_prompts_nothing_weighted_has_an_interval_and_the_page_says_how_many_are_wanted(name):
+    d, text = found(name)
+    case = SETTINGS[name]
+    if case.prompts - case.idle >= VERDICT_PROMPTS or case.prompts == case.idle:
+        return
+    weighted = d.statistics[d.statistics["metric"] != "none"]
+    assert len(weighted) and weighted["lower"].isna().all()
+    first, *_ = decide(d, d.findings)
+    assert not BRACKET.search(first) and re.search(rf"\b{VERDICT_PROMPTS}\b", first)
+    assert {note.kind for note in d.notes} & {"few-prompts", "one-prompt"}
+
+
+@by_setting
+def test_rows_of_a_few_tokens_are_folded_or_carry_no_share(name):
+    d, text = found(name)
+    assert not [pair for pair in BRACKET.findall(text) if pair[2] == pair[3]]
+    if d.where is not None:
+        rows = d.where[d.where["driver"] == "token_class"]
+        assert ((rows["num_measured"] >= 10) | (rows["value"] == "other")).all()
+    if d.proxies is not None:
+        assert d.proxies.loc[d.proxies["tokens"] < 1000, "found"].isna().all()  # fewer than ten are the top 1 %
