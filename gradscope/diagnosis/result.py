@@ -324,6 +324,13 @@ class Diagnosis:
             object.__setattr__(self, "num_informative_prompts", self.num_prompts)
 
     @property
+    def prompts(self) -> str:
+        """How many prompts there are, and how many of them have an advantage."""
+        served = self.num_informative_prompts
+        of = "" if served == self.num_prompts else f" ({served:,} of them with an advantage)"
+        return f"{self.num_prompts:,} prompt{'' if self.num_prompts == 1 else 's'}{of}"
+
+    @property
     def few_prompts(self) -> str:
         """How many prompts the numbers rest on, which are too few: the subject of a sentence and its verb."""
         return few_words(self.num_informative_prompts, self.num_prompts)

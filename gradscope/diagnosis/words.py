@@ -230,9 +230,7 @@ def _signal(d: Diagnosis) -> list[Finding]:
     if not known:
         return []
     each = "; ".join(f"{_group(name)}: {share_words(row)}" for name, row in known)
-    served = d.num_informative_prompts
-    served = "" if served == d.num_prompts else f", {served} of them with an advantage"
-    detail = f"Signal fraction of ‖G_a‖², over {d.num_prompts} prompts{served}: {each}. "
+    detail = f"Signal fraction of ‖G_a‖², over {d.prompts}: {each}. "
     detail += "Negative estimates arise by chance."
     clear = [name for name, row in known if compare(row) is Verdict.MORE]
     names, low = ", ".join(map(_group, clear)), d.labels[0]

@@ -153,7 +153,8 @@ CASES: dict[str, tuple[Diagnosis, dict[str, Verdict]]] = {
     "one prompt": (plant(one_index(0.9, np.nan), num_prompts=1), {"dominance_raw": V.UNDECIDED}),
     "five prompts": (
         plant(num_prompts=5),
-        {"dominance_raw": V.UNDECIDED, "summed_raw": V.UNDECIDED, "influence": V.FACT, "direction_positive": V.UNDECIDED},
+        {"dominance_raw": V.UNDECIDED, "summed_raw": V.UNDECIDED, "influence": V.FACT,
+         "direction_positive": V.UNDECIDED},
     ),
     "five prompts with an advantage": (plant(num_informative_prompts=5), {"dominance_raw": V.UNDECIDED}),
     "another interval holds the most": (

@@ -180,9 +180,7 @@ def describe_rollouts(d: Diagnosis, batch: TokenBatch) -> str:
     temperatures = ", ".join(f"{value:g}" for value in batch.temperature.unique().tolist())
     measured = int(d.table[PARAMETERS].notna().sum())
     sampled = f" ({measured:,} measured, drawn with known chances)" if measured < len(d.table) else ""
-    told = f"{len(d.table):,} tokens{sampled} of {d.num_responses:,} responses to {d.num_prompts:,} prompts"
-    if d.num_informative_prompts != d.num_prompts:
-        told += f", {d.num_informative_prompts:,} of them with an advantage"
+    told = f"{len(d.table):,} tokens{sampled} of {d.num_responses:,} responses to {d.prompts}"
     return f"{told}; temperature {temperatures}"
 
 

@@ -31,7 +31,7 @@ def _summed(d: Diagnosis) -> str:
         return f"{words}; signal cannot be told from noise ({why})." if why else f"{words}."
     if compare(signal) is Verdict.MORE:
         return f"{words}. Of the whole summed gradient, {share_words(signal)} is signal that other prompts would share."
-    noise = f"The whole summed gradient cannot be told from noise on these {d.num_informative_prompts} prompts"
+    noise = f"The whole summed gradient cannot be told from noise on these {d.prompts}"
     return f"{words}. {noise}: sample more of this checkpoint before you compare methods."
 
 
