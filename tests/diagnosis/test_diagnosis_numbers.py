@@ -162,13 +162,13 @@ def test_shares_by_kind_and_position_are_those_of_a_loop_over_measured_tokens():
     each = tokens[own["interval"]].to_numpy() / measured[own["interval"]].to_numpy()
     own["size"] = (each * (own["weight"] * own["param_grad_norm"]) ** 2).where(known, 0.0)
     sums = own.groupby(["group", "kind"])["size"].agg(["size", "sum"]).unstack(fill_value=0)
-    prompts, more = len(sums), dict.fromkeys(kinds.values(), 0)
-    for draw in np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), size=1000):
-        total = sums.mul(draw, axis=0).sum()
-        for kind in more:
-            more[kind] += total["sum", kind] / total["sum"].sum() > total["size", kind] / total["size"].sum()
-    for kind, times in more.items():
-        assert rows.loc[kind, "odds"] == pytest.approx(times / 1000)
+    prompts, rng = len(sums), np.random.default_rng(0)
+    for name, prefix in (("size", "token"), ("sum", "squared")):
+        draws = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=1000)
+        redrawn = draws @ sums[name].to_numpy()
+        shares = pd.DataFrame(redrawn / redrawn.sum(1, keepdims=True), columns=sums[name].columns)
+        for end, tail in (("lower", 0.05 / 10), ("upper", 1 - 0.05 / 10)):  # 5 % for all five kinds, both sides
+            assert rows[f"{prefix}_{end}"].to_dict() == pytest.approx(shares.quantile(tail).to_dict())
     positions = where[where["driver"] == "position_bin"]
     assert len(positions) == 3 and positions["token_share"].sum() == pytest.approx(1)
     assert set(where["driver"]) == {"token_class", "position_bin", "entropy_bin", "advantage_sign"}

@@ -15,25 +15,24 @@ from gradscope.diagnosis.result import join_rows, make_rows, one_row
 LOW = "[0, ¼)"
 
 
-def checkpoint(step: int, share: tuple[float, float, float], prompts: int) -> pd.DataFrame:
+def checkpoint(step: int, share: tuple[float, float, float]) -> pd.DataFrame:
     """Statistics with one number that is followed: value, lower and upper."""
     rows = make_rows("token_share", np.array(share)[:, None], 1000, unit="share", intervals=[LOW])
-    return join_rows([rows, one_row("prompts", float(prompts), 1000, unit="prompts")]).assign(step=step)
+    return join_rows([rows, one_row("prompts", 8.0, 1000, unit="prompts")]).assign(step=step)
 
 
 @pytest.mark.parametrize(
-    ("last", "prompts", "word"),
+    ("last", "word"),
     [
-        ((0.4, 0.35, 0.45), 6, "rose"),
-        ((0.1, 0.05, 0.14), 6, "fell"),
-        ((0.3, 0.22, 0.45), 6, "shows no detectable change"),
-        ((0.4, 0.35, 0.45), 5, "shows no detectable change"),
-        ((0.4, np.nan, np.nan), 6, "is known without intervals"),
+        ((0.4, 0.35, 0.45), "rose"),
+        ((0.1, 0.05, 0.14), "fell"),
+        ((0.3, 0.22, 0.45), "shows no detectable change"),
+        ((0.3, 0.251, 0.45), "shows no detectable change"),  # 25 % is printed at both
+        ((0.4, np.nan, np.nan), "is known without intervals"),
     ],
 )
-def test_a_trend_is_told_by_intervals_apart_from_prompts_enough(last, prompts, word):
-    first = checkpoint(10, (0.2, 0.15, 0.25), 8)
-    trend = pd.concat([first, checkpoint(30, last, prompts)], ignore_index=True)
+def test_a_trend_is_told_by_the_intervals_that_are_printed(last, word):
+    trend = pd.concat([checkpoint(10, (0.2, 0.15, 0.25)), checkpoint(30, last)], ignore_index=True)
     (finding,) = make_trend_report(trend).page.findings
     assert finding.statement.startswith(f"The share of the tokens with π < ¼ {word}: 20 % [15, 25] at step 10, ")
     assert f"{100 * last[0]:.0f} %" in finding.statement
@@ -41,16 +40,14 @@ def test_a_trend_is_told_by_intervals_apart_from_prompts_enough(last, prompts, w
 
 def test_the_largest_change_is_named_with_its_steps():
     shares = [(0.66, 0.6, 0.7), (0.2, 0.15, 0.25), (0.5, 0.3, 0.6), (0.62, 0.5, 0.7)]
-    trend = pd.concat([checkpoint(10 * k, share, 8) for k, share in enumerate(shares)], ignore_index=True)
+    trend = pd.concat([checkpoint(10 * k, share) for k, share in enumerate(shares)], ignore_index=True)
     (finding,) = make_trend_report(trend).page.findings
     assert "shows no detectable change: 66 % [60, 70] at step 0, 62 % [50, 70] at step 30." in finding.statement
     assert "66 % [60, 70] at step 0, 20 % [15, 25] at step 10; it fell." in finding.detail
-    few = trend.assign(value=trend["value"].where((trend["statistic"] != "prompts") | (trend["step"] != 10), 3.0))
-    assert "it shows no detectable change" in make_trend_report(few).page.findings[0].detail
 
 
 def test_rollouts_of_another_step_are_hollow_and_said_first():
-    trend = pd.concat([checkpoint(step, (0.2, 0.1, 0.3), 8) for step in (1, 2, 3)], ignore_index=True)
+    trend = pd.concat([checkpoint(step, (0.2, 0.1, 0.3)) for step in (1, 2, 3)], ignore_index=True)
     assert not make_trend_report(trend.assign(other_step=False)).page.warnings
     marked = trend.assign(other_step=trend["step"] == 3)
     (warning,) = make_trend_report(marked).page.warnings
@@ -62,7 +59,7 @@ def test_rollouts_of_another_step_are_hollow_and_said_first():
 
 
 def test_notes_of_a_page_are_sentences():
-    trend = pd.concat([checkpoint(step, (0.2, 0.1, 0.3), 8) for step in (1, 2)], ignore_index=True)
+    trend = pd.concat([checkpoint(step, (0.2, 0.1, 0.3)) for step in (1, 2)], ignore_index=True)
     notes = ("the log holds text", "TRL's tools are lost.", "optimizer.pt beside the checkpoint is left out")
     page = make_trend_report(trend, notes=notes).page
     assert page.notes == (
