@@ -48,10 +48,10 @@ def judge_proxies(
     Columns: quantity (the norm's column), proxy, tokens (measured ones); spearman: rank correlation, and r2: share
     of the variance of the log norm that the log of the proxy explains, both over the tokens with 1−π > `floor`, for
     the many nearly certain ones would decide them; found: of the `top` share of all tokens with the largest norm,
-    the share that is among as many with the largest proxy, NaN where these are fewer than 10. Each with `_lower` and `_upper` over redrawn prompts,
-    ranks and the sets of largest tokens as they are in the whole table. more: name → column of further proxies.
-    Where a sample was measured, a token counts for 1 / its chance. Raises InputError for a table without the
-    columns, with fewer than 10 measured tokens, and for a share that is none.
+    the share that is among as many with the largest proxy, NaN where these are fewer than 10. Each with `_lower` and
+    `_upper` over redrawn prompts, ranks and the sets of largest tokens as they are in the whole table. more: name →
+    column of further proxies. Where a sample was measured, a token counts for 1 / its chance. Raises InputError for a
+    table without the columns, with fewer than 10 measured tokens, and for a share that is none.
     """
     if not 0 < top < 1:
         raise InputError(f"top is {top}; give a share of the tokens inside (0, 1), such as 0.01")
