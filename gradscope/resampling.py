@@ -324,12 +324,12 @@ def jackknife_error(statistic: Callable[[np.ndarray], np.ndarray], blocks: Seque
 
 
 def in_brackets(lower: float, upper: float, write: Callable[[float], str]) -> str:
-    """Bounds as they stand behind their number, each as `write` has it; nothing where there are none.
+    """Bounds as they stand behind their number, each as `write` has it; nothing where there are none, or one twice.
 
     >>> in_brackets(0.25, 0.5, "{:.1f}".format)
     ' [0.2, 0.5]'
     """
-    return "" if np.isnan(lower) else f" [{write(lower)}, {write(upper)}]"
+    return "" if np.isnan(lower) or lower == upper else f" [{write(lower)}, {write(upper)}]"
 
 
 def prompt_clusters(table: pd.DataFrame) -> np.ndarray:

@@ -113,8 +113,5 @@ class Judge:
 
 
 def columns(numbers: dict[str, Found]) -> dict[str, np.ndarray]:
-    """Each number as NAME, NAME_lower and NAME_upper; bounds that are the same are none: nothing was seen to vary."""
-    numbers = {name: np.stack([one.ravel() for one in found]) for name, found in numbers.items()}
-    for found in numbers.values():
-        found[1:, ~(found[1] < found[2])] = np.nan
-    return {f"{name}{end}": found[i] for name, found in numbers.items() for i, end in enumerate(BOUNDS)}
+    """Each number as NAME, NAME_lower and NAME_upper."""
+    return {f"{name}{end}": found[i].ravel() for name, found in numbers.items() for i, end in enumerate(BOUNDS)}
