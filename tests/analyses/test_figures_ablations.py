@@ -199,6 +199,7 @@ def test_a_correlation_is_that_of_what_is_left_in_each_stratum(sample, scope):
     assert lower < value < upper
 
 
+@pytest.mark.usefixtures("few_prompts_are_many")
 @pytest.mark.parametrize("scope", ["levels", "puzzles"])
 def test_the_bootstrap_redraws_whole_puzzles(sample, scope):
     x, y, puzzle, level = sample
@@ -229,6 +230,7 @@ def say(conclusions, checks, seed):
     return responses(texts, rewards, [place % 4 for place in range(12)], [2 + place % 2 for place in range(12)])
 
 
+@pytest.mark.usefixtures("few_prompts_are_many")
 def test_fig_5_tells_words_over_grpos_seed_by_seed(runs, tmp_path, capsys):
     for variant, conclusions in {"grpo": [1, 2, 4], "reweight": [2, 3, 6], "lopti": [1, 1]}.items():
         for seed, count in enumerate(conclusions):

@@ -427,6 +427,7 @@ def settings_of(count: int) -> list[Setting]:
     return [PLAIN, *(Setting(k / 10) for k in range(1, count))]
 
 
+@pytest.mark.usefixtures("few_prompts_are_many")
 def test_scores_differences_rankings_and_their_bounds_are_those_of_an_explicit_loop():
     sizes, cells, resamples = (4, 3, 5, 4), [2, 3, 4, 5, 6, 7], 40
     parts = [made_up(4, n, seed=9 + n, effect=0.1, tokens=3) for n in sizes]
@@ -468,7 +469,7 @@ def test_scores_differences_rankings_and_their_bounds_are_those_of_an_explicit_l
 def test_what_varies_between_updates_gives_verdicts_at_the_nominal_rate_and_none_on_too_few_batches():
     told, starred, trials, others = 0, 0, 15, 39
     for trial in range(trials):
-        parts = [made_up(others + 1, 2, seed=100 * trial + b, spread=0.1, tokens=40) for b in range(6)]
+        parts = [made_up(others + 1, 6, seed=100 * trial + b, spread=0.1, tokens=40) for b in range(6)]
         keywords = {"seed": np.random.default_rng(0), "resamples": 200}
         verdicts = screen(parts, settings_of(others + 1), **keywords).settings["verdict"]
         told += verdicts.isin(["better", "worse"]).sum()
