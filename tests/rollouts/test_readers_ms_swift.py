@@ -56,6 +56,21 @@ def test_another_line_of_the_same_step_is_an_evaluation(policy, tmp_path):
     assert [int(note.split()[0]) for note in dump.notes if note.kind == "left-out"] == [4]
 
 
+def test_a_line_of_step_0_is_an_evaluation(policy, tmp_path):
+    dump = read(tmp_path, policy, line(0, ["w5", "w6"]), line(1, ["w7", "w8"]))
+    assert words_of(dump, policy) == [(1, "w7"), (1, "w8")]
+
+
+def test_what_a_resumed_run_makes_again_replaces_what_it_made_before(policy, tmp_path):
+    # The same file goes on from a checkpoint of step 1, where steps 2 and 3 were written already.
+    steps = [1, 2, 3, 2, 3, 4]
+    lines = [line(step, [f"w{10 + 2 * at}", f"w{11 + 2 * at}"]) for at, step in enumerate(steps)]
+    dump = read(tmp_path, policy, *lines)
+    kept = [(1, 0), (2, 3), (3, 4), (4, 5)]
+    assert words_of(dump, policy) == [(step, f"w{10 + 2 * at + more}") for step, at in kept for more in (0, 1)]
+    assert [int(note.split()[0]) for note in dump.notes if note.kind == "left-out"] == [4]
+
+
 def test_on_ray_a_line_is_a_completion_and_its_reward(policy, tmp_path):
     rows = [
         {"gen_step": step, "prompt": "w4", "completion": f"w{5 + reward}", "reward": float(reward)}

@@ -46,6 +46,20 @@ def test_without_a_key_identical_prompts_are_a_group_and_other_prompts_are_not(p
     assert read(tmp_path, policy, rows).batch.group_ids.tolist() == [0, 1, 0]
 
 
+def test_step_0_is_of_a_validation(policy, tmp_path):
+    dump = read(tmp_path, policy, [{"step": 0, "score": 4.0}, {"step": 1}, {"step": 1}])
+    assert dump.steps.tolist() == [1, 1] and dump.batch.rewards.tolist() == [1.0, 2.0]
+    assert [int(note.split()[0]) for note in dump.notes if note.kind == "left-out"] == [1]
+
+
+def test_a_column_that_validations_have_is_told_and_another_of_its_name_is_not(policy, tmp_path):
+    def counts(rows):
+        return [int(note.split()[0]) for note in read(tmp_path, policy, rows).notes if "validation" in note]
+
+    assert counts([{"reward": 0.0}, {"reward": 1.0}]) == [2]
+    assert counts([{"reward": 5.0}, {"reward": 7.0}]) == counts([{}, {}]) == []
+
+
 def test_a_session_counts_once_in_its_group_by_its_last_output(policy, tmp_path):
     # Sessions 0 and 1 of two and three outputs, whose lines may come in any order, and session 2 of one.
     lines = [("1_2", 4.0), ("0_0", 1.0), ("1_0", 4.0), ("0_1", 1.0), ("2_0", 0.0), ("1_1", 4.0)]

@@ -34,6 +34,7 @@ EMPTY = "the response is empty"
 UNKNOWN = "the {} is not known (null, NaN or infinite)"
 TORN = "the last line of its file was cut off while it was written"
 MASKED_OUT = "the trainer's mask keeps no token of them"
+MADE_AGAIN = "the run was resumed before their step, and made it again later in the log"
 EVALUATED = "they are of an evaluation"
 
 

@@ -15,7 +15,17 @@ from typing import Any
 from gradscope.errors import InputError
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import RETOKENISED, Answers, Format, Row, entries, pick, whole_number
+from gradscope.rollouts.formats.base import (
+    EVALUATED,
+    MADE_AGAIN,
+    RETOKENISED,
+    Answers,
+    Format,
+    Row,
+    entries,
+    pick,
+    whole_number,
+)
 from gradscope.rollouts.formats.text import prompt_of, response_of, tools_in
 
 NEEDS = ("prompt", "completion", "advantages")
@@ -31,17 +41,22 @@ PLACEHOLDER = re.compile(r"\[(-?[0-9]{1,9}) \* ([0-9]{1,9})\]")
 
 
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
-    for _, lines in groupby(records, key=lambda record: record.path):
+    for _, file in groupby(records, key=lambda record: record.path):
         newest: list[tuple] = []
         before: int | None = None
-        for record in lines:
+        lines = [*file]
+        again = _made_again(lines)
+        for number, record in enumerate(lines):
             if isinstance(record.columns.get("prompt"), str):
-                yield _row(record, None, policy)
+                yield _row(record, MADE_AGAIN if number in again else None, policy)
                 continue
             line = [*entries(record, NEEDS, TAKES)]
+            step = _step(line[0]) if line else None
+            if number in again or step == 0:  # before the first step nothing is trained on
+                yield from (_row(entry, MADE_AGAIN if number in again else EVALUATED, policy) for entry in line)
+                continue
             content = [tuple(str(entry.columns.get(name)) for name in NEEDS) for entry in line]
             common = min(len(content), len(newest))
-            step = _step(line[0]) if line else None
             left_out = [REPEATED] * common if content[:common] == newest[:common] else []
             if not left_out and step is not None and step == before and newest:
                 left_out = [EVALUATION] * len(line)
@@ -50,6 +65,25 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
             before = step
             for place, entry in enumerate(line):
                 yield _row(entry, left_out[place] if place < len(left_out) else None, policy)
+
+
+def _made_again(lines: list[Record]) -> set[int]:
+    """Places of lines at or beyond a step to which a later one goes back: a run was resumed there, and made them again."""
+    again, before, seen = set(), None, []
+    for record in lines:
+        step = _line_step(record)
+        if None not in (step, before) and step < before:
+            again |= {number for number, earlier in enumerate(seen) if earlier is not None and earlier >= step}
+        seen.append(step)
+        before = before if step is None else step
+    return again
+
+
+def _line_step(record: Record) -> int | None:
+    """The step of a line, that of its first entry where it holds lists."""
+    first = {name: v[0] if isinstance(v, list) and v else v for name, v in record.columns.items() if "step" in name}
+    known = {name: v for name, v in first.items() if name in TAKES and not isinstance(v, list)}
+    return _step(Record(record.path, record.place, known))
 
 
 def _step(record: Record) -> int | None:
@@ -101,7 +135,8 @@ MS_SWIFT = Format(
         "earlier checkpoint sampled it where several steps are taken on a generation",
         sampled="all of the text; of several turns the last one (a note counts them); no end-of-sequence token",
         logprobs="none",
-        left_out="a generation that a line before holds; evaluations; entries without prompt or completion",
+        left_out="a generation that a line before holds; evaluations (step 0 too); what a resumed run made again; entries "
+        "without prompt or completion",
         checked="4.6.0: its trainer's own code, trained for two steps (Megatron's and ray's after the source), "
         "2026-11-27",
     ),

@@ -16,6 +16,7 @@ from itertools import groupby
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import (
+    EVALUATED,
     NO_SPECIAL_TOKENS,
     RETOKENISED,
     Answers,
@@ -31,6 +32,10 @@ NAMES = {"prompt": "input", "response": "output", "reward": "score", "group": "u
 KEY = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})_([0-9]+)_([0-9]+)")
 PADDING = re.compile(r"pad[0-9a-f]{32}_[0-9]+_[0-9]+")
 FILLED_UP = "verl filled up its batch with them: they are no samples"
+VALIDATED = (
+    "it has a column `reward` equal to its score, as verl writes of a validation (`validation_data_dir`), which nothing "
+    "is trained on"
+)
 PENALISED = "its reward is the score of its answer and the penalty of its length (`overlong_reward`)"
 
 
@@ -65,7 +70,11 @@ def _row(record: Record, has_penalty: bool) -> Row:
     step, uid = whole_number(record, "step"), record.columns.get("uid")
     if isinstance(uid, str) and PADDING.fullmatch(uid):
         return Row(record.place, {}, step, left_out=FILLED_UP)
+    if step == 0:  # of the validation before training, whose first step is 1
+        return Row(record.place, {}, step, left_out=EVALUATED)
     columns, told = pick(record, NAMES), tools_in(record.columns.get("output"))
+    if (reward := _number(record, "reward")) is not None and reward == record.columns.get("score"):
+        told += (VALIDATED,)
     if has_penalty and (penalty := _number(record, "overlong_reward")):
         columns["reward"], told = record.columns["score"] + penalty, (*told, PENALISED)
     return Row(record.place, columns, step, NAMES, told=told)
@@ -104,7 +113,7 @@ VERL = Format(
         step="`step`: training steps from 1; asynchronous trainers' responses may be of earlier checkpoints",
         sampled="all of the text, a tool's output too (said where its marks are seen); no end-of-sequence token",
         logprobs="none",
-        left_out="what verl fills up its batch with",
+        left_out="what verl fills up its batch with; step 0, which is of a validation",
         checked="0.9.1: its default (v1) trainer's own code and the older trainer's, 2026-11-27",
     ),
 )
