@@ -13,7 +13,7 @@ import tyro
 from gradscope.cli.flags import Many, PolicyFlags, check_prompts, command_progress, load_quietly, print_notes
 from gradscope.errors import InputError, first_line
 from gradscope.policy import check_prompt
-from gradscope.runs import check_is_folder, check_writable, parse_json, read_lines
+from gradscope.runs import PACKED, check_is_folder, check_writable, parse_json, read_lines
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def read_prompts(path: Path) -> list[Any]:
 
     if not os.path.isfile(path):  # of a name that is too long, Path raises
         raise InputError(f"{path} is not there; give a file with a prompt per line, or JSONL with a field 'prompt'")
-    if path.suffix in (".json", ".zst"):
+    if path.suffix in (".json", *PACKED):
         raise InputError(
             f"{path} is {path.suffix}; give .jsonl with a field 'prompt', or a text file with a prompt per line"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from gradscope.errors import InputError, show
 from gradscope.rollouts.pickled import read_pickled
 from gradscope.runs import (
     MOST_COLUMNS,
+    PACKED,
     Inert,
     file_hash,
     load_tensors,
@@ -25,10 +26,10 @@ from gradscope.runs import (
     read_parquet,
 )
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".pkl", ".zst")
-"""What a file of rollouts may end in; .json is read as .jsonl, and .jsonl.zst is a compressed one."""
+SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".pkl", *PACKED)
+"""What a file of rollouts may end in; .json is read as .jsonl, and .jsonl.zst and .jsonl.gz are compressed ones."""
 
-IN_FOLDERS = (".jsonl", ".parquet", ".pt", ".pkl", ".zst")
+IN_FOLDERS = (".jsonl", ".parquet", ".pt", ".pkl", *PACKED)
 """What is read of a folder: trainers leave a metadata.json beside their dumps."""
 
 SINGULAR = {"response_lengths": "response_length", "loss_masks": "loss_mask", "sample_indices": "sample_index"}
@@ -43,6 +44,11 @@ IN_SAMPLES = frozenset(
 )
 """What is read of a sample in a file of tensors; the rest (experts, images, caches) can be a thousand times as much."""
 
+STEPS = ("step", "global_step", "training_step", "train_step")
+"""Columns of a row's training step."""
+NAMED = re.compile(r"(?:.*[^a-z])?(?:step|iter|iteration)[-_=]?([0-9]{1,18})(?![0-9])", re.IGNORECASE)
+"""A name that tells a training step."""
+
 DETAILS = ("rollout_data", "train_data")
 """Folders of one log, of slime's and miles's --dump-details, that are read together."""
 
@@ -55,6 +61,8 @@ class Record:
     place: str
     """File, row and line, for errors."""
     columns: dict[str, Any]
+    nulls: frozenset[str] = frozenset()
+    """Columns that stand there as null."""
     torn: bool = False
     """A last line that was cut off while it was written, of which nothing is known."""
 
@@ -74,7 +82,7 @@ def list_files(path: Path) -> list[Path]:
         found = {file for pattern in patterns for file in path.glob(pattern)}
         files = [f for f in found if f.is_file() and f.suffix in IN_FOLDERS and f.name[0] != "."]
         # A file that was being compressed when its run died is there twice.
-        files = [f for f in files if f.suffix != ".zst" or f.with_suffix("") not in files]
+        files = [f for f in files if f.suffix not in PACKED or f.with_suffix("") not in files]
         files = [f for f in files if not _is_about(f, files)]
         if files:
             return sorted(files, key=_natural_key)
@@ -96,6 +104,19 @@ def _patterns(path: Path) -> Iterator[tuple[str, ...]]:
         yield (f"train/{subset}/*",)
 
 
+def named_steps(files: Sequence[Path]) -> dict[Path, int]:
+    """The training step of each file by its name or its folder's, where all of them are so named and not all alike.
+
+    >>> sorted(named_steps([Path("rollouts_step_1.jsonl"), Path("global_step_20/rollouts.jsonl")]).values())
+    [1, 20]
+    >>> named_steps([Path("run/step_3/rank_0.jsonl"), Path("run/step_3/rank_1.jsonl")])
+    {}
+    """
+    found = {file: NAMED.search(file.stem) or NAMED.fullmatch(file.parent.name) for file in files}
+    steps = {file: int(match[1]) for file, match in found.items() if match}
+    return steps if len(steps) == len(files) and len({*steps.values()}) > 1 else {}
+
+
 def _is_about(file: Path, files: list[Path]) -> bool:
     """Whether it is open-instruct's {run}_metadata.jsonl, beside that run's rollouts."""
     run = file.name.removesuffix("_metadata.jsonl")
@@ -110,15 +131,21 @@ def rollouts_hash(path: Path) -> str:
     return hashlib.sha256("".join(f"{f.relative_to(path)} {file_hash(f)}\n" for f in files).encode()).hexdigest()
 
 
-def read_records(path: Path, *, torn: bool = False) -> Iterator[Record]:
-    """Every record of one file, in order. torn: a last line that was cut off is a record too; else it is refused."""
+def read_records(path: Path, *, torn: bool = False, step: int | None = None) -> Iterator[Record]:
+    """Every record of one file, in order. torn: a last line that was cut off is a record too; else it is refused.
+
+    step: that of records which name none.
+    """
     read = {".parquet": _read_parquet, ".pt": _read_tensors, ".pkl": _read_pickled}.get(path.suffix)
     if read is not None:
         records = (Record(path, place, columns) for place, columns in read(path))
     else:
         records = _read_jsonl(path, torn)
     for record in records:
-        yield replace(record, columns={name: value for name, value in record.columns.items() if value is not None})
+        known = {name: value for name, value in record.columns.items() if value is not None}
+        if step is not None and not record.torn and not known.keys() & set(STEPS):
+            known["step"] = step
+        yield replace(record, columns=known, nulls=frozenset(record.columns.keys() - known.keys()))
 
 
 def _natural_key(path: Path) -> list[Any]:

@@ -13,7 +13,7 @@ from gradscope.rollouts.batch import TokenBatch
 from gradscope.rollouts.caveats import with_caveats
 from gradscope.rollouts.checks import check_batch
 from gradscope.rollouts.dump import Dump, keep_own_step, make_dump
-from gradscope.rollouts.files import Record, list_files, read_records
+from gradscope.rollouts.files import Record, list_files, named_steps, read_records
 from gradscope.rollouts.formats.base import Format, ReadingOptions
 from gradscope.rollouts.formats.ms_swift import MS_SWIFT
 from gradscope.rollouts.formats.native import NATIVE, count_columns, is_native, write_rollouts
@@ -133,7 +133,8 @@ def read_dump(
         )
     unfinished = len(files) - len(finished)
     notes = [*form.notes] + ([f"{unfinished} unfinished files left out (no marker STABLE)"] if unfinished else [])
-    records = (record for file in finished for record in read_records(file, torn=form.ends_torn))
+    named = named_steps(finished)
+    records = (r for file in finished for r in read_records(file, torn=form.ends_torn, step=named.get(file)))
     rows = form.rows(records, policy)
     return make_dump(rows, policy, form, path=path, options=options, notes=notes, is_dump=form is not NATIVE)
 
@@ -182,6 +183,8 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
     if is_native(names):
         return formats["native"]
     fitting = [form for form in formats.values() if form.needs and form.needs <= names]
+    # A first row may lack the value of a column that the others have.
+    fitting = fitting or [form for form in formats.values() if form.needs and form.needs <= names | record.nulls]
     fitting = fitting or [form for form in formats.values() if any(own <= names for own in form.beside)]
     if fitting:
         return max(fitting, key=lambda form: len(form.needs & names))
@@ -201,7 +204,7 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
 
 def check_format(record: Record, form: Format) -> None:
     """InputError for a record that lacks a column of the format that was asked for."""
-    missing = sorted(form.needs - set(record.columns))
+    missing = sorted(form.needs - record.columns.keys() - record.nulls)
     if missing and not any(own <= set(record.columns) for own in form.beside):
         raise InputError(
             f"{record.place}: no `{missing[0]}`, which every record of the format {form.name} has; leave --format out, "

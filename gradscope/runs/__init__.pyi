@@ -26,6 +26,7 @@ from .folder import (
 )
 from .foreign import (
     MOST_COLUMNS as MOST_COLUMNS,
+    PACKED as PACKED,
     load_tensors as load_tensors,
     numbers_of as numbers_of,
     parse_json as parse_json,

@@ -28,6 +28,8 @@ SPARE = 1 << 22
 """Bytes, or values, that a small file may unpack to besides."""
 MOST_COLUMNS = 10_000
 """Columns of a row; the widest log has a few dozen."""
+PACKED = {".zst": "zstd", ".gz": "gzip"}
+"""Compressions of lines, by what a file's name ends in."""
 LONGEST_LINE = 1 << 30
 """Bytes of a line: a whole step of text in one object is a few hundred million."""
 
@@ -79,9 +81,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, or of what is compressed in a .zst, each with its end; only the last may lack one."""
+    """The lines of a file, or of what is PACKED in one, each with its end; only the last may lack one."""
     try:
-        left = path.stat().st_size * MOST + SPARE if path.suffix == ".zst" else None
+        left = path.stat().st_size * MOST + SPARE if path.suffix in PACKED else None
         with _open(path) as file:
             while line := file.readline(LONGEST_LINE + 1 if left is None else min(LONGEST_LINE, left) + 1):
                 if left is not None and (left := left - len(line)) < 0:
@@ -96,11 +98,11 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def _open(path: Path) -> BinaryIO:
-    if path.suffix != ".zst":
+    if path.suffix not in PACKED:
         return path.open("rb")
     import pyarrow as pa
 
-    return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
+    return io.BufferedReader(pa.input_stream(str(path), compression=PACKED[path.suffix]))
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import pickle
@@ -202,6 +203,35 @@ def test_a_sealed_file_that_is_broken_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-20] + b"x" * 20)
     with pytest.raises(InputError, match=r"00000\.jsonl\.zst"):
         read_dump(tmp_path / "traces")
+
+
+def test_lines_packed_by_gzip_are_read_beside_plain_ones(tmp_path, policy):
+    paths = [dumps.write_verl(tmp_path, step=step) for step in (3, 4)]
+    wanted = read_dump(tmp_path, policy)
+    content = paths[0].read_bytes().splitlines(keepends=True)
+    paths[0].with_suffix(".jsonl.gz").write_bytes(b"".join(map(gzip.compress, content)))  # appended to, line by line
+    paths[0].unlink()
+    found = read_dump(tmp_path, policy)
+    assert found.steps.tolist() == wanted.steps.tolist() == [3] * 4 + [4] * 4
+    assert torch.equal(found.batch.input_ids, wanted.batch.input_ids)
+    dumps.write_verl(tmp_path, step=3)  # packed, and not yet deleted
+    assert len(read_dump(tmp_path, policy).batch) == len(wanted.batch)
+    packed = paths[0].with_suffix(".jsonl.gz")
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(InputError, match=r"3\.jsonl\.gz"):
+        read_dump(packed, policy)
+
+
+@pytest.mark.parametrize(("name", "column"), [("trl", "advantage"), ("verl", "score"), ("open_instruct", "reward")])
+def test_a_format_is_told_where_the_first_row_lacks_a_value(tmp_path, policy, name, column):
+    path = WRITERS[name](tmp_path)
+    rows = pd.read_parquet(path).to_dict("records") if path.suffix == ".parquet" else pd.read_json(path, lines=True)
+    rows = rows if isinstance(rows, list) else rows.to_dict("records")
+    rows[0][column] = None
+    path = write_jsonl(tmp_path / "log.jsonl", rows)
+    for asked in (None, name):
+        dump = read_dump(path, policy, format=asked)
+        assert dump.format == name and len(dump.batch) == len(SAMPLES) - (column != "reward")
 
 
 def test_verifiers_graph_has_both_log_probabilities_and_a_response_for_each_path(tmp_path):

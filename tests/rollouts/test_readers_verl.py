@@ -60,6 +60,14 @@ def test_a_column_that_validations_have_is_told_and_another_of_its_name_is_not(p
     assert counts([{"reward": 5.0}, {"reward": 7.0}]) == counts([{}, {}]) == []
 
 
+def test_lines_without_a_step_are_of_that_in_the_name_of_their_file(policy, tmp_path):
+    for step in (7, 12):
+        rows = [{"input": "w4", "output": f"w{5 + i}", "score": float(i)} for i in (0, 1)]
+        write_jsonl(tmp_path / f"{step}.jsonl", rows)
+    dump = read_dump(tmp_path, policy)
+    assert dump.steps.tolist() == [7, 7, 12, 12] and dump.batch.group_ids.tolist() == [0, 0, 1, 1]
+
+
 def test_a_session_counts_once_in_its_group_by_its_last_output(policy, tmp_path):
     # Sessions 0 and 1 of two and three outputs, whose lines may come in any order, and session 2 of one.
     lines = [("1_2", 4.0), ("0_0", 1.0), ("1_0", 4.0), ("0_1", 1.0), ("2_0", 0.0), ("1_1", 4.0)]

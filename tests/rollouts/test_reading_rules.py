@@ -90,6 +90,29 @@ def test_a_step_of_native_rows_is_picked_by_number_or_by_the_checkpoint_and_seve
     assert keep_own_step(read_dump(path), 100).steps.tolist() == [101, 101]
 
 
+@pytest.mark.parametrize(
+    "name", ["step_{}/r.jsonl", "rollouts_step_{}.jsonl", "global_step_{}.jsonl", "iter_{:07}.jsonl"]
+)
+def test_files_named_after_their_steps_tell_those_of_rows_that_name_none(tmp_path, name):
+    for step in (2, 10):
+        (path := tmp_path / name.format(step)).parent.mkdir(exist_ok=True)
+        write_jsonl(path, [{k: v for k, v in row(0, reward).items() if k != "step"} for reward in (1.0, 0.0)])
+    dump = read_dump(tmp_path)
+    assert dump.steps.tolist() == [2, 2, 10, 10] and dump.batch.group_ids.tolist() == [0, 0, 1, 1]
+    one = read_dump(path)
+    assert one.steps is None  # of one file the name may be anything's
+    with pytest.raises(InputError, match="2 training steps, 2 to 10"):
+        read_rollouts(tmp_path)
+
+
+def test_a_column_of_a_row_beats_the_name_of_its_file_and_may_be_called_as_trainers_call_it(tmp_path):
+    for at, named in enumerate(["step", "global_step", "training_step", "train_step"]):
+        given = row(0, 1.0) | {named: 100 + at}
+        write_jsonl(tmp_path / f"step_{at}.jsonl", [given if named == "step" else given | {"step": None}])
+    assert read_dump(tmp_path).steps.tolist() == [100, 101, 102, 103]
+    assert read_dump(tmp_path / "step_2.jsonl").steps.tolist() == [102]
+
+
 def test_a_step_is_kept_in_writing_and_read_from_whole_floats_and_a_fraction_is_refused(tmp_path):
     batch = read_rollouts(write_jsonl(tmp_path / "r.jsonl", [row(3, 0.0), row(4, 1.0)]), step="all")
     for suffix in (".jsonl", ".parquet"):

@@ -68,7 +68,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 
 
 def _made_again(lines: list[Record]) -> set[int]:
-    """Places of lines at or beyond a step to which a later one goes back: a run was resumed there, and made them again."""
+    """Places of lines at or beyond a step to which a later one goes back, where a resumed run made them again."""
     again, before, seen = set(), None, []
     for record in lines:
         step = _line_step(record)
@@ -135,8 +135,8 @@ MS_SWIFT = Format(
         "earlier checkpoint sampled it where several steps are taken on a generation",
         sampled="all of the text; of several turns the last one (a note counts them); no end-of-sequence token",
         logprobs="none",
-        left_out="a generation that a line before holds; evaluations (step 0 too); what a resumed run made again; entries "
-        "without prompt or completion",
+        left_out="a generation that a line before holds; evaluations, and step 0; what a resumed run made again; "
+        "entries without prompt or completion",
         checked="4.6.0: its trainer's own code, trained for two steps (Megatron's and ray's after the source), "
         "2026-11-27",
     ),

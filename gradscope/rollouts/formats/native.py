@@ -12,7 +12,7 @@ from typing import Any
 from gradscope.errors import InputError, checked
 from gradscope.policy import Policy
 from gradscope.rollouts.batch import TokenBatch
-from gradscope.rollouts.files import Record
+from gradscope.rollouts.files import STEPS, Record
 from gradscope.rollouts.formats.base import Answers, Format, Row, whole_number
 from gradscope.runs import replacing
 
@@ -72,7 +72,8 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
         columns = {
             name: value for name, value in record.columns.items() if name in (*COLUMNS, *MORE) and name != "step"
         }
-        yield Row(record.place, columns, whole_number(record, "step"))
+        step = next((name for name in STEPS if name in record.columns), "step")
+        yield Row(record.place, columns, whole_number(record, step), {"step": step})
 
 
 NATIVE = Format(
@@ -82,7 +83,8 @@ NATIVE = Format(
     rows=_rows,
     answers=Answers(
         group="`group`, else identical prompts, within a `step`",
-        step="`step`, if it is there: the training step that the responses were for, from 1",
+        step="`step` (or `global_step`, `training_step`, `train_step`), if it is there: the training step that the "
+        "responses were for, from 1; without, the number of a folder or file `step_N`, where there are several",
         sampled="those that `response_mask` keeps; without, the whole response",
         logprobs="`old_logprobs`: the trainer's; `sampler_logprobs`: the engine's; at `temperature`",
         left_out="none",

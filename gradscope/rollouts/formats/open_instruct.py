@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from gradscope.errors import InputError
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import Answers, Format, Row, pick, whole_number
+from gradscope.rollouts.formats.base import MADE_AGAIN, Answers, Format, Row, pick, whole_number
 
 NAMES = {
     "prompt_ids": "prompt_tokens",
@@ -22,7 +22,6 @@ NAMES = {
     "advantage": "advantage",
     "group": "prompt_idx",
 }
-AGAIN = "a later row of the log is the same sample of the same step: the run was resumed and made it again"
 
 
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
@@ -41,7 +40,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
         raise InputError(f"{first} and {second} are of two runs, which number their steps alike; give the files of one")
     for at, (row, sample) in enumerate(rows):
         stale = newest.get((row.step, sample), at) != at
-        yield Row(row.place, {}, row.step, left_out=AGAIN) if stale else row
+        yield Row(row.place, {}, row.step, left_out=MADE_AGAIN) if stale else row
 
 
 OPEN_INSTRUCT = Format(

@@ -33,15 +33,23 @@ KEY = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})_([0-9]+)_([0-9]
 PADDING = re.compile(r"pad[0-9a-f]{32}_[0-9]+_[0-9]+")
 FILLED_UP = "verl filled up its batch with them: they are no samples"
 VALIDATED = (
-    "it has a column `reward` equal to its score, as verl writes of a validation (`validation_data_dir`), which nothing "
-    "is trained on"
+    "it has a column `reward` equal to its score, as verl writes of a validation (`validation_data_dir`), on which "
+    "nothing is trained"
 )
 PENALISED = "its reward is the score of its answer and the penalty of its length (`overlong_reward`)"
 
 
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
     for _, file in groupby(records, key=lambda record: record.path):
-        yield from _rows_of_file([*file])
+        yield from _rows_of_file(_with_step([*file]))
+
+
+def _with_step(file: list[Record]) -> list[Record]:
+    """The lines with the step that their file is named after, where none says its own."""
+    name = file[0].path.name.partition(".")[0]
+    if not name.isdecimal() or any("step" in record.columns for record in file):
+        return file
+    return [replace(record, columns=record.columns | {"step": name}) for record in file]
 
 
 def _rows_of_file(file: list[Record]) -> Iterator[Row]:
@@ -110,7 +118,8 @@ VERL = Format(
     ),
     answers=Answers(
         group="the prompt in `uid`, without session and output; else `uid`; without one, identical prompts of a step",
-        step="`step`: training steps from 1; asynchronous trainers' responses may be of earlier checkpoints",
+        step="`step`, else the file's name: training steps from 1; asynchronous trainers' responses may be of earlier "
+        "checkpoints",
         sampled="all of the text, a tool's output too (said where its marks are seen); no end-of-sequence token",
         logprobs="none",
         left_out="what verl fills up its batch with; step 0, which is of a validation",
