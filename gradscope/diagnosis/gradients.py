@@ -8,7 +8,8 @@ and signals is in their bounds; norms, noise and the cosines between intervals h
 
 **Shares, cosines and indices** have bounds from redrawn prompts. A redrawn batch has about twice the noise, which lifts
 squared norms and pulls shares towards those of the noise: so the percentiles are moved by the bootstrap's own bias, and
-widened as Student's t and the n/(n−1) of a variance ask at few prompts (see `centred_bootstrap`).
+widened as Student's t and the n/(n−1) of a variance ask at few prompts, and as a jackknife does (see
+`centred_bootstrap`).
 **Signal** is the unbiased estimate of ‖E G_a‖², n/(n−1)·(‖G_a‖² − Σ_p ‖g_{p,a}‖²), where prompts are draws of one
 distribution; it may be negative. **Noise** is that of E‖G_a − E G_a‖², so that signal + noise = ‖G_a‖² exactly; and the
 **signal fraction**, signal/‖G_a‖², is what the cosine with the G_a of another such batch is to be expected near. The
