@@ -94,6 +94,13 @@ class Policy:
                 return frozenset({ids} if isinstance(ids, int) else ids)
         return frozenset()
 
+    @property
+    def pad_ids(self) -> frozenset[int]:
+        """Ids that pad a sequence and say nothing else: no beginning, no response's end, no unknown word."""
+        names = ("pad_token_id", "bos_token_id", "unk_token_id")
+        pad, *others = (getattr(self.tokenizer, name, None) for name in names)
+        return frozenset({pad} - {None, *others}) - self.stop_ids
+
     @cached_property
     def steady_context(self) -> int | None:
         """Longest sequence up to which a position's rotary angle is its own; None: it always is."""

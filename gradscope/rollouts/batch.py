@@ -26,7 +26,7 @@ class Note(str):
 
     kind: str
     """What it is about; of a rollout log: dump, left-out, unknown-values, step, other-step, on-policy, temperature,
-    groups-of-one, zero-advantages, impossible-advantages, certain-tokens."""
+    groups-of-one, zero-advantages, impossible-advantages, mixed-groups, certain-tokens, padding."""
 
     def __new__(cls, text: str, kind: str = "dump") -> Note:
         note = super().__new__(cls, text)

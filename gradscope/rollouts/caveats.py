@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from gradscope.rollouts.batch import Note, TokenBatch
 
-CAVEATS = ("zero-advantages", "groups-of-one", "impossible-advantages", "certain-tokens")
+CAVEATS = ("zero-advantages", "groups-of-one", "impossible-advantages", "mixed-groups", "certain-tokens", "padding")
 """Kinds of the notes that are made here."""
 ROUNDED = 1e-2
 """Share by which a logged advantage may exceed what is possible: logs round."""
@@ -38,16 +39,20 @@ def find_caveats(
     *,
     left_out: Mapping[int | None, int] | None = None,
     stop_ids: Collection[int] = (),
+    pad_ids: Collection[int] = (),
     is_dump: bool = False,
 ) -> tuple[Note, ...]:
     """A note for each thing that the batch's own numbers say against it.
 
     left_out: how many responses of each step are not in the batch, by which any group may have been larger; None: that
-    is unknown, and nothing is said that rests on it. stop_ids: of tokens that end a response. is_dump: a trainer wrote
-    the batch's advantages, so that of a response alone in its group can be told.
+    is unknown, and nothing is said that rests on it. stop_ids: of tokens that end a response; pad_ids: of those that
+    do nothing but pad one. is_dump: a trainer wrote the batch's advantages and groups, so that the advantage of a
+    response alone in its group can be told, and several prompts of a group are its own rule.
     """
     given = _describe_advantages(batch, left_out, is_dump=is_dump)
-    found = (_describe_groups(batch), given, _describe_certain(batch, stop_ids))
+    mixed = [] if is_dump else _describe_prompts(batch)
+    found = (_describe_groups(batch), given, mixed, _describe_certain(batch, stop_ids))
+    found += (_describe_padding(batch, stop_ids, pad_ids),)
     return tuple(note for notes in found for note in notes)
 
 
@@ -112,6 +117,44 @@ def _describe_advantages(batch: TokenBatch, left_out: Mapping[int | None, int] |
         words = f"{words} its group of n: either the groups are not those that are told here, or {OTHERWISE}"
         notes.append(Note(words, "impossible-advantages"))
     return notes
+
+
+def _describe_prompts(batch: TokenBatch) -> list[Note]:
+    """Of advantages that are made of rewards: groups of responses to several prompts."""
+    if batch.advantages is not None or batch.rewards is None:
+        return []
+    first, start = batch.attention_mask.int().argmax(1).tolist(), batch.response_start.tolist()
+    prompts: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+    for row, group in enumerate(batch.group_ids.tolist()):
+        prompts[group].add(tuple(batch.input_ids[row, first[row] : start[row]].tolist()))
+    mixed = sum(len(own) > 1 for own in prompts.values())
+    words = f"{mixed} of {len(prompts)} groups hold responses to different prompts, whose rewards are compared"
+    return [Note(words, "mixed-groups")] if mixed else []
+
+
+def _describe_padding(batch: TokenBatch, stop_ids: Collection[int], pad_ids: Collection[int]) -> list[Note]:
+    """Of tokens that count as sampled though they are padding, or behind an end; of prompts that begin with padding."""
+    ids, kept = batch.input_ids, batch.response_mask
+    stops, pads = (torch.isin(ids, torch.tensor(sorted(some), dtype=torch.long)) for some in (stop_ids, pad_ids))
+    ended = kept & stops
+    # Ends so far, less those before this unbroken run of kept tokens: of several turns each begins anew.
+    before = ended.cumsum(1) - ended.int()
+    behind = kept & ((pads & kept) | (before > torch.where(kept, 0, before + ended.int()).cummax(1).values))
+    notes = []
+    if behind.any():
+        notes.append(
+            f"{int(behind.sum())} tokens of {int(behind.any(1).sum())} responses stand behind a token that ends a "
+            "response, or are padding: they count as sampled unless a mask drops them"
+        )
+    first = batch.attention_mask.int().argmax(1, keepdim=True)
+    second = (first + 1).clamp(max=ids.shape[1] - 1)
+    padded = pads.gather(1, first) | (stops.gather(1, first) & (ids.gather(1, first) == ids.gather(1, second)))
+    padded = padded[:, 0] & (batch.response_start > first[:, 0] + 1)
+    if padded.any():
+        notes.append(
+            f"{int(padded.sum())} of {len(batch)} prompts begin with padding, which counts as context: leave it out"
+        )
+    return [Note(words, "padding") for words in notes]
 
 
 def _describe_certain(batch: TokenBatch, stop_ids: Collection[int]) -> list[Note]:

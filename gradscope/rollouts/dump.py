@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -122,6 +123,8 @@ class Dump:
     """How many responses of each step are not in the batch."""
     stop_ids: frozenset[int] = frozenset()
     """Ids that end a response, where a policy said them."""
+    pad_ids: frozenset[int] = frozenset()
+    """Ids that pad a response and do nothing else, where a policy said them."""
 
     @property
     def steps(self) -> Int[Tensor, " B"] | None:
@@ -179,9 +182,8 @@ def _select_step(dump: Dump, step: int) -> Dump:
     rows = (dump.steps == step).nonzero()[:, 0]
     kept = {name: value[rows] for name in EXTRAS if (value := getattr(dump, name)) is not None}
     left_out = {step: dump.left_out.get(step, 0)}
-    batch = with_caveats(
-        dump.batch.select(rows), left_out=left_out, stop_ids=dump.stop_ids, is_dump=dump.format != "native"
-    )
+    known = {"left_out": left_out, "stop_ids": dump.stop_ids, "pad_ids": dump.pad_ids}
+    batch = with_caveats(dump.batch.select(rows), **known, is_dump=dump.format != "native")
     return replace(dump, batch=batch, left_out=left_out, **kept)
 
 
@@ -216,7 +218,9 @@ def make_dump(
     unknown = unknown if is_dump else [note for note in unknown if note is NO_TEMPERATURE]
     said = (*notes, *unknown, *holes, *reading.notes())
     told = tuple(note if isinstance(note, Note) else Note(note) for note in said)
-    known = {"left_out": dict(reading.left_out_by_step), "stop_ids": policy.stop_ids if policy else frozenset()}
+    known: dict[str, Any] = {"left_out": dict(reading.left_out_by_step)}
+    if policy is not None:
+        known |= {"stop_ids": policy.stop_ids, "pad_ids": policy.pad_ids}
     batch = replace(batch, notes=told + find_caveats(batch, **known, is_dump=is_dump))
     if options.temperature is not None:
         batch = batch.at_temperature(options.temperature)

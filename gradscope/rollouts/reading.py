@@ -59,7 +59,7 @@ def read_inputs(policy: PolicyLike, batch: BatchLike) -> tuple[Policy, TokenBatc
     if not isinstance(batch, TokenBatch):
         return policy, read_rollouts(batch, policy)
     check_batch(policy, batch)
-    return policy, batch if batch.notes else with_caveats(batch, stop_ids=policy.stop_ids)
+    return policy, batch if batch.notes else with_caveats(batch, stop_ids=policy.stop_ids, pad_ids=policy.pad_ids)
 
 
 @checked

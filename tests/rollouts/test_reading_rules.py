@@ -423,6 +423,44 @@ def test_runs_of_certain_tokens_are_counted_where_certain_tokens_are_rare(tmp_pa
     assert "30 tokens" in note or "31 tokens" in note  # a neighbour may be certain too
 
 
+def test_groups_of_several_prompts_are_counted_where_rewards_are_compared(tmp_path):
+    def told(rows):
+        notes = read_rollouts(write_jsonl(tmp_path / "r.jsonl", rows)).notes
+        return [int(note.split()[0]) for note in notes if note.kind == "mixed-groups"]
+
+    rows = [row(1, reward, prompt_ids=[4, 5 + place], group=place // 2) for place in (0, 2) for reward in (0.0, 1.0)]
+    assert not told(rows)
+    mixed = [row(1, 0.5, prompt_ids=[4, 9], group=1), *rows]
+    assert told(mixed) == [1] and not told([one | {"advantage": 0.5} for one in mixed])
+
+
+def test_tokens_behind_an_end_and_padding_that_count_as_sampled_are_counted(policy, tmp_path):
+    PAD = policy.tokenizer.pad_token_id
+    cases = [
+        ([7, 8, EOS], None, 0),
+        ([7, EOS, EOS, EOS], None, 2),
+        ([7, 8, PAD, PAD], None, 2),
+        ([7, EOS, PAD, PAD], [1, 1, 0, 0], 0),
+        ([7, EOS, 9, 10, 11, EOS], [1, 1, 0, 0, 1, 1], 0),  # a turn, a tool's output, another turn
+        ([7, EOS, 9, 10, 11, EOS], None, 4),
+        ([EOS, 9, 8, 7], [1, 0, 1, 1], 0),
+    ]
+    rows = [
+        row(1, place % 2, response_ids=ids) | ({} if mask is None else {"response_mask": mask})
+        for place, (ids, mask, _) in enumerate(cases)
+    ]
+    told = [note for note in read_rollouts(write_jsonl(tmp_path / "r.jsonl", rows), policy).notes]
+    [note] = [note for note in told if note.kind == "padding"]
+    counts = [count for _, _, count in cases]
+    assert [int(word) for word in note.split() if word.isdigit()] == [sum(counts), sum(map(bool, counts))]
+    clean = [one for one, count in zip(rows, counts, strict=True) if not count]
+    assert "padding" not in kinds(read_rollouts(write_jsonl(tmp_path / "c.jsonl", clean), policy).notes)
+    prompts = [[PAD, PAD, 4, 5], [PAD, 4], [EOS, EOS, 4], [EOS, 4], [4, 5], [BOS, 4]]
+    rows = [row(1, place % 2, prompt_ids=ids) for place, ids in enumerate(prompts)]
+    notes = read_rollouts(write_jsonl(tmp_path / "p.jsonl", rows), policy).notes
+    assert [note.split()[:3] for note in notes if note.kind == "padding"] == [["3", "of", "6"]]
+
+
 def test_an_end_that_nobody_sampled_is_counted(tmp_path):
     policy = make_policy("llama", tokenizer=True)
     assert EOS in policy.stop_ids
