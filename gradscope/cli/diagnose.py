@@ -254,7 +254,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
 
     def _plan(self, model: str, rollouts: Path) -> None:
         """Print what measuring takes, and all that follows it."""
-        from gradscope.diagnosis import SUMS, part_costs
+        from gradscope.diagnosis import PARTS, SUMS, Minutes, fit_parts, part_costs, stage_costs
 
         policy, plan = self._measure(model, rollouts, None).make_plan()
         print(plan)
@@ -262,20 +262,21 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             return
         _, step, _ = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
         known = {"sums": plan.sums.forward_passes, "memory": self.gradient_memory or gradient_budget(policy.device)}
-        costs = part_costs(policy, self._diagnosis_settings(), step or SGD, **known, metric=step is not None)
-        shared = plan.sums_seconds / plan.sums.forward_passes
-        alone = shared / largest_share(plan.prompts, plan.processes)  # one process does all but the sums
-        seconds = {part: passes * (shared if part == SUMS else alone) for part, passes in costs.items()}
-        print(f"What diagnose adds to the table, {sum(costs.values()):.0f} forward passes over the batch at most:")
-        whole = sum(seconds.values())
-        if (minutes := self.settings.minutes) is not None and whole > (limit := 60 * AFTERWARDS * minutes):
-            # Plain summed gradients are made whatever they take, as sketches if those are cheaper.
-            sums = min(filter(None, (plan.sums.forward_passes, plan.sums.sketched_passes))) * shared
-            whole, words = max(limit, sums), f"together, what fits into {minutes:g} min"
+        parts = part_costs(policy, self._diagnosis_settings(), step or SGD, **known, metric=step is not None)
+        share = largest_share(plan.prompts, plan.processes)
+        each = plan.sums_seconds / plan.sums.forward_passes / share  # a forward pass, in one process
+        if (minutes := self.settings.minutes) is None:
+            made = parts | {part: parts[part] * share for part in (SUMS, "adamw_sums") if part in parts}
         else:
-            words = "together, at most"
-        for part, each in (seconds | {words: whole}).items():
-            print(f"    {part:<28}{describe_seconds(each)}")
+            known = {"share": share, "wanted": self.influence_tokens}
+            known |= {"tokens": plan.tokens, "least": plan.tokens / plan.prompts}
+            made = fit_parts(parts, Minutes(AFTERWARDS * minutes, each, spent=1.0), plan.sums, **known)
+        told = {stage: each * passes for stage, passes in stage_costs(made).items()}
+        print(f"What diagnose adds to the table, {sum(stage_costs(made).values()):.0f} forward passes over the batch:")
+        for part, seconds in (told | {"together": sum(told.values())}).items():
+            print(f"    {part:<28}{describe_seconds(seconds)}")
+        if left := [PARTS[part] for part in parts if part not in made]:
+            print(f"Left out, for want of time: {', '.join(left)}.")
 
     def _diagnosis_settings(self, measured: Measured | None = None) -> DiagnosisSettings:
         """measured: None for a look at the flags alone."""

@@ -1,7 +1,13 @@
 """What is at the door: a file is loaded when one of its names is first used."""
 
 from .checkpoint import diagnose as diagnose
-from .cost import SUMS as SUMS, part_costs as part_costs
+from .cost import (
+    SUMS as SUMS,
+    Minutes as Minutes,
+    fit_parts as fit_parts,
+    part_costs as part_costs,
+    stage_costs as stage_costs,
+)
 from .dump_alone import logit_notes as logit_notes, logit_shares as logit_shares, logit_table as logit_table
 from .gradients import (
     Gram as Gram,
@@ -23,6 +29,7 @@ from .page.trend import Change as Change, make_trend_report as make_trend_report
 from .plots import plot_dominance as plot_dominance
 from .precision import sampling_error as sampling_error
 from .result import (
+    PARTS as PARTS,
     Diagnosis as Diagnosis,
     DiagnosisSettings as DiagnosisSettings,
     Finding as Finding,

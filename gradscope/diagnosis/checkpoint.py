@@ -8,7 +8,6 @@ quote, in `glossary.DEFINITIONS`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +20,17 @@ import pandas as pd
 import torch
 
 from gradscope.diagnosis import gradients, steps, tokens
-from gradscope.diagnosis.cost import COMPARISON, SCREENING, STEPS, SUMS, TOKENS, part_costs, screening_cost
+from gradscope.diagnosis.cost import (
+    COMPARISON,
+    SCREENING,
+    STEPS,
+    SUMS,
+    TOKENS,
+    Minutes,
+    part_costs,
+    screening_cost,
+    stage_costs,
+)
 from gradscope.diagnosis.format import as_sentence
 from gradscope.diagnosis.notes import check_table, count_informative_prompts, has_gradient, note_limits
 from gradscope.diagnosis.page.contents import make_report
@@ -173,27 +182,6 @@ def diagnose(
     return replace(found, report=partial(make_report, found, policy, batch))
 
 
-@dataclass
-class Minutes:
-    """What gradients and steps may cost, counted in forward passes over the batch."""
-
-    limit: int | float | None
-    """None: as long as it takes."""
-    pass_seconds: float = 0.0
-    """Seconds of a forward pass, where there is a limit to keep to."""
-    spent: float = 0.0
-    """Forward passes that are planned so far."""
-
-    def allow(self, forward_passes: float) -> bool:
-        return self.limit is None or (self.spent + forward_passes) * self.pass_seconds <= 60 * self.limit
-
-    def share_left(self, forward_passes: float) -> float:
-        """What is left, in units of so many forward passes."""
-        if self.limit is None:
-            return math.inf
-        return (60 * self.limit / self.pass_seconds - self.spent) / forward_passes
-
-
 @dataclass(frozen=True)
 class Task:
     """The settled inputs of a diagnosis; only its notes and the minutes spent grow."""
@@ -228,11 +216,10 @@ class Task:
 
     def affords(self, part: str, forward_passes: float) -> bool:
         """Whether so many forward passes fit into the minutes, which they then take; if not, a note says so."""
-        if not self.minutes.allow(forward_passes):
+        fits = self.minutes.take(forward_passes)
+        if not fits:
             self.run_out(part, forward_passes)
-            return False
-        self.minutes.spent += forward_passes
-        return True
+        return fits
 
     def run_out(self, part: str, forward_passes: float) -> None:
         """Leave a part out for want of time."""
@@ -328,7 +315,7 @@ def _plan_parts(task: Task) -> dict[str, float]:
     asked |= {"intervals": len(task.labels), "way": task.settings.gradient_way, "keeps_prompts": True}
     plan = plan_batch_sums(task.policy, task.batch, metric=task.metric is not None, **asked)
     known = {"memory": task.memory, "metric": task.metric is not None}
-    return part_costs(task.policy, task.settings, task.step, sums=plan.forward_passes, **known)
+    return stage_costs(part_costs(task.policy, task.settings, task.step, sums=plan.forward_passes, **known))
 
 
 def _time_pass(policy: Policy, batch: TokenBatch) -> float:
@@ -441,11 +428,7 @@ def sum_gradients(task: Task) -> GradientPart:
     planned = {"intervals": size, "metric": metric is not None, "way": s.gradient_way, "keeps_prompts": True}
     plan = plan_batch_sums(task.policy, task.batch, **asked, **planned)
     share = largest_share(len(own_rows(task.batch)), task.processes.count)
-    once, way = plan.forward_passes * share, s.gradient_way
-    known = plan.way == "slices" and way is None and plan.sketched_passes is not None
-    if known and not minutes.allow(once * (1 + (metric is not None))):
-        once, way = plan.sketched_passes * share, "sketches"
-    minutes.spent += once
+    once, way = minutes.choose_sums(plan, share, metric=metric is not None, way=s.gradient_way)
     metric = metric if metric is not None and task.affords("adamw_sums", once) else None
     exact = ADAMW in task.table and bool(task.table[ADAMW].notna().any())
     signs = None if exact else s.sign_passes
@@ -514,12 +497,10 @@ def take_steps(task: Task, totals: torch.Tensor | None) -> StepPart:
         # A step on fewer prompts, where that on all takes too long.
         # Whole prompts are taken, in random order: it must hold whichever is the first.
         whole, least = task.batch.num_tokens, int(task.table["group"].value_counts().max())
-        in_time = task.minutes.share_left(cost) * whole
-        budget = s.influence_tokens if math.isinf(in_time) else min(s.influence_tokens, max(0, int(in_time)))
-        if budget < min(s.influence_tokens, least):
+        budget = task.minutes.fit_influence(cost, s.influence_tokens, tokens=whole, least=least)
+        if budget is None:
             task.run_out("influence", cost * least / whole)
         else:
-            task.minutes.spent += cost * min(1.0, budget / whole)
             part = task.attempt("influence", lambda: _predict(task, budget, totals)) or part
     return (task.attempt("actual_step", lambda: _move(task, part)) or part) if moves else part
 

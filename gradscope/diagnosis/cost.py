@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import inf
+
 from gradscope.diagnosis.result import LARGE, DiagnosisSettings
+from gradscope.gradients import SumsPlan, Way
 from gradscope.policy import Policy
 from gradscope.updates import (
     KINDS,
@@ -18,29 +22,112 @@ TOKENS, SUMS, STEPS, SCREENING, COMPARISON = (
     *("tokens", "summed gradients", "one optimizer step"),
     *("screening α and η", "comparing token weightings"),
 )
+STAGES = {"actual_step": STEPS, "influence": STEPS, "settings": SCREENING, "comparison": COMPARISON}
+"""Part → stage of a run; the others are of the summed gradients."""
+
+
+@dataclass
+class Minutes:
+    """What gradients and steps may cost, counted in forward passes over the batch."""
+
+    limit: int | float | None
+    """None: as long as it takes."""
+    pass_seconds: float = 0.0
+    """Seconds of a forward pass, where there is a limit to keep to."""
+    spent: float = 0.0
+    """Forward passes that are planned so far."""
+
+    def allow(self, forward_passes: float) -> bool:
+        return self.limit is None or (self.spent + forward_passes) * self.pass_seconds <= 60 * self.limit
+
+    def take(self, forward_passes: float) -> bool:
+        """Whether so many fit, which are then spent."""
+        fits = self.allow(forward_passes)
+        self.spent += forward_passes * fits
+        return fits
+
+    def fit_influence(self, cost: float, wanted: int, *, tokens: int, least: float) -> int | None:
+        """Tokens of the step whose movement is split by source, fewer than wanted where that on all takes too long.
+
+        cost: forward passes for all tokens. least: tokens of a prompt, for whole ones are taken; None: not even one
+        fits.
+        """
+        in_time = inf if self.limit is None else tokens * (60 * self.limit / self.pass_seconds - self.spent) / cost
+        budget = wanted if in_time == inf else min(wanted, max(0, int(in_time)))
+        if budget < min(wanted, least):
+            return None
+        self.spent += cost * min(1.0, budget / tokens)
+        return budget
+
+    def choose_sums(self, plan: SumsPlan, share: float, *, metric: bool, way: Way | None) -> tuple[float, Way | None]:
+        """Forward passes of the plain summed gradients, which are always made, and how; then they are spent.
+
+        Sketches where exact ones in slices, and those in AdamW's metric, would not fit. share: of the passes that the
+        busiest process makes. way: the one that was asked for.
+        """
+        once = plan.forward_passes * share
+        known = plan.way == "slices" and way is None and plan.sketched_passes is not None
+        if known and not self.allow(once * (1 + metric)):
+            once, way = plan.sketched_passes * share, "sketches"
+        self.spent += once
+        return once, way
 
 
 def part_costs(
     policy: Policy, settings: DiagnosisSettings, step: StepSettings, *, sums: float, memory: int, metric: bool
 ) -> dict[str, float]:
-    """Part → forward passes over the batch that take as long, of the parts that are made where rollouts have weights.
+    """What is made of rollouts with weights → forward passes over the batch that take as long, in the order of a run.
 
-    policy: it may be without weights. sums: of the summed gradients, as planned. metric: AdamW's is known.
+    Keys are `SUMS`, of the plain ones, and those of `PARTS`. policy: it may be without weights. sums: of the summed
+    gradients once, as planned. metric: AdamW's is known, and the table's norms are in it.
     """
     s, intervals = settings, len(settings.edges) - 1
     size = sum(parameter.numel() for parameter in policy.model.parameters())
-    costs, small = {TOKENS: 1.0, SUMS: sums * (1 + metric)}, size < LARGE
-    steps = update_cost() if s.actual_step else 0.0
+    costs, small = {SUMS: sums, "adamw_sums": sums * metric}, size < LARGE
+    costs["actual_step"] = update_cost() if s.actual_step else 0.0
     if s.influence_tokens is not None:
         alone = not fits_at_once(policy, step, intervals, memory)
-        steps += influence_cost(step, s.loss, num_intervals=intervals, one_by_one=alone)
-    costs[STEPS] = steps
+        costs["influence"] = influence_cost(step, s.loss, num_intervals=intervals, one_by_one=alone)
     if s.recommend_batches is not None and (small if s.recommend is None else s.recommend):
         alone = not fits_at_once(policy, step, KINDS * 2 * intervals, memory)
-        costs[SCREENING] = screening_cost(s, step, one_by_one=alone)
+        costs["settings"] = screening_cost(s, step, one_by_one=alone)
     if small if s.compare is None else s.compare:
-        costs[COMPARISON] = compare_cost(metric=metric)
+        costs["comparison"] = compare_cost(metric=metric)
     return {part: cost for part, cost in costs.items() if cost}
+
+
+def stage_costs(parts: dict[str, float]) -> dict[str, float]:
+    """`part_costs` by stage of a run."""
+    stages = dict.fromkeys((TOKENS, SUMS, STEPS, SCREENING, COMPARISON), 0.0) | {TOKENS: 1.0}
+    for part, cost in parts.items():
+        stages[STAGES.get(part, SUMS)] += cost
+    return {stage: cost for stage, cost in stages.items() if cost}
+
+
+def fit_parts(
+    parts: dict[str, float],
+    minutes: Minutes,
+    sums: SumsPlan,
+    *,
+    share: float,
+    wanted: int | None,
+    tokens: int,
+    least: float,
+) -> dict[str, float]:
+    """Those of `part_costs` that a run in so many minutes makes, as it chooses them, and what they cost there.
+
+    share, wanted, tokens, least: see `Minutes.choose_sums` and `Minutes.fit_influence`.
+    """
+    made = {SUMS: minutes.choose_sums(sums, share, metric="adamw_sums" in parts, way=None)[0]}
+    for part, cost in parts.items():
+        before = minutes.spent
+        if part == "influence":
+            fits = minutes.fit_influence(cost, wanted, tokens=tokens, least=least) is not None
+        else:
+            fits = part != SUMS and minutes.take(made[SUMS] if part == "adamw_sums" else cost)
+        if fits:
+            made[part] = minutes.spent - before
+    return made
 
 
 def screening_cost(settings: DiagnosisSettings, step: StepSettings, *, one_by_one: bool) -> float:

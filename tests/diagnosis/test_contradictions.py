@@ -15,13 +15,26 @@ from support.policies import make_batch, make_policy
 from support.steps import warm_state
 from support.tiers import every
 
-from gradscope.diagnosis import Diagnosis, DiagnosisSettings, Verdict, decide, diagnose, make_report
+from gradscope.diagnosis import (
+    PARTS,
+    Diagnosis,
+    DiagnosisSettings,
+    Minutes,
+    Verdict,
+    decide,
+    diagnose,
+    fit_parts,
+    make_report,
+    part_costs,
+)
 from gradscope.diagnosis.page.render import render
-from gradscope.diagnosis.result import PARTS, VERDICT_PROMPTS
-from gradscope.gradients import measure
+from gradscope.diagnosis.result import VERDICT_PROMPTS
+from gradscope.gradients import measure, plan_batch_sums
 from gradscope.policy import AdamWState, Policy
 from gradscope.resampling import MANY
 from gradscope.rollouts import TokenBatch
+from gradscope.updates import state_step
+from gradscope.updates.comparison.words import RECORD
 
 pytestmark = [
     pytest.mark.usefixtures("undrawn"),
@@ -189,7 +202,9 @@ def test_an_interval_is_printed_only_where_the_result_has_it_and_never_of_what_d
     assert (bounds[:, 0] <= bounds[:, 1]).all()
     bounds = bounds[bounds[:, 0] < bounds[:, 1]]  # a number compared with itself
     assert not [
-        found[0] for found in BRACKET.finditer(text) if not near(found[2], read(found[3]), read(found[4]), bounds)
+        found[0]
+        for found in BRACKET.finditer(text.replace(" ".join(RECORD.split()), ""))  # of other runs
+        if not near(found[2], read(found[3]), read(found[4]), bounds)
     ]
 
 
@@ -273,3 +288,25 @@ def test_rows_of_a_few_tokens_are_folded_or_carry_no_share(name):
         assert ((rows["num_measured"] >= 10) | (rows["value"] == "other")).all()
     if d.proxies is not None:
         assert d.proxies.loc[d.proxies["tokens"] < 1000, "found"].isna().all()  # fewer than ten are the top 1 %
+
+
+@pytest.mark.parametrize("limit", [1e-9, 1.0, 1.6, 2.2, 1e9])
+def test_a_plan_leaves_out_what_the_run_leaves_out(limit, monkeypatch):
+    """limit: in units of what the plain summed gradients cost."""
+    batch, state = make_rollouts(3, 0, 2), warm_state(policy())
+    settings = DiagnosisSettings(resamples=20, recommend_batches=2, alphas=(None, 0.5), compare=False)
+    step, memory = state_step(state), 1 << 28
+    table = measure(policy(), batch, metric="adamw", optimizer_state=AdamWState.from_state_dict(policy().model, state))
+    sums = plan_batch_sums(policy(), batch, memory=memory, metric=True, keeps_prompts=True)
+    parts = part_costs(policy(), settings, step, sums=sums.forward_passes, memory=memory, metric=True)
+    monkeypatch.setattr("gradscope.diagnosis.checkpoint._time_pass", lambda *_: 60.0)
+    minutes = Minutes(limit * sums.forward_passes, 60.0, spent=1.0)
+    known = {"tokens": batch.num_tokens, "least": batch.num_tokens / 3, "wanted": settings.influence_tokens}
+    made = fit_parts(parts, minutes, sums, share=1.0, **known)
+    asked = replace(settings, minutes=limit * sums.forward_passes, gradient_memory=memory)
+    run = diagnose(policy(), batch, table, settings=asked, optimizer_state=state)
+    told = [note for note in run.notes if note.kind in ("minutes", "impossible", "large")]
+    late = {part for part, note in zip(run.left_out, told, strict=True) if note.kind == "minutes"}
+    assert {*parts} - {*made} == late
+    spent = 1.0 + sum(made.values())
+    assert spent <= max(limit * sums.forward_passes, 1.0 + sums.forward_passes)
