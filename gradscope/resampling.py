@@ -73,13 +73,15 @@ def short_of(prompts: float, tokens: float = np.inf, measured: int = 0, reached:
 
     >>> short_of(3), short_of(6), short_of(30, 2.0, 16)
     (Shortage(of='prompts', have=3, wanted=6), None, Shortage(of='tokens', have=16, wanted=32))
+    >>> short_of(30, 5.0, 16, 4)
+    Shortage(of='tokens', have=16, wanted=32)
     """
     if prompts < FEWEST:
         return Shortage("prompts", int(prompts), FEWEST)
     if not tokens < FEWEST_TOKENS and reached >= FEWEST:
         return None
-    # To reach six prompts by chance, about twice as many tokens are wanted.
-    wanted = max(measured * FEWEST_TOKENS / max(tokens, 1e-2), 2 * FEWEST)
+    # To reach six prompts by chance, about twice as many tokens are wanted, and more than did not reach them.
+    wanted = max(measured * FEWEST_TOKENS / max(tokens, 1e-2), 2 * FEWEST, 2 * measured * (reached < FEWEST))
     return Shortage("tokens", measured, int(np.ceil(wanted)))
 
 

@@ -31,6 +31,8 @@ def share_words(row: pd.Series) -> str:
     >>> share_words(pd.Series({"value": 0.48, "lower": 0.27, "upper": 0.64}))
     '48 % [27, 64]'
     """
+    if isnan(row["value"]):
+        return "–"
     return f"{percent(row['value'])} %{in_brackets(row['lower'], row['upper'], percent)}"
 
 

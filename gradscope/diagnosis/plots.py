@@ -93,7 +93,7 @@ def plot_dominance(statistics: pd.DataFrame, labels: Sequence[str]) -> Figure:
     """
     figure, (left, right) = new_panels(2, width=3.6, height=3.0)
     _draw_series(left, statistics, labels, SHARES, factor=100.0, name="share (%)")
-    left.set_title("shares, with 95 % intervals", loc="left")
+    left.set_title("shares", loc="left")
     _draw_series(right, statistics, labels, INDICES, factor=1.0, name="log₂(share / share of the tokens)")
     right.set_title("bits above proportional", loc="left")
     return figure

@@ -254,7 +254,7 @@ def test_prompts_are_counted_by_each_of_their_names_with_one_number(name):
     case = SETTINGS[name]
     served = case.prompts - case.idle
     assert (d.num_prompts, d.num_informative_prompts) == (case.prompts, served)
-    own = text.partition("Every headline number")[0]
+    own = text.partition("All numbers Every")[0]
     if d.comparison is not None:  # which counts what it would take
         own = " ".join([*decide(d, d.findings), *d.notes, *(f"{f.statement} {f.detail}" for f in d.findings)])
     for number in re.findall(r"(\d+) prompts? with an advantage", own):
@@ -278,6 +278,15 @@ def test_of_few_prompts_nothing_weighted_has_an_interval_and_the_page_says_how_m
     first, *_ = decide(d, d.findings)
     assert not BRACKET.search(first) and re.search(rf"\b{VERDICT_PROMPTS}\b", first)
     assert {note.kind for note in d.notes} & {"few-prompts", "one-prompt"}
+
+
+@by_setting
+def test_what_is_wanted_is_more_than_there_is_and_bars_are_named_where_they_are(name):
+    d, text = found(name)
+    short = d.statistics[d.statistics["lacks"] == "tokens"]
+    assert (short["wanted"] > short["n"]).all()
+    if all(table["lower"].isna().all() for table in (d.statistics, d.directions, d.drivers) if table is not None):
+        assert "Bars:" not in text
 
 
 @by_setting

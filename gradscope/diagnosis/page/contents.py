@@ -15,7 +15,7 @@ from gradscope.diagnosis.format import as_sentence
 from gradscope.diagnosis.page.first_screen import decide, make_tiles
 from gradscope.diagnosis.page.page import Block, Figure, Finding, Page, Paragraph, Section, Table
 from gradscope.diagnosis.page.render import render, write_page
-from gradscope.diagnosis.page.sections import KEYS, Sheets, make_sections
+from gradscope.diagnosis.page.sections import KEYS, OVER_PROMPTS, Sheets, make_sections
 from gradscope.diagnosis.page.viewer import Viewer, prompt_texts, viewer_data
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.tokens import add_weighted_norms
@@ -189,7 +189,8 @@ def _lead(d: Diagnosis, sheets: Sheets) -> Figure | None:
         return None
     caption = (
         "Each probability bin's share of the tokens, of the gradient energy (tokens one by one) and of the summed "
-        "gradient (what is left after they cancel). Bars: 95 % over redrawn prompts."
+        "gradient (what is left after they cancel)."
     )
-    drawn = sheets.figure("shares", lambda: plot_diagnosis.plot_shares(d.statistics, d.labels), caption)
+    draw = lambda: plot_diagnosis.plot_shares(d.statistics, d.labels)  # noqa: E731
+    drawn = sheets.figure("shares", draw, caption, bars=OVER_PROMPTS)
     return drawn if isinstance(drawn, Figure) else None

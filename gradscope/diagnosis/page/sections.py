@@ -28,6 +28,7 @@ KEYS = ["response", "position"]
 DATA = "data"
 """Folder, beside the page, of the CSV files."""
 PERCENT = "{:.1%}"
+OVER_PROMPTS = "95 % over prompts"
 SHARES = ("found", "predicted_held_out")
 BASES = ("value", "share", "coefficient", "difference")
 """Columns that the bounds `lower` and `upper` are of, the first that is there."""
@@ -39,10 +40,12 @@ class Sheets:
     def __init__(self) -> None:
         self.tables: dict[str, pd.DataFrame] = {}
 
-    def figure(self, name: str, draw: Callable[[], object], caption: str, *, token_column: str | None = None) -> Block:
+    def figure(
+        self, name: str, draw: Callable[[], object], caption: str, *, bars: str = "", token_column: str | None = None
+    ) -> Block:
         """What `draw` returns; its complaint, where these tokens do not suffice for it.
 
-        token_column: known in the rows of single tokens alone, which tokens.parquet has: the CSV leaves them out.
+        bars: what they are, said where there are some. token_column: known in the rows of single tokens alone, which tokens.parquet has: the CSV leaves them out.
         """
         before = {*plt.get_fignums()}
         try:
@@ -53,6 +56,8 @@ class Sheets:
             for number in {*plt.get_fignums()} - before:
                 plt.close(number)
         numbers = drawn_numbers(drawing)
+        if bars and any(numbers[name].notna().any() for name in numbers if str(name).endswith("lower")):
+            caption += f" Bars: {bars}."
         if token_column is not None:
             numbers = numbers[numbers[token_column].isna()].dropna(axis=1, how="all")
             caption += " Single tokens are in tokens.parquet."
@@ -151,10 +156,11 @@ def _dominance(d: Diagnosis, sheets: Sheets) -> list[Block]:
                 lambda: plot_diagnosis.plot_dominance(d.statistics, d.labels),
                 "Left: each bin's share of the tokens, of what (1−π)² alone predicts, of the gradient energy and "
                 "of the summed gradient (what is left after tokens cancel). Right: log₂ of a share over the share of "
-                "the tokens; of summed gradients, the share of Σ_a ‖G_a‖². Bars: 95 % over redrawn prompts.",
+                "the tokens; of summed gradients, the share of Σ_a ‖G_a‖².",
+                bars=OVER_PROMPTS,
             )
         )
-    blocks.append(sheets.table("intervals", frame, "Each probability bin in numbers, with intervals of 95 %."))
+    blocks.append(sheets.table("intervals", frame, "Each probability bin in numbers."))
     terms = ("probability bin", "w", "gradient energy", "summed gradient", "dominance index")
     return blocks + _define(
         *terms, "(1−π)² alone", "index of the summed gradients", "AdamW-preconditioned", "95 % interval"
@@ -241,7 +247,7 @@ def _layers(d: Diagnosis, sheets: Sheets) -> list[Block]:
             lambda: plots.plot_layers_by_interval(d.table, edges=d.settings.edges, parameters=d.parameters),
             "Median norm of the unweighted token gradients by layer and probability bin.",
         ),
-        Table(wide, "Mean norms with 95 % intervals.", csv=f"{DATA}/layer_norms.csv"),
+        Table(wide, "Mean norms.", csv=f"{DATA}/layer_norms.csv"),
     ]
 
 
@@ -252,8 +258,8 @@ def _where(d: Diagnosis, sheets: Sheets) -> list[Block]:
         for driver, words in (("token_class", "kind of token"), ("position_bin", "position in the response")):
             if (d.where["driver"] == driver).any():
                 draw = lambda driver=driver: plot_diagnosis.plot_where(d.where, driver)  # noqa: E731
-                caption = f"Shares by {words}: of the tokens and of the gradient energy. Bars: 95 % for all together."
-                blocks.append(sheets.figure(f"where_{driver}", draw, caption))
+                caption = f"Shares by {words}: of the tokens and of the gradient energy."
+                blocks.append(sheets.figure(f"where_{driver}", draw, caption, bars="95 % for all together"))
     if d.spikes is not None and len(d.spikes):
         caption = "The tokens of the largest ‖w·g‖ in this batch, each a link into the viewer."
         shown = ["response", "position", "token", "prob", "advantage", "weight", "param_grad_norm", "weighted_norm"]
@@ -269,7 +275,8 @@ def _signal(d: Diagnosis, sheets: Sheets) -> list[Block]:
         sheets.figure(
             "signal",
             lambda: plot_diagnosis.plot_signal(d.statistics, d.labels),
-            "How much of each bin's ‖G_a‖² other prompts would share; 0 is noise. Bars: 95 %, a jackknife.",
+            "How much of each bin's ‖G_a‖² other prompts would share; 0 is noise.",
+            bars="95 %, a jackknife",
         )
     ]
     for name, matrix, words in (
@@ -301,8 +308,8 @@ def _directions(d: Diagnosis, sheets: Sheets) -> list[Block]:
             "right_directions",
             lambda: plot_diagnosis.plot_right_directions(d.directions, d.labels),
             "Fig. 3 of the paper on this batch: of the tokens of each interval and sign of Â, the share that moves the "
-            "right way, in the step predicted to first order and in the one that was taken. Bars: 95 % over redrawn "
-            "prompts. One half is chance.",
+            "right way, in the step predicted to first order and in the one that was taken. One half is chance.",
+            bars=OVER_PROMPTS,
         )
     )
     return blocks + _define("right direction", "off-policy")
@@ -340,7 +347,8 @@ def _drivers(d: Diagnosis, sheets: Sheets) -> list[Block]:
             "drivers",
             lambda: plots.plot_norm_drivers(d.drivers, parameters=d.parameters),
             "What the norm of a token follows: standardised coefficients of its logarithm on log(1 − π) and entropy, "
-            "fitted together, at each place in the network. Bars: 95 % over redrawn prompts.",
+            "fitted together, at each place in the network.",
+            bars=OVER_PROMPTS,
         )
     ]
 
@@ -351,9 +359,10 @@ def _proxies(d: Diagnosis, sheets: Sheets) -> list[Block]:
     caption = (
         "Numbers that cost no backward pass per token in the place of the exact norm ‖g‖: rank correlation, how much "
         "of the variance of log ‖g‖ each explains, and how many of the 1 % of the tokens with the largest norm are "
-        "among the 1 % with the largest proxy. Bars: 95 % over redrawn prompts."
+        "among the 1 % with the largest proxy."
     )
-    drawn = sheets.figure("proxies_drawn", lambda: plots.plot_proxies(d.proxies, parameters=d.parameters), caption)
+    draw = lambda: plots.plot_proxies(d.proxies, parameters=d.parameters)  # noqa: E731
+    drawn = sheets.figure("proxies_drawn", draw, caption, bars=OVER_PROMPTS)
     whole = d.proxies[d.proxies["quantity"].isin([PARAMETERS, ADAMW])]
     table = sheets.table("proxies", whole, "The same in numbers; the file has each layer's activations.", folded=True)
     sheets.tables[table.csv] = d.proxies
@@ -380,14 +389,15 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
     caption = (
         "Each token weighting against the baseline, plain GRPO, policy term only: share of the gradient energy by bin; "
         "norm and rotation of the summed gradient; signal to noise of one prompt; share of the tokens that one step "
-        "moves the way of their advantage, to first order; share of the tokens that carry the update. Bars: 95 % over "
-        "prompts."
+        "moves the way of their advantage, to first order; share of the tokens that carry the update."
     )
     shown = ["method", "step", "same_as", "norm_ratio", "cosine", "signal_to_noise", "right_sgd", "right_adamw"]
     shown += ["effective_share", "zero_share", "gain", "gain_difference"]
     same = "" if not (c.table["same_as"] != "").any() else " Same as: its weights are those of that row."
     return [
-        sheets.figure("weightings_drawn", lambda: plots.plot_comparison(c.table, c.by_interval, c.labels), caption),
+        sheets.figure(
+            "weightings_drawn", lambda: plots.plot_comparison(c.table, c.by_interval, c.labels), caption, bars=OVER_PROMPTS
+        ),
         Paragraph(signal_sentence(c)),
         *(Paragraph(part) for part in gain_sentence(c).split("\n", 1) if part),  # the numbers, then their record
         *(Paragraph(note) for note in c.notes if note not in d.notes and note.kind != "off-policy"),
@@ -398,7 +408,7 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
 
 
 def _numbers(d: Diagnosis, sheets: Sheets) -> list[Block]:
-    caption = "Every headline number with its 95 % interval, and the number of tokens that it rests on."
+    caption = "Every headline number, and the number of tokens that it rests on."
     sheets.tables[f"{DATA}/statistics.csv"] = d.statistics
     write = {"share": share_words, "bits": bits_words}
     told = [write.get(row["unit"], partial(number_words, form=".3g"))(row) for _, row in d.statistics.iterrows()]
