@@ -45,7 +45,8 @@ class Sheets:
     ) -> Block:
         """What `draw` returns; its complaint, where these tokens do not suffice for it.
 
-        bars: what they are, said where there are some. token_column: known in the rows of single tokens alone, which tokens.parquet has: the CSV leaves them out.
+        bars: what they are, said where there are some. token_column: known in the rows of single tokens alone, which
+        tokens.parquet has: the CSV leaves them out.
         """
         before = {*plt.get_fignums()}
         try:
@@ -394,10 +395,9 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
     shown = ["method", "step", "same_as", "norm_ratio", "cosine", "signal_to_noise", "right_sgd", "right_adamw"]
     shown += ["effective_share", "zero_share", "gain", "gain_difference"]
     same = "" if not (c.table["same_as"] != "").any() else " Same as: its weights are those of that row."
+    draw = lambda: plots.plot_comparison(c.table, c.by_interval, c.labels)  # noqa: E731
     return [
-        sheets.figure(
-            "weightings_drawn", lambda: plots.plot_comparison(c.table, c.by_interval, c.labels), caption, bars=OVER_PROMPTS
-        ),
+        sheets.figure("weightings_drawn", draw, caption, bars=OVER_PROMPTS),
         Paragraph(signal_sentence(c)),
         *(Paragraph(part) for part in gain_sentence(c).split("\n", 1) if part),  # the numbers, then their record
         *(Paragraph(note) for note in c.notes if note not in d.notes and note.kind != "off-policy"),
