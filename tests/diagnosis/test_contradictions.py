@@ -302,7 +302,7 @@ def test_rows_of_a_few_tokens_are_folded_or_carry_no_share(name):
         assert d.proxies.loc[d.proxies["tokens"] < 1000, "found"].isna().all()  # fewer than ten are the top 1 %
 
 
-@pytest.mark.parametrize("limit", [1e-9, 1.0, 1.6, 2.2, 1e9])
+@pytest.mark.parametrize("limit", [1e-9, 1.6, 1e9])
 def test_a_plan_leaves_out_what_the_run_leaves_out(limit, monkeypatch):
     """limit: in units of what the plain summed gradients cost."""
     batch, state = make_rollouts(3, 0, 2), warm_state(policy())
