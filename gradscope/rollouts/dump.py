@@ -29,6 +29,7 @@ from gradscope.rollouts.formats.base import (
     ReadingOptions,
     Row,
 )
+from gradscope.rollouts.formats.text import opening_of, others_in
 from gradscope.rollouts.formats.values import (
     check_sizes,
     is_templated,
@@ -244,6 +245,7 @@ class _Reading:
         self._unknown = self._templated = self._keyed = 0
         self._said: list[Note] = []
         self._agreement = Agreement(policy)
+        self._opening = opening_of(policy)
 
     def take(self, row: Row) -> None:
         self._seen[row.step] += 1
@@ -274,6 +276,8 @@ class _Reading:
         for name in EXTRAS:
             self.extras[name].append(_extra(row, name, kept))
         told = frozenset(row.columns) | ({"step"} if row.step is not None else set())
+        if is_text and "response_mask" not in row.columns:
+            row = replace(row, told=(*row.told, *others_in(row.columns["response"], self._opening)))
         self._rows.append((told, replace(row, columns={})))  # the response alone holds the values
 
     def _leave_out(self, row: Row, reason: str, prompt_ids: Sequence[int] = ()) -> None:

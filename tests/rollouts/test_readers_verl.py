@@ -10,6 +10,7 @@ import pytest
 from support.policies import make_policy, make_tokenizer, write_jsonl
 
 from gradscope.objective import resolve_advantages
+from gradscope.policy import Policy
 from gradscope.rollouts import read_dump
 
 FIRST, SECOND = str(UUID(int=7, version=4)), str(UUID(int=8, version=4))
@@ -97,6 +98,22 @@ def test_a_lengths_penalty_is_part_of_the_reward_once(policy, tmp_path, scored):
             rows.append({"score": answer, "acc": answer > 0})
     wanted = answers if scored == "switched-off" else [a + p for a, p in zip(answers, penalties, strict=True)]
     assert read(tmp_path, policy, rows).batch.rewards.tolist() == wanted
+
+
+@pytest.mark.parametrize("thinks", ["", "<think>\n\n</think>\n\n"])
+def test_text_of_several_turns_is_counted_by_the_opening_that_the_template_writes(policy, tmp_path, thinks):
+    tokenizer = make_tokenizer(others=["user", "assistant", "<think>", "</think>"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<bos>{{ m['role'] + '\n' + m['content'] + '<eos>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<bos>assistant\n" + thinks + "{% endif %}"
+    )
+    model = Policy(policy.model, tokenizer, policy.blocks_name)
+    once, said = "w5 assistant w6\nw7", "w5\nuser\nw6\nassistant\n" + thinks + "w7"
+    rows = [{"output": said}, {"output": once}, {"output": "assistant\nw6"}]
+    write_jsonl(tmp_path / "n.jsonl", [{"prompt": "w4", "response": text, "reward": 1.0} for text in (said, once)])
+    for notes, of in ((read(tmp_path, model, rows).notes, 3), (read_dump(tmp_path / "n.jsonl", model).notes, 2)):
+        assert [note.split()[:3] for note in notes if "turns" in note] == [["1", "of", str(of)]]
+    assert not [note for note in read(tmp_path, policy, [{"output": "w5\nw6"}]).notes if "turns" in note]
 
 
 def test_text_of_a_tool_is_counted_in_a_note(policy, tmp_path):

@@ -26,7 +26,7 @@ from gradscope.rollouts.formats.base import (
     pick,
     whole_number,
 )
-from gradscope.rollouts.formats.text import prompt_of, response_of, tools_in
+from gradscope.rollouts.formats.text import prompt_of, response_of
 
 NEEDS = ("prompt", "completion", "advantages")
 TAKES = ("step", "gen_step", "num_turns")
@@ -97,7 +97,7 @@ def _row(record: Record, left_out: str | None, policy: Policy | None) -> Row:
     columns = pick(record, {"advantage": "advantages", "reward": "reward"})
     columns |= {"prompt": prompt_of(record, "prompt"), "response": response_of(record, "completion")}
     _check_is_text(record.place, columns["prompt"], policy)
-    turns, told = record.columns.get("num_turns"), tools_in(columns["response"])
+    turns, told = record.columns.get("num_turns"), ()
     if isinstance(turns, (int, float)) and turns > 1:
         told += (LAST_TURN,)
     labels = {"response": "completion", "advantage": "advantages"}

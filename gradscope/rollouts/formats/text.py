@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradscope.errors import InputError, show
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import need
+
+if TYPE_CHECKING:
+    from gradscope.policy import Policy
 
 
 def prompt_of(record: Record, name: str) -> Any:
@@ -61,6 +64,43 @@ SHOWS_TOOLS = (
 )
 
 
-def tools_in(response: Any) -> tuple[str, ...]:
-    """SHOWS_TOOLS where the text holds a tool's output."""
-    return (SHOWS_TOOLS,) if isinstance(response, str) and TOOL_OUTPUT.search(response) else ()
+SHOWS_TURNS = (
+    "its text shows the opening of another answer: of several turns all tokens count as sampled, though the trainer "
+    "left those between its answers out of its loss"
+)
+THOUGHT = re.compile(r"<think>\s*(</think>)?\s*\Z")
+"""What a template adds to the opening of an answer that thinks, or does not."""
+
+
+def opening_of(policy: Policy | None) -> str | None:
+    """What a template's opening of an answer leaves without special tokens, such as `assistant`; None: none."""
+    tokenizer = policy.tokenizer if policy else None
+    if getattr(tokenizer, "chat_template", None) is None:
+        return None
+    chat, how = [{"role": "user", "content": ""}], {"tokenize": False, **(policy.chat_template_kwargs or {})}
+    try:
+        closed, opened = (tokenizer.apply_chat_template(chat, add_generation_prompt=o, **how) for o in (False, True))
+    except Exception:  # a template is a program: it may raise anything, and this one is for other chats
+        return ""
+    text = opened.removeprefix(closed) if opened.startswith(closed) else ""
+    for token in tokenizer.all_special_tokens:
+        text = text.replace(token, "")
+    return THOUGHT.sub("", text).strip()
+
+
+def ends_with_opening(prompt: str, opening: str) -> bool:
+    """Whether a prompt without special tokens ends as one that a template wrote."""
+    return THOUGHT.sub("", prompt).rstrip().endswith(opening)
+
+
+def others_in(response: Any, opening: str | None) -> tuple[str, ...]:
+    """What is to be said of text in which somebody else's shows: a tool's output, or several turns.
+
+    opening: what `opening_of` gives; on a line of its own it begins another answer.
+    """
+    if not isinstance(response, str):
+        return ()
+    told = (SHOWS_TOOLS,) if TOOL_OUTPUT.search(response) else ()
+    if not told and opening and re.search(rf"\n[ \t]*{re.escape(opening)}[ \t]*\n", response):
+        told = (SHOWS_TURNS,)
+    return told

@@ -10,7 +10,6 @@ without special tokens, of a chat too.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import NO_SPECIAL_TOKENS, RETOKENISED, Answers, Format, Row, pick, whole_number
-from gradscope.rollouts.formats.text import prompt_of, response_of, tools_in
+from gradscope.rollouts.formats.text import ends_with_opening, opening_of, prompt_of, response_of
 from gradscope.runs import parse_json_file
 
 REPEATED = "the file before holds the same generation (TRL writes the newest one at every logging step)"
@@ -35,12 +34,10 @@ TWICE_BEGUN = (
     "the prompt begins with what the tokenizer puts before it: TRL samples such a prompt with that token twice, here "
     "it is there once"
 )
-THOUGHT = re.compile(r"<think>\s*(</think>)?\s*\Z")
-"""What a template adds to the opening of an answer that thinks, or does not."""
 
 
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
-    earlier, opening = None, _opening(policy)
+    earlier, opening = None, opening_of(policy)
     for path, group in groupby(records, key=lambda record: record.path):
         file, evaluated = list(group), _evaluated(path.parent)
         content = [{name: v for name, v in record.columns.items() if name != "step"} for record in file]
@@ -57,9 +54,7 @@ def _row(record: Record, step: int | None, left_out: str | None, policy: Policy 
     # TRL's reward columns bear any name and their weights are not in the file: the advantage is all that counts.
     columns = {"prompt": prompt_of(record, "prompt"), "response": response_of(record, "completion")}
     columns |= pick(record, {"advantage": "advantage", "chat_template_kwargs": "chat_template_kwargs"})
-    told = tools_in(columns["response"])
-    if isinstance(columns["prompt"], str):
-        told += _doubts(columns["prompt"], policy, opening)
+    told = _doubts(columns["prompt"], policy, opening) if isinstance(columns["prompt"], str) else ()
     return Row(record.place, columns, step, {"response": "completion"}, left_out, told)
 
 
@@ -76,23 +71,7 @@ def _doubts(prompt: str, policy: Policy | None, opening: str | None) -> tuple[st
         return ()
     if not opening:
         return (MAYBE_LOST,)
-    return (MARKS_LOST,) if THOUGHT.sub("", prompt).rstrip().endswith(opening) else ()
-
-
-def _opening(policy: Policy | None) -> str | None:
-    """What a template's opening of an answer leaves without special tokens, such as `assistant`; None: none."""
-    tokenizer = policy.tokenizer if policy else None
-    if getattr(tokenizer, "chat_template", None) is None:
-        return None
-    chat, how = [{"role": "user", "content": ""}], {"tokenize": False, **(policy.chat_template_kwargs or {})}
-    try:
-        closed, opened = (tokenizer.apply_chat_template(chat, add_generation_prompt=o, **how) for o in (False, True))
-    except Exception:  # a template is a program: it may raise anything, and this one is for other chats
-        return ""
-    text = opened.removeprefix(closed) if opened.startswith(closed) else ""
-    for token in tokenizer.all_special_tokens:
-        text = text.replace(token, "")
-    return THOUGHT.sub("", text).strip()
+    return (MARKS_LOST,) if ends_with_opening(prompt, opening) else ()
 
 
 def _evaluated(folder: Path) -> frozenset[int]:

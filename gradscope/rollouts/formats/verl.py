@@ -25,7 +25,6 @@ from gradscope.rollouts.formats.base import (
     pick,
     whole_number,
 )
-from gradscope.rollouts.formats.text import tools_in
 
 NAMES = {"prompt": "input", "response": "output", "reward": "score", "group": "uid"}
 # A key of any other kind is a whole one: `uid_sample_0_12` and `uid_sample_0_13` are two prompts.
@@ -80,7 +79,7 @@ def _row(record: Record, has_penalty: bool) -> Row:
         return Row(record.place, {}, step, left_out=FILLED_UP)
     if step == 0:  # of the validation before training, whose first step is 1
         return Row(record.place, {}, step, left_out=EVALUATED)
-    columns, told = pick(record, NAMES), tools_in(record.columns.get("output"))
+    columns, told = pick(record, NAMES), ()
     if (reward := _number(record, "reward")) is not None and reward == record.columns.get("score"):
         told += (VALIDATED,)
     if has_penalty and (penalty := _number(record, "overlong_reward")):
@@ -120,7 +119,8 @@ VERL = Format(
         group="the prompt in `uid`, without session and output; else `uid`; without one, identical prompts of a step",
         step="`step`, else the file's name: training steps from 1; asynchronous trainers' responses may be of earlier "
         "checkpoints",
-        sampled="all of the text, a tool's output too (said where its marks are seen); no end-of-sequence token",
+        sampled="all of the text, a tool's output and other turns too (said where their marks are seen); no "
+        "end-of-sequence token",
         logprobs="none",
         left_out="what verl fills up its batch with; step 0, which is of a validation",
         checked="0.9.1: its default (v1) trainer's own code and the older trainer's, 2026-11-27",
