@@ -64,6 +64,7 @@ SLOW = """
     test_cli_diagnose_processes test_norm_estimates test_prompt_gradients test_trl test_trl_methods
     test_measure_together
     test_planted_faults test_shapes test_influence test_plots test_diagnosis test_diagnosis_numbers test_token_sample
+    test_contradictions
     test_update_scripts test_figures_measured test_cli_tune test_cli_diagnose test_report_browser test_trl_end_to_end
     test_measure_processes test_real_size test_faults
 """.split()  # noqa: SIM905

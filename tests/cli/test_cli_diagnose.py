@@ -98,6 +98,7 @@ def test_the_files_are_what_the_functions_give_and_steps_go_on_from_the_optimize
         assert " ".join(note.split()) in page.text
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["diagnosis"]["max_grad_norm"] == 1.0 and len(manifest["diagnosis"]["optimizer_state"]) == 64
+    assert manifest["summed_gradients"]["way"] == "whole"
     assert all((out / name).is_file() for name in manifest["files"]) and "data/statistics.csv" in manifest["files"]
     assert not (out / ".partial").exists()
 
