@@ -28,8 +28,6 @@ from gradscope.runs import SILENT, Progress, Reporter, settle_progress, write_pa
 Number = int | float
 TOLERANCE = 0.01
 """Relative difference of the measured and the trainer's own gradient norm beyond which a warning is due."""
-UNDERFLOW = 1e-15
-"""Norms below which squares in float32 are no longer numbers."""
 WATCHED = ("compute_loss", "_get_per_token_logps_and_entropies", "_get_grad_norm")
 """Methods of the trainer that are looked at from outside while it trains."""
 
@@ -47,8 +45,9 @@ class GradScopeCallback(TrainerCallback):
     tokens; right_direction_positive/a, right_direction_negative/a: of the tokens with such an advantage, the share
     whose probability the whole step (both of Lopti's) moved that way; num_tokens; seconds: what measuring cost.
     grad_norm_ratio: ‖G‖ over the trainer's own gradient norm before clipping, 1 where what is measured is what is
-    trained; a warning names both where they differ by more than 1 %. With Lopti both are of its first pass, if η is one
-    of the edges. What is undefined (a bin without tokens) is left out of the log and NaN in the file.
+    trained; a warning names both where they differ by more than 1 %, and it is NaN where tokens are so certain, or
+    weights so small, that float32 rounds the trainer's by as much. With Lopti both are of its first pass, if η
+    is one of the edges. What is undefined (a bin without tokens) is left out of the log and NaN in the file.
 
     RLOOTrainer is measured too: it keeps π_old of whole responses alone, so that its bins are of the policy before the
     step. With a trainer that has a `reweight_alpha` or a `weighting`, that is in the weights. A cost of every measured
@@ -138,7 +137,8 @@ class GradScopeCallback(TrainerCallback):
         """Hold the measured norm against the trainer's own, of the step of that number."""
         bins, theirs, ratio = self._bins_of_first_pass(), self._norm, math.nan
         own = math.nan if bins is None else self._step.norm_of(bins)
-        if math.isfinite(theirs) and max(own, theirs) > UNDERFLOW:  # fp16 skips a step whose norm is infinite
+        known = bins is not None and self._step.rounding_of(bins) < TOLERANCE
+        if math.isfinite(theirs) and known:  # fp16 skips a step whose norm is infinite
             ratio = own / theirs if theirs else math.inf
         self._step.numbers["grad_norm_ratio"] = ratio
         if abs(ratio - 1) > self._tolerated and self.trainer.accelerator.is_main_process:

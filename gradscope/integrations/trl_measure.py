@@ -35,12 +35,20 @@ class StepMeasurement:
     """⟨G_a, G_b⟩."""
     num_tokens: int
     """Of all processes."""
+    sizes: Float[np.ndarray, "2 bins"]
+    """Sums over each bin's tokens of |w|/D · (1 − π), which its gradient is made of, and of max(1, |w|)/D, by whose
+    2⁻²⁴-th part a trainer in float32 may err: it makes 1 − π of π, and weights near 0 of ratios near 1."""
     numbers: dict[str, float] = field(default_factory=dict)
 
     def norm_of(self, bins: Sequence[bool]) -> float:
         """‖Σ G_a‖ over some of the bins."""
         chosen = np.asarray(bins, dtype=float)
         return math.sqrt(max(chosen @ self.products @ chosen, 0.0))
+
+    def rounding_of(self, bins: Sequence[bool]) -> float:
+        """About how much, relatively, float32 rounds a trainer's own ‖Σ G_a‖ over some of the bins."""
+        left, whole = self.sizes @ np.asarray(bins, dtype=float)
+        return 2**-24 * whole / left if left else math.inf
 
     def finish(self, model: nn.Module, *, micro_batch_size: int, progress: Progress = SILENT) -> None:
         """Add the right-direction shares of the step that the model has taken since."""
@@ -78,6 +86,7 @@ def measure_step(
     """
     device = next(model.parameters()).device
     before, counts = None, torch.zeros(len(edges) - 1, dtype=torch.float64)
+    sizes = torch.zeros(2, len(counts), dtype=torch.float64)
     if batch.num_tokens:
         with progress.stage("scoring before the step"):
             before = score(model, batch, micro_batch_size)
@@ -92,14 +101,17 @@ def measure_step(
         sums = zero_vectors(model, len(counts))
     else:
         cotangents = -weigh(batch, before) / denominators[:, None] * masks
+        amounts, ones = cotangents.abs().double(), masks / denominators[:, None]
+        sizes = torch.stack([amounts * before.log_one_minus_prob.exp(), torch.maximum(amounts, ones)]).sum((2, 3))
         sums = weighted_gradients(model, batch, cotangents, micro_batch_size=micro_batch_size, progress=progress)
     trained = _trained_columns(model)
     sums = add_over_processes(sums if trained is None else sums[:, trained], device)
     products = gram(sums).numpy() / count_processes() ** 2
+    sizes = add_over_processes(sizes, device).numpy()
     names = name_bins(edges)
     numbers = {f"token_share/{a}": float(count / counts.sum()) for a, count in zip(names, counts, strict=True)}
     numbers |= _geometry(products, counts > 0, names, cosines=cosines)
-    return StepMeasurement(batch, before, edges, products, int(counts.sum()), numbers)
+    return StepMeasurement(batch, before, edges, products, int(counts.sum()), sizes, numbers)
 
 
 def count_processes() -> int:
