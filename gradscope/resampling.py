@@ -8,7 +8,8 @@ what is rare look the steadiest, so that a rule which trusts them picks out the 
 or of a sample of tokens, a jackknife that leaves out one cluster in turn: its error holds what clusters and measured
 tokens differ by, on a scale without ends (log odds of a share, log of a size), with Student's t of as many degrees of
 freedom as clusters really bear on the number. What no prompt and no token of a small sample shows is allowed for, too:
-one more of either, twice as large as the mean, would move the number by 1/n. analyses/verdicts/coverage.py tries it.
+one more of either, twice as large as the mean, would move the number by 1/n, which a token's chance makes an error and
+a prompt's a bound. analyses/verdicts/coverage.py tries it.
 
 Where nothing is redrawn, intervals are Student's t over independent rows, or a jackknife over parts that add up.
 """
@@ -175,9 +176,9 @@ def jackknife(
     from scipy.stats import t
 
     value, error, freedom = _leave_out(evaluate, num_clusters, scale)
-    unseen = 1 / num_clusters**2 + (0.0 if measured is None else 1 / np.maximum(measured, 1.0) ** 2)
-    error = np.where(error > 0, np.sqrt(error**2 + scale.unit**2 * unseen), error)
-    reach = t.ppf((1 + confidence) / 2, freedom) * error
+    token = 0.0 if measured is None else scale.unit / np.maximum(measured, 1.0)
+    reach = t.ppf((1 + confidence) / 2, freedom) * np.sqrt(error**2 + token**2)
+    reach = np.where(error > 0, np.sqrt(reach**2 + (scale.unit / num_clusters) ** 2), 0.0 * error)
     return np.stack([_bind(value - reach, scale), _bind(value + reach, scale)])
 
 

@@ -181,11 +181,11 @@ def test_bounds_are_those_of_a_jackknife_that_leaves_out_each_prompt_with_its_ch
         totals = np.array(loop_totals(rest, (rest["weight"] * rest["param_grad_norm"]) ** 2))
         left.append(np.log(totals / (totals.sum() - totals)))
     away = np.array(left) - np.mean(left, axis=0)
-    error = np.sqrt(11 / 12 * (away**2).sum(0) + 1 / 12**2 + 1 / 20**2)
+    error = np.sqrt(11 / 12 * (away**2).sum(0) + 1 / 20**2)
     freedom = np.clip((away**2).sum(0) ** 2 / (away**4).sum(0) - 0.5, 1, 11)
     odds = own["value"] / (1 - own["value"])
     for name, sign in (("lower", -1), ("upper", 1)):
-        end = odds * np.exp(sign * scipy.stats.t.ppf(0.975, freedom) * error)
+        end = odds * np.exp(sign * np.hypot(scipy.stats.t.ppf(0.975, freedom) * error, 1 / 12))
         assert own[name].tolist() == pytest.approx((end / (1 + end)).tolist())
 
 
