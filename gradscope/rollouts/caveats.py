@@ -141,7 +141,7 @@ def _describe_padding(batch: TokenBatch, stop_ids: Collection[int], pad_ids: Col
     before = ended.cumsum(1) - ended.int()
     behind = kept & ((pads & kept) | (before > torch.where(kept, 0, before + ended.int()).cummax(1).values))
     notes = []
-    if behind.any():
+    if int(behind.sum()) >= SHORTEST:
         notes.append(
             f"{int(behind.sum())} tokens of {int(behind.any(1).sum())} responses stand behind a token that ends a "
             "response, or are padding: they count as sampled unless a mask drops them"
