@@ -49,12 +49,14 @@ class Options:
 
 def main(options: Options) -> int:
     """Exit status 1 where something is lost."""
+    import torch
     from transformers.utils.logging import disable_progress_bar
 
     from tests.faults import work
     from tests.faults.storm import Storm, draw
 
     disable_progress_bar()
+    torch.set_num_threads(1)  # what is forked from a process whose OpenMP has threads waits for them for ever
     work.import_all(work.MODULES)
     counts: dict[tuple[str, str], Counter] = {}
     begun = time.monotonic()
