@@ -30,7 +30,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 gc.set_threshold(20_000)
 
 # Sums in another order differ in the last digits; the tests' tolerances were seen with this many threads.
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+THREADS = int(os.environ["OMP_NUM_THREADS"].split(",")[0])
+torch.set_num_threads(THREADS)
 
 # A shell's background job ignores Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -42,6 +43,13 @@ def few_prompts_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Intervals of few prompts are those of many, percentiles: a table is then small enough for loops."""
     monkeypatch.setattr(resampling, "FEWEST", 2)
     monkeypatch.setattr(resampling, "MANY", 2)
+
+
+@pytest.fixture(autouse=True)
+def as_many_threads() -> None:
+    """Each test begins with the threads of the processes that it starts: scripts of analyses leave one behind."""
+    if torch.get_num_threads() != THREADS:
+        torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(scope="session")
