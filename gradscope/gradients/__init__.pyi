@@ -37,6 +37,7 @@ from .logged import (
     find_contradictions as find_contradictions,
     note_logged as note_logged,
 )
+from .resources import Resources as Resources
 from .rounds import (
     PILOT as PILOT,
     Round as Round,

@@ -1,0 +1,37 @@
+"""What products with the Jacobian may take, and how they tell how far they are: settled once, passed whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from gradscope.errors import InputError
+from gradscope.policy import gradient_budget
+from gradscope.runs import ALONE, SILENT, Processes, Progress, settle_progress
+
+
+@dataclass(frozen=True)
+class Resources:
+    """The memory, processes and progress of a computation."""
+
+    vectors: int | None = None
+    """Bytes for vectors as long as the parameters; None: a sixth of what is free."""
+    activations: int = 1 << 30
+    """Bytes that one batched backward pass of `row_norms` may carry."""
+    micro_batch: int = 8
+    """Most responses in one forward pass. Fewer go together where their logits would take too much memory."""
+    processes: Processes = ALONE
+    """Share the work; every process gets the result."""
+    progress: bool | Progress = SILENT
+    """Where stages are reported; True: on stderr."""
+
+    def __post_init__(self) -> None:
+        for name in ("activations", "micro_batch"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; give 1 or more")
+
+    def settle(self, device: torch.device) -> Resources:
+        """Fill in what is None for a model on this device. All processes call it together."""
+        vectors = gradient_budget(device, self.processes) if self.vectors is None else self.vectors
+        return replace(self, vectors=vectors, progress=settle_progress(self.progress))
