@@ -1,4 +1,4 @@
-"""How long the optimizer steps of Lopti and of plain GRPO take on the same batch, and how many FLOPs they are."""
+"""How long the optimizer steps of Lopti and of plain GRPO take on the same batch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from torch import nn
 
 from analyses.benchmarks.trainer_loops import Size
 from analyses.benchmarks.turns import read_clocks
-from gradscope.gradients import ModelShape
-from gradscope.objective import Pass, Updater, batch_statistics, micro_batches
-from gradscope.objective.shared_prompts import can_pack, packing_for
+from gradscope.objective import Updater, batch_statistics
 from gradscope.policy import Policy, load_policy
 from gradscope.rollouts import Response, TokenBatch, collate
 from gradscope.sampling import HFSampler, batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer import TrainConfig, get_preset
 from gradscope.trainer.algorithm import Update, compute_advantages, plan_update
-from gradscope.trainer.work import Piece, forward_flops
 
 SHARES = (0.2, 0.3, 0.4)
 """Of low-probability tokens, where η is set by them."""
@@ -45,7 +41,7 @@ def compare_lopti(size: Size, *, rounds: int, micro_batch_size: int) -> pd.DataF
             {"method": "plain" if eta is None else "Lopti", "micro_batch": micro_batch_size, "tokens": batch.num_tokens}
             | {"cpu_s": np.median(cpu), "cpu_min": cpu.min(), "cpu_max": cpu.max(), "wall_s": np.median(wall)}
             | {"cpu_ratio": np.median(cpu / seconds[None][:, 0]), "wall_ratio": np.median(wall / seconds[None][:, 1])}
-            | {"low_share": low / batch.num_tokens, **training_gflops(policy, update.passes, micro_batch_size)}
+            | {"low_share": low / batch.num_tokens}
         )
     return pd.DataFrame(rows)
 
@@ -102,24 +98,3 @@ def with_old_logprobs(policy: Policy, batch: TokenBatch, config: TrainConfig) ->
     old = batch_statistics(policy.model, batch, micro_batch_size=size, device=policy.device).logprob
     batch = replace(batch, old_logprobs=old, ref_logprobs=old)
     return replace(batch, advantages=compute_advantages(batch, config))
-
-
-def training_gflops(policy: Policy, passes: list[Pass], micro_batch_size: int) -> dict[str, float]:
-    """Of the products of all forward and backward passes, in the blocks and in the head."""
-    shape, model = ModelShape.from_config(policy.config), policy.model
-    cut = [micro_batches(part.batch, micro_batch_size, by_group=can_pack(model)) for part in passes]
-    pieces = [piece for of_pass in cut for _, piece in of_pass]
-    blocks = sum(_block_flops(shape, model, piece) for piece in pieces)
-    head = sum(2 * shape.hidden * shape.vocab * piece.num_tokens for piece in pieces)
-    # Each product has two gradients.
-    return {"gflop_blocks": 3 * blocks / 1e9, "gflop_head": 3 * head / 1e9}
-
-
-def _block_flops(shape: ModelShape, model: nn.Module, piece: TokenBatch) -> float:
-    """Of the blocks' forward pass: attention row by row, all else once for each token that is packed."""
-    rows, width = piece.input_ids.shape
-    packing = packing_for(model, piece)
-    if packing is None:
-        return forward_flops(shape, Piece(rows, width, kept=0))
-    attention = forward_flops(shape, Piece(rows, packing.width, kept=0)) - 2 * shape.active * rows * packing.width
-    return attention + 2 * shape.active * len(packing.ids)

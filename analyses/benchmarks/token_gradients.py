@@ -46,7 +46,6 @@ import tyro
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from analyses.benchmarks.plan_memory import allocated_peak
 from gradscope.gradients import ModelShape, SequenceTokens, TokenGradientMeter, floor_flops, measuring
 from gradscope.policy import Policy, find_blocks
 
@@ -209,6 +208,18 @@ def peak_memory(name: str, size: str, length: int) -> float:
         targets = torch.cat([targets[:8], targets[-8:]])
     method = make_method(name, size, ids[0])
     return allocated_peak(lambda: method.run(ids, targets)) / 2**20
+
+
+def allocated_peak(call: Callable[[], object]) -> int:
+    """Bytes that the call's allocations on the CPU reach at most, above what was there before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    records = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for record in sorted(records, key=lambda e: e.start_ns()):
+        held += record.nbytes()
+        peak = max(peak, held)
+    return peak
 
 
 def product_speed() -> float:

@@ -15,9 +15,8 @@ of the policy embedded-certain, "large" hidden 256, 4 layers, vocabulary 32,000;
              where a batch makes one optimizer step, gradscope for the first mini-batch always.
     lopti    All optimizer steps on one batch. "large" has random weights and responses, so η is set at the quantile of
              π_old below which the wanted share of tokens lies, spread over all responses (the paper's policies: 19 %
-             below ¼, 29 % below ½); "embedded" is the real one with its own responses at η = ½. Beside the times, the
-             products' FLOPs by gradscope.trainer.work: Lopti computes the blocks twice and the head once for
-             each token.
+             below ¼, 29 % below ½); "embedded" is the real one with its own responses at η = ½. Lopti computes the
+             blocks twice and the head once for each token.
     parts    Steps of that preset with and without Lopti (Table 6, in small); the ratio is that of training.
 """
 

@@ -1,15 +1,16 @@
-"""Whether the runs of a scale could start: configurations, data, batches, prompts, memory; nothing is trained.
+"""Whether the runs of a scale could start: configurations, data, batches, prompts; nothing is trained.
 
     python -m analyses.common.dry_run [--scale paper] [--only fig4 ...] [--out unverified.csv]
 
-Each data set is read once: its files, its questions, and whether its own answers earn all that can be earned. Then each
-track: its variants' settings, the first batch, steps, prompts as tokens where the policy's tokenizer is here, memory by
-the plan of `gradscope train --plan`. Data that are absent are named, with what to put where, and are no failure; what
-is there and not in order is one (exit 2). How it differs from a run: no weights, no model hub, no GPU.
+Each data set is read once: its files, its questions, and whether its own answers earn all that can be earned. Then
+each track: its variants' settings, the first batch, steps, prompts as tokens where the policy's tokenizer is here.
+Data that are absent are named, with what to put where, and are no failure; what is there and not in order is one (exit
+2). How it differs from a run: no weights, no model hub, no GPU.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -30,16 +31,15 @@ from analyses.common.dry_run_data import (
     check_files,
     check_questions,
     lengths,
-    most_tokens,
 )
-from analyses.common.experiments import Run, launch_of, list_runs, needs, of_the_paper
+from analyses.common.experiments import Run, list_runs, needs, of_the_paper
 from analyses.common.script import exit_with
 from gradscope.errors import InputError
-from gradscope.gradients import ModelShape, config_of, shape_of
+from gradscope.gradients import config_of
 from gradscope.policy import EMBEDDED, Policy, find_blocks, load_tokenizer
 from gradscope.sampling import check_prompts
 from gradscope.tasks import Question, draw_questions, get_task
-from gradscope.trainer import GIB, Plan, Questions, TrainConfig, plan_training
+from gradscope.trainer import Questions, TrainConfig
 
 ABOUT = 0.05
 """A number of steps that is about another's differs by no more than this share of it."""
@@ -105,7 +105,7 @@ def datasets_of(run: Run) -> list[DataSet]:
 
 
 def check_track(runs: Sequence[Run], read: dict[DataSet, list[Question]]) -> Iterator[Check]:
-    """A track's runs, its batches, its prompts to the policy, and its memory."""
+    """A track's runs, its batches, and its prompts to the policy."""
     first, track = runs[0], runs[0].track
     variants = list({run.variant: run.config for run in runs}.items())
     seeds = sorted({run.seed for run in runs})
@@ -119,7 +119,6 @@ def check_track(runs: Sequence[Run], read: dict[DataSet, list[Question]]) -> Ite
         yield batch
     asked = questions + [question for part in first.test.parts().values() for question in _test_questions(part, read)]
     yield check_prompts_of(first, asked)
-    yield check_memory(first, [config for _, config in variants], longest_prompt(first, questions))
 
 
 def _test_questions(part: Any, read: dict[DataSet, list[Question]]) -> list[Question]:
@@ -137,8 +136,7 @@ def check_batch(run: Run, variants: Sequence[tuple[str, TrainConfig]]) -> tuple[
     except InputError as error:
         return Check(track, "batches", "fails", str(error)), []
     questions = source.stored or batch
-    shape = shape_of("embedded")  # steps do not depend on it
-    updates = {name: plan_training(settings, shape, prompt_tokens=1).optimizer_steps for name, settings in variants}
+    updates = {name: _optimizer_steps(settings) for name, settings in variants}
     usual = min(updates.values())
     others = {
         count: [name for name in updates if updates[name] == count] for count in sorted({*updates.values()} - {usual})
@@ -156,6 +154,12 @@ def check_batch(run: Run, variants: Sequence[tuple[str, TrainConfig]]) -> tuple[
         told = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in paper.items())
         detail += f" (the paper: {told})"
     return Check(track, "batches", "ok" if agrees else "fails", detail), questions
+
+
+def _optimizer_steps(config: TrainConfig) -> int:
+    """On one batch of responses: Lopti takes two where others take one."""
+    mini_batches = math.ceil(config.num_responses / config.mini_batch_size)
+    return mini_batches if config.passes.lopti_eta is None else 2 * mini_batches
 
 
 def check_prompts_of(run: Run, questions: Sequence[Question]) -> Check:
@@ -187,50 +191,6 @@ def _policy_without_weights(model: str) -> Policy | None:
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config_of(model))
     return Policy(network, tokenizer, find_blocks(network))
-
-
-def longest_prompt(run: Run, questions: Sequence[Question]) -> int | None:
-    """Tokens of the longest prompt; without a tokenizer its bytes, which are more. None without questions."""
-    if not questions:
-        return None
-    policy = _policy_without_weights(run.config.model)
-    if policy is None:
-        return most_tokens(questions)
-    return max(len(policy.encode_prompt(question.prompt)) for question in questions)
-
-
-def check_memory(run: Run, configs: Sequence[TrainConfig], prompt: int | None) -> Check:
-    """The plan of the variant that takes most, with prompts of so many tokens (None: an eighth of a response)."""
-    launch = launch_of(run.scale)
-    processes, sharded = launch.get("processes", 1), launch.get("sharded", False)
-    try:
-        shape = shape_of(run.config.model)
-    except InputError as error:
-        return Check(run.track, "memory", "absent", str(error))
-    try:
-        plan = max((_plan(config, shape, launch, prompt) for config in configs), key=lambda plan: plan.peak)
-    except InputError as error:
-        return Check(run.track, "memory", "fails", str(error))
-    place = f"each of {processes} processes" if processes > 1 else "one process"
-    detail = f"{shape.parameters:,} parameters; at most {plan.peak / GIB:.3g} GiB in {place}"
-    detail += f"{', in shards' if sharded else ''}, with prompts of {plan.lengths.prompt:,} tokens"
-    if "gpu_gib" not in launch:
-        return Check(run.track, "memory", "ok", detail)
-    detail += f", GPUs of {launch['gpu_gib']:g} GiB{'' if plan.fits else ': does not fit'}"
-    if run.config.engine == "vllm":
-        detail += f"; vLLM holds {plan.vllm_responses:,.0f} responses of {plan.lengths.longest:,} tokens at a time"
-    return Check(run.track, "memory", "ok" if plan.fits else "fails", detail)
-
-
-def _plan(config: TrainConfig, shape: ModelShape, launch: dict[str, Any], prompt: int | None) -> Plan:
-    return plan_training(
-        config,
-        shape,
-        num_processes=launch.get("processes", 1),
-        sharded=launch.get("sharded", False),
-        device_memory=launch.get("gpu_gib", 80),
-        prompt_tokens=prompt,
-    )
 
 
 @dataclass(frozen=True)

@@ -83,11 +83,6 @@ def lengths(questions: Sequence[Question]) -> str:
     return f"prompts of {min(sizes):,} to {max(sizes):,} characters, median {statistics.median(sizes):,.0f}"
 
 
-def most_tokens(questions: Sequence[Question]) -> int:
-    """No byte-level tokenizer makes more tokens of a prompt than it has bytes."""
-    return max(len(text_of(question).encode()) for question in questions)
-
-
 def text_of(question: Question) -> str:
     """The prompt without a template."""
     prompt = question.prompt

@@ -123,7 +123,7 @@ def drawn_as(page: str) -> str:
 
 
 def launch_of(scale: str) -> dict[str, Any]:
-    """On what the scale's runs are made, where the file says: processes of each, sharded or not, GiB of a GPU."""
+    """On what the scale's runs are made, where the file says: processes of each, sharded or not."""
     return read()["scales"][scale].get("launch", {})
 
 

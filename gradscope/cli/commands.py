@@ -62,7 +62,7 @@ EXAMPLES = {
     "tune": ("runs/checkpoint-500 rollouts.jsonl --out tuned",),
     "train": (
         "--preset kk-embedded --reweight-alpha 0.3 --out runs/reweight",
-        "--preset kk-qwen2.5-3b --plan --device-memory 80",
+        "--preset kk-embedded --lopti-eta 0.5 --out runs/lopti --resume",
     ),
     "evaluate": ("runs/checkpoint-500 --task math --data math500.parquet --k 16 --out evaluated",),
 }

@@ -1,4 +1,4 @@
-"""The command `gradscope train`: one run of GRPO or REINFORCE++ in one folder, or what it would take."""
+"""The command `gradscope train`: one run of GRPO or REINFORCE++ in one folder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from gradscope.cli.flags import check_no_plan, quiet_transformers
+from gradscope.cli.flags import quiet_transformers
 from gradscope.errors import InputError, first_line
-from gradscope.tasks import get_task
 from gradscope.trainer import TrainConfig
 
 TOLD = {"reward_mean": "reward", "accuracy": "accuracy"}
@@ -29,8 +28,8 @@ class Train:
     what TensorBoard reads.
     """
 
-    out: Path | None = None
-    """Folder of the run; needed unless --plan."""
+    out: Path
+    """Folder of the run."""
     preset: str | None = None
     """Settings to start from, which the flags below change: kk-embedded, kk-qwen2.5-3b, …."""
     config: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
@@ -38,12 +37,6 @@ class Train:
     """Go on from the newest checkpoint in OUT, or from the start if there is none."""
     overwrite: bool = False
     """Replace a run in OUT."""
-    plan: bool = False
-    """Only print the memory, tokens, FLOPs and seconds of a step; no weights are loaded, nothing is written."""
-    device_memory: float | None = None
-    """With --plan: memory of one GPU in GiB, by default 80."""
-    machine: str | None = None
-    """With --plan: estimate for another GPU, h200, h100 or a100; none: this machine, by a short pilot."""
 
     @staticmethod
     def defaults(args: Sequence[str]) -> dict[str, Any]:
@@ -57,15 +50,9 @@ class Train:
             return {}
         from gradscope.trainer import get_preset
 
-        return {"default": Train(preset=given, config=get_preset(given))}
+        return {"default": Train(tyro.MISSING, given, get_preset(given))}
 
     def run(self) -> None:
-        if self.plan:
-            self._plan()
-            return
-        check_no_plan(machine=self.machine, device_memory=self.device_memory)
-        if self.out is None:
-            raise InputError("--out is missing; give the folder of the run")
         from gradscope.trainer import train
 
         quiet_transformers()
@@ -84,17 +71,6 @@ class Train:
                 task += f" --{name} {' '.join(map(str, values))}"
         print(f"next: gradscope evaluate {last} {task} --out DIR")
 
-    def _plan(self) -> None:
-        from gradscope.gradients import shape_of
-        from gradscope.trainer import find_lengths, plan_training, step_rates
-
-        memory = 80.0 if self.device_memory is None else self.device_memory
-        if not 0 < memory < float("inf"):
-            raise InputError(f"--device-memory is {memory}; give the GiB of one GPU")
-        shape, questions = shape_of(self.config.model), _count_questions(self.config)
-        rates = step_rates(self.config, shape, find_lengths(self.config, shape), self.machine)
-        print(plan_training(self.config, shape, device_memory=memory, questions=questions, rates=rates))
-
 
 def _sum_up(metrics: Path) -> list[str]:
     """The first and the last rewards and accuracies; InputError where the file is gone or damaged."""
@@ -109,13 +85,3 @@ def _sum_up(metrics: Path) -> list[str]:
         raise InputError(
             f"all steps are done, but {metrics} cannot be read ({first_line(error)}); delete the damaged lines"
         ) from error
-
-
-def _count_questions(config: TrainConfig) -> int | None:
-    """Rows of the data; None where a plan does not need them, or is made before they are there."""
-    from gradscope.trainer import Questions
-
-    try:
-        return None if config.epochs is None else len(Questions(get_task(config.task), config).stored)
-    except InputError:
-        return None

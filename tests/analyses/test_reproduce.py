@@ -191,7 +191,7 @@ def test_no_question_of_the_test_is_trained_on():
 @pytest.fixture
 def several(tiny, tmp_path, monkeypatch):
     """The tiny scale, with two processes for each run."""
-    tiny.write_text(TINY + "[scales.tiny.launch]\nprocesses = 2\nsharded = false\ngpu_gib = 1\n", encoding="utf-8")
+    tiny.write_text(TINY + "[scales.tiny.launch]\nprocesses = 2\nsharded = false\n", encoding="utf-8")
     experiments.read.cache_clear()
     for module, name in ((make_run, "WORK"), (make_run, "RUNS")):
         monkeypatch.setattr(module, name, tmp_path / name.lower())

@@ -548,16 +548,6 @@ def test_what_sample_cannot_do_is_refused_in_one_line(run, model, prompts, tmp_p
     assert not (tmp_path / "out.jsonl").exists()
 
 
-# train
-
-
-def test_a_plan_is_made_for_gpus_of_any_size(run):
-    plan = ("train", "--preset", "kk-qwen2.5-7b", "--plan", "--machine", "h200", "--device-memory")
-    assert "On GPUs of 24 GiB" in run(*plan, 24).out
-    for size in ("0", "nan", "inf"):
-        assert_one_line(run(*plan, size), "--device-memory is")
-
-
 # demo
 
 

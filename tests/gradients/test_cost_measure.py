@@ -6,7 +6,7 @@ from support.policies import CONTEXT, HIDDEN, LAYERS, VOCAB, make_config, make_p
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from analyses.benchmarks.plan_memory import allocated_peak
+from analyses.benchmarks.token_gradients import allocated_peak
 from gradscope.gradients import (
     ModelShape,
     Response,
