@@ -34,12 +34,13 @@ import pandas as pd
 import torch
 import tyro
 
-from analyses.benchmarks.estimates import sample_responses
 from analyses.benchmarks.real_size import processor
 from analyses.benchmarks.real_size_policy import write_checkpoint
 from gradscope.gradients import MeasureSettings, TableMeasurement, join_responses
-from gradscope.policy import load_policy
+from gradscope.policy import Policy, load_policy
 from gradscope.rollouts import Response, TokenBatch, collate
+from gradscope.sampling import HFSampler, batch_rows, rollout_rows
+from gradscope.tasks import draw_questions, get_task
 
 WAYS = {
     "float32": ("float32", False),
@@ -65,6 +66,22 @@ class Options:
     """Measured ones of the larger policy."""
     out: Path | None = None
     """CSV to write."""
+
+
+def sample_responses(policy: Policy, questions: int) -> TokenBatch:
+    """A response to each of some puzzles."""
+    task = get_task("knights-knaves-compact")
+    rows = rollout_rows(
+        policy,
+        draw_questions(task, questions, seed=0),
+        sampler=HFSampler(policy, progress=False),
+        n=1,
+        temperature=0.7,
+        max_new_tokens=256,
+        seed=0,
+        task=task,
+    )
+    return batch_rows(rows, on_policy=True)
 
 
 def embedded_case(folder: Path, options: Options) -> tuple[TokenBatch, None]:

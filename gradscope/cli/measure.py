@@ -41,8 +41,6 @@ from gradscope.gradients import (
     PARAMETERS,
     PILOT,
     SAMPLING_PROBABILITY,
-    SUM_ERRORS,
-    SUMS,
     MeasurePlan,
     MeasureSettings,
     Round,
@@ -50,7 +48,6 @@ from gradscope.gradients import (
     SumsPlan,
     TableMeasurement,
     describe_seconds,
-    interval_norms,
     join_rounds,
     measure_rounds,
     plan_batch_sums,
@@ -70,13 +67,12 @@ from gradscope.policy import (
     read_adamw_state,
 )
 from gradscope.rollouts import Dump, TokenBatch, keep_own_step
-from gradscope.runs import RunFolder, write_parquet_parts, write_text
+from gradscope.runs import RunFolder, write_parquet_parts
 
 SUMMARY, THEORY = "figures/summary.txt", "figures/theory.txt"
 """Where in its folder a run keeps the summary that it prints, and what --theory adds."""
 SUMMARIZED = ("response", "group", "interval", "weight", "log_one_minus_prob", SAMPLING_PROBABILITY, PARAMETERS)
-SUMMARIZED += (*SUMS, *SUM_ERRORS)
-"""Columns on which the manifest and interval_norms.csv rest."""
+"""Columns on which the manifest rests."""
 
 
 def describe_speedup(speedup: float) -> str:
@@ -99,8 +95,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
     rollouts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
     """JSONL or parquet, a row per response, or a trainer's rollout log: a file, or a folder of them."""
     out: Path | None = None
-    """Folder for tokens.parquet, manifest.json, figures/ and, with estimates, interval_norms.csv; needed unless --plan.
-    A run that was interrupted is taken up again."""
+    """Folder for tokens.parquet, manifest.json and figures/; needed unless --plan. An interrupted run goes on."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
         default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
     )
@@ -235,10 +230,6 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             raise InputError("--theory is made with the figures; leave out --no-figures, or --theory")
         if self.constants < 0:
             raise InputError(f"--constants is {self.constants}; give 0 or more contexts")
-        if self.constants and self.settings.norms == "estimate":
-            raise InputError(
-                f"--constants is {self.constants}, which needs exact norms by layer; leave it out, or --norms"
-            )
 
     def make_plan(self) -> tuple[Policy, MeasurePlan]:
         """The policy, without weights, and what measuring it takes."""
@@ -288,8 +279,6 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             write_parquet_parts(folder.staged / TABLE, parts)
             known = parquet.read_schema(folder.staged / TABLE).names
             table = pd.read_parquet(folder.staged / TABLE, columns=[name for name in SUMMARIZED if name in known])
-            if measurement.estimate_plan is not None:
-                write_text(folder.staged / "interval_norms.csv", interval_norms(table).to_csv(index=False))
             sample = self._describe_sample(measurement, table, rounds, watch)
             folder.publish(self._manifest(measured, table) | {"sample": sample})
         print(f"{len(table):,} tokens of {count} responses: {folder.folder / TABLE}")
@@ -300,8 +289,6 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         if resumed:
             print(f"taking up the unfinished run in {self.out}")
         print_notes(measurement.notes)
-        if measurement.estimate_plan is not None:
-            print(measurement.estimate_plan)
         if (minutes := measurement.settings.minutes) is not None:
             print(
                 f"measuring as large a sample of the {measurement.num_tokens:,} tokens as {minutes:g} minutes allow, "
@@ -414,7 +401,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             },
             logged=list(measurement.notes),
             tokens=len(table),
-            **describe_norms(measurement, table),
+            tokens_measured=int(table[PARAMETERS].notna().sum()),
         )
 
     def _describe_sample(
@@ -463,19 +450,8 @@ class MeasureOwn(Measure):
         settings = settle_minutes(self.settings, policy, device)
         known = self.optimizer_state or find_policy_state(policy)
         state, _, _ = read_step(policy, known, asked=self.optimizer_state is not None)
-        exact = settings.norms == "exact" and settings.metric is None
-        return replace(settings, metric="adamw") if state is not None and exact else settings
+        return replace(settings, metric="adamw") if state is not None else settings
 
     def read(self, policy: Policy) -> Dump:
         read_step(policy, self.optimizer_state, asked=True)  # refused here, not when all is measured
         return super().read(policy)
-
-
-def describe_norms(measurement: TableMeasurement, table: pd.DataFrame) -> dict[str, Any]:
-    """What the manifest says of the norms: how many tokens have one, and whether it is exact or estimated."""
-    known = int(table[PARAMETERS].notna().sum())
-    if measurement.estimate_plan is None:
-        return {"norms": "exact", "tokens_measured": known}
-    plan = asdict(measurement.estimate_plan)
-    plan = plan.pop("counts") | plan | {"in_words": str(measurement.estimate_plan)}
-    return {"norms": "estimate", "tokens_measured": 0, "tokens_estimated": known, "estimate": plan}

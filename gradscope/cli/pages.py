@@ -59,7 +59,6 @@ def make_facts(model: str, measured: Measured) -> dict[str, str]:
         "tokens measured": sample
         if isinstance(sample, str)
         else f"{sample['tokens_per_interval']:,} of each interval at most",
-        "norms": manifest["norms"],
         "precision, device": f"{manifest['dtype']}, {manifest['device']}",
         "self-check": check if isinstance(check, str) else ", ".join(f"{k} {v}" for k, v in check.items()),
         "gradscope": manifest["gradscope"],

@@ -104,7 +104,7 @@ def diagnose(
 
     policy, batch: or the paths that `load_policy` and `read_rollouts` take. changes: fields of DiagnosisSettings (loss,
     seed, minutes, …), each in the place of that in `settings`. table: of `measure(policy, batch, …)` with the settings'
-    loss and edges and the batch's temperatures; it may be of a sample of tokens or hold estimates; None: measured here.
+    loss and edges and the batch's temperatures; it may be of a sample of tokens; None: measured here.
     optimizer_state: what AdamW's `state_dict()` saved, or its file, which gives its metric and is what steps go on
     from; or an `AdamWState`, which gives the metric alone; None: no numbers in AdamW's metric, and steps are
     `settings.step`, else the paper's SGD.

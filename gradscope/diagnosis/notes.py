@@ -13,7 +13,6 @@ from gradscope.gradients import (
     LAYER,
     LOGITS,
     PARAMETERS,
-    SUMS,
     describe_reread,
     refuse_endless_weights,
     sampling_probabilities,
@@ -63,7 +62,6 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
            f"No token has π in {label}: its numbers are NaN.") for place, label in enumerate(labels)),
         (measured < size, "sampled-norms", f"The norms of {measured:,} of {size:,} tokens are known: sums over an "
          f"interval are its count times {mean}"),
-        (SUMS[1] in table, "estimated-norms", "Norms are estimates by random numbers, not exact."),
         (not second_moments, "no-optimizer",
          "No optimizer state: no summed gradient is AdamW-preconditioned, and steps go on from none."),
         (second_moments and not whole_state, "second-moments",

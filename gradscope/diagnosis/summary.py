@@ -19,7 +19,6 @@ from gradscope.gradients import (
     MeasureSettings,
     Way,
     interval_gradients,
-    interval_norms,
     sampling_probabilities,
 )
 from gradscope.intervals import interval_labels, summarize
@@ -36,14 +35,6 @@ PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
 LEGEND = """mean_norm: ‖g‖ of a token unweighted, with a 95 % interval over prompts; squared_share: of Σ‖w g‖²;
 gradient_norm: ‖G_a‖/‖G‖; gradient_share: ⟨G_a, G⟩/‖G‖²; half_cosine: of G_a between two halves of the prompts"""
 """What the columns of Summary.intervals are."""
-ESTIMATED = """rms_norm: root mean square of ‖g‖ unweighted; squared_share: of Σ‖w g‖²; …_se: standard error, of
-the random numbers and not of the choice of prompts; gradient_norm: ‖G_a‖/‖G‖; gradient_share: ⟨G_a, G⟩/‖G‖²;
-half_cosine: of G_a between two halves of the prompts"""
-"""The same where norms are estimates."""
-LEFT_OUT = (
-    "Left out, for they need exact norms of each layer: figure_2, layers_by_interval, norm_against_one_minus_prob, "
-    "fitted powers, and what Prop. 4.2 is worth."
-)
 ENOUGH = 30
 """Tokens below which a fitted power is not put into words."""
 
@@ -57,18 +48,13 @@ class Summary:
     gradients: IntervalGradients | None
     """None where the rollouts carry neither advantages nor rewards."""
     theory: TheoryReport | None
-    """None where too few tokens were measured to say anything, and where norms are estimates."""
-    estimated: bool = False
-    """Norms are estimates by random numbers."""
+    """None where too few tokens were measured to say anything."""
     parameters: str = "all parameters"
     """What norms and sums are over, in words."""
 
     def __str__(self) -> str:
         table = self.intervals.to_string(index=False, float_format="{:.3g}".format, na_rep="–")
-        legend = ESTIMATED if self.estimated else LEGEND
-        if self.estimated and "mean_norm" in self.intervals:
-            legend += "; mean_norm: of ‖g‖, with a 95 % interval over prompts"
-        parts = [self.sentences(), f"{table}\n{legend}"]
+        parts = [self.sentences(), f"{table}\n{LEGEND}"]
         if self.gradients is not None:
             if self.gradients.plan is not None and self.gradients.plan.way != "whole":
                 parts.append(f"{self.gradients.plan}.")
@@ -77,14 +63,12 @@ class Summary:
                 "Cosines between the intervals' summed gradients:",
                 matrix.to_string(float_format="{:.2f}".format, na_rep="–"),
             ]
-        if self.estimated:
-            parts.append(LEFT_OUT)
         return "\n\n".join(parts)
 
     def sentences(self) -> str:
         """The finding in words."""
         table = self.intervals
-        lines = self._estimated_norms(table) if self.estimated else self._norms(table)
+        lines = self._norms(table)
         if self.gradients is not None:
             lines += self._sums(table)
         return "\n".join(lines)
@@ -117,18 +101,6 @@ class Summary:
             lines.append(
                 f"Per token: one with π < ¼ has {ratio:.1f} times the gradient norm of one with π ≥ ¾ on average "
                 f"({norms}, {self.parameters}, unweighted)."
-            )
-        return lines
-
-    def _estimated_norms(self, table: pd.DataFrame) -> list[str]:
-        """The same from estimates: root mean squares, for these are known of every interval."""
-        low, high = table.iloc[0], table.iloc[-1]
-        lines = [f"Norms are ESTIMATES, over {self.parameters}, of {int(table['tokens'].sum()):,} response tokens."]
-        if np.isfinite(low["rms_norm"]) and high["rms_norm"] > 0:
-            norms = " against ".join(f"{row['rms_norm']:.3g} ± {row['rms_norm_se']:.2g}" for row in (low, high))
-            lines.append(
-                f"In the root mean square, a token with π < ¼ has {low['rms_norm'] / high['rms_norm']:.1f} times the "
-                f"gradient norm of one with π ≥ ¾ ({norms}, ± one standard error, unweighted)."
             )
         return lines
 
@@ -201,8 +173,6 @@ def summarize_measurement(
     constants = None
     if contexts:
         table, constants = add_constants(policy, batch, table, contexts, progress=progress)
-    if settings.norms == "estimate":
-        return Summary(estimated_summary(table, gradients, seed=rng), gradients, None, estimated=True, parameters=over)
     try:
         theory = theory_report(table, constants, vocab_size=policy.vocab_size, seed=rng)
     except InputError:  # Too few tokens measured for a fit; the rest of the summary stands.
@@ -250,17 +220,6 @@ def interval_summary(table: pd.DataFrame, gradients: IntervalGradients | None, *
     return out
 
 
-def estimated_summary(table: pd.DataFrame, gradients: IntervalGradients | None, *, seed: Seed = 0) -> pd.DataFrame:
-    """`interval_summary` from estimates: rms_norm and squared_share with their errors; mean_norm if there are draws."""
-    out, norms = _mean_norms(table, seed).drop(columns="measured"), interval_norms(table)
-    if out["mean_norm"].isna().all():
-        out = out.drop(columns=["mean_norm", "norm_lower", "norm_upper"])
-    out = out.join(norms[["rms_norm", "rms_norm_se"]])
-    if gradients is not None:
-        out = out.join([norms[["squared_share", "squared_share_se"]], _gradient_columns(gradients)])
-    return out
-
-
 def _mean_norms(table: pd.DataFrame, seed: Seed) -> pd.DataFrame:
     drawn = {"probabilities": sampling_probabilities(table)}
     mean = summarize(table[PARAMETERS], table["interval"], table["group"], seed=seed, statistic="mean", **drawn)
@@ -293,7 +252,7 @@ def write_figures(
 
     folder.mkdir(parents=True, exist_ok=True)
     over = {"parameters": summary.parameters}
-    draw = {} if summary.estimated else {"layers_by_interval": lambda: plots.plot_layers_by_interval(table, **over)}
+    draw = {"layers_by_interval": lambda: plots.plot_layers_by_interval(table, **over)}
     if summary.gradients is not None:
         norms = summary.gradients.table.assign(paper=PAPER_NORMS)
         draw["figure_1"] = lambda: plots.plot_figure_1(table, norms)

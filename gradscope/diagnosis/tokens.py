@@ -22,7 +22,7 @@ import pandas as pd
 from jaxtyping import Float
 
 from gradscope.diagnosis.result import BoundMargins, join_rows, make_rows
-from gradscope.gradients import LAYER, LOGITS, PARAMETERS, SUMS, sampling_probabilities, stands_for
+from gradscope.gradients import LAYER, LOGITS, PARAMETERS, sampling_probabilities, stands_for
 from gradscope.intervals import interval_shares, summarize
 from gradscope.resampling import (
     BITS,
@@ -86,25 +86,17 @@ def weighted_norms(table: pd.DataFrame, norm: str = PARAMETERS) -> Float[np.ndar
 
 
 def sum_by_prompt(table: pd.DataFrame, num_intervals: int, norm: str = PARAMETERS) -> PromptSums:
-    """The sums of a token table whose weights are known; estimates (norms="estimate") count every token as measured.
-
-    norm: the column of ‖g‖.
-    """
+    """The sums of a token table whose weights are known. norm: the column of ‖g‖."""
     cell = prompt_clusters(table) * num_intervals + table["interval"].to_numpy(np.int64)
     size = (int(cell.max()) // num_intervals + 1) * num_intervals
 
-    def total(values: np.ndarray, where: np.ndarray = cell) -> Matrix:
-        return np.bincount(where, values, minlength=size).reshape(-1, num_intervals)
+    def total(values: np.ndarray) -> Matrix:
+        return np.bincount(cell, values, minlength=size).reshape(-1, num_intervals)
 
     weight = table["weight"].to_numpy(np.float64)
     tokens = total(np.ones(len(table)))
     amounts = (weight * np.exp(table["log_one_minus_prob"].to_numpy(np.float64))) ** 2
     predicted = total(amounts)
-    if SUMS[1] in table:
-        # One number per response and interval, repeated in each of its rows.
-        first = ~table.duplicated(["response", "interval"]).to_numpy()
-        squares = total(table.loc[first, SUMS[1]].to_numpy(np.float64), cell[first])
-        return PromptSums(tokens, tokens, squares, predicted)
     squares = weighted_norms(table, norm) ** 2
     known, probabilities = ~np.isnan(squares), sampling_probabilities(table)
     measured, squares = total(known.astype(float)), np.where(known, squares, 0.0)

@@ -158,8 +158,8 @@ def prompts_to_decide(odds: float, prompts: int) -> int | None:
 
 
 def energy_words(d: Diagnosis, metric: str) -> str:
-    """The name of Σ‖w·g‖² in this metric; estimated, where norms are."""
-    guessed = {"raw": "estimated-norms", "adamw": "signs"}[metric] in {getattr(note, "kind", "") for note in d.notes}
+    """The name of Σ‖w·g‖² in this metric; estimated, where random signs tell it."""
+    guessed = metric == "adamw" and "signs" in {getattr(note, "kind", "") for note in d.notes}
     return f"estimated {ENERGY[metric]}" if guessed else ENERGY[metric]
 
 

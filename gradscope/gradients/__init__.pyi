@@ -24,7 +24,6 @@ from .engine.products import Precision as Precision
 from .engine.results import SelfCheck as SelfCheck, TokenGradients as TokenGradients
 from .engine.self_check import check_engine as check_engine
 from .engine.stack import SequenceTokens as SequenceTokens
-from .estimates import SUM_ERRORS as SUM_ERRORS, SUMS as SUMS, interval_norms as interval_norms
 from .hooks import (
     capture_activations as capture_activations,
     capture_gradients as capture_gradients,

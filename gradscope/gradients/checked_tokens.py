@@ -16,7 +16,7 @@ def choose_checked(
 ) -> np.ndarray:
     """True for CHECKED_EACH random tokens of each interval, or all of one that has fewer; then as in `lighten_check`.
 
-    parameters: of the policy; 0: every token costs the same.
+    parameters: of the policy.
     """
     chosen = np.zeros(len(intervals), dtype=bool)
     for interval in np.unique(intervals):

@@ -65,13 +65,6 @@ class MeasureSettings:
     elsewhere; for common decoders alone. The self-check says by how much the norms err."""
     self_check: bool = True
     """Recompute some tokens of every interval by plain autograd first, and stop if they differ."""
-    norms: Literal["exact", "estimate"] = "exact"
-    """estimate: randomized estimates of norms over all parameters, with standard errors, where exact ones cost too
-    much; no per-layer norms. The cost decides what is estimated, unless passes or draws are given: then these alone."""
-    passes: int | None = None
-    """Estimates: passes of random signs, for each interval's mean squared norm."""
-    draws: int | None = None
-    """Estimates: draws of forward mode, for every token's own norm (32: 12.5 % off, 128: 6.3 %)."""
 
 
 def check_chunks(chunk_rows: int | None, chunk_memory: int) -> None:
@@ -95,19 +88,6 @@ def check_settings(settings: MeasureSettings) -> None:
         raise InputError(f"advantage_eps is {settings.advantage_eps}; give a finite number, 0 or more")
     if settings.seed < 0:
         raise InputError(f"seed is {settings.seed}; give 0 or more")
-    if settings.norms not in ("exact", "estimate"):
-        raise InputError(f"norms is {settings.norms!r}; known are exact and estimate; give one of them")
-    if settings.norms == "exact":
-        given = [f"{name} is {n}" for name in ("passes", "draws") if (n := getattr(settings, name)) is not None]
-        if given:
-            raise InputError(f"{given[0]}, but norms are exact; leave it out, or give --norms estimate")
-    elif given := [
-        name for name in ("tokens_per_interval", "minutes", "per_module", "metric", "fast") if _is_given(settings, name)
-    ]:
-        raise InputError(
-            f"{given[0]} is given and norms are estimates, which are of every token and of all parameters at once; "
-            "leave it out, or give --norms exact"
-        )
     settings.loss.check()
 
 
@@ -123,10 +103,6 @@ def _check_minutes(settings: MeasureSettings) -> None:
             f"minutes is {settings.minutes:g} and tokens_per_interval {settings.tokens_per_interval}, and each says "
             "how many tokens to measure; give one of the two"
         )
-
-
-def _is_given(settings: MeasureSettings, name: str) -> bool:
-    return getattr(settings, name) not in (*CHOSEN_HERE, False)
 
 
 def settle_sample(
@@ -145,7 +121,7 @@ def settle_sample(
     each, all_up_to = BUDGET // intervals, BUDGET
     if settings.tokens_per_interval == "enough":
         each = all_up_to = min(each, max(ENOUGH, EACH_PROMPT * num_prompts))
-    sampled = settings.norms == "exact" and settings.minutes is None and num_tokens > all_up_to
+    sampled = settings.minutes is None and num_tokens > all_up_to
     return replace(settings, tokens_per_interval=each if sampled else None)
 
 
@@ -155,7 +131,7 @@ def settle_minutes(settings: MeasureSettings, policy: Policy, device: str) -> Me
     Large is above LARGE parameters: what takes hours to measure as a whole.
     """
     chosen = settings.tokens_per_interval in ("auto", "enough")
-    if not chosen or settings.minutes is not None or settings.norms != "exact":
+    if not chosen or settings.minutes is not None:
         return settings
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     large = parameters > LARGE["cpu" if device == "cpu" else "gpu"]

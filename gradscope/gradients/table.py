@@ -28,15 +28,12 @@ from gradscope.gradients.columns import (
     backward_columns,
     gradient_columns,
     identify_tokens,
-    known_advantages,
     to_frame,
 )
 from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.results import SelfCheck, TokenGradients
 from gradscope.gradients.engine.self_check import check_engine
-from gradscope.gradients.estimate_plan import EstimatePlan, check_estimates, plan_estimate
-from gradscope.gradients.estimates import estimate_response
 from gradscope.gradients.hooks import measuring
 from gradscope.gradients.logged import ContradictionWarning, note_logged
 from gradscope.gradients.rounds import Stopwatch, join_rounds, measure_rounds
@@ -102,8 +99,6 @@ class TableMeasurement:
         self._tokens, self._chunks = tokens, {"rows": chunk_rows, "memory": chunk_memory}
         self.check: SelfCheck | None = None
         """What the self-check found; None before entering, and where it was switched off."""
-        self.estimate_plan = self._plan_estimate() if settings.norms == "estimate" else None
-        """What is estimated, and why; None for exact norms."""
         self.pass_seconds: float | None = None
         """That a forward pass over the batch took in one process; None before entering."""
         self.notes: tuple[Note, ...] = ()
@@ -226,7 +221,7 @@ class TableMeasurement:
         if self._tokens is not None:
             return np.isin(np.arange(self.num_tokens), self._tokens.cpu().numpy())
         if each is None and self.settings.minutes is None:
-            return np.full(self.num_tokens, self.estimate_plan is None)
+            return np.ones(self.num_tokens, dtype=bool)
         norms, weights = (self.statistics.columns[name].numpy() for name in ("logit_grad_norm", "weight"))
         sizes = token_sizes(self.settings.sample, self.statistics.intervals, norms, weights)
         self.sample = TokenSample(self.statistics.intervals, len(self.edges) - 1, sizes, generator)
@@ -245,15 +240,8 @@ class TableMeasurement:
     def _self_check(self, generator: np.random.Generator) -> SelfCheck:
         """Compare tokens of every interval that has any with plain autograd. Raises SelfCheckError."""
         known, size = self.statistics, sum(p.numel() for p in self.policy.model.parameters())
-        exact = self.estimate_plan is None
-        chosen = choose_checked(
-            known.intervals, known.responses, known.prefixes, generator, parameters=size if exact else 0
-        )
-        if exact:
-            return check_engine(self.meter, [s for s in cut_sequences(self.batch, chosen) if s.lengths])
-        rows = known.responses[chosen]
-        picks = list(zip(rows.tolist(), (chosen.nonzero()[0] - known.bounds[rows]).tolist(), strict=True))
-        return check_estimates(self.policy.model, self.batch, picks, self.estimate_plan.counts, seed=self.settings.seed)
+        chosen = choose_checked(known.intervals, known.responses, known.prefixes, generator, parameters=size)
+        return check_engine(self.meter, [s for s in cut_sequences(self.batch, chosen) if s.lengths])
 
     def _frame(self, row: int, gradients: TokenGradients) -> pd.DataFrame:
         """One response's rows of the table."""
@@ -267,33 +255,9 @@ class TableMeasurement:
             columns[SAMPLING_PROBABILITY] = self._probabilities[mine].astype(np.float32)
         modules = self.meter.module_names if self.settings.per_module else ()
         columns |= {LOGITS: logit_grad_norm} | gradient_columns(gradients, modules)
-        if self.estimate_plan is not None:
-            columns |= self._estimate(row)
         if self.settings.metric is not None and ADAMW not in columns:
             columns[ADAMW] = torch.full_like(columns[PARAMETERS], float("nan"))
         return to_frame(columns)
-
-    def _estimate(self, row: int) -> dict[str, Tensor]:
-        """The columns that are estimates; a response's random numbers depend on the seed and on its row alone."""
-        return estimate_response(
-            self.policy.model,
-            self.batch.select([row]),
-            torch.from_numpy(self.statistics.intervals[self.statistics.span(row)]).long(),
-            self.statistics.of(row)["weight"],
-            self.estimate_plan.counts,
-            seed=(self.settings.seed, row),
-            memory=self._chunks["memory"],
-        )
-
-    def _plan_estimate(self) -> EstimatePlan:
-        return plan_estimate(
-            self.policy.model,
-            self.batch,
-            passes=self.settings.passes,
-            draws=self.settings.draws,
-            intervals=len(self.edges) - 1,
-            weighted=not bool(known_advantages(self.batch)[self.batch.response_mask].isnan().all()),
-        )
 
 
 @checked
@@ -313,7 +277,7 @@ def measure(
 
     policy, batch: or the paths that `load_policy` and `read_rollouts` take. settings: the fields of MeasureSettings
     (`temperature`, `tokens_per_interval`, `minutes`, `sample`, `loss`, `advantage_eps`, `seed`, `per_module`, `metric`,
-    `fast`, `self_check`, `norms`, `passes`, `draws`). tokens: indices into the kept tokens in the table's order; only
+    `fast`, `self_check`). tokens: indices into the kept tokens in the table's order; only
     these get a backward pass. optimizer_state: for metric="adamw"; or the file of an AdamW state_dict. edges: of the
     intervals of π. chunk_rows (positions × tokens; None: as suits the policy) and chunk_memory (bytes): how much one
     batched backward carries; they change speed, memory and rounding only.
@@ -326,9 +290,6 @@ def measure(
     token gradient of log π unweighted: `logit_grad_norm` (with respect to logits / T), `act_grad_norm.0` …
     `act_grad_norm.L`, `param_grad_norm`; with metric="adamw" `param_grad_norm_adamw`. What the token really contributes
     is `weight · norm`.
-
-    With norms="estimate" `param_grad_norm` is an unbiased estimate, `act_grad_norm.*` is NaN, and
-    `norm_estimates.estimate_response` says what the further columns are; `norm_estimates.interval_norms` sums them up.
 
     Raises InputError for a batch that does not fit the policy, SelfCheckError if the engine cannot be trusted on it;
     warns where logged log-probabilities fit another temperature or a truncated distribution better. What a
@@ -381,8 +342,6 @@ def _check_tokens(tokens: Tensor | None, settings: MeasureSettings, count: int) 
         return
     if settings.minutes is not None:
         raise InputError("tokens are given and minutes too, and each says what to measure; give one")
-    if settings.norms == "estimate":
-        raise InputError("tokens are given and norms are estimates, which serve every token at once; give one")
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < count:
         raise InputError(
             f"tokens holds indices from {int(tokens.min())} to {int(tokens.max())}; the response tokens that "

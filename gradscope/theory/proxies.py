@@ -15,7 +15,7 @@ import pandas as pd
 from jaxtyping import Bool, Float
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients import ADAMW, LAYER, LOGITS, PARAMETERS, SUMS, sampling_weights
+from gradscope.gradients import ADAMW, LAYER, LOGITS, PARAMETERS, sampling_weights
 from gradscope.resampling import Seed, bootstrap, prompt_clusters
 from gradscope.theory.gains import FLOOR, quantities, require_columns
 
@@ -64,8 +64,6 @@ def judge_proxies(
         proxies["last layer's ‖δ‖"] = table[layers[-1]].to_numpy(np.float64)
     norms = {name: table[name].to_numpy(np.float64) for name in [*names, ADAMW] if name in table}
     norms = {name: norm for name, norm in norms.items() if not np.isnan(norm).all()}
-    if SUMS[1] in table:
-        raise InputError("the table's norms are estimates, so that no proxy can be judged; measure exact ones")
     if not norms or np.isfinite(norms.get(PARAMETERS, np.empty(0))).sum() < FEWEST:
         raise InputError(f"fewer than {FEWEST} tokens have a measured norm; measure more to judge proxies")
     clusters, counts = prompt_clusters(table), sampling_weights(table)

@@ -22,7 +22,7 @@ from support.policies import CONTEXT, VOCAB, make_policy, make_responses, save_c
 from support.processes import Command
 
 from gradscope.cli.sample import Sample
-from gradscope.gradients import TableMeasurement, interval_norms, measure
+from gradscope.gradients import TableMeasurement, measure
 from gradscope.gradients.engine import autograd as graph_body, norms as rules
 from gradscope.gradients.engine.decoder import block as decoder_block
 from gradscope.objective import LossSettings
@@ -112,51 +112,6 @@ def test_the_flags_reach_the_measurement(run, model, rollouts, tmp_path):
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["self_check"] == "off" and manifest["dtype"] == "float64" and manifest["seed"] == 3
     assert manifest["tokens_measured"] < manifest["tokens"]
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_estimates_are_labelled_as_such_everywhere(run, model, rollouts, tmp_path):
-    out, flags = tmp_path / "out", ["--norms", "estimate", "--passes", 3, "--draws", 2, "--seed", 4]
-    outcome = run("measure", model, rollouts, "--out", out, *flags)
-    assert (outcome.status, outcome.err) == (0, "")
-    assert outcome.out.startswith("norms are estimates: 3 passes of random signs for the intervals, 2 draws of forward")
-    assert "exact norms cost less: leave out --norms estimate" in outcome.out
-    policy = load_policy(model)
-    expected = measure(policy, read_rollouts(rollouts, policy), norms="estimate", passes=3, draws=2, seed=4)
-    table = pd.read_parquet(out / "tokens.parquet")
-    pd.testing.assert_frame_equal(table, expected)
-    norms = pd.read_csv(out / "interval_norms.csv")
-    pd.testing.assert_frame_equal(norms, interval_norms(table), check_dtype=False)
-    manifest = json.loads((out / "manifest.json").read_text())
-    assert (manifest["norms"], manifest["seed"]) == ("estimate", 4)
-    assert (manifest["tokens_measured"], manifest["tokens_estimated"]) == (0, len(table))
-    plan = manifest["estimate"]
-    assert (plan["passes"], plan["draws"], plan["reason"]) == (3, 2, "as asked")
-    assert plan["in_words"] in outcome.out and plan["exact_cost"] > 0
-    summary = (out / "figures" / "summary.txt").read_text()
-    assert "Norms are ESTIMATES" in summary and "Left out, for they need exact norms" in summary
-    pictures = {p.stem for p in (out / "figures").glob("*.png")}
-    assert pictures == {"figure_1", "cosines"} == {p.stem for p in (out / "figures").glob("*.csv")}
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_estimates_are_taken_up_to_the_same_numbers(run, model, rollouts, tmp_path, monkeypatch):
-    flags = [*QUICK, "--norms", "estimate", "--passes", 2, "--draws", 2]
-    assert run("measure", model, rollouts, "--out", tmp_path / "whole", *flags).status == 0
-    right, out = run_folder.RunFolder.write_part, tmp_path / "out"
-
-    def write(folder, index, frame):
-        if index == 3:
-            raise OSError(28, "No space left on device")
-        right(folder, index, frame)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run_folder.RunFolder, "write_part", write)
-        assert run("measure", model, rollouts, "--out", out, *flags).status == 1
-    assert len(list((out / ".partial").glob("part-*"))) == 3
-    assert "taking up" in run("measure", model, rollouts, "--out", out, *flags).out
-    for name in ("tokens.parquet", "interval_norms.csv"):
-        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 # What is refused.
@@ -305,12 +260,6 @@ def test_rollouts_that_cannot_be_used_are_refused_in_one_line(run, model, tmp_pa
         (["--tokens-per-interval", "0"], "tokens_per_interval is 0"),
         (["--tokens-per-interval", "-4"], "tokens_per_interval is -4"),
         (["--seed", "-1"], "seed is -1"),
-        (["--draws", "8"], "draws is 8, but norms are exact"),
-        (["--norms", "estimate", "--passes", "0"], "passes is 0; give 1 to"),
-        (["--norms", "estimate", "--draws", "0"], "draws is 0; give 1 to"),
-        (["--norms", "estimate", "--draws", "1000000000000000000"], "draws is 1000000000000000000; give 1 to"),
-        (["--norms", "estimate", "--tokens-per-interval", "9"], "tokens_per_interval is given and norms are estimates"),
-        (["--norms", "estimate", "--constants", "2"], "--constants is 2, which needs exact norms"),
         (["--reweight-alpha", "2"], "reweight_alpha is 2"),
         (["--chunk-memory", "0"], "chunk_memory is 0"),
         (["--chunk-memory", "9" * 26], "9; give 1 or more, and less than 2⁶³"),

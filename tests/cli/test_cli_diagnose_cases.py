@@ -111,11 +111,3 @@ def test_of_a_stratified_sample_the_sums_are_scaled_and_the_page_says_how_many_n
     assert f"The norms of {len(known)} of {len(table)} tokens are known" in page and "3 of each interval" in page
     found = [share for share in value(statistics, "squared_share") if share == share]
     assert found == pytest.approx(shares_by_hand(table), rel=1e-5)
-
-
-def test_estimated_norms_are_called_so(diagnosed, tmp_path):
-    table, statistics, page = diagnosed(native_rows(), "--norms", "estimate", "--passes", "2", "--draws", "4")
-    assert "Norms are estimates by random numbers, not exact." in page
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["norms"] == "estimate"
-    assert table["act_grad_norm.1"].isna().all() and table["param_grad_norm"].notna().all()
-    assert np.nansum(value(statistics, "squared_share")) == pytest.approx(1.0)

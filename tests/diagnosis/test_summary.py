@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -11,7 +9,7 @@ from support.policies import make_batch, make_policy
 
 from gradscope.diagnosis import Summary, interval_summary, summarize_measurement, write_figures
 from gradscope.diagnosis.summary import add_constants
-from gradscope.gradients import MeasureSettings, interval_norms, measure
+from gradscope.gradients import MeasureSettings, measure
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 
@@ -85,30 +83,6 @@ def test_the_sentences_say_what_the_columns_hold(summary, table):
     below = summary.theory.powers.query("quantity != 'logit_grad_norm' and tokens >= 30").sort_values("slope")
     ends = [f"{r.slope:.2f}" for r in below.iloc[[0, -1]].itertuples()]
     assert f"(1−π)^s with s from {ends[0]} to {ends[1]} by layer" in summary.theory_words()
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("counts", [{"passes": 2}, {"passes": 2, "draws": 2}])
-def test_of_estimates_it_says_root_mean_squares_with_their_errors(policy, batch, counts, tmp_path):
-    settings = MeasureSettings(norms="estimate", self_check=False, **counts)
-    table = measure(policy, batch, norms="estimate", self_check=False, **counts)
-    summary, norms = summarize_measurement(policy, batch, table, settings), interval_norms(table)
-    shown = ["rms_norm", "rms_norm_se", "squared_share", "squared_share_se"]
-    pd.testing.assert_frame_equal(summary.intervals[shown], norms[shown])
-    assert ("mean_norm" in summary.intervals) == ("draws" in counts)
-    assert summary.theory is None and "measured" not in summary.intervals
-    (low, low_se), (high, high_se) = (norms.loc[a, ["rms_norm", "rms_norm_se"]] for a in (0, 3))
-    text = summary.sentences()
-    assert text.startswith(f"Norms are ESTIMATES, over all parameters, of {len(table)} response tokens.")
-    assert f"{low / high:.1f} times" in text and f"({low:.3g} ± {low_se:.2g} against {high:.3g} ± {high_se:.2g}" in text
-    assert "Summed: of this batch's gradient" in text and "nan" not in str(summary)
-    assert ("mean_norm: of ‖g‖" in str(summary)) == ("draws" in counts) and "Prop. 4.2 on these" not in str(summary)
-    write_figures(tmp_path, policy, table, summary)
-    assert {p.stem for p in tmp_path.glob("*.png")} == {"figure_1", "cosines"}
-    bare = replace(batch, rewards=None)
-    table = measure(policy, bare, norms="estimate", self_check=False, **counts)
-    summary = summarize_measurement(policy, bare, table, settings)
-    assert "squared_share" not in summary.intervals and "rms_norm" in summary.intervals
 
 
 def test_the_figures_and_the_summary_are_written_with_their_numbers(policy, batch, table, summary, tmp_path):

@@ -16,7 +16,7 @@ from support.steps import warm_state
 from support.tiers import every
 
 from gradscope.diagnosis import DiagnosisSettings, diagnose
-from gradscope.errors import InputError, SelfCheckError
+from gradscope.errors import SelfCheckError
 from gradscope.gradients import ADAMW, PARAMETERS, TokenGradientMeter, measure, measuring
 from gradscope.gradients.engine.metric import AT_ONCE, Metric
 from gradscope.policy import AdamWState, Policy, float_parameters, load_policy
@@ -105,8 +105,6 @@ def test_tokens_that_are_not_measured_have_none_and_unknown_metrics_are_nan():
     unknown = replace(batch, rewards=None, advantages=None)
     assert measure(policy, unknown, metric="adamw", optimizer_state=state_of(policy))[ADAMW].isna().all()
     assert ADAMW not in measure(policy, batch)
-    with pytest.raises(InputError, match="metric is given and norms are estimates"):
-        measure(policy, batch, metric="adamw", norms="estimate")
 
 
 def test_the_self_check_sees_a_wrong_metric(monkeypatch):

@@ -146,7 +146,6 @@ def test_minutes_enough_for_all_give_the_table_of_all_and_none_those_of_the_firs
         ({"minutes": float("nan")}, "minutes is nan"),
         ({"minutes": float("inf")}, "minutes is inf"),
         ({"minutes": 2, "tokens_per_interval": 30}, "give one of the two"),
-        ({"minutes": 2, "norms": "estimate"}, "minutes is given and norms are estimates"),
     ],
 )
 def test_minutes_that_mean_nothing_are_refused(settings, words):
@@ -164,7 +163,6 @@ def test_a_large_policy_gets_minutes_where_nothing_was_asked_for(policy, monkeyp
         MeasureSettings(),  # --tokens-per-interval none
         MeasureSettings(tokens_per_interval=5),
         MeasureSettings(minutes=2, tokens_per_interval="auto"),
-        MeasureSettings(tokens_per_interval="auto", norms="estimate"),
     ):
         assert settle_minutes(given, policy, "cpu") == given
 

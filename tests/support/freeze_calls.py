@@ -19,7 +19,6 @@ def main(inputs: Path, out: Path) -> None:
     batch = gradscope.read_rollouts(inputs / "llama.jsonl", policy)
     table = gradscope.measure(policy, batch, per_module=True)
     table.to_parquet(out / "measure.parquet")
-    gradscope.measure(policy, batch, norms="estimate", passes=3, draws=4).to_parquet(out / "estimate.parquet")
     summed = gradscope.interval_gradients(policy, batch)
     summed.table.astype({"interval": str}).to_parquet(out / "interval_gradients.parquet")
     summed.cosines.rename(columns=str).to_parquet(out / "cosines.parquet")

@@ -348,7 +348,7 @@ def test_a_sample_of_norms_stands_for_all(case):
         for a in range(4):
             rows = np.flatnonzero(known["interval"] == a)
             sampled.loc[rng.permutation(rows)[: -(-2 * len(rows) // 3) :], "param_grad_norm"] = np.nan
-        judge = Judge(sampled, ["a", "b", "c", "d"], True, 0, 0.95, 1)
+        judge = Judge(sampled, ["a", "b", "c", "d"], 0, 0.95, 1)
         _, energy = judge.energies(known["policy_weight"].to_numpy(np.float64)[None])
         draws.append(energy["energy_share"][0, 0])
     exact = found.by_interval.loc[:3, "energy_share"].to_numpy()

@@ -135,10 +135,6 @@ def plan_batch(
     """
     check_settings(settings)
     check_chunks(chunk_rows, chunk_memory)
-    if settings.norms != "exact":
-        raise InputError(
-            f"a plan is of exact norms, and norms is {settings.norms!r}; a run with that says its own price"
-        )
     if processes < 1:
         raise InputError(f"processes is {processes}; give 1 or more")
     check_batch(policy, batch)

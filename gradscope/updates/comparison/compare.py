@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients import ADAMW, BACKWARD, FORWARD_MODE, SUMS, describe_reread, measure, note_logged
+from gradscope.gradients import ADAMW, BACKWARD, FORWARD_MODE, describe_reread, measure, note_logged
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import (
     COMPARED,
@@ -193,9 +193,7 @@ def compare(
         processes=processes,
         progress=progress,
     )
-    if estimated := SUMS[1] in table:
-        notes.append(Note("Norms are estimates of groups of tokens, so that no weighting's energy is known.", "energy"))
-    judge = Judge(table, labels, not estimated, seed, confidence, resamples)
+    judge = Judge(table, labels, seed, confidence, resamples)
     carried, energy = judge.energies(weights)
     if ADAMW in table and table[ADAMW].notna().any():
         carried, energy = (

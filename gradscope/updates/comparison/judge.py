@@ -26,8 +26,6 @@ class Judge:
 
     table: pd.DataFrame
     labels: Sequence[str]
-    norms_known: bool
-    """Whether `param_grad_norm` is of single tokens; estimates are of groups."""
     seed: int
     confidence: float
     resamples: int
@@ -63,7 +61,7 @@ class Judge:
 
         norm: the column of ‖g‖; end: of the numbers' names.
         """
-        norms = self.table[norm].to_numpy(np.float64) if self.norms_known else np.full(len(self.table), np.nan)
+        norms = self.table[norm].to_numpy(np.float64)
         known = ~np.isnan(norms)
         counts, norms = np.where(known, stands_for(self.table, known), 0.0), np.where(known, norms, 0.0)
         force = np.abs(weights) * norms
