@@ -17,7 +17,6 @@ from typing import Any
 import pandas as pd
 import torch
 
-from analyses.benchmarks.plan_time import make_sequences
 from analyses.common.measurements import keep
 from gradscope.gradients import (
     MeasureSettings,
@@ -25,6 +24,7 @@ from gradscope.gradients import (
     plan_batch,
 )
 from gradscope.policy import Policy, find_blocks
+from gradscope.rollouts import Response, TokenBatch, collate
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,13 @@ def measure(out: Path, *, rounds: int = 3) -> None:
 def cases() -> dict[tuple[str, int], Case]:
     """(what is varied, its value) → case."""
     return {(name, value): replace(Case(), **{name: value}) for name, values in VARIED.items() for value in values}
+
+
+def make_sequences(vocab: int, count: int, length: int) -> TokenBatch:
+    """Random ids, the first quarter of each sequence its prompt."""
+    ids = torch.randint(4, vocab, (count, length), generator=torch.Generator().manual_seed(1)).tolist()
+    start = length // 4
+    return collate([Response(row[:start], row[start:], group) for group, row in enumerate(ids)])
 
 
 def make_policy(case: Case) -> Policy:

@@ -8,15 +8,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
-from analyses.benchmarks import precisions
-from analyses.benchmarks.real_size_policy import write_checkpoint
 from analyses.benchmarks.token_gradients import METHODS, OUTSIDE, Options, benchmark
 from analyses.benchmarks.trainer import time_parts
 from analyses.benchmarks.trainer_loops import Size, finishing, random_workload
 from analyses.benchmarks.turns import Turns
-from gradscope.rollouts import Response, collate
 
 TINY = Size("tiny", vocab=64, hidden=16, heads=2, mlp=24, layers=2, questions=2, group=4, prompt=5, response=10)
 
@@ -83,20 +79,3 @@ def test_the_documented_speeds_are_those_of_their_csv():
         wanted += [own["fraction_of_floor"]["gradscope"]]
         found = [float(cell.rstrip("×").replace("–", "nan")) for cell in cells]
         np.testing.assert_allclose(found, wanted, rtol=0.006, atol=0.005)  # three digits, two after the point
-
-
-def test_precisions_are_compared_on_the_same_weights(monkeypatch):
-    def small(folder, options):
-        write_checkpoint(folder, "1m", torch.bfloat16, num_hidden_layers=2, vocab_size=500)
-        ids = torch.randint(10, 500, (24,), generator=torch.Generator().manual_seed(1)).tolist()
-        return collate([Response(ids[:16], ids[16:], 0)]), torch.tensor([2, 5, 7])
-
-    monkeypatch.setitem(precisions.CASES, "small", small)
-    table = precisions.compare("small", precisions.Options(rounds=1)).set_index("way")
-    assert list(table.index) == list(precisions.WAYS) and (table["tokens"] == 3).all()
-    assert (table["ms_per_token"] > 0).all()
-    assert (table["weights_mb"] / table["weights_mb"]["float32"]).tolist() == [1, 1, 0.5, 0.5, 0.5]
-    errors = table.filter(regex="_largest$")
-    # Upcast weights are exact; bfloat16 has 8 bits, of which a sum of rounded products loses fewer than a whole pass.
-    assert (errors.loc[["float32", "upcast"]] < 1e-5).all(axis=None)
-    assert errors.loc["float32, fast"].between(1e-6, 0.02).all() and errors.loc["bfloat16"].between(1e-3, 0.3).all()

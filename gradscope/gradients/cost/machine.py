@@ -10,7 +10,7 @@ from gradscope.errors import InputError
 Number = int | float
 
 WITHIN = 1.5
-"""Factor within which seconds that a pilot predicts were the measured ones (analyses/benchmarks/plan_time.py)."""
+"""Factor within which seconds that a pilot predicts were the measured ones."""
 
 
 @dataclass(frozen=True)
