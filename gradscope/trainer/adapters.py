@@ -10,18 +10,15 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.damage import reading
 
 ADAPTER = "adapter"
 """Folder of a checkpoint that holds the adapters by themselves; the checkpoint's own weights are merged."""
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def add_adapters(model: nn.Module, config: TrainConfig, checkpoint: Path | None) -> Any:
     """The PeftModel of new adapters in this model, or of a checkpoint's; they alone are trained.
 
-    Raises InputError without peft, for a mixture of experts, a rank above the model's width, and adapters that cannot
-    be read.
+    Raises InputError without peft, for a mixture of experts, and for a rank above the model's width.
     """
     try:
         from peft import LoraConfig, PeftModel, get_peft_model
@@ -30,10 +27,7 @@ def add_adapters(model: nn.Module, config: TrainConfig, checkpoint: Path | None)
     from transformers.pytorch_utils import Conv1D
 
     if checkpoint is not None:
-        with reading(checkpoint):
-            if missing := [name for name in ADAPTER_FILES if not (checkpoint / ADAPTER / name).is_file()]:
-                raise FileNotFoundError(f"no {ADAPTER}/{missing[0]}")  # peft would ask the hub
-            return PeftModel.from_pretrained(model, checkpoint / ADAPTER, is_trainable=True)
+        return PeftModel.from_pretrained(model, checkpoint / ADAPTER, is_trainable=True, local_files_only=True)
     width = getattr(model.config.get_text_config(), "hidden_size", config.lora_rank)
     if config.lora_rank > width:
         raise InputError(f"lora_rank is {config.lora_rank} and the policy is {width} wide; give {width} at most")

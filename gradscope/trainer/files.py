@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,9 +21,9 @@ from gradscope.rollouts import TokenBatch
 from gradscope.runs import Processes, check_is_folder, library_versions, read_json, refusal, write_json, write_text
 from gradscope.trainer.checkpoints import (
     CHECKPOINTS,
-    check_space,
-    count_checkpoints,
+    drop_unfinished,
     list_checkpoints,
+    newest_whole,
     restore_checkpoint,
     save_checkpoint,
     step_of,
@@ -41,8 +40,10 @@ CHANGEABLE = ("steps", "epochs", "save_every", "keep_checkpoints", "save_rollout
 """Fields that a resumed run may have otherwise: they do not change the numbers of a step."""
 
 
-def find_start(config: TrainConfig, out: Path, total: int, *, resume: bool, overwrite: bool) -> Path | None:
-    """The checkpoint to go on from; None: the beginning. Nothing is written.
+def find_start(
+    config: TrainConfig, out: Path, total: int, *, resume: bool, overwrite: bool, tell: bool = True
+) -> Path | None:
+    """The checkpoint to go on from; None: the beginning. Nothing is written. tell: of damaged ones, on stderr.
 
     Raises InputError for a folder that holds a run, unless it is finished, resumed, or to be overwritten; for one that
     was made with other settings, or has more steps; and, always, for one that holds what no run of training wrote.
@@ -63,7 +64,7 @@ def find_start(config: TrainConfig, out: Path, total: int, *, resume: bool, over
     if changed:
         values = ", ".join(f"{name} {earlier[name]}, not {wanted[name]}" for name in changed[:3])
         raise InputError(f"{out} holds a run with other settings ({values}); give another --out, or --overwrite")
-    newest = next(iter(list_checkpoints(out)[::-1]), None)
+    newest = newest_whole(out, tell=tell)
     done = 0 if newest is None else step_of(newest)
     if done > total:
         raise InputError(
@@ -188,35 +189,20 @@ class Journal:
 
     @contextmanager
     def _tracking(self) -> Iterator[None]:
-        """What TensorBoard's thread cannot write is raised by its next call, and not printed by the thread, too."""
-        print_failure = threading.excepthook
-
-        def print_others(failed: threading.ExceptHookArgs) -> None:
-            if not type(failed.thread).__module__.startswith("tensorboard."):
-                print_failure(failed)
-
-        threading.excepthook = print_others
         try:
             yield
         finally:
-            try:
-                with writing(self.out / TRACKERS):
-                    self.accelerator.end_training()
-            finally:
-                threading.excepthook = print_failure
+            with writing(self.out / TRACKERS):
+                self.accelerator.end_training()
 
     def _make_ready(self, done: int, *, overwrite: bool) -> None:
-        replaced = [self.out / name for name in WRITTEN] if overwrite and (self.out / CONFIG).is_file() else []
-        files = [file for path in replaced for file in (path, *path.rglob("*")) if file.is_file()]
-        config, total = self.config, self.questions.steps
-        ahead = count_checkpoints(done, total, every=config.save_every, keep=config.keep_checkpoints)
-        check_space(self.out, self.learner, ahead, to_be_freed=sum(file.stat().st_size for file in files))
-        if replaced:
+        if overwrite and (self.out / CONFIG).is_file():
             print(f"the run in {self.out} is deleted (overwrite)", file=sys.stderr)
             remove_run(self.out)
         kept = lines_up_to(self.out / METRICS, done)
         with writing(self.out):
-            write_description(self.out, config, self.learner, self.questions.hash, resumed=done > 0)
+            drop_unfinished(self.out)
+            write_description(self.out, self.config, self.learner, self.questions.hash, resumed=done > 0)
             write_text(self.out / METRICS, kept)
 
     def _init_trackers(self, done: int) -> None:

@@ -21,7 +21,6 @@ from gradscope.runs import ALONE, Processes, whole
 from gradscope.sampling import Sampler
 from gradscope.trainer.adapters import adapted_layers, add_adapters, merge_weight
 from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.damage import reading
 from gradscope.trainer.launch import check_launch, load_whole, share_model
 
 if TYPE_CHECKING:
@@ -119,15 +118,12 @@ class Learner:
 def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Path | None = None) -> Learner:
     """Load the policy of the configuration, or of a checkpoint of this run, and make all that trains it.
 
-    Raises InputError for a way of launching that the trainer does not know, and for a checkpoint that is damaged.
+    Raises InputError for a way of launching that the trainer does not know.
     """
     check_launch(config, accelerator)
     how = {"chat_template_kwargs": config.chat_template_kwargs}
-    if checkpoint is not None and config.lora_rank is None:
-        with reading(checkpoint):
-            policy = sampled = load_whole(checkpoint, accelerator, **how)
-    else:
-        policy = sampled = load_whole(find_checkpoint(config.model), accelerator, **how)
+    trained = checkpoint is not None and config.lora_rank is None
+    policy = sampled = load_whole(checkpoint if trained else find_checkpoint(config.model), accelerator, **how)
     model = policy.model
     _remove_noise(model)
     if accelerator.is_fsdp2 and config.engine == "hf":

@@ -68,8 +68,8 @@ def train(
 
     Raises InputError for whatever the user can mend, DivergedError after three steps in a row without a finite
     gradient and for weights or logits that steps have made infinite or NaN, SyncError if the sampler's weights are not
-    the trainer's; checkpoints stay in all cases. A run to be overwritten is deleted as the new one begins: settings,
-    sampler and room on the disk have been looked at by then.
+    the trainer's; checkpoints stay in all cases. A run to be overwritten is deleted as the new one begins: settings and
+    sampler have been looked at by then.
     """
     config = get_preset(config) if isinstance(config, str) else config
     config, out = make_settings(TrainConfig, "train", vars(config) | changes), Path(out)
@@ -80,7 +80,8 @@ def train(
         with processes.together():
             if processes.is_main:
                 stack.enter_context(locked(out, ".lock"))
-        start = find_start(config, out, questions.steps, resume=resume, overwrite=overwrite)
+        asked = {"resume": resume, "overwrite": overwrite, "tell": processes.is_main}
+        start = find_start(config, out, questions.steps, **asked)
         if start is not None and step_of(start) == questions.steps:
             with processes.together():
                 if processes.is_main:

@@ -1,29 +1,24 @@
-"""Checkpoints: written whole or not at all, loadable by transformers, exact to go on from, refused in good time."""
+"""Checkpoints: written whole or not at all, loadable by transformers, exact to go on from."""
 
 from __future__ import annotations
 
-import errno
 import random
 import resource
 import shutil
-import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from support.policies import save_checkpoint as save_tiny
-from support.tiers import every
 from support.training import make_learner, make_passes
 from transformers import AutoModelForCausalLM
 
 from gradscope import load_policy
-from gradscope.cli import main
 from gradscope.errors import InputError
 from gradscope.policy import AdamWState
 from gradscope.trainer import TrainConfig, checkpoints, list_checkpoints
-from gradscope.trainer.checkpoints import check_space, restore_checkpoint, save_checkpoint
+from gradscope.trainer.checkpoints import drop_unfinished, newest_whole, restore_checkpoint, save_checkpoint
 from gradscope.trainer.learner import Learner
 
 LOSS = TrainConfig().loss
@@ -100,67 +95,24 @@ def test_a_learner_goes_on_from_a_checkpoint_to_the_same_numbers(folder, tmp_pat
     assert all(torch.equal(p, again[name]) for name, p in first.policy.model.named_parameters())
 
 
-DAMAGED = ("optimizer.pt", "random_states.pt", "trainer_state.json")
-
-
 def damage(file: Path, how: str) -> None:
     """What crashes, full disks and other programs leave of a file."""
     if how == "missing":
         file.unlink()
-    elif how == "foreign":
-        torch.save({"a": torch.zeros(3)}, file)
     else:
-        file.write_bytes({"empty": b"", "a number": b"5", "cut": file.read_bytes()[:-20]}[how])
+        file.write_bytes({"empty": b"", "cut": file.read_bytes()[:-20]}[how])
 
 
-@pytest.mark.parametrize("how", every(2, ["missing", "empty", "cut", "foreign", "a number"]))
-@pytest.mark.parametrize("name", [*DAMAGED, "adapter/adapter_config.json", "adapter/adapter_model.safetensors"])
-def test_a_damaged_checkpoint_is_refused_in_one_line_that_names_it(name, how, folder, tmp_path):
-    settings = {"lora_rank": 2} if name.startswith("adapter") else {}
-    first = make_learner(folder, **settings)
-    first.updater.step(make_passes(first.policy)[0], LOSS)
-    saved = save_checkpoint(tmp_path, 1, first)
-    damage(saved / name, how)
-    with pytest.raises(InputError, match=r"step-000001 is damaged \(.+\); delete it to go on from the one before") as e:
-        restore_checkpoint(saved, make_learner(folder, saved, **settings))
-    assert "\n" not in str(e.value)
+DAMAGED = [(file, how) for file in ("optimizer.pt", "trainer_state.json") for how in ("missing", "empty", "cut")]
 
 
-def test_what_belongs_to_another_checkpoint_is_damage(trained, folder, tmp_path):
-    saved = save_checkpoint(tmp_path, 1, trained)
-    state = torch.load(saved / "optimizer.pt")
-    state["state"][0]["exp_avg"] = torch.zeros(3)
-    torch.save(state, saved / "optimizer.pt")
-    with pytest.raises(InputError, match=r"damaged .*moment of shape"):
-        restore_checkpoint(saved, trained)
-    other = save_checkpoint(tmp_path, 2, trained)
-    torch.save([], other / "random_states.pt")
-    with pytest.raises(InputError, match=r"damaged .*holds none"):
-        restore_checkpoint(other, trained)
-    shutil.copy(saved / "trainer_state.json", other / "trainer_state.json")
-    with pytest.raises(InputError, match=r"damaged .*is of step 1"):
-        restore_checkpoint(other, trained)
-
-
-FILES = ("model.safetensors", "config.json", "tokenizer.json", "optimizer.pt", "random_states.pt")
-
-
-@pytest.mark.parametrize("name", [*FILES, "adapter/adapter_model.safetensors", "adapter/adapter_config.json"])
-def test_a_flipped_bit_is_damage(name, folder, tmp_path):
-    learner = make_learner(folder, **({"lora_rank": 2} if name.startswith("adapter") else {}))
-    learner.updater.step(make_passes(learner.policy)[0], LOSS)
-    saved = save_checkpoint(tmp_path, 1, learner)
-    content = bytearray((saved / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (saved / name).write_bytes(content)
-    with pytest.raises(InputError, match=r"step-000001 is damaged \(.+ was changed"):
-        restore_checkpoint(saved, learner)
-
-
-def test_a_checkpoint_without_hashes_of_an_earlier_version_is_gone_on_from(trained, tmp_path):
-    saved = save_checkpoint(tmp_path, 1, trained)
-    (saved / "trainer_state.json").write_text('{"step": 1, "nonfinite_in_a_row": 2}')
-    assert restore_checkpoint(saved, trained) == 2
+@pytest.mark.parametrize(("name", "how"), [*DAMAGED, ("random_states.pt", "empty"), ("model.safetensors", "cut")])
+def test_the_newest_checkpoint_that_can_be_read_is_gone_on_from(name, how, trained, tmp_path, capsys):
+    saved = [save_checkpoint(tmp_path, step, trained) for step in (1, 2, 3)]
+    assert newest_whole(tmp_path) == saved[2]
+    damage(saved[2] / name, how)
+    assert newest_whole(tmp_path) == saved[1]
+    assert str(saved[2]) in capsys.readouterr().err
 
 
 def test_weights_are_finite_until_one_entry_is_not(folder):
@@ -209,7 +161,7 @@ def test_killed_while_an_old_one_is_deleted_nothing_is_left_of_it_under_its_name
         with pytest.raises(SystemExit):
             save_checkpoint(tmp_path, 2, trained, keep=1)
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000002"]
-    check_space(tmp_path, trained, 1)
+    drop_unfinished(tmp_path)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
 
@@ -229,7 +181,7 @@ def test_a_crash_while_writing_leaves_no_checkpoint_and_is_cleaned_up_after(trai
     for step in (2, 3):
         shutil.copytree(seen, left.with_name(f".step-{step:06d}.partial"))
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000001"]
-    check_space(tmp_path, trained, 1)
+    drop_unfinished(tmp_path)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
     shutil.copytree(tmp_path / "checkpoints/step-000001", left)
     save_checkpoint(tmp_path, 3, trained)
@@ -248,49 +200,3 @@ def test_a_disk_that_fills_up_while_writing_is_one_line_and_keeps_what_there_was
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
     restore_checkpoint(tmp_path / "checkpoints/step-000001", trained)
-
-
-def test_a_disk_without_room_for_the_checkpoints_of_the_run_is_told_at_once(trained, tmp_path, monkeypatch):
-    size = sum(f.stat().st_size for f in save_checkpoint(tmp_path / "one", 1, trained).iterdir())
-    # What is asked for is what a checkpoint takes, but for tokenizer and random states.
-    parameters = sum(p.numel() for p in trained.policy.model.parameters())
-    assert 0.8 < 3 * 4 * parameters / size < 1
-
-    def room(count: float) -> None:
-        free = int(count * 3 * 4 * parameters)
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-
-    room(2.001)
-    check_space(tmp_path / "run", trained, 2)
-    with pytest.raises(OSError, match="3 checkpoints take") as raised:
-        check_space(tmp_path / "run", trained, 3)
-    assert not isinstance(raised.value, InputError)
-
-
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
-def test_a_locked_folder_is_the_users_fault_and_a_full_disk_is_not(code, trained, tmp_path, monkeypatch):
-    def refuse(**_):
-        raise OSError(code, "no")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    with pytest.raises(OSError if code == errno.ENOSPC else InputError) as raised:
-        check_space(tmp_path / "run", trained, 1)
-    assert isinstance(raised.value, InputError) == (code != errno.ENOSPC)
-
-
-def test_a_full_disk_ends_the_command_with_1_and_a_blocked_folder_with_2_before_any_step(tmp_path, monkeypatch, capsys):
-    blocked = tmp_path / "blocked"
-    blocked.mkdir()
-    (blocked / "checkpoints").write_text("")
-    command = ["train", "--steps", "40", "--trackers", "--out"]
-    with pytest.raises(SystemExit) as stopped:
-        main([*command, str(blocked)])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
-    with pytest.raises(SystemExit) as stopped:
-        main([*command, str(tmp_path / "run")])
-    assert stopped.value.code == 1
-    error = capsys.readouterr().err
-    assert "2 checkpoints take 0.02" in error and error.count("\n") == 1
-    assert not (tmp_path / "run/metrics.jsonl").exists()

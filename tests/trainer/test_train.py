@@ -9,7 +9,6 @@ import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -243,26 +242,17 @@ def test_overwriting_deletes_what_the_old_run_wrote_and_says_so(tmp_path, capsys
     assert json.loads((out / "config.json").read_text())["seed"] == 3
 
 
-@pytest.mark.parametrize("refused", ["model", "tracker", "engine", "disk"])
+@pytest.mark.parametrize("refused", ["model", "tracker", "engine"])
 def test_what_is_refused_before_the_new_run_begins_leaves_the_old_one_alone(refused, tmp_path, monkeypatch):
     out = tmp_path / "run"
     train(replace(SMALL, steps=1), out, progress=False)
     before, other = files(out), replace(SMALL, seed=3)
-    if refused == "disk":
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=-(10**9)))
     if refused == "engine":
         monkeypatch.setitem(sys.modules, "vllm", None)  # cannot be imported
     changed = {"model": {"model": "vanished"}, "tracker": {"trackers": ("none",)}, "engine": {"engine": "vllm"}}
-    with pytest.raises(OSError if refused == "disk" else InputError):
-        train(replace(other, **changed.get(refused, {})), out, overwrite=True, progress=False)
+    with pytest.raises(InputError):
+        train(replace(other, **changed[refused]), out, overwrite=True, progress=False)
     assert files(out) == before
-
-
-def test_the_room_of_the_run_that_is_replaced_counts_as_free(tmp_path, monkeypatch):
-    train(replace(SMALL, steps=1), tmp_path / "run", progress=False)
-    # A checkpoint takes ten times that.
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
-    train(replace(SMALL, steps=1, seed=3), tmp_path / "run", overwrite=True, progress=False)
 
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path):
@@ -361,7 +351,7 @@ def test_weights_that_a_step_has_made_infinite_end_the_run_and_are_not_saved(tmp
     assert status == 1
     assert "weights are not finite after step 1; there is no checkpoint from before; try a lower" in error
     assert error.count("\n") == 1
-    assert not list((tmp_path / "run/checkpoints").iterdir())
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
 def test_logits_that_steps_have_made_nan_are_divergence_and_the_checkpoint_before_them_is_named(tmp_path):
@@ -416,22 +406,6 @@ def test_what_was_not_deleted_yet_when_the_last_step_was_done_is_deleted_by_the_
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000003"]
 
 
-def test_a_disk_that_is_full_for_tensorboards_thread_is_one_line(tmp_path, monkeypatch, capsys):
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    written, right = [], RecordWriter.write
-
-    def full(self, data):
-        written.append(data)
-        if len(written) > 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        right(self, data)
-
-    monkeypatch.setattr(RecordWriter, "write", full)
-    status, error = stop(*flags(), "tensorboard", "--out", str(tmp_path / "run"), capsys=capsys)
-    assert status == 1 and f"{tmp_path / 'run/trackers'} could not be written" in error and "Traceback" not in error
-
-
 @pytest.mark.parametrize("content", [None, b"", b'{"step": 1', b'{"step": 1, "reward_mean": "x"}\n'])
 def test_a_finished_run_whose_records_are_damaged_is_one_line(content, run, tmp_path, capsys):
     out = tmp_path / "run"
@@ -443,17 +417,14 @@ def test_a_finished_run_whose_records_are_damaged_is_one_line(content, run, tmp_
     assert status == 2 and str(out / "metrics.jsonl") in error and error.count("\n") == 1
 
 
-def test_a_damaged_checkpoint_is_refused_before_anything_is_written(run, tmp_path):
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_to_the_same_numbers(run, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(run, out)
     (out / "checkpoints/step-000003/optimizer.pt").write_bytes(b"")
-    before = files(out)
-    config = replace(SMALL, steps=4, save_rollouts=True, gradients_every=2, trackers=())
-    with pytest.raises(InputError, match=r"step-000003 is damaged \(.*\); delete it to go on"):
-        train(config, out, resume=True, progress=False)
-    assert files(out) == before
-    shutil.rmtree(out / "checkpoints/step-000003")
-    train(replace(config, steps=3), out, resume=True, progress=False)
+    config = replace(SMALL, save_rollouts=True, gradients_every=2, trackers=("tensorboard",))
+    with pytest.raises(InputError, match="--resume"):
+        train(config, out, progress=False)
+    train(config, out, resume=True, progress=False)
     assert numbers(out) == numbers(run)
 
 
