@@ -44,7 +44,6 @@ from gradscope.trainer import TrainConfig, list_checkpoints, scalars, step_of, t
 LAST = "responses.parquet"
 CONFIG, ENDED = "config.json", "ended.txt"
 """Between `train_launched` and its processes: what to train, and how it ended."""
-SHARDED = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
 ALONE = ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")
 """Of `accelerate launch`, which guesses with a warning what is not said; precision is the configuration's."""
 KEPT = ["group", "level", "response", "reward", "correct", "format_ok", "finished", "greedy"]
@@ -89,14 +88,15 @@ def train_here(config: TrainConfig, work: Path) -> str:
 
 
 def train_launched(config: TrainConfig, work: Path, *, processes: int, sharded: bool, **_about: Any) -> str:
-    """The same in so many processes, each with its GPU: shards of the weights (FSDP 2) or all of them in each (DDP).
+    """The same in so many processes, each with its GPU and the whole weights (DDP).
 
-    Raises InputError with the first complaint of a process.
+    Raises InputError with the first complaint of a process, and where the policy fits a GPU in shards alone.
     """
-    kind = SHARDED if sharded else ("--multi_gpu",)
+    if sharded:
+        raise InputError(f"{config.model} needs shards of its weights on these GPUs, which the trainer does not make")
     with TemporaryDirectory() as folder:
         write_text(Path(folder, CONFIG), json.dumps(asdict(config)))
-        called = [*kind, "--num_processes", str(processes), *ALONE, "-m", "analyses.common.make_run"]
+        called = ["--multi_gpu", "--num_processes", str(processes), *ALONE, "-m", "analyses.common.make_run"]
         command = [sys.executable, "-m", "accelerate.commands.launch", *called, work, folder, os.getpid()]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
         if done.returncode == 0:

@@ -39,7 +39,7 @@ from gradscope.objective.loss import (
 from gradscope.objective.shared_prompts import can_pack
 from gradscope.objective.weighting import Weighting
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import ALONE, Processes, whole
+from gradscope.runs import ALONE, Processes
 
 Number = int | float
 Mask = Bool[Tensor, "B S"]
@@ -268,7 +268,7 @@ class Updater:
 
     def grad_norm(self) -> float:
         """L2 norm of the accumulated gradient over all parameters."""
-        return float(whole(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])))
+        return float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
 
     @torch.no_grad()
     def _scale(self, factor: float) -> None:

@@ -41,7 +41,6 @@ from .processes import (
     ALONE as ALONE,
     Processes as Processes,
     deal_by_cost as deal_by_cost,
-    whole as whole,
     worker_context as worker_context,
 )
 from .progress import (

@@ -48,9 +48,7 @@ class Processes:
         return self.rank == 0
 
     def deal(self, items: Sequence[T], filler: T) -> list[T]:
-        """This process's share, every count-th; `filler` makes the shares equally long.
-
-        Sharded weights are gathered in every forward pass, by all processes together: so all make equally many.
+        """This process's share, every count-th; `filler` makes the shares equally long, for all exchange as often.
 
         >>> [Processes(rank, 2).deal("abc", "-") for rank in (0, 1)]
         [['a', 'c'], ['b', '-']]
@@ -112,8 +110,3 @@ def deal_by_cost(items: Sequence[int], costs: Sequence[float], count: int) -> li
         shares[least].append(item)
         loads[least] += cost
     return [sorted(share) for share in shares]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself or, of one that lies in shards, all of it, in each process: all ask for it together."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gradscope.errors import first_line
-from gradscope.runs import refusal, replacing, whole, write_json
+from gradscope.runs import refusal, replacing, write_json
 from gradscope.trainer.adapters import ADAPTER
 from gradscope.trainer.learner import Learner
 
@@ -62,10 +62,6 @@ def restore_checkpoint(folder: Path, learner: Learner) -> int:
 
 def _restore(folder: Path, learner: Learner) -> None:
     saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
-    parameters = [p for group in learner.optimizer.param_groups for p in group["params"]]
-    for index, moments in saved["state"].items():
-        for name, value in moments.items():
-            moments[name] = _like(parameters[index], value)
     learner.optimizer.load_state_dict(saved)
     states, rank = torch.load(folder / RANDOM_STATES, weights_only=True), learner.processes.rank
     if rank < len(states):  # an earlier start may have had fewer processes
@@ -112,20 +108,19 @@ class _Content:
 
 
 def _gather(learner: Learner) -> _Content:
-    """By all processes together: shards are put together, one tensor at a time."""
+    """By all processes together: each has random states of its own."""
     is_main = learner.processes.is_main
 
     def keep(tensor: Tensor) -> Tensor | None:
         return tensor.cpu() if is_main else None
 
     weights = {name: keep(weight) for name, weight in learner.weights()}
-    # Buffers that the model cannot do without; they are never in shards.
+    # Buffers that the model cannot do without.
     saved = learner.policy.model.state_dict().keys()
     weights |= {name: keep(buffer) for name, buffer in learner.policy.model.named_buffers() if name in saved}
     optimizer = learner.optimizer.state_dict()
     optimizer["state"] = {
-        index: {name: keep(whole(value)) for name, value in moments.items()}
-        for index, moments in optimizer["state"].items()
+        index: {name: keep(value) for name, value in moments.items()} for index, moments in optimizer["state"].items()
     }
     return _Content(weights, optimizer, learner.processes.gather([_random_states()]))
 
@@ -140,19 +135,6 @@ def _write(folder: Path, state: dict[str, Any], learner: Learner, content: _Cont
     torch.save(content.optimizer, folder / OPTIMIZER)
     torch.save(content.random_states, folder / RANDOM_STATES)
     write_json(folder / STATE, state)
-
-
-def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """A moment as the parameter lies: whole, or this process's shard."""
-    if value.ndim and value.shape != parameter.shape:
-        raise ValueError(f"{OPTIMIZER} has a moment of shape {tuple(value.shape)} for {tuple(parameter.shape)}")
-    if not hasattr(parameter, "full_tensor") or value.shape != parameter.shape:
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    # Everybody has read all of it: nothing is sent.
-    whole_value = value.to(parameter.device)
-    return distribute_tensor(whole_value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def drop_old(out: Path, keep: int | None) -> None:

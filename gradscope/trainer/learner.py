@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.objective import TokenStatistics, Updater, batch_statistics, has_plain_head
-from gradscope.policy import Policy, find_checkpoint, without_cudnn_attention
+from gradscope.policy import Policy, find_checkpoint, load_policy, without_cudnn_attention
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import ALONE, Processes, whole
+from gradscope.runs import ALONE, Processes
 from gradscope.sampling import Sampler
 from gradscope.trainer.adapters import adapted_layers, add_adapters, merge_weight
 from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.launch import check_launch, load_whole, share_model
+from gradscope.trainer.launch import check_launch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -32,13 +31,11 @@ class Learner:
     """What an update changes, and what it is held against."""
 
     policy: Policy
-    """The trained model itself, not what DistributedDataParallel makes of it; under FSDP its weights lie in shards."""
-    sampled: Policy
-    """What transformers decodes with: the policy or, where its weights lie in shards, a whole copy in each process."""
+    """The trained model itself, not what DistributedDataParallel makes of it."""
     updater: Updater
     optimizer: torch.optim.Optimizer
     reference: nn.Module | None
-    """The policy before training, in shards where the policy is; None: no KL, or the policy without its adapters."""
+    """The policy before training; None: no KL, or the policy without its adapters."""
     adapters: Any | None
     """The PeftModel around the policy; None: all weights are trained."""
     computing: Callable[[], AbstractContextManager]
@@ -48,22 +45,17 @@ class Learner:
     def processes(self) -> Processes:
         return self.updater.processes
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each forward pass is one of all processes together (FSDP)."""
-        return hasattr(self.policy.model, "unshard")
-
     @cached_property
     def has_plain_head(self) -> bool:
         """Whether the policy's logits are its head's output, with nothing behind it."""
-        return not self.is_sharded and has_plain_head(self.policy.model)
+        return has_plain_head(self.policy.model)
 
     def statistics(self, batch: TokenBatch) -> TokenStatistics:
         """log π, log(1−π) and entropy of the batch's response tokens under the policy as it is."""
         return self._statistics(self.updater.model, batch, self.processes)
 
     def statistics_alone(self, batch: TokenBatch) -> TokenStatistics:
-        """The same, by this process while the others wait; not of weights in shards."""
+        """The same, by this process while the others wait."""
         return self._statistics(self.policy.model, batch, ALONE)
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
@@ -79,9 +71,9 @@ class Learner:
             return batch_statistics(model, batch, micro_batch_size=size, device=device, processes=processes)
 
     def is_finite(self) -> bool:
-        """Whether all trained weights are; all processes ask together."""
+        """Whether all trained weights are."""
         trained = [p.detach() for p in self.policy.model.parameters() if p.requires_grad]
-        return bool(whole(nn.utils.get_total_norm(trained, float("inf"))).isfinite())
+        return bool(nn.utils.get_total_norm(trained, float("inf")).isfinite())
 
     def set_learning_rate(self, value: float) -> None:
         for group in self.optimizer.param_groups:
@@ -89,30 +81,17 @@ class Learner:
 
     def sync(self, sampler: Sampler) -> None:
         """Let it sample with the weights as they are now."""
-        if self.sampled is self.policy:
-            sampler.sync(self.weights())
-            return
-        copies = dict(self.sampled.model.named_parameters())
-        with torch.no_grad():
-            for name, weight in self.weights():
-                copies[name].copy_(weight)
+        sampler.sync(self.weights())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by its name in the model, whole, adapters merged in; tied ones once.
-
-        All processes go through them together.
-        """
-        if self.is_sharded:
-            for module in self.policy.model.modules():
-                if hasattr(module, "reshard"):
-                    module.reshard()  # a forward pass leaves some weights whole, in memory that it takes back later
+        """Every parameter by its name in the model, adapters merged in; tied ones once."""
         layers = {} if self.adapters is None else adapted_layers(self.policy.model)
         for name, parameter in self.policy.model.named_parameters():
             owner, _, leaf = name.rpartition(".base_layer.")
             if owner in layers:
                 yield f"{owner}.{leaf}", merge_weight(layers[owner], leaf, parameter.detach())
             elif ".lora_" not in name:
-                yield name, whole(parameter.detach())
+                yield name, parameter.detach()
 
 
 def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Path | None = None) -> Learner:
@@ -121,18 +100,15 @@ def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Pat
     Raises InputError for a way of launching that the trainer does not know.
     """
     check_launch(config, accelerator)
-    how = {"chat_template_kwargs": config.chat_template_kwargs}
+    how = {"dtype": "float32", "device": str(accelerator.device), "chat_template_kwargs": config.chat_template_kwargs}
     trained = checkpoint is not None and config.lora_rank is None
-    policy = sampled = load_whole(checkpoint if trained else find_checkpoint(config.model), accelerator, **how)
+    policy = load_policy(checkpoint if trained else find_checkpoint(config.model), **how)
     model = policy.model
     _remove_noise(model)
-    if accelerator.is_fsdp2 and config.engine == "hf":
-        dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-        sampled = replace(policy, model=copy.deepcopy(model).to(dtype).requires_grad_(False))
     adapters = None if config.lora_rank is None else add_adapters(model, config, checkpoint)
     if config.gradient_checkpointing:
         _checkpoint_activations(model)
-    wrapped = share_model(model, config, accelerator)
+    wrapped = accelerator.prepare_model(model) if accelerator.num_processes > 1 else model
     # Named, so that the saved state says whose moments it holds.
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay)
@@ -143,16 +119,13 @@ def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Pat
         config.micro_batch_size,
         config.max_grad_norm,
         Processes(accelerator.process_index, accelerator.num_processes),
-        # Shards are added up after every backward pass: nobody has room for a whole gradient.
-        (lambda model: nullcontext()) if accelerator.is_fsdp2 else accelerator.no_sync,
+        accelerator.no_sync,
     )
     reference = None
     if config.kl_coef > 0 and adapters is None:
-        original = load_whole(find_checkpoint(config.model), accelerator).model.requires_grad_(False)
-        reference = share_model(original, config, accelerator) if accelerator.is_fsdp2 else original
-    mixed = config.precision == "bfloat16" and not accelerator.is_fsdp2  # whose shards are gathered in bfloat16
-    own = partial(computing, accelerator.device, mixed=mixed)
-    return Learner(policy, sampled, updater, optimizer, reference, adapters, own)
+        reference = load_policy(find_checkpoint(config.model), **how).model.requires_grad_(False)
+    own = partial(computing, accelerator.device, mixed=config.precision == "bfloat16")
+    return Learner(policy, updater, optimizer, reference, adapters, own)
 
 
 @contextmanager

@@ -89,8 +89,6 @@ def train(
             accelerator.end_training()
             return start
         learner = build_learner(config, accelerator, start)
-        if on_step is not None and learner.is_sharded:
-            raise InputError("on_step looks at whole weights and these lie in shards (FSDP); launch with --multi_gpu")
         journal = Journal(config, out, questions, learner, accelerator)
         begin = stack.enter_context(journal.opened(start, overwrite=overwrite))
         # Closed before the journal is, whose trackers end the process group that vLLM needs.
@@ -110,7 +108,7 @@ def _make_sampler(config: TrainConfig, learner: Learner) -> Sampler:
     with learner.processes.together():
         return make_sampler(
             config.engine,
-            learner.sampled,
+            learner.policy,
             batch_size=config.sampling_batch_size,
             dtype=config.precision,
             memory=config.vllm_memory,

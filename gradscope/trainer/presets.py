@@ -7,6 +7,9 @@
     math-qwen2.5-7b      Qwen2.5-7B (base) on DSR-Uniform
     orz-qwen2.5-7b       the same on ORZ's 57k problems, a file of verl's layout to be put where `data` says
 
+Those of Qwen2.5 need shards of the weights on GPUs of 80 GB, which the trainer does not make (20 bytes a parameter, and
+vLLM's share): there, add --lora-rank.
+
 Each preset is plain GRPO; the paper's variants are flags on top of it:
 
     variant                    puzzles                                 math
@@ -67,7 +70,6 @@ _PAPER = TrainConfig(
     save_every=20,
 )
 
-# So that four GPUs of 80 GiB, the paper's machine, hold it (gradscope train --plan).
 _LARGE = {"micro_batch_size": 2, "vllm_memory": 0.25}
 
 _PUZZLES = replace(_PAPER, task="knights-knaves", data=("kk/*/train.parquet",), epochs=5)

@@ -1,4 +1,4 @@
-"""Two processes do what one does: gradients on recorded rollouts, whole weights or shards, and a whole run."""
+"""Two processes do what one does: gradients on recorded rollouts, and a whole run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from support.distributed_worker import (
-    FEW_BATCHES,
     FRUGAL,
     MODEL,
     make_config,
@@ -28,8 +26,6 @@ from support.policies import distance, save_checkpoint
 from support.processes import TIMEOUT, launch
 
 from gradscope import load_policy
-from gradscope.objective import batch_statistics
-from gradscope.policy import AdamWState
 from gradscope.runs import Processes
 from gradscope.tasks import get_task
 from gradscope.trainer.learner import build_learner
@@ -106,36 +102,15 @@ def test_lopti_passes_add_up_to_the_whole_gradient_across_processes(found):
     assert distance(both, whole) < sum_rounding(whole, low, high)  # the two pull against each other
 
 
-def test_shards_have_the_gradient_of_the_whole(found, alone):
-    for process in found:
-        assert process["shards"]["is_sharded"]
-        expected = [one for one in alone["gradients"] if one["size"] in FEW_BATCHES]
-        for two, one in zip(process["shards"]["gradients"], expected, strict=True):
-            assert (two["size"], two["name"]) == (one["size"], one["name"])
-            assert distance(two["gradient"], one["gradient"]) < 2 * FLOAT32_GRADIENT
-            assert two["norm"] == pytest.approx(one["norm"], rel=2 * FLOAT32_GRADIENT)
-            assert two["totals"] == pytest.approx(one["totals"], rel=1e-5, abs=1e-6)
-
-
 def test_adapters_and_recomputed_activations_have_the_gradient_of_one_process_too(found, alone):
-    plain = [one for one in alone["gradients"] if one["size"] in FEW_BATCHES and one["name"] == "all"]
     for process in found:
-        for kind, expected in (("frugal", alone["frugal"]), ("frugal shards", plain)):
-            for two, one in zip(process[kind], expected, strict=True):
-                assert distance(two["gradient"], one["gradient"]) < 2 * FLOAT32_GRADIENT
+        for two, one in zip(process["frugal"], alone["frugal"], strict=True):
+            assert distance(two["gradient"], one["gradient"]) < 2 * FLOAT32_GRADIENT
 
 
-def test_shards_are_a_part_of_the_weights_in_each_process(found, folder):
-    total = sum(p.numel() for p in load_policy(folder).model.parameters())
-    local = [process["shards"]["local"] for process in found]
-    assert sum(local) == total
-    assert max(local) < 0.6 * total
-
-
-@pytest.mark.parametrize("kind", ["whole", "shards"])
-def test_steps_of_two_processes_are_those_of_one(kind, found, alone):
+def test_steps_of_two_processes_are_those_of_one(found, alone):
     for process in found:
-        steps = process[kind]["steps"]
+        steps = process["whole"]["steps"]
         for two, one in zip(steps["results"], alone["steps"]["results"], strict=True):
             assert two[:2] == one[:2]
             assert two[2:] == pytest.approx(one[2:], rel=1e-4)
@@ -146,60 +121,9 @@ def test_steps_of_two_processes_are_those_of_one(kind, found, alone):
 
 
 def test_both_processes_hold_the_same_weights_after_their_steps(found):
-    for kind in ("whole", "shards"):
-        first, second = (process[kind]["steps"] for process in found)
-        assert first["results"] == second["results"]
-        assert all(torch.equal(weight, second["weights"][name]) for name, weight in first["weights"].items())
-
-
-def test_shards_in_bfloat16_are_near_those_in_float32_and_kept_in_float32(found, folder):
-    learner, part = build_learner(make_config(folder), Accelerator(cpu=True)), make_passes()[0]
-    # On-policy: rounding carries no token across the edge of clipping.
-    part = replace(part, batch=replace(part.batch, old_logprobs=None, ref_logprobs=None))
-    exact = measure_gradients(learner, [part], (6,))[0]["gradient"]
-    for process in found:
-        # Eight bits of mantissa round by up to 2⁻⁹ per operation; some dozens of them follow one another.
-        assert 1e-3 < distance(process["bfloat16"]["gradient"], exact) < 0.1
-        assert process["bfloat16"]["weights"] == {torch.float32}
-        assert process["bfloat16"]["sampled"] == torch.bfloat16
-
-
-def test_a_copy_of_the_shards_samples_with_the_trained_weights_in_processes_that_take_unequally_long(found, out):
-    policy = load_policy(out / "checkpoints/step-000001")
-    for process in found:
-        for ids, logprobs in process["shards"]["samples"]:
-            logits = policy.model(input_ids=torch.tensor([[5, 6, 7, *ids]])).logits[0, 2:-1]
-            own = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(logprobs), own.detach(), atol=1e-5, rtol=0)
-
-
-def test_a_checkpoint_of_shards_holds_the_whole_policy_and_the_whole_state_of_adamw(found, out, folder):
-    checkpoint = out / "checkpoints/step-000001"
-    policy, steps = load_policy(checkpoint), found[0]["shards"]["steps"]
-    for name, parameter in policy.model.named_parameters():
-        assert torch.equal(parameter, steps["weights"][name]), name
-    batch = make_passes()[0].batch
-    again = batch_statistics(policy.model, batch, micro_batch_size=6, device=policy.device).logprob
-    torch.testing.assert_close(again, steps["logprobs"], atol=1e-5, rtol=0)
-    assert json.loads((checkpoint / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
-    state = AdamWState.from_state_dict(policy.model, torch.load(checkpoint / "optimizer.pt"))
-    assert set(state.exp_avg_sq) == set(steps["weights"])
-    assert set(state.step.values()) == {3}
-    assert all((moment > 0).any() for moment in state.exp_avg_sq.values())
-
-
-def test_shards_go_on_from_a_checkpoint_to_the_same_numbers(found):
-    for process in found:
-        first, second = process["shards"]["went_on"]
-        assert first["results"] == second["results"]
-        assert torch.equal(first["reference"], second["reference"])
-        assert all(torch.equal(weight, second["weights"][name]) for name, weight in first["weights"].items())
-
-
-def test_what_shards_cannot_do_is_refused(found):
-    words = ("--lora-rank", "--gradients-every", "--fsdp_version 1", "--fsdp_offload_params", "--fsdp_activation_check")
-    for process in found:
-        assert [word in text for word, text in zip(words, process["refused"], strict=True)] == [True] * 5
+    first, second = (process["whole"]["steps"] for process in found)
+    assert first["results"] == second["results"]
+    assert all(torch.equal(weight, second["weights"][name]) for name, weight in first["weights"].items())
 
 
 def test_an_error_of_one_process_is_one_of_all(found):

@@ -6,21 +6,18 @@ python distributed_worker.py MODEL OUT, with the environment that torchrun gives
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate import Accelerator
 
 from gradscope.errors import InputError
 from gradscope.objective import LossSettings, Pass, lopti_split, resolve_advantages, split_passes, whole_passes
-from gradscope.runs import end_at_once, whole
-from gradscope.sampling import HFSampler
+from gradscope.runs import end_at_once
 from gradscope.trainer import TrainConfig
-from gradscope.trainer.checkpoints import restore_checkpoint, save_checkpoint
 from gradscope.trainer.learner import Learner, build_learner
 from support.policies import make_batch, make_policy
 
@@ -28,7 +25,7 @@ MODEL = "qwen2"
 MICRO_BATCHES = (1, 2, 4, 6)
 """Of six responses: three micro-batches for each of two processes; two and one; one each; one and none."""
 FEW_BATCHES = (2, 6)
-"""Those of them that are tried on shards, which are slow on a CPU."""
+"""Those of them that are tried with less memory."""
 FRUGAL = {"gradient_checkpointing": True, "lora_rank": 2}
 LOSS = LossSettings(kl_coef=0.1)
 
@@ -55,7 +52,7 @@ def measure_gradients(
         for part in passes:
             totals = [*updater.accumulate(part, LOSS)]
             trained = [(n, p) for n, p in learner.policy.model.named_parameters() if p.requires_grad]
-            gradient = {n: whole(p.grad).clone() for n, p in trained}
+            gradient = {n: p.grad.clone() for n, p in trained}
             found.append({"size": size, "name": part.name, "totals": totals, "gradient": gradient})
             found[-1]["norm"] = updater.grad_norm()
             learner.optimizer.zero_grad()
@@ -80,62 +77,6 @@ def take_steps(learner: Learner, passes: list[Pass]) -> dict[str, Any]:
     }
 
 
-def measure_shards(folder: Path, out: Path, accelerator: Accelerator) -> dict[str, Any]:
-    """The same of a policy in shards; what is sampled with it; and how a second one goes on from its checkpoint."""
-    config, passes = make_config(folder), make_passes()
-    learner = build_learner(config, accelerator)
-    found = {"gradients": measure_gradients(learner, passes, FEW_BATCHES), "is_sharded": learner.is_sharded}
-    found["local"] = sum(p.to_local().numel() for p in learner.policy.model.parameters())
-    found["steps"] = take_steps(learner, passes)
-    learner.sync(HFSampler(learner.sampled))
-    # Processes that sample unequally long: a sampler of shards would wait for ever.
-    prompts = [[5, 6, 7]] * (1 + learner.processes.rank)
-    generator = torch.Generator().manual_seed(0)
-    samples = HFSampler(learner.sampled, progress=False).sample(
-        prompts, n=2, temperature=1.0, max_new_tokens=6, generator=generator
-    )
-    found["samples"] = [[sample.response_ids, sample.logprobs] for sample in samples[0]]
-    checkpoint = save_checkpoint(out, 1, learner)
-    again = build_learner(config, accelerator, checkpoint)
-    restore_checkpoint(checkpoint, again)
-    found["went_on"] = [take_steps(one, passes[:1]) for one in (learner, again)]
-    return found
-
-
-def measure_roughly(folder: Path, accelerator: Accelerator) -> dict[str, Any]:
-    """The gradient of shards that are computed with in bfloat16; what the weights are, and what is sampled with."""
-    learner = build_learner(make_config(folder, precision="bfloat16"), accelerator)
-    part = make_passes()[0]
-    on_policy = replace(part, batch=replace(part.batch, old_logprobs=None, ref_logprobs=None))
-    dtypes = {weight.dtype for _, weight in learner.weights()}
-    return {
-        "gradient": measure_gradients(learner, [on_policy], (6,))[0]["gradient"],
-        "weights": dtypes,
-        "sampled": learner.sampled.dtype,
-    }
-
-
-@contextmanager
-def shards_on_a_cpu(accelerator: Accelerator, **settings: Any) -> Iterator[None]:
-    """Let accelerate shard (FSDP 2) as it does on GPUs; of itself it takes a CPU's processes for whole ones."""
-    state = accelerator.state
-    kind, plugin = state.distributed_type, getattr(state, "fsdp_plugin", None)
-    settings = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} | settings
-    state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, FullyShardedDataParallelPlugin(**settings)
-    try:
-        yield
-    finally:
-        state.distributed_type, state.fsdp_plugin = kind, plugin
-
-
-def refusal(folder: Path, accelerator: Accelerator, **settings: Any) -> str:
-    try:
-        build_learner(make_config(folder, **settings), accelerator)
-    except InputError as error:
-        return str(error)
-    return "not refused"
-
-
 def fail_apart(learner: Learner, error: type[Exception]) -> str:
     """What each process hears when the second alone fails."""
     try:
@@ -156,16 +97,6 @@ def main(folder: Path, out: Path) -> None:
     found["failures"] = [fail_apart(learner, error) for error in (InputError, OSError)]
     found["whole"] = {"gradients": measure_gradients(learner, passes), "steps": take_steps(learner, passes)}
     found["frugal"] = measure_frugally(folder, accelerator, **FRUGAL)
-    with shards_on_a_cpu(accelerator):
-        found["shards"] = measure_shards(folder, out, accelerator)
-        found["frugal shards"] = measure_frugally(folder, accelerator, gradient_checkpointing=True)
-        found["bfloat16"] = measure_roughly(folder, accelerator)
-        found["refused"] = [
-            refusal(folder, accelerator, **given) for given in ({"lora_rank": 2}, {"gradients_every": 1})
-        ]
-    for settings in ({"fsdp_version": 1}, {"cpu_offload": True}, {"activation_checkpointing": True}):
-        with shards_on_a_cpu(accelerator, **settings):
-            found["refused"].append(refusal(folder, accelerator))
     torch.save(found, out / f"{learner.processes.rank}.pt")
     accelerator.end_training()
 

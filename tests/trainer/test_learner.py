@@ -202,7 +202,7 @@ def test_the_reference_stays_what_the_policy_was(folders):
         ({"WORLD_SIZE": "2"}, "2 processes were started"),
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "precision is float32; give --precision"),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed_precision fp16"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "for several GPUs only"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "whole weights"),
     ],
 )
 def test_a_launch_that_would_train_otherwise_than_it_says_is_refused(environment, words, folders, monkeypatch):
