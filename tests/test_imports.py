@@ -36,6 +36,14 @@ def test_importing_gradscope_loads_nothing_heavy():
     assert loaded == ""
 
 
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_the_command_line_loads_no_room_before_a_command_is_chosen(flag):
+    code = f"import sys, gradscope.cli\ntry: gradscope.cli.main(['{flag}'])\nexcept SystemExit: pass\n"
+    code += "print(*{n.split('.')[1] for n in sys.modules if n.startswith('gradscope.')} - {'cli', 'errors'})\n"
+    said = run_python(code + f"print([n for n in {HEAVY} if n in sys.modules])")
+    assert said.splitlines()[-2:] == ["", "[]"]
+
+
 @pytest.mark.parametrize("name", gradscope.__all__)
 def test_every_exported_name_resolves(name):
     assert getattr(gradscope, name) is not None

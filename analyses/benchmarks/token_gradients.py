@@ -46,7 +46,8 @@ import tyro
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from gradscope.gradients import ModelShape, SequenceTokens, TokenGradientMeter, floor_flops, measuring
+from gradscope.gradients import ModelShape, SequenceTokens, TokenGradientMeter, measuring
+from gradscope.gradients.cost.measuring import floor_flops
 from gradscope.policy import Policy, find_blocks
 
 SIZES = {

@@ -34,9 +34,10 @@ from analyses.common.measurements import describe_machine
 from analyses.common.read_runs import PLANNED
 from analyses.common.script import COMPLAINT, end_with, exit_with
 from gradscope import load_policy
+from gradscope.cli import end_at_once
 from gradscope.errors import DivergedError, InputError, first_line
 from gradscope.policy import Policy
-from gradscope.runs import end_at_once, replacing, write_text
+from gradscope.runs import replacing, write_text
 from gradscope.sampling import Evaluation, Sampler, evaluate, make_sampler
 from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer import TrainConfig, list_checkpoints, scalars, step_of, train

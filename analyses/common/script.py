@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from gradscope.cli import go_on_unread, noting_interruption
 from gradscope.errors import InputError
-from gradscope.runs import go_on_unread, noting_interruption
 
 COMPLAINT = "error: "
 """Before the line that says what is at fault."""

@@ -26,7 +26,8 @@ import tyro
 from analyses.common.in_training import FRESH, RUN, moments
 from analyses.common.script import exit_with
 from gradscope import __version__
-from gradscope.cli import STATISTICS, describe_rollouts, main as gradscope
+from gradscope.cli import main as gradscope
+from gradscope.cli.pages import STATISTICS, describe_rollouts
 from gradscope.diagnosis import make_trend_report, write_report
 from gradscope.runs import MANIFEST, read_json
 from gradscope.trainer import list_checkpoints, step_of

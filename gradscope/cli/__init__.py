@@ -1,5 +1,6 @@
-"""The command line: a file per command, shared flags in `flags`."""
+"""The command line: a file per command, shared flags in `flags`; no room is imported before a command is chosen."""
 
-import lazy_loader
+from gradscope.cli.commands import main, run_script
+from gradscope.cli.ending import end_at_once, go_on_unread, noting_interruption
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = ["end_at_once", "go_on_unread", "main", "noting_interruption", "run_script"]

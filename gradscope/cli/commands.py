@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import make_dataclass
-from functools import cache, reduce
+from functools import reduce
 from importlib import import_module
 from operator import or_
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import tyro
 
 from gradscope import __version__
+from gradscope.cli.ending import end_at_once, go_on_unread, noting_interruption
 from gradscope.errors import (
     LESS_MEMORY,
     DivergedError,
@@ -27,7 +28,6 @@ from gradscope.errors import (
     is_out_of_memory,
     printable,
 )
-from gradscope.runs import end_at_once, go_on_unread, noting_interruption
 
 COMMANDS = {
     "demo": "The main job on the embedded policy: sample puzzles' responses, measure them, draw, print a summary.",
@@ -73,8 +73,7 @@ OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 
 
 def _parse(args: Sequence[str]) -> Any:
-    """The command that was asked for; prints help, the version or a complaint, and exits, where it is none."""
-    _join_lines_of_help()
+    """Parse argv into a command. Help, the version and usage errors print and exit."""
     if args and args[0] in COMMANDS:
         flags, module = import_module("gradscope.cli.flags"), import_module(f"gradscope.cli.{args[0]}")
         command = getattr(module, args[0].capitalize())
@@ -91,20 +90,6 @@ def _parse(args: Sequence[str]) -> Any:
         "Which tokens does an RL update of a language model serve? `gradscope COMMAND --help` has a command's flags."
     )
     return tyro.cli(reduce(or_, names), args=args, prog="gradscope", description=about, config=OPTIONS)
-
-
-def _join_lines_of_help() -> None:
-    """tyro would keep the line breaks of indented docstrings."""
-    read = getattr(tyro._docstrings, "parse_docstring_from_object", None)
-    if read is None or hasattr(read, "joins_lines"):
-        return
-
-    @cache
-    def join(kind: object) -> dict[str, str]:
-        return {name: " ".join(words.split()) for name, words in read(kind).items()}
-
-    join.joins_lines = True
-    tyro._docstrings.parse_docstring_from_object = join
 
 
 def main(args: Sequence[str] | None = None) -> None:

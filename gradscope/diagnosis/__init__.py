@@ -1,5 +1,33 @@
 """A checkpoint's diagnosis: results, findings in words, figures, and the HTML page in `page`."""
 
-import lazy_loader
+from gradscope.diagnosis.checkpoint import diagnose
+from gradscope.diagnosis.cost import SUMS, Minutes, fit_parts, part_costs, stage_costs
+from gradscope.diagnosis.dump_alone import logit_notes, logit_shares, logit_table
+from gradscope.diagnosis.gradients import Gram, Products, block_products, cosine_matrix, gradient_rows, prompt_vectors
+from gradscope.diagnosis.page.contents import TokenViewer, make_logit_report, make_report, viewer, write_report
+from gradscope.diagnosis.page.first_screen import decide
+from gradscope.diagnosis.page.trend import make_trend_report, trend_changes
+from gradscope.diagnosis.plots import plot_dominance
+from gradscope.diagnosis.precision import sampling_error
+from gradscope.diagnosis.result import PARTS, Diagnosis, DiagnosisSettings, Finding, Verdict, join_rows, one_row
+from gradscope.diagnosis.steps import direction_rows, influence_rows
+from gradscope.diagnosis.summary import (
+    PAPER_NORMS,
+    Summary,
+    interval_summary,
+    measured_cones,
+    summarize_measurement,
+    write_figures,
+)
+from gradscope.diagnosis.tokens import PromptSums, shares_by, sum_by_prompt, token_shares
+from gradscope.diagnosis.words import CERTAIN, findings
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "CERTAIN", "PAPER_NORMS", "PARTS", "SUMS", "Diagnosis", "DiagnosisSettings", "Finding", "Gram", "Minutes",
+    "Products", "PromptSums", "Summary", "TokenViewer", "Verdict", "block_products", "cosine_matrix", "decide",
+    "diagnose", "direction_rows", "findings", "fit_parts", "gradient_rows", "influence_rows", "interval_summary",
+    "join_rows", "logit_notes", "logit_shares", "logit_table", "make_logit_report", "make_report", "make_trend_report",
+    "measured_cones", "one_row", "part_costs", "plot_dominance", "prompt_vectors", "sampling_error", "shares_by",
+    "stage_costs", "sum_by_prompt", "summarize_measurement", "token_shares", "trend_changes", "viewer", "write_figures",
+    "write_report",
+]  # fmt: skip

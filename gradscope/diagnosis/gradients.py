@@ -26,7 +26,6 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from scipy.stats import norm, t
 from torch import Tensor
 
 from gradscope.diagnosis.result import join_rows, make_rows
@@ -219,6 +218,8 @@ def signal_and_noise(
     Values, then bounds, which only signal has: leave-one-out jackknife, Student's t with n − 1 degrees of freedom, NaN
     for too few prompts. Signal and noise are NaN for one.
     """
+    from scipy.stats import t
+
     n = grams.shape[1]
     square, own = grams.sum((1, 2)), np.einsum("kpp->k", grams)
     out = {name: np.full((3, len(grams)), np.nan) for name in ("gradient_norm", "signal", "noise")}
@@ -284,6 +285,8 @@ def _widen(
     found: Float[np.ndarray, "3 k"], error: Float[np.ndarray, " k"], confidence: float
 ) -> Float[np.ndarray, "3 k"]:
     """Value and bounds, those farther out by an error that is independent of what they are for."""
+    from scipy.stats import norm
+
     value, reach = found[0], norm.ppf((1 + confidence) / 2) * error
     lower, upper = (np.hypot(found[side] - value, reach) for side in (1, 2))
     return np.stack([value, value - lower, value + upper]) if error.any() else found

@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import inf, isnan, nan
 
 import pandas as pd
-from scipy.stats import norm
 
 from gradscope.diagnosis.format import (
     name_bin,
@@ -41,8 +40,6 @@ def findings(diagnosis: Diagnosis) -> Findings:
         _where, _driver, _spikes, lag_words, bound_words, setting_words,
     )  # fmt: skip
     return Findings(finding for make in makers for finding in make(diagnosis))
-
-
 
 
 def compare(row: pd.Series, against: float | pd.Series = 0.0, *, write: Callable[[float], str] = percent) -> Verdict:
@@ -152,6 +149,8 @@ def prompts_to_decide(odds: float, prompts: int) -> int | None:
 
     The difference keeps its size and its error falls as 1/√n, so that Φ⁻¹(odds) grows as √n. Two digits.
     """
+    from scipy.stats import norm
+
     reached = norm.ppf(odds)
     wanted = prompts * (norm.ppf(CERTAIN) / reached) ** 2 if reached > 0 else inf
     return None if not wanted <= MOST_PROMPTS * prompts else int(float(f"{wanted:.2g}"))

@@ -1,5 +1,56 @@
 """The instrument: every token's own gradient, as a table; summed gradients of intervals and prompts; what they cost."""
 
-import lazy_loader
+from gradscope.gradients.columns import ADAMW, LAYER, LOGITS, PARAMETERS, describe_reread, refuse_endless_weights
+from gradscope.gradients.cost.machine import Rates, describe_seconds, gpu_rates
+from gradscope.gradients.cost.outline import config_of, outline_policy, shape_of
+from gradscope.gradients.cost.pilot import make_pilot
+from gradscope.gradients.cost.plan import MeasurePlan, plan_batch
+from gradscope.gradients.cost.shape import BYTES, Dtype, ModelShape, block_activation_bytes
+from gradscope.gradients.engine.meter import TokenGradientMeter
+from gradscope.gradients.engine.self_check import check_engine
+from gradscope.gradients.engine.stack import SequenceTokens
+from gradscope.gradients.hooks import capture_activations, capture_gradients, first_tensor, forward_hooks, measuring
+from gradscope.gradients.logged import ContradictionWarning, note_logged
+from gradscope.gradients.resources import Resources
+from gradscope.gradients.rounds import PILOT, Round, Stopwatch, join_rounds, measure_rounds
+from gradscope.gradients.sample import (
+    SAMPLING_PROBABILITY,
+    TokenSample,
+    sampling_probabilities,
+    sampling_weights,
+    stands_for,
+    token_sizes,
+    weighted_quantiles,
+)
+from gradscope.gradients.settings import AFTERWARDS, BUDGET, EACH_PROMPT, MeasureSettings, settle_minutes
+from gradscope.gradients.summed.intervals import IntervalGradients, gram, interval_gradients, interval_gradients_over
+from gradscope.gradients.summed.plan import SumsPlan, Way, largest_share, own_rows, plan_batch_sums
+from gradscope.gradients.summed.prompts import PromptGradients, fixed_cotangents
+from gradscope.gradients.summed.sketches import Sketcher
+from gradscope.gradients.summed.weighted import (
+    BACKWARD,
+    FORWARD_MODE,
+    Derivative,
+    predict_changes,
+    refuse_narrow_arithmetic,
+    refuse_narrow_weights,
+    vector_bytes,
+    vectors_within,
+    weighted_gradients,
+    zero_vectors,
+)
+from gradscope.gradients.table import TableMeasurement, measure
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "ADAMW", "AFTERWARDS", "BACKWARD", "BUDGET", "BYTES", "EACH_PROMPT", "FORWARD_MODE", "LAYER", "LOGITS",
+    "PARAMETERS", "PILOT", "SAMPLING_PROBABILITY", "ContradictionWarning", "Derivative", "Dtype", "IntervalGradients",
+    "MeasurePlan", "MeasureSettings", "ModelShape", "PromptGradients", "Rates", "Resources", "Round", "SequenceTokens",
+    "Sketcher", "Stopwatch", "SumsPlan", "TableMeasurement", "TokenGradientMeter", "TokenSample", "Way",
+    "block_activation_bytes", "capture_activations", "capture_gradients", "check_engine", "config_of",
+    "describe_reread", "describe_seconds", "first_tensor", "fixed_cotangents", "forward_hooks", "gpu_rates", "gram",
+    "interval_gradients", "interval_gradients_over", "join_rounds", "largest_share", "make_pilot", "measure",
+    "measure_rounds", "measuring", "note_logged", "outline_policy", "own_rows", "plan_batch", "plan_batch_sums",
+    "predict_changes", "refuse_endless_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights",
+    "sampling_probabilities", "sampling_weights", "settle_minutes", "shape_of", "stands_for", "token_sizes",
+    "vector_bytes", "vectors_within", "weighted_gradients", "weighted_quantiles", "zero_vectors",
+]  # fmt: skip

@@ -1,5 +1,62 @@
 """The equations: advantages, token weights, the loss, log π, and the optimizer step that is trained and measured."""
 
-import lazy_loader
+from gradscope.objective.batch_logprobs import (
+    Choose,
+    batch_statistics,
+    choosing_places,
+    fitting_size,
+    has_plain_head,
+    kept_logprobs,
+    loss_logprobs,
+    micro_batches,
+)
+from gradscope.objective.equations import (
+    grpo_advantages,
+    kl_k3,
+    lopti_split,
+    policy_loss,
+    reinforce_pp_advantages,
+    reweight,
+    token_weights,
+)
+from gradscope.objective.logprobs import (
+    TokenStatistics,
+    gather_logprobs,
+    logit_gradient,
+    parts_at_once,
+    rows_at_once,
+    statistics_and_gradient,
+    widen,
+)
+from gradscope.objective.loss import (
+    PAPER,
+    LossSettings,
+    batch_loss,
+    batch_weights,
+    check_weighting,
+    own_where_unknown,
+    resolve_advantages,
+    weigh_step,
+)
+from gradscope.objective.methods import ORDERS, Method
+from gradscope.objective.off_policy import (
+    describe_off_policyness,
+    off_policy_columns,
+    off_policy_sentence,
+    off_policyness,
+)
+from gradscope.objective.shared_prompts import can_pack
+from gradscope.objective.steps import Pass, PassTotals, StepResult, Updater, clip_scale, split_passes
+from gradscope.objective.weighting import Tokens, Weighting, within
+from gradscope.objective.weightings import COMPARED, SOURCES, WEIGHTINGS, make_weighting, spell_out
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "COMPARED", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "Choose", "LossSettings", "Method", "Pass", "PassTotals",
+    "StepResult", "TokenStatistics", "Tokens", "Updater", "Weighting", "batch_loss", "batch_statistics",
+    "batch_weights", "can_pack", "check_weighting", "choosing_places", "clip_scale", "describe_off_policyness",
+    "fitting_size", "gather_logprobs", "grpo_advantages", "has_plain_head", "kept_logprobs", "kl_k3", "logit_gradient",
+    "lopti_split", "loss_logprobs", "make_weighting", "micro_batches", "off_policy_columns", "off_policy_sentence",
+    "off_policyness", "own_where_unknown", "parts_at_once", "policy_loss", "reinforce_pp_advantages",
+    "resolve_advantages", "reweight", "rows_at_once", "spell_out", "split_passes", "statistics_and_gradient",
+    "token_weights", "weigh_step", "widen", "within",
+]  # fmt: skip

@@ -1,5 +1,35 @@
 """Figures: DataFrame in, Axes out, the CSV of what is shown beside each."""
 
-import lazy_loader
+from gradscope.plots.comparison import plot_comparison
+from gradscope.plots.labels import METRICS, label_of
+from gradscope.plots.layers import plot_figure_2, plot_layers_by_interval, plot_norm_against_one_minus_prob
+from gradscope.plots.proxies import plot_modules, plot_proxies
+from gradscope.plots.style import (
+    NEUTRAL,
+    drawn_numbers,
+    finish,
+    interval_colors,
+    name_intervals,
+    new_axes,
+    new_panels,
+    paper_style,
+    require,
+    save_figure,
+)
+from gradscope.plots.tokens import (
+    plot_advantages,
+    plot_cosines,
+    plot_figure_1,
+    plot_interval_gradient_norms,
+    plot_token_shares,
+)
+from gradscope.plots.tuning import plot_tuning
+from gradscope.plots.updates import plot_directions, plot_influence, plot_movement, plot_norm_drivers
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "METRICS", "NEUTRAL", "drawn_numbers", "finish", "interval_colors", "label_of", "name_intervals", "new_axes",
+    "new_panels", "paper_style", "plot_advantages", "plot_comparison", "plot_cosines", "plot_directions",
+    "plot_figure_1", "plot_figure_2", "plot_influence", "plot_interval_gradient_norms", "plot_layers_by_interval",
+    "plot_modules", "plot_movement", "plot_norm_against_one_minus_prob", "plot_norm_drivers", "plot_proxies",
+    "plot_token_shares", "plot_tuning", "require", "save_figure",
+]  # fmt: skip

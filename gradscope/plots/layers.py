@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
@@ -189,6 +188,8 @@ def _medians(measured: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
 
 
 def _draw_log_heatmap(ax: Axes, medians: pd.DataFrame) -> None:
+    import seaborn as sns
+
     positive = medians.to_numpy()[medians.to_numpy() > 0]
     low, high = (positive.min(), positive.max()) if len(positive) else (0.1, 1.0)
     words = medians.map(lambda value: "–" if np.isnan(value) else short_number(value))

@@ -10,7 +10,6 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -156,6 +155,8 @@ def edge_names(edges: Sequence[float] = EDGES) -> list[str]:
 
 def interval_colors(count: int = 4) -> list[tuple[float, float, float]]:
     """One colour per interval, dark (low probability) to light; distinct in grey and to colour-blind eyes."""
+    import seaborn as sns
+
     return list(sns.color_palette("viridis", count))
 
 

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.stats import gaussian_kde
 
 from gradscope.errors import InputError, checked
 from gradscope.intervals import EDGES, interval_labels
@@ -157,6 +155,8 @@ def plot_advantages(table: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: 
 
 def _profile(values: np.ndarray, *, discrete: bool) -> pd.DataFrame:
     """Half-widths (at most 0.42) of a violin's outline, a bar per distinct value, or a point per value."""
+    from scipy.stats import gaussian_kde
+
     distinct, counts = np.unique(values, return_counts=True)
     if len(values) < _FEW_TOKENS:
         height, width, drawing = values, np.zeros(len(values)), "point"
@@ -215,6 +215,8 @@ def plot_cosines(cosines: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: A
     `cosines` is square, a row and a column per interval; NaN where an interval has no gradient. Rows named 0, 1, … are
     shown by their interval's edges. Raises InputError for a matrix that is not square or leaves [−1, 1].
     """
+    import seaborn as sns
+
     values = cosines.to_numpy(dtype=float)
     if values.ndim != 2 or values.shape[0] != values.shape[1] or not values.size:
         raise InputError(

@@ -3,7 +3,6 @@
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -69,6 +68,8 @@ def _draw_intervals(ax: Axes, numbers: pd.DataFrame) -> Axes:
 
 def _draw_map(ax: Axes, numbers: pd.DataFrame, limit: float) -> Axes:
     # Off comes first.
+    import seaborn as sns
+
     place = {name: numbers[name].fillna(-1.0).rank(method="dense").astype(int) - 1 for name in ("alpha", "eta")}
     shape = [places.max() + 1 for places in place.values()]
     values, words = np.full(shape, np.nan), np.full(shape, "", dtype=object)

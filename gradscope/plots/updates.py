@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
@@ -125,6 +124,8 @@ def plot_directions(
     `directions.over_batches` makes them. colors: method → colour, which also orders the methods; None: a palette, in
     the order of the table.
     """
+    import seaborn as sns
+
     require(shares, ["method", "interval", "sign", "mean", "sd"], what="the table of shares")
     ax = new_axes(ax)
     chosen = shares[shares["sign"] == sign]

@@ -1,5 +1,66 @@
 """A loaded checkpoint or adapter, its tokenizer and blocks, and its saved optimizer."""
 
-import lazy_loader
+from gradscope.policy.adamw import (
+    PART,
+    AdamWState,
+    find_optimizer_file,
+    find_policy_state,
+    optimizer_hash,
+    read_adamw_state,
+    read_optimizer_file,
+    read_state,
+    square_norm,
+    sum_of_squares,
+    value_ranges,
+)
+from gradscope.policy.adapters import find_whole
+from gradscope.policy.attention import without_cudnn_attention
+from gradscope.policy.checkpoint import (
+    ADAPTER_CONFIG,
+    EMBEDDED,
+    checkpoint_name,
+    checkpoint_step,
+    find_checkpoint,
+    hash_ahead,
+    policy_hashes,
+    refuse_training_run,
+    shards_of,
+    weights_hash,
+)
+from gradscope.policy.launch import join_launch
+from gradscope.policy.loading import (
+    DTYPES,
+    GRADIENT_SHARE,
+    PolicyLike,
+    find_device,
+    free_memory,
+    gradient_budget,
+    load_policy,
+    load_tokenizer,
+    lost_text,
+    return_freed_memory,
+)
+from gradscope.policy.parameters import flat_slices, flat_spans, float_parameters, is_subset, model_bytes
+from gradscope.policy.policy import Policy, check_prompt, find_blocks, takes
+from gradscope.policy.positions import find_context
+from gradscope.policy.rewind import rewound
+from gradscope.policy.upcasting import (
+    UPCAST,
+    arithmetic_dtype,
+    is_upcast,
+    moving,
+    precision_in_words,
+    replaced_forward,
+    upcast_on_use,
+)
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "ADAPTER_CONFIG", "DTYPES", "EMBEDDED", "GRADIENT_SHARE", "PART", "UPCAST", "AdamWState", "Policy", "PolicyLike",
+    "arithmetic_dtype", "check_prompt", "checkpoint_name", "checkpoint_step", "find_blocks", "find_checkpoint",
+    "find_context", "find_device", "find_optimizer_file", "find_policy_state", "find_whole", "flat_slices",
+    "flat_spans", "float_parameters", "free_memory", "gradient_budget", "hash_ahead", "is_subset", "is_upcast",
+    "join_launch", "load_policy", "load_tokenizer", "lost_text", "model_bytes", "moving", "optimizer_hash",
+    "policy_hashes", "precision_in_words", "read_adamw_state", "read_optimizer_file", "read_state",
+    "refuse_training_run", "replaced_forward", "return_freed_memory", "rewound", "shards_of", "square_norm",
+    "sum_of_squares", "takes", "upcast_on_use", "value_ranges", "weights_hash", "without_cudnn_attention",
+]  # fmt: skip

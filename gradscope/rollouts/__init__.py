@@ -1,5 +1,13 @@
 """What was sampled: `TokenBatch` and its alignment rule; readers of rollout files, one per trainer in `formats`."""
 
-import lazy_loader
+from gradscope.rollouts.batch import LARGEST, Note, Response, TokenBatch, collate
+from gradscope.rollouts.checks import check_batch
+from gradscope.rollouts.dump import Dump, keep_own_step
+from gradscope.rollouts.files import list_files, rollouts_hash
+from gradscope.rollouts.formats.native import write_rollouts
+from gradscope.rollouts.reading import READER, READERS, BatchLike, read_dump, read_inputs, read_rollouts
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "LARGEST", "READER", "READERS", "BatchLike", "Dump", "Note", "Response", "TokenBatch", "check_batch", "collate",
+    "keep_own_step", "list_files", "read_dump", "read_inputs", "read_rollouts", "rollouts_hash", "write_rollouts",
+]  # fmt: skip

@@ -1,5 +1,47 @@
 """Folders written whole or not at all, resumed and locked; strangers' files; processes; tensors beyond memory."""
 
-import lazy_loader
+from gradscope.runs.files import (
+    file_hash,
+    plain_json,
+    replacing,
+    write_json,
+    write_parquet,
+    write_parquet_parts,
+    write_text,
+)
+from gradscope.runs.folder import (
+    MANIFEST,
+    RunFolder,
+    check_is_folder,
+    check_results,
+    check_writable,
+    library_versions,
+    provenance,
+    refusal,
+)
+from gradscope.runs.foreign import (
+    MOST_COLUMNS,
+    PACKED,
+    load_tensors,
+    numbers_of,
+    parse_json,
+    parse_json_file,
+    read_json,
+    read_lines,
+    read_parquet,
+)
+from gradscope.runs.inert import Inert
+from gradscope.runs.lock import locked
+from gradscope.runs.processes import ALONE, Processes, deal_by_cost, worker_context
+from gradscope.runs.progress import SILENT, Advance, Progress, Reporter, settle_progress, track
+from gradscope.runs.scratch import check_room, scratch_zeros
+from gradscope.runs.user_code import RAISED, in_words, run_file
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "ALONE", "MANIFEST", "MOST_COLUMNS", "PACKED", "RAISED", "SILENT", "Advance", "Inert", "Processes", "Progress",
+    "Reporter", "RunFolder", "check_is_folder", "check_results", "check_room", "check_writable", "deal_by_cost",
+    "file_hash", "in_words", "library_versions", "load_tensors", "locked", "numbers_of", "parse_json",
+    "parse_json_file", "plain_json", "provenance", "read_json", "read_lines", "read_parquet", "refusal", "replacing",
+    "run_file", "scratch_zeros", "settle_progress", "track", "worker_context", "write_json", "write_parquet",
+    "write_parquet_parts", "write_text",
+]  # fmt: skip

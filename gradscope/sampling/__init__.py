@@ -1,5 +1,12 @@
 """Responses sampled from a policy, by transformers or vLLM behind one protocol, and how many of them are right."""
 
-import lazy_loader
+from gradscope.sampling.engines import make_sampler
+from gradscope.sampling.evaluation import Evaluation, Exam, evaluate, summarize_responses
+from gradscope.sampling.hf import HFSampler, check_prompts
+from gradscope.sampling.protocol import Sample, Sampler
+from gradscope.sampling.rollouts import batch_rows, check_count, rollout_rows, sample
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "Evaluation", "Exam", "HFSampler", "Sample", "Sampler", "batch_rows", "check_count", "check_prompts", "evaluate",
+    "make_sampler", "rollout_rows", "sample", "summarize_responses",
+]  # fmt: skip

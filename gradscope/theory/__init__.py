@@ -1,5 +1,13 @@
 """Prop. 4.2 in closed form, its bounds, and what norms of real tokens follow."""
 
-import lazy_loader
+from gradscope.theory.bounds import TheoryReport, theory_report
+from gradscope.theory.closed_form import logit_grad_bounds, logit_grad_norm, rounding_tolerance
+from gradscope.theory.constants import layer_constants, token_contexts
+from gradscope.theory.drivers import add_drivers, regress_norms
+from gradscope.theory.gains import FLOOR
+from gradscope.theory.proxies import judge_proxies
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "FLOOR", "TheoryReport", "add_drivers", "judge_proxies", "layer_constants", "logit_grad_bounds", "logit_grad_norm",
+    "regress_norms", "rounding_tolerance", "theory_report", "token_contexts",
+]  # fmt: skip

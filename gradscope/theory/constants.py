@@ -22,7 +22,6 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
-from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor, nn
 
 from gradscope.errors import InputError, SelfCheckError, checked
@@ -265,6 +264,8 @@ def _run(policy: Policy, ids: Tensor, temperature: float) -> tuple[list[_BlockCa
 
 def _lanczos(jacobian: LocalJacobian, which: str) -> tuple[float, float]:
     """(largest "LA" or smallest "SA" singular value, relative residual of its square), NaN if it did not converge."""
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+
     dtype, device, size = jacobian.output.dtype, jacobian.output.device, jacobian.shape[1]
 
     def square(vector: np.ndarray) -> np.ndarray:

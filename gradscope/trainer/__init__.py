@@ -4,6 +4,13 @@ Read `loop` first: sample, score, advantages, passes, log, checkpoint. The loss 
 `gradscope.objective`.
 """
 
-import lazy_loader
+from gradscope.trainer.checkpoints import OPTIMIZER, list_checkpoints, step_of
+from gradscope.trainer.config import TrainConfig
+from gradscope.trainer.loop import train
+from gradscope.trainer.metrics import scalars
+from gradscope.trainer.presets import PRESETS, get_preset
+from gradscope.trainer.rollout import Questions
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "OPTIMIZER", "PRESETS", "Questions", "TrainConfig", "get_preset", "list_checkpoints", "scalars", "step_of", "train",
+]  # fmt: skip

@@ -7,16 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from analyses.benchmarks.token_gradients import allocated_peak
-from gradscope.gradients import (
-    ModelShape,
-    Response,
-    SequenceTokens,
-    TokenGradientMeter,
-    floor_flops,
-    measure_flops,
-    measuring,
-)
-from gradscope.gradients.cost.measuring import measure_bytes, split_chunks
+from gradscope.gradients import ModelShape, SequenceTokens, TokenGradientMeter, measuring
+from gradscope.gradients.cost.measuring import Response, floor_flops, measure_bytes, measure_flops, split_chunks
 from gradscope.gradients.engine.chunks import neighbours
 
 TARGETS = torch.arange(16, 48)

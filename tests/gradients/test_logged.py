@@ -10,8 +10,8 @@ from support.policies import BOS, make_batch, make_policy
 
 from gradscope.diagnosis import diagnose
 from gradscope.errors import InputError
-from gradscope.gradients import find_contradictions, measure
-from gradscope.gradients.logged import Reading, refuse_foreign_logprobs
+from gradscope.gradients import measure
+from gradscope.gradients.logged import Reading, find_contradictions, refuse_foreign_logprobs
 from gradscope.objective import batch_statistics
 from gradscope.rollouts import Response, collate
 

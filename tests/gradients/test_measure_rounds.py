@@ -17,13 +17,13 @@ from gradscope.gradients import (
     Round,
     Stopwatch,
     TableMeasurement,
-    join_responses,
     join_rounds,
     measure_rounds,
     settle_minutes,
 )
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample
 from gradscope.gradients.settings import LARGE, MINUTES, check_settings
+from gradscope.gradients.table import join_responses
 from gradscope.runs import ALONE, RunFolder
 
 

@@ -16,18 +16,12 @@ from transformers.models.llama import modeling_llama
 
 from gradscope import measure
 from gradscope.errors import SelfCheckError
-from gradscope.gradients import (
-    ModelShape,
-    Response,
-    SequenceTokens,
-    TokenGradientMeter,
-    TokenGradients,
-    measuring,
-)
-from gradscope.gradients.cost.measuring import group_responses
+from gradscope.gradients import ModelShape, SequenceTokens, TokenGradientMeter, measuring
+from gradscope.gradients.cost.measuring import Response, group_responses
 from gradscope.gradients.engine import norms as rules
 from gradscope.gradients.engine.chunks import MOST_SEQUENCES
 from gradscope.gradients.engine.decoder import block as decoder_block
+from gradscope.gradients.engine.results import TokenGradients
 from gradscope.gradients.engine.stack import Stack
 from gradscope.objective import TokenStatistics
 from gradscope.policy import Policy

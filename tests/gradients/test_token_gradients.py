@@ -17,7 +17,8 @@ from support.tiers import every
 from torch import Tensor
 
 from gradscope.errors import InputError, SelfCheckError
-from gradscope.gradients import SequenceTokens, TokenGradientMeter, TokenGradients, check_engine, measuring
+from gradscope.gradients import SequenceTokens, TokenGradientMeter, check_engine, measuring
+from gradscope.gradients.engine.results import TokenGradients
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 

@@ -11,7 +11,8 @@ from support.policies import make_batch, make_policy
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.objective import LossSettings, Updater, Weighting, make_weighting, resolve_advantages, whole_passes
+from gradscope.objective import LossSettings, Updater, Weighting, make_weighting, resolve_advantages
+from gradscope.objective.steps import whole_passes
 from gradscope.rollouts import TokenBatch
 
 SETTINGS = LossSettings(clip_ratio_low=0.05, clip_ratio_high=0.04, kl_coef=0.0)

@@ -20,14 +20,8 @@ from torch import Tensor
 
 from gradscope import StepSettings, apply_update
 from gradscope.errors import InputError, SelfCheckError
-from gradscope.gradients import (
-    MeasureSettings,
-    TableMeasurement,
-    TokenGradientMeter,
-    TokenGradients,
-    measure,
-    weighted_gradients,
-)
+from gradscope.gradients import MeasureSettings, TableMeasurement, TokenGradientMeter, measure, weighted_gradients
+from gradscope.gradients.engine.results import TokenGradients
 from gradscope.policy import flat_slices, float_parameters, load_policy, policy_hashes
 from gradscope.policy.parameters import measure_only
 from gradscope.rollouts import TokenBatch

@@ -20,7 +20,6 @@ from gradscope.errors import InputError
 from gradscope.objective import grpo_advantages, resolve_advantages
 from gradscope.policy import Policy
 from gradscope.rollouts import (
-    CAVEATS,
     READERS,
     Response,
     collate,
@@ -30,6 +29,7 @@ from gradscope.rollouts import (
     read_rollouts,
     write_rollouts,
 )
+from gradscope.rollouts.caveats import CAVEATS
 
 nan, inf = math.nan, math.inf
 THINKING = (

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from gradscope.cli import end_at_once
 from gradscope.errors import InputError
-from gradscope.objective import LossSettings, Pass, lopti_split, resolve_advantages, split_passes, whole_passes
-from gradscope.runs import end_at_once
+from gradscope.objective import LossSettings, Pass, lopti_split, resolve_advantages, split_passes
+from gradscope.objective.steps import whole_passes
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.learner import Learner, build_learner
 from support.policies import make_batch, make_policy

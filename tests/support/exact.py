@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from gradscope.gradients import TokenGradients
+from gradscope.gradients.engine.results import TokenGradients
 from gradscope.policy import Policy
 from support.policies import VOCAB, make_policy
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from gradscope.gradients import TokenGradientMeter, TokenGradients, measuring
+from gradscope.gradients import TokenGradientMeter, measuring
+from gradscope.gradients.engine.results import TokenGradients
 from gradscope.objective import logit_gradient
 from gradscope.policy import Policy, find_blocks
 from gradscope.rollouts import TokenBatch

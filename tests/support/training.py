@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from gradscope.objective import Pass, resolve_advantages, whole_passes
+from gradscope.objective import Pass, resolve_advantages
+from gradscope.objective.steps import whole_passes
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.learner import Learner, build_learner
 from support.policies import VOCAB, make_batch

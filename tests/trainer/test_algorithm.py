@@ -15,7 +15,9 @@ from support.losses import grpo_by_loop, reinforce_pp_by_loop, term_by_loop, wei
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.objective import Pass, batch_loss, batch_weights, random_split, split_passes, whole_passes
+from gradscope.objective import Pass, batch_loss, batch_weights, split_passes
+from gradscope.objective.methods import random_split
+from gradscope.objective.steps import whole_passes
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.algorithm import Update, compute_advantages, plan_update

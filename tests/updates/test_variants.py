@@ -15,8 +15,8 @@ from gradscope.objective import LossSettings
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.algorithm import plan_update
-from gradscope.updates import Variant, old_intervals
-from gradscope.updates.variants import VARIANTS, make_variant
+from gradscope.updates import old_intervals
+from gradscope.updates.variants import VARIANTS, Variant, make_variant
 
 SETTINGS = LossSettings(clip_ratio_low=0.1, kl_coef=0.02)
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from scipy.stats import t
 
 from gradscope.resampling import short_of
 
@@ -120,4 +119,6 @@ def _jackknife(left: Each) -> Float[np.ndarray, " *k"]:
 
 
 def _quantile(n: int, confidence: float) -> float:
+    from scipy.stats import t
+
     return float(t.ppf((1 + confidence) / 2, n - 1)) if not short_of(n) else np.nan

@@ -14,7 +14,6 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float
-from scipy.stats import rankdata
 
 from gradscope.errors import InputError, checked
 from gradscope.intervals import interval_labels
@@ -160,6 +159,8 @@ def spearman(x: Float[np.ndarray, "D N"], y: Float[np.ndarray, "D N"]) -> Float[
     >>> spearman(np.array([[1.0, 2.0, 3.0]]), np.array([[0.1, 0.3, 0.2]])).tolist()
     [0.5]
     """
+    from scipy.stats import rankdata
+
     x, y = (rankdata(values, axis=-1) - (values.shape[-1] + 1) / 2 for values in (x, y))
     with np.errstate(invalid="ignore"):
         return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1))

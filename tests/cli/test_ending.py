@@ -66,7 +66,7 @@ def test_an_interruption_while_something_is_deleted_is_not_lost(monkeypatch, cap
 
 def test_work_that_nobody_reads_goes_on_to_its_end(tmp_path):
     code = f"""
-from gradscope.runs import go_on_unread
+from gradscope.cli import go_on_unread
 
 go_on_unread()
 for _ in range(10_000):
