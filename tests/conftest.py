@@ -68,12 +68,12 @@ def data_folder() -> Path:
 
 
 SLOW = """
-    test_memory_budget test_train test_reproduce test_notebooks test_tuning test_distributed test_cli
+    test_memory_budget test_train test_reproduce test_notebooks test_distributed test_cli
     test_cli_diagnose_processes test_prompt_gradients test_trl test_trl_methods
     test_measure_together
     test_planted_faults test_shapes test_influence test_plots test_diagnosis test_diagnosis_numbers test_token_sample
     test_contradictions
-    test_update_scripts test_figures test_cli_tune test_cli_diagnose test_report_browser test_trl_end_to_end
+    test_update_scripts test_figures test_cli_diagnose test_report_browser test_trl_end_to_end
     test_measure_processes test_real_size test_faults
 """.split()  # noqa: SIM905
 """Files of the dearest tests, the dearest first: they begin, and `make test-fast` leaves them out."""

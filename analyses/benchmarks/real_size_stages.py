@@ -28,7 +28,6 @@ STAGES = {
     "gradscope.diagnosis.checkpoint:describe_tokens": "diagnosis of tokens",
     "gradscope.diagnosis.checkpoint:sum_gradients": "summed gradients",
     "gradscope.diagnosis.checkpoint:take_steps": "steps",
-    "gradscope.diagnosis.checkpoint:screen_settings": "screening",
     "gradscope.diagnosis.page.contents:make_report": "report",
     "gradscope.diagnosis.page.contents:write_report": "report",
 }

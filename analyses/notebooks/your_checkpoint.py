@@ -47,7 +47,7 @@ print(f"{dump.format}: {len(batch)} responses, {batch.num_tokens} response token
 # from your optimizer state if you give its file (`optimizer_state="…/optimizer.pt"`), else the paper's SGD.
 
 # %%
-diagnosis = gradscope.diagnose(policy, batch, tokens_per_interval=100, recommend_batches=None, resamples=200)
+diagnosis = gradscope.diagnose(policy, batch, tokens_per_interval=100, resamples=200)
 diagnosis
 
 # %% [markdown]

@@ -4,9 +4,8 @@
 
 At each checkpoint 8 responses to the same 16 puzzles of 2 to 4 people, at the run's temperature of 0.7; the puzzles are
 drawn by a seed that the run does not use. Then `gradscope diagnose` with the optimizer's saved state, by 500 tokens of
-each interval; α and η are screened at the last checkpoint alone, and at the earlier ones a step is split by source on
-5,000 tokens. OUT gets the page of the trend, and the last checkpoint's
-own page with its tables; what else was made stays in RUN/report.
+each interval; at the earlier ones a step is split by source on 5,000 tokens. OUT gets the page of the trend, and the
+last checkpoint's own page with its tables; what else was made stays in RUN/report.
 
 Differs from what the run trained on: the batch is 16 × 8 responses in one optimizer step, the run's are 16 × 8 in two;
 log π of the reference is not in the rollouts, so that the KL term's part of the weights is 0. The untrained policy is
@@ -35,7 +34,7 @@ from gradscope.trainer import list_checkpoints, step_of
 STEPS = (4, 12, 20, 28, 40)
 SAMPLE = ["--questions", "16", "--n", "8", "--people", "2", "3", "4", "--temperature", "0.7"]
 SAMPLE += ["--task", "knights-knaves-compact", "--max-new-tokens", "400", "--seed", str(FRESH)]
-EARLIER = ["--tokens-per-interval", "500", "--influence-tokens", "5000", "--no-recommend"]
+EARLIER = ["--tokens-per-interval", "500", "--influence-tokens", "5000"]
 KEPT = ("report.html", "manifest.json", "data")
 """Of a checkpoint's folder, what goes with the trend; tokens.parquet is large."""
 

@@ -35,7 +35,6 @@ COMMANDS = {
     "measure": "Measure the gradient of every response token of a rollout file: token table, figures, summary.",
     "diagnose": "Diagnose checkpoints on their rollouts: which tokens drive an update, in one HTML file.",
     "compare": "Compare token weightings on one batch: which tokens each favours, and how much is signal.",
-    "tune": "Screen α of Advantage Reweighting and η of Lopti on one batch, without training.",
     "train": "Train a policy with GRPO or REINFORCE++, Advantage Reweighting and Lopti.",
     "evaluate": "Accuracy of a policy on a task's questions: greedy, avg@k and pass@k, with intervals.",
 }
@@ -59,7 +58,6 @@ EXAMPLES = {
         "runs/checkpoint-500 rollouts.jsonl --out compared",
         "runs/checkpoint-500 rollouts.jsonl --methods reweight:alpha=0.1 lopti own.py:mine --out compared",
     ),
-    "tune": ("runs/checkpoint-500 rollouts.jsonl --out tuned",),
     "train": (
         "--preset kk-embedded --reweight-alpha 0.3 --out runs/reweight",
         "--preset kk-embedded --lopti-eta 0.5 --out runs/lopti --resume",

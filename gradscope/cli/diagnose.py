@@ -96,8 +96,6 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
     """Take one step with the whole batch, look, and take it back."""
     influence_tokens: int | None = DiagnosisSettings.influence_tokens
     """Tokens of the step whose movement is split by source; none: leave that out."""
-    recommend: Annotated[bool | None, tyro.conf.arg(constructor=bool)] = None
-    """Screen α and η by predicted steps; none: only below 100 M parameters."""
     compare: Annotated[bool | None, tyro.conf.arg(constructor=bool)] = None
     """Compare what each token weighting would change; none: of policies below 100 M parameters."""
     overwrite: bool = False
@@ -167,7 +165,6 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             "optimizer_state",
             "actual_step",
             "influence_tokens",
-            "recommend",
             "compare",
         )
         names += ("gradient_memory",)
@@ -288,7 +285,6 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             gradient_memory=self.gradient_memory,
             actual_step=self.actual_step,
             influence_tokens=self.influence_tokens,
-            recommend=self.recommend,
             compare=self.compare,
         )
 

@@ -1,6 +1,6 @@
-"""One checkpoint's diagnosis in numbers: who dominates the update, how much, where, what a step does, what to try.
+"""One checkpoint's diagnosis in numbers: who dominates the update, how much, where, what a step does.
 
-`diagnose` settles the inputs, makes five parts (tokens, gradients, steps, screening, comparison) and joins them; one
+`diagnose` settles the inputs, makes four parts (tokens, gradients, steps, comparison) and joins them; one
 file, for the parts share one budget of minutes and one list of notes. All headline numbers are rows
 of one tidy frame (`result.COLUMNS`); what they mean stands in the files that make them and, in words that a page can
 quote, in `glossary.DEFINITIONS`.
@@ -22,13 +22,11 @@ import torch
 from gradscope.diagnosis import gradients, steps, tokens
 from gradscope.diagnosis.cost import (
     COMPARISON,
-    SCREENING,
     STEPS,
     SUMS,
     TOKENS,
     Minutes,
     part_costs,
-    screening_cost,
     stage_costs,
 )
 from gradscope.diagnosis.format import as_sentence
@@ -42,7 +40,6 @@ from gradscope.diagnosis.result import (
     BoundMargins,
     Diagnosis,
     DiagnosisSettings,
-    Recommendation,
     join_rows,
     make_rows,
     one_row,
@@ -69,7 +66,6 @@ from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
 from gradscope.runs import ALONE, SILENT, Processes, Progress, settle_progress
 from gradscope.theory import judge_proxies, regress_norms
 from gradscope.updates import (
-    KINDS,
     SGD,
     Comparison,
     StepSettings,
@@ -139,13 +135,11 @@ def diagnose(
         return None
     with progress.stage(STEPS):
         step_part = take_steps(task, gradient_part.totals)
-    with progress.stage(SCREENING):
-        screening = screen_settings(task)
     with progress.stage(COMPARISON):
         comparison = compare_weightings(task)
     informative = count_informative_prompts(table)
     known = strike_bounds if informative < VERDICT_PROMPTS else lambda part: part
-    rows = join_rows([*token_part.rows, *gradient_part.rows, *step_part.rows, *screening.rows])
+    rows = join_rows([*token_part.rows, *gradient_part.rows, *step_part.rows])
     if comparison is not None:
         parts = {name: known(getattr(comparison, name)) for name in ("table", "by_interval")}
         comparison = replace(comparison, **parts)
@@ -176,7 +170,6 @@ def diagnose(
         directions=pd.concat(step_part.directions, ignore_index=True) if step_part.directions else None,
         movement=step_part.movement,
         comparison=comparison,
-        recommendation=screening.recommendation,
     )
     found = replace(found, findings=findings(found))
     return replace(found, report=partial(make_report, found, policy, batch))
@@ -346,9 +339,7 @@ def describe_tokens(task: Task) -> TokenPart:
     if task.weighted:
         shares = tokens.token_shares(tokens.sum_by_prompt(table, len(labels)), labels, **draws)
         special = frozenset(getattr(task.policy.tokenizer, "all_special_tokens", ()))
-        where = task.attempt(
-            "where", lambda: tokens.shares_by(table, bins=settings.bins, special=special, **draws)
-        )
+        where = task.attempt("where", lambda: tokens.shares_by(table, bins=settings.bins, special=special, **draws))
         spikes = tokens.largest_tokens(table, settings.top)
     layers = tokens.layer_norms(table, settings.edges, **draws)
     drivers = task.attempt("drivers", lambda: regress_norms(table, **draws))
@@ -534,40 +525,3 @@ def _move(task: Task, predicted: StepPart) -> StepPart:
     shares, directions = steps.direction_rows(table, "actual", task.labels, **task.resampling(6))
     rows, both = (*predicted.rows, shares), (*predicted.directions, directions)
     return replace(predicted, rows=rows, directions=both, movement=table)
-
-
-@dataclass(frozen=True)
-class ScreeningPart:
-    """What α and η are worth a try."""
-
-    rows: tuple[pd.DataFrame, ...] = ()
-    recommendation: Recommendation | None = None
-
-
-def screen_settings(task: Task) -> ScreeningPart:
-    """Screen α and η at first order."""
-    s, model = task.settings, task.policy.model
-    if not task.weighted or s.recommend_batches is None or s.recommend is False:
-        return ScreeningPart()
-    size = sum(p.numel() for p in model.parameters())
-    if s.recommend is None and size >= LARGE:
-        why = f"of {size:,} parameters, screening them takes more passes than all the rest; "
-        task.leave_out("settings", "large", f"{why}--recommend does it all the same")
-        return ScreeningPart()
-    one_by_one = not fits_at_once(task.policy, task.step, KINDS * 2 * len(task.labels), task.memory)
-    if not task.affords("settings", screening_cost(s, task.step, one_by_one=one_by_one)):
-        return ScreeningPart()
-    numbers = {"alphas": s.alphas, "etas": s.etas, "num_batches": s.recommend_batches, "loss": s.loss}
-    numbers |= {"step": task.step, "optimizer_state": task.saved, "memory": task.memory, "progress": task.progress}
-    random = {"seed": task.resampling(7)["seed"], "generator": task.generator(7)}
-    best = task.attempt("settings", lambda: steps.recommend(task.policy, task.batch, **numbers, **random))
-    if best is None:
-        return ScreeningPart()
-    if count_informative_prompts(task.table) < VERDICT_PROMPTS:
-        settings = strike_bounds(best.settings.assign(verdict="undecided"))
-        best = replace(best, settings=settings, lower=np.nan, upper=np.nan, verdict="undecided")
-    found = np.array([[best.difference], [best.lower], [best.upper]])
-    rows = [make_rows("recommended_difference", found, len(task.table), unit="share")]
-    for name, value in (("recommended_alpha", best.alpha), ("recommended_eta", best.eta)):
-        rows.append(one_row(name, np.nan if value is None else float(value), len(task.table), unit="none"))
-    return ScreeningPart(tuple(rows), best)

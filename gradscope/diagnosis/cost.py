@@ -8,21 +8,10 @@ from math import inf
 from gradscope.diagnosis.result import LARGE, DiagnosisSettings
 from gradscope.gradients import SumsPlan, Way
 from gradscope.policy import Policy
-from gradscope.updates import (
-    KINDS,
-    StepSettings,
-    compare_cost,
-    fits_at_once,
-    influence_cost,
-    linearise_cost,
-    update_cost,
-)
+from gradscope.updates import StepSettings, compare_cost, fits_at_once, influence_cost, update_cost
 
-TOKENS, SUMS, STEPS, SCREENING, COMPARISON = (
-    *("tokens", "summed gradients", "one optimizer step"),
-    *("screening α and η", "comparing token weightings"),
-)
-STAGES = {"actual_step": STEPS, "influence": STEPS, "settings": SCREENING, "comparison": COMPARISON}
+TOKENS, SUMS, STEPS, COMPARISON = "tokens", "summed gradients", "one optimizer step", "comparing token weightings"
+STAGES = {"actual_step": STEPS, "influence": STEPS, "comparison": COMPARISON}
 """Part → stage of a run; the others are of the summed gradients."""
 
 
@@ -88,9 +77,6 @@ def part_costs(
     if s.influence_tokens is not None:
         alone = not fits_at_once(policy, step, intervals, memory)
         costs["influence"] = influence_cost(step, s.loss, num_intervals=intervals, one_by_one=alone)
-    if s.recommend_batches is not None and (small if s.recommend is None else s.recommend):
-        alone = not fits_at_once(policy, step, KINDS * 2 * intervals, memory)
-        costs["settings"] = screening_cost(s, step, one_by_one=alone)
     if small if s.compare is None else s.compare:
         costs["comparison"] = compare_cost(metric=metric)
     return {part: cost for part, cost in costs.items() if cost}
@@ -98,7 +84,7 @@ def part_costs(
 
 def stage_costs(parts: dict[str, float]) -> dict[str, float]:
     """`part_costs` by stage of a run."""
-    stages = dict.fromkeys((TOKENS, SUMS, STEPS, SCREENING, COMPARISON), 0.0) | {TOKENS: 1.0}
+    stages = dict.fromkeys((TOKENS, SUMS, STEPS, COMPARISON), 0.0) | {TOKENS: 1.0}
     for part, cost in parts.items():
         stages[STAGES.get(part, SUMS)] += cost
     return {stage: cost for stage, cost in stages.items() if cost}
@@ -128,10 +114,3 @@ def fit_parts(
         if fits:
             made[part] = minutes.spent - before
     return made
-
-
-def screening_cost(settings: DiagnosisSettings, step: StepSettings, *, one_by_one: bool) -> float:
-    """Forward passes over the batch that the screening of α and η takes."""
-    etas = {eta for eta in settings.etas if eta is not None}
-    cells = len({*settings.edges, *etas}) - 1  # intervals, each cut at every η
-    return linearise_cost(cells, len(etas) + 1, step, settings.loss, one_by_one=one_by_one)

@@ -63,22 +63,15 @@ DEFINITIONS = {
         "rollouts, in nats; clipped low: Â < 0 and π/π_old < 1 − ε_low; clipped high: Â > 0 and π/π_old > 1 + ε_high. "
         "Shares of these tokens."
     ),
-    "α and η": (
-        "α of Advantage Reweighting and η of Lopti, screened by one predicted step on batches of whole prompts: half "
-        "of them select the setting with the best right-direction score, the others confirm it. No one has shown that "
-        "this score predicts a run's final accuracy."
-    ),
     "95 % interval": (
         "Brackets hold percentiles of a bootstrap that redraws whole prompts or, below 50 prompts and where a sample "
         "of tokens was measured, a jackknife over prompts; those of summed gradients are corrected for the bias that "
-        "redrawing has. For signal they are a jackknife over prompts, for α and η Student's t over batches. They show "
-        "how much the choice of prompts and of measured tokens matters; where either are too few, there are none."
+        "redrawing has. For signal they are a jackknife over prompts. They show how much the choice of prompts and of "
+        "measured tokens matters; where either are too few, there are none."
     ),
 }
 """What the words of the findings mean, for a page to quote."""
 
-TERMS = {
-    term.lower(): term for term in DEFINITIONS if term not in ("w", "α and η", "95 % interval", "share of the tokens")
-}
+TERMS = {term.lower(): term for term in DEFINITIONS if term not in ("w", "95 % interval", "share of the tokens")}
 """How a sentence may name a term, in lower case → the term: its meaning is shown where one points at it."""
 TERMS |= {"summed gradients": "summed gradient", "on-policy": "off-policy", "bin of π": "probability bin"}

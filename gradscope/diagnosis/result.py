@@ -123,7 +123,6 @@ PARTS = {
     "adamw_energy": "the AdamW-preconditioned gradient energy",
     "actual_step": "the actual step",
     "influence": "influence between probability bins",
-    "settings": "α and η",
     "comparison": "what each weighting would change",
 }
 """Parts that may be left out, in words."""
@@ -150,22 +149,16 @@ class DiagnosisSettings:
     gradient_way: Literal["whole", "slices", "sketches"] | None = None
     """How those of prompts and intervals are made, whatever it costs."""
     minutes: Number | None = None
-    """For summed gradients and steps, by a forward pass that is timed: exact ones, AdamW's metric, the steps and the
-    screening are left out, with a note, where they would take longer. The plain summed gradients are always made."""
+    """For summed gradients and steps, by a forward pass that is timed: exact ones, AdamW's metric and the steps are
+    left out, with a note, where they would take longer. The plain summed gradients are always made."""
     sign_passes: int | None = 2
     """Passes of random signs for Σ‖w·g‖² in AdamW's metric; None: not computed. Used with an optimizer state alone."""
     influence_tokens: int | None = 16_000
     """Tokens, of whole prompts, of the step whose movement is split by source; None: skipped."""
     actual_step: bool = True
     """Take the whole batch's step, look, and rewind it."""
-    recommend: bool | None = None
-    """Screen α and η; None: of policies below `LARGE` parameters."""
     compare: bool | None = None
     """Compare every weighting that the table has columns for; None: of policies below `LARGE` parameters."""
-    recommend_batches: int | None = 5
-    """Batches for the screening of α and η; None: skipped. A verdict takes 5."""
-    alphas: tuple[Number | None, ...] = (None, 0.1, 0.2, 0.3, 0.5)
-    etas: tuple[Number | None, ...] = (None, 0.5)
     step: StepSettings | None = None
     """Optimizer of all steps; None: as the optimizer state says, else the paper's SGD."""
     micro_batch_size: int = 8
@@ -187,8 +180,6 @@ class DiagnosisSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}; give 1 or more")
-        if self.recommend_batches is not None and self.recommend_batches < 2:
-            raise InputError(f"recommend_batches is {self.recommend_batches}; give 2 or more, or None to skip it")
         if self.resamples < 1 or not 0 <= self.seed < LARGEST_SEED:
             raise InputError(
                 f"resamples is {self.resamples} and seed {self.seed}; give 1 or more, and 0 or more (below 2**57)"
@@ -311,7 +302,6 @@ class Diagnosis:
     movement: pd.DataFrame | None = None
     """`updates.movement_table` of the actual step, whose columns end with .all; it joins `table` by response and
     position."""
-    recommendation: Recommendation | None = None
     comparison: Comparison | None = None
     """What each weighting would change: `updates.compare`."""
     findings: Findings = field(default_factory=Findings)
@@ -363,30 +353,6 @@ class Diagnosis:
                 "this diagnosis was put together by hand; make_report(found, policy, batch) makes its page"
             )
         return self.report(**keywords).to_html(path)
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    """What α and η the screening by predicted steps would try, and whether it has a reason to."""
-
-    settings: pd.DataFrame
-    """As of `Screening.settings`, with the prediction on the held-out batches in the place of the actual score."""
-    setting: str
-    """The one with the best score on the selection batches; "plain" may be it."""
-    alpha: Number | None
-    eta: Number | None
-    difference: float
-    """Its score on the held-out batches minus the plain loss's, and the bounds: Student's t over three batches or more,
-    else a bootstrap over prompts. NaN for the plain loss itself."""
-    lower: float
-    upper: float
-    verdict: str
-    """"better", "worse", "no difference" or "undecided"; "no difference" for the plain loss itself."""
-    num_batches: int
-    prompts_per_batch: tuple[int, ...]
-    eta_judged: bool
-    """False where to first order η's two steps are the plain one, so that nothing is said of η."""
-    method: str
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
-"""What a step does and what might do better: influence, right directions, off-policyness, α and η at first order."""
+"""What a step does: influence, right directions, and how far off-policy it is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,30 +11,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gradscope.diagnosis.result import Recommendation, join_rows, make_rows, one_row
-from gradscope.errors import InputError
+from gradscope.diagnosis.result import join_rows, make_rows, one_row
 from gradscope.intervals import summarize_cells
 from gradscope.objective import LossSettings, off_policyness, resolve_advantages
-from gradscope.policy import Policy
 from gradscope.resampling import Seed, prompt_clusters
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import Progress
-from gradscope.updates import (
-    BY,
-    ENOUGH_BATCHES,
-    MIN_TOKENS,
-    SGD,
-    SIGNS,
-    Setting,
-    StepSettings,
-    influence_table,
-    make_grid,
-    right_direction_shares,
-    screen,
-    tune_batch,
-)
-
-Number = int | float
+from gradscope.updates import BY, SIGNS, influence_table, right_direction_shares
 
 
 def with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
@@ -129,68 +110,6 @@ def lag_rows(table: pd.DataFrame, loss: LossSettings, *, seed: Seed = 0, resampl
         parts.append(make_rows(name, found, int(row["num_measured"]), unit=unit))
     worst = (("logprob_difference_max", gap.max(), "nats"), ("ratio_max", ratio.max(), "ratio"))
     return join_rows([*parts, *(one_row(name, value, len(own), unit=unit) for name, value, unit in worst)])
-
-
-def recommend(
-    policy: Policy,
-    batch: TokenBatch,
-    *,
-    alphas: Sequence[Number | None],
-    etas: Sequence[Number | None],
-    num_batches: int,
-    loss: LossSettings,
-    step: StepSettings = SGD,
-    optimizer_state: dict[str, Any] | None = None,
-    seed: Seed = 0,
-    generator: torch.Generator,
-    min_tokens: int = MIN_TOKENS,
-    memory: int | None = None,
-    progress: bool | Progress = False,
-) -> Recommendation:
-    """Screen a grid by the predicted right-direction score (`tuning`, `tuning_screen`); no step is taken.
-
-    Prompts with an advantage are dealt into num_batches batches, fewer where there are fewer prompts: every second one
-    selects, the others confirm, by the predicted score as well. A verdict takes 3 held-out batches, so 5 in all. That
-    the score predicts a run's final accuracy, no one has shown. Raises InputError where fewer than two prompts have an
-    advantage, where no interval and sign has min_tokens tokens in every batch, and as `linearise` does, whose `memory`
-    it takes.
-    """
-    grid = make_grid(alphas, etas)
-    batches = _deal(batch, num_batches, generator)
-    settings = {"loss": loss, "step": step, "optimizer_state": optimizer_state, "memory": memory}
-    parts = [tune_batch(policy, part, grid, actual=False, progress=progress, **settings) for part in batches]
-    methods = sorted({method for part in parts for method in part["method"]})
-    # The prediction confirms too, on other prompts than it selected on.
-    parts = [part.assign(actual_right=part["predicted_right"], actual_tied=part["predicted_tied"]) for part in parts]
-    found = screen(parts, grid, seed=seed, min_tokens=min_tokens)
-    best, plain = found.candidate, found.candidate.name == 0
-    choice: Setting = grid[best.name]
-    verdict = "no difference" if plain and len(batches) >= 2 * ENOUGH_BATCHES - 1 else best["verdict"]
-    return Recommendation(
-        settings=found.settings,
-        setting=choice.name,
-        alpha=choice.alpha,
-        eta=choice.eta,
-        difference=np.nan if plain else float(best["difference"]),
-        lower=np.nan if plain else float(best["lower"]),
-        upper=np.nan if plain else float(best["upper"]),
-        verdict=str(verdict),
-        num_batches=len(batches),
-        prompts_per_batch=tuple(found.prompts),
-        eta_judged=found.eta_judged,
-        method=", ".join(methods),
-    )
-
-
-def _deal(batch: TokenBatch, count: int, generator: torch.Generator) -> list[TokenBatch]:
-    """Batches of whole prompts that have an advantage, of sizes that differ by one at most."""
-    served = _served_prompts(batch)
-    if len(served) < 2:
-        raise InputError(
-            f"{len(served)} prompts have an advantage; one has to select a setting and another to confirm it; give "
-            "rollouts of more prompts, whose rewards differ"
-        )
-    return replace(batch, advantages=resolve_advantages(batch)).deal(served, count, generator)
 
 
 def _served_prompts(batch: TokenBatch) -> Int[Tensor, " p"]:

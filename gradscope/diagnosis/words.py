@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf, isnan, nan
 
@@ -23,7 +23,6 @@ from gradscope.errors import checked
 from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities
 from gradscope.objective import off_policy_sentence
 from gradscope.plots import label_of
-from gradscope.resampling import in_brackets
 
 CERTAIN = 0.95
 """A bin is said to account for the largest share only if it does in so many of the redrawn batches."""
@@ -37,7 +36,7 @@ def findings(diagnosis: Diagnosis) -> Findings:
     """The sentences, the most telling first; a part that was not computed has none."""
     makers: tuple[Callable[[Diagnosis], list[Finding]], ...] = (
         _dominance, _added, _norms, _summed, _signal, influence_words, direction_words,
-        _where, _driver, _spikes, lag_words, bound_words, setting_words,
+        _where, _driver, _spikes, lag_words, bound_words,
     )  # fmt: skip
     return Findings(finding for make in makers for finding in make(diagnosis))
 
@@ -403,37 +402,3 @@ def bound_words(d: Diagnosis) -> list[Finding]:
         return [Finding("bounds", Verdict.BROKEN, words, detail, "bad")]
     words = f"The bounds of Prop. 4.2 hold at the logits of all {b.num_tokens:,} tokens."
     return [Finding("bounds", Verdict.FACT, words, detail)]
-
-
-def setting_words(d: Diagnosis) -> list[Finding]:
-    """What α and η are predicted to change."""
-    if (best := d.recommendation) is None:
-        return []
-    detail = (
-        f"One {step_words(d)} step predicted to first order on {best.num_batches} batches of "
-        f"{_span(best.prompts_per_batch)}, dealt at random, {len(best.settings)} settings; no such score is "
-        "known to predict accuracy."
-    )
-    if not best.eta_judged:
-        detail += " η is not judged: to first order its two steps equal the baseline's one."
-    score = "predicted right-direction score"
-    if best.setting == "plain":
-        few = " on these prompts: too few batches for a verdict." if best.verdict == "undecided" else "."
-        words = f"No setting tried has a better {score} than the baseline{few}"
-        return [Finding("setting", Verdict.UNDECIDED, words, detail)]
-    bounds = in_brackets(100 * best.lower, 100 * best.upper, "{:+.2f}".format)
-    points = f"{100 * best.difference:+.2f} points{bounds}".replace("-", "−")
-    words = f"The {score} of {best.setting} minus the baseline's is {points} on held-out prompts"
-    verdict, end = {
-        "better": (Verdict.MORE, ": better."),
-        "worse": (Verdict.UNDECIDED, ": not better."),  # which setting is judged is a matter of the dealing, too
-        "no difference": (Verdict.UNDECIDED, ": no detectable difference."),
-        "undecided": (Verdict.UNDECIDED, ": too few batches for a verdict."),
-    }[best.verdict]
-    return [Finding("setting", verdict, words + end, detail)]
-
-
-def _span(prompts: Sequence[int]) -> str:
-    """How many prompts batches have: 1 prompt, or 2 to 3 prompts."""
-    least, most = min(prompts), max(prompts)
-    return f"{least if least == most else f'{least} to {most}'} prompt{'' if most == 1 else 's'}"

@@ -23,7 +23,6 @@ from gradscope.plots.tokens import (
     plot_interval_gradient_norms,
     plot_token_shares,
 )
-from gradscope.plots.tuning import plot_tuning
 from gradscope.plots.updates import plot_directions, plot_influence, plot_movement, plot_norm_drivers
 
 __all__ = [
@@ -31,5 +30,5 @@ __all__ = [
     "new_panels", "paper_style", "plot_advantages", "plot_comparison", "plot_cosines", "plot_directions",
     "plot_figure_1", "plot_figure_2", "plot_influence", "plot_interval_gradient_norms", "plot_layers_by_interval",
     "plot_modules", "plot_movement", "plot_norm_against_one_minus_prob", "plot_norm_drivers", "plot_proxies",
-    "plot_token_shares", "plot_tuning", "require", "save_figure",
+    "plot_token_shares", "require", "save_figure",
 ]  # fmt: skip

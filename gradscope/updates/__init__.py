@@ -1,4 +1,4 @@
-"""What an optimizer step does to every token: movements, directions, first-order influence, screening in `tuning`."""
+"""What an optimizer step does to every token: movements, directions, first-order influence, weightings compared."""
 
 from gradscope.updates.comparison.compare import Comparison, compare, compare_cost
 from gradscope.updates.comparison.words import NO_RECOMMENDATION, WHAT_STAYS, describe, gain_sentence, signal_sentence
@@ -15,18 +15,12 @@ from gradscope.updates.directions import (
 from gradscope.updates.first_order import BY, fits_at_once, influence, influence_cost, influence_table, moved_against
 from gradscope.updates.movement import apply_update, apply_updates, movement_table, update_cost
 from gradscope.updates.step import SGD, StepSettings, read_moments, state_step
-from gradscope.updates.tuning.counts import count_tokens, tune_batch
-from gradscope.updates.tuning.linear import KINDS, Setting, linearise_cost, make_grid
-from gradscope.updates.tuning.report import report
-from gradscope.updates.tuning.screen import ENOUGH_BATCHES, MIN_TOKENS, Screening, is_held_out, screen
 from gradscope.updates.variants import old_intervals
 
 __all__ = [
-    "BY", "ENOUGH_BATCHES", "KINDS", "MIN_TOKENS", "NO_RECOMMENDATION", "SGD", "SIGNS", "WHAT_STAYS", "Comparison",
-    "Screening", "Setting", "StepSettings", "apply_update", "apply_updates", "batch_direction_shares", "compare",
-    "compare_cost", "count_tokens", "describe", "fits_at_once", "gain_sentence", "influence", "influence_cost",
-    "influence_table", "is_held_out", "linearise_cost", "make_grid", "moved_against", "movement_summary",
-    "movement_table", "net_weights", "old_intervals", "over_batches", "read_moments", "report",
-    "right_direction_shares", "screen", "signal_sentence", "similarity", "state_step", "tune_batch", "update_cost",
-    "without_extremes",
+    "BY", "NO_RECOMMENDATION", "SGD", "SIGNS", "WHAT_STAYS", "Comparison", "StepSettings", "apply_update",
+    "apply_updates", "batch_direction_shares", "compare", "compare_cost", "describe", "fits_at_once", "gain_sentence",
+    "influence", "influence_cost", "influence_table", "moved_against", "movement_summary", "movement_table",
+    "net_weights", "old_intervals", "over_batches", "read_moments", "right_direction_shares", "signal_sentence",
+    "similarity", "state_step", "update_cost", "without_extremes",
 ]  # fmt: skip

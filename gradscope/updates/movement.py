@@ -178,7 +178,7 @@ def _fits(model: nn.Module, step: StepSettings, memory: int | None) -> bool:
     if gradient > memory:
         raise InputError(
             f"the gradient of a real step takes {gradient / 1e9:.3g} GB, and {memory / 1e9:.3g} GB are given; give "
-            "more (--gradient-memory), or take no real step (diagnose --no-actual-step, tune --no-actual)"
+            "more (--gradient-memory), or take no real step (diagnose --no-actual-step)"
         )
     return model_bytes(model) + gradient * (3 if step.optimizer == "adamw" else 1) <= memory
 

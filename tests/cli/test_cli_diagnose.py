@@ -65,7 +65,7 @@ def single(job, tmp_path_factory) -> Path:
 
 def test_the_files_are_what_the_functions_give_and_steps_go_on_from_the_optimizer(job, trained, tmp_path, capsys):
     rollouts, out = job / "rollouts.jsonl", tmp_path / "out"
-    run("diagnose", trained, "--rollouts", rollouts, "--out", out, "--device", "cpu", "--no-recommend")
+    run("diagnose", trained, "--rollouts", rollouts, "--out", out, "--device", "cpu")
     printed = capsys.readouterr().out
     policy = load_policy(trained)
     batch = read_rollouts(rollouts, policy)
@@ -77,7 +77,7 @@ def test_the_files_are_what_the_functions_give_and_steps_go_on_from_the_optimize
     state = read_optimizer_file(trained / "optimizer.pt")
     assert [group["lr"] for group in state["param_groups"]] == [0, 0]
     step = StepSettings("adamw", 5e-5, 0.1, (0.9, 0.999), 1e-8, max_grad_norm=1.0)
-    settings = DiagnosisSettings(recommend_batches=None, step=step)
+    settings = DiagnosisSettings(step=step)
     wanted = diagnose(policy, batch, table, settings=settings, optimizer_state=state)
     found = read_statistics(out)
     assert found[KEYS].to_dict("list") == wanted.statistics[KEYS].to_dict("list")
@@ -299,4 +299,4 @@ def test_a_plan_is_printed_for_each_checkpoint_and_nothing_is_written(job, tmp_p
     assert not (tmp_path / "out").exists()
     run("diagnose", *command[1:], "--plan", "--machine", "h200", "--minutes", "1e-9")
     left = capsys.readouterr().out.partition("Left out")[2]
-    assert all(PARTS[part] in left for part in ("actual_step", "influence", "settings", "comparison"))
+    assert all(PARTS[part] in left for part in ("actual_step", "influence", "comparison"))

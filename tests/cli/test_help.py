@@ -7,8 +7,8 @@ import pytest
 
 from gradscope.cli.commands import COMMANDS, EXAMPLES, _parse
 
-OF_A_CONFIG = {"train": 2, "tune": 1}
-"""Fields without a hint of their own: two of TrainConfig, and a positional one that is required."""
+OF_A_CONFIG = {"train": 2}
+"""Fields without a hint of their own, of TrainConfig."""
 
 
 @pytest.mark.parametrize("command", COMMANDS)

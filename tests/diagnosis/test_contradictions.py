@@ -77,14 +77,14 @@ SETTINGS = {
     "no time": setting(9, state="whole", **NO_TIME),
     "sketches": setting(9, state="whole", gradient_way="sketches", sampled=12),
     "slices": setting(9, 2, gradient_way="slices", gradient_memory=1 << 20),
-    "every part": setting(8, 1, responses=3, compare=True, recommend=True),
+    "every part": setting(8, 1, responses=3, compare=True),
     "many prompts": setting(24, 4, responses=4, sampled=24),
     "one prompt, sampled": setting(1, sampled=2, state="whole"),
     "one prompt of two": setting(2, 1),
     "one prompt with time for little": setting(1, state="moments", **NO_TIME),
     "two prompts": setting(2),
     "five prompts": setting(5, state="moments"),
-    "five of six": setting(6, 1, compare=True, recommend=True),
+    "five of six": setting(6, 1, compare=True),
     "six prompts": setting(6, sampled=2),
     "six of seven": setting(7, 1, state="whole", compare=True),
     "nine prompts, one token of each interval": setting(9, sampled=1),
@@ -132,7 +132,7 @@ def found(name: str) -> tuple[Diagnosis, str]:
         table = measure(policy(), batch, tokens_per_interval=case.sampled)
     if case.state == "norms":
         table, state = measure(policy(), batch, metric="adamw", optimizer_state=state), None
-    settings = DiagnosisSettings(**({"resamples": 200, "compare": False, "recommend": False} | dict(case.changes)))
+    settings = DiagnosisSettings(**({"resamples": 200, "compare": False} | dict(case.changes)))
     diagnosis = diagnose(policy(), batch, table, settings=settings, optimizer_state=state)
     return diagnosis, Reader(render(make_report(diagnosis, policy(), batch).page)).text
 
@@ -216,7 +216,6 @@ def all_bounds(d: Diagnosis) -> np.ndarray:
     """All bounds of the result, [n, 2]."""
     tables = [d.statistics, d.where, d.drivers, d.layers, d.influence, d.proxies, d.directions]
     tables += [] if d.comparison is None else [d.comparison.table, d.comparison.by_interval]
-    tables += [] if d.recommendation is None else [d.recommendation.settings]
     pairs = [
         table[[lower, lower.replace("lower", "upper")]].dropna().to_numpy(float)
         for table in tables if table is not None for lower in table if lower.endswith("lower")
@@ -242,7 +241,6 @@ def test_what_is_left_out_is_not_there_and_a_note_names_each(name):
         "adamw_energy": ("squared_share", "adamw") in names,
         "actual_step": d.movement is not None or ("right_direction_positive_actual", "none") in names,
         "influence": d.influence is not None or ("low_to_high_share", "none") in names,
-        "settings": d.recommendation is not None,
         "comparison": d.comparison is not None,
         **{part: getattr(d, part) is not None for part in ("where", "drivers", "proxies", "temperatures")},
     }
@@ -266,9 +264,8 @@ def test_prompts_are_counted_by_each_of_their_names_with_one_number(name):
     for number in re.findall(r"(\d+) of them with an advantage", own):
         assert int(number) == served
     wanted = {int(number) for number in re.findall(r"about (\d+) prompts would decide", own)}
-    dealt = set() if d.recommendation is None else {*d.recommendation.prompts_per_batch}
     for number in re.findall(r"(?<![\d.,])(\d+) prompts?\b(?! with)", own):
-        assert int(number) in {case.prompts, VERDICT_PROMPTS, MANY} | wanted | dealt  # MANY: what an interval is
+        assert int(number) in {case.prompts, VERDICT_PROMPTS, MANY} | wanted  # MANY: what an interval is
 
 
 @by_setting
@@ -307,7 +304,7 @@ def test_rows_of_a_few_tokens_are_folded_or_carry_no_share(name):
 def test_a_plan_leaves_out_what_the_run_leaves_out_and_sketches_what_it_sketches(limit, monkeypatch):
     """limit: in units of what the plain summed gradients cost in slices."""
     batch, state = make_rollouts(3, 0, 2), warm_state(policy())
-    settings = DiagnosisSettings(resamples=20, recommend_batches=2, alphas=(None, 0.5), compare=False)
+    settings = DiagnosisSettings(resamples=20, compare=False)
     step, memory = state_step(state), 1 << 20
     table = measure(policy(), batch, metric="adamw", optimizer_state=AdamWState.from_state_dict(policy().model, state))
     sums = plan_batch_sums(policy(), batch, memory=memory, metric=True, keeps_prompts=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradscope.diagnosis import Diagnosis, DiagnosisSettings, diagnose
 from gradscope.diagnosis.gradients import sum_gradients
 from gradscope.diagnosis.result import COLUMNS, SHORTAGE
-from gradscope.diagnosis.steps import recommend, seeds_of
+from gradscope.diagnosis.steps import seeds_of
 from gradscope.errors import InputError
 from gradscope.gradients import measure
 from gradscope.intervals import interval_labels
@@ -24,16 +24,7 @@ from gradscope.objective import LossSettings
 from gradscope.objective.equations import grpo_advantages
 from gradscope.policy import AdamWState, Policy
 from gradscope.rollouts import TokenBatch
-from gradscope.updates import (
-    SGD,
-    StepSettings,
-    apply_update,
-    influence,
-    make_grid,
-    movement_table,
-    state_step,
-    tune_batch,
-)
+from gradscope.updates import SGD, StepSettings, apply_update, influence, movement_table, state_step
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
 pytestmark = [
@@ -45,13 +36,7 @@ LABELS = interval_labels()
 # Old log-probabilities of the batch drift by about 0.1: narrow clips are active on both sides, and so is the KL.
 NARROW = LossSettings(clip_ratio_low=0.05, clip_ratio_high=0.04, clip_ratio_c=1.1, kl_coef=0.2)
 QUICK = DiagnosisSettings(
-    loss=NARROW,
-    influence_tokens=None,
-    actual_step=False,
-    recommend_batches=None,
-    resamples=50,
-    sign_passes=None,
-    compare=False,
+    loss=NARROW, influence_tokens=None, actual_step=False, resamples=50, sign_passes=None, compare=False
 )
 # The table is float32, weights and norms among it.
 TABLE = 2e-6
@@ -116,9 +101,7 @@ def brute(policy, batch) -> Brute:
 @pytest.fixture(scope="module")
 def whole(policy, batch) -> Diagnosis:
     """Everything there is, and the table measured on the way."""
-    settings = DiagnosisSettings(
-        loss=NARROW, recommend_batches=2, alphas=(None, 0.5), resamples=50, top=4, sign_passes=1
-    )
+    settings = DiagnosisSettings(loss=NARROW, resamples=50, top=4, sign_passes=1)
     step = StepSettings("adamw", 1e-3, 0.1, betas=(0.8, 0.95), eps=1e-6)
     state = warm_state(policy)
     for held in state["state"].values():
@@ -224,7 +207,7 @@ def test_a_small_memory_keeps_every_prompt_apart_and_the_page_says_how(policy, b
     state = warm_state(policy)
     for held in state["state"].values():
         held["step"] = torch.tensor(7.0)
-    settings = replace(whole.settings, gradient_way=way, gradient_memory=1 << 20, recommend_batches=None)
+    settings = replace(whole.settings, gradient_way=way, gradient_memory=1 << 20)
     settings = replace(settings, influence_tokens=None, actual_step=False)
     diagnosis = diagnose(policy, batch, table, settings=settings, optimizer_state=state)
     (note,) = [note for note in diagnosis.notes if note.kind == "inexact"]
@@ -248,7 +231,7 @@ def test_what_does_not_fit_into_the_minutes_is_left_out_and_the_rest_is_the_same
     short = diagnose(policy, batch, table, settings=settings, optimizer_state=state)
     for part in ("influence", "movement", "adamw_cosines"):
         assert getattr(short, part) is None and getattr(whole, part) is not None
-    assert kinds(short).count("minutes") == 5
+    assert kinds(short).count("minutes") == 4
     kept = [metric for metric in whole.statistics["metric"].unique() if metric == "raw"]
     ours, theirs = (d.statistics[d.statistics["metric"].isin(kept)].reset_index(drop=True) for d in (short, whole))
     pd.testing.assert_frame_equal(ours, theirs)
@@ -309,42 +292,6 @@ def test_a_budget_splits_the_step_of_whole_prompts_and_says_so(policy, batch, ta
     assert any(f" {count:,} of {len(table):,} tokens" in note for count in kept)
 
 
-def test_the_recommendation_has_the_best_predicted_score_and_its_difference_on_other_prompts(policy):
-    batch = make_batch(policy, temperature=0.7, lengths=(9,) * 12, prompt_lengths=(4,) * 12, holes=False, seed=3)
-    batch = replace(batch, advantages=batch.token_weighted(grpo_advantages(batch.rewards, batch.group_ids)))
-    step = StepSettings("sgd", 1e-2, max_grad_norm=0.01)
-    keywords = {"loss": NARROW, "step": step, "min_tokens": 1, "num_batches": 5}
-    generators = {"seed": np.random.default_rng(0), "generator": torch.Generator().manual_seed(0)}
-    alphas, etas = (None, 0.3, 0.9), (None, 0.5)
-    found = recommend(policy, batch, alphas=alphas, etas=etas, **keywords, **generators)
-    assert sum(found.prompts_per_batch) == len(batch.group_ids.unique()) and found.num_batches == 5
-    prompts = batch.group_ids.unique()
-    order = prompts[torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0))]
-    grid = make_grid(alphas, etas)
-    shares = []
-    for part in order.tensor_split(5):
-        rows = torch.isin(batch.group_ids, part).nonzero()[:, 0]
-        counts = tune_batch(policy, batch.select(rows), grid, loss=NARROW, step=step, actual=False)
-        sums = counts.groupby(["setting", "interval", "sign"])[
-            ["num_tokens", "predicted_tied", "predicted_right"]
-        ].sum()
-        moved = sums["num_tokens"] - sums["predicted_tied"]
-        shares.append(
-            [moved.unstack(["interval", "sign"]), (sums["predicted_right"] / moved).unstack(["interval", "sign"])]
-        )
-    counted = np.min([moved.min() for moved, _ in shares], axis=0) >= 1
-    scores = np.stack([share.loc[:, counted].mean(axis=1) for _, share in shares])
-    best = scores[1::2].mean(0).argmax()
-    assert found.setting == grid[best].name and (found.alpha, found.eta) == (grid[best].alpha, grid[best].eta)
-    difference = (scores[0::2, best] - scores[0::2, 0]).mean()
-    if best:
-        assert found.difference == pytest.approx(difference, abs=1e-12)
-        assert found.lower <= found.difference <= found.upper
-        assert (found.verdict == "no difference") == (found.lower <= 0 <= found.upper)
-    else:
-        assert found.verdict == "no difference" and math.isnan(found.difference)
-
-
 def test_every_part_is_there_and_every_number_has_one_row(whole):
     statistics = whole.statistics
     assert statistics.columns.tolist() == [*COLUMNS, *SHORTAGE]
@@ -370,16 +317,15 @@ def test_the_policy_is_as_it_was(policy, batch, table):
 
 def test_equal_rewards_and_no_reference_give_no_gradient_and_a_note(policy, batch):
     equal = replace(batch, rewards=torch.ones(6), ref_logprobs=None)
-    diagnosis = diagnose(policy, equal, settings=replace(QUICK, recommend_batches=2))
+    diagnosis = diagnose(policy, equal, settings=QUICK)
     assert "no-gradient" in kinds(diagnosis)
-    assert diagnosis.pick("gradient_share", "raw", LABELS[0]) is None and diagnosis.recommendation is None
+    assert diagnosis.pick("gradient_share", "raw", LABELS[0]) is None
 
 
 def test_a_single_prompt_has_no_intervals_and_a_note(policy, batch):
     one = batch.select([0, 1])
-    diagnosis = diagnose(policy, one, settings=replace(QUICK, influence_tokens=100, recommend_batches=2))
+    diagnosis = diagnose(policy, one, settings=replace(QUICK, influence_tokens=100))
     assert "one-prompt" in kinds(diagnosis)
-    assert "impossible" in kinds(diagnosis)
     rows = diagnosis.statistics
     assert rows["lower"].isna().all()
     assert rows.loc[rows["statistic"] == "signal", "value"].isna().all()
@@ -417,7 +363,6 @@ def test_of_a_sample_each_token_counts_for_one_over_its_chance(policy, batch, sa
     [
         ({"bins": 0}, "bins is 0"),
         ({"sign_passes": 0}, "sign_passes is 0"),
-        ({"recommend_batches": 1}, "recommend_batches is 1"),
         ({"seed": -1}, "seed -1"),
         ({"seed": 2**57}, r"below 2\*\*57"),
         ({"edges": (0.0,)}, "edges are"),

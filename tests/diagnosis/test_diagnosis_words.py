@@ -13,7 +13,6 @@ from gradscope.diagnosis import Diagnosis, DiagnosisSettings, Finding, Verdict, 
 from gradscope.diagnosis.result import (
     VERDICT_PROMPTS,
     BoundMargins,
-    Recommendation,
     join_rows,
     make_rows,
     one_row,
@@ -117,9 +116,6 @@ def one_change(statistic: str, values: list, *, half: float, unit: str = "share"
     return {statistic: rows(statistic, values, metric=metric, unit=unit, half=half)}
 
 
-BEST = Recommendation(
-    pd.DataFrame(index=range(10)), "α=0.3", 0.3, None, 0.012, 0.002, 0.022, "better", 5, (2, 2), False, "forward mode"
-)  # fmt: skip
 SPIKES = pd.DataFrame({"token": ["\n<b>", "x"], "position": [3, 4], "response": [1, 0], "prob": [0.1, 0.2]})
 SPIKES = SPIKES.assign(weight=[-1.2, 1.0], squared_share=[0.3, 0.1])
 HOLD = BoundMargins(70, 0, 0.01, 0.002, 2e-5)
@@ -213,21 +209,6 @@ CASES: dict[str, tuple[Diagnosis, dict[str, Verdict]]] = {
     "bounds break": (plant(bounds=replace(HOLD, violations=3)), {"bounds": V.BROKEN}),
     "moved away": (plant(make_lag(2.5)), {"lag": V.FACT}),
     "on-policy": (plant(make_lag(1e-5)), {"lag": V.FACT}),
-    "worth a run": (plant(recommendation=BEST), {"setting": V.MORE}),
-    "no reason for a run": (plant(recommendation=replace(BEST, verdict="worse")), {"setting": V.UNDECIDED}),
-    "no difference": (plant(recommendation=replace(BEST, verdict="no difference")), {"setting": V.UNDECIDED}),
-    "too few batches": (
-        plant(recommendation=replace(BEST, verdict="undecided", lower=np.nan, upper=np.nan, prompts_per_batch=(1, 1))),
-        {"setting": V.UNDECIDED},
-    ),
-    "plain is best": (
-        plant(recommendation=replace(BEST, setting="plain", alpha=None, difference=np.nan, verdict="no difference")),
-        {"setting": V.UNDECIDED},
-    ),
-    "plain, undecided": (
-        plant(recommendation=replace(BEST, setting="plain", alpha=None, difference=np.nan, verdict="undecided")),
-        {"setting": V.UNDECIDED},
-    ),
 }  # fmt: skip
 """Name → a diagnosis whose truth was planted, and the verdicts that it must have."""
 

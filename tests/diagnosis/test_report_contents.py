@@ -80,15 +80,15 @@ def test_the_page_of_a_dump_alone_holds_its_shares_and_no_verdict(tmp_path):
 def test_a_checkpoints_page_holds_its_statistics_and_its_notes(tmp_path):
     policy = make_policy("qwen2", tokenizer=True)
     batch = make_batch(policy)
-    settings = DiagnosisSettings(influence_tokens=None, actual_step=False, recommend_batches=None, resamples=50)
+    settings = DiagnosisSettings(influence_tokens=None, actual_step=False, resamples=50)
     found = diagnose(policy, batch, settings=settings)
     before = plt.get_fignums()
     report = make_report(found, policy, batch, notes=["Of <mine>."])
     assert plt.get_fignums() == before
     titles = [section.title for section in report.page.sections]
     assert titles[0] == "Shares by probability bin" and titles[-1] == "All numbers"
-    # No step, no influence, no screening: no empty sections of them.
-    assert not {"What one step does", "Influence between bins", "α and η"} & {*titles}
+    # No step, no influence: no empty sections of them.
+    assert not {"What one step does", "Influence between bins"} & {*titles}
     assert report.page.notes == ("Of <mine>.", *found.notes)
     page = Reader(write_report(tmp_path, report).read_text(encoding="utf-8"))
     assert "Of <mine>." in page.text

@@ -120,9 +120,7 @@ def test_the_diagnosis_no_longer_draws_signs_for_it():
     batch, state = make_batch(policy), warm_state(policy)
     for held in state["state"].values():
         held["step"] = torch.tensor(7.0)
-    brief = DiagnosisSettings(
-        influence_tokens=None, actual_step=False, compare=False, recommend_batches=None, resamples=20
-    )
+    brief = DiagnosisSettings(influence_tokens=None, actual_step=False, compare=False, resamples=20)
     found = [diagnose(policy, batch, settings=replace(brief, seed=seed), optimizer_state=state) for seed in (0, 1)]
     rows = [f.statistics.query("statistic == 'squared_share' and metric == 'adamw'") for f in found]
     shares = [row.reset_index(drop=True) for row in rows]

@@ -19,7 +19,6 @@ from support.policies import make_batch, make_policy
 from support.processes import Command
 from support.steps import NARROW, STEPS, assert_split_as, brute_force, split_step, warm_state
 from support.tiers import every
-from support.tuning import make_state
 
 from gradscope.diagnosis import DiagnosisSettings, checkpoint as diagnosis, diagnose
 from gradscope.errors import InputError
@@ -33,11 +32,9 @@ from gradscope.updates import (
     apply_update,
     influence,
     influence_cost,
-    linearise_cost,
     movement as updates,
     update_cost,
 )
-from gradscope.updates.tuning.linear import linearise
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
 pytestmark = [
@@ -54,7 +51,7 @@ def on_disk(monkeypatch, tmp_path) -> Iterator[list[Path]]:
     """Whatever would go to a file does, however small; the files that were made. Afterwards none may be left."""
     monkeypatch.setattr(scratch, "SMALL", 0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("policy.adamw", "updates.first_order", "updates.tuning.linear", "updates.step", "updates.movement"):
+    for name in ("policy.adamw", "updates.first_order", "updates.step", "updates.movement"):
         monkeypatch.setattr(sys.modules[f"gradscope.{name}"], "PART", SPAN)
     made, make = [], torch.from_file
 
@@ -79,20 +76,6 @@ def test_each_source_contributes_its_part_of_a_step_that_is_split_by_hand(on_dis
     brute = brute_force(policy, batch, NARROW)
     assert_split_as(result, brute, split_step(policy, brute, step, state), 1e-10)
     assert len(on_disk) == 1 and result.method == "forward mode"
-
-
-@pytest.mark.parametrize("step", every(2, STEPS))
-def test_responses_to_the_gradients_of_cells_are_the_same_bit_for_bit(on_disk, step):
-    policy = make_policy("qwen2")
-    batch = make_batch(policy)
-    keywords = {"etas": [0.5, 0.4], "loss": NARROW, "step": step}
-    keywords["optimizer_state"] = make_state(policy, (0.8, 0.95), 6) if step.optimizer == "adamw" else None
-    expected, found = (linearise(policy, batch, **keywords, memory=memory) for memory in (None, 1))
-    np.testing.assert_array_equal(found.gram, expected.gram)
-    # Gradients are added up to the plain one span by span, which BLAS rounds otherwise at a span's end.
-    atol = 1e-6 * np.abs(expected.responses).max(1, keepdims=True)
-    assert (np.abs(found.responses - expected.responses) <= atol).all()
-    assert len(on_disk) == 1
 
 
 @pytest.mark.parametrize("variant", every(2, ["lopti", "all"]))
@@ -157,7 +140,7 @@ def test_fewer_responses_go_together_where_logits_would_take_too_much(monkeypatc
 # ---- files and room
 
 
-@pytest.mark.parametrize("part", ["influence", "linearise", "apply_update"])
+@pytest.mark.parametrize("part", ["influence", "apply_update"])
 def test_no_file_is_left_when_the_call_raises(on_disk, monkeypatch, part):
     policy = make_policy("gpt2")
     batch = make_batch(policy)
@@ -168,7 +151,7 @@ def test_no_file_is_left_when_the_call_raises(on_disk, monkeypatch, part):
             apply_update(policy, batch, memory=vector_bytes(policy.model))
         else:
             monkeypatch.setattr(torch.func, "jvp", raising(ValueError("broken")))
-            {"influence": influence, "linearise": linearise}[part](policy, batch, memory=1)
+            influence(policy, batch, memory=1)
     assert on_disk and snapshot(policy.model)["model"] == before
 
 
@@ -178,9 +161,8 @@ def test_too_little_disk_is_one_line_before_anything_is_measured(on_disk, monkey
     usage = type("Usage", (), {"free": 5})
     monkeypatch.setattr(scratch.shutil, "disk_usage", lambda folder: usage)
     size = vector_bytes(policy.model)
-    for call in (linearise, influence, apply_update):
-        if call is not linearise:  # which has to know π_old to tell how many gradients there are
-            monkeypatch.setattr(updates, "batch_statistics", raising(AssertionError("measured")))
+    monkeypatch.setattr(updates, "batch_statistics", raising(AssertionError("measured")))
+    for call in (influence, apply_update):
         with pytest.raises(InputError, match=r"GB of scratch files .* 5e-09 GB free; .*--gradient-memory") as caught:
             call(policy, batch, memory=size)
         assert "\n" not in str(caught.value)
@@ -201,17 +183,15 @@ def test_a_disk_that_is_full_after_all_is_an_error_and_not_a_crash(on_disk, monk
 @pytest.fixture(scope="module")
 def diagnosed() -> tuple:
     policy = make_policy("gpt2", torch.float64)
-    quick = DiagnosisSettings(
-        loss=NARROW, resamples=20, sign_passes=None, compare=False, recommend_batches=2, alphas=(None, 0.5)
-    )
     step = StepSettings("adamw", 1e-3, 0.1, betas=(0.8, 0.95), eps=1e-6)
-    return policy, make_batch(policy), replace(quick, step=step, etas=(None,))
+    quick = DiagnosisSettings(loss=NARROW, resamples=20, sign_passes=None, compare=False, step=step)
+    return policy, make_batch(policy), quick
 
 
 @pytest.mark.all
 def test_a_diagnosis_leaves_out_the_step_that_does_not_fit_and_says_what_it_wants(diagnosed, monkeypatch):
     policy, batch, settings = diagnosed
-    state = make_state(policy, (0.8, 0.95), 6)
+    state = warm_state(policy)
     size = vector_bytes(policy.model)
     whole = diagnose(policy, batch, settings=settings, optimizer_state=state)
     some = diagnose(policy, batch, settings=replace(settings, gradient_memory=size), optimizer_state=state)
@@ -224,17 +204,16 @@ def test_a_diagnosis_leaves_out_the_step_that_does_not_fit_and_says_what_it_want
     assert f"takes {size / 1e9:.3g} GB" in note and "--gradient-memory" in note and "--no-actual-step" in note
 
 
-def test_large_policies_are_screened_on_demand_alone(diagnosed, monkeypatch):
+def test_weightings_of_large_policies_are_compared_on_demand_alone(diagnosed, monkeypatch):
     policy, batch, settings = diagnosed
-    settings = replace(settings, influence_tokens=None, actual_step=False)
+    settings = replace(settings, influence_tokens=None, actual_step=False, compare=None)
     monkeypatch.setattr(diagnosis, "LARGE", sum(p.numel() for p in policy.model.parameters()))
     found = diagnose(policy, batch, settings=settings)
-    assert found.recommendation is None
-    assert any("Left out: α and η" in note and "--recommend" in note for note in found.notes)
-    found = diagnose(policy, batch, settings=replace(settings, recommend=True))
-    assert any("α and η (no interval and sign" in note for note in found.notes)  # screened, with too few tokens
-    found = diagnose(policy, batch, settings=replace(settings, recommend=False))
-    assert found.recommendation is None and not any("α and η" in note for note in found.notes)
+    assert found.comparison is None and found.left_out == ("comparison",)
+    assert "large" in {note.kind for note in found.notes}
+    assert diagnose(policy, batch, settings=replace(settings, compare=True)).comparison is not None
+    found = diagnose(policy, batch, settings=replace(settings, compare=False))
+    assert found.comparison is None and found.left_out == ()
 
 
 # ---- cost
@@ -258,22 +237,17 @@ def test_costs_count_the_passes_that_are_made(monkeypatch):
     monkeypatch.setattr(torch.func, "jvp", counted("derivative", torch.func.jvp))
     monkeypatch.setattr(weighted, "TANGENTS", 0)  # each direction by itself: the cost is at most that
     handle = policy.model.register_forward_hook(lambda *_: counts.update(forward=counts["forward"] + 1))
-    step = StepSettings("adamw", 1e-3, 0.1)
-    state = make_state(policy, (0.9, 0.999), 6)
-    for group in state["param_groups"]:
-        group["eps"] = 1e-8
-    keywords = {"loss": NARROW, "step": step, "optimizer_state": state}
+    step = StepSettings("adamw", 1e-3, 0.1, betas=(0.8, 0.95), eps=1e-6)
+    keywords = {"loss": NARROW, "step": step, "optimizer_state": warm_state(policy)}
     for memory in (None, vector_bytes(policy.model)):
-        for function in (influence, linearise, apply_update):
+        for function in (influence, apply_update):
             counts.update(dict.fromkeys(counts, 0))
-            found = function(policy, batch, **keywords, memory=memory)
+            function(policy, batch, **keywords, memory=memory)
             # A derivative runs the model itself.
             total = counts["forward"] - counts["derivative"] + 2 * counts["backward"] + 3 * counts["derivative"]
             apart = {"one_by_one": memory is not None}
             if function is influence:
                 assert total == influence_cost(step, NARROW, **apart)
-            elif function is linearise:
-                assert total == linearise_cost(len(found.cells.interval), 1, step, NARROW, **apart)
             else:
                 assert total == update_cost()
     handle.remove()

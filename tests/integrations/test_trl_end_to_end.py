@@ -46,7 +46,7 @@ def run(tmp_path_factory) -> Path:
 def page(run) -> Path:
     """What the command writes of the checkpoint."""
     out = run.parent / "report"
-    flags = ["--temperature", str(TEMPERATURE), "--max-grad-norm", str(CLIP), "--no-recommend", "--no-compare"]
+    flags = ["--temperature", str(TEMPERATURE), "--max-grad-norm", str(CLIP), "--no-compare"]
     given = ["diagnose", str(run / f"checkpoint-{SAVED}"), "--rollouts", str(run / "completions"), "--out", str(out)]
     assert main([*given, *flags]) in (None, 0)
     return out

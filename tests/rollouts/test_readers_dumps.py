@@ -531,7 +531,7 @@ def test_the_commands_take_a_folder_of_dumps_and_say_what_it_lost(tmp_path, caps
     assert manifest["rollouts"]["format"] == "verl" and manifest["rollouts"]["notes"] == list(notes)
     table = pd.read_parquet(out / "tokens.parquet")
     assert table["token_id"].tolist() == [i for s in SAMPLES for i in s.response]
-    for command in ("measure", "tune"):
+    for command in ("measure", "compare"):
         with pytest.raises(SystemExit) as stopped:
             main([command, str(model), str(folder), "--out", str(tmp_path / command), "--format", "trl"])
         assert stopped.value.code == 2

@@ -127,7 +127,7 @@ def test_every_command_picks_a_step_of_native_rows_and_measure_the_checkpoints_o
     model = save_checkpoint(tmp_path / "checkpoint-100", "llama")
     rows = [row(step, r, response_ids=[7, 8, 9][: step % 100]) for step in (3, 101, 102) for r in (0.0, 1.0)]
     path, out = write_jsonl(tmp_path / "r.jsonl", rows), tmp_path / "out"
-    for command in ("measure", "compare", "diagnose", "tune"):
+    for command in ("measure", "compare", "diagnose"):
         given = [model, "--rollouts", path] if command == "diagnose" else [model, path]
         ended = outcome_of(capsys, command, *given, "--out", out, "--step", 5)
         assert ended.status == 2 and "no step 5; it has 3, 101, 102" in ended.err and not out.exists()

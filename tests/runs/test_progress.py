@@ -81,10 +81,10 @@ def test_many_short_stages_are_told_of_every_30_seconds():
 
 def test_a_long_stage_within_short_ones_around_it_is_told_with_where_it_is():
     told = Told()
-    with told.reporter.stage("screening", 10, "batches", done=4) as advance:
+    with told.reporter.stage("dealing", 10, "batches", done=4) as advance:
         told.pass_time(6)
         advance(1)
-        with told.reporter.stage("predicting", 30, "settings") as inner:
+        with told.reporter.stage("predicting", 30, "weightings") as inner:
             inner(12)
             (line,) = told.pass_time(6)
     assert numbers(line)[:5] == [5, 10, 12, 30, 50]
@@ -227,5 +227,5 @@ def test_summing_comparing_and_diagnosing_report_to_whom_they_are_given(small):
     diagnose(*small, progress=(told := Listener()))
     outermost = [stage.name for stage in told.stages if not stage.within]
     assert set(told.costs) <= set(outermost) and outermost.count("measuring") == 1 and not told.unfinished
-    for part in ("summed gradients", "one optimizer step", "screening α and η", "comparing token weightings"):
+    for part in ("summed gradients", "one optimizer step", "comparing token weightings"):
         assert any(stage.within[:1] == (part,) for stage in told.stages), part

@@ -1,6 +1,6 @@
 """Do two commits give the same numbers? Each runs the same jobs on the same inputs, and what they write is compared.
 
-    python -m tests.support.freeze COMMIT [--only measure tune] [--out DIR]
+    python -m tests.support.freeze COMMIT [--only measure diagnose] [--out DIR]
 
 COMMIT is checked out into a worktree; the other side is this tree as it lies here. Jobs go through the command line and
 through functions that README names (`freeze_calls`), a job of the one right after the same job of the other. Compared
@@ -61,8 +61,6 @@ def list_jobs() -> dict[str, list[str]]:
         jobs[f"measure-{name}"] = [*gradscope, "measure", *own, "--device", "cpu"]
     page = [f"{INPUTS}/qwen2", "--rollouts", f"{INPUTS}/qwen2.jsonl", "--out", "{out}"]
     jobs["diagnose"] = [*gradscope, "diagnose", *page, *SHORT]
-    grid = ["--alphas", "0", "0.5", "--etas", "none", "0.5", "--min-tokens", "2"]
-    jobs["tune"] = [*gradscope, "tune", f"{INPUTS}/qwen2", f"{INPUTS}/many.jsonl", "--out", "{out}", *grid]
     asked = ["--task", "knights-knaves-compact", "--questions", "6", "--k", "2", "--max-new-tokens", "24"]
     jobs["evaluate"] = [*gradscope, "evaluate", "embedded", *asked, "--out", "{out}", "--device", "cpu"]
     for name, flags in METHODS.items():
@@ -84,9 +82,6 @@ def write_inputs(folder: Path) -> None:
         tiny.save_checkpoint(folder / name, name)
         responses = tiny.make_responses(tiny.make_policy(name))
         tiny.write_jsonl(folder / f"{name}.jsonl", [{n: getattr(r, n) for n in names} for r in responses])
-    lengths = {"lengths": (9, 6, 7, 4) * 4, "prompt_lengths": (5, 5, 8, 8) * 4}
-    many = tiny.make_responses(tiny.make_policy("qwen2"), **lengths)
-    tiny.write_jsonl(folder / "many.jsonl", [{n: getattr(r, n) for n in names} for r in many])
     base = tiny.make_model("llama")
     adapter = get_peft_model(base, LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     adapter.save_pretrained(folder / "adapter")

@@ -11,7 +11,6 @@ from support.policies import make_policy, make_responses, write_jsonl
 
 COLUMNS = ("prompt_ids", "response_ids", "group", "reward", "old_logprobs", "response_mask")
 BRIEF = (
-    "--no-recommend",
     "--no-compare",
     "--no-actual-step",
     "--influence-tokens",

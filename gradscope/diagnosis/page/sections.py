@@ -111,7 +111,7 @@ def tell_bounds(frame: pd.DataFrame) -> pd.DataFrame:
         bounds[base] = ("lower", "upper")
     told = {}
     for name, ends in bounds.items():
-        write = share_words if is_share(name) or (name == "difference" and "predicted_score" in frame) else number_words
+        write = share_words if is_share(name) else number_words
         cells = frame[[name, *ends]].set_axis(["value", "lower", "upper"], axis=1)
         told[name] = ["–" if row["value"] != row["value"] else write(row) for _, row in cells.iterrows()]
     frame = frame.assign(**told).drop(columns=[end for ends in bounds.values() for end in ends])
@@ -136,7 +136,6 @@ def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets) -> tuple[Section
         ("drivers", "Probability or entropy", _drivers(d, sheets)),
         ("proxies", "Cheap proxies of the norm", _proxies(d, sheets)),
         ("weightings", "What each weighting would change", _weightings(d, sheets)),
-        ("settings", "α and η", _settings(d, sheets)),
         ("numbers", "All numbers", _numbers(d, sheets)),
     )
     return tuple(Section(name, title, tuple(blocks)) for name, title, blocks in made if blocks)
@@ -368,20 +367,6 @@ def _proxies(d: Diagnosis, sheets: Sheets) -> list[Block]:
     table = sheets.table("proxies", whole, "The same in numbers; the file has each layer's activations.", folded=True)
     sheets.tables[table.csv] = d.proxies
     return [drawn, table]
-
-
-def _settings(d: Diagnosis, sheets: Sheets) -> list[Block]:
-    if d.recommendation is None:
-        return []
-    caption = (
-        "Settings by their score, the mean over intervals and signs of Â of the share of tokens that one predicted "
-        "step moves the right way: on the batches that select, and on the held-out ones, there with the difference "
-        "from the baseline's."
-    )
-    shown = ["setting", "predicted_score", "predicted_held_out", "difference", "verdict", "steps"]
-    # Here the prediction stands in the place of the actual score.
-    settings = d.recommendation.settings.drop(columns="actual_score")
-    return [sheets.table("settings", settings, caption, shown), *_define("α and η")]
 
 
 def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:

@@ -1,1 +1,0 @@
-"""Which α and η are worth a run: settings screened to first order and by real steps."""
