@@ -52,7 +52,6 @@ EXAMPLES = {
     "diagnose": (
         "runs/checkpoint-500 --rollouts runs/completions --temperature 0.7 --out report",
         "runs/checkpoint-* --rollouts runs/completions --temperature 0.7 --out report",
-        "--rollouts token_exports --out report",
     ),
     "compare": (
         "runs/checkpoint-500 rollouts.jsonl --out compared",

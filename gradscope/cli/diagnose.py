@@ -1,11 +1,11 @@
-"""`gradscope diagnose`: checkpoints, or a trainer's rollout log alone, as a page to read."""
+"""`gradscope diagnose`: checkpoints on their rollouts, as a page to read."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,7 +27,6 @@ from gradscope.cli.pages import (
     RESULTS,
     describe_step,
     describe_sums,
-    diagnose_dump,
     in_words,
     make_facts,
     name_folders,
@@ -60,8 +59,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
     """Which tokens drive your checkpoints' updates? One HTML page each, with the data behind it."""
 
     model: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = ()
-    """Checkpoint folders, or "embedded"; several: a page for each, and one of the trend over their training steps.
-    None: what the rollouts alone say, without any policy."""
+    """Checkpoint folders, or "embedded"; several: a page for each, and one of the trend over their training steps."""
     out: Path | None = None
     """Folder for report.html, tokens.parquet, data/ and manifest.json; of several checkpoints, a folder each in it.
     An interrupted run is taken up again. Needed unless --plan."""
@@ -114,12 +112,9 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
                 self._plan(model, rollouts)
             return
         check_no_plan(machine=self.machine, processes=self.processes)
-        folders = name_folders(self.model, self.out) if self.model else [self.out]
+        folders = name_folders(self.model, self.out)
         for folder in folders:
             check_results(folder, RESULTS)
-        if not self.model:
-            self._diagnose_dump()
-            return
         if len(folders) > 1:
             trend_folder(self.out, [], overwrite=self.overwrite)  # before anything is measured
         done = [self._diagnose(*pair, folder) for pair, folder in zip(self._pairs(), folders, strict=True)]
@@ -132,9 +127,9 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             raise InputError("--out is missing; give the folder of the report")
         if self.out is not None:
             check_is_folder(self.out)
-        if not self.model and not self.rollouts:
-            raise InputError("neither a checkpoint nor --rollouts is given; give one of the two, or both")
-        if self.rollouts and len(self.rollouts) not in (1, max(1, len(self.model))):
+        if not self.model:
+            raise InputError("no checkpoint is given; give its folder, or 'embedded'")
+        if self.rollouts and len(self.rollouts) not in (1, len(self.model)):
             raise InputError(
                 f"--rollouts names {len(self.rollouts)} files for {len(self.model)} checkpoints; give one for all, or "
                 "one for each"
@@ -143,37 +138,14 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             raise InputError("--rollouts is given, and --task or --prompts too; leave one out")
         if not self.rollouts and (self.task is None) == (self.prompts is None):
             raise InputError("no --rollouts; give them, or one of --task NAME and --prompts FILE to sample some")
-        if self.plan and (not self.model or not self.rollouts):
-            raise InputError("a plan is of checkpoints and their --rollouts; give both")
+        if self.plan and not self.rollouts:
+            raise InputError("a plan is of given rollouts; give --rollouts")
         if not self.rollouts and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InputError("several processes measure given rollouts; sample first, and give them with --rollouts")
-        if not self.model:
-            self._check_no_checkpoint()
         self._check_files()
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise InputError(f"--max-grad-norm is {self.max_grad_norm}; give a number above 0, or none")
         self._diagnosis_settings().check()
-
-    def _check_no_checkpoint(self) -> None:
-        """Without a policy nothing is measured: InputError for a flag that would change nothing."""
-        plain = Diagnose()
-        names = (
-            "params",
-            "base",
-            "chat_template_kwargs",
-            "device_map",
-            "optimizer_state",
-            "actual_step",
-            "influence_tokens",
-            "compare",
-        )
-        names += ("gradient_memory",)
-        given = [name for name in names if getattr(self, name) != getattr(plain, name)]
-        settings = replace(self.settings, loss=plain.settings.loss, seed=plain.settings.seed)
-        given += [f.name for f in fields(settings) if getattr(settings, f.name) != getattr(plain.settings, f.name)]
-        if given:
-            flag = given[0].replace("_", "-")
-            raise InputError(f"--{flag} is of a checkpoint, and none is given; leave it out, or give the checkpoint")
 
     def _check_files(self) -> None:
         """InputError for files that would otherwise fail after much is measured."""
@@ -192,8 +164,6 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             raise InputError(
                 "--format, --step and --reward-key are of rollouts that are given; leave them out, or give --rollouts"
             )
-        if not self.model and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise InputError("several processes measure with a checkpoint, and none is given; start one process")
         if self.optimizer_state is None:
             return
         if len(self.model) != 1:
@@ -333,9 +303,3 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
                 sums = None if found.sums is None else asdict(found.sums)
                 folder.publish(folder.manifest | {"diagnosis": drawn, "summed_gradients": sums})
         print(f"{in_words(found)}\n{folder.folder / PAGE}")
-
-    def _diagnose_dump(self) -> None:
-        """What the rollouts say without any policy."""
-        (path,) = self.rollouts
-        read = {"format": self.format, "step": self.step, "reward_key": self.reward_key, "overwrite": self.overwrite}
-        diagnose_dump(path, self.out, loss=self.settings.loss, seed=self.settings.seed, **read)

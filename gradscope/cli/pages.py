@@ -1,26 +1,20 @@
-"""What `gradscope diagnose` writes beside a checkpoint's own page: the trend, a log alone, and how all was made."""
+"""What `gradscope diagnose` writes beside a checkpoint's own page: the trend, and how all was made."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from gradscope import __version__
-from gradscope.cli.flags import print_notes
-from gradscope.cli.manifest import describe_dump, refuse_reread
 from gradscope.cli.measured import Measured
 from gradscope.diagnosis import Diagnosis
 from gradscope.gradients import SumsPlan
-from gradscope.objective import LossSettings
 from gradscope.policy import checkpoint_name, checkpoint_step
-from gradscope.rollouts import READER, read_dump
-from gradscope.runs import MANIFEST, RunFolder, file_hash, provenance, read_json, write_parquet
+from gradscope.runs import MANIFEST, RunFolder, file_hash, provenance, read_json
 from gradscope.updates import StepSettings
 
 PAGE = "report.html"
@@ -159,32 +153,3 @@ def name_steps(models: Sequence[str]) -> tuple[list[int], list[str]]:
     if None in steps or len(set(steps)) < len(steps):
         return list(range(len(models))), ["the checkpoints' training steps are not known: they are counted 0, 1, 2, …"]
     return steps, []
-
-
-def diagnose_dump(path: Path, out: Path, *, loss: LossSettings, seed: int, overwrite: bool, **reading: Any) -> None:
-    """What the rollouts say without any policy. reading: keywords of `read_dump`."""
-    from gradscope.diagnosis import logit_notes, logit_shares, logit_table, make_logit_report, write_report
-    from gradscope.rollouts import rollouts_hash
-
-    dump = read_dump(path, **reading)
-    key = {"gradscope": __version__, "rollouts": rollouts_hash(path), **reading, "policy": None}
-    key |= {"loss": asdict(loss), "seed": seed, "read": dump.batch.digest()}
-    folder = RunFolder(out, key, results=RESULTS)
-    if not overwrite:
-        refuse_reread(folder, [dump], table="tokens.parquet")
-    if folder.status(overwrite=overwrite) == "finished":
-        print(f"already diagnosed with these arguments: {out / PAGE}")
-        return
-    table = logit_table(dump, loss=loss)
-    rollouts = describe_dump(path, dump, key["rollouts"])
-    rollouts["notes"] += logit_notes(table, dump)
-    print_notes(rollouts["notes"])
-    shares = logit_shares(table, seed=np.random.default_rng(seed))
-    facts = {"rollouts": f"{path} ({dump.format}, reader {READER})", "policy": "none", "gradscope": __version__}
-    report = make_logit_report(table, shares, facts=facts, notes=rollouts["notes"])
-    with folder.writing():
-        folder.begin(overwrite=overwrite)
-        write_parquet(folder.staged / "tokens.parquet", table)
-        write_report(folder.staged, report)
-        folder.publish({**provenance(), "policy": None, "rollouts": rollouts, "tokens": len(table)})
-    print(f"{len(table):,} tokens at the logits, without a policy and so without a verdict: {out / PAGE}")

@@ -55,12 +55,6 @@ _TITLES = {
 }
 _KINDS = {"predicted": ("#999999", "D"), "actual": ("#0072b2", "o")}
 _SIGNS = {"positive": "Â > 0: share that rose", "negative": "Â < 0: share that fell"}
-_LOGIT_SHARES = {
-    "tokens": ("of the tokens", NEUTRAL),
-    "weight": ("of Σ|w|", "#e69f00"),
-    "weighted_norm": ("of Σ|w|·‖e − π‖", "#56b4e9"),
-    "squared_weighted_norm": ("of Σ(w·‖e − π‖)²", "#0072b2"),
-}
 _DRIVERS = {
     "token_class": "kind of token",
     "position_bin": "position in the response",
@@ -195,29 +189,6 @@ def plot_right_directions(directions: pd.DataFrame, labels: Sequence[str]) -> Fi
         _put_legend_below(ax)
         finish(ax, directions[directions["sign"] == sign].reset_index(drop=True))
     return figure
-
-
-@paper_style()
-def plot_logit_shares(shares: pd.DataFrame) -> Axes:
-    """What a log alone says: each interval's shares, as ranges where norms are known by their bounds alone.
-
-    shares: of `logit_shares`. Thick: from the least to the most; thin: their 95 % interval.
-    """
-    require(shares, ["sign", "quantity", "label", "least", "most", "lower", "upper"], what="the table of shares")
-    ax, shown = new_axes(None, width=5.2, height=3.2), shares[shares["sign"] == "all"]
-    labels = list(dict.fromkeys(shown["label"]))
-    for place, (quantity, (words, ink)) in enumerate(_LOGIT_SHARES.items()):
-        rows = shown[shown["quantity"] == quantity].set_index("label").reindex(labels)
-        x = np.arange(len(labels)) + 0.17 * (place - (len(_LOGIT_SHARES) - 1) / 2)
-        least, most, lower, upper = (100 * rows[n].to_numpy(dtype=float) for n in ("least", "most", "lower", "upper"))
-        ax.vlines(x, lower, upper, color=ink, lw=0.9)
-        ax.vlines(x, least, most, color=ink, lw=5)
-        ax.plot(x, (least + most) / 2, "o", color=ink, ms=4, label=words)
-    ax.set_xticks(range(len(labels)))
-    name_intervals(ax, labels)
-    ax.set(xlabel="π of the tokens", ylabel="share (%)", ylim=(0, None))
-    _put_legend_below(ax)
-    return finish(ax, shown.reset_index(drop=True))
 
 
 def _draw_series(

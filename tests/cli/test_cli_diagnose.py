@@ -242,12 +242,11 @@ def bad_arguments(job: Path, folder: Path) -> dict[str, tuple[tuple[object, ...]
     (folder / "even" / "data").write_text("")
     return {
         "no out": ((model, *given), "--out is missing"),
-        "nothing": (to, "neither a checkpoint nor --rollouts"),
+        "nothing": (to, "no checkpoint is given"),
         "rollouts and a task": ((model, *given, "--task", "knights-knaves", *to), "leave one out"),
         "neither": ((model, *to), "--task NAME and --prompts FILE"),
         "both": ((model, "--task", "math", "--prompts", rollouts, *to), "--task NAME and --prompts FILE"),
         "counts": ((model, model, model, "--rollouts", rollouts, rollouts, *to), "2 files for 3 checkpoints"),
-        "counts alone": (("--rollouts", rollouts, rollouts, *to), "2 files for 0 checkpoints"),
         "format": ((model, *given, "--format", "vlre", *to), "'vlre' is not known"),
         "format of none": ((model, "--task", "math", "--format", "trl", *to), "of rollouts that are given"),
         "missing model": ((model, folder / "nowhere", *given, *to), "nowhere is not a folder"),
@@ -265,12 +264,10 @@ def bad_arguments(job: Path, folder: Path) -> dict[str, tuple[tuple[object, ...]
         "clipping": ((model, *given, "--max-grad-norm", "0", *to), "--max-grad-norm is 0"),
         "influence": ((model, *given, "--influence-tokens", "0", *to), "influence_tokens is 0"),
         "adapter": ((model, *given, "--params", "adapter", *to), "holds no adapter"),
-        "adapter of none": ((*given, "--params", "adapter", *to), "is of a checkpoint, and none"),
         "state": ((model, *given, "--optimizer-state", folder / "o.pt", *to), "o.pt is not there"),
         "state of two": ((model, model, *given, "--optimizer-state", rollouts, *to), "2 are given"),
-        "state of none": ((*given, "--optimizer-state", rollouts, *to), "is of a checkpoint, and none"),
         "machine": ((model, *given, "--machine", "h200", *to), "add --plan"),
-        "plan of none": (("--plan", *given), "a plan is of checkpoints"),
+        "plan of none": ((model, "--task", "math", "--plan"), "a plan is of given rollouts"),
         "tokens": ((model, *given, "--tokens-per-interval", "0", *to), "tokens_per_interval"),
         "temperature": ((model, *given, "--temperature", "0", *to), "temperature"),
     }
@@ -287,7 +284,6 @@ def test_arguments_that_cannot_be_met_are_one_line_and_leave_nothing_behind(job,
     to = ("--out", tmp_path / "out", "--device", "cpu")
     monkeypatch.setattr("time.sleep", lambda _: None)
     assert "sample first" in refusal(capsys, "diagnose", job / "checkpoint-3", "--task", "math", *to)
-    assert "start one process" in refusal(capsys, "diagnose", "--rollouts", job / "rollouts.jsonl", *to)
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""`gradscope diagnose` and what it is given: logs of several steps, logs alone, tasks, prompts, hostile text."""
+"""`gradscope diagnose` and what it is given: logs of several steps, tasks, prompts, hostile text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from support.cli import refusal, run
 from support.pages import BRIEF, native_rows, read_page, read_statistics, write_rows
 from support.policies import save_checkpoint
 
-from gradscope.diagnosis import logit_table
 from gradscope.gradients import measure
 from gradscope.policy import load_policy
 from gradscope.rollouts import read_dump
@@ -41,29 +40,6 @@ def test_of_a_dump_of_several_steps_each_checkpoint_gets_what_it_sampled(model, 
     pd.testing.assert_frame_equal(table.drop(columns="group"), wanted.drop(columns="group"))
     assert "has no step 9" in refusal(capsys, "diagnose", *command, "--out", tmp_path / "none", "--step", "9")
     assert not (tmp_path / "none").exists()
-
-
-# Without a policy.
-
-
-@pytest.mark.parametrize("write", [dumps.write_prime_rl, dumps.write_open_instruct])
-def test_without_a_policy_the_page_is_of_the_logits_alone_and_gives_no_verdict(write, tmp_path, capsys):
-    path, out = write(tmp_path / "dump"), tmp_path / "out"
-    run("diagnose", "--rollouts", path, "--out", out)
-    assert "without a verdict" in capsys.readouterr().out
-    table = logit_table(read_dump(path))
-    pd.testing.assert_frame_equal(pd.read_parquet(out / "tokens.parquet"), table)
-    shares = pd.read_csv(out / "data" / "logit_shares.csv")
-    own = shares[(shares["sign"] == "all") & (shares["quantity"] == "tokens")].sort_values("interval")
-    assert own["least"].tolist() == pytest.approx([float((table["interval"] == i).mean()) for i in range(4)])
-    page = read_page(out)
-    assert "No verdict: this is from the rollouts alone." in page.text
-    for words in ("dominate:", "dominate the", "dominance index", "nearly no", "do not dominate"):
-        assert words not in page.text.replace("low-probability tokens dominate the update", ""), words
-    assert not (out / "data" / "statistics.csv").exists()
-    run("diagnose", "--rollouts", path, "--out", out)
-    assert "already diagnosed" in capsys.readouterr().out
-    assert "seed 0, not 5" in refusal(capsys, "diagnose", "--rollouts", path, "--out", out, "--seed", "5")
 
 
 # Rollouts that it samples.

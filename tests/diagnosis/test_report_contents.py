@@ -6,24 +6,18 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
-from support import dumps
 from support.pages import Reader
 from support.policies import make_batch, make_policy
 
 from gradscope.diagnosis import (
     DiagnosisSettings,
     diagnose,
-    logit_notes,
-    logit_shares,
-    logit_table,
-    make_logit_report,
     make_report,
     make_trend_report,
     write_report,
 )
 from gradscope.diagnosis.result import COLUMNS
 from gradscope.errors import InputError
-from gradscope.rollouts import read_dump
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -62,19 +56,6 @@ def test_a_trends_sentences_say_what_its_two_ends_bear():
     pd.testing.assert_frame_equal(report.tables["data/trend.csv"], frame.drop(columns="n"))
     with pytest.raises(InputError, match="give two or more"):
         make_trend_report(frame[frame["step"] == 5])
-
-
-def test_the_page_of_a_dump_alone_holds_its_shares_and_no_verdict(tmp_path):
-    table = logit_table(read_dump(dumps.write_nemo_rl(tmp_path / "dump")))
-    shares = logit_shares(table, seed=np.random.default_rng(0))
-    report = make_logit_report(table, shares, notes=logit_notes(table), facts={"rollouts": "a <log>"})
-    page = Reader(write_report(tmp_path, report).read_text(encoding="utf-8"))
-    assert [finding.tone for finding in report.page.findings] == ["warn"] and "No verdict" in page.text
-    assert "a <log>" in page.text and report.page.viewer is None and "svg" in page.tags
-    written = pd.read_csv(tmp_path / "data" / "logit_shares.csv")
-    pd.testing.assert_frame_equal(written, shares, check_dtype=False, rtol=1e-12)
-    drawn = pd.read_csv(tmp_path / "data" / "logit_shares_drawn.csv")
-    assert drawn["least"].tolist() == pytest.approx(shares.loc[shares["sign"] == "all", "least"].tolist())
 
 
 def test_a_checkpoints_page_holds_its_statistics_and_its_notes(tmp_path):

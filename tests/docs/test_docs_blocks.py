@@ -38,7 +38,7 @@ LEFT_OUT = {
     "docs/checkpoints.md": 1,
     "docs/report.md": 1,
     "docs/start.md": 1,
-    "docs/training.md": 3,
+    "docs/training.md": 2,
     "docs/tutorials/trl.md": 3,
     "docs/tutorials/verl.md": 3,
 }

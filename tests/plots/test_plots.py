@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from support.tiers import every
 
-from gradscope.diagnosis.plots import plot_logit_shares, plot_right_directions
+from gradscope.diagnosis.plots import plot_right_directions
 from gradscope.errors import InputError
 from gradscope.intervals import interval_labels
 from gradscope.plots import (
@@ -367,25 +367,3 @@ def test_shares_of_a_step_are_drawn_by_kind_of_step_and_sign_with_their_bars():
     assert len(drawn_numbers(figure)) == len(shares)
     one = plot_right_directions(shares[shares["kind"] == "actual"], labels)
     assert [bars.get_label() for bars in one.axes[0].containers] == ["actual step"]
-
-
-def test_ranges_of_a_dump_alone_reach_from_the_least_share_to_the_most():
-    labels, rows = interval_labels(), []
-    for sign in ("all", "positive"):
-        for place, quantity in enumerate(
-            ("tokens", "weight", "squared_weight", "weighted_norm", "squared_weighted_norm")
-        ):
-            for i, label in enumerate(labels):
-                least, most = 0.1 * i + 0.01 * place, 0.1 * i + 0.03 * place + (sign == "positive")
-                ends = {"least": least, "most": most, "lower": least - 0.01, "upper": most + 0.02}
-                rows.append({"sign": sign, "quantity": quantity, "label": label} | ends)
-    rows[0] |= {"least": np.nan, "most": np.nan}
-    shares = pd.DataFrame(rows)
-    ax = plot_logit_shares(shares)
-    drawn = shares[(shares["sign"] == "all") & (shares["quantity"] != "squared_weight")]
-    thin, thick = ax.collections[::2], ax.collections[1::2]
-    for lines, low, high in ((thin, "lower", "upper"), (thick, "least", "most")):
-        found = np.array([segment[:, 1] for one in lines for segment in one.get_segments() if len(segment)])
-        np.testing.assert_allclose(found, 100 * drawn[[low, high]].dropna().to_numpy())
-    assert drawn_numbers(ax)["sign"].eq("all").all()
-    plt.close(root(ax))

@@ -1,4 +1,4 @@
-"""A diagnosis, or what a log alone says, as a page with its tables, and both as files."""
+"""A diagnosis as a page with its tables, and as files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pandas as pd
 from gradscope.diagnosis import plots as plot_diagnosis
 from gradscope.diagnosis.format import as_sentence
 from gradscope.diagnosis.page.first_screen import decide, make_tiles
-from gradscope.diagnosis.page.page import Block, Figure, Finding, Page, Paragraph, Section, Table
+from gradscope.diagnosis.page.page import Block, Figure, Finding, Page, Table
 from gradscope.diagnosis.page.render import render, write_page
 from gradscope.diagnosis.page.sections import KEYS, OVER_PROMPTS, Sheets, make_sections
 from gradscope.diagnosis.page.viewer import Viewer, prompt_texts, viewer_data
@@ -27,10 +27,6 @@ from gradscope.rollouts import TokenBatch
 from gradscope.runs import write_text
 
 PAGE = "report.html"
-NO_VERDICT = (
-    "No verdict: this is from the rollouts alone. The bounds are exact at the logits; that gradients below them scale "
-    "as 1 − π is assumed, not measured."
-)
 
 
 @dataclass(frozen=True)
@@ -82,38 +78,6 @@ def make_report(
         lead=_lead(d, sheets),
     )
     return Report(page, sheets.tables)
-
-
-def make_logit_report(
-    table: pd.DataFrame,
-    shares: pd.DataFrame,
-    *,
-    title: str = "gradscope: rollouts alone",
-    facts: Mapping[str, str] | None = None,
-    notes: Sequence[str] = (),
-) -> Report:
-    """The page of the cheap mode; table, shares: of `logit_table` and `logit_shares`. No verdict."""
-    sheets = Sheets()
-    blocks = (
-        Paragraph(
-            "For every token 1 − π ≤ ‖e − π‖ ≤ √2·(1 − π), whatever the vocabulary (Prop. 4.2). With the weights "
-            "of the loss (Eq. 2) this bounds each interval's share of the sums below. For what the parameters feel, "
-            "measure with the policy at hand: gradscope diagnose MODEL --rollouts FILE --out DIR."
-        ),
-        sheets.figure(
-            "logit_shares_drawn",
-            lambda: plot_diagnosis.plot_logit_shares(shares),
-            "Share of each interval of π in the tokens and in Σ|w|, and the range that its share of Σ|w|·‖e − π‖ "
-            "and of Σ(w·‖e − π‖)² can have by the bounds (thick); thin lines reach over the 95 % interval of redrawn "
-            "prompts.",
-        ),
-        sheets.table("logit_shares", shares, "All shares, also among the tokens of each sign of the advantage."),
-    )
-    subtitle = f"{len(table):,} response tokens, {table['response'].nunique():,} responses"
-    sections = (Section("logits", "Bounds at the logits", blocks),)
-    notes = tuple(map(as_sentence, notes))
-    finding = Finding(NO_VERDICT, f"{subtitle}, at the precision of the rollout log.", "warn")
-    return Report(Page(title, subtitle, (finding,), sections, None, dict(facts or {}), notes), sheets.tables)
 
 
 @checked
