@@ -11,8 +11,8 @@ of the policy embedded-certain, "large" hidden 256, 4 layers, vocabulary 32,000;
              prompts, reward, temperature, KL and optimizer steps per batch. "puzzles" is the preset kk-embedded with
              that policy, whose responses end where they end; "embedded" and "large" have random weights and an EOS
              outside their vocabulary, so that all responses are equally long and nothing is to be gained from those
-             that end early. Both take the training pass's own log-probabilities for π_old where they can: TRL
-             where a batch makes one optimizer step, gradscope for the first mini-batch always.
+             that end early. Where a batch makes one optimizer step, both take its own
+             log-probabilities for π_old.
     lopti    All optimizer steps on one batch. "large" has random weights and responses, so η is set at the quantile of
              π_old below which the wanted share of tokens lies, spread over all responses (the paper's policies: 19 %
              below ¼, 29 % below ½); "embedded" is the real one with its own responses at η = ½. Lopti computes the

@@ -140,8 +140,8 @@ def our_loop(config: TrainConfig, folder: Path, lengths: list[int]) -> Loop:
 
 @contextmanager
 def telling_steps() -> Iterator[None]:
-    """Let each of our loops know when a step is logged: a callback of the trainer would hold it up before its update,
-    for which π_old has to be known beforehand."""
+    """Let each of our loops know when a step is logged: a callback of the trainer would have its tokens scored before
+    its update."""
     log = Journal.log
 
     def told(journal: Journal, record: dict[str, Any]) -> None:
@@ -153,12 +153,11 @@ def telling_steps() -> Iterator[None]:
 
 
 def our_parts() -> dict[tuple[type, str], Any]:
-    """For `parts_of`; the first mini-batch is scored by its training pass."""
+    """For `parts_of`; a batch's only optimizer step scores its tokens itself."""
     return {
         (HFSampler, "sample"): "sampling",
         (Learner, "statistics"): "old",
         (Learner, "reference_logprobs"): "reference",
-        (Updater, "score_and_accumulate"): "training",
         (Updater, "step"): "training",
     }
 

@@ -1,11 +1,9 @@
 """The equations: advantages, token weights, the loss, log π, and the optimizer step that is trained and measured."""
 
 from gradscope.objective.batch_logprobs import (
-    Choose,
     batch_statistics,
     choosing_places,
     fitting_size,
-    has_plain_head,
     kept_logprobs,
     loss_logprobs,
     micro_batches,
@@ -51,10 +49,10 @@ from gradscope.objective.weighting import Tokens, Weighting, within
 from gradscope.objective.weightings import COMPARED, SOURCES, WEIGHTINGS, make_weighting, spell_out
 
 __all__ = [
-    "COMPARED", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "Choose", "LossSettings", "Method", "Pass", "PassTotals",
+    "COMPARED", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "LossSettings", "Method", "Pass", "PassTotals",
     "StepResult", "TokenStatistics", "Tokens", "Updater", "Weighting", "batch_loss", "batch_statistics",
     "batch_weights", "can_pack", "check_weighting", "choosing_places", "clip_scale", "describe_off_policyness",
-    "fitting_size", "gather_logprobs", "grpo_advantages", "has_plain_head", "kept_logprobs", "kl_k3", "logit_gradient",
+    "fitting_size", "gather_logprobs", "grpo_advantages", "kept_logprobs", "kl_k3", "logit_gradient",
     "lopti_split", "loss_logprobs", "make_weighting", "micro_batches", "off_policy_columns", "off_policy_sentence",
     "off_policyness", "own_where_unknown", "parts_at_once", "policy_loss", "reinforce_pp_advantages",
     "resolve_advantages", "reweight", "rows_at_once", "spell_out", "split_passes", "statistics_and_gradient",

@@ -7,7 +7,7 @@ token that is asked for: what comes after it cannot change it. The head of the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 
@@ -33,9 +33,6 @@ Piece = tuple[Int[Tensor, " b"], TokenBatch]
 
 LOGITS = {"cpu": 1 << 30, "cuda": 8 << 30}
 """Bytes that a micro-batch's logits may take on a device, with all that is made of them and is as large."""
-
-Choose = Callable[[Float[Tensor, "b n"], Bool[Tensor, "b n"]], Bool[Tensor, "b n"]]
-"""Which of the kept tokens a loss takes, by their log π and the response_mask."""
 
 
 def micro_batches(batch: TokenBatch, size: int, *, by_group: bool = False) -> list[Piece]:
@@ -87,39 +84,11 @@ def loss_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, "b n"]:
     return _spread(trained_logprobs(*_kept_logits(model, piece)), piece.response_mask)
 
 
-def scored_loss_logprobs(
-    model: nn.Module, piece: TokenBatch, choose: Choose | None
-) -> tuple[Float[Tensor, "b n"], Bool[Tensor, "b n"], TokenStatistics]:
-    """`loss_logprobs` of the tokens that `choose` takes, where those are, and the statistics of all kept ones [K].
-
-    One forward pass of the blocks serves both. choose: None takes every kept token. Else the head computes the chosen
-    ones once more, so that the others cost it no backward pass: for a model whose logits are its head's output.
-    """
-    keep = piece.response_mask.to(_device(model))
-    if choose is None:
-        logits, ids, temperatures = _kept_logits(model, piece)
-        found = _statistics(logits.detach(), ids, temperatures)
-        return _spread(trained_logprobs(logits, ids, temperatures), keep), keep, found
-    seen: list[Tensor] = []
-    logits, ids, temperatures = _kept_logits(model, piece, seen)
-    found = _statistics(logits, ids, temperatures)
-    del logits
-    # NaN is for the reader of the statistics to see, and for the loss; there is nothing to choose by it.
-    chosen = keep if found.logprob.isnan().any() else choose(_spread(found.logprob, keep), keep)
-    among = chosen[keep]
-    logits = model.get_output_embeddings()(seen[0][among])
-    return _spread(trained_logprobs(logits, ids[among], temperatures[among]), chosen), chosen, found
-
-
-@torch.no_grad()
-def has_plain_head(model: nn.Module) -> bool:
-    """Whether the model's logits are its head's output, not scaled or capped; tried on a few tokens."""
-    seen: list[Tensor] = []
-    ids = torch.arange(4, device=_device(model))[None]
-    with torch.autocast(ids.device.type, enabled=False), choosing_places(model, ids[0], seen):
-        logits = model(input_ids=ids, use_cache=False).logits[0]
-    with torch.autocast(ids.device.type, enabled=False):
-        return torch.equal(logits, model.get_output_embeddings()(seen[0][None])[0])
+def scored_loss_logprobs(model: nn.Module, piece: TokenBatch) -> tuple[Float[Tensor, "b n"], TokenStatistics]:
+    """`loss_logprobs`, and the statistics of the kept tokens [K], from one forward pass."""
+    logits, ids, temperatures = _kept_logits(model, piece)
+    found = _statistics(logits.detach(), ids, temperatures)
+    return _spread(trained_logprobs(logits, ids, temperatures), piece.response_mask), found
 
 
 @without_cudnn_attention()
@@ -131,14 +100,18 @@ def batch_statistics(
     pieces = micro_batches(batch, micro_batch_size, by_group=can_pack(model))
     dealt = processes.deal(pieces, empty_piece(batch))
     found = [_statistics(*_kept_logits(model, piece)) for _, piece in dealt]
-    table = tabulate(batch, dealt, found, model)
-    return TokenStatistics(*(table if processes.count == 1 else processes.sum(table.to(device)).cpu()))
+    return gather_statistics(model, batch, dealt, found, device, processes)
 
 
-def tabulate(
-    batch: TokenBatch, pieces: Sequence[tuple[Tensor, TokenBatch]], found: Sequence[TokenStatistics], model: nn.Module
-) -> Float[Tensor, "3 B S"]:
-    """The batch's log π, log(1−π) and entropy of what was found for each piece's kept tokens [K]; 0 elsewhere."""
+def gather_statistics(
+    model: nn.Module,
+    batch: TokenBatch,
+    pieces: Sequence[Piece],
+    found: Sequence[TokenStatistics],
+    device: torch.device,
+    processes: Processes,
+) -> TokenStatistics:
+    """The batch's statistics [B, S] of what each process found for its pieces' kept tokens [K]; 0 elsewhere."""
     dtype = torch.promote_types(torch.float32, next(model.parameters()).dtype)
     table = torch.zeros(3, *batch.input_ids.shape, dtype=dtype)
     start = batch.attention_mask.int().argmax(1)
@@ -146,7 +119,7 @@ def tabulate(
         row, column = piece.response_mask.nonzero().unbind(1)
         values = torch.stack([getattr(statistics, field.name) for field in fields(statistics)])
         table[:, rows[row], start[rows[row]] + column] = values.to(table)
-    return table
+    return TokenStatistics(*(table if processes.count == 1 else processes.sum(table.to(device)).cpu()))
 
 
 def _statistics(
@@ -159,12 +132,9 @@ def _statistics(
 
 
 def _kept_logits(
-    model: nn.Module, piece: TokenBatch, seen: list[Tensor] | None = None
+    model: nn.Module, piece: TokenBatch
 ) -> tuple[Float[Tensor, "K N"], Int[Tensor, " K"], Float[Tensor, " K"]]:
-    """Logits at the kept tokens, row by row, with the tokens' ids and temperatures.
-
-    seen: gets the hidden states behind the logits, which then have no graph; the hidden states keep theirs.
-    """
+    """Logits at the kept tokens, row by row, with the tokens' ids and temperatures."""
     device, width = _device(model), piece.input_ids.shape[1]
     # Places are made on the CPU, where a micro-batch comes from: a GPU would have to be waited for.
     piece = piece.to(torch.device("cpu"))
@@ -178,7 +148,7 @@ def _kept_logits(
     else:
         inputs, places = packed_inputs(packing, device), packing.places(row, source)
     with (
-        choosing_places(model, places.to(device, non_blocking=True), seen),
+        choosing_places(model, places.to(device, non_blocking=True)),
         nullcontext() if packing is None else attending(model, packing),
     ):
         logits = model(**inputs, use_cache=False).logits
@@ -188,26 +158,18 @@ def _kept_logits(
 
 
 @contextmanager
-def choosing_places(model: nn.Module, places: Int[Tensor, " K"], seen: list[Tensor] | None) -> Iterator[None]:
-    """Show the head only the hidden states at these places of all [b, n, hidden], as one row [1, K, hidden].
-
-    seen: gets them [K, hidden]; from the head on there is no graph then.
-    """
+def choosing_places(model: nn.Module, places: Int[Tensor, " K"]) -> Iterator[None]:
+    """Show the head only the hidden states at these places of all [b, n, hidden], as one row [1, K, hidden]."""
     head = getattr(model, "module", model).get_output_embeddings()  # .module: what DistributedDataParallel wraps
     if head is None:
         raise InputError(f"{type(model).__name__} names no output embeddings, so its head is not known; it needs them")
 
     def choose(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        states = args[0].flatten(0, 1)[places.to(args[0].device)]
-        if seen is not None:
-            seen.append(states)
-            torch.set_grad_enabled(False)
-        return states[None], *args[1:]
+        return args[0].flatten(0, 1)[places.to(args[0].device)][None], *args[1:]
 
     hook = head.register_forward_pre_hook(choose)
     try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # as it was, afterwards
-            yield
+        yield
     finally:
         hook.remove()
 

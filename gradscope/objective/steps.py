@@ -18,14 +18,12 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.objective.batch_logprobs import (
-    Choose,
-    Piece,
     batch_statistics,
     empty_piece,
+    gather_statistics,
     loss_logprobs,
     micro_batches,
     scored_loss_logprobs,
-    tabulate,
 )
 from gradscope.objective.logprobs import TokenStatistics
 from gradscope.objective.loss import (
@@ -64,6 +62,8 @@ class PassTotals(NamedTuple):
     clipped_low: float
     clipped_high: float
     clipped_dual: float
+    statistics: TokenStatistics | None = None
+    """Of the pass's tokens before the step, where the pass scores them."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,8 @@ class StepResult:
     """Tokens with Â > 0 and π_θ/π_old > 1 + ε_high."""
     clipped_dual: int
     """Tokens with Â < 0 and π_θ/π_old > c."""
+    statistics: TokenStatistics | None = None
+    """Of the pass's tokens before the step, where it was asked to score them."""
 
     @classmethod
     def empty(cls, part: Pass) -> StepResult:
@@ -156,18 +158,16 @@ class Updater:
         settings: LossSettings,
         *,
         match: LossSettings | None = None,
-        first_pass: PassTotals | None = None,
         weighting: Weighting | None = None,
+        score: bool = False,
     ) -> StepResult:
         """One optimizer step on the gradient of the pass's loss under `settings`.
 
         match: rescale that gradient, before clipping, to the norm that it has under these other settings.
-        first_pass: totals of the first pass, whose gradient is already in `.grad`: those of `score_and_accumulate`.
         weighting: its w_t, of the policy before the step, in the place of Eq. 2's policy part; the KL part stays.
-        A gradient that is not finite, and a pass without tokens, take no step. Raises InputError for both at once.
+        score: the result has the statistics of the pass's tokens before the step, from its own forward pass.
+        A gradient that is not finite, and a pass without tokens, take no step.
         """
-        if match is not None and first_pass is not None:
-            raise InputError("match and first_pass are given, and the gradient cannot be both; leave one of them out")
         if part.batch.num_tokens == 0:
             self.optimizer.zero_grad()
             return StepResult.empty(part)
@@ -179,8 +179,8 @@ class Updater:
         if weighting is not None:
             weights = self._weigh(part, settings, weighting)
             part = replace(part, batch=replace(part.batch, advantages=weights))
-        totals = self.accumulate(part, settings, weighted=weighting is not None) if first_pass is None else first_pass
-        loss, counts = totals.loss, totals[1:]
+        totals = self.accumulate(part, settings, weighted=weighting is not None, score=score)
+        loss, counts = totals.loss, totals[1:4]
         norm = self.grad_norm()
         finite = all(map(math.isfinite, (loss, norm, norm if wanted is None else wanted)))
         if finite and wanted is not None:
@@ -196,46 +196,34 @@ class Updater:
             torch.clear_autocast_cache()
         self.optimizer.zero_grad()
         result = (loss, norm, clipped if finite else float("nan"), part.batch.num_tokens, *map(int, counts))
-        return StepResult(part.name, "taken" if finite else "nonfinite", *result)
+        return StepResult(part.name, "taken" if finite else "nonfinite", *result, totals.statistics)
 
-    def accumulate(self, part: Pass, settings: LossSettings, *, weighted: bool = False) -> PassTotals:
+    def accumulate(
+        self, part: Pass, settings: LossSettings, *, weighted: bool = False, score: bool = False
+    ) -> PassTotals:
         """Add the gradient of the pass's loss to `.grad`; weighted: its advantages are the tokens' weights themselves.
 
+        score: the statistics of its tokens, too.
         Each micro-batch's loss has the whole mini-batch's denominator, so that they add up to the pass's own.
         """
         if not weighted:
             check_advantages(part.batch)  # once, where it lies: no loss on the device looks for it
-        pieces = self.processes.deal(self._pieces(part.batch), empty_piece(part.batch))
-        totals = [torch.zeros(4, device=self.device)]
+        cut = micro_batches(part.batch, self.micro_batch_size, by_group=can_pack(self.model))
+        pieces = self.processes.deal(cut, empty_piece(part.batch))
+        totals, found = [torch.zeros(4, device=self.device)], []
         for index, (_, piece) in enumerate(pieces):
             last = index == len(pieces) - 1
             with nullcontext() if last else self.no_sync(self.model):
-                logprobs = loss_logprobs(self.model, piece)
+                if score:
+                    logprobs, statistics = scored_loss_logprobs(self.model, piece)
+                    found.append(statistics)
+                else:
+                    logprobs = loss_logprobs(self.model, piece)
                 loss = _weighted_loss if weighted else batch_loss
                 totals.append(self._backward(logprobs, piece.to(self.device), settings, part.num_tokens, loss))
-        return PassTotals(*self.processes.sum(torch.stack(totals).double().sum(0).float()).tolist())
-
-    def score_and_accumulate(
-        self, batch: TokenBatch, settings: LossSettings, choose: Choose | None
-    ) -> tuple[TokenStatistics, PassTotals]:
-        """`accumulate` of a mini-batch's first pass, and the statistics that give it its π_old, from one forward pass.
-
-        The policy that is trained is then the one that π_old is of. choose: the tokens of the pass, by their π_old;
-        None: all. The statistics are of every response token, [B, S] on the CPU. For a process that is alone.
-        """
-        check_advantages(batch)
-        pieces, totals, found = self._pieces(batch), [torch.zeros(4, device=self.device)], []
-        for _, piece in pieces:
-            logprobs, chosen, statistics = scored_loss_logprobs(self.model, piece, choose)
-            old = torch.zeros_like(logprobs).masked_scatter(piece.response_mask.to(self.device), statistics.logprob)
-            scored = replace(piece.to(self.device), old_logprobs=old, response_mask=chosen)
-            totals.append(self._backward(logprobs, scored, settings, batch.num_tokens))
-            found.append(statistics)
-        table = tabulate(batch, pieces, found, self.model)
-        return TokenStatistics(*table), PassTotals(*torch.stack(totals).double().sum(0).float().tolist())
-
-    def _pieces(self, batch: TokenBatch) -> list[Piece]:
-        return micro_batches(batch, self.micro_batch_size, by_group=can_pack(self.model))
+        sums = self.processes.sum(torch.stack(totals).double().sum(0).float()).tolist()
+        every = (self.model, part.batch, pieces, found, self.device, self.processes)
+        return PassTotals(*sums, gather_statistics(*every) if score else None)
 
     def _weigh(self, part: Pass, settings: LossSettings, weighting: Weighting) -> Float[Tensor, "B S"]:
         """w_t of the pass's tokens under the policy as it is, by one more forward pass."""

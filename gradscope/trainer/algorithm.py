@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.objective import (
-    Choose,
     LossSettings,
     Pass,
     Weighting,
@@ -49,8 +48,13 @@ def compute_advantages(batch: TokenBatch, config: TrainConfig) -> Float[Tensor, 
 
 
 def plan_update(batch: TokenBatch, config: TrainConfig, generator: torch.Generator) -> Update:
-    """The passes of one batch that has advantages and old_logprobs; the generator draws what a control permutes."""
+    """The passes of one batch that has advantages; the generator draws what a control permutes.
+
+    Without old_logprobs, the batch is trained on in one step, which takes the policy's own.
+    """
     method, settings, match = config.passes, config.loss, None
+    if batch.old_logprobs is None:
+        return Update(split_passes(batch, config.mini_batch_size, [("all", batch.response_mask)]), batch, settings)
     place = (batch.old_logprobs, batch.response_mask, config.mini_batch_size, generator)
     if method.control == "matched-norm":
         settings, match = replace(settings, reweight_alpha=None), settings
@@ -62,17 +66,11 @@ def plan_update(batch: TokenBatch, config: TrainConfig, generator: torch.Generat
     return Update(passes, batch, settings, match, config.weighting)
 
 
-def scores_in_first_pass(config: TrainConfig) -> bool:
-    """Whether the first mini-batch's π_old can be what its own first pass finds, since nothing before it needs π_old.
+def takes_one_step(config: TrainConfig) -> bool:
+    """Whether a batch is trained on in one optimizer step that needs no π_old before it: the step finds its own.
 
-    REINFORCE++ with a KL whitens over the batch's π_old; controls and weightings look at all tokens first.
+    REINFORCE++ with a KL whitens over the batch's π_old; Lopti, masks, controls and weightings look at it first.
     """
-    before = config.algorithm == "reinforce++" and config.kl_coef > 0
-    plain = config.passes.control is None and config.weighting is None
-    return config.old_logprobs == "trainer" and plain and not before
-
-
-def first_choice(config: TrainConfig) -> Choose | None:
-    """Which tokens of the first mini-batch `plan_update`'s first pass takes, by their π_old; None: all."""
-    method = config.passes
-    return (lambda old_logprobs, mask: method.groups(old_logprobs, mask)[0][1]) if method.chooses else None
+    method, before = config.passes, config.algorithm == "reinforce++" and config.kl_coef > 0
+    plain = not method.chooses and method.control is None and config.weighting is None
+    return config.old_logprobs == "trainer" and config.num_responses <= config.mini_batch_size and plain and not before

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
-from gradscope.objective import TokenStatistics, Updater, batch_statistics, has_plain_head
+from gradscope.objective import TokenStatistics, Updater, batch_statistics
 from gradscope.policy import Policy, find_checkpoint, load_policy, without_cudnn_attention
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, Processes
@@ -44,11 +44,6 @@ class Learner:
     @property
     def processes(self) -> Processes:
         return self.updater.processes
-
-    @cached_property
-    def has_plain_head(self) -> bool:
-        """Whether the policy's logits are its head's output, with nothing behind it."""
-        return has_plain_head(self.policy.model)
 
     def statistics(self, batch: TokenBatch) -> TokenStatistics:
         """log π, log(1−π) and entropy of the batch's response tokens under the policy as it is."""

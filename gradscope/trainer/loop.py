@@ -17,19 +17,19 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gradscope.errors import DivergedError, InputError, NanLogitsError, SyncError, checked, make_settings
-from gradscope.objective import PassTotals, TokenStatistics
+from gradscope.objective import StepResult, TokenStatistics
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import SILENT, Processes, Progress, locked, settle_progress
 from gradscope.sampling import Sampler, make_sampler
 from gradscope.tasks import get_task
-from gradscope.trainer.algorithm import Update, compute_advantages, first_choice, plan_update, scores_in_first_pass
+from gradscope.trainer.algorithm import Update, compute_advantages, plan_update, takes_one_step
 from gradscope.trainer.callbacks import OnStep, Step, measure_gradients
 from gradscope.trainer.checkpoints import drop_old, list_checkpoints, step_of
 from gradscope.trainer.config import TrainConfig
@@ -148,11 +148,12 @@ class _Run:
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         started = time.perf_counter()
         rollout = self._sample(index)
-        batch, statistics, first_pass = self._score(index, rollout)
-        self._check_sync(rollout.batch, statistics)
-        self.journal.keep_rollout(index + 1, rollout, batch)
+        scored = self.watchers or not takes_one_step(self.config)
+        batch, statistics = self._prepare(rollout, scored=scored)
         record = {"step": index + 1, **rollout_metrics(rollout)}
-        record |= token_metrics(batch, statistics, rollout.batch.old_logprobs)
+        if scored:
+            self._check_scores(rollout.batch, statistics)
+            record |= token_metrics(batch, statistics, rollout.batch.old_logprobs)
         generator = torch.Generator().manual_seed(derive_seed(self.config.seed, index, 2))
         update = plan_update(batch, self.config, generator)
         learner = self.learner
@@ -169,7 +170,14 @@ class _Run:
         with ExitStack() as stack:
             for watch in self.watchers if self.processes.is_main else []:
                 stack.enter_context(watch(step))
-            record |= self._update(index, update, first_pass)
+            results = self._update(index, update, score=not scored)
+        if not scored:
+            statistics = results[0].statistics
+            self._check_scores(rollout.batch, statistics)
+            batch = replace(batch, old_logprobs=statistics.logprob)
+            record |= token_metrics(batch, statistics, rollout.batch.old_logprobs)
+        self.journal.keep_rollout(index + 1, rollout, batch)
+        record |= update_metrics(results)
         total = time.perf_counter() - started
         self.seconds["other"] = total - self.seconds["sampling"] - self.seconds["training"]
         record |= {f"seconds_{name}": seconds for name, seconds in self.seconds.items()}
@@ -191,45 +199,26 @@ class _Run:
                     self._save()
                 raise
 
-    def _score(self, index: int, rollout: Rollout) -> tuple[TokenBatch, TokenStatistics, PassTotals | None]:
+    def _prepare(self, rollout: Rollout, *, scored: bool) -> tuple[TokenBatch, TokenStatistics | None]:
         """The batch with π_old, π_ref and advantages, and the statistics of its tokens under the policy.
 
-        Third: None or, where the first mini-batch is scored by the forward pass of its first pass, the totals of
-        that pass, whose gradient waits for its optimizer step.
+        Not scored: without π_old and statistics.
         """
-        batch, config, first_pass = rollout.batch, self.config, None
-        at_once = self._scores_in_first_pass(index)
+        batch, config = rollout.batch, self.config
         if config.kl_coef > 0:
             batch = replace(batch, ref_logprobs=self.learner.reference_logprobs(batch))
-        if at_once:
+        statistics = self.learner.statistics(batch) if scored else None
+        if not scored:
             batch = replace(batch, advantages=compute_advantages(batch, config))
-            statistics, first_pass = self._begin_update(batch)
-        else:
-            statistics = self.learner.statistics(batch)
-        if self.done and not statistics.logprob[batch.response_mask].isfinite().all():
-            raise self._diverged_logits()
+            return replace(batch, old_logprobs=None, sampler_logprobs=batch.old_logprobs), None
         if config.old_logprobs == "trainer":
             batch = replace(batch, old_logprobs=statistics.logprob, sampler_logprobs=batch.old_logprobs)
-        if not at_once:
-            batch = replace(batch, advantages=compute_advantages(batch, config))
-        return batch, statistics, first_pass
+        return replace(batch, advantages=compute_advantages(batch, config)), statistics
 
-    def _scores_in_first_pass(self, index: int) -> bool:
-        """Whether nobody needs π_old, or looks at the policy, between sampling and the first pass."""
-        every = self.config.gradients_every
-        watched = any(watch is not measure_gradients or index % every == 0 for watch in self.watchers)
-        able = self.processes.count == 1 and (first_choice(self.config) is None or self.learner.has_plain_head)
-        return scores_in_first_pass(self.config) and able and not watched
-
-    def _begin_update(self, batch: TokenBatch) -> tuple[TokenStatistics, PassTotals]:
-        """Statistics of the batch, those of the first mini-batch from its first pass; and what is said of that pass."""
-        first, *others = torch.arange(len(batch)).split(self.config.mini_batch_size)
-        found = [self.learner.statistics(batch.select(torch.cat(others)))] if others else []
-        with self._timed("training"), self.learner.computing():
-            choose = first_choice(self.config)
-            head, first_pass = self.learner.updater.score_and_accumulate(batch.select(first), self.config.loss, choose)
-        parts = [[getattr(s, field.name) for s in (head, *found)] for field in fields(TokenStatistics)]
-        return TokenStatistics(*map(torch.cat, parts)), first_pass
+    def _check_scores(self, sampled: TokenBatch, statistics: TokenStatistics) -> None:
+        if self.done and not statistics.logprob[sampled.response_mask].isfinite().all():
+            raise self._diverged_logits()
+        self._check_sync(sampled, statistics)
 
     def _check_sync(self, sampled: TokenBatch, statistics: TokenStatistics) -> None:
         """Each process's sampler must hold the trainer's weights: four responses of each have their log π compared."""
@@ -244,15 +233,14 @@ class _Run:
                 "does not sample with the trained weights, or not at this temperature"
             )
 
-    def _update(self, index: int, update: Update, first_pass: PassTotals | None) -> dict[str, Any]:
-        """All optimizer steps on the batch; first_pass: totals of the first one, whose gradient is already in .grad."""
+    def _update(self, index: int, update: Update, *, score: bool) -> list[StepResult]:
+        """All optimizer steps on the batch; score: the only one also scores its tokens."""
         config, results = self.config, []
         self.learner.set_learning_rate(config.learning_rate * min(1.0, (index + 1) / max(1, config.warmup_steps)))
         with self._timed("training"), self.learner.computing():
             for part in update.passes:
-                how = {"match": update.match, "first_pass": first_pass, "weighting": update.weighting}
+                how = {"match": update.match, "weighting": update.weighting, "score": score}
                 result = self.learner.updater.step(part, update.settings, **how)
-                first_pass = None
                 results.append(result)
                 if result.outcome != "empty":
                     self.nonfinite = self.nonfinite + 1 if result.outcome == "nonfinite" else 0
@@ -260,7 +248,7 @@ class _Run:
                     break
         if not self.learner.is_finite():
             raise self.journal.diverged(f"the weights are not finite after step {index + 1}")
-        return update_metrics(results)
+        return results
 
     def _save(self) -> None:
         self.journal.save(self.done, nonfinite_in_a_row=self.nonfinite)

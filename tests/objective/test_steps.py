@@ -24,7 +24,6 @@ from gradscope.objective import (
     Pass,
     Updater,
     batch_statistics,
-    has_plain_head,
 )
 from gradscope.objective.shared_prompts import can_pack
 from gradscope.policy import Policy, load_policy
@@ -33,7 +32,7 @@ from gradscope.runs import ALONE, Processes
 from gradscope.sampling import HFSampler, batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer import TrainConfig, get_preset
-from gradscope.trainer.algorithm import compute_advantages, first_choice, plan_update
+from gradscope.trainer.algorithm import compute_advantages, plan_update
 
 CPU = torch.device("cpu")
 # Old log-probabilities lie about 0.1 off the policy's: clips this narrow are active on every side.
@@ -99,7 +98,7 @@ def flat(model: nn.Module, grads: list[Tensor | None]) -> Tensor:
 def own_gradient(updater: Updater, part: Pass, settings: LossSettings) -> tuple[Tensor, list[float]]:
     """What accumulate adds to .grad, flat, and what it returns."""
     updater.model.zero_grad()
-    found = [*updater.accumulate(part, settings)]
+    found = [*updater.accumulate(part, settings)[:4]]
     gradient = flat(updater.model, [p.grad for p in updater.model.parameters()])
     updater.model.zero_grad()
     return gradient, found
@@ -204,70 +203,40 @@ def recorded() -> tuple[Policy, TokenBatch]:
 def test_on_recorded_rollouts_the_first_steps_gradient_is_that_of_the_whole_padded_batch(recorded, method):
     policy, batch = recorded
     config = TrainConfig(kl_coef=0.05, **FIRST[method])
-    assert can_pack(policy.model) and has_plain_head(policy.model)
+    assert can_pack(policy.model)
     part = plan_update(batch, config, torch.Generator().manual_seed(0)).passes[0]
     mine = make_updater(policy.model, 8)
     gradient, _ = own_gradient(mine, part, config.loss)
     loss, _ = reference_loss(policy.model, part.batch, config.loss, batch.num_tokens)
     expected = flat(policy.model, gradients(policy.model, loss))
     assert_same(gradient, expected, 1e-5)  # what is float32 rounds at 6e-8 in each of some twenty layers
-    # The same where π_old is what this very pass finds.
-    mine.model.zero_grad()
-    statistics, _ = mine.score_and_accumulate(replace(batch, old_logprobs=None), config.loss, first_choice(config))
-    scored = flat(policy.model, [p.grad for p in policy.model.parameters()])
-    mine.model.zero_grad()
-    assert_same(scored, expected, 1e-5)
-    torch.testing.assert_close(statistics.logprob, batch.old_logprobs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", every(2, FIRST))
+@pytest.mark.parametrize("alpha", [None, 0.3])
 @pytest.mark.parametrize("size", [1, 4, 10])
-def test_scoring_in_the_first_pass_gives_what_scoring_before_it_gives(batch, method, size):
+def test_a_step_that_finds_its_own_old_policy_is_the_one_that_was_scored_before(batch, alpha, size):
     model = make_model("gpt2", dtype=torch.float64, attention="sdpa")
-    config = TrainConfig(**NARROW | FIRST[method])
+    loss = LossSettings(kl_coef=0.05, reweight_alpha=alpha)
     with TrueFloat64():
         before = batch_statistics(model, batch, micro_batch_size=3, device=CPU)
-        batch = replace(batch, ref_logprobs=before.logprob - 0.1)
-        part = plan_update(replace(batch, old_logprobs=before.logprob), config, torch.Generator()).passes[0]
-        updater = make_updater(model, size)
-        expected, totals = own_gradient(updater, part, config.loss)
-        found, first_pass = updater.score_and_accumulate(
-            replace(batch, old_logprobs=None), config.loss, first_choice(config)
-        )
+        batch = replace(batch, ref_logprobs=before.logprob - 0.1, old_logprobs=before.logprob)
+        unscored = replace(batch, old_logprobs=None)
+        known, own = (Pass("all", given, given.num_tokens) for given in (batch, unscored))
+        expected, totals = own_gradient(make_updater(model, size), known, loss)
+        result = make_updater(model, size).accumulate(own, loss, score=True)
     assert_same(flat(model, [p.grad for p in model.parameters()]), expected)
-    assert first_pass == pytest.approx(totals, rel=1e-6)
+    assert result[:4] == pytest.approx(totals, rel=1e-6)
     for name in ("logprob", "log_one_minus_prob", "entropy"):
-        torch.testing.assert_close(getattr(found, name), getattr(before, name), rtol=1e-9, atol=1e-12)
-    # The step that follows is the one that would have been taken.
-    result = updater.step(part, config.loss, first_pass=first_pass)
-    assert result.grad_norm == pytest.approx(expected.norm().item(), rel=1e-9)
-    assert (result.name, result.outcome, result.num_tokens) == (part.name, "taken", part.batch.num_tokens)
-
-
-def test_a_first_pass_that_takes_no_token_leaves_no_gradient_and_takes_no_step(batch):
-    model = make_model("llama", dtype=torch.float64, attention="sdpa")
-    config = TrainConfig(lopti_eta=0.0)
-    updater = make_updater(model)
-    unscored = replace(batch, old_logprobs=None)
-    found, first_pass = updater.score_and_accumulate(unscored, config.loss, first_choice(config))
-    part = plan_update(replace(batch, old_logprobs=found.logprob), config, torch.Generator()).passes[0]
-    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-    before = copy.deepcopy(model.state_dict())
-    assert updater.step(part, config.loss, first_pass=first_pass).outcome == "empty"
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        torch.testing.assert_close(getattr(result.statistics, name), getattr(before, name), rtol=1e-9, atol=1e-12)
 
 
 def test_a_model_that_is_nan_is_said_by_the_statistics_and_takes_no_step(batch):
     model = make_model("llama", attention="sdpa")
     with torch.no_grad():
         model.lm_head.weight[0, 0] = torch.nan
-    config = TrainConfig(lopti_eta=0.5)
-    updater = make_updater(model)
-    unscored = replace(batch, old_logprobs=None)
-    found, first_pass = updater.score_and_accumulate(unscored, config.loss, first_choice(config))
-    assert found.logprob[batch.response_mask].isnan().all()
-    part = Pass("low", batch, batch.num_tokens)
-    assert updater.step(part, config.loss, first_pass=first_pass).outcome == "nonfinite"
+    part = Pass("all", replace(batch, old_logprobs=None), batch.num_tokens)
+    result = make_updater(model).step(part, SETTINGS, score=True)
+    assert result.outcome == "nonfinite" and result.statistics.logprob[batch.response_mask].isnan().all()
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 10])

@@ -184,7 +184,7 @@ class Sweep:
 
     def _logprobs(self, passed: Passed) -> Float[Tensor, " K"]:
         everything = torch.ones_like(passed.ids)
-        with choosing_places(self.model, passed.places, None):
+        with choosing_places(self.model, passed.places):
             logits = self.model(input_ids=passed.ids, attention_mask=everything, use_cache=False).logits.flatten(0, 1)
         return gather_logprobs(logits, passed.token_ids, temperature=passed.temperatures)
 
