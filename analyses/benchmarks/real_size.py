@@ -5,7 +5,7 @@
         measure MODEL ROLLOUTS --out OUT --no-figures --tokens-per-interval 2
     python -m analyses.benchmarks.real_size run work/0.5b --limit 12 -- \
         diagnose MODEL --rollouts ROLLOUTS --optimizer-state STATE --out OUT
-    python -m analyses.benchmarks.real_size plan 7b --dtype bfloat16 --machine h200 --processes 8
+    python -m analyses.benchmarks.real_size plan 7b --dtype bfloat16 --flops 2.7e13
 
 `make` writes a policy with random weights (see real_size_policy), responses that it sampled itself and, with --state,
 the AdamW state of its run. `run` starts what stands after `--`, with MODEL, ROLLOUTS, STATE and OUT in the place of
@@ -136,10 +136,10 @@ class Plan:
 
     size: Annotated[Size, tyro.conf.Positional]
     dtype: Literal["float32", "bfloat16", "float16", "upcast"] = "bfloat16"
-    machine: str | None = "h200"
-    """A GPU by its datasheet; none: this machine."""
-    processes: int = 1
-    """How many are launched, each on a GPU of its own."""
+    flops: float = 2.7e13
+    """FLOP/s of the machine: an H200 reached .40 to .62 of its 6.7e13 in float32."""
+    memory: int = 20 << 30
+    """Bytes for summed gradients."""
     tokens_per_interval: int | None = None
     """Measured tokens of each interval of π; none: every token."""
     prompts: int = DEFAULT["prompts"]
@@ -152,7 +152,8 @@ class Plan:
         import tempfile
 
         from analyses.benchmarks.real_size_policy import make_config
-        from gradscope.gradients import MeasureSettings, outline_policy, plan_batch
+        from gradscope.gradients import MeasureSettings, plan_batch, plan_batch_sums
+        from gradscope.policy import outline_policy
         from gradscope.rollouts import read_rollouts
 
         _check_lengths(self)
@@ -161,20 +162,21 @@ class Plan:
             folder = Path(scratch)
             make_config(self.size, torch.bfloat16).save_pretrained(folder)
             write_rollouts(folder / "rollouts.jsonl", None, self.size, **lengths)
-            policy = outline_policy(str(folder))
+            policy = outline_policy(str(folder), dtype=self.dtype)
             batch = read_rollouts(folder / "rollouts.jsonl", policy)
             settings = MeasureSettings(tokens_per_interval=self.tokens_per_interval)
-            launch = {"machine": self.machine, "processes": self.processes}
-            plan = plan_batch(policy, batch, settings, dtype=self.dtype, keeps_prompts=True, **launch)
+            sums = plan_batch_sums(policy, batch, memory=self.memory, keeps_prompts=True)
+            plan = plan_batch(policy, batch, settings, speed=self.flops, sums=sums, keeps_prompts=True)
         print(str(plan).replace(str(folder), self.size))
         rows = [{"stage": name, "seconds": seconds} for name, seconds in plan.seconds.items()]
-        rows.append({"stage": WHOLE, "seconds": sum(plan.seconds.values()), "planned_gib": plan.peak / GIB})
+        rows.append(
+            {"stage": WHOLE, "seconds": sum(plan.seconds.values()), "planned_gib": sum(plan.memory.values()) / GIB}
+        )
         sums = {"stage": f"summed gradients ({plan.sums.way})", "seconds": plan.sums_seconds}
         rows.append(sums | {"planned_gib": plan.sums.memory / GIB})
-        tokens = "every token" if self.tokens_per_interval is None else f"{plan.measured} tokens"
+        tokens = "every token" if self.tokens_per_interval is None else f"{len(plan.responses.prefixes)} tokens"
         about = {"size": self.size, "weights": self.dtype, "kind": "plan", "run": f"diagnose, {tokens}"}
-        about["run"] += "" if self.processes == 1 else f", {self.processes} processes"
-        append_rows(self.out, [about | {"machine": plan.rates.machine} | row for row in rows])
+        append_rows(self.out, [about | {"machine": plan.speed.machine} | row for row in rows])
 
 
 @dataclass

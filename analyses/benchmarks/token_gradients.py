@@ -16,7 +16,7 @@ tokens, the first quarter of each the prompt. Methods:
     gradscope       TokenGradientMeter by backward rules, in the groups that it makes itself; both yield every layer's
                     activation gradient as well
 
-The floor is the least that an exact norm takes (`gradscope.gradients.cost.measuring.floor_flops`: the activation
+The floor is the least that an exact norm takes (`gradscope.gradients.gradient_flops`: the activation
 gradients' backward pass over each token's prefix, and the contractions to norms) at the speed of a large float32 matrix
 product, measured in every round. A meter is made once for a policy, before the rounds (`setup_s`, for any number of
 sequences). Every method's norms are held against the sequence loop's. Peak memory is what a method allocates at most
@@ -46,8 +46,7 @@ import tyro
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from gradscope.gradients import ModelShape, SequenceTokens, TokenGradientMeter, measuring
-from gradscope.gradients.cost.measuring import floor_flops
+from gradscope.gradients import ModelShape, SequenceTokens, TokenGradientMeter, gradient_flops, measuring
 from gradscope.policy import Policy, find_blocks
 
 SIZES = {
@@ -245,9 +244,9 @@ def benchmark(size: str, length: int, options: Options) -> pd.DataFrame:
             start = time.process_time()
             norms[name] = method.run(*work[name])
             times[name].append(1e3 * (time.process_time() - start) / len(norms[name]))
-    shape = ModelShape.from_config(make_policy(size).config)
+    shape = ModelShape.of(make_policy(size).model)
     targets = work["gradscope"][1]
-    floor = 1e3 * sum(floor_flops(shape, targets.tolist()).values()) / len(targets) / np.array(speeds)
+    floor = 1e3 * sum(gradient_flops(shape, targets.tolist()).values()) / len(targets) / np.array(speeds)
     ours = np.array(times["gradscope"])
     rows = [
         {

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 import tyro
 
 import analyses.common.puzzles
@@ -35,8 +34,7 @@ from analyses.common.dry_run_data import (
 from analyses.common.experiments import Run, list_runs, needs, of_the_paper
 from analyses.common.script import exit_with
 from gradscope.errors import InputError
-from gradscope.gradients import config_of
-from gradscope.policy import EMBEDDED, Policy, find_blocks, load_tokenizer
+from gradscope.policy import EMBEDDED, Policy, outline_policy
 from gradscope.sampling import check_prompts
 from gradscope.tasks import Question, draw_questions, get_task
 from gradscope.trainer import Questions, TrainConfig
@@ -182,15 +180,10 @@ def check_prompts_of(run: Run, questions: Sequence[Question]) -> Check:
 @cache
 def _policy_without_weights(model: str) -> Policy | None:
     """What encodes prompts and knows the context; None where the model is no folder here."""
-    from transformers import AutoModelForCausalLM
-
-    folder = Path(EMBEDDED.get(model, model))
-    tokenizer = load_tokenizer(folder) if (folder / "config.json").is_file() else None
-    if tokenizer is None:
+    if not (Path(EMBEDDED.get(model, model)) / "config.json").is_file():
         return None
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config_of(model))
-    return Policy(network, tokenizer, find_blocks(network))
+    policy = outline_policy(model)
+    return None if policy.tokenizer is None else policy
 
 
 @dataclass(frozen=True)

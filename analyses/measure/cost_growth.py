@@ -95,7 +95,7 @@ def run(case: Case) -> dict[str, float]:
     seconds = time.perf_counter() - start
     predicted = sum(plan.seconds.values())
     each = {"measured_ms": 1e3 * seconds / batch.num_tokens, "predicted_ms": 1e3 * predicted / batch.num_tokens}
-    return each | {"floor_mflop": plan.floor / plan.measured / 1e6}
+    return each | {"floor_mflop": plan.floor / batch.num_tokens / 1e6}
 
 
 def growth_table(rounds: int) -> pd.DataFrame:

@@ -36,7 +36,7 @@ from gradscope.cli.pages import (
 from gradscope.cli.sample import Sample
 from gradscope.diagnosis import DiagnosisSettings
 from gradscope.errors import InputError
-from gradscope.gradients import AFTERWARDS, MeasureSettings, describe_seconds, largest_share
+from gradscope.gradients import AFTERWARDS, MeasureSettings, describe_seconds
 from gradscope.policy import (
     ADAPTER_CONFIG,
     Policy,
@@ -99,11 +99,9 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
     plan: bool = False
-    """Only print what the measuring would take: FLOPs, seconds, memory; nothing is written."""
-    machine: str | None = None
-    """With --plan: estimate for another GPU, h200, h100 or a100; none: this machine, by a short pilot."""
-    processes: int | None = None
-    """With --plan: how many processes are launched, each on a GPU of its own."""
+    """Only print what this would take: FLOPs, seconds, memory; a few tokens are measured, nothing is written."""
+    flops: float | None = None
+    """With --plan: FLOP/s of a machine that is not here; no weights are loaded, no token is measured."""
 
     def run(self) -> None:
         self._check()
@@ -111,7 +109,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             for model, rollouts in self._pairs():
                 self._plan(model, rollouts)
             return
-        check_no_plan(machine=self.machine, processes=self.processes)
+        check_no_plan(flops=self.flops)
         folders = name_folders(self.model, self.out)
         for folder in folders:
             check_results(folder, RESULTS)
@@ -211,7 +209,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         return path
 
     def _measure(self, model: str, rollouts: Path, folder: Path | None) -> MeasureOwn:
-        plan = {"plan": self.plan, "machine": self.machine, "processes": self.processes}
+        plan = {"plan": self.plan, "flops": self.flops}
         given = plan | self.loading | self.reading | {"gradient_memory": self.gradient_memory}
         given |= {"optimizer_state": self.optimizer_state, "overwrite": self.overwrite}
         given["max_grad_norm"] = self.max_grad_norm
@@ -221,24 +219,22 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
 
     def _plan(self, model: str, rollouts: Path) -> None:
         """Print what measuring takes, and all that follows it."""
-        from gradscope.diagnosis import PARTS, SUMS, Minutes, fit_parts, part_costs, stage_costs
+        from gradscope.diagnosis import PARTS, Minutes, fit_parts, part_costs, stage_costs
 
-        policy, plan = self._measure(model, rollouts, None).make_plan()
+        plan = self._measure(model, rollouts, None).make_plan()
+        policy = plan.policy
         print(plan)
         if plan.sums is None:
             return
         _, step, _ = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
         known = {"sums": plan.sums.forward_passes, "memory": self.gradient_memory or gradient_budget(policy.device)}
         parts = part_costs(policy, self._diagnosis_settings(), step or SGD, **known, metric=step is not None)
-        share = largest_share(plan.prompts, plan.processes)
-        each = plan.sums_seconds / plan.sums.forward_passes / share  # a forward pass, in one process
-        if (minutes := self.settings.minutes) is None:
-            made = parts | {part: parts[part] * share for part in (SUMS, "adamw_sums") if part in parts}
-        else:
-            known = {"share": share, "wanted": self.influence_tokens}
-            known |= {"tokens": plan.tokens, "least": plan.tokens / plan.prompts}
-            made = fit_parts(parts, Minutes(AFTERWARDS * minutes, each, spent=1.0), plan.sums, **known)
-        told = {stage: each * passes for stage, passes in stage_costs(made).items()}
+        made, tokens = parts, plan.responses.targets
+        if (minutes := self.settings.minutes) is not None:
+            known = {"wanted": self.influence_tokens, "tokens": tokens, "least": tokens / plan.prompts}
+            limit = Minutes(AFTERWARDS * minutes, plan.pass_seconds, spent=1.0)
+            made = fit_parts(parts, limit, plan.sums, **known)
+        told = {stage: plan.pass_seconds * passes for stage, passes in stage_costs(made).items()}
         print(f"What diagnose adds to the table, {sum(stage_costs(made).values()):.0f} forward passes over the batch:")
         for part, seconds in (told | {"together": sum(told.values())}).items():
             print(f"    {part:<28}{describe_seconds(seconds)}")

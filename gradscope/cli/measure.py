@@ -41,8 +41,8 @@ from gradscope.gradients import (
     PARAMETERS,
     PILOT,
     SAMPLING_PROBABILITY,
-    MeasurePlan,
     MeasureSettings,
+    Plan,
     Round,
     Stopwatch,
     SumsPlan,
@@ -118,11 +118,9 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
     plan: bool = False
-    """Only print what this would take: FLOPs, seconds, memory; no weights are loaded, nothing is written."""
-    machine: str | None = None
-    """With --plan: estimate for another GPU, h200, h100 or a100; none: this machine, by a short pilot."""
-    processes: int | None = None
-    """With --plan: how many processes are launched, each on a GPU of its own."""
+    """Only print what this would take: FLOPs, seconds, memory; a few tokens are measured, nothing is written."""
+    flops: float | None = None
+    """With --plan: FLOP/s of a machine that is not here; no weights are loaded, no token is measured."""
     optimizer_state: Path | None = None
     """For --metric adamw: its state_dict, or the folder of its shards; none: the one in MODEL's folder, if any."""
     max_grad_norm: float | None = 1.0
@@ -133,9 +131,9 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
 
     def run(self) -> None:
         if self.plan:
-            print(self.make_plan()[1])
+            print(self.make_plan())
             return
-        check_no_plan(machine=self.machine, processes=self.processes)
+        check_no_plan(flops=self.flops)
         self._check_constants()
         measured = self.measure()
         if self.figures:
@@ -231,23 +229,28 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         if self.constants < 0:
             raise InputError(f"--constants is {self.constants}; give 0 or more contexts")
 
-    def make_plan(self) -> tuple[Policy, MeasurePlan]:
-        """The policy, without weights, and what measuring it takes."""
-        from gradscope.gradients import outline_policy, plan_batch
-        from gradscope.policy import find_whole
+    def make_plan(self) -> Plan:
+        """What measuring takes here or, without the policy's weights, on a machine of a stated speed."""
+        from gradscope.gradients import plan_batch
+        from gradscope.policy import find_whole, outline_policy
 
-        quiet_transformers()
         if self.params == "adapter":
             raise InputError("a plan is of all parameters; leave out --params adapter, or --plan")
-        names = ("dtype", "device", "machine", "chunk_rows", "chunk_memory", "gradient_memory", "keeps_prompts")
-        given = {name: getattr(self, name) for name in names}
-        given["processes"] = 1 if self.processes is None else self.processes
-        policy = outline_policy(find_whole(self.model, self.base), self.blocks)
-        given["metric"] = self.has_metric(policy)
-        kind = "cuda" if self.machine is not None else torch.device(find_device(self.device)).type
-        batch, settings = self.read(policy).batch, self.settle(policy, kind)
+        if self.flops is None:
+            policy = load_quietly(self.model, **self.loading)
+            device = policy.device
+        else:
+            quiet_transformers()
+            names = ("dtype", "blocks", "trust_remote_code")
+            policy = outline_policy(find_whole(self.model, self.base), **{name: getattr(self, name) for name in names})
+            device = torch.device(find_device(self.device))
+        batch = self.read(policy).batch
+        settings = self.settle(policy, device.type if self.flops is None else "cuda")
+        memory = gradient_budget(device) if self.gradient_memory is None else self.gradient_memory
+        sums = self.plan_sums(policy, batch, memory)
+        known = {"sums": sums, "keeps_prompts": self.keeps_prompts, "chunk_memory": self.chunk_memory}
         with command_progress().stage("trying how fast this machine is"):
-            return policy, plan_batch(policy, batch, settings, **given)
+            return plan_batch(policy, batch, settings, speed=self.flops, **known)
 
     def _key(self, policy: Policy, dump: Dump, settings: MeasureSettings) -> dict[str, Any]:
         from gradscope.rollouts import rollouts_hash

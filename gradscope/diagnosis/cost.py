@@ -95,16 +95,15 @@ def fit_parts(
     minutes: Minutes,
     sums: SumsPlan,
     *,
-    share: float,
     wanted: int | None,
     tokens: int,
     least: float,
 ) -> dict[str, float]:
     """Those of `part_costs` that a run in so many minutes makes, as it chooses them, and what they cost there.
 
-    share, wanted, tokens, least: see `Minutes.choose_sums` and `Minutes.fit_influence`.
+    wanted, tokens, least: see `Minutes.fit_influence`.
     """
-    made = {SUMS: minutes.choose_sums(sums, share, metric="adamw_sums" in parts, way=None)[0]}
+    made = {SUMS: minutes.choose_sums(sums, 1.0, metric="adamw_sums" in parts, way=None)[0]}
     for part, cost in parts.items():
         before = minutes.spent
         if part == "influence":

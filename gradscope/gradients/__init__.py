@@ -1,18 +1,14 @@
 """The instrument: every token's own gradient, as a table; summed gradients of intervals and prompts; what they cost."""
 
 from gradscope.gradients.columns import ADAMW, LAYER, LOGITS, PARAMETERS, describe_reread, refuse_endless_weights
-from gradscope.gradients.cost.machine import Rates, describe_seconds, gpu_rates
-from gradscope.gradients.cost.outline import config_of, outline_policy, shape_of
-from gradscope.gradients.cost.pilot import make_pilot
-from gradscope.gradients.cost.plan import MeasurePlan, plan_batch
-from gradscope.gradients.cost.shape import BYTES, Dtype, ModelShape, block_activation_bytes
+from gradscope.gradients.cost import ModelShape, Plan, forward_flops, gradient_flops, plan_batch
 from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.self_check import check_engine
 from gradscope.gradients.engine.stack import SequenceTokens
 from gradscope.gradients.hooks import capture_activations, capture_gradients, first_tensor, forward_hooks, measuring
 from gradscope.gradients.logged import ContradictionWarning, note_logged
 from gradscope.gradients.resources import Resources
-from gradscope.gradients.rounds import PILOT, Round, Stopwatch, join_rounds, measure_rounds
+from gradscope.gradients.rounds import PILOT, Round, Stopwatch, describe_seconds, join_rounds, measure_rounds
 from gradscope.gradients.sample import (
     SAMPLING_PROBABILITY,
     TokenSample,
@@ -42,15 +38,14 @@ from gradscope.gradients.summed.weighted import (
 from gradscope.gradients.table import TableMeasurement, measure
 
 __all__ = [
-    "ADAMW", "AFTERWARDS", "BACKWARD", "BUDGET", "BYTES", "EACH_PROMPT", "FORWARD_MODE", "LAYER", "LOGITS",
-    "PARAMETERS", "PILOT", "SAMPLING_PROBABILITY", "ContradictionWarning", "Derivative", "Dtype", "IntervalGradients",
-    "MeasurePlan", "MeasureSettings", "ModelShape", "PromptGradients", "Rates", "Resources", "Round", "SequenceTokens",
-    "Sketcher", "Stopwatch", "SumsPlan", "TableMeasurement", "TokenGradientMeter", "TokenSample", "Way",
-    "block_activation_bytes", "capture_activations", "capture_gradients", "check_engine", "config_of",
-    "describe_reread", "describe_seconds", "first_tensor", "fixed_cotangents", "forward_hooks", "gpu_rates", "gram",
-    "interval_gradients", "interval_gradients_over", "join_rounds", "largest_share", "make_pilot", "measure",
-    "measure_rounds", "measuring", "note_logged", "outline_policy", "own_rows", "plan_batch", "plan_batch_sums",
-    "predict_changes", "refuse_endless_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights",
-    "sampling_probabilities", "sampling_weights", "settle_minutes", "shape_of", "stands_for", "token_sizes",
-    "vector_bytes", "vectors_within", "weighted_gradients", "weighted_quantiles", "zero_vectors",
+    "ADAMW", "AFTERWARDS", "BACKWARD", "BUDGET", "EACH_PROMPT", "FORWARD_MODE", "LAYER", "LOGITS", "PARAMETERS",
+    "PILOT", "SAMPLING_PROBABILITY", "ContradictionWarning", "Derivative", "IntervalGradients", "MeasureSettings",
+    "ModelShape", "Plan", "PromptGradients", "Resources", "Round", "SequenceTokens", "Sketcher", "Stopwatch",
+    "SumsPlan", "TableMeasurement", "TokenGradientMeter", "TokenSample", "Way", "capture_activations",
+    "capture_gradients", "check_engine", "describe_reread", "describe_seconds", "first_tensor", "fixed_cotangents",
+    "forward_flops", "forward_hooks", "gradient_flops", "gram", "interval_gradients", "interval_gradients_over",
+    "join_rounds", "largest_share", "measure", "measure_rounds", "measuring", "note_logged", "own_rows", "plan_batch",
+    "plan_batch_sums", "predict_changes", "refuse_endless_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights",
+    "sampling_probabilities", "sampling_weights", "settle_minutes", "stands_for", "token_sizes", "vector_bytes",
+    "vectors_within", "weighted_gradients", "weighted_quantiles", "zero_vectors",
 ]  # fmt: skip

@@ -61,6 +61,18 @@ class Stopwatch:
         return self._clock() - self._start
 
 
+def describe_seconds(seconds: float) -> str:
+    """In the unit that reads well.
+
+    >>> describe_seconds(42.0), describe_seconds(7200.0)
+    ('42 s', '2 h')
+    """
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.2g} s"
+
+
 @runtime_checkable
 class GrowingMeasurement(Protocol):
     """What of a `TableMeasurement` is needed here, once it was entered."""

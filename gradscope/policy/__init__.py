@@ -38,6 +38,7 @@ from gradscope.policy.loading import (
     load_policy,
     load_tokenizer,
     lost_text,
+    outline_policy,
     return_freed_memory,
 )
 from gradscope.policy.parameters import flat_slices, flat_spans, float_parameters, is_subset, model_bytes
@@ -60,7 +61,7 @@ __all__ = [
     "find_context", "find_device", "find_optimizer_file", "find_policy_state", "find_whole", "flat_slices",
     "flat_spans", "float_parameters", "free_memory", "gradient_budget", "hash_ahead", "is_subset", "is_upcast",
     "join_launch", "load_policy", "load_tokenizer", "lost_text", "model_bytes", "moving", "optimizer_hash",
-    "policy_hashes", "precision_in_words", "read_adamw_state", "read_optimizer_file", "read_state",
+    "outline_policy", "policy_hashes", "precision_in_words", "read_adamw_state", "read_optimizer_file", "read_state",
     "refuse_training_run", "replaced_forward", "return_freed_memory", "rewound", "shards_of", "square_norm",
     "sum_of_squares", "takes", "upcast_on_use", "value_ranges", "weights_hash", "without_cudnn_attention",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from torch import nn
 from gradscope.errors import BROKEN_FILE, InputError, checked, first_line, is_out_of_memory, show, unpickling_reason
 from gradscope.policy.adapters import attach_adapter, find_bases
 from gradscope.policy.checkpoint import (
+    EMBEDDED,
     configuration_home,
     find_checkpoint,
     is_adapter,
@@ -198,6 +199,24 @@ def _load_model(
             "give a checkpoint that AutoModelForCausalLM loads"
         )
     return model
+
+
+def outline_policy(
+    path: str, *, dtype: str | None = None, blocks: str | None = None, trust_remote_code: bool = False
+) -> Policy:
+    """Make a policy without weights: configuration, tokenizer, and modules on the meta device.
+
+    dtype: of the weights; None or "upcast": the checkpoint's own.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(EMBEDDED.get(path, path))
+    config = _read_config(folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES.get(dtype, config.dtype), trust_remote_code=trust_remote_code
+        ).eval()
+    return Policy(network, load_tokenizer(folder), find_blocks(network, blocks), path)
 
 
 def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:

@@ -266,7 +266,7 @@ def bad_arguments(job: Path, folder: Path) -> dict[str, tuple[tuple[object, ...]
         "adapter": ((model, *given, "--params", "adapter", *to), "holds no adapter"),
         "state": ((model, *given, "--optimizer-state", folder / "o.pt", *to), "o.pt is not there"),
         "state of two": ((model, model, *given, "--optimizer-state", rollouts, *to), "2 are given"),
-        "machine": ((model, *given, "--machine", "h200", *to), "add --plan"),
+        "flops": ((model, *given, "--flops", "1e13", *to), "add --plan"),
         "plan of none": ((model, "--task", "math", "--plan"), "a plan is of given rollouts"),
         "tokens": ((model, *given, "--tokens-per-interval", "0", *to), "tokens_per_interval"),
         "temperature": ((model, *given, "--temperature", "0", *to), "temperature"),
@@ -289,10 +289,10 @@ def test_arguments_that_cannot_be_met_are_one_line_and_leave_nothing_behind(job,
 
 def test_a_plan_is_printed_for_each_checkpoint_and_nothing_is_written(job, tmp_path, capsys):
     command = (job / "checkpoint-3", job / "checkpoint-20", "--rollouts", job / "rollouts.jsonl")
-    run("diagnose", *command, "--plan", "--machine", "h200", "--out", tmp_path / "out")
+    run("diagnose", *command, "--plan", "--flops", "1e13", "--out", tmp_path / "out")
     told = capsys.readouterr().out
     assert told.count("FLOP") >= 2 and "Left out" not in told
     assert not (tmp_path / "out").exists()
-    run("diagnose", *command[1:], "--plan", "--machine", "h200", "--minutes", "1e-9")
+    run("diagnose", *command[1:], "--plan", "--flops", "1e13", "--minutes", "1e-9")
     left = capsys.readouterr().out.partition("Left out")[2]
     assert all(PARTS[part] in left for part in ("actual_step", "influence", "comparison"))

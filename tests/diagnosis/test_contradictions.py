@@ -312,7 +312,7 @@ def test_a_plan_leaves_out_what_the_run_leaves_out_and_sketches_what_it_sketches
     monkeypatch.setattr("gradscope.diagnosis.checkpoint._time_pass", lambda *_: 60.0)
     minutes = Minutes(limit * sums.forward_passes, 60.0, spent=1.0)
     known = {"tokens": batch.num_tokens, "least": batch.num_tokens / 3, "wanted": settings.influence_tokens}
-    made = fit_parts(parts, minutes, sums, share=1.0, **known)
+    made = fit_parts(parts, minutes, sums, **known)
     asked = replace(settings, minutes=limit * sums.forward_passes, gradient_memory=memory)
     run = diagnose(policy(), batch, table, settings=asked, optimizer_state=state)
     told = [note for note in run.notes if note.kind in ("minutes", "impossible", "large")]

@@ -69,9 +69,9 @@ def test_a_plan_is_of_the_training_step_that_would_be_measured(job, tmp_path, ca
     ]
     dump = write_jsonl(tmp_path / "run_rollouts_000000.jsonl", rows)
     for step, tokens in ((("--step", "4"), 5), (("--step", "5"), 7), ((), 12)):
-        run("measure", base, dump, "--plan", "--machine", "h200", *step)
+        run("measure", base, dump, "--plan", "--flops", "1e13", *step)
         assert f"{tokens} response tokens" in capsys.readouterr().out
-    assert "has no step 6" in refusal(capsys, "measure", base, dump, "--plan", "--machine", "h200", "--step", "6")
+    assert "has no step 6" in refusal(capsys, "measure", base, dump, "--plan", "--flops", "1e13", "--step", "6")
 
 
 # The sample of long rollouts.

@@ -29,15 +29,12 @@ from gradscope.gradients import (
     MeasureSettings,
     TableMeasurement,
     measure,
-    outline_policy,
-    plan_batch,
     predict_changes,
     weighted_gradients,
 )
 from gradscope.gradients.engine.results import TOLERANCES
 from gradscope.policy import Policy, arithmetic_dtype, load_policy
 from gradscope.policy.upcasting import upcast_on_use
-from gradscope.rollouts import read_rollouts
 from gradscope.updates import StepSettings, apply_update, influence
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
@@ -307,16 +304,3 @@ def test_the_command_measures_so_and_the_manifest_says_it(job, tmp_path):
     rounded = (tables["bfloat16"]["param_grad_norm"] / tables["float32"]["param_grad_norm"] - 1).abs()
     assert rounded.max() > 1e-3
     assert json.loads((tmp_path / "upcast" / "manifest.json").read_text())["dtype"] == "bfloat16 upcast to float32"
-
-
-def test_a_plan_has_half_of_the_weights_and_one_copy(job):
-    policy = outline_policy(str(job[0]))
-    plans = {
-        dtype: plan_batch(policy, read_rollouts(job[1], policy), MeasureSettings(), dtype=dtype, machine="h200")
-        for dtype in ("float32", "upcast")
-    }
-    whole, upcast = (plans[dtype].memory["head"] for dtype in ("float32", "upcast"))
-    assert upcast["weights"] == whole["weights"] / 2
-    assert upcast["upcast"] == 4 * policy.config.hidden_size * policy.config.vocab_size
-    assert {**upcast, "weights": whole["weights"]} == {**whole, "upcast": upcast["upcast"]}
-    assert plans["upcast"].products_in == "float32"

@@ -3,8 +3,6 @@
 import pytest
 
 from gradscope.errors import InputError
-from gradscope.gradients import shape_of
-from gradscope.gradients.cost.outline import ARCHITECTURES
 from gradscope.objective import PAPER
 from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer import PRESETS, get_preset
@@ -45,13 +43,6 @@ def test_the_embedded_presets_share_the_papers_loss_and_a_laptops_sizes():
     assert (preset.weight_decay, preset.max_new_tokens, preset.steps, preset.save_every) == (0.01, 400, 60, 20)
     assert preset.loss == PAPER == get_preset("arithmetic-embedded").loss
     assert len(draw_questions(get_task(preset.task), 16, seed=0, people=preset.people, files=preset.data)) == 16
-
-
-def test_the_architectures_have_the_published_numbers_of_parameters():
-    # 3.09 and 7.62 billion, as counted by transformers itself without memory for the weights.
-    published = [3_085_938_688, 7_615_616_512, 7_615_616_512]
-    assert [shape_of(model).parameters for model in ARCHITECTURES] == published
-    assert all(preset.model in {"embedded", *ARCHITECTURES} for preset in PRESETS.values())
 
 
 def test_an_unknown_preset_is_refused_with_the_names_of_all():

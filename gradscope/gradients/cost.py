@@ -1,0 +1,402 @@
+"""What exact token gradients take: FLOPs and bytes in closed form from configuration and lengths, seconds by a pilot.
+
+A token whose logits stand at position p has a gradient at the n = p + 1 positions of its prefix. The least that its
+exact norms take is to carry it back through every block over that prefix, and to turn what arrives at each linear layer
+into the norm of its weight's gradient, ‖Σ_s δ_s a_sᵀ‖. Backward rules make the last block nearly free: up to its
+attention's values, δ lives at p alone. Blocks are taken for Llama's: two norms, attention, a gated MLP, no biases;
+others for one of those with as many weights.
+
+The formula is within a factor of 1.25 of what torch counts in the engine's products, for widths of 256 or more
+(tests/gradients/test_cost.py).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+from torch import nn
+
+from gradscope.errors import InputError
+from gradscope.gradients.engine.chunks import ROWS
+from gradscope.gradients.engine.decoder.body import kept_bytes, probs_bytes, row_bytes
+from gradscope.gradients.engine.decoder.parts import PLAIN, SANDWICH
+from gradscope.gradients.engine.head import LOGIT_BYTES, logit_rows
+from gradscope.gradients.rounds import describe_seconds
+from gradscope.gradients.settings import AFTERWARDS, MeasureSettings, check_settings, settle_sample
+from gradscope.gradients.summed.plan import SumsPlan
+from gradscope.gradients.table import TableMeasurement
+from gradscope.intervals import EDGES, assign_intervals
+from gradscope.policy import Policy, find_blocks
+from gradscope.rollouts import TokenBatch, check_batch
+
+Number = int | float
+
+PILOT_SECONDS = 1.0
+"""A pilot is tried on more tokens until their own gradients take so long."""
+FIRST, GROWTH = 1e9, 4
+"""FLOPs of the tokens of the first try, which also warms up, and how many times as many tokens the next one has."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a network decides its costs."""
+
+    parameters: int
+    hidden: int
+    """Width of the residual stream."""
+    layers: int
+    heads: int
+    """Query heads."""
+    query_width: int
+    """Numbers of one token's queries, over all heads of a layer."""
+    kv_width: int
+    """Numbers of one token's keys in a layer; the values have as many."""
+    vocab: int
+    active: int
+    """Weights of the blocks' matrices that one token is multiplied by: all, unless they have experts."""
+    tied: bool
+    """Whether the output head is the embedding."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelShape:
+        """The shape of a causal language model of transformers, which may be on the meta device."""
+        text, inside = model.config.get_text_config(), list(model.get_submodule(find_blocks(model)).parameters())
+        experts = [p for p in inside if p.dim() == 3]  # [experts, rows, columns]
+        visited = getattr(text, "num_experts_per_tok", None)
+        heads = text.num_attention_heads
+        width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return cls(
+            parameters=sum(p.numel() for p in model.parameters()),
+            hidden=text.hidden_size,
+            layers=text.num_hidden_layers,
+            heads=heads,
+            query_width=heads * width,
+            kv_width=(getattr(text, "num_key_value_heads", None) or heads) * width,
+            vocab=text.vocab_size,
+            active=sum(p.numel() for p in inside if p.dim() == 2)
+            + sum(p[0].numel() * (visited or len(p)) for p in experts),
+            tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+        )
+
+    @property
+    def mlp_width(self) -> float:
+        """Width of a gated MLP that has all weights which are not attention's."""
+        attention = 2 * self.hidden * (self.query_width + self.kv_width)
+        return (self.active / self.layers - attention) / (3 * self.hidden)
+
+    @property
+    def linear_layers(self) -> tuple[tuple[Number, Number], ...]:
+        """(outputs, inputs) of a block's linear layers, those of one input together."""
+        first = self.query_width + 2 * self.kv_width + 2 * self.mlp_width
+        return (first, self.hidden), (self.hidden, self.query_width), (self.hidden, self.mlp_width)
+
+
+def gradient_flops(shape: ModelShape, prefixes: Sequence[int], *, rules: bool = True) -> dict[str, float]:
+    """FLOPs that the exact norms of tokens with prefixes of these lengths take, by part; by rules, the least.
+
+    backward: of activation gradients, head included. norms: the contractions with a triangular factor [n, min(n, d)] of
+    each linear layer's inputs. rules: whether the engine has backward rules for the blocks; along the model's graph the
+    last block is dense up to its queries, and so are scores. Forward passes and factors are left out.
+    """
+    n = np.asarray(prefixes, dtype=np.float64)
+    block, keys = 2 * shape.active / shape.layers, (n + 1) / 2 if rules else n
+    # Of a pair of positions: scores, values, queries and keys.
+    attention = 8 * shape.query_width
+    spread = shape.hidden * (4 * shape.kv_width + (0 if rules else 2 * shape.query_width))
+    dense = (shape.layers - 1) * (block * n + attention * n * keys)
+    last = spread * n + block - spread + attention * n * (1 if rules else keys)
+
+    def contract(out: Number, inside: Number) -> np.ndarray:
+        columns = np.minimum(n, inside)
+        return out * columns * (2 * n - columns + 1)
+
+    norms = (shape.layers - 1) * sum(contract(*layer) for layer in shape.linear_layers)
+    norms += contract(2 * shape.kv_width + (0 if rules else shape.query_width), shape.hidden)
+    # The tied table's cross term: the head's input with what flows back to each position.
+    norms += 2 * shape.hidden * n * shape.tied
+    head = 2 * shape.hidden * shape.vocab * len(n)
+    return {"backward": float(head + (dense + last).sum()), "norms": float(norms.sum())}
+
+
+def forward_flops(shape: ModelShape, lengths: Sequence[int], logits: int = 0) -> float:
+    """FLOPs of a forward pass over sequences of these lengths, each by itself, with logits of so many tokens."""
+    n = np.asarray(lengths, dtype=np.float64)
+    matrices = 2 * shape.active * n.sum() + 2 * shape.hidden * shape.vocab * logits
+    return float(matrices + 4 * shape.layers * shape.query_width * (n**2).sum())
+
+
+@dataclass(frozen=True)
+class Responses:
+    """The lengths that decide what measuring responses costs."""
+
+    lengths: tuple[int, ...]
+    """Tokens before the last response token, of each response that keeps one."""
+    reaches: tuple[int, ...]
+    """Tokens before the last one that gets a backward pass, of each response that has one."""
+    prefixes: tuple[int, ...]
+    """Tokens before each one that gets a backward pass."""
+    targets: int
+    """Response tokens: each has its logits computed."""
+
+    @classmethod
+    def of(cls, batch: TokenBatch, chosen: Bool[np.ndarray, " n"]) -> Responses:
+        """Of a batch; chosen: which kept tokens get a backward pass, in the table's order."""
+        counts = batch.response_mask.sum(1).tolist()
+        each = [batch.sequence(row)[1].numpy() for row in range(len(batch))]
+        picked = [ends[own] for ends, own in zip(each, np.split(chosen, np.cumsum(counts)[:-1]), strict=True)]
+        lengths, reaches = (tuple(int(ends[-1]) for ends in ends_of if len(ends)) for ends_of in (each, picked))
+        return cls(lengths, reaches, tuple(np.concatenate(picked).tolist()), sum(counts))
+
+
+def measure_flops(shape: ModelShape, found: Responses, *, rules: bool) -> dict[str, float]:
+    """FLOPs of measuring these responses, by part: `gradient_flops`, the forward passes before, and the factors.
+
+    statistics: the pass that finds the intervals. forward: another one, for the activations, with the measured tokens'
+    logits; along the graph, one for each chunk of tokens. factors: QR of the linear layers' inputs and, by rules,
+    attention's probabilities.
+    """
+    reach = np.asarray(found.reaches, dtype=np.float64)
+    factors = sum(2 * reach * inside * np.minimum(reach, inside) for _, inside in shape.linear_layers)
+    factors = factors + rules * 4 * shape.query_width * reach**2
+    chunks = 1 if rules else 1 + sum(found.prefixes) / ROWS / max(1, len(reach))
+    return {
+        "statistics": forward_flops(shape, found.lengths, found.targets),
+        "forward": chunks * forward_flops(shape, found.reaches) + 2 * shape.hidden * shape.vocab * len(found.prefixes),
+        "factors": float(shape.layers * np.sum(factors)),
+        **gradient_flops(shape, found.prefixes, rules=rules),
+    }
+
+
+def measure_bytes(shape: ModelShape, found: Responses, *, memory: int, weights: int) -> dict[str, float]:
+    """What lies in memory at most while the longest response is measured, by part.
+
+    memory: `chunk_memory` of `measure`; weights: bytes of the parameters. Responses that are measured together leave no
+    more than `memory` between them.
+    """
+    longest = max(found.reaches, default=0)
+    widths = shape.hidden, shape.query_width, shape.kv_width, shape.mlp_width
+    probs = probs_bytes(shape.layers * shape.heads, longest)
+    probs = probs if probs <= memory else probs_bytes(2 * shape.heads, longest)
+    logits = LOGIT_BYTES * shape.vocab * min(longest, logit_rows(shape.vocab, memory))
+    carried = row_bytes(shape.hidden, shape.mlp_width, shape.heads) * min(sum(found.prefixes), longest * ROWS)
+    response = shape.layers * kept_bytes(*widths, longest, norms=2) + probs
+    return {"weights": weights, "response": response, "logits or chunk": max(logits, min(memory, carried))}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a machine does in a second."""
+
+    machine: str
+    """In words."""
+    forward: Number
+    """FLOP/s of a forward pass."""
+    gradients: Number
+    """FLOP/s of all that follows it."""
+    preparation: float = 0.0
+    """Seconds before any token is measured: the model's structure, and the self-check."""
+
+
+def time_pilot(policy: Policy, batch: TokenBatch, chosen: Bool[np.ndarray, " n"], settings: MeasureSettings) -> Speed:
+    """Measure ever more of the chosen tokens, until they take PILOT_SECONDS or all are measured; the speed of the last.
+
+    chosen: which kept tokens get a backward pass, in the table's order.
+    """
+    shape, settings = ModelShape.of(policy.model), replace(settings, tokens_per_interval=None, minutes=None)
+    whole = sum(gradient_flops(shape, Responses.of(batch, chosen).prefixes).values())
+    count = max(1, int(FIRST * chosen.sum() / whole))
+    while True:
+        part, picks = _take(batch, chosen, count)
+        start = perf_counter()
+        measurement = TableMeasurement(policy, part, settings, tokens=torch.from_numpy(picks.nonzero()[0]))
+        with measurement:
+            entered = perf_counter()
+            for group in measurement.groups:
+                measurement.measure_responses(group)
+            seconds = perf_counter() - entered
+        if seconds >= PILOT_SECONDS or picks.sum() == chosen.sum():
+            break
+        count *= GROWTH
+    work = measure_flops(shape, Responses.of(part, picks), rules=measurement.meter.decoder is not None)
+    passed = measurement.pass_seconds
+    where = f"this machine ({policy.device.type}, {torch.get_num_threads()} threads), by {picks.sum():,} of the tokens"
+    forward = work.pop("statistics") / passed
+    return Speed(where, forward, sum(work.values()) / seconds, entered - start - passed)
+
+
+def _take(batch: TokenBatch, chosen: Bool[np.ndarray, " n"], count: int) -> tuple[TokenBatch, Bool[np.ndarray, " k"]]:
+    """Responses drawn at random, and which of their kept tokens are tried: so many in all, of the last its middle."""
+    own = np.split(chosen, np.cumsum(batch.response_mask.sum(1).tolist())[:-1])
+    rows, picks = [], []
+    for row in np.random.default_rng(0).permutation(len(batch)).tolist():
+        places = own[row].nonzero()[0]
+        taken = min(count, len(places))
+        if taken:
+            start = (len(places) - taken) // 2
+            rows.append(row)
+            picks.append(np.isin(np.arange(len(own[row])), places[start : start + taken]))
+            count -= taken
+    return batch.select(rows), np.concatenate(picks)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a measurement takes; printed, a table with its assumptions."""
+
+    policy: Policy
+    """Without weights where the machine is another one."""
+    shape: ModelShape
+    responses: Responses
+    prompts: int
+    draw: str
+    """How the measured tokens are drawn."""
+    rules: bool
+    """Whether the engine goes by backward rules."""
+    flops: Mapping[str, float]
+    """By part."""
+    speed: Speed
+    memory: Mapping[str, float]
+    """Bytes at most, by part."""
+    sums: SumsPlan | None
+    """How summed gradients are made; None where the rollouts have no weights."""
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By part."""
+        work = {"preparation": self.speed.preparation}
+        for part, flops in self.flops.items():
+            work[part] = flops / (self.speed.forward if part == "statistics" else self.speed.gradients)
+        return work
+
+    @property
+    def pass_seconds(self) -> float:
+        """Seconds of a forward pass over the batch."""
+        return self.seconds["statistics"]
+
+    @property
+    def sums_seconds(self) -> float:
+        """Seconds of making summed gradients once; 0 where there are none."""
+        return 0.0 if self.sums is None else self.sums.forward_passes * self.pass_seconds
+
+    @property
+    def floor(self) -> float:
+        """FLOPs that the norms need at least."""
+        return sum(gradient_flops(self.shape, self.responses.prefixes).values())
+
+    def __str__(self) -> str:
+        found, way = self.responses, "the model's own graph"
+        if self.rules:
+            way = "backward rules"
+        each = found.prefixes or (0,)
+        lines = [
+            f"{self.policy.path}: {self.shape.parameters:,} parameters, {self.shape.layers} layers of width "
+            f"{self.shape.hidden:,}, vocabulary {self.shape.vocab:,}; measured by {way}",
+            f"{len(found.lengths):,} responses, {found.targets:,} response tokens. Backward passes for "
+            f"{len(found.prefixes):,} tokens ({self.draw}), over prefixes of {np.mean(each):,.0f} tokens in the mean.",
+            "",
+            f"{'':16}{'FLOPs':>12}{'seconds':>12}",
+        ]
+        for part, seconds in self.seconds.items():
+            lines.append(f"{part:16}{self.flops.get(part, 0):12.3g}{seconds:12.3g}")
+        whole = sum(self.seconds.values())
+        lines += [
+            f"{'total':16}{sum(self.flops.values()):12.3g}{whole:12.3g}",
+            f"on {self.speed.machine}: {describe_seconds(whole)}, without loading, figures and summary.",
+        ]
+        if self.sums is not None:
+            once, most = describe_seconds(self.sums_seconds), f"{self.sums.memory / 2**30:.1f} GiB"
+            lines.append(f"{str(self.sums).capitalize()}: {once}; at most {most} beside the weights.")
+        parts = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in self.memory.items())
+        return "\n".join([*lines, f"Memory at most: {sum(self.memory.values()) / 2**30:.2f} GiB ({parts})."])
+
+
+def plan_batch(
+    policy: Policy,
+    batch: TokenBatch,
+    settings: MeasureSettings,
+    *,
+    speed: Speed | Number | None = None,
+    chunk_memory: int = 1 << 30,
+    sums: SumsPlan | None = None,
+    keeps_prompts: bool = False,
+) -> Plan:
+    """What measuring this batch takes.
+
+    speed: FLOP/s of a machine that is not here, for which the policy may be without weights; None: a pilot measures a
+    few of the tokens here. sums: how summed gradients will be made; keeps_prompts: whether all of the minutes that are
+    kept for them are. Raises InputError for what `measure` would refuse, as far as it can be seen without weights.
+    """
+    check_settings(settings)
+    check_batch(policy, batch)
+    if isinstance(speed, int | float):
+        if not speed > 0:
+            raise InputError(f"flops is {speed}; give FLOP/s above 0, such as 1e14")
+        speed = Speed(f"a machine of {speed:.3g} FLOP/s", speed, speed)
+    prompts = len(batch.group_ids.unique())
+    settings = settle_sample(settings, batch.num_tokens, num_prompts=prompts)
+    rules, shape = follows_rules(policy), ModelShape.of(policy.model)
+    size = sum(p.nbytes for p in policy.model.parameters())
+
+    def plan(chosen: np.ndarray, draw: str) -> Plan:
+        found = Responses.of(batch, chosen)
+        flops = measure_flops(shape, found, rules=rules)
+        memory = measure_bytes(shape, found, memory=chunk_memory, weights=size)
+        return Plan(policy, shape, found, prompts, draw, rules, flops, speed, memory, sums)
+
+    minutes = settings.minutes
+    chosen, draw = choose_tokens(batch, settings.tokens_per_interval, settings.seed)
+    if speed is None:
+        speed = time_pilot(policy, batch, chosen, settings)
+    if minutes is None:
+        return plan(chosen, draw)
+
+    def left(each: int) -> float:
+        """Seconds beyond the minutes of so many tokens of each interval, with what is kept for summed gradients."""
+        own = plan(*choose_tokens(batch, each, settings.seed))
+        kept = 60 * AFTERWARDS * minutes * (sums is not None)
+        return sum(own.seconds.values()) + (kept if keeps_prompts else min(kept, own.sums_seconds)) - 60 * minutes
+
+    fitting = bisect_right(range(2, batch.num_tokens + 1), 0.0, key=left)
+    chosen, draw = choose_tokens(batch, 1 + fitting, settings.seed)
+    return plan(chosen, f"{draw}; as many as {minutes:g} min allow by the seconds below")
+
+
+def follows_rules(policy: Policy) -> bool:
+    """Whether the blocks have the modules of a common decoder, which the engine has backward rules for.
+
+    Names and weights alone are looked at. The engine also tries whether the blocks compute what the rules say, and
+    goes along the graph where they do not: Granite with multipliers, SmolLM3 with layers without positions, Helium,
+    Ernie 4.5.
+    """
+    return all(_is_common(block) for block in policy.blocks)
+
+
+def _is_common(block: nn.Module) -> bool:
+    owners = {name for name, module in block.named_modules() if list(module.parameters(recurse=False))}
+    linear = {f"self_attn.{role}_proj" for role in "qkvo"} | {f"mlp.{role}_proj" for role in ("gate", "up", "down")}
+    rest = owners - linear - {"self_attn.q_norm", "self_attn.k_norm"}
+    return linear <= owners and rest in ({*filter(None, PLAIN)}, {*SANDWICH})
+
+
+def choose_tokens(batch: TokenBatch, each: int | None, seed: int) -> tuple[Bool[np.ndarray, " n"], str]:
+    """(which kept tokens get a backward pass, in the table's order; how that was found): `each` of every interval.
+
+    A sample is drawn by π, which takes the weights to know: by π_old if the rollouts tell it, else as many tokens as
+    four full intervals have, from all.
+    """
+    if each is None:
+        return np.ones(batch.num_tokens, dtype=bool), "every token"
+    rng, chosen = np.random.default_rng(seed), np.zeros(batch.num_tokens, dtype=bool)
+    if batch.old_logprobs is None:
+        chosen[rng.permutation(len(chosen))[: each * (len(EDGES) - 1)]] = True
+        return chosen, f"at most {each} of each interval; how many tokens each has is not known without old_logprobs"
+    intervals = assign_intervals(batch.old_logprobs[batch.response_mask].exp().clamp(max=1.0).numpy(), list(EDGES))
+    for interval in range(len(EDGES) - 1):
+        chosen[rng.permutation(np.flatnonzero(intervals == interval))[:each]] = True
+    return chosen, f"at most {each} of each interval of π_old"
