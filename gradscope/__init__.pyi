@@ -25,6 +25,7 @@ from .diagnosis import (
 )
 from .errors import InputError as InputError, SelfCheckError as SelfCheckError
 from .gradients import (
+    Resources as Resources,
     capture_activations as capture_activations,
     capture_gradients as capture_gradients,
     interval_gradients as interval_gradients,
@@ -40,6 +41,7 @@ from .rollouts import TokenBatch as TokenBatch, read_dump as read_dump, read_rol
 from .sampling import sample as sample
 from .trainer import train as train
 from .updates import (
+    ComparisonSettings as ComparisonSettings,
     StepSettings as StepSettings,
     apply_update as apply_update,
     apply_updates as apply_updates,

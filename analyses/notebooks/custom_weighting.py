@@ -58,9 +58,9 @@ class Hopeful(Weighting):
 # ## What it would do
 
 # %%
-found = gradscope.compare(
-    policy, batch, ["reweight", "lopti", "top-entropy", Hopeful(), Hopeful(q=0.05)], table=table, resamples=200
-)
+settings = gradscope.ComparisonSettings(resamples=200)
+weightings = ["reweight", "lopti", "top-entropy", Hopeful(), Hopeful(q=0.05)]
+found = gradscope.compare(policy, batch, weightings, table=table, settings=settings)
 found
 
 # %% [markdown]

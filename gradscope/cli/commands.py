@@ -55,7 +55,7 @@ EXAMPLES = {
     ),
     "compare": (
         "runs/checkpoint-500 rollouts.jsonl --out compared",
-        "runs/checkpoint-500 rollouts.jsonl --methods reweight:alpha=0.1 lopti own.py:mine --out compared",
+        "runs/checkpoint-500 rollouts.jsonl --weightings reweight:alpha=.1/.3 lopti own.py:mine --out compared",
     ),
     "train": (
         "--preset kk-embedded --reweight-alpha 0.3 --out runs/reweight",

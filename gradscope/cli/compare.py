@@ -14,7 +14,7 @@ from gradscope.cli.measure import MeasureOwn
 from gradscope.cli.measured import Measured
 from gradscope.cli.optimizer import read_step
 from gradscope.errors import InputError
-from gradscope.gradients import MeasureSettings
+from gradscope.gradients import MeasureSettings, Resources
 from gradscope.objective import make_weighting, spell_out
 from gradscope.policy import find_optimizer_file, find_policy_state, optimizer_hash
 from gradscope.runs import check_results, plain_json, write_parquet, write_text
@@ -36,9 +36,12 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
     out: Path
     """Folder for compare.csv, by_interval.csv, weights.parquet, summary.txt, figures/, tokens.parquet and
     manifest.json. A run that was interrupted is taken up again."""
-    methods: Annotated[tuple[str, ...], Many] = ()
-    """Weightings, NAME[:key=value,…] or FILE.py:NAME[:key=value,…], several values of a key with slashes between them:
-    icepop:high=2/5; none: seventeen of them, those that the rollouts have columns for."""
+    weightings: Annotated[tuple[str, ...], Many, tyro.conf.arg(aliases=["--methods"])] = ()
+    """NAME[:key=value,…] or FILE.py:NAME[:key=value,…]; several values of a key, with slashes between them, are a row
+    each: reweight:alpha=.1/.3/.5; none: seventeen of them, those that the rollouts have columns for."""
+    take_steps: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Take each weighting's real optimizer step and rewind it, beside the predicted one; from the saved optimizer, else
+    of SGD."""
     aggregation: Literal["token-mean", "sequence"] = "token-mean"
     """How the losses add up: over all tokens alike, or the mean over responses of the mean over their tokens."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
@@ -55,8 +58,10 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
     """Replace a run with other arguments in the same folder."""
 
     def run(self) -> None:
-        for method in self.methods:
-            [*map(make_weighting, spell_out(method))]  # refused before anything is loaded
+        for name in self.weightings:
+            [*map(make_weighting, spell_out(name))]  # refused before anything is loaded
+        if self.take_steps and self.aggregation != "token-mean":
+            raise InputError("--take-steps: real steps are of the mean over tokens; leave out --aggregation")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise InputError(f"--max-grad-norm is {self.max_grad_norm}; give a number above 0, or none")
         if self.optimizer_state is not None and find_optimizer_file(self.optimizer_state) is None:
@@ -86,8 +91,9 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         """All that changes the comparison beside the table, as the manifest remembers it."""
         state = self._find_state(measured)
         asked = {
-            "methods": self.methods,
-            "files": own_weightings(self.methods),
+            "weightings": self.weightings,
+            "files": own_weightings(self.weightings),
+            "take_steps": self.take_steps,
             "aggregation": self.aggregation,
             "loss": asdict(self.settings.loss),
             "optimizer_state": None if state is None else optimizer_hash(state),
@@ -101,23 +107,29 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
 
     def _write(self, measured: Measured, asked: dict[str, Any]) -> None:
         from gradscope.plots import plot_comparison, save_figure
-        from gradscope.updates import compare, describe
+        from gradscope.updates import SGD, ComparisonSettings, compare, describe
 
         folder, policy = measured.folder, measured.policy
         state, step, notes = read_step(policy, self._find_state(measured), asked=self.optimizer_state is not None)
         found = compare(
             policy,
             measured.measurement.batch,
-            self.methods or None,
+            self.weightings or None,
             table=measured.read_table(),
-            loss=self.settings.loss,
-            aggregation=self.aggregation,
             optimizer_state=state,
-            step=None if step is None else replace(step, max_grad_norm=self.max_grad_norm),
-            memory=measured.gradient_memory,
-            seed=self.settings.seed,
-            processes=measured.processes,
-            progress=command_progress(),
+            settings=ComparisonSettings(
+                loss=self.settings.loss,
+                aggregation=self.aggregation,
+                take_steps=self.take_steps,
+                step=replace(step or SGD, max_grad_norm=self.max_grad_norm),
+                seed=self.settings.seed,
+            ),
+            resources=Resources(
+                measured.gradient_memory,
+                micro_batch=4,
+                processes=measured.processes,
+                progress=command_progress(),
+            ),
         )
         if not measured.processes.is_main:
             return

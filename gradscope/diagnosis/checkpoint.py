@@ -50,6 +50,7 @@ from gradscope.diagnosis.words import findings
 from gradscope.errors import InputError, checked, first_line, make_settings
 from gradscope.gradients import (
     ADAMW,
+    Resources,
     SumsPlan,
     describe_seconds,
     largest_share,
@@ -68,6 +69,7 @@ from gradscope.theory import judge_proxies, regress_norms
 from gradscope.updates import (
     SGD,
     Comparison,
+    ComparisonSettings,
     StepSettings,
     apply_update,
     compare,
@@ -385,10 +387,11 @@ def compare_weightings(task: Task) -> Comparison | None:
         return None
     if not task.affords("comparison", compare_cost(metric=task.metric is not None)):
         return None
-    numbers = {"table": task.table, "loss": s.loss, "edges": s.edges, "memory": task.memory, "seed": s.seed}
-    numbers |= {"optimizer_state": task.saved or task.metric, "step": task.step, "resamples": s.resamples}
-    numbers["progress"] = task.progress
-    return task.attempt("comparison", lambda: compare(task.policy, task.batch, **numbers))
+    settings = ComparisonSettings(loss=s.loss, edges=s.edges, step=task.step, seed=s.seed, resamples=s.resamples)
+    resources = Resources(task.memory, micro_batch=4, progress=task.progress)
+    given = {"table": task.table, "optimizer_state": task.saved or task.metric}
+    made = partial(compare, task.policy, task.batch, settings=settings, resources=resources, **given)
+    return task.attempt("comparison", made)
 
 
 def _without_bounds(

@@ -20,7 +20,7 @@ _PANELS = {
     "right_sgd": "Tokens that go the\nway of Â (%)",
     "effective_share": "Tokens that carry\nthe update (%)",
 }
-_KINDS = {"right_sgd": ("SGD", "o"), "right_adamw": ("AdamW", "s"), "right_step": ("real AdamW steps", "D")}
+_KINDS = {"right_sgd": ("SGD", "o"), "right_adamw": ("AdamW", "s"), "right_step": ("real steps", "D")}
 _ROW = 0.24
 
 

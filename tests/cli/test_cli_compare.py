@@ -14,7 +14,7 @@ from support.policies import make_policy, make_responses, save_checkpoint, write
 
 from gradscope.policy import load_policy
 from gradscope.rollouts import read_rollouts
-from gradscope.updates import compare
+from gradscope.updates import ComparisonSettings, compare
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
 pytestmark = [
@@ -61,8 +61,8 @@ def test_it_writes_what_the_function_returns_and_does_it_once(run, model, rollou
         "    def factors(self, tokens):\n"
         "        return tokens.plain / 2\n"
     )
-    methods = ["reweight:alpha=0.5", "lopti", f"{own}:halved"]
-    arguments = (model, rollouts, "--out", tmp_path / "out", "--methods", *methods, "--seed", 3)
+    weightings = ["reweight:alpha=0.5", "lopti", f"{own}:halved"]
+    arguments = (model, rollouts, "--out", tmp_path / "out", "--weightings", *weightings, "--seed", 3)
     outcome = run(*arguments)
     assert (outcome.status, outcome.err) == (0, "")
     assert {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*")} >= FILES
@@ -71,7 +71,8 @@ def test_it_writes_what_the_function_returns_and_does_it_once(run, model, rollou
     state = torch.load(model / "optimizer.pt")
     table = pd.read_parquet(tmp_path / "out" / "tokens.parquet")
     batch = read_rollouts(rollouts, policy)
-    expected = compare(policy, batch, methods, table=table, optimizer_state=state, seed=3)
+    settings = ComparisonSettings(seed=3)
+    expected = compare(policy, batch, weightings, table=table, optimizer_state=state, settings=settings)
     written = pd.read_csv(tmp_path / "out" / "by_interval.csv")
     numbers = expected.by_interval.select_dtypes("number").columns
     np.testing.assert_allclose(written[numbers], expected.by_interval[numbers], rtol=1e-6, atol=1e-9)
@@ -118,13 +119,24 @@ def test_a_weighting_bears_the_name_that_it_was_given(run, model, rollouts, tmp_
     assert all(name in (tmp_path / "out" / "summary.txt").read_text() for name in names)
 
 
+def test_real_steps_are_beside_the_predicted_ones(run, model, rollouts, tmp_path):
+    outcome = run(model, rollouts, "--out", tmp_path / "out", "--weightings", "reweight:alpha=.1/.5", "--take-steps")
+    assert outcome.status == 0, outcome.err
+    found = pd.read_csv(tmp_path / "out" / "compare.csv").set_index(["method", "statistic"])["value"]
+    for name in ("grpo", "reweight:alpha=.1", "reweight:alpha=.5"):
+        assert {0 <= found[name, statistic] <= 1 for statistic in ("right_adamw", "right_step", "step_cosine")} == {
+            True
+        }
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--methods", "lopty"), "lopti"),
-        (("--methods", "reweight:alpah=0.5"), "alpha"),
-        (("--methods", "reweight:alpha=2"), "alpha is 2"),
-        (("--methods", "icepop"), "sampler_logprob"),
+        (("--weightings", "lopty"), "lopti"),
+        (("--weightings", "reweight:alpah=0.5"), "alpha"),
+        (("--weightings", "reweight:alpha=2"), "alpha is 2"),
+        (("--weightings", "icepop"), "sampler_logprob"),
+        (("--take-steps", "--aggregation", "sequence"), "--take-steps"),
         (("--max-grad-norm", 0), "--max-grad-norm"),
         (("--optimizer-state", "nowhere.pt"), "nowhere.pt"),
         (("--gradient-memory", 10), "--gradient-memory"),

@@ -57,7 +57,7 @@ def test_a_folder_that_another_reader_made_is_refused_until_it_is_overwritten(
     command, model, log, lone, tmp_path, capsys
 ):
     given = (model, "--rollouts", log) if command == "diagnose" else (model, log)
-    brief = {"diagnose": BRIEF, "measure": ("--no-figures",), "compare": ("--methods", "reweight")}[command]
+    brief = {"diagnose": BRIEF, "measure": ("--no-figures",), "compare": ("--weightings", "reweight")}[command]
     run(command, *given, *brief, "--out", tmp_path / "out")
     kept = (tmp_path / "out" / "tokens.parquet").read_bytes()
     lone.undo()

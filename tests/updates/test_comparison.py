@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -15,9 +16,18 @@ from support.steps import BETAS, EPS, NARROW, flat_state, warm_state
 from support.tiers import every
 
 from gradscope.errors import InputError
-from gradscope.gradients import interval_gradients, measure, vector_bytes
+from gradscope.gradients import Resources, interval_gradients, measure, vector_bytes
 from gradscope.objective import Weighting, make_weighting, resolve_advantages
-from gradscope.updates import Comparison, StepSettings, apply_update, compare, describe
+from gradscope.rollouts import TokenBatch
+from gradscope.updates import (
+    SGD,
+    Comparison,
+    ComparisonSettings,
+    StepSettings,
+    apply_update,
+    compare,
+    describe,
+)
 from gradscope.updates.comparison import noise
 from gradscope.updates.comparison.judge import Judge
 from gradscope.updates.comparison.noise import Products
@@ -25,7 +35,7 @@ from gradscope.updates.comparison.noise import Products
 # torch itself calls torch.jit.script the first time that forward mode is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
-METHODS = ("grpo", "reweight:alpha=0.5", "lopti", "random-split", "mask:low=0.5,high=1", "gspo", "up-weight")
+WEIGHTINGS = ("grpo", "reweight:alpha=0.5", "lopti", "random-split", "mask:low=0.5,high=1", "gspo", "up-weight")
 STEP = StepSettings("adamw", 1e-3, 0.1, BETAS, EPS, max_grad_norm=0.05)
 SETTINGS = replace(NARROW, kl_coef=0.0)
 
@@ -58,8 +68,13 @@ def found(case):
 
 
 def compare_all(case: Case) -> Comparison:
-    return compare(case.policy, case.batch, METHODS, table=case.table, loss=SETTINGS, optimizer_state=case.state,
-                   step=STEP, resamples=50)  # fmt: skip
+    return compare(
+        case.policy, case.batch, WEIGHTINGS, table=case.table, optimizer_state=case.state, settings=settle(resamples=50)
+    )
+
+
+def settle(**changes: object) -> ComparisonSettings:
+    return ComparisonSettings(**{"loss": SETTINGS, "step": STEP, "resamples": 5} | changes)
 
 
 def rows_of(table: pd.DataFrame, weights: dict[str, dict[str, np.ndarray]]):
@@ -69,7 +84,7 @@ def rows_of(table: pd.DataFrame, weights: dict[str, dict[str, np.ndarray]]):
 
 
 def weights_of(case: Case) -> dict[str, dict[str, np.ndarray]]:
-    return {name: make_weighting(name).weights(case.table) for name in METHODS}
+    return {name: make_weighting(name).weights(case.table) for name in WEIGHTINGS}
 
 
 def snr(parts: np.ndarray) -> float:
@@ -133,8 +148,9 @@ def test_norms_cosines_signals_and_directions_are_those_of_the_vectors(case):
 @pytest.mark.parametrize("name", every(2, ["mixtral", "gpt2"]))
 def test_the_same_on_other_architectures(name):
     case = Case(name)
-    found = compare(case.policy, case.batch, METHODS, table=case.table, loss=SETTINGS, optimizer_state=case.state,
-                    step=STEP, resamples=5)  # fmt: skip
+    found = compare(
+        case.policy, case.batch, WEIGHTINGS, table=case.table, optimizer_state=case.state, settings=settle()
+    )
     check(case, found.table, rel=1e-5)
 
 
@@ -142,8 +158,9 @@ def test_the_same_on_other_architectures(name):
 @pytest.mark.parametrize(("vectors", "way", "at_once"), every(2, [(12, "whole", 4), (5, "whole", 1), (3, "slices", 1)]))
 def test_with_little_memory_the_same_comes_a_few_at_a_time(case, vectors, way, at_once):
     before = snapshot(case.policy.model)["model"]
-    few = compare(case.policy, case.batch, METHODS, table=case.table, loss=SETTINGS, optimizer_state=case.state,
-                  step=STEP, memory=vectors * vector_bytes(case.policy.model), resamples=5)  # fmt: skip
+    resources = Resources(vectors * vector_bytes(case.policy.model), micro_batch=4)
+    given = {"table": case.table, "optimizer_state": case.state, "resources": resources}
+    few = compare(case.policy, case.batch, WEIGHTINGS, settings=settle(), **given)
     assert (few.passes.plan.way, few.passes.at_once) == (way, at_once)
     check(case, few.table, rel=1e-5)
     assert snapshot(case.policy.model)["model"] == before
@@ -151,7 +168,8 @@ def test_with_little_memory_the_same_comes_a_few_at_a_time(case, vectors, way, a
 
 def test_sketches_are_near(case):
     size = vector_bytes(case.policy.model)
-    few = compare(case.policy, case.batch, ["up-weight"], table=case.table, loss=SETTINGS, memory=3 * size // 4)
+    resources = Resources(3 * size // 4, micro_batch=4)
+    few = compare(case.policy, case.batch, ["up-weight"], table=case.table, settings=settle(), resources=resources)
     assert few.passes.plan.way == "sketches"
     plain = case.parts(case.table["policy_weight"].to_numpy(np.float64))
     assert few.table.loc[0, "signal_to_noise"] == pytest.approx(snr(plain), abs=0.2)
@@ -197,13 +215,75 @@ def test_two_steps_are_judged_by_real_ones(case, found):
     assert [note.kind for note in found.notes] == ["off-policy", "two-steps"]
 
 
+def score(model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
+    """log π of each kept token, [K]."""
+    found = []
+    for row in range(len(batch)):
+        ids, kept = batch.sequence(row)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0] / batch.temperature[row]
+        found += [torch.log_softmax(logits[t - 1], -1)[ids[t]] for t in kept.tolist()]
+    return torch.stack(found)
+
+
+def step_by_torch(case: Case, step: StepSettings, steps: dict[str, np.ndarray]) -> tuple[np.ndarray, torch.Tensor]:
+    """Change of each token's log π, and Δθ, by torch's optimizer on a copy: a step of Σ_t w_t log π_t / N for each."""
+    model, groups = copy.deepcopy(case.policy.model), {"lr": step.learning_rate, "weight_decay": step.weight_decay}
+    parameters, before = list(model.parameters()), torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    if step.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(parameters, betas=step.betas, eps=step.eps, **groups)
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state | {"state": copy.deepcopy(case.state["state"])})
+    else:
+        optimizer = torch.optim.SGD(parameters, **groups)
+    start = score(model, case.batch).detach()
+    for weights in steps.values():
+        optimizer.zero_grad()
+        (-(torch.from_numpy(weights) * score(model, case.batch)).sum() / len(weights)).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, step.max_grad_norm)
+        optimizer.step()
+    rise = score(model, case.batch).detach() - start
+    return rise.numpy(), torch.nn.utils.parameters_to_vector(parameters).detach() - before
+
+
+@pytest.mark.parametrize("step", [STEP, StepSettings("sgd", 1e-2, max_grad_norm=0.01)], ids=["adamw", "sgd"])
+def test_with_real_steps_each_weighting_moves_tokens_as_torch_moves_a_copy(case, step):
+    weightings = ["reweight:alpha=.1/.5", "mask:low=0.5,high=1", "top-entropy:q=.5", "up-weight"]
+    before = snapshot(case.policy.model)["model"]
+    given = {"table": case.table, "optimizer_state": case.state if step.optimizer == "adamw" else None}
+    settings = settle(step=step, take_steps=True)
+    table = compare(case.policy, case.batch, weightings, settings=settings, **given).table.set_index("method")
+    names = ["grpo", "reweight:alpha=.1", "reweight:alpha=.5", *weightings[1:]]
+    assert list(table.index) == names and (table["step"] == "all").all()
+    assert snapshot(case.policy.model)["model"] == before
+    advantage = case.table["advantage"].to_numpy()
+    _, plain = step_by_torch(case, step, make_weighting("grpo").weights(case.table))
+    for name in names:
+        rise, moved = step_by_torch(case, step, make_weighting(name).weights(case.table))
+        judged = (advantage != 0) & (rise != 0)
+        right = (np.sign(rise) == np.sign(advantage))[judged].mean()
+        assert table.loc[name, "right_step"] == pytest.approx(right)
+        assert table.loc[name, "step_cosine"] == pytest.approx(float(moved @ plain / moved.norm() / plain.norm()), 1e-5)
+
+
+def test_real_steps_of_two_passes_and_of_weights_that_a_trainer_has_not(case):
+    given = {"table": case.table, "settings": settle(step=None, take_steps=True)}
+    found = compare(case.policy, case.batch, ["lopti:eta=.3/.6", ByPosition(), "matched-norm"], **given)
+    table = found.table.set_index(["method", "step"])
+    taken = table.index[table["right_step"].notna()]
+    assert list(taken) == [("grpo", "all"), ("lopti:eta=.3", "both"), ("lopti:eta=.6", "both")]
+    assert table.loc[("matched-norm", "all"), "same_as"] == "grpo"
+    assert {"two-steps", "no-step"} <= {note.kind for note in found.notes}
+    assert found.step == SGD and "real SGD steps" in describe(found)
+
+
 @pytest.mark.usefixtures("few_prompts_are_many")
 def test_the_gain_is_that_of_each_weightings_step_on_the_prompts_it_has_not_seen(case):
     batch = make_batch(case.policy, lengths=(5, 4, 6) * 5, prompt_lengths=(3, 4) * 8, temperature=0.7, seed=1)
     batch = replace(batch, group_ids=torch.arange(15) // 3, rewards=torch.tensor([0.0, 1.0, 3.0, 1.0, 1.0] * 3))
-    methods = ["reweight", "lopti", "mask", "gspo", Two()]
+    weightings = ["reweight", "lopti", "mask", "gspo", Two()]
     keywords = {"loss": SETTINGS, "step": STEP, "optimizer_state": case.state}
-    found = compare(case.policy, batch, methods, seed=5, resamples=50, **keywords)
+    settings = settle(seed=5, resamples=50)
+    found = compare(case.policy, batch, weightings, settings=settings, optimizer_state=case.state)
     halves = batch.deal(torch.arange(5), 2, torch.Generator().manual_seed(5))
     by_hand = {"grpo": "all", "lopti": "lopti", "reweight": "reweight", "mask": "without-0"}
     gains = {name: {} for name in by_hand}
@@ -233,13 +313,14 @@ def test_the_gain_is_that_of_each_weightings_step_on_the_prompts_it_has_not_seen
     assert np.isnan(found.table.set_index("step").loc[["low", "high", "one", "other"], "gain"]).all()
     assert "28 of 40" in describe(found)
     for less in (batch.select(torch.arange(9)), replace(batch, rewards=None, advantages=resolve_advantages(batch))):
-        assert "gain" not in compare(case.policy, less, ["reweight"], resamples=5, **keywords).table
+        short = compare(case.policy, less, ["reweight"], settings=settle(), optimizer_state=case.state)
+        assert "gain" not in short.table
 
 
 def test_equal_weights_are_one_row_and_cost_nothing(case):
     on_policy = replace(case.batch, old_logprobs=None)
     table = measure(case.policy, on_policy, self_check=False)
-    found = compare(case.policy, on_policy, table=table, resamples=5)
+    found = compare(case.policy, on_policy, table=table, settings=ComparisonSettings(resamples=5))
     same = found.table.set_index("method")["same_as"]
     assert set(same[same == "grpo"].index) == {"matched-norm", "kl-cov", "cispo", "sapo", "gspo", "dppo-tv"}
     numbers = found.table.drop(columns=["method", "step", "same_as"])
@@ -254,7 +335,7 @@ def test_equal_weights_are_one_row_and_cost_nothing(case):
 def test_tokens_that_the_sampler_did_not_score_are_counted_in_a_note(case):
     table = case.table.assign(sampler_logprob=case.table["logprob"])
     table.loc[table.index[:3], "sampler_logprob"] = np.nan
-    found = compare(case.policy, case.batch, ["tis"], table=table, loss=SETTINGS, resamples=5)
+    found = compare(case.policy, case.batch, ["tis"], table=table, settings=settle())
     (said,) = [note for note in found.notes if note.kind == "sampler-unknown"]
     assert said.startswith(f"3 of {len(table)} tokens")
 
@@ -273,8 +354,8 @@ def test_each_distinct_row_costs_a_backward_pass_and_a_derivative(case, monkeypa
     monkeypatch.setattr(torch.autograd, "grad", counted("backward", torch.autograd.grad))
     monkeypatch.setattr(torch.func, "jvp", counted("derivative", torch.func.jvp))
     handle = case.policy.model.register_forward_hook(lambda *_: counts.update(forward=counts["forward"] + 1))
-    methods = ["reweight", "up-weight", "cispo:eps_high=100", "cispo:eps_high=200"]
-    compare(case.policy, case.batch, methods, table=case.table, loss=SETTINGS, micro_batch_size=8, resamples=5)
+    weightings = ["reweight", "up-weight", "cispo:eps_high=100", "cispo:eps_high=200"]
+    compare(case.policy, case.batch, weightings, table=case.table, settings=settle(), resources=Resources())
     handle.remove()
     prompts, rows = 3, 3  # grpo, reweight, of which with grpo up-weight is made, and the two of cispo that are one
     looks = len(case.batch)  # at log π_old, which are planted at some distance from log π
@@ -299,7 +380,7 @@ class Rest(Weighting):
 
 
 def test_rows_whose_combination_would_cancel_are_taken_by_themselves(case):
-    keywords = {"table": case.table, "loss": SETTINGS, "resamples": 5}
+    keywords = {"table": case.table, "settings": settle()}
     both, alone = (compare(case.policy, case.batch, [kind()], **keywords).table.iloc[-1] for kind in (Nearly, Rest))
     names = ["norm_ratio", "cosine", "signal_to_noise", "signal_to_noise_lower", "right_sgd"]
     np.testing.assert_allclose(both[names].to_numpy(float), alone[names].to_numpy(float), rtol=1e-6)
@@ -315,8 +396,8 @@ class Two(Weighting):
 
 
 def test_a_users_weighting_of_two_steps_is_compared_by_step_alone(case):
-    found = compare(case.policy, case.batch, [Two()], table=case.table, loss=SETTINGS, optimizer_state=case.state,
-                    resamples=5)  # fmt: skip
+    given = {"table": case.table, "optimizer_state": case.state}
+    found = compare(case.policy, case.batch, [Two()], settings=settle(step=None), **given)
     assert list(found.table["step"]) == ["all", "one", "other"] and [note.kind for note in found.notes] == [
         "off-policy"
     ]
@@ -334,14 +415,14 @@ class ByPosition(Weighting):
 
 def test_a_weighting_that_no_step_can_be_taken_under_has_no_gain(case):
     batch = make_batch(case.policy, lengths=(5, 4) * 4, prompt_lengths=(3, 4) * 4, temperature=0.7)
-    found = compare(case.policy, batch, [ByPosition()], loss=SETTINGS, optimizer_state=case.state, resamples=5)
+    found = compare(case.policy, batch, [ByPosition()], settings=settle(step=None), optimizer_state=case.state)
     gains = found.table.set_index("method")["gain"]
     assert np.isfinite(gains["grpo"]) and np.isnan(gains["by-position"]) and "minus that" not in describe(found)
 
 
 def test_a_sample_of_norms_stands_for_all(case):
     known = case.table.copy()
-    found = compare(case.policy, case.batch, ["reweight"], table=known, loss=SETTINGS, resamples=5)
+    found = compare(case.policy, case.batch, ["reweight"], table=known, settings=settle())
     rng, draws = np.random.default_rng(0), []
     for _ in range(300):
         sampled = known.copy()
@@ -358,19 +439,20 @@ def test_a_sample_of_norms_stands_for_all(case):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"methods": ["lopty"]}, "lopti"),
-        ({"methods": ["reweight:alpah=1"]}, "alpha"),
-        ({"methods": ["reweight:alpha=2"]}, "alpha is 2"),
-        ({"methods": ["icepop"]}, "sampler_logprob"),
-        ({"methods": ["reweight", "reweight"]}, "twice"),
-        ({"aggregation": "mean"}, "aggregation"),
-        ({"loss": replace(SETTINGS, reweight_alpha=0.1)}, "reweight_alpha"),
+        ({"weightings": ["lopty"]}, "lopti"),
+        ({"weightings": ["reweight:alpah=1"]}, "alpha"),
+        ({"weightings": ["reweight:alpha=2"]}, "alpha is 2"),
+        ({"weightings": ["icepop"]}, "sampler_logprob"),
+        ({"weightings": ["reweight", "reweight"]}, "twice"),
+        ({"settings": settle(aggregation="mean")}, "aggregation"),
+        ({"settings": settle(aggregation="sequence", take_steps=True)}, "aggregation"),
+        ({"settings": settle(loss=replace(SETTINGS, reweight_alpha=0.1))}, "reweight_alpha"),
         ({"batch": "advantages"}, "no advantage"),
         ({"table": 3}, "3 tokens as sampled"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(case, change, words):
-    batch, keywords = case.batch, {"methods": ["reweight"], "table": case.table, "loss": SETTINGS} | change
+    batch, keywords = case.batch, {"weightings": ["reweight"], "table": case.table, "settings": settle()} | change
     if keywords.pop("batch", None):
         advantages = resolve_advantages(batch).clone()
         advantages[1] = torch.nan

@@ -7,7 +7,7 @@ of entropy, covariances and random draws, stays as it is meanwhile, and so does 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients import ADAMW, BACKWARD, FORWARD_MODE, describe_reread, measure, note_logged
+from gradscope.gradients import ADAMW, BACKWARD, FORWARD_MODE, Resources, describe_reread, measure, note_logged
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import (
     COMPARED,
@@ -32,18 +32,37 @@ from gradscope.objective import (
     resolve_advantages,
     spell_out,
 )
-from gradscope.policy import AdamWState, Policy, PolicyLike, gradient_budget, read_state
+from gradscope.policy import AdamWState, Policy, PolicyLike, read_state
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
-from gradscope.runs import ALONE, Processes, Progress, settle_progress
 from gradscope.updates.comparison.judge import Judge, columns
 from gradscope.updates.comparison.passes import Passes, pass_through
 from gradscope.updates.comparison.real_steps import gains_on_unseen_prompts, take_steps
 from gradscope.updates.movement import update_cost
-from gradscope.updates.step import StepSettings, state_step
+from gradscope.updates.step import SGD, StepSettings, state_step
 
 PLAIN = "grpo"
 SAME = 1e-4
 """Weights are the same where none differs by more than this part of the largest: log π of sampler and trainer round."""
+
+
+@dataclass(frozen=True)
+class ComparisonSettings:
+    """All that changes a number of a comparison, beside the policy, the batch and the weightings."""
+
+    loss: LossSettings = PAPER
+    """The plain one, without its KL part, which no weighting changes."""
+    aggregation: Literal["token-mean", "sequence"] = "token-mean"
+    """How the losses add up: over all tokens alike, or the mean over responses of the mean over their tokens."""
+    edges: Sequence[int | float] = EDGES
+    """Edges of the intervals of π; those of the table."""
+    take_steps: bool = False
+    """Take each weighting's real steps, and rewind them; else only those of weightings of two steps, with a saved
+    optimizer to go on from."""
+    step: StepSettings | None = None
+    """Of the real ones; None: as the saved optimizer says, else the paper's SGD."""
+    seed: int = 0
+    confidence: float = 0.95
+    resamples: int = 1000
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -57,8 +76,9 @@ class Comparison:
 
     norm_ratio: ‖U‖ over plain's, U the summed gradient; cosine: of U and plain's. signal_to_noise of one prompt (see
     `IntervalGradients`), and its difference. right_sgd, right_adamw: the share of the tokens with an advantage whose
-    log π goes its way to first order, of those that move; right_step: the same after real steps of AdamW, momentum and
-    decay among them, and step_cosine that of both displacements. effective_share: (Σ|w|‖g‖)²/Σw²‖g‖² over the number of
+    log π goes its way to first order, of those that move; right_step: the same after the real steps, AdamW's with its
+    momentum and decay, and step_cosine that of both displacements, where steps were taken and no row has the same
+    weights. effective_share: (Σ|w|‖g‖)²/Σw²‖g‖² over the number of
     tokens, what part of them carries the update; effective_share_adamw in the optimizer's metric, where the table has
     norms in it. zero_share: tokens without weight. gain: in expected reward, to first order, on prompts that a
     weighting's own AdamW step has not seen (`gains_on_unseen_prompts`), with gain_difference."""
@@ -77,6 +97,8 @@ class Comparison:
     passes: Passes
     """What they rest on: inner products, changes along the sums, how these were made, and how long it took."""
     aggregation: str = "token-mean"
+    step: StepSettings | None = None
+    """Of the real steps; None: none was taken."""
 
     def statistics(self) -> pd.DataFrame:
         """The table in long form, a row per weighting, step and number that it has: method, step, same_as, statistic
@@ -103,123 +125,106 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class _Row:
-    """One summed gradient: a weighting's in one of its optimizer steps."""
+class _Sum:
+    """A weighting's summed gradient in one of its optimizer steps."""
 
-    method: str
+    weighting: str
     step: str
     weights: Float[np.ndarray, " K"]
+    place: int
+    """Among the sums of weights of their own, whose numbers it has."""
     same_as: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.weighting if self.step == "all" else f"{self.weighting}.{self.step}"
 
 
 @checked
 def compare(
     policy: PolicyLike,
     batch: BatchLike,
-    methods: str | Sequence[str | Weighting] | None = None,
+    weightings: str | Sequence[str | Weighting] | None = None,
     *,
     table: pd.DataFrame | None = None,
-    loss: LossSettings = PAPER,
-    aggregation: Literal["token-mean", "sequence"] = "token-mean",
-    edges: Sequence[int | float] = EDGES,
     optimizer_state: AdamWState | dict[str, Any] | str | Path | None = None,
-    step: StepSettings | None = None,
-    memory: int | None = None,
-    micro_batch_size: int = 4,
-    seed: int = 0,
-    confidence: float = 0.95,
-    resamples: int = 1000,
-    processes: Processes = ALONE,
-    progress: bool | Progress = False,
+    settings: ComparisonSettings = ComparisonSettings(),
+    resources: Resources = Resources(micro_batch=4),  # noqa: B008  (frozen)
 ) -> Comparison:
     """Compare token weightings on one batch, each with plain GRPO; the policy is as it was afterwards.
 
-    methods: as `make_weighting` takes them, a parameter's values with a slash between them (`icepop:high=2/5`), or
-    Weightings; None: all of COMPARED that the batch has columns for, a note names the others. table: of
-    `measure(policy, batch, …)` with these settings and edges, maybe of a sample; None: measured here. loss: the plain
-    one, without its KL part, which no weighting changes. optimizer_state: what AdamW's `state_dict()` saved, from which
-    the real steps of two-step methods go on; or an `AdamWState`, which gives the metric alone; None: no numbers under
-    AdamW. step: of the real ones; None: as the state says. memory: bytes
-    for vectors as long as the parameters, which decides how many weightings go together (`passes`); None: a sixth of
-    what is free. processes: share the prompts; the result is everybody's.
-
     Costs for each distinct row of weights a backward pass over the batch and a derivative in forward mode along its
-    sum; with an optimizer state another derivative, and real steps on each half of the prompts with one more. Raises
-    InputError for a method that is not known or lacks a column, for a batch without advantages and rewards, and for
-    settings, a table or a state that do not fit.
+    sum; with an optimizer state another derivative, and real steps on each half of the prompts with one more; with
+    `settings.take_steps` a real step.
+
+    Args:
+        weightings: as `make_weighting` takes them, a parameter's values with a slash between them
+            (`reweight:alpha=.1/.3`), or Weightings; None: all of COMPARED that the batch has columns for, a note names
+            the others.
+        table: of `measure(policy, batch, …)` with the settings' loss and edges, maybe of a sample; None: measured here.
+        optimizer_state: what AdamW's `state_dict()` saved, or its file, from which real steps go on; or an
+            `AdamWState`, which gives the metric alone; None: no numbers under AdamW.
+        resources: bytes for vectors as long as the parameters decide how many weightings go together; processes share
+            the prompts, and the result is everybody's.
+
+    Raises:
+        InputError: for a weighting that is not known or lacks a column, for a batch without advantages and rewards, and
+            for settings, a table or a state that do not fit.
     """
     policy, batch = read_inputs(policy, batch)
-    optimizer_state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
-    if loss.reweight_alpha is not None:
-        raise InputError(f"reweight_alpha is {loss.reweight_alpha}; plain GRPO has none, name reweight in methods")
-    labels, progress = interval_labels(edges), settle_progress(progress)
-    _check_advantages(batch)
-    saved = optimizer_state if isinstance(optimizer_state, dict) else None
-    metric = optimizer_state
-    if saved is not None:
-        step = state_step(saved) if step is None else step
-        metric = AdamWState.from_state_dict(policy.model, saved, max_grad_norm=step.max_grad_norm)
+    state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
+    s, labels, resources = settings, interval_labels(settings.edges), resources.settle(policy.device)
+    _check(batch, s)
+    saved, step, metric = None, s.step or SGD, state
+    if isinstance(state, dict):
+        saved, step = state, s.step or state_step(state)
+        metric = AdamWState.from_state_dict(policy.model, state, max_grad_norm=step.max_grad_norm)
     if table is None:
-        sample = {"tokens_per_interval": "enough", "seed": seed, "loss": loss}
+        sample = {"tokens_per_interval": "enough", "seed": s.seed, "loss": s.loss}
         sample |= {"metric": None if metric is None else "adamw", "optimizer_state": metric}
-        table = measure(policy, batch, edges=edges, progress=progress, **sample)
+        table = measure(policy, batch, edges=s.edges, progress=resources.progress, **sample)
     if told := describe_reread(table, batch):
         raise InputError(f"the table's maker {told}; give a table that was measured of this batch")
     batch = _with_advantages(batch, table)
-    notes = [*note_logged(policy, batch, table), *batch.without_notes("on-policy").notes]
-    notes.append(Note(describe_off_policyness(table, loss), "off-policy"))
-    if "sampler_logprob" in table and 0 < (unknown := int(table["sampler_logprob"].isna().sum())) < len(table):
-        words = (
-            f"{unknown:,} of {len(table):,} tokens have no log-probability of the sampler: what is made of it has k = 1"
-        )
-        notes.append(Note(f"{words} there, as TRL has it.", "sampler-unknown"))
-    weightings = _settle([methods] if isinstance(methods, str) else methods, table, notes)
-    rows = _make_rows(weightings, table, aggregation)
-    if split := _split(rows):
-        words = "takes two optimizer steps" if len(split) == 1 else "take two optimizer steps"
-        notes.append(Note(f"{', '.join(split)} {words}, equal to GRPO's one to first order under SGD.", "two-steps"))
-    if any(weighting.passes.control == "matched-norm" for weighting in weightings):
-        notes.append(Note("matched-norm is GRPO's update, as long as Reweight's.", "matched-norm"))
-    distinct = [row for row in rows if not row.same_as]
-    weights = np.stack([row.weights for row in distinct])
-    memory = gradient_budget(policy.device, processes) if memory is None else memory
-    passes = pass_through(
-        policy,
-        batch,
-        torch.from_numpy(weights),
-        metric=metric,
-        memory=memory,
-        micro_batch_size=micro_batch_size,
-        processes=processes,
-        progress=progress,
-    )
-    judge = Judge(table, labels, seed, confidence, resamples)
-    carried, energy = judge.energies(weights)
-    if ADAMW in table and table[ADAMW].notna().any():
-        carried, energy = (
-            a | b for a, b in zip((carried, energy), judge.energies(weights, ADAMW, "_adamw"), strict=True)
-        )
-    zero = {"zero_share": (weights == 0).mean(1)}
-    known = pd.DataFrame(_keys(distinct) | columns(judge.gradients(passes) | carried) | zero)
-    shares = {"gradient_share": judge.gradient_shares(weights, passes).ravel()}
-    by_interval = pd.DataFrame(_interval_keys(distinct, table, labels) | columns(energy) | shares)
-    steps, gains = pd.DataFrame(), pd.DataFrame()
-    if saved is not None:
-        keywords = {"loss": loss, "step": step, "optimizer_state": saved, "memory": memory, "progress": progress}
-        steps = _take_steps(policy, batch, rows, judge, keywords)
-        if aggregation == "token-mean":  # as the trainer steps
-            keywords |= {"micro_batch_size": micro_batch_size, "seed": seed}
-            gains = _gains(policy, batch, weightings, rows, judge, keywords)
+    notes = _notes(policy, batch, table, s.loss)
+    chosen = _settle([weightings] if isinstance(weightings, str) else weightings, table, notes)
+    sums = _make_sums(chosen, table, s.aggregation)
+    split = _split(sums)
+    notes += _notes_on(chosen, split)
+    weights = np.stack([own.weights for own in sums if not own.same_as])
+    passes = pass_through(policy, batch, torch.from_numpy(weights), metric=metric, resources=resources)
+    judge = Judge(table, labels, s.seed, s.confidence, s.resamples)
+    numbers, energy = _judge(judge, table, weights, passes)
+    found = _join(sums, numbers)
+    taken = {name: [(own.step, own.weights != 0) for own in parts] for name, parts in split.items()}
+    once = _trained_once(chosen, sums, batch)
+    if s.take_steps:
+        taken = {name: w for name, w in once.items() if name != PLAIN} | taken
+        notes += _notes_on_steps(sums, taken)
+    stepping = {"loss": s.loss, "step": step, "optimizer_state": saved, "memory": resources.vectors}
+    stepping["progress"] = resources.progress
+    if real := bool(taken and saved is not None) or s.take_steps:
+        changes, cosines = take_steps(policy, batch, taken, **stepping)
+        keys = {"method": [PLAIN, *taken], "step": ["all", *("both" if name in split else "all" for name in taken)]}
+        moved = pd.DataFrame(keys | {"step_cosine": cosines} | columns(judge.directions("right_step", changes)))
+        found = _join_steps(found, moved)
+    if saved is not None and s.aggregation == "token-mean":  # as the trainer steps
+        own = [w for w in chosen if str(w) in once or (str(w) in split and w.passes.lopti_eta is not None)]
+        drawn = {"seed": s.seed, "micro_batch_size": resources.micro_batch}
+        gains = gains_on_unseen_prompts(policy, batch, own, **drawn, **stepping)
+        if gains is not None:
+            found = _join_gains(found, pd.DataFrame(columns(judge.gains(gains)), index=[*map(str, own)]))
     return Comparison(
-        _join_gains(_join(rows, known, steps), gains),
-        _spread(rows, by_interval),
-        _weights(rows, table),
+        found,
+        _by_interval(sums, energy, table, labels),
+        _weights(sums, table),
         tuple(labels),
         table["group"].nunique(),
         table.loc[table["advantage"] != 0, "group"].nunique(),
         tuple(dict.fromkeys(notes)),
         passes,
-        aggregation,
+        s.aggregation,
+        step if real else None,
     )
 
 
@@ -230,7 +235,13 @@ def compare_cost(*, metric: bool) -> float:
     return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + (gains if metric else 0)
 
 
-def _check_advantages(batch: TokenBatch) -> None:
+def _check(batch: TokenBatch, settings: ComparisonSettings) -> None:
+    if settings.loss.reweight_alpha is not None:
+        raise InputError(
+            f"reweight_alpha is {settings.loss.reweight_alpha}; plain GRPO has none, name reweight among the weightings"
+        )
+    if settings.take_steps and settings.aggregation != "token-mean":
+        raise InputError(f"real steps are of the mean over tokens, and aggregation is {settings.aggregation}")
     unknown = int(resolve_advantages(batch)[batch.response_mask].isnan().sum())
     if unknown:
         raise InputError(f"{unknown} tokens have no advantage, so no weight; give rewards or advantages of all")
@@ -243,16 +254,28 @@ def _with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
     return replace(batch, advantages=advantages)
 
 
-def _settle(methods: Sequence[str | Weighting] | None, table: pd.DataFrame, notes: list[Note]) -> list[Weighting]:
+def _notes(policy: Policy, batch: TokenBatch, table: pd.DataFrame, loss: LossSettings) -> list[Note]:
+    """What must be known of the rollouts."""
+    notes = [*note_logged(policy, batch, table), *batch.without_notes("on-policy").notes]
+    notes.append(Note(describe_off_policyness(table, loss), "off-policy"))
+    if "sampler_logprob" in table and 0 < (unknown := int(table["sampler_logprob"].isna().sum())) < len(table):
+        words = (
+            f"{unknown:,} of {len(table):,} tokens have no log-probability of the sampler: what is made of it has k = 1"
+        )
+        notes.append(Note(f"{words} there, as TRL has it.", "sampler-unknown"))
+    return notes
+
+
+def _settle(given: Sequence[str | Weighting] | None, table: pd.DataFrame, notes: list[Note]) -> list[Weighting]:
     """The weightings, plain GRPO first; of all known ones, those that the table has columns for."""
     plain = WEIGHTINGS[PLAIN]()
-    if methods is not None:
-        given = [
+    if given is not None:
+        named = [
             weighting
-            for method in methods
-            for weighting in (map(make_weighting, spell_out(method)) if isinstance(method, str) else [method])
+            for own in given
+            for weighting in (map(make_weighting, spell_out(own)) if isinstance(own, str) else [own])
         ]
-        chosen = [plain, *(weighting for weighting in given if str(weighting) != PLAIN)]
+        chosen = [plain, *(weighting for weighting in named if str(weighting) != PLAIN)]
         names = [*map(str, chosen)]  # one weighting by two names is two
         if twice := [name for name in names if names.count(name) > 1]:
             raise InputError(f"{twice[0]} is given twice; give each weighting once")
@@ -268,95 +291,57 @@ def _settle(methods: Sequence[str | Weighting] | None, table: pd.DataFrame, note
     return chosen
 
 
-def _make_rows(weightings: Sequence[Weighting], table: pd.DataFrame, aggregation: str) -> list[_Row]:
-    rows: list[_Row] = []
+def _make_sums(weightings: Sequence[Weighting], table: pd.DataFrame, aggregation: str) -> list[_Sum]:
+    sums: list[_Sum] = []
     for weighting in weightings:
         for step, weights in weighting.weights(table, aggregation=aggregation).items():
             if not np.isfinite(weights).all():
                 raise InputError(f"{weighting} has weights that are not finite; leave it out, or give a sound log")
-            earlier = (row for row in rows if not row.same_as and _same(row.weights, weights))
-            same = next(earlier, None)
-            rows.append(_Row(str(weighting), step, weights, "" if same is None else _name(same)))
-    return rows
-
-
-def _name(row: _Row) -> str:
-    return row.method if row.step == "all" else f"{row.method}.{row.step}"
+            distinct = [own for own in sums if not own.same_as]
+            same = next((own for own in distinct if _same(own.weights, weights)), None)
+            place, same_as = (len(distinct), "") if same is None else (same.place, same.name)
+            sums.append(_Sum(str(weighting), step, weights, place, same_as))
+    return sums
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:
     return bool(np.abs(one - other).max() <= SAME * max(np.abs(one).max(), np.abs(other).max()))
 
 
-def _keys(rows: Sequence[_Row]) -> dict[str, list[str]]:
-    return {"method": [row.method for row in rows], "step": [row.step for row in rows]}
-
-
-def _interval_keys(rows: Sequence[_Row], table: pd.DataFrame, labels: Sequence[str]) -> dict[str, np.ndarray]:
-    size = len(labels)
-    counts = np.bincount(table["interval"], minlength=size)
-    own = {"interval": np.arange(size), "label": np.array(labels), "num_tokens": counts}
-    keys = {name: np.repeat(values, size) for name, values in _keys(rows).items()}
-    return keys | {name: np.tile(values, len(rows)) for name, values in own.items()}
-
-
-def _split(rows: Sequence[_Row]) -> dict[str, list[_Row]]:
+def _split(sums: Sequence[_Sum]) -> dict[str, list[_Sum]]:
     """The weightings of several optimizer steps whose weights add up to plain's."""
-    own = {
-        method: [row for row in rows if row.method == method] for method in dict.fromkeys(row.method for row in rows)
-    }
-    plain = rows[0].weights
-    return {m: parts for m, parts in own.items() if len(parts) > 1 and _same(sum(p.weights for p in parts), plain)}
+    steps: dict[str, list[_Sum]] = {}
+    for own in sums:
+        steps.setdefault(own.weighting, []).append(own)
+    plain = sums[0].weights
+    return {name: own for name, own in steps.items() if len(own) > 1 and _same(sum(one.weights for one in own), plain)}
 
 
-def _take_steps(
-    policy: Policy, batch: TokenBatch, rows: Sequence[_Row], judge: Judge, keywords: dict[str, Any]
-) -> pd.DataFrame:
-    """Real steps of plain GRPO, then of each weighting that splits plain's tokens among several; empty without one."""
-    masks = {method: [(row.step, row.weights != 0) for row in own] for method, own in _split(rows).items()}
-    if not masks:
-        return pd.DataFrame()
-    changes, cosines = take_steps(policy, batch, masks, **keywords)
-    both = {"method": [PLAIN, *masks], "step": "both", "step_cosine": cosines}
-    return pd.DataFrame(both | columns(judge.directions("right_step", changes)))
+def _notes_on(weightings: Sequence[Weighting], split: dict[str, list[_Sum]]) -> list[Note]:
+    notes = []
+    if split:
+        words = "takes two optimizer steps" if len(split) == 1 else "take two optimizer steps"
+        notes.append(Note(f"{', '.join(split)} {words}, equal to GRPO's one to first order under SGD.", "two-steps"))
+    if any(weighting.passes.control == "matched-norm" for weighting in weightings):
+        notes.append(Note("matched-norm is GRPO's update, as long as Reweight's.", "matched-norm"))
+    return notes
 
 
-def _join(rows: Sequence[_Row], known: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """A row for every weighting and step, with the numbers of the row whose weights it has; and those of real steps."""
-    numbers = {_name(row): dict(found) for row, found in _pairs(rows, known)}
-    out = []
-    for row in rows:
-        keys = {"method": row.method, "step": row.step, "same_as": row.same_as}
-        out.append(keys | {k: v for k, v in numbers[row.same_as or _name(row)].items() if k not in keys})
-    found = pd.DataFrame(out)
-    if steps.empty:
-        return found
-    plain = steps.iloc[0].drop(["method", "step"])
-    found[plain.index] = np.nan
-    found.loc[found["method"] == PLAIN, plain.index] = plain.to_numpy(np.float64)
-    added = steps.iloc[1:].assign(same_as="")
-    joined = pd.concat([found, added], ignore_index=True)
-    order = joined["method"].map({name: place for place, name in enumerate(found["method"].unique())})
-    return joined.iloc[np.argsort(order, kind="stable")].reset_index(drop=True)
+def _notes_on_steps(sums: Sequence[_Sum], taken: dict[str, Any]) -> list[Note]:
+    """Which weightings of weights of their own no real step was taken under."""
+    left = [own.weighting for own in sums if not own.same_as and own.weighting not in (PLAIN, *taken)]
+    words = ", ".join(dict.fromkeys(left))
+    return (
+        [Note(f"No real step was taken under {words}, which a trainer's batch does not tell.", "no-step")]
+        if left
+        else []
+    )
 
 
-def _gains(
-    policy: Policy,
-    batch: TokenBatch,
-    weightings: Sequence[Weighting],
-    rows: Sequence[_Row],
-    judge: Judge,
-    keywords: dict[str, Any],
-) -> pd.DataFrame:
-    """A row per weighting of weights of its own whose steps the trainer takes; empty where no gain can be known."""
-    once, split = {row.method for row in rows if row.step == "all" and not row.same_as}, _split(rows)
-    own = [
-        w
-        for w in weightings
-        if (str(w) in once and _is_trained(w, batch)) or (str(w) in split and w.passes.lopti_eta is not None)
-    ]
-    found = gains_on_unseen_prompts(policy, batch, own, **keywords)
-    return pd.DataFrame() if found is None else pd.DataFrame(columns(judge.gains(found)), index=[*map(str, own)])
+def _trained_once(weightings: Sequence[Weighting], sums: Sequence[_Sum], batch: TokenBatch) -> dict[str, Weighting]:
+    """Those of weights of their own under which one optimizer step can be taken, by name."""
+    names = {own.weighting for own in sums if own.step == "all" and not own.same_as}
+    return {str(one): one for one in weightings if str(one) in names and _is_trained(one, batch)}
 
 
 def _is_trained(weighting: Weighting, batch: TokenBatch) -> bool:
@@ -368,31 +353,59 @@ def _is_trained(weighting: Weighting, batch: TokenBatch) -> bool:
     return True
 
 
+def _judge(
+    judge: Judge, table: pd.DataFrame, weights: Float[np.ndarray, "R K"], passes: Passes
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The numbers of each sum of weights of its own, [R], and of each of its intervals, [R·A]."""
+    carried, energy = judge.energies(weights)
+    if ADAMW in table and table[ADAMW].notna().any():
+        for known, found in zip((carried, energy), judge.energies(weights, ADAMW, "_adamw"), strict=True):
+            known |= found
+    numbers = columns(judge.gradients(passes) | carried) | {"zero_share": (weights == 0).mean(1)}
+    return numbers, columns(energy) | {"gradient_share": judge.gradient_shares(weights, passes).ravel()}
+
+
+def _join(sums: Sequence[_Sum], numbers: dict[str, np.ndarray]) -> pd.DataFrame:
+    """A row for every sum, with the numbers of the one whose weights it has."""
+    places = [own.place for own in sums]
+    keys = {name: [getattr(own, field) for own in sums] for name, field in KEYS.items()}
+    return pd.DataFrame(keys | {name: values[places] for name, values in numbers.items()})
+
+
+KEYS = {"method": "weighting", "step": "step", "same_as": "same_as"}
+"""Column of a result → what it says of a sum."""
+
+
+def _join_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """The table with the numbers of real steps; "both" of two are a row behind those of each."""
+    whole = steps["step"] == "both"
+    joined = table.merge(steps[~whole], on=["method", "step"], how="left")
+    joined = pd.concat([joined, steps[whole].assign(same_as="")], ignore_index=True)
+    order = joined["method"].map({name: place for place, name in enumerate(table["method"].unique())})
+    return joined.iloc[np.argsort(order, kind="stable")].reset_index(drop=True)
+
+
 def _join_gains(table: pd.DataFrame, gains: pd.DataFrame) -> pd.DataFrame:
     """The table with the gains, each in the row of all of a weighting's steps."""
-    if gains.empty:
-        return table
     whole = table["step"].isin(["all", "both"])
     names = table["method"].where(table["same_as"] == "", table["same_as"]).where(whole, "")
     return table.join(gains.reindex(names).set_axis(table.index))
 
 
-def _spread(rows: Sequence[_Row], known: pd.DataFrame) -> pd.DataFrame:
-    """The intervals' numbers of every weighting and step."""
-    groups = {(method, step): part for (method, step), part in known.groupby(["method", "step"], sort=False)}
-    distinct = {_name(row): (row.method, row.step) for row in rows if not row.same_as}
-    parts = [
-        groups[distinct[row.same_as or _name(row)]].assign(method=row.method, step=row.step, same_as=row.same_as)
-        for row in rows
-    ]
-    return pd.concat(parts, ignore_index=True)
+def _by_interval(
+    sums: Sequence[_Sum], numbers: dict[str, np.ndarray], table: pd.DataFrame, labels: Sequence[str]
+) -> pd.DataFrame:
+    """The intervals' numbers of every sum."""
+    size, intervals = len(labels), np.arange(len(labels))
+    counts = np.bincount(table["interval"], minlength=size)
+    keys = {name: np.repeat([getattr(own, field) for own in sums], size) for name, field in KEYS.items()}
+    same_as = {"same_as": keys.pop("same_as")}
+    each = {"interval": intervals, "label": np.array(labels), "num_tokens": counts}
+    keys |= {name: np.tile(values, len(sums)) for name, values in each.items()}
+    places = (np.array([own.place for own in sums])[:, None] * size + intervals).ravel()
+    return pd.DataFrame(keys | {name: values[places] for name, values in numbers.items()} | same_as)
 
 
-def _pairs(rows: Sequence[_Row], known: pd.DataFrame) -> Iterator[tuple[_Row, pd.Series]]:
-    distinct = [row for row in rows if not row.same_as]
-    yield from zip(distinct, (found for _, found in known.iterrows()), strict=True)
-
-
-def _weights(rows: Sequence[_Row], table: pd.DataFrame) -> pd.DataFrame:
-    columns = {_name(row): row.weights.astype(np.float32) for row in rows}
-    return pd.concat([table[["response", "position"]], pd.DataFrame(columns, index=table.index)], axis=1)
+def _weights(sums: Sequence[_Sum], table: pd.DataFrame) -> pd.DataFrame:
+    weights = {own.name: own.weights.astype(np.float32) for own in sums}
+    return pd.concat([table[["response", "position"]], pd.DataFrame(weights, index=table.index)], axis=1)

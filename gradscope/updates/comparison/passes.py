@@ -21,6 +21,7 @@ from torch import Tensor
 from gradscope.gradients import (
     Derivative,
     PromptGradients,
+    Resources,
     Sketcher,
     SumsPlan,
     fixed_cotangents,
@@ -30,7 +31,6 @@ from gradscope.gradients import (
 )
 from gradscope.policy import PART, AdamWState, Policy, square_norm
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import ALONE, Processes, Progress
 from gradscope.updates.comparison.noise import Products
 
 SKETCH = 1 << 12, 1 << 16
@@ -69,14 +69,11 @@ def pass_through(
     weights: Float[Tensor, "R K"],
     *,
     metric: AdamWState | None = None,
-    memory: int,
-    micro_batch_size: int = 8,
-    processes: Processes = ALONE,
-    progress: bool | Progress = False,
+    resources: Resources,
 ) -> Passes:
     """U = Σ_t w_t·g_t / K for each row of weights of the K kept tokens, by prompt, and every token's change along it.
 
-    The prompts are those of the batch with kept tokens, in the order of their numbers. memory: bytes for vectors.
+    The prompts are those of the batch with kept tokens, in the order of their numbers. resources: settled.
     """
     keep = batch.response_mask
     cotangents = torch.zeros(len(weights), *keep.shape, dtype=weights.dtype)
@@ -86,8 +83,7 @@ def pass_through(
     rows = asked.any(1).nonzero()[:, 0]
     trained, cotangents = batch.select(rows), cotangents[:, rows]
     prompts = batch.group_ids[keep.any(1)].unique()
-    work = _Work(policy, trained, cotangents, prompts, metric, memory, micro_batch_size, processes, progress)
-    return work.run(batch, rows)
+    return _Work(policy, trained, cotangents, prompts, metric, resources).run(batch, rows)
 
 
 class _Work:
@@ -98,14 +94,11 @@ class _Work:
         cotangents: Float[Tensor, "R b S"],
         prompts: Int[Tensor, " n"],
         metric: AdamWState | None,
-        memory: int,
-        micro_batch_size: int,
-        processes: Processes,
-        progress: bool | Progress,
+        resources: Resources,
     ) -> None:
-        self.policy, self.batch, self.cotangents, self.metric, self.memory = policy, batch, cotangents, metric, memory
-        self.processes = processes
-        self.passes = {"micro_batch_size": micro_batch_size, "progress": progress}
+        self.policy, self.batch, self.cotangents, self.metric = policy, batch, cotangents, metric
+        self.memory, self.processes = resources.vectors, resources.processes
+        self.passes = {"micro_batch_size": resources.micro_batch, "progress": resources.progress}
         self.numbers = torch.searchsorted(prompts, batch.group_ids)
         """Of each response's prompt among all."""
         self.mine: list[int] = []

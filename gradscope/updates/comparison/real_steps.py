@@ -26,22 +26,25 @@ Masks = Sequence[tuple[str, Bool[np.ndarray, " K"]]]
 def take_steps(
     policy: Policy,
     batch: TokenBatch,
-    masks: Mapping[str, Masks],
+    weightings: Mapping[str, Weighting | Masks],
     *,
     loss: LossSettings,
     progress: bool | Progress = False,
     **keywords: Any,
 ) -> tuple[Float[np.ndarray, "M K"], Float[np.ndarray, " M"]]:
-    """Δ of each token's log odds by plain's step, then by each method's real steps; and the cosine with plain's Δθ.
+    """Δ of each token's log odds by plain's step, then by each weighting's real steps; and the cosine with plain's Δθ.
 
-    masks: by method. keywords: those of `apply_update`. All steps are rewound. Memory: two displacements, beside what
-    a step takes.
+    weightings: one of a single step, or the tokens of each of several plain ones. keywords: those of `apply_update`.
+    All steps are rewound. Memory: two displacements, beside what a step takes.
     """
     plain = apply_update(policy, batch, loss=loss, displacement=True, **keywords)
     changes, cosines = [_log_odds(plain)], [1.0]
-    for name, groups in track(masks.items(), "taking real steps", progress, unit="weightings"):
-        spread = [(step, _spread(plain.batch, mask)) for step, mask in groups]
-        variant = Variant(name, split_passes(plain.batch, len(batch), spread), loss)
+    for name, own in track(weightings.items(), "taking real steps", progress, unit="weightings"):
+        if isinstance(own, Weighting):
+            variant = weighting_variant(own, plain.batch, loss=loss)
+        else:
+            spread = [(step, _spread(plain.batch, mask)) for step, mask in own]
+            variant = Variant(name, split_passes(plain.batch, len(batch), spread), loss)
         moved = apply_update(policy, batch, variant, before=plain.before, displacement=True, **keywords)
         changes.append(_log_odds(moved))
         cosines.append(_cosine(moved.displacement, plain.displacement))

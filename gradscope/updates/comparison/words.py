@@ -100,11 +100,15 @@ def _numbers(c: Comparison) -> str:
     columns = {f"energy, π in {c.labels[0]}": _percent(first.reindex(shown.index), "energy_share")}
     columns |= {"norm": _plain(shown, "norm_ratio", 2), "cosine": _plain(shown, "cosine", 2)}
     columns |= {"signal/noise": _plain(shown, "signal_to_noise", 3)}
-    names = {"right_sgd": "right way, SGD", "right_adamw": "AdamW", "right_step": "real AdamW steps"}
+    names = {"right_sgd": "right way, SGD", "right_adamw": "AdamW", "right_step": f"real {_optimizer(c)} steps"}
     columns |= {words: _percent(shown, name) for name, words in names.items() if name in shown}
     columns |= {"tokens that carry it": _percent(shown, "effective_share")}
     table = pd.DataFrame(columns, index=[" ".join(key).removesuffix(" all") for key in shown.index])
     return table.to_string()
+
+
+def _optimizer(c: Comparison) -> str:
+    return "SGD" if c.step is not None and c.step.optimizer == "sgd" else "AdamW"
 
 
 def _percent(frame: pd.DataFrame, name: str) -> list[str]:
