@@ -78,7 +78,7 @@ def summarize(
 
     `values`, `intervals` (from `assign_intervals`) and `clusters` (any labels) hold one entry per token. A NaN value is
     a token that was not measured: it counts in `num_tokens`, not in `num_measured`, and enters no statistic (so a sum
-    is that of the measured tokens). probabilities: with which each token was drawn to be measured (`token_sample`), of
+    is that of the measured tokens). probabilities: with which each token was drawn (`gradients.sample`), of
     those that were not, too; a mean is then Σ values/p over the measured · Σ p over all / num_measured / num_tokens, a
     sum the same without the last division, so that it is of all tokens; None: all of an interval had the same chance.
     sizes: what values are about in proportion to, of all tokens: by them is told what a sample is worth; None: alike.

@@ -1,7 +1,7 @@
 """A batch's gradient by intervals of π, prompt by prompt, raw and in AdamW's metric: shares, cosines, signal and noise.
 
-The parts are those of a diagnosis (`gradscope.diagnosis.gradients` and `diagnosis_tokens` say what each number is),
-without exact norms of single tokens: Σ‖w·g‖² of each prompt and interval is estimated by ‖Σ z·w·g‖² with random signs
+The parts are those of a diagnosis (`gradients` and `tokens` of `gradscope.diagnosis` say what each number is), without
+exact norms of single tokens: Σ‖w·g‖² of each prompt and interval is estimated by ‖Σ z·w·g‖² with random signs
 z = ±1, which has that mean, with the same signs in both metrics. So all is backward passes: two of each interval.
 """
 

@@ -3,7 +3,7 @@
 g_{p,a} is prompt p's part of G_a, the gradient of the loss over the tokens of interval a; G = Σ_a G_a. All numbers are
 inner products ⟨g_{p,a}, g_{q,b}⟩, one matrix [n·A, n·A], so that prompts can be redrawn without another backward pass.
 Memory besides the model: n·A vectors as long as the parameters or, where that is over the budget, as a slice of them or
-as their sketches (`prompt_gradients`). What sketches add to the error of shares, ratios, cosines with G, indices
+as their sketches (`summed.prompts`). What sketches add to the error of shares, ratios, cosines with G, indices
 and signals is in their bounds; norms, noise and the cosines between intervals have none.
 
 **Shares, cosines and indices** have bounds from redrawn prompts. A redrawn batch has about twice the noise, which lifts
@@ -85,7 +85,7 @@ def sum_gradients(
     """All inner products of g_{p,a} = Σ_t cotangents[a, t]·∇ log π_t over prompt p's tokens; raw and in AdamW's metric.
 
     sign_passes: passes for Σ_t ‖w_t g_t‖² in AdamW's metric, ‖Σ_t z_t·w_t·g_t‖² with random signs z_t = ±1, which has
-    that mean; None: it is not estimated. memory, way: see `prompt_gradients`. processes: share the prompts; the result
+    that mean; None: it is not estimated. memory, way: see `summed.prompts`. processes: share the prompts; the result
     is everybody's. The policy is as it was.
     """
     size = len(cotangents)

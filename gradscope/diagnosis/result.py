@@ -144,7 +144,7 @@ class DiagnosisSettings:
     """Tokens shown of the largest ‖w·g‖, and of those that move farthest against their advantage."""
     gradient_memory: int | None = None
     """Bytes for gradients: those of prompts and intervals are made whole, in slices or as sketches (see
-    `prompt_gradients`); those of steps, predicted and taken, one at a time and in scratch files where they need more.
+    `summed.prompts`); those of steps, predicted and taken, one at a time and in scratch files where they need more.
     None: a sixth of what is free."""
     gradient_way: Literal["whole", "slices", "sketches"] | None = None
     """How those of prompts and intervals are made, whatever it costs."""
@@ -294,9 +294,9 @@ class Diagnosis:
     """Between the intervals' summed gradients."""
     adamw_cosines: pd.DataFrame | None = None
     influence: pd.DataFrame | None = None
-    """Who moves whom: `influence.influence_table`."""
+    """Who moves whom: `updates.influence_table`."""
     against: pd.DataFrame | None = None
-    """Tokens predicted to move farthest against their advantage: `influence.moved_against`."""
+    """Tokens predicted to move farthest against their advantage: `updates.moved_against`."""
     directions: pd.DataFrame | None = None
     """Right-direction shares by interval and sign, with a column `kind`: predicted or actual."""
     movement: pd.DataFrame | None = None

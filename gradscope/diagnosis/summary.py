@@ -159,7 +159,7 @@ def summarize_measurement(
 
     table: what `measure(policy, batch, …)` gave; settings: those that it was made with; batch: at the temperatures that
     it was measured at. contexts: compute the constants of Eq. 3 at so many tokens' contexts
-    (`jacobians.layer_constants`; its time grows fast with model and context). memory, way, processes: of the summed
+    (`theory.layer_constants`; its time grows fast with model and context). memory, way, processes: of the summed
     gradients; see `interval_gradients`.
     """
     over, gradients, progress = policy.parameters_in_words, None, settle_progress(progress)

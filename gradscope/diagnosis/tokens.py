@@ -7,7 +7,7 @@ index that (1−π) alone predicts, of Σ(w·(1−π))²: what is left if every 
 
 Σ‖w·g‖², of single tokens, knows no cancellation: it is not the summed gradient, whose shares `gradients` has.
 Where a sample of an interval's tokens was measured, a measured one counts for 1 / p of them, p its sampling probability
-(`token_sample`): with equal chances, the sum is the count of the tokens times the mean over the measured ones.
+(`gradients.sample`): with equal chances, the sum is the count of the tokens times the mean over the measured ones.
 Intervals of 95 % cover the choice of prompts and of the tokens that were measured. `resampling` says what they are, and
 how many prompts and measured tokens it takes to have one; `PromptSums.short_of` what there is too little of.
 """

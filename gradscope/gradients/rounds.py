@@ -2,9 +2,9 @@
 
 A first round of PILOT tokens of each interval tells how many seconds a unit of cost takes; a unit is a position that a
 backward pass carries for a token, and a sequence's forward pass, head and factors count for as many as in
-`capture.chunks`. Each further round takes at most the part STEP of the time that is left and measures at most GROWTH
+`engine.chunks`. Each further round takes at most the part STEP of the time that is left and measures at most GROWTH
 times as many as before, so that an estimate that is far off is mended by the next; there is none when less than the
-part ENOUGH of all minutes is left. The sample of a round holds those before it (`token_sample`): nothing is measured
+part ENOUGH of all minutes is left. The sample of a round holds those before it (`sample`): nothing is measured
 twice, and nothing that was measured is dropped.
 """
 

@@ -286,7 +286,7 @@ def measure(
     tokens counted), `token_id`, `token`, `logprob`, `prob`, `log_one_minus_prob`, `entropy` (nats, at the sampling
     temperature), `old_logprob`, `ref_logprob`, `advantage` (NaN if unknown), `sampler_logprob` (where the batch has
     it), `policy_weight`, `kl_weight`, `weight` (Eq. 2's w_t, NaN without an advantage), `clipped`, `interval`,
-    `sampling_probability` (of being measured, where a sample was drawn: see `token_sample`), and the L2 norms of the
+    `sampling_probability` (of being measured, where a sample was drawn: see `sample`), and the L2 norms of the
     token gradient of log π unweighted: `logit_grad_norm` (with respect to logits / T), `act_grad_norm.0` …
     `act_grad_norm.L`, `param_grad_norm`; with metric="adamw" `param_grad_norm_adamw`. What the token really contributes
     is `weight · norm`.

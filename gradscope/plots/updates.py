@@ -152,7 +152,7 @@ def plot_directions(
 def plot_influence(
     table: pd.DataFrame, *, statistic: str = "share", edges: Sequence[float] = EDGES, ax: Axes | None = None
 ) -> Axes:
-    """Whose gradient moves whom: sources in rows, the moved tokens' intervals in columns (`influence.influence_table`).
+    """Whose gradient moves whom: sources in rows, the moved tokens' intervals in columns (`updates.influence_table`).
 
     statistic: "share", Cov(c, Δ)/Var(Δ), whose columns add up to 1; "mean_abs" or "mean", in nats.
     """

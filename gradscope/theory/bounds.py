@@ -56,7 +56,7 @@ def check_layer_bounds(
     tiny: float = 1e-12,
     tolerance: float = 1e-4,
 ) -> pd.DataFrame:
-    """Does Eq. 3 hold with the constants of the tokens' own contexts (`jacobians.layer_constants`), a row per layer.
+    """Does Eq. 3 hold with the constants of the tokens' own contexts (`layer_constants`), a row per layer.
 
     tokens: rows of a token table with a column `context`, the number of the context that the token follows (NaN:
     none). The lower bound is vacuous where ∏c ≤ tiny or unknown, the upper where ∏d is unknown; violations (beyond the
@@ -132,7 +132,7 @@ class TheoryReport:
     rest_ratio: float
     """Largest 1−π over the smallest, of the tokens that the powers are fitted to."""
     constants: pd.DataFrame | None = None
-    """`jacobians.layer_constants`; None: not computed."""
+    """`layer_constants`; None: not computed."""
     spreads: pd.DataFrame | None = None
     """`compare_spreads`."""
     layer_bounds: pd.DataFrame | None = None

@@ -23,7 +23,7 @@ from support.processes import Command
 
 from gradscope.cli.sample import Sample
 from gradscope.gradients import TableMeasurement, measure
-from gradscope.gradients.engine import autograd as graph_body, norms as rules
+from gradscope.gradients.engine import autograd, norms as rules
 from gradscope.gradients.engine.decoder import block as decoder_block
 from gradscope.objective import LossSettings
 from gradscope.policy import load_policy
@@ -310,7 +310,7 @@ def test_a_failed_self_check_is_one_line_with_status_1_and_nothing_is_written(
     run, model, rollouts, tmp_path, monkeypatch
 ):
     right = rules.linear_square_norms
-    for module in (graph_body, decoder_block):  # both ways through the body
+    for module in (autograd, decoder_block):  # both ways through the body
         monkeypatch.setattr(module, "linear_square_norms", lambda *args, **kw: 1.02 * right(*args, **kw))
     out = tmp_path / "out"
     assert_one_line(run("measure", model, rollouts, "--out", out), "module model.layers.", status=1)

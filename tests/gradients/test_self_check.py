@@ -25,7 +25,7 @@ from gradscope.gradients import (
     table as token_table,
 )
 from gradscope.gradients.engine import (
-    autograd as graph_body,
+    autograd,
     embeddings,
     head,
     meter as token_gradients,
@@ -93,7 +93,7 @@ def test_what_it_compares_with_is_brute_force_module_by_module():
 
 def replace_rule(monkeypatch: pytest.MonkeyPatch, name: str, replacement: Callable[..., Tensor]) -> None:
     """Everywhere that it is used."""
-    users = [m for m in (head, embeddings, graph_body, decoder_block, token_gradients) if hasattr(m, name)]
+    users = [m for m in (head, embeddings, autograd, decoder_block, token_gradients) if hasattr(m, name)]
     assert users
     for module in users:
         monkeypatch.setattr(module, name, replacement)

@@ -10,7 +10,7 @@ Every number of the table is an inner product of those sums over all parameters 
 
 Memory besides the model and its activations: 3 × intervals vectors (the sums of two halves of the batch, and one
 prompt's), in float32 at least, as long as the parameters or, where that is over the budget, as a slice of them or as
-their sketches: see `prompt_gradients`. An optimizer state adds a vector as long as the parameters and a second pass.
+their sketches: see `prompts`. An optimizer state adds a vector as long as the parameters and a second pass.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def interval_gradients(
     generator: splits the prompts into two halves of equal count (to one); None: seeded with 0.
     optimizer_state: adds the same in the metric of the AdamW update.
     memory: bytes for gradients, which decides whether they are made whole, in slices or as sketches
-    (`prompt_gradients`); None: a sixth of what is free. way: one of these, whatever it costs.
+    (`prompts`); None: a sixth of what is free. way: one of these, whatever it costs.
     processes: share the prompts; the result is everybody's.
 
     The model measures in eval mode; flags, modes and `.grad` are left as they were. Raises InputError for a batch

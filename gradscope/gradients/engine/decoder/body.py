@@ -1,7 +1,7 @@
 """The body of a common decoder, by backward rules instead of autograd: one forward pass serves a few sequences.
 
-A body is common if its blocks are those of `decoder_parts` and if, on a short sequence, the rules give the norms that
-its graph gives; any other goes by `graph_body`, and so does a sequence on which `decoder_check` finds a difference.
+A body is common if its blocks are those of `parts` and if, on a short sequence, the rules give the norms that
+its graph gives; any other goes by `engine.autograd`, and so does a sequence on which `check` finds a difference.
 """
 
 from __future__ import annotations
