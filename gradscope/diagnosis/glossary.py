@@ -71,7 +71,3 @@ DEFINITIONS = {
     ),
 }
 """What the words of the findings mean, for a page to quote."""
-
-TERMS = {term.lower(): term for term in DEFINITIONS if term not in ("w", "95 % interval", "share of the tokens")}
-"""How a sentence may name a term, in lower case → the term: its meaning is shown where one points at it."""
-TERMS |= {"summed gradients": "summed gradient", "on-policy": "off-policy", "bin of π": "probability bin"}

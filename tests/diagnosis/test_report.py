@@ -1,7 +1,6 @@
 """The HTML page without a browser: what it is given, what it holds, and what it refuses."""
 
 import base64
-import hashlib
 import json
 import re
 from html import unescape
@@ -12,8 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from gradscope.diagnosis.page.drawings import inline_svg
-from gradscope.diagnosis.page.page import Definition, Figure, Finding, Formula, Page, Paragraph, Section, Table
+from gradscope.diagnosis.page.page import Definition, Figure, Finding, Page, Paragraph, Section, Table
 from gradscope.diagnosis.page.render import render
 from gradscope.diagnosis.page.viewer import Quantity, Viewer, prompt_texts, viewer_data
 from gradscope.diagnosis.tokens import add_weighted_norms
@@ -181,17 +179,6 @@ def test_two_drawings_on_a_page_share_no_id_and_all_their_references_lead_somewh
     assert len(ids) == len(set(ids))
 
 
-def test_what_could_run_or_fetch_is_dropped_from_an_svg():
-    source = """<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"
-      width="72" height="36" onload="window.broken = 1"><script>window.broken = 1</script><style>@import "http://x.test"</style>
-      <foreignObject><p>x</p></foreignObject><image xlink:href="http://x.test/a.png"/><use xlink:href="#g"/>
-      <g id="g"><text onclick="window.broken = 1">kept</text></g></svg>"""
-    text = inline_svg(source, "f7")
-    assert not re.search(r"script|style>|foreign|x\.test|broken|on\w+=|http", text)
-    assert '<use href="#f7-g" />' in text and '<g id="f7-g"><text>kept</text></g>' in text
-    assert 'viewBox="0 0 72 36"' in text and "--natural: 54pt" in text  # a pixel is ¾ point
-
-
 # ---- the page ----
 
 
@@ -203,7 +190,6 @@ def full_page() -> Page:
     blocks = (
         Paragraph(HOSTILE),
         Definition(HOSTILE, HOSTILE),
-        Formula(HOSTILE),
         Figure(drawing(), HOSTILE, "figures/a b.csv"),
         Table(frame, HOSTILE, {"share": "{:.1%}"}),
     )
@@ -228,30 +214,3 @@ def test_text_from_anywhere_stays_text():
 def test_the_page_names_no_address_on_the_network():
     html = render(full_page())
     assert not re.findall(r"https?:|//[a-z]+\.|@import|url\((?!#)", re.sub(r"^\s*//.*$", "", html, flags=re.M))
-
-
-def test_the_policy_lets_only_the_pages_own_script_run():
-    html = render(full_page())
-    policy = unescape(re.search(r'Content-Security-Policy" content="([^"]*)"', html)[1])
-    script = re.search(r"<script>(.*?)</script>", html, re.S)[1]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
-    assert rules["default-src"] == "'none'" and rules["script-src"] == f"'sha256-{digest}'"
-    assert rules["img-src"] == "data:"
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Section("Bad id", "t", ()), "has the id 'Bad id'"),
-        (lambda: Section("tokens", "t", ()), "has the id 'tokens'"),
-        (lambda: Page("t", sections=(Section("a", "t", ()), Section("a", "t", ()))), "two sections have the id 'a'"),
-        (lambda: Figure("<svg/>", "c", "javascript:alert(1)"), "the name of a file beside the page"),
-        (lambda: Figure("<svg/>", "c", "//x.test/a.csv"), "the name of a file beside the page"),
-        (lambda: Figure("<svg/>", "c", "../a.csv"), "the name of a file beside the page"),
-        (lambda: Table(pd.DataFrame({"a": [1]}), "c", {"b": "{}"}), "formats names 'b'"),
-    ],
-)
-def test_a_part_that_would_not_work_is_refused(make, words):
-    with pytest.raises(InputError, match=re.escape(words)):
-        make()

@@ -13,7 +13,6 @@ import pytest
 from support.policies import make_batch, make_policy
 
 from gradscope.diagnosis import DiagnosisSettings, diagnose, make_report, write_report
-from gradscope.diagnosis.glossary import DEFINITIONS, TERMS
 from gradscope.diagnosis.page.page import Definition, Figure, Finding, Page, Section, Table
 from gradscope.diagnosis.page.render import write_page
 from gradscope.diagnosis.page.viewer import Viewer
@@ -36,8 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 HOSTILE = (
     "<script>window.broken = 1</script>", "<img src=x onerror='window.broken = 1'>", "</script><script>broken=1",
-    "{{7777*7}}", "javascript:window.broken=1", "a\x00b", "\u202egnorts\u202c", "x" * 3000, "\ufffd", "&amp;", "",
-    "\n", "ok\n", " ", "\t", "\u200b", "<svg onload=window.broken=1>", "' onmouseover='window.broken=1",
+    "{{7777*7}}", "a\x00b", "\u202egnorts\u202c", "x" * 3000, "\ufffd", "&amp;", "", "\n", "ok\n", " ", "\u200b",
 )  # fmt: skip
 COLUMNS = ("prob", "param_grad_norm", "weighted_norm", "squared_share", "delta_logprob", "advantage", "entropy")
 LENGTHS = (len(HOSTILE), 30, 40, 12)
@@ -185,37 +183,16 @@ def inks(driver, selector):
     )
 
 
-def test_the_page_opens_without_errors_fetches_nothing_and_runs_nothing_injected(opened):
-    for number in range(len(LENGTHS)):
-        opened.execute_script("document.querySelectorAll('#list button')[arguments[0]].click()", number)
-        for span in tokens(opened)[:20]:
-            opened.execute_script("arguments[0].focus()", span)
-    opened.execute_script("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
-    assert opened.get_log("browser") == []
-    assert opened.execute_script("return performance.getEntriesByType('resource').length") == 0
-    assert opened.execute_script("return window.broken") is None
-    assert opened.execute_script("return document.querySelectorAll('#responses img, #responses script').length") == 0
-
-
-def test_the_policy_stops_scripts_and_requests_that_get_in_all_the_same(opened):
-    opened.execute_script(
-        """const holder = document.createElement("div");
-        holder.innerHTML = "<img src='http://127.0.0.1:9/x.png' onerror='window.broken = 1'>";
-        document.body.append(holder);
-        const script = document.createElement("script");
-        script.textContent = "window.broken = 2";
-        document.body.append(script);"""
-    )
-    refused = " ".join(entry["message"] for entry in opened.get_log("browser"))
-    assert "violates" in refused and "img-src" in refused and "script-src" in refused
-    assert opened.execute_script("return window.broken") is None
-
-
-def test_hostile_tokens_are_shown_as_the_text_they_are(opened):
+def test_hostile_tokens_are_text_and_the_page_opens_without_errors_and_fetches_nothing(opened):
     shown = [span.get_attribute("textContent") for span in tokens(opened)]
     named = {"a\x00b": "a␀b", "\u202egnorts\u202c": "⟨RLO⟩gnorts⟨PDF⟩", "\u200b": "⟨ZWSP⟩"}
     assert shown == [named.get(text, text) for text in HOSTILE]
     assert opened.execute_script("return document.documentElement.scrollWidth <= innerWidth")  # 3,000 letters wrap
+    for span in tokens(opened):
+        opened.execute_script("arguments[0].focus()", span)
+    opened.execute_script("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
+    assert opened.get_log("browser") == [] and opened.execute_script("return window.broken") is None
+    assert opened.execute_script("return performance.getEntriesByType('resource').length") == 0
 
 
 def test_pointing_at_a_token_tells_its_exact_numbers(opened):
@@ -439,15 +416,6 @@ def test_numbers_stand_beside_the_text_on_a_wide_screen(chromium, diagnosed):
         "return [document.querySelector('.words'), tooltip].map((e) => e.getBoundingClientRect().toJSON())"
     )
     assert box["left"] >= words["right"] and box["right"] <= 1300
-
-
-def test_a_term_tells_its_meaning_when_it_is_pointed_at_or_focused(chromium, diagnosed):
-    open_diagnosed(chromium, diagnosed, width=1300)
-    term = chromium.find_element(By.CSS_SELECTOR, ".decision .term")
-    told_of = "return getComputedStyle(arguments[0], '::after').content"
-    assert chromium.execute_script(told_of, term) == "none"
-    chromium.execute_script("arguments[0].focus()", term)
-    assert chromium.execute_script(told_of, term).strip('"') == DEFINITIONS[TERMS[term.text.lower()]]
 
 
 @pytest.mark.parametrize(("width", "media"), [(1300, ""), (390, ""), (718, "print")])

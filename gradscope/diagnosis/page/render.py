@@ -1,33 +1,24 @@
-"""From a page to one HTML file: all text escaped, figures and data inside, and a policy that forbids all fetching."""
+"""From a page to one HTML file: all text escaped, figures and data inside, nothing fetched."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import os
-import re
 from importlib.resources import files
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
 
-from gradscope.diagnosis.glossary import DEFINITIONS, TERMS
 from gradscope.diagnosis.page.drawings import inline_svg
 from gradscope.diagnosis.page.page import Page, Table
 from gradscope.diagnosis.page.viewer import viewer_data
 from gradscope.runs import write_text
 
-if TYPE_CHECKING:
-    from markupsafe import Markup
-
 TONES = {"plain": "", "good": "good", "warn": "caution", "bad": "problem"}
 """What a finding's tone is called, for those who do not see its colour."""
-
-_TERM = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, sorted(TERMS, key=len, reverse=True)))})(?!\w)", re.IGNORECASE)
 
 
 def write_page(path: str | os.PathLike, page: Page) -> Path:
@@ -40,10 +31,9 @@ def write_page(path: str | os.PathLike, page: Page) -> Path:
 
 
 def render(page: Page) -> str:
-    """The page as one HTML file that fetches nothing; the same page gives the same text.
+    """Return the page as one HTML file that fetches nothing; the same page gives the same text.
 
-    Whatever text it holds stays text. Only the page's own script may run, by its hash. Raises InputError for a drawing
-    or a viewer that cannot be shown.
+    Whatever text it holds stays text. Raises InputError for a viewer that cannot be shown.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -62,46 +52,16 @@ def render(page: Page) -> str:
         page=page,
         viewer=None if page.viewer is None else (data := viewer_data(page.viewer)),
         viewer_json=None if page.viewer is None else Markup(data.json),
-        policy=content_policy(script),
         style=Markup(_template("page.css")),
         script=Markup(script),
         tones=TONES,
         kind=lambda block: type(block).__name__,
         svg=lambda figure: Markup(inline_svg(figure.drawing, f"f{next(number)}")),
         cells=table_cells,
-        explain=explain,
         link=lambda figure: quote(figure.csv),
     )
     # Half of a surrogate pair, as broken tokens can hold, has no UTF-8.
     return html.encode("utf-8", "replace").decode("utf-8")
-
-
-def explain(text: str) -> Markup:
-    """The text, escaped; the first place of each term of the glossary shows its meaning when pointed at or focused."""
-    from markupsafe import Markup, escape
-
-    seen: set[str] = set()
-
-    def mark(found: re.Match) -> str:
-        term = TERMS[found[0].lower()]
-        if term in seen:
-            return found[0]
-        seen.add(term)
-        return f'<span class="term" tabindex="0" data-meaning="{escape(DEFINITIONS[term])}">{found[0]}</span>'
-
-    return Markup(_TERM.sub(mark, str(escape(text))))
-
-
-def content_policy(script: str) -> str:
-    """A Content-Security-Policy: nothing is fetched, and no script runs but this one.
-
-    Inline styles are allowed, since an SVG's marks carry them; they could fetch nothing either.
-    """
-    digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
-    return (
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
 
 
 def table_cells(table: Table) -> tuple[list[str], list[list[str]]]:
