@@ -34,10 +34,9 @@ from analyses.common.measurements import describe_machine
 from analyses.common.read_runs import PLANNED
 from analyses.common.script import COMPLAINT, end_with, exit_with
 from gradscope import load_policy
-from gradscope.cli import end_at_once
 from gradscope.errors import DivergedError, InputError, first_line
 from gradscope.policy import Policy
-from gradscope.runs import replacing, write_text
+from gradscope.runs import leave_launch, replacing, write_text
 from gradscope.sampling import Evaluation, Sampler, evaluate, make_sampler
 from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer import TrainConfig, list_checkpoints, scalars, step_of, train
@@ -115,6 +114,7 @@ def be_launched(work: str, folder: str, parent: str) -> None:
     ended = train_here(config, Path(work))
     if os.environ["RANK"] == "0":
         write_text(Path(folder, ENDED), ended)
+    leave_launch()
 
 
 def describe(work: Path) -> dict[str, Any]:
@@ -182,4 +182,4 @@ def write(table: pd.DataFrame, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    end_at_once(lambda: exit_with(lambda: be_launched(*sys.argv[1:])))
+    exit_with(lambda: be_launched(*sys.argv[1:]))

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 
-from gradscope.cli import go_on_unread, noting_interruption
 from gradscope.errors import InputError
 
 COMPLAINT = "error: "
@@ -32,24 +31,16 @@ class Options:
 def exit_with(call: Callable[[], int | None]) -> None:
     """Exit with the status that `call` returns (None: 0); where the input or a file is at fault, with 2 and its line.
 
-    A file is at fault that cannot be written, such as below an `--out` that is no folder. Whoever has read enough of
-    what is printed (`head`) is no fault, and hears nothing. Nor is who interrupts: 130.
+    A file is at fault that cannot be written, such as below an `--out` that is no folder. Who interrupts is not: 130.
     """
-    go_on_unread()
-    with noting_interruption() as interrupted:
-        try:
-            status = call()
-            if sys.stdout is not None:  # closed by the shell
-                sys.stdout.flush()
-        except (Exception, KeyboardInterrupt) as error:
-            if interrupted or isinstance(error, KeyboardInterrupt):
-                print(f"{COMPLAINT}interrupted; what is finished stays", file=sys.stderr)
-                status = 130
-            elif isinstance(error, InputError | OSError):
-                print(f"{COMPLAINT}{error}", file=sys.stderr)
-                status = 2
-            else:
-                raise
+    try:
+        status = call()
+    except KeyboardInterrupt:
+        print(f"{COMPLAINT}interrupted; what is finished stays", file=sys.stderr)
+        status = 130
+    except (InputError, OSError) as error:
+        print(f"{COMPLAINT}{error}", file=sys.stderr)
+        status = 2
     sys.exit(status)
 
 

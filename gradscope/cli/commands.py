@@ -18,7 +18,6 @@ from typing import Any
 import tyro
 
 from gradscope import __version__
-from gradscope.cli.ending import end_at_once, go_on_unread, noting_interruption
 from gradscope.errors import (
     LESS_MEMORY,
     DivergedError,
@@ -95,16 +94,22 @@ def main(args: Sequence[str] | None = None) -> None:
     Status 0: done, 2: the input or a flag is at fault, 1: self-check failed or OS error, 130: interrupted.
     """
     args = sys.argv[1:] if args is None else list(args)
-    with noting_interruption() as interrupted:
-        try:
-            _parse(args).run()
-            if sys.stdout is not None:  # closed by the shell
-                sys.stdout.flush()
-        except (Exception, KeyboardInterrupt) as error:
-            advice = GO_ON.get(args[0] if args else "", "the same command goes on where it was")
-            if not interrupted and not isinstance(error, KeyboardInterrupt):
-                _refuse(error, advice)
-            _stop(RuntimeError(f"interrupted; {advice}"), 130)
+    go_on = GO_ON.get(args[0] if args else "", "the same command goes on where it was")
+    try:
+        _parse(args).run()
+        if sys.stdout is not None:  # closed by the shell
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        _stop(RuntimeError(f"interrupted; {go_on}"), 130)
+    except BrokenPipeError:  # nobody reads on (`| head`); Python would flush what is left once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except Exception as error:
+        _refuse(error, go_on)
+    if "WORLD_SIZE" in os.environ:
+        from gradscope.runs import leave_launch
+
+        leave_launch()
 
 
 def _refuse(error: Exception, go_on: str) -> None:
@@ -141,5 +146,4 @@ def run_script() -> None:
     """The console script."""
     if sys.stdout is not None and not sys.stdout.isatty():
         sys.stdout.reconfigure(line_buffering=True)  # a log has notes and progress in the order they were said
-    go_on_unread()
-    end_at_once(main)
+    main()

@@ -1,10 +1,7 @@
 """Scripts end with one line where the input is at fault."""
 
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pandas as pd
@@ -38,19 +35,6 @@ def test_an_interruption_is_one_line_and_status_130(capsys):
     with pytest.raises(SystemExit) as ended:
         exit_with(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     assert ended.value.code == 130 and capsys.readouterr().err.count("\n") == 1
-
-
-def test_an_interruption_of_which_a_library_makes_another_error_is_one_line_too(capsys):
-    def fall() -> None:
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
-        except KeyboardInterrupt as error:
-            raise RuntimeError("cannot join thread before it is started") from error
-
-    with pytest.raises(SystemExit) as ended:
-        exit_with(fall)
-    assert ended.value.code == 130 and capsys.readouterr().err == "error: interrupted; what is finished stays\n"
 
 
 def test_a_folder_that_cannot_be_written_is_one_line_and_status_2(tmp_path, capsys):

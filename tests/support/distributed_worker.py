@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from gradscope.cli import end_at_once
 from gradscope.errors import InputError
 from gradscope.objective import LossSettings, Pass, lopti_split, resolve_advantages, split_passes
 from gradscope.objective.steps import whole_passes
+from gradscope.runs import leave_launch
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.learner import Learner, build_learner
 from support.policies import make_batch, make_policy
@@ -103,4 +103,5 @@ def main(folder: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    end_at_once(lambda: main(Path(sys.argv[1]), Path(sys.argv[2])))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    leave_launch()
