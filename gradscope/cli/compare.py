@@ -17,11 +17,10 @@ from gradscope.errors import InputError
 from gradscope.gradients import MeasureSettings, Resources
 from gradscope.objective import make_weighting, spell_out
 from gradscope.policy import find_optimizer_file, find_policy_state, optimizer_hash
-from gradscope.runs import check_results, plain_json, write_parquet, write_text
+from gradscope.runs import plain_json, write_parquet, write_text
 
 TABLE, BY_INTERVAL, WEIGHTS, SUMMARY = "compare.csv", "by_interval.csv", "weights.parquet", "summary.txt"
 FIGURE = "figures/compare.png"
-RESULTS = ("tokens.parquet", "figures", TABLE, BY_INTERVAL, WEIGHTS, SUMMARY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +65,6 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
             raise InputError(f"--max-grad-norm is {self.max_grad_norm}; give a number above 0, or none")
         if self.optimizer_state is not None and find_optimizer_file(self.optimizer_state) is None:
             raise InputError(f"{self.optimizer_state} is not there; give the file of an AdamW state_dict")
-        check_results(self.out, RESULTS)
         read = self.reading | {"optimizer_state": self.optimizer_state}
         read |= {"overwrite": self.overwrite, "figures": False, "gradient_memory": self.gradient_memory}
         read["max_grad_norm"] = self.max_grad_norm
@@ -77,9 +75,6 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         processes, asked = measured.processes, self._asked(measured)
         found = processes.is_main and measured.folder.manifest.get("comparison") == asked
         found = found and all((self.out / name).is_file() for name in (TABLE, BY_INTERVAL, WEIGHTS, SUMMARY))
-        with processes.together():
-            for name in (TABLE, BY_INTERVAL, WEIGHTS, SUMMARY) if found else ():
-                measured.folder.check(name)
         if not processes.gather([found])[0]:
             self._write(measured, asked)
         elif processes.is_main:

@@ -24,7 +24,6 @@ from gradscope.cli.measured import Measured
 from gradscope.cli.optimizer import read_step
 from gradscope.cli.pages import (
     PAGE,
-    RESULTS,
     describe_step,
     describe_sums,
     in_words,
@@ -50,7 +49,7 @@ from gradscope.policy import (
     weights_hash,
 )
 from gradscope.rollouts import list_files
-from gradscope.runs import check_is_folder, check_results, file_hash, plain_json
+from gradscope.runs import check_is_folder, file_hash, plain_json
 from gradscope.updates import SGD
 
 
@@ -111,8 +110,6 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             return
         check_no_plan(flops=self.flops)
         folders = name_folders(self.model, self.out)
-        for folder in folders:
-            check_results(folder, RESULTS)
         if len(folders) > 1:
             trend_folder(self.out, [], overwrite=self.overwrite)  # before anything is measured
         done = [self._diagnose(*pair, folder) for pair, folder in zip(self._pairs(), folders, strict=True)]

@@ -13,7 +13,6 @@ from gradscope.runs.folder import (
     MANIFEST,
     RunFolder,
     check_is_folder,
-    check_results,
     check_writable,
     library_versions,
     provenance,
@@ -39,7 +38,7 @@ from gradscope.runs.user_code import RAISED, in_words, run_file
 
 __all__ = [
     "ALONE", "MANIFEST", "MOST_COLUMNS", "PACKED", "RAISED", "SILENT", "Advance", "Inert", "Processes", "Progress",
-    "Reporter", "RunFolder", "check_is_folder", "check_results", "check_room", "check_writable", "deal_by_cost",
+    "Reporter", "RunFolder", "check_is_folder", "check_room", "check_writable", "deal_by_cost",
     "file_hash", "in_words", "leave_launch", "library_versions", "load_tensors", "locked", "numbers_of", "parse_json",
     "parse_json_file", "plain_json", "provenance", "read_json", "read_lines", "read_parquet", "refusal", "replacing",
     "run_file", "scratch_zeros", "settle_progress", "track", "worker_context", "write_json", "write_parquet",

@@ -6,45 +6,35 @@ unfinished    .partial with parts of this key         continues after its last p
 finished      manifest.json with this key             leaves it alone, or adds files to it
 (InputError)  a run of another key, or results of     is refused; with `overwrite` it begins, and its results
               an unknown one                          replace the others when it publishes them
-
-          begin           write_part               publish
-nothing ─────────▶ begun ───────────▶ unfinished ─────────▶ finished ──┐
-   ▲                 │                 ▲      │                ▲       │ stage,
-   └─────────────────┘                 └──────┘                └───────┘ publish
-     ends without parts             killed, begin
 """
 
 from __future__ import annotations
 
 import errno
-import gzip
-import hashlib
 import json
 import os
 import platform
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradscope import __version__
 from gradscope.errors import InputError
-from gradscope.runs.files import file_hash, plain_json, replacing, write_json
+from gradscope.runs.files import write_json, write_parquet
 from gradscope.runs.foreign import read_json
 from gradscope.runs.lock import locked
 
 if TYPE_CHECKING:
     import pandas as pd
 
-MANIFEST, KEY, PARTIAL, LOCK = "manifest.json", "key.json", ".partial", "lock"
+MANIFEST, KEY, PARTIAL = "manifest.json", "key.json", ".partial"
 LOCKED = (errno.EACCES, errno.EPERM)
 """errno values where rights are missing."""
-UNWRITABLE = (*LOCKED, errno.EROFS, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
+UNWRITABLE = (*LOCKED, errno.EROFS, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 """errno values after which the user has to name another folder; others (a full disk, …) are not the user's fault."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """errno values where there is no room."""
@@ -79,16 +69,11 @@ class RunFolder:
         only if it is no folder, or has a manifest that is not a run's.
         """
         check_is_folder(self.partial)
-        check_results(self.folder, (MANIFEST, *self.results))
         manifest, unfinished = self.manifest, read_json(self.partial / KEY) if self._has_parts() else None
         if manifest is not None and not _is_of_a_run(manifest):
             raise InputError(f"{self.folder / MANIFEST} is not of a run of gradscope; give another --out")
         if overwrite:
             return "nothing"
-        if manifest is not None and manifest.get("sha256", {}).get(MANIFEST) not in (None, _own_hash(manifest)):
-            raise InputError(
-                f"{self.folder / MANIFEST} is not what was written; restore it, give another --out, or --overwrite"
-            )
         if manifest is not None and manifest["key"] == self.key:
             return "finished"
         if unfinished is not None and unfinished.get("key") == self.key:
@@ -115,7 +100,7 @@ class RunFolder:
         resumed = self.status(overwrite=overwrite) == "unfinished"
         check_writable(self.folder / MANIFEST)
         if not resumed:
-            self._clear()
+            shutil.rmtree(self.partial, ignore_errors=True)
         self.stage()
         write_json(self.partial / KEY, {"key": self.key})
         return resumed
@@ -129,7 +114,7 @@ class RunFolder:
         """
         check_is_folder(self.partial)
         check_writable(self.folder / MANIFEST)
-        with locked(self.folder, f"{PARTIAL}/{LOCK}"):
+        with locked(self.folder):
             try:
                 yield
             except OSError as error:
@@ -137,58 +122,44 @@ class RunFolder:
                     raise
                 raise refusal(error, error.filename, "start the same command again, which goes on") from error
             finally:
-                with suppress(OSError):
-                    if not self._has_parts():
-                        self._clear()
-        with suppress(OSError):  # it is not empty
-            self.partial.rmdir()
+                if not self._has_parts():
+                    shutil.rmtree(self.partial, ignore_errors=True)
 
     def stage(self) -> None:
         """Make `staged` anew and empty: by itself, to add something to a finished run."""
         shutil.rmtree(self.staged, ignore_errors=True)
         self.staged.mkdir(parents=True)
 
-    def has_part(self, index: int) -> bool:
-        """Whether part `index` is there; one that is not as it was written is to be made again."""
-        try:
-            self._read(index)
-        except (OSError, EOFError, zlib.error):
-            return False
-        return True
-
     def part(self, index: int) -> Path:
-        """Where part `index` of the run lies until all are there: compressed, for the sake of gzip's checksum."""
-        return self.partial / f"part-{index:06d}.parquet.gz"
+        """Where part `index` of the run lies until all are there."""
+        return self.partial / f"part-{index:06d}.parquet"
+
+    def has_part(self, index: int) -> bool:
+        return self.part(index).is_file()
 
     def write_part(self, index: int, frame: pd.DataFrame) -> None:
-        content = gzip.compress(frame.to_parquet(index=False), compresslevel=1, mtime=0)
-        with replacing(self.part(index)) as partial:
-            partial.write_bytes(content)
+        write_parquet(self.part(index), frame)
 
     def read_part(self, index: int) -> pd.DataFrame:
+        """What was written as part `index`; InputError where that cannot be read any more."""
         import pandas as pd
 
-        return pd.read_parquet(BytesIO(self._read(index)))
-
-    def _read(self, index: int) -> bytes:
-        content = self.part(index).read_bytes()
-        if not content:
-            raise EOFError(f"{self.part(index)} is empty")  # to gzip, that is a whole file of nothing
-        return gzip.decompress(content)
+        try:
+            return pd.read_parquet(self.part(index))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self.part(index)} cannot be read; remove it, and the run makes it again") from error
 
     def read_parts(self, count: int) -> Iterator[pd.DataFrame]:
         return map(self.read_part, range(count))
 
     def publish(self, manifest: dict[str, Any]) -> None:
-        """Put what is staged in the place of what an earlier run wrote, the manifest last; drop the rest of `.partial`.
+        """Put what is staged in the place of what an earlier run wrote, the manifest last; drop `.partial`.
 
-        The manifest gets the files' names and hashes, and its own. Killed on the way, the run is unfinished.
+        The manifest gets the files' names. Killed on the way, the run is unfinished.
         """
         files = [path.relative_to(self.staged) for path in sorted(self.staged.rglob("*")) if path.is_file()]
-        names = dict.fromkeys([*manifest.get("files", []), *map(Path.as_posix, files)])
-        known = manifest.get("sha256", {}) | {file.as_posix(): file_hash(self.staged / file) for file in files}
-        told = {"files": list(names), "sha256": {name: known[name] for name in names if name in known}}
-        earlier = self.manifest or {"key": self.key, "files": self.results}
+        names = list(dict.fromkeys([*manifest.get("files", []), *map(Path.as_posix, files)]))
+        earlier = self.manifest or {"key": self.key}
         if earlier["key"] != self.key:
             (self.folder / MANIFEST).unlink()
         for name in {*earlier.get("files", self.results)} - {*names}:
@@ -197,31 +168,16 @@ class RunFolder:
         for file in files:
             (self.folder / file).parent.mkdir(exist_ok=True)
             os.replace(self.staged / file, self.folder / file)
-        # As it will be read again: with numbers for keys, names would be sorted in another order.
-        manifest = json.loads(json.dumps(plain_json(manifest | told | {"key": self.key}), default=str))
-        manifest["sha256"][MANIFEST] = _own_hash(manifest)
-        write_json(self.folder / MANIFEST, manifest)
-        self._clear()
-        with suppress(OSError):  # the lock is there
-            self.partial.rmdir()
+        write_json(self.folder / MANIFEST, manifest | {"files": names, "key": self.key})
+        shutil.rmtree(self.partial, ignore_errors=True)
 
     def check(self, name: str) -> None:
-        """InputError unless this result is there, and is what the finished run wrote."""
-        path, wanted = self.folder / name, self.manifest.get("sha256", {}).get(name)
-        if not path.is_file() or wanted not in (None, file_hash(path)):
-            raise InputError(f"{path} is gone, or is not what was written; --overwrite makes it anew")
+        """InputError unless this result of the finished run is there."""
+        if not (self.folder / name).is_file():
+            raise InputError(f"{self.folder / name} is gone; --overwrite makes it anew")
 
     def _has_parts(self) -> bool:
         return any(self.partial.glob("part-*"))
-
-    def _clear(self) -> None:
-        """Drop from `.partial` what a run writes there; the lock stays, and what is not ours."""
-        for pattern in (self.staged.name, KEY, "part-*", ".*.partial"):
-            for path in self.partial.glob(pattern):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
 
     def _difference(self, found: dict[str, Any]) -> str:
         """In words, what was run there that is not asked for now."""
@@ -244,59 +200,31 @@ def refusal(error: OSError, path: str | Path, go_on: str) -> OSError | InputErro
 
 
 def check_is_folder(path: Path) -> None:
-    """InputError if a file stands where this folder is or would be made, or if its name is not UTF-8."""
+    """InputError if something else stands where this folder is or would be made."""
     try:
-        str(path).encode()
-    except UnicodeEncodeError as error:  # parquet files are not written there
-        raise InputError(f"{path} is a name that is not UTF-8; give another --out") from error
-    with _refused(path):
-        if blocked := next((p for p in (path, *path.parents) if not p.is_dir() and os.path.lexists(p)), None):
-            kind = "a link that leads to no folder" if blocked.is_symlink() else "a file"
-            raise InputError(f"{blocked} is {kind}; give another folder for the results")
-
-
-def check_results(folder: Path, names: Sequence[str]) -> None:
-    """InputError if a folder stands where one of these files would be written, or a file in the place of a folder."""
-    for path in (folder / name for name in names):
-        if path.is_dir() if path.suffix else os.path.lexists(path) and not path.is_dir():
-            raise InputError(
-                f"{path} is {'no folder' if not path.suffix else 'a folder'}, unlike what is written there; give "
-                "another --out"
-            )
+        blocked = next((p for p in (path, *path.parents) if not p.is_dir() and os.path.lexists(p)), None)
+    except OSError as error:  # the name is too long
+        raise refusal(error, path, "start again") from error
+    if blocked is not None:
+        raise InputError(f"{blocked} is no folder; give another for the results")
 
 
 def check_writable(path: Path) -> None:
     """InputError if this file could not be written, in folders that are made for it; nothing is left behind."""
     beside = path.absolute().with_name(f".{path.name}.partial")
-    with _refused(path):
-        beside.exists()  # raises if the name is too long
+    try:
+        beside.exists()  # raises where the name is too long
         with tempfile.TemporaryFile(dir=next(folder for folder in beside.parents if folder.is_dir())):
             pass
-
-
-@contextmanager
-def _refused(path: Path) -> Iterator[None]:
-    """The system's refusal in words."""
-    try:
-        yield
     except OSError as error:
-        if error.errno not in UNWRITABLE:
-            raise
-        raise InputError(f"{path} cannot be written ({error.strerror}); give another --out") from error
+        raise refusal(error, path, "start again") from error
 
 
 def _is_of_a_run(manifest: dict[str, Any]) -> bool:
-    """Whether it has the key of a run, the names of files in its folder, and maybe their hashes."""
+    """Whether it has the key of a run, and the names of files in its folder, which another run may replace."""
     files = manifest.get("files", [])
     named = isinstance(files, list) and all(isinstance(f, str) and not {"/", ".."} & {*Path(f).parts} for f in files)
-    return isinstance(manifest.get("key"), dict) and isinstance(manifest.get("sha256", {}), dict) and named
-
-
-def _own_hash(manifest: dict[str, Any]) -> str:
-    """SHA-256 of a manifest, but for this number."""
-    others = {name: digest for name, digest in manifest.get("sha256", {}).items() if name != MANIFEST}
-    text = json.dumps(manifest | {"sha256": others}, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return isinstance(manifest.get("key"), dict) and named
 
 
 def provenance() -> dict[str, Any]:

@@ -2,58 +2,38 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from warnings import catch_warnings
 
 from filelock import FileLock, Timeout
 
-from gradscope.errors import LESS_MEMORY, InputError
+from gradscope.errors import InputError
 
 MOMENT = 0.2
-"""Seconds to wait for a run that is just ending and removes its lock."""
+"""Seconds to wait for a run that is just ending."""
 
 
 @contextmanager
-def locked(out: Path, lock: str) -> Iterator[None]:
-    """Hold `out` for one run by locking the file `lock` in it; folders made for it that stay empty are removed.
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder for one run by the file `.lock` in it, which the system releases however the process ends.
 
-    The system releases the lock however the process ends. Where nothing can be written or locked, nothing is held.
-    Raises InputError where another run holds it. That the last run left its lock, because it was killed, is said on
-    stderr: the system kills without a word whoever takes too much memory.
+    Raises InputError where another run holds it. Where no lock can be had, nothing is held.
     """
-    path = out / lock
-    created = [folder for folder in path.parents if not folder.exists()]
-    holder = FileLock(path, thread_local=False)
+    lock = FileLock(folder / ".lock", timeout=MOMENT)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if _acquire(holder, path):
-            words = f"the last run in {out} was killed; if that was for want of memory, {LESS_MEMORY}"
-            print(f"note: {words}", file=sys.stderr)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
     except Timeout as error:
-        raise InputError(f"another run is writing to {out}; wait for it, or give another --out") from error
+        raise InputError(f"another run is writing to {folder}; wait for it, or give another --out") from error
     except (OSError, NotImplementedError):
-        pass  # whether this matters is said when something is to be written
+        pass  # no rights, or a disk without locks: whether this matters is said when something is to be written
     try:
         yield
     finally:
-        with suppress(OSError):
-            if holder.is_locked:
-                path.unlink(missing_ok=True)
-        holder.release()
-        with suppress(OSError):
-            for folder in created:
-                folder.rmdir()
-
-
-def _acquire(holder: FileLock, path: Path) -> bool:
-    """Whether the lock's file had been left there; one that an ending run removes meanwhile was not."""
-    with ExitStack() as stack, catch_warnings(action="ignore", category=UserWarning):
-        left = None
-        with suppress(OSError):
-            left = os.fstat(stack.enter_context(path.open("rb")).fileno())
-        holder.acquire(timeout=MOMENT)  # on a disk without flock, the file is the lock, and there is a warning
-        return left is not None and os.path.samestat(left, path.stat())
+        if lock.is_locked:
+            with suppress(OSError):
+                (folder / ".lock").unlink()
+        lock.release()
+        with suppress(OSError):  # it is not empty
+            folder.rmdir()

@@ -79,7 +79,7 @@ def train(
     with ExitStack() as stack:
         with processes.together():
             if processes.is_main:
-                stack.enter_context(locked(out, ".lock"))
+                stack.enter_context(locked(out))
         asked = {"resume": resume, "overwrite": overwrite, "tell": processes.is_main}
         start = find_start(config, out, questions.steps, **asked)
         if start is not None and step_of(start) == questions.steps:

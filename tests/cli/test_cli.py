@@ -361,10 +361,10 @@ def test_killed_in_the_middle_a_run_is_taken_up_where_it_was(run, model, tmp_pat
     rollouts = write_jsonl(tmp_path / "rollouts.jsonl", rows)
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     args = ["measure", model, rollouts, "--no-figures", "--chunk-rows", 1, "--out"]
-    third = killed / ".partial" / "part-000002.parquet.gz"
+    third = killed / ".partial" / "part-000002.parquet"
     assert Command("-m", "gradscope", *args, killed).kill_when(third.is_file).stderr == ""
     parts = {p.name: p.stat().st_mtime_ns for p in (killed / ".partial").glob("part-*")}
-    assert 3 <= len(parts) < len(rows) and set(os.listdir(killed)) == {".partial"}
+    assert 3 <= len(parts) < len(rows) and set(os.listdir(killed)) == {".partial", ".lock"}
 
     assert_one_line(run(*args, killed, "--temperature", "0.7"), "holds an unfinished run with other arguments")
     assert {p.name: p.stat().st_mtime_ns for p in (killed / ".partial").glob("part-*")} == parts

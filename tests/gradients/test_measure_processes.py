@@ -39,13 +39,13 @@ def test_two_processes_go_on_where_one_was_stopped_and_write_its_table(job, tmp_
 
     # A folder stands where the part of response 4 would be written: whoever has it fails, and so do both.
     out = tmp_path / "two"
-    obstacle = out / ".partial" / "part-000004.parquet.gz"
+    obstacle = out / ".partial" / "part-000004.parquet"
     stopped_before(out, tmp_path / "one", expected)
     obstacle.mkdir()
     ended = launch("-m", "gradscope", *arguments, out)
     assert [process.status for process in ended] == [1, 1], ended[0].stderr
     assert all("part-000004" in process.stderr and "Traceback" not in process.stderr for process in ended)
-    assert not (out / "tokens.parquet").exists() and (out / ".partial" / "part-000000.parquet.gz").is_file()
+    assert not (out / "tokens.parquet").exists() and (out / ".partial" / "part-000000.parquet").is_file()
 
     obstacle.rmdir()
     ended = launch("-m", "gradscope", *arguments, out)

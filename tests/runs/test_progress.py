@@ -13,6 +13,7 @@ from support.policies import make_batch, make_policy
 from support.progress import Listener
 
 from gradscope import compare, diagnose, interval_gradients, measure
+from gradscope.gradients import Resources
 from gradscope.runs import SILENT, Progress, Reporter, settle_progress, track
 
 
@@ -222,7 +223,7 @@ def test_summing_comparing_and_diagnosing_report_to_whom_they_are_given(small):
         interval_gradients(*small, way=way, progress=(told := Listener()))
         assert told.names == {"gradients"} and not told.unfinished
         assert max(stage.total for stage in told.stages) >= 3  # of prompts, or slices
-    compare(*small, ["grpo", "reweight"], progress=(told := Listener()))
+    compare(*small, ["grpo", "reweight"], resources=Resources(progress=(told := Listener())))
     assert {"measuring", "gradients"} <= told.names and not told.unfinished
     diagnose(*small, progress=(told := Listener()))
     outermost = [stage.name for stage in told.stages if not stage.within]

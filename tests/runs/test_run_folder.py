@@ -58,17 +58,6 @@ def refusal(folder: RunFolder, **settings) -> str:
     return str(caught.value)
 
 
-def test_what_is_not_of_a_run_stays_in_its_hidden_folder(tmp_path):
-    mine = tmp_path / ".partial" / "mine" / "thesis.tex"
-    mine.parent.mkdir(parents=True)
-    mine.write_text("x")
-    folder = RunFolder(tmp_path, KEY)
-    folder.begin(overwrite=True)
-    folder.write_part(0, pd.DataFrame({"a": [1]}))
-    folder.publish({})
-    assert mine.read_text() == "x" and sorted(p.name for p in (tmp_path / ".partial").iterdir()) == ["mine"]
-
-
 def test_looking_writes_nothing_and_opening_makes_an_unfinished_run(tmp_path):
     folder = RunFolder(tmp_path / "a" / "b", KEY)
     assert folder.status() == "nothing" and not (tmp_path / "a").exists()
@@ -99,9 +88,7 @@ def test_closing_puts_everything_in_place_and_leaves_nothing_else(tmp_path):
     assert set(contents(tmp_path)) == {"figures/one.csv", "manifest.json", "summary.txt", "tokens.parquet"}
     assert not folder.partial.exists() and folder.status() == "finished"
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    files = ["figures/one.csv", "summary.txt", "tokens.parquet"]
-    assert set(manifest.pop("sha256")) == {*files, "manifest.json"}
-    assert manifest == {"seed": 0, "files": files, "key": KEY}
+    assert manifest == {"seed": 0, "files": ["figures/one.csv", "summary.txt", "tokens.parquet"], "key": KEY}
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "tokens.parquet"), FRAME)
 
 
@@ -175,46 +162,32 @@ NOT_A_RUNS = ["{}", "[]", '"x"', "{", '{"name": "a web page"}', "\x00", '{"key":
 NOT_A_RUNS += ['{"key": {}, "files": null}', '{"key": {}, "files": [5]}', '{"key": {}, "files": ["../mine"]}']
 
 
-@pytest.mark.parametrize("size", [0, 50])
-def test_a_part_that_is_cut_off_is_not_there(tmp_path, size):
+@pytest.mark.parametrize("content", NOT_A_RUNS)
+def test_a_manifest_of_something_else_is_never_replaced(tmp_path, content):
+    (tmp_path / "manifest.json").write_text(content)
+    for overwrite in (False, True):
+        refusal(RunFolder(tmp_path, KEY), overwrite=overwrite)
+
+
+def test_a_part_that_cannot_be_read_is_named(tmp_path):
     folder = begin(tmp_path)
     assert folder.has_part(0) and not folder.has_part(1)
-    folder.part(0).write_bytes(folder.part(0).read_bytes()[:size])
-    assert not folder.has_part(0)
+    folder.part(0).write_bytes(folder.part(0).read_bytes()[:50])
+    with pytest.raises(InputError, match="part-000000"):
+        folder.read_part(0)
 
 
-def test_a_part_with_a_flipped_bit_is_not_there_or_the_same(tmp_path):
-    folder = begin(tmp_path)
-    whole = folder.part(0).read_bytes()
-    for at in range(len(whole)):
-        folder.part(0).write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
-        if folder.has_part(0):  # in what gzip says of the file
-            pd.testing.assert_frame_equal(folder.read_part(0), FRAME)
-
-
-def test_a_result_that_is_not_what_was_written_is_told_of(tmp_path):
+def test_a_result_that_is_gone_is_told_of_and_files_are_added_to_a_finished_run(tmp_path):
     folder = begin(tmp_path)
     finish(folder)
     folder.check("tokens.parquet")
-    (tmp_path / "tokens.parquet").write_bytes((tmp_path / "tokens.parquet").read_bytes()[:-1] + b"2")
-    with pytest.raises(InputError, match=r"tokens\.parquet is gone, or is not what was written"):
-        folder.check("tokens.parquet")
     folder.stage()
-    write_text(folder.staged / "summary.txt", "more")
-    folder.publish(folder.manifest)  # what is added to a finished run vouches for nothing else of it
-    folder.check("summary.txt")
+    write_text(folder.staged / "more.txt", "more")
+    folder.publish(folder.manifest)
+    assert folder.manifest["files"] == ["summary.txt", "tokens.parquet", "more.txt"]
+    (tmp_path / "tokens.parquet").unlink()
     with pytest.raises(InputError):
         folder.check("tokens.parquet")
-
-
-def test_a_manifest_that_is_not_what_was_written_is_refused(tmp_path):
-    folder = begin(tmp_path)
-    folder.publish({"seed": 0, "by_number": {2: float("nan"), 10: (1.5, Path("a"))}})
-    assert folder.status() == "finished"
-    write_json(tmp_path / "manifest.json", folder.manifest | {"seed": 1})
-    with pytest.raises(InputError, match=r"manifest\.json is not what was written"):
-        folder.status()
-    assert folder.status(overwrite=True) == "nothing"
 
 
 # Who writes.
@@ -228,16 +201,14 @@ def test_one_run_writes_at_a_time(tmp_path):
         pass
 
 
-def test_a_killed_run_holds_nothing_back_and_the_next_one_says_that_it_was_killed(tmp_path, capsys):
+def test_a_killed_run_holds_nothing_back(tmp_path):
     code = f"import os; from gradscope.runs import RunFolder; w = RunFolder({str(tmp_path)!r}, {{}}).writing()"
     code += "; w.__enter__(); print('in', flush=True); os.kill(os.getpid(), 9)"
     process = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False)
-    assert (process.returncode, process.stdout) == (-9, b"in\n") and (tmp_path / ".partial" / "lock").is_file()
+    assert (process.returncode, process.stdout) == (-9, b"in\n") and (tmp_path / ".lock").is_file()
     with RunFolder(tmp_path, KEY).writing():
         pass
-    with RunFolder(tmp_path, KEY).writing():
-        pass
-    assert capsys.readouterr().err.count("was killed") == 1
+    assert not tmp_path.exists()
 
 
 @pytest.mark.parametrize(
@@ -246,7 +217,7 @@ def test_a_killed_run_holds_nothing_back_and_the_next_one_says_that_it_was_kille
 def test_what_cannot_be_written_halfway_names_the_file_and_keeps_what_there_is(code, kind, tmp_path, monkeypatch):
     folder = begin(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(code, "no")))
+        patch.setattr(pd.DataFrame, "to_parquet", lambda *_, **__: (_ for _ in ()).throw(OSError(code, "no")))
         with pytest.raises((OSError, InputError)) as raised, folder.writing():
             folder.write_part(1, FRAME)
     assert type(raised.value) is kind and str(folder.part(1)) in str(raised.value)
@@ -258,6 +229,7 @@ def test_an_error_with_another_file_is_not_the_folders(tmp_path):
         (tmp_path / "rollouts.jsonl").read_text()
 
 
+@pytest.mark.filterwarnings("ignore:flock not supported:UserWarning")
 def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSYS, "no such call")))
     with RunFolder(tmp_path, KEY).writing():
@@ -267,9 +239,9 @@ def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypat
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder where nobody may write")
 def test_what_cannot_be_written_is_refused_with_what_to_do(tmp_path):
     for path in (Path("/proc/a"), Path("/proc/a/b"), tmp_path / ("a" * 300)):
-        with pytest.raises(InputError, match=r"cannot be written \(.*\); give another --out"):
+        with pytest.raises(InputError):
             RunFolder(path, KEY).begin()
-        with pytest.raises(InputError, match="cannot be written"), RunFolder(path, KEY).writing():
+        with pytest.raises(InputError), RunFolder(path, KEY).writing():
             pass
     check_writable(tmp_path / "deep" / "er" / "file")
     assert os.listdir(tmp_path) == []
