@@ -88,7 +88,8 @@ class House:
                 source = node.module.partition(".")[2]
                 for alias in node.names:
                     inside = f"{source}.{alias.name}".strip(".")
-                    found.append((inside, None) if inside in self.files else (source, alias.name))
+                    at_door = alias.name in self.doors.get(source, ())  # a file may bear its function's name
+                    found.append((inside, None) if inside in self.files and not at_door else (source, alias.name))
         return found
 
     def trespasses(self, path: Path, room: str | None) -> list[str]:

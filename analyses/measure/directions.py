@@ -19,7 +19,14 @@ from tqdm import tqdm
 
 from analyses.common.in_training import FRESH, Moment, moments
 from analyses.common.measurements import keep, part
-from gradscope.updates import StepSettings, apply_updates, movement_table, net_weights, right_direction_shares
+from gradscope.updates import (
+    StepSettings,
+    apply_updates,
+    make_update,
+    movement_table,
+    net_weights,
+    right_direction_shares,
+)
 
 METHODS = {
     "GRPO": "all",
@@ -28,7 +35,7 @@ METHODS = {
     "both": "reweight-lopti",
     "random split": "random-split",
 }
-"""Words of the figure → names of the variants."""
+"""Words of the figure → names of the updates."""
 OPTIMIZERS = ("adamw", "sgd")
 
 
@@ -48,15 +55,15 @@ def take_steps(moment: Moment, optimizer: str, questions: int) -> pd.DataFrame:
     """All methods on one batch of one checkpoint."""
     batch = moment.sample(questions, seed=FRESH + 1000 * moment.step)
     own = optimizer == "adamw"
+    generator = torch.Generator().manual_seed(moment.step)
+    made = {"loss": moment.config.loss, "mini_batch_size": len(batch) // 2, "generator": generator}
     movements = apply_updates(
         moment.policy,
         batch,
-        list(METHODS.values()),
+        [make_update(name, batch, **made) for name in METHODS.values()],
         loss=moment.config.loss,
         step=moment.step_settings if own else StepSettings(micro_batch_size=moment.config.micro_batch_size),
         optimizer_state=moment.optimizer_state if own else None,
-        mini_batch_size=len(batch) // 2,
-        generator=torch.Generator().manual_seed(moment.step),
     )
     tokens = movement_table(movements)
     tokens["net_weight"] = net_weights(tokens, batch)

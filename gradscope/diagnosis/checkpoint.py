@@ -244,7 +244,7 @@ class Task:
 
     def step_keywords(self) -> dict[str, Any]:
         numbers = {"loss": self.settings.loss, "step": self.step, "optimizer_state": self.saved}
-        return numbers | {"edges": self.settings.edges, "memory": self.memory}
+        return numbers | {"memory": self.memory}
 
 
 def _metric_of(
@@ -513,7 +513,7 @@ def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
     same = assign_intervals(np.exp(known["old_logprob"].clip(upper=0)), task.settings.edges) == known["interval"]
     shared = len(rows) == len(task.batch) and same.all() and not task.table["kl_weight"].any()
     known = {"gradients": totals if shared else None, "progress": task.progress}
-    found = influence(task.policy, batch, **known, **task.step_keywords())
+    found = influence(task.policy, batch, edges=task.settings.edges, **known, **task.step_keywords())
     draws = task.resampling(5)
     told, table = steps.influence_rows(found.contributions, task.labels, **draws)
     moved = steps.predicted_movement(found.contributions)
@@ -524,7 +524,8 @@ def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
 
 
 def _move(task: Task, predicted: StepPart) -> StepPart:
-    table = movement_table([apply_update(task.policy, task.batch, **task.step_keywords())])
+    moved = apply_update(task.policy, task.batch, **task.step_keywords())
+    table = movement_table([moved], edges=task.settings.edges)
     shares, directions = steps.direction_rows(table, "actual", task.labels, **task.resampling(6))
     rows, both = (*predicted.rows, shares), (*predicted.directions, directions)
     return replace(predicted, rows=rows, directions=both, movement=table)

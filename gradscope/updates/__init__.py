@@ -1,5 +1,6 @@
 """What an optimizer step does to every token: movements, directions, first-order influence, weightings compared."""
 
+from gradscope.updates.apply_update import RealSteps, apply_update, apply_updates, update_cost
 from gradscope.updates.comparison.compare import Comparison, ComparisonSettings, compare, compare_cost
 from gradscope.updates.comparison.words import NO_RECOMMENDATION, WHAT_STAYS, describe, gain_sentence, signal_sentence
 from gradscope.updates.directions import (
@@ -13,14 +14,15 @@ from gradscope.updates.directions import (
     without_extremes,
 )
 from gradscope.updates.first_order import BY, fits_at_once, influence, influence_cost, influence_table, moved_against
-from gradscope.updates.movement import apply_update, apply_updates, movement_table, update_cost
-from gradscope.updates.step import SGD, StepSettings, read_moments, state_step
-from gradscope.updates.variants import old_intervals
+from gradscope.updates.make_update import UPDATES, Update, make_update, old_intervals
+from gradscope.updates.movement import movement_table
+from gradscope.updates.step_settings import SGD, StepSettings, read_moments, state_step
 
 __all__ = [
-    "BY", "NO_RECOMMENDATION", "SGD", "SIGNS", "WHAT_STAYS", "Comparison", "ComparisonSettings", "StepSettings",
-    "apply_update", "apply_updates", "batch_direction_shares", "compare", "compare_cost", "describe", "fits_at_once",
-    "gain_sentence", "influence", "influence_cost", "influence_table", "moved_against", "movement_summary",
-    "movement_table", "net_weights", "old_intervals", "over_batches", "read_moments", "right_direction_shares",
-    "signal_sentence", "similarity", "state_step", "update_cost", "without_extremes",
+    "BY", "NO_RECOMMENDATION", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Comparison", "ComparisonSettings", "RealSteps",
+    "StepSettings", "Update", "apply_update", "apply_updates", "batch_direction_shares", "compare", "compare_cost",
+    "describe", "fits_at_once", "gain_sentence", "influence", "influence_cost", "influence_table", "make_update",
+    "moved_against", "movement_summary", "movement_table", "net_weights", "old_intervals", "over_batches",
+    "read_moments", "right_direction_shares", "signal_sentence", "similarity", "state_step", "update_cost",
+    "without_extremes",
 ]  # fmt: skip

@@ -134,7 +134,6 @@ def movement_summary(
     against: str = "advantage",
     values: Iterable | None = None,
     seed: Seed = 0,
-    confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
     """How far tokens moved, a row per value of `by` and sign of `against` (Fig. 1 (c, e, f)); arguments as above.
@@ -145,7 +144,7 @@ def movement_summary(
     """
     rows, cells, _ = _cells(table, by, against, values)
     moved = _finite_movement(table, value, name)
-    clusters, settings = prompt_clusters(table), {"seed": seed, "confidence": confidence, "resamples": resamples}
+    clusters, settings = prompt_clusters(table), {"seed": seed, "resamples": resamples}
     for statistic, amounts in (("mean", moved), ("mean_abs", np.abs(moved))):
         found = summarize_cells(amounts, cells, clusters, len(rows) + 1, **settings)[:-1]
         rows["num_tokens"] = found["num_tokens"]

@@ -41,9 +41,9 @@ from gradscope.policy import PART, Policy, PolicyLike, flat_slices, flat_spans, 
 from gradscope.resampling import Seed, bootstrap, prompt_clusters, short_of
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
 from gradscope.runs import Progress, check_room, settle_progress
+from gradscope.updates.make_update import old_intervals
 from gradscope.updates.movement import Movement, measure_start, movement_table
-from gradscope.updates.step import SGD, Moments, StepSettings, read_moments
-from gradscope.updates.variants import old_intervals
+from gradscope.updates.step_settings import SGD, Moments, StepSettings, read_moments
 
 Number = int | float
 
@@ -324,8 +324,7 @@ def _norm_of_sum(model: nn.Module, rows: Float[Tensor, "C P"]) -> float:
 
 def _keys(batch: TokenBatch, before: TokenStatistics, loss: LossSettings, edges: Sequence[Number]) -> pd.DataFrame:
     """The columns of `movement_table` that tell tokens apart: those of an update that moves nothing."""
-    still = Movement("all", batch, before, before, [], 0.0, loss, edges)
-    table = movement_table([still])
+    table = movement_table([Movement("all", batch, before, before, [], 0.0, loss)], edges=edges)
     return table.drop(columns=[name for name in table if name.startswith("delta_")])
 
 

@@ -24,7 +24,7 @@ from gradscope.diagnosis import DiagnosisSettings, checkpoint as diagnosis, diag
 from gradscope.errors import InputError
 from gradscope.gradients import vector_bytes, vectors_within, weighted_gradients
 from gradscope.gradients.summed import weighted
-from gradscope.objective import batch_logprobs, fitting_size
+from gradscope.objective import Updater, batch_logprobs, fitting_size
 from gradscope.runs import scratch, scratch_zeros
 from gradscope.updates import (
     SGD,
@@ -51,7 +51,7 @@ def on_disk(monkeypatch, tmp_path) -> Iterator[list[Path]]:
     """Whatever would go to a file does, however small; the files that were made. Afterwards none may be left."""
     monkeypatch.setattr(scratch, "SMALL", 0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("policy.adamw", "updates.first_order", "updates.step", "updates.movement"):
+    for name in ("policy.adamw", "updates.first_order", "updates.step_settings", "updates.apply_update"):
         monkeypatch.setattr(sys.modules[f"gradscope.{name}"], "PART", SPAN)
     made, make = [], torch.from_file
 
@@ -147,7 +147,7 @@ def test_no_file_is_left_when_the_call_raises(on_disk, monkeypatch, part):
     before = snapshot(policy.model)["model"]
     with pytest.raises(ValueError, match="broken"):
         if part == "apply_update":
-            monkeypatch.setattr(updates.Updater, "step", raising(ValueError("broken")))
+            monkeypatch.setattr(Updater, "step", raising(ValueError("broken")))
             apply_update(policy, batch, memory=vector_bytes(policy.model))
         else:
             monkeypatch.setattr(torch.func, "jvp", raising(ValueError("broken")))
@@ -263,8 +263,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from gradscope.rollouts.batch import Response, collate
 from gradscope.updates.first_order import influence
 from gradscope.policy import Policy, find_blocks
-from gradscope.updates.step import StepSettings
-from gradscope.updates.movement import apply_update
+from gradscope.updates import StepSettings
+from gradscope.updates import apply_update
 from gradscope.gradients.summed.weighted import vector_bytes
 
 sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 20000}

@@ -13,23 +13,31 @@ import pandas as pd
 import pytest
 import torch
 from support.gradients import snapshot
+from support.passes_by_loop import by_loop
 from support.policies import make_batch, make_policy, pad_both_sides
 from support.progress import Listener
 from support.tiers import every
-from support.variants import by_loop
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
-from gradscope.objective import LossSettings, TokenStatistics, Updater
+from gradscope.objective import LossSettings, TokenStatistics, Updater, make_weighting
 from gradscope.objective.equations import grpo_advantages, policy_loss
 from gradscope.objective.logprobs import token_statistics
 from gradscope.policy import Policy, float_parameters
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.algorithm import plan_update
-from gradscope.updates import StepSettings, apply_update, apply_updates, movement as updates, movement_table
+from gradscope.updates import (
+    UPDATES,
+    StepSettings,
+    Update,
+    apply_update,
+    apply_updates,
+    make_update,
+    movement as updates,
+    movement_table,
+)
 from gradscope.updates.movement import Movement
-from gradscope.updates.variants import VARIANTS, make_variant
 
 # Old log-probabilities lie about 0.1 off the policy's: clips this narrow are active on every side.
 NARROW = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.04, "clip_ratio_c": 1.1, "kl_coef": 0.2}
@@ -164,22 +172,28 @@ def passes_by_loop(name: str, batch: TokenBatch, before: TokenStatistics, size: 
     if name != "random-split":
         return by_loop(name, batch, before.entropy, size=size)
     rows = torch.arange(len(batch)).split(len(batch) if size is None else size)
-    drawn = make_variant(name, batch, mini_batch_size=size).passes
+    drawn = make_update(name, batch, mini_batch_size=size).passes
     return [
         (part.name, mini.tolist(), part.batch.response_mask, part.num_tokens)
         for part, mini in zip(drawn, [*rows, *rows], strict=True)
     ]
 
 
+def in_mini_batches(name: str, policy: Policy, batch: TokenBatch, size: int | None) -> Update:
+    entropy = apply_update(policy, batch).before.entropy if name == "high-entropy" else None
+    return make_update(name, batch, loss=SETTINGS, entropy=entropy, mini_batch_size=size)
+
+
 # ---- the movement
 
 
-@pytest.mark.parametrize("name", every(2, VARIANTS))
+@pytest.mark.parametrize("name", every(2, UPDATES))
 @pytest.mark.parametrize("kind", ["sgd", "adamw, fresh", "adamw, saved"])
 def test_every_token_moves_as_under_a_hand_written_loop(starts, batch, kind, name):
     start, size = starts[kind], 4 if kind == "adamw, fresh" else None
-    choices = {"step": start.step, "optimizer_state": start.state, "mini_batch_size": size}
-    movement = apply_update(start.policy, batch, name, loss=SETTINGS, **choices)
+    update = in_mini_batches(name, start.policy, batch, size)
+    choices = {"step": start.step, "optimizer_state": start.state}
+    movement = apply_update(start.policy, batch, update, loss=SETTINGS, **choices)
     hand = twin(start.policy)
     before = statistics_by_loop(hand, batch)
     passes = passes_by_loop(name, batch, movement.before, size)
@@ -201,6 +215,14 @@ def test_every_token_moves_as_under_a_hand_written_loop(starts, batch, kind, nam
     pairs = zip(hand.model.parameters(), start.policy.model.parameters(), strict=True)
     distance = math.sqrt(sum((a - b).square().sum().item() for a, b in pairs))
     assert movement.update_norm == pytest.approx(distance, rel=1e-7)
+
+
+def test_a_weighting_is_an_update_by_its_name_and_by_itself(policy, batch):
+    names = ["without-0", "mask:low=0,high=0.25", make_weighting("mask:low=0,high=.25")]
+    plain, *weighted = movement_table(apply_updates(policy, batch, names)).filter(like="delta_logprob.").to_numpy().T
+    assert np.abs(plain).max() > 1e-5
+    for found in weighted:
+        np.testing.assert_allclose(found, plain, rtol=1e-6, atol=1e-12)
 
 
 def test_clipping_was_at_work_in_the_loops_above(starts, batch):
@@ -234,9 +256,8 @@ def test_lopti_ends_at_the_trainers_weights_bit_for_bit(monkeypatch, adamw):
 
     monkeypatch.setattr(updates, "batch_statistics", record)
     step = replace(ADAMW if adamw else StepSettings(), micro_batch_size=2)
-    movement = apply_update(
-        policy, batch, "reweight-lopti", loss=SETTINGS, step=step, alpha=0.3, eta=0.5, mini_batch_size=4
-    )
+    made = make_update("reweight-lopti:alpha=0.3,eta=0.5", batch, loss=SETTINGS, mini_batch_size=4)
+    movement = apply_update(policy, batch, made, loss=SETTINGS, step=step)
     assert movement.results == results
     assert [r.name for r in results] == ["low", "low", "high", "high"]
     start, end = weights
@@ -281,7 +302,7 @@ def without_python(found: dict[str, object]) -> dict[str, object]:
 def test_the_policy_is_as_it_was_bit_for_bit(name, step):
     policy, batch = make_restless()
     before = snapshot(policy.model)
-    movement = apply_update(policy, batch, name, step=step, mini_batch_size=4)
+    movement = apply_update(policy, batch, name, step=step)
     assert movement.update_norm > 1e-4
     assert without_python(snapshot(policy.model)) == without_python(before)
 
@@ -397,14 +418,14 @@ def test_several_updates_share_the_statistics_before_and_each_starts_from_the_sa
     table = movement_table(movements)
     for single in alone:
         pd.testing.assert_frame_equal(table[single.columns], single)
-    given = apply_updates(policy, batch, ["all"], before=movements[0].before, progress=(told := Listener()))
-    assert given[0].before is movements[0].before
+    apply_updates(policy, batch, ["all"], progress=(told := Listener()))
     assert [(stage.total, stage.done) for stage in told.stages] == [(1, 1)]
 
 
 def test_rows_are_the_kept_tokens_by_response_and_position_with_what_a_loop_says_of_them(policy, batch):
     edges = (0.0, 0.3, 1.0)
-    table = movement_table([apply_update(policy, batch, loss=SETTINGS, edges=edges)])
+    moved = apply_update(policy, batch, loss=SETTINGS)
+    table = movement_table([moved], edges=edges)
     before = statistics_by_loop(policy, batch)
     rows = []
     for response in range(len(batch)):
@@ -425,7 +446,7 @@ def test_rows_are_the_kept_tokens_by_response_and_position_with_what_a_loop_says
     assert list(table.columns) == [*columns, "delta_prob.all", "delta_logprob.all", "delta_log_odds.all"]
     pd.testing.assert_frame_equal(table[columns], wanted, check_dtype=False, rtol=1e-6)
     assert 0 < (wanted["weight"] == 0).sum() < len(wanted)
-    other = movement_table([apply_update(policy, batch, loss=SETTINGS, edges=edges)], edges=(0.0, 0.9, 1.0))
+    other = movement_table([moved], edges=(0.0, 0.9, 1.0))
     assert other["interval"].tolist() == [int(p >= 0.9) for p in wanted["old_prob"]]
 
 
@@ -532,7 +553,6 @@ def test_a_table_takes_updates_of_the_same_tokens_from_the_same_weights_by_diffe
         ([movement, movement], "two movements are called all"),
         ([movement, apply_update(policy, batch.select([0, 1, 2]), "only-0")], "all and only-0 differ"),
         ([movement, apply_update(policy, batch, "only-0", loss=SETTINGS)], "all and only-0 differ"),
-        ([movement, apply_update(policy, batch, "only-0", edges=(0.0, 1.0))], "all and only-0 differ"),
         ([movement, replace(movement, name="x", before=movement.after)], "all and x differ"),
     ]:
         with pytest.raises(InputError, match=message):

@@ -34,11 +34,11 @@ from gradscope.objective import (
 )
 from gradscope.policy import AdamWState, Policy, PolicyLike, read_state
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
+from gradscope.updates.apply_update import RealSteps, update_cost
 from gradscope.updates.comparison.judge import Judge, columns
 from gradscope.updates.comparison.passes import Passes, pass_through
 from gradscope.updates.comparison.real_steps import gains_on_unseen_prompts, take_steps
-from gradscope.updates.movement import update_cost
-from gradscope.updates.step import SGD, StepSettings, state_step
+from gradscope.updates.step_settings import SGD, StepSettings, state_step
 
 PLAIN = "grpo"
 SAME = 1e-4
@@ -201,17 +201,17 @@ def compare(
     if s.take_steps:
         taken = {name: w for name, w in once.items() if name != PLAIN} | taken
         notes += _notes_on_steps(sums, taken)
-    stepping = {"loss": s.loss, "step": step, "optimizer_state": saved, "memory": resources.vectors}
-    stepping["progress"] = resources.progress
-    if real := bool(taken and saved is not None) or s.take_steps:
-        changes, cosines = take_steps(policy, batch, taken, **stepping)
+    goes_on = {"loss": s.loss, "step": step, "optimizer_state": saved, "memory": resources.vectors}
+    steps = RealSteps(policy, batch, **goes_on) if s.take_steps or saved is not None else None
+    if real := s.take_steps or bool(taken and saved is not None):
+        changes, cosines = take_steps(steps, taken, resources.progress)
         keys = {"method": [PLAIN, *taken], "step": ["all", *("both" if name in split else "all" for name in taken)]}
         moved = pd.DataFrame(keys | {"step_cosine": cosines} | columns(judge.directions("right_step", changes)))
         found = _join_steps(found, moved)
     if saved is not None and s.aggregation == "token-mean":  # as the trainer steps
         own = [w for w in chosen if str(w) in once or (str(w) in split and w.passes.lopti_eta is not None)]
-        drawn = {"seed": s.seed, "micro_batch_size": resources.micro_batch}
-        gains = gains_on_unseen_prompts(policy, batch, own, **drawn, **stepping)
+        drawn = {"seed": s.seed, "micro_batch_size": resources.micro_batch, "progress": resources.progress}
+        gains = gains_on_unseen_prompts(steps.on(batch), own, **drawn)
         if gains is not None:
             found = _join_gains(found, pd.DataFrame(columns(judge.gains(gains)), index=[*map(str, own)]))
     return Comparison(

@@ -1,4 +1,4 @@
-"""The tokens that each variant trains, against a double loop that asks each token by itself."""
+"""The tokens that each update trains, against a double loop that asks each token by itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.variants import by_loop, selected
+from support.passes_by_loop import by_loop, selected
 from torch import Tensor
 
 from gradscope.errors import InputError
@@ -15,8 +15,7 @@ from gradscope.objective import LossSettings
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.algorithm import plan_update
-from gradscope.updates import old_intervals
-from gradscope.updates.variants import VARIANTS, Variant, make_variant
+from gradscope.updates import UPDATES, Update, make_update, old_intervals
 
 SETTINGS = LossSettings(clip_ratio_low=0.1, kl_coef=0.02)
 
@@ -50,8 +49,15 @@ def make_entropy(batch: TokenBatch) -> Tensor:
     return torch.randint(0, 12, batch.input_ids.shape, generator=torch.Generator().manual_seed(1)) / 4
 
 
-def as_steps(variant: Variant) -> list[tuple[str, Tensor, int]]:
-    return [(p.name, p.batch.response_mask, p.num_tokens) for p in variant.passes]
+def spell(name: str, **parameters: float) -> str:
+    """The name with those of the parameters that the update has."""
+    has = {"alpha": name.startswith("reweight"), "eta": "lopti" in name or name == "random-split"}
+    given = ",".join(f"{key}={value}" for key, value in parameters.items() if has[key])
+    return f"{name}:{given}" if given else name
+
+
+def as_steps(update: Update) -> list[tuple[str, Tensor, int]]:
+    return [(p.name, p.batch.response_mask, p.num_tokens) for p in update.passes]
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +71,13 @@ def entropy(batch) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [None, 2])
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "random-split"])
-def test_a_variant_selects_the_tokens_that_a_double_loop_selects(batch, entropy, name, size):
-    variant = make_variant(name, batch, entropy=entropy, mini_batch_size=size, loss=SETTINGS, eta=0.6)
+@pytest.mark.parametrize("name", [name for name in UPDATES if name != "random-split"])
+def test_an_update_selects_the_tokens_that_a_double_loop_selects(batch, entropy, name, size):
+    update = make_update(spell(name, eta=0.6), batch, entropy=entropy, mini_batch_size=size, loss=SETTINGS)
     expected = by_loop(name, batch, entropy, size=size, eta=0.6)
-    assert variant.name == name
-    assert len(variant.passes) == len(expected)
-    for part, (wanted, rows, tokens, count) in zip(variant.passes, expected, strict=True):
+    assert update.name == spell(name, eta=0.6)
+    assert len(update.passes) == len(expected)
+    for part, (wanted, rows, tokens, count) in zip(update.passes, expected, strict=True):
         assert part.name == wanted
         assert torch.equal(part.batch.input_ids, batch.input_ids[rows])
         assert torch.equal(part.batch.response_mask, tokens)
@@ -81,20 +87,20 @@ def test_a_variant_selects_the_tokens_that_a_double_loop_selects(batch, entropy,
     assert all(tokens.any() for _, rows, tokens, _ in expected if 4 not in rows)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_only_the_reweighted_variants_change_the_loss(batch, entropy, name):
-    found = make_variant(name, batch, entropy=entropy, loss=SETTINGS, alpha=0.25).settings
+@pytest.mark.parametrize("name", UPDATES)
+def test_only_the_reweighted_updates_change_the_loss(batch, entropy, name):
+    found = make_update(spell(name, alpha=0.25), batch, entropy=entropy, loss=SETTINGS).settings
     assert found == (replace(SETTINGS, reweight_alpha=0.25) if name.startswith("reweight") else SETTINGS)
     own = replace(SETTINGS, reweight_alpha=0.1)
-    found = make_variant(name, batch, entropy=entropy, loss=own, alpha=0.25).settings
+    found = make_update(spell(name, alpha=0.25), batch, entropy=entropy, loss=own).settings
     assert found.reweight_alpha == (0.25 if name.startswith("reweight") else 0.1)
 
 
 @pytest.mark.parametrize("size", [None, 2])
 def test_a_random_split_has_the_sizes_of_lopti_in_every_mini_batch_and_other_tokens(batch, size):
     generator = torch.Generator().manual_seed(3)
-    lopti = as_steps(make_variant("lopti", batch, mini_batch_size=size))
-    drawn = as_steps(make_variant("random-split", batch, mini_batch_size=size, generator=generator))
+    lopti = as_steps(make_update("lopti", batch, mini_batch_size=size))
+    drawn = as_steps(make_update("random-split", batch, mini_batch_size=size, generator=generator))
     assert [name for name, _, _ in drawn] == [f"random-{name}" for name, _, _ in lopti]
     assert [(int(mask.sum()), count) for _, mask, count in drawn] == [(int(m.sum()), c) for _, m, c in lopti]
     assert any(not torch.equal(a[1], b[1]) for a, b in zip(drawn, lopti, strict=True))
@@ -118,9 +124,10 @@ TRAINED = {
 @pytest.mark.parametrize("name", TRAINED)
 def test_what_the_trainer_trains_is_planned_as_the_trainer_plans_it(batch, name):
     update = plan_update(batch, TrainConfig(**TRAINED[name], mini_batch_size=2), torch.Generator().manual_seed(8))
-    variant = make_variant(name, batch, eta=0.6, mini_batch_size=2, generator=torch.Generator().manual_seed(8))
-    assert variant.settings == update.settings
-    for ours, theirs in zip(variant.passes, update.passes, strict=True):
+    drawn = torch.Generator().manual_seed(8)
+    found = make_update(spell(name, eta=0.6), batch, mini_batch_size=2, generator=drawn)
+    assert found.settings == update.settings
+    for ours, theirs in zip(found.passes, update.passes, strict=True):
         assert (ours.name, ours.num_tokens) == (theirs.name, theirs.num_tokens)
         for value in ("input_ids", "response_mask", "advantages", "old_logprobs"):
             kept = theirs.batch.response_mask
@@ -140,7 +147,7 @@ def test_intervals_are_those_of_a_loop_and_minus_one_where_no_token_is_kept(batc
 def test_high_entropy_is_a_fifth_of_the_tokens_rounded_up(batch, rows):
     some = batch.select(rows)
     entropy = torch.rand(some.input_ids.shape, generator=torch.Generator().manual_seed(2))
-    [part] = make_variant("high-entropy", some, entropy=entropy).passes
+    [part] = make_update("high-entropy", some, entropy=entropy).passes
     assert some.num_tokens % 5
     assert part.batch.num_tokens == some.num_tokens // 5 + 1
     assert entropy[part.batch.response_mask].min() > entropy[some.response_mask & ~part.batch.response_mask].max()
@@ -149,22 +156,24 @@ def test_high_entropy_is_a_fifth_of_the_tokens_rounded_up(batch, rows):
 @pytest.mark.parametrize(
     ("name", "changes", "choices", "message"),
     [
-        ("lopti-low", {}, {}, "no variant is called 'lopti-low'; give one of all, only-0"),
-        ("only-", {}, {}, "no variant is called 'only-'"),
-        ("only-4", {}, {}, "only-4: the edges make intervals 0 to 3"),
-        ("without-1", {}, {"edges": (0.0, 1.0)}, "without-1: the edges make intervals 0 to 0"),
+        ("lopti-low", {}, {}, "no update is called 'lopti-low'.* all, only-0"),
+        ("only-", {}, {}, "no update is called 'only-'"),
+        ("only-4", {}, {}, "the edges make intervals 0 to 3, not 4"),
+        ("without-1", {}, {"edges": (0.0, 1.0)}, "the edges make intervals 0 to 0, not 1"),
+        ("lopti:alpha=0.1", {}, {}, "lopti takes no 'alpha'"),
+        ("lopti:eta=half", {}, {}, "eta is 'half'"),
         ("all", {"advantages": None}, {}, "advantages are unknown at 38 of 38 response tokens"),
         ("all", {"old_logprobs": None}, {}, "old_logprobs are unknown at 38 of 38 response tokens"),
         ("all", {"response_mask": torch.zeros(5, 14, dtype=torch.bool)}, {}, "response_mask keeps no token"),
         ("all", {}, {"mini_batch_size": 0}, "mini_batch_size is 0"),
         ("all", {}, {"loss": LossSettings(kl_coef=-1.0)}, "kl_coef is -1.0"),
-        ("reweight", {}, {"alpha": 1.5}, "reweight_alpha is 1.5"),
-        ("lopti", {}, {"eta": 1.5}, "eta is 1.5"),
+        ("reweight:alpha=1.5", {}, {}, "reweight_alpha is 1.5"),
+        ("lopti:eta=1.5", {}, {}, "eta is 1.5"),
         ("high-entropy", {}, {}, "high-entropy needs the entropy of every response token"),
         ("high-entropy", {}, {"entropy": torch.full((5, 14), math.nan)}, "high-entropy needs the entropy"),
     ],
 )
 def test_what_cannot_be_made_is_refused_in_one_line(batch, name, changes, choices, message):
     with pytest.raises(InputError, match=message) as caught:
-        make_variant(name, replace(batch, **changes), **choices)
+        make_update(name, replace(batch, **changes), **choices)
     assert "\n" not in str(caught.value)

@@ -1,0 +1,170 @@
+"""Real optimizer steps, the trainer's own, each taken from the same weights and rewound."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from gradscope.errors import InputError, checked
+from gradscope.gradients import BACKWARD, refuse_narrow_weights, vectors_within
+from gradscope.objective import PAPER, LossSettings, TokenStatistics, Updater, Weighting, fitting_size
+from gradscope.policy import (
+    PART,
+    PolicyLike,
+    flat_slices,
+    float_parameters,
+    model_bytes,
+    read_state,
+    rewound,
+    sum_of_squares,
+)
+from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
+from gradscope.runs import Progress, track
+from gradscope.updates.make_update import Update, make_update
+from gradscope.updates.movement import Movement, resolve, score
+from gradscope.updates.step_settings import SGD, StepSettings, make_optimizer, read_moments
+
+
+class RealSteps:
+    """Takes updates of one batch, all from the same weights; looks at every token and rewinds the policy each time.
+
+    The arguments are those of `apply_update`.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyLike,
+        batch: BatchLike,
+        *,
+        loss: LossSettings = PAPER,
+        step: StepSettings = SGD,
+        optimizer_state: dict[str, Any] | str | Path | None = None,
+        memory: int | None = None,
+    ) -> None:
+        self.policy, self.batch = read_inputs(policy, batch)
+        state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
+        step.check()
+        model = self.policy.model
+        refuse_narrow_weights(model)
+        self._step, self._loss, self._memory = step, loss, memory
+        self._moments, self._fits = read_moments(model, step, state), _fits(model, step, memory)
+        self.before: TokenStatistics | None = None
+        """Statistics of the tokens before any step; known after the first one."""
+
+    def on(self, batch: TokenBatch) -> RealSteps:
+        """The same steps on another batch."""
+        steps = copy.copy(self)
+        steps.batch, steps.before = batch, None
+        return steps
+
+    def take(self, update: str | Weighting | Update = "all", *, displacement: bool = False) -> Movement:
+        """Take the optimizer steps of an update, look, and rewind; see `apply_update`."""
+        policy, model, memory = self.policy, self.policy.model, None if self._fits else 0
+        size = fitting_size(model, self.batch, self._step.micro_batch_size, copies=2)
+        step = replace(self._step, micro_batch_size=size)
+        # Gradients flow, whatever the caller switched off.
+        with torch.inference_mode(False), torch.enable_grad(), rewound(model, memory=memory) as start:
+            model.eval()
+            if self.before is None:
+                self.before = score(policy, self.batch, step)
+                self.batch = resolve(self.batch, self.before)
+            if not isinstance(update, Update):
+                update = make_update(update, self.batch, loss=self._loss, entropy=self.before.entropy)
+            sliced_for = None if self._fits else len(update.passes)
+            optimizer = make_optimizer(model, step, self._moments, sliced_for=sliced_for)
+            updater = Updater(model, optimizer, policy.device, step.micro_batch_size, step.max_grad_norm)
+            results = [updater.step(part, update.settings, weighting=update.weighting) for part in update.passes]
+            after = score(policy, self.batch, step)
+            square = sum_of_squares(_moved_parts(model, start))
+            moved = vectors_within(model, 1, self._memory)[0] if displacement else None
+            for name, part in flat_slices(model).items() if displacement else ():
+                moved[part] = model.get_parameter(name).detach().flatten()
+                moved[part] -= start[name].flatten().to(moved)
+        norm = math.sqrt(square)
+        return Movement(update.name, self.batch, self.before, after, results, norm, self._loss, displacement=moved)
+
+
+@checked
+def apply_update(
+    policy: PolicyLike,
+    batch: BatchLike,
+    update: str | Weighting | Update = "all",
+    *,
+    loss: LossSettings = PAPER,
+    step: StepSettings = SGD,
+    optimizer_state: dict[str, Any] | str | Path | None = None,
+    memory: int | None = None,
+    displacement: bool = False,
+) -> Movement:
+    """Take an update's optimizer steps with the trainer's own code, look at every token, and rewind the policy.
+
+    The model works in eval mode, with its own attention. Afterwards weights, buffers, `.grad`, flags, modes and random
+    states are as they were, bit for bit, also if the call raises. Memory: one more copy of the weights, beside
+    gradients and moments.
+
+    Args:
+        batch: unknown old_logprobs are the policy's own, advantages those of `resolve_advantages`.
+        update: what `make_update` takes, on the whole batch with `loss`; or what it made.
+        optimizer_state: what AdamW's `state_dict()` saved: its moments and step counts are gone on from, with the
+            numbers of `step` (its betas and eps must be the state's), and only its parameters are trained; None: a
+            fresh optimizer over all float parameters.
+        memory: bytes for the copy, gradients and moments; None: any amount is there. Where these are over it, the copy
+            lies in scratch files and the moments stay where they were saved, so that only the gradient is left.
+        displacement: keep θ_after − θ_before, too, in a scratch file where it is over `memory`.
+
+    Raises:
+        InputError: for weights below float32, for advantages that are unknown, for an optimizer state that does not
+            fit, where `memory` is too little for a gradient, and where the scratch files find no room.
+    """
+    given = {"loss": loss, "step": step, "optimizer_state": optimizer_state, "memory": memory}
+    return RealSteps(policy, batch, **given).take(update, displacement=displacement)
+
+
+@checked
+def apply_updates(
+    policy: PolicyLike,
+    batch: BatchLike,
+    updates: Sequence[str | Weighting | Update],
+    *,
+    loss: LossSettings = PAPER,
+    step: StepSettings = SGD,
+    optimizer_state: dict[str, Any] | str | Path | None = None,
+    memory: int | None = None,
+    progress: bool | Progress = False,
+) -> list[Movement]:
+    """`apply_update` for each update, all from the same weights and the same statistics before."""
+    steps = RealSteps(policy, batch, loss=loss, step=step, optimizer_state=optimizer_state, memory=memory)
+    return [steps.take(update) for update in track(updates, "taking steps", progress, unit="updates")]
+
+
+def update_cost(num_passes: int = 1) -> float:
+    """Forward passes over the batch that take as long as `apply_update` with so many steps, each on all its tokens."""
+    return 2 + (1 + BACKWARD) * num_passes
+
+
+def _fits(model: nn.Module, step: StepSettings, memory: int | None) -> bool:
+    """Whether a copy of the model, the gradient and AdamW's two moments do; InputError where the gradient does not."""
+    if memory is None:
+        return True
+    gradient = sum(p.numel() * p.element_size() for _, p in float_parameters(model))
+    if gradient > memory:
+        raise InputError(
+            f"the gradient of a real step takes {gradient / 1e9:.3g} GB, and {memory / 1e9:.3g} GB are given; give "
+            "more (--gradient-memory), or take no real step (diagnose --no-actual-step)"
+        )
+    return model_bytes(model) + gradient * (3 if step.optimizer == "adamw" else 1) <= memory
+
+
+def _moved_parts(model: nn.Module, start: Mapping[str, Tensor]) -> Iterator[Float[Tensor, " _"]]:
+    """How far the parameters are from where they started, in parts: none as large as a parameter may be."""
+    for name, parameter in float_parameters(model):
+        pairs = zip(parameter.detach().flatten().split(PART), start[name].flatten().split(PART), strict=True)
+        yield from (new - old.to(new) for new, old in pairs)

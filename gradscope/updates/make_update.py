@@ -1,0 +1,175 @@
+"""Updates by name: which tokens each optimizer step trains, and under which loss.
+
+They are made of the trainer's own parts: the passes of `steps` and the masks of `objective`. Whatever a pass leaves
+out, its loss is divided by all response tokens of the mini-batch, so that the parts of a split add up to the whole.
+Probabilities are those of π_old. Equations and Alg. 1 are those of arXiv:2505.12929.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.intervals import EDGES, assign_intervals, interval_labels
+from gradscope.objective import PAPER, LossSettings, Method, Pass, Weighting, make_weighting, split_passes
+from gradscope.rollouts import TokenBatch
+
+Number = int | float
+Mask = Bool[Tensor, "B S"]
+
+UPDATES = {
+    "all": "all tokens, one pass",
+    **{f"only-{a}": f"only tokens with π_old in {label}" for a, label in enumerate(interval_labels())},
+    **{f"without-{a}": f"all but the tokens with π_old in {label}" for a, label in enumerate(interval_labels())},
+    "reweight": "all tokens under Advantage Reweighting (Eq. 4)",
+    "lopti": "tokens with π_old < η, then the others (Alg. 1)",
+    "reweight-lopti": "Lopti's passes under Advantage Reweighting",
+    "lopti-high-first": "Lopti's passes in the reverse order",
+    "random-split": "two passes over a random split of the sizes of Lopti's",
+    "high-entropy": "only the 20 % of tokens with the largest entropy (arXiv:2506.01939)",
+    "positive": "only tokens with Â > 0",
+}
+"""Name → what it trains; α and η may follow (`reweight-lopti:alpha=.3,eta=.5`). `edges` of its own make other numbers
+of only- and without-."""
+
+HIGH_ENTROPY = Fraction(1, 5)
+"""Share of the tokens that "high-entropy" trains."""
+
+_METHODS = {
+    "all": Method(),
+    "reweight": Method(reweight_alpha=0.3),
+    "lopti": Method(lopti_eta=0.5),
+    "reweight-lopti": Method(reweight_alpha=0.3, lopti_eta=0.5),
+    "lopti-high-first": Method(lopti_eta=0.5, lopti_order="high-first"),
+    "random-split": Method(lopti_eta=0.5, control="random-split"),
+}
+_FIELDS = {"alpha": "reweight_alpha", "eta": "lopti_eta"}
+
+
+@dataclass(frozen=True)
+class Update:
+    """Optimizer steps in order, and their loss."""
+
+    name: str
+    passes: list[Pass]
+    settings: LossSettings
+    weighting: Weighting | None = None
+    """What stands in the place of Eq. 2's policy weights in every pass; None: nothing."""
+
+
+def make_update(
+    update: str | Weighting,
+    batch: TokenBatch,
+    *,
+    loss: LossSettings = PAPER,
+    entropy: Float[Tensor, "B S"] | None = None,
+    mini_batch_size: int | None = None,
+    edges: Sequence[Number] = EDGES,
+    generator: torch.Generator | None = None,
+) -> Update:
+    """Make an update on a batch whose advantages and old_logprobs are known for every token.
+
+    Args:
+        update: a name of UPDATES, with its α and η or without; or a weighting of one optimizer step, by its name or
+            itself, under which all tokens are trained but those that a mask leaves out.
+        loss: Reweight sets `reweight_alpha`, every other update leaves it as it is.
+        entropy: of each token's distribution, nats; needed by "high-entropy", which takes the largest of the batch.
+        mini_batch_size: responses per optimizer step; None: the whole batch.
+        edges: of the intervals of π_old.
+        generator: draws "random-split"; None: seeded with 0.
+
+    Raises:
+        InputError: for a name that is not known, and for what no update can be made of.
+    """
+    name, old, mask = str(update), batch.old_logprobs, batch.response_mask
+    size = len(batch) if mini_batch_size is None else mini_batch_size
+    _check(batch, size)
+    weighting = None if isinstance(update, str) else update
+    if weighting is None and (method := _find_method(name)) is not None:
+        if method.reweight_alpha is not None:
+            loss = replace(loss, reweight_alpha=method.reweight_alpha)
+        groups = method.drawn_groups(old, mask, size, generator or torch.Generator().manual_seed(0))
+    elif name == "positive":
+        groups = [(name, mask & (batch.advantages > 0))]
+    elif name == "high-entropy":
+        groups = [(name, _largest(entropy, mask))]
+    elif found := re.fullmatch(r"(only|without)-(\d+)", name):
+        groups = [(name, mask & _inside(int(found[2]), batch, edges, without=found[1] == "without"))]
+    else:
+        weighting = _find_weighting(name) if weighting is None else weighting
+        groups = weighting.passes.groups(old, mask)
+    loss.check()
+    return Update(name, split_passes(batch, size, groups), loss, weighting)
+
+
+def _find_method(name: str) -> Method | None:
+    """What the trainer makes of the name; None for one that is none of its own."""
+    kind, _, given = name.partition(":")
+    if (method := _METHODS.get(kind)) is None:
+        return None
+    values = {}
+    for part in filter(None, given.split(",")):
+        key, _, value = part.partition("=")
+        field = _FIELDS.get(key, "")
+        if getattr(method, field, None) is None:
+            raise InputError(f"{kind} takes no {key!r}; give {' or '.join(_FIELDS)} to an update that has it")
+        try:
+            values[field] = float(value)
+        except ValueError as error:
+            raise InputError(f"{kind}: {key} is {value!r}; give a number") from error
+    return replace(method, **values)
+
+
+def _find_weighting(name: str) -> Weighting:
+    try:
+        return make_weighting(name)
+    except InputError as error:
+        known = ", ".join(UPDATES)
+        raise InputError(f"no update is called {name!r}: {error.reason}; or give one of {known}") from error
+
+
+def old_intervals(batch: TokenBatch, edges: Sequence[Number] = EDGES) -> Int[Tensor, "B S"]:
+    """Index of the interval of π_old of each token that response_mask keeps, −1 elsewhere."""
+    # A log-probability that a sampler rounded to just above 0 is a probability of 1.
+    prob = batch.old_logprobs[batch.response_mask].double().exp().clamp(max=1.0)
+    indices = torch.from_numpy(assign_intervals(prob.numpy(), list(edges)))
+    return torch.full(batch.input_ids.shape, -1).masked_scatter(batch.response_mask, indices)
+
+
+def _inside(interval: int, batch: TokenBatch, edges: Sequence[Number], *, without: bool) -> Mask:
+    """Where π_old lies in the interval, or outside it."""
+    if interval >= (count := len(interval_labels(edges))):
+        raise InputError(f"the edges make intervals 0 to {count - 1}, not {interval}; give one of them, or other edges")
+    return (old_intervals(batch, edges) == interval) != without
+
+
+def _largest(entropy: Float[Tensor, "B S"] | None, mask: Mask) -> Mask:
+    """The kept tokens of the largest entropy: HIGH_ENTROPY of all, rounded up, and those tied with the last of them."""
+    if entropy is None or entropy[mask].isnan().any():
+        raise InputError("high-entropy needs the entropy of every response token; give entropy=, [B, S]")
+    count = math.ceil(HIGH_ENTROPY * int(mask.sum()))
+    return mask & (entropy >= entropy[mask].topk(count).values[-1])
+
+
+def _check(batch: TokenBatch, mini_batch_size: int) -> None:
+    """InputError for a batch that no update can be made of."""
+    if mini_batch_size < 1:
+        raise InputError(f"mini_batch_size is {mini_batch_size}; an optimizer step needs a response; give at least 1")
+    if batch.num_tokens == 0:
+        raise InputError("response_mask keeps no token, so there is nothing to train on; give responses with tokens")
+    for name in ("advantages", "old_logprobs"):
+        values = getattr(batch, name)
+        unknown = batch.num_tokens if values is None else int(values[batch.response_mask].isnan().sum())
+        if unknown:
+            raise InputError(
+                f"{name} are unknown at {unknown} of {batch.num_tokens} response tokens; give them, or drop the tokens "
+                "by response_mask"
+            )
