@@ -40,7 +40,7 @@ LESS_MEMORY = "try a smaller --chunk-memory, --micro-batch-size, --batch-size or
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, torch on a device, or torch on a CPU, which has no kind of its own for it, found no room.
+    """Return whether Python, torch on a device, or torch on a CPU, which has no kind of its own for it, found no room.
 
     >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
     True
@@ -66,7 +66,8 @@ class DivergedError(RuntimeError):
 
 
 def unpickling_reason(error: Exception) -> str:
-    """What torch.load with weights_only refused, on one line, without its advice to load the file with all it runs.
+    """Return what torch.load with weights_only refused, on one line, without its advice to load the file with all it
+    runs.
 
     >>> unpickling_reason(ValueError("Weights only load failed. Re-run with False.\\n\\nUnsupported operand 149\\n"))
     'Unsupported operand 149'
@@ -79,7 +80,7 @@ def unpickling_reason(error: Exception) -> str:
 
 
 def show(value: Any) -> str:
-    """A value in an error: as JSON writes it, at most 40 characters, whatever it is and however large.
+    """Return a value in an error: as JSON writes it, at most 40 characters, whatever it is and however large.
 
     >>> show([1, None, "a"]), show([[0] * 10**6])
     ('[1, null, "a"]', '[[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,…')
@@ -96,7 +97,7 @@ def show(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """The text on one line, what steers a terminal or cannot be seen by its number.
+    """Return the text on one line, what steers a terminal or cannot be seen by its number.
 
     >>> print(printable("a" + chr(10) + "b" + chr(0x202E)))
     a\\nb\\u202e
@@ -105,7 +106,7 @@ def printable(text: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says, to be quoted within a line; its kind where it says nothing.
+    """Return the first line of what an error says, to be quoted within a line; its kind where it says nothing.
 
     >>> first_line(ValueError("no such key.\\nTraceback …"))
     'no such key'
@@ -115,7 +116,7 @@ def first_line(error: Exception) -> str:
 
 
 def checked(function: Callable[P, Result]) -> Callable[P, Result]:
-    """The function, with an error that names the argument for one that is not what its annotation says.
+    """Return the function, with an error that names the argument for one that is not what its annotation says.
 
     TypeError for one of another type, InputError for a word that is none of those known.
 
@@ -155,7 +156,7 @@ def checked(function: Callable[P, Result]) -> Callable[P, Result]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type; numbers of numpy are numbers."""
+    """Return whether a value is of a type; numbers of numpy are numbers."""
     import numpy as np
     from beartype import BeartypeConf, FrozenDict
     from beartype.door import is_bearable
@@ -165,7 +166,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def make_settings(kind: Callable[..., Made], function: str, given: dict[str, Any]) -> Made:
-    """A dataclass of settings from a function's keywords; TypeError that names an unknown one, and the nearest."""
+    """Return a dataclass of settings from a function's keywords; TypeError that names an unknown one, and the nearest.
+    """
     known = inspect.signature(kind).parameters
     for name in given:
         if name not in known:

@@ -67,7 +67,7 @@ class Shortage:
 
 
 def short_of(prompts: float, tokens: float = np.inf, measured: int = 0, reached: float = np.inf) -> Shortage | None:
-    """What there is too little of for an interval; None: it may be printed.
+    """Return what there is too little of for an interval; None: it may be printed.
 
     prompts: with something to count; tokens: what the sample of them is worth (infinity: all are measured), of so many
     that were measured; reached: how many of the prompts have a measured token.
@@ -183,7 +183,7 @@ def jackknife(
 
 
 def _leave_out(evaluate: Evaluate, num_clusters: int, scale: Scale) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Values, jackknife errors and their degrees of freedom, on a scale without ends."""
+    """Return values, jackknife errors and their degrees of freedom, on a scale without ends."""
     left = []
     for start in range(0, num_clusters, CHUNK):
         rows = np.arange(start, min(start + CHUNK, num_clusters))
@@ -227,7 +227,7 @@ def redraw(evaluate: Evaluate, num_clusters: int, seed: Seed, resamples: int = 1
 
 
 def widen(evaluate: Evaluate, num_clusters: int, draws: np.ndarray, *, sampled: bool) -> np.ndarray:
-    """The draws as far from the sample's values as the intervals are wider than percentiles: for odds.
+    """Return the draws as far from the sample's values as the intervals are wider than percentiles: for odds.
 
     That is by Student's t of a jackknife's degrees of freedom; not at all of many clusters without a sample of tokens.
     """
@@ -283,7 +283,8 @@ def centred_bootstrap(
 
 
 def sample_worth(amounts: np.ndarray, probabilities: np.ndarray, cells: np.ndarray, num_cells: int) -> np.ndarray:
-    """How many tokens of equal amounts a sample of each cell is worth, [num_cells]; infinity where all are measured.
+    """Return how many tokens of equal amounts a sample of each cell is worth, [num_cells]; infinity where all are
+    measured.
 
     That is 1 / the relative variance of Σ amount/p over samples in which each token is with its chance p, which is
     known without any of them: Σ amount² (1/p − 1) / (Σ amount)². amounts: of what is to be summed, or in proportion to
@@ -301,7 +302,7 @@ def sample_worth(amounts: np.ndarray, probabilities: np.ndarray, cells: np.ndarr
 
 
 def worth_of_shares(amounts: np.ndarray, worth: np.ndarray) -> np.ndarray:
-    """What samples of cells are worth for each one's share of the whole: its odds have the errors of both sides.
+    """Return what samples of cells are worth for each one's share of the whole: its odds have the errors of both sides.
 
     amounts: sums by cell, or in proportion to them; worth: `sample_worth` of each.
     """
@@ -340,7 +341,8 @@ def in_brackets(lower: float, upper: float, write: Callable[[float], str]) -> st
 
 
 def prompt_clusters(table: pd.DataFrame) -> np.ndarray:
-    """Number of each row's prompt from 0 on: of `group`, or of (`batch`, `group`) where there is a column batch."""
+    """Return number of each row's prompt from 0 on: of `group`, or of (`batch`, `group`) where there is a column batch.
+    """
     if "group" not in table:
         raise InputError("the table has no column group, the number of each token's prompt; give one that has it")
     keys = ["batch", "group"] if "batch" in table else ["group"]

@@ -36,12 +36,12 @@ from gradscope.errors import InputError
 Number = int | float
 
 CACHED = 2**18
-"""Logits that a CPU's core works on at a time."""
+"""Logits that fit a CPU core's cache."""
 LAUNCHED = 2**24
-"""The same on a GPU, which small parts would keep waiting for operations to start; assumed."""
+"""Logits per part on a GPU, where small parts would be bound by kernel launches; assumed."""
 
 ARGMAX_PART = 64
-"""Logits whose largest is found at a time: of some values the fastest at vocabularies of 8,000 to 50,000."""
+"""Logits whose largest is found at a time: the fastest of several values at vocabularies of 8,000 to 50,000."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class TokenStatistics:
 
 
 def rows_at_once(vocab: int, device: str) -> int:
-    """Tokens whose logits go through all steps together, so that a CPU's cache holds them; device: its type."""
+    """Return how many tokens' logits to process together, so that a CPU's cache holds them; device: its type."""
     return max(1, (CACHED if device == "cpu" else LAUNCHED) // vocab)
 
 
 def parts_at_once(logits: Float[Tensor, "tokens vocab"]) -> Iterator[slice]:
-    """The tokens in such parts."""
+    """Split the tokens into such parts."""
     size = rows_at_once(logits.shape[1], logits.device.type)
     return (slice(start, start + size) for start in range(0, len(logits), size))
 
@@ -74,7 +74,8 @@ def token_statistics(
     *,
     temperature: Number | Float[Tensor, "*#tokens"] = 1.0,
 ) -> TokenStatistics:
-    """log π, log(1−π) and entropy of every token under softmax(logits / temperature); a −inf logit is impossible.
+    """Compute log π, log(1−π) and entropy of every token under softmax(logits / temperature); a −inf logit is
+    impossible.
 
     A tensor of temperatures broadcasts against the tokens.
 
@@ -97,7 +98,7 @@ def logit_gradient(
     *,
     temperature: Number | Float[Tensor, "*#tokens"] = 1.0,
 ) -> Float[Tensor, "*tokens vocab"]:
-    """e − π: the gradient of each token's log π with respect to logits / temperature, uncancelled.
+    """Compute e − π, the gradient of each token's log π with respect to logits / temperature, without cancellation.
 
     The token's own entry is the sum of the other probabilities. Divide by the temperature for the gradient with
     respect to the logits themselves.
@@ -118,7 +119,7 @@ def statistics_and_gradient(
     *,
     temperature: Number | Float[Tensor, "*#tokens"] = 1.0,
 ) -> tuple[TokenStatistics, Float[Tensor, "*tokens vocab"]]:
-    """`token_statistics` and `logit_gradient` together, in fewer passes over the logits."""
+    """Compute `token_statistics` and `logit_gradient` together, in fewer passes over the logits."""
     shifted, largest, rest, normaliser = _normalise(logits, temperature)
     logprob, log_one_minus_prob = _logprob_and_complement(shifted, largest, rest, normaliser, token_ids)
     probs = (shifted - normaliser.unsqueeze(-1)).exp_()
@@ -133,7 +134,7 @@ def gather_logprobs(
     *,
     temperature: Number | Float[Tensor, "*#tokens"] = 1.0,
 ) -> Float[Tensor, "*tokens"]:
-    """Differentiable log π of every token under softmax(logits / temperature), for losses: float32 at least.
+    """Compute differentiable log π of every token under softmax(logits / temperature), in float32 at least.
 
     log π = logsigmoid(z_o − log Σ_{j≠o} exp z_j), whose derivative is 1−π by itself: the gradient does not cancel near
     π = 1, as that of log_softmax does. Keeps one copy of the logits for the backward pass. A tensor of temperatures
@@ -152,7 +153,7 @@ def gather_logprobs(
 def _normalise(
     logits: Float[Tensor, "*tokens vocab"], temperature: Number | Float[Tensor, "*#tokens"]
 ) -> tuple[Float[Tensor, "*tokens vocab"], Int[Tensor, "*tokens"], Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
-    """z = (logits − max) / T, the index of the max, log Σ exp z over the others, and log Σ exp z over all."""
+    """Return z = (logits − max) / T, the index of the max, log Σ exp z over the others, and log Σ exp z over all."""
     _check_temperature(temperature)
     scale = temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
     largest = _first_largest(logits)
@@ -169,14 +170,14 @@ def _logprob_and_complement(
     normaliser: Float[Tensor, "*tokens"],
     token_ids: Int[Tensor, "*tokens"],
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
-    """log π and log(1−π) of the sampled tokens, by the two cases of the module's docstring."""
+    """Return log π and log(1−π) of the sampled tokens, by the two cases of the module's docstring."""
     logprob = shifted.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1) - normaliser
     is_largest = token_ids == largest
     return logprob, torch.where(is_largest, rest - normaliser, torch.log1p(-logprob.exp()))
 
 
 def _first_largest(logits: Float[Tensor, "*tokens vocab"]) -> Int[Tensor, "*tokens 1"]:
-    """`argmax`, which a CPU is slow at: among the largest entries of parts of the vocabulary, then within one part."""
+    """Compute `argmax` in parts, since a CPU is slow at it over a whole vocabulary."""
     vocab = logits.shape[-1]
     if vocab < 4 * ARGMAX_PART:
         return logits.argmax(-1, keepdim=True)
@@ -200,14 +201,14 @@ def _check_temperature(temperature: Number | Tensor) -> None:
 
 
 def widen(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """The tensor in at least float32: half precision is upcast, float32 and float64 are returned as they are."""
+    """Return the tensor in at least float32: half precision is upcast, float32 and float64 are unchanged."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def trained_logprobs(
     logits: Float[Tensor, "K N"], token_ids: Int[Tensor, " K"], temperatures: Float[Tensor, " K"]
 ) -> Float[Tensor, " K"]:
-    """log π of each token under softmax(logits / temperature), in nats: float32 at least.
+    """Compute log π of each token under softmax(logits / temperature) in nats, in float32 at least, for training.
 
     For one backward pass; who differentiates forward, or twice, takes `gather_logprobs`. It keeps the logits until
     then. Of a matrix product's logits, which nobody else may use then, the gradient takes the place: fresh memory for
@@ -250,7 +251,7 @@ class _TrainedLogprobs(torch.autograd.Function):
 
 
 def _is_product(logits: Tensor) -> bool:
-    """Whether autograd sees a matrix product's output, or a view of one: its gradient needs its inputs alone."""
+    """Return whether the tensor is a matrix product's output or a view of one, whose gradient needs only its inputs."""
     node = logits.grad_fn
     while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
         node = node.next_functions[0][0]
@@ -263,5 +264,5 @@ def _powers(
     scale: Float[Tensor, "k 1"],
     out: Float[Tensor, "k N"] | None = None,
 ) -> Float[Tensor, "k N"]:
-    """exp((z − max z) / T)."""
+    """Return exp((z − max z) / T)."""
     return torch.sub(widen(logits), largest, out=out).div_(scale).exp_()

@@ -1,4 +1,4 @@
-"""What Eq. 1 needs of a batch: its settings, and what is unknown filled in (arXiv:2505.12929).
+"""Settings of Eq. 1's loss, and defaults for what a batch leaves unknown (arXiv:2505.12929).
 
 Loss and weights are made of the same arguments, so that the weights are those of the loss that is trained.
 """
@@ -38,14 +38,14 @@ class LossSettings:
     clip_ratio_c: Number | None = 10.0
     """Dual clip of negative advantages; None: off."""
     kl_coef: Number = 0.001
-    """β of the k3 penalty. A token whose ref_logprobs are unknown has none: the policy is its own reference there."""
+    """β of the k3 penalty. Tokens without ref_logprobs get none, as if the policy were its own reference."""
     reweight_alpha: Number | None = None
     """α of Advantage Reweighting (Eq. 4); None: off."""
     kl_corrected: bool = False
     """Multiply k3 by π_θ/π_old, as TRL does unless told otherwise (use_bias_correction_kl)."""
 
     def check(self) -> None:
-        """Raise InputError for numbers that make no loss."""
+        """Raise InputError for settings that define no loss."""
         for name, value in asdict(self).items():
             if value is not None and not (isfinite(value) and value >= 0):
                 raise InputError(f"{name} is {value}; give a finite number, 0 or more")
@@ -57,7 +57,7 @@ PAPER = LossSettings()
 
 
 def resolve_advantages(batch: TokenBatch, *, eps: Number = 1e-6) -> Float[Tensor, "B S"]:
-    """The batch's advantages or, where it has none, GRPO's from its rewards within each group, spread over the tokens.
+    """Return the batch's advantages [B, S]; without any, GRPO's from the rewards within each group.
 
     eps: what `objective.grpo_advantages` adds to the group's standard deviation; the paper's code has 1e-6, TRL 1e-4.
     Mean and standard deviation are those of the rewards here, or the batch's `group_reward_means` and
@@ -80,7 +80,7 @@ def check_advantages(batch: TokenBatch) -> None:
 
 
 def own_where_unknown(known: Float[Tensor, "B S"] | None, logprobs: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
-    """The log-probabilities known of another policy and, where they are None or NaN, the policy's own, detached.
+    """Fill another policy's log-probabilities, where None or NaN, with the policy's own, detached.
 
     >>> own_where_unknown(torch.tensor([[-1.0, torch.nan]]), torch.tensor([[-2.0, -3.0]]))
     tensor([[-1., -3.]])
@@ -116,7 +116,7 @@ def batch_weights(
     num_tokens: Number,
     refuse_nan: bool = True,
 ) -> TokenWeights:
-    """Eq. 2's w_t of `batch_loss`: −num_tokens · ∂batch_loss/∂logprob of every token, by policy and KL part.
+    """Compute Eq. 2's w_t of `batch_loss`: −num_tokens · ∂batch_loss/∂logprob of every token, by policy and KL part.
 
     Arguments and errors are those of `batch_loss`, so advantages that are unknown, or NaN on a kept token, are an
     InputError: who wants weights only where advantages are known looks at `resolve_advantages` first.
@@ -135,7 +135,7 @@ def weigh_tokens(
     entropy: Float[Tensor, "B T"] | None = None,
     sampler_logprobs: Float[Tensor, "B T"] | None = None,
 ) -> dict[str, Float[Tensor, "B T"]]:
-    """A weighting's w_t of the kept tokens in each of its optimizer steps, 0 elsewhere, detached.
+    """Compute a weighting's w_t in each of its optimizer steps, detached; 0 on dropped tokens.
 
     settings: of the plain loss, from whose policy part many weightings start. Thresholds are over the tokens given
     here. Raises InputError for a weighting made of what is not given.
@@ -152,7 +152,7 @@ def weigh_tokens(
 
 
 def weigh_step(weighting: Weighting, *tokens: Any, **known: Any) -> Float[Tensor, "B T"]:
-    """`weigh_tokens` of a weighting that takes one optimizer step; InputError for one of several, or of no weights."""
+    """Compute `weigh_tokens` for a weighting that takes one optimizer step. Raises InputError for any other."""
     if weighting.passes.control == "matched-norm":
         raise InputError(f"{weighting} goes by the norm of two gradients, which the trainer alone takes; leave it out")
     weights = weigh_tokens(weighting, *tokens, **known)
@@ -162,14 +162,14 @@ def weigh_step(weighting: Weighting, *tokens: Any, **known: Any) -> Float[Tensor
 
 
 def check_weighting(weighting: Weighting, *, entropy: bool = True, sampler_logprobs: bool) -> None:
-    """Raise InputError for one that `weigh_step` cannot do with tokens of which these are known or not."""
+    """Raise InputError if the weighting takes several steps or needs a column the batch lacks."""
     one = torch.full((1, 1), -0.5)
     known = {name: one for name, has in (("entropy", entropy), ("sampler_logprobs", sampler_logprobs)) if has}
     weigh_step(weighting, one, one, one, torch.ones(1, 1, dtype=torch.bool), PAPER, **known)
 
 
 def _arguments(logprobs: Tensor, batch: TokenBatch, settings: LossSettings, num_tokens: Number) -> dict[str, Any]:
-    """What both take, policy_loss and token_weight_parts."""
+    """Return the arguments common to policy_loss and token_weight_parts."""
     old = own_where_unknown(batch.old_logprobs, logprobs)
     return {
         "logprobs": logprobs,

@@ -15,12 +15,12 @@ from gradscope.objective.loss import LossSettings, own_where_unknown, resolve_ad
 from gradscope.rollouts import TokenBatch
 
 ROUNDING = 1e-3
-"""Largest |Δ log π| of any token, nats, that float32 and another order of its sums explain."""
+"""Largest |Δ log π| of a token, in nats, that float32 and another summation order explain."""
 CLIPS = ("clip_low", "clip_high", "clip_dual")
 
 
 def off_policyness(columns: Mapping[str, np.ndarray], loss: LossSettings) -> dict[str, Float[np.ndarray, " k"]]:
-    """Of each of k tokens with a known log π_old, in float64.
+    """Measure off-policyness of the k tokens with a known log π_old, in float64.
 
     logprob_difference, |log π − log π_old| in nats; ratio, π/π_old; and 1 or 0 for what Eq. 2's trust region cuts:
     clip_low (Â < 0 and ratio < 1 − ε_low), clip_high (Â > 0 and ratio > 1 + ε_high), clip_dual (Â < 0 and ratio > c),
@@ -39,7 +39,7 @@ def off_policyness(columns: Mapping[str, np.ndarray], loss: LossSettings) -> dic
 
 
 def off_policy_sentence(mean: str, worst: float) -> str:
-    """Whether rollouts are on-policy; mean: mean |Δ log π|, as written, worst: the largest of all tokens, nats."""
+    """Say whether rollouts are on-policy. mean: mean |Δ log π| as written; worst: the largest of any token, in nats."""
     numbers = f"mean |Δ log π| {mean} nats, at most {worst:.2g}".replace("-", "−")
     if worst < ROUNDING:
         return f"The rollouts are on-policy up to rounding: {numbers}."
@@ -47,7 +47,7 @@ def off_policy_sentence(mean: str, worst: float) -> str:
 
 
 def describe_off_policyness(columns: Mapping[str, np.ndarray], loss: LossSettings) -> str:
-    """`off_policyness` of the tokens whose log π_old is known, in a sentence; what is assumed, where it is of none."""
+    """Describe `off_policyness` of the tokens with a known log π_old in a sentence; without any, what is assumed."""
     known = ~np.isnan(np.asarray(columns["old_logprob"], np.float64))
     if not known.any():
         return "Old log-probabilities are unknown: the rollouts are taken as on-policy (ratio 1)."
@@ -64,7 +64,7 @@ def describe_off_policyness(columns: Mapping[str, np.ndarray], loss: LossSetting
 def off_policy_columns(
     model: nn.Module, batch: TokenBatch, *, micro_batch_size: int, device: torch.device
 ) -> dict[str, Float[np.ndarray, " n"]]:
-    """What `describe_off_policyness` reads of the batch's kept tokens, by a forward pass."""
+    """Compute the columns that `describe_off_policyness` reads, by a forward pass over the batch."""
     logprobs = batch_statistics(model, batch, micro_batch_size=micro_batch_size, device=device).logprob
     old = own_where_unknown(batch.old_logprobs, torch.full_like(logprobs, math.nan))
     columns = {"logprob": logprobs, "old_logprob": old, "advantage": resolve_advantages(batch)}

@@ -23,11 +23,11 @@ from gradscope.objective.methods import Method
 Number = int | float
 Weights = Float[np.ndarray, " K"]
 AGGREGATIONS = ("token-mean", "sequence")
-"""How a loss adds up: over all tokens alike, or the mean over responses of the mean over their tokens."""
+"""How a loss averages: over all tokens, or over responses of their token means."""
 
 
 class Tokens(Mapping[str, Weights]):
-    """The columns of a token table that weightings read, [K] in float64; InputError for one that is not there."""
+    """Columns of a token table that weightings read, [K] in float64. Raises InputError for a column that is missing."""
 
     def __init__(self, columns: Mapping[str, Any] | pd.DataFrame):
         self._columns = columns
@@ -44,7 +44,7 @@ class Tokens(Mapping[str, Weights]):
         return len(self._columns)
 
     def known(self, name: str) -> Weights:
-        """A column without NaN. Raises InputError for a token that has none."""
+        """Return a column after checking that it has no NaN. Raises InputError otherwise."""
         values = self[name]
         if unknown := int(np.isnan(values).sum()):
             raise InputError(
@@ -54,7 +54,7 @@ class Tokens(Mapping[str, Weights]):
 
     @cached_property
     def old(self) -> Weights:
-        """log π_old; where it is unknown, the policy's own."""
+        """log π_old; the policy's own where unknown."""
         return np.where(np.isnan(self["old_logprob"]), self["logprob"], self["old_logprob"])
 
     @cached_property
@@ -80,7 +80,7 @@ class Tokens(Mapping[str, Weights]):
 
     @cached_property
     def sampler(self) -> Weights:
-        """log π_sampler; where some are unknown, log π_old, so that k = 1. Raises InputError where all are unknown."""
+        """log π_sampler; log π_old where unknown, so that k = 1. Raises InputError if it is unknown everywhere."""
         unknown = np.isnan(self["sampler_logprob"])
         return self.known("sampler_logprob") if unknown.all() else np.where(unknown, self.old, self["sampler_logprob"])
 
@@ -90,47 +90,49 @@ class Tokens(Mapping[str, Weights]):
         return self.old - self.sampler
 
     def before(self, sampler: int) -> Weights:
-        """The log-probabilities that a trust region is around: log π_old, or with `sampler` 1 log π_sampler."""
+        """Return the log-probabilities at the centre of the trust region: log π_old or, with `sampler` 1, log
+        π_sampler.
+        """
         return self.sampler if sampler else self.old
 
     def sum_by_response(self, values: Weights) -> Weights:
-        """Each token's response's sum."""
+        """Sum over each response; return the sums by token [K]."""
         _, response = np.unique(self["response"], return_inverse=True)
         return np.bincount(response, values)[response]
 
     def mean_by_response(self, values: Weights) -> Weights:
-        """Each token's response's mean."""
+        """Average over each response; return the means by token [K]."""
         return self.sum_by_response(values) / self.sum_by_response(np.ones_like(values))
 
     @cached_property
     def place(self) -> Weights:
-        """Where a token stands in its response, up to a constant: its position, or its column in a trainer's batch."""
+        """A token's place in its response up to a constant: its position, or its column in a trainer's batch."""
         return self["place" if "place" in self._columns else "position"]
 
     def responses(self) -> list[np.ndarray]:
-        """Each response's rows, in the order of its tokens."""
+        """Yield each response's rows in token order."""
         response = self["response"]
         order = np.lexsort((self.place, response))
         return np.split(order, np.flatnonzero(np.diff(response[order])) + 1)
 
 
 def within(default: Number, low: Number, high: Number = math.inf, *, above: str | None = None) -> Any:
-    """A parameter and the range of its values, ends included; above: a parameter that it is not below."""
+    """Declare a parameter with its range, ends included; above: another parameter that it must not be below."""
     return field(default=default, metadata={"range": (low, high), "above": above})
 
 
 @dataclass(frozen=True)
 class Weighting(ABC):
-    """A weighting and its parameters. Raises InputError for a parameter out of its range."""
+    """A token weighting and its parameters. Raises InputError for a parameter out of range."""
 
     NAME: ClassVar[str]
-    """What it is called on the command line."""
+    """Name on the command line."""
     TRAINERS: ClassVar[Mapping[str, str]] = {}
-    """How that of a trainer, a name of SOURCES, is written here, with the trainer's own defaults."""
+    """Trainer (a name of SOURCES) → the spelling here of its loss, with its own defaults."""
     OWN_LOSSES: ClassVar[tuple[str, ...]] = ()
-    """Trainers whose own loss is differentiated for comparison (tests/integrations); of others it is a printed one."""
+    """Trainers whose own loss is differentiated in the tests; for others a printed loss is."""
     _spelled: ClassVar[str] = ""
-    """As the user called it; "": by its name and parameters."""
+    """The user's spelling; "" for name and parameters."""
 
     def __post_init__(self) -> None:
         for parameter in fields(self):
@@ -144,12 +146,13 @@ class Weighting(ABC):
 
     @property
     def passes(self) -> Method:
-        """The passes and advantages of a trainer that these are weights of, where masks and factors say all of it."""
+        """Return the equivalent trainer Method, if token masks and advantage factors express this weighting; else None.
+        """
         return Method()
 
     @property
     def alpha_and_eta(self) -> tuple[Number | None, Number | None] | None:
-        """α of Reweight and η of Lopti (None: off), where these two say all of it; None where they do not.
+        """Return α of Reweight and η of Lopti (None: off) if these two express the weighting; else None.
 
         >>> from gradscope.objective import make_weighting
         >>> [make_weighting(name).alpha_and_eta for name in ("grpo", "lopti", "cispo")]
@@ -161,12 +164,12 @@ class Weighting(ABC):
 
     @abstractmethod
     def factors(self, tokens: Tokens) -> Weights | dict[str, Weights]:
-        """w_t of each token, under the mean over tokens; by optimizer step, where there are several."""
+        """Return w_t of each token under the mean over tokens; by optimizer step, if there are several."""
 
     def weights(
         self, columns: Mapping[str, Any] | pd.DataFrame, *, aggregation: str = "token-mean"
     ) -> dict[str, Weights]:
-        """w_t of each token in each optimizer step, [K]; 0 in a step that leaves it out.
+        """Return w_t [K] in each optimizer step; 0 in a step that leaves the token out.
 
         columns: those of a token table: `response`, `logprob`, `old_logprob` (NaN: on-policy), `advantage`,
         `policy_weight` of the plain loss, and what else the weighting is made of (`entropy`, `sampler_logprob`).
@@ -185,7 +188,8 @@ class Weighting(ABC):
         return {name: weights * scale for name, weights in found.items()}
 
     def __str__(self) -> str:
-        """As the user called it; else as the command line takes it: the name, and what has not its published value.
+        """Return the user's spelling or, without one, the name and all parameters that differ from their published
+        values.
 
         >>> from gradscope.objective import WEIGHTINGS, make_weighting
         >>> str(make_weighting("cispo:eps_high=5.0")), str(WEIGHTINGS["cispo"](eps_high=5.0))

@@ -50,7 +50,7 @@ SOURCES = {
         f"{GITHUB}Hesse73/RLVR-Directions/blob/ca8c6e753/verl/recipe/logprl/logp_ray_trainer.py",
     ),
 }
-"""Trainer or authors' code → version, or date of the last commit, that was read, and where."""
+"""Trainer or authors' code → the version or commit date that was read, and where."""
 
 ROUNDING = 1e-4
 """Nats by which two forward passes of one policy in float32 may differ, as those of a sampler and of a trainer do."""
@@ -616,13 +616,13 @@ class Delightful(Weighting):
 
 
 def _truncate(log_ratio: Weights, low: Number, high: Number) -> Weights:
-    """The ratio, within these bounds."""
+    """Clip the ratio to these bounds."""
     with np.errstate(over="ignore"):
         return np.clip(np.exp(log_ratio), low, high)
 
 
 def _mask(log_ratio: Weights, low: Number, high: Number) -> Weights:
-    """The ratio within these bounds, 0 beyond them."""
+    """Return the ratio within these bounds and 0 outside."""
     with np.errstate(over="ignore"):
         ratio = np.exp(log_ratio)
     return np.where((ratio >= low) & (ratio <= high), ratio, 0.0)
@@ -639,12 +639,12 @@ _NAMED = (
 WEIGHTINGS = {kind.NAME: kind for kind in (*_COMPARED, *_NAMED)}
 """Name → weighting."""
 COMPARED = tuple(kind.NAME for kind in _COMPARED)
-"""Those that are compared where none is named: each takes a backward pass of its own."""
+"""Weightings compared by default; each takes a backward pass of its own."""
 
 
 @checked
 def make_weighting(text: str) -> Weighting:
-    """The weighting that `NAME[:key=value,…]` names; of `FILE.py:NAME[:key=value,…]`, a Weighting of that file's own.
+    """Make the weighting spelled `NAME[:key=value,…]`; `FILE.py:NAME[:key=value,…]` takes a Weighting from a file.
 
     Raises InputError, with the nearest name, for one that is not known, and for a parameter that it does not take.
 
@@ -681,7 +681,7 @@ def make_weighting(text: str) -> Weighting:
 
 
 def spell_out(text: str) -> list[str]:
-    """A weighting for every combination of its parameters' values, as they are written.
+    """Return a weighting for every combination of its parameters' values, as they are written.
 
     >>> spell_out("icepop:low=.5/0.8,high=5")
     ['icepop:low=.5,high=5', 'icepop:low=0.8,high=5']
@@ -696,6 +696,6 @@ def spell_out(text: str) -> list[str]:
 
 
 def _nearest(word: str, known: Mapping[str, object]) -> str:
-    """What may have been meant, and all there is."""
+    """Return a hint with the nearest name and all names."""
     near = get_close_matches(word, known, n=1)
     return (f"did you mean {near[0]}? " if near else "") + f"known: {', '.join(known) or 'none'}"

@@ -1,4 +1,4 @@
-"""A picture of what every weighting would do with one batch, a row for each."""
+"""Draw what every weighting would do with one batch, a row per weighting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROW = 0.24
 @paper_style()
 @checked
 def plot_comparison(table: pd.DataFrame, by_interval: pd.DataFrame, labels: Sequence[str]) -> Figure:
-    """Each weighting's energy by interval of π, norm, cosine, signal to noise, right directions, carrying tokens.
+    """Draw each weighting's energy by interval of π, norm, cosine, signal to noise, right directions, carrying tokens.
 
     table, by_interval, labels: of a `Comparison`. Weightings with the weights of another are named below. Bars over the
     points are 95 % intervals over prompts; the grey line is plain GRPO's value, or 0. Raises InputError for a missing
@@ -50,13 +50,13 @@ def plot_comparison(table: pd.DataFrame, by_interval: pd.DataFrame, labels: Sequ
 
 
 def _names(rows: pd.DataFrame) -> list[str]:
-    """What stands at each row: the weighting and, of several, its step."""
+    """Return the row labels: the weighting and, if it takes several steps, the step."""
     steps = {"all": "", "both": ", real steps"}
     return [f"{row.method}{steps.get(row.step, f', step “{row.step}”')}" for row in rows.itertuples()]
 
 
 def _tell_same(same: pd.DataFrame) -> str:
-    """Which weightings are left out of the picture, and whose weights they have."""
+    """Return a sentence on weightings left out because their weights equal another's."""
     groups = same.groupby("same_as", sort=False)["method"]
     return ";  ".join(f"the same as {name} on this batch: {', '.join(own)}" for name, own in groups)
 

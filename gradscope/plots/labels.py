@@ -1,9 +1,9 @@
-"""One map of words: what every column and statistic is called where people read it, in tables, figures and the page."""
+"""Labels of columns and statistics in tables, figures and the page."""
 
 from __future__ import annotations
 
 LAYER = "act_grad_norm."
-"""With a block's number behind it: the norm at a layer."""
+"""Prefix of the norm column of a layer."""
 LABELS = {
     # Tokens.
     "response": "response",
@@ -93,14 +93,14 @@ LABELS = {
     "unit": "unit",
     "temperature": "temperature",
 }
-"""Name of a column or statistic → what people read."""
+"""Column or statistic → label."""
 
 METRICS = {"raw": "unpreconditioned", "adamw": "AdamW-preconditioned", "none": ""}
-"""Metric → what people read."""
+"""Metric → label."""
 
 
 def label_of(name: str) -> str:
-    """What a column or statistic is called; one that is not in `LABELS` is spelled with blanks.
+    """Return the label of a column or statistic; names not in `LABELS` get blanks for underscores.
 
     >>> label_of("squared_share"), label_of("signal_to_noise_difference"), label_of("my_own_number")
     ('share of the gradient energy', 'signal to noise of a prompt, against the baseline', 'my own number')

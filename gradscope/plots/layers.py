@@ -1,4 +1,4 @@
-"""Pictures of token gradients' norms layer by layer: Fig. 2's cones, the heat map by interval, the power of 1 − π."""
+"""Figures of token-gradient norms by layer: Fig. 2's cones, the heat map by interval, the power of 1 − π."""
 
 from collections.abc import Sequence
 
@@ -48,7 +48,7 @@ def plot_feasible_cone(
     kind: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Fig. 2: the feasible cone of Eq. 3 unweighted against π, with measured token gradients' norms as points.
+    """Draw Fig. 2: the feasible cone of Eq. 3 without weights against π, with measured token-gradient norms as points.
 
     The cone is lower_gain · √(N/(N−1)) · (1−π) ≤ ‖δ_ℓ‖ ≤ upper_gain · √2 · (1−π). `layer` is "logits" (both gains 1: a
     theorem) or a block's number ℓ; `kind` says where the gains come from ("measured" or "certified"). Reads `prob`,
@@ -63,7 +63,7 @@ def plot_feasible_cone(
 @paper_style()
 @checked
 def plot_figure_2(table: pd.DataFrame, cones: pd.DataFrame, *, vocab_size: int) -> Figure:
-    """Fig. 2 with measured points: a panel for the logits (the theorem), and one per layer of `cones`.
+    """Draw Fig. 2 with measured points: a panel for the logits (the theorem), and one per layer of `cones`.
 
     `cones` has columns `layer`, `lower_gain`, `upper_gain`, `kind`; several kinds of one layer share its panel.
     """
@@ -79,7 +79,7 @@ def plot_figure_2(table: pd.DataFrame, cones: pd.DataFrame, *, vocab_size: int) 
 
 
 def _draw_cones(table: pd.DataFrame, cones: pd.DataFrame, vocab_size: int, ax: Axes) -> Axes:
-    """The cones of one layer, the widest at the back, and the tokens' norms before them."""
+    """Draw the cones of one layer, the widest at the back, and the tokens' norms in front."""
     layer = str(cones["layer"].iat[0])
     column, symbol = norm_column(layer), norm_words(layer)[1]
     require(table, ["prob", "log_one_minus_prob", "interval", column])
@@ -107,7 +107,7 @@ def _draw_cones(table: pd.DataFrame, cones: pd.DataFrame, vocab_size: int, ax: A
 
 
 def _draw_cone(ax: Axes, measured: pd.DataFrame, cone, vocab_size: int, shade: float) -> pd.DataFrame:
-    """Fill one cone, with the number of tokens outside it in the legend; returns its outline."""
+    """Fill one cone and add the number of tokens outside it to the legend; return its outline."""
     low, high = cone.lower_gain, cone.upper_gain
     if not 0 <= low <= high < np.inf:
         raise InputError(f"gains of layer {cone.layer} are {low} and {high}; 0 <= lower <= upper < inf is wanted")
@@ -131,7 +131,7 @@ def _bounds(log_one_minus_prob: np.ndarray, vocab_size: int) -> tuple[np.ndarray
 
 
 def _legend(ax: Axes, title: str | None, **settings) -> None:
-    """A legend on a veil of white, so that lines behind it do not cross the words."""
+    """Draw a legend on a translucent white ground, so that no line crosses its words."""
     ax.legend(
         title=title, title_fontsize="medium", borderpad=0.1, frameon=True, framealpha=0.8, edgecolor="none", **settings
     )
@@ -146,7 +146,7 @@ def plot_layers_by_interval(
     parameters: str = "all parameters",
     ax: Axes | None = None,
 ) -> Axes:
-    """Heat map: median norm of the token gradients (unweighted, log colours) by layer and interval.
+    """Draw a heat map of the median norm of the unweighted token gradients (log colours) by layer and interval.
 
     Rows run from the logits down to the first block's input, then ‖g‖, over the parameters so called. All rows are over
     the same tokens, those measured everywhere, which count for 1 / p each where a sample was drawn; their number is
@@ -177,7 +177,7 @@ def plot_layers_by_interval(
 
 
 def _medians(measured: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """A row per interval; of a sample, a token counts for 1 / p."""
+    """Return a row per interval; sampled tokens count for 1 / p."""
     if sampling_probabilities(measured) is None:
         return measured.groupby("interval")[columns].median()
     parts = {}
@@ -209,7 +209,7 @@ def _draw_log_heatmap(ax: Axes, medians: pd.DataFrame) -> None:
 def plot_norm_against_one_minus_prob(
     table: pd.DataFrame, fits: pd.DataFrame, *, floor: float = 1e-3, parameters: str = "all parameters"
 ) -> Figure:
-    """‖δ_ℓ‖ and ‖g‖ of token gradients against 1 − π, log-log, with the fitted power, the theory's 1 and the √ law's ½.
+    """Draw ‖δ_ℓ‖ and ‖g‖ against 1 − π, log-log, with the fitted power, the theory's 1 and the √ law's ½.
 
     `fits`, a row per panel: `quantity` ("logits", a block number, "parameters" or a column of the table), `slope`,
     `slope_lower`, `slope_upper`, and `intercept`: log norm = intercept + slope · log(1−π), natural logarithms;
@@ -254,7 +254,7 @@ def _draw_power(table: pd.DataFrame, fit, words: tuple[str, str], ax: Axes) -> N
 
 
 def _draw_slopes(ax: Axes, fit, left: float) -> None:
-    """The fit over the range it was fitted on, and both laws through its middle over the whole panel; none if NaN."""
+    """Draw the fit over its range, and both laws through its middle over the whole panel; nothing if it is NaN."""
     ax.axvspan(left, fit.floor, color=NEUTRAL, alpha=0.12, lw=0)
     if not np.isfinite(fit.slope):
         return

@@ -1,4 +1,4 @@
-"""Pictures of what stands for a token's norm: cheap proxies on trial, and the modules that the norm is made of."""
+"""Figures of what stands for a token's norm: cheap proxies, and the modules that make up the norm."""
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,7 @@ from gradscope.plots.style import NEUTRAL, finish, new_axes, new_panels, paper_s
 @paper_style()
 @checked
 def plot_proxies(proxies: pd.DataFrame, *, parameters: str = "all parameters") -> Figure:
-    """How well each proxy stands for the exact norm: rank correlation, R² of logs, share of the largest tokens found.
+    """Draw how well each proxy stands for the exact norm: rank correlation, R² of logs, share of largest tokens found.
 
     proxies: of `theory.judge_proxies`; drawn of the norm over all parameters, and AdamW-preconditioned where it is
     there. Bars are 95 % intervals over prompts. parameters: what ‖g‖ is over.
@@ -45,7 +45,7 @@ def plot_proxies(proxies: pd.DataFrame, *, parameters: str = "all parameters") -
 @paper_style()
 @checked
 def plot_modules(table: pd.DataFrame, *, most: int = 24) -> Axes:
-    """Which matrix drives the norm: the share of the energy, in percent, of the `most` modules with the largest.
+    """Draw which matrices drive the norm: the share of the energy, in percent, of the `most` largest modules.
 
     table: of `measure` with per_module; without weights it is Σ‖g‖². Raises InputError without modules' columns.
     """

@@ -1,4 +1,4 @@
-"""What all figures share: the style, the words for intervals and layers, and files that two runs write alike."""
+"""Style shared by all figures, names of intervals and layers, and reproducible files."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from gradscope.plots.labels import LAYER, label_of
 from gradscope.runs import replacing
 
 NEUTRAL = "#555555"
-"""Ink of everything that belongs to no interval: all tokens, fits, reference lines."""
+"""Ink of all that belongs to no interval: all tokens, fits, reference lines."""
 
 _FONT_SIZE = 8
 _PAGE_WIDTH = 7.3
@@ -51,7 +51,7 @@ _drawn: WeakKeyDictionary[Axes, pd.DataFrame] = WeakKeyDictionary()
 
 @contextmanager
 def paper_style() -> Iterator[None]:
-    """Matplotlib's defaults with the figures' own settings on top; the user's rcParams return afterwards.
+    """Apply matplotlib's defaults and the figures' settings inside the block; restore the user's rcParams afterwards.
 
     Also a decorator: ``@paper_style()``. Fonts are 8 pt and larger at the size the figure is drawn.
     """
@@ -62,14 +62,16 @@ def paper_style() -> Iterator[None]:
 
 
 def new_axes(ax: Axes | None, *, width: float = 3.4, height: float = 2.5) -> Axes:
-    """The given axes, or fresh ones in a figure of their own (inches), known to pyplot: a notebook shows it."""
+    """Return the given axes, or new ones in a figure of their own (inches) that pyplot knows, so that a notebook shows
+    it.
+    """
     return ax if ax is not None else plt.subplots(figsize=(width, height), layout="constrained")[1]
 
 
 def new_panels(
     count: int, *, width: float, height: float, ratios: Sequence[float] | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` axes, each `width` × `height` inches, in as few rows as a page (7.3 inches) allows.
+    """Return a figure of `count` axes of `width` × `height` inches, in as few rows as a page (7.3 inches) allows.
 
     pyplot forgets it at once: a notebook shows it as a cell's value, once, and it is freed with its last name.
     """
@@ -84,14 +86,17 @@ def new_panels(
 
 
 def finish(ax: Axes, drawn: pd.DataFrame) -> Axes:
-    """Keep the numbers drawn into `ax` for `save_figure`, and fix what a later draw takes from the user's rcParams."""
+    """Attach the drawn numbers to `ax` for `save_figure`, and fix what a later draw would take from the user's
+    rcParams.
+    """
     _drawn[ax] = drawn
     ax.tick_params(which="both", labelsize=_FONT_SIZE, width=0.7)
     return ax
 
 
 def drawn_numbers(figure: Figure | Axes) -> pd.DataFrame:
-    """The numbers behind a figure, one block of rows per panel; a column `panel` (their titles) tells several apart."""
+    """Return the numbers behind a figure, a block of rows per panel; with several, a column `panel` has their titles.
+    """
     axes = figure.axes if isinstance(figure, Figure) else [figure]
     parts = [((ax.get_title(loc="left") or ax.get_title()).split("\n")[0], _drawn[ax]) for ax in axes if ax in _drawn]
     if not parts:
@@ -144,7 +149,7 @@ def name_intervals(ax: Axes, labels: Sequence[str], counts: Sequence[int] | None
 
 
 def edge_names(edges: Sequence[float] = EDGES) -> list[str]:
-    """The intervals' edges as an axis says them.
+    """Return the intervals' edges as tick labels.
 
     >>> edge_names()
     ['0', '¼', '½', '¾', '1']
@@ -154,14 +159,15 @@ def edge_names(edges: Sequence[float] = EDGES) -> list[str]:
 
 
 def interval_colors(count: int = 4) -> list[tuple[float, float, float]]:
-    """One colour per interval, dark (low probability) to light; distinct in grey and to colour-blind eyes."""
+    """Return a colour per interval, from dark (low probability) to light; distinct in grey and to colour-blind eyes."""
     import seaborn as sns
 
     return list(sns.color_palette("viridis", count))
 
 
 def norm_column(layer: int | str) -> str:
-    """The table's column of "logits", of "parameters", of a block's number ℓ (0 = input of the first), or of itself.
+    """Return the table's column for "logits", "parameters", a block number ℓ (0 = input of the first), or a column
+    name.
 
     >>> norm_column("logits"), norm_column(3), norm_column("param_grad_norm")
     ('logit_grad_norm', 'act_grad_norm.3', 'param_grad_norm')
@@ -172,7 +178,7 @@ def norm_column(layer: int | str) -> str:
 
 
 def norm_words(layer: int | str, parameters: str = "all parameters") -> tuple[str, str]:
-    """A layer's place in words and its token gradient's norm as a symbol; parameters: what ‖g‖ is over.
+    """Return a layer's place in words and the symbol of its token gradient's norm; parameters: what ‖g‖ runs over.
 
     >>> norm_words("logits")[0], norm_words("act_grad_norm.0")[0], norm_words(3)
     ('logits', 'input of block 1', ('output of block 3', '‖$δ_{3}$‖'))
@@ -187,14 +193,14 @@ def norm_words(layer: int | str, parameters: str = "all parameters") -> tuple[st
 
 
 def tell_drawn(points: pd.DataFrame, tokens: int) -> str:
-    """What a scatter of these tokens must say if `draw_tokens` drew only some; nothing if it drew all."""
+    """Return a sentence if `draw_tokens` would draw only some of these tokens; an empty one otherwise."""
     if len(points) == tokens:
         return ""
     return f",\n≤ {_POINTS_PER_INTERVAL:,} drawn an interval"
 
 
 def draw_tokens(ax: Axes, x: str, y: str, tokens: pd.DataFrame) -> pd.DataFrame:
-    """A scatter of at most 10,000 tokens of each interval, in the intervals' colours; returns the rows that were drawn.
+    """Draw a scatter of at most 10,000 tokens of each interval in its colour; return the rows that were drawn.
 
     Always the same ones, in random order, so that no interval hides another; rasterized, so that a PDF stays small.
     """
@@ -218,7 +224,7 @@ def require(table: pd.DataFrame, columns: Sequence[str], *, what: str = "the tok
 
 
 def require_intervals(table: pd.DataFrame, count: int | None = None) -> None:
-    """Raise InputError unless `interval` numbers one of `count` intervals in every row (None: as many as there are)."""
+    """Raise InputError unless `interval` is one of `count` intervals in every row (None: as many as occur)."""
     count = max(4, 1 + int(np.nan_to_num(table["interval"].max()))) if count is None else count
     strange = table.loc[~table["interval"].isin(range(count)), "interval"]
     if len(strange):
@@ -228,12 +234,12 @@ def require_intervals(table: pd.DataFrame, count: int | None = None) -> None:
 
 
 def count_tokens(count: int | np.integer) -> str:
-    """A count in full, in words: `1 token`, `12,000 tokens`."""
+    """Write a count in full: `1 token`, `12,000 tokens`."""
     return f"{count:,} token{'s' if count != 1 else ''}"
 
 
 def short_count(count: int | np.integer) -> str:
-    """A count in at most five characters.
+    """Write a count in at most five characters.
 
     >>> short_count(9999), short_count(12345), short_count(2_500_000)
     ('9,999', '12.3k', '2.5M')
@@ -244,7 +250,7 @@ def short_count(count: int | np.integer) -> str:
 
 
 def short_number(value: float) -> str:
-    """Two or three digits, as `0.041`, `12.3` or `4.1e-7`.
+    """Write a number in two or three digits, as `0.041`, `12.3` or `4.1e-7`.
 
     >>> [short_number(value) for value in (0.0, 4.12e-7, 0.0412, 1.0, 12.34, 1234.5, 5e7)]
     ['0', '4.1e-7', '0.041', '1.00', '12.3', '1234', '5.0e7']

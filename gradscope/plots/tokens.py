@@ -51,15 +51,15 @@ __all__ = [
 
 _DENSITY_BINS = 40
 _FEW_VALUES = 24
-"""At most so many distinct advantages are drawn value by value; a smooth violin would invent the values between."""
+"""Up to so many distinct advantages are drawn value by value; a smooth violin would invent values between them."""
 _FEW_TOKENS = 10
-"""Fewer tokens than this are drawn as points; a violin would invent their distribution."""
+"""Fewer tokens than this are drawn as points; a violin would invent a distribution."""
 
 
 @paper_style()
 @checked
 def plot_token_shares(table: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: Axes | None = None) -> Axes:
-    """Fig. 1 (a): share of the tokens in each probability interval (%, log scale), and above it the density of π.
+    """Draw Fig. 1 (a): the share of tokens in each probability interval (%, log scale), and above it the density of π.
 
     Reads `interval` and `prob`. Bars are equally wide, whatever the edges. Raises InputError for a missing column.
     """
@@ -92,7 +92,7 @@ def plot_token_shares(table: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax
 
 
 def _draw_density(strip: Axes, probs: np.ndarray) -> pd.DataFrame:
-    """A histogram, not a smoothed curve: most of the mass sits at the boundary π = 1, where a kernel would halve it."""
+    """Draw a histogram instead of a smoothed curve: a kernel would halve the mass at the boundary π = 1."""
     density, bins = np.histogram(probs, bins=_DENSITY_BINS, range=(0, 1), density=True)
     shown = np.where(density > 0, density, np.nan)
     strip.stairs(shown, bins, color=NEUTRAL, lw=1, baseline=None)
@@ -111,7 +111,7 @@ def _draw_density(strip: Axes, probs: np.ndarray) -> pd.DataFrame:
 @paper_style()
 @checked
 def plot_advantages(table: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: Axes | None = None) -> Axes:
-    """Fig. 1 (b): the advantages of each interval's tokens, with their median (white mark) and number.
+    """Draw Fig. 1 (b): the advantages of each interval's tokens, with their median (white mark) and number.
 
     Reads `interval` and `advantage`. Where advantages take few distinct values (GRPO on a rule-based reward), every
     value has a bar as wide as its share; else a violin that ends at the extreme values; below 10 tokens, a point for
@@ -154,7 +154,7 @@ def plot_advantages(table: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: 
 
 
 def _profile(values: np.ndarray, *, discrete: bool) -> pd.DataFrame:
-    """Half-widths (at most 0.42) of a violin's outline, a bar per distinct value, or a point per value."""
+    """Return half-widths (at most 0.42) of a violin's outline, of a bar per distinct value, or of a point per value."""
     from scipy.stats import gaussian_kde
 
     distinct, counts = np.unique(values, return_counts=True)
@@ -172,7 +172,7 @@ def _profile(values: np.ndarray, *, discrete: bool) -> pd.DataFrame:
 @paper_style()
 @checked
 def plot_interval_gradient_norms(norms: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Fig. 1 (d): norm of the summed gradient of each interval's tokens alone, and of all tokens.
+    """Draw Fig. 1 (d): the norm of the summed gradient of each interval's tokens alone, and of all tokens.
 
     `norms`, a row per bar: `interval` (0, 1, … or "all"), `label`, `norm`; optionally `norm_sd` (over `batches`, drawn
     as ± one standard deviation) and `paper` (the paper's norms, drawn as markers scaled so that "all" coincide).
@@ -210,7 +210,7 @@ def plot_interval_gradient_norms(norms: pd.DataFrame, *, ax: Axes | None = None)
 @paper_style()
 @checked
 def plot_cosines(cosines: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: Axes | None = None) -> Axes:
-    """Heat map of the cosines between the intervals' summed gradients.
+    """Draw a heat map of the cosines between the intervals' summed gradients.
 
     `cosines` is square, a row and a column per interval; NaN where an interval has no gradient. Rows named 0, 1, … are
     shown by their interval's edges. Raises InputError for a matrix that is not square or leaves [−1, 1].
@@ -247,7 +247,7 @@ def plot_cosines(cosines: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: A
 @paper_style()
 @checked
 def plot_figure_1(table: pd.DataFrame, norms: pd.DataFrame, *, edges: Sequence[float] = EDGES) -> Figure:
-    """Fig. 1 (a), (b) and (d) side by side: token shares, advantages, and norms of the summed gradients."""
+    """Draw Fig. 1 (a), (b) and (d) side by side: token shares, advantages, and norms of the summed gradients."""
     figure, (shares, advantages, gradients) = new_panels(3, width=2.4, height=2.5, ratios=(1.0, 1.05, 1.3))
     plot_token_shares(table, edges=edges, ax=shares).set_title("(a) token shares", loc="left")
     plot_advantages(table, edges=edges, ax=advantages).set_title("(b) advantages", loc="left")

@@ -47,7 +47,7 @@ def plot_movement(
     edges: Sequence[float] = EDGES,
     ax: Axes | None = None,
 ) -> Axes:
-    """Fig. 1 (c, e, f): how far each interval's tokens moved, of negative advantage (left) and positive (right).
+    """Draw Fig. 1 (c, e, f): how far each interval's tokens moved, of negative (left) and positive advantage (right).
 
     table: of `updates.movement_table`, with the movement `name`. The `leave_out` share of each interval's tokens with
     the largest |movement| is not drawn (the paper's 1 % of all would, where most tokens are certain, take nearly all of
@@ -87,7 +87,7 @@ def plot_movement(
 
 
 def _half_violin(ax: Axes, place: int, moved: np.ndarray, ink: str, sign: int) -> dict[str, int | float]:
-    """One half, on the side of the sign; what it shows, in numbers."""
+    """Draw one half of a violin, on the side of the sign; return what it shows, in numbers."""
     if len(moved) < _FEW_TOKENS:
         ax.plot(np.full(len(moved), place + 0.12 * sign), moved, ".", color=ink, ms=3)
     else:
@@ -101,7 +101,9 @@ def _half_violin(ax: Axes, place: int, moved: np.ndarray, ink: str, sign: int) -
 
 
 def _density(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
-    """The root of a smoothed histogram: movements peak so sharply at 0 that the density itself shows nothing else."""
+    """Return the root of a smoothed histogram: movements peak so sharply at 0 that the density itself shows nothing
+    else.
+    """
     counts = np.histogram(values, bins=len(grid), range=(grid[0], max(grid[-1], grid[0] + 1e-12)))[0]
     width = max(1, round(0.12 * len(grid) * len(values) ** -0.2))
     kernel = np.exp(-0.5 * (np.arange(-4 * width, 4 * width + 1) / width) ** 2)
@@ -118,7 +120,7 @@ def plot_directions(
     colors: Mapping[str, str] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Fig. 3: of the tokens with that sign of advantage, the share that moved the right way, per interval and method.
+    """Draw Fig. 3: the share of tokens that moved the right way, by sign of the advantage, interval and method.
 
     Reads method, interval, sign, mean, sd: means over steps and their standard deviation (bars), as
     `directions.over_batches` makes them. colors: method → colour, which also orders the methods; None: a palette, in
@@ -152,7 +154,7 @@ def plot_directions(
 def plot_influence(
     table: pd.DataFrame, *, statistic: str = "share", edges: Sequence[float] = EDGES, ax: Axes | None = None
 ) -> Axes:
-    """Whose gradient moves whom: sources in rows, the moved tokens' intervals in columns (`updates.influence_table`).
+    """Draw whose gradient moves whom: sources in rows, moved tokens' intervals in columns (`updates.influence_table`).
 
     statistic: "share", Cov(c, Δ)/Var(Δ), whose columns add up to 1; "mean_abs" or "mean", in nats.
     """
@@ -182,7 +184,7 @@ def plot_influence(
 @paper_style()
 @checked
 def plot_norm_drivers(fits: pd.DataFrame, *, parameters: str = "all parameters", ax: Axes | None = None) -> Axes:
-    """Probability or entropy: standardised coefficients of log norm on both, per place in the network, with intervals.
+    """Draw the standardised coefficients of the log norm on probability and entropy, by layer, with their intervals.
 
     Reads quantity, driver, coefficient, lower, upper: what `drivers.regress_norms` returns.
     parameters: those that ‖g‖ is over, in words.

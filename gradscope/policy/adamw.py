@@ -25,7 +25,7 @@ from gradscope.runs import file_hash, load_tensors
 Number = int | float
 
 PART = 1 << 22
-"""Numbers of a vector that are worked on at a time, so that no temporary is as long as a large parameter."""
+"""Entries of a vector processed at a time, so that no temporary is as long as a large parameter."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class AdamWState:
     """
 
     exp_avg_sq: dict[str, Tensor]
-    """v by parameter name, before the step; a parameter that is not here is not updated: its part of Δ is 0."""
+    """v before the step, by parameter name. A parameter without an entry is not updated: its part of Δ is 0."""
     step: dict[str, int]
     """Steps taken so far, by parameter name."""
     beta2: float
     eps: float
     max_grad_norm: Number | None = None
-    """Clipping of the gradient's norm before the step; None: off."""
+    """Clipping threshold of the gradient's norm before the step; None: no clipping."""
 
     @classmethod
     def from_state_dict(
@@ -61,7 +61,7 @@ class AdamWState:
         names: Sequence[str] | None = None,
         max_grad_norm: Number | None = None,
     ) -> AdamWState:
-        """The state saved by `optimizer.state_dict()`: views of its tensors, which may be mapped from a file.
+        """Return the state saved by `optimizer.state_dict()`: views of its tensors, which may be mapped from a file.
 
         names: of the parameters in the order in which the optimizer was given them; None: what `optimizer_names` finds.
         Raises InputError for parameter groups that differ in lr, betas or eps (they may in weight decay, which is none
@@ -104,11 +104,11 @@ class AdamWState:
         return cls(moments, steps, float(groups[0]["betas"][1]), float(groups[0]["eps"]), max_grad_norm)
 
     def scale(self, model: nn.Module, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-        """k ⊘ (√v̂ + eps) for the whole step's gradient G, flat in the order of `float_parameters`."""
+        """Return k ⊘ (√v̂ + eps) for the whole step's gradient G [P], flat in the order of `float_parameters`."""
         return self.turn_into_scale(model, gradient.clone())
 
     def turn_into_scale(self, model: nn.Module, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-        """`scale` in the gradient's place, with as much memory besides as one parameter takes."""
+        """Overwrite the gradient [P] with its `scale`; the largest temporary is as long as one parameter."""
         slices = flat_slices(model)
         clip = self.clip_factor(square_norm(*(gradient[slices[name]] for name in self.exp_avg_sq)))
         for name, part in slices.items():
@@ -116,13 +116,13 @@ class AdamWState:
         return gradient
 
     def clip_factor(self, square_norm: float) -> float:
-        """k, from ‖G‖² over all parameters that are here."""
+        """Return the clipping factor k, from ‖G‖² over all parameters in this state."""
         return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (square_norm**0.5 + 1e-6))
 
     def scale_part(
         self, name: str, gradient: Float[Tensor, " p"], clip: float, rows: slice | None = None
     ) -> Float[Tensor, " p"]:
-        """k ⊘ (√v̂ + eps) for a part of one parameter; zeros for a parameter that is not here.
+        """Return k ⊘ (√v̂ + eps) for a part of one parameter; zeros for a parameter without state.
 
         gradient: those entries of the whole step's G. clip: k, of `clip_factor`. rows: which entries they are of the
         parameter laid flat; None: all.
@@ -140,20 +140,20 @@ class AdamWState:
 
 
 def square_norm(*vectors: Float[Tensor, " _"]) -> float:
-    """Σ ‖vector‖² in float64, of which only a part is there at a time."""
+    """Return Σ ‖vector‖² in float64, processed in parts of `PART` entries."""
     return sum_of_squares(part for vector in vectors for part in vector.split(PART))
 
 
 def sum_of_squares(parts: Iterable[Tensor]) -> float:
-    """Σ ‖part‖² in float64, one part after the other; 0 of none. A device is waited for once."""
+    """Return Σ ‖part‖² in float64 over the parts in turn; 0 if there are none. Synchronises with a device once."""
     squares = [part.double().square().sum() for part in parts]
     return torch.stack([square.to(squares[0].device) for square in squares]).sum().item() if squares else 0.0
 
 
 def value_ranges(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """Smallest and largest entry of each, both NaN where one is NaN, without a temporary; (0, 0) of none.
+    """Return the smallest and largest entry of each vector, without a temporary.
 
-    A device is waited for once.
+    Both are NaN if a vector holds a NaN, and (0, 0) if it is empty. Synchronises with a device once.
     """
     found = [torch.stack(tensor.aminmax()) if tensor.numel() else torch.zeros(2) for tensor in tensors.values()]
     rows = torch.stack([pair.double().to(found[0].device) for pair in found]).tolist() if found else []
@@ -161,11 +161,11 @@ def value_ranges(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]
 
 
 def optimizer_names(model: nn.Module, state_dict: dict[str, Any]) -> list[str]:
-    """Names of the measured parameters in the order in which a saved AdamW got them.
+    """Return the measured parameters' names in the order in which the saved AdamW received them.
 
-    Those that are saved with the state; else, of one group, all in the model's order; of two, first those that
-    transformers' Trainer lets decay, then the others, each in the model's order. A trainer's prefix of an adapter's or
-    a wrapped model's names is taken off. Raises InputError for groups of other sizes.
+    The names saved with the state are used if there are any. Otherwise one group is taken in the model's order; of two
+    groups, the first holds the parameters that transformers' Trainer decays and the second the others. Prefixes that a
+    trainer or a wrapper adds are stripped. Raises InputError if the groups' sizes do not match.
     """
     groups, parameters = state_dict["param_groups"], [name for name, _ in float_parameters(model)]
     if saved := [name for group in groups for name in group.get("param_names", ())]:
@@ -193,7 +193,7 @@ def _plain_name(name: str, known: set[str]) -> str:
 
 
 def check_structure(state_dict: Any) -> None:
-    """InputError unless this is built as AdamW's `state_dict()` is."""
+    """Raise InputError unless this is built as AdamW's `state_dict()` is."""
     try:
         for group in state_dict["param_groups"]:
             _ = [float(value) for value in (group["lr"], group["eps"], *group["betas"])], dict.fromkeys(group["params"])
@@ -214,14 +214,14 @@ def check_structure(state_dict: Any) -> None:
 OPTIMIZER = "optimizer.pt"
 """The name of a saved optimizer beside the weights: transformers' Trainer, TRL and gradscope's trainer agree on it."""
 KNOWN = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
-"""The tensors that AdamW keeps per parameter; an optimizer that keeps others is not AdamW."""
+"""Tensors that AdamW keeps per parameter; an optimizer that keeps others is not AdamW."""
 
 
 @checked
 def read_adamw_state(
     policy: Policy, path: str | Path | None = None, *, max_grad_norm: int | float | None = None
 ) -> AdamWState | None:
-    """AdamW's second moments for the parameters that are measured, by name; None if nothing was saved for them.
+    """Read AdamW's second moments of the measured parameters, by name; None if none were saved.
 
     path: the file, or the folder that holds optimizer.pt or the state in shards; None: the folder of the policy. Then
     None is also returned for an adapter that was merged, whose state is of parameters that the merged model has not.
@@ -245,8 +245,9 @@ def read_adamw_state(
 
 
 def find_optimizer_file(path: str | Path) -> Path | None:
-    """The file itself, or optimizer.pt in a checkpoint's folder (of an `adapter` within one, above it); else the folder
-    that holds the state in shards (torch.distributed.checkpoint's, verl's, DeepSpeed's)."""
+    """Return the optimizer file of a checkpoint: the path itself, optimizer.pt in the folder (above an `adapter`
+    folder), or else the folder that holds the state in shards (torch.distributed.checkpoint's, verl's, DeepSpeed's).
+    """
     path = Path(path)
     if os.path.isfile(path):  # of a name that is too long, Path raises
         return path
@@ -257,20 +258,20 @@ def find_optimizer_file(path: str | Path) -> Path | None:
 
 
 def find_policy_state(policy: Policy) -> Path | None:
-    """The file that was saved with a policy; None for an adapter that was merged, whose parameters are gone."""
+    """Return the optimizer file saved with a policy; None for a merged adapter, whose parameters no longer exist."""
     merged = policy.base is not None and policy.params == "all"
     return None if merged or not policy.path else find_optimizer_file(policy.path)
 
 
 def read_state(given: Path | str) -> dict[str, Any]:
-    """The AdamW state_dict in a file, or in a checkpoint's folder. InputError where there is none."""
+    """Read the AdamW state_dict from a file or a checkpoint's folder. Raises InputError if there is none."""
     if (file := find_optimizer_file(given)) is None:
         raise InputError(f"{given} is no file and holds no {OPTIMIZER}, nor one in shards; give AdamW's state_dict")
     return read_optimizer_file(file)
 
 
 def read_optimizer_file(path: Path) -> dict[str, Any]:
-    """Read the AdamW state_dict that `torch.save` wrote, or that lies in shards; nothing in the files is executed.
+    """Read the AdamW state_dict written by `torch.save`, or from shards; nothing in the files is executed.
 
     path: the file, the folder of the shards, or that of a checkpoint which holds either.
     The tensors stay in the file, mapped: memory holds of them what is being read. Only torch's old format, which cannot
@@ -289,7 +290,7 @@ def read_optimizer_file(path: Path) -> dict[str, Any]:
 
 
 def optimizer_hash(path: Path) -> str:
-    """SHA-256 of the optimizer's state: of its file, or of the names and hashes of all shards."""
+    """Return the SHA-256 of the optimizer's file, or of the names and hashes of all its shards."""
     path = find_optimizer_file(path) or path
     if (shards := moments_at(path)) is None:
         return file_hash(path)

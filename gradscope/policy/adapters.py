@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MISFITS = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ImportError, re.error)
-"""Errors that peft raises where an adapter and a model differ in layers, shapes or settings."""
+"""Errors that peft raises if an adapter and a model differ in layers, shapes or settings."""
 KEY = "base_model_name_or_path"
 UNMERGEABLE = ("PREFIX_TUNING", "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT", "CARTRIDGE")
 UNMERGEABLE += ("ADAPTION_PROMPT", "XLORA", "POLY")
 """Kinds of peft that add trained prompts, or choose between adapters at every token."""
 PREFIX = "base_model.model."
-"""How peft begins the names of an adapted model's tensors."""
+"""Prefix that peft puts before the names of an adapted model's tensors."""
 WRAPPED = re.compile(r"\b_(fsdp_wrapped_module|orig_mod|checkpoint_wrapped_module)\b|\.lora_\w+\.(?!weight$|bias$)")
-"""In names that a wrapper or peft itself (lora_A.default.weight) has in memory alone."""
+"""Parts of names that a wrapper or peft itself (lora_A.default.weight) adds in memory only."""
 CAUSAL = ("ForCausalLM", "ForConditionalGeneration", "ForImageTextToText")
-"""What the names of classes with a language model's head end in."""
+"""Suffixes of the names of classes with a language-model head."""
 
 
 def find_base(folder: Path, base: str | Path | None = None) -> Path:
-    """The folder of an adapter's base model: the one given, else the one that adapter_config.json names.
+    """Return the folder of an adapter's base model: `base` if given, else the one named in adapter_config.json.
 
     A relative name is looked for from the adapter's folder, then from the current one; any other name is one of the
     model hub, which serves if its cache here holds it. Raises InputError where there is no such model.
@@ -65,13 +65,15 @@ def find_base(folder: Path, base: str | Path | None = None) -> Path:
 
 
 def _find_here(folder: Path | None, name: str) -> Path | None:
-    """A folder of that name, in this folder, in the current one, or one that comes with gradscope."""
+    """Return the folder of that name: relative to `folder`, to the current folder, or one that ships with gradscope."""
     places = [*([] if folder is None else [folder / name]), Path(EMBEDDED.get(name, name))]
     return next((place for place in places if os.path.isdir(place)), None)  # of a name that is too long, Path raises
 
 
 def _check_family(folder: Path, config: dict[str, Any], base: Path) -> None:
-    """InputError for a base of another family than the one that adapter_config.json names, where that is here."""
+    """Raise InputError if the base is of another family than the one named in adapter_config.json, if that can be
+    found.
+    """
     named = _find_here(folder, str(config.get(KEY) or ""))
     if named is None:
         return
@@ -84,7 +86,7 @@ def _check_family(folder: Path, config: dict[str, Any], base: Path) -> None:
 
 
 def find_bases(folder: Path, base: str | Path | None = None) -> list[Path]:
-    """The folders that an adapter stands on, outermost first: adapters of adapters, and last the whole model.
+    """Return the folders that an adapter builds on, outermost first: adapters, and last the whole model.
 
     base: of the adapter itself, as in `find_base`. Raises InputError where they go round in a circle.
     """
@@ -100,8 +102,9 @@ def find_bases(folder: Path, base: str | Path | None = None) -> list[Path]:
 
 
 def find_whole(model: str, base: str | None = None) -> str:
-    """The folder of a model that has the shape of this checkpoint: itself, the base of an adapter, or where shards have
-    their configuration."""
+    """Return the folder that gives a checkpoint's model shape: itself, its adapter's base, or the configuration's
+    folder for shards.
+    """
     folder = Path(model)
     if is_adapter(folder):
         return str(find_bases(folder, base)[-1])
@@ -110,7 +113,9 @@ def find_whole(model: str, base: str | None = None) -> str:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json of a LoRA; InputError for any other, saying whether it can be merged."""
+    """Read adapter_config.json of a LoRA. Raises InputError for any other kind of adapter, and says whether it can be
+    merged.
+    """
     try:
         config = parse_json_file(folder / ADAPTER_CONFIG)
         kind = config.get("peft_type")
@@ -130,7 +135,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 def attach_adapter(
     model: PreTrainedModel, folder: Path, *, merge: bool
 ) -> tuple[PreTrainedModel, frozenset[str] | None]:
-    """(the model with the adapter in it, names of the parameters that the adapter trains; None if it was merged).
+    """Return the model with its adapter, and the names of the parameters that the adapter trains (None if it was
+    merged).
 
     Kept apart, the adapter is as wide as the model and float32 at least, as peft trains it. The model gets the
     vocabulary that the adapter was trained with; of an adapter of an image-text class, a model for text alone gets what
@@ -178,7 +184,7 @@ def attach_adapter(
 
 
 def _check_base(model: PreTrainedModel, folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the adapter's tensors, by their names without peft's prefix.
+    """Return the shapes of the adapter's tensors, by their names without peft's prefix.
 
     InputError where adapter_config.json says that another kind of model was adapted, or a rank that is not saved. The
     class of the base is there where the adapter was made without a task; peft does not look at it, and layers of the
@@ -225,7 +231,7 @@ def _check_base(model: PreTrainedModel, folder: Path) -> dict[str, tuple[int, ..
 
 
 def _family(kind: str) -> str:
-    """What classes of one model have in common: its image-text class has the text model of the class for text alone.
+    """Strip from a class name what differs between the image-text and the text-only class of one model.
 
     >>> _family("Gemma3ForConditionalGeneration") == _family("Gemma3ForCausalLM")
     True
@@ -237,7 +243,7 @@ def _family(kind: str) -> str:
 
 @torch.no_grad()
 def _logits(adapted: Any, folder: Path) -> Tensor:
-    """Logits on a few ids. InputError where the adapted model computes none."""
+    """Return logits on a few ids. Raises InputError if the adapted model computes none."""
     model = adapted.get_base_model().eval()
     ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
     try:
@@ -251,7 +257,7 @@ def _logits(adapted: Any, folder: Path) -> Tensor:
 
 @torch.no_grad()
 def _merge(adapted: Any, folder: Path, wanted: Tensor) -> PreTrainedModel:
-    """The plain model with the adapter's part added to its weights. InputError where it computes something else."""
+    """Merge the adapter into the model's weights. Raises InputError if the merged model computes something else."""
     advice = "give --params adapter"
     if read_adapter_config(folder).get("layer_replication"):
         raise InputError(
@@ -280,7 +286,7 @@ def _widen(parameters: Any, dtype: torch.dtype) -> None:
 
 
 def _check_keys(adapted: nn.Module, folder: Path, saved: set[str]) -> None:
-    """InputError unless the file and the adapted model have the same tensors: peft only warns, or is silent.
+    """Raise InputError unless the file and the adapted model have the same tensors: peft only warns, or is silent.
 
     saved: names of the file's tensors, as they are in this model.
     """
@@ -309,7 +315,7 @@ def _check_keys(adapted: nn.Module, folder: Path, saved: set[str]) -> None:
 
 
 def _find_in_cache(name: str, revision: str | None) -> Path | None:
-    """The folder of a model that was fetched from the hub before; None if there is none."""
+    """Return the folder of a model in the local hub cache; None if it is not there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

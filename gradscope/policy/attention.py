@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Within it `scaled_dot_product_attention` does not use cuDNN's kernels; the setting comes back as it was.
+    """Keep `scaled_dot_product_attention` from using cuDNN's kernels inside the block; restore the setting afterwards.
 
     In half precision torch prefers them on recent GPUs, and plans them for each new shape; decoding has a new one at
     every token. That this is what makes it slow there is suspected, not measured (docs/cost.md).

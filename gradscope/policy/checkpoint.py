@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 _HERE = Path(__file__).parents[1] / "embedded"
 EMBEDDED = {"embedded": _HERE / "uncertain", "embedded-certain": _HERE / "certain"}
-"""The small Knights & Knaves policies that come with gradscope, by the names that stand for their folders."""
+"""Folders of the small Knights & Knaves policies that ship with gradscope, by name."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 """What an adapter's folder holds; of the weights one file, the first in peft's order (prime-rl writes the second)."""
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", ADAPTER_WEIGHTS[1])
 """Patterns of weight files, in the order in which they are looked for."""
 LARGEST_TEXT = 1 << 28
-"""Bytes of a tokenizer.json; the largest have twenty million."""
+"""Most bytes of a tokenizer.json that is read; the largest known have twenty million."""
 STATE = "trainer_state.json"
 """The file in which trainers record the step of a checkpoint."""
 WORTH_A_THREAD = 1 << 26
-"""Bytes of weights that take a twentieth of a second."""
+"""Bytes of weights from which hashing takes a twentieth of a second and so gets a thread."""
 
 _State = tuple[tuple[Path, int, int], ...]
 _AHEAD: dict[_State, Future[str]] = {}
@@ -38,7 +38,9 @@ _AHEAD: dict[_State, Future[str]] = {}
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether the folder holds an adapter of peft and no whole model. InputError if it holds both, or half of one."""
+    """Return whether the folder holds a peft adapter. Raises InputError if it also holds a whole model, or half an
+    adapter.
+    """
     if not os.path.isfile(folder / ADAPTER_CONFIG):
         return False
     if model_weights(folder):
@@ -54,12 +56,12 @@ def is_adapter(folder: Path) -> bool:
 
 
 def adapter_weights(folder: Path) -> Path | None:
-    """The file of an adapter's tensors that peft reads; None if there is none."""
+    """Return the file of adapter tensors that peft would read; None if there is none."""
     return next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
 
 
 def model_weights(folder: Path) -> list[Path]:
-    """Files of a whole model's weights in the folder, by name."""
+    """Return the weight files of a whole model in the folder, sorted by name."""
     # Adapters may have other tensors beside them, such as new_embeddings.safetensors.
     patterns = ("model*.safetensors", "pytorch_model*.bin")
     found = ([file for file in _files(folder, kind) if "_fsdp" not in file.name] for kind in patterns)
@@ -67,12 +69,12 @@ def model_weights(folder: Path) -> list[Path]:
 
 
 def shards_of(folder: Path) -> Shards | None:
-    """The weights that a distributed trainer left in shards; None where a whole model lies there, or nothing."""
+    """Return the sharded weights of a distributed trainer; None if the folder holds a whole model or nothing."""
     return None if not os.path.isdir(folder) or model_weights(folder) else find_weights(folder)
 
 
 def configuration_home(folder: Path, shards: Shards, base: str | Path | None = None) -> Path:
-    """Where the configuration of weights in shards lies: of `base`, where it is given, beside them or around them.
+    """Return the folder with the configuration of sharded weights: `base` if given, else beside or above the shards.
 
     InputError where there is none: not every trainer keeps one beside its shards.
     """
@@ -91,8 +93,9 @@ def configuration_home(folder: Path, shards: Shards, base: str | Path | None = N
 
 
 def refuse_training_run(folder: Path) -> None:
-    """InputError for a folder around models: of a training run, whose config.json is no model's, or of a checkpoint
-    whose parts have folders of their own. Names the newest checkpoint, or the folder of the model."""
+    """Raise InputError for a folder that contains models but is none: a training run, or a checkpoint whose parts have
+    folders of their own. The error names the newest checkpoint, or the model's folder.
+    """
     # Of a name that is too long, Path raises.
     if not os.path.isdir(folder) or model_weights(folder) or (folder / ADAPTER_CONFIG).is_file():
         return
@@ -113,7 +116,7 @@ def refuse_training_run(folder: Path) -> None:
 
 
 def _model_within(folder: Path) -> Path | None:
-    """The outermost folder of a whole model or an adapter in a checkpoint's folder, or in the folders of its parts."""
+    """Return the outermost folder of a model or adapter inside a checkpoint's folder or its parts' folders."""
     level = [folder]
     for _ in range(DEEPEST):
         for place in level:
@@ -138,7 +141,7 @@ def refuse_endless_files(folder: Path) -> None:
 
 @checked
 def checkpoint_step(path: str | Path) -> int | None:
-    """The training step at which a checkpoint was saved; None if neither its files nor its path tell.
+    """Return the training step at which a checkpoint was saved; None if neither its files nor its path say.
 
     Looked for in this order: `global_step` (transformers, TRL) or `step` (gradscope) of a trainer_state.json in the
     folder, or around it where the folder is a part of a checkpoint (actor/huggingface, lora_adapter, policy/weights);
@@ -165,7 +168,8 @@ def checkpoint_step(path: str | Path) -> int | None:
 
 
 def checkpoint_name(path: str | Path) -> str:
-    """The name by which a checkpoint is told from others of its run: of the folder named after its step, else its own.
+    """Return a name that distinguishes a checkpoint from others of its run: the step's folder if there is one, else its
+    own.
 
     >>> checkpoint_name("runs/verl/global_step_20/actor/huggingface"), checkpoint_name("models/final")
     ('global_step_20', 'final')
@@ -176,13 +180,14 @@ def checkpoint_name(path: str | Path) -> str:
 
 
 def checkpoint_homes(folder: Path) -> list[Path]:
-    """The folder and, where it is the `adapter` that gradscope's trainer keeps within a checkpoint, that too."""
+    """Return the folder, and the checkpoint above it if it is the `adapter` folder that gradscope's trainer writes."""
     return [folder, folder.parent] if folder.name == "adapter" else [folder]
 
 
 def tokenizer_places(folder: Path) -> list[Path]:
-    """Where a checkpoint's tokenizer may lie: beside the weights and, of a checkpoint of a run, in its other parts or
-    in the run's folder."""
+    """Return the folders that may hold a checkpoint's tokenizer: beside the weights, other parts of the checkpoint, the
+    run.
+    """
     homes = homes_of(Path(os.path.abspath(folder)))
     if named_step(homes[-1]) is None:
         return [folder, folder.absolute().parent] if folder.name == "adapter" else [folder]
@@ -192,7 +197,7 @@ def tokenizer_places(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(name: str) -> str:
-    """The folder of a model: of one that comes with gradscope, `name` itself, or what the Hugging Face cache has of it.
+    """Return a model's folder: an embedded policy's, `name` itself, or the Hugging Face cache's copy.
 
     A model of the Hub is owner/model. Nothing is downloaded: raises InputError for one that is not in the local cache.
     """
@@ -213,7 +218,7 @@ def find_checkpoint(name: str) -> str:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether the model hub could have a model of this name: owner/model."""
+    """Return whether this could be the name of a model on the hub: owner/model."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -225,7 +230,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def weights_hash(path: str | Path) -> str:
-    """SHA-256 of the weight files of a checkpoint folder, in the order of their names."""
+    """Return the SHA-256 of a checkpoint's weight files, in the order of their names."""
     files = _weight_files(path)
     ahead = _AHEAD.pop(_state(files), None)
     return _hash_files(files) if ahead is None else ahead.result()
@@ -252,14 +257,14 @@ def hash_ahead(path: str | Path) -> None:
 
 
 def configuration_hash(path: str | Path) -> str:
-    """SHA-256 of the other files that decide a policy's numbers: the configuration and the tokenizer."""
+    """Return the SHA-256 of the other files that determine a policy's numbers: configuration and tokenizer."""
     kinds = ("config.json", ADAPTER_CONFIG, "tokenizer", "vocab", "merges")
     kinds += ("special_tokens", "added_tokens", "chat_template")
     return _hash_files(sorted(p for p in Path(path).iterdir() if p.is_file() and p.name.startswith(kinds)))
 
 
 def policy_hashes(policy: Policy) -> dict[str, str]:
-    """Both hashes of a loaded policy, as `model` and `configuration`; of an adapter, those of its base too."""
+    """Return the hashes `model` and `configuration` of a loaded policy; an adapter's cover its base, too."""
     configured = configuration_hash(policy.configured_by or policy.path)
     found = {"model": weights_hash(policy.path), "configuration": configured}
     if policy.base is not None:
@@ -271,7 +276,7 @@ def policy_hashes(policy: Policy) -> dict[str, str]:
 
 
 def _all_in_one(hashes: Iterable[str]) -> str:
-    """The hash of one folder, as it is; of several, a hash of theirs."""
+    """Combine folders' hashes: a single one as it is, several into one."""
     first, *others = hashes
     return hashlib.sha256(" ".join((first, *others)).encode()).hexdigest() if others else first
 
@@ -283,7 +288,7 @@ def _weight_files(path: str | Path) -> list[Path]:
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
-    """Its files by name; what is no plain file, such as a pipe, would never end."""
+    """Return the folder's regular files by name; reading anything else, such as a pipe, might never end."""
     return sorted(path for path in folder.glob(pattern) if path.is_file())
 
 

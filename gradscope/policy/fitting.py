@@ -19,24 +19,24 @@ Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each tensor of an adapter's file, by its name in the model (without peft's base_model.model.)."""
 
 TOWER = re.compile(r"(^|[._])(visual|vision|image|audio|video|speech|multi_modal|multimodal|mm)([._]|$)")
-"""In the names of what sees or hears, which a model loaded for text alone has not."""
+"""Name parts of vision and audio modules, which a model loaded for text only does not have."""
 OF_LORA = re.compile(r"(\.base_layer)*\.lora_\w+(\.|$)")
 OF_A_WRAPPER = re.compile(r"\.(modules_to_save|original_module|base_layer|token_adapter)\b.*")
 WHOLE = ("", ".base_layer", ".modules_to_save", ".token_adapter.base_layer")
-"""Where peft keeps all of an embedding: as it is, below a LoRA, trained whole, or below tokens that are trained."""
+"""Where peft stores a whole embedding: unchanged, below a LoRA, fully trained, or below trainable tokens."""
 
 
 @dataclass(frozen=True)
 class NameFit:
-    """How the names of an adapter become those of the base that is here."""
+    """Mapping from an adapter's names to those of the base that was loaded."""
 
     prefixes: dict[str, str] = field(default_factory=dict)
-    """What a name begins with → what it begins with here; empty: names are the same."""
+    """Prefix in the adapter → prefix in the base; empty if the names agree."""
     left_out: frozenset[str] = frozenset()
-    """Tensors of what sees or hears, for which a model loaded for text alone has no place."""
+    """Vision and audio tensors that a model loaded for text only has no place for."""
 
     def rename(self, name: str) -> str:
-        """A name of the adapter, in the base that is here.
+        """Translate an adapter's name into the base's.
 
         >>> NameFit({"model.language_model": "model"}).rename("model.language_model.layers.0.mlp.up_proj")
         'model.layers.0.mlp.up_proj'
@@ -55,7 +55,7 @@ class NameFit:
 
 
 def fit_names(model: nn.Module, shapes: Shapes) -> NameFit:
-    """How an adapter's names become those of this class of the model that it was trained on.
+    """Match an adapter's names to the class of the model that was loaded.
 
     An image-text class has its text model below `language_model`, in other places in other versions of transformers;
     the class for text alone has no such part. Names that differ by that alone are of the same module.
@@ -80,7 +80,7 @@ def fit_names(model: nn.Module, shapes: Shapes) -> NameFit:
 
 
 def fit_config(model: nn.Module, config: Any, shapes: Shapes, fit: NameFit) -> Any:
-    """peft's LoraConfig with the names of the base that is here: those of the tensors that are saved.
+    """Return peft's LoraConfig with the base's names, for the tensors that were saved.
 
     What a configuration says may be an expression over the names of the other class, so the modules are listed, each
     with its own rank and alpha.
@@ -116,7 +116,7 @@ def fit_config(model: nn.Module, config: Any, shapes: Shapes, fit: NameFit) -> A
 
 
 def fit_vocabulary(model: PreTrainedModel, folder: Path, shapes: Shapes, trained: Any) -> None:
-    """Give the model as many tokens as an adapter was trained with, where the adapter holds the whole tables.
+    """Resize the model's vocabulary to the adapter's if the adapter holds the whole tables.
 
     shapes: by names of this model. trained: `trainable_token_indices` of its configuration. Raises InputError where it
     does not hold them: the new rows would be random.
@@ -154,7 +154,7 @@ def fit_vocabulary(model: PreTrainedModel, folder: Path, shapes: Shapes, trained
 
 
 def module_of(name: str) -> str:
-    """The module of the model that a tensor of an adapter belongs to.
+    """Return the name of the module that an adapter's tensor belongs to.
 
     >>> module_of("model.layers.0.mlp.up_proj.lora_A.weight"), module_of("lm_head.modules_to_save.weight")
     ('model.layers.0.mlp.up_proj', 'lm_head')
@@ -171,5 +171,5 @@ def _whole(table: str) -> list[str]:
 
 
 def _core(name: str) -> str:
-    """A name without the parts that differ between classes of the same model."""
+    """Strip from a name the parts that differ between classes of the same model."""
     return ".".join(part for part in name.split(".") if part not in ("model", "language_model", "text_model"))

@@ -23,7 +23,7 @@ PATIENCE = timedelta(hours=12)
 
 
 def join_launch(device: str | None) -> tuple[Processes, str | None]:
-    """(this process's place among those that were launched, the device that it works on).
+    """Return (this process's place among those that were launched, the device that it works on).
 
     Alone, if nothing was launched: the device is the one given. Raises InputError for a launch that shards weights, and
     for a device that several processes cannot have.

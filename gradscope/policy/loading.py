@@ -42,13 +42,13 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 GRADIENT_SHARE = 1 / 6
 """The share of free memory that summed gradients may take, unless a budget is given."""
 MOST_LAYERS = 10_000
-"""Blocks that a configuration may ask for; making them takes seconds."""
+"""Most blocks that a configuration may ask for; building these takes seconds."""
 MOST_PER_BYTE = 8
-"""Numbers of a model for each byte of its files: quantized weights hold up to five."""
+"""Most parameters per byte of weight files; quantized weights hold up to five."""
 SMALL = 1 << 24
-"""Numbers for which there is always room."""
+"""Parameters for which there is always room."""
 CAUSAL_MASK = re.compile(r"(attn|attention)\.(masked_)?bias$")
-"""Causal masks saved by older GPT checkpoints; they are no weights, and the model builds its own."""
+"""Causal masks saved by older GPT checkpoints: no weights, and rebuilt by the model."""
 
 
 @checked
@@ -141,7 +141,7 @@ def _load_model(
     device_map: str | dict[str, Any] | None,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    """Load a whole model onto its device or devices and check that it is causal. shards: its weights, if not beside."""
+    """Load a whole model onto its device(s) and check that it is causal. shards: its weights, if not in the folder."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -220,7 +220,7 @@ def outline_policy(
 
 
 def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
-    """The configuration of a causal language model that may be loaded."""
+    """Read the configuration of a causal language model, after checking that it may be loaded."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -260,15 +260,16 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
 
 
 def _known_types() -> set[str]:
-    """Model types that transformers has classes of its own for: a checkpoint's code is not run for them."""
+    """Return the model types that transformers implements itself; for these a checkpoint's own code is never run."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return set(CONFIG_MAPPING.keys())
 
 
 def _check_buildable(folder: Path, config: Any, files: Sequence[Path], *, trust_remote_code: bool) -> nn.Module:
-    """The model without weights. InputError where the configuration makes no model even without weights, as with
-    the name of no activation, or one that is far larger than these files, for which memory would be taken in vain."""
+    """Build the model on the meta device. Raises InputError if the configuration builds none (as with an unknown
+    activation), or one far larger than the weight files, before memory is taken for it.
+    """
     from transformers import AutoModelForCausalLM
 
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
@@ -291,7 +292,7 @@ def _check_buildable(folder: Path, config: Any, files: Sequence[Path], *, trust_
 
 
 def _widen(model: nn.Module, wanted: torch.dtype | str) -> None:
-    """Give weights that were unpacked from fewer bits (MXFP4's come as bfloat16) the precision that is asked for."""
+    """Convert weights unpacked from fewer bits (MXFP4 unpacks to bfloat16) to the requested precision."""
     plain = (torch.bfloat16, torch.float16, torch.float32)
     for parameter in model.parameters() if isinstance(wanted, torch.dtype) else ():
         if parameter.dtype in plain and torch.promote_types(parameter.dtype, wanted) != parameter.dtype:
@@ -306,7 +307,7 @@ def _no_model(folder: Path, error: Exception) -> InputError:
 
 
 def _check_weights(folder: Path, info: dict[str, Any], model: nn.Module) -> None:
-    """InputError unless the files gave every weight of the model, in its shape, and its layers no other."""
+    """Raise InputError unless the files filled every weight of the model, in its shape, and hold no other layer's."""
     if mismatched := sorted(info["mismatched_keys"]):
         name, given, wanted = mismatched[0]
         raise InputError(
@@ -335,7 +336,7 @@ def _check_weights(folder: Path, info: dict[str, Any], model: nn.Module) -> None
 
 @torch.no_grad()
 def is_causal(model: nn.Module) -> bool:
-    """Whether a token's logits stay the same when the next token changes: encoders load as causal models too."""
+    """Return whether changing the next token leaves a token's logits unchanged: encoders load as causal models, too."""
     last = len(model.get_input_embeddings().weight) - 1  # of a vocabulary of one, both rows are the same
     ids = torch.tensor([[0, 0], [0, last]], device=model.device)
     first, second = model(input_ids=ids, use_cache=False).logits[:, 0].double()
@@ -346,7 +347,7 @@ def is_causal(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _check_finite(model: nn.Module, folder: Path) -> None:
-    """InputError for weights or logits that are NaN or infinite."""
+    """Raise InputError for weights or logits that are NaN or infinite."""
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise InputError(
@@ -359,7 +360,7 @@ def _check_finite(model: nn.Module, folder: Path) -> None:
 
 
 def _find_tokenizer(folder: Path, *bases: Path | None, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside the weights, in the run's folder above a checkpoint, or beside an adapter's base."""
+    """Return the tokenizer beside the weights, in the run's folder, or beside an adapter's base."""
     for place in (*tokenizer_places(folder), *filter(None, bases)):
         if (tokenizer := load_tokenizer(place, trust_remote_code=trust_remote_code)) is not None:
             return tokenizer
@@ -367,7 +368,7 @@ def _find_tokenizer(folder: Path, *bases: Path | None, trust_remote_code: bool) 
 
 
 def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside the weights, tried on a string; None if the folder holds none.
+    """Load the tokenizer beside the weights and try it on text; None if the folder holds none.
 
     AutoTokenizer picks a class by model_type and can then encode everything to nothing (a word-level tokenizer.json
     beside a Qwen2 configuration does that), so the class that reads tokenizer.json as it stands is tried next.
@@ -396,8 +397,9 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Pr
 
 
 def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """A text and what encoding and decoding make of it, where these differ: words of its own vocabulary are tried, one
-    by one and as one string. None where all come back."""
+    """Return a text that does not survive encoding and decoding, and what it becomes; None if all do. Words of the
+    tokenizer's own vocabulary are tried, one by one and joined.
+    """
     special = set(tokenizer.all_special_ids)
     ids = [i for i in range(len(tokenizer)) if i not in special]
     sample = ids[len(ids) // 3 :: max(1, len(ids) // 24)][:16]
@@ -412,7 +414,7 @@ def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
 
 
 def find_device(device: str | None) -> str:
-    """The named device, after a trial allocation on it; without a name, a GPU where there is one, else the CPU."""
+    """Return the named device after a trial allocation; by default a GPU if there is one, else the CPU."""
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -423,14 +425,16 @@ def find_device(device: str | None) -> str:
 
 
 def _main_device(device_map: str | dict[str, Any] | None) -> str:
-    """The device type that decides the default precision of a policy spread over several devices."""
+    """Return the device type that sets the default precision of a policy spread over several devices."""
     if isinstance(device_map, dict):
         return "cpu" if {str(device) for device in device_map.values()} <= {"cpu", "disk"} else "cuda"
     return find_device(None)
 
 
 def parse_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | str:
-    """The dtype of that name; None is float32 on a CPU, elsewhere "auto", the checkpoint's own, as for upcast."""
+    """Return the named dtype; None means float32 on a CPU and "auto" (the checkpoint's own) elsewhere, as does
+    "upcast".
+    """
     if dtype == UPCAST:
         return "auto"
     if dtype is None:
@@ -443,12 +447,12 @@ def parse_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | s
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes on a GPU, or on the host for any other device."""
+    """Return the free bytes on a GPU, or on the host for any other device."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def gradient_budget(device: torch.device, processes: Processes = ALONE) -> int:
-    """Bytes that summed gradients may take in each process, where nobody says how many: one number for all.
+    """Return the default bytes for summed gradients in each process, the same number for all.
 
     All processes call it together; those on a CPU share its memory.
     """
@@ -457,7 +461,7 @@ def gradient_budget(device: torch.device, processes: Processes = ALONE) -> int:
 
 
 def return_freed_memory() -> None:
-    """Return memory that the C library has freed but kept to the system, where it offers malloc_trim, as glibc does."""
+    """Return memory that the C library has freed but kept to the system (by malloc_trim, where glibc has it)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 DEEPEST = 6
-"""Folders between a checkpoint's own and its weights, at most: step_500/policy/weights/model/consolidated has four."""
+"""Most folders between a checkpoint's own and its weights: step_500/policy/weights/model/consolidated has four."""
 
 _DATE = r"(?:19|20)\d\d[-_.]?(?:0[1-9]|1[0-2])[-_.]?(?:0[1-9]|[12]\d|3[01])(?!\d)"
 _COUNTED = "step|checkpoint|ckpt|iter|iteration|update"
@@ -27,11 +27,11 @@ _PARTS = re.compile(
     "|mp|tp|pp|dp|fsdp|megatron|deepspeed|zero|universal|dcp|dist|distcp|torch|pytorch|safetensors|state|dict|fp|bf"
     "|b?float|half|full|whole|default|text|items|to|and|the|of)?[0-9]*"
 )
-"""Words of which trainers make the names of folders within a checkpoint: actor/huggingface, policy/weights."""
+"""Words in the names of folders that trainers put inside a checkpoint: actor/huggingface, policy/weights."""
 
 
 def homes_of(folder: Path) -> list[Path]:
-    """The folder and those around it that are of the same checkpoint, from the inside out.
+    """Return the folder and its parents within the same checkpoint, innermost first.
 
     They end at the folder named after a step, and where a folder's name is none that trainers give to a checkpoint's
     parts: in sft/checkpoint-1000/grpo/final, `final` is of a run of its own. Within names that trainers alone give
@@ -49,7 +49,7 @@ def homes_of(folder: Path) -> list[Path]:
 
 
 def _around(folder: Path) -> list[Path]:
-    """Those homes whose names all say it."""
+    """Return the candidate folders that belong to one checkpoint by their names."""
     homes = [folder]
     while len(homes) <= DEEPEST and homes[-1].name and may_be_a_part(homes[-1]):
         homes.append(homes[-1].parent)
@@ -61,7 +61,7 @@ def _around(folder: Path) -> list[Path]:
 
 
 def may_be_a_part(folder: Path) -> bool:
-    """Whether a folder, by its name, may be a part of the checkpoint that is the folder around it."""
+    """Return whether the folder's name is one that trainers give to a part of a checkpoint."""
     if (step := named_step(folder)) is not None:
         return step == 0
     return not folder.name.isdecimal() and _are_parts(folder.name.lower())
@@ -72,7 +72,7 @@ def _are_parts(words: str) -> bool:
 
 
 def named_step(folder: Path) -> int | None:
-    """The step after which a folder is named, itself and not one around it.
+    """Return the training step in a folder's own name, ignoring its parents.
 
     >>> [named_step(Path(name)) for name in ("checkpoint-500", "global_step500_hf", "iter_0000500", "ckpt/500")]
     [500, 500, 500, 500]

@@ -10,7 +10,7 @@ from torch import nn
 from gradscope.errors import InputError
 
 _MARK = "_gradscope_measured"
-"""Attribute of a model of which only some parameters are measured: their names."""
+"""Attribute on a model that lists the measured parameters if not all are."""
 
 
 def measure_only(model: nn.Module, names: Iterable[str]) -> None:
@@ -28,18 +28,18 @@ def measure_only(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def is_subset(model: nn.Module) -> bool:
-    """Whether only some of the model's parameters are measured."""
+    """Return whether only some of the model's parameters are measured."""
     return hasattr(model, _MARK)
 
 
 def float_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter that can have a gradient and is measured, tied ones once."""
+    """Return every parameter that can have a gradient and is measured, tied ones once."""
     chosen = getattr(model, _MARK, None)
     return [(n, p) for n, p in model.named_parameters() if p.is_floating_point() and (chosen is None or n in chosen)]
 
 
 def flat_slices(model: nn.Module) -> dict[str, slice]:
-    """Where each of them lies in a vector [P] that is flat over all, by name.
+    """Return each parameter's slice of a flat vector [P], by name.
 
     >>> flat_slices(nn.Linear(3, 2))
     {'weight': slice(0, 6, None), 'bias': slice(6, 8, None)}
@@ -50,7 +50,7 @@ def flat_slices(model: nn.Module) -> dict[str, slice]:
 
 
 def flat_spans(model: nn.Module, size: int) -> Iterator[tuple[slice, list[tuple[str, slice, slice]]]]:
-    """Such a vector in spans of at most `size` numbers, each with the parameters that it crosses.
+    """Split a flat vector into spans of at most `size` entries; yield each with the parameters it crosses.
 
     Of each parameter: its name, where its part lies within the span, and which of its own numbers that part is.
 
@@ -71,5 +71,5 @@ def flat_spans(model: nn.Module, size: int) -> Iterator[tuple[slice, list[tuple[
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters, tied ones counted once, and of all buffers."""
+    """Return the bytes of all parameters (tied ones once) and buffers."""
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))

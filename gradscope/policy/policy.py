@@ -27,7 +27,7 @@ _DECIDED_HERE = frozenset(
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"}
     | {"return_assistant_tokens_mask"}
 )
-"""Arguments of `apply_chat_template` that say how, not what, it writes."""
+"""Arguments of `apply_chat_template` that control its output format, not its content."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,21 @@ class Policy:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
-    """None where only ids are measured."""
+    """None if only ids are measured."""
     blocks_name: str
     """The ModuleList of blocks, by its name in model.named_modules()."""
     path: str = ""
-    """Where it was loaded from; empty for a model made in memory."""
+    """Folder it was loaded from; empty for a model built in memory."""
     params: Literal["all", "adapter"] = "all"
     """Which parameters' gradients are measured: all, or those of the adapter alone (`parameters.measure_only`)."""
     base: str | None = None
-    """Where the base model of an adapter was loaded from; None: the checkpoint was a whole model."""
+    """Folder of the base model, if the checkpoint was an adapter."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Arguments of the chat template wherever a chat is encoded, such as {"enable_thinking": False}."""
     below: tuple[str, ...] = ()
-    """What that base stands on, where it is an adapter itself: other adapters, and last the whole model."""
+    """Folders below that base, if it is an adapter itself: other adapters, and last the whole model."""
     configured_by: str | None = None
-    """Where the configuration and tokenizer of weights in shards lie; None: beside the weights."""
+    """Folder of the configuration and tokenizer of sharded weights; None: beside the weights."""
 
     @property
     def parameters_in_words(self) -> str:
@@ -96,18 +96,18 @@ class Policy:
 
     @property
     def pad_ids(self) -> frozenset[int]:
-        """Ids that pad a sequence and say nothing else: no beginning, no response's end, no unknown word."""
+        """Ids used only for padding: never a beginning, an end of a response or an unknown word."""
         names = ("pad_token_id", "bos_token_id", "unk_token_id")
         pad, *others = (getattr(self.tokenizer, name, None) for name in names)
         return frozenset({pad} - {None, *others}) - self.stop_ids
 
     @cached_property
     def steady_context(self) -> int | None:
-        """Longest sequence up to which a position's rotary angle is its own; None: it always is."""
+        """Longest sequence for which rotary angles do not depend on its length; None: they never do."""
         return find_steady_context(self.model)
 
     def why_too_long(self, length: int) -> str | None:
-        """Why the tokens of a sequence of this length cannot be measured; None: they can."""
+        """Return why a sequence of this length cannot be measured; None if it can."""
         if self.context is not None and length > self.context:
             return f"longer than the policy's context of {self.context}"
         if self.steady_context is not None and length > self.steady_context:
@@ -118,7 +118,7 @@ class Policy:
         return None
 
     def length_notes(self, max_new_tokens: int) -> list[str]:
-        """A note where max_new_tokens exceeds the context, else none."""
+        """Return a note if max_new_tokens exceeds the context, else none."""
         if self.context is None or max_new_tokens <= self.context:
             return []
         words = f"the policy's context of {self.context:,} tokens, with the prompt, ends responses sooner"
@@ -127,7 +127,7 @@ class Policy:
     def encode_prompt(
         self, prompt: str | list[dict[str, str]], *, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Ids of a prompt: a string with special tokens; a chat through the template, its last assistant turn open.
+        """Encode a prompt: a string with special tokens; a chat by its template, opened for the assistant's answer.
 
         What the tokenizer puts before a string (BOS) is there once, also where the string was templated and begins with
         it. chat_template_kwargs: arguments of the template; they beat the policy's own.
@@ -165,7 +165,7 @@ class Policy:
         return self._within_vocabulary(ids, prompt)
 
     def encode_response(self, response: str) -> list[int]:
-        """Ids of a response's text; no special token and no EOS is added.
+        """Encode a response's text without special tokens; no EOS is added.
 
         Raises InputError for text that the tokenizer has no tokens for: nobody has sampled what stands for it.
         """
@@ -181,7 +181,7 @@ class Policy:
         return self._within_vocabulary(ids, response)
 
     def _within_vocabulary(self, ids: list[int], text: object) -> list[int]:
-        """The ids of a text. InputError for a token that the tokenizer has got and the model has not."""
+        """Return the ids. Raises InputError for a token that the tokenizer knows and the model does not."""
         if ids and max(ids) >= self.vocab_size:
             raise InputError(
                 f"the tokenizer makes {max(ids)} of {self.decode([max(ids)])!r} in {show(text)}, and the model has "
@@ -190,8 +190,8 @@ class Policy:
         return ids
 
     def knows_not(self, text: object, ids: list[int]) -> bool:
-        """Whether ids of a text, or of a chat, hold the token for whatever the tokenizer does not know or, where it has
-        no such token, lack a character of the text.
+        """Return whether ids of a text, or of a chat, hold the token for whatever the tokenizer does not know or, where
+        it has no such token, lack a character of the text.
 
         False where that token begins or ends texts too (GPT-2, OPT): their tokenizers know every byte.
         """
@@ -213,7 +213,7 @@ class Policy:
             ) from error
 
     def decode(self, ids: list[int]) -> str:
-        """Text of the ids; `<id>` where there is no tokenizer."""
+        """Decode the ids to text; `<id>` for each if there is no tokenizer."""
         if self.tokenizer is None:
             return "".join(f"<{i}>" for i in ids)
         return self.tokenizer.decode(ids)
@@ -238,7 +238,7 @@ class Policy:
 
 
 def find_blocks(model: nn.Module, name: str | None = None) -> str:
-    """Name of the one ModuleList of blocks: as long as the configuration says, and inside no other ModuleList."""
+    """Return the name of the ModuleList of blocks: the only one as long as configured and not inside another."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     if name is not None:
         if name not in lists:
@@ -256,19 +256,19 @@ def find_blocks(model: nn.Module, name: str | None = None) -> str:
 
 
 def takes(model: nn.Module, argument: str) -> bool:
-    """Whether the model's forward has an argument of this name: its class's, or the one that took its place."""
+    """Return whether the model's forward (the class's or its replacement) has an argument of this name."""
     own = vars(model).get("forward")
     return argument in (_arguments(type(model)) if own is None else inspect.signature(own).parameters)
 
 
 @lru_cache
 def _arguments(kind: type[nn.Module]) -> frozenset[str]:
-    """The parameters of a class's forward, looked up once, because decoding asks at every step."""
+    """Return the parameters of a class's forward, cached because decoding asks at every step."""
     return frozenset(inspect.signature(kind.forward).parameters)
 
 
 def check_prompt(prompt: Any, place: str | None = None) -> None:
-    """Raise InputError for what is neither a string nor a chat, or cannot be written down; place: where it is from.
+    """Raise InputError if a prompt is neither a string nor a chat, or cannot be encoded as UTF-8; place: its origin.
 
     >>> check_prompt("2+2="), check_prompt([{"role": "user", "content": "2+2="}])
     (None, None)
@@ -284,7 +284,7 @@ def check_prompt(prompt: Any, place: str | None = None) -> None:
 
 
 def check_template_kwargs(tokenizer: PreTrainedTokenizerBase | None, given: Mapping[str, Any]) -> None:
-    """Raise InputError for arguments that change nothing in the chat template, or that encoding decides by itself."""
+    """Raise InputError for arguments that the chat template ignores or that encoding sets itself."""
     template = getattr(tokenizer, "chat_template", None)
     texts = [*template.values()] if isinstance(template, dict) else [template or ""]
     for name in given:
@@ -299,7 +299,7 @@ def check_template_kwargs(tokenizer: PreTrainedTokenizerBase | None, given: Mapp
 
 
 def _begin_once(ids: list[int], bare: list[int]) -> list[int]:
-    """The ids of a text without what the tokenizer put before it, where the text itself begins with the same tokens.
+    """Remove the BOS that the tokenizer added if the text already begins with it.
 
     bare: the ids without special tokens.
 
@@ -313,7 +313,7 @@ def _begin_once(ids: list[int], bare: list[int]) -> list[int]:
 
 
 def _letters(text: str) -> set[str]:
-    """The characters of a text, but for blanks, case and how accents are written, which tokenizers may tidy up."""
+    """Reduce a text to what a tokenizer must preserve: no blanks, case or accent composition."""
     return {c for c in unicodedata.normalize("NFKC", text).casefold() if not c.isspace()}
 
 

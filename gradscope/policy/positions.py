@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STRETCHED = ("linear", "dynamic")
-"""Kinds of scaling that multiply `max_position_embeddings`, which stays what the model was trained with."""
+"""Rotary scalings that multiply `max_position_embeddings` and leave it at the training length."""
 
 
 def find_context(model: PreTrainedModel) -> int | None:
-    """Longest sequence that a model's positions allow; None: no limit is known."""
+    """Return the longest sequence that a model's positions allow; None: no limit is known."""
     config, words = model.config.get_text_config(), model.get_input_embeddings()
     places = getattr(config, "max_position_embeddings", None)
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
@@ -25,7 +25,7 @@ def find_context(model: PreTrainedModel) -> int | None:
 
 
 def find_steady_context(model: PreTrainedModel) -> int | None:
-    """Longest sequence up to which a position's rotary angle is its own; None: it always is.
+    """Return the longest sequence for which rotary angles do not depend on its length; None: they never do.
 
     Beyond it, `dynamic` scaling has other frequencies at every length, and `longrope` others than below: a token's
     numbers would change with the sequences that are computed beside it.
@@ -41,7 +41,7 @@ def find_steady_context(model: PreTrainedModel) -> int | None:
 
 
 def _scaled(config: Any, places: int) -> Iterator[int]:
-    """What each rotary embedding reaches by its scaling; places: `max_position_embeddings`.
+    """Yield the reach of each rotary embedding after scaling. places: `max_position_embeddings`.
 
     YaRN multiplies what the model was trained with (`original_max_position_embeddings`, else `max_position_embeddings`)
     and some configurations have the product as `max_position_embeddings` (DeepSeek, gpt-oss), some the length before
@@ -60,7 +60,7 @@ def _scaled(config: Any, places: int) -> Iterator[int]:
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
-    """The parameters of each rotary embedding: of one, or of one for each kind of layer."""
+    """Return the parameters of each rotary embedding: one, or one per kind of layer."""
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     ropes = found.values() if _by_layer(config) else [found]
     return [rope for rope in ropes if isinstance(rope, Mapping)]

@@ -17,7 +17,7 @@ from gradscope.runs import check_room, scratch_zeros
 
 @contextmanager
 def rewound(model: nn.Module, *, memory: int | None = None) -> Iterator[Mapping[str, Tensor]]:
-    """Anything may be done to the model inside; behind it, raised or not, model and random states are as they were.
+    """Restore the model and all random states bit for bit on leaving the block, raised or not.
 
     Yields the parameters' values on entry by name, of which every `.grad` starts out as None. What comes back: values
     of parameters and buffers in the very same tensors, which module holds which, `.grad`, requires_grad, training
@@ -65,12 +65,12 @@ def _copy_to_scratch(tensor: Tensor) -> Tensor:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether several entries are one number in memory: torch refuses to write there, so nothing has."""
+    """Return whether several entries share one number in memory; torch refuses to write to these."""
     return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _random_states() -> tuple:
-    """Python's, numpy's, torch's on the CPU and, once CUDA is in use, a list of those on each GPU."""
+    """Return the random states of Python, numpy and torch on the CPU and, once CUDA is in use, on each GPU."""
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), gpus
 

@@ -65,7 +65,7 @@ def upcast_on_use(model: nn.Module) -> None:
 
 
 def is_upcast(model: nn.Module) -> bool:
-    """Whether half-precision weights of the model are upcast where they are used."""
+    """Return whether half-precision weights of the model are upcast where they are used."""
     return hasattr(model, _MARK)
 
 
@@ -86,14 +86,14 @@ def moving(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
 
 
 def arithmetic_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype of a module's arithmetic: its weights' own, or float32 where they are upcast."""
+    """Return the dtype of a module's arithmetic: its weights' own, or float32 where they are upcast."""
     if is_upcast(module):
         return torch.float32
     return next(p.dtype for p in module.parameters() if p.is_floating_point())
 
 
 def precision_in_words(model: nn.Module) -> str:
-    """The dtype of the model's arithmetic and, where it differs, of its weights.
+    """Return the dtype of the model's arithmetic and, where it differs, of its weights.
 
     >>> precision_in_words(nn.Linear(1, 1))
     'float32'
@@ -104,7 +104,7 @@ def precision_in_words(model: nn.Module) -> str:
 
 
 def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The function that replaces the forward of the module's class, upcasting aside; None if nothing does."""
+    """Return the function that replaces the forward of the module's class, upcasting aside; None if nothing does."""
     forward = vars(module).get("forward")
     return forward.replaced if isinstance(forward, _Upcast) else forward
 

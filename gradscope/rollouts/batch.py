@@ -15,14 +15,14 @@ from torch import Tensor
 from gradscope.errors import InputError
 
 LARGEST = 1e12
-"""Rewards, advantages, log-probabilities and temperatures are at most so large: squares of float32 do not overflow."""
+"""Bound on rewards, advantages, log-probabilities and temperatures, so that float32 squares do not overflow."""
 
 ROUNDING = 1e-3
-"""Nats by which a log-probability may exceed 0: half-precision trainers write such numbers; they are read as 0."""
+"""Nats by which a log-probability may exceed 0: half-precision trainers write such numbers, which are read as 0."""
 
 
 class Note(str):
-    """A sentence that a reader of any number made from rollouts must know, and what it is about."""
+    """A sentence that readers of numbers from these rollouts must know, and its kind."""
 
     kind: str
     """What it is about; of a rollout log: dump, left-out, unknown-values, step, other-step, on-policy, temperature,
@@ -102,7 +102,7 @@ class TokenBatch:
             raise InputError("temperature must be a positive number; greedy decoding (0) has no gradient to measure")
 
     def _check_shapes(self) -> None:
-        """InputError unless each tensor is as large as its field says, masks are bool and ids whole numbers."""
+        """Raise InputError unless every tensor has its field's shape, masks are bool and ids integers."""
         if not isinstance(self.input_ids, Tensor) or self.input_ids.dim() != 2:
             raise InputError("input_ids must be a tensor of responses × columns, [B, S]")
         per_response = ("response_start", "group_ids", "temperature", *_PER_RESPONSE)
@@ -130,24 +130,25 @@ class TokenBatch:
         return int(self.response_mask.sum())
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> TokenBatch:
-        """The batch of these responses: batch[0], batch[:8], batch[[3, 1]] or batch[mask]."""
+        """Return a batch of these responses: batch[0], batch[:8], batch[[3, 1]] or batch[mask]."""
         if not isinstance(rows, int | slice | Tensor):
             rows = torch.as_tensor([*rows]) if len(rows) else torch.zeros(0, dtype=torch.long)
         return self.select(torch.arange(len(self))[rows].view(-1))
 
     def select(self, rows: Sequence[int] | Tensor) -> TokenBatch:
-        """The same batch with only these rows, in this order."""
+        """Return the batch with only these rows, in this order."""
         rows = torch.as_tensor(rows)
         return replace(self, **{name: value[rows] for name, value in self.tensors().items()})
 
     def deal(self, prompts: Int[Tensor, " p"], count: int, generator: torch.Generator) -> list[TokenBatch]:
-        """At most `count` batches of these prompts' responses, whole prompts at random, as many in each up to one."""
+        """Deal the prompts at random to at most `count` batches of (almost) equally many prompts, whole prompts each.
+        """
         order = prompts[torch.randperm(len(prompts), generator=generator)]
         parts = order.tensor_split(min(count, len(order)))
         return [self.select(torch.isin(self.group_ids, part).nonzero()[:, 0]) for part in parts]
 
     def at_temperature(self, temperature: int | float) -> TokenBatch:
-        """The same responses, taken as sampled at this temperature.
+        """Return the responses as if sampled at this temperature.
 
         >>> collate([Response([5], [7]), Response([5], [7, 8])]).at_temperature(0.5).temperature.tolist()
         [0.5, 0.5]
@@ -156,16 +157,17 @@ class TokenBatch:
         return replace(known, temperature=torch.full((len(self),), float(temperature)))
 
     def without_notes(self, kind: str) -> TokenBatch:
-        """The batch without its notes of this kind, where something else answers for what they say."""
+        """Return the batch without notes of this kind, for callers that say the same elsewhere."""
         return replace(self, notes=tuple(note for note in self.notes if note.kind != kind))
 
     def micro_batches(self, size: int) -> Iterator[TokenBatch]:
-        """Consecutive batches of at most `size` responses."""
+        """Split into consecutive batches of at most `size` responses."""
         for start in range(0, len(self), size):
             yield self.select(torch.arange(start, min(start + size, len(self))))
 
     def left_aligned(self) -> tuple[TokenBatch, Int[Tensor, "B n"]]:
-        """Each response moved to start at column 0, as wide as the longest; and the column of self that each shows.
+        """Shift each response to start at column 0; return that batch, as wide as its longest row, and each column's
+        origin.
 
         Padding then comes last, where causal attention hides it from every token: a forward pass needs no mask.
         """
@@ -182,11 +184,11 @@ class TokenBatch:
         return replace(self, **values), columns
 
     def narrow(self, width: int) -> TokenBatch:
-        """The first `width` columns."""
+        """Return the first `width` columns."""
         return replace(self, **{name: v[:, :width] if v.dim() == 2 else v for name, v in self.tensors().items()})
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """The same batch on another device, for one forward pass."""
+        """Move the batch to a device, for one forward pass."""
         moved = copy(self)  # was checked here: to check it there would wait for the device
         # Nothing waits for what goes to a device, all for what comes from there.
         on_the_way = torch.device(device).type != "cpu"
@@ -194,11 +196,13 @@ class TokenBatch:
         return moved
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are known, by name."""
+        """Return the tensors that are set, by name."""
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
 
     def digest(self) -> str:
-        """sha256 of all tensors: the same batch has the same, whoever read it from wherever; hexadecimal."""
+        """Return the SHA-256 of all tensors, in hexadecimal; equal batches have equal digests, whatever they were read
+        from.
+        """
         found = hashlib.sha256()
         for name, value in self.tensors().items():
             found.update(f"{name} {value.dtype} {[*value.shape]}".encode())
@@ -206,12 +210,14 @@ class TokenBatch:
         return found.hexdigest()
 
     def sequence(self, row: int) -> tuple[Int[Tensor, " n"], Int[Tensor, " m"]]:
-        """(ids without padding [n], indices in it of the kept response tokens [m]) of one response."""
+        """Return one response's ids without padding [n], and the indices in it of the kept response tokens [m]."""
         real = self.attention_mask[row]
         return self.input_ids[row][real], self.response_mask[row][real].nonzero()[:, 0]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """A native row per response, of what is known: what `write_rollouts` writes and `read_rollouts` reads."""
+        """Yield a native row per response with all that is known, as `write_rollouts` writes and `read_rollouts` reads
+        it.
+        """
         per_token = {"advantage": "advantages"} | {n: n for n in ("old_logprobs", "ref_logprobs", "sampler_logprobs")}
         for row, start in enumerate(self.response_start.tolist()):
             real = self.attention_mask[row].nonzero()[:, 0]
@@ -232,11 +238,12 @@ class TokenBatch:
             yield {name: value.tolist() for name, value in told.items()}
 
     def positions(self) -> Int[Tensor, "B S"]:
-        """0-based position within the response, counting kept and dropped tokens; negative on the prompt."""
+        """Return positions [B, S] within the response from 0, counting kept and dropped tokens; negative on the prompt.
+        """
         return torch.arange(self.input_ids.shape[1]) - self.response_start[:, None]
 
     def token_weighted(self, values: Float[Tensor, " B"]) -> Float[Tensor, "B S"]:
-        """One number per response, spread over its tokens (masked ones too)."""
+        """Return one number per response, spread over its tokens (masked ones too)."""
         return values[:, None].expand(self.input_ids.shape).clone()
 
     def __repr__(self) -> str:
@@ -251,7 +258,7 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Response:
-    """One response, unpadded: what a reader knows of a row before it is batched."""
+    """One unpadded response, as a reader produces it before batching."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -269,7 +276,7 @@ class Response:
 
 
 def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "right") -> TokenBatch:
-    """Pad responses to one TokenBatch; a field is kept if any response has it, with NaN for those that do not.
+    """Pad responses into one TokenBatch; a field is set if any response has it, with NaN for those that do not.
 
     side: "right" (padding after the response) or "left" (before the prompt).
 
@@ -286,7 +293,7 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
     starts = [width - n if side == "left" else 0 for n in lengths]
 
     def spread(field: str, default: float, dtype: torch.dtype) -> Tensor | None:
-        """[B, S] from one number or one list per response, placed at the response's columns."""
+        """Return [B, S] from a number or a list per response, placed at the response's columns."""
         if all(getattr(r, field) is None for r in responses):
             return None
         out = torch.full((len(responses), width), default, dtype=dtype)
@@ -308,7 +315,7 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
         response_mask[row, start + len(r.prompt_ids) : end] = kept
 
     def stack(field: str, dtype: torch.dtype) -> Tensor | None:
-        """[B] of one number per response."""
+        """Return [B] from a number per response."""
         values = [getattr(r, field) for r in responses]
         if all(value is None for value in values):
             return None

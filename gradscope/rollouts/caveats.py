@@ -15,21 +15,22 @@ from torch import Tensor
 from gradscope.rollouts.batch import Note, TokenBatch
 
 CAVEATS = ("zero-advantages", "groups-of-one", "impossible-advantages", "mixed-groups", "certain-tokens", "padding")
-"""Kinds of the notes that are made here."""
+"""Kinds of the notes made here."""
 ROUNDED = 1e-2
 """Share by which a logged advantage may exceed what is possible: logs round."""
 OTHERWISE = "the trainer does not normalise advantages within groups"
 CHANCE = 0.01
-"""Runs of certain tokens are told where chance would make so long a one in so few of such batches."""
+"""Runs of certain tokens are reported if chance would produce one so long in at most this share of such batches."""
 NEARLY = 1e-3
-"""Nats from 0 within which a log-probability says that the policy was sure."""
+"""Nats from 0 within which a log-probability counts as certain."""
 SHORTEST = 3
-"""Fewer certain tokens in a row are no run."""
+"""Shortest run of certain tokens that counts."""
 
 
 def with_caveats(batch: TokenBatch, **known: Any) -> TokenBatch:
-    """The batch with the notes of `find_caveats`, which takes the keywords, in the place of earlier ones of these
-    kinds."""
+    """Return the batch with the notes of `find_caveats` (which takes the keywords), replacing earlier notes of these
+    kinds.
+    """
     others = tuple(note for note in batch.notes if note.kind not in CAVEATS)
     return replace(batch, notes=others + find_caveats(batch, **known))
 
@@ -42,7 +43,7 @@ def find_caveats(
     pad_ids: Collection[int] = (),
     is_dump: bool = False,
 ) -> tuple[Note, ...]:
-    """A note for each thing that the batch's own numbers say against it.
+    """Return a note for each thing in the batch's own numbers that speaks against it.
 
     left_out: how many responses of each step are not in the batch, by which any group may have been larger; None: that
     is unknown, and nothing is said that rests on it. stop_ids: of tokens that end a response; pad_ids: of those that
@@ -57,7 +58,7 @@ def find_caveats(
 
 
 def _describe_groups(batch: TokenBatch) -> list[Note]:
-    """Of advantages that are made of rewards: groups of one response, and groups without an advantage."""
+    """Report groups of one response and groups without an advantage, for advantages computed from rewards."""
     if batch.advantages is not None or batch.rewards is None:
         return []
     _, group, sizes = batch.group_ids.unique(return_inverse=True, return_counts=True)
@@ -88,7 +89,7 @@ def _describe_groups(batch: TokenBatch) -> list[Note]:
 
 
 def _describe_advantages(batch: TokenBatch, left_out: Mapping[int | None, int] | None, *, is_dump: bool) -> list[Note]:
-    """Of advantages that are given: all 0, or other than any that a group of that size can have."""
+    """Report given advantages that are all 0, or impossible for a group of that size."""
     if batch.advantages is None:
         return []
     kept, advantages = batch.response_mask, batch.advantages
@@ -120,7 +121,7 @@ def _describe_advantages(batch: TokenBatch, left_out: Mapping[int | None, int] |
 
 
 def _describe_prompts(batch: TokenBatch) -> list[Note]:
-    """Of advantages that are made of rewards: groups of responses to several prompts."""
+    """Report groups that mix several prompts, for advantages computed from rewards."""
     if batch.advantages is not None or batch.rewards is None:
         return []
     first, start = batch.attention_mask.int().argmax(1).tolist(), batch.response_start.tolist()
@@ -133,7 +134,7 @@ def _describe_prompts(batch: TokenBatch) -> list[Note]:
 
 
 def _describe_padding(batch: TokenBatch, stop_ids: Collection[int], pad_ids: Collection[int]) -> list[Note]:
-    """Of tokens that count as sampled though they are padding, or behind an end; of prompts that begin with padding."""
+    """Report padding that counts as sampled, tokens behind an end, and prompts that begin with padding."""
     ids, kept = batch.input_ids, batch.response_mask
     stops, pads = (torch.isin(ids, torch.tensor(sorted(some), dtype=torch.long)) for some in (stop_ids, pad_ids))
     ended = kept & stops
@@ -158,7 +159,7 @@ def _describe_padding(batch: TokenBatch, stop_ids: Collection[int], pad_ids: Col
 
 
 def _describe_certain(batch: TokenBatch, stop_ids: Collection[int]) -> list[Note]:
-    """Of log-probabilities that are exactly 0 at many tokens in a row, and at tokens that end responses."""
+    """Report log-probabilities of exactly 0 on long runs of tokens and on tokens that end responses."""
     values = batch.old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
     if values is None:
         return []
@@ -198,7 +199,7 @@ def _describe_certain(batch: TokenBatch, stop_ids: Collection[int]) -> list[Note
 
 
 def _run_lengths(mask: Bool[Tensor, "B S"]) -> Float[Tensor, "B S"]:
-    """Of each True, how many stand in its unbroken run; 0 elsewhere."""
+    """Return for each True the length of its run; 0 elsewhere."""
     columns = torch.arange(mask.shape[1])
     before = torch.where(mask, -1, columns).cummax(1).values  # the last False up to here
     after = torch.where(mask, mask.shape[1], columns).flip(1).cummin(1).values.flip(1)

@@ -8,7 +8,7 @@ from gradscope.rollouts.batch import LARGEST, ROUNDING, TokenBatch
 
 
 def check_batch(policy: Policy, batch: TokenBatch) -> None:
-    """InputError, naming the response, where the batch cannot be measured on this policy.
+    """Raise InputError, naming the response, if the batch cannot be measured on this policy.
 
     NaN is no fault: it stands where a number is not known.
     """

@@ -42,22 +42,22 @@ from gradscope.rollouts.formats.values import (
 )
 
 LOOKED_AT = 8
-"""Rows whose text is compared: another tokenizer shows in the first one."""
+"""Rows whose text is compared with their ids; the first one already shows a foreign tokenizer."""
 
 
 @dataclass
 class Agreement:
-    """The first rows that hold both the ids and the text of their response, each compared as it comes."""
+    """Comparison of ids and text of the first rows that hold both."""
 
     policy: Policy | None
-    """Without one, or without its tokenizer, nothing is compared."""
+    """Nothing is compared without a policy or its tokenizer."""
     compared: int = 0
     differing: int = 0
     first: str = ""
-    """What the first row that differs says."""
+    """Description of the first row that differs."""
 
     def take(self, row: Row, response_ids: list[int]) -> None:
-        """Compare the row, if it holds both and is among the first."""
+        """Compare the row if it holds both and is among the first."""
         text = row.columns.get("response") if "response_ids" in row.columns else None
         tokenizer = None if self.policy is None else self.policy.tokenizer
         if tokenizer is None or self.compared == LOOKED_AT or not isinstance(text, str):
@@ -76,7 +76,7 @@ class Agreement:
         )
 
     def check(self) -> None:
-        """InputError if most of the rows differ. Of few, the ids are what counts: text can be tidied up."""
+        """Raise InputError if most of the rows differ. A few may: detokenized text is often tidied up."""
         if 2 * self.differing > self.compared:
             raise InputError(
                 f"{self.first}, and so in {self.differing} of the first {self.compared} rows with both; give the "
@@ -85,21 +85,21 @@ class Agreement:
 
 
 def _strip(text: str, special: list[str]) -> str:
-    """The text without special tokens, without broken characters, and without blanks, which decoders tidy up."""
+    """Strip special tokens, broken characters and blanks, which decoders tidy up."""
     for token in sorted(special, key=len, reverse=True):
         text = text.replace(token, "")
     return "".join(text.replace("\ufffd", "").split())
 
 
 ALL_OR_NONE = ("group", "temperature", "step", "group_reward_mean", "group_reward_std")
-"""Columns that every row must have as soon as one has it: nothing could stand in the place of a missing one."""
+"""Columns that every row needs as soon as one row has them: there is no substitute for a missing value."""
 
 WITHOUT = {
     "old_logprobs": "taken as on-policy there (ratio 1)",
     "ref_logprobs": "no KL part there",
     "sampler_logprobs": "corrections that are made of them have the factor 1 there",
 }
-"""What becomes of tokens of which a log-probability is unknown."""
+"""Consequence of an unknown log-probability, by column."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ class Dump:
     clipped: Bool[Tensor, "B S"] | None = None
     """True on tokens whose policy term the trainer itself left out of its loss (prime-rl's is_masked)."""
     first_step: int = 1
-    """The number that the log gives to the step whose responses the checkpoint numbered 0 sampled."""
+    """Step number in the log of the responses sampled by the checkpoint numbered 0."""
     left_out: Mapping[int | None, int] = field(default_factory=dict)
-    """How many responses of each step are not in the batch."""
+    """Responses left out of the batch, by step."""
     stop_ids: frozenset[int] = frozenset()
     """Ids that end a response, where a policy said them."""
     pad_ids: frozenset[int] = frozenset()
@@ -129,12 +129,12 @@ class Dump:
 
     @property
     def steps(self) -> Int[Tensor, " B"] | None:
-        """Training step of each response, as the log counts; None: it does not say."""
+        """Training step of each response, as the log counts; None if it does not say."""
         return self.batch.steps
 
     @property
     def sampler_logprobs(self) -> Float[Tensor, "B S"] | None:
-        """The batch's: against `logprobs` it shows the mismatch of the two engines."""
+        """The batch's; against `logprobs` they show the mismatch of the two engines."""
         return self.batch.sampler_logprobs
 
     @property
@@ -144,16 +144,16 @@ class Dump:
 
     @property
     def remarks(self) -> tuple[Note, ...]:
-        """The notes but the one that is a rule of the native format: without a temperature it is 1."""
+        """The notes without the native format's own rule that the default temperature is 1."""
         return tuple(note for note in self.notes if self.format != "native" or note.kind != "temperature")
 
     def with_note(self, text: str, kind: str = "dump") -> Dump:
-        """The same rollouts with one more note."""
+        """Return the rollouts with one more note."""
         return replace(self, batch=replace(self.batch, notes=(*self.notes, Note(text, kind))))
 
 
 def keep_own_step(dump: Dump, checkpoint: int | None) -> Dump:
-    """The part of a log that a checkpoint sampled: the responses of the training step after its own.
+    """Select the responses that a checkpoint sampled: those of the training step after its own.
 
     checkpoint: how many steps it had taken. Where the log lacks that step, the nearest one; a note says which was
     taken. The whole log, where it holds one step or none is known; a note says if that step is another's.
@@ -179,7 +179,7 @@ def keep_own_step(dump: Dump, checkpoint: int | None) -> Dump:
 
 
 def _select_step(dump: Dump, step: int) -> Dump:
-    """The responses of one step, and what is to be said of these alone."""
+    """Select the responses of one step, with the notes that apply to them."""
     rows = (dump.steps == step).nonzero()[:, 0]
     kept = {name: value[rows] for name in EXTRAS if (value := getattr(dump, name)) is not None}
     left_out = {step: dump.left_out.get(step, 0)}
@@ -198,7 +198,7 @@ def make_dump(
     notes: Sequence[str] = (),
     is_dump: bool = True,
 ) -> Dump:
-    """The rows as a `Dump`, right-padded, each checked.
+    """Check the rows and batch them, right-padded, as a `Dump`.
 
     Left out, and counted in a note: rows without a response or without a kept token, and those whose advantage (where
     the log has none, whose reward) is unknown. is_dump: a trainer wrote them, so what else is unknown has a note;
@@ -229,7 +229,7 @@ def make_dump(
 
 
 class _Reading:
-    """What was taken of the rows so far."""
+    """State of reading a log's rows."""
 
     def __init__(self, policy: Policy | None, options: ReadingOptions, form: Format) -> None:
         self._policy, self._options, self._form = policy, options, form
@@ -291,7 +291,7 @@ class _Reading:
             self._others[self._group(row, prompt_ids)].append(reward)
 
     def _group(self, row: Row, prompt_ids: Sequence[int]) -> tuple[int | None, object]:
-        """What tells the row's group."""
+        """Return the key of the row's group."""
         group = row.columns.get("group", tuple(prompt_ids))
         try:
             if isinstance(group, float) and not math.isfinite(group):
@@ -336,7 +336,7 @@ class _Reading:
         self._describe_groups()
 
     def _drop_unweighted(self) -> None:
-        """Leave out responses whose advantage is unknown where others' is known; without any, whose reward is."""
+        """Drop responses without an advantage if others have one; without any advantages, those without a reward."""
         for name in ("advantage", "reward"):
             known = [getattr(response, name) is not None for response in self.responses]
             if not any(known):
@@ -357,7 +357,7 @@ class _Reading:
             return
 
     def _describe_groups(self) -> None:
-        """Say of each response what its whole group's rewards were, where those of the responses here do not tell."""
+        """Set each response's group mean and standard deviation where the remaining responses do not determine them."""
         if any(r.advantage is not None or r.group_reward_mean is not None for r in self.responses):
             return
         rewards: dict[int, list[float]] = {number: [] for number in self._groups.values()}
@@ -378,11 +378,11 @@ class _Reading:
         ]
 
     def has(self, name: str) -> bool:
-        """Whether the rows have this column."""
+        """Return whether any row has this column."""
         return any(name in names for names, _ in self._rows)
 
     def notes(self) -> list[Note]:
-        """What was replaced, what is to be said of some responses, and what is left out."""
+        """Return notes on replaced values, on single responses and on rows left out."""
         of_rows = Counter(words for _, row in self._rows for words in row.told)
         told = [Note(f"{n} of {len(self.responses)} responses: {words}") for words, n in of_rows.items()]
         told += self._said
@@ -400,7 +400,9 @@ class _Reading:
 
 
 def _mean_and_std(rewards: Sequence[float], keeps_single: bool) -> tuple[float, float]:
-    """Mean and sample standard deviation (n − 1), which is exactly 0 of equal rewards; of one that is kept, 0 and 1."""
+    """Return the mean and sample standard deviation (n − 1; exactly 0 for equal rewards); 0 and 1 for a single reward
+    that its trainer keeps.
+    """
     values = np.array(rewards, dtype=np.float32).astype(np.float64)  # as the batch will hold them
     if len(values) == 1 and keeps_single:
         return 0.0, 1.0
@@ -410,7 +412,7 @@ def _mean_and_std(rewards: Sequence[float], keeps_single: bool) -> tuple[float, 
 
 
 def _count_unknown(batch: TokenBatch) -> tuple[TokenBatch, list[Note]]:
-    """The batch without columns of which nothing is known and tokens without an advantage; and what is to be said."""
+    """Drop columns without any known value and tokens without an advantage; return the batch and its notes."""
     notes, changes, kept = [], {}, batch.response_mask
     if batch.advantages is not None and (unknown := batch.advantages.isnan() & kept).any():
         words = f"{int(unknown.sum())} tokens of {int(unknown.any(1).sum())} responses left out"
@@ -428,7 +430,7 @@ def _count_unknown(batch: TokenBatch) -> tuple[TokenBatch, list[Note]]:
 
 
 def _name_unknown(batch: TokenBatch, reading: _Reading) -> list[Note | str]:
-    """A sentence for each thing that had to be assumed."""
+    """Return a note for each assumption."""
     assumed = {
         FROM_REWARDS: batch.advantages is None and batch.rewards is not None,
         ON_POLICY: batch.old_logprobs is None,
@@ -446,7 +448,7 @@ def _extra(row: Row, name: str, kept: np.ndarray) -> list[float] | None:
 
 
 def _spread(batch: TokenBatch, values: Iterable[list[float] | None]) -> Float[Tensor, "B S"]:
-    """One list per response, placed at the response's columns; NaN elsewhere, and for a response without."""
+    """Place a list per response at the response's columns; NaN elsewhere."""
     out = torch.full(batch.input_ids.shape, float("nan"))
     for row, (start, numbers) in enumerate(zip(batch.response_start.tolist(), values, strict=True)):
         if numbers is not None:

@@ -27,13 +27,13 @@ from gradscope.runs import (
 )
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".pkl", *PACKED)
-"""What a file of rollouts may end in; .json is read as .jsonl, and .jsonl.zst and .jsonl.gz are compressed ones."""
+"""Suffixes of rollout files; .json is read as .jsonl, and .jsonl.zst and .jsonl.gz are decompressed."""
 
 IN_FOLDERS = (".jsonl", ".parquet", ".pt", ".pkl", *PACKED)
-"""What is read of a folder: trainers leave a metadata.json beside their dumps."""
+"""Suffixes read from a folder; trainers leave a metadata.json beside their dumps."""
 
 SINGULAR = {"response_lengths": "response_length", "loss_masks": "loss_mask", "sample_indices": "sample_index"}
-"""Columns of train data that hold lists, and what they are called in one sample."""
+"""List columns of train data → their name for one sample."""
 
 IN_SAMPLES = frozenset(
     (
@@ -42,33 +42,35 @@ IN_SAMPLES = frozenset(
         *("sample_index", "log_probs", "ref_log_probs", "advantages", "entropy"),
     )
 )
-"""What is read of a sample in a file of tensors; the rest (experts, images, caches) can be a thousand times as much."""
+"""Entries read from a sample in a file of tensors; the rest (experts, images, caches) can be a thousand times larger.
+"""
 
 STEPS = ("step", "global_step", "training_step", "train_step")
-"""Columns of a row's training step."""
+"""Names of the training-step column."""
 NAMED = re.compile(r"(?:.*[^a-z])?(?:step|iter|iteration)[-_=]?([0-9]{1,18})(?![0-9])", re.IGNORECASE)
-"""A name that tells a training step."""
+"""Pattern of a file or folder name that contains a training step."""
 
 DETAILS = ("rollout_data", "train_data")
-"""Folders of one log, of slime's and miles's --dump-details, that are read together."""
+"""Folders that form one log of slime's or miles's --dump-details."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One row of a file as it stands there, without its nulls."""
+    """One row of a file, without its nulls."""
 
     path: Path
     place: str
     """File, row and line, for errors."""
     columns: dict[str, Any]
     nulls: frozenset[str] = frozenset()
-    """Columns that stand there as null."""
+    """Columns that are null."""
     torn: bool = False
-    """A last line that was cut off while it was written, of which nothing is known."""
+    """Whether it is an incomplete last line, of which nothing is known."""
 
 
 def list_files(path: Path) -> list[Path]:
-    """The file itself, or those of a folder: its own, else those of its step_N folders; numbers in order of size.
+    """List a log's files: the file itself, or a folder's own files, or those of its step_N folders; numbers sort by
+    size.
 
     Of a folder with annotations/ (prime-rl's traces) these, and its stream; of one with DETAILS, what these hold. What
     open-instruct writes about a run beside its rollouts is none of them.
@@ -92,7 +94,7 @@ def list_files(path: Path) -> list[Path]:
 
 
 def _patterns(path: Path) -> Iterator[tuple[str, ...]]:
-    """Where the files of a folder may be: the first place that has any counts."""
+    """Yield the places of a folder to look for files in; the first with any files counts."""
     if any((path / name).is_dir() for name in DETAILS):
         yield tuple(f"{name}/*" for name in DETAILS)
     if (path / "annotations").is_dir():
@@ -105,7 +107,7 @@ def _patterns(path: Path) -> Iterator[tuple[str, ...]]:
 
 
 def named_steps(files: Sequence[Path]) -> dict[Path, int]:
-    """The training step of each file by its name or its folder's, where all of them are so named and not all alike.
+    """Return each file's training step by its or its folder's name, if all have one and they differ.
 
     >>> sorted(named_steps([Path("rollouts_step_1.jsonl"), Path("global_step_20/rollouts.jsonl")]).values())
     [1, 20]
@@ -118,13 +120,13 @@ def named_steps(files: Sequence[Path]) -> dict[Path, int]:
 
 
 def _is_about(file: Path, files: list[Path]) -> bool:
-    """Whether it is open-instruct's {run}_metadata.jsonl, beside that run's rollouts."""
+    """Return whether this is open-instruct's {run}_metadata.jsonl beside that run's rollouts."""
     run = file.name.removesuffix("_metadata.jsonl")
     return run != file.name and any(other.name.startswith(f"{run}_rollouts_") for other in files)
 
 
 def rollouts_hash(path: Path) -> str:
-    """SHA-256 of a file; of a folder, that of its files' names and contents, in the order they are read."""
+    """Return the SHA-256 of a file, or of a folder's file names and contents in reading order."""
     files = list_files(path)
     if files == [path]:
         return file_hash(path)
@@ -132,7 +134,7 @@ def rollouts_hash(path: Path) -> str:
 
 
 def read_records(path: Path, *, torn: bool = False, step: int | None = None) -> Iterator[Record]:
-    """Every record of one file, in order. torn: a last line that was cut off is a record too; else it is refused.
+    """Yield the records of one file in order. torn: return an incomplete last line as a record instead of refusing it.
 
     step: that of records which name none.
     """
@@ -149,7 +151,7 @@ def read_records(path: Path, *, torn: bool = False, step: int | None = None) -> 
 
 
 def _natural_key(path: Path) -> list[Any]:
-    """step_2 before step_10: split at numbers, which compare as such."""
+    """Sort key that puts step_2 before step_10."""
     return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", str(path)))]
 
 
@@ -189,7 +191,7 @@ def _read_pickled(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The samples of a file that torch saved; nothing in it is run."""
+    """Yield the samples of a file saved by torch; nothing in it is executed."""
     content = load_tensors(path, inert=True)
     samples = content.get("samples", _split_columns(content)) if isinstance(content, dict) else None
     if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
@@ -210,7 +212,7 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _split_columns(content: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The samples of train data that hold a list per column, by the names of those that hold one per sample.
+    """Split train data with a list per column into samples.
 
     Only columns with an entry for each sample.
     """
@@ -224,7 +226,7 @@ def _split_columns(content: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _plain(place: str, name: str, value: Any) -> Any:
-    """The numbers of a tensor or an array, or of each in a list or dictionary; all else as it is."""
+    """Convert tensors and arrays, also inside lists and dictionaries, to numbers; leave the rest."""
     if isinstance(value, list) and any(isinstance(one, torch.Tensor | Inert) for one in value):
         return [_plain(place, name, one) for one in value]
     if isinstance(value, dict):

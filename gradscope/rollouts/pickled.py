@@ -19,7 +19,7 @@ from gradscope.errors import BROKEN_FILE, InputError, first_line, show
 
 WANTED = "give SkyRL's dumped_data/global_step_N_training_input.pkl"
 MODULES = ("skyrl.backends.skyrl_train.training_batch", "skyrl_train.training_batch")
-"""Where SkyRL and, before, skyrl-train have their batches."""
+"""Modules in which SkyRL and, earlier, skyrl-train define their batches."""
 HARMLESS = frozenset(
     (
         *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "NONE", "NEWTRUE", "NEWFALSE"),
@@ -29,7 +29,7 @@ HARMLESS = frozenset(
         *("STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"),
     )
 )
-"""Instructions of a pickle that SkyRL's need; none makes more of a file than its size explains."""
+"""Pickle instructions that SkyRL's files need; none makes more of a file than its size explains."""
 WHOLE = ("sequences", "attention_mask")
 OF_RESPONSES = (
     *("response_mask", "loss_mask", "advantages"),
@@ -40,7 +40,7 @@ DTYPES = frozenset({"bool", "uint8", "int16", "int32", "int64", "float16", "floa
 
 
 class _Batch(dict):
-    """Stands for SkyRL's class: `state` is what it would make its tensors of."""
+    """Stand-in for SkyRL's class: `state` is what it would build its tensors from."""
 
     state: Any = None
 
@@ -55,7 +55,7 @@ def _rebuild(_kind: type, state: Any) -> _Batch:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows SkyRL's container and what torch puts around it, each by a stand-in that runs nothing."""
+    """Unpickler that replaces SkyRL's container and torch's wrappers by stand-ins that run nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in MODULES and name in ("TrainingInputBatch", "TensorBatch"):
@@ -83,7 +83,7 @@ def _pass_over(*args: Any) -> None:
 
 
 def read_pickled(path: Path, load: Callable[[Path, bytes], Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row's place and columns: ids of prompt and response, and what the batch says of the response's tokens.
+    """Yield each row's place and columns: ids of prompt and response, and the batch's per-token values.
 
     load: reads bytes that torch saved.
     """
@@ -107,7 +107,7 @@ def read_pickled(path: Path, load: Callable[[Path, bytes], Any]) -> Iterator[tup
 
 
 def _columns(columns: dict[str, np.ndarray], row: int, prompt: int | None) -> dict[str, Any]:
-    """What a row says, each of the response's lists from its first to its last token."""
+    """Return a row's values, each of the response's lists cut to its first through last token."""
     ids, real = columns["sequences"][row], columns["attention_mask"][row] != 0
     places = np.flatnonzero(columns["response_mask"][row])
     first, end = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
@@ -119,7 +119,7 @@ def _columns(columns: dict[str, np.ndarray], row: int, prompt: int | None) -> di
 
 
 def _prompts(metadata: Any, rows: int) -> dict[int, int]:
-    """The number of each row's prompt, where the batch says which rows are of one."""
+    """Return each row's prompt number, if the batch says which rows share one."""
     bounds = metadata.get("policy_prompt_boundaries") if isinstance(metadata, dict) else None
     if not isinstance(bounds, list):
         return {}
@@ -129,13 +129,13 @@ def _prompts(metadata: Any, rows: int) -> dict[int, int]:
 
 
 def _padding(metadata: Any) -> int:
-    """Rows at the end with which SkyRL filled up the batch."""
+    """Return the rows at the end with which SkyRL filled up the batch."""
     size = metadata.get("pad_size", 0) if isinstance(metadata, dict) else 0
     return size if type(size) is int and size >= 0 else 0
 
 
 def _unpickle(path: Path) -> dict[str, Any]:
-    """The batch's state; InputError for a file that holds anything else."""
+    """Return the batch's state. Raises InputError for a file that holds anything else."""
     try:
         content = path.read_bytes()
         for instruction, _, _ in pickletools.genops(content):
@@ -153,7 +153,7 @@ def _unpickle(path: Path) -> dict[str, Any]:
 
 
 def _tensor(path: Path, name: str, value: Any, load: Callable[[Path, bytes], Any]) -> np.ndarray:
-    """The numbers of a column: bytes with shape and dtype, or, of dtypes that numpy lacks, what torch saved."""
+    """Return a column's numbers: bytes with shape and dtype or, for dtypes that numpy lacks, what torch saved."""
     try:
         if value["format"] == "torch":
             return load(path, value["data"]).double().numpy()

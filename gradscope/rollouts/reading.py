@@ -36,22 +36,22 @@ READERS: dict[str, Format] = {
         *(VERIFIERS_GRAPH, SKYRL),
     )
 }
-"""What reads a format, by its name; a reader of your own is one more entry."""
+"""Reader of each format, by name; add an entry for a reader of your own."""
 
 TOLD_BY_NAME = {".pt": SLIME, ".pkl": SKYRL}
-"""Formats whose files are read whole, by what these end in."""
+"""Formats whose files are read whole, by the file name's ending."""
 
 READER = 2
-"""Version of the readers: one more whenever one of them takes a log otherwise than before."""
+"""Version of the readers, incremented whenever one of them reads a log differently."""
 
 __all__ = ["READER", "READERS", "BatchLike", "Dump", "read_dump", "read_inputs", "read_rollouts", "write_rollouts"]
 
 BatchLike = TokenBatch | str | Path
-"""Rollouts, or what `read_rollouts` reads them from."""
+"""A batch, or the path that `read_rollouts` reads it from."""
 
 
 def read_inputs(policy: PolicyLike, batch: BatchLike) -> tuple[Policy, TokenBatch]:
-    """What a function of a policy and its rollouts works on: those given, checked, or loaded from the paths given.
+    """Return the policy and batch of a function's arguments: checked, and loaded where they are paths.
 
     A batch that was made by hand, and so has no notes yet, gets those of what its own numbers say against it.
     """
@@ -73,7 +73,7 @@ def read_rollouts(
     reward_key: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> TokenBatch:
-    """The batch of `read_dump`, whose arguments these are, and whose `notes` say what was assumed in reading it.
+    """Read rollouts into a TokenBatch; arguments are those of `read_dump`, and `notes` say what reading assumed.
 
     step: the training step whose responses are kept. InputError where the log holds several and none is given, for
     they were sampled by different policies: "all" takes them together all the same.
@@ -140,7 +140,7 @@ def read_dump(
 
 
 def _find_format(path: Path, files: list[Path], name: str | None) -> Format:
-    """The one format of all files that hold a record."""
+    """Return the format common to all files that hold a record."""
     found: tuple[Path, Format] | None = None
     for file in files:
         record = next(_first(file), None)
@@ -165,7 +165,7 @@ def _find_format(path: Path, files: list[Path], name: str | None) -> Format:
 
 
 def _first(file: Path) -> Iterator[Record]:
-    """At most one record; a file of tensors, which is read whole, is told by its name."""
+    """Return at most one record; a file of tensors, which would be read whole, is recognised by its name."""
     if file.suffix in TOLD_BY_NAME:
         yield Record(file, str(file), dict.fromkeys(TOLD_BY_NAME[file.suffix].needs))
     else:
@@ -173,7 +173,8 @@ def _first(file: Path) -> Iterator[Record]:
 
 
 def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
-    """The format whose columns the record has; a record near the native one is native, whose reader says what lacks.
+    """Return the format whose columns the record has; near misses of native rows count as native, whose reader reports
+    them.
 
     Raises InputError that names the columns and the nearest format.
     """
@@ -203,7 +204,7 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
 
 
 def check_format(record: Record, form: Format) -> None:
-    """InputError for a record that lacks a column of the format that was asked for."""
+    """Raise InputError if a record lacks a column of the requested format."""
     missing = sorted(form.needs - record.columns.keys() - record.nulls)
     if missing and not any(own <= set(record.columns) for own in form.beside):
         raise InputError(

@@ -18,7 +18,8 @@ def make_sampler(
     memory: float = 0.4,
     progress: bool | Progress = True,
 ) -> Sampler:
-    """A sampler of this policy: "hf" (transformers, with the policy's own weights) or "vllm" (a copy from its folder).
+    """Return a sampler of this policy: "hf" (transformers, with the policy's own weights) or "vllm" (a copy from its
+    folder).
 
     batch_size: hf: responses decoded together; vLLM decides that for itself.
     dtype, memory: vllm: of the copy, default the policy's; and the share of the GPU's memory that it takes.

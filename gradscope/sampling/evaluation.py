@@ -26,17 +26,17 @@ from gradscope.sampling.rollouts import check_count, rollout_rows
 from gradscope.tasks import Question, Task, grade_response
 
 QUESTIONS_PER_PART = 64
-"""Questions that are sampled together and seeded together: a seed's responses belong to this number."""
+"""Questions sampled and seeded together; changing it changes a seed's responses."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a policy answered, and what that is worth."""
+    """A policy's responses to a task's questions, and its scores."""
 
     table: pd.DataFrame
-    """A row per level and one for all questions: see `tabulate`."""
+    """A row per level and one for all questions (`tabulate`)."""
     scores: pd.DataFrame
-    """A row per question: see `score_questions`."""
+    """A row per question (`score_questions`)."""
     responses: pd.DataFrame
     """A row per response, in the native rollout format, and correct, format_ok (NA: the task asks for no form), level,
     finished (False: it was cut) and greedy. Measure those that are not greedy: a greedy one is no draw from π."""
@@ -84,7 +84,7 @@ class Exam:
         return -(-len(self.questions) // QUESTIONS_PER_PART)
 
     def answer(self, part: int) -> pd.DataFrame:
-        """The responses to one part of the questions, without grades: to each the greedy one and k sampled ones."""
+        """Sample one part of the questions, ungraded: a greedy response and k sampled ones to each."""
         numbers = range(len(self.questions))[part * QUESTIONS_PER_PART :][:QUESTIONS_PER_PART]
         seed = int(np.random.default_rng([self.seed, part]).integers(2**62))
         rows = self._ask(numbers, 1, seed, greedy=True)
@@ -94,7 +94,7 @@ class Exam:
         return frame.sort_values("group", kind="stable", ignore_index=True)
 
     def grade(self, responses: pd.DataFrame) -> pd.DataFrame:
-        """The same rows with reward, correct and format_ok. Raises InputError if the task cannot grade one."""
+        """Add reward, correct and format_ok to the rows. Raises InputError if the task cannot grade a response."""
         grades = [
             grade_response(self.task, response, self.questions[group])
             for response, group in zip(responses["response"], responses["group"], strict=True)
@@ -146,14 +146,14 @@ def evaluate(
 
 
 def summarize_responses(parts: Sequence[pd.DataFrame]) -> Evaluation:
-    """The evaluation that graded parts of responses make."""
+    """Combine graded parts of responses into an Evaluation."""
     responses = pd.concat(parts, ignore_index=True)
     scores = score_questions(responses)
     return Evaluation(tabulate(scores), scores, responses)
 
 
 def score_questions(responses: pd.DataFrame) -> pd.DataFrame:
-    """A row per question, numbered by the index `group`: the means over its responses.
+    """Return a row per question, numbered by the index `group`: the means over its responses.
 
     Columns: level; greedy_responses, sampled_responses (how many there are); of the greedy ones greedy_accuracy,
     greedy_format_rate, greedy_reward, greedy_tokens, greedy_truncated; of the k sampled ones avg@k (their accuracy),
@@ -183,7 +183,7 @@ def score_questions(responses: pd.DataFrame) -> pd.DataFrame:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that k of the samples, drawn without repetition, hold a right one: 1 − C(n−c, k) / C(n, k).
+    """Return the probability that k samples drawn without replacement contain a correct one: 1 − C(n−c, k) / C(n, k).
 
     The unbiased estimator of the chance that one of k new samples is right (arXiv:2107.03374, Eq. 1).
 
@@ -199,7 +199,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def tabulate(scores: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
-    """A row per level, in ascending order, and one for "all": the means over its questions.
+    """Return a row per level, in ascending order, and one for "all": the means over its questions.
 
     scores: of `score_questions`. Columns: level, questions, greedy_responses, sampled_responses (sums: the
     denominators), then each score with its interval, as NAME, NAME_lower and NAME_upper.
@@ -219,7 +219,7 @@ def tabulate(scores: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
 
 
 def mean_over_questions(scores: npt.ArrayLike, *, seed: int = 0) -> Mean:
-    """The mean of one score per question, NaN left out, with a 95 % interval from redrawn questions."""
+    """Average one score per question, ignoring NaN, with a 95 % interval over redrawn questions."""
     scores = np.asarray(scores, dtype=float)
     one_interval = np.zeros(len(scores), dtype=int)
     rng, questions = np.random.default_rng(seed), np.arange(len(scores))
@@ -229,7 +229,7 @@ def mean_over_questions(scores: npt.ArrayLike, *, seed: int = 0) -> Mean:
 
 
 def _add_pass_at_k(table: pd.DataFrame, num_correct: pd.Series) -> pd.DataFrame:
-    """The table with its sampled accuracy under the name of avg@k, and pass@j beside it."""
+    """Rename the sampled accuracy to avg@k and add the pass@j columns."""
     counts = table["sampled_responses"].unique()
     if len(counts) != 1:
         raise InputError(f"questions have {counts.min()} to {counts.max()} sampled responses; give each equally many")

@@ -20,9 +20,9 @@ from gradscope.runs import Advance, Progress, settle_progress
 from gradscope.sampling.protocol import Sample
 
 Draw = Callable[[Float[Tensor, "B N"], Int[Tensor, " B"], int], tuple[Int[Tensor, " B"], Float[Tensor, " B"]]]
-"""Tokens and their log π, from logits, the numbers of their rows in the batch and the step: 0, 1, 2, …"""
+"""Draws tokens: (logits, row numbers in the batch, step 0, 1, 2, …) → tokens and their log π."""
 STEPS_AT_ONCE = 256
-"""Steps whose uniform numbers are drawn together."""
+"""Decoding steps whose uniform numbers are drawn together."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class HFSampler:
 
     policy: Policy
     batch_size: int = 64
-    """Responses decoded together; memory grows with it, results do not depend on it."""
+    """Responses decoded together. More take more memory; results do not depend on it."""
     progress: bool | Progress = True
-    """Whether, or to whom, it says how far it is."""
+    """Whether to show progress, or the object that receives it."""
 
     def sample(
         self,
@@ -49,7 +49,7 @@ class HFSampler:
         generator: torch.Generator,
         greedy: bool = False,
     ) -> list[list[Sample]]:
-        """n responses to each prompt, ended by a stop token, max_new_tokens or the policy's context.
+        """Sample n responses to each prompt, until a stop token, max_new_tokens or the end of the context.
 
         greedy: the likeliest token, of equal ones the lowest id; a prompt's n responses are then one, n times.
         Raises InputError for a prompt that is empty, leaves no room in the context or has ids outside the vocabulary.
@@ -79,13 +79,13 @@ class HFSampler:
         return [[samples[p, s % distinct] for s in range(n)] for p in range(len(prompt_ids))]
 
     def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Nothing to do: these are the policy's own weights."""
+        """Do nothing: the sampler uses the policy's own weights."""
 
     def close(self) -> None:
-        """Nothing to do: it holds nothing beside the policy."""
+        """Do nothing: the sampler holds no resources of its own."""
 
     def _batches(self, lengths: list[int], n: int) -> Iterator[list[tuple[int, int]]]:
-        """(prompt, sample) keys that are decoded together: neighbours in length, which need little padding.
+        """Yield the (prompt, sample) keys to decode together: neighbours in length, which need little padding.
 
         float64 is not padded at all: there, transformers' eager attention makes NaN of a padding row, all of whose
         scores are masked, and NaN spreads from the next layer on.
@@ -101,7 +101,7 @@ class HFSampler:
 def draw_tokens(
     logits: Float[Tensor, "B N"], uniforms: Float[Tensor, " B"], temperature: float
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """The token at which the cumulative softmax(logits / temperature) passes the uniform number, and its log π.
+    """Return the token at which the cumulative softmax(logits / temperature) exceeds the uniform number, and its log π.
 
     A row with a NaN has a log π of NaN.
 
@@ -119,7 +119,7 @@ def draw_tokens(
 
 
 def stop_ids(policy: Policy) -> set[int]:
-    """Ids that end a response: the policy's."""
+    """Return the ids that end a response: the policy's."""
     return set(policy.stop_ids)
 
 
@@ -135,7 +135,7 @@ def _why_nan(logits: Float[Tensor, "B N"], temperature: float) -> InputError:
 
 
 def _random(seed: int, keys: list[tuple[int, int]], temperature: float) -> Draw:
-    """Draw for each (prompt, sample) from a stream of uniform numbers of its own, one per step, in float64."""
+    """Build the draw that gives each (prompt, sample) its own stream of float64 uniforms, one per step."""
     # PCG64, as torch seeds with 32 bits only.
     streams = [np.random.default_rng([seed, *key]) for key in keys]
     uniforms = torch.empty(0)
@@ -163,7 +163,7 @@ def _greedy(temperature: float) -> Draw:
 def _decode(
     policy: Policy, prompts: list[list[int]], length: int, draw: Draw, temperature: float, advance: Advance
 ) -> list[Sample]:
-    """One response of at most `length` tokens per prompt; a finished one leaves the batch at once.
+    """Decode at most `length` tokens per prompt; finished responses leave the batch at once.
 
     A step waits for the device once, for what was drawn.
     """
@@ -198,7 +198,7 @@ def _decode(
 
 
 def _close_gaps(going: list[int]) -> list[int]:
-    """The same rows in an order in which most keep their place: the last ones fill the gaps.
+    """Reorder the rows so that most keep their place: the last ones fill the gaps.
 
     >>> _close_gaps([0, 2, 4, 5])
     [0, 5, 2, 4]
@@ -209,7 +209,7 @@ def _close_gaps(going: list[int]) -> list[int]:
 
 
 def _prefill(policy: Policy, prompts: list[list[int]]) -> tuple[Float[Tensor, "B N"], Any, Bool[Tensor, "B P"]]:
-    """Logits after each prompt, the cache and the mask of what is padding; equal prompts are computed once."""
+    """Return the logits after each prompt, the cache and the padding mask; equal prompts are computed once."""
     from gradscope.sampling.kv_cache import growing_cache
 
     unique = {prompt: k for k, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
@@ -230,7 +230,7 @@ def _prefill(policy: Policy, prompts: list[list[int]]) -> tuple[Float[Tensor, "B
 def _forward(
     policy: Policy, ids: Int[Tensor, "B s"], mask: Bool[Tensor, "B S"], cache: Any, *, padded: bool
 ) -> Float[Tensor, "B N"]:
-    """Logits of the last column, which is real in every row: padding is on the left.
+    """Return the logits of the last column, which is never padding (padding is on the left).
 
     padded: whether any is; a model that is given a mask asks the device whether it masks anything.
     """
@@ -243,7 +243,7 @@ def _forward(
 
 
 def check_settings(n: int, temperature: float, max_new_tokens: int) -> None:
-    """Raise InputError for what no sampler can do."""
+    """Raise InputError for settings that no sampler supports."""
     for name, value in (("n", n), ("max_new_tokens", max_new_tokens)):
         if value < 1:
             raise InputError(f"{name} is {value}; it must be at least 1")

@@ -21,13 +21,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 SPARE = 64
-"""Columns to spare whenever a buffer grows."""
+"""Spare columns added whenever a buffer grows."""
 SHARED_HEADS, UNASKED = "gradscope_shared_heads", "gradscope_unasked"
 """Names under which transformers knows `_attend`, and its own sdpa, each with `_mask`."""
 
 
 class GrowingTensor:
-    """A tensor that grows along its third dimension and loses rows, mostly without being copied."""
+    """A tensor that grows along its third dimension and drops rows, mostly without copying."""
 
     def __init__(self) -> None:
         self._room = torch.empty(0)
@@ -48,7 +48,7 @@ class GrowingTensor:
         self._room[:rows, :, start : self._length] = columns
 
     def take_rows(self, rows: Int[Tensor, " R"], moved: Int[Tensor, " M"] | None = None) -> None:
-        """Row k becomes what row rows[k] was.
+        """Move row rows[k] to row k.
 
         moved: the k that change place, where there are no more rows than before; no other is then copied.
         """
@@ -79,20 +79,20 @@ class GrowingLayer(DynamicLayer):
         self._show()
 
     def _show(self) -> tuple[Tensor, Tensor]:
-        """Where transformers looks for them."""
+        """Return the cache in the place where transformers looks for it."""
         self.keys, self.values = (growing.value for growing in self._growing)
         return self.keys, self.values
 
 
 def growing_cache(config: Any) -> DynamicCache:
-    """transformers' cache for this configuration; layers of full attention grow in place, others are transformers'."""
+    """Return transformers' cache for this configuration, with full-attention layers that grow in place."""
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 def take_rows(cache: DynamicCache, rows: list[int], device: torch.device) -> Int[Tensor, " R"]:
-    """Row k of the cache becomes what row rows[k] was, of no more rows than before; the rows, on the device."""
+    """Move row rows[k] of the cache to row k, for no more rows than before; return `rows` on the device."""
     places = [k for k, row in enumerate(rows) if row != k]
     index, moved = (torch.tensor(of, dtype=torch.long).to(device, non_blocking=True) for of in (rows, places))
     for layer in cache.layers:
@@ -105,7 +105,7 @@ def take_rows(cache: DynamicCache, rows: list[int], device: torch.device) -> Int
 
 @contextmanager
 def decoding_attention(model: Any) -> Iterator[None]:
-    """While inside, sdpa takes the mask that it is given without asking the device whether it masks anything.
+    """Let sdpa take its mask, inside the block, without asking the device whether it masks anything.
 
     On the CPU it reads keys and values that several heads of queries share without copying them. (On a GPU, sdpa with a
     mask and shared heads would fall back to its slowest kernel.)
@@ -122,7 +122,7 @@ def decoding_attention(model: Any) -> Iterator[None]:
 
 
 def _mask(*args: Any, **settings: Any) -> Tensor | None:
-    """transformers' mask for sdpa, which it leaves out where the device says that it masks nothing."""
+    """Return transformers' mask for sdpa; None if the device says that it masks nothing."""
     skip = settings.get("allow_is_causal_skip", True) and settings.get("attention_mask") is None
     return sdpa_mask(*args, **settings | {"allow_is_causal_skip": skip})
 
@@ -137,7 +137,7 @@ def _attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' sdpa; its one case that copies shared heads, a plain mask, is done here."""
+    """Compute sdpa as transformers does, but without copying shared heads under a plain mask."""
     plain = attention_mask is not None and not any(others.get(name) is not None for name in ("position_bias", "cache"))
     if not plain or key.shape[1] == query.shape[1]:
         settings = others | {"dropout": dropout, "scaling": scaling}

@@ -15,11 +15,11 @@ class Sample:
     """One sampled response."""
 
     response_ids: list[int]
-    """At least one token; a stop token that was sampled is the last."""
+    """At least one token, including the final stop token if one was sampled."""
     logprobs: list[float]
-    """log π in nats of each token at the sampling temperature, under the policy that sampled it."""
+    """log π in nats of each token, at the sampling temperature, under the policy that sampled it."""
     finished: bool
-    """True if it ended with a stop token; False if the length did."""
+    """True if a stop token ended it, False if the length limit did."""
 
 
 @runtime_checkable
@@ -36,7 +36,7 @@ class Sampler(Protocol):
         generator: torch.Generator,
         greedy: bool = False,
     ) -> list[list[Sample]]:
-        """n responses to each prompt, in the order of the prompts.
+        """Sample n responses to each prompt, in the order of the prompts.
 
         greedy: always the likeliest token; `temperature` then only says at which one the log-probabilities are (NaN
         from vLLM, which knows them at 1 alone).
@@ -44,7 +44,7 @@ class Sampler(Protocol):
         ...
 
     def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Sample with these weights from now on: every parameter by its name in the model, whole.
+        """Load new weights into the sampler: every parameter by its name in the model, unsharded.
 
         A sampler that shares the trained model's own weights has nothing to do.
         """

@@ -18,7 +18,7 @@ from gradscope.sampling.protocol import Sampler
 from gradscope.tasks import Question, Task, draw_questions, get_task, grade_response
 
 MOST_RESPONSES = 10_000_000
-"""Most responses of one call: all of them are held in memory."""
+"""Most responses in one call, since all are held in memory."""
 
 
 @checked
@@ -36,7 +36,7 @@ def sample(
     engine: Literal["hf", "vllm"] = "hf",
     batch_size: int = 64,
 ) -> TokenBatch:
-    """Sample n responses to each prompt, or to each of so many questions of a task, which rewards them.
+    """Sample n responses to each prompt, or to questions of a task that rewards them.
 
     policy: or the path that `load_policy` takes. prompts: strings, or chats for the tokenizer's template. task: a name
     (see `tasks.task_names`), FILE.py:NAME, or a Task; data: files of its questions, None: it makes them up. The batch
@@ -112,13 +112,13 @@ def check_count(questions: int, n: int) -> None:
 
 
 def _make_generator(seed: int) -> torch.Generator:
-    """torch takes 64 bits; a longer seed is mixed into as many."""
+    """Return a torch generator; seeds beyond 64 bits are mixed down."""
     if seed >= 2**64:
         seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(seed)
 
 
 def batch_rows(rows: Iterable[dict[str, Any]], *, on_policy: bool = True) -> TokenBatch:
-    """The rows of `rollout_rows` as a batch; on_policy: without the log-probabilities of the sampler."""
+    """Return the rows of `rollout_rows` as a batch; on_policy: drop the sampler's log-probabilities."""
     names = ["prompt_ids", "response_ids", "group", "temperature"] + ([] if on_policy else ["old_logprobs"])
     return collate([Response(**{name: row[name] for name in names}, reward=row.get("reward")) for row in rows])

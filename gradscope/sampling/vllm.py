@@ -23,11 +23,11 @@ from gradscope.sampling.hf import check_prompts, check_settings, stop_ids
 from gradscope.sampling.protocol import Sample
 
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-"""What vLLM finds in the environment unless the user put something else there."""
+"""Environment variables set for vLLM unless the user has set them."""
 LOWEST_TEMPERATURE = 0.01
-"""Below it, vLLM would take this one."""
+"""vLLM replaces lower temperatures by this one."""
 CPU_CACHE = 1 << 30
-"""Bytes of the KV cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE says another size."""
+"""Bytes of the KV cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE is set."""
 
 
 class VLLMSampler:
@@ -47,7 +47,7 @@ class VLLMSampler:
         memory: float = 0.4,
         progress: bool | Progress = True,
     ) -> None:
-        """Start an engine with the weights in the policy's folder; where the policy itself lies does not matter.
+        """Start an engine on the weights in the policy's folder, wherever the policy itself is loaded.
 
         dtype: of the engine's weights and activations; default the policy's.
         max_length: of prompt and response together; default the policy's context or what the memory has room for.
@@ -104,7 +104,7 @@ class VLLMSampler:
         generator: torch.Generator,
         greedy: bool = False,
     ) -> list[list[Sample]]:
-        """n responses to each prompt, ended by a stop token, max_new_tokens or the policy's context.
+        """Sample n responses to each prompt, until a stop token, max_new_tokens or the end of the context.
 
         greedy: the log-probabilities are NaN unless the temperature is 1, the only one at which vLLM then has them.
         Raises InputError for a prompt that is empty, leaves no room in the context or has ids outside the vocabulary,
@@ -131,7 +131,7 @@ class VLLMSampler:
         return [[samples[p, s % distinct] for s in range(n)] for p in range(len(prompt_ids))]
 
     def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Sample with these weights from now on: every parameter by its name in the transformers model, whole.
+        """Load new weights into the engine: every parameter by its name in the transformers model, unsharded.
 
         A tied parameter is given once. What was cached under the old weights is forgotten.
         """
@@ -155,7 +155,7 @@ class VLLMSampler:
             torch.cuda.empty_cache()
 
     def _longest(self, prompt_length: int, max_new_tokens: int) -> int:
-        """Most tokens of a response to a prompt of that length."""
+        """Return the most tokens that a response to a prompt of that length can have."""
         room = self._llm.model_config.max_model_len
         longest = min(max_new_tokens, (self._policy.context or room) - prompt_length)
         if prompt_length + longest > room:
@@ -166,7 +166,7 @@ class VLLMSampler:
         return longest
 
     def _request(self, length: int, temperature: float, seed: int, key: tuple[int, int]) -> Any:
-        """What to do for one response; its random numbers depend on its key alone."""
+        """Return one response's sampling parameters; its random numbers depend on its key alone."""
         from vllm import SamplingParams
 
         return SamplingParams(
@@ -190,7 +190,7 @@ class VLLMSampler:
 
 
 def _import_vllm() -> tuple[Any, bool]:
-    """The class of vLLM's engine, and whether this is vLLM for CPUs."""
+    """Import vLLM; return its engine's class and whether it is the CPU build."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
@@ -218,7 +218,7 @@ def _dtype_name(dtype: str | torch.dtype) -> str:
 
 
 def _repack_head(model: Any) -> None:
-    """On a CPU, vLLM multiplies by a packed copy of the head, and reload_weights forgets that of a tied one."""
+    """Repack a tied head on a CPU, where vLLM multiplies by a packed copy that reload_weights leaves stale."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -228,7 +228,7 @@ def _repack_head(model: Any) -> None:
 
 @contextmanager
 def _process_state_kept() -> Iterator[None]:
-    """vLLM seeds and draws from the process's random generators, and takes torch.set_num_threads away on a CPU."""
+    """Restore the random states and, on a CPU, torch.set_num_threads, which vLLM changes."""
     python, numpy, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:

@@ -27,7 +27,7 @@ class _Arithmetic:
     name = "arithmetic"
 
     def questions(self, n: int | None, *, seed: int) -> list[Question]:
-        """`n` sums and differences, whose number of digits cycles through DIGITS."""
+        """Return `n` sums and differences, with numbers of digits cycling through DIGITS."""
         if n is None:
             raise_no_number(self.name)
         rng = random.Random(seed)
@@ -43,8 +43,9 @@ class _Arithmetic:
         return self.grade(response, question).reward
 
     def grade(self, response: str, question: Question) -> Grade:
-        """The whole response is the answer. Good form is a whole number and nothing else, and only that can be right:
-        for math-verify, who writes 12+7 after 12+7= is right too."""
+        """Grade the whole response as the answer. Good form is a bare whole number, and nothing else can be right:
+        math-verify would accept 12+7 as the answer to 12+7=.
+        """
         answer = response.strip()
         format_ok = re.fullmatch(r"-?[0-9]+", answer) is not None
         right = format_ok and agrees(answer, question.answer)

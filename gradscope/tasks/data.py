@@ -19,14 +19,15 @@ MOST_QUESTIONS = 10_000_000
 
 
 def data_folder() -> Path:
-    """`$GRADSCOPE_DATA` if it is set, else `shared/data` beside the repository. The folder need not exist."""
+    """Return `$GRADSCOPE_DATA`, or by default `shared/data` beside the repository; it need not exist."""
     if given := os.environ.get("GRADSCOPE_DATA"):
         return Path(given)
     return Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
 
 def draw_questions(task: Task, n: int | None, *, seed: int, **options: Any) -> list[Question]:
-    """`task.questions(n, seed=seed, **options)` without the options that are None or empty; at least one question.
+    """Call `task.questions(n, seed=seed, **options)` without options that are None or empty; return at least one
+    question.
 
     n: None for all questions that the files of the option `files` hold.
 
@@ -48,7 +49,7 @@ def draw_questions(task: Task, n: int | None, *, seed: int, **options: Any) -> l
 
 
 def raise_no_number(name: str) -> None:
-    """What is said where all questions are asked for and no file bounds them."""
+    """Raise InputError because all questions are wanted and no file limits their number."""
     raise InputError(f"task {name!r} is given neither a number of questions nor files of them; give one of both")
 
 
@@ -66,7 +67,7 @@ def _check_options(task: Task, options: dict[str, Any]) -> None:
 
 
 def draw_rows(rows: Sequence[T], n: int | None, rng: random.Random, files: Sequence[str | Path]) -> list[T]:
-    """`n` of the rows that the files hold, or all, in random order and without repetition.
+    """Draw `n` rows of the files (None: all) in random order, without replacement.
 
     Raises InputError if there are no rows, or fewer than n.
     """
@@ -79,7 +80,7 @@ def draw_rows(rows: Sequence[T], n: int | None, rng: random.Random, files: Seque
 
 
 def read_rows(files: Sequence[str | Path], columns: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """(where the row is, its values in these columns) of each row of the parquet files that `find_files` finds.
+    """Return (place, values of these columns) for each row of the parquet files that `find_files` finds.
 
     The values are plain Python: lists, dictionaries and None.
     Raises InputError if a file is not there, not parquet, or lacks a column.
@@ -91,7 +92,7 @@ def read_rows(files: Sequence[str | Path], columns: Sequence[str]) -> list[tuple
 
 
 def find_files(patterns: Sequence[str | Path]) -> list[Path]:
-    """The files that each pattern means, as it is or else below `data_folder()`, none twice; `*` and `**` match.
+    """Expand each pattern, as given or below `data_folder()`, without duplicates; `*` and `**` are wildcards.
 
     Raises InputError for a pattern that means no file.
     """

@@ -51,7 +51,7 @@ class Puzzle:
 
 
 def solve(statements: Sequence[Statement]) -> list[tuple[bool, ...]]:
-    """Every assignment (True: knight) in which exactly the knights' claims are true, in ascending order.
+    """Return every assignment (True: knight) under which exactly the knights' claims are true, in ascending order.
 
     >>> solve([("lying", 1), ("<=>", ("telling-truth", 0), ("telling-truth", 1))])
     [(True, False)]
@@ -90,7 +90,7 @@ def _truth_table(statement: Statement, knight: Sequence[int], every: int) -> int
 
 
 def draw_statements(people: int, rng: random.Random) -> tuple[Statement, ...]:
-    """Claims of 2 to 8 people with exactly one solution.
+    """Draw claims for 2 to 8 people that have exactly one solution.
 
     The six kinds of claim (atom, not, and, or, ->, <=>) are equally likely before puzzles without exactly one
     solution are rejected. As in the data set, nobody calls themself a knave, a negation is about somebody else, and
@@ -115,7 +115,7 @@ def _draw_statement(speaker: int, people: int, rng: random.Random) -> Statement:
 
 
 def generate_puzzle(people: int, rng: random.Random, *, names: Sequence[str] | None = None) -> Puzzle:
-    """A puzzle with exactly one solution, in the data set's words; without `names`, they are drawn from NAMES.
+    """Draw a puzzle with exactly one solution, in the data set's words; `names` default to a draw from NAMES.
 
     >>> generate_puzzle(2, random.Random(0)).names
     ('Luke', 'Benjamin')
@@ -127,7 +127,7 @@ def generate_puzzle(people: int, rng: random.Random, *, names: Sequence[str] | N
 
 
 def read_puzzles(*files: str | Path) -> list[Puzzle]:
-    """The rows of parquet files of the data set (columns names, statements, solution, quiz), in order."""
+    """Read puzzles from parquet files of the data set (columns names, statements, solution, quiz), in order."""
     return [_read_puzzle(place, row) for place, row in read_rows(files, ("names", "statements", "solution", "quiz"))]
 
 
@@ -158,7 +158,7 @@ def _read_puzzle(place: str, row: dict[str, Any]) -> Puzzle:
 
 
 def _is_statement(value: Any, people: int) -> bool:
-    """Whether it is one that `solve` and the wording know, about these people."""
+    """Return whether this is a statement about these people that `solve` and the wording support."""
     if not isinstance(value, tuple) or not value:
         return False
     operator, *parts = value
@@ -171,12 +171,12 @@ def _is_statement(value: Any, people: int) -> bool:
 
 
 def prompt(puzzle: Puzzle) -> str:
-    """The data set's whole prompt, chat marks included; it ends with the `<think>` that opens the response."""
+    """Return the data set's full prompt with chat marks; it ends with the `<think>` that opens the response."""
     return _PROMPT.format(quiz=puzzle.quiz)
 
 
 def compact_prompt(statements: Sequence[Statement]) -> str:
-    """The same puzzle for a small policy: canonical names, a line per person, then `<think>`.
+    """Return the puzzle for a small policy: canonical names, a line per person, then `<think>`.
 
     >>> compact_prompt([("lying", 1), ("not", ("telling-truth", 0))])
     'Zoey: Oliver is a knave.\\nOliver: Zoey is not a knight.\\n<think>'
@@ -211,7 +211,7 @@ def _well_formed(response: str) -> bool:
 
 
 def read_answer(answer: str, names: Sequence[str]) -> tuple[bool, ...] | None:
-    """Whom the text calls a knight (True) or a knave; None unless it settles everybody and says no more than that."""
+    """Return whom the text calls a knight (True) or a knave; None unless it decides everybody and says no more."""
     lowered = answer.lower()
     if lowered.count("knight") + lowered.count("knave") != len(names):
         return None
@@ -240,7 +240,7 @@ class _KnightsKnaves:
         return [self.question(generate_puzzle(levels[i % len(levels)], rng)) for i in range(n)]
 
     def question(self, puzzle: Puzzle) -> Question:
-        """The puzzle in this task's words. Raises InputError for more people than compact puzzles have names."""
+        """Word the puzzle for this task. Raises InputError for more people than compact puzzles have names."""
         if self.compact and len(puzzle.names) > len(COMPACT_NAMES):
             raise InputError(f"a puzzle has {len(puzzle.names)} people; {self.name} has {len(COMPACT_NAMES)} names")
         names = COMPACT_NAMES[: len(puzzle.names)] if self.compact else puzzle.names

@@ -34,7 +34,7 @@ SAYINGS = (
     "{name} told you that {claim}.",
     '{name} was heard saying, "{claim}".',
 )
-"""Every way in which the data set lets a person speak; it uses them about equally often."""
+"""The data set's phrasings for a person's claim, about equally frequent."""
 
 _PREAMBLE = (
     "A very special island is inhabited only by knights and knaves. Knights always tell the truth, and knaves always "
@@ -47,7 +47,7 @@ _CONNECTIVES = {"and": "{} and {}", "or": "{} or {}", "->": "If {} then {}", "<=
 
 
 def claim_text(statement: Statement, names: Sequence[str]) -> str:
-    """The claim in the data set's words.
+    """Word the claim as the data set does.
 
     >>> claim_text(("->", ("lying", 1), ("telling-truth", 0)), ["Zoey", "Oliver"])
     'If Oliver is a knave then Zoey is a knight'
@@ -62,7 +62,7 @@ def claim_text(statement: Statement, names: Sequence[str]) -> str:
 
 
 def parse_claim(text: str, names: Sequence[str]) -> Statement:
-    """The statement that `claim_text` words as `text`.
+    """Parse a claim worded by `claim_text`.
 
     >>> parse_claim("Zoey is not a knave", ["Zoey", "Oliver"])
     ('not', ('lying', 0))
@@ -85,7 +85,7 @@ def _parse_simple(text: str, names: Sequence[str]) -> Statement:
 
 
 def quiz_text(statements: Sequence[Statement], names: Sequence[str], sayings: Sequence[str]) -> str:
-    """The puzzle as the data set words it; person i's claim is put by `sayings[i]`, one of SAYINGS."""
+    """Word the puzzle as the data set does; person i's claim is phrased by `sayings[i]` of SAYINGS."""
     spoken = (
         saying.format(name=name, claim=claim_text(statement, names))
         for statement, name, saying in zip(statements, names, sayings, strict=True)
@@ -95,12 +95,12 @@ def quiz_text(statements: Sequence[Statement], names: Sequence[str], sayings: Se
 
 
 def draw_sayings(people: int, rng: random.Random) -> list[str]:
-    """One of SAYINGS for each person, drawn with repetition, as in the data set."""
+    """Draw one of SAYINGS per person, with replacement, as in the data set."""
     return rng.choices(SAYINGS, k=people)
 
 
 def compact_text(statements: Sequence[Statement], names: Sequence[str] = COMPACT_NAMES) -> str:
-    """The puzzle in as few words as possible: a line per person, and nothing else.
+    """Word the puzzle in as few words as possible: one line per person.
 
     >>> print(compact_text([("lying", 1), ("and", ("telling-truth", 0), ("lying", 1))]), end="")
     Zoey: Oliver is a knave.

@@ -32,7 +32,7 @@ _COMPUTER_NUMBER = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))[eE]([+-]?[0-
 
 
 def agrees(answer: str, truths: tuple[str, ...]) -> bool:
-    """Whether an answer (what \\boxed{} holds) equals one of the truths: as text, or else for math-verify.
+    """Return whether an answer (what \\boxed{} holds) equals one of the truths: as text, or else for math-verify.
 
     An answer that math-verify cannot parse, on which it raises, or with which it is not done after SECONDS of CPU time
     is wrong, whatever the thread that asks: all of that happens in another process.
@@ -45,8 +45,7 @@ def agrees(answer: str, truths: tuple[str, ...]) -> bool:
 
 
 def verifies(truth: str) -> bool:
-    """Whether math-verify reads a truth as mathematics and finds it equal to itself. Of one that it cannot, nothing but
-    the same text is right.
+    """Return whether math-verify can parse a truth and finds it equal to itself; otherwise only the same text is right.
 
     >>> verifies(r"\\frac{1}{2}"), verifies("]")
     (True, False)
@@ -56,7 +55,7 @@ def verifies(truth: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Without dollars and needless spaces; 4.5e33, in which math-verify sees Euler's number, as a power of ten."""
+    """Strip dollars and needless spaces; write 4.5e33, in which math-verify reads Euler's number, as a power of ten."""
     text = " ".join(text.replace(r"\$", "").replace("$", "").split())
     if number := _COMPUTER_NUMBER.fullmatch(text):
         return rf"{number[1]} \times 10^{{{int(number[2])}}}"
@@ -64,7 +63,7 @@ def _plain(text: str) -> str:
 
 
 def boxed_answer(response: str) -> str | None:
-    """What the last \\boxed{...} holds; None if there is none, or if the last one is empty or not closed.
+    """Return the content of the last \\boxed{...}; None if there is none or it is empty or unclosed.
 
     >>> boxed_answer(r"First \\boxed{1}, no: $\\boxed{\\frac{1}{2}}$.")
     '\\\\frac{1}{2}'
@@ -81,7 +80,7 @@ def boxed_answer(response: str) -> str | None:
 
 
 def stated_answer(response: str) -> str | None:
-    """What follows the last "answer is" or "answer:" up to the end of the sentence, without marks of emphasis.
+    """Return the text after the last "answer is" or "answer:" to the end of the sentence, without emphasis.
 
     >>> stated_answer("So the answer is $5$. I checked it.")
     '$5$'
@@ -107,7 +106,7 @@ class _Math:
         return draw_rows(questions, n, random.Random(seed), files)
 
     def question(self, place: str, row: dict[str, Any]) -> Question:
-        """The question of one row; `place` says in errors where the row is."""
+        """Return the question of one row; `place` says in errors where the row is."""
         prompt, model = row["prompt"], row["reward_model"]
         if not isinstance(model, dict) or "ground_truth" not in model:
             raise InputError(f"{place}: `reward_model` is {model!r:.60}; wanted a struct with `ground_truth`")
@@ -121,8 +120,9 @@ class _Math:
         return self.grade(response, question).reward
 
     def grade(self, response: str, question: Question) -> Grade:
-        """The answer is what the last \\boxed{} holds, which alone is good form; where there is no \\boxed at all, what
-        follows the last "answer is" or "answer:" counts as well, for a base model that does not yet know the form."""
+        """Grade the content of the last \\boxed{}, which alone is good form; without any \\boxed, what follows the last
+        "answer is" counts as well, for a base model that does not know the form yet.
+        """
         answer = boxed_answer(response)
         format_ok = answer is not None
         if "\\boxed" not in response:
@@ -136,7 +136,7 @@ math_plain = _Math("math-plain", chat=False)
 
 
 def read_truths(place: str, value: Any) -> tuple[str, ...]:
-    """A ground truth as the data sets write it: the texts of all answers that are right.
+    """Return the texts of all right answers in a ground truth as the data sets write it.
 
     >>> read_truths("row 0", 142.0), read_truths("row 1", '["1/2", "0.5"]'), read_truths("row 2", "[0,1]")
     (('142',), ('1/2', '0.5'), ('[0,1]',))

@@ -28,7 +28,7 @@ mean and 3.7 s at most."""
 
 @functools.lru_cache(maxsize=10_000)
 def is_equal(answer: str, truths: tuple[str, ...], *, as_text: bool = True) -> bool:
-    """Whether the answer equals one of the truths; False where math-verify raises, dies or takes SECONDS of CPU.
+    """Return whether the answer equals one of the truths; False where math-verify raises, dies or takes SECONDS of CPU.
 
     as_text: whether the same text is enough; else both must have been read as mathematics.
     """
@@ -88,8 +88,9 @@ _verifier = _Verifier()
 
 
 def serve() -> None:
-    """Answer the questions on stdin, a line each: the arguments of `ask` after the seconds, as JSON; True or False on
-    stdout."""
+    """Answer questions on stdin until it closes: each line has the arguments of `ask` as JSON, each reply is True or
+    False.
+    """
     replies, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no reply
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     try:
@@ -109,7 +110,7 @@ def serve() -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """The system ends this process after so much CPU time, whatever it is at; 0: it does not. Windows never does."""
+    """Have the system kill this process after so much CPU time; 0: no limit. Windows has none."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
@@ -130,7 +131,8 @@ def _parse(text: str) -> list[Any]:
 
 
 def _precision(gold: list[Any]) -> dict[str, int]:
-    """math-verify's settings for small truths: by default 5e-27 equals 6e-20, for it looks at 15 decimals."""
+    """Return math-verify's settings for small truths: by default it compares 15 decimals, so that 5e-27 equals 6e-20.
+    """
     size = abs(float(gold[0])) if gold and getattr(gold[0], "is_real", False) and gold[0].is_number else 1.0
     if not 0 < size < 1e-3:
         return {}

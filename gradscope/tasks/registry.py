@@ -17,7 +17,7 @@ from gradscope.runs import RAISED, in_words, run_file
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt and what its reward needs."""
+    """A prompt, and what its reward needs."""
 
     prompt: str | list[dict[str, str]]
     """Text that the policy continues as it is, or chat messages, which the tokenizer's template turns into text."""
@@ -29,7 +29,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Grade:
-    """What a response is worth."""
+    """The grade of one response."""
 
     reward: float
     """What the trainer maximises."""
@@ -41,7 +41,7 @@ class Grade:
 
 @runtime_checkable
 class Task(Protocol):
-    """What a task offers; any object with these three members is one.
+    """Interface of a task; any object with these three members is one.
 
     A task may also have `grade(response, question) -> Grade`, which tells right answers and good form apart from the
     reward; without it a response is right if its reward is above 0.
@@ -51,11 +51,11 @@ class Task(Protocol):
     """The name that `--task` takes."""
 
     def questions(self, n: int | None, *, seed: int, **options: Any) -> list[Question]:
-        """The `n` questions that belong to `seed` (None: all that its files hold); the options are the task's own."""
+        """Return the `n` questions of `seed` (None: all in its files); options are the task's own."""
         ...
 
     def reward(self, response: str, question: Question) -> float:
-        """What the response (the continuation alone, without the prompt) earns."""
+        """Return the reward of the response (the continuation, without the prompt)."""
         ...
 
 
@@ -63,7 +63,7 @@ _tasks: dict[str, Task] = {}
 
 
 def register(task: Any) -> Any:
-    """Make a Task known under its name; a later one of the same name takes its place. Returns the task.
+    """Register a Task under its name, replacing an earlier one; return the task.
 
     Raises InputError if the object lacks what a Task has.
     """
@@ -77,7 +77,7 @@ def register(task: Any) -> Any:
 
 
 def task_names() -> list[str]:
-    """The names that `get_task` knows by now, sorted.
+    """Return the registered names, sorted.
 
     >>> {"arithmetic", "knights-knaves", "math"} <= set(task_names())
     True
@@ -86,7 +86,7 @@ def task_names() -> list[str]:
 
 
 def get_task(name: str) -> Task:
-    """The task registered as `name`; of `path/to/file.py:NAME`, what that file registers or has under this name.
+    """Return the task registered as `name`, or the one that `path/to/file.py:NAME` registers or defines.
 
     Raises InputError if the file does not exist or nothing of that name is there.
 
@@ -111,7 +111,7 @@ def get_task(name: str) -> Task:
 
 
 def grade_response(task: Task, response: str, question: Question) -> Grade:
-    """The task's own grade or, if it has none, one made of its reward.
+    """Grade a response by the task's own `grade` or, if it has none, by its reward.
 
     Raises InputError, with the response's first characters, if the task raises, its reward is not a finite number, or
     its grade is not a Grade of such values.
@@ -137,7 +137,7 @@ def grade_response(task: Task, response: str, question: Question) -> Grade:
 
 
 def _wanted_of_grade(grade: Any) -> str | None:
-    """What it should have been; None if it is."""
+    """Return what an invalid grade should have been; None if it is valid."""
     if not isinstance(grade, Grade):
         return "Grade(reward, correct, format_ok)"
     if not hasattr(grade.reward, "__float__") or not math.isfinite(grade.reward):
@@ -148,7 +148,7 @@ def _wanted_of_grade(grade: Any) -> str | None:
 
 
 def ask_questions(task: Task, n: int | None, *, seed: int, **options: Any) -> list[Question]:
-    """What `task.questions` gives, as a list; InputError if it raises or gives something else than questions."""
+    """Return the list of `task.questions`. Raises InputError if it raises or returns anything but questions."""
     try:
         given = task.questions(n, seed=seed, **options)
         questions = list(given) if isinstance(given, Iterable) else [given]
@@ -168,6 +168,6 @@ def ask_questions(task: Task, n: int | None, *, seed: int, **options: Any) -> li
 
 
 def questions_hash(questions: Sequence[Question]) -> str:
-    """SHA-256 of what was asked and what the answers are."""
+    """Return the SHA-256 of the questions and their answers."""
     rows = [[question.prompt, question.answer, question.level] for question in questions]
     return hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()

@@ -56,7 +56,7 @@ def check_layer_bounds(
     tiny: float = 1e-12,
     tolerance: float = 1e-4,
 ) -> pd.DataFrame:
-    """Does Eq. 3 hold with the constants of the tokens' own contexts (`layer_constants`), a row per layer.
+    """Check Eq. 3 with the constants of the tokens' own contexts (`layer_constants`); a row per layer.
 
     tokens: rows of a token table with a column `context`, the number of the context that the token follows (NaN:
     none). The lower bound is vacuous where ∏c ≤ tiny or unknown, the upper where ∏d is unknown; violations (beyond the
@@ -93,7 +93,7 @@ def check_layer_bounds(
 
 
 def compare_spreads(gains: pd.DataFrame, constants: pd.DataFrame) -> pd.DataFrame:
-    """Beside each other, a row per layer: how far ∏d and ∏c are apart at one context, and the gains of real tokens.
+    """Compare the ratio ∏d/∏c at single contexts with the gains of real tokens; a row per layer.
 
     Columns: layer, product_kind, contexts, product_c, product_d, product_ratio and reach_ratio (medians over contexts;
     the ratios are of each context's own, ∏d/∏c and, over all tokens that could follow, largest/smallest gain; ∞ where
@@ -225,7 +225,7 @@ def theory_report(
     floor: float = FLOOR,
     resamples: int = 1000,
 ) -> TheoryReport:
-    """All of Prop. 4.2 that a token table can say; with constants, Eq. 3's too.
+    """Report all that a token table says about Prop. 4.2; with constants, about Eq. 3, too.
 
     table: the columns of `measure` and `group`, the number of the token's prompt; with constants also `context`, the
     number of the context that the token follows, NaN for tokens whose context has no constants.

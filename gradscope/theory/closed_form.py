@@ -23,7 +23,7 @@ from gradscope.objective import widen
 def logit_grad_norm(
     logprobs_all: Float[Tensor, "*tokens vocab"], token_ids: Int[Tensor, "*tokens"]
 ) -> Float[Tensor, "*tokens"]:
-    """‖e − π‖, the L2 norm of the gradient of log π(token) with respect to the logits, without cancellation.
+    """Return ‖e − π‖, the L2 norm of the gradient of log π(token) with respect to the logits, without cancellation.
 
     `logprobs_all` holds log π_j (nats) of the whole vocabulary; the sampled token's own entry is not read. Float64
     stays float64, anything narrower is computed and returned in float32. A token of probability 1 has norm 0.
@@ -42,7 +42,7 @@ def logit_grad_norm(
 def logit_grad_bounds(
     log_one_minus_prob: Float[Tensor, "*tokens"], vocab_size: int
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
-    """Lower and upper bound of Prop. 4.2 on ‖e − π‖, from log(1−π) in nats.
+    """Return the lower and upper bounds of Prop. 4.2 on ‖e − π‖, from log(1−π) in nats.
 
     The lower bound is reached where all other tokens are equally likely, the upper one where one has all the rest.
 
@@ -76,7 +76,7 @@ class BoundCheck:
 
 
 def rounding_tolerance(log_one_minus_prob: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
-    """Relative slack that rounding alone explains: 4 ε · (8 + |log(1−π)|), ε of the dtype (float32: 1.2e-7).
+    """Return the relative slack for rounding: 4 ε · (8 + |log(1−π)|), ε of the dtype (float32: 1.2e-7).
 
     A rounded log x holds x only to ε·|log x|, which is why the slack grows with |log(1−π)|; the 8 is for the sums.
     """

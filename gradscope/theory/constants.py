@@ -57,16 +57,16 @@ class LocalJacobian:
         return self.output.numel(), self.inputs.numel()
 
     def pull(self, seeds: Float[Tensor, "K outputs"]) -> Float[Tensor, "K inputs"]:
-        """Jᵀ u for K vectors u at once."""
+        """Return Jᵀ u for K vectors u at once."""
         return self._grad(self.output, self.inputs, seeds)
 
     def push(self, directions: Float[Tensor, "K inputs"]) -> Float[Tensor, "K outputs"]:
-        """J v for K vectors v at once: the derivative of Jᵀu, which is linear in u, with respect to u."""
+        """Return J v for K vectors v at once: the derivative with respect to u of Jᵀu, which is linear in u."""
         pulled, dual = self._dual
         return self._grad(pulled, dual, directions)
 
     def dense(self) -> Float[Tensor, "outputs inputs"]:
-        """The explicit matrix, row by row or column by column, whichever are fewer."""
+        """Return the explicit matrix, built by rows or by columns, whichever are fewer."""
         rows, columns = self.shape
         product = self.pull if rows <= columns else self.push
         identity = torch.eye(min(rows, columns), dtype=self.output.dtype, device=self.output.device)
@@ -103,7 +103,7 @@ class Constants:
 
 
 def block_constants(jacobian: LocalJacobian, *, max_exact: int = 1024) -> Constants:
-    """σ_min and σ_max of a square Jacobian: by SVD up to `max_exact` inputs, by Lanczos beyond."""
+    """Return σ_min and σ_max of a square Jacobian, by SVD up to `max_exact` inputs and by Lanczos beyond."""
     size = jacobian.shape[1]
     if size <= max_exact:
         sigma = torch.linalg.svdvals(jacobian.dense().double())
@@ -118,7 +118,7 @@ def block_constants(jacobian: LocalJacobian, *, max_exact: int = 1024) -> Consta
 
 
 def head_constants(matrix: Float[Tensor, "N d"], logits: Float[Tensor, " N"]) -> Constants:
-    """c over the vocabulary and d = σ_max, from the head's explicit Jacobian of logits / T, at these logits / T."""
+    """Return c over the vocabulary and d = σ_max from the head's explicit Jacobian, both at and of logits / T."""
     deltas, norms = token_deltas(matrix, logits)
     sigma = torch.linalg.svdvals(matrix)
     return Constants("certified", (deltas.norm(dim=1) / norms).min().item(), sigma[0].item(), sigma[-1].item())
@@ -127,7 +127,7 @@ def head_constants(matrix: Float[Tensor, "N d"], logits: Float[Tensor, " N"]) ->
 def token_deltas(
     matrix: Float[Tensor, "N d"], logits: Float[Tensor, " N"]
 ) -> tuple[Float[Tensor, "N d"], Float[Tensor, " N"]]:
-    """Jᵀ(e_k − π) and ‖e_k − π‖ for each token k of the vocabulary, where J [N, d] and logits are of logits / T."""
+    """Return Jᵀ(e_k − π) and ‖e_k − π‖ for each token k of the vocabulary; J [N, d] and logits are of logits / T."""
     logprobs = logits.log_softmax(-1)
     probs = logprobs.exp()
     deltas = matrix - probs @ matrix
@@ -143,7 +143,7 @@ def token_deltas(
 def layer_constants(
     policy: Policy, contexts: Sequence[Int[Tensor, "_"]], *, temperature: float, max_exact: int = 1024
 ) -> pd.DataFrame:
-    """Constants of Eq. 3 at some contexts (ids without padding; the token in question would come next).
+    """Compute the constants of Eq. 3 at some contexts (ids without padding; the token in question would come next).
 
     A row per context and layer ℓ = 0 … L. `c`, `d` belong to what lies directly above ℓ: block ℓ+1, at L the head.
     `product_c`, `product_d` multiply them from there to the logits: ‖δ_ℓ‖ / ‖e − π‖ lies between these two, for each
@@ -163,7 +163,8 @@ def layer_constants(
 
 
 def token_contexts(batch: TokenBatch, tokens: pd.DataFrame) -> list[Int[Tensor, "_"]]:
-    """The ids before each token of a table (columns `response`, `position`): the contexts of `layer_constants`."""
+    """Return the ids before each token of a table (columns `response`, `position`): the contexts of `layer_constants`.
+    """
     contexts = []
     for response, position in zip(tokens["response"], tokens["position"], strict=True):
         first = int(batch.attention_mask[response].int().argmax())
@@ -221,7 +222,8 @@ def _context_rows(
 
 
 def _flow_of_last_position(head: LocalJacobian) -> Tensor | None:
-    """[d, n·d]: the Jacobian of the last position's hidden state after the last block, here with respect to itself."""
+    """Return [d, n·d]: the Jacobian of the last position's hidden state after the last block, with respect to itself.
+    """
     width, length = head.shape[1], head.positions
     if width * width * length > LARGEST_FLOW:
         return None
@@ -231,7 +233,7 @@ def _flow_of_last_position(head: LocalJacobian) -> Tensor | None:
 
 
 def _reach(deltas: Tensor, norms: Tensor, flow: Tensor | None) -> tuple[float, float]:
-    """Smallest and largest ‖flowᵀ δ_L‖ / ‖e_k − π‖ over the tokens k, each of which has its δ_L."""
+    """Return the smallest and largest ‖flowᵀ δ_L‖ / ‖e_k − π‖ over the tokens k, each of which has its δ_L."""
     if flow is None:
         return float("nan"), float("nan")
     gram = flow.double() @ flow.double().T
@@ -240,7 +242,9 @@ def _reach(deltas: Tensor, norms: Tensor, flow: Tensor | None) -> tuple[float, f
 
 
 def _run(policy: Policy, ids: Tensor, temperature: float) -> tuple[list[_BlockCall], LocalJacobian]:
-    """One forward: how every block was called, and the head's graph from the last position to its logits / T."""
+    """Run one forward pass; return how every block was called, and the head's graph from the last position to logits /
+    T.
+    """
     calls: list[_BlockCall] = []
     last = policy.blocks[-1]
     leaf: Tensor | None = None
@@ -263,7 +267,7 @@ def _run(policy: Policy, ids: Tensor, temperature: float) -> tuple[list[_BlockCa
 
 
 def _lanczos(jacobian: LocalJacobian, which: str) -> tuple[float, float]:
-    """(largest "LA" or smallest "SA" singular value, relative residual of its square), NaN if it did not converge."""
+    """Return the largest ("LA") or smallest ("SA") singular value and its residual; NaN if Lanczos did not converge."""
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
     dtype, device, size = jacobian.output.dtype, jacobian.output.device, jacobian.shape[1]

@@ -31,8 +31,8 @@ _CONSTANT = 1e-12
 
 
 def token_classes(tokens: pd.Series, special: Set[str] = frozenset()) -> pd.Series:
-    """Class of each decoded token, categorical: special, else word (has a letter), digit, space (nothing but), else
-    punctuation (symbols and halves of characters too).
+    """Classify decoded tokens: special, else word (contains a letter), digit, space (nothing else), or punctuation
+    (also symbols and fragments of characters).
 
     special: the tokenizer's special tokens, as they are decoded. Raises InputError for what is no string.
 
@@ -48,7 +48,7 @@ def token_classes(tokens: pd.Series, special: Set[str] = frozenset()) -> pd.Seri
 
 @checked
 def add_drivers(table: pd.DataFrame, *, bins: int = 4, special: Set[str] = frozenset()) -> pd.DataFrame:
-    """The table with categorical columns that serve as `by=`: entropy_bin, position_bin, advantage_sign, token_class.
+    """Add categorical columns for `by=`: entropy_bin, position_bin, advantage_sign, token_class.
 
     Bins hold equally many tokens, [lo, hi) with the last one closed; ties leave fewer bins. entropy_bin is in nats,
     advantage_sign "negative", "zero" or "positive". token_class is made where there is a column `token`, as of
@@ -77,7 +77,7 @@ def regress_norms(
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
-    """Does a token's norm follow its probability or its entropy? OLS of log norm on log(1−π) and entropy, both in it.
+    """Regress the log norm on log(1−π) and entropy together by OLS: does a norm follow probability or entropy?
 
     table: of `measure`, whose tokens with 1−π > floor and a measured norm are taken; each of a sample counts for 1 / p.
     A quantity is the activations' norm of a layer, param_grad_norm, or "layers": all layers together, each with an
@@ -137,7 +137,7 @@ def _quantile_bins(column: pd.Series, bins: int) -> pd.Categorical:
 
 
 def _fitted_tokens(table: pd.DataFrame, columns: list[str], floor: float) -> tuple[np.ndarray, ...]:
-    """Tokens to fit in each of the columns: log(1−π), entropy, log norm [n, 3]; column; prompt; 1/p."""
+    """Return tokens to fit in each of the columns: log(1−π), entropy, log norm [n, 3]; column; prompt; 1/p."""
     known, clusters = np.isfinite(table["entropy"].to_numpy(np.float64)), prompt_clusters(table)
     values, layers, prompts, counts, weights = [], [], [], [], sampling_weights(table)
     for layer, name in enumerate(columns):
@@ -153,7 +153,7 @@ def _fitted_tokens(table: pd.DataFrame, columns: list[str], floor: float) -> tup
 def _fit(
     values: np.ndarray, layer: np.ndarray, prompts: np.ndarray, tokens: np.ndarray, max_vif: Number, settings: dict
 ) -> pd.DataFrame:
-    """The rows of one quantity, that of the layer last."""
+    """Return the rows of one quantity, that of the layer last."""
     fit = pd.DataFrame({"driver": [*DRIVERS, "difference", "layer"]})
     if len(values) < _FEWEST:
         unknown = dict.fromkeys(("coefficient", "lower", "upper", "r2_alone", "r2", "vif"), np.nan)
@@ -179,8 +179,8 @@ def _fit(
 def _cluster_sums(
     values: np.ndarray, layer: np.ndarray, prompts: np.ndarray, tokens: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sums of the standardised values per prompt: counts [C, L] and sums [C, L, 3] by layer, sums of products [C, 3,
-    3].
+    """Return sums of the standardised values per prompt: counts [C, L] and sums [C, L, 3] by layer, sums of products
+    [C, 3, 3].
 
     tokens: how many each counts for.
     """
@@ -226,7 +226,7 @@ def _coefficients(within: np.ndarray, overall: np.ndarray) -> np.ndarray:
 
 
 def _explained(within: np.ndarray, overall: np.ndarray) -> tuple[np.ndarray, float]:
-    """R² of each driver alone and of the layer alone, [3], and of all together."""
+    """Return the R² [3] of each driver alone and of the layer alone, and that of all together."""
     total = overall[2, 2] if overall[2, 2] > _CONSTANT else np.nan
     variance = np.where(np.diagonal(overall)[:2] > _CONSTANT, np.diagonal(overall)[:2], np.nan)
     explained = _slopes(within[None])[0] @ within[:2, 2]

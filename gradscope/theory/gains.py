@@ -26,7 +26,7 @@ FEWEST = 3
 
 
 def layer_gains(table: pd.DataFrame, *, floor: float = FLOOR) -> pd.DataFrame:
-    """Gains ‖δ_ℓ‖ / ‖e − π‖ of the measured tokens, a row per quantity: what Eq. 3's products are bounds of.
+    """Return the gains ‖δ_ℓ‖ / ‖e − π‖ of the measured tokens, which Eq. 3's products bound; a row per quantity.
 
     Columns: quantity, tokens, min, q05, median, q95, max, ratio (max / min), log_sd (of the log gain, nats), slope (of
     the log gain against log(1−π) on 1−π > floor: 0 where the theory's power is right; NaN on fewer than 3 tokens).
@@ -75,7 +75,7 @@ def fit_powers(table: pd.DataFrame, *, seed: Seed = 0, floor: float = FLOOR, res
 
 
 def check_envelopes(table: pd.DataFrame) -> pd.DataFrame:
-    """How C·√2·(1−π) and the loose C·√2·√(1−π) do as upper envelopes of norms, a row per quantity.
+    """Test C·√2·(1−π) and the loose C·√2·√(1−π) as upper envelopes of norms; a row per quantity.
 
     With a large enough C either holds, so C (`scale`) is the largest gain of the tokens with π ≤ ½, where the envelopes
     differ by √2 at most, and both are tried on the others, π > ½: tokens above them (`linear_exceeded`,
@@ -101,7 +101,7 @@ def check_envelopes(table: pd.DataFrame) -> pd.DataFrame:
 def decompose_variance(
     table: pd.DataFrame, *, seed: Seed = 0, floor: float = FLOOR, resamples: int = 1000
 ) -> pd.DataFrame:
-    """Var(log norm) = Var(log(1−π)) + Var(log gain) + 2 Cov, with gain = norm / (1−π), on 1−π > floor, per quantity.
+    """Decompose Var(log norm) = Var(log(1−π)) + Var(log gain) + 2 Cov, gain = norm / (1−π), on 1−π > floor.
 
     Columns: quantity, variance (nats², of log norm), share_one_minus_prob, share_gain, share_covariance (they add up to
     1; the last can be negative), carried (by 1−π when the covariance is split evenly: Cov(log norm, log(1−π)) /
@@ -123,7 +123,7 @@ def decompose_variance(
 
 
 def quantities(table: pd.DataFrame) -> list[str]:
-    """The columns of norms below the logits, in the order of the layers, the parameters last."""
+    """Return the columns of norms below the logits, in layer order, the parameters last."""
     layers = sorted((c for c in table.columns if c.startswith(LAYER)), key=lambda c: int(c.removeprefix(LAYER)))
     require_columns(table, [LOGITS, "log_one_minus_prob", "group", PARAMETERS])
     return [*layers, PARAMETERS]
@@ -146,7 +146,7 @@ def is_measured(table: pd.DataFrame, name: str, floor: float) -> np.ndarray:
 def _logs(
     table: pd.DataFrame, name: str, floor: float, *, of: str | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(log(1−π), log norm, prompt, how many it counts for) of the tokens with 1−π > floor whose norms are known.
+    """Return (log(1−π), log norm, prompt, how many it counts for) of the tokens with 1−π > floor whose norms are known.
 
     These are `name` and the one at the logits. of: the column to take instead, on those same tokens.
     """

@@ -43,7 +43,7 @@ def judge_proxies(
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
-    """A row per exact norm and proxy: all layers' activations, all parameters, and these in AdamW's metric.
+    """Judge each proxy against each exact norm: activations of all layers, all parameters, and these in AdamW's metric.
 
     Columns: quantity (the norm's column), proxy, tokens (measured ones); spearman: rank correlation, and r2: share
     of the variance of the log norm that the log of the proxy explains, both over the tokens with 1−π > `floor`, for
@@ -144,7 +144,7 @@ def _ranks(values: Values, counts: Values) -> Values:
 
 
 def _largest(values: Values, counts: Values, top: float) -> Bool[np.ndarray, " K"]:
-    """The tokens with the largest values that make up this share of all, one at least."""
+    """Return the tokens with the largest values that make up this share of all, at least one."""
     order = np.argsort(-values, kind="stable")
     within = np.cumsum(counts[order]) <= top * counts.sum()
     within[0] = True
@@ -154,7 +154,7 @@ def _largest(values: Values, counts: Values, top: float) -> Bool[np.ndarray, " K
 
 
 def _moments(x: Values, y: Values, counts: Values, cluster: np.ndarray) -> Float[np.ndarray, "n 6"]:
-    """Sums of 1, x, y, x², y² and xy over each prompt, about the means of all."""
+    """Return sums of 1, x, y, x², y² and xy over each prompt, about the means of all."""
     x, y = (v - (counts * v).sum() / max(counts.sum(), 1e-300) for v in (x, y))
     parts = (np.ones_like(x), x, y, x * x, y * y, x * y)
     return np.stack([np.bincount(cluster, counts * part) for part in parts], 1)

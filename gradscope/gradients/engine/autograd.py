@@ -62,7 +62,7 @@ class Factors:
         self._first = {id(call) for call, holds in zip(asked, told, strict=True) if holds}
 
     def factor(self, flow: list[tuple[Call, Tensor]]) -> Tensor:
-        """The factor of a linear module's inputs, over as many rows as the calls have."""
+        """Return the factor of a linear module's inputs, over as many rows as the calls have."""
         call, bias = flow[0][0], flow[0][0].module.bias is not None
         whole = self._whole_call(call) if len(flow) == 1 else None
         if whole is None:
@@ -83,7 +83,9 @@ class Factors:
         return [slope[:, : call.inputs.shape[1]] for slope in self._made[call.name]]
 
     def _whole_call(self, call: Call) -> Call | None:
-        """The whole sequence's call of the same module, if this call, of the pass compared last, has its first rows."""
+        """Return the whole sequence's call of the same module, if this call, of the pass compared last, has its first
+        rows.
+        """
         return self._whole[call.name][0] if id(call) in self._first else None
 
 
@@ -119,7 +121,7 @@ class GraphBody:
         return Limits(min(ROWS if rows is None else rows, max(1, memory // self.bytes_per_row)), start=None)
 
     def record(self, ids: Int[Tensor, " n"]) -> Recorder:
-        """The body's forward pass."""
+        """Return the body's forward pass."""
         body = self.model.base_model
         with Recorder(self.model, self.blocks, self.ownership, self.split_point, "body") as recorder:
             # Without a mask, transformers reads from the device whether several sequences are packed into one.
@@ -191,7 +193,7 @@ class GraphSequence:
         return Measured(act[None], {name: values.to(last.device)[None] for name, values in squares.items()}, scaled)
 
     def _square_norms(self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor) -> Tensor:
-        """Squared gradient norm [K] of one module, from all of its calls."""
+        """Return the squared gradient norm [K] of one module, from all of its calls."""
         rule = self.body.ownership.rules[name]
         if rule in ("linear", "conv1d"):
             deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
@@ -202,7 +204,7 @@ class GraphSequence:
         return self._table(name, flow, picks)
 
     def _scaled_square_norms(self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor) -> Tensor:
-        """The same of the scaled gradient, over all of the module's parameters."""
+        """Return the same of the scaled gradient, over all of the module's parameters."""
         metric, module, rule = self.body.metric, flow[0][0].module, self.body.ownership.rules[name]
         if rule in ("linear", "conv1d"):
             deltas = join([delta.flatten(1, -2) for _, delta in flow], 1).transpose(0, 1)[None]
@@ -223,7 +225,7 @@ class GraphSequence:
 def _diagonal_over_calls(
     flow: list[tuple[Call, Tensor]], slopes: tuple[Tensor, ...], scale: Tensor | None = None
 ) -> Tensor:
-    """Squared norm of one parameter's gradient, which adds up over the module's calls."""
+    """Return the squared norm of one parameter's gradient, which adds up over the module's calls."""
     deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
     return diagonal_square_norms(deltas, join([s.flatten(0, -2) for s in slopes], 0).to(deltas.dtype), scale)
 

@@ -82,7 +82,7 @@ class Chunk:
         return cls(picked, at, held[0] if held else None, span.length)
 
     def values(self, tokens: Tensor) -> Tensor:
-        """Values at the places that hold a token, [tokens, …], from [B, K, …]."""
+        """Return values at the places that hold a token, [tokens, …], from [B, K, …]."""
         flat = tokens.flatten(0, 1)
         return flat if self.held is None else flat[self.held]
 
@@ -136,7 +136,8 @@ def neighbours(lengths: Sequence[Sequence[int]], limits: Limits) -> Iterator[Spa
 def group_sequences(
     lengths: Sequence[Sequence[int]], reaches: Sequence[int], limits: Limits, *, most: Callable[[int], int]
 ) -> list[list[int]]:
-    """Indices of sequences that are measured together, in the order that `neighbours` wants; sequences of like length.
+    """Return indices of sequences that are measured together, in the order that `neighbours` wants; sequences of like
+    length.
 
     A sequence joins a group where they cost less together; without a price of starting a chunk, each is alone, as is
     one without tokens. lengths: as of `neighbours`, in any order. reaches: how long each sequence is, which is more

@@ -52,7 +52,7 @@ class Head:
         """Positions whose logits fit the memory."""
 
     def measure(self, stack: Stack) -> HeadPass:
-        """One pass for all targets, or several where their logits would not fit the memory."""
+        """Return one pass for all targets, or several where their logits would not fit the memory."""
         everything = torch.arange(len(stack.positions), device=stack.ids.device)
         places = len(stack.positions.unique()) if self._keeps_logits else stack.ids.shape[1]
         fits = len(stack.ids) * places <= self.rows
@@ -77,7 +77,7 @@ class Head:
     def measure_cheaply(
         self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float
     ) -> tuple[TokenStatistics, Float[Tensor, " m"]]:
-        """What needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
+        """Return what needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
         reach, statistics, norms = int(targets[-1]), [], []
         ids, targets = (values.to(self.model.device, non_blocking=True) for values in (ids[: reach + 1], targets))
         prefix = ids[:reach]
@@ -90,7 +90,8 @@ class Head:
         return join_statistics(statistics), torch.cat(norms)
 
     def square_norms(self, head: HeadPass, name: str, metric: Metric | None = None) -> Float[Tensor, " m"]:
-        """Squared gradient norm of a module of the head, which sees one position of each token; metric: scaled."""
+        """Return squared gradient norm of a module of the head, which sees one position of each token; metric: scaled.
+        """
         call, delta, inputs = head.local[name]
         if self.ownership.rules[name] == "diagonal":
             width = call.inputs.shape[-1]
@@ -134,7 +135,7 @@ class Head:
         return HeadPass(statistics, size, logit_norm, last, rows[:splits], local, recorder.calls)
 
     def _logits_of_all(self, ids: Int[Tensor, "B n"], positions: Int[Tensor, " u"]) -> Tensor:
-        """Logits of every sequence, at least at these positions: [B, u or n, vocab]."""
+        """Return logits of every sequence, at least at these positions: [B, u or n, vocab]."""
         kept = {"logits_to_keep": positions} if self._keeps_logits else {}
         return self.model(input_ids=ids, use_cache=False, **kept).logits
 
@@ -154,7 +155,9 @@ class _TargetRows:
         """Positions at which some sequence has a target, ascending."""
 
     def rows(self, values: Tensor) -> Float[Tensor, "m width"]:
-        """Rows of [B, n, …], or of [B, u, …] that holds only the kept positions; of one sequence its axis may lack."""
+        """Return rows of [B, n, …], or of [B, u, …] that holds only the kept positions; of one sequence its axis may
+        lack.
+        """
         rows = values.flatten(2) if values.ndim > 2 else values[None]
         columns = self._positions if rows.shape[1] == self._length else self._columns
         if rows.shape[0] * rows.shape[1] == len(columns):  # every row, in order
@@ -163,14 +166,14 @@ class _TargetRows:
 
 
 def logits_at(model: nn.Module, ids: Int[Tensor, " n"], positions: Int[Tensor, " m"]) -> Float[Tensor, "m vocab"]:
-    """Logits at these positions of one sequence."""
+    """Return logits at these positions of one sequence."""
     if takes(model, "logits_to_keep"):
         return model(input_ids=ids[None], use_cache=False, logits_to_keep=positions).logits[0]
     return model(input_ids=ids[None], use_cache=False).logits[0, positions]
 
 
 def logit_rows(vocab: int, memory: int) -> int:
-    """Positions whose logits fit the memory, with the copies that their gradient needs."""
+    """Return positions whose logits fit the memory, with the copies that their gradient needs."""
     return max(1, memory // (LOGIT_BYTES * vocab))
 
 
@@ -179,7 +182,7 @@ def join_statistics(parts: list[TokenStatistics]) -> TokenStatistics:
 
 
 def unit_errors(errors: Float[Tensor, "m vocab"]) -> tuple[Float[Tensor, "m vocab"], Float[Tensor, " m"]]:
-    """(e − π divided by its largest entry, in its place; that entry)."""
+    """Return (e − π divided by its largest entry, in its place; that entry)."""
     # A CPU takes ten times as long for the norm of order inf.
     size = torch.maximum(errors.amax(1), -errors.amin(1)).abs()  # not −0
     return errors.div_(size.clamp(min=torch.finfo(size.dtype).tiny)[:, None]), size

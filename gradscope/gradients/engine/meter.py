@@ -112,7 +112,7 @@ class TokenGradientMeter:
     def measure(
         self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], measured: Int[Tensor, " k"], *, temperature: float
     ) -> TokenGradients:
-        """Token gradients of one unpadded sequence.
+        """Return token gradients of one unpadded sequence.
 
         ids: the sequence. targets: indices in it of the response tokens, ascending, none 0. measured: which of the
         targets (indices into `targets`, ascending) are measured; the rest are NaN. What needs no backward pass is known
@@ -121,7 +121,8 @@ class TokenGradientMeter:
         return self.measure_together([SequenceTokens(ids.cpu(), targets.cpu(), measured.cpu(), temperature)])[0]
 
     def measure_together(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
-        """The same of several sequences. Each has its own numbers, up to rounding; `group` says which go well."""
+        """Return the same of several sequences. Each has its own numbers, up to rounding; `group` says which go well.
+        """
         asked = [i for i, s in enumerate(sequences) if len(s.measured)]
         order = sorted(asked, key=lambda i: -len(sequences[i].measured))
         groups = [order] if self._together else [[i] for i in order]
@@ -132,7 +133,7 @@ class TokenGradientMeter:
         return [found[i] for i in range(len(sequences))]
 
     def group(self, sequences: Sequence[SequenceTokens]) -> list[list[int]]:
-        """Indices of sequences that are best measured together; one without measured tokens is alone."""
+        """Return indices of sequences that are best measured together; one without measured tokens is alone."""
         if not self._together:
             return [[index] for index in range(len(sequences))]
         limits = self._limits(self.decoder)
@@ -148,7 +149,7 @@ class TokenGradientMeter:
     def measure_cheaply(
         self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float
     ) -> tuple[TokenStatistics, Float[Tensor, " m"]]:
-        """What needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
+        """Return what needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
         return self.head.measure_cheaply(ids, targets, temperature=temperature)
 
     @property
@@ -164,7 +165,7 @@ class TokenGradientMeter:
         return TokenGradients(TokenStatistics(unknown, unknown, unknown), unknown, act, unknown, {}, scaled)
 
     def _measure_stack(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
-        """Gradients of sequences all of whose targets are measured, those with more of them first."""
+        """Return gradients of sequences all of whose targets are measured, those with more of them first."""
         stack = Stack.of(sequences, torch.promote_types(self.model.dtype, torch.float32), self.device)
         head, body = self._start(stack)
         if body is None:
@@ -201,7 +202,9 @@ class TokenGradientMeter:
         return [_change(found, lambda values, ends=ends: values[slice(*ends)]) for ends in pairwise(starts)]
 
     def _start(self, stack: Stack) -> tuple[HeadPass, DecoderStack | GraphSequence | None]:
-        """The head's pass, and what the body is to measure with it: None if the sequences must be taken one by one."""
+        """Return the head's pass, and what the body is to measure with it: None if the sequences must be taken one by
+        one.
+        """
         if self.decoder is not None:
             with self.decoder.recording() as seen:
                 # Without the calls, whose inputs would lie in memory for nothing.
@@ -226,7 +229,7 @@ class TokenGradientMeter:
                 square[name] = self.head.square_norms(head, name)
 
     def _scaled_head(self, head: HeadPass, called: set[str]) -> Float[Tensor, " m"]:
-        """What `_add_head` adds, of the scaled gradients; called: modules that the body calls, too."""
+        """Return what `_add_head` adds, of the scaled gradients; called: modules that the body calls, too."""
         square, tied = torch.zeros_like(head.last_norm), self.ownership.tied
         for name, (call, delta, inputs) in head.local.items():
             if (tied and name == tied[1]) or name not in called:
@@ -244,7 +247,7 @@ class TokenGradientMeter:
     # What no rule claims: one autograd gradient a token.
 
     def _measure_general(self, sequence: SequenceTokens, picks: Tensor, scaled: Tensor | None) -> dict[str, Tensor]:
-        """Squared gradient norms [K] by module, of parameters that no rule claims; picks: some of the targets.
+        """Return squared gradient norms [K] by module, of parameters that no rule claims; picks: some of the targets.
 
         scaled: gets those of the scaled gradients, at the picks.
         """
@@ -280,7 +283,8 @@ class TokenGradientMeter:
                 parameter.requires_grad_(False)
 
     def _rules_hold(self, ids: Int[Tensor, " n"], seen: Recorder | None) -> bool:
-        """Whether the rules give what the graph gives for two tokens each of a short sequence and of its beginning.
+        """Return whether the rules give what the graph gives for two tokens each of a short sequence and of its
+        beginning.
 
         seen: the body's pass over the sequence.
         """
@@ -324,7 +328,8 @@ class TokenGradientMeter:
 
 @torch.no_grad()
 def _is_finite(model: nn.Module, ids: Int[Tensor, " n"]) -> bool:
-    """Whether the model's logits are numbers: of NaN nothing can be told, and whoever meets it says where it is."""
+    """Return whether the model's logits are numbers: of NaN nothing can be told, and whoever meets it says where it is.
+    """
     return bool(model(input_ids=ids[None], use_cache=False).logits.isfinite().all())
 
 
@@ -338,7 +343,7 @@ def keep_freed_memory() -> None:
 
 
 def _spread(gradients: TokenGradients, sequence: SequenceTokens) -> TokenGradients:
-    """The measured tokens' norms among NaN for all other targets."""
+    """Return the measured tokens' norms among NaN for all other targets."""
     if len(sequence.measured) == len(sequence.targets):
         return gradients
 
@@ -352,7 +357,7 @@ def _spread(gradients: TokenGradients, sequence: SequenceTokens) -> TokenGradien
 
 
 def _change(gradients: TokenGradients, change: Callable[[Tensor], Tensor]) -> TokenGradients:
-    """The same of every number."""
+    """Return the same of every number."""
     statistics = (change(getattr(gradients.statistics, f.name)) for f in fields(TokenStatistics))
     return TokenGradients(
         TokenStatistics(*statistics),

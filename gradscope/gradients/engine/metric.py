@@ -54,7 +54,7 @@ class Metric:
     def at_one_position(
         self, module: nn.Module, delta: Float[Tensor, "*m out"], inputs: Float[Tensor, "*m in"]
     ) -> Float[Tensor, " *m"]:
-        """The same where each token has one position of its own: Σ_oi (D_oi δ_o a_i)²."""
+        """Return the same where each token has one position of its own: Σ_oi (D_oi δ_o a_i)²."""
         square = ((delta.square() @ self._weight(module).to(delta).square()) * inputs.square()).sum(-1)
         return square if module.bias is None else square + self.vector(module.bias, delta)
 

@@ -28,7 +28,7 @@ def strip_width(n: int, narrowest: int = NARROWEST) -> int:
 
 
 def strips(n: int, narrowest: int = NARROWEST) -> Iterator[tuple[int, int]]:
-    """(start, end) of the parts of n positions.
+    """Return (start, end) of the parts of n positions.
 
     >>> list(strips(72))
     [(0, 36), (36, 72)]
@@ -52,7 +52,7 @@ def prefix_factor(inputs: Float[Tensor, "*B n d"], *, bias: bool) -> Float[Tenso
 def linear_square_norms(
     delta: Float[Tensor, "B n K out"], factor: Float[Tensor, "B n r"], *, multiply: Product = multiply_exactly
 ) -> Float[Tensor, "B K"]:
-    """Squared norm of Σ_s δ_s [a_s, 1]ᵀ: the gradient of a linear module's weight and bias together.
+    """Return the squared norm of Σ_s δ_s [a_s, 1]ᵀ: the gradient of a linear module's weight and bias together.
 
     factor: of the module's inputs, by `prefix_factor`; lower triangular, it is taken in strips of columns, each without
     its zeros.
@@ -66,7 +66,7 @@ def linear_square_norms(
 
 
 def square_norms(values: Float[Tensor, "B n K *rest"]) -> Float[Tensor, "B K"]:
-    """Squared norm of each token's part."""
+    """Return the squared norm of each token's part."""
     by_row = torch.linalg.vector_norm(values.flatten(3), dim=3)  # in two steps: along memory first
     return torch.linalg.vector_norm(by_row, dim=1).square()
 
@@ -74,14 +74,14 @@ def square_norms(values: Float[Tensor, "B n K *rest"]) -> Float[Tensor, "B K"]:
 def outer_square_norms(
     delta: Float[Tensor, "*m out"], inputs: Float[Tensor, "*m in"], *, bias: bool
 ) -> Float[Tensor, "*m"]:
-    """The same where each token has one position of its own: ‖δ‖² (‖a‖² + 1 for the bias)."""
+    """Return the same where each token has one position of its own: ‖δ‖² (‖a‖² + 1 for the bias)."""
     return delta.square().sum(-1) * (inputs.square().sum(-1) + bias)
 
 
 def diagonal_square_norms(
     delta: Float[Tensor, "K *rows d"], slope: Float[Tensor, "*broadcast d"], scale: Float[Tensor, " d"] | None = None
 ) -> Float[Tensor, " K"]:
-    """Squared norm of Σ_s δ_s ∘ slope_s: a vector parameter that scales or shifts channel by channel.
+    """Return the squared norm of Σ_s δ_s ∘ slope_s: a vector parameter that scales or shifts channel by channel.
 
     slope is ∂output/∂parameter, which for such a module is diagonal: the normalised input for a norm's weight, ones
     for a bias. [*rows, d] if the tokens share it, [K, *rows, d] if each has its own. scale: multiplies the gradient.
@@ -93,7 +93,7 @@ def diagonal_square_norms(
 def embedding_square_norms(
     delta: Float[Tensor, "B n K d"], ids: Int[Tensor, "B n"], scale: Float[Tensor, "vocab d"] | None = None
 ) -> Float[Tensor, "B K"]:
-    """Squared norm of an embedding table's gradient: what flows back is summed where a sequence has an id again.
+    """Return squared norm of an embedding table's gradient: what flows back is summed where a sequence has an id again.
 
     scale: multiplies the gradient.
     """

@@ -76,7 +76,7 @@ class Probe:
 
 
 def check_prefixes(policy: Policy, ids: Int[Tensor, " n"], whole: Float[Tensor, "n d"] | None = None) -> None:
-    """InputError unless a prefix alone gives the hidden states that it gives within the whole sequence ids [n].
+    """Raise InputError unless a prefix alone gives the hidden states that it gives within the whole sequence ids [n].
 
     That is what "decoder-only" means here, and what lets a token be measured on its prefix: the first half or, of a
     long sequence, the first positions. whole: the hidden states of the sequence, if they are known.
@@ -162,7 +162,7 @@ def check_ownership(model: nn.Module, ownership: Ownership) -> None:
 
 
 def probe_model(model: nn.Module, blocks: nn.ModuleList, input_ids: Int[Tensor, " n"]) -> Probe:
-    """One forward pass, of which each block's tensors are let go once the next block is done."""
+    """Return one forward pass, of which each block's tensors are let go once the next block is done."""
     visits: dict[str, _Visits] = defaultdict(_Visits)
     names = dict.fromkeys(name for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False)))
     modules = dict(model.named_modules())
@@ -223,7 +223,7 @@ def probe_model(model: nn.Module, blocks: nn.ModuleList, input_ids: Int[Tensor, 
 
 
 def _has_slopes(module: nn.Module) -> bool:
-    """Whether all of a module's own parameters are vectors, as those of a norm are."""
+    """Return whether all of a module's own parameters are vectors, as those of a norm are."""
     return all(p.ndim == 1 for p in module.parameters(recurse=False))
 
 
@@ -250,7 +250,9 @@ def _find_rule(module: nn.Module, seen: _Visits) -> Rule | None:
 
 
 def _is_rewired(module: nn.Module) -> bool:
-    """Whether its forward is not its class's, but for upcasting and accelerate's wrapper that brings inputs along."""
+    """Return whether its forward is not its class's, but for upcasting and accelerate's wrapper that brings inputs
+    along.
+    """
     if replaced_forward(module) is None:
         return False
     hook = getattr(module, "_hf_hook", None)
@@ -258,7 +260,7 @@ def _is_rewired(module: nn.Module) -> bool:
 
 
 def _is_bare(module: nn.Module) -> bool:
-    """Whether weight and bias are all there is, and nobody else changes the output."""
+    """Return whether weight and bias are all there is, and nobody else changes the output."""
     names = {name for name, _ in module.named_parameters()}
     return names <= {"weight", "bias"} and "weight" in names and not module._forward_hooks
 
@@ -272,7 +274,8 @@ def parameter_slopes(module: nn.Module, inputs: Tensor) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _is_diagonal(module: nn.Module, seen: _Visits) -> bool:
-    """Whether every parameter is a vector of the output's width that the output is affine in, channel by channel.
+    """Return whether every parameter is a vector of the output's width that the output is affine in, channel by
+    channel.
 
     Seen on the probe's own input: f(v) − f(0) must equal v ∘ (f(1) − f(0)) for a random v.
     """
@@ -312,7 +315,7 @@ def _embedding_scale(module: nn.Embedding, seen: _Visits) -> float | None:
 def _tie(
     names: list[str], modules: dict[str, nn.Module], rules: dict[str, Rule], visits: dict[str, _Visits]
 ) -> tuple[str, str] | None:
-    """(embedding, head) if exactly these two share one table and each knows its rule."""
+    """Return (embedding, head) if exactly these two share one table and each knows its rule."""
     if len(names) != 2:
         return None
     embedding = next((n for n in names if rules.get(n) == "embedding"), None)

@@ -25,13 +25,13 @@ def multiply_exactly(left: Tensor, right: Tensor, into: Tensor | None = None) ->
 
 
 def multiply_in_bfloat16(left: Tensor, right: Tensor, into: Tensor | None = None) -> Tensor:
-    """Both factors rounded to bfloat16, each product of rows and columns accumulated in float32."""
+    """Return both factors rounded to bfloat16, each product of rows and columns accumulated in float32."""
     product = (left.bfloat16() @ right.bfloat16()).to(left.dtype)
     return product if into is None else into.add_(product)
 
 
 def multiply_in_tf32(left: Tensor, right: Tensor, into: Tensor | None = None) -> Tensor:
-    """Both factors rounded to 11 bits by the tensor cores of a GPU."""
+    """Return both factors rounded to 11 bits by the tensor cores of a GPU."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -41,7 +41,7 @@ def multiply_in_tf32(left: Tensor, right: Tensor, into: Tensor | None = None) ->
 
 
 def measure_speedup(precision: Precision, weight: Tensor, *, rows: int = 256) -> float:
-    """How many times as fast as an exact product with this matrix one of that precision is, on this machine.
+    """Return how many times as fast as an exact product with this matrix one of that precision is, on this machine.
 
     Each the best of three, by wall clock; the exact one in float32 at least, as what flows back is.
     """

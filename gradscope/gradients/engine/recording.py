@@ -40,7 +40,7 @@ class Call:
         return self.inputs.data_ptr(), self.inputs.shape, self.inputs.stride(), self.inputs._version
 
     def by_position(self, length: int) -> bool:
-        """Whether row s of the input is position s of a sequence of this length, and nothing else could be."""
+        """Return whether row s of the input is position s of a sequence of this length, and nothing else could be."""
         return self.inputs.ndim >= 3 and self.inputs.shape[:2] == (1, length)
 
 
@@ -161,7 +161,7 @@ class Recorder:
 
 
 def block_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states that a block is called with; InputError where they come under an unknown name."""
+    """Return the hidden states that a block is called with; raises InputError where they come under an unknown name."""
     hidden = args[0] if args else kwargs.get("hidden_states")
     if not isinstance(hidden, Tensor):
         raise InputError(
@@ -194,7 +194,8 @@ class Cut:
 
 
 def find_cut(model: nn.Module, blocks: nn.ModuleList, ownership: Ownership, input_ids: Tensor) -> Cut:
-    """The first linear module of the last block whose input, cut off, leaves a head that acts position by position.
+    """Return the first linear module of the last block whose input, cut off, leaves a head that acts position by
+    position.
 
     Each candidate is tried on input_ids [n]: a gradient that starts at one position must come back at that position
     alone, exactly, at every cut and every claimed module. No split point if there is no such module: then what the last
@@ -266,7 +267,7 @@ def _find_candidates(model: nn.Module, blocks: nn.ModuleList, ownership: Ownersh
 
 
 def _is_local(gradient: Tensor, position: int) -> bool:
-    """Whether it is zero at every other position of its second axis."""
+    """Return whether it is zero at every other position of its second axis."""
     if gradient.ndim < 3:
         return False
     rows = gradient[0].flatten(1)
@@ -274,7 +275,7 @@ def _is_local(gradient: Tensor, position: int) -> bool:
 
 
 def _slanted(logits: Tensor, position: int) -> Tensor:
-    """A gradient at one position: any direction but a constant one, which a norm could send to zero."""
+    """Return a gradient at one position: any direction but a constant one, which a norm could send to zero."""
     seed = torch.zeros_like(logits)
     seed[0, position] = torch.linspace(-1, 1, logits.shape[-1]).to(logits)
     return seed
@@ -287,7 +288,9 @@ def _is_layer(module: nn.Module) -> bool:
 def _cut_at(
     model: nn.Module, blocks: nn.ModuleList, ownership: Ownership, input_ids: Tensor, split_point: str | None
 ) -> Recorder | None:
-    """The body's pass, if the head behind the split point acts position by position and all passes the cut; or None."""
+    """Return the body's pass, if the head behind the split point acts position by position and all passes the cut; or
+    None.
+    """
     length = len(input_ids)
     with Recorder(model, blocks, ownership, split_point, "head") as recorder:
         logits = model(input_ids=input_ids[None], use_cache=False).logits
@@ -328,7 +331,8 @@ def _follow_cut(
     seed: Tensor,
     at_cut: Sequence[Tensor],
 ) -> Recorder | None:
-    """The body's pass, if all that flows back to it passes the cut: the same from the logits as from the cut's sides.
+    """Return the body's pass, if all that flows back to it passes the cut: the same from the logits as from the cut's
+    sides.
 
     local: claimed modules of the head. seed: a gradient of the logits; at_cut: what it comes to at both sides.
     """

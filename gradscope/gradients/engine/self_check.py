@@ -86,7 +86,7 @@ def check_engine(
 
 
 def _measure_together(meter: TokenGradientMeter, sequences: list[SequenceTokens]) -> list[TokenGradients]:
-    """Each sequence's tokens, none by itself; neighbours in length together, two at once."""
+    """Return each sequence's tokens, none by itself; neighbours in length together, two at once."""
     wider = [_with_company(s) for s in sequences]
     order = sorted(range(len(wider)), key=lambda i: max(wider[i].lengths))
     found: dict[int, TokenGradients] = {}
@@ -97,7 +97,7 @@ def _measure_together(meter: TokenGradientMeter, sequences: list[SequenceTokens]
 
 
 def _with_company(sequence: SequenceTokens) -> SequenceTokens:
-    """A token that has no other of those to compare near it is measured with the response token before it."""
+    """Return a token that has no other of those to compare near it is measured with the response token before it."""
     at, measured = torch.tensor(sequence.lengths), sequence.measured
     near = ((at[:, None] - at).abs() <= NEAR).sum(1) > 1
     alone = measured[~near]
@@ -137,7 +137,7 @@ def _compare(ours: CheckedToken, oracle: CheckedToken) -> dict[str, float]:
 
 
 def _blame(differences: dict[str, float], worst: str) -> str:
-    """The worst by name; where that is the sum over modules, the module that differs most."""
+    """Return the worst by name; where that is the sum over modules, the module that differs most."""
     modules = [name for name in differences if name.startswith("module ")]
     return max(modules, key=differences.__getitem__) if worst == ALL else worst
 
@@ -145,7 +145,8 @@ def _blame(differences: dict[str, float], worst: str) -> str:
 def measure_plainly(
     meter: TokenGradientMeter, ids: Tensor, targets: Tensor, *, temperature: float
 ) -> list[CheckedToken]:
-    """All gradients of each token's log π by a plain backward pass from the uncancelled e − π, with no rule at all.
+    """Return all gradients of each token's log π by a plain backward pass from the uncancelled e − π, with no rule at
+    all.
 
     The tokens share one forward pass. A gradient is let go as soon as its norm is known: a parameter's at a time.
     """

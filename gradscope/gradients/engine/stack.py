@@ -71,5 +71,5 @@ class Stack:
 
 
 def targets_before(sequences: Sequence[SequenceTokens]) -> Int[Tensor, " m"]:
-    """Where the targets' logits stand, on the CPU: one before each."""
+    """Return where the targets' logits stand, on the CPU: one before each."""
     return torch.cat([s.targets - 1 for s in sequences])

@@ -63,7 +63,9 @@ class Pieces:
         return [name for name, value in self.kinds.items() if isinstance(value, kind)]
 
     def read(self, name: str, make: Callable[..., Tensor] = torch.empty) -> Any:
-        """A tensor put together of its pieces, or the value that was saved. make: the tensor of a shape and dtype."""
+        """Return a tensor put together of its pieces, or the value that was saved. make: the tensor of a shape and
+        dtype.
+        """
         kind, places = self.kinds[name], self.places.get(name, [])
         if not isinstance(kind, metadata.TensorStorageMetadata):
             if len(places) != 1:
@@ -98,19 +100,20 @@ class Pieces:
 
 
 def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
-    """The model's weights by its own names, in whatever dictionary they lie; empty where none is of this model."""
+    """Return the model's weights by its own names, in whatever dictionary they lie; empty where none is of this model.
+    """
     pieces = Pieces(shards)
     names = without_optimizer(pieces.names(metadata.TensorStorageMetadata))
     return {own: pieces.read(name) for own, name in matching_names(names, expected).items()}
 
 
 def has_moments(shards: Shards) -> bool:
-    """Whether AdamW's moments are among its tensors."""
+    """Return whether AdamW's moments are among its tensors."""
     return any(map(is_moment, Pieces(shards).names(metadata.TensorStorageMetadata)))
 
 
 def read_moments(shards: Shards) -> dict[str, Any]:
-    """The optimizer's state as AdamW's `state_dict()` has it, with the parameters' names."""
+    """Return the optimizer's state as AdamW's `state_dict()` has it, with the parameters' names."""
     pieces = Pieces(shards)
     return flat_state(pieces.kinds, lambda name: pieces.read(name, _make_aside))
 
@@ -121,7 +124,7 @@ def _make_aside(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _read_metadata(path: Path) -> Any:
-    """The table of contents, checked; InputError where it is not there, damaged, or would run something."""
+    """Return the table of contents, checked; InputError where it is not there, damaged, or would run something."""
     if not path.is_file():
         raise InputError(f"{path.parent} holds .distcp files and no .metadata: its save did not end; give another one")
     if path.stat().st_size > LARGEST_METADATA:

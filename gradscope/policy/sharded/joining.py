@@ -17,7 +17,8 @@ _GROUP = re.compile(rf"(?P<prefix>(?:.*?\.)?)param_groups\.(?P<name>.+)\.(?P<key
 
 
 def matching_names(names: Iterable[str], expected: Container[str]) -> dict[str, str]:
-    """Name in the model → name in the checkpoint, for those under the prefix that gives the model most of its own.
+    """Return name in the model → name in the checkpoint, for those under the prefix that gives the model most of its
+    own.
 
     `model.model.norm.weight` is the model's `model.norm.weight` within a dictionary of the name `model`. Empty where no
     name is the model's; but an adapter's own keep their names.
@@ -36,13 +37,13 @@ def matching_names(names: Iterable[str], expected: Container[str]) -> dict[str, 
 
 
 def is_moment(name: str) -> bool:
-    """Whether a flat name is that of a tensor which AdamW keeps for a parameter."""
+    """Return whether a flat name is that of a tensor which AdamW keeps for a parameter."""
     match = _MOMENT.fullmatch(name)
     return match is not None and match["key"] in ("exp_avg", "exp_avg_sq")
 
 
 def without_optimizer(names: Iterable[str]) -> list[str]:
-    """The flat names that are of no optimizer."""
+    """Return the flat names that are of no optimizer."""
     names = list(names)
     starts = tuple({f"{_MOMENT.fullmatch(name)['prefix']}state." for name in names if is_moment(name)})
     return [name for name in names if not name.startswith(starts)]
@@ -98,5 +99,5 @@ def named_state(moments: Mapping[str, Mapping[str, Any]], groups: list[dict[str,
 
 
 def plain(value: Any) -> Any:
-    """A number for a tensor of one number."""
+    """Return a number for a tensor of one number."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

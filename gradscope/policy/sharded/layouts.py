@@ -42,7 +42,7 @@ Part = Literal["weights", "moments"]
 
 
 def find_weights(folder: Path) -> Shards | None:
-    """The weights in shards of the checkpoint in this folder; None if there are none."""
+    """Return the weights in shards of the checkpoint in this folder; None if there are none."""
     places = [folder / place for place in WEIGHTS]
     if folder.name == "huggingface":  # where verl and SkyRL keep the configuration of the shards beside it
         places.append(folder.parent)
@@ -52,7 +52,7 @@ def find_weights(folder: Path) -> Shards | None:
 
 
 def find_moments(folder: Path) -> list[Shards]:
-    """Where the optimizer's state of the checkpoint in this folder may lie in shards, the likeliest first."""
+    """Return where the optimizer's state of the checkpoint in this folder may lie in shards, the likeliest first."""
     places = [folder / place for place in MOMENTS]
     beside = {"pytorch_model_fsdp_0": "optimizer_0", "weights": "optimizer", "huggingface": ""}
     if folder.name in beside:
@@ -61,7 +61,9 @@ def find_moments(folder: Path) -> list[Shards]:
 
 
 def moments_at(path: Path) -> Shards | None:
-    """The optimizer's state in a folder itself, or the one of which this file is a rank's part; None for any other."""
+    """Return the optimizer's state in a folder itself, or the one of which this file is a rank's part; None for any
+    other.
+    """
     if os.path.isdir(path):
         return _at(path, "moments")
     part = any(pattern.fullmatch(path.name) for pattern in _RANKED.values()) or path.match(_ZERO["moments"])
@@ -85,7 +87,8 @@ def _at(place: Path, part: Part) -> Shards | None:
 
 
 def _ranked(place: Path, part: Part) -> tuple[Path, ...]:
-    """One file for each rank, in the order of the ranks; InputError where one is missing or two runs are mixed."""
+    """Return one file for each rank, in the order of the ranks; InputError where one is missing or two runs are mixed.
+    """
     found = [(match, file) for file in place.iterdir() if (match := _RANKED[part].fullmatch(file.name))]
     if not found:
         whole = place / _WHOLE[part]
@@ -108,7 +111,8 @@ def _ranked(place: Path, part: Part) -> tuple[Path, ...]:
 
 
 def _tagged(place: Path) -> Path | None:
-    """The folder of DeepSpeed's states: the place itself, the one that `latest` names, or the only global_step."""
+    """Return the folder of DeepSpeed's states: the place itself, the one that `latest` names, or the only global_step.
+    """
     if any(place.glob(_ZERO["weights"])) or any(place.glob(_ZERO["moments"])):
         return place
     steps = [path for path in place.iterdir() if re.fullmatch(r"global_step\d+", path.name) and path.is_dir()]

@@ -19,14 +19,14 @@ from gradscope.runs import load_tensors, read_json, scratch_zeros
 
 
 def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
-    """The model's weights by its own names; empty where none is of this model."""
+    """Return the model's weights by its own names; empty where none is of this model."""
     states = _load(shards)
     tensors = [name for name, value in states[0].items() if isinstance(value, Tensor)]
     return {own: _join(shards, states, name) for own, name in matching_names(tensors, expected).items()}
 
 
 def read_moments(shards: Shards) -> dict[str, Any]:
-    """The optimizer's state as AdamW's `state_dict()` has it, whole."""
+    """Return the optimizer's state as AdamW's `state_dict()` has it, whole."""
     states = _load(shards)
     if "state" not in states[0] and any(map(is_moment, states[0])):  # saved with flatten_optimizer_state_dict
         return flat_state(states[0], lambda name: _keep(_join(shards, states, name)))
@@ -48,7 +48,9 @@ def read_moments(shards: Shards) -> dict[str, Any]:
 
 
 def _is_flat(kept: Sequence[dict[Any, Any]]) -> bool:
-    """Whether the moments are plain vectors, as FSDP's first version leaves them: a rank's stretch of what is flat."""
+    """Return whether the moments are plain vectors, as FSDP's first version leaves them: a rank's stretch of what is
+    flat.
+    """
     from torch.distributed.tensor import DTensor
 
     moments = [entry.get("exp_avg") for states in kept for entry in states.values()]
@@ -91,7 +93,8 @@ def _state_of_stretches(shards: Shards, kept: Sequence[dict[Any, Any]], groups: 
 def _places(
     names: list[str], shapes: dict[str, tuple[int, ...]], params: list[Any], kept: Sequence[dict[Any, Any]]
 ) -> dict[str, tuple[Any, int]] | None:
-    """Name → (key of the state, first number within all ranks' parts of it); None where the numbers do not fit."""
+    """Return name → (key of the state, first number within all ranks' parts of it); None where the numbers do not fit.
+    """
     held = {key: sum(len(entry[key]["exp_avg"]) for entry in kept if key in entry) for key in params}
     if len(params) == len(names):  # use_orig_params
         fits = all(held[key] in (0, prod(shapes[name])) for key, name in zip(params, names, strict=True))
@@ -114,7 +117,7 @@ def _places(
 
 
 def _load(shards: Shards) -> list[dict[Any, Any]]:
-    """What each rank saved, mapped from its file; nothing in it is run."""
+    """Return what each rank saved, mapped from its file; nothing in it is run."""
     import torch.distributed.tensor  # noqa: F401  torch then knows DTensor and its parts as safe to load
 
     told = (read_json(shards.folder / "fsdp_config.json") or {}).get("world_size")
@@ -144,14 +147,14 @@ def _quiet_mesh() -> Iterator[None]:
 
 
 def _keep(value: Any) -> Any:
-    """A moment in a scratch file, where it is large: those of all parameters are twice the model."""
+    """Return a moment in a scratch file, where it is large: those of all parameters are twice the model."""
     if not isinstance(value, Tensor) or not value.dim():
         return value
     return scratch_zeros(*value.shape, dtype=value.dtype).copy_(value)
 
 
 def _join(shards: Shards, states: Sequence[dict[Any, Any]], name: Any) -> Any:
-    """One entry put together of all ranks' parts."""
+    """Return one entry put together of all ranks' parts."""
     from torch.distributed.tensor import DTensor
 
     parts = [state.get(name) for state in states]
@@ -179,7 +182,8 @@ def _join(shards: Shards, states: Sequence[dict[Any, Any]], name: Any) -> Any:
 
 
 def _assemble(mesh: Tensor, placements: Sequence[Any], local: Sequence[Tensor]) -> Tensor | None:
-    """The whole tensor: along each dimension of the mesh its parts follow one another, or are copies. None: other cuts.
+    """Return the whole tensor: along each dimension of the mesh its parts follow one another, or are copies. None:
+    other cuts.
 
     mesh: ranks, one dimension for each placement.
     """

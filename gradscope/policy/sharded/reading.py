@@ -14,7 +14,7 @@ from gradscope.runs import read_json
 
 
 def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
-    """The model's weights by its own names. expected: the names that the configuration makes.
+    """Return the model's weights by its own names. expected: the names that the configuration makes.
 
     Raises InputError for a damaged or unfinished checkpoint, for one whose pickles would run something, and for tensors
     that another trainer's model names, with the command that converts them.
@@ -37,14 +37,14 @@ def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
 
 
 def read_moments(shards: Shards) -> dict[str, Any]:
-    """The optimizer's state as AdamW's `state_dict()` has it, each moment whole."""
+    """Return the optimizer's state as AdamW's `state_dict()` has it, each moment whole."""
     _refuse_megatron(shards)
     return _reader(shards).read_moments(shards)
 
 
 @lru_cache(maxsize=8)
 def has_moments(shards: Shards) -> bool:
-    """Whether an optimizer's state is among the files: of torch.distributed.checkpoint's, the contents tell."""
+    """Return whether an optimizer's state is among the files: of torch.distributed.checkpoint's, the contents tell."""
     if shards.kind != "dcp":
         return True
     if _is_megatron(shards):
@@ -56,7 +56,7 @@ def has_moments(shards: Shards) -> bool:
 
 
 def _is_megatron(shards: Shards) -> bool:
-    """Whether Megatron saved it (torch_dist): its tensors have Megatron's names and are fused."""
+    """Return whether Megatron saved it (torch_dist): its tensors have Megatron's names and are fused."""
     said = read_json(shards.folder / "metadata.json") or {}
     return shards.kind == "dcp" and ((shards.folder / "common.pt").is_file() or "sharded_backend" in said)
 

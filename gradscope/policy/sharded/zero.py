@@ -67,7 +67,7 @@ class _States:
             )
 
     def vectors(self, rank: int, kind: str) -> list[Tensor]:
-        """A rank's flat vectors of the fp32 weights or of a moment, a group (or part of one) each."""
+        """Return a rank's flat vectors of the fp32 weights or of a moment, a group (or part of one) each."""
         state = self.optimizers[rank]
         weights = state["fp32_flat_groups" if self.is_third else "single_partition_of_fp32_groups"]
         if kind == "weights":
@@ -81,7 +81,7 @@ class _States:
         return found
 
     def base_state(self, rank: int) -> dict[str, Any]:
-        """The state_dict of the optimizer that DeepSpeed wraps, whose parameters are the flat vectors."""
+        """Return the state_dict of the optimizer that DeepSpeed wraps, whose parameters are the flat vectors."""
         found = self.optimizers[rank]["optimizer_state_dict" if self.is_third else "base_optimizer_state"]
         if not isinstance(found, dict):
             raise InputError(
@@ -90,7 +90,7 @@ class _States:
         return found
 
     def whole(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of every parameter that is trained."""
+        """Yield the name and tensor of every parameter that is trained."""
         vectors = [self.vectors(rank, kind) for rank in range(len(self.optimizers))]
         for name, shape, pieces in self._in_stretches(vectors) if self.is_third else self._in_groups(vectors):
             flat = torch.cat([piece.flatten() for piece in pieces]) if len(pieces) != 1 else pieces[0].flatten()
@@ -118,7 +118,7 @@ class _States:
             raise InputError(f"{self.folder} holds more numbers than its parameters have; save it anew")
 
     def others(self) -> dict[str, Tensor]:
-        """What no optimizer holds, frozen parameters and buffers; below stage 3 among all that the model has."""
+        """Return what no optimizer holds, frozen parameters and buffers; below stage 3 among all that the model has."""
         first = self.models[0]
         if not self.is_third:
             return dict(first["module"])
@@ -130,7 +130,7 @@ class _States:
 
 
 def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
-    """The model's fp32 weights by its own names; empty where none is of this model."""
+    """Return the model's fp32 weights by its own names; empty where none is of this model."""
     with _in_words(shards):
         states = _States(shards)
         if states.optimizers:
@@ -143,7 +143,7 @@ def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
 
 
 def read_moments(shards: Shards) -> dict[str, Any]:
-    """The optimizer's state as AdamW's `state_dict()` has it, with the parameters' names."""
+    """Return the optimizer's state as AdamW's `state_dict()` has it, with the parameters' names."""
     with _in_words(shards):
         states = _States(shards)
         base = states.base_state(0)
@@ -188,7 +188,7 @@ def _steps(states: _States, base: dict[str, Any]) -> int:
 
 
 def _cut(vectors: list[Tensor], start: int, length: int) -> Iterator[Tensor]:
-    """Those numbers of vectors that are thought of as one."""
+    """Yield those numbers of vectors that are thought of as one."""
     for vector in vectors:
         part = vector[max(start, 0) : max(start + length, 0)]
         if len(part):
@@ -197,7 +197,7 @@ def _cut(vectors: list[Tensor], start: int, length: int) -> Iterator[Tensor]:
 
 
 def _load(shards: Shards, pattern: re.Pattern[str], ending: str) -> list[dict[str, Any]]:
-    """What each rank saved, mapped from its file, in the order of the ranks; nothing in it is run."""
+    """Return what each rank saved, mapped from its file, in the order of the ranks; nothing in it is run."""
     files: dict[int, Path] = {}
     for file in shards.files:
         if file.name.endswith(ending):

@@ -40,30 +40,30 @@ EVALUATED = "they are of an evaluation"
 
 @dataclass(frozen=True)
 class Row:
-    """One response, in the native format's columns and those of EXTRAS."""
+    """One response, in the columns of the native format and of EXTRAS."""
 
     place: str
     columns: dict[str, Any]
     step: int | None = None
     """Training step."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """What the file calls a column, for errors."""
+    """Column → its name in the file, for errors."""
     left_out: str | None = None
     """Why the row is left out; None: it is not. The `reward` and `group` of one that is left out still count in its
     group's mean and standard deviation, as they did for the trainer: give neither where they did not."""
     told: tuple[str, ...] = ()
-    """What is to be said of this response; a note says of how many."""
+    """Remarks on this response; a note counts the responses with each."""
     is_counted: bool = True
-    """Whether its reward is one of its group's; not that of an earlier output of a session whose last one is."""
+    """Whether its reward counts in its group; False for all but the last output of a session."""
 
     def label(self, name: str) -> str:
-        """The column's name in the file."""
+        """Return the column's name in the file."""
         return self.labels.get(name, name)
 
 
 @dataclass(frozen=True)
 class ReadingOptions:
-    """What the user says of a log beside its files; None: what the log says itself."""
+    """The user's options for reading a log; None: as the log says."""
 
     step: int | None = None
     """The training step whose responses are kept; None keeps all."""
@@ -81,7 +81,7 @@ EXTRAS = ("entropy", "logprobs", "clipped")
 
 @dataclass(frozen=True)
 class Answers:
-    """What is asked of every format, each in a phrase: a row of the table in docs/formats."""
+    """The questions put to every format, answered in a phrase each: a row of the table in docs/formats."""
 
     group: str
     """Which responses are of one group, and so of one prompt."""
@@ -99,18 +99,18 @@ class Answers:
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of dump."""
+    """A trainer's log format."""
 
     name: str
     needs: frozenset[str]
-    """Columns that every record has: by them a format is told."""
+    """Columns of every record, which identify the format."""
     knows: str
-    """What else its trainer writes, apart by blanks; other columns are ignored too."""
+    """Further columns that its trainer writes, separated by blanks; other columns are ignored, too."""
     rows: Callable[[Iterable[Record], Policy | None], Iterator[Row]]
     beside: tuple[frozenset[str], ...] = ()
-    """Columns by which other records of the same log are told."""
+    """Columns that identify other kinds of records in the same log."""
     notes: tuple[str, ...] = ()
-    """What a reader must know of every log of this kind."""
+    """Notes that apply to every log of this format."""
     ends_torn: bool = False
     """Whether the trainer's own loader reads up to a last line that was cut off, where others refuse it."""
     is_finished: Callable[[Path], bool] = lambda path: True
@@ -126,14 +126,14 @@ class Format:
 
 
 def row_by_row(make: Callable[[Record, Policy | None], Row]) -> Callable[..., Iterator[Row]]:
-    """`Format.rows` of a format in which a record is a response."""
+    """Implement `Format.rows` for a format with a record per response."""
     return lambda records, policy: (make(record, policy) for record in records)
 
 
 def list_by_list(
     make: Callable[[Record, Policy | None], Row], needs: Sequence[str], takes: Sequence[str]
 ) -> Callable[..., Iterator[Row]]:
-    """`Format.rows` of a format in which a record is a dictionary of lists, an entry per response.
+    """Implement `Format.rows` for a format whose records are dictionaries of lists with an entry per response.
 
     needs: columns that every record has; takes: those that are read too, where it has them.
     """
@@ -147,7 +147,7 @@ def list_by_list(
 
 
 def entries(record: Record, needs: Sequence[str], takes: Sequence[str]) -> Iterator[Record]:
-    """The entries of a record that is a dictionary of lists, as records without nulls; see `list_by_list`."""
+    """Split a record that is a dictionary of lists into records without nulls; see `list_by_list`."""
     for name in needs:
         if not isinstance(record.columns.get(name), list):
             raise InputError(f"{record.place}: `{name}` is no list; a line of this format is one list per column")
@@ -166,19 +166,19 @@ def entries(record: Record, needs: Sequence[str], takes: Sequence[str]) -> Itera
 
 
 def pick(record: Record, names: Mapping[str, str]) -> dict[str, Any]:
-    """Those of the columns that the record has, by their native name: {native name: name in the file}."""
+    """Return the columns that the record has: {native name: name in the file}."""
     return {native: record.columns[own] for native, own in names.items() if own in record.columns}
 
 
 def need(record: Record, name: str) -> Any:
-    """The record's column of that name; InputError without."""
+    """Return the record's column of that name. Raises InputError if it is missing."""
     if name not in record.columns:
         raise InputError(f"{record.place}: no `{name}`; every record of this format has one; leave the record out")
     return record.columns[name]
 
 
 def whole_number(record: Record, name: str) -> int | None:
-    """A count such as the training step; a string of digits, and 3.0, are one too. None where the record has none."""
+    """Parse a count such as the training step; strings of digits and 3.0 are accepted. None if the record has none."""
     value = record.columns.get(name)
     if isinstance(value, str) and value.isdecimal() and len(value) < 20:
         value = int(value)

@@ -37,7 +37,7 @@ LAST_TURN = (
     "were trained too, are missing"
 )
 PLACEHOLDER = re.compile(r"\[(-?[0-9]{1,9}) \* ([0-9]{1,9})\]")
-"""What stands for the tokens of an image, a video or a sound: an id, and how many of them."""
+"""Placeholder of an image, a video or a sound: an id and a repeat count."""
 
 
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
@@ -68,7 +68,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 
 
 def _made_again(lines: list[Record]) -> set[int]:
-    """Places of lines at or beyond a step to which a later one goes back, where a resumed run made them again."""
+    """Return the lines at or beyond a step that a later line repeats, because a resumed run wrote them again."""
     again, before, seen = set(), None, []
     for record in lines:
         step = _line_step(record)
@@ -80,7 +80,7 @@ def _made_again(lines: list[Record]) -> set[int]:
 
 
 def _line_step(record: Record) -> int | None:
-    """The step of a line, that of its first entry where it holds lists."""
+    """Return the step of a line; where it holds lists, that of the first entry."""
     first = {name: v[0] if isinstance(v, list) and v else v for name, v in record.columns.items() if "step" in name}
     known = {name: v for name, v in first.items() if name in TAKES and not isinstance(v, list)}
     return _step(Record(record.path, record.place, known))
@@ -105,7 +105,7 @@ def _row(record: Record, left_out: str | None, policy: Policy | None) -> Row:
 
 
 def _check_is_text(place: str, prompt: Any, policy: Policy | None) -> None:
-    """InputError for a prompt with an image: its tokens stand there as a token of that kind and how many."""
+    """Raise InputError for a prompt with an image, of which the log holds only a placeholder and a count."""
     tokenizer = policy.tokenizer if policy else None
     if tokenizer is None or not isinstance(prompt, str):
         return

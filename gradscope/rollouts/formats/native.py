@@ -30,10 +30,10 @@ COLUMNS = (
     "response_mask",
     "temperature",
 )
-"""Columns with a meaning here, which near misses are told of; other columns are ignored."""
+"""Columns with a meaning, of which near misses are reported; other columns are ignored."""
 
 MORE = ("step", "chat_template_kwargs", "group_reward_mean", "group_reward_std")
-"""Columns with a meaning here, too, but with names near which users may have columns of their own."""
+"""Further columns with a meaning, whose near misses may be a user's own columns."""
 
 ALIASES = {
     "mask": "response_mask",
@@ -47,22 +47,22 @@ ALIASES = {
     "reference_logprobs": "ref_logprobs",
     "temp": "temperature",
 }
-"""Names that others use for a column and that spelling alone does not give away."""
+"""Other people's names of a column that differ in more than spelling."""
 
 PARTNERS = {"prompt_ids": "prompt", "prompt": "prompt_ids", "response_ids": "response", "response": "response_ids"}
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
-"""What native rollouts are written as."""
+"""Suffixes that native rollouts can be written as."""
 
 
 def is_native(names: Iterable[str]) -> bool:
-    """Whether columns of these names give a native row its ids."""
+    """Return whether these columns give a native row its ids."""
     names = set(names)
     return {"prompt", "response"} <= names or {"prompt_ids", "response_ids"} <= names
 
 
 def count_columns(names: Iterable[str]) -> int:
-    """How many of these columns mean something here, near misses counted."""
+    """Count the columns with a meaning, near misses included."""
     return sum(name in COLUMNS or _meant(name) is not None for name in names)
 
 
@@ -99,7 +99,7 @@ identical prompts of a step share one."""
 
 @checked
 def write_rollouts(path: str | Path, rows: TokenBatch | Iterable[dict[str, Any]]) -> Path:
-    """Write rows, or a batch's, as JSONL or parquet, by the suffix; the file appears whole or not at all."""
+    """Write rows or a batch as JSONL or parquet, by the suffix; the file appears whole or not at all."""
     path, rows = Path(path), rows.rows() if isinstance(rows, TokenBatch) else rows
     _check_suffix(path)
     with replacing(path) as partial:
@@ -120,7 +120,8 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _check_names(place: str, row: dict[str, Any]) -> None:
-    """Refuse a name that means a column the row does not have; beside that column, it is a user's own."""
+    """Raise InputError for a near miss of a column that the row lacks; beside that column, the name is the user's own.
+    """
     for name in sorted(row.keys() - set(COLUMNS)):
         meant = _meant(name)
         if meant is not None and meant not in row and PARTNERS.get(meant) not in row:
@@ -129,7 +130,7 @@ def _check_names(place: str, row: dict[str, Any]) -> None:
 
 @lru_cache(maxsize=10_000)
 def _meant(name: str) -> str | None:
-    """The column that this is a near miss of."""
+    """Return the column that this name is a near miss of."""
     plain = name.lower().replace("log_prob", "logprob")
     close = [ALIASES[plain]] if plain in ALIASES else get_close_matches(plain, COLUMNS, n=1, cutoff=0.87)
     return close[0] if close else None
@@ -142,5 +143,5 @@ def _check_suffix(path: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold of a tensor, an array or a number of numpy."""
+    """Convert a tensor, an array or a numpy number for JSON."""
     return value.tolist()

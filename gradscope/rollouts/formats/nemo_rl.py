@@ -46,7 +46,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 
 
 def _unsliced(record: Record) -> Record:
-    """The record with the one entry of each of its lists, where it is a slice of one sample."""
+    """Return the record with its lists of one entry unpacked, if it is a slice of one sample."""
     ids = record.columns.get("token_ids")
     if not (isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list)):
         return record
@@ -73,7 +73,7 @@ def _row(record: Record) -> Row:
 
 
 def _without_unrecorded(row: Row) -> Row:
-    """The row without the sampler's log-probabilities that were left at 0 for want of any."""
+    """Drop the sampler's log-probabilities if they are all 0, that is, were not recorded."""
     own, sampler, kept = (row.columns.get(name) for name in ("logprobs", "sampler_logprobs", "response_mask"))
     if own is None or sampler is None or row.left_out is not None:
         return row

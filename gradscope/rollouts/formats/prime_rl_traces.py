@@ -59,20 +59,20 @@ def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
 
 
 def _work(episode: Record) -> dict[str, Any]:
-    """What kind of work the episode was done for: that of its run, or, within a training run, its own."""
+    """Return the episode's kind of work: its run's or, within a training run, its own."""
     run = _object(episode, "run")
     return run["work"] if isinstance(run.get("work"), dict) else run
 
 
 def _is_trained(update: Record) -> bool:
-    """Whether an annotation says that the trace was trained: the trainer's own, or one of the cohort that was sent."""
+    """Return whether an annotation says that the trace was trained: the trainer's own, or a shipped cohort's."""
     known = _object(update, "info").get("train")
     sent = isinstance(known, dict) and known.get("effective") is True
     return sent or any(branch.get("trainer_logprobs") for branch in _branches(update))
 
 
 def _is_stale(policy: Any, step: int | None) -> bool:
-    """Whether weights older than those that step − 1 made sampled a trace, or its beginning."""
+    """Return whether a trace, or its beginning, was sampled with weights older than those of step − 1."""
     begun = policy.get("start") if isinstance(policy, dict) else None
     return isinstance(begun, int) and step is not None and begun < step - 1
 
@@ -85,13 +85,13 @@ def _traces(episode: Record) -> list[dict[str, Any]]:
 
 
 def _object(record: Record, name: str) -> dict[str, Any]:
-    """A JSON object of the record; empty without."""
+    """Return a JSON object of the record; an empty one if it is missing."""
     value = record.columns.get(name)
     return value if isinstance(value, dict) else {}
 
 
 def _id(record: Record, given: Any) -> str | int | None:
-    """What names a trace."""
+    """Return the trace's id."""
     if not isinstance(given, str | int | None):
         raise InputError(f"{record.place}: the trace's id is {show(given)}; wanted is a text; leave the row out")
     return given
@@ -105,7 +105,7 @@ def _branches(update: Record) -> list[dict[str, Any]]:
 
 
 def _fold(record: Record, updates: list[Record]) -> dict[str, Any]:
-    """Put what the updates know of sampled tokens into the trace's nodes; their scalars, the newest of each name."""
+    """Merge the updates' per-token values into the trace's nodes; of scalars, the newest of each name."""
     nodes, info = read_nodes(record), dict(_object(record, "info"))
     paths = node_paths(nodes)
     for update in updates:
@@ -127,8 +127,9 @@ def _fold(record: Record, updates: list[Record]) -> dict[str, Any]:
 
 
 def _spread(update: Record, name: str, stream: Any, nodes: list[dict[str, Any]]) -> None:
-    """Each node's part of a stream, at its sampled tokens, null where it is unknown; what lies past the end of the
-    trainer's stream was cut off, and counts nothing."""
+    """Cut a stream into the nodes' sampled tokens, null where unknown; tokens past the trainer's cut-off count for
+    nothing.
+    """
     if stream is None:
         return
     if not isinstance(stream, list):
@@ -147,7 +148,7 @@ def _spread(update: Record, name: str, stream: Any, nodes: list[dict[str, Any]])
 
 
 def _mask(node: dict[str, Any]) -> list[Any]:
-    """Where it was sampled; what is no list is refused with the node's ids."""
+    """Return the node's sampled mask; anything but a list is refused together with the node's ids."""
     mask = node.get("mask")
     return mask if isinstance(mask, list) else []
 

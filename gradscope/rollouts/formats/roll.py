@@ -40,7 +40,7 @@ def _row(record: Record, _policy: Policy | None) -> Row:
 
 
 def _prompt(record: Record) -> Any:
-    """The chat in `messages`, a JSON text or a list."""
+    """Return the chat in `messages`, a JSON text or a list."""
     given = record.columns["messages"]
     try:
         found = parse_json(given) if isinstance(given, str) else given
@@ -50,7 +50,7 @@ def _prompt(record: Record) -> Any:
 
 
 def _temperature(settings: Any) -> int | float | None:
-    """The temperature in sampling_params, a JSON text; None where it says none."""
+    """Return the temperature in the JSON text sampling_params; None if it has none."""
     try:
         found = parse_json(settings) if isinstance(settings, str) else settings
     except ValueError:

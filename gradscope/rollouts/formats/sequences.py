@@ -27,7 +27,7 @@ def split_sequence(
     length: int | None = None,
     weights: str | None = None,
 ) -> Row:
-    """The row of a sequence: its response starts at the first token that the mask keeps.
+    """Return the row of a sequence, whose response starts at the first token that the mask keeps.
 
     ids, mask: names of these columns; per_token: {native name: name in the file} of columns as long as the ids, of
     which one without any value is not given; columns: what else is known; length: of the sequence, the rest is padding.
@@ -70,7 +70,7 @@ def split_sequence(
 
 
 def _scaled(values: list[Any], weights: list[Any]) -> list[Any]:
-    """Each value times its weight; what is no number stays for the reader to name."""
+    """Multiply each value by its weight; non-numbers are left for the reader to report."""
     number = int | float
     return [
         v * w if isinstance(v, number) and isinstance(w, number) else v for v, w in zip(values, weights, strict=True)

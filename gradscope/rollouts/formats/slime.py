@@ -82,7 +82,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 
 
 def _keyed(records: Iterable[Record]) -> Iterator[tuple[Record, Key]]:
-    """Each record with what tells its sample: step, index and tokens, and which of those that are equal it is.
+    """Yield each record with its sample's key: step, index, tokens, and a counter among equal ones.
 
     One rollout may give several samples of the same index, which differ in their tokens.
     """
@@ -104,7 +104,7 @@ def _check_whole(record: Record) -> None:
 
 
 def _is_evaluation(record: Record) -> bool:
-    """Whether the trainer named the file for an evaluation: eval_ before the id, wherever the id stands."""
+    """Return whether the file name marks an evaluation: eval_ before the id."""
     step = record.columns.get("rollout_id")
     for part in (record.path.stem, *record.path.parent.parts[:-3:-1]):
         if step is not None and re.search(rf"(?<![0-9]){step}(?![0-9])", part):
@@ -113,7 +113,7 @@ def _is_evaluation(record: Record) -> bool:
 
 
 def _check_tokens(trained: list[tuple[Record, Key]], sampled: dict[Key, Record]) -> None:
-    """InputError where a sample of the train data bears the index of one that has other tokens."""
+    """Raise InputError if a train-data sample has the index of one with other tokens."""
     tokens: dict[object, set[int]] = {}
     for step, index, own, _ in sampled:
         tokens.setdefault((step, index), set()).add(own)
@@ -127,7 +127,7 @@ def _check_tokens(trained: list[tuple[Record, Key]], sampled: dict[Key, Record])
 
 
 def _join(trained: Record, sampled: Record | None) -> Record:
-    """The train data's columns and those that only the rollout data have."""
+    """Return the train data's columns, and the columns that only the rollout data have."""
     return Record(trained.path, trained.place, ({} if sampled is None else sampled.columns) | trained.columns)
 
 
@@ -152,7 +152,7 @@ def _row(record: Record) -> Row:
 
 
 def _scale_as_trained(rows: list[Row], records: list[Record]) -> list[Row]:
-    """The rows as the trainer scaled their rewards, where that is not by the samples of the prompt.
+    """Scale the rewards as the trainer did where it did not group them by prompt.
 
     slime takes its groups by place, n after n, if there are as many samples as prompts × n, and else all of the step as
     one. miles takes one reward of each rollout, however many samples it gave.
@@ -181,7 +181,7 @@ def _scale_as_trained(rows: list[Row], records: list[Record]) -> list[Row]:
 
 
 def _mark_stale(rows: list[Row], records: list[Record]) -> Iterator[Row]:
-    """The rows with a remark on those that hold tokens of weights older than the newest of their step."""
+    """Yield the rows, with a remark on those with tokens of weights older than their step's newest."""
     versions = [_versions(record) for record in records]
     newest: dict[int | None, int] = {}
     for row, own in zip(rows, versions, strict=True):
@@ -192,7 +192,7 @@ def _mark_stale(rows: list[Row], records: list[Record]) -> Iterator[Row]:
 
 
 def _versions(record: Record) -> list[int]:
-    """The numbers of the weights that sampled its parts."""
+    """Return the version numbers of the weights that sampled its parts."""
     found = record.columns.get("weight_versions")
     found = found if isinstance(found, list) else []
     return [int(one) for one in found if isinstance(one, int | str) and str(one).isdecimal() and len(str(one)) < 20]

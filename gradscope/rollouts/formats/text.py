@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def prompt_of(record: Record, name: str) -> Any:
-    """The prompt: a string, or a chat whose messages lost the nulls that parquet fills in.
+    """Return the prompt: a string, or a chat without the nulls that parquet fills in.
 
     A chat that ends in an assistant's turn is refused: trainers add a new turn to it, gradscope keeps it open.
     """
@@ -31,7 +31,7 @@ def prompt_of(record: Record, name: str) -> Any:
 
 
 def response_of(record: Record, name: str) -> Any:
-    """The response's text: a string, or the content of a single assistant message and nothing else."""
+    """Return the response's text: a string, or the content of a single assistant message."""
     response = need(record, name)
     if not isinstance(response, list):
         return response
@@ -57,7 +57,7 @@ TOOL_OUTPUT = re.compile(
     r"</?(tool_response|tool_result|tool_output|function_results?|function_response|interpreter|information|observation)>"
     r"|\[TOOL_RESULTS\]"
 )
-"""What chat templates and tool environments put around a tool's answer; a tool call is the policy's own."""
+"""Marks that chat templates and tool environments put around a tool's answer; a tool call is the policy's own."""
 SHOWS_TOOLS = (
     "its text shows a tool's output, which the log has no mask for: these tokens count as sampled, though the trainer "
     "left them out of its loss"
@@ -69,11 +69,11 @@ SHOWS_TURNS = (
     "left those between its answers out of its loss"
 )
 THOUGHT = re.compile(r"<think>\s*(</think>)?\s*\Z")
-"""What a template adds to the opening of an answer that thinks, or does not."""
+"""What a template adds to the opening of an answer with or without thinking."""
 
 
 def opening_of(policy: Policy | None) -> str | None:
-    """What a template's opening of an answer leaves without special tokens, such as `assistant`; None: none."""
+    """Return the template's opening of an answer without special tokens, such as `assistant`; None if there is none."""
     tokenizer = policy.tokenizer if policy else None
     if getattr(tokenizer, "chat_template", None) is None:
         return None
@@ -89,12 +89,12 @@ def opening_of(policy: Policy | None) -> str | None:
 
 
 def ends_with_opening(prompt: str, opening: str) -> bool:
-    """Whether a prompt without special tokens ends as one that a template wrote."""
+    """Return whether a prompt without special tokens ends like one written by a template."""
     return THOUGHT.sub("", prompt).rstrip().endswith(opening)
 
 
 def others_in(response: Any, opening: str | None) -> tuple[str, ...]:
-    """What is to be said of text in which somebody else's shows: a tool's output, or several turns.
+    """Return remarks on text by somebody else in a response: a tool's output, or several turns.
 
     opening: what `opening_of` gives; on a line of its own it begins another answer.
     """

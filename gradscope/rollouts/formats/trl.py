@@ -59,7 +59,7 @@ def _row(record: Record, step: int | None, left_out: str | None, policy: Policy 
 
 
 def _doubts(prompt: str, policy: Policy | None, opening: str | None) -> tuple[str, ...]:
-    """What is to be said of a prompt that is a string."""
+    """Return remarks on a prompt that is a string."""
     tokenizer = policy.tokenizer if policy else None
     if tokenizer is None:
         return ()
@@ -75,7 +75,7 @@ def _doubts(prompt: str, policy: Policy | None, opening: str | None) -> tuple[st
 
 
 def _evaluated(folder: Path) -> frozenset[int]:
-    """Steps at which the trainer evaluated, as the newest checkpoint beside its folder `completions` tells."""
+    """Return the steps at which the trainer evaluated, by the newest checkpoint beside its folder `completions`."""
     states = folder.parent.glob("checkpoint-*/trainer_state.json") if folder.name == "completions" else ()
     states = sorted(states, key=lambda path: (len(path.parent.name), path))
     if not states:

@@ -17,11 +17,11 @@ from gradscope.runs import parse_json
 ID_COLUMNS = ("prompt_ids", "response_ids", "prompt", "response")
 
 LARGEST_ID = 2**31
-"""No vocabulary is that large; an id beyond is none."""
+"""Ids beyond this belong to no vocabulary."""
 
 
 def parse_ids(row: Row, policy: Policy | None, options: ReadingOptions) -> tuple[list[int], list[int]]:
-    """Ids of prompt and response, checked against the policy's vocabulary; text is encoded."""
+    """Return the ids of prompt and response, encoded if they are text, and checked against the policy's vocabulary."""
     if "prompt_ids" in row.columns and "response_ids" in row.columns:
         return _check_ids(row, "prompt_ids", policy), _check_ids(row, "response_ids", policy)
     if "prompt" in row.columns and "response" in row.columns:
@@ -33,7 +33,7 @@ def parse_ids(row: Row, policy: Policy | None, options: ReadingOptions) -> tuple
 
 
 def check_sizes(row: Row, prompt_ids: list[int], response_ids: list[int], policy: Policy | None) -> None:
-    """Raise InputError for an empty prompt, and for a row longer than the policy can be measured on."""
+    """Raise InputError for an empty prompt, and for a row longer than the policy's context."""
     if not prompt_ids:
         raise InputError(f"{row.place}: the prompt is empty; give at least one token, or leave the row out")
     if policy and (why := policy.why_too_long(len(prompt_ids) + len(response_ids))):
@@ -60,7 +60,7 @@ def _check_ids(row: Row, name: str, policy: Policy | None) -> list[int]:
 
 
 def is_templated(row: Row) -> bool:
-    """Whether the prompt's ids are made by the chat template."""
+    """Return whether the prompt's ids come from the chat template."""
     return not {"prompt_ids", "response_ids"} <= row.columns.keys() and isinstance(row.columns.get("prompt"), list)
 
 
@@ -79,7 +79,7 @@ def _encode(row: Row, policy: Policy | None, options: ReadingOptions) -> tuple[l
 
 
 def _template_kwargs(row: Row) -> dict[str, Any]:
-    """The row's own arguments of the chat template: an object, or its JSON; without nulls, which parquet fills in."""
+    """Return the row's own arguments of the chat template (an object or its JSON), without parquet's nulls."""
     given = row.columns.get("chat_template_kwargs", {})
     if isinstance(given, str):
         with suppress(ValueError):
@@ -95,7 +95,7 @@ def _template_kwargs(row: Row) -> dict[str, Any]:
 def parse_response(
     row: Row, prompt_ids: list[int], response_ids: list[int], group: int, kept: np.ndarray, options: ReadingOptions
 ) -> Response:
-    """All that a row says about its response, each list as long as it; None, or NaN at a token, where it is unknown."""
+    """Return all that a row says about its response, lists as long as it; None, or NaN at a token, if unknown."""
     advantage = row.columns.get("advantage")
     if isinstance(advantage, list):
         advantage = parse_per_token(row, "advantage", kept)
@@ -129,7 +129,7 @@ def parse_response(
 
 
 def parse_reward(row: Row, options: ReadingOptions, *, needed: bool = True) -> float | None:
-    """The row's reward, of a dictionary the entry that the options name; None where it is unknown.
+    """Return the row's reward or, of a dictionary, the entry that the options name; None if unknown.
 
     needed: without it, a dictionary of which none is named is no error.
     """
@@ -151,7 +151,7 @@ def parse_reward(row: Row, options: ReadingOptions, *, needed: bool = True) -> f
 
 
 def parse_mask(row: Row, length: int) -> np.ndarray:
-    """Which response tokens are kept, maybe none, [length] of bool; all of them where the row has no mask."""
+    """Return which response tokens are kept, [length] of bool; all of them if the row has no mask."""
     if "response_mask" not in row.columns:
         return np.ones(length, dtype=bool)
     mask, name = row.columns["response_mask"], row.label("response_mask")
@@ -162,7 +162,7 @@ def parse_mask(row: Row, length: int) -> np.ndarray:
 
 
 def parse_logprobs(row: Row, name: str, kept: np.ndarray) -> list[float] | None:
-    """Log-probabilities per response token, at most 0, NaN where unknown; None where the row has none."""
+    """Return log-probabilities per response token, at most 0 and NaN where unknown; None if the row has none."""
     if name not in row.columns:
         return None
     values = np.array(parse_per_token(row, name, kept))
@@ -178,7 +178,7 @@ def parse_logprobs(row: Row, name: str, kept: np.ndarray) -> list[float] | None:
 
 
 def parse_per_token(row: Row, name: str, kept: np.ndarray) -> list[float]:
-    """A number per response token, NaN where it is null, NaN or infinite; what stands at a dropped token is no matter.
+    """Return a number per response token, NaN where it is null or not finite; dropped tokens' values are not checked.
 
     Raises InputError for what is no list of numbers as long as the response, and a kept one beyond ±LARGEST.
     """
@@ -203,7 +203,7 @@ def parse_per_token(row: Row, name: str, kept: np.ndarray) -> list[float]:
 
 
 def _float(value: int | float) -> float:
-    """The number, and for a whole one that no float holds the largest that one does."""
+    """Convert to float; integers too large for one become the largest float."""
     try:
         return float(value)
     except OverflowError:
@@ -219,7 +219,7 @@ def _check_length(row: Row, name: str, values: list, length: int) -> None:
 
 
 def parse_number(row: Row, name: str) -> float | None:
-    """The row's number of that name; None where it has none, or NaN or an infinite one."""
+    """Return the row's number of that name; None if it is missing or not finite."""
     value = row.columns.get(name)
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None

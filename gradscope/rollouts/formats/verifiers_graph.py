@@ -36,7 +36,7 @@ PER_TOKEN = {
 def trace_rows(
     record: Record, *, group: Any = None, step: int | None = None, stale: str | None = None
 ) -> Iterator[Row]:
-    """A row for each path of one trace.
+    """Yield a row for each path of one trace.
 
     group: what tells the prompt; None: the trace's task. stale: a remark, where older weights sampled it.
     """
@@ -69,7 +69,7 @@ def _reason_to_leave_out(record: Record, nodes: list[dict[str, Any]]) -> str | N
 
 
 def _is_unresumed(nodes: list[dict[str, Any]], leaf: int) -> bool:
-    """Whether the leaf is an attempt at compaction that no other message goes on from."""
+    """Return whether the leaf is a compaction attempt that no other message continues."""
     links = [_links(node) for node in nodes]
     attempt = any(link.get("type") == "compaction_attempt" for link in links[leaf])
     return attempt and not any(
@@ -83,7 +83,7 @@ def _links(node: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def node_paths(nodes: list[dict[str, Any]]) -> list[list[int]]:
-    """The nodes from a root to each leaf, in the order of the leaves."""
+    """Return the nodes from a root to each leaf, in leaf order."""
     parents, paths = {node.get("parent") for node in nodes}, []
     for leaf in (place for place in range(len(nodes)) if place not in parents):
         path: list[int] = []
@@ -109,7 +109,7 @@ def read_nodes(record: Record) -> list[dict[str, Any]]:
 
 
 def _join(record: Record, nodes: list[dict[str, Any]], path: list[int], trained: set[int]) -> dict[str, list[Any]]:
-    """Ids, mask and numbers per token of a path; None where a number is not known.
+    """Concatenate a path's ids, mask and per-token numbers; None where a number is unknown.
 
     trained: nodes of earlier paths, which are context here.
     """
@@ -133,7 +133,7 @@ def _join(record: Record, nodes: list[dict[str, Any]], path: list[int], trained:
 
 
 def _spread(record: Record, place: int, name: str, values: Any, mask: list[Any]) -> list[Any]:
-    """A number for each sampled token at its place among all of the node."""
+    """Place a number per sampled token among all of the node's tokens."""
     sampled = sum(bool(kept) for kept in mask)
     if not values:
         return [None] * len(mask)
@@ -147,7 +147,7 @@ def _spread(record: Record, place: int, name: str, values: Any, mask: list[Any])
 
 
 def _loss_weights(record: Record, place: int, node: dict[str, Any], length: int) -> list[Any]:
-    """What each token counts in the policy gradient; None where the trace does not say."""
+    """Return each token's weight in the policy gradient; None if the trace does not say."""
     streams = node.get("loss_weights")
     stream = streams.get("rl") if isinstance(streams, dict) else None
     if stream is None:
@@ -161,7 +161,7 @@ def _loss_weights(record: Record, place: int, node: dict[str, Any], length: int)
 
 
 def _group(record: Record) -> Any:
-    """What tells the task: its key or its hash, which all rollouts of it share."""
+    """Return the task's key or hash, which all its rollouts share."""
     task = need(record, "task")
     found = next((task[name] for name in ("key", "hash") if task.get(name)), None) if isinstance(task, dict) else None
     if found is None:
@@ -172,7 +172,7 @@ def _group(record: Record) -> Any:
 
 
 def _reward(record: Record) -> float | None:
-    """Σ score · weight of the rewards that were scored; None where none was."""
+    """Return Σ score · weight of the scored rewards; None if none was scored."""
     rewards = record.columns.get("rewards") or {}
     parts = [part for part in rewards.values() if part is not None] if isinstance(rewards, dict) else [rewards]
     if any(not isinstance(part, dict) for part in parts):
@@ -186,7 +186,7 @@ def _reward(record: Record) -> float | None:
 
 
 def _heat(record: Record) -> float | None:
-    """The temperature of the first call that names one."""
+    """Return the temperature of the first call that names one."""
     calls = record.columns.get("calls")
     for call in calls if isinstance(calls, list) else []:
         sampling = call.get("sampling") if isinstance(call, dict) else None

@@ -44,7 +44,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 
 
 def _with_step(file: list[Record]) -> list[Record]:
-    """The lines with the step that their file is named after, where none says its own."""
+    """Yield the lines with the step of their file's name, if none has its own."""
     name = file[0].path.name.partition(".")[0]
     if not name.isdecimal() or any("step" in record.columns for record in file):
         return file
@@ -52,7 +52,7 @@ def _with_step(file: list[Record]) -> list[Record]:
 
 
 def _rows_of_file(file: list[Record]) -> Iterator[Row]:
-    """A file holds a step's lines."""
+    """Yield the rows of one file, which holds the lines of one step."""
     keys = [_key(record) for record in file]
     last: dict[object, int] = defaultdict(int)
     for session, output in (key for key in keys if key is not None):
@@ -67,7 +67,7 @@ def _rows_of_file(file: list[Record]) -> Iterator[Row]:
 
 
 def _key(record: Record) -> tuple[tuple[int | None, str, int], int] | None:
-    """Step, prompt and number of the session, and which of its outputs this is; None of a uid that is a prompt's."""
+    """Return (step, prompt, session) and the output's number within the session; None for a uid that is a prompt's."""
     uid = record.columns.get("uid")
     match = KEY.fullmatch(uid) if isinstance(uid, str) else None
     return match and ((whole_number(record, "step"), match[1], int(match[2])), int(match[3]))
@@ -88,7 +88,7 @@ def _row(record: Record, has_penalty: bool) -> Row:
 
 
 def _has_penalty(file: list[Record]) -> bool:
-    """Whether a length's penalty is still to be added to `score`.
+    """Return whether the length penalty still has to be added to `score`.
 
     The older trainer writes the reward manager's extras over its own columns. Those of a scoring function that returns
     a dictionary hold its `score`, without the penalty; those of one that returns a number hold it as `acc`.

@@ -119,7 +119,7 @@ class BlockActivations:
         return probs, slopes
 
     def factor(self, matrix: Matrix, n: int) -> Float[Tensor, "B n r"]:
-        """Lower triangular factor of the module's inputs at the first n positions, with ones for a bias."""
+        """Return the lower triangular factor of the module's inputs at the first n positions, with ones for a bias."""
         key = self.block.inputs[matrix.name]
         if key not in self._factors:
             self._factors[key] = prefix_factor(self.inputs(matrix), bias=key[1])
@@ -127,11 +127,11 @@ class BlockActivations:
         return made[:, :n, : min(n, made.shape[2])]
 
     def inputs(self, part: Matrix | Norm) -> Float[Tensor, "B n *width"]:
-        """What the module was called with."""
+        """Return what the module was called with."""
         return self._seen.inputs[part.name].to(self.dtype)
 
     def outputs(self, part: Matrix | Norm) -> Float[Tensor, "B n *width"]:
-        """What the module returned."""
+        """Return what the module returned."""
         return self._seen.outputs[part.name].to(self.dtype)
 
     def _attend(self, batch: int, n: int) -> tuple[Tensor, Tensor | None]:
@@ -148,7 +148,7 @@ class BlockActivations:
         return scores.softmax(-1), slopes
 
     def _rotated_heads(self, matrix: Matrix, norm: Norm | None) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
-        """(normalised input and inverse rms of the norm over each head, if there is one; [B, n, heads, c])."""
+        """Return (normalised input and inverse rms of the norm over each head, if there is one; [B, n, heads, c])."""
         if norm is None:
             normalized, heads = None, self._heads(self.outputs(matrix))
         else:

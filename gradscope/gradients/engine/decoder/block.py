@@ -45,7 +45,7 @@ class BlockBackward:
     def through_attention_at(
         self, residual: Float[Tensor, "B K d"], attended: Float[Tensor, "B K w"], positions: Int[Tensor, "B K"]
     ) -> Delta:
-        """The same from one position of each token, which is all that the last block has before its attention.
+        """Return the same from one position of each token, which is all that the last block has before its attention.
 
         residual: gradient at the block's input, by the residual connection; attended: at attention's output before it
         is projected. What comes after is the head's.

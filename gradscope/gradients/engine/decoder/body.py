@@ -62,19 +62,21 @@ def chunk_limits(
 
 
 def row_bytes(hidden: int, mlp: int | float, heads: int, *, strip: int = WIDEST) -> int | float:
-    """What one token carries at one position, at most: through an MLP, or through a strip of attention's queries."""
+    """Return what one token carries at one position, at most: through an MLP, or through a strip of attention's
+    queries.
+    """
     return 4 * max(3 * mlp + 6 * hidden, 8 * hidden + 2 * heads * strip)
 
 
 def probs_bytes(heads: int, length: int) -> int:
-    """Bytes of attention's probabilities within a sequence; heads: of all blocks together, capped ones twice."""
+    """Return bytes of attention's probabilities within a sequence; heads: of all blocks together, capped ones twice."""
     return 4 * heads * length**2
 
 
 def seen_bytes(
     hidden: int, query: int | float, key: int | float, mlp: int | float, length: int, *, norms: int
 ) -> int | float:
-    """What the forward pass leaves of a sequence in a block: inputs and outputs of its modules.
+    """Return what the forward pass leaves of a sequence in a block: inputs and outputs of its modules.
 
     query, key: widths of all queries, of all keys. norms: of width `hidden`.
     """
@@ -84,7 +86,7 @@ def seen_bytes(
 def kept_bytes(
     hidden: int, query: int | float, key: int | float, mlp: int | float, length: int, *, norms: int
 ) -> int | float:
-    """What of it is kept for the way back: activations as the rules need them, and factors.
+    """Return what of it is kept for the way back: activations as the rules need them, and factors.
 
     Attention's probabilities are not in it.
     """
@@ -93,8 +95,8 @@ def kept_bytes(
 
 
 def most_sequences(length: int, kept: int | float, *, rows: int, logits: int, memory: int) -> int:
-    """How many sequences of this length fit: one token of each within the rows, all their logits and what they leave
-    within the memory.
+    """Return how many sequences of this length fit: one token of each within the rows, all their logits and what they
+    leave within the memory.
 
     kept: bytes that one leaves; logits: positions whose logits fit.
     """
@@ -150,7 +152,7 @@ class DecoderBody:
         return DecoderStack(self, stack, head, activations) if bool(torch.stack(consistent).all()) else None
 
     def recording(self) -> AbstractContextManager[list[Seen]]:
-        """A context in which the head's pass leaves the blocks' activations."""
+        """Return a context in which the head's pass leaves the blocks' activations."""
         return record_blocks(self.model, self.blocks)
 
     def limits(self, rows: int | None, memory: int) -> Limits:
@@ -182,7 +184,7 @@ class DecoderBody:
         return batch * probs_bytes(self._heads, length) <= self.memory
 
     def most_sequences(self, length: int, *, rows: int, logits: int) -> int:
-        """How many sequences of this length fit; see the function of this name."""
+        """Return how many sequences of this length fit; see the function of this name."""
         norms = len(self.blocks[0].norms) - len(self.blocks[0].head_norms)
         kept = len(self.blocks) * seen_bytes(*self._widths, length, norms=norms) + probs_bytes(self._heads, length)
         return most_sequences(length, kept, rows=rows, logits=logits, memory=self.memory)

@@ -21,7 +21,7 @@ inside transformers' modules; and of half precisions, where attention's scores a
 
 
 def is_complete(block: DecoderBlock, seen: Seen) -> bool:
-    """Whether the pass left all that the rules need of a block, in the shapes that they know."""
+    """Return whether the pass left all that the rules need of a block, in the shapes that they know."""
     parts = {part.name for part in (*block.matrices, *block.norms)}
     if seen.hidden is None or seen.inputs.keys() != parts:
         return False
@@ -41,7 +41,7 @@ def is_complete(block: DecoderBlock, seen: Seen) -> bool:
 
 @torch.no_grad()
 def account_for(activations: BlockActivations, following: Float[Tensor, "B n d"] | None) -> Bool[Tensor, ""]:
-    """Whether a block's activations follow from one another as the rules assume.
+    """Return whether a block's activations follow from one another as the rules assume.
 
     following: the next block's input; None: this is the last block.
     """
@@ -56,7 +56,7 @@ def account_for(activations: BlockActivations, following: Float[Tensor, "B n d"]
 
 
 def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """(what the parts give, what the model computed); following: the next block's input."""
+    """Yield (what the parts give, what the model computed); following: the next block's input."""
     block = a.block
     seen = [(block.attention_norm, a.attention_norm), (block.mlp_norm, a.mlp_norm)]
     some = (block.query_norm, a.query_norm), (block.key_norm, a.key_norm)
@@ -81,7 +81,7 @@ def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tens
 
 
 def _are_close(ours: Tensor, theirs: Tensor, tolerance: float) -> Bool[Tensor, ""]:
-    """Whether both agree at every position, [B, n, …]; never where one is not a number."""
+    """Return whether both agree at every position, [B, n, …]; never where one is not a number."""
     size = torch.linalg.vector_norm(theirs.flatten(2), dim=2)
     difference = torch.linalg.vector_norm((ours - theirs).flatten(2), dim=2)
     return (difference <= tolerance * (size + size.mean(1, keepdim=True))).all()

@@ -30,7 +30,7 @@ class Norm:
     weight: nn.Parameter
 
     def normalize(self, x: Float[Tensor, "B n *heads d"]) -> tuple[Tensor, Tensor]:
-        """(x̂, 1/√(mean(x²) + eps)) with an axis for tokens: [B, n, 1, *heads, d], [B, n, 1, *heads, 1]."""
+        """Return (x̂, 1/√(mean(x²) + eps)) with an axis for tokens: [B, n, 1, *heads, d], [B, n, 1, *heads, 1]."""
         inverse_rms = (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         return (x * inverse_rms).unsqueeze(2), inverse_rms.unsqueeze(2)
 
@@ -103,7 +103,8 @@ class DecoderBlock:
 
 
 def find_decoder_blocks(model: nn.Module, blocks: nn.ModuleList, ownership: Ownership) -> list[DecoderBlock] | None:
-    """The parts of every block, or None if one of them is built otherwise or holds parameters that are none of these.
+    """Return the parts of every block, or None if one of them is built otherwise or holds parameters that are none of
+    these.
 
     What the parts are used for is not seen here: that a backward pass by the rules is right must be tried.
     """
@@ -153,13 +154,15 @@ def _find_parts(name: str, block: nn.Module, ownership: Ownership) -> DecoderBlo
 
 
 def _fit(query: nn.Linear, key: nn.Linear, value: nn.Linear, output: nn.Linear, width: int) -> bool:
-    """Whether heads of this width are all that the matrices carry, as many queries in each group as in every other."""
+    """Return whether heads of this width are all that the matrices carry, as many queries in each group as in every
+    other.
+    """
     same = query.out_features == output.in_features and key.out_features == value.out_features
     return same and key.out_features % width == 0 and query.out_features % key.out_features == 0 and width % 2 == 0
 
 
 def _find_norm(owner: nn.Module, prefix: str, role: str) -> Norm | None:
-    """The child as an RMS norm, if its outputs on random inputs are those of one."""
+    """Return the child as an RMS norm, if its outputs on random inputs are those of one."""
     module = getattr(owner, role, None)
     weight = getattr(module, "weight", None)
     eps = next((e for n in ("variance_epsilon", "eps") if isinstance(e := getattr(module, n, None), float)), None)

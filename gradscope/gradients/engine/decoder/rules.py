@@ -132,7 +132,7 @@ def attention_backward_at(
     *,
     scaling: float,
 ) -> tuple[Float[Tensor, "B K H c"], Float[Tensor, "B n K G c"], Float[Tensor, "B n K G c"]]:
-    """The same where each token's δ lies at one position: ∂/∂q there, ∂/∂k and ∂/∂v over the prefix.
+    """Return the same where each token's δ lies at one position: ∂/∂q there, ∂/∂k and ∂/∂v over the prefix.
 
     In the last block that is all there is, so its queries, output projection and MLP cost one position a token.
     """
