@@ -1,19 +1,14 @@
-"""Do the ways of summing gradients agree, on policies of the sizes that people train?
+"""How often do sketches of summed gradients say truly how far they err, on policies of the sizes that people train?
 
-    python -m analyses.benchmarks.real_size make 0.5b work/0.5b --prompts 2 --responses 2 --response-length 32
-    python -m analyses.benchmarks.summed_gradients budgets work/0.5b --gib 4 2 1
     python -m analyses.benchmarks.real_size make 30m work/30m
-    python -m analyses.benchmarks.summed_gradients coverage work/30m --sketches 200
+    python -m analyses.benchmarks.summed_gradients work/30m --sketches 200
 
-`budgets` makes the intervals' gradients of every prompt in slices under each budget, and says how far the inner
-products are apart, relative to the product of the norms. `coverage` makes them whole and then sketches them so many
-times with other random numbers: how often do exact shares, norms, cosines and signals lie within 1.96 of a sketch's own
-standard errors? Each replaces its own rows of the table.
+The intervals' gradients of every prompt are made whole and then sketched so many times with other random numbers: how
+often do exact shares, norms, cosines and signals lie within 1.96 of a sketch's own standard errors?
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,52 +21,18 @@ import tyro
 from torch import Tensor
 from tqdm import trange
 
+from analyses.common.batch_gradients import HELD, by_prompt
 from analyses.common.script import exit_with
-from gradscope.diagnosis import Products, block_products, prompt_vectors
-from gradscope.diagnosis.gradients import signal_and_noise, sum_gradients
-from gradscope.gradients import measuring
-from gradscope.gradients.summed.sketches import BLOCKS, Sketcher
+from gradscope.diagnosis.gradients import signal_and_noise
+from gradscope.gradients import Gram, Resources, SumsPlan, TokenJacobian, block_products
+from gradscope.gradients.sketches import BLOCKS, Sketcher
 from gradscope.intervals import EDGES, assign_intervals
-from gradscope.objective import batch_statistics, resolve_advantages
+from gradscope.objective import resolve_advantages
 from gradscope.policy import Policy, flat_slices, load_policy
 from gradscope.rollouts import TokenBatch, read_rollouts
 
 TABLE = Path("figures/benchmark_summed_gradients.csv")
 INTERVALS = len(EDGES) - 1
-
-
-@dataclass(frozen=True)
-class Budgets:
-    """Slices under several budgets."""
-
-    folder: Annotated[Path, tyro.conf.Positional]
-    """The folder that `real_size make` wrote."""
-    gib: tuple[float, ...] = (1.0, 2.0, 4.0)
-    dtype: str | None = None
-    out: Path = TABLE
-
-    def run(self) -> None:
-        policy, batch, seeds = _load(self.folder, self.dtype)
-        rows, first = [], None
-        for gib in self.gib:
-            start = time.perf_counter()
-            found = sum_gradients(
-                policy,
-                batch,
-                seeds,
-                memory=int(gib * 2**30),
-                way="slices",
-                micro_batch_size=8,
-                generator=torch.Generator().manual_seed(0),
-            )
-            seconds, pairs = time.perf_counter() - start, found.raw.pairs
-            first = pairs if first is None else first
-            norms = np.sqrt(np.einsum("papa->pa", first))
-            scale = norms[:, :, None, None] * norms
-            rows.append({"gib": gib, "slices": found.plan.parts, "passes": found.plan.forward_passes})
-            rows[-1] |= {"seconds": round(seconds, 1), "largest_difference": np.max(np.abs(pairs - first) / scale)}
-            print(rows[-1], flush=True)
-        _write(self.out, [{"what": f"budgets {self.folder.name}", "tokens": batch.num_tokens} | row for row in rows])
 
 
 @dataclass(frozen=True)
@@ -86,12 +47,14 @@ class Coverage:
 
     def run(self) -> None:
         policy, batch, seeds = _load(self.folder, None)
-        vectors = prompt_vectors(policy, batch, seeds, micro_batch_size=8)
-        truth = _statistics(block_products(vectors))
+        J = TokenJacobian(policy, batch, Resources(HELD))
+        vectors = by_prompt(J, J.kept(seeds))
+        exact = Gram.exact(block_products(vectors))
+        truth = _statistics(exact.products, exact.total)
         inside, found, told = [], [], []
         for seed in trange(self.sketches, desc="sketches"):
-            products = _sketch(vectors, flat_slices(policy.model), self.size, seed)
-            value, error = _statistics(products.pairs), products.error(_statistics)
+            gram = _sketch(vectors, flat_slices(policy.model), self.size, seed)
+            value, error = _statistics(gram.products, gram.total), gram.error(_statistics)
             inside.append(np.abs(value - truth) <= 1.96 * error)
             found.append(value)
             told.append(error)
@@ -107,30 +70,30 @@ def _load(folder: Path, dtype: str | None) -> tuple[Policy, TokenBatch, Tensor]:
     """Policy, rollouts and −advantage / num_tokens of the tokens of each interval, [A, B, S]."""
     policy = load_policy(folder / "policy", dtype=dtype)
     batch = read_rollouts(folder / "rollouts.jsonl", policy)
-    with measuring(policy.model):
-        logprobs = batch_statistics(policy.model, batch, micro_batch_size=4, device=policy.device).logprob
+    logprobs = TokenJacobian(policy, batch).statistics.logprob
     intervals = torch.from_numpy(assign_intervals(logprobs.double().exp().clamp(max=1.0).numpy(), list(EDGES)))
     advantages = torch.as_tensor(resolve_advantages(batch)).double()
     weights = -(advantages if advantages.dim() == 2 else advantages[:, None]) * batch.response_mask / batch.num_tokens
     return policy, batch, weights * (intervals == torch.arange(INTERVALS)[:, None, None])
 
 
-def _sketch(vectors: Tensor, slices: dict[str, slice], size: int, seed: int) -> Products:
+def _sketch(vectors: Tensor, slices: dict[str, slice], size: int, seed: int) -> Gram:
     sketcher, out = Sketcher(size, seed=seed), torch.zeros(*vectors.shape[:2], size)
     for own, into in _pairs(vectors, out):
         for number, part in enumerate(slices.values()):
             sketcher.add(own[part], number, into)
-    blocks = tuple(block_products(block) for block in out.chunk(BLOCKS, dim=2))
-    return Products(sum(blocks), blocks)
+    parts = np.stack([block_products(block) for block in out.chunk(BLOCKS, dim=2)])
+    plan = SumsPlan("sketches", 1 << 40, size, BLOCKS, 0.0)
+    return Gram(parts, parts.sum((1, 3)), plan, tuple(range(len(vectors))))
 
 
 def _pairs(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.flatten(0, 1) for tensor in tensors), strict=True)
 
 
-def _statistics(pairs: np.ndarray) -> np.ndarray:
+def _statistics(pairs: np.ndarray, products: np.ndarray) -> np.ndarray:
     """Shares, norms over the whole's, cosines with it, and signals, of each interval."""
-    products, own = pairs.sum((0, 2)), np.einsum("paqa->apq", pairs)
+    own = np.einsum("paqa->apq", pairs)
     squares, whole, along = np.diag(products), products.sum(), products.sum(1)
     signals = signal_and_noise(own)["signal"][0]
     parts = [along / whole, np.sqrt(squares / whole), along / np.sqrt(squares * whole), signals / whole]
@@ -148,4 +111,4 @@ def _write(file: Path, rows: list[dict]) -> None:
 
 if __name__ == "__main__":
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    exit_with(lambda: tyro.cli(Budgets | Coverage, description=__doc__, config=config).run())
+    exit_with(lambda: tyro.cli(Coverage, description=__doc__, config=config).run())

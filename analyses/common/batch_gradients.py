@@ -15,17 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gradscope.diagnosis import (
-    Gram,
-    Products,
-    PromptSums,
-    block_products,
-    cosine_matrix,
-    gradient_rows,
-    prompt_vectors,
-    token_shares,
-)
-from gradscope.gradients import own_rows
+from gradscope.diagnosis import Pairs, PromptSums, cosine_matrix, gradient_rows, token_shares
+from gradscope.gradients import Gram, Resources, TokenJacobian, block_products
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import LossSettings, batch_statistics, batch_weights
 from gradscope.policy import AdamWState, Policy
@@ -34,6 +25,8 @@ from gradscope.updates import old_intervals
 
 LABELS = interval_labels(EDGES)
 Tables = dict[str, pd.DataFrame]
+HELD = 1 << 62
+"""Bytes for vectors: all of them, of a small policy."""
 
 
 def measure_batch(
@@ -57,22 +50,23 @@ def measure_batch(
     found = batch_statistics(policy.model, batch, device=policy.device, **passes)
     weight = batch_weights(found.logprob, batch, loss, num_tokens=batch.num_tokens).total.double()
     inside = old_intervals(batch) == torch.arange(len(LABELS))[:, None, None]
-    blocks = own_rows(batch)
+    J = TokenJacobian(policy, batch, Resources(HELD, micro_batch=micro_batch_size))
+    blocks = [(batch.group_ids == prompt).nonzero()[:, 0] for prompt in J.prompts]
     counts, certainty = _sum_blocks(inside, blocks), found.log_one_minus_prob.double().exp()
     predicted = _sum_blocks(inside * (weight * certainty).square(), blocks)
-    seeds = -weight / batch.num_tokens * inside
-    signs = 2.0 * torch.randint(2, weight.shape, generator=generator) - 1
-    vectors = prompt_vectors(policy, batch, torch.cat([seeds, seeds * signs]), **passes)
+    weights = J.kept(-weight / batch.num_tokens * inside)
+    signs = J.kept(2.0 * torch.randint(2, weight.shape, generator=generator) - 1)
+    vectors = by_prompt(J, torch.cat([weights, weights * signs]))
     gradients, cosines = [], []
     for name in ("raw",) if metric is None else ("raw", "adamw"):
         summed, signed = vectors.split(len(LABELS), dim=1)
         if name == "adamw":
             vectors *= metric.scale(policy.model, summed.sum((0, 1)))
-        products = Products(block_products(summed))
+        gram = Gram.exact(block_products(summed))
         squares = signed.norm(dim=2, dtype=torch.float64).square().numpy()
         sums = PromptSums(counts, counts, squares, predicted)
-        gradients.append(gradient_table(products, sums).assign(metric=name))
-        cosines.append(cosine_table(products.pairs).assign(metric=name))
+        gradients.append(gradient_table(gram, sums).assign(metric=name))
+        cosines.append(cosine_table(gram.products).assign(metric=name))
     return {
         "gradients": pd.concat(gradients, ignore_index=True),
         "cosines": pd.concat(cosines, ignore_index=True),
@@ -81,21 +75,21 @@ def measure_batch(
     }
 
 
-def gradient_table(products: Products, sums: PromptSums) -> pd.DataFrame:
+def gradient_table(gram: Gram, sums: PromptSums) -> pd.DataFrame:
     """A row per interval (0, …) and for "all", in one metric; NaN where undefined.
 
     gradient_norm, ‖G_a‖; gradient_share, ⟨G_a, G⟩/‖G‖²; norm_ratio; cosine_with_all; gradient_index; signal and noise,
     which add up to ‖G_a‖²; signal_fraction, signal/‖G_a‖²; signal_to_noise, that of ONE prompt (the prompts' number
     times smaller than signal/noise of the sum); squared_share, of Σ‖w·g‖², and dominance_index.
     """
-    rows = _widen(gradient_rows(products, sums.tokens, LABELS, metric="raw", seed=None))
+    rows = _widen(gradient_rows(gram, sums.tokens, LABELS, metric="raw", seed=None))
     shares = _widen(token_shares(sums, LABELS, seed=None))[["squared_share", "dominance_index"]]
     table = rows.join(shares)
-    table["signal_to_noise"] = table["signal"] / table["noise"] / len(products.pairs)
+    table["signal_to_noise"] = table["signal"] / table["noise"] / len(gram.products)
     return table.rename_axis("interval").reset_index()
 
 
-def cosine_table(pairs: Gram) -> pd.DataFrame:
+def cosine_table(pairs: Pairs) -> pd.DataFrame:
     """A row per pair of intervals, interval < other and each with itself: their cosine, and what of it is signal.
 
     cosine: of G_a and G_b. signal_product: ⟨E G_a, E G_b⟩ estimated without bias, n/(n−1)·Σ_{p≠q} ⟨g_{p,a}, g_{q,b}⟩,
@@ -111,6 +105,13 @@ def cosine_table(pairs: Gram) -> pd.DataFrame:
         for b in range(a, size)
     ]
     return pd.DataFrame(rows)
+
+
+def by_prompt(J: TokenJacobian, weights: Float[Tensor, "R K"]) -> Float[Tensor, "n R P"]:
+    """The sums of each prompt's weighted token gradients."""
+    prompt = J.kept(J.batch.group_ids[:, None].expand_as(J.batch.input_ids))
+    rows = weights * (prompt == J.prompts[:, None])[:, None]
+    return J.vjp(rows.flatten(0, 1)).rows.unflatten(0, rows.shape[:2])
 
 
 def _token_table(sums: PromptSums, entropy: Float[np.ndarray, " A"]) -> pd.DataFrame:

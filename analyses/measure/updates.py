@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from analyses.common.in_training import FRESH, moments, pool
 from analyses.common.measurements import keep, part
-from gradscope.gradients import interval_gradients_over
+from gradscope.gradients import Resources, interval_gradients_over
 from gradscope.updates import StepSettings, apply_updates, movement_summary, movement_table, similarity
 
 OUTSIDE = {"only-0": 0, "only-3": 3}
@@ -36,7 +36,7 @@ def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, batches: 
     samples = [moment.sample(questions, seed=FRESH + i) for i in range(batches)]
     size = moment.config.micro_batch_size
     optimizers = {
-        "sgd": (StepSettings(micro_batch_size=size), None),
+        "sgd": (StepSettings(resources=Resources(micro_batch=size)), None),
         "adamw": (moment.step_settings, moment.optimizer_state),
     }
     moved = {name: [] for name in optimizers}
@@ -45,7 +45,8 @@ def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, batches: 
             keywords = {"loss": moment.config.loss, "step": step, "optimizer_state": state}
             move = partial(apply_updates, moment.policy, batch, list(UPDATES), **keywords)
             moved[name].append(part(out, f"{name}-{number}", lambda move=move: movement_table(move())))
-    gradients = interval_gradients_over(moment.policy, samples, loss=moment.config.loss, micro_batch_size=size)
+    own = {"loss": moment.config.loss, "resources": Resources(micro_batch=size)}
+    gradients = interval_gradients_over(moment.policy, samples, **own)
     tokens = pool(moved["sgd"])
     tables = {
         "tokens.parquet": slim(tokens),

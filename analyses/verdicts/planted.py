@@ -27,7 +27,6 @@ from gradscope.diagnosis import (
     CERTAIN,
     Diagnosis,
     DiagnosisSettings,
-    Products,
     PromptSums,
     Verdict,
     direction_rows,
@@ -41,6 +40,7 @@ from gradscope.diagnosis import (
     token_shares,
     trend_changes,
 )
+from gradscope.gradients import Gram
 from gradscope.intervals import interval_labels
 from gradscope.theory import regress_norms
 from gradscope.updates import SGD
@@ -124,7 +124,7 @@ def judge_gradients(world: GradientWorld, prompts: int, rng: np.random.Generator
     """Shares of the summed gradient, and signal."""
     pairs, tokens = world.sample(prompts, rng)
     token_rows = token_shares_of(tokens, rng)
-    rows = join_rows([gradient_rows(Products(pairs), tokens, LABELS, metric="raw", seed=rng), token_rows])
+    rows = join_rows([gradient_rows(Gram.exact(pairs), tokens, LABELS, metric="raw", seed=rng), token_rows])
     table = pd.DataFrame({"group": np.arange(prompts), "weight": 1.0})
     found = make_diagnosis(rows, table, prompts)
     said = {finding.kind: finding.verdict for finding in findings(found)}

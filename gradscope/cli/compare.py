@@ -52,7 +52,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
     """The run's clipping of the gradient's norm; none: it was not clipped."""
     gradient_memory: MemoryFlag = None
     """Bytes for vectors as long as the parameters, which decide how many weightings go through the network at a time,
-    and whether their gradients are made whole, in slices of the parameters or as sketches."""
+    and whether their gradients are made whole or as sketches."""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
 

@@ -87,8 +87,8 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
     max_grad_norm: float | None = 1.0
     """The run's clipping of the gradient's norm; none: it was not clipped."""
     gradient_memory: MemoryFlag = None
-    """Bytes for summed gradients (of intervals, of prompts): they decide whether these are made all at once, in slices
-    of the parameters, which are as exact, or as sketches, whose error is in the intervals."""
+    """Bytes for summed gradients (of intervals, of prompts): they decide whether these are made exactly
+    or as sketches, whose error is in the intervals."""
     actual_step: bool = True
     """Take one step with the whole batch, look, and take it back."""
     influence_tokens: int | None = DiagnosisSettings.influence_tokens

@@ -43,6 +43,7 @@ from gradscope.gradients import (
     SAMPLING_PROBABILITY,
     MeasureSettings,
     Plan,
+    Resources,
     Round,
     Stopwatch,
     SumsPlan,
@@ -106,8 +107,8 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
     """Bytes that one batched backward may take, or what responses measured together leave; changes speed and memory
     only."""
     gradient_memory: MemoryFlag = None
-    """Bytes for summed gradients (of intervals, of prompts): they decide whether these are made all at once, in slices
-    of the parameters, which are as exact, or as sketches, whose error is said."""
+    """Bytes for summed gradients (of intervals, of prompts): they decide whether these are made exactly
+    or as sketches, whose error is said."""
     constants: int = 0
     """For the summary, compute the constants of Eq. 3 at the contexts of this many measured tokens, the shortest ones:
     certified by an exact SVD up to 1,024 activations in a context, estimated by Lanczos beyond."""
@@ -367,10 +368,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
                 table,
                 measurement.settings,
                 contexts=self.constants if processes.is_main else 0,
-                memory=measured.gradient_memory,
-                way=measured.sums_way,
-                processes=processes,
-                progress=progress,
+                resources=Resources(measured.gradient_memory, processes=processes, progress=progress),
             )
             if not processes.is_main:
                 return

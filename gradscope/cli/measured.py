@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from gradscope.gradients import AFTERWARDS, SumsPlan, TableMeasurement, Way, largest_share, own_rows
+from gradscope.gradients import AFTERWARDS, SumsPlan, TableMeasurement, largest_share, own_rows
 from gradscope.policy import Policy
 from gradscope.rollouts import Dump
 from gradscope.runs import Processes, RunFolder
@@ -49,13 +49,6 @@ class Measured:
         """Seconds that the summed gradients may take; infinite without a limit in minutes."""
         minutes = self.measurement.settings.minutes
         return float("inf") if minutes is None else 60 * AFTERWARDS * minutes
-
-    @property
-    def sums_way(self) -> Way | None:
-        """Sketches, if what was planned takes longer than the limit and they are possible; None: as planned."""
-        if self.sums_seconds is None or self.sums_seconds <= self.sums_limit:
-            return None
-        return "sketches" if self.sums.way == "slices" and self.sums.sketched_passes is not None else None
 
     def read_table(self) -> pd.DataFrame:
         """Raises InputError for a table that is not what was written."""

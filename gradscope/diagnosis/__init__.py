@@ -2,7 +2,7 @@
 
 from gradscope.diagnosis.checkpoint import diagnose
 from gradscope.diagnosis.cost import SUMS, Minutes, fit_parts, part_costs, stage_costs
-from gradscope.diagnosis.gradients import Gram, Products, block_products, cosine_matrix, gradient_rows, prompt_vectors
+from gradscope.diagnosis.gradients import Pairs, cosine_matrix, gradient_rows
 from gradscope.diagnosis.page.contents import TokenViewer, make_report, viewer, write_report
 from gradscope.diagnosis.page.first_screen import decide
 from gradscope.diagnosis.page.trend import make_trend_report, trend_changes
@@ -22,11 +22,10 @@ from gradscope.diagnosis.tokens import PromptSums, shares_by, sum_by_prompt, tok
 from gradscope.diagnosis.words import CERTAIN, findings
 
 __all__ = [
-    "CERTAIN", "PAPER_NORMS", "PARTS", "SUMS", "Diagnosis", "DiagnosisSettings", "Finding", "Gram", "Minutes",
-    "Products", "PromptSums", "Summary", "TokenViewer", "Verdict", "block_products", "cosine_matrix", "decide",
-    "diagnose", "direction_rows", "findings", "fit_parts", "gradient_rows", "influence_rows", "interval_summary",
-    "join_rows", "make_report", "make_trend_report",
-    "measured_cones", "one_row", "part_costs", "plot_dominance", "prompt_vectors", "sampling_error", "shares_by",
-    "stage_costs", "sum_by_prompt", "summarize_measurement", "token_shares", "trend_changes", "viewer", "write_figures",
-    "write_report",
+    "CERTAIN", "PAPER_NORMS", "PARTS", "SUMS", "Diagnosis", "DiagnosisSettings", "Finding", "Minutes", "Pairs",
+    "PromptSums", "Summary", "TokenViewer", "Verdict", "cosine_matrix", "decide", "diagnose", "direction_rows",
+    "findings", "fit_parts", "gradient_rows", "influence_rows", "interval_summary", "join_rows", "make_report",
+    "make_trend_report", "measured_cones", "one_row", "part_costs", "plot_dominance", "sampling_error", "shares_by",
+    "stage_costs", "sum_by_prompt", "summarize_measurement", "token_shares", "trend_changes", "viewer",
+    "write_figures", "write_report",
 ]  # fmt: skip

@@ -52,17 +52,16 @@ from gradscope.gradients import (
     ADAMW,
     Resources,
     SumsPlan,
+    TokenJacobian,
     describe_seconds,
     largest_share,
     measure,
     measuring,
     note_logged,
-    own_rows,
-    plan_batch_sums,
 )
 from gradscope.intervals import assign_intervals, interval_labels
 from gradscope.objective import batch_statistics
-from gradscope.policy import AdamWState, Policy, PolicyLike, gradient_budget, read_state, return_freed_memory
+from gradscope.policy import AdamWState, Policy, PolicyLike, read_state, return_freed_memory
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
 from gradscope.runs import ALONE, SILENT, Processes, Progress, settle_progress
 from gradscope.theory import judge_proxies, regress_norms
@@ -74,7 +73,6 @@ from gradscope.updates import (
     apply_update,
     compare,
     compare_cost,
-    fits_at_once,
     influence,
     influence_cost,
     moved_against,
@@ -192,8 +190,7 @@ class Task:
     """The optimizer's whole state, which steps go on from."""
     metric: AdamWState | None
     step: StepSettings
-    memory: int
-    """Bytes for gradients."""
+    jacobian: TokenJacobian
     processes: Processes
     minutes: Minutes
     progress: Progress = SILENT
@@ -244,7 +241,7 @@ class Task:
 
     def step_keywords(self) -> dict[str, Any]:
         numbers = {"loss": self.settings.loss, "step": self.step, "optimizer_state": self.saved}
-        return numbers | {"memory": self.memory}
+        return numbers | {"memory": self.jacobian.resources.vectors}
 
 
 def _metric_of(
@@ -266,8 +263,11 @@ def _settle(
     processes: Processes,
     progress: Progress,
 ) -> Task:
-    labels, memory = tuple(interval_labels(settings.edges)), settings.gradient_memory
-    memory = gradient_budget(policy.device, processes) if memory is None else memory
+    labels = tuple(interval_labels(settings.edges))
+    resources = Resources(
+        settings.gradient_memory, micro_batch=settings.micro_batch_size, processes=processes, progress=progress
+    )
+    jacobian = TokenJacobian(policy, batch, resources)
     saved, step = None, settings.step or SGD
     if isinstance(optimizer_state, dict):
         saved, step = optimizer_state, settings.step or state_step(optimizer_state)
@@ -294,7 +294,7 @@ def _settle(
         saved,
         metric,
         step,
-        memory,
+        jacobian,
         processes,
         minutes,
         progress,
@@ -306,10 +306,9 @@ def _plan_parts(task: Task) -> dict[str, float]:
     """What this diagnosis makes, and what each part costs in forward passes."""
     if not task.weighted:
         return {TOKENS: 1.0}
-    asked = {"memory": task.memory, "micro_batch_size": task.settings.micro_batch_size}
-    asked |= {"intervals": len(task.labels), "way": task.settings.gradient_way, "keeps_prompts": True}
-    plan = plan_batch_sums(task.policy, task.batch, metric=task.metric is not None, **asked)
-    known = {"memory": task.memory, "metric": task.metric is not None}
+    own = {"metric": task.metric is not None, "way": task.settings.gradient_way}
+    plan = task.jacobian.plan_gram(len(task.labels), **own)
+    known = {"memory": task.jacobian.resources.vectors, "metric": task.metric is not None}
     return stage_costs(part_costs(task.policy, task.settings, task.step, sums=plan.forward_passes, **known))
 
 
@@ -388,7 +387,7 @@ def compare_weightings(task: Task) -> Comparison | None:
     if not task.affords("comparison", compare_cost(metric=task.metric is not None)):
         return None
     settings = ComparisonSettings(loss=s.loss, edges=s.edges, step=task.step, seed=s.seed, resamples=s.resamples)
-    resources = Resources(task.memory, micro_batch=4, progress=task.progress)
+    resources = Resources(task.jacobian.resources.vectors, micro_batch=4, progress=task.progress)
     given = {"table": task.table, "optimizer_state": task.saved or task.metric}
     made = partial(compare, task.policy, task.batch, settings=settings, resources=resources, **given)
     return task.attempt("comparison", made)
@@ -417,54 +416,34 @@ def sum_gradients(task: Task) -> GradientPart:
     """The intervals' summed gradients, prompt by prompt."""
     if not task.weighted:
         return GradientPart()
-    s, size, metric, minutes = task.settings, len(task.labels), task.metric, task.minutes
-    asked = {"memory": task.memory, "micro_batch_size": s.micro_batch_size}
-    planned = {"intervals": size, "metric": metric is not None, "way": s.gradient_way, "keeps_prompts": True}
-    plan = plan_batch_sums(task.policy, task.batch, **asked, **planned)
-    share = largest_share(len(own_rows(task.batch)), task.processes.count)
-    once, way = minutes.choose_sums(plan, share, metric=metric is not None, way=s.gradient_way)
+    size, metric, J = len(task.labels), task.metric, task.jacobian
+    weights = J.kept(steps.seeds_of(task.table, task.batch, size))
+    way = task.settings.gradient_way
+    plan = J.plan_gram(size, metric=metric is not None, way=way)
+    once = plan.forward_passes * largest_share(len(J.prompts), task.processes.count)
+    task.minutes.spent += once
     metric = metric if metric is not None and task.affords("adamw_sums", once) else None
-    exact = ADAMW in task.table and bool(task.table[ADAMW].notna().any())
-    signs = None if exact else s.sign_passes
-    if metric is not None and signs is not None:
-        signs = signs if task.affords("adamw_energy", signs * once) else None
-    found = gradients.sum_gradients(
-        task.policy,
-        task.batch,
-        steps.seeds_of(task.table, task.batch, size),
-        metric=metric,
-        sign_passes=signs,
-        way=way,
-        generator=task.generator(1),
-        processes=task.processes,
-        progress=task.progress,
-        **asked,
-    )
+    found = J.gram(weights, metric=metric, way=way)
     if found.plan.way != "whole":
         task.note("inexact", f"{str(found.plan).capitalize()}.")
     return_freed_memory()
     by_prompt = task.table.groupby("group")["interval"].value_counts().unstack(fill_value=0)
     counts = by_prompt.reindex(columns=range(size), fill_value=0).to_numpy(np.float64)
-    made = {name: own for name, own in (("raw", found.raw), ("adamw", found.adamw)) if own is not None}
+    made = {name: own for name, own in (("raw", found), ("adamw", found.scaled)) if own is not None}
     rows = [
         gradients.gradient_rows(own, counts, task.labels, metric=name, **task.resampling(2))
         for name, own in made.items()
     ]
-    if found.squares is not None or exact:
-        if exact:
-            sums = tokens.sum_by_prompt(task.table, size, ADAMW)
-        else:
-            sums = tokens.PromptSums(counts, counts, found.squares, np.ones_like(counts))
-            task.note(
-                "signs",
-                f"The AdamW-preconditioned gradient energy is estimated by {signs} passes of random signs, whose error "
-                "is in its intervals; a table of measure with metric adamw has exact norms.",
-            )
+    if ADAMW in task.table and bool(task.table[ADAMW].notna().any()):
+        sums = tokens.sum_by_prompt(task.table, size, ADAMW)
         squares = tokens.token_shares(sums, task.labels, **task.resampling(3))
         kept = squares["statistic"].isin(["squared_share", "dominance_index", "largest_share"])
         rows.append(squares[kept].assign(metric="adamw"))
-    cosines = {name: gradients.cosine_matrix(own.pairs) for name, own in made.items()}
-    return GradientPart(tuple(rows), cosines, found.totals, found.plan)
+    elif metric is not None:
+        task.leave_out("adamw_energy", "impossible", "the table has no norms in it; measure with metric adamw")
+    cosines = {name: gradients.cosine_matrix(own.products) for name, own in made.items()}
+    totals = None if found.totals is None else found.totals.rows
+    return GradientPart(tuple(rows), cosines, totals, found.plan)
 
 
 @dataclass(frozen=True)
@@ -484,8 +463,7 @@ def take_steps(task: Task, totals: torch.Tensor | None) -> StepPart:
     if not task.weighted:
         return StepPart()
     s, size, part = task.settings, len(task.labels), StepPart()
-    one_by_one = not fits_at_once(task.policy, task.step, size, task.memory)
-    cost = influence_cost(task.step, s.loss, num_intervals=size, one_by_one=one_by_one)
+    cost = influence_cost(task.step, s.loss, num_intervals=size)
     moves = s.actual_step and task.affords("actual_step", update_cost())
     if s.influence_tokens is not None:
         # A step on fewer prompts, where that on all takes too long.

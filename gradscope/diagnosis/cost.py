@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import inf
 
 from gradscope.diagnosis.result import LARGE, DiagnosisSettings
-from gradscope.gradients import SumsPlan, Way
+from gradscope.gradients import SumsPlan
 from gradscope.policy import Policy
-from gradscope.updates import StepSettings, compare_cost, fits_at_once, influence_cost, update_cost
+from gradscope.updates import StepSettings, compare_cost, influence_cost, update_cost
 
 TOKENS, SUMS, STEPS, COMPARISON = "tokens", "summed gradients", "one optimizer step", "comparing token weightings"
 STAGES = {"actual_step": STEPS, "influence": STEPS, "comparison": COMPARISON}
@@ -48,19 +48,6 @@ class Minutes:
         self.spent += cost * min(1.0, budget / tokens)
         return budget
 
-    def choose_sums(self, plan: SumsPlan, share: float, *, metric: bool, way: Way | None) -> tuple[float, Way | None]:
-        """Forward passes of the plain summed gradients, which are always made, and how; then they are spent.
-
-        Sketches where exact ones in slices, and those in AdamW's metric, would not fit. share: of the passes that the
-        busiest process makes. way: the one that was asked for.
-        """
-        once = plan.forward_passes * share
-        known = plan.way == "slices" and way is None and plan.sketched_passes is not None
-        if known and not self.allow(once * (1 + metric)):
-            once, way = plan.sketched_passes * share, "sketches"
-        self.spent += once
-        return once, way
-
 
 def part_costs(
     policy: Policy, settings: DiagnosisSettings, step: StepSettings, *, sums: float, memory: int, metric: bool
@@ -75,8 +62,7 @@ def part_costs(
     costs, small = {SUMS: sums, "adamw_sums": sums * metric}, size < LARGE
     costs["actual_step"] = update_cost() if s.actual_step else 0.0
     if s.influence_tokens is not None:
-        alone = not fits_at_once(policy, step, intervals, memory)
-        costs["influence"] = influence_cost(step, s.loss, num_intervals=intervals, one_by_one=alone)
+        costs["influence"] = influence_cost(step, s.loss, num_intervals=intervals)
     if small if s.compare is None else s.compare:
         costs["comparison"] = compare_cost(metric=metric)
     return {part: cost for part, cost in costs.items() if cost}
@@ -103,7 +89,8 @@ def fit_parts(
 
     wanted, tokens, least: see `Minutes.fit_influence`.
     """
-    made = {SUMS: minutes.choose_sums(sums, 1.0, metric="adamw_sums" in parts, way=None)[0]}
+    made = {SUMS: sums.forward_passes}  # the plain ones are always made
+    minutes.spent += made[SUMS]
     for part, cost in parts.items():
         before = minutes.spent
         if part == "influence":

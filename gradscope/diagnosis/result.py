@@ -143,16 +143,14 @@ class DiagnosisSettings:
     top: int = 20
     """Tokens shown of the largest ‖w·g‖, and of those that move farthest against their advantage."""
     gradient_memory: int | None = None
-    """Bytes for gradients: those of prompts and intervals are made whole, in slices or as sketches (see
-    `summed.prompts`); those of steps, predicted and taken, one at a time and in scratch files where they need more.
+    """Bytes for gradients: those of prompts and intervals are made whole or as sketches (see
+    `TokenJacobian.gram`); those of steps, predicted and taken, lie in scratch files where they need more.
     None: a sixth of what is free."""
-    gradient_way: Literal["whole", "slices", "sketches"] | None = None
+    gradient_way: Literal["whole", "sketches"] | None = None
     """How those of prompts and intervals are made, whatever it costs."""
     minutes: Number | None = None
     """For summed gradients and steps, by a forward pass that is timed: exact ones, AdamW's metric and the steps are
     left out, with a note, where they would take longer. The plain summed gradients are always made."""
-    sign_passes: int | None = 2
-    """Passes of random signs for Σ‖w·g‖² in AdamW's metric; None: not computed. Used with an optimizer state alone."""
     influence_tokens: int | None = 16_000
     """Tokens, of whole prompts, of the step whose movement is split by source; None: skipped."""
     actual_step: bool = True
@@ -176,7 +174,7 @@ class DiagnosisSettings:
             self.step.check()
         if self.minutes is not None and not 0 < self.minutes < float("inf"):
             raise InputError(f"minutes is {self.minutes}; give a positive number, or None: as long as it takes")
-        for name in ("bins", "top", "gradient_memory", "sign_passes", "influence_tokens", "micro_batch_size"):
+        for name in ("bins", "top", "gradient_memory", "influence_tokens", "micro_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}; give 1 or more")

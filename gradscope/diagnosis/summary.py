@@ -17,7 +17,7 @@ from gradscope.gradients import (
     PARAMETERS,
     IntervalGradients,
     MeasureSettings,
-    Way,
+    Resources,
     interval_gradients,
     sampling_probabilities,
 )
@@ -25,7 +25,7 @@ from gradscope.intervals import interval_labels, summarize
 from gradscope.policy import Policy
 from gradscope.resampling import Seed
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import ALONE, Processes, Progress, settle_progress, track, write_text
+from gradscope.runs import Progress, track, write_text
 from gradscope.theory import FLOOR, TheoryReport, layer_constants, theory_report, token_contexts
 
 PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
@@ -150,29 +150,25 @@ def summarize_measurement(
     settings: MeasureSettings,
     *,
     contexts: int = 0,
-    memory: int | None = None,
-    way: Way | None = None,
-    processes: Processes = ALONE,
-    progress: bool | Progress = False,
+    resources: Resources | None = None,
 ) -> Summary:
     """Ask the network for the sums over tokens that the table cannot give, and put everything side by side.
 
     table: what `measure(policy, batch, …)` gave; settings: those that it was made with; batch: at the temperatures that
     it was measured at. contexts: compute the constants of Eq. 3 at so many tokens' contexts
-    (`theory.layer_constants`; its time grows fast with model and context). memory, way, processes: of the summed
-    gradients; see `interval_gradients`.
+    (`layer_constants`; its time grows fast with model and context). resources: of the summed gradients.
     """
-    over, gradients, progress = policy.parameters_in_words, None, settle_progress(progress)
+    resources = (resources or Resources()).settle(policy.device)
+    over, gradients = policy.parameters_in_words, None
     if table["weight"].notna().all():
         # The table's own intervals, by π: shares of tokens and of the gradient are of the same tokens.
         intervals = torch.zeros(batch.input_ids.shape, dtype=torch.long)
         intervals[batch.response_mask] = torch.tensor(table["interval"].tolist())
-        made = {"memory": memory, "way": way, "processes": processes, "progress": progress}
-        gradients = interval_gradients(policy, batch, loss=settings.loss, intervals=intervals, **made)
+        gradients = interval_gradients(policy, batch, loss=settings.loss, intervals=intervals, resources=resources)
     rng = np.random.default_rng(settings.seed)
     constants = None
     if contexts:
-        table, constants = add_constants(policy, batch, table, contexts, progress=progress)
+        table, constants = add_constants(policy, batch, table, contexts, progress=resources.progress)
     try:
         theory = theory_report(table, constants, vocab_size=policy.vocab_size, seed=rng)
     except InputError:  # Too few tokens measured for a fit; the rest of the summary stands.

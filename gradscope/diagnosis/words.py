@@ -89,7 +89,7 @@ def _dominance(d: Diagnosis) -> list[Finding]:
 
 
 def _dominance_in(d: Diagnosis, metric: str) -> Finding:
-    low, kind, energy = d.labels[0], f"dominance_{metric}", energy_words(d, metric)
+    low, kind, energy = d.labels[0], f"dominance_{metric}", ENERGY[metric]
     tokens, index, share = (
         d.pick(*key, low) for key in (("token_share", "none"), ("dominance_index", metric), ("squared_share", metric))
     )
@@ -153,12 +153,6 @@ def prompts_to_decide(odds: float, prompts: int) -> int | None:
     reached = norm.ppf(odds)
     wanted = prompts * (norm.ppf(CERTAIN) / reached) ** 2 if reached > 0 else inf
     return None if not wanted <= MOST_PROMPTS * prompts else int(float(f"{wanted:.2g}"))
-
-
-def energy_words(d: Diagnosis, metric: str) -> str:
-    """The name of Σ‖w·g‖² in this metric; estimated, where random signs tell it."""
-    guessed = metric == "adamw" and "signs" in {getattr(note, "kind", "") for note in d.notes}
-    return f"estimated {ENERGY[metric]}" if guessed else ENERGY[metric]
 
 
 def _added(d: Diagnosis) -> list[Finding]:

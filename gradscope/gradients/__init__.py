@@ -5,7 +5,17 @@ from gradscope.gradients.cost import ModelShape, Plan, forward_flops, gradient_f
 from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.self_check import check_engine
 from gradscope.gradients.engine.stack import SequenceTokens
+from gradscope.gradients.forward_mode import (
+    BACKWARD,
+    FORWARD_MODE,
+    Derivative,
+    refuse_narrow_arithmetic,
+    refuse_narrow_weights,
+)
+from gradscope.gradients.gram import Gram, SumsPlan, Way, block_products
 from gradscope.gradients.hooks import capture_activations, capture_gradients, first_tensor, forward_hooks, measuring
+from gradscope.gradients.interval_gradients import IntervalGradients, interval_gradients, interval_gradients_over
+from gradscope.gradients.jacobian import TokenJacobian
 from gradscope.gradients.logged import ContradictionWarning, note_logged
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.rounds import PILOT, Round, Stopwatch, describe_seconds, join_rounds, measure_rounds
@@ -19,33 +29,23 @@ from gradscope.gradients.sample import (
     weighted_quantiles,
 )
 from gradscope.gradients.settings import AFTERWARDS, BUDGET, EACH_PROMPT, MeasureSettings, settle_minutes
-from gradscope.gradients.summed.intervals import IntervalGradients, gram, interval_gradients, interval_gradients_over
-from gradscope.gradients.summed.plan import SumsPlan, Way, largest_share, own_rows, plan_batch_sums
-from gradscope.gradients.summed.prompts import PromptGradients, fixed_cotangents
-from gradscope.gradients.summed.sketches import Sketcher
-from gradscope.gradients.summed.weighted import (
-    BACKWARD,
-    FORWARD_MODE,
-    Derivative,
-    predict_changes,
-    refuse_narrow_arithmetic,
-    refuse_narrow_weights,
-    vector_bytes,
-    vectors_within,
-    weighted_gradients,
-    zero_vectors,
-)
+from gradscope.gradients.sketches import Sketcher
+from gradscope.gradients.summed.plan import largest_share, plan_batch_sums
+from gradscope.gradients.summed.prompts import PromptGradients, fixed_cotangents, own_rows
+from gradscope.gradients.summed.weighted import predict_changes, vectors_within, weighted_gradients
 from gradscope.gradients.table import TableMeasurement, measure
+from gradscope.gradients.vectors import Vectors, inner_products, vector_bytes, zero_vectors
 
 __all__ = [
     "ADAMW", "AFTERWARDS", "BACKWARD", "BUDGET", "EACH_PROMPT", "FORWARD_MODE", "LAYER", "LOGITS", "PARAMETERS",
-    "PILOT", "SAMPLING_PROBABILITY", "ContradictionWarning", "Derivative", "IntervalGradients", "MeasureSettings",
-    "ModelShape", "Plan", "PromptGradients", "Resources", "Round", "SequenceTokens", "Sketcher", "Stopwatch",
-    "SumsPlan", "TableMeasurement", "TokenGradientMeter", "TokenSample", "Way", "capture_activations",
-    "capture_gradients", "check_engine", "describe_reread", "describe_seconds", "first_tensor", "fixed_cotangents",
-    "forward_flops", "forward_hooks", "gradient_flops", "gram", "interval_gradients", "interval_gradients_over",
-    "join_rounds", "largest_share", "measure", "measure_rounds", "measuring", "note_logged", "own_rows", "plan_batch",
-    "plan_batch_sums", "predict_changes", "refuse_endless_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights",
-    "sampling_probabilities", "sampling_weights", "settle_minutes", "stands_for", "token_sizes", "vector_bytes",
-    "vectors_within", "weighted_gradients", "weighted_quantiles", "zero_vectors",
+    "PILOT", "SAMPLING_PROBABILITY", "ContradictionWarning", "Derivative", "Gram", "IntervalGradients",
+    "MeasureSettings", "ModelShape", "Plan", "PromptGradients", "Resources", "Round", "SequenceTokens", "Sketcher",
+    "Stopwatch", "SumsPlan", "TableMeasurement", "TokenGradientMeter", "TokenJacobian", "TokenSample", "Vectors",
+    "Way", "block_products", "capture_activations", "capture_gradients", "check_engine", "describe_reread",
+    "describe_seconds", "first_tensor", "fixed_cotangents", "forward_flops", "forward_hooks", "gradient_flops",
+    "inner_products", "interval_gradients", "interval_gradients_over", "join_rounds", "largest_share", "measure",
+    "measure_rounds", "measuring", "note_logged", "own_rows", "plan_batch", "plan_batch_sums", "predict_changes",
+    "refuse_endless_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights", "sampling_probabilities",
+    "sampling_weights", "settle_minutes", "stands_for", "token_sizes", "vector_bytes", "vectors_within",
+    "weighted_gradients", "weighted_quantiles", "zero_vectors",
 ]  # fmt: skip

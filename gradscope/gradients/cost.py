@@ -27,9 +27,9 @@ from gradscope.gradients.engine.chunks import ROWS
 from gradscope.gradients.engine.decoder.body import kept_bytes, probs_bytes, row_bytes
 from gradscope.gradients.engine.decoder.parts import PLAIN, SANDWICH
 from gradscope.gradients.engine.head import LOGIT_BYTES, logit_rows
+from gradscope.gradients.gram import SumsPlan
 from gradscope.gradients.rounds import describe_seconds
 from gradscope.gradients.settings import AFTERWARDS, MeasureSettings, check_settings, settle_sample
-from gradscope.gradients.summed.plan import SumsPlan
 from gradscope.gradients.table import TableMeasurement
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.policy import Policy, find_blocks

@@ -35,7 +35,9 @@ from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.results import SelfCheck, TokenGradients
 from gradscope.gradients.engine.self_check import check_engine
 from gradscope.gradients.hooks import measuring
+from gradscope.gradients.jacobian import TokenJacobian
 from gradscope.gradients.logged import ContradictionWarning, note_logged
+from gradscope.gradients.resources import Resources
 from gradscope.gradients.rounds import Stopwatch, join_rounds, measure_rounds
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.gradients.selection import cut_sequences, select
@@ -49,9 +51,8 @@ from gradscope.gradients.settings import (
     settle_sample,
 )
 from gradscope.gradients.statistics import find_statistics
-from gradscope.gradients.summed.weighted import weighted_gradients
 from gradscope.intervals import EDGES
-from gradscope.policy import AdamWState, Policy, PolicyLike, flat_slices, read_adamw_state, square_norm
+from gradscope.policy import AdamWState, Policy, PolicyLike, read_adamw_state, square_norm
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
 from gradscope.runs import ALONE, SILENT, Processes, Progress, settle_progress, track
 
@@ -207,12 +208,11 @@ class TableMeasurement:
         weights = self.statistics.columns["weight"]
         if self._optimizer_state is None or weights.isnan().any():
             return None
-        keep, model = self.batch.response_mask, self.policy.model
-        cotangents = torch.zeros(1, *keep.shape).masked_scatter(keep[None], -weights / self.num_tokens)
-        passes = {"micro_batch_size": GRADIENT_RESPONSES, "progress": self._progress}
-        gradient = weighted_gradients(model, self.batch, cotangents, **passes)[0]
-        state = self._optimizer_state
-        clip = state.clip_factor(square_norm(*(gradient[flat_slices(model)[name]] for name in state.exp_avg_sq)))
+        model, state = self.policy.model, self._optimizer_state
+        resources = Resources(1 << 62, micro_batch=GRADIENT_RESPONSES, progress=self._progress)
+        gradients = TokenJacobian(self.policy, self.batch, resources).vjp(-weights[None] / self.num_tokens)
+        gradient = gradients.rows[0]
+        clip = state.clip_factor(square_norm(*(gradient[gradients.slices[name]] for name in state.exp_avg_sq)))
         return Metric(model, state.turn_into_scale(model, gradient).div_(clip))
 
     def _draw(self, generator: np.random.Generator) -> Bool[np.ndarray, " n"]:

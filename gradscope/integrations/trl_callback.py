@@ -17,6 +17,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 
 from gradscope.errors import InputError
+from gradscope.gradients import Resources
 from gradscope.integrations.trl_batch import Inputs, batch_from_trl
 from gradscope.integrations.trl_losses import SUMMED_LOGPROBS, step_loss
 from gradscope.integrations.trl_measure import StepMeasurement, measure_step, name_bins
@@ -28,6 +29,8 @@ from gradscope.runs import SILENT, Progress, Reporter, settle_progress, write_pa
 Number = int | float
 TOLERANCE = 0.01
 """Relative difference of the measured and the trainer's own gradient norm beyond which a warning is due."""
+HELD = 1 << 62
+"""Bytes for the bins' vectors: where training fits, they lie beside it and not in a file."""
 WATCHED = ("compute_loss", "_get_per_token_logps_and_entropies", "_get_grad_norm")
 """Methods of the trainer that are looked at from outside while it trains."""
 
@@ -123,8 +126,8 @@ class GradScopeCallback(TrainerCallback):
                 f"gradscope: measuring step {number} ({batch.num_tokens:,} tokens of {len(batch)} responses{own}): "
                 f"three forward passes and a backward pass for each of {len(self.edges) - 1} bins"
             )
-        settings = {"edges": self.edges, "cosines": self.cosines, "micro_batch_size": self.micro_batch_size}
-        settings["progress"] = self.progress
+        resources = Resources(HELD, micro_batch=self.micro_batch_size, progress=self.progress)
+        settings = {"edges": self.edges, "cosines": self.cosines, "resources": resources}
         weigh, denominators = partial(self.loss.weights, window), self.loss.denominators(window)
         with self.progress.stage(f"step {number}"):
             self._step = measure_step(trainer.model, batch, weigh, denominators, **settings)
@@ -177,7 +180,7 @@ class GradScopeCallback(TrainerCallback):
         if (step := self._step) is None:
             return
         started, self._step = time.perf_counter(), None
-        step.finish(self.trainer.model, micro_batch_size=self.micro_batch_size, progress=self.progress)
+        step.finish(next(self.trainer.model.parameters()).device)
         spent = time.perf_counter() - started
         numbers = step.numbers | {"num_tokens": step.num_tokens, "seconds": self._spent + spent}
         self.rows.append({"step": state.global_step} | numbers)

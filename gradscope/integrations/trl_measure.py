@@ -12,11 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gradscope.gradients import gram, measuring, weighted_gradients, zero_vectors
-from gradscope.objective import TokenStatistics, batch_statistics, own_where_unknown
+from gradscope.gradients import Resources, TokenJacobian, inner_products, zero_vectors
+from gradscope.objective import TokenStatistics, own_where_unknown
 from gradscope.policy import flat_slices, float_parameters
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import SILENT, Progress
 from gradscope.updates import SIGNS, batch_direction_shares, old_intervals
 
 Number = int | float
@@ -28,8 +27,8 @@ class StepMeasurement:
 
     batch: TokenBatch
     """This process's responses, with old_logprobs everywhere."""
-    before: TokenStatistics | None
-    """None where no token is kept."""
+    jacobian: TokenJacobian | None
+    """Before the step; None where no token is kept."""
     edges: Sequence[Number]
     products: Float[np.ndarray, "bins bins"]
     """⟨G_a, G_b⟩."""
@@ -50,19 +49,18 @@ class StepMeasurement:
         left, whole = self.sizes @ np.asarray(bins, dtype=float)
         return 2**-24 * whole / left if left else math.inf
 
-    def finish(self, model: nn.Module, *, micro_batch_size: int, progress: Progress = SILENT) -> None:
+    def finish(self, device: torch.device) -> None:
         """Add the right-direction shares of the step that the model has taken since."""
         names = [f"right_direction_{sign}/{name}" for name in name_bins(self.edges) for sign in SIGNS]
         counts = torch.zeros(2, len(names), dtype=torch.float64)  # moved the right way, and moved at all
-        if self.before is not None:
-            with progress.stage("scoring after the step"):
-                after = score(model, self.batch, micro_batch_size)
-            shares = batch_direction_shares(self.before, after, self.batch, edges=self.edges)
+        if self.jacobian is not None:
+            after = self.jacobian.moved().statistics
+            shares = batch_direction_shares(self.jacobian.statistics, after, self.batch, edges=self.edges)
             for row in shares.itertuples():
                 place = names.index(f"right_direction_{row.sign}/{name_bins(self.edges)[row.interval]}")
                 moved = row.num_tokens - row.tied
                 counts[:, place] = torch.tensor([moved * row.share if moved else 0.0, moved])
-        right, moved = add_over_processes(counts, next(model.parameters()).device).tolist()
+        right, moved = add_over_processes(counts, device).tolist()
         self.numbers |= {n: r / m if m else float("nan") for n, r, m in zip(names, right, moved, strict=True)}
 
 
@@ -74,8 +72,7 @@ def measure_step(
     *,
     edges: Sequence[Number],
     cosines: bool,
-    micro_batch_size: int,
-    progress: Progress = SILENT,
+    resources: Resources,
 ) -> StepMeasurement | None:
     """Norms, shares and cosines of the intervals' parts of the gradient −Σ_i 1/D_i Σ_t w_t · ∇ log π_t (Eq. 2).
 
@@ -85,11 +82,11 @@ def measure_step(
     `GradScopeCallback`. The model measures in eval mode; flags, modes and `.grad` stay as they were.
     """
     device = next(model.parameters()).device
-    before, counts = None, torch.zeros(len(edges) - 1, dtype=torch.float64)
+    J = TokenJacobian(model, batch, resources) if batch.num_tokens else None
+    counts = torch.zeros(len(edges) - 1, dtype=torch.float64)
     sizes = torch.zeros(2, len(counts), dtype=torch.float64)
-    if batch.num_tokens:
-        with progress.stage("scoring before the step"):
-            before = score(model, batch, micro_batch_size)
+    if J is not None:
+        before = J.statistics
         batch = replace(batch, old_logprobs=own_where_unknown(batch.old_logprobs, before.logprob))
         intervals = old_intervals(batch, edges)
         masks = torch.stack([intervals == a for a in range(len(edges) - 1)])
@@ -97,21 +94,21 @@ def measure_step(
     counts = add_over_processes(counts, device).numpy()
     if not counts.sum():
         return None
-    if before is None:
+    if J is None:
         sums = zero_vectors(model, len(counts))
     else:
         cotangents = -weigh(batch, before) / denominators[:, None] * masks
         amounts, ones = cotangents.abs().double(), masks / denominators[:, None]
         sizes = torch.stack([amounts * before.log_one_minus_prob.exp(), torch.maximum(amounts, ones)]).sum((2, 3))
-        sums = weighted_gradients(model, batch, cotangents, micro_batch_size=micro_batch_size, progress=progress)
+        sums = J.vjp(J.kept(cotangents)).rows
     trained = _trained_columns(model)
     sums = add_over_processes(sums if trained is None else sums[:, trained], device)
-    products = gram(sums).numpy() / count_processes() ** 2
+    products = inner_products(sums).numpy() / count_processes() ** 2
     sizes = add_over_processes(sizes, device).numpy()
     names = name_bins(edges)
     numbers = {f"token_share/{a}": float(count / counts.sum()) for a, count in zip(names, counts, strict=True)}
     numbers |= _geometry(products, counts > 0, names, cosines=cosines)
-    return StepMeasurement(batch, before, edges, products, int(counts.sum()), sizes, numbers)
+    return StepMeasurement(batch, J, edges, products, int(counts.sum()), sizes, numbers)
 
 
 def count_processes() -> int:
@@ -135,13 +132,6 @@ def name_bins(edges: Sequence[Number]) -> list[str]:
     ['p0-25', 'p25-100']
     """
     return [f"p{100 * low:g}-{100 * high:g}" for low, high in pairwise(edges)]
-
-
-def score(model: nn.Module, batch: TokenBatch, micro_batch_size: int) -> TokenStatistics:
-    """The statistics of the batch's tokens under the model as it is, in eval mode and the precision of its weights."""
-    device = next(model.parameters()).device
-    with measuring(model):
-        return batch_statistics(model, batch, micro_batch_size=micro_batch_size, device=device)
 
 
 def _trained_columns(model: nn.Module) -> Tensor | None:

@@ -16,16 +16,13 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError, checked
 from gradscope.policy.checkpoint import checkpoint_homes
-from gradscope.policy.parameters import flat_slices, float_parameters
+from gradscope.policy.parameters import PART, flat_slices, float_parameters
 from gradscope.policy.policy import Policy
 from gradscope.policy.sharded.layouts import find_moments, moments_at
 from gradscope.policy.sharded.reading import has_moments, read_moments
 from gradscope.runs import file_hash, load_tensors
 
 Number = int | float
-
-PART = 1 << 22
-"""Entries of a vector processed at a time, so that no temporary is as long as a large parameter."""
 
 
 @dataclass(frozen=True)

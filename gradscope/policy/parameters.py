@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
 from torch import nn
 
 from gradscope.errors import InputError
 
+PART = 1 << 22
+"""Entries of a vector processed at a time, so that no temporary is as long as a large parameter."""
 _MARK = "_gradscope_measured"
 """Attribute on a model that lists the measured parameters if not all are."""
 
@@ -47,27 +49,6 @@ def flat_slices(model: nn.Module) -> dict[str, slice]:
     named = float_parameters(model)
     ends = accumulate((p.numel() for _, p in named), initial=0)
     return {name: slice(*pair) for (name, _), pair in zip(named, pairwise(ends), strict=True)}
-
-
-def flat_spans(model: nn.Module, size: int) -> Iterator[tuple[slice, list[tuple[str, slice, slice]]]]:
-    """Split a flat vector into spans of at most `size` entries; yield each with the parameters it crosses.
-
-    Of each parameter: its name, where its part lies within the span, and which of its own numbers that part is.
-
-    >>> list(flat_spans(nn.Linear(3, 2), 7))[1]
-    (slice(7, 8, None), [('bias', slice(0, 1, None), slice(1, 2, None))])
-    """
-    slices = flat_slices(model)
-    end = max((part.stop for part in slices.values()), default=0)
-    for start in range(0, end, size):
-        span = slice(start, min(start + size, end))
-        crossed = []
-        for name, part in slices.items():
-            low, high = max(part.start, span.start), min(part.stop, span.stop)
-            if low < high:
-                within = slice(low - span.start, high - span.start)
-                crossed.append((name, within, slice(low - part.start, high - part.start)))
-        yield span, crossed
 
 
 def model_bytes(model: nn.Module) -> int:

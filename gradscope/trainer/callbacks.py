@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradscope.gradients import interval_gradients
+from gradscope.gradients import Resources, interval_gradients
 from gradscope.objective import LossSettings, TokenStatistics
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
@@ -52,7 +52,7 @@ def measure_gradients(step: Step) -> Iterator[None]:
         yield
         return
     gradients = interval_gradients(
-        step.policy, step.batch, loss=step.settings, micro_batch_size=config.micro_batch_size
+        step.policy, step.batch, loss=step.settings, resources=Resources(micro_batch=config.micro_batch_size)
     ).table
     for row in gradients.itertuples():
         step.metrics[f"interval_norm_{row.interval}"] = float(row.norm)

@@ -13,7 +13,6 @@ the terms share. Against the actual Δ log π the prediction errs by a share tha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,17 +29,17 @@ from gradscope.gradients import (
     BACKWARD,
     FORWARD_MODE,
     Derivative,
-    predict_changes,
+    Resources,
+    TokenJacobian,
+    Vectors,
     vector_bytes,
-    vectors_within,
-    weighted_gradients,
 )
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import PAPER, LossSettings, TokenStatistics, batch_weights, clip_scale
-from gradscope.policy import PART, Policy, PolicyLike, flat_slices, flat_spans, float_parameters, read_state
+from gradscope.policy import PolicyLike, flat_slices, float_parameters, read_state
 from gradscope.resampling import Seed, bootstrap, prompt_clusters, short_of
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
-from gradscope.runs import Progress, check_room, settle_progress
+from gradscope.runs import Progress, check_room
 from gradscope.updates.make_update import old_intervals
 from gradscope.updates.movement import Movement, measure_start, movement_table
 from gradscope.updates.step_settings import SGD, Moments, StepSettings, read_moments
@@ -100,12 +99,10 @@ def influence(
     None: made here.
 
     Costs a forward pass, a forward and backward pass per source, and three forward passes per source in forward mode
-    (`influence_cost`); see `predict_changes` for models without it, of which a UserWarning and `method` tell. The
+    (`influence_cost`); see `TokenJacobian.jvp` for models without it, of which a UserWarning and `method` tell. The
     policy is as it was, bit for bit, also if the call raises. Memory besides the model, its activations and the given
     state: a vector as long as the parameters for each source (SGD: intervals + 2; AdamW: intervals + 3), and 1 more.
-    Where that is over `memory` bytes (None: any amount is there), sources are taken one at a time, after the gradient
-    of all: then there are two vectors, which lie in a scratch file where they are over `memory` as well, and a
-    parameter's gradient at a time.
+    Where that is over `memory` bytes (None: any amount is there), they lie in a scratch file.
 
     Raises InputError for weights below float32, for a batch without response tokens or advantages, for an optimizer
     state that does not fit, for a gradient that is not finite, with which no step is taken, and where a scratch file
@@ -116,40 +113,30 @@ def influence(
     step.check()
     loss.check()
     moments = read_moments(policy.model, step, optimizer_state)
-    at_once = fits_at_once(policy, step, len(interval_labels(edges)), memory)
-    if not at_once and 2 * vector_bytes(policy.model) > memory:
-        check_room(2 * vector_bytes(policy.model))  # before anything is measured
+    names = [*map(str, range(len(interval_labels(edges)))), "kl", *_of_the_step(step)]
+    size = (len(names) + 1) * vector_bytes(policy.model)
+    if memory is not None and size > memory:
+        check_room(size)  # before anything is measured
     batch, before = measure_start(policy, batch, step)
-    passes = {"micro_batch_size": step.micro_batch_size, "progress": settle_progress(progress)}
-    cotangents = _cotangents(batch, before, loss, step, edges)
-    sources = _Sources(policy, batch, cotangents, step, moments, passes, gradients)
-    changes, method, clip_factor, update_norm = sources.all_at_once() if at_once else sources.one_by_one(memory)
-    found = changes[:, batch.response_mask].double().numpy()
+    cotangents = _cotangents(batch, before, loss, edges, names)
+    resources = Resources(1 << 62 if memory is None else memory, micro_batch=step.micro_batch_size, progress=progress)
+    sources = _Sources(TokenJacobian(policy, batch, resources, statistics=before), cotangents, step, moments, gradients)
+    found, method, clip_factor, update_norm = sources.changes()
     parts = pd.DataFrame({f"{BY}{name}": values for name, values in zip(cotangents, found, strict=True)})
     keys = _keys(batch, before, loss, edges)
     contributions = pd.concat([keys, parts.assign(predicted=found.sum(0))], axis=1)
     return Influence(contributions, method, clip_factor, update_norm)
 
 
-def fits_at_once(policy: Policy, step: StepSettings, num_intervals: int, memory: int | None) -> bool:
-    """Whether `memory` bytes hold a vector of each source, and one more; None: any amount is there."""
-    vectors = num_intervals + (3 if step.optimizer == "adamw" else 2) + 1
-    return memory is None or vectors * vector_bytes(policy.model) <= memory
-
-
-def influence_cost(
-    step: StepSettings, loss: LossSettings = PAPER, *, num_intervals: int = 4, one_by_one: bool = False
-) -> float:
-    """Forward passes over the batch that take as long as `influence` does; one_by_one: where memory is too little.
+def influence_cost(step: StepSettings, loss: LossSettings = PAPER, *, num_intervals: int = 4) -> float:
+    """Forward passes over the batch that take as long as `influence` does.
 
     >>> influence_cost(SGD)
     27.0
     """
     gradients = num_intervals + bool(loss.kl_coef)
     derivatives = gradients + (step.optimizer == "adamw") + bool(step.weight_decay)
-    forward = gradients + 1 if one_by_one else 1  # and the whole gradient's
-    backward = BACKWARD * (gradients + one_by_one)
-    return 1 + forward + backward + FORWARD_MODE * derivatives
+    return 2 + BACKWARD * gradients + FORWARD_MODE * derivatives
 
 
 @checked
@@ -199,76 +186,55 @@ def moved_against(contributions: pd.DataFrame, n: int = 20) -> pd.DataFrame:
     return table[table["against"] > 0].nlargest(n, "against").reset_index(drop=True)
 
 
+def _of_the_step(step: StepSettings) -> tuple[str, ...]:
+    """Sources that are none of the loss's."""
+    return ("momentum", "decay") if step.optimizer == "adamw" else ("decay",)
+
+
 def _cotangents(
-    batch: TokenBatch, before: TokenStatistics, loss: LossSettings, step: StepSettings, edges: Sequence[Number]
-) -> dict[str, Float[Tensor, "B S"]]:
+    batch: TokenBatch, before: TokenStatistics, loss: LossSettings, edges: Sequence[Number], names: Sequence[str]
+) -> dict[str, Float[Tensor, " K"]]:
     """∂loss/∂log π of each token by source; 0 where the source is none of the loss's."""
-    weights = batch_weights(before.logprob, batch, loss, num_tokens=batch.num_tokens)
-    intervals = old_intervals(batch, edges)
-    policy, kl = -weights.policy / batch.num_tokens, -weights.kl / batch.num_tokens
-    cotangents = {str(a): policy * (intervals == a) for a in range(len(interval_labels(edges)))} | {"kl": kl}
-    others = ("momentum", "decay") if step.optimizer == "adamw" else ("decay",)
-    return cotangents | {name: torch.zeros_like(kl) for name in others}
+    weights, keep = batch_weights(before.logprob, batch, loss, num_tokens=batch.num_tokens), batch.response_mask
+    intervals = old_intervals(batch, edges)[keep]
+    policy, kl = -weights.policy[keep] / batch.num_tokens, -weights.kl[keep] / batch.num_tokens
+    own = {name: policy * (intervals == int(name)) for name in names if name.isdigit()} | {"kl": kl}
+    return {name: own.get(name, torch.zeros_like(kl)) for name in names}
 
 
 @dataclass(frozen=True)
 class _Sources:
     """The sources of a step, and how their gradients become their parts of Δθ."""
 
-    policy: Policy
-    batch: TokenBatch
-    cotangents: dict[str, Float[Tensor, "B S"]]
+    jacobian: TokenJacobian
+    cotangents: dict[str, Float[Tensor, " K"]]
     """By source, see `_cotangents`."""
     step: StepSettings
     moments: Moments | None
-    passes: dict[str, Any]
-    """Keywords of `weighted_gradients` and `predict_changes`."""
     known: Float[Tensor, "A P"] | None
     """Gradients of the first sources, where the others have none."""
 
-    def all_at_once(self) -> tuple[Float[Tensor, "C B S"], Derivative, float, float]:
+    def changes(self) -> tuple[Float[np.ndarray, "C K"], Derivative, float, float]:
         """What each source does to each token, how that was found, the clip factor, and the norm of Δθ."""
-        model, cotangents = self.policy.model, torch.stack(list(self.cotangents.values()))
+        J, cotangents = self.jacobian, torch.stack(list(self.cotangents.values()))
         if self.known is None:
-            rows = weighted_gradients(model, self.batch, cotangents, **self.passes)
+            parts = J.vjp(cotangents)
         else:
             rows = nn.functional.pad(self.known, (0, 0, 0, len(cotangents) - len(self.known)))
-        self._keep_held(rows)
-        clip_factor = clip_scale(_norm_of_sum(model, rows), self.step.max_grad_norm)
-        for span, crossed in flat_spans(model, PART):
-            self._shape(rows[:, span], list(self.cotangents), rows[:, span].sum(0), clip_factor, crossed)
-        changes, method = predict_changes(model, self.batch, rows, **self.passes)
-        return changes, method, clip_factor, _norm_of_sum(model, rows)
+            parts = Vectors(rows, flat_slices(J.model))
+        self._keep_held(parts)
+        clip_factor = clip_scale(parts.norm_of_sum(), self.step.max_grad_norm)
+        for span, crossed in parts.spans():
+            rows = parts.rows[:, span]
+            self._shape(rows, list(self.cotangents), rows.sum(0), clip_factor, crossed)
+        changes, method = J.jvp(parts)
+        return changes.double().numpy(), method, clip_factor, parts.norm_of_sum()
 
-    def one_by_one(self, memory: int) -> tuple[Float[Tensor, "C B S"], Derivative, float, float]:
-        """The same with two vectors: the whole gradient is made first, then one source's at a time."""
-        model = self.policy.model
-        room = vectors_within(model, 2, memory)
-        whole, row = room[:1], room[1:]
-        self._gradient(sum(self.cotangents.values()), whole)
-        clip_factor = clip_scale(_norm_of_sum(model, whole), self.step.max_grad_norm)
-        changes, methods = [], []
-        for name, cotangents in self.cotangents.items():
-            self._gradient(cotangents, row.zero_())
-            for span, crossed in flat_spans(model, PART):
-                self._shape(row[:, span], [name], whole[0, span], clip_factor, crossed)
-            change, method = predict_changes(model, self.batch, row, **self.passes)
-            changes.append(change[0])
-            methods.append(method)
-        # Of a source that does not move anything no derivative was taken.
-        method = "central differences" if "central differences" in methods else "forward mode"
-        return torch.stack(changes), method, clip_factor, self._update_norm(whole[0], clip_factor)
-
-    def _gradient(self, cotangents: Float[Tensor, "B S"], out: Float[Tensor, "1 P"]) -> None:
-        if cotangents.any():
-            weighted_gradients(self.policy.model, self.batch, cotangents[None], out=out, **self.passes)
-            self._keep_held(out)
-
-    def _keep_held(self, rows: Float[Tensor, "C P"]) -> None:
+    def _keep_held(self, parts: Vectors) -> None:
         """Set to 0 what the optimizer does not hold."""
-        for name, part in flat_slices(self.policy.model).items():
+        for name, part in parts.slices.items():
             if self.moments is not None and name not in self.moments.second.exp_avg_sq:
-                rows[:, part] = 0.0
+                parts.rows[:, part] = 0.0
 
     def _shape(
         self,
@@ -282,7 +248,7 @@ class _Sources:
 
         whole: the gradient of all sources there, before clipping.
         """
-        step, moments, parameters = self.step, self.moments, dict(float_parameters(self.policy.model))
+        step, moments, parameters = self.step, self.moments, dict(float_parameters(self.jacobian.model))
         rows.mul_(clip_factor)
         clipped = None if moments is None else whole * clip_factor
         for name, place, own in crossed:
@@ -307,19 +273,6 @@ class _Sources:
         if "momentum" in names and name in moments.first:
             m = moments.first[name].flatten()[own].to(inverse)
             rows[names.index("momentum")] = beta / correction * m * inverse
-
-    def _update_norm(self, whole: Float[Tensor, " P"], clip_factor: float) -> float:
-        """‖Δθ‖: the whole gradient's own part, with those of momentum and decay."""
-        names, norms = ["gradient", "momentum", "decay"], []
-        for span, crossed in flat_spans(self.policy.model, PART):
-            rows = nn.functional.pad(whole[None, span], (0, 0, 0, len(names) - 1))
-            self._shape(rows, names, whole[span], clip_factor, crossed)
-            norms.append(rows.sum(0).norm().item())
-        return math.hypot(*norms)
-
-
-def _norm_of_sum(model: nn.Module, rows: Float[Tensor, "C P"]) -> float:
-    return math.hypot(*(rows[:, span].sum(0).norm().item() for span, _ in flat_spans(model, PART)))
 
 
 def _keys(batch: TokenBatch, before: TokenStatistics, loss: LossSettings, edges: Sequence[Number]) -> pd.DataFrame:

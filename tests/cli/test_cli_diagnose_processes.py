@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -14,7 +14,7 @@ from support.pages import BRIEF, write_rows
 from support.policies import make_batch, make_policy, save_checkpoint
 from support.processes import launch
 
-from gradscope.gradients.summed.plan import Sizes, plan_sums
+from gradscope.gradients import Resources, TokenJacobian
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 UNDRAWN = """
@@ -25,15 +25,14 @@ run_script()
 """
 
 
-def largest_sliced(held: int) -> str:
-    """Most bytes in which the summed gradients of these rollouts are still made in slices."""
+def sketched(rows: int, pairs: str) -> str:
+    """Bytes in which the summed gradients of these rollouts are sketches: the fewest that whole ones do not fit in."""
     policy = make_policy("qwen2")
-    sizes = Sizes.of(policy, make_batch(policy))
-
-    def is_whole(memory: int) -> bool:
-        return plan_sums(sizes, rows=4, held=held, memory=memory, metric=held > 8).way == "whole"
-
-    return str(bisect_left(range(10**9), True, lo=10**6, key=is_whole) - 1)
+    J, memory = TokenJacobian(policy, make_batch(policy), Resources(1 << 40)), 1 << 40
+    while J.plan_gram(rows, pairs=pairs, metric=pairs == "all").way == "whole":
+        memory //= 2
+        J.resources = replace(J.resources, vectors=memory)
+    return str(memory)
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +63,12 @@ def assert_equal_numbers(one: Path, two: Path, *names: str, rtol: float = 1e-4, 
 @pytest.mark.all
 def test_two_processes_diagnose_what_one_does_for_each_of_several_checkpoints(models, tmp_path):
     command = ("diagnose", *models, "--rollouts", models[0].parent / "rollouts.jsonl", *BRIEF)
-    one, two = run_both_ways(tmp_path, *command, "--gradient-memory", largest_sliced(12))
+    one, two = run_both_ways(tmp_path, *command, "--gradient-memory", sketched(4, "all"))
     assert_equal_numbers(one, two, "step-0/data/statistics.csv", "step-1/data/statistics.csv", "data/trend.csv")
     manifest = json.loads((two / "step-1" / "manifest.json").read_text())
-    assert (manifest["processes"], manifest["summed_gradients"]["way"]) == (2, "slices")
+    assert (manifest["processes"], manifest["summed_gradients"]["way"]) == (2, "sketches")
     assert "adamw" in set(pd.read_csv(two / "step-1/data/statistics.csv")["metric"])
-    assert "slices of the parameters" in (two / "step-1" / "report.html").read_text()
+    assert "sketches of" in (two / "step-1" / "report.html").read_text()
     assert (two / "report.html").is_file()
 
 
@@ -93,7 +92,7 @@ def test_two_processes_compare_what_one_does(models, tmp_path):
 @pytest.mark.all
 def test_two_processes_share_the_sketches_of_the_figures(models, tmp_path):
     command = ("measure", models[1], models[0].parent / "rollouts.jsonl", "--no-self-check", "--device", "cpu")
-    command += ("--gradient-memory", largest_sliced(8), "--minutes", "0.000001")
+    command += ("--gradient-memory", sketched(8, "within"))
     one, two = run_both_ways(tmp_path, *command)
     assert_equal_numbers(one, two, "figures/cosines.csv", "figures/figure_1.csv")
     assert json.loads((two / "manifest.json").read_text())["summed_gradients"]["way"] == "sketches"

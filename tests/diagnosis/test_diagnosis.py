@@ -14,9 +14,7 @@ from support.steps import warm_state
 from torch import Tensor
 
 from gradscope.diagnosis import Diagnosis, DiagnosisSettings, diagnose
-from gradscope.diagnosis.gradients import sum_gradients
 from gradscope.diagnosis.result import COLUMNS, SHORTAGE
-from gradscope.diagnosis.steps import seeds_of
 from gradscope.errors import InputError
 from gradscope.gradients import measure
 from gradscope.intervals import interval_labels
@@ -35,9 +33,7 @@ pytestmark = [
 LABELS = interval_labels()
 # Old log-probabilities of the batch drift by about 0.1: narrow clips are active on both sides, and so is the KL.
 NARROW = LossSettings(clip_ratio_low=0.05, clip_ratio_high=0.04, clip_ratio_c=1.1, kl_coef=0.2)
-QUICK = DiagnosisSettings(
-    loss=NARROW, influence_tokens=None, actual_step=False, resamples=50, sign_passes=None, compare=False
-)
+QUICK = DiagnosisSettings(loss=NARROW, influence_tokens=None, actual_step=False, resamples=50, compare=False)
 # The table is float32, weights and norms among it.
 TABLE = 2e-6
 
@@ -101,7 +97,7 @@ def brute(policy, batch) -> Brute:
 @pytest.fixture(scope="module")
 def whole(policy, batch) -> Diagnosis:
     """Everything there is, and the table measured on the way."""
-    settings = DiagnosisSettings(loss=NARROW, resamples=50, top=4, sign_passes=1)
+    settings = DiagnosisSettings(loss=NARROW, resamples=50, top=4)
     step = StepSettings("adamw", 1e-3, 0.1, betas=(0.8, 0.95), eps=1e-6)
     state = warm_state(policy)
     for held in state["state"].values():
@@ -182,45 +178,20 @@ def test_in_adamws_metric_each_gradient_is_divided_by_the_root_of_the_second_mom
     assert diagnosis.step.optimizer == ("adamw" if given == "state_dict" else "sgd")
 
 
-@pytest.mark.parametrize("way", ["whole", "slices"])
 @pytest.mark.all
-def test_random_signs_estimate_the_squares_in_a_metric_without_bias(policy, batch, table, brute, way):
-    generator = torch.Generator().manual_seed(0)
-    state = AdamWState.from_state_dict(policy.model, warm_state(policy))
-    scale = state.scale(policy.model, torch.from_numpy(brute.sums().sum(0).sum(0)))
-    settings = {"metric": state, "sign_passes": 1, "micro_batch_size": 8, "generator": generator, "way": way}
-    memory, repeats = 1 << 24, 40 if way == "whole" else 8
-    seeds = seeds_of(table, batch, 4)
-    found = [sum_gradients(policy, batch, seeds, memory=memory, **settings) for _ in range(repeats)]
-    assert {one.plan.way for one in found} == {way}
-    draws = np.stack([one.squares.sum(0) for one in found])
-    squares = (brute.weight / len(brute.weight)) ** 2 * (brute.jacobian * scale).square().sum(1).numpy()
-    for a in range(4):
-        expected, error = squares[brute.interval == a].sum(), draws[:, a].std(ddof=1) / math.sqrt(repeats)
-        # Four standard errors, and float32 weights where an interval has one token a prompt and no randomness.
-        assert abs(draws[:, a].mean() - expected) < 4 * error + 1e-5 * expected
-
-
-@pytest.mark.parametrize("way", ["sketches", "slices"])
-@pytest.mark.all
-def test_a_small_memory_keeps_every_prompt_apart_and_the_page_says_how(policy, batch, table, whole, way):
+def test_a_small_memory_keeps_every_prompt_apart_and_the_page_says_how(policy, batch, table, whole):
     state = warm_state(policy)
     for held in state["state"].values():
         held["step"] = torch.tensor(7.0)
-    settings = replace(whole.settings, gradient_way=way, gradient_memory=1 << 20)
+    settings = replace(whole.settings, gradient_way="sketches", gradient_memory=1 << 20)
     settings = replace(settings, influence_tokens=None, actual_step=False)
     diagnosis = diagnose(policy, batch, table, settings=settings, optimizer_state=state)
     (note,) = [note for note in diagnosis.notes if note.kind == "inexact"]
-    assert way in note
+    assert "sketches" in note
     for metric in ("raw", "adamw"):
         for interval in (*LABELS, "all"):
-            for name in ("gradient_norm", "signal", "noise"):
-                expected = value(whole, name, metric, interval)
-                found = value(diagnosis, name, metric, interval)
-                if way == "slices":
-                    assert found == pytest.approx(expected, rel=1e-6, abs=1e-12)
-                elif name == "gradient_norm":
-                    assert found == pytest.approx(expected, rel=0.2)
+            expected = value(whole, "gradient_norm", metric, interval)
+            assert value(diagnosis, "gradient_norm", metric, interval) == pytest.approx(expected, rel=0.2)
 
 
 def test_what_does_not_fit_into_the_minutes_is_left_out_and_the_rest_is_the_same(policy, batch, table, whole):
@@ -362,7 +333,6 @@ def test_of_a_sample_each_token_counts_for_one_over_its_chance(policy, batch, sa
     ("change", "match"),
     [
         ({"bins": 0}, "bins is 0"),
-        ({"sign_passes": 0}, "sign_passes is 0"),
         ({"seed": -1}, "seed -1"),
         ({"seed": 2**57}, r"below 2\*\*57"),
         ({"edges": (0.0,)}, "edges are"),

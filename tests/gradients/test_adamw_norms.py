@@ -115,7 +115,7 @@ def test_the_self_check_sees_a_wrong_metric(monkeypatch):
         measure(policy, make_batch(policy), metric="adamw", optimizer_state=state_of(policy))
 
 
-def test_the_diagnosis_no_longer_draws_signs_for_it():
+def test_a_diagnosis_has_the_energy_of_the_tables_norms_and_says_where_it_has_none():
     policy = make_policy("llama")
     batch, state = make_batch(policy), warm_state(policy)
     for held in state["state"].values():
@@ -130,5 +130,5 @@ def test_the_diagnosis_no_longer_draws_signs_for_it():
     wanted = [squares[table["interval"] == a].sum() / squares.sum() for a in range(4)]
     np.testing.assert_allclose(shares[0]["value"], wanted, rtol=1e-6)
     raw = table.drop(columns=ADAMW)
-    drawn = diagnose(policy, batch, raw, settings=replace(brief, sign_passes=2), optimizer_state=state)
-    assert "signs" in [note.kind for note in drawn.notes] and "signs" not in [note.kind for note in found[0].notes]
+    without = diagnose(policy, batch, raw, settings=brief, optimizer_state=state)
+    assert "adamw_energy" in without.left_out and "adamw_energy" not in found[0].left_out

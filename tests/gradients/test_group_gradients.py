@@ -12,7 +12,7 @@ from support.policies import make_batch, make_policy, pad_both_sides
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.gradients import interval_gradients, interval_gradients_over
+from gradscope.gradients import Resources, interval_gradients, interval_gradients_over
 from gradscope.objective import LossSettings
 from gradscope.policy import AdamWState, Policy, adamw as adamw_state, flat_slices
 from gradscope.rollouts import TokenBatch
@@ -116,7 +116,7 @@ def test_the_half_cosine_is_between_two_sets_of_prompts_that_the_generator_draws
 def test_padding_and_micro_batches_change_nothing_beyond_rounding(policy, batch, side, padding, micro_batch_size):
     expected = interval_gradients(policy, batch, loss=NARROW)
     moved = pad_both_sides(make_batch(policy, temperature=0.7, side=side), *padding)
-    result = interval_gradients(policy, moved, loss=NARROW, micro_batch_size=micro_batch_size)
+    result = interval_gradients(policy, moved, loss=NARROW, resources=Resources(micro_batch=micro_batch_size))
     for frame in ("table", "cosines"):
         pd.testing.assert_frame_equal(getattr(result, frame), getattr(expected, frame), rtol=CASTS, atol=CASTS * 1e-2)
 
@@ -180,8 +180,8 @@ def state_of(policy: Policy) -> list[object]:
 
 
 def test_input_that_cannot_be_measured_is_refused(policy, batch):
-    with pytest.raises(InputError, match="micro_batch_size is 0"):
-        interval_gradients(policy, batch, micro_batch_size=0)
+    with pytest.raises(InputError, match="micro_batch is 0"):
+        interval_gradients(policy, batch, resources=Resources(micro_batch=0))
     with pytest.raises(InputError, match="keeps no token"):
         interval_gradients(policy, replace(batch, response_mask=torch.zeros_like(batch.response_mask)))
     with pytest.raises(InputError, match="intervals have shape"):

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -22,9 +21,8 @@ from support.tiers import every
 
 from gradscope.diagnosis import DiagnosisSettings, checkpoint as diagnosis, diagnose
 from gradscope.errors import InputError
-from gradscope.gradients import vector_bytes, vectors_within, weighted_gradients
-from gradscope.gradients.summed import weighted
-from gradscope.objective import Updater, batch_logprobs, fitting_size
+from gradscope.gradients import Resources, TokenJacobian, forward_mode, vector_bytes
+from gradscope.objective import Updater
 from gradscope.runs import scratch, scratch_zeros
 from gradscope.updates import (
     SGD,
@@ -51,7 +49,7 @@ def on_disk(monkeypatch, tmp_path) -> Iterator[list[Path]]:
     """Whatever would go to a file does, however small; the files that were made. Afterwards none may be left."""
     monkeypatch.setattr(scratch, "SMALL", 0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("policy.adamw", "updates.first_order", "updates.step_settings", "updates.apply_update"):
+    for name in ("policy.adamw", "gradients.vectors", "updates.step_settings", "updates.apply_update"):
         monkeypatch.setattr(sys.modules[f"gradscope.{name}"], "PART", SPAN)
     made, make = [], torch.from_file
 
@@ -98,46 +96,19 @@ def test_a_step_in_slices_is_the_optimizers_bit_for_bit(on_disk, step, fresh, ad
     assert on_disk
 
 
-def test_streamed_gradients_are_the_same_and_touch_nothing_of_the_models(on_disk):
+def test_sums_in_a_file_touch_nothing_of_the_models(on_disk):
     policy = make_policy("qwen2")  # tied
     batch = make_batch(policy)
-    seeds = torch.randn(3, *batch.input_ids.shape, generator=torch.Generator().manual_seed(0))
-    seeds[1] = 0
-    expected = weighted_gradients(policy.model, batch, seeds, micro_batch_size=2)
+    weights = torch.randn(3, batch.num_tokens, generator=torch.Generator().manual_seed(0))
+    weights[1] = 0
+    expected = TokenJacobian(policy, batch, Resources(1 << 40)).vjp(weights).rows
     for parameter in policy.model.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
         parameter.register_post_accumulate_grad_hook(raising(AssertionError("somebody else's hook")))
-    out = vectors_within(policy.model, 3, 1)
     before = snapshot(policy.model)["model"]
-    assert weighted_gradients(policy.model, batch, seeds, micro_batch_size=2, out=out) is out
-    assert torch.equal(out, expected) and out[0].any() and not out[1].any()
+    found = TokenJacobian(policy, batch, Resources(0)).vjp(weights).rows
+    assert torch.equal(found, expected) and found[0].any() and not found[1].any() and on_disk
     assert snapshot(policy.model)["model"] == before
-
-
-# ---- micro-batches at large vocabularies
-
-
-def test_fewer_responses_go_together_where_logits_would_take_too_much(monkeypatch):
-    policy = make_policy("llama")
-    batch = make_batch(policy)
-    longest = int(batch.response_mask.sum(1).max())
-    assert fitting_size(policy.model, batch, 8, copies=6) == 8
-    one = 6 * longest * policy.vocab_size * 4
-    for limit, wanted in ((8 * one, 8), (8 * one - 1, 7), (2 * one, 2), (1, 1)):
-        monkeypatch.setitem(batch_logprobs.LOGITS, "cpu", limit)
-        assert fitting_size(policy.model, batch, 8, copies=6) == wanted
-    keywords = {"loss": NARROW, "step": STEPS[0]}
-    tables = []
-    for limit in (1, 1 << 30):
-        monkeypatch.setitem(batch_logprobs.LOGITS, "cpu", limit)
-        moved = apply_update(policy, batch, **keywords).after.logprob[batch.response_mask]
-        table = influence(policy, batch, **keywords).contributions.filter(like="by.")
-        tables.append((table.to_numpy(), moved.numpy()))
-    for found, expected in zip(*tables, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-
-
-# ---- files and room
 
 
 @pytest.mark.parametrize("part", ["influence", "apply_update"])
@@ -184,7 +155,7 @@ def test_a_disk_that_is_full_after_all_is_an_error_and_not_a_crash(on_disk, monk
 def diagnosed() -> tuple:
     policy = make_policy("gpt2", torch.float64)
     step = StepSettings("adamw", 1e-3, 0.1, betas=(0.8, 0.95), eps=1e-6)
-    quick = DiagnosisSettings(loss=NARROW, resamples=20, sign_passes=None, compare=False, step=step)
+    quick = DiagnosisSettings(loss=NARROW, resamples=20, compare=False, step=step)
     return policy, make_batch(policy), quick
 
 
@@ -235,7 +206,7 @@ def test_costs_count_the_passes_that_are_made(monkeypatch):
     monkeypatch.setattr(torch.autograd, "grad", counted("backward", torch.autograd.grad))
     monkeypatch.setattr(torch.Tensor, "backward", counted("backward", torch.Tensor.backward))
     monkeypatch.setattr(torch.func, "jvp", counted("derivative", torch.func.jvp))
-    monkeypatch.setattr(weighted, "TANGENTS", 0)  # each direction by itself: the cost is at most that
+    monkeypatch.setattr(forward_mode, "TANGENTS", 0)  # each direction by itself: the cost is at most that
     handle = policy.model.register_forward_hook(lambda *_: counts.update(forward=counts["forward"] + 1))
     step = StepSettings("adamw", 1e-3, 0.1, betas=(0.8, 0.95), eps=1e-6)
     keywords = {"loss": NARROW, "step": step, "optimizer_state": warm_state(policy)}
@@ -245,9 +216,8 @@ def test_costs_count_the_passes_that_are_made(monkeypatch):
             function(policy, batch, **keywords, memory=memory)
             # A derivative runs the model itself.
             total = counts["forward"] - counts["derivative"] + 2 * counts["backward"] + 3 * counts["derivative"]
-            apart = {"one_by_one": memory is not None}
             if function is influence:
-                assert total == influence_cost(step, NARROW, **apart)
+                assert total == influence_cost(step, NARROW)
             else:
                 assert total == update_cost()
     handle.remove()
@@ -265,7 +235,7 @@ from gradscope.updates.first_order import influence
 from gradscope.policy import Policy, find_blocks
 from gradscope.updates import StepSettings
 from gradscope.updates import apply_update
-from gradscope.gradients.summed.weighted import vector_bytes
+from gradscope.gradients.vectors import vector_bytes
 
 sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 20000}
 torch.manual_seed(0)
@@ -322,24 +292,19 @@ def test_memory_of_the_process_does_not_grow_with_sources_and_a_step_takes_one_g
 
 SUMS = """
 import sys
-from gradscope.diagnosis.gradients import sum_gradients
-from gradscope.gradients.summed.intervals import interval_gradients
+from gradscope.gradients import Resources, TokenJacobian
 
 def make(prompts):
     rows = [Response(draw(4), draw(8), advantage=(-1.0) ** i, group=i // 2) for i in range(2 * prompts)]
     return collate(rows)
 
-def sums(prompts, vectors, memory, way):
+def sums(prompts, vectors):
     batch = make(prompts)
-    seeds = torch.randn(vectors, *batch.input_ids.shape, generator=generator)
-    found = sum_gradients(policy, batch, seeds, memory=memory, micro_batch_size=2, generator=generator, way=way)
-    assert found.plan.way == way, found.plan
+    weights = torch.randn(vectors, batch.num_tokens, generator=generator)
+    found = TokenJacobian(policy, batch, Resources(5 * size // 4, micro_batch=2)).gram(weights, way="sketches")
+    assert found.plan.way == "sketches", found.plan
 
-MEMORY = {"slices": 2 * size, "sketches": 5 * size // 4}
-calls = {"warm": lambda: sums(1, 1, 2 * size, "sketches")}
-for way, memory in MEMORY.items():
-    for prompts, vectors in ((1, 2), (3, 3)):
-        calls[f"{way} {prompts} {vectors}"] = lambda p=prompts, v=vectors, m=memory, w=way: sums(p, v, m, w)
+calls = {"warm": lambda: sums(1, 1), "few": lambda: sums(1, 2), "many": lambda: sums(3, 3)}
 """
 
 
@@ -348,7 +313,6 @@ for way, memory in MEMORY.items():
 def test_summed_gradients_keep_to_their_budget_however_many_prompts_and_vectors():
     start, rest = GROWTH.split("calls = {}")
     found = peaks(start + SUMS + rest[rest.index("for name, call in") :], 1 << 16)
-    for way, budget in (("slices", 2.0), ("sketches", 1.25)):
-        # A whole set of vectors would be 2 and 9 in this unit; the passes' own activations are a tenth or two.
-        assert found[f"{way} 3 3"] < found[f"{way} 1 2"] + 0.4, found
-        assert max(found[f"{way} 3 3"], found[f"{way} 1 2"]) < budget + 0.5, found
+    # A whole set of vectors would be 2 and 9 in this unit; the passes' own activations are a tenth or two.
+    assert found["many"] < found["few"] + 0.4, found
+    assert max(found["many"], found["few"]) < 1.25 + 0.5, found

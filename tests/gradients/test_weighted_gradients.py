@@ -213,13 +213,13 @@ def test_input_that_cannot_be_measured_is_refused():
         lambda: weighted_gradients(policy.model, batch, seeds, micro_batch_size=0),
         lambda: predict_changes(policy.model, batch, directions, micro_batch_size=0),
     ):
-        with pytest.raises(InputError, match="micro_batch_size is 0"):
+        with pytest.raises(InputError, match="micro_batch is 0"):
             bad()
     with pytest.raises(InputError, match="keeps no token"):
         weighted_gradients(policy.model, empty, seeds, micro_batch_size=8)
     with pytest.raises(InputError, match="cotangents have shape"):
         weighted_gradients(policy.model, batch, seeds[:, :, 1:], micro_batch_size=8)
-    with pytest.raises(InputError, match="directions have 7 entries"):
+    with pytest.raises(InputError, match="vectors have 7 entries"):
         predict_changes(policy.model, batch, torch.ones(2, 7), micro_batch_size=8)
     with pytest.raises(InputError, match="is bfloat16"):
         predict_changes(half.model, batch, directions, micro_batch_size=8)

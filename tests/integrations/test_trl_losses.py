@@ -20,10 +20,10 @@ from support.trl_runs import Recorder, import_trl, make_trainer, needs_trl, save
 from torch import nn
 
 from gradscope.errors import InputError
+from gradscope.gradients import Resources, TokenJacobian
 from gradscope.integrations.trl_batch import batch_from_trl
 from gradscope.integrations.trl_callback import GradScopeCallback
 from gradscope.integrations.trl_losses import step_loss
-from gradscope.integrations.trl_measure import score
 from gradscope.objective import make_weighting
 
 pytestmark = needs_trl
@@ -187,7 +187,7 @@ def test_a_weightings_w_are_the_slopes_of_the_loss_that_has_it(checkpoint, tmp_p
         window.append(inputs | sampled)
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = True  # its loss path; nothing is sampled here
     batch, loss = batch_from_trl(window, trainer.temperature), step_loss(trainer)
-    weights = loss.weights(window, batch, score(trainer.model, batch, 8))
+    weights = loss.weights(window, batch, TokenJacobian(trainer.model, batch, Resources(micro_batch=8)).statistics)
     found = (weights / loss.denominators(window)[:, None])[batch.response_mask]
     wanted = torch.cat([-own_slopes(trainer, part)[1][part["completion_mask"].bool()] for part in window])
     trainer.weighting = None  # of TRL's loss alone the slopes are others
@@ -329,7 +329,7 @@ def test_rloos_weights_are_the_slopes_of_its_own_loss(checkpoint, tmp_path, norm
     noise = torch.linspace(-0.5, 0.5, len(inputs["old_logps"]))[torch.randperm(8)]
     inputs = inputs | {"old_logps": inputs["old_logps"] + noise}  # as of another policy
     batch = batch_from_trl(inputs, trainer.temperature)
-    weights = loss.weights([inputs], batch, score(trainer.model, batch, 8))
+    weights = loss.weights([inputs], batch, TokenJacobian(trainer.model, batch, Resources(micro_batch=8)).statistics)
     found = (weights / loss.denominators([inputs])[:, None])[batch.response_mask]
     wanted = -own_slopes(trainer, inputs)[1][inputs["completion_mask"].bool()]
     assert torch.allclose(found, wanted, atol=2 * FLOAT32_GRADIENT * float(wanted.abs().max()))
@@ -420,8 +420,8 @@ def test_it_says_what_it_measures_and_reports_its_stages(checkpoint, tmp_path, c
     said = [line for line in capsys.readouterr().err.splitlines() if "gradscope" in line]
     assert [re.findall(r"\d+", line)[:4] for line in said] == [[str(step), "80", "8", "4"] for step in (1, 3)]
     assert [stage.name for stage in told.stages if not stage.within] == [
-        *("step 1", "scoring after the step"),
-        *("step 3", "scoring after the step"),
+        *("step 1", "scoring"),
+        *("step 3", "scoring"),
     ]
     assert [(s.total, s.done) for s in told.stages if s.name == "gradients"] == [(3, 3)] * 2  # eight, three at once
     silent = make_trainer(checkpoint, tmp_path / "silent", max_steps=1)

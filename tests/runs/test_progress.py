@@ -219,10 +219,9 @@ def test_measuring_reports_all_that_takes_long(small):
 
 
 def test_summing_comparing_and_diagnosing_report_to_whom_they_are_given(small):
-    for way in ("whole", "slices", "sketches"):
-        interval_gradients(*small, way=way, progress=(told := Listener()))
-        assert told.names == {"gradients"} and not told.unfinished
-        assert max(stage.total for stage in told.stages) >= 3  # of prompts, or slices
+    interval_gradients(*small, resources=Resources(progress=(told := Listener())))
+    assert told.names == {"scoring", "gradients"} and not told.unfinished
+    assert max(stage.total or 0 for stage in told.stages) >= 3  # of prompts
     compare(*small, ["grpo", "reweight"], resources=Resources(progress=(told := Listener())))
     assert {"measuring", "gradients"} <= told.names and not told.unfinished
     diagnose(*small, progress=(told := Listener()))

@@ -350,7 +350,7 @@ def test_each_distinct_row_costs_a_backward_pass_and_a_derivative(case, monkeypa
 
         return call
 
-    monkeypatch.setattr("gradscope.gradients.summed.weighted.TANGENTS", 0)  # each derivative by itself
+    monkeypatch.setattr("gradscope.gradients.forward_mode.TANGENTS", 0)  # each derivative by itself
     monkeypatch.setattr(torch.autograd, "grad", counted("backward", torch.autograd.grad))
     monkeypatch.setattr(torch.func, "jvp", counted("derivative", torch.func.jvp))
     handle = case.policy.model.register_forward_hook(lambda *_: counts.update(forward=counts["forward"] + 1))

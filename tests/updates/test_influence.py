@@ -17,13 +17,12 @@ from support.tiers import every
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.gradients import predict_changes
-from gradscope.policy import Policy
+from gradscope.gradients import TokenJacobian, Vectors
+from gradscope.policy import Policy, flat_slices
 from gradscope.rollouts import TokenBatch
 from gradscope.updates import (
     StepSettings,
     apply_update,
-    first_order,
     influence,
     influence_table,
     moved_against,
@@ -112,14 +111,15 @@ def test_contributions_sum_to_the_prediction_for_the_whole_step(monkeypatch, nam
     state = warm_state(policy) if step.optimizer == "adamw" else None
     whole = []
 
-    def predict(model, batch, directions, **settings):
-        whole.append(directions.sum(0, keepdim=True))
-        return predict_changes(model, batch, directions, **settings)
+    def spied(jacobian, vectors):
+        whole.append(vectors.rows.sum(0, keepdim=True))
+        return make(jacobian, vectors)
 
-    monkeypatch.setattr(first_order, "predict_changes", predict)
+    make = TokenJacobian.jvp
+    monkeypatch.setattr(TokenJacobian, "jvp", spied)
     table = influence(policy, batch, loss=NARROW, step=step, optimizer_state=state).contributions
-    changes, _ = predict_changes(policy.model, batch, whole[0], micro_batch_size=8)
-    expected = changes[0, batch.response_mask].double().numpy()
+    changes, _ = make(TokenJacobian(policy, batch), Vectors(whole[0], flat_slices(policy.model)))
+    expected = changes[0].double().numpy()
     sources = table[[name for name in table if name.startswith("by.")]].sum(axis=1)
     np.testing.assert_allclose(table["predicted"], sources, rtol=1e-12)
     assert np.abs(sources - expected).max() < 1e-5 * np.sqrt(np.mean(expected**2))

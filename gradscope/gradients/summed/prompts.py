@@ -19,24 +19,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.gradients.summed.plan import Index, Piece, Sizes, Way, cut_prompts, cut_slices, own_rows, plan_sums
-from gradscope.gradients.summed.sketches import Sketcher
-from gradscope.gradients.summed.sweep import OUTER, Passed, Sweep
-from gradscope.gradients.summed.weighted import (
-    add_gradients,
-    differentiable,
-    stream_gradients,
-    vector_bytes,
-    vectors_within,
-    zero_vectors,
-)
+from gradscope.gradients.reverse_mode import Take, add_gradients, differentiable, stream_gradients
+from gradscope.gradients.sketches import Sketcher
+from gradscope.gradients.summed.ways import Index, Piece, Sizes, Way, cut_prompts, cut_slices, own_rows, plan_sums
+from gradscope.gradients.summed.weighted import vectors_within
+from gradscope.gradients.sweep import OUTER, Passed, Sweep
+from gradscope.gradients.vectors import vector_bytes, zero_vectors
 from gradscope.objective import kept_logprobs
 from gradscope.policy import Policy, flat_slices, free_memory
 from gradscope.rollouts import TokenBatch
@@ -44,9 +38,6 @@ from gradscope.runs import ALONE, Processes, Progress, deal_by_cost, settle_prog
 
 Cotangents = Callable[[Index, TokenBatch, Float[Tensor, " K"]], Float[Tensor, "R K"]]
 """∂loss/∂log π of a piece's kept tokens, a row for each vector, from where they stand in the batch and their log π."""
-Take = Callable[[int, str, Tensor], None]
-"""What is done with a gradient: called with the vector's row and the parameter's name."""
-
 Sums = Sequence[Tensor | None]
 """What each of the R vectors is added to, over the prompts; None: nothing."""
 
@@ -195,7 +186,9 @@ class PromptGradients:
                     if self._swept:
                         self._sweep_through(index, piece, take)
                     else:
-                        stream_gradients(self.model, piece, partial(self._cotangents, index, piece), take)
+                        with torch.no_grad():
+                            logprobs = kept_logprobs(self.model, piece)
+                        stream_gradients(self.model, piece, self._cotangents(index, piece, logprobs), take)
                 yield prompt, found
 
         yield Part((), sketcher.size), vectors()

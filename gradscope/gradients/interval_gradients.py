@@ -8,9 +8,9 @@ The loss is a sum over tokens, so one forward pass serves every interval, and ea
 the batch. It is made prompt by prompt, which costs the same and gives the g_{p,a}: the noise, and any split by prompts.
 Every number of the table is an inner product of those sums over all parameters (a tied one counts once).
 
-Memory besides the model and its activations: 3 × intervals vectors (the sums of two halves of the batch, and one
-prompt's), in float32 at least, as long as the parameters or, where that is over the budget, as a slice of them or as
-their sketches: see `prompts`. An optimizer state adds a vector as long as the parameters and a second pass.
+Memory besides the model and its activations: 4 × intervals vectors as long as the parameters (the sums of two halves of
+the batch, and one prompt's) or, where that is over the budget, sketches of each prompt's: see `TokenJacobian.gram`. An
+optimizer state adds a vector and a second pass.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients.summed.plan import Index, SumsPlan, Way
-from gradscope.gradients.summed.prompts import PromptGradients
-from gradscope.gradients.summed.weighted import zero_vectors
+from gradscope.gradients.gram import Gram, SumsPlan, Way
+from gradscope.gradients.jacobian import TokenJacobian
+from gradscope.gradients.resources import Resources
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.objective import PAPER, LossSettings, batch_loss, own_where_unknown, resolve_advantages
-from gradscope.policy import PART, AdamWState, Policy, PolicyLike, gradient_budget, square_norm
-from gradscope.resampling import jackknife_error
+from gradscope.policy import AdamWState, Policy, PolicyLike
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
-from gradscope.runs import ALONE, Processes, Progress
 
 Number = int | float
 
@@ -88,55 +86,56 @@ def interval_gradients(
     loss: LossSettings = PAPER,
     intervals: Int[Tensor, "B S"] | None = None,
     edges: Sequence[Number] = EDGES,
-    micro_batch_size: int = 8,
     generator: torch.Generator | None = None,
     optimizer_state: AdamWState | None = None,
-    memory: int | None = None,
-    way: Way | None = None,
-    processes: Processes = ALONE,
-    progress: bool | Progress = False,
+    resources: Resources | None = None,
 ) -> IntervalGradients:
     """Measure the summed gradient of each interval's tokens, and of all, over all parameters, frozen ones too.
 
-    intervals: index of each token's interval, of `len(edges) - 1`; read on kept tokens only. None: by the probability
-    π_old of the token or, where old_logprobs are unknown, by the policy's own (on-policy, ratio 1).
-    micro_batch_size: most responses in one forward pass; responses to different prompts never share one.
-    generator: splits the prompts into two halves of equal count (to one); None: seeded with 0.
-    optimizer_state: adds the same in the metric of the AdamW update.
-    memory: bytes for gradients, which decides whether they are made whole, in slices or as sketches
-    (`prompts`); None: a sixth of what is free. way: one of these, whatever it costs.
-    processes: share the prompts; the result is everybody's.
+    Args:
+        intervals: index of each token's interval, of `len(edges) - 1`; read on kept tokens only. None: by the
+            probability π_old of the token or, where old_logprobs are unknown, by the policy's own (on-policy, ratio 1).
+        generator: splits the prompts into two halves of equal count (to one); None: seeded with 0.
+        optimizer_state: adds the same in the metric of the AdamW update.
+        resources: its `vectors` decides whether gradients are whole or sketches; its processes share the prompts.
 
-    The model measures in eval mode; flags, modes and `.grad` are left as they were. Raises InputError for a batch
-    without response tokens, without advantages and rewards, or with a NaN advantage.
+    Raises:
+        InputError: the batch has no response tokens, no advantages and rewards, or a NaN advantage.
     """
     policy, batch = read_inputs(policy, batch)
+    J = TokenJacobian(policy, replace(batch, advantages=resolve_advantages(batch)), resources)
+    return multiply_intervals(
+        J, loss, intervals=intervals, edges=edges, generator=generator, optimizer_state=optimizer_state
+    )
+
+
+def multiply_intervals(
+    J: TokenJacobian,
+    loss: LossSettings = PAPER,
+    *,
+    intervals: Int[Tensor, "B S"] | None = None,
+    edges: Sequence[Number] = EDGES,
+    generator: torch.Generator | None = None,
+    optimizer_state: AdamWState | None = None,
+    way: Way | None = None,
+) -> IntervalGradients:
+    """`interval_gradients` of a batch with advantages; way: whole or sketches, whatever it costs."""
     edges = [float(edge) for edge in edges]
-    _check(batch, intervals, edges, micro_batch_size)
-    batch = replace(batch, advantages=resolve_advantages(batch))
-    generator = generator or torch.Generator().manual_seed(0)
-    size, counts = len(edges) - 1, {}
-    memory = gradient_budget(policy.device, processes) if memory is None else memory
-
-    def cotangents(index: Index, piece: TokenBatch, logprobs: Float[Tensor, " K"]) -> Float[Tensor, "A K"]:
-        slopes, cells = _slopes(index, piece, logprobs, batch.num_tokens, loss, intervals, edges)
-        inside = cells == torch.arange(size, device=cells.device)[:, None]
-        counts[tuple(index[0].unique().tolist())] = inside.sum(1)
-        return (slopes * inside).to(logprobs.device, non_blocking=True)
-
-    passes = {"micro_batch_size": micro_batch_size, "processes": processes, "progress": progress}
-    passes |= {"memory": memory, "way": way, "metric": optimizer_state is not None}
-    source = PromptGradients(policy, batch, cotangents, rows=size, held=2 * size, **passes)
-    halves = torch.randperm(source.num_prompts, generator=generator) * 2 // source.num_prompts
-    totals = None if optimizer_state is None else source.new_totals()
-    raw = _Products.of(source, halves, totals=totals)
-    num_tokens = processes.sum(sum(counts.values(), torch.zeros(size, dtype=torch.long)))
-    table, cosines = raw.tabulate(num_tokens, edges)
-    result = IntervalGradients(table, cosines, source.num_prompts, loss, plan=source.plan)
-    if optimizer_state is None:
+    _check(J.batch, intervals, edges)
+    size, batch = len(edges) - 1, J.batch
+    slopes, cells = _slopes(J, loss, intervals, edges)
+    generator, prompts = generator or torch.Generator().manual_seed(0), J.prompts
+    halves = torch.randperm(len(prompts), generator=generator) * 2 // len(prompts)
+    number = torch.searchsorted(prompts, batch.group_ids).clamp(max=len(prompts) - 1)  # of a prompt without tokens: any
+    own = J.kept(halves[number][:, None].expand_as(batch.input_ids))
+    inside = (own == torch.arange(2)[:, None, None]) & (cells == torch.arange(size)[:, None])
+    gram = J.gram((slopes * inside).flatten(0, 1), pairs="within", metric=optimizer_state, way=way)
+    counts = (cells == torch.arange(size)[:, None]).sum(1).numpy()
+    table, cosines = _tabulate(gram, counts, edges)
+    result = IntervalGradients(table, cosines, len(prompts), loss, plan=gram.plan)
+    if gram.scaled is None:
         return result
-    scale = optimizer_state.turn_into_scale(policy.model, totals[0])
-    table, cosines = _Products.of(source, halves, scale=scale).tabulate(num_tokens, edges)
+    table, cosines = _tabulate(gram.scaled, counts, edges)
     return replace(result, adamw_table=table, adamw_cosines=cosines)
 
 
@@ -152,9 +151,10 @@ def interval_gradients_over(policy: Policy, batches: Iterable[TokenBatch], **key
     generator = keywords.pop("generator", None) or torch.Generator().manual_seed(0)
     batches = list(batches)
     results = [interval_gradients(policy, batch, generator=generator, **keywords) for batch in batches]
-    if len({result.plan.sketch_size is None for result in results}) == 2:  # all with errors, or none
-        keywords["way"] = "sketches"
-        results = [interval_gradients(policy, batch, generator=generator, **keywords) for batch in batches]
+    if len({result.plan.sketch_size is None for result in results}) == 2:
+        raise InputError(
+            "some batches fit into the memory whole and others do not; give --gradient-memory one way or the other"
+        )
     if not results:
         raise InputError("no batch to measure; give at least one")
     means = {}
@@ -166,71 +166,37 @@ def interval_gradients_over(policy: Policy, batches: Iterable[TokenBatch], **key
 
 
 def _slopes(
-    index: Index,
-    piece: TokenBatch,
-    logprobs: Float[Tensor, " K"],
-    num_tokens: int,
-    settings: LossSettings,
-    intervals: Int[Tensor, "B S"] | None,
-    edges: Sequence[float],
+    J: TokenJacobian, settings: LossSettings, intervals: Int[Tensor, "B S"] | None, edges: Sequence[float]
 ) -> tuple[Float[Tensor, " K"], Int[Tensor, " K"]]:
-    """∂loss/∂log π of a piece's kept tokens, and the interval of each, on the CPU, where the piece lies."""
-    logprobs, mask = logprobs.cpu(), piece.response_mask
-    spread = logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs).requires_grad_(True)
+    """∂loss/∂log π of each kept token, and its interval."""
+    batch, logprobs = J.batch, J.statistics.logprob.detach().clone().requires_grad_(True)
     with torch.enable_grad():
-        loss = batch_loss(spread, piece, settings, num_tokens=num_tokens)
+        loss = batch_loss(logprobs, batch, settings, num_tokens=batch.num_tokens)
     # All weights of an interval may be 0: equal rewards in the group, every token clipped.
-    (slopes,) = torch.autograd.grad(loss, spread)
+    (slopes,) = torch.autograd.grad(loss, logprobs)
     if intervals is not None:
-        return slopes[mask], intervals[index]
+        return J.kept(slopes), J.kept(intervals)
     # A log-probability that a sampler rounded to just above 0 is a probability of 1.
-    prob = own_where_unknown(piece.old_logprobs, spread.detach())[mask].double().exp().clamp(max=1.0)
-    return slopes[mask], torch.from_numpy(assign_intervals(prob.numpy(), edges))
+    prob = J.kept(own_where_unknown(batch.old_logprobs, logprobs.detach())).double().exp().clamp(max=1.0)
+    return J.kept(slopes), torch.from_numpy(assign_intervals(prob.numpy(), edges))
 
 
-@dataclass(frozen=True)
-class _Products:
-    """Inner products over the parameters, in float64; of sketches a part for each block of their coordinates."""
+def _tabulate(
+    gram: Gram, num_tokens: Int[np.ndarray, " A"], edges: Sequence[float]
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The table and the cosines; of sketches, with a standard error of each number as a column NAME_error."""
+    size, n = len(edges) - 1, len(gram.groups)
 
-    halves: Float[np.ndarray, "M 2 A 2 A"]
-    """Inner products between the G_a of both halves of the prompts."""
-    squares: Float[np.ndarray, "M A1"]
-    """Σ_p ‖g_{p,a}‖² and, last, Σ_p ‖Σ_a g_{p,a}‖²."""
-    num_prompts: int
+    def statistics(within: Float[np.ndarray, "n R R"], total: Float[np.ndarray, "R R"]) -> tuple[pd.DataFrame, ...]:
+        each = np.append(np.einsum("paa->a", within.reshape(n, 2, size, 2, size).sum((1, 3))), within.sum())
+        return _statistics(total.reshape(2, size, 2, size), each, n, num_tokens, edges)
 
-    @classmethod
-    def of(cls, source: PromptGradients, halves: Int[Tensor, " n"], **scaled: Tensor | None) -> _Products:
-        """Both from vectors that come part by part."""
-        size, blocks, together = source.rows, source.plan.blocks, source.processes
-        products, squares, sums = np.zeros((blocks, 2 * size, 2 * size)), np.zeros((blocks, size + 1)), None
-        for part, vectors in source.parts(**scaled):
-            del sums  # before the next part's
-            sums = zero_vectors(source.model, 0).new_zeros(2, size, part.size)
-            for prompt, found in vectors:
-                sums[halves[prompt]] += found
-                for row, vector in enumerate((*found, found.sum(0))):
-                    squares[:, row] += [square_norm(block) for block in vector.chunk(blocks)]
-            together.sum(sums)
-            products += np.stack([gram(block).numpy() for block in sums.flatten(0, 1).chunk(blocks, dim=1)])
-        together.sum(torch.from_numpy(squares))
-        return cls(products.reshape(blocks, 2, size, 2, size), squares, len(halves))
-
-    def tabulate(self, num_tokens: Int[Tensor, " A"], edges: Sequence[float]) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """The table and the cosines; of sketches, with a standard error of each number as a column NAME_error."""
-        shapes = self.halves.shape[1:], self.squares.shape[1:]
-        cut = int(np.prod(shapes[0]))
-
-        def statistics(products: Float[np.ndarray, " N"]) -> tuple[pd.DataFrame, pd.DataFrame]:
-            halves, squares = products[:cut].reshape(shapes[0]), products[cut:].reshape(shapes[1])
-            return _statistics(halves, squares, self.num_prompts, num_tokens.numpy(), edges)
-
-        flat = np.hstack([self.halves.reshape(len(self.halves), -1), self.squares])
-        table, cosines = statistics(flat.sum(0))
-        if len(flat) > 1:
-            numbers = table.columns.drop(["interval", "label", "num_tokens"])
-            error = jackknife_error(lambda products: statistics(products)[0][numbers].to_numpy(), list(flat))
-            table = table.assign(**{f"{name}_error": error[:, i] for i, name in enumerate(numbers)})
-        return table, cosines
+    table, cosines = statistics(gram.products, gram.total)
+    if gram.plan.sketch_size is not None:
+        numbers = table.columns.drop(["interval", "label", "num_tokens"])
+        error = gram.error(lambda within, total: statistics(within, total)[0][numbers].to_numpy())
+        table = table.assign(**{f"{name}_error": error[:, i] for i, name in enumerate(numbers)})
+    return table, cosines
 
 
 def _statistics(
@@ -277,19 +243,8 @@ def _mean_matrix(matrices: list[pd.DataFrame]) -> pd.DataFrame:
     return pd.DataFrame(np.ma.masked_invalid(np.stack(matrices)).mean(0).filled(np.nan))
 
 
-def gram(vectors: Float[Tensor, "K P"]) -> Float[Tensor, "K K"]:
-    """Inner products in float64, a slice of the parameters at a time."""
-    return sum(part @ part.T for part in (p.double() for p in vectors.split(max(1, PART // len(vectors)), dim=1))).cpu()
-
-
-def _check(
-    batch: TokenBatch, intervals: Int[Tensor, "B S"] | None, edges: Sequence[float], micro_batch_size: int
-) -> None:
-    """InputError for what cannot be measured."""
-    if micro_batch_size < 1:
-        raise InputError(f"micro_batch_size is {micro_batch_size}; a forward pass needs a response; give at least 1")
-    if batch.num_tokens == 0:
-        raise InputError("response_mask keeps no token, so there is no gradient; give responses with sampled tokens")
+def _check(batch: TokenBatch, intervals: Int[Tensor, "B S"] | None, edges: Sequence[float]) -> None:
+    """Raise InputError for edges that make no intervals, and for intervals that they do not make."""
     num_intervals, wanted = len(interval_labels(edges)), tuple(batch.input_ids.shape)
     if intervals is None:
         return

@@ -1,8 +1,8 @@
 """A network differentiated from its last block to its first, one block at a time, with no graph of the whole.
 
 A forward pass leaves the input of every block; from there each block, what comes before the first one and what comes
-after the last one can be run and differentiated alone, as gradient checkpointing does. So the gradients of one block's
-parameters can be summed over a whole batch before those of the next block exist, for one more forward pass in all.
+after the last one can be run and differentiated alone, as gradient checkpointing does, for one more forward pass in
+all. The gradients of a block's parameters are handed on before those of the next block exist.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradscope.gradients.engine.recording import block_input
 from gradscope.gradients.hooks import first_tensor
+from gradscope.gradients.reverse_mode import Take
 from gradscope.objective import choosing_places, gather_logprobs
 from gradscope.policy import float_parameters
 from gradscope.rollouts import TokenBatch
@@ -78,6 +79,55 @@ class Sweep:
                 return None
             found[home].append(name)
         return found
+
+    def pass_back(self, piece: TokenBatch, weights: Float[Tensor, "R K"], take: Take) -> None:
+        """Hand on Σ_t weights[r, t]·∇ log π_t of a piece's kept tokens, a block's parameters at a time."""
+        passed, logprobs = self.record(piece)
+        weights, segments, deltas = weights.to(logprobs), self.segments(), {}
+        for row, leaf, (logprobs, own) in self._tails(passed, weights):
+            (deltas[row],) = torch.autograd.grad(logprobs, leaf, own)
+        for index in reversed(range(len(self.blocks))):
+            if deltas:
+                leaf, out = self.run_block(passed, index)
+                found = self._differentiate(out, deltas, [leaf], segments[index], take)
+                deltas = {row: delta for row, (delta,) in found.items()}
+            passed.hidden[index] = passed.calls[index] = None
+        if not (segments[OUTER] and deltas):
+            return
+        for row, _, (logprobs, own) in self._tails(passed, weights):
+            self._differentiate(logprobs, {row: own}, [], segments[OUTER], take)
+        hidden = self.run_embedding(passed)
+        if hidden.requires_grad:
+            self._differentiate(hidden, deltas, [], segments[OUTER], take)
+
+    def _tails(
+        self, passed: Passed, weights: Float[Tensor, "R K"]
+    ) -> Iterator[tuple[int, Tensor, tuple[Float[Tensor, " k"], Float[Tensor, " k"]]]]:
+        """(row, hidden states before the head, (log π, weights) of its own tokens), of rows that weigh any.
+
+        The head sees each row's tokens alone: rows that share none cost no more than one of all.
+        """
+        for row, own in enumerate(weights):
+            kept = own.nonzero()[:, 0]
+            if len(kept):
+                names = ("places", "token_ids", "temperatures")
+                some = replace(passed, **{name: getattr(passed, name)[kept] for name in names})
+                leaf, logprobs = self.run_tail(some)
+                yield row, leaf, (logprobs, own[kept])
+
+    def _differentiate(
+        self, out: Tensor, deltas: dict[int, Tensor], to: list[Tensor], names: list[str], take: Take
+    ) -> dict[int, list[Tensor]]:
+        """Hand on the gradients of the named parameters; those with respect to the tensors of `to`, by row."""
+        inputs, gradients = [*to, *(self.model.get_parameter(name) for name in names)], {}
+        for row, delta in deltas.items() if inputs else ():
+            last = row == next(reversed(deltas))
+            made = torch.autograd.grad(out, inputs, delta, retain_graph=not last, allow_unused=True)
+            for name, gradient in zip(names, made[len(to) :], strict=True):
+                if gradient is not None:
+                    take(row, name, gradient.flatten())
+            gradients[row] = list(made[: len(to)])
+        return gradients
 
     @torch.no_grad()
     def record(self, piece: TokenBatch) -> tuple[Passed, Float[Tensor, " K"]]:

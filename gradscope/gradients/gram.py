@@ -1,0 +1,324 @@
+"""Inner products of sums of token gradients, and how they are made within a budget of memory.
+
+- **whole**: vectors as long as the parameters, by one forward pass and a backward pass per vector.
+- **sketches**: random projections of the gradients (`sketches`), made as the backward pass goes, block after block
+  where that can be: inner products are unbiased, with a known error, whatever the number of groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from gradscope.errors import InputError
+from gradscope.gradients.forward_mode import BACKWARD
+from gradscope.gradients.resources import Resources
+from gradscope.gradients.reverse_mode import add_gradients, differentiable, stream_gradients
+from gradscope.gradients.sketches import BLOCKS, Sketcher
+from gradscope.gradients.sweep import Sweep
+from gradscope.gradients.vectors import Vectors, inner_products, zero_vectors
+from gradscope.objective import kept_logprobs
+from gradscope.policy import AdamWState, flat_slices, float_parameters
+from gradscope.resampling import jackknife_error
+from gradscope.rollouts import TokenBatch
+from gradscope.runs import deal_by_cost, track
+
+Way = Literal["whole", "sketches"]
+Pairs = Literal["all", "within"]
+Statistic = Callable[[Float[np.ndarray, "n ..."], Float[np.ndarray, "R R"]], np.ndarray]
+"""Of the products by group and of those of the totals."""
+Piece = tuple[Int[Tensor, " k"], TokenBatch]
+"""Places among all kept tokens, and the micro-batch that holds them."""
+
+SEED, BETWEEN = 5929, 2112
+"""Seeds of the random projections, of gradients as they are made and of whole vectors: the same in every run, as
+nothing else decides which they are."""
+
+SKETCH = 1 << 16
+"""Numbers of a sketch: errors of inner products are 1/256 of the norms' product."""
+LEAST_SKETCH = 1 << 10
+SLICE = 1 << 21
+"""Numbers that are widened to float64 at a time."""
+
+
+@dataclass(frozen=True)
+class SumsPlan:
+    """How the vectors behind a Gram are made."""
+
+    way: Way
+    memory: int
+    """Budget, bytes."""
+    sketch_size: int | None
+    """Numbers of a sketch; None for whole vectors."""
+    blocks: int
+    """Parts of a sketch's coordinates whose inner products are kept apart; 1 for whole vectors."""
+    forward_passes: float
+    """Cost of making the vectors once, in forward passes over the batch (a backward pass counts as two)."""
+
+    def __str__(self) -> str:
+        cost = f"about {self.forward_passes:.0f} forward passes over the batch"
+        if self.sketch_size is None:
+            return f"summed gradients: exact, all parameters at once, {cost}"
+        return (
+            f"summed gradients: sketches of {self.sketch_size:,} numbers, {cost}; inner products err by "
+            f"{self.sketch_size**-0.5:.1%} of the norms' product (one standard deviation)"
+        )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the memory of a Gram depends on."""
+
+    parameters: int
+    """Measured ones."""
+    largest: int
+    """Numbers of the largest parameter, or of the largest block."""
+    states: int
+    """Numbers that a piece leaves between blocks, for each row of weights and once more for each block."""
+    blocks: int
+    groups: int
+    width: int = 4
+    """Bytes of a number: 4, or 8 in float64."""
+
+
+def plan_gram(
+    sizes: Sizes, *, rows: int, pairs: Pairs, memory: int, metric: bool = False, way: Way | None = None
+) -> SumsPlan:
+    """Choose how R vectors for each group are made: whole where they fit into `memory` bytes, else as sketches.
+
+    Args:
+        metric: whether the sum of all vectors is wanted too.
+        way: this one, whether the other would fit or not.
+
+    Raises:
+        InputError: the memory does not hold them.
+    """
+    width, held = sizes.width, rows * (sizes.groups if pairs == "all" else 1)
+    products = 8 * (held**2 if pairs == "all" else sizes.groups * rows**2)
+    whole = (held + rows + 1 + metric) * sizes.parameters * width  # and the gradient as autograd returns it
+    blocks = BLOCKS if 4 * (BLOCKS + 1) * products <= memory else BLOCKS // 4
+    transient = (sizes.largest + (sizes.blocks + 1 + rows) * sizes.states) * width + (blocks + 1) * products
+    kept, size = (rows * sizes.groups + rows) * width, SKETCH
+    while size > LEAST_SKETCH and kept * size > memory - transient:
+        size //= 2
+    least = {"whole": whole, "sketches": transient + kept * size}
+    fits = [name for name in ([way] if way else least) if least[name] <= memory]
+    if not fits:
+        wanted = min(least.values()) if way is None else least[way]
+        raise InputError(
+            f"summed gradients need {_in_words(wanted)} at least and the budget is {_in_words(memory)}; give "
+            f"--gradient-memory {wanted} or more, or fewer responses"
+        )
+    cost = 1 + BACKWARD * rows
+    if fits[0] == "whole":
+        return SumsPlan("whole", memory, None, 1, cost)
+    return SumsPlan("sketches", memory, size, blocks, cost + 1)  # block by block, each is run once more
+
+
+@dataclass(frozen=True, eq=False)
+class Gram:
+    """Inner products over all measured parameters of u_{p,r} = Σ_t weights[r, t]·g_t over the tokens of group p."""
+
+    parts: Float[np.ndarray, "M n R n R"] | Float[np.ndarray, "M n R R"]
+    """⟨u_{p,r}, u_{q,s}⟩, or within each group alone, in float64: what each of M blocks of a sketch's coordinates adds;
+    M is 1 for whole vectors."""
+    total_parts: Float[np.ndarray, "M R R"]
+    """The same of the sums over groups, U_r = Σ_p u_{p,r}."""
+    plan: SumsPlan
+    groups: tuple[int, ...]
+    """Ids of the n groups, ascending."""
+    totals: Vectors | None = None
+    """U_r, where they were asked for or are whole all the same."""
+    sketches: Float[Tensor, "n R k"] | None = None
+    """Of each u_{p,r}, where they were asked for or made all the same."""
+    scaled: Gram | None = None
+    """The same in AdamW's metric, of D ⊙ u_{p,r}."""
+
+    @classmethod
+    def exact(cls, products: Float[np.ndarray, "n R n R"]) -> Gram:
+        """The Gram of known inner products of all pairs."""
+        plan = SumsPlan("whole", products.nbytes, None, 1, 0.0)
+        return cls(products[None], products.sum((0, 2))[None], plan, tuple(range(len(products))))
+
+    @property
+    def products(self) -> Float[np.ndarray, "n ..."]:
+        return self.parts.sum(0)
+
+    @property
+    def total(self) -> Float[np.ndarray, "R R"]:
+        return self.total_parts.sum(0)
+
+    def error(self, statistic: Statistic) -> np.ndarray:
+        """Standard error that sketching gives a statistic of (products, total); 0 of whole vectors."""
+        if len(self.parts) == 1:
+            return np.zeros_like(statistic(self.products, self.total))
+        shapes = self.parts.shape[1:], self.total_parts.shape[1:]
+        flat = np.hstack([self.parts.reshape(len(self.parts), -1), self.total_parts.reshape(len(self.parts), -1)])
+        cut = int(np.prod(shapes[0]))
+        return jackknife_error(lambda f: statistic(f[:cut].reshape(shapes[0]), f[cut:].reshape(shapes[1])), list(flat))
+
+
+class GroupSums:
+    """The vectors u_{p,r} = Σ_t weights[r, t]·∇ log π_t of each group's tokens, made group by group."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: nn.ModuleList,
+        weights: Float[Tensor, "R K"],
+        pieces: dict[int, list[Piece]],
+        resources: Resources,
+    ) -> None:
+        self.model, self.blocks, self.weights, self.resources = model, blocks, weights, resources
+        self.groups, self._pieces = tuple(pieces), list(pieces.values())
+        costs = [float(sum(piece.input_ids.numel() for _, piece in own)) for own in self._pieces]
+        processes = resources.processes
+        self.mine = deal_by_cost(range(len(costs)), costs, processes.count)[processes.rank]
+        """Numbers of the groups whose vectors this process makes."""
+
+    def plan(self, pairs: Pairs, *, metric: bool = False, way: Way | None = None) -> SumsPlan:
+        """Choose the way by the memory that it takes; raises InputError where none fits."""
+        named, within = float_parameters(self.model), [{id(p) for p in b.parameters()} for b in self.blocks]
+        blocks = [sum(p.numel() for _, p in named if id(p) in own) for own in within]
+        # Of a table that embedding and head share, both gradients and their sum are there at once, or all of a block.
+        largest = max(3 * max(p.numel() for _, p in named), *blocks)
+        positions = max(piece.input_ids.numel() for own in self._pieces for _, piece in own)
+        one = zero_vectors(self.model, 0)
+        states = positions * self.model.config.get_text_config().hidden_size
+        sizes = Sizes(one.shape[1], largest, states, len(blocks), len(self.groups), one.element_size())
+        rows, memory = len(self.weights), self.resources.vectors
+        return plan_gram(sizes, rows=rows, pairs=pairs, memory=memory, metric=metric, way=way)
+
+    def multiply(
+        self, plan: SumsPlan, pairs: Pairs, *, metric: AdamWState | None = None, sketch: int | None = None
+    ) -> Gram:
+        """Multiply the vectors; see `TokenJacobian.gram`."""
+        keeps_whole = plan.way == "whole"
+        totals = Vectors.zeros(self.model, len(self.weights)) if keeps_whole and pairs == "within" else None
+        total = Vectors.zeros(self.model, 1, plan.memory if keeps_whole else 0) if metric is not None else None
+        found, vectors = self._pass(plan, pairs, totals=totals, total=total, sketch=sketch)
+        if metric is None:
+            return found
+        scale = metric.turn_into_scale(self.model, total.rows[0])
+        if vectors is not None and keeps_whole:  # held all the same
+            scaled = self._all(plan, vectors.mul_(scale.to(vectors)))
+        else:
+            del vectors
+            again = Vectors.zeros(self.model, len(self.weights)) if totals is not None else None
+            scaled, _ = self._pass(plan, pairs, totals=again, scale=scale)
+        return replace(found, scaled=scaled)
+
+    def _pass(
+        self,
+        plan: SumsPlan,
+        pairs: Pairs,
+        *,
+        totals: Vectors | None = None,
+        total: Vectors | None = None,
+        scale: Float[Tensor, " P"] | None = None,
+        sketch: int | None = None,
+    ) -> tuple[Gram, Float[Tensor, "n R size"] | None]:
+        """Make all vectors once; totals get their sums by row, total the sum of all, before they are scaled."""
+        n, rows, together = len(self.groups), len(self.weights), self.resources.processes
+        size = plan.sketch_size or zero_vectors(self.model, 0).shape[1]
+        keeps = pairs == "all" or plan.sketch_size is not None
+        kept = zero_vectors(self.model, 0).new_zeros(n, rows, size) if keeps else None
+        sketches = torch.zeros(n, rows, sketch, dtype=torch.float64) if sketch and not plan.sketch_size else None
+        sketcher = Sketcher(sketch or 1, seed=BETWEEN)
+        within = np.zeros((plan.blocks, n, rows, rows))
+        for group, vectors in self._vectors(plan, scale, total):
+            if kept is not None:
+                kept[group] = vectors
+            if pairs == "within":
+                within[:, group] += [inner_products(block).numpy() for block in vectors.chunk(plan.blocks, dim=1)]
+            if totals is not None:
+                totals.rows.add_(vectors.to(totals.rows))
+            for row, vector in enumerate(vectors) if sketches is not None else ():
+                sketcher.add(vector.cpu(), 0, sketches[group, row])
+        for shared in (kept, sketches, torch.from_numpy(within), *(v.rows for v in (totals, total) if v is not None)):
+            if shared is not None:
+                together.sum(shared)
+        if pairs == "all":
+            return self._all(plan, kept), kept
+        if kept is None:
+            whole = totals.products().numpy()[None]
+        else:
+            whole = np.stack([inner_products(block).numpy() for block in kept.sum(0).chunk(plan.blocks, dim=1)])
+        return Gram(within, whole, plan, self.groups, totals, sketches if kept is None else kept), kept
+
+    def _all(self, plan: SumsPlan, kept: Float[Tensor, "n R size"]) -> Gram:
+        parts = np.stack([block_products(block) for block in kept.chunk(plan.blocks, dim=2)])
+        whole = plan.sketch_size is None
+        totals = Vectors(kept.sum(0), flat_slices(self.model)) if whole else None
+        return Gram(parts, parts.sum((1, 3)), plan, self.groups, totals, None if whole else kept)
+
+    def _vectors(
+        self, plan: SumsPlan, scale: Float[Tensor, " P"] | None, total: Vectors | None
+    ) -> Iterator[tuple[int, Float[Tensor, "R size"]]]:
+        """(group's number, its vectors) of this process's groups; each is overwritten by the next."""
+        with differentiable(self.model):
+            make = self._whole() if plan.way == "whole" else self._sketched(plan, scale, total)
+            for group, vectors in make:
+                if plan.way == "whole" and total is not None:
+                    for vector in vectors:
+                        total.rows[0] += vector.to(total.rows)
+                if plan.way == "whole" and scale is not None:
+                    vectors.mul_(scale.to(vectors))
+                yield group, vectors
+
+    def _counted(self) -> Iterator[tuple[int, list[Piece]]]:
+        for group in track(self.mine, "gradients", self.resources.progress, unit="prompts"):
+            yield group, self._pieces[group]
+
+    def _whole(self) -> Iterator[tuple[int, Float[Tensor, "R P"]]]:
+        found = zero_vectors(self.model, len(self.weights))
+        for group, pieces in self._counted():
+            found.zero_()
+            for places, piece in pieces:
+                logprobs = kept_logprobs(self.model, piece)
+                add_gradients(self.model, logprobs, self.weights[:, places].to(logprobs), found)
+            yield group, found
+
+    def _sketched(
+        self, plan: SumsPlan, scale: Float[Tensor, " P"] | None, total: Vectors | None
+    ) -> Iterator[tuple[int, Float[Tensor, "R k"]]]:
+        slices, sweep = flat_slices(self.model), Sweep(self.model, self.blocks)
+        numbers = {name: number for number, name in enumerate(slices)}
+        sketcher = Sketcher(plan.sketch_size, seed=SEED)
+        found = zero_vectors(self.model, 0).new_zeros(len(self.weights), plan.sketch_size)
+        # Block by block where the model's blocks hear of each other from one to the next alone.
+        swept = all(self.resources.processes.gather([sweep.holds(self._pieces[0][0][1])]))
+        pass_back = sweep.pass_back if swept else partial(stream_gradients, self.model)
+
+        def take(row: int, name: str, gradient: Float[Tensor, " p"]) -> None:
+            gradient, part = gradient.to(found), slices[name]
+            if total is not None:
+                total.rows[0, part] += gradient.to(total.rows)
+            if scale is not None:
+                gradient = gradient * scale[part].to(gradient)
+            sketcher.add(gradient, numbers[name], found[row])
+
+        for group, pieces in self._counted():
+            found.zero_()
+            for places, piece in pieces:
+                pass_back(piece, self.weights[:, places], take)
+            yield group, found
+
+
+def block_products(vectors: Float[Tensor, "n R P"]) -> Float[np.ndarray, "n R n R"]:
+    """⟨u_{p,r}, u_{q,s}⟩ in float64, in slices of the parameters that are small beside the vectors."""
+    n, size, length = vectors.shape
+    width = max(1, min(length, SLICE // (n * size)))
+    found = sum(inner_products(part) for part in vectors.flatten(0, 1).split(width, dim=1))
+    return found.numpy().reshape(n, size, n, size)
+
+
+def _in_words(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 1 << 28 else f"{size:,} bytes"

@@ -1,0 +1,235 @@
+"""J = ∂ log π(o_t)/∂θ as an object: the one thing that gradscope asks of a network.
+
+A row per kept token of a batch, a column per measured parameter, never formed. Summed gradients of any token weighting
+are wᵀ·J (`vjp`), what a step does to every token is J·v (`jvp`), and how sums by prompt lie to each other is
+w·J·Jᵀ·wᵀ (`gram`). Every weighting, interval and optimizer is arithmetic on these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from gradscope.errors import InputError
+from gradscope.gradients.forward_mode import Derivative, changes_along, refuse_narrow_arithmetic
+from gradscope.gradients.gram import Gram, GroupSums, Pairs, Piece, SumsPlan, Way
+from gradscope.gradients.hooks import measuring
+from gradscope.gradients.resources import Resources
+from gradscope.gradients.reverse_mode import add_gradients, differentiable, stream_gradients
+from gradscope.gradients.vectors import Vectors, vector_bytes, zero_vectors
+from gradscope.objective import (
+    TokenStatistics,
+    batch_statistics,
+    fitting_size,
+    kept_logprobs,
+    micro_batches,
+)
+from gradscope.policy import AdamWState, Policy, find_blocks
+from gradscope.rollouts import TokenBatch
+from gradscope.runs import track
+
+
+class TokenJacobian:
+    """∂ log π(o_t)/∂θ [K, P] of the K tokens that a batch's response_mask keeps, response by response.
+
+    log π is in nats at each response's temperature; θ are all measured parameters, flat, frozen ones too. The model is
+    in eval mode, with plain attention, inside a call only: flags, modes, weights and `.grad` are as they were after it.
+
+    Args:
+        model: a Policy, or a module of transformers with output embeddings.
+        statistics: of the batch's tokens under these weights, where they are known.
+
+    Raises:
+        InputError: the batch keeps no token.
+    """
+
+    def __init__(
+        self,
+        model: Policy | nn.Module,
+        batch: TokenBatch,
+        resources: Resources | None = None,
+        *,
+        statistics: TokenStatistics | None = None,
+    ) -> None:
+        self.policy = model if isinstance(model, Policy) else None
+        self.model: nn.Module = model.model if isinstance(model, Policy) else model
+        self.batch = batch
+        self.device = next(self.model.parameters()).device
+        self.resources = (resources or Resources()).settle(self.device)
+        self._known = statistics
+        if batch.num_tokens == 0:
+            raise InputError(
+                "response_mask keeps no token, so there is no gradient; give responses with sampled tokens"
+            )
+        self._places = torch.full(batch.input_ids.shape, -1)
+        self._places[batch.response_mask] = torch.arange(batch.num_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """K."""
+        return self.batch.num_tokens
+
+    @cached_property
+    def prompts(self) -> Int[Tensor, " n"]:
+        """Ids of the prompts with a kept token, ascending."""
+        return self.batch.group_ids[self.batch.response_mask.any(1)].unique()
+
+    @cached_property
+    def statistics(self) -> TokenStatistics:
+        """log π, log(1−π) and entropy of every kept token [B, S], nats, on the CPU; 0 elsewhere."""
+        if self._known is not None:
+            return self._known
+        size = fitting_size(self.model, self.batch, self.resources.micro_batch, copies=2)
+        settings = {"micro_batch_size": size, "device": self.device, "processes": self.resources.processes}
+        with self.resources.progress.stage("scoring"), measuring(self.model):
+            return batch_statistics(self.model, self.batch, **settings)
+
+    def select(self, rows: Sequence[int] | Int[Tensor, " b"]) -> TokenJacobian:
+        """The tokens of some responses, in this order."""
+        known = self._known if self._known is not None else self.__dict__.get("statistics")
+        if known is not None:
+            known = TokenStatistics(*(getattr(known, name)[rows] for name in vars(known)))
+        return TokenJacobian(self._model, self.batch.select(rows), self.resources, statistics=known)
+
+    def moved(self) -> TokenJacobian:
+        """The same tokens at the weights as they are now."""
+        return TokenJacobian(self._model, self.batch, self.resources)
+
+    def kept(self, values: Float[Tensor, "*R B S"]) -> Float[Tensor, "*R K"]:
+        """Of numbers for every column of the batch those of the kept tokens."""
+        return values[..., self.batch.response_mask]
+
+    def spread(self, values: Float[Tensor, "*R K"]) -> Float[Tensor, "*R B S"]:
+        """The kept tokens' numbers at their columns of the batch, 0 elsewhere."""
+        out = values.new_zeros(*values.shape[:-1], *self.batch.input_ids.shape)
+        out[..., self.batch.response_mask] = values
+        return out
+
+    def vjp(self, weights: Float[Tensor, "R K"]) -> Vectors:
+        """Sum weighted token gradients: row r is Σ_t weights[r, t]·∇ log π_t.
+
+        With weights −w_t/num_tokens (Eq. 2) it is the gradient of the loss. One forward pass serves every row; each row
+        costs a backward pass where it weighs a token of a micro-batch. R + 1 vectors lie in memory or, where that is
+        over `resources.vectors`, R in a scratch file; the numbers are the same.
+
+        Raises:
+            InputError: the weights are not K a row, or a scratch file finds no room.
+        """
+        weights = self._check(weights)
+        whole = (len(weights) + 1) * vector_bytes(self.model) <= self.resources.vectors
+        sums = Vectors.zeros(self.model, len(weights), None if whole else 0)
+
+        def take(row: int, name: str, gradient: Float[Tensor, " p"]) -> None:
+            sums.rows[row, sums.slices[name]] += gradient.to(sums.rows)
+
+        with differentiable(self.model):
+            for places, piece in self._pieces(self.resources.micro_batch, 4):
+                if whole:
+                    logprobs = kept_logprobs(self.model, piece)
+                    add_gradients(self.model, logprobs, weights[:, places].to(logprobs), sums.rows)
+                else:
+                    stream_gradients(self.model, piece, weights[:, places], take)
+        self.resources.processes.sum(sums.rows)
+        return sums
+
+    def jvp(self, vectors: Vectors) -> tuple[Float[Tensor, "R K"], Derivative]:
+        """Differentiate every log π along vectors: ⟨∇ log π_t, vector⟩ in nats, on the CPU, and how.
+
+        If the parameters move by a vector, each log π changes by that much to first order. A vector that is not zero
+        costs about three forward passes in forward mode. Where an operation of the model has none, a UserWarning says
+        so and all changes are central differences, which cost 2 to 16 forward passes and agree to about 2e-4 of the
+        root mean square change, in float32, unless they send a token to other experts.
+
+        Raises:
+            InputError: the vectors do not fit the model, or its arithmetic is below float32, in which a tangent keeps
+                two or three digits.
+        """
+        refuse_narrow_arithmetic(self.model)
+        if vectors.rows.shape[1] != (size := zero_vectors(self.model, 0).shape[1]):
+            raise InputError(
+                f"vectors have {vectors.rows.shape[1]} entries, the model {size} parameters; give one each"
+            )
+        micro_batch = self.resources.micro_batch
+        changes, how = changes_along(self.model, vectors, self.num_tokens, micro_batch, self._pieces)
+        everyone = self.resources.processes.gather([how])
+        how = "central differences" if "central differences" in everyone else "forward mode"
+        return self.resources.processes.sum(changes), how
+
+    def gram(
+        self,
+        weights: Float[Tensor, "R K"],
+        *,
+        groups: Int[Tensor, " B"] | None = None,
+        pairs: Pairs = "all",
+        metric: AdamWState | None = None,
+        sketch: int | None = None,
+        way: Way | None = None,
+    ) -> Gram:
+        """Multiply sums of token gradients by group with each other: u_{p,r} = Σ_t weights[r, t]·∇ log π_t, t in p.
+
+        One pass over the batch, a backward pass for each row where it weighs a token. Vectors are whole where they fit
+        into `resources.vectors`, else sketches. The processes share the groups.
+
+        Args:
+            groups: id of each response's group; None: its prompt's. One without a kept token is none.
+            pairs: of every two groups, for which n·R vectors are kept, or within each group alone.
+            metric: also in AdamW's metric, whose v̂ takes in the square of Σ_{p,r} u_{p,r}: the loss's gradient.
+            sketch: keep sketches of so many numbers of each vector, for inner products between groups.
+            way: this one, whatever it costs.
+
+        Raises:
+            InputError: the weights are not K a row, or the budget does not hold the vectors.
+        """
+        sums = self._group_sums(self._check(weights), groups)
+        plan = sums.plan(pairs, metric=metric is not None, way=way)
+        return sums.multiply(plan, pairs, metric=metric, sketch=sketch)
+
+    def plan_gram(self, rows: int, *, pairs: Pairs = "all", metric: bool = False, way: Way | None = None) -> SumsPlan:
+        """Tell how `gram` makes so many rows of weights by prompt. Raises InputError where memory is too little."""
+        return self._group_sums(torch.zeros(rows, self.num_tokens), None).plan(pairs, metric=metric, way=way)
+
+    def _group_sums(self, weights: Float[Tensor, "R K"], groups: Int[Tensor, " B"] | None) -> GroupSums:
+        return GroupSums(self.model, self._blocks, weights, self._group_pieces(groups), self.resources)
+
+    @property
+    def _model(self) -> Policy | nn.Module:
+        return self.policy or self.model
+
+    @property
+    def _blocks(self) -> nn.ModuleList:
+        return self.policy.blocks if self.policy is not None else find_blocks(self.model)
+
+    def _check(self, weights: Float[Tensor, "R K"]) -> Float[Tensor, "R K"]:
+        if weights.dim() != 2 or weights.shape[1] != self.num_tokens:
+            given = " × ".join(str(size) for size in weights.shape)
+            raise InputError(
+                f"weights are {given}; give rows with one number for each of {self.num_tokens} kept tokens"
+            )
+        return weights
+
+    def _pieces(self, micro_batch: int, copies: int) -> Iterator[Piece]:
+        """This process's micro-batches of at most so many responses, longest first; copies: see `fitting_size`."""
+        size, processes = fitting_size(self.model, self.batch, micro_batch, copies=copies), self.resources.processes
+        pieces = micro_batches(self.batch, size)[processes.rank :: processes.count]
+        for rows, piece in track(pieces, "gradients", self.resources.progress, unit="micro-batches"):
+            yield self._place(rows, piece), piece
+
+    def _group_pieces(self, groups: Int[Tensor, " B"] | None) -> dict[int, list[Piece]]:
+        """Micro-batches by group id, ascending."""
+        ids, found = self.batch.group_ids if groups is None else groups, {}
+        size = fitting_size(self.model, self.batch, self.resources.micro_batch, copies=4)
+        for group in ids[self.batch.response_mask.any(1)].unique().tolist():
+            own = (ids == group).nonzero()[:, 0]
+            pieces = micro_batches(self.batch.select(own), size)
+            found[group] = [(self._place(own[rows], piece), piece) for rows, piece in pieces]
+        return found
+
+    def _place(self, rows: Int[Tensor, " b"], piece: TokenBatch) -> Int[Tensor, " k"]:
+        """Where a piece's kept tokens stand among all."""
+        row, column = piece.response_mask.nonzero().unbind(1)
+        start = self.batch.attention_mask.int().argmax(1)
+        return self._places[rows[row], start[rows[row]] + column]

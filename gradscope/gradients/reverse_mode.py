@@ -1,0 +1,64 @@
+"""wᵀ·J by backward passes: sums of token gradients, whole or a parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from gradscope.gradients.forward_mode import KeptLogprobs
+from gradscope.gradients.hooks import measuring
+from gradscope.policy import flat_slices, float_parameters, is_upcast
+from gradscope.rollouts import TokenBatch
+
+Take = Callable[[int, str, Tensor], None]
+"""What is done with a gradient: called with the row of its weights and the parameter's name."""
+
+
+@contextmanager
+def differentiable(model: nn.Module) -> Iterator[None]:
+    """`measuring`, with gradients for every measured parameter; all comes back as it was."""
+    with torch.inference_mode(False), torch.enable_grad(), measuring(model):
+        for _, parameter in float_parameters(model):
+            parameter.requires_grad_(True)
+        yield
+
+
+def add_gradients(
+    model: nn.Module, logprobs: Float[Tensor, " K"], weights: Float[Tensor, "R K"], sums: Float[Tensor, "R P"]
+) -> None:
+    """Add Σ_t weights[r, t]·∇ logprobs[t] to row r of the sums: a backward pass for each row that is not 0."""
+    slices, parameters = flat_slices(model).values(), [p for _, p in float_parameters(model)]
+    active = weights.any(1).nonzero()[:, 0].tolist()
+    for r in active:
+        last = r == active[-1]
+        gradients = torch.autograd.grad(logprobs, parameters, weights[r], retain_graph=not last, allow_unused=True)
+        for part, gradient in zip(slices, gradients, strict=True):
+            if gradient is not None:
+                sums[r, part] += gradient.flatten().to(sums)
+
+
+def stream_gradients(model: nn.Module, piece: TokenBatch, weights: Float[Tensor, "R k"], take: Take) -> None:
+    """Hand on Σ_t weights[r, t]·∇ log π_t of a piece's kept tokens, each parameter's as soon as it is made."""
+    # Leaves of our own on the same memory: no hook of another's runs, and no `.grad` of the model is touched.
+    leaves = {f"model.{name}": p.detach().requires_grad_() for name, p in float_parameters(model)}
+    row = 0
+
+    def pass_on(name: str, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad.flatten(), None
+        take(row, name, gradient)
+
+    for name, leaf in leaves.items():
+        if is_upcast(model):
+            leaf.grad_dtype = torch.promote_types(leaf.dtype, torch.float32)
+        leaf.register_post_accumulate_grad_hook(partial(pass_on, name.removeprefix("model.")))
+    logprobs = functional_call(KeptLogprobs(model), leaves, (piece,))
+    weights = weights.to(logprobs)
+    active = weights.any(1).nonzero()[:, 0].tolist()
+    for row in active:  # which `pass_on` reads
+        logprobs.backward(weights[row], retain_graph=row != active[-1], inputs=list(leaves.values()))

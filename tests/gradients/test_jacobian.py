@@ -1,0 +1,216 @@
+"""The operator against J itself: one autograd call per token, in float64, written here."""
+
+import numpy as np
+import pytest
+import torch
+from support.policies import make_batch, make_policy
+from support.tiers import every
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.gradients import Gram, Resources, TokenJacobian, Vectors
+from gradscope.policy import AdamWState, Policy, float_parameters
+from gradscope.rollouts import TokenBatch
+
+ROWS = 3
+TOLERANCE = 2e-6
+"""transformers' rotary embeddings and norms pass through float32, whatever the weights are."""
+
+
+def dense(policy: Policy, batch: TokenBatch) -> Tensor:
+    """J [K, P]: one autograd call for each token, over its response alone."""
+    parameters, rows = [p for _, p in float_parameters(policy.model)], []
+    for response in range(len(batch)):
+        ids, kept = batch.sequence(response)
+        if not len(kept):
+            continue
+        logits = policy.model(input_ids=ids[None], use_cache=False).logits[0].double()
+        logprobs = torch.log_softmax(logits[kept - 1] / batch.temperature[response], -1)
+        for logprob in logprobs.gather(1, ids[kept][:, None])[:, 0]:
+            made = torch.autograd.grad(logprob, parameters, retain_graph=True, allow_unused=True)
+            flat = [torch.zeros_like(p) if g is None else g for g, p in zip(made, parameters, strict=True)]
+            rows.append(torch.cat([g.flatten() for g in flat]))
+    return torch.stack(rows)
+
+
+def make_weights(batch: TokenBatch, rows: int = ROWS) -> Tensor:
+    """Random numbers, some of them 0, the last row 0 on the first prompt."""
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.randn(rows, batch.num_tokens, generator=generator, dtype=torch.float64)
+    weights *= torch.rand(weights.shape, generator=generator) < 0.6
+    weights[-1, (batch.group_ids[:, None] == 0).expand_as(batch.response_mask)[batch.response_mask]] = 0.0
+    return weights
+
+
+def groups_of(batch: TokenBatch) -> Tensor:
+    """The prompt of each kept token."""
+    return batch.group_ids[:, None].expand_as(batch.response_mask)[batch.response_mask]
+
+
+def by_group(jacobian: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
+    """u [n, R, P]."""
+    return torch.stack([(weights * (groups == group)) @ jacobian for group in groups.unique()])
+
+
+def distance(found: Tensor | np.ndarray, expected: Tensor | np.ndarray) -> float:
+    found, expected = (torch.as_tensor(values).double() for values in (found, expected))
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+CASES = [
+    ("qwen2", torch.float64, TOLERANCE),
+    ("gpt2", torch.float64, TOLERANCE),
+    ("mixtral", torch.float64, TOLERANCE),
+    ("opt", torch.float64, TOLERANCE),
+    ("qwen2", torch.float32, 2e-5),
+]
+"""A tied head, matrices stored the other way round, experts, learned positions; and rounding."""
+
+
+@pytest.mark.parametrize(("name", "dtype", "tolerance"), every(2, CASES))
+def test_vjp_jvp_and_gram_are_products_with_the_dense_jacobian(name, dtype, tolerance):
+    policy = make_policy(name, dtype)
+    batch = make_batch(policy, temperature=0.7)
+    expected, weights, groups = dense(policy, batch), make_weights(batch), groups_of(batch)
+    J = TokenJacobian(policy, batch, Resources(1 << 34, micro_batch=2))
+    sums = J.vjp(weights)
+    assert distance(sums.rows, weights @ expected.double()) < tolerance
+    changes, how = J.jvp(sums)
+    assert how == "forward mode"
+    assert distance(changes, (weights @ expected.double()) @ expected.double().T) < tolerance
+    vectors = by_group(expected.double(), weights, groups)
+    gram = J.gram(weights)
+    assert gram.plan.way == "whole"
+    assert distance(gram.products, torch.einsum("prx,qsx->prqs", vectors, vectors)) < tolerance
+    within = J.gram(weights, pairs="within")
+    assert distance(within.products, torch.einsum("prx,psx->prs", vectors, vectors)) < tolerance
+    for found in (gram, within):
+        assert distance(found.total, vectors.sum(0) @ vectors.sum(0).T) < tolerance
+        assert distance(found.totals.rows, vectors.sum(0)) < tolerance
+        assert (found.error(lambda products, total: total) == 0).all()
+
+
+@pytest.mark.parametrize("pairs", ["all", "within"])
+@pytest.mark.parametrize("way", ["whole", "sketches"])
+def test_a_gram_in_adamws_metric_multiplies_each_entry(way, pairs):
+    policy = make_policy("qwen2", torch.float64)
+    batch = make_batch(policy)
+    weights, vectors = make_weights(batch), None
+    vectors = by_group(dense(policy, batch), weights, groups_of(batch))
+    optimizer = torch.optim.AdamW(policy.model.parameters())
+    generator = torch.Generator().manual_seed(1)
+    for parameter in policy.model.parameters():
+        square = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+        optimizer.state[parameter] = {"step": torch.tensor(9.0), "exp_avg": 0 * square, "exp_avg_sq": square}
+    state = AdamWState.from_state_dict(policy.model, optimizer.state_dict(), max_grad_norm=0.5)
+    scaled = vectors * state.scale(policy.model, vectors.sum((0, 1)))
+    gram = TokenJacobian(policy, batch, Resources(1 << 34, micro_batch=1)).gram(
+        weights, pairs=pairs, metric=state, way=way
+    )
+    for found, expected in ((gram, vectors), (gram.scaled, scaled)):
+        assert_products(found, expected, pairs)
+
+
+def assert_products(found: Gram, vectors: Tensor, pairs: str) -> None:
+    """Exact, or within four of their own standard errors, which are not 0."""
+    path = "prx,qsx->prqs" if pairs == "all" else "prx,psx->prs"
+    expected, total = torch.einsum(path, vectors, vectors).numpy(), (vectors.sum(0) @ vectors.sum(0).T).numpy()
+    if found.plan.way == "whole":
+        assert distance(found.products, expected) < TOLERANCE and distance(found.total, total) < TOLERANCE
+        return
+    for values, truth, error in (
+        (found.products, expected, found.error(lambda products, total: products)),
+        (found.total, total, found.error(lambda products, total: total)),
+    ):
+        apart = np.abs(values - truth)
+        assert (apart <= 5 * error + 1e-12 * np.abs(truth).max()).all()
+        assert error.max() > 0
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["block by block", "by the whole graph"])
+def test_sketches_are_those_of_the_whole_vectors(shared):
+    from gradscope.gradients.gram import SEED
+    from gradscope.gradients.sketches import Sketcher
+
+    policy = make_policy("llama", torch.float64)
+    if shared:
+        policy.blocks[2].self_attn.q_proj.weight = policy.blocks[0].self_attn.q_proj.weight
+    batch = make_batch(policy)
+    weights = make_weights(batch)
+    vectors = by_group(dense(policy, batch), weights, groups_of(batch))
+    gram = TokenJacobian(policy, batch, Resources(1 << 34, micro_batch=1)).gram(weights, way="sketches")
+    slices = Vectors.zeros(policy.model, 0).slices
+    sketcher = Sketcher(gram.plan.sketch_size, seed=SEED)
+    expected = torch.zeros(len(vectors), ROWS, gram.plan.sketch_size, dtype=torch.float64)
+    for number, part in enumerate(slices.values()):
+        for group, rows in enumerate(vectors):
+            for row, vector in enumerate(rows):
+                sketcher.add(vector[part], number, expected[group, row])
+    assert distance(gram.sketches, expected) < TOLERANCE
+
+
+def test_sketches_beside_whole_vectors_tell_how_groups_lie_to_each_other():
+    policy = make_policy("gpt2", torch.float64)
+    batch = make_batch(policy)
+    weights = make_weights(batch)
+    J = TokenJacobian(policy, batch, Resources(1 << 34))
+    exact, found = J.gram(weights), J.gram(weights, pairs="within", sketch=1 << 12)
+    norms = np.sqrt(np.einsum("prpr->pr", exact.products))
+    between = torch.einsum("prk,qrk->rpq", found.sketches, found.sketches).numpy()
+    truth = np.einsum("prqr->rpq", exact.products)
+    scale = np.einsum("pr,qr->rpq", norms, norms)
+    apart = np.abs(between - truth)[scale > 0] / scale[scale > 0]
+    assert 0 < apart.max() < 5 / (1 << 12) ** 0.5 * 2**0.5  # one standard deviation is up to √2/√k
+
+
+def test_sums_in_a_scratch_file_are_those_in_memory_bit_for_bit():
+    policy = make_policy("qwen2")
+    batch = make_batch(policy)
+    weights = make_weights(batch).float()
+    inside, outside = (TokenJacobian(policy, batch, Resources(v)).vjp(weights) for v in (1 << 40, 0))
+    assert torch.equal(inside.rows, outside.rows)
+
+
+def test_selected_responses_have_their_rows_and_a_moved_jacobian_sees_the_weights_as_they_are():
+    policy = make_policy("llama", torch.float64)
+    batch = make_batch(policy)
+    J = TokenJacobian(policy, batch)
+    before = J.statistics
+    some = J.select([2, 0])
+    assert torch.equal(some.statistics.logprob, before.logprob[[2, 0]])
+    assert distance(some.vjp(torch.ones(1, some.num_tokens)).rows, dense(policy, batch.select([2, 0])).sum(0)) < 1e-5
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight.mul_(1.1)
+    assert torch.equal(J.statistics.logprob, before.logprob)
+    assert not torch.equal(J.moved().statistics.logprob, before.logprob)
+
+
+@pytest.mark.parametrize("groups", ["response", "all"])
+def test_groups_are_any_that_responses_have(groups):
+    policy = make_policy("gpt2", torch.float64)
+    batch = make_batch(policy)
+    ids = torch.arange(len(batch)) if groups == "response" else torch.zeros(len(batch), dtype=torch.long)
+    tokens = ids[:, None].expand_as(batch.response_mask)[batch.response_mask]
+    weights = make_weights(batch)
+    vectors = by_group(dense(policy, batch), weights, tokens)
+    found = TokenJacobian(policy, batch).gram(weights, groups=ids)
+    assert found.groups == tuple(tokens.unique().tolist())
+    assert distance(found.products, torch.einsum("prx,qsx->prqs", vectors, vectors)) < TOLERANCE
+
+
+def test_what_does_not_fit_is_refused_in_one_line():
+    policy = make_policy("gpt2")
+    batch = make_batch(policy)
+    J = TokenJacobian(policy, batch, Resources(1 << 10))
+    for call in (
+        lambda: J.vjp(torch.zeros(2, 3)),
+        lambda: J.jvp(Vectors(torch.zeros(1, 7), {})),
+        lambda: J.gram(torch.zeros(2, batch.num_tokens)),
+        lambda: TokenJacobian(
+            policy, batch[[0]].__class__(**vars(batch) | {"response_mask": batch.response_mask & False})
+        ),
+        lambda: Resources(micro_batch=0),
+    ):
+        with pytest.raises(InputError) as caught:
+            call()
+        assert "\n" not in str(caught.value)
