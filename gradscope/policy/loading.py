@@ -31,7 +31,7 @@ from gradscope.policy.policy import Policy, check_template_kwargs, find_blocks
 from gradscope.policy.sharded.layouts import Shards
 from gradscope.policy.sharded.reading import read_weights
 from gradscope.policy.upcasting import UPCAST, upcast_on_use
-from gradscope.runs import ALONE, Processes, parse_json_file
+from gradscope.runs import ALONE, Processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -230,7 +230,6 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
         )
     try:
         refuse_endless_files(folder)
-        parse_json_file(folder / "config.json")  # refuses what json would take, such as a name given twice
         plain, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
         own = {**(plain.get("auto_map") or {})}
         if own and not trust_remote_code and plain.get("model_type") not in _known_types():

@@ -15,7 +15,6 @@ import torch
 from gradscope.errors import InputError, show
 from gradscope.rollouts.pickled import read_pickled
 from gradscope.runs import (
-    MOST_COLUMNS,
     PACKED,
     Inert,
     file_hash,
@@ -176,8 +175,6 @@ def _read_jsonl(path: Path, torn: bool) -> Iterator[Record]:
             raise InputError(f"{place}: not JSON ({error}); write one object per line") from error
         if not isinstance(row, dict):
             raise InputError(f"{place}: a JSON {type(row).__name__}; write one object per line, {{column: value}}")
-        if len(row) > MOST_COLUMNS:
-            raise InputError(f"{place}: {len(row):,} columns; give at most {MOST_COLUMNS:,}")
         yield Record(path, place, row)
         index += 1
 

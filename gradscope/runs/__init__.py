@@ -19,7 +19,6 @@ from gradscope.runs.folder import (
     refusal,
 )
 from gradscope.runs.foreign import (
-    MOST_COLUMNS,
     PACKED,
     load_tensors,
     numbers_of,
@@ -37,7 +36,7 @@ from gradscope.runs.scratch import check_room, scratch_zeros
 from gradscope.runs.user_code import RAISED, in_words, run_file
 
 __all__ = [
-    "ALONE", "MANIFEST", "MOST_COLUMNS", "PACKED", "RAISED", "SILENT", "Advance", "Inert", "Processes", "Progress",
+    "ALONE", "MANIFEST", "PACKED", "RAISED", "SILENT", "Advance", "Inert", "Processes", "Progress",
     "Reporter", "RunFolder", "check_is_folder", "check_room", "check_writable", "deal_by_cost",
     "file_hash", "in_words", "leave_launch", "library_versions", "load_tensors", "locked", "numbers_of", "parse_json",
     "parse_json_file", "plain_json", "provenance", "read_json", "read_lines", "read_parquet", "refusal", "replacing",

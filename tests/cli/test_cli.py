@@ -172,10 +172,6 @@ BAD_CHECKPOINTS = {
         "config.json: num_hidden_layers is 1000000000",
     ),
     "tuples": (lambda d: configure(d, return_dict=False), "config.json makes no model that computes"),
-    "a name twice": (
-        lambda d: (d / "config.json").write_text('{"vocab_size": 9, ' + (d / "config.json").read_text()[1:]),
-        "'vocab_size' stands there twice",
-    ),
     "an unknown type": (lambda d: configure(d, model_type="nobody's"), "config.json"),
     "weights that are NaN": (lambda d: spoil_weight(d, float("nan")), "model.norm.weight is not finite"),
     "weights that are infinite": (lambda d: spoil_weight(d, float("inf")), "model.norm.weight is not finite"),
