@@ -16,7 +16,7 @@ from gradscope import load_policy
 from gradscope.sampling import batch_rows, rollout_rows
 from gradscope.tasks import get_task
 from gradscope.trainer import OPTIMIZER
-from gradscope.updates.comparison.words import RECORD
+from gradscope.updates.comparison.describe import RECORD
 
 ROOT = Path(__file__).parents[2]
 TINY = {"questions_per_step": 1, "group_size": 4, "mini_batch_size": 4, "max_new_tokens": 60, "save_rollouts": True}

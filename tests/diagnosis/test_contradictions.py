@@ -33,7 +33,7 @@ from gradscope.policy import AdamWState, Policy
 from gradscope.resampling import MANY
 from gradscope.rollouts import TokenBatch
 from gradscope.updates import state_step
-from gradscope.updates.comparison.words import RECORD
+from gradscope.updates.comparison.describe import RECORD
 
 pytestmark = [
     pytest.mark.usefixtures("undrawn"),
